@@ -1,0 +1,49 @@
+"""Engine-wide options, from `additional_config={"trie_beam": {...}}`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+PLUGIN_NAME = "trie_beam"
+
+
+@dataclass(frozen=True)
+class TrieBeamConfig:
+    """Engine-wide options.
+
+    Args:
+        reclaim_interval: Steps between two returns of a group's dead blocks to vLLM's pool. They go
+            back earlier when free blocks run low, and in any case when the group ends.
+        check_invariants: Check every trie after every step; for tests and bug reports, slow.
+    """
+
+    reclaim_interval: int = 15
+    check_invariants: bool = False
+
+    def __post_init__(self) -> None:
+        interval = self.reclaim_interval
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise ValueError(f"trie_beam.reclaim_interval={interval!r} is not a number of steps; pass an integer >= 1")
+        if not isinstance(self.check_invariants, bool):
+            raise ValueError(f"trie_beam.check_invariants={self.check_invariants!r} is neither true nor false")
+
+    @classmethod
+    def from_additional_config(cls, additional_config: Mapping[str, Any] | None) -> TrieBeamConfig:
+        """Parse `additional_config["trie_beam"]`.
+
+        Raises:
+            ValueError: an unknown option, or a value out of range.
+        """
+        options = (additional_config or {}).get(PLUGIN_NAME, {})
+        if not isinstance(options, Mapping):
+            raise ValueError(f'additional_config["{PLUGIN_NAME}"]={options!r} is not a mapping of options')
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                meant = get_close_matches(str(name), known, n=1)
+                hint = f"did you mean {meant[0]}?" if meant else f"known: {', '.join(known)}"
+                raise ValueError(f"unknown option {PLUGIN_NAME}.{name}; {hint}")
+        return cls(**options)

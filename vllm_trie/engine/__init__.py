@@ -1,0 +1,1 @@
+"""The scheduler's side: one beam group is one request."""

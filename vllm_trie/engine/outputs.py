@@ -1,0 +1,157 @@
+"""Where the n hypotheses of a group go.
+
+vLLM's front end turns a request with n > 1 into n requests `"{i}_{parent}"`. The first one is the
+group; the others are return addresses and never reach vLLM's queues. They may arrive after the
+search is over, and be aborted one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import Request
+
+from vllm_trie.engine.group import Hypothesis
+from vllm_trie.params import GroupTicket
+
+
+@dataclass
+class _Delivery:
+    """One group's return addresses, and its outputs once the search is over."""
+
+    ticket: GroupTicket
+    group_id: str
+    waiting: dict[int, Request] = field(default_factory=dict)  # by index
+    num_settled: int = 0  # sent or withdrawn
+    outputs: list[EngineCoreOutput] | None = None
+
+
+class Mailbox:
+    """Brings the outputs of groups to their return addresses."""
+
+    def __init__(self) -> None:
+        self._deliveries: dict[str, _Delivery] = {}  # by ticket key
+        self._deliveries_by_group: dict[str, _Delivery] = {}
+        self._addresses: dict[str, tuple[_Delivery, int]] = {}  # by request id
+        self._outbox: list[tuple[int, EngineCoreOutput]] = []  # client index, output
+
+    def __bool__(self) -> bool:
+        """Whether there is something to send."""
+        return bool(self._outbox)
+
+    @property
+    def num_open(self) -> int:
+        """Deliveries that still have outputs to send or addresses to hear from."""
+        return len(self._deliveries)
+
+    def register(self, ticket: GroupTicket, request: Request) -> bool:
+        """A request of a group has arrived. Returns whether it is the one that stands for the group."""
+        index = ticket.index_of(request.request_id)
+        if index == 0:
+            delivery = _Delivery(ticket, request.request_id)
+            self._deliveries[ticket.key] = self._deliveries_by_group[request.request_id] = delivery
+        elif ticket.key in self._deliveries:
+            delivery = self._deliveries[ticket.key]
+        else:  # its group was aborted before this address arrived
+            self._send(request, error_output("the beam group of this request was aborted"))
+            return False
+        delivery.waiting[index] = request
+        self._addresses[request.request_id] = (delivery, index)
+        if delivery.outputs is not None:
+            self._send_outputs(delivery)
+        return index == 0
+
+    def withdraw(self, request_id: str) -> str | None:
+        """An address is gone. Returns the request that ends with it in vLLM's scheduler, if any.
+
+        That is the group when nobody waits for it any more, and the request itself if it has no
+        part in any group.
+        """
+        if request_id not in self._addresses:
+            return request_id
+        delivery, index = self._addresses.pop(request_id)
+        del delivery.waiting[index]
+        delivery.num_settled += 1
+        if delivery.waiting:
+            return None
+        self._close(delivery)
+        return delivery.group_id
+
+    def post(self, group_id: str, outputs: list[EngineCoreOutput]) -> None:
+        """A search is over: send its n outputs, to late addresses when they arrive."""
+        delivery = self._deliveries_by_group[group_id]
+        delivery.outputs = outputs
+        self._send_outputs(delivery)
+
+    def post_error(self, group_id: str, message: str) -> None:
+        """A search cannot go on: tell every address why."""
+        ticket = self._deliveries_by_group[group_id].ticket
+        self.post(group_id, [error_output(message) for _ in range(ticket.n)])
+
+    def num_outputs(self, group_id: str) -> int:
+        """How many hypotheses the user of this group asked for."""
+        return self._deliveries_by_group[group_id].ticket.n
+
+    def empty(self) -> list[tuple[int, EngineCoreOutput]]:
+        """Take everything there is to send, as (client index, output)."""
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    def _send_outputs(self, delivery: _Delivery) -> None:
+        assert delivery.outputs is not None
+        for index, request in delivery.waiting.items():
+            self._send(request, delivery.outputs[index])
+            del self._addresses[request.request_id]
+        delivery.num_settled += len(delivery.waiting)
+        delivery.waiting.clear()
+        if delivery.num_settled == delivery.ticket.n:
+            self._close(delivery)
+
+    def _send(self, request: Request, output: EngineCoreOutput) -> None:
+        output.request_id = request.request_id
+        output.trace_headers = request.trace_headers
+        self._outbox.append((request.client_index, output))
+
+    def _close(self, delivery: _Delivery) -> None:
+        del self._deliveries[delivery.ticket.key]
+        del self._deliveries_by_group[delivery.group_id]
+
+
+def hypothesis_output(hypothesis: Hypothesis, eos_token_id: int | None, like: EngineCoreOutput) -> EngineCoreOutput:
+    """One finished hypothesis as vLLM's front end expects it, not addressed yet.
+
+    Args:
+        hypothesis: What to return.
+        eos_token_id: The stop token that vLLM does not report as a stop reason.
+        like: What vLLM made for the group's own request: timing events and prefill statistics.
+    """
+    tokens, stopped_by = hypothesis.token_ids, hypothesis.stopped_by
+    return EngineCoreOutput(
+        request_id="",
+        new_token_ids=tokens,
+        new_logprobs=_logprobs(tokens, hypothesis.token_logprobs),
+        finish_reason=FinishReason.LENGTH if stopped_by is None else FinishReason.STOP,
+        stop_reason=None if stopped_by == eos_token_id else stopped_by,
+        events=like.events,
+        prefill_stats=like.prefill_stats,
+    )
+
+
+def error_output(message: str) -> EngineCoreOutput:
+    """The end of a group that cannot go on, not addressed yet; `message` becomes the stop reason."""
+    return EngineCoreOutput(
+        request_id="", new_token_ids=[], finish_reason=FinishReason.ERROR, stop_reason=message
+    )
+
+
+def _logprobs(tokens: list[int], logprobs: list[float]) -> LogprobsLists:
+    """The log-probability of each token taken. Its rank in the vocabulary is not known: 0."""
+    count = len(tokens)
+    return LogprobsLists(
+        np.array(tokens, dtype=np.int32).reshape(count, 1),
+        np.array(logprobs, dtype=np.float64).reshape(count, 1),
+        np.zeros(count, dtype=np.int32),
+    )

@@ -1,0 +1,257 @@
+"""vLLM's scheduler, with beam groups: each is one request here and b rows in the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_trie.config import TrieBeamConfig
+from vllm_trie.engine.group import BeamGroup
+from vllm_trie.engine.kv_cache import BeamKVCacheManager
+from vllm_trie.engine.outputs import Mailbox, hypothesis_output
+from vllm_trie.messages import GroupStep, attach_group_steps, group_results
+from vllm_trie.params import TICKET, BeamParams, GroupTicket, stop_tokens
+from vllm_trie.patching import Patch
+from vllm_trie.search.step import Step
+from vllm_trie.search.stopping import StopRules
+
+logger = init_logger("vllm.trie_beam.scheduler")
+
+NO_ADMISSION = -1
+
+
+class BeamScheduler(Scheduler):
+    """Schedules beam groups among ordinary requests.
+
+    A group decodes one token per step like any request, so vLLM's own accounting stays true. Token
+    budget for its other rows is set aside before vLLM's loop runs, and admission counts rows.
+    """
+
+    kv_cache_manager: BeamKVCacheManager
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with Patch("vllm.v1.core.sched.scheduler", "KVCacheManager").applied(BeamKVCacheManager):
+            super().__init__(*args, **kwargs)
+        _refuse_unsupported_kv_cache(self.kv_cache_config)
+        self.beam_config = TrieBeamConfig.from_additional_config(self.vllm_config.additional_config)
+        self.kv_cache_manager.reclaim_interval = self.beam_config.reclaim_interval
+        self.groups: dict[str, BeamGroup] = {}  # by the request that stands for the group
+        self.mailbox = Mailbox()
+        self._admission_limit = self.max_num_active_reqs
+        self._held_back: list[Request] = []  # found no rows in this step
+        self._results: dict[str, Step] = {}  # of this step
+        self._over: list[BeamGroup] = []  # ended in this step
+        self._failed: dict[str, str] = {}  # group id -> why it cannot go on
+        self._preempts_for_reset = False
+
+    # Requests come and go.
+
+    def add_request(self, request: Request) -> None:
+        extra_args = request.sampling_params.extra_args if request.sampling_params else None
+        params = BeamParams.from_extra_args(extra_args)
+        if params is None:
+            super().add_request(request)
+            return
+        assert extra_args is not None
+        if self.mailbox.register(GroupTicket(**extra_args[TICKET]), request):
+            self._open_group(request, params)
+
+    def _open_group(self, request: Request, params: BeamParams) -> None:
+        assert request.sampling_params is not None
+        width = params.beam_width
+        needed = request.num_prompt_tokens // self.kv_cache_manager.block_size + width
+        usable = self.kv_cache_manager.num_usable_blocks
+        if width > self.max_num_running_reqs or needed > usable:
+            self.mailbox.post_error(
+                request.request_id,
+                f"beam_width={width} needs {width} of max_num_seqs={self.max_num_running_reqs} rows and {needed} of "
+                f"{usable} KV blocks to start",
+            )
+            return
+        rules = StopRules(
+            stop_tokens(request.sampling_params),
+            request.sampling_params.eos_token_id,
+            request.sampling_params.min_tokens,
+            min(request.max_tokens, self.max_model_len - request.num_prompt_tokens),
+        )
+        request._block_hasher = None  # the prompt is hashed already; what follows is no row's history
+        self.groups[request.request_id] = BeamGroup(request.request_id, params, rules)
+        self.kv_cache_manager.open_group(request, width)
+        super().add_request(request)
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        if request_ids is None:
+            self.mailbox = Mailbox()
+        else:
+            ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+            request_ids = [ends for request_id in ids if (ends := self.mailbox.withdraw(request_id)) is not None]
+        finished = super().finish_requests(request_ids, finished_status)
+        for request in finished:
+            if request.request_id in self.groups:
+                self._close_group(request.request_id)
+        return finished
+
+    def _close_group(self, group_id: str) -> None:
+        del self.groups[group_id]
+        self._failed.pop(group_id, None)
+        self.kv_cache_manager.close_group(group_id)
+
+    def has_requests(self) -> bool:
+        return super().has_requests() or bool(self.mailbox)
+
+    # One step: schedule.
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        other_rows = sum(
+            group.width - 1 for group in self.groups.values() if self._is_decoding(self.requests[group.request_id])
+        )
+        self.max_num_scheduled_tokens -= other_rows
+        try:
+            output = super().schedule(throttle_prefills)
+        finally:
+            self.max_num_scheduled_tokens += other_rows
+            self.max_num_active_reqs = self._admission_limit
+            self.deferred_waiting.difference_update(self._held_back)
+            self._held_back.clear()
+        attach_group_steps(output, self._group_steps(output))
+        if self.beam_config.check_invariants:
+            self.check_invariants()
+        return output
+
+    def _group_steps(self, output: SchedulerOutput) -> dict[str, GroupStep]:
+        steps = {}
+        for group_id, group in self.groups.items():
+            if group_id not in output.num_scheduled_tokens:
+                continue
+            step = GroupStep(
+                group.width, group.rules.stop_token_ids, self._is_decoding(self.requests[group_id]), group.masks_stops
+            )
+            if update := self.kv_cache_manager.take_update(group_id):
+                step.decodes, step.rows, step.new_blocks = True, update.rows, update.new_blocks
+            steps[group_id] = step
+        return steps
+
+    @staticmethod
+    def _is_decoding(request: Request) -> bool:
+        """Whether all of the prompt is scheduled, so that the group runs as rows from the next step on."""
+        return request.status == RequestStatus.RUNNING and request.num_computed_tokens >= request.num_prompt_tokens
+
+    def _rows(self, request: Request) -> int:
+        group = self.groups.get(request.request_id)
+        return group.width if group is not None else 1
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        if not self.groups or sum(map(self._rows, self.running)) + self._rows(request) <= self.max_num_running_reqs:
+            return super()._handle_blocked_waiting_request(request)
+        # No rows left: admit nobody else in this step, so that the queue keeps its order.
+        self.max_num_active_reqs = NO_ADMISSION
+        self._held_back.append(request)
+        return False
+
+    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
+        super()._preempt_request(request, timestamp, drop_stale_output)
+        group = self.groups.get(request.request_id)
+        if group is None:
+            return
+        if not self.running and not self._preempts_for_reset:
+            self._failed[group.request_id] = (
+                f"beam_width={group.width} needs more than the {self.kv_cache_manager.num_usable_blocks} KV blocks of "
+                f"the engine after {group.length} tokens, with nothing else running; lower beam_width or max_tokens, "
+                f"or give the KV cache more memory"
+            )
+        group.restart()
+        del request._output_token_ids[:]
+        del request._all_token_ids[request.num_prompt_tokens :]
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        self._preempts_for_reset = True
+        try:
+            return super().reset_prefix_cache(reset_running_requests, reset_connector)
+        finally:
+            self._preempts_for_reset = False
+
+    # One step: results.
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        self._results = group_results(model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for group in self._over:
+            self._end_group(group, outputs)
+        self._over.clear()
+        for group_id, reason in list(self._failed.items()):
+            logger.error("Beam group %s ended: %s", group_id, reason)
+            super().finish_requests(group_id, RequestStatus.FINISHED_ERROR)
+            self._close_group(group_id)
+            self.mailbox.post_error(group_id, reason)
+        for client_index, output in self.mailbox.empty():
+            outputs.setdefault(client_index, EngineCoreOutputs()).outputs.append(output)
+            if self.finished_req_ids_dict is not None:
+                finished = outputs[client_index].finished_requests or set()
+                outputs[client_index].finished_requests = finished | {output.request_id}
+        if self.beam_config.check_invariants:
+            self.check_invariants()
+        return outputs
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        group = self.groups.get(request.request_id)
+        if group is None:
+            return super()._update_request_with_output(request, new_token_ids, is_stale)
+        return [], self._replay(request, group, self._results[request.request_id])
+
+    def _replay(self, request: Request, group: BeamGroup, step: Step) -> bool:
+        """Apply to the tries what the worker did to its rows. Returns whether the search is over."""
+        was_decoding = group.length > 0
+        over = group.advance(step)
+        if over:
+            request.status = RequestStatus.FINISHED_STOPPED
+            self._over.append(group)
+        elif was_decoding:
+            self.kv_cache_manager.fork(request.request_id, step.parents.tolist())
+        request.append_output_token_ids(int(step.tokens[0]))  # vLLM counts tokens; whose they are, it cannot know
+        return over
+
+    def _end_group(self, group: BeamGroup, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Replace the empty output that vLLM made for the group's request by the group's hypotheses."""
+        stock = self._take_output(group.request_id, outputs)
+        count = self.mailbox.num_outputs(group.request_id)
+        eos_token_id = group.rules.eos_token_id
+        self.mailbox.post(group.request_id, [hypothesis_output(h, eos_token_id, stock) for h in group.best(count)])
+        self._close_group(group.request_id)
+
+    @staticmethod
+    def _take_output(request_id: str, outputs: dict[int, EngineCoreOutputs]) -> EngineCoreOutput:
+        for of_client in outputs.values():
+            for index, output in enumerate(of_client.outputs):
+                if output.request_id == request_id:
+                    return of_client.outputs.pop(index)
+        raise LookupError(f"vLLM made no output for the finished group {request_id}")
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless tries, pool and vLLM's own books agree."""
+        self.kv_cache_manager.check_invariants()
+        for group_id, group in self.groups.items():
+            group.check_invariants()
+            request = self.requests[group_id]
+            assert request.num_output_tokens == group.length, f"{request.num_output_tokens} != {group.length} tokens"
+        assert sum(map(self._rows, self.running)) <= self.max_num_running_reqs
+
+
+def _refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig) -> None:
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
+        kinds = ", ".join(type(spec).__name__ for spec in specs)
+        raise ValueError(f"trie_beam needs one KV cache group of full attention; this model has: {kinds or 'none'}")

@@ -1,0 +1,1 @@
+"""The front end's side: requests are checked before anything is scheduled."""

@@ -1,0 +1,45 @@
+"""The two messages between scheduler and worker, each one extra attribute of vLLM's own message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_trie.search.step import Step
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+
+
+@dataclass(slots=True)
+class GroupStep:
+    """What the worker must know about one beam group in one step."""
+
+    width: int
+    stop_token_ids: tuple[int, ...]
+    selects: bool  # False while the prompt is still being prefilled in chunks
+    masks_stops: bool  # min_tokens not reached: no hypothesis may end here
+    decodes: bool = False  # the group runs as `width` rows; until then as one
+    rows: list[list[int]] | None = None  # on widening: the KV blocks of each row
+    new_blocks: list[int] | None = None  # at a block boundary: the next block of each row
+
+
+def attach_group_steps(output: SchedulerOutput, groups: dict[str, GroupStep]) -> None:
+    """Send the groups of this step along, by request id."""
+    output.beam_groups = groups  # type: ignore[attr-defined]
+
+
+def group_steps(output: SchedulerOutput) -> dict[str, GroupStep]:
+    """The groups of this step, by request id; empty if vLLM made the message itself (warm-up)."""
+    return vars(output).get("beam_groups", {})
+
+
+def attach_results(output: ModelRunnerOutput, results: dict[str, Step]) -> None:
+    """Send what each group's search decided back with the step's output, by request id."""
+    output.beam_results = results  # type: ignore[attr-defined]
+
+
+def group_results(output: ModelRunnerOutput) -> dict[str, Step]:
+    """What each group's search decided, by request id."""
+    return vars(output).get("beam_results", {})

@@ -1,0 +1,219 @@
+"""What a request may ask of beam search: the options, their checks, and the parameters they ride in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from vllm_trie.search.step import num_candidates
+from vllm_trie.search.stopping import EarlyStopping
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
+SEMANTICS = ("hf",)
+TICKET = "trie_beam_ticket"
+
+
+@dataclass(frozen=True)
+class BeamParams:
+    """The beam options of one request, as they stand in `SamplingParams.extra_args`.
+
+    Args:
+        beam_width: Beams searched side by side, b; `SamplingParams.n` of them come back.
+        length_penalty: Hypotheses compete by sum_logprobs / length**length_penalty; > 0 favours
+            longer ones.
+        early_stopping: False, True or "never", as transformers' `generate` reads them.
+        semantics: Whose rules decide what may finish and when to stop; "hf" is transformers'.
+    """
+
+    beam_width: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+    semantics: str = "hf"
+
+    def __post_init__(self) -> None:
+        width = self.beam_width
+        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+            raise ValueError(f"beam_width={width!r} is not a whole number of beams; pass an integer of at least 1")
+        penalty = self.length_penalty
+        if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not math.isfinite(penalty):
+            raise ValueError(f"length_penalty={penalty!r} is not a finite number; 1.0 compares means, 0.0 sums")
+        if self.early_stopping not in (False, True, "never"):
+            raise ValueError(f'early_stopping={self.early_stopping!r} is none of False, True and "never"')
+        if self.semantics not in SEMANTICS:
+            raise ValueError(f"semantics={self.semantics!r} is none of {', '.join(map(repr, SEMANTICS))}")
+
+    @classmethod
+    def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> BeamParams | None:
+        """The beam options among `extra_args`, or None if there are none.
+
+        Keys that belong to others pass. Keys that all but spell one of ours are refused, as are our
+        options without a `beam_width`.
+
+        Raises:
+            ValueError: naming the option, its value and what would work.
+        """
+        extra_args = extra_args or {}
+        for key in extra_args:
+            if key not in _OPTIONS and (meant := get_close_matches(str(key), _OPTIONS, n=1, cutoff=0.85)):
+                raise ValueError(f"unknown option {key}={extra_args[key]!r}; did you mean {meant[0]}?")
+        given = {key: extra_args[key] for key in _OPTIONS if key in extra_args}
+        if not given:
+            return None
+        if "beam_width" not in given:
+            raise ValueError(f"{', '.join(given)} given without beam_width; add beam_width to search with beams")
+        if type(given.get("early_stopping")) is int:  # the OpenAI server turns booleans into 0 and 1
+            given["early_stopping"] = {0: False, 1: True}.get(given["early_stopping"], given["early_stopping"])
+        return cls(**given)
+
+
+_OPTIONS = [field.name for field in fields(BeamParams)]
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What one engine can hold, for checks before anything is scheduled."""
+
+    max_num_seqs: int
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int | None  # None while the engine has not sized its KV cache
+
+
+@dataclass(frozen=True)
+class GroupTicket:
+    """Put into `extra_args` before vLLM fans n outputs out into n requests, so that they find together."""
+
+    key: str
+    n: int
+
+    def index_of(self, request_id: str) -> int:
+        """Which of the n outputs a request is the return address of; 0 stands for the group itself.
+
+        For n > 1 vLLM names the requests "{index}_{parent id}", whatever the parent's id looks like.
+        """
+        return int(request_id.partition("_")[0]) if self.n > 1 else 0
+
+
+def beam_params(
+    beam_width: int,
+    n: int = 1,
+    *,
+    length_penalty: float = 1.0,
+    early_stopping: EarlyStopping = False,
+    semantics: str = "hf",
+    **sampling_params: Any,
+) -> SamplingParams:
+    """Build the `SamplingParams` of a beam search.
+
+    Args:
+        beam_width: Beams searched side by side.
+        n: Hypotheses to return, best first; at most `beam_width`.
+        length_penalty, early_stopping, semantics: see `BeamParams`.
+        **sampling_params: Further fields of vLLM's `SamplingParams`: `max_tokens`, `min_tokens`,
+            `stop_token_ids`, `ignore_eos`, ...
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+    from vllm.sampling_params import SamplingParams
+
+    beam = BeamParams(beam_width, length_penalty, early_stopping, semantics)
+    _check_n(n, beam)
+    extra_args = {**sampling_params.pop("extra_args", {}), **asdict(beam)}
+    params = SamplingParams(n=n, extra_args=extra_args, **sampling_params)
+    refuse_unsupported(params)
+    return params
+
+
+def validate(params: SamplingParams, beam: BeamParams, prompt_len: int, limits: EngineLimits) -> None:
+    """Check one request against its engine, before anything is scheduled.
+
+    Args:
+        params: The request's own copy, `max_tokens` and stop tokens filled in.
+        beam: Its beam options.
+        prompt_len: Tokens of the prompt.
+
+    Raises:
+        ValueError: naming the option, its value and what would work.
+    """
+    refuse_unsupported(params)
+    _check_n(params.n, beam)
+    width = beam.beam_width
+    if width > limits.max_num_seqs:
+        raise ValueError(f"beam_width={width} exceeds max_num_seqs={limits.max_num_seqs}; raise --max-num-seqs")
+    needed = num_candidates(width, len(stop_tokens(params)))
+    if needed > limits.vocab_size:
+        widest = limits.vocab_size // num_candidates(1, len(stop_tokens(params)))
+        raise ValueError(
+            f"beam_width={width} ranks {needed} candidates but the vocabulary has {limits.vocab_size} tokens; "
+            f"use beam_width <= {widest}"
+        )
+    if limits.num_blocks is not None:
+        blocks = prompt_len // limits.block_size + width
+        if blocks > limits.num_blocks:
+            raise ValueError(
+                f"beam_width={width} with a prompt of {prompt_len} tokens needs at least {blocks} KV blocks, the "
+                f"engine has {limits.num_blocks}; lower beam_width or give the KV cache more memory"
+            )
+    max_length = min(params.max_tokens or limits.max_model_len, limits.max_model_len - prompt_len)
+    if not 1e-30 < max(1, max_length) ** beam.length_penalty < 1e30:
+        raise ValueError(
+            f"length_penalty={beam.length_penalty} leaves the range of float32 at max_tokens={max_length}; "
+            f"use a value nearer to 0"
+        )
+
+
+def stop_tokens(params: SamplingParams) -> tuple[int, ...]:
+    """The tokens that end a hypothesis, ascending: EOS unless `ignore_eos`, and `stop_token_ids`."""
+    tokens = set(params.stop_token_ids or ())
+    if params.eos_token_id is not None:
+        tokens.add(params.eos_token_id)
+    return tuple(sorted(tokens))
+
+
+def refuse_unsupported(params: SamplingParams) -> None:
+    """Refuse fields of `SamplingParams` that beam search does not honour.
+
+    Raises:
+        ValueError: naming the field and its value.
+    """
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(params, name)
+        if not any(value is asks_nothing or (asks_nothing is not None and value == asks_nothing) for asks_nothing in neutral):
+            raise ValueError(f"{name}={value!r} is not supported together with beam_width; leave it out")
+
+
+# Fields that beam search does not honour (yet), with the values that ask nothing of it.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "temperature": (1.0, 0.0),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "seed": (None,),
+    "stop": ([], None),
+    "logprobs": (None, 0),
+    "prompt_logprobs": (None,),
+    "prompt_logprob_token_ids": (None,),
+    "logprob_token_ids": (None,),
+    "structured_outputs": (None,),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None, []),
+    "bad_words": ([], None),
+    "thinking_token_budget": (None,),
+    "repetition_detection": (None,),
+    "trace_decode_token_ids": (None,),
+}
+
+
+def _check_n(n: int, beam: BeamParams) -> None:
+    if n > beam.beam_width:
+        raise ValueError(f"n={n} exceeds beam_width={beam.beam_width}; a search returns at most one hypothesis per beam")

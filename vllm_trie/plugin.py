@@ -1,0 +1,99 @@
+"""The entry point: puts the search into engines that ask for it, and leaves all others alone.
+
+vLLM calls `register` in every process, maybe more than once. It wraps one method,
+`EngineArgs.create_engine_config`, where an engine's fate is decided. An engine is *selected* if
+`VLLM_PLUGINS` names trie_beam or `additional_config` has a "trie_beam" entry; then its scheduler and
+worker become ours, and nothing else in vLLM changes but the check of its requests.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
+from vllm_trie.patching import Patch, verify
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+SCHEDULER = "vllm_trie.engine.scheduler.BeamScheduler"
+CPU_WORKER = "vllm_trie.worker.v1_cpu.BeamCPUWorker"
+GPU_WORKER = "vllm_trie.worker.v1.BeamGPUWorker"
+
+create_engine_config = Patch("vllm.engine.arg_utils:EngineArgs", "create_engine_config")
+
+
+def register() -> None:
+    """Called by vLLM in every process."""
+    if not create_engine_config.is_applied:
+        from vllm.engine.arg_utils import EngineArgs
+
+        create_engine_config.apply(_selecting(EngineArgs.create_engine_config))
+
+
+def is_selected(additional_config: dict[str, Any] | None) -> bool:
+    """Whether an engine with this `additional_config` shall have beam groups."""
+    import vllm.envs as envs
+
+    return PLUGIN_NAME in (envs.VLLM_PLUGINS or ()) or PLUGIN_NAME in (additional_config or {})
+
+
+def _selecting(original: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
+    @functools.wraps(original)
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        if not is_selected(self.additional_config):
+            return original(self, *args, **kwargs)
+        verify()
+        TrieBeamConfig.from_additional_config(self.additional_config)
+        _take_over(self)
+        vllm_config = original(self, *args, **kwargs)
+        refuse_unsupported_engine(vllm_config)
+
+        from vllm_trie.entrypoints.requests import check_requests
+
+        check_requests()
+        return vllm_config
+
+    return create_engine_config
+
+
+def _take_over(engine_args: EngineArgs) -> None:
+    from vllm.logger import init_logger
+    from vllm.platforms import current_platform
+
+    worker = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
+    if engine_args.scheduler_cls not in (None, SCHEDULER):
+        raise ValueError(f"scheduler_cls={engine_args.scheduler_cls!r} and {PLUGIN_NAME} exclude each other; drop one")
+    if engine_args.worker_cls not in ("auto", worker):
+        raise ValueError(f"worker_cls={engine_args.worker_cls!r} and {PLUGIN_NAME} exclude each other; drop one")
+    if engine_args.async_scheduling:
+        init_logger("vllm.trie_beam").info("async_scheduling is switched off: the V1 runner's beams need each step's result")
+    engine_args.scheduler_cls, engine_args.worker_cls, engine_args.async_scheduling = SCHEDULER, worker, False
+
+
+def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
+    """Refuse to start an engine in which beams would be wrong.
+
+    Raises:
+        ValueError: naming the feature and what would work.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    unsupported = {
+        "Model Runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": vllm_config.use_v2_model_runner,
+        f"runner={model.runner_type!r}": model.runner_type != "generate",
+        "an encoder-decoder model": model.is_encoder_decoder,
+        "a model without attention, or with Mamba or linear attention layers": model.is_attention_free
+        or model.is_hybrid,
+        "speculative_config": vllm_config.speculative_config is not None,
+        "kv_transfer_config (KV connectors)": vllm_config.kv_transfer_config is not None,
+        "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,
+        "decode_context_parallel_size > 1": parallel.decode_context_parallel_size > 1,
+        "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
+        "data_parallel_size > 1": parallel.data_parallel_size > 1,
+    }
+    for feature, is_used in unsupported.items():
+        if is_used:
+            raise ValueError(f"{PLUGIN_NAME} does not support {feature}; start vLLM without it or without the plugin")

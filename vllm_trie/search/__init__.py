@@ -1,0 +1,1 @@
+"""The rules of the search: numpy and torch only, nothing of vLLM."""

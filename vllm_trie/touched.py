@@ -1,0 +1,83 @@
+"""Every piece of vLLM that this plugin wraps, replaces or overrides, why, and when it can go."""
+
+from vllm_trie.patching import Touched
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_KV_CACHE = "vllm.v1.core.kv_cache_manager:KVCacheManager"
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+
+_BY_SCHEDULER = "overridden by vllm_trie.engine.scheduler.BeamScheduler"
+_BY_KV_CACHE = "overridden by vllm_trie.engine.kv_cache.BeamKVCacheManager"
+_BY_RUNNER = "overridden by vllm_trie.worker.v1.BeamModelRunner"
+_GROUPS = "vLLM schedules a request that runs as several rows"
+_NATIVE = "vLLM has beam search in its engine"
+
+TOUCHED = (
+    Touched(
+        "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+        "wrapped by vllm_trie.plugin",
+        "a general plugin has no hook between an engine's arguments and its configuration",
+        "vLLM lets a plugin set scheduler_cls and worker_cls",
+    ),
+    Touched(
+        "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+        "wrapped by vllm_trie.entrypoints.requests",
+        "a request's options must be refused before anything is scheduled",
+        "vLLM lets a plugin validate requests",
+    ),
+    Touched(
+        f"{_SCHEDULER}.__init__",
+        f"{_BY_SCHEDULER}, with its KVCacheManager replaced",
+        "the scheduler builds its KV cache manager by name",
+        "vLLM makes the KV cache manager's class configurable",
+    ),
+    Touched(f"{_SCHEDULER}.add_request", _BY_SCHEDULER, "n requests become one group and its return addresses", _GROUPS),
+    Touched(f"{_SCHEDULER}.finish_requests", _BY_SCHEDULER, "return addresses are aborted one by one", _GROUPS),
+    Touched(f"{_SCHEDULER}.has_requests", _BY_SCHEDULER, "late return addresses still get their outputs", _GROUPS),
+    Touched(f"{_SCHEDULER}.schedule", _BY_SCHEDULER, "budget for a group's other rows is set aside", _GROUPS),
+    Touched(
+        f"{_SCHEDULER}._handle_blocked_waiting_request",
+        _BY_SCHEDULER,
+        "the one hook per waiting request, used to admit by rows",
+        _GROUPS,
+    ),
+    Touched(f"{_SCHEDULER}._preempt_request", _BY_SCHEDULER, "a preempted group searches anew", _GROUPS),
+    Touched(f"{_SCHEDULER}.reset_prefix_cache", _BY_SCHEDULER, "preempts groups for no want of blocks", _GROUPS),
+    Touched(f"{_SCHEDULER}.update_from_output", _BY_SCHEDULER, "a group's outputs go to n addresses", _GROUPS),
+    Touched(
+        f"{_SCHEDULER}._update_request_with_output",
+        _BY_SCHEDULER,
+        "the search, not the request's last token, decides when to stop",
+        _NATIVE,
+    ),
+    Touched(f"{_KV_CACHE}.__init__", _BY_KV_CACHE, "holds a block trie per group", _GROUPS),
+    Touched(f"{_KV_CACHE}.allocate_slots", _BY_KV_CACHE, "one more slot in every row of a group", _GROUPS),
+    Touched(f"{_KV_CACHE}.free", _BY_KV_CACHE, "a group's blocks belong to its trie", _GROUPS),
+    Touched(f"{_KV_CACHE}.cache_blocks", _BY_KV_CACHE, "only a group's prompt may enter the prefix cache", _GROUPS),
+    Touched(f"{_KV_CACHE}.estimate_cached_tokens", _BY_KV_CACHE, "a group's blocks belong to its trie", _GROUPS),
+    Touched(
+        f"{_KV_CACHE}.take_kv_cache_block_copies", _BY_KV_CACHE, "widening copies the prompt's partial block", _GROUPS
+    ),
+    Touched(f"{_RUNNER}.__init__", _BY_RUNNER, "holds the rows of each group", _GROUPS),
+    Touched(f"{_RUNNER}.execute_model", _BY_RUNNER, "a group's one entry becomes b rows", _GROUPS),
+    Touched(f"{_RUNNER}._sample", _BY_RUNNER, "beams are selected, not sampled", _NATIVE),
+    Touched(f"{_RUNNER}.sample_tokens", _BY_RUNNER, "what was decided travels back with the step's output", _NATIVE),
+    Touched(
+        f"{_RUNNER}._update_states", "relied upon by vllm_trie.worker.rows", "finds rows made by BeamRows", _GROUPS
+    ),
+    Touched(
+        f"{_RUNNER}._bookkeeping_sync", "relied upon by vllm_trie.worker.rows", "writes each row's newest token", _GROUPS
+    ),
+    Touched(
+        "vllm.v1.worker.gpu_worker:Worker._make_model_runner",
+        "overridden by vllm_trie.worker.v1.BeamGPUWorker",
+        "the worker runs our model runner",
+        _NATIVE,
+    ),
+    Touched(
+        "vllm.v1.worker.cpu_worker:CPUWorker.init_device",
+        "overridden by vllm_trie.worker.v1_cpu.BeamCPUWorker, with its CPUModelRunner replaced",
+        "the CPU worker builds its runner by name",
+        "CPUWorker gets _make_model_runner",
+    ),
+)

@@ -1,0 +1,214 @@
+"""The block trie: which KV blocks the rows of one beam group share, and which are their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+NO_NODE = -1
+
+
+class BlockCopy(NamedTuple):
+    """Copy the content of block `source` into block `destination`."""
+
+    source: int
+    destination: int
+
+
+@dataclass
+class BlockCounts:
+    """What the trie did, in blocks."""
+
+    shared: int = 0  # full blocks a fork took over by reference
+    copied: int = 0  # tail blocks whose content a fork copied
+    reclaimed: int = 0  # blocks given back because no row led to them any more
+
+    def add(self, other: BlockCounts) -> None:
+        self.shared += other.shared
+        self.copied += other.copied
+        self.reclaimed += other.reclaimed
+
+
+@dataclass(slots=True)
+class _Node:
+    """One full block, common to every row below it."""
+
+    parent: int
+    block: int
+    depth: int  # full blocks from the root to here, this one included
+    references: int  # child nodes, plus rows whose deepest full block this is
+
+
+@dataclass(slots=True)
+class _Row:
+    node: int  # deepest full block
+    tail: int | None = None  # the block being written; None between two blocks
+
+
+@dataclass
+class BlockTrie:
+    """The blocks of a group of rows that all hold the same number of tokens.
+
+    A row is a path of full blocks plus a tail block of its own. A fork adopts the full blocks by
+    reference and copies the tail, so no row ever writes into a block that another row reads.
+    Blocks are numbers here; who allocates and frees them is the caller's business. A block whose
+    last reference goes becomes garbage until `reclaim` hands it back.
+
+    Args:
+        block_size: Tokens per block.
+        prefix: Blocks of the common prefix, the first row; the last one may be partly filled.
+        num_tokens: Tokens of the common prefix.
+    """
+
+    block_size: int
+    prefix: Sequence[int]
+    num_tokens: int
+    counts: BlockCounts = field(default_factory=BlockCounts)
+
+    def __post_init__(self) -> None:
+        full, partial = divmod(self.num_tokens, self.block_size)
+        if len(self.prefix) != full + bool(partial):
+            raise ValueError(f"{len(self.prefix)} blocks of {self.block_size} do not hold {self.num_tokens} tokens")
+        self._nodes: dict[int, _Node] = {}
+        self._next_node = 0
+        self._garbage: list[int] = []
+        node = NO_NODE
+        for block in self.prefix[:full]:
+            node = self._add_node(node, block)
+        self.rows = [_Row(NO_NODE, self.prefix[full] if partial else None)]
+        self._point(self.rows[0], node)
+        self.prefix = ()
+
+    @property
+    def width(self) -> int:
+        return len(self.rows)
+
+    def blocks_to_widen(self, width: int) -> int:
+        """New blocks that `widen(width, ...)` takes."""
+        return width - 1 if self.rows[0].tail is not None else 0
+
+    def widen(self, width: int, new_blocks: Sequence[int]) -> list[BlockCopy]:
+        """Turn the one row into `width` rows with the same history. Returns the copies to make."""
+        (first,) = self.rows
+        copies = []
+        for index in range(width - 1):
+            row = _Row(NO_NODE)
+            self._point(row, first.node)
+            if first.tail is not None:
+                row.tail = new_blocks[index]
+                copies.append(BlockCopy(first.tail, row.tail))
+            self.rows.append(row)
+        self.counts.copied += len(copies)
+        return copies
+
+    def blocks_to_grow(self) -> int:
+        """New blocks that `grow` takes: one per row at a block boundary, else none."""
+        return 0 if self.num_tokens % self.block_size else self.width
+
+    def grow(self, new_blocks: Sequence[int]) -> None:
+        """Make room for one more token in every row; a block that is thereby full joins the trie."""
+        for row, block in zip(self.rows, new_blocks, strict=bool(new_blocks)):
+            row.tail = block
+        self.num_tokens += 1
+        if self.num_tokens % self.block_size == 0:
+            for row in self.rows:
+                assert row.tail is not None
+                sealed = self._add_node(row.node, row.tail)
+                row.tail = None
+                self._point(row, sealed)
+
+    def fork(self, parents: Sequence[int]) -> list[BlockCopy]:
+        """Let every row d continue the history of row `parents[d]`. Returns the tail copies to make.
+
+        A row that is somebody's parent must be its own (`assign_slots` sees to that), so copies
+        read from survivors and write to dead rows only.
+        """
+        copies = []
+        for row, parent in zip(self.rows, parents, strict=True):
+            source = self.rows[parent]
+            if row is source:
+                continue
+            self._point(row, source.node)
+            self.counts.shared += self._nodes[row.node].depth if row.node != NO_NODE else 0
+            if source.tail is not None:
+                assert row.tail is not None
+                copies.append(BlockCopy(source.tail, row.tail))
+        self.counts.copied += len(copies)
+        return copies
+
+    def reclaim(self) -> list[int]:
+        """Hand back the blocks that no row leads to."""
+        garbage, self._garbage = self._garbage, []
+        self.counts.reclaimed += len(garbage)
+        return garbage
+
+    @property
+    def num_garbage(self) -> int:
+        return len(self._garbage)
+
+    def release(self) -> list[int]:
+        """Give up every row. Returns all blocks, deepest first, so that the prompt is evicted last."""
+        blocks = self.reclaim()
+        blocks += [row.tail for row in self.rows if row.tail is not None]
+        blocks += [node.block for node in sorted(self._nodes.values(), key=lambda n: -n.depth)]
+        self._nodes.clear()
+        self.rows = []
+        return blocks
+
+    def row_blocks(self, row: int) -> list[int]:
+        """The blocks of one row, first to last, its tail included."""
+        blocks = [] if (tail := self.rows[row].tail) is None else [tail]
+        node = self.rows[row].node
+        while node != NO_NODE:
+            blocks.append(self._nodes[node].block)
+            node = self._nodes[node].parent
+        return blocks[::-1]
+
+    def num_blocks(self) -> int:
+        """Distinct blocks held: full blocks, tails and garbage."""
+        return len(self._nodes) + sum(row.tail is not None for row in self.rows) + len(self._garbage)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless the live blocks are exactly the union of the rows' paths and tails."""
+        full, partial = divmod(self.num_tokens, self.block_size)
+        expected = dict.fromkeys(self._nodes, 0)
+        for key, node in self._nodes.items():
+            if node.parent != NO_NODE:
+                assert node.parent in self._nodes, f"node {key} outlived its parent"
+                assert self._nodes[node.parent].depth == node.depth - 1
+                expected[node.parent] += 1
+        for index, row in enumerate(self.rows):
+            if row.node != NO_NODE:
+                expected[row.node] += 1
+            assert len(self.row_blocks(index)) == full + (row.tail is not None), f"row {index} has a wrong length"
+            assert (row.tail is not None) == bool(partial), f"row {index}: tail {row.tail} at {self.num_tokens} tokens"
+        for key, node in self._nodes.items():
+            assert node.references == expected[key] > 0, f"node {key}: {node.references} held, {expected[key]} found"
+        live = [node.block for node in self._nodes.values()]
+        live += [row.tail for row in self.rows if row.tail is not None]
+        assert len(set(live + self._garbage)) == len(live) + len(self._garbage), "a block is held twice"
+
+    def _add_node(self, parent: int, block: int) -> int:
+        key = self._next_node
+        self._next_node += 1
+        depth = 1
+        if parent != NO_NODE:
+            above = self._nodes[parent]
+            above.references += 1
+            depth += above.depth
+        self._nodes[key] = _Node(parent, block, depth, 0)
+        return key
+
+    def _point(self, row: _Row, node: int) -> None:
+        if node != NO_NODE:
+            self._nodes[node].references += 1
+        old, row.node = row.node, node
+        while old != NO_NODE:
+            dropped = self._nodes[old]
+            dropped.references -= 1
+            if dropped.references:
+                return
+            del self._nodes[old]
+            self._garbage.append(dropped.block)
+            old = dropped.parent

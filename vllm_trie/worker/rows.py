@@ -1,0 +1,179 @@
+"""Beam groups as rows of vLLM's batch: expand a group's one entry into b rows, and permute them.
+
+Row 0 keeps the request's id, the others are `"{id}#{k}"`. Within a step vLLM's runner treats them as
+ordinary requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
+
+from vllm_trie.messages import GroupStep, group_steps
+
+# What vLLM's sampler sees of a beam row: greedy, so that greedy neighbours stay on its fast path.
+NO_SAMPLING = SamplingParams(temperature=0.0)
+
+
+@dataclass(slots=True)
+class GroupRows:
+    """The rows of one group."""
+
+    row_ids: list[str]
+    scores: np.ndarray  # [rows] float32, cumulative log-probability
+    tokens: np.ndarray  # [b] newest token of each beam
+
+
+class BeamRows:
+    """The rows of all groups in one runner's batch."""
+
+    def __init__(self, runner: GPUModelRunner) -> None:
+        self._runner = runner
+        self.groups: dict[str, GroupRows] = {}
+        self.steps: dict[str, GroupStep] = {}  # of the present step
+
+    # From one entry to b rows.
+
+    def expand(self, output: SchedulerOutput) -> SchedulerOutput:
+        """The scheduler's message as the stock runner must see it, with b entries per decoding group.
+
+        The original may be shared with the scheduler; it is not changed.
+        """
+        self.steps = group_steps(output)
+        if not self.steps and not self.groups:
+            return output
+        finished = set(output.finished_req_ids)
+        for group_id in output.finished_req_ids & self.groups.keys():
+            finished.update(self.groups.pop(group_id).row_ids)
+        for group_id in self.groups.keys() - self.steps.keys():
+            self._settle(self.groups[group_id])
+
+        cached = output.scheduled_cached_reqs
+        position = {request_id: i for i, request_id in enumerate(cached.req_ids)}
+        request_ids, new_block_ids = list(cached.req_ids), list(cached.new_block_ids)
+        num_computed, num_output = list(cached.num_computed_tokens), list(cached.num_output_tokens)
+        num_scheduled: dict[str, int] = {}
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            num_scheduled[request_id] = num_tokens
+            step = self.steps.get(request_id)
+            if step is None:
+                continue
+            if not step.decodes:
+                if request_id in self.groups:  # preempted, and searched anew
+                    finished.update(self.groups[request_id].row_ids[1:])
+                self.groups[request_id] = GroupRows([request_id], np.zeros(1, np.float32), np.zeros(1, np.int64))
+                continue
+            group, at = self.groups[request_id], position[request_id]
+            if step.rows is not None:
+                num_prompt_blocks = len(self._runner.requests[request_id].block_ids[0])
+                self._widen(group, step.rows)
+                new_block_ids[at] = (step.rows[0][num_prompt_blocks:],)
+            elif step.new_blocks is not None:
+                new_block_ids[at] = (step.new_blocks[:1],)
+            for row, row_id in enumerate(group.row_ids[1:], start=1):
+                request_ids.append(row_id)
+                new_block_ids.append(None if step.new_blocks is None else ([step.new_blocks[row]],))
+                num_computed.append(num_computed[at])
+                num_output.append(num_output[at])
+                num_scheduled[row_id] = 1
+
+        new_requests = [
+            replace(new, sampling_params=NO_SAMPLING) if new.req_id in self.steps else new
+            for new in output.scheduled_new_reqs
+        ]
+        return replace(
+            output,
+            scheduled_new_reqs=new_requests,
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=request_ids,
+                resumed_req_ids=cached.resumed_req_ids,
+                new_token_ids=cached.new_token_ids,
+                all_token_ids=cached.all_token_ids,
+                new_block_ids=new_block_ids,
+                num_computed_tokens=num_computed,
+                num_output_tokens=num_output,
+            ),
+            num_scheduled_tokens=num_scheduled,
+            total_num_scheduled_tokens=sum(num_scheduled.values()),
+            finished_req_ids=finished,
+        )
+
+    def _widen(self, group: GroupRows, rows: list[list[int]]) -> None:
+        """Give vLLM's runner a request per further beam; it finds them as if they had been there all along."""
+        requests = self._runner.requests
+        (first_id,) = group.row_ids
+        first = requests[first_id]
+        for row in range(1, len(rows)):
+            row_id = f"{first_id}#{row}"
+            group.row_ids.append(row_id)
+            requests[row_id] = CachedRequestState(
+                req_id=row_id,
+                prompt_token_ids=first.prompt_token_ids,
+                mm_features=[],
+                sampling_params=NO_SAMPLING,
+                generator=None,
+                block_ids=(list(rows[row]),),
+                num_computed_tokens=first.num_prompt_tokens,
+                output_token_ids=[int(group.tokens[row])],
+            )
+
+    def _settle(self, group: GroupRows) -> None:
+        """Before rows leave the batch: write what only the batch knows into vLLM's per-request state.
+
+        `permute` moves histories within the batch's arrays alone, which is all that a row in the
+        batch needs.
+        """
+        batch, requests = self._runner.input_batch, self._runner.requests
+        table = batch.block_table[0]
+        for row_id in group.row_ids:
+            index = batch.req_id_to_index.get(row_id)
+            if index is None:
+                continue
+            state = requests[row_id]
+            history = slice(state.num_prompt_tokens, state.num_tokens)
+            state.output_token_ids[:] = batch.token_ids_cpu[index, history].tolist()
+            state.block_ids[0][:] = table.block_table.np[index, : table.num_blocks_per_row[index]].tolist()
+
+    # Within the batch.
+
+    def indices(self, group_id: str) -> np.ndarray:
+        """Where in the batch the rows of a group are: [rows]."""
+        index_of = self._runner.input_batch.req_id_to_index
+        return np.array([index_of[row_id] for row_id in self.groups[group_id].row_ids])
+
+    def permute(self, sources: np.ndarray, destinations: np.ndarray) -> None:
+        """Let each destination row continue the history of its source row.
+
+        Full blocks are taken over by reference; the tail block's content is copied into the
+        destination's own tail block. No row is both source and destination.
+
+        Args:
+            sources, destinations: [forks] indices of rows in the batch.
+        """
+        runner, batch = self._runner, self._runner.input_batch
+        num_tokens = batch.num_computed_tokens_cpu[sources] + 1  # the forward has just added one
+        batch.token_ids_cpu[destinations, : num_tokens.max()] = batch.token_ids_cpu[sources, : num_tokens.max()]
+
+        table = batch.block_table[0]
+        full, partial = np.divmod(num_tokens, table.block_size)
+        blocks = table.block_table.np
+        own_tails = blocks[destinations, full]
+        blocks[destinations, : full.max() + 1] = blocks[sources, : full.max() + 1]
+        with_tail = partial > 0
+        blocks[destinations[with_tail], full[with_tail]] = own_tails[with_tail]
+        if with_tail.any():
+            self._copy_tails(blocks[sources, full][with_tail], own_tails[with_tail])
+
+    def _copy_tails(self, sources: np.ndarray, destinations: np.ndarray) -> None:
+        pairs = zip(sources.tolist(), destinations.tolist(), strict=True)
+        runner = self._runner
+        copy_kv_cache_blocks_inplace(
+            runner.kv_caches, runner.kv_cache_config.num_blocks, [KVCacheBlockCopy(*pair) for pair in pairs]
+        )
