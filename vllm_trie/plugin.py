@@ -52,9 +52,11 @@ def _selecting(original: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]
         vllm_config = original(self, *args, **kwargs)
         refuse_unsupported_engine(vllm_config)
 
+        from vllm_trie.entrypoints.logprobs import accept_sums
         from vllm_trie.entrypoints.requests import check_requests
 
         check_requests()
+        accept_sums()
         return vllm_config
 
     return create_engine_config

@@ -26,6 +26,12 @@ TOUCHED = (
         "vLLM lets a plugin validate requests",
     ),
     Touched(
+        "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
+        "wrapped by vllm_trie.entrypoints.logprobs",
+        "cumulative_logprob is filled only together with logprobs",
+        "vLLM fills cumulative_logprob from a sum",
+    ),
+    Touched(
         f"{_SCHEDULER}.__init__",
         f"{_BY_SCHEDULER}, with its KVCacheManager replaced",
         "the scheduler builds its KV cache manager by name",

@@ -120,19 +120,22 @@ class Mailbox:
         del self._deliveries_by_group[delivery.group_id]
 
 
-def hypothesis_output(hypothesis: Hypothesis, eos_token_id: int | None, like: EngineCoreOutput) -> EngineCoreOutput:
+def hypothesis_output(
+    hypothesis: Hypothesis, eos_token_id: int | None, with_logprobs: bool, like: EngineCoreOutput
+) -> EngineCoreOutput:
     """One finished hypothesis as vLLM's front end expects it, not addressed yet.
 
     Args:
         hypothesis: What to return.
         eos_token_id: The stop token that vLLM does not report as a stop reason.
+        with_logprobs: Whether the user asked for the log-probability of each token.
         like: What vLLM made for the group's own request: timing events and prefill statistics.
     """
-    tokens, stopped_by = hypothesis.token_ids, hypothesis.stopped_by
+    stopped_by = hypothesis.stopped_by
     return EngineCoreOutput(
         request_id="",
-        new_token_ids=tokens,
-        new_logprobs=_logprobs(tokens, hypothesis.token_logprobs),
+        new_token_ids=hypothesis.token_ids,
+        new_logprobs=_logprobs(hypothesis, with_logprobs),
         finish_reason=FinishReason.LENGTH if stopped_by is None else FinishReason.STOP,
         stop_reason=None if stopped_by == eos_token_id else stopped_by,
         events=like.events,
@@ -147,11 +150,17 @@ def error_output(message: str) -> EngineCoreOutput:
     )
 
 
-def _logprobs(tokens: list[int], logprobs: list[float]) -> LogprobsLists:
-    """The log-probability of each token taken. Its rank in the vocabulary is not known: 0."""
-    count = len(tokens)
+def _logprobs(hypothesis: Hypothesis, with_tokens: bool) -> LogprobsLists:
+    """The log-probability of each token taken, or only their sum (see `entrypoints.logprobs`).
+
+    A token's rank in the vocabulary is not known: 0.
+    """
+    if not with_tokens:
+        nothing = np.zeros((0, 0), dtype=np.int32)
+        return LogprobsLists(nothing, np.array([[sum(hypothesis.token_logprobs)]]), nothing)
+    count = len(hypothesis.token_ids)
     return LogprobsLists(
-        np.array(tokens, dtype=np.int32).reshape(count, 1),
-        np.array(logprobs, dtype=np.float64).reshape(count, 1),
+        np.array(hypothesis.token_ids, dtype=np.int32).reshape(count, 1),
+        np.array(hypothesis.token_logprobs).reshape(count, 1),
         np.zeros(count, dtype=np.int32),
     )

@@ -48,7 +48,7 @@ class BeamScheduler(Scheduler):
         self._admission_limit = self.max_num_active_reqs
         self._held_back: list[Request] = []  # found no rows in this step
         self._results: dict[str, Step] = {}  # of this step
-        self._over: list[BeamGroup] = []  # ended in this step
+        self._over: list[tuple[Request, BeamGroup]] = []  # ended in this step
         self._failed: dict[str, str] = {}  # group id -> why it cannot go on
         self._preempts_for_reset = False
 
@@ -187,8 +187,8 @@ class BeamScheduler(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         self._results = group_results(model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for group in self._over:
-            self._end_group(group, outputs)
+        for request, group in self._over:
+            self._end_group(request, group, outputs)
         self._over.clear()
         for group_id, reason in list(self._failed.items()):
             logger.error("Beam group %s ended: %s", group_id, reason)
@@ -218,18 +218,19 @@ class BeamScheduler(Scheduler):
         over = group.advance(step)
         if over:
             request.status = RequestStatus.FINISHED_STOPPED
-            self._over.append(group)
+            self._over.append((request, group))
         elif was_decoding:
             self.kv_cache_manager.fork(request.request_id, step.parents.tolist())
         request.append_output_token_ids(int(step.tokens[0]))  # vLLM counts tokens; whose they are, it cannot know
         return over
 
-    def _end_group(self, group: BeamGroup, outputs: dict[int, EngineCoreOutputs]) -> None:
+    def _end_group(self, request: Request, group: BeamGroup, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Replace the empty output that vLLM made for the group's request by the group's hypotheses."""
+        assert request.sampling_params is not None
         stock = self._take_output(group.request_id, outputs)
-        count = self.mailbox.num_outputs(group.request_id)
-        eos_token_id = group.rules.eos_token_id
-        self.mailbox.post(group.request_id, [hypothesis_output(h, eos_token_id, stock) for h in group.best(count)])
+        best = group.best(self.mailbox.num_outputs(group.request_id))
+        eos_token_id, with_logprobs = group.rules.eos_token_id, request.sampling_params.logprobs is not None
+        self.mailbox.post(group.request_id, [hypothesis_output(h, eos_token_id, with_logprobs, stock) for h in best])
         self._close_group(group.request_id)
 
     @staticmethod

@@ -43,7 +43,7 @@ def _checking(original: Callable[..., EngineCoreRequest]) -> Callable[..., Engin
 
 
 def _prepare(request: EngineCoreRequest, beam: BeamParams, vllm_config: VllmConfig) -> None:
-    """Check the request, and ask vLLM's front end to add up log-probabilities."""
+    """Refuse what beam search cannot do for this request, and give it its ticket."""
     params = request.sampling_params
     assert params is not None
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
@@ -55,7 +55,6 @@ def _prepare(request: EngineCoreRequest, beam: BeamParams, vllm_config: VllmConf
     if request.resumable:
         raise ValueError("beam_width does not work with streaming input; send the prompt in one piece")
     validate(params, beam, len(request.prompt_token_ids), engine_limits(vllm_config))
-    params.logprobs = 0
     ticket = GroupTicket(key=random_uuid(), n=params.n)
     params.extra_args = {**(params.extra_args or {}), TICKET: asdict(ticket)}
 

@@ -57,13 +57,16 @@ def beam_step(candidates: Candidates, width: int, stop_token_ids: tuple[int, ...
         width: Beams per group, b.
         stop_token_ids: Tokens that end a hypothesis; may be empty.
     """
-    stops = np.isin(candidates.tokens, stop_token_ids)
+    groups = np.arange(len(candidates.tokens))[:, None]
+    stops = np.zeros(candidates.tokens.shape, dtype=bool)
+    for token_id in stop_token_ids:
+        stops |= candidates.tokens == token_id
     live = np.argsort(stops, axis=1, kind="stable")[:, :width]
-    ranked = [np.take_along_axis(field, live, axis=1) for field in candidates]
-    slots = assign_slots(ranked[0])
-    parents, tokens, scores = (_scatter(field, slots) for field in ranked)
+    slots = assign_slots(candidates.parents[groups, live])
+    in_slots = np.empty_like(live)
+    in_slots[groups, slots] = live
     best = Candidates(*(field[:, :width] for field in candidates))
-    return Step(parents, tokens, scores, best, stops[:, :width])
+    return Step(*(field[groups, in_slots] for field in candidates), best, stops[:, :width])
 
 
 def assign_slots(parents: np.ndarray) -> np.ndarray:
@@ -79,21 +82,17 @@ def assign_slots(parents: np.ndarray) -> np.ndarray:
     Returns:
         [G, b] slot of each child; each row is a permutation of 0..b-1.
     """
-    groups, width = parents.shape
+    num_groups, width = parents.shape
+    groups = np.arange(num_groups)[:, None]
     order = np.argsort(parents, axis=1, kind="stable")
-    by_parent = np.take_along_axis(parents, order, axis=1)
-    first_sorted = np.ones_like(by_parent, dtype=bool)
-    first_sorted[:, 1:] = by_parent[:, 1:] != by_parent[:, :-1]
-    first = _scatter(first_sorted, order)
+    by_parent = parents[groups, order]
+    is_first = np.ones((num_groups, width), dtype=bool)
+    is_first[:, 1:] = by_parent[:, 1:] != by_parent[:, :-1]
+    first = np.empty_like(is_first)
+    first[groups, order] = is_first
 
-    survives = np.zeros((groups, width), dtype=bool)
-    np.put_along_axis(survives, parents, True, axis=1)
+    survives = np.zeros((num_groups, width), dtype=bool)
+    survives[groups, parents] = True
     dead_slots = np.argsort(survives, axis=1, kind="stable")
     nth_other = np.maximum(np.cumsum(~first, axis=1) - 1, 0)
-    return np.where(first, parents, np.take_along_axis(dead_slots, nth_other, axis=1))
-
-
-def _scatter(values: np.ndarray, index: np.ndarray) -> np.ndarray:
-    out = np.empty_like(values)
-    np.put_along_axis(out, index, values, axis=1)
-    return out
+    return np.where(first, parents, dead_slots[groups, nth_other])

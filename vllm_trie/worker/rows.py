@@ -7,16 +7,16 @@ ordinary requests.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from vllm_trie.messages import GroupStep, group_steps
+from vllm_trie.worker.kv_blocks import KVBlocks
 
 # What vLLM's sampler sees of a beam row: greedy, so that greedy neighbours stay on its fast path.
 NO_SAMPLING = SamplingParams(temperature=0.0)
@@ -143,10 +143,11 @@ class BeamRows:
 
     # Within the batch.
 
-    def indices(self, group_id: str) -> np.ndarray:
-        """Where in the batch the rows of a group are: [rows]."""
+    def indices(self, group_ids: list[str]) -> np.ndarray:
+        """Where in the batch the rows of groups of equal width are: [G, rows]."""
         index_of = self._runner.input_batch.req_id_to_index
-        return np.array([index_of[row_id] for row_id in self.groups[group_id].row_ids])
+        index = [index_of[row_id] for group_id in group_ids for row_id in self.groups[group_id].row_ids]
+        return np.array(index).reshape(len(group_ids), -1)
 
     def permute(self, sources: np.ndarray, destinations: np.ndarray) -> None:
         """Let each destination row continue the history of its source row.
@@ -157,23 +158,21 @@ class BeamRows:
         Args:
             sources, destinations: [forks] indices of rows in the batch.
         """
-        runner, batch = self._runner, self._runner.input_batch
+        batch = self._runner.input_batch
         num_tokens = batch.num_computed_tokens_cpu[sources] + 1  # the forward has just added one
-        batch.token_ids_cpu[destinations, : num_tokens.max()] = batch.token_ids_cpu[sources, : num_tokens.max()]
+        longest = num_tokens.max()
+        batch.token_ids_cpu[destinations, :longest] = batch.token_ids_cpu[sources, :longest]
 
         table = batch.block_table[0]
         full, partial = np.divmod(num_tokens, table.block_size)
         blocks = table.block_table.np
-        own_tails = blocks[destinations, full]
-        blocks[destinations, : full.max() + 1] = blocks[sources, : full.max() + 1]
+        own_tails, columns = blocks[destinations, full], full.max() + 1
+        blocks[destinations, :columns] = blocks[sources, :columns]
         with_tail = partial > 0
         blocks[destinations[with_tail], full[with_tail]] = own_tails[with_tail]
         if with_tail.any():
-            self._copy_tails(blocks[sources, full][with_tail], own_tails[with_tail])
+            self._kv_blocks.copy(blocks[sources, full][with_tail], own_tails[with_tail])
 
-    def _copy_tails(self, sources: np.ndarray, destinations: np.ndarray) -> None:
-        pairs = zip(sources.tolist(), destinations.tolist(), strict=True)
-        runner = self._runner
-        copy_kv_cache_blocks_inplace(
-            runner.kv_caches, runner.kv_cache_config.num_blocks, [KVCacheBlockCopy(*pair) for pair in pairs]
-        )
+    @cached_property
+    def _kv_blocks(self) -> KVBlocks:
+        return KVBlocks(self._runner.kv_caches, self._runner.kv_cache_config.num_blocks)

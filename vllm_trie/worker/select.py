@@ -31,24 +31,25 @@ def select(rows: BeamRows, logits: torch.Tensor, sampled: torch.Tensor) -> dict[
     decided: dict[str, Step] = {}
     sources, destinations = [], []
     for (width, decodes, stop_token_ids, masks_stops), group_ids in alike.items():
-        index = np.stack([rows.indices(group_id) for group_id in group_ids])
-        scores = np.stack([rows.groups[group_id].scores for group_id in group_ids])
+        groups = [rows.groups[group_id] for group_id in group_ids]
+        index = rows.indices(group_ids)
+        places = torch.from_numpy(index).to(logits.device)
+        scores = torch.from_numpy(np.concatenate([group.scores for group in groups]).reshape(index.shape))
         candidates = rank_candidates(
-            logits[torch.from_numpy(index).to(logits.device)],
-            torch.from_numpy(scores).to(logits.device),
+            logits[places],
+            scores.to(logits.device),
             num_candidates(width, len(stop_token_ids)),
             stop_token_ids if masks_stops else (),
         )
         step = beam_step(candidates, width, stop_token_ids)
-        for position, group_id in enumerate(group_ids):
+        for position, (group_id, group) in enumerate(zip(group_ids, groups, strict=True)):
             decided[group_id] = one = step.group(position)
-            rows.groups[group_id].scores, rows.groups[group_id].tokens = one.scores, one.tokens
-        num_rows = index.shape[1]
-        newest = torch.from_numpy(step.tokens[:, :num_rows].astype(np.int32)).to(sampled.device)
-        sampled[torch.from_numpy(index).to(sampled.device), 0] = newest.to(sampled.dtype)
+            group.scores, group.tokens = one.scores, one.tokens
+        newest = step.tokens[:, : index.shape[1]].astype(np.int32)
+        sampled[places, 0] = torch.from_numpy(newest).to(logits.device)
         if decodes:
             forked = step.parents != np.arange(width)
-            sources.append(np.take_along_axis(index, step.parents, axis=1)[forked])
+            sources.append(index[np.arange(len(groups))[:, None], step.parents][forked])
             destinations.append(index[forked])
     if any(map(len, sources)):
         rows.permute(np.concatenate(sources), np.concatenate(destinations))
