@@ -26,7 +26,8 @@ class BeamParams:
         beam_width: Beams searched side by side, b; `SamplingParams.n` of them come back.
         length_penalty: Hypotheses compete by sum_logprobs / length**length_penalty; > 0 favours
             longer ones.
-        early_stopping: False, True or "never", as transformers' `generate` reads them.
+        early_stopping: False, True or "never", as transformers' `generate` reads them. One beam always
+            stops at the first stop token: it is greedy search.
         semantics: Whose rules decide what may finish and when to stop; "hf" is transformers'.
     """
 
@@ -185,7 +186,9 @@ def refuse_unsupported(params: SamplingParams) -> None:
     """
     for name, neutral in _NEUTRAL.items():
         value = getattr(params, name)
-        if not any(value is asks_nothing or (asks_nothing is not None and value == asks_nothing) for asks_nothing in neutral):
+        if not any(
+            value is asks_nothing or (asks_nothing is not None and value == asks_nothing) for asks_nothing in neutral
+        ):
             raise ValueError(f"{name}={value!r} is not supported together with beam_width; leave it out")
 
 
@@ -216,4 +219,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 def _check_n(n: int, beam: BeamParams) -> None:
     if n > beam.beam_width:
-        raise ValueError(f"n={n} exceeds beam_width={beam.beam_width}; a search returns at most one hypothesis per beam")
+        raise ValueError(
+            f"n={n} exceeds beam_width={beam.beam_width}; a search returns at most one hypothesis per beam"
+        )

@@ -72,7 +72,9 @@ def _take_over(engine_args: EngineArgs) -> None:
     if engine_args.worker_cls not in ("auto", worker):
         raise ValueError(f"worker_cls={engine_args.worker_cls!r} and {PLUGIN_NAME} exclude each other; drop one")
     if engine_args.async_scheduling:
-        init_logger("vllm.trie_beam").info("async_scheduling is switched off: the V1 runner's beams need each step's result")
+        init_logger("vllm.trie_beam").info(
+            "async_scheduling is switched off: the V1 runner's beams need each step's result"
+        )
     engine_args.scheduler_cls, engine_args.worker_cls, engine_args.async_scheduling = SCHEDULER, worker, False
 
 

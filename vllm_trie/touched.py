@@ -37,7 +37,9 @@ TOUCHED = (
         "the scheduler builds its KV cache manager by name",
         "vLLM makes the KV cache manager's class configurable",
     ),
-    Touched(f"{_SCHEDULER}.add_request", _BY_SCHEDULER, "n requests become one group and its return addresses", _GROUPS),
+    Touched(
+        f"{_SCHEDULER}.add_request", _BY_SCHEDULER, "n requests become one group and its return addresses", _GROUPS
+    ),
     Touched(f"{_SCHEDULER}.finish_requests", _BY_SCHEDULER, "return addresses are aborted one by one", _GROUPS),
     Touched(f"{_SCHEDULER}.has_requests", _BY_SCHEDULER, "late return addresses still get their outputs", _GROUPS),
     Touched(f"{_SCHEDULER}.schedule", _BY_SCHEDULER, "budget for a group's other rows is set aside", _GROUPS),
@@ -72,7 +74,10 @@ TOUCHED = (
         f"{_RUNNER}._update_states", "relied upon by vllm_trie.worker.rows", "finds rows made by BeamRows", _GROUPS
     ),
     Touched(
-        f"{_RUNNER}._bookkeeping_sync", "relied upon by vllm_trie.worker.rows", "writes each row's newest token", _GROUPS
+        f"{_RUNNER}._bookkeeping_sync",
+        "relied upon by vllm_trie.worker.rows",
+        "writes each row's newest token",
+        _GROUPS,
     ),
     Touched(
         "vllm.v1.worker.gpu_worker:Worker._make_model_runner",

@@ -23,10 +23,12 @@ BOS, EOS = "<s>", "</s>"
 VOCAB_SIZE = 2048
 CONTEXT = 512
 SHAPES = {
-    "target": dict(hidden_size=192, intermediate_size=512, num_hidden_layers=7, num_attention_heads=6,
-                   num_key_value_heads=2),
-    "draft": dict(hidden_size=96, intermediate_size=256, num_hidden_layers=1, num_attention_heads=3,
-                  num_key_value_heads=1),
+    "target": dict(
+        hidden_size=192, intermediate_size=512, num_hidden_layers=7, num_attention_heads=6, num_key_value_heads=2
+    ),
+    "draft": dict(
+        hidden_size=96, intermediate_size=256, num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=1
+    ),
 }
 STEPS = {"target": 1500, "draft": 2400}
 BATCH = 8
@@ -37,8 +39,12 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=[BOS, EOS],
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     bpe.train_from_iterator(texts, trainer)
     bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=BOS, eos_token=EOS, pad_token=EOS)
@@ -59,17 +65,28 @@ def loss_of(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
 
 def train(role: str, rows: torch.Tensor) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, head_dim=32, max_position_embeddings=2048,
-                                         tie_word_embeddings=True, initializer_range=0.05, bos_token_id=0, eos_token_id=1,
-                                         **SHAPES[role]))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            head_dim=32,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            initializer_range=0.05,
+            bos_token_id=0,
+            eos_token_id=1,
+            **SHAPES[role],
+        )
+    )
     steps, peak = STEPS[role], PEAK_LEARNING_RATE[role]
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW([dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_decay=0.0)],
-                                  lr=peak, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(
+        [dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_decay=0.0)], lr=peak, betas=(0.9, 0.95)
+    )
     warmup = steps // 20
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(
-        (step + 1) / warmup, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps))))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warmup, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+    )
     order: list[int] = []
     progress = tqdm(range(steps), desc=role)
     for _ in progress:
@@ -107,8 +124,10 @@ def main() -> None:
 
     tokenizer = train_tokenizer(training_units)
     rows, held_out_rows = pack(tokenizer, training_units), pack(tokenizer, held_out_units)
-    print(f"{len(files)} files, {len(held_out)} held out; {rows.numel():,} training tokens, "
-          f"{held_out_rows.numel():,} held-out tokens")
+    print(
+        f"{len(files)} files, {len(held_out)} held out; {rows.numel():,} training tokens, "
+        f"{held_out_rows.numel():,} held-out tokens"
+    )
     report = {"training_tokens": rows.numel(), "held_out_tokens": held_out_rows.numel()}
     for role in SHAPES:
         model = train(role, rows)

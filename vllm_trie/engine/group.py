@@ -46,9 +46,9 @@ class BeamGroup:
         """Forget the search; it will find the same again from the prompt."""
         self.length = 0  # tokens every running beam has generated
         self.hypotheses = HypothesisTrie()
-        self.pool = HypothesisPool(
-            self.width, self.params.length_penalty, self.params.early_stopping, self.rules.max_length
-        )
+        # One beam is greedy search: `generate(num_beams=1)` stops at the first stop token, whatever the options.
+        early_stopping = True if self.width == 1 else self.params.early_stopping
+        self.pool = HypothesisPool(self.width, self.params.length_penalty, early_stopping, self.rules.max_length)
 
     def advance(self, step: Step) -> bool:
         """Replay what the worker decided in one step. Returns whether the search is over."""

@@ -145,9 +145,7 @@ def hypothesis_output(
 
 def error_output(message: str) -> EngineCoreOutput:
     """The end of a group that cannot go on, not addressed yet; `message` becomes the stop reason."""
-    return EngineCoreOutput(
-        request_id="", new_token_ids=[], finish_reason=FinishReason.ERROR, stop_reason=message
-    )
+    return EngineCoreOutput(request_id="", new_token_ids=[], finish_reason=FinishReason.ERROR, stop_reason=message)
 
 
 def _logprobs(hypothesis: Hypothesis, with_tokens: bool) -> LogprobsLists:

@@ -87,9 +87,7 @@ class BeamScheduler(Scheduler):
         self.kv_cache_manager.open_group(request, width)
         super().add_request(request)
 
-    def finish_requests(
-        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
-    ) -> list[Request]:
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         if request_ids is None:
             self.mailbox = Mailbox()
         else:

