@@ -72,24 +72,27 @@ def _first_line(node: ast.stmt) -> int:
 
 
 def held_out_prompts(count: int, min_lines: int = 8, max_lines: int = 60) -> list[str]:
-    """`count` code prompts: the first third of held-out functions, spread over the held-out files.
+    """`count` code prompts: beginnings of held-out functions, each up to a colon, spread over the held-out files.
 
     Raises:
         ValueError: fewer than `count` functions qualify.
     """
     per_file: list[list[str]] = []
     for path in held_out_files():
-        heads = []
+        beginnings = []
         for unit in units(path):
             lines = unit.splitlines(keepends=True)
             if unit.startswith("def ") and min_lines <= len(lines) <= max_lines:
-                heads.append("".join(lines[: max(2, len(lines) // 3)]))
-        if heads:
-            per_file.append(heads)
+                half = lines[: len(lines) // 2]
+                openings = [index for index, line in enumerate(half) if line.rstrip().endswith(":")]
+                if openings:
+                    beginnings.append("".join(half[: openings[-1] + 1]))
+        if beginnings:
+            per_file.append(beginnings)
     prompts: list[str] = []
     depth = 0
-    while len(prompts) < count and any(depth < len(heads) for heads in per_file):
-        prompts += [heads[depth] for heads in per_file if depth < len(heads)]
+    while len(prompts) < count and any(depth < len(beginnings) for beginnings in per_file):
+        prompts += [beginnings[depth] for beginnings in per_file if depth < len(beginnings)]
         depth += 1
     if len(prompts) < count:
         raise ValueError(f"count={count} prompts asked for, {len(prompts)} held-out functions found")

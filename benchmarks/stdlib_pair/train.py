@@ -22,13 +22,21 @@ from benchmarks.stdlib_pair import corpus
 BOS, EOS = "<s>", "</s>"
 VOCAB_SIZE = 2048
 CONTEXT = 512
-SHAPES = {
-    "target": dict(
-        hidden_size=192, intermediate_size=512, num_hidden_layers=7, num_attention_heads=6, num_key_value_heads=2
-    ),
-    "draft": dict(
-        hidden_size=96, intermediate_size=256, num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=1
-    ),
+SHAPES: dict[str, dict[str, int]] = {
+    "target": {
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    },
+    "draft": {
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+    },
 }
 STEPS = {"target": 1500, "draft": 2400}
 BATCH = 8
@@ -80,9 +88,8 @@ def train(role: str, rows: torch.Tensor) -> LlamaForCausalLM:
     steps, peak = STEPS[role], PEAK_LEARNING_RATE[role]
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW(
-        [dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_decay=0.0)], lr=peak, betas=(0.9, 0.95)
-    )
+    parameters = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(parameters, lr=peak, betas=(0.9, 0.95))
     warmup = steps // 20
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warmup, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))

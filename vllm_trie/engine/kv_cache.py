@@ -58,6 +58,11 @@ class BeamKVCacheManager(KVCacheManager):
         """Blocks of the pool that are in use, by groups or by ordinary requests."""
         return self.num_usable_blocks - self.block_pool.get_num_free_blocks()
 
+    @property
+    def num_live_group_blocks(self) -> int:
+        """Blocks that rows of decoding groups lead to; what else groups hold waits to be reclaimed."""
+        return sum(group.trie.num_live_blocks for group in self._groups.values() if group.trie is not None)
+
     def open_group(self, request: Request, width: int) -> None:
         """Announce that this request will widen to `width` rows once its prompt is prefilled."""
         partial = request.num_prompt_tokens % self.block_size > 0

@@ -165,9 +165,10 @@ class BlockTrie:
             node = self._nodes[node].parent
         return blocks[::-1]
 
-    def num_blocks(self) -> int:
-        """Distinct blocks held: full blocks, tails and garbage."""
-        return len(self._nodes) + sum(row.tail is not None for row in self.rows) + len(self._garbage)
+    @property
+    def num_live_blocks(self) -> int:
+        """Distinct blocks that some row leads to: the least any sharing scheme could hold."""
+        return len(self._nodes) + sum(row.tail is not None for row in self.rows)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless the live blocks are exactly the union of the rows' paths and tails."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 ROOT = 0
 
@@ -60,7 +61,7 @@ class HypothesisTrie:
     def token_logprobs(self, node: int) -> list[float]:
         """The log-probability of each of those tokens; their sum is the score of `node`."""
         scores = [0.0, *(self._scores[n] for n in self._path(node))]
-        return [after - before for before, after in zip(scores, scores[1:], strict=False)]
+        return [after - before for before, after in pairwise(scores)]
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless every reference is accounted for and nothing leaks."""

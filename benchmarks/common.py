@@ -1,0 +1,94 @@
+"""What the benchmarks share: an engine, fair timing, tables and JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+PAIR = Path(__file__).parent / "stdlib_pair"
+TARGET = PAIR / "target"
+BLOCK_SIZE = 32
+console = Console(width=None if os.environ.get("COLUMNS") or os.isatty(1) else 120)
+
+
+def make_engine(in_process: bool = False, **options: Any) -> Any:
+    """An `LLM` on the trained target with beam groups.
+
+    Args:
+        in_process: Run the engine in this process, so that it can be looked into.
+        options: Further arguments of `LLM`.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from vllm import LLM
+
+    return LLM(
+        str(TARGET),
+        **{
+            "dtype": "float32",
+            "block_size": BLOCK_SIZE,
+            "max_model_len": 1024,
+            "max_num_seqs": 256,
+            "max_logprobs": 256,
+            "kv_cache_memory_bytes": 1 << 30,
+            "additional_config": {"trie_beam": {}},
+            **options,
+        },
+    )
+
+
+def settings(**more: Any) -> str:
+    """The settings every table states."""
+    stated = {"dtype": "float32", "max_num_seqs": 256, "max_logprobs": 256, "block_size": BLOCK_SIZE, **more}
+    return ", ".join(f"{name}={value}" for name, value in stated.items())
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds that one call takes."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def alternate(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Time every run `repeats` times in turn, A B C A B C ..., after one warm-up of each."""
+    for run in runs.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            seconds[name].append(timed(run))
+    return seconds
+
+
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """Median of the ratios of runs that came one after the other."""
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], note: str = "") -> None:
+    """Print one table."""
+    table = Table(title=title, caption=note or None, title_justify="left", caption_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
+    console.print(table)
+
+
+def save(folder: Path, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], note: str) -> None:
+    """Write one table as JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    content = {"machine": machine, "settings": note, "columns": list(columns), "rows": [list(row) for row in rows]}
+    (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,97 @@
+"""The mailbox: n outputs find their n return addresses, however those come and go."""
+
+from __future__ import annotations
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.request import Request
+
+from vllm_trie.engine.outputs import Mailbox
+from vllm_trie.params import GroupTicket
+
+TICKET = GroupTicket("key", 3)
+
+
+def request(request_id: str, client_index: int = 0) -> Request:
+    return Request(request_id, [2, 3], SamplingParams(max_tokens=4), None, client_index=client_index)
+
+
+def outputs(count: int) -> list[EngineCoreOutput]:
+    return [EngineCoreOutput(request_id="", new_token_ids=[i], finish_reason=FinishReason.STOP) for i in range(count)]
+
+
+def sent(mailbox: Mailbox) -> list[tuple[int, str, list[int]]]:
+    return [(client, output.request_id, output.new_token_ids) for client, output in mailbox.empty()]
+
+
+def test_each_address_gets_the_hypothesis_of_its_index() -> None:
+    mailbox = Mailbox()
+    assert mailbox.register(TICKET, request("0_p", 4))
+    assert not mailbox.register(TICKET, request("2_p", 4))
+    assert not mailbox.register(TICKET, request("1_p", 5))
+    assert not mailbox
+    mailbox.post("0_p", outputs(3))
+    assert mailbox
+    assert sorted(sent(mailbox)) == [(4, "0_p", [0]), (4, "2_p", [2]), (5, "1_p", [1])]
+    assert mailbox.num_open == 0
+
+
+def test_an_address_that_arrives_after_the_search_still_gets_its_output() -> None:
+    mailbox = Mailbox()
+    mailbox.register(TICKET, request("0_p"))
+    mailbox.post("0_p", outputs(3))
+    assert sent(mailbox) == [(0, "0_p", [0])]
+    assert mailbox.num_open == 1
+    for index in (2, 1):
+        mailbox.register(TICKET, request(f"{index}_p"))
+        assert sent(mailbox) == [(0, f"{index}_p", [index])]
+    assert mailbox.num_open == 0
+
+
+def test_the_group_ends_with_the_last_address_that_leaves() -> None:
+    mailbox = Mailbox()
+    for index in range(3):
+        mailbox.register(TICKET, request(f"{index}_p"))
+    assert mailbox.withdraw("0_p") is None
+    assert mailbox.withdraw("2_p") is None
+    assert mailbox.withdraw("1_p") == "0_p"
+    assert mailbox.num_open == 0
+
+
+def test_addresses_that_left_get_nothing() -> None:
+    mailbox = Mailbox()
+    for index in range(3):
+        mailbox.register(TICKET, request(f"{index}_p"))
+    mailbox.withdraw("0_p")
+    mailbox.post("0_p", outputs(3))
+    assert [request_id for _, request_id, _ in sent(mailbox)] == ["1_p", "2_p"]
+    assert mailbox.num_open == 0
+
+
+def test_an_address_whose_group_is_gone_gets_an_error() -> None:
+    mailbox = Mailbox()
+    mailbox.register(TICKET, request("0_p"))
+    assert mailbox.withdraw("0_p") == "0_p"
+    assert not mailbox.register(TICKET, request("1_p"))
+    ((_, output),) = mailbox.empty()
+    assert output.request_id == "1_p"
+    assert output.finish_reason == FinishReason.ERROR
+
+
+def test_requests_of_others_are_left_alone() -> None:
+    assert Mailbox().withdraw("0_somebody") == "0_somebody"
+
+
+@pytest.mark.parametrize("request_id", ["user_7", "0_user", "3_3_3"])
+def test_a_single_output_is_the_group_whatever_its_id_looks_like(request_id: str) -> None:
+    mailbox = Mailbox()
+    assert mailbox.register(GroupTicket("key", 1), request(request_id))
+    mailbox.post(request_id, outputs(1))
+    assert sent(mailbox) == [(0, request_id, [0])]
+    assert mailbox.num_open == 0
+
+
+def test_children_of_a_parent_with_an_odd_id_are_told_apart() -> None:
+    ticket = GroupTicket("key", 12)
+    assert [ticket.index_of(f"{index}_1_x_0") for index in (0, 1, 11)] == [0, 1, 11]

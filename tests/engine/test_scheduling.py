@@ -1,0 +1,196 @@
+"""Groups among other requests: rows, budget, chunked prefill, prefix cache, preemption, aborts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from tests.conftest import BLOCK_SIZE, Engine, Engines
+from tests.reference import agree, engine_answers, transformers_beams, transformers_greedy
+from vllm_trie import beam_params
+
+BYTES_PER_BLOCK = 2 * 2 * 2 * 32 * BLOCK_SIZE * 4  # layers, K and V, KV heads, head size, tokens, float32
+
+
+@pytest.fixture
+def model(random_llama: Callable[[str], Path]) -> Path:
+    return random_llama("gqa")
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    shuffled = random.Random(seed)
+    return [shuffled.randrange(2, 300) for _ in range(length)]
+
+
+def answers(outputs: list[Any]) -> list[list[tuple[list[int], float]]]:
+    return [[(list(o.token_ids), o.cumulative_logprob) for o in output.outputs] for output in outputs]
+
+
+def watch_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(rows, tokens) of every step that the model runs."""
+    steps = []
+    stock = type(engine.runner)._update_states
+
+    def update_states(self: Any, scheduler_output: Any) -> Any:
+        counts = scheduler_output.num_scheduled_tokens
+        steps.append((len(counts), sum(counts.values())))
+        return stock(self, scheduler_output)
+
+    monkeypatch.setattr(type(engine.runner), "_update_states", update_states)
+    return steps
+
+
+def test_rows_and_tokens_stay_within_the_engines_limits(
+    engines: Engines, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines(model, max_num_seqs=12, max_num_batched_tokens=64)
+    steps = watch_steps(engine, monkeypatch)
+    prompts = [prompt_of(150, seed) for seed in range(6)]
+    params = [
+        beam_params(8, n=8, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=20),
+        beam_params(5, n=5, max_tokens=20, ignore_eos=True),
+        beam_params(12, n=12, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=20),
+        beam_params(3, n=3, max_tokens=20, ignore_eos=True),
+    ]
+    outputs = engine.generate(prompts, params)
+    assert max(rows for rows, _ in steps) == 12
+    assert max(tokens for _, tokens in steps) <= 64
+    for prompt, param, output in zip(prompts, params, outputs, strict=True):
+        if param.n == 1:
+            assert list(output.outputs[0].token_ids) == transformers_greedy(model, prompt, 20)
+        else:
+            theirs = transformers_beams(model, prompt, param.n, param.n, 20, eos_token_id=None)
+            assert agree(engine_answers(output, 1.0), theirs)
+
+
+def test_queue_order_is_kept_when_a_wide_group_waits_for_rows(engines: Engines, model: Path) -> None:
+    engine = engines(model, max_num_seqs=12, max_num_batched_tokens=64)
+    add, order = engine.llm.llm_engine.add_request, []
+    add("first", {"prompt_token_ids": prompt_of(10)}, beam_params(8, max_tokens=30, ignore_eos=True))
+    add("wide", {"prompt_token_ids": prompt_of(10)}, beam_params(12, max_tokens=2, ignore_eos=True))
+    add("late", {"prompt_token_ids": prompt_of(10)}, SamplingParams(max_tokens=2, ignore_eos=True))
+    while engine.llm.llm_engine.has_unfinished_requests():
+        order += [output.request_id for output in engine.llm.llm_engine.step() if output.finished]
+    assert order == ["first", "wide", "late"]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_prefix_caching_changes_no_answer_and_holds_true_history_only(
+    engines: Engines, model: Path, caching: bool
+) -> None:
+    engine = engines(model, enable_prefix_caching=caching)
+    prompts = [prompt_of(3 * BLOCK_SIZE) + prompt_of(extra, extra) for extra in (0, 1, 31, 40)]
+    params = beam_params(6, n=6, max_tokens=70, ignore_eos=True)
+    first = engine.generate(prompts, params)
+    again = engine.generate(prompts, params)
+    assert (again[1].num_cached_tokens > 0) == caching
+    for prompt, output, repeated in zip(prompts, first, again, strict=True):
+        theirs = transformers_beams(model, prompt, 6, 6, 70, eos_token_id=None)
+        assert agree(engine_answers(output, 1.0), theirs)
+        assert agree(engine_answers(repeated, 1.0), theirs)
+    for prompt, output in zip(prompts, first, strict=True):  # replay every hypothesis as a prompt
+        for o in output.outputs[:2]:
+            replayed = prompt + list(o.token_ids)
+            (greedy,) = engine.generate([replayed], SamplingParams(temperature=0, max_tokens=5))
+            assert list(greedy.outputs[0].token_ids) == transformers_greedy(model, replayed, 5)
+
+
+def test_a_small_pool_preempts_groups_and_changes_no_answer(engines: Engines, model: Path) -> None:
+    prompts = [prompt_of(40, seed) for seed in range(4)]
+    params = [beam_params(width, n=width, max_tokens=90, ignore_eos=True) for width in (6, 4, 6, 5)]
+    roomy = answers(engines(model).generate(prompts, params))
+    engines.alive.check_nothing_is_left()
+    tight_engine = engines(model, kv_cache_memory_bytes=26 * BYTES_PER_BLOCK)
+    preempted = []
+    preempt = tight_engine.scheduler._preempt_request
+    tight_engine.scheduler._preempt_request = lambda request, *a, **k: (
+        preempted.append(request),
+        preempt(request, *a, **k),
+    )
+    try:
+        tight = answers(tight_engine.generate(prompts, params))
+    finally:
+        del tight_engine.scheduler._preempt_request
+    assert preempted, "the pool is not small enough to test anything"
+    assert [[tokens for tokens, _ in output] for output in tight] == [[t for t, _ in output] for output in roomy]
+
+
+def test_a_group_that_cannot_grow_alone_ends_with_an_error_and_the_engine_goes_on(
+    engines: Engines, model: Path
+) -> None:
+    engine = engines(model, kv_cache_memory_bytes=26 * BYTES_PER_BLOCK, max_num_seqs=24)
+    too_wide = beam_params(20, n=2, max_tokens=200, ignore_eos=True)
+    fits = beam_params(4, n=4, max_tokens=30, ignore_eos=True)
+    prompt = prompt_of(40)
+    failed, fine = engine.generate([prompt, prompt], [too_wide, fits])
+    for output in failed.outputs:
+        assert output.finish_reason == "error"
+        assert "beam_width=20" in output.stop_reason
+        assert "KV blocks" in output.stop_reason
+    theirs = transformers_beams(model, prompt, 4, 4, 30, eos_token_id=None)
+    assert agree(engine_answers(fine, 1.0), theirs)
+
+
+def test_reset_prefix_cache_in_the_middle_changes_no_answer(engines: Engines, model: Path) -> None:
+    engine = engines(model)
+    prompt = prompt_of(70)
+    core = engine.llm.llm_engine
+    params = beam_params(5, n=5, max_tokens=50, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+    core.add_request("g", {"prompt_token_ids": prompt}, params)
+    for _ in range(20):
+        core.step()
+    assert core.reset_prefix_cache(reset_running_requests=True)
+    finished = []
+    while core.has_unfinished_requests():
+        finished += core.step()
+    theirs = transformers_beams(model, prompt, 5, 5, 50, eos_token_id=None)
+    assert agree(engine_answers(finished[0], 1.0), theirs)
+
+
+@pytest.mark.parametrize("after_steps", [0, 1, 2, 10])
+def test_an_aborted_group_leaves_nothing_and_disturbs_nobody(engines: Engines, model: Path, after_steps: int) -> None:
+    engine = engines(model)
+    core = engine.llm.llm_engine
+    prompt = prompt_of(70)
+    core.add_request("gone", {"prompt_token_ids": prompt_of(50, 1)}, beam_params(5, n=3, max_tokens=60))
+    core.add_request("stays", {"prompt_token_ids": prompt}, beam_params(4, max_tokens=40, ignore_eos=True))
+    for _ in range(after_steps):
+        core.step()
+    core.abort_request(["gone"])
+    finished = []
+    while core.has_unfinished_requests():
+        finished += [o for o in core.step() if o.finished]
+    assert [o.request_id for o in finished] == ["stays"]
+    (theirs,) = transformers_beams(model, prompt, 4, 1, 40, eos_token_id=None)
+    assert list(finished[0].outputs[0].token_ids) == theirs.token_ids
+    core.step()  # tells the worker
+    assert not engine.runner.beam_rows.groups
+    assert not engine.runner.requests
+
+
+def test_sharing_saves_blocks_and_reclaiming_each_step_holds_the_least(engines: Engines, model: Path) -> None:
+    engine = engines(model)
+    manager, width, length, max_tokens = engine.scheduler.kv_cache_manager, 8, 5 * BLOCK_SIZE, 2 * BLOCK_SIZE
+    peaks = {}
+    for interval in (1, 1000):
+        manager.reclaim_interval, peak = interval, 0
+        core = engine.llm.llm_engine
+        core.add_request(
+            "g", {"prompt_token_ids": prompt_of(length)}, beam_params(width, max_tokens=max_tokens, ignore_eos=True)
+        )
+        while core.has_unfinished_requests():
+            core.step()
+            peak = max(peak, manager.num_used_blocks)
+        peaks[interval] = peak
+    unshared = width * ((length + max_tokens) // BLOCK_SIZE)
+    assert peaks[1] <= peaks[1000] < unshared
+    assert manager.total_counts().shared > 0
+    assert manager.total_counts().reclaimed > 0

@@ -1,0 +1,149 @@
+"""Bad options are refused with their name, their value and what would work."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from vllm import SamplingParams
+
+from vllm_trie import BeamParams, beam_params
+from vllm_trie.params import EngineLimits, stop_tokens, validate
+
+LIMITS = EngineLimits(max_num_seqs=64, max_model_len=512, vocab_size=300, block_size=32, num_blocks=1000)
+
+
+def check(limits: EngineLimits = LIMITS, prompt_len: int = 10, **options: object) -> None:
+    params = beam_params(**options)
+    beam = BeamParams.from_extra_args(params.extra_args)
+    assert beam is not None
+    validate(params, beam, prompt_len, limits)
+
+
+@pytest.mark.parametrize("width", [0, -1, 2.5, "8", "many", True, None])
+def test_beam_width_must_be_a_positive_integer(width: object) -> None:
+    with pytest.raises(ValueError, match=f"beam_width={width!r}"):
+        beam_params(width)
+
+
+@pytest.mark.parametrize("penalty", [math.nan, math.inf, -math.inf, "1", None, True])
+def test_length_penalty_must_be_a_finite_number(penalty: object) -> None:
+    with pytest.raises(ValueError, match="length_penalty="):
+        beam_params(2, length_penalty=penalty)
+
+
+@pytest.mark.parametrize("early_stopping", ["always", "False", 2, None])
+def test_early_stopping_must_be_one_of_three(early_stopping: object) -> None:
+    with pytest.raises(ValueError, match="early_stopping="):
+        beam_params(2, early_stopping=early_stopping)
+
+
+def test_unknown_semantics_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"semantics='tree' is none of 'hf'"):
+        beam_params(2, semantics="tree")
+
+
+def test_n_above_the_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="n=4 exceeds beam_width=3"):
+        beam_params(3, n=4)
+
+
+@pytest.mark.parametrize("typo", ["beam_widht", "beamwidth", "length_penalti", "early_stoping", "semantic"])
+def test_a_near_miss_is_refused_and_the_right_name_suggested(typo: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown option {typo}=.*did you mean (beam_width|length|early|sem)"):
+        BeamParams.from_extra_args({typo: 8})
+
+
+def test_options_of_others_pass() -> None:
+    assert BeamParams.from_extra_args({"kv_transfer_params": {}, "ec_transfer_params": 1, "width": 8}) is None
+    assert BeamParams.from_extra_args({"kv_transfer_params": {}, "beam_width": 2}) == BeamParams(2)
+    assert BeamParams.from_extra_args(None) is None
+
+
+def test_options_without_a_width_are_refused() -> None:
+    with pytest.raises(ValueError, match="length_penalty given without beam_width"):
+        BeamParams.from_extra_args({"length_penalty": 1.0})
+
+
+def test_booleans_that_became_numbers_on_the_way_are_booleans_again() -> None:
+    assert BeamParams.from_extra_args({"beam_width": 2, "early_stopping": 1}) == BeamParams(2, early_stopping=True)
+    parsed = BeamParams.from_extra_args({"beam_width": 2, "early_stopping": 0})
+    assert parsed is not None
+    assert parsed.early_stopping is False
+
+
+def test_width_above_the_engines_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="beam_width=65 exceeds max_num_seqs=64; raise --max-num-seqs"):
+        check(beam_width=65)
+    check(beam_width=64)
+
+
+def test_width_that_the_vocabulary_cannot_fill_is_refused() -> None:
+    wide = EngineLimits(max_num_seqs=1000, max_model_len=512, vocab_size=300, block_size=32, num_blocks=10_000)
+    with pytest.raises(ValueError, match="use beam_width <= 150"):
+        check(wide, beam_width=151)
+    check(wide, beam_width=150)
+    with pytest.raises(ValueError, match="use beam_width <= 75"):
+        check(wide, beam_width=100, stop_token_ids=[3, 4, 5])
+
+
+def test_width_that_the_pool_cannot_hold_is_refused() -> None:
+    small = EngineLimits(max_num_seqs=64, max_model_len=512, vocab_size=300, block_size=32, num_blocks=12)
+    with pytest.raises(ValueError, match="beam_width=8 with a prompt of 200 tokens needs at least 14 KV blocks"):
+        check(small, prompt_len=200, beam_width=8)
+    check(small, prompt_len=200, beam_width=6)
+
+
+def test_length_penalty_that_overflows_is_refused() -> None:
+    with pytest.raises(ValueError, match="length_penalty=500"):
+        check(beam_width=2, length_penalty=500, max_tokens=20)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 0.7),
+        ("top_p", 0.9),
+        ("top_k", 40),
+        ("min_p", 0.1),
+        ("seed", 1),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
+        ("repetition_penalty", 1.1),
+        ("stop", ["\n"]),
+        ("logprobs", 3),
+        ("prompt_logprobs", 0),
+        ("logprob_token_ids", [1]),
+        ("logit_bias", {1: 2.0}),
+        ("allowed_token_ids", [1, 2]),
+        ("bad_words", ["x"]),
+        ("thinking_token_budget", 3),
+        ("trace_decode_token_ids", [1]),
+        ("prompt_logprob_token_ids", [[1]]),
+    ],
+)
+def test_fields_that_beam_search_does_not_honour_are_refused(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{field}=.* is not supported together with beam_width"):
+        beam_params(2, **{field: value})
+
+
+def test_helper_builds_what_a_user_would_write_by_hand() -> None:
+    params = beam_params(8, n=3, length_penalty=0.5, early_stopping="never", max_tokens=7, extra_args={"mine": 1})
+    assert isinstance(params, SamplingParams)
+    assert (params.n, params.max_tokens, params.temperature) == (3, 7, 1.0)
+    assert params.extra_args == {
+        "mine": 1,
+        "beam_width": 8,
+        "length_penalty": 0.5,
+        "early_stopping": "never",
+        "semantics": "hf",
+    }
+
+
+def test_stop_tokens_are_eos_and_stop_token_ids() -> None:
+    params = SamplingParams(stop_token_ids=[9, 4])
+    params.update_from_generation_config({}, eos_token_id=2)
+    assert stop_tokens(params) == (2, 4, 9)
+    params = SamplingParams(stop_token_ids=[9, 4], ignore_eos=True)
+    params.update_from_generation_config({}, eos_token_id=2)
+    assert stop_tokens(params) == (4, 9)
