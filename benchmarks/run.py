@@ -39,9 +39,9 @@ BENCHES = {
     "transformers": Bench(
         "Time against transformers generate(num_beams=8)",
         speed.TRANSFORMERS_COLUMNS,
-        False,
+        True,
         speed.against_transformers,
-        settings(transformers="one padded batch"),
+        settings(enforce_eager=True, transformers_batch=speed.TRANSFORMERS_BATCH),
     ),
     "host": Bench(
         "Host time per step, ms",

@@ -30,28 +30,23 @@ def rank_candidates(
         Candidates of shape [G, K].
     """
     vocab_size = logits.shape[-1]
-    logits = logits.float()
-    normalizer = logits.logsumexp(-1, keepdim=True)
+    logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     if masked_token_ids:
-        masked = torch.tensor(masked_token_ids, device=logits.device)
-        logits = logits.index_fill(-1, masked, float("-inf"))
+        logprobs[..., list(masked_token_ids)] = float("-inf")
 
     per_row = min(count + 1, vocab_size)
-    row_best, row_tokens = logits.topk(per_row, dim=-1)
-    row_best = row_best - normalizer + scores[..., None]
+    row_best, row_tokens = logprobs.topk(per_row, dim=-1)
+    row_best += scores[..., None]
     best, index = row_best.flatten(1).topk(min(count + 1, row_best[0].numel()), dim=-1)
     tokens = row_tokens.flatten(1).gather(1, index)
     parents = index // per_row
 
-    cutoff = best[:, count - 1]
-    ambiguous = (row_best[:, :, -1].amax(-1) >= cutoff) & (per_row < vocab_size)
-    if best.shape[1] > count:
-        ambiguous |= best[:, count] == cutoff
     ranked = Candidates(*(field[:, :count].cpu().numpy() for field in (parents, tokens, best)))
-    for group in ambiguous.nonzero().flatten().tolist():
-        total = logits[group] - normalizer[group] + scores[group, :, None]
-        for field, exact in zip(ranked, _rank_exhaustively(total, count), strict=True):
-            field[group] = exact
+    if best.shape[1] > count:
+        for group in (best[:, count] == best[:, count - 1]).nonzero().flatten().tolist():
+            exact = _rank_exhaustively(logprobs[group] + scores[group, :, None], count)
+            for field, values in zip(ranked, exact, strict=True):
+                field[group] = values
     return _in_total_order(ranked, vocab_size)
 
 

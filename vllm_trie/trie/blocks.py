@@ -108,7 +108,8 @@ class BlockTrie:
 
     def grow(self, new_blocks: Sequence[int]) -> None:
         """Make room for one more token in every row; a block that is thereby full joins the trie."""
-        for row, block in zip(self.rows, new_blocks, strict=bool(new_blocks)):
+        assert len(new_blocks) == self.blocks_to_grow()
+        for row, block in zip(self.rows, new_blocks, strict=False):
             row.tail = block
         self.num_tokens += 1
         if self.num_tokens % self.block_size == 0:

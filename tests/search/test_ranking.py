@@ -1,0 +1,132 @@
+"""The ranked candidates are the best of all, in total order, however many scores are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_trie.search.ranking import rank_candidates
+from vllm_trie.search.step import Candidates
+
+TOLERANCE = 1e-5
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def every_score(logits: torch.Tensor, scores: torch.Tensor, masked: Sequence[int]) -> torch.Tensor:
+    """float32 [G, r, V], the sums that decide which scores are equal."""
+    total = torch.log_softmax(logits.float(), dim=-1) + scores[..., None]
+    total[..., list(masked)] = float("-inf")
+    return total
+
+
+def check_against_sorting_everything(
+    logits: torch.Tensor, scores: torch.Tensor, count: int, masked: Sequence[int] = ()
+) -> None:
+    ranked = rank_candidates(logits, scores, count, masked)
+    assert ranked.scores.dtype == np.float32
+    total = every_score(logits, scores, masked)
+    for table, *group in zip(total.tolist(), *ranked, strict=True):
+        places = product(range(logits.shape[1]), range(logits.shape[2]))
+        best = sorted(places, key=lambda place: (-table[place[0]][place[1]], *place))[:count]
+        expected = [(parent, token, table[parent][token]) for parent, token in best]
+        assert [*zip(*(field.tolist() for field in group), strict=True)] == expected
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int, list[int]]:
+    """Logits of a few levels, rows that repeat each other, and any number of candidates and masked tokens."""
+    groups, num_rows, vocab_size = draw(st.integers(1, 3)), draw(st.integers(1, 6)), draw(st.integers(1, 40))
+    most = num_rows * vocab_size
+    count = draw(st.one_of(st.integers(1, most), st.integers(max(1, most - 2), most)))
+    masked = draw(st.lists(st.integers(0, vocab_size - 1), max_size=4, unique=True))
+    num_levels = draw(st.sampled_from([1, 2, 5, 1000]))
+    random = torch.Generator().manual_seed(draw(st.integers(0, 1 << 32)))
+    logits = torch.randint(num_levels, (groups, num_rows, vocab_size), generator=random) * (9 / num_levels)
+    if draw(st.booleans()):
+        logits[..., 1::2] = float("-inf")  # forbidden already in the logits
+    repeated = torch.randint(draw(st.integers(1, num_rows)), (num_rows,), generator=random)
+    scores = -torch.randint(draw(st.integers(1, 3)), (groups, num_rows), generator=random) / 3
+    return logits[:, repeated].to(draw(st.sampled_from(DTYPES))), scores, count, masked
+
+
+@settings(max_examples=1500, deadline=None, derandomize=True)
+@given(problems())
+def test_ranking_is_sorting_everything(problem: tuple[torch.Tensor, torch.Tensor, int, list[int]]) -> None:
+    check_against_sorting_everything(*problem)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_normal_logits_of_a_large_vocabulary(dtype: torch.dtype, num_rows: int) -> None:
+    random = torch.Generator().manual_seed(num_rows)
+    logits = 4 * torch.randn(2, num_rows, 8000, generator=random)
+    scores = -torch.rand(2, num_rows, generator=random)
+    check_against_sorting_everything(logits.to(dtype), scores, 2 * num_rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offset", [-200.0, 0.0, 200.0])
+def test_scores_are_log_softmax_plus_the_rows_score(dtype: torch.dtype, offset: float) -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(3, 8, 5000, generator=random) + offset).to(dtype)
+    scores = -torch.rand(3, 8, generator=random)
+    ranked = rank_candidates(logits, scores, 100)
+    exact = (logits.double().log_softmax(-1) + scores[..., None]).numpy()
+    groups = np.arange(3)[:, None]
+    np.testing.assert_allclose(ranked.scores, exact[groups, ranked.parents, ranked.tokens], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("vocab_size", [4, 3000])
+def test_equal_scores_go_to_the_lower_parent_then_the_lower_token(vocab_size: int) -> None:
+    ranked = rank_candidates(torch.zeros(1, 3, vocab_size), torch.zeros(1, 3), 6)
+    assert places(ranked) == [*product(range(3), range(vocab_size))][:6]
+
+
+def test_equal_rows_interleave_by_parent() -> None:
+    row = torch.tensor([1.0, 3.0, 2.0, 3.0])
+    ranked = rank_candidates(row.expand(1, 2, 4), torch.zeros(1, 2), 6)
+    assert places(ranked) == [(0, 1), (0, 3), (1, 1), (1, 3), (0, 2), (1, 2)]
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_tie_at_the_cut_goes_to_the_earliest(count: int) -> None:
+    logits = torch.full((1, 1, 3000), 0.5, dtype=torch.bfloat16)
+    logits[0, 0, 2999] = 1.0
+    expected = [(0, 2999), *((0, token) for token in range(count - 1))]
+    assert places(rank_candidates(logits, torch.zeros(1, 1), count)) == expected
+
+
+def test_masked_token_ranks_last_and_keeps_its_share() -> None:
+    logits, scores = torch.tensor([[[5.0, 1.0, 3.0, 2.0]]]), torch.tensor([[-1.0]])
+    free = rank_candidates(logits, scores, 4)
+    masked = rank_candidates(logits, scores, 4, [0])
+    assert places(masked) == [(0, 2), (0, 3), (0, 1), (0, 0)]
+    assert masked.scores[0].tolist() == [*free.scores[0, 1:].tolist(), float("-inf")]
+
+
+def test_groups_do_not_see_each_other() -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randint(4, (5, 3, 50), generator=random).bfloat16()
+    scores = -torch.rand(5, 3, generator=random)
+    together = rank_candidates(logits, scores, 20)
+    for group in range(5):
+        alone = rank_candidates(logits[group, None], scores[group, None], 20)
+        for one, other in zip(together, alone, strict=True):
+            np.testing.assert_array_equal(one[group], other[0])
+
+
+def test_logits_are_left_as_they_were() -> None:
+    logits = torch.arange(12.0).reshape(1, 3, 4)
+    rank_candidates(logits, torch.zeros(1, 3), 5, [2])
+    assert logits.flatten().tolist() == [*range(12)]
+
+
+def places(ranked: Candidates) -> list[tuple[int, int]]:
+    """(parent, token) of the only group's candidates."""
+    return [*zip(ranked.parents[0].tolist(), ranked.tokens[0].tolist(), strict=True)]

@@ -1,0 +1,188 @@
+"""The pool of finished hypotheses is transformers' pool, step by step, and stops when its search stops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation.utils import GenerationMixin
+
+from vllm_trie.search.stopping import EarlyStopping, HypothesisPool
+
+PROMPT_LENGTH = 5
+MAX_LENGTH = 14
+SEARCHES = 200
+
+
+class Ranked(NamedTuple):
+    """The candidates of one step, best first: [2 * width]."""
+
+    log_probs: torch.Tensor
+    stops: torch.Tensor  # bool: ends in a stop token or at the maximum length
+    nodes: torch.Tensor
+
+
+def random_search(width: int, seed: int) -> Iterator[Ranked]:
+    """The candidates of every step up to the maximum length."""
+    choose = np.random.default_rng(seed)
+    stop_rate, loss = choose.uniform(0.05, 0.9), choose.uniform(0.05, 2.0)
+    best = 0.0
+    for length in range(1, MAX_LENGTH + 1):
+        log_probs = np.sort(best - choose.exponential(loss, 2 * width)).astype(np.float32)[::-1]
+        stops = np.zeros(2 * width, dtype=bool)
+        stops[choose.choice(2 * width, choose.binomial(width, stop_rate), replace=False)] = True
+        best = float(log_probs[~stops][0])
+        stops |= length == MAX_LENGTH
+        nodes = 100 * length + np.arange(2 * width)
+        yield Ranked(*(torch.from_numpy(field.copy()) for field in (log_probs, stops, nodes)))
+
+
+class TransformersPool:
+    """The finished beams of one search as transformers keeps them."""
+
+    def __init__(self, width: int, length_penalty: float, early_stopping: EarlyStopping) -> None:
+        self.width = width
+        self.length_penalty = length_penalty
+        self.early_stopping = early_stopping
+        self.length = 0
+        self.nodes = torch.zeros(1, width, 1, dtype=torch.long)
+        self.scores = torch.full((1, width), -1e9)
+        self.is_finished = torch.zeros(1, width, dtype=torch.bool)
+        self.may_improve = torch.ones(1, 1, dtype=torch.bool)
+
+    def advance(self, ranked: Ranked) -> bool:
+        """The same calls as in `_beam_search`. Returns whether the search is over."""
+        nodes = ranked.nodes[None, :, None]
+        self.nodes, self.scores, _, self.is_finished = GenerationMixin._update_finished_beams(
+            GenerationMixin,
+            sequences=self.nodes,
+            topk_running_sequences=nodes,
+            beam_scores=self.scores,
+            topk_log_probs=ranked.log_probs[None],
+            beam_indices=self.nodes,
+            topk_running_beam_indices=nodes,
+            is_early_stop_heuristic_unsatisfied=self.may_improve,
+            is_sent_finished=self.is_finished,
+            next_token_hits_stopping_criteria=ranked.stops[None],
+            top_num_beam_mask=torch.arange(2 * self.width) < self.width,
+            num_beams=self.width,
+            cur_len=PROMPT_LENGTH + self.length,
+            decoder_prompt_len=PROMPT_LENGTH,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+        )
+        self.length += 1
+        _, running_scores, _ = GenerationMixin._get_running_beams_for_next_iteration(
+            GenerationMixin, ranked.log_probs[None], nodes, nodes, ranked.stops[None], self.width
+        )
+        self.may_improve = GenerationMixin._check_early_stop_heuristic(
+            is_early_stop_heuristic_unsatisfied=self.may_improve,
+            running_beam_scores=running_scores,
+            beam_scores=self.scores,
+            is_sent_finished=self.is_finished,
+            cur_len=PROMPT_LENGTH + self.length,
+            max_length=PROMPT_LENGTH + MAX_LENGTH,
+            decoder_prompt_len=PROMPT_LENGTH,
+            early_stopping=self.early_stopping,
+            length_penalty=self.length_penalty,
+        )
+        return not GenerationMixin._beam_search_has_unfinished_sequences(
+            self.may_improve, self.is_finished, ranked.stops[None], self.early_stopping
+        )
+
+    def best_first(self) -> list[tuple[int, float]]:
+        finished = self.is_finished[0]
+        return [*zip(self.nodes[0, finished, 0].tolist(), self.scores[0, finished].tolist(), strict=True)]
+
+
+def search_together(width: int, length_penalty: float, early_stopping: EarlyStopping, seed: int) -> tuple[int, int]:
+    """Compare both pools after every step. Returns the length of the search and how many were outdone."""
+    theirs = TransformersPool(width, length_penalty, early_stopping)
+    ours = HypothesisPool(width, length_penalty, early_stopping, MAX_LENGTH)
+    outdone = 0
+    for length, ranked in enumerate(random_search(width, seed), start=1):
+        held = {finished.node for finished in ours.best(width)}
+        for log_prob, stops, node in [*zip(*(field.tolist() for field in ranked), strict=True)][:width]:
+            if stops:
+                held.add(node)
+                dropped = ours.add(log_prob, length, node)
+                held.discard(dropped)
+                outdone += dropped is not None
+        is_over = theirs.advance(ranked)
+        assert [(f.node, float(f.score)) for f in ours.best(width)] == theirs.best_first()
+        assert {finished.node for finished in ours.best(width)} == held
+        if length == MAX_LENGTH:
+            assert is_over
+            return length, outdone
+        running = ranked.log_probs[~ranked.stops]
+        assert ours.is_settled(float(running[0]), length) == is_over
+        if is_over:
+            return length, outdone
+    raise AssertionError("the search has no end")
+
+
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+def test_pool_and_end_are_those_of_transformers(early_stopping: EarlyStopping, length_penalty: float) -> None:
+    searches = [search_together(1 + seed % 8, length_penalty, early_stopping, seed) for seed in range(SEARCHES)]
+    lengths, outdone = zip(*searches, strict=True)
+    assert min(lengths) < MAX_LENGTH == max(lengths), "searches must end in either way"
+    assert sum(outdone) > SEARCHES // 10, "pools must overflow"
+
+
+def pool_of(scores: list[float], early_stopping: EarlyStopping = False, length_penalty: float = 0.0) -> HypothesisPool:
+    """Room for three; node i has the score `scores[i]` at length 1."""
+    pool = HypothesisPool(3, length_penalty, early_stopping, MAX_LENGTH)
+    for node, score in enumerate(scores):
+        assert pool.add(score, 1, node) is None
+    return pool
+
+
+def test_score_is_the_sum_over_the_penalised_length() -> None:
+    pool = pool_of([], length_penalty=2.0)
+    pool.add(-8.0, 4, 0)
+    assert pool.best(1)[0] == (-0.5, -8.0, 4, 0)
+
+
+def test_best_hypotheses_come_first() -> None:
+    assert [finished.node for finished in pool_of([-2.0, -1.0, -3.0]).best(2)] == [1, 0]
+
+
+def test_full_pool_gives_up_its_worst() -> None:
+    pool = pool_of([-2.0, -3.0, -1.0])
+    assert pool.add(-2.5, 1, 3) == 1
+    assert [finished.node for finished in pool.best(3)] == [2, 0, 3]
+
+
+def test_newcomer_worse_than_a_full_pool_is_given_up() -> None:
+    assert pool_of([-2.0, -3.0, -1.0]).add(-4.0, 1, 3) == 3
+
+
+def test_tie_goes_to_the_earlier_hypothesis() -> None:
+    pool = pool_of([-1.0, -1.0, -1.0])
+    assert pool.add(-1.0, 1, 3) == 3
+    assert [finished.node for finished in pool.best(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+def test_pool_with_room_is_never_settled(early_stopping: EarlyStopping) -> None:
+    assert not pool_of([-1.0, -2.0], early_stopping).is_settled(-1000.0, 9)
+
+
+@pytest.mark.parametrize(("early_stopping", "settled"), [(False, False), (True, True), ("never", False)])
+def test_only_early_stopping_ignores_a_better_running_beam(early_stopping: EarlyStopping, settled: bool) -> None:
+    assert pool_of([-1.0, -2.0, -3.0], early_stopping).is_settled(-2.5, 9) == settled
+
+
+def test_running_beam_that_equals_the_worst_cannot_enter() -> None:
+    assert pool_of([-1.0, -2.0, -3.0]).is_settled(-3.0, 9)
+
+
+@pytest.mark.parametrize(("early_stopping", "settled"), [(False, True), ("never", False)])
+def test_never_judges_by_the_longest_possible(early_stopping: EarlyStopping, settled: bool) -> None:
+    pool = pool_of([-1.0, -1.0, -1.0], early_stopping, length_penalty=1.0)
+    assert pool.is_settled(-10.0, 9) == settled
+    assert pool.is_settled(-1.0 * MAX_LENGTH, 9)

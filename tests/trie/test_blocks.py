@@ -1,0 +1,246 @@
+"""Rows of the block trie always read back what they wrote, and every block is free or held once."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_trie.search.step import assign_slots
+from vllm_trie.trie.blocks import BlockCopy, BlockCounts, BlockTrie
+
+OPERATIONS = int(os.environ.get("TRIE_OPERATIONS", 100_000)) // 2  # the other half: test_hypotheses.py
+MOST_PER_WALK = 200
+MEAN_PER_WALK = MOST_PER_WALK // 4  # on the safe side: hypothesis draws short walks more often
+MOST_TOKENS = 60  # per row; then the group ends and another begins with its blocks
+POISON = -1
+
+
+class Memory:
+    """An allocator and the content of its blocks, which is poisoned as soon as a block is given back."""
+
+    def __init__(self, block_size: int, choose: random.Random) -> None:
+        self.block_size = block_size
+        self.choose = choose
+        self.content: list[list[int]] = []
+        self.free: set[int] = set()
+        self.held: set[int] = set()
+
+    def allocate(self, count: int) -> list[int]:
+        while len(self.free) < count:
+            self.free.add(len(self.content))
+            self.content.append([POISON] * self.block_size)
+        blocks = self.choose.sample(sorted(self.free), count)
+        self.free.difference_update(blocks)
+        self.held.update(blocks)
+        return blocks
+
+    def give_back(self, blocks: list[int]) -> None:
+        assert len(set(blocks)) == len(blocks), "given back twice"
+        assert self.held.issuperset(blocks), "given back what was not held"
+        self.held.difference_update(blocks)
+        self.free.update(blocks)
+        for block in blocks:
+            self.content[block] = [POISON] * self.block_size
+
+    def write(self, blocks: list[int], position: int, token: int) -> None:
+        self.content[blocks[position // self.block_size]][position % self.block_size] = token
+
+    def read(self, blocks: list[int]) -> list[int]:
+        return [token for block in blocks for token in self.content[block]]
+
+    def copy(self, copies: list[BlockCopy]) -> None:
+        sources, destinations = {c.source for c in copies}, {c.destination for c in copies}
+        assert sources.isdisjoint(destinations), "the order of the copies matters"
+        assert len(destinations) == len(copies)
+        for source, destination in self.choose.sample(copies, len(copies)):
+            self.content[destination] = self.content[source].copy()
+
+
+class ModelledGroup:
+    """A block trie beside the naive truth: every row's whole history, and the memory it lives in."""
+
+    def __init__(self, choose: random.Random, block_size: int, width: int) -> None:
+        self.choose = choose
+        self.width = width
+        self.memory = Memory(block_size, choose)
+        self.num_written = 0
+        self.begin()
+
+    def begin(self) -> None:
+        num_tokens = self.choose.randrange(4 * self.memory.block_size)
+        prefix = self.memory.allocate(-(-num_tokens // self.memory.block_size))
+        self.trie = BlockTrie(self.memory.block_size, prefix, num_tokens)
+        self.histories: list[list[int]] = [[]]
+        self.counts = BlockCounts()
+        for _ in range(num_tokens):
+            self.write_one_token()
+
+    def write_one_token(self) -> None:
+        for row, history in enumerate(self.histories):
+            self.memory.write(self.trie.row_blocks(row), len(history), self.num_written)
+            history.append(self.num_written)
+            self.num_written += 1
+
+    def partly_filled(self) -> bool:
+        return len(self.histories[0]) % self.memory.block_size > 0
+
+    def live(self) -> set[int]:
+        return {block for row in range(self.trie.width) for block in self.trie.row_blocks(row)}
+
+    def widen(self) -> None:
+        assert self.trie.blocks_to_widen(self.width) == (self.width - 1) * self.partly_filled()
+        copies = self.trie.widen(self.width, self.memory.allocate(self.trie.blocks_to_widen(self.width)))
+        self.memory.copy(copies)
+        self.counts.copied += len(copies)
+        self.histories = [self.histories[0].copy() for _ in range(self.width)]
+
+    def grow(self) -> None:
+        assert self.trie.blocks_to_grow() == (0 if self.partly_filled() else self.trie.width)
+        self.trie.grow(self.memory.allocate(self.trie.blocks_to_grow()))
+        self.write_one_token()
+
+    def fork(self) -> None:
+        parents = random_parents(self.choose, self.trie.width)
+        copies = self.trie.fork(parents)
+        forks = sum(slot != parent for slot, parent in enumerate(parents))
+        assert len(copies) == forks * self.partly_filled()
+        self.memory.copy(copies)
+        self.counts.copied += len(copies)
+        self.counts.shared += forks * (len(self.histories[0]) // self.memory.block_size)
+        self.histories = [self.histories[parent].copy() for parent in parents]
+
+    def reclaim(self) -> None:
+        blocks = self.trie.reclaim()
+        assert set(blocks) == self.memory.held - self.live()
+        self.counts.reclaimed += len(blocks)
+        self.memory.give_back(blocks)
+
+    def end(self) -> None:
+        self.memory.give_back(self.trie.release())
+        assert not self.memory.held
+        assert self.trie.num_live_blocks == self.trie.num_garbage == 0
+        self.trie.check_invariants()
+
+    def operate(self) -> None:
+        if len(self.histories[0]) >= MOST_TOKENS or self.choose.random() < 0.01:
+            self.end()
+            self.begin()
+        elif self.trie.width == 1 and self.choose.random() < 0.5:
+            self.widen()
+        else:
+            self.choose.choices([self.grow, self.fork, self.reclaim], [5, 5, 1])[0]()
+
+    def check(self) -> None:
+        self.trie.check_invariants()
+        for row, history in enumerate(self.histories):
+            assert self.memory.read(self.trie.row_blocks(row))[: len(history)] == history
+        assert self.trie.num_live_blocks == len(self.live())
+        assert self.trie.num_live_blocks + self.trie.num_garbage == len(self.memory.held)
+        assert self.trie.counts == self.counts
+
+
+def random_parents(choose: random.Random, width: int) -> list[int]:
+    """By slot, as the search assigns them."""
+    children = np.array([[choose.randrange(width) for _ in range(width)]])
+    parents = np.empty(width, dtype=int)
+    parents[assign_slots(children)[0]] = children[0]
+    return parents.tolist()
+
+
+def test_every_row_reads_back_its_own_history() -> None:
+    operations = 0
+
+    @settings(max_examples=100 + OPERATIONS // MEAN_PER_WALK, deadline=None, derandomize=True)
+    @given(
+        length=st.integers(1, MOST_PER_WALK),
+        block_size=st.integers(1, 6),
+        width=st.integers(1, 8),
+        seed=st.integers(0, 1 << 32),
+    )
+    def walk(length: int, block_size: int, width: int, seed: int) -> None:
+        nonlocal operations
+        group = ModelledGroup(random.Random(seed), block_size, width)
+        for _ in range(length):
+            group.operate()
+            group.check()
+        group.end()
+        operations += length
+
+    walk()
+    assert operations >= OPERATIONS
+
+
+def test_forked_row_never_writes_its_parents_block() -> None:
+    trie = three_rows()
+    trie.fork([0, 0, 2])
+    trie.grow([])
+    assert len({trie.row_blocks(row)[-1] for row in range(3)}) == 3
+
+
+def test_fork_takes_no_block_and_copies_only_the_tail() -> None:
+    trie = three_rows()
+    before, child_tail = trie.row_blocks(0), trie.row_blocks(1)[-1]
+    assert trie.fork([0, 0, 2]) == [BlockCopy(before[-1], child_tail)]
+    assert trie.row_blocks(1) == [*before[:-1], child_tail]
+    assert trie.num_live_blocks + trie.num_garbage == 7
+
+
+def test_block_no_row_leads_to_is_reclaimed_once() -> None:
+    trie = three_rows()
+    lost = trie.row_blocks(1)[1]
+    trie.fork([0, 0, 2])
+    assert trie.reclaim() == [lost]
+    assert trie.reclaim() == []
+
+
+def test_release_gives_the_prompt_back_last() -> None:
+    assert three_rows().release()[-1] == 10
+
+
+def test_prefix_must_fit_its_tokens() -> None:
+    with pytest.raises(ValueError, match="1 blocks of 2 do not hold 3 tokens"):
+        BlockTrie(2, [10], 3)
+
+
+def three_rows() -> BlockTrie:
+    """Prompt block 10, then one full block and a half-full tail per row."""
+    trie = BlockTrie(2, [10], 2)
+    trie.widen(3, [])
+    for new_blocks in ([11, 12, 13], [], [14, 15, 16]):
+        trie.grow(new_blocks)
+    return trie
+
+
+def full_block(trie: BlockTrie, row: int) -> Any:
+    return trie._nodes[trie.rows[row].node]
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "complaint"),
+    [
+        pytest.param(lambda trie: setattr(full_block(trie, 0), "references", 2), "2 held, 1 found", id="leaked"),
+        pytest.param(lambda trie: setattr(trie.rows[1], "tail", trie.rows[0].tail), "held twice", id="shared-tail"),
+        pytest.param(lambda trie: setattr(full_block(trie, 1), "block", 11), "held twice", id="full-block-twice"),
+        pytest.param(lambda trie: trie._garbage.append(10), "held twice", id="live-block-reclaimed"),
+        pytest.param(lambda trie: setattr(trie.rows[1], "tail", None), "tail None at 5 tokens", id="tail-lost"),
+        pytest.param(lambda trie: setattr(trie, "num_tokens", 6), "wrong length", id="full-tail-kept"),
+        pytest.param(
+            lambda trie: trie._point(trie.rows[1], full_block(trie, 1).parent), "wrong length", id="too-short"
+        ),
+        pytest.param(lambda trie: trie._nodes.pop(full_block(trie, 0).parent), "outlived", id="prompt-released"),
+        pytest.param(lambda trie: trie.rows.pop(), "1 held, 0 found", id="row-lost"),
+    ],
+)
+def test_invariants_see_a_corrupt_trie(corrupt: Callable[[BlockTrie], None], complaint: str) -> None:
+    trie = three_rows()
+    trie.check_invariants()
+    corrupt(trie)
+    with pytest.raises(AssertionError, match=complaint):
+        trie.check_invariants()

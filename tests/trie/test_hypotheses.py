@@ -1,0 +1,185 @@
+"""The hypothesis trie answers what plain lists of tokens answer, and leaks no node."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_trie.trie.hypotheses import HypothesisTrie
+
+OPERATIONS = int(os.environ.get("TRIE_OPERATIONS", 100_000)) // 2  # the other half: test_blocks.py
+MOST_PER_WALK = 400
+MEAN_PER_WALK = MOST_PER_WALK // 4  # on the safe side: hypothesis draws short walks more often
+
+
+class Token(NamedTuple):
+    """One token of the model. The serial number tells equal tokens of different steps apart."""
+
+    serial: int
+    token: int
+    logprob: float
+
+
+class ModelledTrie:
+    """A trie beside the naive truth: the whole list of tokens of every row and kept hypothesis."""
+
+    def __init__(self, choose: random.Random, width: int) -> None:
+        self.choose = choose
+        self.width = width
+        self.trie = HypothesisTrie()
+        self.rows: list[list[Token]] = [[]]
+        self.kept: dict[int, list[Token]] = {}
+        self.num_tokens = 0
+        self.most_nodes = 0
+
+    def new_token(self) -> Token:
+        self.num_tokens += 1
+        return Token(self.num_tokens, self.choose.randrange(5), -self.choose.randrange(512) / 64)
+
+    def live(self) -> set[Token]:
+        return {token for history in (*self.rows, *self.kept.values()) for token in history}
+
+    def advance(self) -> None:
+        width = self.width if self.choose.random() < 0.9 else self.choose.randint(1, 2 * self.width)
+        parents = [self.choose.randrange(len(self.rows)) for _ in range(width)]
+        new = [self.new_token() for _ in parents]
+        before = self.live()
+        self.rows = [[*self.rows[parent], token] for parent, token in zip(parents, new, strict=True)]
+        self.most_nodes = max(self.most_nodes, len(before) + width)
+        self.trie.advance(parents, [token.token for token in new], [total_logprob(row) for row in self.rows])
+
+    def finish(self) -> None:
+        row = self.choose.randrange(len(self.rows))
+        history = [*self.rows[row], self.new_token()]
+        node = self.trie.finish(row, history[-1].token, total_logprob(history))
+        assert node not in self.kept
+        self.kept[node] = history
+        self.most_nodes = max(self.most_nodes, len(self.live()))
+        assert node <= self.most_nodes, "an unused node was not reused"
+
+    def drop(self) -> None:
+        if self.kept:
+            node = self.choose.choice(list(self.kept))
+            del self.kept[node]
+            self.trie.drop(node)
+
+    def operate(self) -> None:
+        few_kept = len(self.kept) < 2 * self.width
+        self.choose.choice([self.advance, self.advance, self.finish if few_kept else self.drop, self.drop])()
+
+    def check(self) -> None:
+        self.trie.check_invariants()
+        assert self.trie.num_nodes == len(self.live())
+        held = [*zip(self.trie.rows, self.rows, strict=True), *self.kept.items()]
+        node, history = self.choose.choice(held)
+        self.check_reads_back(node, history)
+
+    def check_reads_back(self, node: int, history: list[Token]) -> None:
+        assert self.trie.tokens(node) == [token.token for token in history]
+        assert self.trie.token_logprobs(node) == [token.logprob for token in history]
+
+    def end(self) -> None:
+        for node, history in [*zip(self.trie.rows, self.rows, strict=True), *self.kept.items()]:
+            self.check_reads_back(node, history)
+        for node in self.kept:
+            self.trie.drop(node)
+        self.trie.advance([], [], [])
+        self.trie.check_invariants()
+        assert self.trie.num_nodes == 0
+
+
+def total_logprob(history: list[Token]) -> float:
+    return sum(token.logprob for token in history)  # exact: multiples of 1/64
+
+
+def test_trie_answers_what_plain_lists_answer() -> None:
+    operations = 0
+
+    @settings(max_examples=100 + OPERATIONS // MEAN_PER_WALK, deadline=None, derandomize=True)
+    @given(length=st.integers(1, MOST_PER_WALK), width=st.integers(1, 8), seed=st.integers(0, 1 << 32))
+    def walk(length: int, width: int, seed: int) -> None:
+        nonlocal operations
+        modelled = ModelledTrie(random.Random(seed), width)
+        for _ in range(length):
+            modelled.operate()
+            modelled.check()
+        modelled.end()
+        operations += length
+
+    walk()
+    assert operations >= OPERATIONS
+
+
+def test_token_logprobs_are_the_steps_of_the_score() -> None:
+    trie = HypothesisTrie()
+    trie.advance([0], [7], [-0.5])
+    trie.advance([0], [8], [-1.75])
+    assert trie.token_logprobs(trie.rows[0]) == [-0.5, -1.25]
+
+
+def test_common_prefix_is_held_once() -> None:
+    trie = three_rows()
+    for token in range(100):
+        trie.advance([0, 0, 0], [token, 7, 8], [-1.0, -2.0, -3.0])
+    assert trie.num_nodes == 1 + 99 + 3
+
+
+def test_finished_hypothesis_survives_its_row() -> None:
+    trie = three_rows()
+    node = trie.finish(2, 9, -4.0)
+    trie.advance([0, 0, 1], [4, 5, 6], [-5.0, -6.0, -7.0])
+    assert trie.tokens(node) == [3, 9]
+    trie.check_invariants()
+
+
+def test_dropped_hypothesis_leaves_its_prefix_to_the_row() -> None:
+    trie = three_rows()
+    trie.drop(trie.finish(1, 9, -4.0))
+    assert [trie.tokens(row) for row in trie.rows] == [[1], [2], [3]]
+    assert trie.num_nodes == 3
+
+
+def test_dropped_node_is_the_next_one_used() -> None:
+    trie = three_rows()
+    node = trie.finish(0, 9, -4.0)
+    trie.drop(node)
+    assert trie.finish(1, 8, -5.0) == node
+
+
+def three_rows() -> HypothesisTrie:
+    trie = HypothesisTrie()
+    trie.advance([0, 0, 0], [1, 2, 3], [-1.0, -2.0, -3.0])
+    return trie
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "complaint"),
+    [
+        pytest.param(lambda trie: trie._references.__setitem__(trie.rows[0], 2), "2 references held, 1", id="leaked"),
+        pytest.param(lambda trie: trie._references.__setitem__(trie.rows[0], 0), "0 references held, 1", id="lost"),
+        pytest.param(lambda trie: trie._kept.append(trie.rows[0]), "1 references held, 2", id="kept-unreferenced"),
+        pytest.param(lambda trie: trie._unused.append(trie.rows[0]), "was released", id="row-released"),
+        pytest.param(lambda trie: trie._unused.append(trie._unused[0]), "released twice", id="released-twice"),
+        pytest.param(lambda trie: trie._unused.append(trie._parents[trie.rows[0]]), "outlived", id="parent-released"),
+    ],
+)
+def test_invariants_see_a_corrupt_trie(corrupt: Callable[[HypothesisTrie], None], complaint: str) -> None:
+    trie = three_rows()
+    trie.advance([0, 0, 1], [4, 5, 6], [-4.0, -5.0, -6.0])
+    trie.check_invariants()
+    corrupt(trie)
+    with pytest.raises(AssertionError, match=complaint):
+        trie.check_invariants()
+
+
+def test_invariants_see_a_node_that_nothing_references() -> None:
+    trie = three_rows()
+    trie._references[trie.rows.pop()] -= 1
+    with pytest.raises(AssertionError, match="leaks"):
+        trie.check_invariants()
