@@ -7,6 +7,7 @@ import os
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rich.table import Table
 PAIR = Path(__file__).parent / "stdlib_pair"
 TARGET = PAIR / "target"
 BLOCK_SIZE = 32
+TEXT_COLUMNS = ("completion", "ended by")
 console = Console(width=None if os.environ.get("COLUMNS") or os.isatty(1) else 120)
 
 
@@ -30,6 +32,7 @@ def make_engine(in_process: bool = False, **options: Any) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     from vllm import LLM
 
     return LLM(
@@ -80,7 +83,7 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], note
     """Print one table."""
     table = Table(title=title, caption=note or None, title_justify="left", caption_justify="left")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
+        table.add_column(column, justify="left" if index == 0 or column in TEXT_COLUMNS else "right")
     for row in rows:
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
     console.print(table)

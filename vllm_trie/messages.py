@@ -27,7 +27,7 @@ class GroupStep:
 
 def attach_group_steps(output: SchedulerOutput, groups: dict[str, GroupStep]) -> None:
     """Send the groups of this step along, by request id."""
-    output.beam_groups = groups  # type: ignore[attr-defined]
+    output.beam_groups = groups
 
 
 def group_steps(output: SchedulerOutput) -> dict[str, GroupStep]:
@@ -37,7 +37,7 @@ def group_steps(output: SchedulerOutput) -> dict[str, GroupStep]:
 
 def attach_results(output: ModelRunnerOutput, results: dict[str, Step]) -> None:
     """Send what each group's search decided back with the step's output, by request id."""
-    output.beam_results = results  # type: ignore[attr-defined]
+    output.beam_results = results
 
 
 def group_results(output: ModelRunnerOutput) -> dict[str, Step]:

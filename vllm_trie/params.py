@@ -120,9 +120,13 @@ def beam_params(
             `stop_token_ids`, `ignore_eos`, ...
 
     Raises:
-        ValueError: an option is out of range.
+        ValueError: an option is out of range, or one that beam search does not honour.
+        ImportError: vLLM is not installed.
     """
-    from vllm.sampling_params import SamplingParams
+    try:
+        from vllm.sampling_params import SamplingParams
+    except ImportError as error:
+        raise ImportError("vLLM is not installed; pip install 'vllm_trie[gpu]' or 'vllm_trie[cpu]'") from error
 
     beam = BeamParams(beam_width, length_penalty, early_stopping, semantics)
     _check_n(n, beam)

@@ -74,6 +74,8 @@ def _first_line(node: ast.stmt) -> int:
 def held_out_prompts(count: int, min_lines: int = 8, max_lines: int = 60) -> list[str]:
     """`count` code prompts: beginnings of held-out functions, each up to a colon, spread over the held-out files.
 
+    They end without a newline: a newline and the indentation behind it are one token.
+
     Raises:
         ValueError: fewer than `count` functions qualify.
     """
@@ -86,7 +88,7 @@ def held_out_prompts(count: int, min_lines: int = 8, max_lines: int = 60) -> lis
                 half = lines[: len(lines) // 2]
                 openings = [index for index, line in enumerate(half) if line.rstrip().endswith(":")]
                 if openings:
-                    beginnings.append("".join(half[: openings[-1] + 1]))
+                    beginnings.append("".join(half[: openings[-1] + 1]).rstrip())
         if beginnings:
             per_file.append(beginnings)
     prompts: list[str] = []

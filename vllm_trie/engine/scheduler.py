@@ -45,7 +45,7 @@ class BeamScheduler(Scheduler):
         self.kv_cache_manager.reclaim_interval = self.beam_config.reclaim_interval
         self.groups: dict[str, BeamGroup] = {}  # by the request that stands for the group
         self.mailbox = Mailbox()
-        self._admission_limit = self.max_num_active_reqs
+        self._admission_limit: int = self.max_num_active_reqs
         self._held_back: list[Request] = []  # found no rows in this step
         self._results: dict[str, Step] = {}  # of this step
         self._over: list[tuple[Request, BeamGroup]] = []  # ended in this step

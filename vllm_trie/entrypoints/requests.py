@@ -30,7 +30,9 @@ def check_requests() -> None:
 
 def _checking(original: Callable[..., EngineCoreRequest]) -> Callable[..., EngineCoreRequest]:
     @functools.wraps(original)
-    def process_inputs(self: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any):
+    def process_inputs(
+        self: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> EngineCoreRequest:
         beam = None
         if self.vllm_config.scheduler_config.scheduler_cls == SCHEDULER and isinstance(params, SamplingParams):
             beam = BeamParams.from_extra_args(params.extra_args)

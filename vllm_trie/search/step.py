@@ -66,7 +66,8 @@ def beam_step(candidates: Candidates, width: int, stop_token_ids: tuple[int, ...
     in_slots = np.empty_like(live)
     in_slots[groups, slots] = live
     best = Candidates(*(field[:, :width] for field in candidates))
-    return Step(*(field[groups, in_slots] for field in candidates), best, stops[:, :width])
+    parents, tokens, scores = (field[groups, in_slots] for field in candidates)
+    return Step(parents, tokens, scores, best, stops[:, :width])
 
 
 def assign_slots(parents: np.ndarray) -> np.ndarray:

@@ -41,4 +41,4 @@ def _rows(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
         block_bytes = cache.numel() * cache.element_size() // num_blocks
         if block_bytes % 8 == 0:
             return cache.view(-1).view(torch.int64).view(num_blocks, -1)
-    return cache.unflatten(0, (num_blocks, cache.shape[0] // num_blocks))
+    return torch.unflatten(cache, 0, (num_blocks, cache.shape[0] // num_blocks))

@@ -41,15 +41,15 @@ def select(rows: BeamRows, logits: torch.Tensor, sampled: torch.Tensor) -> dict[
             num_candidates(width, len(stop_token_ids)),
             stop_token_ids if masks_stops else (),
         )
-        step = beam_step(candidates, width, stop_token_ids)
+        taken = beam_step(candidates, width, stop_token_ids)
         for position, (group_id, group) in enumerate(zip(group_ids, groups, strict=True)):
-            decided[group_id] = one = step.group(position)
+            decided[group_id] = one = taken.group(position)
             group.scores, group.tokens = one.scores, one.tokens
-        newest = step.tokens[:, : index.shape[1]].astype(np.int32)
+        newest = taken.tokens[:, : index.shape[1]].astype(np.int32)
         sampled[places, 0] = torch.from_numpy(newest).to(logits.device)
         if decodes:
-            forked = step.parents != np.arange(width)
-            sources.append(index[np.arange(len(groups))[:, None], step.parents][forked])
+            forked = taken.parents != np.arange(width)
+            sources.append(index[np.arange(len(groups))[:, None], taken.parents][forked])
             destinations.append(index[forked])
     if any(map(len, sources)):
         rows.permute(np.concatenate(sources), np.concatenate(destinations))

@@ -1,0 +1,113 @@
+"""`make demo`: beam search inside vLLM on real code prompts, with everything measured on the spot.
+
+Prompts are beginnings of functions from files of the Python standard library that the tiny model has
+never seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from functools import partial
+from typing import Any
+
+from benchmarks.blocks import code_prompts, peak_of
+from benchmarks.common import BLOCK_SIZE, alternate, console, make_engine, median_ratio, settings, show
+from benchmarks.stdlib_pair.corpus import held_out_prompts
+from vllm_trie import beam_params
+
+WIDTHS = (1, 4, 8)
+SHOWN = 3  # hypotheses per search
+TOKENS = 48
+BLOCKS_PROMPT, BLOCKS_TOKENS = 256, 96
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=3, help="prompts to complete")
+    parser.add_argument("--repeats", type=int, default=5, help="alternations per timing; medians are shown")
+    args = parser.parse_args()
+
+    console.print("Starting vLLM on a Llama of 3.1 M parameters trained on the standard library ...")
+    llm = make_engine(in_process=True, enforce_eager=True)
+    complete(llm, held_out_prompts(args.prompts))
+    count_blocks(llm)
+    take_times(llm, args.repeats)
+
+
+def complete(llm: Any, prompts: list[str]) -> None:
+    """Complete every prompt with every width, all in one batch."""
+    batch = [(prompt, width) for prompt in prompts for width in WIDTHS]
+    params = [beam_params(width, n=min(width, SHOWN), max_tokens=TOKENS) for _, width in batch]
+    outputs = llm.generate([prompt for prompt, _ in batch], params)
+    for prompt in prompts:
+        rows = []
+        for (searched, width), output in zip(batch, outputs, strict=True):
+            if searched is prompt:
+                for rank, hypothesis in enumerate(output.outputs, start=1):
+                    score = hypothesis.cumulative_logprob / len(hypothesis.token_ids)
+                    rows.append((width, rank, f"{score:.4f}", hypothesis.finish_reason, _shown(hypothesis.text)))
+        console.print(f"\n[bold]Prompt[/bold] ({len(prompt)} characters, held out), its end:", highlight=False)
+        console.print("".join(prompt.splitlines(keepends=True)[-4:]), style="cyan", markup=False, highlight=False)
+        show("Hypotheses, best first", ("beams", "rank", "score", "ended by", "completion"), rows)
+
+
+def _shown(text: str, lines: int = 4) -> str:
+    kept = text.rstrip("\n").split("\n")
+    return "\n".join(kept[:lines] + (["..."] if len(kept) > lines else []))
+
+
+def count_blocks(llm: Any) -> None:
+    """Peak KV blocks of one search, from vLLM's own pool, against rows that share nothing."""
+    (prompt,) = code_prompts(llm, 1, BLOCKS_PROMPT)
+    rows = []
+    for width in WIDTHS:
+        params = beam_params(width, max_tokens=BLOCKS_TOKENS, ignore_eos=True)
+        peak, _ = peak_of(llm, prompt, params)
+        unshared = width * -(-(BLOCKS_PROMPT + BLOCKS_TOKENS - 1) // BLOCK_SIZE)
+        rows.append((width, peak, unshared, f"{peak / unshared:.2f}"))
+    show(
+        f"KV blocks at the peak, prompt of {BLOCKS_PROMPT} tokens, {BLOCKS_TOKENS} new ones",
+        ("beams", "in the trie", "unshared", "ratio"),
+        rows,
+        "in the trie: read from vLLM's BlockPool after every step; unshared: b rows of their own",
+    )
+
+
+def take_times(llm: Any, repeats: int) -> None:
+    """Time against `LLM.beam_search` and against plain sampling of as many sequences and tokens."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import BeamSearchParams
+
+    prompts = held_out_prompts(4)
+    rows = []
+    for width in WIDTHS[1:]:
+        options = {"max_tokens": TOKENS, "ignore_eos": True}
+        client = BeamSearchParams(beam_width=width, **options)
+        seconds = alternate(
+            {
+                "client": partial(llm.beam_search, [{"prompt": prompt} for prompt in prompts], client),
+                "sampling": partial(llm.generate, prompts, SamplingParams(n=width, **options), use_tqdm=False),
+                "engine": partial(llm.generate, prompts, beam_params(width, n=width, **options), use_tqdm=False),
+            },
+            repeats,
+        )
+        engine = seconds["engine"]
+        rows.append(
+            (
+                width,
+                *(f"{statistics.median(seconds[name]):.3f}" for name in ("engine", "sampling", "client")),
+                f"{median_ratio(engine, seconds['sampling']):.2f}",
+                f"{median_ratio(seconds['client'], engine):.1f}",
+            )
+        )
+    show(
+        f"Seconds for {len(prompts)} prompts x {TOKENS} tokens",
+        ("beams", "in the engine", "plain sampling", "LLM.beam_search", "engine / sampling", "times faster"),
+        rows,
+        f"{settings(enforce_eager=True)}; medians of {repeats} alternations",
+    )
+
+
+if __name__ == "__main__":
+    main()

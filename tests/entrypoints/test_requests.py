@@ -1,0 +1,65 @@
+"""Bad requests are refused by `LLM.generate` before anything is scheduled, and the engine goes on."""
+
+from __future__ import annotations
+
+import pytest
+from vllm import SamplingParams
+
+from tests.conftest import TRAINED_TARGET, Engine, Engines
+from vllm_trie import beam_params
+
+PROMPT = "def main():"
+
+
+@pytest.fixture
+def engine(engines: Engines) -> Engine:
+    return engines(TRAINED_TARGET)
+
+
+def extra(**extra_args: object) -> SamplingParams:
+    return SamplingParams(max_tokens=4, extra_args=extra_args)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (extra(beam_width=0), "beam_width=0 is not a whole number"),
+        (extra(beam_width="8"), "beam_width='8' is not a whole number"),
+        (extra(beam_width=10**6), "beam_width=1000000 exceeds max_num_seqs=64; raise --max-num-seqs"),
+        (extra(beam_widht=4), "did you mean beam_width"),
+        (SamplingParams(n=3, extra_args={"beam_width": 2}), "n=3 exceeds beam_width=2"),
+        (SamplingParams(top_p=0.5, extra_args={"beam_width": 2}), "top_p=0.5 is not supported together"),
+        (extra(beam_width=2, length_penalty=float("nan")), "length_penalty=nan is not a finite number"),
+    ],
+)
+def test_bad_request_is_refused_and_the_next_one_served(engine: Engine, params: SamplingParams, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.llm.generate([PROMPT], params, use_tqdm=False)
+    engine.check_nothing_is_left()
+    (output,) = engine.llm.generate([PROMPT], beam_params(2, n=2, max_tokens=4), use_tqdm=False)
+    assert len(output.outputs) == 2
+
+
+def test_a_bad_request_in_a_batch_stops_it_before_any_work(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="beam_width=-1"):
+        engine.llm.generate([PROMPT] * 2, [beam_params(2, max_tokens=4), extra(beam_width=-1)], use_tqdm=False)
+    engine.check_nothing_is_left()
+
+
+def test_options_of_others_reach_the_engine_untouched(engine: Engine) -> None:
+    (output,) = engine.llm.generate([PROMPT], extra(somebody_elses=1), use_tqdm=False)
+    assert output.outputs[0].token_ids
+
+
+def test_temperature_zero_is_taken_for_what_it_is(engine: Engine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, extra_args={"beam_width": 3})
+    same = beam_params(3, max_tokens=8)
+    a, b = engine.llm.generate([PROMPT] * 2, [params, same], use_tqdm=False)
+    assert a.outputs[0].token_ids == b.outputs[0].token_ids
+
+
+def test_the_callers_params_are_left_as_they_were(engine: Engine) -> None:
+    params = beam_params(3, n=2, max_tokens=4)
+    before = repr(params)
+    engine.llm.generate([PROMPT] * 2, params, use_tqdm=False)
+    assert repr(params) == before

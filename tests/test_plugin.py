@@ -1,0 +1,121 @@
+"""Selected, the plugin takes an engine over; installed but not selected, it leaves vLLM alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, TRAINED_TARGET
+
+CONFIGURE = f"""
+from vllm.engine.arg_utils import EngineArgs
+config = EngineArgs({str(TRAINED_TARGET)!r}, **OPTIONS).create_engine_config()
+"""
+
+STOCK = """
+import importlib
+from vllm_trie.touched import TOUCHED
+def modules():
+    for touched in TOUCHED:
+        module, name = touched.target.split(":")
+        target = importlib.import_module(module)
+        for part in name.split("."):
+            target = getattr(target, part)
+        yield touched.target, target.__code__.co_filename
+ours = [name for name, file in modules() if "vllm_trie" in file]
+"""
+
+
+def python(code: str, plugins: str | None = None, **options: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
+    environment.pop("VLLM_PLUGINS", None)
+    if plugins is not None:
+        environment["VLLM_PLUGINS"] = plugins
+    code = code.replace("OPTIONS", repr(options))
+    return subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+
+
+def succeed(*args: object, **options: object) -> None:
+    result = python(*args, **options)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def refused(*args: object, **options: object) -> str:
+    result = python(*args, **options)
+    assert result.returncode != 0, "it was not refused"
+    return result.stderr.strip().splitlines()[-1]
+
+
+def test_installed_but_not_selected_leaves_vllm_untouched() -> None:
+    succeed(
+        CONFIGURE
+        + STOCK
+        + """
+assert config.scheduler_config.scheduler_cls is None
+assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+# The one wrapper that decides about selection; it has just handed the call on.
+assert ours == ["vllm.engine.arg_utils:EngineArgs.create_engine_config"], ours
+"""
+    )
+
+
+def test_not_even_loaded_if_vllm_plugins_names_others() -> None:
+    succeed(CONFIGURE + STOCK + "assert ours == [], ours", plugins="lora_hf_hub_resolver")
+
+
+@pytest.mark.parametrize(
+    ("plugins", "options"), [("trie_beam", {}), (None, {"additional_config": {"trie_beam": {"reclaim_interval": 3}}})]
+)
+def test_selected_engines_get_our_scheduler_and_worker(plugins: str | None, options: dict) -> None:
+    succeed(
+        CONFIGURE
+        + """
+assert config.scheduler_config.scheduler_cls == "vllm_trie.engine.scheduler.BeamScheduler"
+assert config.parallel_config.worker_cls == "vllm_trie.worker.v1_cpu.BeamCPUWorker"
+assert config.scheduler_config.async_scheduling is False
+""",
+        plugins,
+        **options,
+    )
+
+
+def test_registering_twice_is_harmless() -> None:
+    succeed("from vllm_trie.plugin import register; register(); register()" + CONFIGURE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"additional_config": {"trie_beam": {"reclaim_intervall": 1}}}, "did you mean reclaim_interval"),
+        ({"scheduler_cls": "mine.Scheduler"}, "scheduler_cls='mine.Scheduler' and trie_beam exclude each other"),
+        ({"worker_cls": "mine.Worker"}, "worker_cls='mine.Worker' and trie_beam exclude each other"),
+        ({"pipeline_parallel_size": 2}, "does not support pipeline_parallel_size > 1"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+            "does not support speculative_config",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_at_the_start(options: dict, message: str) -> None:
+    assert message in refused(CONFIGURE, "trie_beam", **options)
+
+
+def test_another_vllm_is_refused_at_the_start(tmp_path: Path) -> None:
+    other = "import vllm.version; vllm.version.__version__ = '0.31.0'\n"
+    assert "trie_beam does not support vLLM 0.31.0; supported: 0.32" in refused(other + CONFIGURE, "trie_beam")
+
+
+def test_helper_without_vllm_says_what_to_install() -> None:
+    hide = "import sys; sys.modules['vllm'] = None\nimport vllm_trie\nvllm_trie.beam_params(2)"
+    assert "pip install" in refused(hide)
+
+
+def test_the_vllm_command_runs() -> None:
+    command = Path(sys.executable).with_name("vllm")
+    result = subprocess.run([command, "--version"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.strip().startswith("0.32.0")
