@@ -82,6 +82,30 @@ def test_queue_order_is_kept_when_a_wide_group_waits_for_rows(engines: Engines, 
     assert order == ["first", "wide", "late"]
 
 
+def test_a_group_that_sits_out_steps_for_want_of_budget_goes_on_where_it_was(
+    engines: Engines, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines(model, max_num_seqs=12, max_num_batched_tokens=64, long_prefill_token_threshold=60)
+    sat_out = []
+    settle = type(engine.runner.beam_rows)._settle
+    monkeypatch.setattr(
+        type(engine.runner.beam_rows),
+        "_settle",
+        lambda self, group: (sat_out.append(len(group.row_ids)), settle(self, group)),
+    )
+    long = [prompt_of(400, seed) for seed in range(3)]
+    short = prompt_of(4)
+    outputs = engine.generate(
+        [long[0], short, long[1], long[2]],
+        [SamplingParams(temperature=0, max_tokens=5), beam_params(8, n=8, max_tokens=50, ignore_eos=True)]
+        + [SamplingParams(temperature=0, max_tokens=5)] * 2,
+    )
+    assert 8 in sat_out, "the group never sat out a step"
+    assert agree(engine_answers(outputs[1], 1.0), transformers_beams(model, short, 8, 8, 50, eos_token_id=None))
+    for prompt, output in zip(long, (outputs[0], *outputs[2:]), strict=True):
+        assert list(output.outputs[0].token_ids) == transformers_greedy(model, prompt, 5)
+
+
 @pytest.mark.parametrize("caching", [True, False])
 def test_prefix_caching_changes_no_answer_and_holds_true_history_only(
     engines: Engines, model: Path, caching: bool

@@ -22,7 +22,7 @@ class HypothesisTrie:
         self._scores = [0.0]
         self._references = [1]  # the root is the first row
         self._unused: list[int] = []
-        self._kept: list[int] = []
+        self._kept: set[int] = set()
         self.rows = [ROOT]
 
     @property
@@ -46,7 +46,7 @@ class HypothesisTrie:
     def finish(self, row: int, token: int, score: float) -> int:
         """Keep the hypothesis that `token` ends in `row`, until `drop`. Returns its node."""
         node = self._add(self.rows[row], token, score)
-        self._kept.append(node)
+        self._kept.add(node)
         return node
 
     def drop(self, node: int) -> None:
