@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import textwrap
 from functools import partial
 from typing import Any
 
@@ -52,8 +53,8 @@ def complete(llm: Any, prompts: list[str]) -> None:
         show("Hypotheses, best first", ("beams", "rank", "score", "ended by", "completion"), rows)
 
 
-def _shown(text: str, lines: int = 4) -> str:
-    kept = text.rstrip("\n").split("\n")
+def _shown(text: str, lines: int = 6) -> str:
+    kept = textwrap.dedent(text.strip("\n")).split("\n")
     return "\n".join(kept[:lines] + (["..."] if len(kept) > lines else []))
 
 

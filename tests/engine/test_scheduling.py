@@ -85,25 +85,36 @@ def test_queue_order_is_kept_when_a_wide_group_waits_for_rows(engines: Engines, 
 def test_a_group_that_sits_out_steps_for_want_of_budget_goes_on_where_it_was(
     engines: Engines, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engines(model, max_num_seqs=12, max_num_batched_tokens=64, long_prefill_token_threshold=60)
+    engine = engines(model, max_num_seqs=48, max_num_batched_tokens=64, long_prefill_token_threshold=30)
     sat_out = []
-    settle = type(engine.runner.beam_rows)._settle
+    rows_of = type(engine.runner.beam_rows)
+    settle = rows_of._settle
     monkeypatch.setattr(
-        type(engine.runner.beam_rows),
-        "_settle",
-        lambda self, group: (sat_out.append(len(group.row_ids)), settle(self, group)),
+        rows_of, "_settle", lambda self, group: (sat_out.append(len(group.row_ids)), settle(self, group))
     )
-    long = [prompt_of(400, seed) for seed in range(3)]
-    short = prompt_of(4)
-    outputs = engine.generate(
-        [long[0], short, long[1], long[2]],
-        [SamplingParams(temperature=0, max_tokens=5), beam_params(8, n=8, max_tokens=50, ignore_eos=True)]
-        + [SamplingParams(temperature=0, max_tokens=5)] * 2,
-    )
-    assert 8 in sat_out, "the group never sat out a step"
-    assert agree(engine_answers(outputs[1], 1.0), transformers_beams(model, short, 8, 8, 50, eos_token_id=None))
-    for prompt, output in zip(long, (outputs[0], *outputs[2:]), strict=True):
-        assert list(output.outputs[0].token_ids) == transformers_greedy(model, prompt, 5)
+    long = prompt_of(480)  # 30 tokens a step; once three groups decode, 34 tokens are set aside and 30 are left
+    shorts = {4: prompt_of(4, 1), 28: prompt_of(4, 2), 5: prompt_of(4, 3)}  # by width
+    core, finished = engine.llm.llm_engine, {}
+
+    def add(name: str, prompt: list[int], params: SamplingParams) -> None:
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        core.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def step() -> None:
+        finished.update({output.request_id: output for output in core.step()})
+
+    add("long", long, SamplingParams(temperature=0, max_tokens=5))
+    for width, prompt in shorts.items():
+        add(str(width), prompt, beam_params(width, n=width, max_tokens=50, ignore_eos=True))
+        for _ in range(3):
+            step()
+    while core.has_unfinished_requests():
+        step()
+    assert {4, 28} <= set(sat_out)
+    assert list(finished["long"].outputs[0].token_ids) == transformers_greedy(model, long, 5)
+    for width, prompt in shorts.items():
+        theirs = transformers_beams(model, prompt, width, width, 50, eos_token_id=None)
+        assert agree(engine_answers(finished[str(width)], 1.0), theirs)
 
 
 @pytest.mark.parametrize("caching", [True, False])
