@@ -26,13 +26,13 @@ def test_beam_width_must_be_a_positive_integer(width: object) -> None:
         beam_params(width)
 
 
-@pytest.mark.parametrize("penalty", [math.nan, math.inf, -math.inf, "1", None, True])
-def test_length_penalty_must_be_a_finite_number(penalty: object) -> None:
+@pytest.mark.parametrize("penalty", [math.nan, math.inf, -math.inf, 1e5, -500, 10**400, "1", None, True])
+def test_length_penalty_must_be_a_number_that_float32_can_raise_lengths_to(penalty: object) -> None:
     with pytest.raises(ValueError, match="length_penalty="):
         beam_params(2, length_penalty=penalty)
 
 
-@pytest.mark.parametrize("early_stopping", ["always", "False", 2, None])
+@pytest.mark.parametrize("early_stopping", ["always", "False", 2, 1.0, None])
 def test_early_stopping_must_be_one_of_three(early_stopping: object) -> None:
     with pytest.raises(ValueError, match="early_stopping="):
         beam_params(2, early_stopping=early_stopping)
@@ -92,11 +92,6 @@ def test_width_that_the_pool_cannot_hold_is_refused() -> None:
     with pytest.raises(ValueError, match="beam_width=8 with a prompt of 200 tokens needs at least 14 KV blocks"):
         check(small, prompt_len=200, beam_width=8)
     check(small, prompt_len=200, beam_width=6)
-
-
-def test_length_penalty_that_overflows_is_refused() -> None:
-    with pytest.raises(ValueError, match="length_penalty=500"):
-        check(beam_width=2, length_penalty=500, max_tokens=20)
 
 
 @pytest.mark.parametrize(

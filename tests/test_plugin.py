@@ -25,7 +25,7 @@ def modules():
         target = importlib.import_module(module)
         for part in name.split("."):
             target = getattr(target, part)
-        yield touched.target, target.__code__.co_filename
+        yield touched.target, target.__module__ if isinstance(target, type) else target.__code__.co_filename
 ours = [name for name, file in modules() if "vllm_trie" in file]
 """
 
@@ -94,6 +94,9 @@ def test_registering_twice_is_harmless() -> None:
         ({"scheduler_cls": "mine.Scheduler"}, "scheduler_cls='mine.Scheduler' and trie_beam exclude each other"),
         ({"worker_cls": "mine.Worker"}, "worker_cls='mine.Worker' and trie_beam exclude each other"),
         ({"pipeline_parallel_size": 2}, "does not support pipeline_parallel_size > 1"),
+        ({"tensor_parallel_size": 2}, "does not support tensor_parallel_size > 1"),
+        ({"max_num_seqs": 64, "max_num_scheduled_tokens": 16}, "max_num_scheduled_tokens=16 below max_num_seqs=64"),
+        ({"logits_processors": ["tests.test_plugin:nothing"]}, "does not support custom logits processors"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
             "does not support speculative_config",
@@ -102,6 +105,19 @@ def test_registering_twice_is_harmless() -> None:
 )
 def test_what_cannot_work_is_refused_at_the_start(options: dict, message: str) -> None:
     assert message in refused(CONFIGURE, "trie_beam", **options)
+
+
+def test_beams_on_an_engine_that_was_not_asked_for_them_are_refused() -> None:
+    generate = f"""
+from vllm import LLM
+from vllm_trie import beam_params
+if __name__ == "__main__":
+    llm = LLM({str(TRAINED_TARGET)!r}, enforce_eager=True, kv_cache_memory_bytes=1 << 28)
+    llm.generate("def f():", beam_params(4, n=2))
+"""
+    last = refused(generate)
+    assert "beam_width=4 on an engine without beam search" in last
+    assert "additional_config" in last
 
 
 def test_another_vllm_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
@@ -10,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_trie.search.step import num_candidates
 from vllm_trie.search.stopping import EarlyStopping
+from vllm_trie.trie.blocks import blocks_to_start
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 SEMANTICS = ("hf",)
+MOST_PENALTY = 6  # a million tokens to this power still fit float32
 TICKET = "trie_beam_ticket"
 
 
@@ -41,9 +42,12 @@ class BeamParams:
         if isinstance(width, bool) or not isinstance(width, int) or width < 1:
             raise ValueError(f"beam_width={width!r} is not a whole number of beams; pass an integer of at least 1")
         penalty = self.length_penalty
-        if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not math.isfinite(penalty):
-            raise ValueError(f"length_penalty={penalty!r} is not a finite number; 1.0 compares means, 0.0 sums")
-        if self.early_stopping not in (False, True, "never"):
+        if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not abs(penalty) < MOST_PENALTY:
+            raise ValueError(
+                f"length_penalty={penalty!r} is not a number between -{MOST_PENALTY} and {MOST_PENALTY}; "
+                f"1.0 compares means, 0.0 sums"
+            )
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f'early_stopping={self.early_stopping!r} is none of False, True and "never"')
         if self.semantics not in SEMANTICS:
             raise ValueError(f"semantics={self.semantics!r} is none of {', '.join(map(repr, SEMANTICS))}")
@@ -127,7 +131,9 @@ def beam_params(
         from vllm.sampling_params import SamplingParams
     except ImportError as error:
         raise ImportError("vLLM is not installed; pip install 'vllm_trie[gpu]' or 'vllm_trie[cpu]'") from error
+    from vllm_trie.entrypoints.requests import check_requests
 
+    check_requests()  # an engine without beams must refuse these params; it would sample
     beam = BeamParams(beam_width, length_penalty, early_stopping, semantics)
     _check_n(n, beam)
     extra_args = {**sampling_params.pop("extra_args", {}), **asdict(beam)}
@@ -160,18 +166,12 @@ def validate(params: SamplingParams, beam: BeamParams, prompt_len: int, limits: 
             f"use beam_width <= {widest}"
         )
     if limits.num_blocks is not None:
-        blocks = prompt_len // limits.block_size + width
+        blocks = blocks_to_start(prompt_len, width, limits.block_size)
         if blocks > limits.num_blocks:
             raise ValueError(
                 f"beam_width={width} with a prompt of {prompt_len} tokens needs at least {blocks} KV blocks, the "
                 f"engine has {limits.num_blocks}; lower beam_width or give the KV cache more memory"
             )
-    max_length = min(params.max_tokens or limits.max_model_len, limits.max_model_len - prompt_len)
-    if not 1e-30 < max(1, max_length) ** beam.length_penalty < 1e30:
-        raise ValueError(
-            f"length_penalty={beam.length_penalty} leaves the range of float32 at max_tokens={max_length}; "
-            f"use a value nearer to 0"
-        )
 
 
 def stop_tokens(params: SamplingParams) -> tuple[int, ...]:
@@ -193,7 +193,7 @@ def refuse_unsupported(params: SamplingParams) -> None:
         if not any(
             value is asks_nothing or (asks_nothing is not None and value == asks_nothing) for asks_nothing in neutral
         ):
-            raise ValueError(f"{name}={value!r} is not supported together with beam_width; leave it out")
+            raise ValueError(f"{name}={value!r} is not supported together with beam_width; only {neutral[0]!r} is")
 
 
 # Fields that beam search does not honour (yet), with the values that ask nothing of it.

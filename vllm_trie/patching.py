@@ -22,6 +22,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ class Touched:
     """A piece of vLLM that this plugin replaces or relies on.
 
     Args:
-        target: "module:qualified.name" of a function or method.
-        how: "wrapped", "replaced" or "overridden", and by whom.
+        target: "module:qualified.name" of a class, function or method.
+        how: "wrapped", "replaced", "overridden" or "relied upon", and by whom.
         why: What vLLM lacks.
         until: When it can go.
     """
@@ -108,12 +109,10 @@ def fingerprint(target: str, root: Path) -> str:
         PatchError: there is no such function or method.
     """
     module, name = target.split(":")
-    path = root.joinpath(*module.split(".")).with_suffix(".py")
     try:
-        text = path.read_text(encoding="utf-8")
+        text, node = _parsed(root.joinpath(*module.split(".")).with_suffix(".py"))
     except FileNotFoundError:
         raise PatchError(f"this vLLM has no module {module}") from None
-    node: Any = ast.parse(text)
     for part in name.split("."):
         definitions = [n for n in node.body if getattr(n, "name", None) == part]
         if not definitions:
@@ -121,6 +120,12 @@ def fingerprint(target: str, root: Path) -> str:
         node = definitions[-1]
     source = textwrap.dedent("\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno]))
     return hashlib.sha256(source.encode()).hexdigest()
+
+
+@cache
+def _parsed(path: Path) -> tuple[str, Any]:
+    text = path.read_text(encoding="utf-8")
+    return text, ast.parse(text)
 
 
 def installed_vllm() -> tuple[str, Path]:
@@ -156,6 +161,7 @@ def verify() -> None:
     """
     version, root = installed_vllm()
     record = json.loads(record_of(version).read_text())
+    _parsed.cache_clear()
     differing = []
     for entry in record:
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
@@ -84,13 +85,18 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
     Raises:
         ValueError: naming the feature and what would work.
     """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    model, parallel, scheduler = vllm_config.model_config, vllm_config.parallel_config, vllm_config.scheduler_config
+    budget = scheduler.max_num_scheduled_tokens
     unsupported = {
         "Model Runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": vllm_config.use_v2_model_runner,
         f"runner={model.runner_type!r}": model.runner_type != "generate",
         "an encoder-decoder model": model.is_encoder_decoder,
         "a model without attention, or with Mamba or linear attention layers": model.is_attention_free
         or model.is_hybrid,
+        "a model with M-RoPE positions": model.uses_mrope,
+        "custom logits processors": bool(model.logits_processors) or bool(entry_points(group="vllm.logits_processors")),
+        f"max_num_scheduled_tokens={budget} below max_num_seqs={scheduler.max_num_seqs}": budget is not None
+        and budget < scheduler.max_num_seqs,
         "speculative_config": vllm_config.speculative_config is not None,
         "kv_transfer_config (KV connectors)": vllm_config.kv_transfer_config is not None,
         "tensor_parallel_size > 1": parallel.tensor_parallel_size > 1,

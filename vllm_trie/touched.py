@@ -50,7 +50,6 @@ TOUCHED = (
         _GROUPS,
     ),
     Touched(f"{_SCHEDULER}._preempt_request", _BY_SCHEDULER, "a preempted group searches anew", _GROUPS),
-    Touched(f"{_SCHEDULER}.reset_prefix_cache", _BY_SCHEDULER, "preempts groups for no want of blocks", _GROUPS),
     Touched(f"{_SCHEDULER}.update_from_output", _BY_SCHEDULER, "a group's outputs go to n addresses", _GROUPS),
     Touched(
         f"{_SCHEDULER}._update_request_with_output",
@@ -77,6 +76,36 @@ TOUCHED = (
         f"{_RUNNER}._bookkeeping_sync",
         "relied upon by vllm_trie.worker.rows",
         "writes each row's newest token",
+        _GROUPS,
+    ),
+    Touched(
+        "vllm.v1.worker.gpu_input_batch:CachedRequestState",
+        "relied upon by vllm_trie.worker.rows",
+        "is what BeamRows makes of a further beam",
+        _GROUPS,
+    ),
+    Touched(
+        "vllm.v1.worker.gpu_input_batch:InputBatch.add_request",
+        "relied upon by vllm_trie.worker.rows",
+        "takes up a row with its history and blocks",
+        _GROUPS,
+    ),
+    Touched(
+        "vllm.v1.worker.gpu_input_batch:InputBatch.condense",
+        "relied upon by vllm_trie.worker.rows",
+        "moves rows with all that BeamRows writes into them",
+        _GROUPS,
+    ),
+    Touched(
+        "vllm.v1.core.block_pool:BlockPool.get_new_blocks", "relied upon by BeamKVCacheManager", "gives blocks", _GROUPS
+    ),
+    Touched(
+        "vllm.v1.core.block_pool:BlockPool.free_blocks", "relied upon by BeamKVCacheManager", "takes them back", _GROUPS
+    ),
+    Touched(
+        "vllm.v1.engine.parallel_sampling:ParentRequest.get_child_info",
+        "relied upon by vllm_trie.params.GroupTicket",
+        "names the n requests of one parent",
         _GROUPS,
     ),
     Touched(

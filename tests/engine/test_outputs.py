@@ -95,3 +95,23 @@ def test_a_single_output_is_the_group_whatever_its_id_looks_like(request_id: str
 def test_children_of_a_parent_with_an_odd_id_are_told_apart() -> None:
     ticket = GroupTicket("key", 12)
     assert [ticket.index_of(f"{index}_1_x_0") for index in (0, 1, 11)] == [0, 1, 11]
+
+
+def test_aborting_an_address_twice_leaves_the_group_to_the_others() -> None:
+    mailbox = Mailbox()
+    for index in range(3):
+        mailbox.register(TICKET, request(f"{index}_p"))
+    assert mailbox.withdraw("0_p") is None
+    assert mailbox.withdraw("0_p") is None
+    mailbox.post("0_p", outputs(3))
+    assert [request_id for _, request_id, _ in sent(mailbox)] == ["1_p", "2_p"]
+
+
+def test_ending_everything_names_all_who_waited_beside_the_groups() -> None:
+    mailbox = Mailbox()
+    for index in range(3):
+        mailbox.register(TICKET, request(f"{index}_p"))
+    mailbox.refuse(request("unwanted"), "no")
+    assert [r.request_id for r in mailbox.withdraw_all()] == ["1_p", "2_p"]
+    assert mailbox.num_open == 0
+    assert [request_id for _, request_id, _ in sent(mailbox)] == ["unwanted"]

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import Request, RequestStatus
 
 from tests.conftest import BLOCK_SIZE, Engine, Engines
 from tests.reference import agree, engine_answers, transformers_beams, transformers_greedy
@@ -85,15 +87,15 @@ def test_queue_order_is_kept_when_a_wide_group_waits_for_rows(engines: Engines, 
 def test_a_group_that_sits_out_steps_for_want_of_budget_goes_on_where_it_was(
     engines: Engines, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engines(model, max_num_seqs=48, max_num_batched_tokens=64, long_prefill_token_threshold=30)
+    engine = engines(model, max_num_seqs=54, max_num_batched_tokens=64, long_prefill_token_threshold=15)
     sat_out = []
     rows_of = type(engine.runner.beam_rows)
     settle = rows_of._settle
     monkeypatch.setattr(
         rows_of, "_settle", lambda self, group: (sat_out.append(len(group.row_ids)), settle(self, group))
     )
-    long = prompt_of(480)  # 30 tokens a step; once three groups decode, 34 tokens are set aside and 30 are left
-    shorts = {4: prompt_of(4, 1), 28: prompt_of(4, 2), 5: prompt_of(4, 3)}  # by width
+    long = prompt_of(490)  # 15 tokens a step; once all three groups decode, 49 are set aside and 15 are left
+    shorts = {4: prompt_of(62, 1), 28: prompt_of(62, 2), 20: prompt_of(4, 3)}  # by width
     core, finished = engine.llm.llm_engine, {}
 
     def add(name: str, prompt: list[int], params: SamplingParams) -> None:
@@ -102,11 +104,12 @@ def test_a_group_that_sits_out_steps_for_want_of_budget_goes_on_where_it_was(
 
     def step() -> None:
         finished.update({output.request_id: output for output in core.step()})
+        engine.check_rows()
 
     add("long", long, SamplingParams(temperature=0, max_tokens=5))
     for width, prompt in shorts.items():
         add(str(width), prompt, beam_params(width, n=width, max_tokens=50, ignore_eos=True))
-        for _ in range(3):
+        for _ in range(12):  # long enough to fork beyond a full block
             step()
     while core.has_unfinished_requests():
         step()
@@ -229,3 +232,42 @@ def test_sharing_saves_blocks_and_reclaiming_each_step_holds_the_least(engines: 
     assert peaks[1] <= peaks[1000] < unshared
     assert manager.total_counts().shared > 0
     assert manager.total_counts().reclaimed > 0
+
+
+def test_ending_all_requests_reports_every_address(engines: Engines, model: Path) -> None:
+    engine = engines(model)
+    core = engine.llm.llm_engine
+    core.add_request("g", {"prompt_token_ids": prompt_of(40)}, beam_params(5, n=3, max_tokens=60))
+    for _ in range(5):
+        core.step()
+    ended = engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    assert sorted(request.request_id.partition("_")[0] for request in ended) == ["0", "1", "2"]
+    assert all(request.status == RequestStatus.FINISHED_ABORTED for request in ended)
+    core.abort_request(["g"])
+
+
+@pytest.mark.parametrize("extra_args", [{"beam_width": 4}, {"beam_width": -4}, {"beam_widht": 4}])
+def test_a_request_that_the_front_end_did_not_check_gets_an_error_and_the_engine_goes_on(
+    engines: Engines, model: Path, extra_args: dict
+) -> None:
+    engine = engines(model)
+    params = SamplingParams(max_tokens=4, extra_args=extra_args)
+    engine.scheduler.add_request(Request("unchecked", prompt_of(4), params, None))
+    ((_, output),) = engine.scheduler.mailbox.empty()
+    assert output.request_id == "unchecked"
+    assert output.finish_reason == FinishReason.ERROR
+    assert output.stop_reason
+    assert len(engine.generate([prompt_of(4)], beam_params(2, n=2, max_tokens=3))[0].outputs) == 2
+
+
+def test_copies_for_a_group_that_was_preempted_at_once_are_not_made(engines: Engines, model: Path) -> None:
+    engine = engines(model)
+    core, manager = engine.llm.llm_engine, engine.scheduler.kv_cache_manager
+    core.add_request("g", {"prompt_token_ids": prompt_of(40)}, beam_params(5, max_tokens=60))
+    core.step()
+    (request,) = engine.scheduler.running
+    assert manager.allocate_slots(request, 1) is not None  # widens the group, whose partial block is to be copied
+    manager.free(request)
+    copies, _ = manager.take_kv_cache_block_copies()
+    assert copies == []
+    core.abort_request(["g"])

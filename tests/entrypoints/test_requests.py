@@ -29,7 +29,7 @@ def extra(**extra_args: object) -> SamplingParams:
         (extra(beam_widht=4), "did you mean beam_width"),
         (SamplingParams(n=3, extra_args={"beam_width": 2}), "n=3 exceeds beam_width=2"),
         (SamplingParams(top_p=0.5, extra_args={"beam_width": 2}), "top_p=0.5 is not supported together"),
-        (extra(beam_width=2, length_penalty=float("nan")), "length_penalty=nan is not a finite number"),
+        (extra(beam_width=2, length_penalty=float("nan")), "length_penalty=nan is not a number between -6 and 6"),
     ],
 )
 def test_bad_request_is_refused_and_the_next_one_served(engine: Engine, params: SamplingParams, message: str) -> None:

@@ -6,14 +6,14 @@ block trie takes its blocks over.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.trie.blocks import BlockCounts, BlockTrie
+from vllm_trie.trie.blocks import BlockCopy, BlockCounts, BlockTrie
 
 
 @dataclass(slots=True)
@@ -32,6 +32,7 @@ class _GroupBlocks:
     trie: BlockTrie | None = None
     steps: int = 0
     update: RowUpdate | None = None
+    copies: list[BlockCopy] = field(default_factory=list)  # not yet sent
 
 
 class BeamKVCacheManager(KVCacheManager):
@@ -42,7 +43,7 @@ class BeamKVCacheManager(KVCacheManager):
         self.reclaim_interval = 1
         self.counts = BlockCounts()  # of groups that have ended
         self._groups: dict[str, _GroupBlocks] = {}
-        self._copies: list[KVCacheBlockCopy] = []
+        self.shortage = (0, 0)  # blocks needed and blocks free when the last group could not grow
 
     @property
     def block_size(self) -> int:
@@ -72,11 +73,6 @@ class BeamKVCacheManager(KVCacheManager):
         """Forget a group whose blocks are freed."""
         group = self._groups.pop(request_id)
         assert group.trie is None, f"group {request_id} closed with its blocks held"
-
-    def blocks_to_start(self, request: Request) -> int:
-        """The fewest blocks with which this group can take its first decoding step."""
-        full_prompt_blocks = request.num_prompt_tokens // self.block_size
-        return full_prompt_blocks + self._groups[request.request_id].width
 
     def take_update(self, request_id: str) -> RowUpdate | None:
         """What `allocate_slots` gave to the rows of a group in this step."""
@@ -115,9 +111,8 @@ class BeamKVCacheManager(KVCacheManager):
         else:
             self._free_blocks(group.trie.release())
             self.counts.add(group.trie.counts)
-            group.trie, group.steps = None, 0
         if group is not None:
-            group.is_prefilling, group.update = False, None
+            self._groups[request.request_id] = _GroupBlocks(group.width, group.blocks_to_start)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         if request.request_id in self._groups:  # beyond the prompt a request's tokens are no row's history
@@ -132,8 +127,9 @@ class BeamKVCacheManager(KVCacheManager):
 
     def take_kv_cache_block_copies(self) -> tuple[list[KVCacheBlockCopy], list[KVCacheBlock]]:
         copies, retained = super().take_kv_cache_block_copies()
-        copies += self._copies
-        self._copies = []
+        for group in self._groups.values():
+            copies += [KVCacheBlockCopy(*copy) for copy in group.copies]
+            group.copies.clear()
         return copies, retained
 
     def total_counts(self) -> BlockCounts:
@@ -165,13 +161,14 @@ class BeamKVCacheManager(KVCacheManager):
         if need > self.block_pool.get_num_free_blocks():
             self._reclaim_all()
             if need > self.block_pool.get_num_free_blocks():
+                self.shortage = (need, self.block_pool.get_num_free_blocks())
                 return None
         new_blocks = [block.block_id for block in self.block_pool.get_new_blocks(need)] if need else []
         if widening:
             self.coordinator.pop_blocks_for_free(request.request_id)
             group.trie, group.is_prefilling = trie, False
             to_widen = trie.blocks_to_widen(group.width)
-            self._copies += [KVCacheBlockCopy(*copy) for copy in trie.widen(group.width, new_blocks[:to_widen])]
+            group.copies = trie.widen(group.width, new_blocks[:to_widen])
             trie.grow(new_blocks[to_widen:])
             group.update = RowUpdate(rows=[trie.row_blocks(row) for row in range(group.width)])
         else:

@@ -56,7 +56,7 @@ class Mailbox:
         elif ticket.key in self._deliveries:
             delivery = self._deliveries[ticket.key]
         else:  # its group was aborted before this address arrived
-            self._send(request, error_output("the beam group of this request was aborted"))
+            self.refuse(request, "the beam group of this request was aborted")
             return False
         delivery.waiting[index] = request
         self._addresses[request.request_id] = (delivery, index)
@@ -70,6 +70,8 @@ class Mailbox:
         That is the group when nobody waits for it any more, and the request itself if it has no
         part in any group.
         """
+        if request_id in self._deliveries_by_group and request_id not in self._addresses:
+            return None  # aborted once more, while others wait for its group
         if request_id not in self._addresses:
             return request_id
         delivery, index = self._addresses.pop(request_id)
@@ -79,6 +81,18 @@ class Mailbox:
             return None
         self._close(delivery)
         return delivery.group_id
+
+    def withdraw_all(self) -> list[Request]:
+        """Every group ends unfinished. Returns the requests that waited beside those that stand for groups."""
+        waiting = [request for d in self._deliveries.values() for index, request in d.waiting.items() if index > 0]
+        self._deliveries.clear()
+        self._deliveries_by_group.clear()
+        self._addresses.clear()
+        return waiting
+
+    def refuse(self, request: Request, message: str) -> None:
+        """Send a request back that cannot become part of a group."""
+        self._send(request, error_output(message))
 
     def post(self, group_id: str, outputs: list[EngineCoreOutput]) -> None:
         """A search is over: send its n outputs, to late addresses when they arrive."""

@@ -22,6 +22,7 @@ from vllm_trie.params import TICKET, BeamParams, GroupTicket, stop_tokens
 from vllm_trie.patching import Patch
 from vllm_trie.search.step import Step
 from vllm_trie.search.stopping import StopRules
+from vllm_trie.trie.blocks import blocks_to_start
 
 logger = init_logger("vllm.trie_beam.scheduler")
 
@@ -50,24 +51,28 @@ class BeamScheduler(Scheduler):
         self._results: dict[str, Step] = {}  # of this step
         self._over: list[tuple[Request, BeamGroup]] = []  # ended in this step
         self._failed: dict[str, str] = {}  # group id -> why it cannot go on
-        self._preempts_for_reset = False
+        self._preempted: list[str] = []  # groups preempted in this step
 
     # Requests come and go.
 
     def add_request(self, request: Request) -> None:
-        extra_args = request.sampling_params.extra_args if request.sampling_params else None
-        params = BeamParams.from_extra_args(extra_args)
-        if params is None:
-            super().add_request(request)
+        extra_args = (request.sampling_params and request.sampling_params.extra_args) or {}
+        try:
+            params = BeamParams.from_extra_args(extra_args)
+        except ValueError as error:
+            self.mailbox.refuse(request, str(error))
             return
-        assert extra_args is not None
-        if self.mailbox.register(GroupTicket(**extra_args[TICKET]), request):
+        if params is None or request.request_id in self.requests:  # the latter feeds an ordinary streaming session
+            super().add_request(request)
+        elif TICKET not in extra_args:
+            self.mailbox.refuse(request, "the front end let this beam request through without checking it")
+        elif self.mailbox.register(GroupTicket(**extra_args[TICKET]), request):
             self._open_group(request, params)
 
     def _open_group(self, request: Request, params: BeamParams) -> None:
         assert request.sampling_params is not None
         width = params.beam_width
-        needed = request.num_prompt_tokens // self.kv_cache_manager.block_size + width
+        needed = blocks_to_start(request.num_prompt_tokens, width, self.kv_cache_manager.block_size)
         usable = self.kv_cache_manager.num_usable_blocks
         if width > self.max_num_running_reqs or needed > usable:
             self.mailbox.post_error(
@@ -88,8 +93,11 @@ class BeamScheduler(Scheduler):
         super().add_request(request)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        siblings = []
         if request_ids is None:
-            self.mailbox = Mailbox()
+            siblings = self.mailbox.withdraw_all()
+            for request in siblings:
+                request.status = finished_status
         else:
             ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
             request_ids = [ends for request_id in ids if (ends := self.mailbox.withdraw(request_id)) is not None]
@@ -97,7 +105,7 @@ class BeamScheduler(Scheduler):
         for request in finished:
             if request.request_id in self.groups:
                 self._close_group(request.request_id)
-        return finished
+        return finished + siblings
 
     def _close_group(self, group_id: str) -> None:
         del self.groups[group_id]
@@ -113,6 +121,7 @@ class BeamScheduler(Scheduler):
         other_rows = sum(
             group.width - 1 for group in self.groups.values() if self._is_decoding(self.requests[group.request_id])
         )
+        self._preempted.clear()
         self.max_num_scheduled_tokens -= other_rows
         try:
             output = super().schedule(throttle_prefills)
@@ -121,6 +130,7 @@ class BeamScheduler(Scheduler):
             self.max_num_active_reqs = self._admission_limit
             self.deferred_waiting.difference_update(self._held_back)
             self._held_back.clear()
+        self._give_up_on_a_group_that_starves_alone()
         attach_group_steps(output, self._group_steps(output))
         if self.beam_config.check_invariants:
             self.check_invariants()
@@ -151,7 +161,7 @@ class BeamScheduler(Scheduler):
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if not self.groups or sum(map(self._rows, self.running)) + self._rows(request) <= self.max_num_running_reqs:
             return super()._handle_blocked_waiting_request(request)
-        # No rows left: admit nobody else in this step, so that the queue keeps its order.
+        # No rows left: a limit that everybody exceeds ends this step's admission, and the queue keeps its order.
         self.max_num_active_reqs = NO_ADMISSION
         self._held_back.append(request)
         return False
@@ -161,22 +171,22 @@ class BeamScheduler(Scheduler):
         group = self.groups.get(request.request_id)
         if group is None:
             return
-        if not self.running and not self._preempts_for_reset:
-            self._failed[group.request_id] = (
-                f"beam_width={group.width} needs more than the {self.kv_cache_manager.num_usable_blocks} KV blocks of "
-                f"the engine after {group.length} tokens, with nothing else running; lower beam_width or max_tokens, "
-                f"or give the KV cache more memory"
-            )
+        self._preempted.append(group.request_id)
         group.restart()
         del request._output_token_ids[:]
         del request._all_token_ids[request.num_prompt_tokens :]
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        self._preempts_for_reset = True
-        try:
-            return super().reset_prefix_cache(reset_running_requests, reset_connector)
-        finally:
-            self._preempts_for_reset = False
+    def _give_up_on_a_group_that_starves_alone(self) -> None:
+        """A group that cannot grow although everybody else was preempted for it would search and starve for ever."""
+        if not self._preempted or self.running or self.kv_holding_waiting:
+            return
+        group = self.groups[self._preempted[-1]]  # vLLM preempts the request it wants to grow after all others
+        needed, free = self.kv_cache_manager.shortage
+        self._failed[group.request_id] = (
+            f"beam_width={group.width} needs {needed} more KV blocks, {free} of "
+            f"{self.kv_cache_manager.num_usable_blocks} are free and nothing else runs; lower beam_width or "
+            f"max_tokens, or give the KV cache more memory"
+        )
 
     # One step: results.
 

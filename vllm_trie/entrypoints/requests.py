@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_trie.params import TICKET, BeamParams, EngineLimits, GroupTicket, validate
-from vllm_trie.patching import Patch
+from vllm_trie.patching import Patch, installed_vllm, record_of
 from vllm_trie.plugin import SCHEDULER
 
 if TYPE_CHECKING:
@@ -23,8 +23,13 @@ process_inputs = Patch("vllm.v1.engine.input_processor:InputProcessor", "process
 
 
 def check_requests() -> None:
-    """From now on, check the requests of every selected engine in this process."""
+    """From now on, check the requests of every engine in this process.
+
+    Raises:
+        PatchError: this version of vLLM is not supported.
+    """
     if not process_inputs.is_applied:
+        record_of(installed_vllm()[0])
         process_inputs.apply(_checking(InputProcessor.process_inputs))
 
 
@@ -33,9 +38,12 @@ def _checking(original: Callable[..., EngineCoreRequest]) -> Callable[..., Engin
     def process_inputs(
         self: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> EngineCoreRequest:
-        beam = None
-        if self.vllm_config.scheduler_config.scheduler_cls == SCHEDULER and isinstance(params, SamplingParams):
-            beam = BeamParams.from_extra_args(params.extra_args)
+        beam = BeamParams.from_extra_args(params.extra_args) if isinstance(params, SamplingParams) else None
+        if beam is not None and self.vllm_config.scheduler_config.scheduler_cls != SCHEDULER:
+            raise ValueError(
+                f"beam_width={beam.beam_width} on an engine without beam search; "
+                f'start it with additional_config={{"trie_beam": {{}}}}'
+            )
         request = original(self, request_id, prompt, params, *args, **kwargs)
         if beam is not None:
             _prepare(request, beam, self.vllm_config)

@@ -30,6 +30,11 @@ class BlockCounts:
         self.reclaimed += other.reclaimed
 
 
+def blocks_to_start(num_prompt_tokens: int, width: int, block_size: int) -> int:
+    """The fewest blocks with which a group of `width` rows can take its first step beyond its prompt."""
+    return num_prompt_tokens // block_size + width
+
+
 @dataclass(slots=True)
 class _Node:
     """One full block, common to every row below it."""
