@@ -19,7 +19,7 @@ PAIR = Path(__file__).parent / "stdlib_pair"
 TARGET = PAIR / "target"
 BLOCK_SIZE = 32
 TEXT_COLUMNS = ("completion", "ended by")
-console = Console(width=None if os.environ.get("COLUMNS") or os.isatty(1) else 120)
+console = Console(width=None if os.isatty(1) else 120)
 
 
 def make_engine(in_process: bool = False, **options: Any) -> Any:
