@@ -163,7 +163,7 @@ def three_rows() -> HypothesisTrie:
     [
         pytest.param(lambda trie: trie._references.__setitem__(trie.rows[0], 2), "2 references held, 1", id="leaked"),
         pytest.param(lambda trie: trie._references.__setitem__(trie.rows[0], 0), "0 references held, 1", id="lost"),
-        pytest.param(lambda trie: trie._kept.append(trie.rows[0]), "1 references held, 2", id="kept-unreferenced"),
+        pytest.param(lambda trie: trie._kept.add(trie.rows[0]), "1 references held, 2", id="kept-unreferenced"),
         pytest.param(lambda trie: trie._unused.append(trie.rows[0]), "was released", id="row-released"),
         pytest.param(lambda trie: trie._unused.append(trie._unused[0]), "released twice", id="released-twice"),
         pytest.param(lambda trie: trie._unused.append(trie._parents[trie.rows[0]]), "outlived", id="parent-released"),
