@@ -39,7 +39,7 @@ def test_early_stopping_must_be_one_of_three(early_stopping: object) -> None:
 
 
 def test_unknown_semantics_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"semantics='tree' is none of 'hf'"):
+    with pytest.raises(ValueError, match="semantics='tree' is unknown; known: 'hf'"):
         beam_params(2, semantics="tree")
 
 
@@ -133,6 +133,10 @@ def test_helper_builds_what_a_user_would_write_by_hand() -> None:
         "early_stopping": "never",
         "semantics": "hf",
     }
+
+
+def test_helper_takes_no_extra_args_for_none() -> None:
+    assert beam_params(2, extra_args=None).extra_args["beam_width"] == 2
 
 
 def test_stop_tokens_are_eos_and_stop_token_ids() -> None:

@@ -50,7 +50,7 @@ class BeamParams:
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f'early_stopping={self.early_stopping!r} is none of False, True and "never"')
         if self.semantics not in SEMANTICS:
-            raise ValueError(f"semantics={self.semantics!r} is none of {', '.join(map(repr, SEMANTICS))}")
+            raise ValueError(f"semantics={self.semantics!r} is unknown; known: {', '.join(map(repr, SEMANTICS))}")
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> BeamParams | None:
@@ -136,7 +136,7 @@ def beam_params(
     check_requests()  # an engine without beams must refuse these params; it would sample
     beam = BeamParams(beam_width, length_penalty, early_stopping, semantics)
     _check_n(n, beam)
-    extra_args = {**sampling_params.pop("extra_args", {}), **asdict(beam)}
+    extra_args = {**(sampling_params.pop("extra_args", None) or {}), **asdict(beam)}
     params = SamplingParams(n=n, extra_args=extra_args, **sampling_params)
     refuse_unsupported(params)
     return params
