@@ -8,7 +8,8 @@ READY := $(VENV)/.ready
 help:
 	@echo "make demo   beam search on real code prompts, measured (a first run sets everything up)"
 	@echo "make test   linters, type checks and all tests"
-	@echo "make bench  the tables of the README, about ten minutes"
+	@echo "make lint   linters and type checks alone"
+	@echo "make bench  the tables of the README, about five minutes"
 	@echo "make clean  remove the virtual environment and caches"
 
 demo: $(READY)

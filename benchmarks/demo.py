@@ -50,7 +50,13 @@ def complete(llm: Any, prompts: list[str]) -> None:
                     rows.append((width, rank, f"{score:.4f}", hypothesis.finish_reason, _shown(hypothesis.text)))
         console.print(f"\n[bold]Prompt[/bold] ({len(prompt)} characters, held out), its end:", highlight=False)
         console.print("".join(prompt.splitlines(keepends=True)[-4:]), style="cyan", markup=False, highlight=False)
-        show("Hypotheses, best first", ("beams", "rank", "score", "ended by", "completion"), rows)
+        show(
+            "Hypotheses, best first",
+            ("beams", "rank", "score", "ended by", "completion"),
+            rows,
+            "score: log-probability per token (length_penalty=1); more beams compare more hypotheses by their sums, "
+            "which does not always raise the best score",
+        )
 
 
 def _shown(text: str, lines: int = 6) -> str:

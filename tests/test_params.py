@@ -48,7 +48,9 @@ def test_n_above_the_width_is_refused() -> None:
         beam_params(3, n=4)
 
 
-@pytest.mark.parametrize("typo", ["beam_widht", "beamwidth", "length_penalti", "early_stoping", "semantic"])
+@pytest.mark.parametrize(
+    "typo", ["beam_widht", "beamwidth", "num_beams", "early_stop", "length_penalti", "early_stoping", "semantic"]
+)
 def test_a_near_miss_is_refused_and_the_right_name_suggested(typo: str) -> None:
     with pytest.raises(ValueError, match=f"unknown option {typo}=.*did you mean (beam_width|length|early|sem)"):
         BeamParams.from_extra_args({typo: 8})
@@ -73,7 +75,7 @@ def test_booleans_that_became_numbers_on_the_way_are_booleans_again() -> None:
 
 
 def test_width_above_the_engines_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="beam_width=65 exceeds max_num_seqs=64; raise --max-num-seqs"):
+    with pytest.raises(ValueError, match="beam_width=65 exceeds max_num_seqs=64; raise max_num_seqs"):
         check(beam_width=65)
     check(beam_width=64)
 

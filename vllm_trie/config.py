@@ -39,7 +39,7 @@ class TrieBeamConfig:
         """
         options = (additional_config or {}).get(PLUGIN_NAME, {})
         if not isinstance(options, Mapping):
-            raise ValueError(f'additional_config["{PLUGIN_NAME}"]={options!r} is not a mapping of options')
+            raise ValueError(f'additional_config["{PLUGIN_NAME}"]={options!r} is not a mapping of options; pass {{}}')
         known = [field.name for field in fields(cls)]
         for name in options:
             if name not in known:

@@ -64,8 +64,9 @@ class BeamParams:
         """
         extra_args = extra_args or {}
         for key in extra_args:
-            if key not in _OPTIONS and (meant := get_close_matches(str(key), _OPTIONS, n=1, cutoff=0.85)):
-                raise ValueError(f"unknown option {key}={extra_args[key]!r}; did you mean {meant[0]}?")
+            meant = _ALIASES.get(key) or next(iter(get_close_matches(str(key), _OPTIONS, n=1, cutoff=0.85)), None)
+            if key not in _OPTIONS and meant is not None:
+                raise ValueError(f"unknown option {key}={extra_args[key]!r}; did you mean {meant}?")
         given = {key: extra_args[key] for key in _OPTIONS if key in extra_args}
         if not given:
             return None
@@ -77,6 +78,7 @@ class BeamParams:
 
 
 _OPTIONS = [field.name for field in fields(BeamParams)]
+_ALIASES = {"num_beams": "beam_width", "early_stop": "early_stopping"}  # what others call them
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def validate(params: SamplingParams, beam: BeamParams, prompt_len: int, limits: 
     _check_n(params.n, beam)
     width = beam.beam_width
     if width > limits.max_num_seqs:
-        raise ValueError(f"beam_width={width} exceeds max_num_seqs={limits.max_num_seqs}; raise --max-num-seqs")
+        raise ValueError(f"beam_width={width} exceeds max_num_seqs={limits.max_num_seqs}; raise max_num_seqs")
     needed = num_candidates(width, len(stop_tokens(params)))
     if needed > limits.vocab_size:
         widest = limits.vocab_size // num_candidates(1, len(stop_tokens(params)))
@@ -190,10 +192,9 @@ def refuse_unsupported(params: SamplingParams) -> None:
     """
     for name, neutral in _NEUTRAL.items():
         value = getattr(params, name)
-        if not any(
-            value is asks_nothing or (asks_nothing is not None and value == asks_nothing) for asks_nothing in neutral
-        ):
-            raise ValueError(f"{name}={value!r} is not supported together with beam_width; only {neutral[0]!r} is")
+        if not any(value is nothing or (nothing is not None and value == nothing) for nothing in neutral):
+            cure = " or ".join(map(repr, neutral))
+            raise ValueError(f"{name}={value!r} is not supported together with beam_width; leave it at {cure}")
 
 
 # Fields that beam search does not honour (yet), with the values that ask nothing of it.
