@@ -25,8 +25,8 @@ def modules():
         target = importlib.import_module(module)
         for part in name.split("."):
             target = getattr(target, part)
-        yield touched.target, target.__module__ if isinstance(target, type) else target.__code__.co_filename
-ours = [name for name, file in modules() if "vllm_trie" in file]
+        yield touched.target, target.__module__ if isinstance(target, type) else target.__globals__["__name__"]
+ours = [name for name, module in modules() if module.startswith("vllm_trie")]
 """
 
 
