@@ -1,4 +1,4 @@
-"""All tables of the README: `make bench`, or `python -m benchmarks.run --only floor blocks`.
+"""The tables of the README: `make bench`, or `python -m benchmarks.run --only serve latency`.
 
 Every table goes to the terminal and, as JSON, to `--out`.
 """
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks import blocks, host_time, speed
+from benchmarks import blocks, host_time, serve, speed
 from benchmarks.common import make_engine, save, settings, show
 
 
 class Bench(NamedTuple):
     title: str
     columns: tuple[str, ...]
-    in_process: bool
+    in_process: bool | None  # where its engine runs; None: it starts its own
     rows: Callable[[Any, int], Iterator[tuple[Any, ...]]]
     note: str
 
@@ -57,28 +57,44 @@ BENCHES = {
         lambda llm, _: blocks.peaks(llm),
         settings(enforce_eager=True),
     ),
+    "serve": Bench(
+        "vllm serve with the plugin against vllm serve without",
+        serve.SERVE_COLUMNS,
+        None,
+        lambda _, repeats: serve.against_stock(repeats),
+        "dtype=float32, max_num_seqs=64, block_size=32, enforce_eager=True",
+    ),
+    "latency": Bench(
+        f"vllm bench latency --use-beam-search, {serve.LATENCY_TOKENS} tokens after {serve.LATENCY_TOKENS}",
+        serve.LATENCY_COLUMNS,
+        None,
+        lambda _, repeats: serve.latency(repeats),
+        "dummy weights, dtype=float32, block_size=32, enforce_eager=True",
+    ),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=BENCHES, default=list(BENCHES), help="tables to measure")
+    quick = [name for name, bench in BENCHES.items() if bench.in_process is not None]
+    parser.add_argument("--only", nargs="+", choices=BENCHES, default=quick, help=f"default: {' '.join(quick)}")
     parser.add_argument("--repeats", type=int, default=5, help="alternations per timing; medians are shown")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder for the JSON files")
     args = parser.parse_args()
     os.environ.setdefault("TQDM_MININTERVAL", "1")
-    for in_process in (False, True):
+    for in_process in (False, True, None):
         names = [name for name in args.only if BENCHES[name].in_process == in_process]
         if not names:
             continue
-        llm = make_engine(in_process, enforce_eager=in_process)
+        llm = None if in_process is None else make_engine(in_process, enforce_eager=in_process)
         for name in names:
             bench = BENCHES[name]
             note = f"{bench.note}; medians of {args.repeats} alternations"
             rows = list(tqdm(bench.rows(llm, args.repeats), desc=name, unit="row", leave=False))
             show(bench.title, bench.columns, rows, note)
             save(args.out, name, bench.columns, rows, note)
-        llm.llm_engine.engine_core.shutdown()
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ FLOOR_COLUMNS = ("beams", "sampling, s", "A/A", "n=b hypotheses", "n=1 hypothesi
 FLOOR_WIDTHS = (4, 8, 16)
 FLOOR_PROMPTS, FLOOR_TOKENS = 8, 64
 
-CLIENT_COLUMNS = ("beams x prompts x tokens", "LLM.beam_search, s", "in the engine, s", "times faster")
+CLIENT_COLUMNS = ("beams x prompts x tokens", "vLLM's own loop, s", "in the engine, s", "times faster", "generate, s")
 CLIENT_SHAPES = ((4, 1, 64), (8, 10, 100), (32, 4, 48), (128, 1, 16))
 
 TRANSFORMERS_COLUMNS = ("beams x prompts x tokens", "transformers, s", "in the engine, s", "times faster")
@@ -52,21 +52,26 @@ def against_sampling(llm: Any, repeats: int) -> Iterator[tuple[Any, ...]]:
 
 
 def against_client_beams(llm: Any, repeats: int) -> Iterator[tuple[Any, ...]]:
-    """Beams in the engine against vLLM's `LLM.beam_search`, which resubmits every beam at every token."""
+    """`LLM.beam_search` in the engine against vLLM's own, which resubmits every beam at every token."""
     from vllm.sampling_params import BeamSearchParams
+
+    from vllm_trie.entrypoints.beam_search import beam_search
 
     for width, num_prompts, tokens in CLIENT_SHAPES:
         prompts = held_out_prompts(num_prompts)
-        client = BeamSearchParams(beam_width=width, max_tokens=tokens, ignore_eos=True)
+        as_dicts = [{"prompt": prompt} for prompt in prompts]
+        params = BeamSearchParams(beam_width=width, max_tokens=tokens, ignore_eos=True)
         ours = beam_params(width, n=width, max_tokens=tokens, ignore_eos=True)
         seconds = alternate(
             {
-                "client": partial(llm.beam_search, [{"prompt": prompt} for prompt in prompts], client),
-                "engine": partial(llm.generate, prompts, ours, use_tqdm=False),
+                "client": partial(beam_search.original, llm, as_dicts, params),
+                "engine": partial(llm.beam_search, as_dicts, params),
+                "generate": partial(llm.generate, prompts, ours, use_tqdm=False),
             },
             repeats,
         )
-        yield _row(f"{width} x {num_prompts} x {tokens}", seconds["client"], seconds["engine"])
+        row = _row(f"{width} x {num_prompts} x {tokens}", seconds["client"], seconds["engine"])
+        yield *row, statistics.median(seconds["generate"])
 
 
 def against_transformers(llm: Any, repeats: int) -> Iterator[tuple[Any, ...]]:

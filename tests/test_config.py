@@ -24,9 +24,12 @@ def test_options_are_read() -> None:
         ({"reclaim_interval": 0}, "trie_beam.reclaim_interval=0"),
         ({"reclaim_interval": 1.5}, "trie_beam.reclaim_interval=1.5"),
         ({"reclaim_interval": True}, "trie_beam.reclaim_interval=True"),
+        ({"max_beam_width": 0}, "trie_beam.max_beam_width=0"),
+        ({"max_beam_width": "8"}, "trie_beam.max_beam_width='8'"),
+        ({"semantics": "tf"}, "trie_beam.semantics='tf' is unknown; known: 'hf', 'vllm'"),
         ({"check_invariants": "yes"}, "trie_beam.check_invariants='yes'"),
         ({"reclaim_intervall": 3}, "did you mean reclaim_interval"),
-        ({"zzz": 3}, "known: reclaim_interval, check_invariants"),
+        ({"zzz": 3}, "known: reclaim_interval, max_beam_width, semantics, check_invariants"),
         (["reclaim_interval"], "is not a mapping"),
     ],
 )

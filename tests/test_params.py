@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from vllm import SamplingParams
 
 from vllm_trie import BeamParams, beam_params
-from vllm_trie.params import EngineLimits, stop_tokens, validate
+from vllm_trie.params import EngineLimits, is_controlled, stop_tokens, validate
 
 LIMITS = EngineLimits(max_num_seqs=64, max_model_len=512, vocab_size=300, block_size=32, num_blocks=1000)
 
@@ -39,8 +40,19 @@ def test_early_stopping_must_be_one_of_three(early_stopping: object) -> None:
 
 
 def test_unknown_semantics_are_refused() -> None:
-    with pytest.raises(ValueError, match="semantics='tree' is unknown; known: 'hf'"):
+    with pytest.raises(ValueError, match="semantics='tree' is unknown; known: 'hf', 'vllm'"):
         beam_params(2, semantics="tree")
+
+
+def test_a_request_that_names_no_semantics_gets_the_engines() -> None:
+    assert BeamParams.from_extra_args({"beam_width": 2}, "vllm") == BeamParams(2, semantics="vllm")
+    assert BeamParams.from_extra_args({"beam_width": 2, "semantics": "hf"}, "vllm") == BeamParams(2)
+
+
+@pytest.mark.parametrize("early_stopping", [True, "never"])
+def test_early_stopping_is_refused_where_it_means_nothing(early_stopping: object) -> None:
+    with pytest.raises(ValueError, match=r'early_stopping=.* means nothing under semantics="vllm"'):
+        beam_params(2, semantics="vllm", early_stopping=early_stopping)
 
 
 def test_n_above_the_width_is_refused() -> None:
@@ -75,9 +87,16 @@ def test_booleans_that_became_numbers_on_the_way_are_booleans_again() -> None:
 
 
 def test_width_above_the_engines_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="beam_width=65 exceeds max_num_seqs=64; raise max_num_seqs"):
+    with pytest.raises(ValueError, match="beam_width=65 exceeds max_num_seqs=64; lower it, or raise --max-num-seqs"):
         check(beam_width=65)
     check(beam_width=64)
+
+
+def test_width_above_the_engines_own_limit_is_refused() -> None:
+    limits = replace(LIMITS, max_beam_width=16)
+    with pytest.raises(ValueError, match="beam_width=17 exceeds max_beam_width=16, which this engine was started with"):
+        check(limits, beam_width=17)
+    check(limits, beam_width=16)
 
 
 def test_width_that_the_vocabulary_cannot_fill_is_refused() -> None:
@@ -104,16 +123,8 @@ def test_width_that_the_pool_cannot_hold_is_refused() -> None:
         ("top_k", 40),
         ("min_p", 0.1),
         ("seed", 1),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", 0.5),
-        ("repetition_penalty", 1.1),
-        ("stop", ["\n"]),
-        ("logprobs", 3),
         ("prompt_logprobs", 0),
         ("logprob_token_ids", [1]),
-        ("logit_bias", {1: 2.0}),
-        ("allowed_token_ids", [1, 2]),
-        ("bad_words", ["x"]),
         ("thinking_token_budget", 3),
         ("trace_decode_token_ids", [1]),
         ("prompt_logprob_token_ids", [[1]]),
@@ -122,6 +133,29 @@ def test_width_that_the_pool_cannot_hold_is_refused() -> None:
 def test_fields_that_beam_search_does_not_honour_are_refused(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{field}=.* is not supported together with beam_width"):
         beam_params(2, **{field: value})
+
+
+def test_logprobs_of_the_whole_vocabulary_are_refused() -> None:
+    with pytest.raises(ValueError, match="logprobs=-1 is not supported together with beam_width"):
+        beam_params(2, logprobs=-1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "controlled"),
+    [
+        ({}, False),
+        ({"stop": ["x"], "logprobs": 3, "min_tokens": 2}, False),
+        ({"logit_bias": {}, "bad_words": [], "allowed_token_ids": None}, False),
+        ({"presence_penalty": -0.5}, True),
+        ({"frequency_penalty": 0.5}, True),
+        ({"repetition_penalty": 0.9}, True),
+        ({"logit_bias": {1: 2.0}}, True),
+        ({"allowed_token_ids": [1]}, True),
+        ({"bad_words": ["x"]}, True),
+    ],
+)
+def test_only_what_acts_on_the_logits_costs_their_processing(fields: dict, controlled: bool) -> None:
+    assert is_controlled(beam_params(2, **fields)) is controlled
 
 
 def test_helper_builds_what_a_user_would_write_by_hand() -> None:
@@ -133,8 +167,8 @@ def test_helper_builds_what_a_user_would_write_by_hand() -> None:
         "beam_width": 8,
         "length_penalty": 0.5,
         "early_stopping": "never",
-        "semantics": "hf",
     }
+    assert beam_params(2, semantics="vllm").extra_args["semantics"] == "vllm"
 
 
 def test_helper_takes_no_extra_args_for_none() -> None:

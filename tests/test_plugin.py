@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import MambaConfig
 
 from tests.conftest import ROOT, TRAINED_TARGET
 
@@ -57,8 +58,9 @@ def test_installed_but_not_selected_leaves_vllm_untouched() -> None:
         + """
 assert config.scheduler_config.scheduler_cls is None
 assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
-# The one wrapper that decides about selection; it has just handed the call on.
-assert ours == ["vllm.engine.arg_utils:EngineArgs.create_engine_config"], ours
+# Those that decide about selection; they have just handed the call on.
+wrapped = ("create_engine_config", "add_cli_args", "from_cli_args")
+assert ours == [f"vllm.engine.arg_utils:EngineArgs.{name}" for name in wrapped], ours
 """
     )
 
@@ -91,6 +93,7 @@ def test_registering_twice_is_harmless() -> None:
     ("options", "message"),
     [
         ({"additional_config": {"trie_beam": {"reclaim_intervall": 1}}}, "did you mean reclaim_interval"),
+        ({"additional_config": {"trie-beam": {}}}, "unknown key 'trie-beam' in additional_config; did you mean"),
         ({"scheduler_cls": "mine.Scheduler"}, "scheduler_cls='mine.Scheduler' and trie_beam exclude each other"),
         ({"worker_cls": "mine.Worker"}, "worker_cls='mine.Worker' and trie_beam exclude each other"),
         ({"pipeline_parallel_size": 2}, "does not support pipeline_parallel_size > 1"),
@@ -105,6 +108,28 @@ def test_registering_twice_is_harmless() -> None:
 )
 def test_what_cannot_work_is_refused_at_the_start(options: dict, message: str) -> None:
     assert message in refused(CONFIGURE, "trie_beam", **options)
+
+
+def test_a_model_that_cannot_have_beams_is_served_without_them(tmp_path: Path) -> None:
+    MambaConfig(
+        vocab_size=300, hidden_size=64, num_hidden_layers=2, architectures=["MambaForCausalLM"]
+    ).save_pretrained(tmp_path)
+    told = python(
+        CONFIGURE.replace(str(TRAINED_TARGET), str(tmp_path))
+        + """
+from vllm_trie.plugin import has_beams, why_without_beams
+assert config.scheduler_config.scheduler_cls is None
+assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+assert not has_beams(config)
+print(why_without_beams(config))
+""",
+        "trie_beam",
+        skip_tokenizer_init=True,
+    )
+    assert told.returncode == 0, told.stderr[-3000:]
+    feature = "a model without attention, or with Mamba or linear attention layers"
+    assert f"trie_beam has no beams for {feature}: this engine stays as it is" in told.stdout + told.stderr
+    assert told.stdout.strip().endswith(f"with {feature}, for which trie_beam has no beams")
 
 
 def test_beams_on_an_engine_that_was_not_asked_for_them_are_refused() -> None:

@@ -1,29 +1,47 @@
-"""Every Python example of the README runs as it stands."""
+"""Every example of the README runs as it stands."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.server import serving_by
 from tests.conftest import ROOT
 
-EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+README = (ROOT / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+OFFLINE = [example for example in EXAMPLES if "openai" not in example]
+CLIENT = [example for example in EXAMPLES if "openai" in example]
+(SERVE,) = re.findall(r"```bash\n(vllm serve .*?)```", README, re.DOTALL)
 
 
-def test_there_is_an_example() -> None:
-    assert EXAMPLES
-
-
-@pytest.mark.parametrize("index", range(len(EXAMPLES)))
-def test_example_runs_as_pasted(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
-    script = tmp_path / "example.py"
-    script.write_text(EXAMPLES[index])
-    result = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True)
+def run(example: str, folder: Path) -> list[str]:
+    """The lines of its output that begin with a score."""
+    script = folder / "example.py"
+    script.write_text(example)
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    result = subprocess.run([sys.executable, script], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
-    scores = [float(line.split()[0]) for line in result.stdout.splitlines() if re.match(r"\s*-\d+\.\d+ ", line)]
-    assert len(scores) == 6
+    return [line for line in result.stdout.splitlines() if re.match(r"\s*-\d+\.\d+ ", line)]
+
+
+def test_there_are_examples_of_both_kinds() -> None:
+    assert len(OFFLINE) == 2
+    assert len(CLIENT) == 1
+
+
+@pytest.mark.parametrize("index", range(len(OFFLINE)))
+def test_offline_example_runs_as_pasted(index: int, tmp_path: Path) -> None:
+    assert len(run(OFFLINE[index], tmp_path)) == 6
+
+
+def test_client_examples_run_against_the_server_of_the_readme(tmp_path: Path) -> None:
+    with serving_by([*shlex.split(SERVE), "--enforce-eager"], tmp_path / "log", port=8000):
+        for example in CLIENT:
+            assert len(run(example, tmp_path)) == 6

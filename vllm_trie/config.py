@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
+from vllm_trie.params import SEMANTICS
+
 PLUGIN_NAME = "trie_beam"
 
 
@@ -17,16 +19,26 @@ class TrieBeamConfig:
     Args:
         reclaim_interval: Steps between two returns of a group's dead blocks to vLLM's pool. They go
             back earlier when free blocks run low, and in any case when the group ends.
+        max_beam_width: The widest search a request may ask for; max_num_seqs limits it in any case.
+        semantics: What requests get that name no semantics, see `BeamParams`.
         check_invariants: Check every trie after every step; for tests and bug reports, slow.
     """
 
     reclaim_interval: int = 15
+    max_beam_width: int | None = None
+    semantics: str = "hf"
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
         interval = self.reclaim_interval
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
             raise ValueError(f"trie_beam.reclaim_interval={interval!r} is not a number of steps; pass an integer >= 1")
+        widest = self.max_beam_width
+        if widest is not None and (isinstance(widest, bool) or not isinstance(widest, int) or widest < 1):
+            raise ValueError(f"trie_beam.max_beam_width={widest!r} is not a number of beams; pass an integer >= 1")
+        if self.semantics not in SEMANTICS:
+            known = ", ".join(map(repr, SEMANTICS))
+            raise ValueError(f"trie_beam.semantics={self.semantics!r} is unknown; known: {known}")
         if not isinstance(self.check_invariants, bool):
             raise ValueError(f"trie_beam.check_invariants={self.check_invariants!r} is neither true nor false")
 

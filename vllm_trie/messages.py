@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_trie.search.step import Step
 
@@ -12,14 +12,27 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 
+class SelectRules(NamedTuple):
+    """How the worker selects in one step. Groups with equal rules are selected together."""
+
+    width: int
+    semantics: str
+    stop_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    skip_special_tokens: bool  # in the text in which stop strings are looked for
+    num_logprobs: int | None  # what each row must report; None: nothing
+    is_controlled: bool  # penalties, biases or the like act on the logits
+    masks_stops: bool = False  # min_tokens not reached: no hypothesis may stop here
+    is_last: bool = False  # the length is reached: all hypotheses end here
+    handicap: tuple[int, float] | None = None  # token, and the factor of the score by which it is compared
+
+
 @dataclass(slots=True)
 class GroupStep:
     """What the worker must know about one beam group in one step."""
 
-    width: int
-    stop_token_ids: tuple[int, ...]
+    rules: SelectRules
     selects: bool  # False while the prompt is still being prefilled in chunks
-    masks_stops: bool  # min_tokens not reached: no hypothesis may end here
     decodes: bool = False  # the group runs as `width` rows; until then as one
     rows: list[list[int]] | None = None  # on widening: the KV blocks of each row
     new_blocks: list[int] | None = None  # at a block boundary: the next block of each row

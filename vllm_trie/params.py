@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,17 @@ from vllm_trie.trie.blocks import blocks_to_start
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-SEMANTICS = ("hf",)
+SEMANTICS = ("hf", "vllm")
 MOST_PENALTY = 6  # a million tokens to this power still fit float32
 TICKET = "trie_beam_ticket"
+CONTROLS = (  # fields of `SamplingParams` that act on the logits of each hypothesis, as vLLM's sampler applies them
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,8 @@ class BeamParams:
             longer ones.
         early_stopping: False, True or "never", as transformers' `generate` reads them. One beam always
             stops at the first stop token: it is greedy search.
-        semantics: Whose rules decide what may finish and when to stop; "hf" is transformers'.
+        semantics: Whose rules decide what may finish and when to stop: "hf" is transformers'
+            `generate`, "vllm" is vLLM's `LLM.beam_search`.
     """
 
     beam_width: int
@@ -51,13 +61,21 @@ class BeamParams:
             raise ValueError(f'early_stopping={self.early_stopping!r} is none of False, True and "never"')
         if self.semantics not in SEMANTICS:
             raise ValueError(f"semantics={self.semantics!r} is unknown; known: {', '.join(map(repr, SEMANTICS))}")
+        if self.semantics == "vllm" and self.early_stopping is not False:
+            raise ValueError(
+                f'early_stopping={self.early_stopping!r} means nothing under semantics="vllm", which searches up to '
+                f'max_tokens; leave it False, or use semantics="hf"'
+            )
 
     @classmethod
-    def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> BeamParams | None:
+    def from_extra_args(cls, extra_args: Mapping[str, Any] | None, semantics: str = "hf") -> BeamParams | None:
         """The beam options among `extra_args`, or None if there are none.
 
         Keys that belong to others pass. Keys that all but spell one of ours are refused, as are our
         options without a `beam_width`.
+
+        Args:
+            semantics: The engine's default.
 
         Raises:
             ValueError: naming the option, its value and what would work.
@@ -74,7 +92,7 @@ class BeamParams:
             raise ValueError(f"{', '.join(given)} given without beam_width; add beam_width to search with beams")
         if type(given.get("early_stopping")) is int:  # the OpenAI server turns booleans into 0 and 1
             given["early_stopping"] = {0: False, 1: True}.get(given["early_stopping"], given["early_stopping"])
-        return cls(**given)
+        return cls(**{"semantics": semantics, **given})
 
 
 _OPTIONS = [field.name for field in fields(BeamParams)]
@@ -90,6 +108,7 @@ class EngineLimits:
     vocab_size: int
     block_size: int
     num_blocks: int | None  # None while the engine has not sized its KV cache
+    max_beam_width: int | None = None  # what the engine's user allows
 
 
 @dataclass(frozen=True)
@@ -98,6 +117,8 @@ class GroupTicket:
 
     key: str
     n: int
+    eos_token_id: int | None  # the tokenizer's, ignored or not
+    is_offline: bool = False  # asked for by `LLM.beam_search`
 
     def index_of(self, request_id: str) -> int:
         """Which of the n outputs a request is the return address of; 0 stands for the group itself.
@@ -113,7 +134,7 @@ def beam_params(
     *,
     length_penalty: float = 1.0,
     early_stopping: EarlyStopping = False,
-    semantics: str = "hf",
+    semantics: str | None = None,
     **sampling_params: Any,
 ) -> SamplingParams:
     """Build the `SamplingParams` of a beam search.
@@ -121,9 +142,10 @@ def beam_params(
     Args:
         beam_width: Beams searched side by side.
         n: Hypotheses to return, best first; at most `beam_width`.
-        length_penalty, early_stopping, semantics: see `BeamParams`.
+        length_penalty, early_stopping, semantics: see `BeamParams`. No `semantics` is the engine's
+            default, "hf" unless it was started with another.
         **sampling_params: Further fields of vLLM's `SamplingParams`: `max_tokens`, `min_tokens`,
-            `stop_token_ids`, `ignore_eos`, ...
+            `stop`, `stop_token_ids`, `ignore_eos`, `logprobs`, penalties, ...
 
     Raises:
         ValueError: an option is out of range, or one that beam search does not honour.
@@ -136,9 +158,15 @@ def beam_params(
     from vllm_trie.entrypoints.requests import check_requests
 
     check_requests()  # an engine without beams must refuse these params; it would sample
-    beam = BeamParams(beam_width, length_penalty, early_stopping, semantics)
-    _check_n(n, beam)
-    extra_args = {**(sampling_params.pop("extra_args", None) or {}), **asdict(beam)}
+    options: dict[str, Any] = {
+        "beam_width": beam_width,
+        "length_penalty": length_penalty,
+        "early_stopping": early_stopping,
+    }
+    if semantics is not None:
+        options["semantics"] = semantics
+    _check_n(n, BeamParams(**options))
+    extra_args = {**(sampling_params.pop("extra_args", None) or {}), **options}
     params = SamplingParams(n=n, extra_args=extra_args, **sampling_params)
     refuse_unsupported(params)
     return params
@@ -159,7 +187,13 @@ def validate(params: SamplingParams, beam: BeamParams, prompt_len: int, limits: 
     _check_n(params.n, beam)
     width = beam.beam_width
     if width > limits.max_num_seqs:
-        raise ValueError(f"beam_width={width} exceeds max_num_seqs={limits.max_num_seqs}; raise max_num_seqs")
+        raise ValueError(
+            f"beam_width={width} exceeds max_num_seqs={limits.max_num_seqs}; lower it, or raise --max-num-seqs"
+        )
+    if limits.max_beam_width is not None and width > limits.max_beam_width:
+        raise ValueError(
+            f"beam_width={width} exceeds max_beam_width={limits.max_beam_width}, which this engine was started with"
+        )
     needed = num_candidates(width, len(stop_tokens(params)))
     if needed > limits.vocab_size:
         widest = limits.vocab_size // num_candidates(1, len(stop_tokens(params)))
@@ -184,6 +218,13 @@ def stop_tokens(params: SamplingParams) -> tuple[int, ...]:
     return tuple(sorted(tokens))
 
 
+def is_controlled(params: SamplingParams) -> bool:
+    """Whether penalties, biases or bans act on the logits."""
+    return params.repetition_penalty != 1.0 or any(
+        getattr(params, name) for name in CONTROLS if name != "repetition_penalty"
+    )
+
+
 def refuse_unsupported(params: SamplingParams) -> None:
     """Refuse fields of `SamplingParams` that beam search does not honour.
 
@@ -194,28 +235,23 @@ def refuse_unsupported(params: SamplingParams) -> None:
         value = getattr(params, name)
         if not any(value is nothing or (nothing is not None and value == nothing) for nothing in neutral):
             cure = " or ".join(map(repr, neutral))
-            raise ValueError(f"{name}={value!r} is not supported together with beam_width; leave it at {cure}")
+            short = reprlib.repr(value)
+            raise ValueError(f"{name}={short} is not supported together with beam_width; leave it at {cure}")
+    if params.logprobs == -1:
+        raise ValueError("logprobs=-1 is not supported together with beam_width; ask for a number of tokens")
 
 
 # Fields that beam search does not honour (yet), with the values that ask nothing of it.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
     "temperature": (1.0, 0.0),
     "top_p": (1.0,),
     "top_k": (0, -1),
     "min_p": (0.0,),
     "seed": (None,),
-    "stop": ([], None),
-    "logprobs": (None, 0),
     "prompt_logprobs": (None,),
     "prompt_logprob_token_ids": (None,),
     "logprob_token_ids": (None,),
     "structured_outputs": (None,),
-    "logit_bias": (None, {}),
-    "allowed_token_ids": (None, []),
-    "bad_words": ([], None),
     "thinking_token_budget": (None,),
     "repetition_detection": (None,),
     "trace_decode_token_ids": (None,),

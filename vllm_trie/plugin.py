@@ -1,19 +1,21 @@
 """The entry point: puts the search into engines that ask for it, and leaves all others alone.
 
-vLLM calls `register` in every process, maybe more than once. It wraps one method,
-`EngineArgs.create_engine_config`, where an engine's fate is decided. An engine is *selected* if
-`VLLM_PLUGINS` names trie_beam or `additional_config` has a "trie_beam" entry; then its scheduler and
-worker become ours, and nothing else in vLLM changes but the check of its requests.
+vLLM calls `register` in every process, maybe more than once. It adds the `--plugin` flag and wraps
+`EngineArgs.create_engine_config`, where an engine's fate is decided. An engine is *selected* by that
+flag, by `VLLM_PLUGINS`, or by a "trie_beam" entry in its `additional_config`. Then its scheduler and
+worker become ours, its requests are checked, and beam search calls run in it.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
+from vllm_trie.entrypoints.cli import add_plugin_flag
 from vllm_trie.patching import Patch, verify
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ def register() -> None:
         from vllm.engine.arg_utils import EngineArgs
 
         create_engine_config.apply(_selecting(EngineArgs.create_engine_config))
+        add_plugin_flag()
 
 
 def is_selected(additional_config: dict[str, Any] | None) -> bool:
@@ -42,29 +45,68 @@ def is_selected(additional_config: dict[str, Any] | None) -> bool:
     return PLUGIN_NAME in (envs.VLLM_PLUGINS or ()) or PLUGIN_NAME in (additional_config or {})
 
 
+def has_beams(vllm_config: VllmConfig) -> bool:
+    """Whether this engine has beam groups."""
+    return vllm_config.scheduler_config.scheduler_cls == SCHEDULER
+
+
+def why_without_beams(vllm_config: VllmConfig) -> str:
+    """Why this engine has no beam groups, to follow the name of what was asked of it."""
+    if is_selected(vllm_config.additional_config):
+        return f"with {unsupported_model(vllm_config)}, for which {PLUGIN_NAME} has no beams"
+    return f'on an engine without beam search; start it with additional_config={{"{PLUGIN_NAME}": {{}}}}'
+
+
 def _selecting(original: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
     @functools.wraps(original)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        _refuse_near_misses(self.additional_config)
         if not is_selected(self.additional_config):
             return original(self, *args, **kwargs)
         verify()
         TrieBeamConfig.from_additional_config(self.additional_config)
+        own = self.scheduler_cls, self.worker_cls, self.async_scheduling
         _take_over(self)
         vllm_config = original(self, *args, **kwargs)
-        refuse_unsupported_engine(vllm_config)
-
-        from vllm_trie.entrypoints.logprobs import accept_sums
-        from vllm_trie.entrypoints.requests import check_requests
-
-        check_requests()
-        accept_sums()
+        if unsupported := unsupported_model(vllm_config):
+            _logger().warning("%s has no beams for %s: this engine stays as it is", PLUGIN_NAME, unsupported)
+            self.scheduler_cls, self.worker_cls, self.async_scheduling = own
+            vllm_config = original(self, *args, **kwargs)
+        else:
+            refuse_unsupported_engine(vllm_config)
+        _wrap_front_end()
         return vllm_config
 
     return create_engine_config
 
 
-def _take_over(engine_args: EngineArgs) -> None:
+def _wrap_front_end() -> None:
+    from vllm_trie.entrypoints.beam_search import search_in_engine
+    from vllm_trie.entrypoints.data_parallel import keep_groups_together
+    from vllm_trie.entrypoints.logprobs import accept_sums
+    from vllm_trie.entrypoints.requests import check_requests
+    from vllm_trie.entrypoints.server import serve_beams
+
+    check_requests()
+    accept_sums()
+    search_in_engine()
+    serve_beams()
+    keep_groups_together()
+
+
+def _refuse_near_misses(additional_config: dict[str, Any] | None) -> None:
+    for key in additional_config or {}:
+        if key != PLUGIN_NAME and get_close_matches(str(key), [PLUGIN_NAME], cutoff=0.8):
+            raise ValueError(f"unknown key {key!r} in additional_config; did you mean {PLUGIN_NAME!r}?")
+
+
+def _logger() -> Any:
     from vllm.logger import init_logger
+
+    return init_logger("vllm.trie_beam")
+
+
+def _take_over(engine_args: EngineArgs) -> None:
     from vllm.platforms import current_platform
 
     worker = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
@@ -73,10 +115,21 @@ def _take_over(engine_args: EngineArgs) -> None:
     if engine_args.worker_cls not in ("auto", worker):
         raise ValueError(f"worker_cls={engine_args.worker_cls!r} and {PLUGIN_NAME} exclude each other; drop one")
     if engine_args.async_scheduling:
-        init_logger("vllm.trie_beam").info(
-            "async_scheduling is switched off: the V1 runner's beams need each step's result"
-        )
+        _logger().info("async_scheduling is switched off: the V1 runner's beams need each step's result")
     engine_args.scheduler_cls, engine_args.worker_cls, engine_args.async_scheduling = SCHEDULER, worker, False
+
+
+def unsupported_model(vllm_config: VllmConfig) -> str | None:
+    """What about this engine's model makes beam groups impossible, if anything."""
+    model = vllm_config.model_config
+    unsupported = {
+        f"runner={model.runner_type!r}": model.runner_type != "generate",
+        "an encoder-decoder model": model.is_encoder_decoder,
+        "a model without attention, or with Mamba or linear attention layers": model.is_attention_free
+        or model.is_hybrid,
+        "a model with M-RoPE positions": model.uses_mrope,
+    }
+    return next((feature for feature, is_used in unsupported.items() if is_used), None)
 
 
 def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
@@ -89,11 +142,6 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
     budget = scheduler.max_num_scheduled_tokens
     unsupported = {
         "Model Runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": vllm_config.use_v2_model_runner,
-        f"runner={model.runner_type!r}": model.runner_type != "generate",
-        "an encoder-decoder model": model.is_encoder_decoder,
-        "a model without attention, or with Mamba or linear attention layers": model.is_attention_free
-        or model.is_hybrid,
-        "a model with M-RoPE positions": model.uses_mrope,
         "custom logits processors": bool(model.logits_processors) or bool(entry_points(group="vllm.logits_processors")),
         f"max_num_scheduled_tokens={budget} below max_num_seqs={scheduler.max_num_seqs}": budget is not None
         and budget < scheduler.max_num_seqs,
@@ -103,7 +151,6 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
         "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,
         "decode_context_parallel_size > 1": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
-        "data_parallel_size > 1": parallel.data_parallel_size > 1,
     }
     for feature, is_used in unsupported.items():
         if is_used:

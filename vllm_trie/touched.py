@@ -5,6 +5,8 @@ from vllm_trie.patching import Touched
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _KV_CACHE = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_COMPLETION = "vllm.entrypoints.openai.completion.protocol:CompletionRequest"
+_CHAT = "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest"
 
 _BY_SCHEDULER = "overridden by vllm_trie.engine.scheduler.BeamScheduler"
 _BY_KV_CACHE = "overridden by vllm_trie.engine.kv_cache.BeamKVCacheManager"
@@ -30,6 +32,73 @@ TOUCHED = (
         "wrapped by vllm_trie.entrypoints.logprobs",
         "cumulative_logprob is filled only together with logprobs",
         "vLLM fills cumulative_logprob from a sum",
+    ),
+    Touched(
+        "vllm.engine.arg_utils:EngineArgs.add_cli_args",
+        "wrapped by vllm_trie.entrypoints.cli",
+        "vLLM's command line has no --plugin",
+        "vLLM lets a plugin add arguments",
+    ),
+    Touched(
+        "vllm.engine.arg_utils:EngineArgs.from_cli_args",
+        "wrapped by vllm_trie.entrypoints.cli",
+        "--plugin must reach the engine's arguments",
+        "vLLM lets a plugin add arguments",
+    ),
+    Touched(
+        "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search",
+        "wrapped by vllm_trie.entrypoints.beam_search",
+        "LLM.beam_search resubmits every beam at every token",
+        _NATIVE,
+    ),
+    Touched(
+        "vllm.entrypoints.generate.beam_search.utils:get_beam_search_score",
+        "relied upon by vllm_trie.search.stopping.VllmPool",
+        "is the score that semantics='vllm' reproduces",
+        _NATIVE,
+    ),
+    Touched(
+        "vllm.entrypoints.common.offline:OfflineInferenceMixin._run_engine",
+        "wrapped by vllm_trie.entrypoints.beam_search",
+        "interrupted requests run on during the next call",
+        "vLLM aborts them itself",
+    ),
+    Touched(
+        "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search",
+        "wrapped by vllm_trie.entrypoints.server",
+        "use_beam_search resubmits every beam at every token",
+        _NATIVE,
+    ),
+    *(
+        Touched(
+            f"{request}.{method}",
+            "wrapped by vllm_trie.entrypoints.server",
+            why,
+            _NATIVE,
+        )
+        for request in (_COMPLETION, _CHAT)
+        for method, why in (
+            ("to_beam_search_params", "drops stop, logit_bias and more"),
+            ("to_sampling_params", "applies defaults for sampling, which beam search does not do"),
+        )
+    ),
+    Touched(
+        "vllm.v1.engine.core_client:DPLBAsyncMPClient.get_core_engine_for_request",
+        "wrapped by vllm_trie.entrypoints.data_parallel",
+        "n requests of one group must meet in one engine",
+        _GROUPS,
+    ),
+    Touched(
+        "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
+        "relied upon by vllm_trie.engine.outputs",
+        "finds the stop string in which a hypothesis ends",
+        _GROUPS,
+    ),
+    Touched(
+        "vllm.logprobs:FlatLogprobs.append_fast",
+        "relied upon by vllm_trie.entrypoints.logprobs",
+        "is what a whole hypothesis does at once",
+        "vLLM extends FlatLogprobs by many tokens at once",
     ),
     Touched(
         f"{_SCHEDULER}.__init__",
@@ -69,6 +138,12 @@ TOUCHED = (
     Touched(f"{_RUNNER}.execute_model", _BY_RUNNER, "a group's one entry becomes b rows", _GROUPS),
     Touched(f"{_RUNNER}._sample", _BY_RUNNER, "beams are selected, not sampled", _NATIVE),
     Touched(f"{_RUNNER}.sample_tokens", _BY_RUNNER, "what was decided travels back with the step's output", _NATIVE),
+    Touched(
+        "vllm.v1.sample.sampler:Sampler.apply_logits_processors",
+        "relied upon by vllm_trie.worker.v1.BeamModelRunner",
+        "applies penalties, biases and bans to a group's rows",
+        _NATIVE,
+    ),
     Touched(
         f"{_RUNNER}._update_states", "relied upon by vllm_trie.worker.rows", "finds rows made by BeamRows", _GROUPS
     ),

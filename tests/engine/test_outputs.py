@@ -10,7 +10,7 @@ from vllm.v1.request import Request
 from vllm_trie.engine.outputs import Mailbox
 from vllm_trie.params import GroupTicket
 
-TICKET = GroupTicket("key", 3)
+TICKET = GroupTicket("key", 3, eos_token_id=1)
 
 
 def request(request_id: str, client_index: int = 0) -> Request:
@@ -86,14 +86,14 @@ def test_requests_of_others_are_left_alone() -> None:
 @pytest.mark.parametrize("request_id", ["user_7", "0_user", "3_3_3"])
 def test_a_single_output_is_the_group_whatever_its_id_looks_like(request_id: str) -> None:
     mailbox = Mailbox()
-    assert mailbox.register(GroupTicket("key", 1), request(request_id))
+    assert mailbox.register(GroupTicket("key", 1, eos_token_id=1), request(request_id))
     mailbox.post(request_id, outputs(1))
     assert sent(mailbox) == [(0, request_id, [0])]
     assert mailbox.num_open == 0
 
 
 def test_children_of_a_parent_with_an_odd_id_are_told_apart() -> None:
-    ticket = GroupTicket("key", 12)
+    ticket = GroupTicket("key", 12, eos_token_id=1)
     assert [ticket.index_of(f"{index}_1_x_0") for index in (0, 1, 11)] == [0, 1, 11]
 
 

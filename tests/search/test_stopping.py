@@ -1,20 +1,26 @@
-"""The pool of finished hypotheses is transformers' pool, step by step, and stops when its search stops."""
+"""Each pool of finished hypotheses scores as its model does, and is settled when nothing running can enter it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers.generation.utils import GenerationMixin
 
-from vllm_trie.search.stopping import EarlyStopping, HypothesisPool
+from vllm_trie.search.stopping import EarlyStopping, Finished, HfPool, HypothesisPool, VllmPool
 
 PROMPT_LENGTH = 5
 MAX_LENGTH = 14
 SEARCHES = 200
+EOS = 1
+TOKEN = 7  # any that counts
+PENALTIES = [-1.0, 0.0, 0.5, 1.0, 2.0]
 
 
 class Ranked(NamedTuple):
@@ -101,18 +107,18 @@ class TransformersPool:
 def search_together(width: int, length_penalty: float, early_stopping: EarlyStopping, seed: int) -> tuple[int, int]:
     """Compare both pools after every step. Returns the length of the search and how many were outdone."""
     theirs = TransformersPool(width, length_penalty, early_stopping)
-    ours = HypothesisPool(width, length_penalty, early_stopping, MAX_LENGTH)
+    ours = HfPool(width, length_penalty, MAX_LENGTH, early_stopping)
     outdone = 0
     for length, ranked in enumerate(random_search(width, seed), start=1):
         held = {finished.node for finished in ours.best(width)}
         for log_prob, stops, node in [*zip(*(field.tolist() for field in ranked), strict=True)][:width]:
             if stops:
                 held.add(node)
-                dropped = ours.add(log_prob, length, node)
+                dropped = ours.add(log_prob, length, TOKEN, node)
                 held.discard(dropped)
                 outdone += dropped is not None
         is_over = theirs.advance(ranked)
-        assert [(f.node, float(f.score)) for f in ours.best(width)] == theirs.best_first()
+        assert [(f.node, f.score) for f in ours.best(width)] == theirs.best_first()
         assert {finished.node for finished in ours.best(width)} == held
         if length == MAX_LENGTH:
             assert is_over
@@ -124,7 +130,7 @@ def search_together(width: int, length_penalty: float, early_stopping: EarlyStop
     raise AssertionError("the search has no end")
 
 
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("length_penalty", PENALTIES)
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 def test_pool_and_end_are_those_of_transformers(early_stopping: EarlyStopping, length_penalty: float) -> None:
     searches = [search_together(1 + seed % 8, length_penalty, early_stopping, seed) for seed in range(SEARCHES)]
@@ -133,56 +139,110 @@ def test_pool_and_end_are_those_of_transformers(early_stopping: EarlyStopping, l
     assert sum(outdone) > SEARCHES // 10, "pools must overflow"
 
 
-def pool_of(scores: list[float], early_stopping: EarlyStopping = False, length_penalty: float = 0.0) -> HypothesisPool:
+def hf_pool(width: int, length_penalty: float, early_stopping: EarlyStopping = False) -> HypothesisPool:
+    return HfPool(width, length_penalty, MAX_LENGTH, early_stopping)
+
+
+def exact_hf_pool(width: int, length_penalty: float) -> HypothesisPool:
+    return hf_pool(width, length_penalty, "never")
+
+
+def vllm_pool(width: int, length_penalty: float) -> HypothesisPool:
+    return VllmPool(width, length_penalty, MAX_LENGTH, PROMPT_LENGTH, frozenset({EOS}))
+
+
+PoolOf = Callable[..., HypothesisPool]
+every_kind = pytest.mark.parametrize("new_pool", [hf_pool, vllm_pool])
+
+
+@pytest.mark.parametrize("new_pool", [exact_hf_pool, vllm_pool])
+@settings(max_examples=1000, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 1 << 32),
+    width=st.integers(1, 4),
+    length_penalty=st.one_of(st.sampled_from(PENALTIES), st.floats(-3, 3)),
+    loss=st.sampled_from([0.0, 0.01, 0.3, 3.0]),
+)
+def test_nothing_that_runs_on_enters_a_settled_pool(
+    new_pool: PoolOf, seed: int, width: int, length_penalty: float, loss: float
+) -> None:
+    choose = random.Random(seed)
+    pool = new_pool(width, length_penalty)
+    for node in range(width):
+        pool.add(-choose.uniform(0, 9), choose.randint(1, MAX_LENGTH), choose.choice([EOS, TOKEN]), node)
+    held = pool.best(width)
+    length = choose.randint(1, MAX_LENGTH - 1)
+    best_running = -choose.uniform(0, 30)
+    if not pool.is_settled(best_running, length):
+        return
+    score = best_running - loss * choose.random()
+    for ends_at in range(length + 1, MAX_LENGTH + 1):
+        score -= loss * choose.random()
+        assert pool.add(score, ends_at, EOS, 100 + ends_at) == 100 + ends_at
+        if ends_at == MAX_LENGTH:
+            assert pool.add(score, ends_at, TOKEN, 100) == 100
+    assert pool.best(width) == held
+
+
+@pytest.mark.parametrize("last_token", [EOS, TOKEN])
+def test_score_of_transformers_counts_every_generated_token(last_token: int) -> None:
+    pool = hf_pool(3, 2.0)
+    pool.add(-8.0, 4, last_token, 0)
+    assert pool.best(1) == [Finished(-0.5, 0)]
+
+
+def pool_of(
+    scores: list[float], new_pool: Callable[..., HypothesisPool] = hf_pool, **options: object
+) -> HypothesisPool:
     """Room for three; node i has the score `scores[i]` at length 1."""
-    pool = HypothesisPool(3, length_penalty, early_stopping, MAX_LENGTH)
+    pool = new_pool(3, options.pop("length_penalty", 0.0), **options)
     for node, score in enumerate(scores):
-        assert pool.add(score, 1, node) is None
+        assert pool.add(score, 1, TOKEN, node) is None
     return pool
 
 
-def test_score_is_the_sum_over_the_penalised_length() -> None:
-    pool = pool_of([], length_penalty=2.0)
-    pool.add(-8.0, 4, 0)
-    assert pool.best(1)[0] == (-0.5, -8.0, 4, 0)
+@every_kind
+def test_best_hypotheses_come_first(new_pool: PoolOf) -> None:
+    assert [finished.node for finished in pool_of([-2.0, -1.0, -3.0], new_pool).best(2)] == [1, 0]
 
 
-def test_best_hypotheses_come_first() -> None:
-    assert [finished.node for finished in pool_of([-2.0, -1.0, -3.0]).best(2)] == [1, 0]
-
-
-def test_full_pool_gives_up_its_worst() -> None:
-    pool = pool_of([-2.0, -3.0, -1.0])
-    assert pool.add(-2.5, 1, 3) == 1
+@every_kind
+def test_full_pool_gives_up_its_worst(new_pool: PoolOf) -> None:
+    pool = pool_of([-2.0, -3.0, -1.0], new_pool)
+    assert pool.add(-2.5, 1, TOKEN, 3) == 1
     assert [finished.node for finished in pool.best(3)] == [2, 0, 3]
 
 
-def test_newcomer_worse_than_a_full_pool_is_given_up() -> None:
-    assert pool_of([-2.0, -3.0, -1.0]).add(-4.0, 1, 3) == 3
+@every_kind
+def test_newcomer_worse_than_a_full_pool_is_given_up(new_pool: PoolOf) -> None:
+    assert pool_of([-2.0, -3.0, -1.0], new_pool).add(-4.0, 1, TOKEN, 3) == 3
 
 
-def test_tie_goes_to_the_earlier_hypothesis() -> None:
-    pool = pool_of([-1.0, -1.0, -1.0])
-    assert pool.add(-1.0, 1, 3) == 3
+@every_kind
+def test_tie_goes_to_the_earlier_hypothesis(new_pool: PoolOf) -> None:
+    pool = pool_of([-1.0, -1.0, -1.0], new_pool)
+    assert pool.add(-1.0, 1, TOKEN, 3) == 3
     assert [finished.node for finished in pool.best(3)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 def test_pool_with_room_is_never_settled(early_stopping: EarlyStopping) -> None:
-    assert not pool_of([-1.0, -2.0], early_stopping).is_settled(-1000.0, 9)
+    assert not pool_of([-1.0, -2.0], early_stopping=early_stopping).is_settled(-1000.0, 9)
+    assert not pool_of([-1.0, -2.0], vllm_pool).is_settled(-1000.0, 9)
 
 
 @pytest.mark.parametrize(("early_stopping", "settled"), [(False, False), (True, True), ("never", False)])
 def test_only_early_stopping_ignores_a_better_running_beam(early_stopping: EarlyStopping, settled: bool) -> None:
-    assert pool_of([-1.0, -2.0, -3.0], early_stopping).is_settled(-2.5, 9) == settled
+    assert pool_of([-1.0, -2.0, -3.0], early_stopping=early_stopping).is_settled(-2.5, 9) == settled
 
 
-def test_running_beam_that_equals_the_worst_cannot_enter() -> None:
-    assert pool_of([-1.0, -2.0, -3.0]).is_settled(-3.0, 9)
+@every_kind
+def test_running_beam_that_equals_the_worst_cannot_enter(new_pool: PoolOf) -> None:
+    assert pool_of([-1.0, -2.0, -3.0], new_pool).is_settled(-3.0, 9)
 
 
 @pytest.mark.parametrize(("early_stopping", "settled"), [(False, True), ("never", False)])
 def test_never_judges_by_the_longest_possible(early_stopping: EarlyStopping, settled: bool) -> None:
-    pool = pool_of([-1.0, -1.0, -1.0], early_stopping, length_penalty=1.0)
+    pool = pool_of([-1.0, -1.0, -1.0], early_stopping=early_stopping, length_penalty=1.0)
     assert pool.is_settled(-10.0, 9) == settled
     assert pool.is_settled(-1.0 * MAX_LENGTH, 9)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,6 +26,7 @@ class Token(NamedTuple):
     serial: int
     token: int
     logprob: float
+    note: object
 
 
 class ModelledTrie:
@@ -38,9 +41,9 @@ class ModelledTrie:
         self.num_tokens = 0
         self.most_nodes = 0
 
-    def new_token(self) -> Token:
+    def new_token(self, note: object) -> Token:
         self.num_tokens += 1
-        return Token(self.num_tokens, self.choose.randrange(5), -self.choose.randrange(512) / 64)
+        return Token(self.num_tokens, self.choose.randrange(5), -self.choose.randrange(512) / 64, note)
 
     def live(self) -> set[Token]:
         return {token for history in (*self.rows, *self.kept.values()) for token in history}
@@ -48,16 +51,18 @@ class ModelledTrie:
     def advance(self) -> None:
         width = self.width if self.choose.random() < 0.9 else self.choose.randint(1, 2 * self.width)
         parents = [self.choose.randrange(len(self.rows)) for _ in range(width)]
-        new = [self.new_token() for _ in parents]
+        notes = [f"step {self.num_tokens}, row {row}" for row in range(len(self.rows))]
+        notes = self.choose.choice([notes, None])
+        new = [self.new_token(notes and notes[parent]) for parent in parents]
         before = self.live()
         self.rows = [[*self.rows[parent], token] for parent, token in zip(parents, new, strict=True)]
         self.most_nodes = max(self.most_nodes, len(before) + width)
-        self.trie.advance(parents, [token.token for token in new], [total_logprob(row) for row in self.rows])
+        self.trie.advance(parents, [token.token for token in new], [total_logprob(row) for row in self.rows], notes)
 
     def finish(self) -> None:
         row = self.choose.randrange(len(self.rows))
-        history = [*self.rows[row], self.new_token()]
-        node = self.trie.finish(row, history[-1].token, total_logprob(history))
+        history = [*self.rows[row], self.new_token(self.choose.choice([None, "finished"]))]
+        node = self.trie.finish(row, history[-1].token, total_logprob(history), history[-1].note)
         assert node not in self.kept
         self.kept[node] = history
         self.most_nodes = max(self.most_nodes, len(self.live()))
@@ -83,6 +88,7 @@ class ModelledTrie:
     def check_reads_back(self, node: int, history: list[Token]) -> None:
         assert self.trie.tokens(node) == [token.token for token in history]
         assert self.trie.token_logprobs(node) == [token.logprob for token in history]
+        assert self.trie.notes(node) == [token.note for token in history]
 
     def end(self) -> None:
         for node, history in [*zip(self.trie.rows, self.rows, strict=True), *self.kept.items()]:
@@ -150,6 +156,42 @@ def test_dropped_node_is_the_next_one_used() -> None:
     node = trie.finish(0, 9, -4.0)
     trie.drop(node)
     assert trie.finish(1, 8, -5.0) == node
+
+
+def test_notes_come_from_the_parent_rows_and_are_none_without() -> None:
+    trie = three_rows()
+    trie.advance([2, 2, 0], [4, 5, 6], [-4.0, -5.0, -6.0], ["first", "second", "third"])
+    assert [trie.notes(row) for row in trie.rows] == [[None, "third"], [None, "third"], [None, "first"]]
+    assert trie.notes(trie.finish(1, 9, -7.0, "end")) == [None, "third", "end"]
+    assert trie.notes(trie.finish(1, 9, -7.0)) == [None, "third", None]
+
+
+def test_reused_node_does_not_carry_the_note_of_the_one_before() -> None:
+    trie = three_rows()
+    node = trie.finish(0, 9, -4.0, "old")
+    trie.drop(node)
+    assert trie.finish(1, 8, -5.0) == node
+    assert trie.notes(node) == [None, None]
+
+
+class Note:
+    """Something that can be seen to go away."""
+
+
+def test_note_goes_with_the_last_node_that_carries_it() -> None:
+    trie = three_rows()
+    of_step, of_end = Note(), Note()
+    trie.advance([0, 0, 1], [4, 5, 6], [-4.0, -5.0, -6.0], [of_step, None, None])
+    node = trie.finish(1, 9, -7.0, of_end)
+    seen_step, seen_end = weakref.ref(of_step), weakref.ref(of_end)
+    del of_step, of_end
+    trie.advance([2, 2, 2], [7, 8, 9], [-7.0, -8.0, -9.0])
+    gc.collect()
+    assert None not in (seen_step(), seen_end())
+    assert trie.notes(node) == [None, seen_step(), seen_end()]
+    trie.drop(node)
+    gc.collect()
+    assert (seen_step(), seen_end()) == (None, None)
 
 
 def three_rows() -> HypothesisTrie:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
+from vllm_trie.messages import SelectRules
 from vllm_trie.params import BeamParams
 from vllm_trie.search.step import Step
-from vllm_trie.search.stopping import HypothesisPool, StopRules
+from vllm_trie.search.stopping import HfPool, HypothesisPool, StopRules, VllmPool
 from vllm_trie.trie.hypotheses import HypothesisTrie
 
 
@@ -15,7 +18,8 @@ class Hypothesis(NamedTuple):
 
     token_ids: list[int]
     token_logprobs: list[float]
-    stopped_by: int | None  # the stop token it ends in; None if it ran out of length
+    stopped_by: int | None  # the stop token it ends in; None if it ran out of length or into a stop string
+    tops: list[tuple[np.ndarray, np.ndarray]] | None  # for each token: the best at its place, and their logprobs
 
 
 class BeamGroup:
@@ -25,58 +29,96 @@ class BeamGroup:
         request_id: The request that stands for the group in vLLM's scheduler.
         params: Its beam options.
         rules: What ends a hypothesis.
+        prompt_length: Tokens of its prompt.
+        select_rules: How the worker selects, in any step.
+        is_offline: `LLM.beam_search` asks. Under semantics="vllm" it differs from vLLM's server in one
+            point: it compares running beams by their final scores, which leave an ignored EOS uncounted.
     """
 
-    def __init__(self, request_id: str, params: BeamParams, rules: StopRules) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        params: BeamParams,
+        rules: StopRules,
+        prompt_length: int,
+        select_rules: SelectRules,
+        is_offline: bool = False,
+    ) -> None:
         self.request_id = request_id
         self.params = params
         self.rules = rules
+        self.prompt_length = prompt_length
+        self._select_rules = select_rules
+        self._is_offline = is_offline
         self.restart()
 
     @property
     def width(self) -> int:
         return self.params.beam_width
 
-    @property
-    def masks_stops(self) -> bool:
-        """Whether the next token may not be a stop token."""
-        return self.length < self.rules.min_length
-
     def restart(self) -> None:
         """Forget the search; it will find the same again from the prompt."""
         self.length = 0  # tokens every running beam has generated
         self.hypotheses = HypothesisTrie()
-        # One beam is greedy search: `generate(num_beams=1)` stops at the first stop token, whatever the options.
-        early_stopping = True if self.width == 1 else self.params.early_stopping
-        self.pool = HypothesisPool(self.width, self.params.length_penalty, early_stopping, self.rules.max_length)
+        self.pool = self._new_pool()
+
+    def next_rules(self) -> SelectRules:
+        """How the worker selects in the next step."""
+        length = self.length + 1
+        return self._select_rules._replace(
+            masks_stops=length <= self.rules.min_length,
+            is_last=length == self.rules.max_length,
+            handicap=self._handicap(length),
+        )
 
     def advance(self, step: Step) -> bool:
         """Replay what the worker decided in one step. Returns whether the search is over."""
         self.length += 1
-        at_end = self.length == self.rules.max_length
-        parents, tokens, scores = (field.tolist() for field in step.candidates)
-        for rank in range(self.width) if at_end else step.finished.nonzero()[0]:
-            self._finish(parents[rank], tokens[rank], scores[rank])
-        if at_end or self.pool.is_settled(float(step.scores.max()), self.length):
+        tops = None if step.tops is None else [(t.copy(), lp.copy()) for t, lp in zip(*step.tops, strict=True)]
+        for parent, token, score in zip(*(field.tolist() for field in step.finished), strict=True):
+            if score > -np.inf:
+                node = self.hypotheses.finish(parent, token, score, tops and tops[parent])
+                outdone = self.pool.add(score, self.length, token, node)
+                if outdone is not None:
+                    self.hypotheses.drop(outdone)
+        best = float(step.scores.max())
+        if self.length == self.rules.max_length or best == -np.inf or self.pool.is_settled(best, self.length):
             return True
-        self.hypotheses.advance(step.parents.tolist(), step.tokens.tolist(), step.scores.tolist())
+        self.hypotheses.advance(step.parents.tolist(), step.tokens.tolist(), step.scores.tolist(), tops)
         return False
 
     def best(self, count: int) -> list[Hypothesis]:
-        """The best `count` finished hypotheses, best first."""
-        hypotheses = []
-        for finished in self.pool.best(count):
-            tokens = self.hypotheses.tokens(finished.node)
-            stopped_by = tokens[-1] if tokens[-1] in self.rules.stop_token_ids else None
-            hypotheses.append(Hypothesis(tokens, self.hypotheses.token_logprobs(finished.node), stopped_by))
-        return hypotheses
+        """The best `count` finished hypotheses, best first; fewer if there are fewer."""
+        return [self._hypothesis(finished.node) for finished in self.pool.best(count)]
 
     def check_invariants(self) -> None:
         self.hypotheses.check_invariants()
         assert self.length == 0 or len(self.hypotheses.rows) in (1, self.width)
 
-    def _finish(self, parent: int, token: int, score: float) -> None:
-        node = self.hypotheses.finish(parent, token, score)
-        outdone = self.pool.add(score, self.length, node)
-        if outdone is not None:
-            self.hypotheses.drop(outdone)
+    def _hypothesis(self, node: int) -> Hypothesis:
+        tokens = self.hypotheses.tokens(node)
+        stopped_by = tokens[-1] if tokens[-1] in self.rules.stop_token_ids else None
+        tops = self.hypotheses.notes(node) if self._select_rules.num_logprobs is not None else None
+        return Hypothesis(tokens, self.hypotheses.token_logprobs(node), stopped_by, tops)
+
+    def _new_pool(self) -> HypothesisPool:
+        penalty, max_length = self.params.length_penalty, self.rules.max_length
+        if self.params.semantics == "vllm":
+            return VllmPool(self.width, penalty, max_length, self.prompt_length, self._uncounted)
+        # One beam is greedy search: `generate(num_beams=1)` stops at the first stop token, whatever the options.
+        early_stopping = True if self.width == 1 else self.params.early_stopping
+        return HfPool(self.width, penalty, max_length, early_stopping)
+
+    @property
+    def _uncounted(self) -> frozenset[int]:
+        eos = self.rules.eos_token_id
+        return frozenset(self.rules.stop_token_ids) | (frozenset() if eos is None else {eos})
+
+    def _handicap(self, length: int) -> tuple[int, float] | None:
+        """By what factor the score of a beam that goes on after an ignored EOS differs."""
+        eos = self.rules.eos_token_id
+        if not self._is_offline or eos is None or eos in self.rules.stop_token_ids:
+            return None
+        counted = self.prompt_length + length
+        factor = (counted / max(counted - 1, 1)) ** self.params.length_penalty
+        return (eos, factor) if factor != 1.0 else None

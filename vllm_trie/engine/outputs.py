@@ -7,10 +7,11 @@ search is over, and be aborted one by one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
@@ -94,10 +95,19 @@ class Mailbox:
         """Send a request back that cannot become part of a group."""
         self._send(request, error_output(message))
 
-    def post(self, group_id: str, outputs: list[EngineCoreOutput]) -> None:
-        """A search is over: send its n outputs, to late addresses when they arrive."""
+    def post(self, group_id: str, outputs: list[EngineCoreOutput], stock: EngineCoreOutput | None = None) -> None:
+        """A search is over: send its n outputs, to late addresses when they arrive.
+
+        Args:
+            stock: What vLLM made for the group's own request. Its timing goes with all outputs, what is
+                counted (the prompt, preemptions) with the last, from which vLLM makes the user's output.
+        """
         delivery = self._deliveries_by_group[group_id]
         delivery.outputs = outputs
+        if stock is not None:
+            for output in outputs:
+                output.events = [e for e in stock.events or () if e.type is not EngineCoreEventType.PREEMPTED]
+            outputs[-1].events, outputs[-1].prefill_stats = stock.events, stock.prefill_stats
         self._send_outputs(delivery)
 
     def post_error(self, group_id: str, message: str) -> None:
@@ -134,26 +144,30 @@ class Mailbox:
         del self._deliveries_by_group[delivery.group_id]
 
 
-def hypothesis_output(
-    hypothesis: Hypothesis, eos_token_id: int | None, with_logprobs: bool, like: EngineCoreOutput
-) -> EngineCoreOutput:
+def hypothesis_output(hypothesis: Hypothesis, eos_token_id: int | None, num_logprobs: int | None) -> EngineCoreOutput:
     """One finished hypothesis as vLLM's front end expects it, not addressed yet.
 
     Args:
         hypothesis: What to return.
         eos_token_id: The stop token that vLLM does not report as a stop reason.
-        with_logprobs: Whether the user asked for the log-probability of each token.
-        like: What vLLM made for the group's own request: timing events and prefill statistics.
+        num_logprobs: How many alternatives to each token the user asked for; None: not even its own
+            log-probability.
     """
     stopped_by = hypothesis.stopped_by
     return EngineCoreOutput(
         request_id="",
         new_token_ids=hypothesis.token_ids,
-        new_logprobs=_logprobs(hypothesis, with_logprobs),
+        new_logprobs=_sum_alone(hypothesis) if num_logprobs is None else _logprobs(hypothesis, num_logprobs),
+        # Where a stop string ended it, the front end finds that string in the text, and says so.
         finish_reason=FinishReason.LENGTH if stopped_by is None else FinishReason.STOP,
         stop_reason=None if stopped_by == eos_token_id else stopped_by,
-        events=like.events,
-        prefill_stats=like.prefill_stats,
+    )
+
+
+def no_hypothesis_output() -> EngineCoreOutput:
+    """What stands for a hypothesis that does not exist, where bans leave fewer than the user asked for."""
+    return EngineCoreOutput(
+        request_id="", new_token_ids=[], finish_reason=FinishReason.STOP, stop_reason="no further hypothesis"
     )
 
 
@@ -162,17 +176,32 @@ def error_output(message: str) -> EngineCoreOutput:
     return EngineCoreOutput(request_id="", new_token_ids=[], finish_reason=FinishReason.ERROR, stop_reason=message)
 
 
-def _logprobs(hypothesis: Hypothesis, with_tokens: bool) -> LogprobsLists:
-    """The log-probability of each token taken, or only their sum (see `entrypoints.logprobs`).
+def _sum_alone(hypothesis: Hypothesis) -> LogprobsLists:
+    """The sum of the log-probabilities (see `entrypoints.logprobs`)."""
+    nothing = np.zeros((0, 0), dtype=np.int32)
+    return LogprobsLists(nothing, np.array([[sum(hypothesis.token_logprobs)]]), nothing)
 
-    A token's rank in the vocabulary is not known: 0.
-    """
-    if not with_tokens:
-        nothing = np.zeros((0, 0), dtype=np.int32)
-        return LogprobsLists(nothing, np.array([[sum(hypothesis.token_logprobs)]]), nothing)
-    count = len(hypothesis.token_ids)
+
+def _logprobs(hypothesis: Hypothesis, num_logprobs: int) -> LogprobsLists:
+    """Of each token: its own log-probability first, then those of the best at its place, and its rank there."""
+    assert hypothesis.tops is not None
+    tokens = np.array(hypothesis.token_ids, dtype=np.int32)[:, None]
+    logprobs = np.array(hypothesis.token_logprobs, dtype=np.float32)[:, None]
+    top_tokens, top_logprobs = (_padded(field) for field in zip(*hypothesis.tops, strict=True))
+    is_token = top_tokens == tokens
+    found = is_token.any(axis=1)
+    logprobs[found, 0] = top_logprobs[is_token]  # exact, where the difference of two sums is rounded
+    ranks = np.where(found, is_token.argmax(axis=1), top_tokens.shape[1]) + 1
     return LogprobsLists(
-        np.array(hypothesis.token_ids, dtype=np.int32).reshape(count, 1),
-        np.array(hypothesis.token_logprobs).reshape(count, 1),
-        np.zeros(count, dtype=np.int32),
+        np.concatenate([tokens, top_tokens[:, :num_logprobs]], axis=1),
+        np.concatenate([logprobs, top_logprobs[:, :num_logprobs]], axis=1),
+        ranks.astype(np.int32),
     )
+
+
+def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Rows of a matrix: a step that ranked further than others reports more."""
+    matrix = np.full((len(rows), max(map(len, rows))), -1, dtype=rows[0].dtype)
+    for to, row in zip(matrix, rows, strict=True):
+        to[: len(row)] = row
+    return matrix

@@ -16,9 +16,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_trie.config import TrieBeamConfig
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
-from vllm_trie.engine.outputs import Mailbox, hypothesis_output
-from vllm_trie.messages import GroupStep, attach_group_steps, group_results
-from vllm_trie.params import TICKET, BeamParams, GroupTicket, stop_tokens
+from vllm_trie.engine.outputs import Mailbox, hypothesis_output, no_hypothesis_output
+from vllm_trie.messages import GroupStep, SelectRules, attach_group_steps, group_results
+from vllm_trie.params import TICKET, BeamParams, GroupTicket, is_controlled, stop_tokens
 from vllm_trie.patching import Patch
 from vllm_trie.search.step import Step
 from vllm_trie.search.stopping import StopRules
@@ -66,11 +66,14 @@ class BeamScheduler(Scheduler):
             super().add_request(request)
         elif TICKET not in extra_args:
             self.mailbox.refuse(request, "the front end let this beam request through without checking it")
-        elif self.mailbox.register(GroupTicket(**extra_args[TICKET]), request):
-            self._open_group(request, params)
+        else:
+            ticket = GroupTicket(**extra_args[TICKET])
+            if self.mailbox.register(ticket, request):
+                self._open_group(request, params, ticket)
 
-    def _open_group(self, request: Request, params: BeamParams) -> None:
-        assert request.sampling_params is not None
+    def _open_group(self, request: Request, params: BeamParams, ticket: GroupTicket) -> None:
+        sampling_params = request.sampling_params
+        assert sampling_params is not None
         width = params.beam_width
         needed = blocks_to_start(request.num_prompt_tokens, width, self.kv_cache_manager.block_size)
         usable = self.kv_cache_manager.num_usable_blocks
@@ -82,13 +85,25 @@ class BeamScheduler(Scheduler):
             )
             return
         rules = StopRules(
-            stop_tokens(request.sampling_params),
-            request.sampling_params.eos_token_id,
-            request.sampling_params.min_tokens,
+            stop_tokens(sampling_params),
+            ticket.eos_token_id,
+            tuple(sampling_params.stop or ()),
+            sampling_params.min_tokens,
             min(request.max_tokens, self.max_model_len - request.num_prompt_tokens),
         )
+        select_rules = SelectRules(
+            width,
+            params.semantics,
+            rules.stop_token_ids,
+            rules.stop_strings,
+            sampling_params.skip_special_tokens,
+            sampling_params.logprobs,
+            is_controlled(sampling_params),
+        )
         request._block_hasher = None  # the prompt is hashed already; what follows is no row's history
-        self.groups[request.request_id] = BeamGroup(request.request_id, params, rules)
+        self.groups[request.request_id] = BeamGroup(
+            request.request_id, params, rules, request.num_prompt_tokens, select_rules, ticket.is_offline
+        )
         self.kv_cache_manager.open_group(request, width)
         super().add_request(request)
 
@@ -141,9 +156,7 @@ class BeamScheduler(Scheduler):
         for group_id, group in self.groups.items():
             if group_id not in output.num_scheduled_tokens:
                 continue
-            step = GroupStep(
-                group.width, group.rules.stop_token_ids, self._is_decoding(self.requests[group_id]), group.masks_stops
-            )
+            step = GroupStep(group.next_rules(), selects=self._is_decoding(self.requests[group_id]))
             if update := self.kv_cache_manager.take_update(group_id):
                 step.decodes, step.rows, step.new_blocks = True, update.rows, update.new_blocks
             steps[group_id] = step
@@ -236,9 +249,13 @@ class BeamScheduler(Scheduler):
         """Replace the empty output that vLLM made for the group's request by the group's hypotheses."""
         assert request.sampling_params is not None
         stock = self._take_output(group.request_id, outputs)
-        best = group.best(self.mailbox.num_outputs(group.request_id))
-        eos_token_id, with_logprobs = group.rules.eos_token_id, request.sampling_params.logprobs is not None
-        self.mailbox.post(group.request_id, [hypothesis_output(h, eos_token_id, with_logprobs, stock) for h in best])
+        num_outputs = self.mailbox.num_outputs(group.request_id)
+        outputs_of_best = [
+            hypothesis_output(hypothesis, group.rules.eos_token_id, request.sampling_params.logprobs)
+            for hypothesis in group.best(num_outputs)
+        ]
+        missing = [no_hypothesis_output() for _ in range(num_outputs - len(outputs_of_best))]
+        self.mailbox.post(group.request_id, [*outputs_of_best, *missing], stock)
         self._close_group(group.request_id)
 
     @staticmethod

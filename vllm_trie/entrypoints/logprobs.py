@@ -1,7 +1,9 @@
-"""Fill `cumulative_logprob` of beam hypotheses whose request did not ask for log-probabilities.
+"""Take up the log-probabilities of a whole hypothesis at once.
 
-vLLM adds them up only where it also decodes every token for `logprobs`, which costs a tenth of a
-short search. The engine therefore sends the sum alone: log-probabilities without token ids.
+vLLM fills `cumulative_logprob` only where it also decodes every token for `logprobs`, which costs a
+tenth of a short search. For requests that did not ask for log-probabilities the engine therefore
+sends the sum alone: log-probabilities without token ids. `LLM.beam_search` returns so many of them
+that vLLM's loop over each would cost more than the search.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import numpy as np
+from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
@@ -28,7 +32,24 @@ def _accepting_sums(original: Callable[..., None]) -> Callable[..., None]:
     def update_sample_logprobs(self: LogprobsProcessor, logprobs_lists: LogprobsLists) -> None:
         if logprobs_lists.logprob_token_ids.size == 0:
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + float(logprobs_lists.logprobs.sum())
+        elif isinstance(self.logprobs, FlatLogprobs) and self.tokenizer is None:
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + float(logprobs_lists.logprobs[:, 0].sum())
+            _extend(self.logprobs, logprobs_lists)
         else:
             original(self, logprobs_lists)
 
     return update_sample_logprobs
+
+
+def _extend(flat: FlatLogprobs, new: LogprobsLists) -> None:
+    """What `FlatLogprobs.append_fast` does token by token: the token itself first, then the best, by rank."""
+    count, per_token = new.logprob_token_ids.shape
+    ranks = np.tile(np.arange(per_token), (count, 1))
+    ranks[:, 0] = new.sampled_token_ranks
+    starts = len(flat.logprobs) + per_token * np.arange(count)
+    flat.start_indices += starts.tolist()
+    flat.end_indices += (starts + per_token).tolist()
+    flat.token_ids += new.logprob_token_ids.ravel().tolist()
+    flat.logprobs += new.logprobs.ravel().tolist()
+    flat.ranks += ranks.ravel().tolist()
+    flat.decoded_tokens += [None] * ranks.size

@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from vllm.sampling_params import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils import random_uuid
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
+from vllm_trie.config import TrieBeamConfig
 from vllm_trie.params import TICKET, BeamParams, EngineLimits, GroupTicket, validate
 from vllm_trie.patching import Patch, installed_vllm, record_of
-from vllm_trie.plugin import SCHEDULER
+from vllm_trie.plugin import has_beams, why_without_beams
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+class BeamRequestError(VLLMValidationError, ValueError):
+    """A request that beam search refuses: a ValueError offline, a 400 from the server."""
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Make every ValueError of the block a refusal of the request."""
+    try:
+        yield
+    except ValueError as error:
+        raise BeamRequestError(str(error)) from None
+
+
+FROM_LLM_BEAM_SEARCH = "trie_beam_from_llm"  # in `extra_args`: True, which no client of a server can send
 
 process_inputs = Patch("vllm.v1.engine.input_processor:InputProcessor", "process_inputs")
 
@@ -38,21 +57,28 @@ def _checking(original: Callable[..., EngineCoreRequest]) -> Callable[..., Engin
     def process_inputs(
         self: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> EngineCoreRequest:
-        beam = BeamParams.from_extra_args(params.extra_args) if isinstance(params, SamplingParams) else None
-        if beam is not None and self.vllm_config.scheduler_config.scheduler_cls != SCHEDULER:
-            raise ValueError(
-                f"beam_width={beam.beam_width} on an engine without beam search; "
-                f'start it with additional_config={{"trie_beam": {{}}}}'
-            )
+        with refusing():
+            beam = _beam_params(params, self.vllm_config) if isinstance(params, SamplingParams) else None
         request = original(self, request_id, prompt, params, *args, **kwargs)
         if beam is not None:
-            _prepare(request, beam, self.vllm_config)
+            with refusing():
+                _prepare(request, beam, params.stop_token_ids, self)
         return request
 
     return process_inputs
 
 
-def _prepare(request: EngineCoreRequest, beam: BeamParams, vllm_config: VllmConfig) -> None:
+def _beam_params(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | None:
+    semantics = TrieBeamConfig.from_additional_config(vllm_config.additional_config).semantics
+    beam = BeamParams.from_extra_args(params.extra_args, semantics)
+    if beam is not None and not has_beams(vllm_config):
+        raise ValueError(f"beam_width={beam.beam_width} {why_without_beams(vllm_config)}")
+    return beam
+
+
+def _prepare(
+    request: EngineCoreRequest, beam: BeamParams, own_stop_token_ids: list[int] | None, processor: InputProcessor
+) -> None:
     """Refuse what beam search cannot do for this request, and give it its ticket."""
     params = request.sampling_params
     assert params is not None
@@ -64,9 +90,19 @@ def _prepare(request: EngineCoreRequest, beam: BeamParams, vllm_config: VllmConf
         raise ValueError("beam_width does not work with a LoRA adapter; leave out lora_request")
     if request.resumable:
         raise ValueError("beam_width does not work with streaming input; send the prompt in one piece")
-    validate(params, beam, len(request.prompt_token_ids), engine_limits(vllm_config))
-    ticket = GroupTicket(key=random_uuid(), n=params.n)
-    params.extra_args = {**(params.extra_args or {}), TICKET: asdict(ticket)}
+    if params.output_kind is RequestOutputKind.DELTA:
+        raise ValueError("beam_width does not work with stream=true: hypotheses are known when the search is over")
+    if params.stop and processor.tokenizer is None:
+        raise ValueError("stop strings need a tokenizer; start the engine without skip_tokenizer_init")
+    if beam.semantics == "vllm":  # stops at the tokenizer's EOS only, whatever generation_config.json adds
+        params.stop_token_ids = list(own_stop_token_ids or ())
+    validate(params, beam, len(request.prompt_token_ids), engine_limits(processor.vllm_config))
+    extra_args = dict(params.extra_args or {})
+    offline = extra_args.pop(FROM_LLM_BEAM_SEARCH, None) is True
+    if offline:  # as many as vLLM's own loop returns, whatever max_logprobs allows
+        params.logprobs = 2 * beam.beam_width
+    ticket = GroupTicket(random_uuid(), params.n, processor.renderer.get_eos_token_id(), offline)
+    params.extra_args = {**extra_args, "semantics": beam.semantics, TICKET: asdict(ticket)}
 
 
 def engine_limits(vllm_config: VllmConfig) -> EngineLimits:
@@ -78,4 +114,5 @@ def engine_limits(vllm_config: VllmConfig) -> EngineLimits:
         vocab_size=vllm_config.model_config.get_vocab_size(),
         block_size=cache.block_size,
         num_blocks=cache.num_gpu_blocks - 1 if cache.num_gpu_blocks else None,
+        max_beam_width=TrieBeamConfig.from_additional_config(vllm_config.additional_config).max_beam_width,
     )

@@ -3,16 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_trie.search.step import Candidates
+from vllm_trie.search.step import Candidates, Tops
+
+
+class Ranking(NamedTuple):
+    """The best continuations of each group, and of each of its rows by itself."""
+
+    candidates: Candidates  # [G, K]
+    logprobs: torch.Tensor  # [G, r, V] float32, masked
+    row_logprobs: torch.Tensor  # [G, r, M], best first; M > K unless the vocabulary is smaller
+    row_tokens: torch.Tensor  # [G, r, M]
+
+    def tops(self, group: int, count: int) -> Tops:
+        """The best `count` continuations of each row of one group."""
+        return Tops(
+            self.row_tokens[group, :, :count].cpu().numpy().astype(np.int32),
+            self.row_logprobs[group, :, :count].cpu().numpy(),
+        )
+
+    def proposals(self, token_ids: Sequence[int], scores: torch.Tensor, count: int) -> tuple[Candidates, np.ndarray]:
+        """Each row's own continuation by each of `token_ids`, by row and token.
+
+        Args:
+            scores: [G, r], the rows' own.
+            count: How many continuations of a row count as its best.
+
+        Returns:
+            Candidates [G, r * tokens], and which of them are among their row's best, as bools.
+        """
+        num_groups, num_rows, _ = self.logprobs.shape
+        logprobs = self.logprobs[..., list(token_ids)]
+        worst = self.row_logprobs[..., min(count, self.row_logprobs.shape[-1]) - 1]
+        is_top = (logprobs >= worst[..., None]) & (logprobs > float("-inf"))
+        parents = np.repeat(np.arange(num_rows), len(token_ids))
+        tokens = np.tile(np.array(token_ids, dtype=np.int64), num_rows)
+        shape = (num_groups, num_rows * len(token_ids))
+        candidates = Candidates(
+            np.broadcast_to(parents, shape),
+            np.broadcast_to(tokens, shape),
+            (logprobs + scores[..., None]).flatten(1).cpu().numpy(),
+        )
+        return candidates, is_top.flatten(1).cpu().numpy()
 
 
 def rank_candidates(
-    logits: torch.Tensor, scores: torch.Tensor, count: int, masked_token_ids: Sequence[int] = ()
-) -> Candidates:
+    logits: torch.Tensor, scores: torch.Tensor, count: int, masked_token_ids: Sequence[int] = (), row_count: int = 0
+) -> Ranking:
     """The best `count` continuations of each group by cumulative log-probability.
 
     Log-softmax in float32, then the mask (which does not renormalise, as in transformers), then the
@@ -25,29 +66,28 @@ def rank_candidates(
         scores: [G, r] float32, cumulative log-probability of each row.
         count: K, at most r * V.
         masked_token_ids: Tokens that no row may take.
-
-    Returns:
-        Candidates of shape [G, K].
+        row_count: Continuations of each row that are wanted in any case.
     """
     vocab_size = logits.shape[-1]
     logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     if masked_token_ids:
         logprobs[..., list(masked_token_ids)] = float("-inf")
 
-    per_row = min(count + 1, vocab_size)
+    per_row = min(max(count + 1, row_count), vocab_size)
     row_best, row_tokens = logprobs.topk(per_row, dim=-1)
-    row_best += scores[..., None]
-    best, index = row_best.flatten(1).topk(min(count + 1, row_best[0].numel()), dim=-1)
+    total = row_best + scores[..., None]
+    best, index = total.flatten(1).topk(min(count + 1, total[0].numel()), dim=-1)
     tokens = row_tokens.flatten(1).gather(1, index)
     parents = index // per_row
 
     ranked = Candidates(*(field[:, :count].cpu().numpy() for field in (parents, tokens, best)))
     if best.shape[1] > count:
-        for group in (best[:, count] == best[:, count - 1]).nonzero().flatten().tolist():
+        last, next_best = best[:, count - 1], best[:, count]
+        for group in ((last == next_best) & (last > float("-inf"))).nonzero().flatten().tolist():
             exact = _rank_exhaustively(logprobs[group] + scores[group, :, None], count)
             for field, values in zip(ranked, exact, strict=True):
                 field[group] = values
-    return _in_total_order(ranked, vocab_size)
+    return Ranking(_in_total_order(ranked, vocab_size), logprobs, row_best, row_tokens)
 
 
 def _rank_exhaustively(total: torch.Tensor, count: int) -> Candidates:

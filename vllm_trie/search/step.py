@@ -1,7 +1,7 @@
 """One step of beam search: from ranked candidates to the rows of the next step.
 
 Everything here works on G groups of equal width at once and loops over neither candidates nor
-vocabulary. Source of the rules: transformers 5.19 `GenerationMixin._beam_search`.
+vocabulary. There is one step function per `semantics`: what they share is `settle`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,33 @@ class Candidates(NamedTuple):
     tokens: np.ndarray
     scores: np.ndarray  # float32, cumulative log-probability
 
+    def take(self, groups: np.ndarray, index: np.ndarray) -> Candidates:
+        """Those at `index` [G, k] of each group."""
+        return Candidates(*(field[groups, index] for field in self))
+
+
+class Tops(NamedTuple):
+    """The best k continuations of each row by themselves, best first. Shapes [r, k]."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray  # float32
+
 
 class Step(NamedTuple):
-    """What one step decided. Shapes [G, b], or [b] for a single group."""
+    """What one step decided. Shapes [G, b] and [G, F], or [b] and [F] for a single group."""
 
     parents: np.ndarray  # by slot: the slot whose beam this slot continues
     tokens: np.ndarray  # by slot
-    scores: np.ndarray  # by slot, float32
-    candidates: Candidates  # the best b candidates, finished or not, in rank order
-    finished: np.ndarray  # bool: which of `candidates` end in a stop token
+    scores: np.ndarray  # by slot, float32; -inf where fewer than b continuations exist
+    finished: Candidates  # hypotheses that end here, in the order in which they are kept on equal scores
+    is_finished: np.ndarray  # bool: which of `finished` are meant; all, for a single group
+    tops: Tops | None = None  # by parent, for a single group that asked for log-probabilities
 
-    def group(self, index: int) -> Step:
+    def group(self, index: int, tops: Tops | None = None) -> Step:
         """The step of one group out of G."""
-        candidates = Candidates(*(field[index] for field in self.candidates))
-        return Step(self.parents[index], self.tokens[index], self.scores[index], candidates, self.finished[index])
+        chosen = self.is_finished[index]
+        finished = Candidates(*(field[index][chosen] for field in self.finished))
+        return Step(self.parents[index], self.tokens[index], self.scores[index], finished, chosen[chosen], tops)
 
 
 def num_candidates(width: int, num_stop_tokens: int) -> int:
@@ -46,28 +59,79 @@ def num_candidates(width: int, num_stop_tokens: int) -> int:
     return max(2, 1 + num_stop_tokens) * width
 
 
-def beam_step(candidates: Candidates, width: int, stop_token_ids: tuple[int, ...]) -> Step:
-    """Split ranked candidates into the next b beams and those that finish.
+def hf_step(candidates: Candidates, stops: np.ndarray, width: int, is_last: bool) -> Step:
+    """Split ranked candidates into the next b beams and those that finish, as transformers does.
 
-    A candidate finishes if it ends in a stop token and ranks among the best `width`; the first
-    `width` others live on. Their slots come from `assign_slots`.
+    A candidate finishes if it stops and ranks among the best `width`; in the last step all of these
+    do. The first `width` others live on. Source: transformers 5.19 `GenerationMixin._beam_search`.
 
     Args:
-        candidates: [G, K] in total order, K >= `num_candidates(width, len(stop_token_ids))`.
+        candidates: [G, K] in total order, K >= `num_candidates`.
+        stops: [G, K] bool, which of them end in a stop token or complete a stop string.
         width: Beams per group, b.
-        stop_token_ids: Tokens that end a hypothesis; may be empty.
+        is_last: The length is reached.
     """
-    groups = np.arange(len(candidates.tokens))[:, None]
-    stops = np.zeros(candidates.tokens.shape, dtype=bool)
-    for token_id in stop_token_ids:
-        stops |= candidates.tokens == token_id
-    live = np.argsort(stops, axis=1, kind="stable")[:, :width]
-    slots = assign_slots(candidates.parents[groups, live])
-    in_slots = np.empty_like(live)
-    in_slots[groups, slots] = live
     best = Candidates(*(field[:, :width] for field in candidates))
-    parents, tokens, scores = (field[groups, in_slots] for field in candidates)
-    return Step(parents, tokens, scores, best, stops[:, :width])
+    is_finished = stops[:, :width] | is_last
+    return settle(candidates, candidates.scores, stops, width, best, is_finished)
+
+
+def vllm_step(
+    candidates: Candidates,
+    merits: np.ndarray,
+    stops: np.ndarray,
+    stopping: Candidates,
+    is_stopping: np.ndarray,
+    width: int,
+    is_last: bool,
+) -> Step:
+    """Split candidates into the next b beams and those that finish, as `LLM.beam_search` does.
+
+    Whatever stops among each beam's own best continuations finishes, however it ranks among all. The
+    best `width` others live on, and finish too in the last step. Source: vLLM 0.32
+    `BeamSearchOfflineMixin._beam_search_step`.
+
+    Args:
+        candidates: [G, K], any order on unequal merits.
+        merits: [G, K] float32, what candidates are compared by to live on.
+        stops: [G, K] bool, which of them end in a stop token or complete a stop string.
+        stopping: [G, S], continuations that may stop, of any beam.
+        is_stopping: [G, S] bool, which of them do.
+        width: Beams per group, b.
+        is_last: The length is reached.
+    """
+    step = settle(candidates, merits, stops, width, stopping, is_stopping)
+    if not is_last:
+        return step
+    by_score = np.argsort(-step.scores, axis=1, kind="stable")
+    live = Candidates(step.parents, step.tokens, step.scores).take(_groups(by_score), by_score)
+    finished = Candidates(*(np.concatenate(pair, axis=1) for pair in zip(stopping, live, strict=True)))
+    return step._replace(finished=finished, is_finished=np.concatenate([is_stopping, live.scores > -np.inf], axis=1))
+
+
+def settle(
+    candidates: Candidates,
+    merits: np.ndarray,
+    stops: np.ndarray,
+    width: int,
+    finished: Candidates,
+    is_finished: np.ndarray,
+) -> Step:
+    """Let the best `width` candidates that do not stop live on, and give them their slots.
+
+    Where there are fewer, the remaining slots are dead: their score is -inf, and whatever is alive
+    displaces them in the next step.
+    """
+    groups = _groups(candidates.tokens)
+    by_merit = np.argsort(np.where(stops, np.inf, -merits), axis=1, kind="stable")[:, :width]
+    alive = ~stops[groups, by_merit]
+    slots = assign_slots(candidates.parents[groups, by_merit])
+    in_slots = np.empty_like(by_merit)
+    in_slots[groups, slots] = by_merit
+    alive_in_slots = np.empty_like(alive)
+    alive_in_slots[groups, slots] = alive
+    parents, tokens, scores = candidates.take(groups, in_slots)
+    return Step(parents, tokens, np.where(alive_in_slots, scores, np.float32(-np.inf)), finished, is_finished)
 
 
 def assign_slots(parents: np.ndarray) -> np.ndarray:
@@ -97,3 +161,7 @@ def assign_slots(parents: np.ndarray) -> np.ndarray:
     dead_slots = np.argsort(survives, axis=1, kind="stable")
     nth_other = np.maximum(np.cumsum(~first, axis=1) - 1, 0)
     return np.where(first, parents, dead_slots[groups, nth_other])
+
+
+def _groups(of: np.ndarray) -> np.ndarray:
+    return np.arange(len(of))[:, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 ROOT = 0
 
@@ -13,13 +14,14 @@ class HypothesisTrie:
 
     A node is referenced by its children, by the row whose newest token it is, and by whoever keeps
     it (`finish`). What nothing references any more is reused at once, so memory follows the live
-    hypotheses, not the steps.
+    hypotheses, not the steps. A node may carry a note: whatever its token's step wants to remember.
     """
 
     def __init__(self) -> None:
         self._parents = [ROOT]
         self._tokens = [-1]
         self._scores = [0.0]
+        self._notes: list[Any] = [None]
         self._references = [1]  # the root is the first row
         self._unused: list[int] = []
         self._kept: set[int] = set()
@@ -30,22 +32,27 @@ class HypothesisTrie:
         """Tokens held, the root not counted."""
         return len(self._parents) - len(self._unused) - 1
 
-    def advance(self, parents: Sequence[int], tokens: Sequence[int], scores: Sequence[float]) -> None:
+    def advance(
+        self, parents: Sequence[int], tokens: Sequence[int], scores: Sequence[float], notes: Sequence[Any] | None = None
+    ) -> None:
         """Replace the rows by their children.
 
         Args:
             parents: For each new row the present row it continues.
             tokens: Its new token.
             scores: Its cumulative log-probability.
+            notes: For each present row what its children carry.
         """
         old = self.rows
-        self.rows = [self._add(old[p], t, s) for p, t, s in zip(parents, tokens, scores, strict=True)]
+        self.rows = [
+            self._add(old[p], t, s, notes and notes[p]) for p, t, s in zip(parents, tokens, scores, strict=True)
+        ]
         for node in old:
             self._release(node)
 
-    def finish(self, row: int, token: int, score: float) -> int:
+    def finish(self, row: int, token: int, score: float, note: Any = None) -> int:
         """Keep the hypothesis that `token` ends in `row`, until `drop`. Returns its node."""
-        node = self._add(self.rows[row], token, score)
+        node = self._add(self.rows[row], token, score, note)
         self._kept.add(node)
         return node
 
@@ -63,6 +70,10 @@ class HypothesisTrie:
         scores = [0.0, *(self._scores[n] for n in self._path(node))]
         return [after - before for before, after in pairwise(scores)]
 
+    def notes(self, node: int) -> list[Any]:
+        """What each of those tokens carries."""
+        return [self._notes[n] for n in self._path(node)]
+
     def check_invariants(self) -> None:
         """Raise AssertionError unless every reference is accounted for and nothing leaks."""
         expected = [0] * len(self._parents)
@@ -79,16 +90,17 @@ class HypothesisTrie:
             assert node == ROOT or counted == held, f"node {node}: {held} references held, {counted} found"
             assert node == ROOT or node in unused or counted > 0, f"node {node} leaks"
 
-    def _add(self, parent: int, token: int, score: float) -> int:
+    def _add(self, parent: int, token: int, score: float, note: Any) -> int:
         self._references[parent] += 1
         if self._unused:
             node = self._unused.pop()
             self._parents[node], self._tokens[node], self._scores[node] = parent, token, score
-            self._references[node] = 1
+            self._references[node], self._notes[node] = 1, note
             return node
         self._parents.append(parent)
         self._tokens.append(token)
         self._scores.append(score)
+        self._notes.append(note)
         self._references.append(1)
         return len(self._parents) - 1
 
@@ -97,6 +109,7 @@ class HypothesisTrie:
         references[node] -= 1
         while node != ROOT and not references[node]:
             self._unused.append(node)
+            self._notes[node] = None
             node = self._parents[node]
             references[node] -= 1
 

@@ -6,20 +6,26 @@ ordinary requests.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 from vllm.sampling_params import SamplingParams
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_trie.messages import GroupStep, group_steps
+from vllm_trie.params import CONTROLS, is_controlled
+from vllm_trie.search.stop_strings import CONTEXT, StopStrings
 from vllm_trie.worker.kv_blocks import KVBlocks
 
 # What vLLM's sampler sees of a beam row: greedy, so that greedy neighbours stay on its fast path.
 NO_SAMPLING = SamplingParams(temperature=0.0)
+STOP_STRINGS_KEPT = 64  # sets of stop strings whose tokens stay known
 
 
 @dataclass(slots=True)
@@ -36,6 +42,7 @@ class BeamRows:
 
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner = runner
+        self.stop_strings = lru_cache(maxsize=STOP_STRINGS_KEPT)(self._new_stop_strings)
         self.groups: dict[str, GroupRows] = {}
         self.steps: dict[str, GroupStep] = {}  # of the present step
 
@@ -85,7 +92,7 @@ class BeamRows:
                 num_scheduled[row_id] = 1
 
         new_requests = [
-            replace(new, sampling_params=NO_SAMPLING) if new.req_id in self.steps else new
+            replace(new, sampling_params=_row_params(new.sampling_params)) if new.req_id in self.steps else new
             for new in output.scheduled_new_reqs
         ]
         return replace(
@@ -117,7 +124,7 @@ class BeamRows:
                 req_id=row_id,
                 prompt_token_ids=first.prompt_token_ids,
                 mm_features=[],
-                sampling_params=NO_SAMPLING,
+                sampling_params=first.sampling_params,
                 generator=None,
                 block_ids=(list(rows[row]),),
                 num_computed_tokens=first.num_prompt_tokens,
@@ -149,6 +156,21 @@ class BeamRows:
         index = [index_of[row_id] for group_id in group_ids for row_id in self.groups[group_id].row_ids]
         return np.array(index).reshape(len(group_ids), -1)
 
+    def history(self, group_id: str, row: int) -> tuple[list[int], list[int]]:
+        """The last few tokens of the prompt, and what the row has generated before this step."""
+        batch = self._runner.input_batch
+        index = batch.req_id_to_index[self.groups[group_id].row_ids[row]]
+        num_prompt = int(batch.num_prompt_tokens[index])
+        num_tokens = max(num_prompt, int(batch.num_computed_tokens_cpu[index]) + 1)
+        tokens = batch.token_ids_cpu[index, max(num_prompt - CONTEXT, 0) : num_tokens].tolist()
+        return tokens[: min(num_prompt, CONTEXT)], tokens[min(num_prompt, CONTEXT) :]
+
+    def copy_output_tokens(self, sources: np.ndarray, destinations: np.ndarray) -> None:
+        """Before `permute`, for rows under penalties or bans: these read vLLM's lists, not the batch's arrays."""
+        outputs = self._runner.input_batch.req_output_token_ids
+        for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
+            outputs[destination][:] = outputs[source]
+
     def permute(self, sources: np.ndarray, destinations: np.ndarray) -> None:
         """Let each destination row continue the history of its source row.
 
@@ -173,6 +195,29 @@ class BeamRows:
         if with_tail.any():
             self._kv_blocks.copy(blocks[sources, full][with_tail], own_tails[with_tail])
 
+    def _new_stop_strings(self, strings: tuple[str, ...], skip_special_tokens: bool) -> StopStrings:
+        tokenizer, vocab_size = self._tokenizer, self._runner.model_config.get_vocab_size()
+
+        def decode(tokens: list[int]) -> str:
+            return tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+        return StopStrings(strings, decode, vocab_size)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return cached_tokenizer_from_config(self._runner.model_config)
+
     @cached_property
     def _kv_blocks(self) -> KVBlocks:
         return KVBlocks(self._runner.kv_caches, self._runner.kv_cache_config.num_blocks)
+
+
+def _row_params(params: SamplingParams) -> SamplingParams:
+    """What vLLM's sampler shall do to the logits of a group's rows: penalties, biases and bans, nothing else."""
+    if not is_controlled(params):
+        return NO_SAMPLING
+    row = copy(NO_SAMPLING)
+    for name in CONTROLS:
+        setattr(row, name, getattr(params, name))
+    row._bad_words_token_ids = params._bad_words_token_ids
+    return row

@@ -1,23 +1,28 @@
-"""Between forward and sampling: every group's next beams, groups of equal width together."""
+"""Between forward and sampling: every group's next beams, groups with equal rules together."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from vllm_trie.search.ranking import rank_candidates
-from vllm_trie.search.step import Step, beam_step, num_candidates
+from vllm_trie.messages import SelectRules
+from vllm_trie.search.ranking import Ranking, rank_candidates
+from vllm_trie.search.step import Candidates, Step, Tops, hf_step, num_candidates, vllm_step
 from vllm_trie.worker.rows import BeamRows
 
+DEAD = np.float32(-np.inf)
 
-def select(rows: BeamRows, logits: torch.Tensor, sampled: torch.Tensor) -> dict[str, Step]:
+
+def select(rows: BeamRows, logits: torch.Tensor, controlled: torch.Tensor, sampled: torch.Tensor) -> dict[str, Step]:
     """Take one step of every group that has reached the end of its prompt.
 
     Args:
         rows: The groups; their scores, newest tokens and places in the batch are updated.
         logits: [R, V], one row per row of the batch, unprocessed.
+        controlled: The same with penalties, biases and the like applied; `logits` itself if no group has any.
         sampled: [R, 1], receives the newest token of every row of a group.
 
     Returns:
@@ -26,31 +31,105 @@ def select(rows: BeamRows, logits: torch.Tensor, sampled: torch.Tensor) -> dict[
     alike = defaultdict(list)
     for group_id, step in rows.steps.items():
         if step.selects:
-            alike[step.width, step.decodes, step.stop_token_ids, step.masks_stops].append(group_id)
+            alike[step.rules, step.decodes].append(group_id)
 
     decided: dict[str, Step] = {}
     sources, destinations = [], []
-    for (width, decodes, stop_token_ids, masks_stops), group_ids in alike.items():
+    for (rules, decodes), group_ids in alike.items():
         groups = [rows.groups[group_id] for group_id in group_ids]
         index = rows.indices(group_ids)
         places = torch.from_numpy(index).to(logits.device)
         scores = torch.from_numpy(np.concatenate([group.scores for group in groups]).reshape(index.shape))
-        candidates = rank_candidates(
-            logits[places],
-            scores.to(logits.device),
-            num_candidates(width, len(stop_token_ids)),
-            stop_token_ids if masks_stops else (),
-        )
-        taken = beam_step(candidates, width, stop_token_ids)
+        selection = _Selection(rows, group_ids, rules, scores.to(logits.device))
+        taken = selection.step((controlled if rules.is_controlled else logits)[places])
         for position, (group_id, group) in enumerate(zip(group_ids, groups, strict=True)):
-            decided[group_id] = one = taken.group(position)
+            decided[group_id] = one = taken.group(position, selection.tops(position))
             group.scores, group.tokens = one.scores, one.tokens
         newest = taken.tokens[:, : index.shape[1]].astype(np.int32)
         sampled[places, 0] = torch.from_numpy(newest).to(logits.device)
         if decodes:
-            forked = taken.parents != np.arange(width)
+            forked = taken.parents != np.arange(rules.width)
             sources.append(index[np.arange(len(groups))[:, None], taken.parents][forked])
             destinations.append(index[forked])
+            if rules.is_controlled:
+                rows.copy_output_tokens(sources[-1], destinations[-1])
     if any(map(len, sources)):
         rows.permute(np.concatenate(sources), np.concatenate(destinations))
     return decided
+
+
+class _Selection:
+    """One step of groups with equal rules."""
+
+    def __init__(self, rows: BeamRows, group_ids: list[str], rules: SelectRules, scores: torch.Tensor) -> None:
+        self.rows = rows
+        self.group_ids = group_ids
+        self.rules = rules
+        self.scores = scores  # [G, r]
+        self.count = num_candidates(rules.width, len(rules.stop_token_ids))
+        self.num_ranked = self.count  # of a group's candidates, and so at most of one row's
+        self.ranking: Ranking
+
+    def step(self, logits: torch.Tensor) -> Step:
+        """Decide. `logits`: [G, r, V]."""
+        rules = self.rules
+        if rules.is_controlled:  # a row that may take no token at all ends here
+            is_barred = logits.amax(dim=-1) == float("-inf")
+            logits = logits.masked_fill(is_barred[..., None], 0.0)
+            self.scores = self.scores.masked_fill(is_barred, float("-inf"))
+        masked = rules.stop_token_ids if rules.masks_stops else ()
+        most = logits[0].numel()
+        while True:
+            self.ranking = rank_candidates(logits, self.scores, self.num_ranked, masked, rules.num_logprobs or 0)
+            candidates = self.ranking.candidates
+            stops = self._stops(candidates)
+            if self.num_ranked == most or ((~stops).sum(axis=1) >= rules.width).all():
+                break
+            self.num_ranked = min(2 * self.num_ranked, most)  # too many complete a stop string, too few would go on
+        if rules.semantics == "hf":
+            return hf_step(candidates, stops, rules.width, rules.is_last)
+        merits = candidates.scores
+        if rules.handicap is not None:
+            candidates, merits = self._handicapped(*rules.handicap)
+            stops = self._stops(candidates)
+        stopping, is_stopping = self._stopping()
+        return vllm_step(candidates, merits, stops, stopping, is_stopping, rules.width, rules.is_last)
+
+    def tops(self, position: int) -> Tops | None:
+        """What one group must report of its rows."""
+        if self.rules.num_logprobs is None:
+            return None
+        return self.ranking.tops(position, max(self.rules.num_logprobs, self.num_ranked))
+
+    def _stops(self, candidates: Candidates) -> np.ndarray:
+        """Which candidates end in a stop token or complete a stop string."""
+        stops = np.isin(candidates.tokens, self.rules.stop_token_ids)
+        if self.rules.stop_strings and not self.rules.masks_stops:
+            strings = self.rows.stop_strings(self.rules.stop_strings, self.rules.skip_special_tokens)
+            for group, rank in zip(*(strings.may_complete(candidates.tokens) & ~stops).nonzero(), strict=True):
+                prompt, generated = self.rows.history(self.group_ids[group], int(candidates.parents[group, rank]))
+                stops[group, rank] = strings.is_completed_by(int(candidates.tokens[group, rank]), prompt, generated)
+        return stops
+
+    def _stopping(self) -> tuple[Candidates, np.ndarray]:
+        """Every row's continuations that stop, among the row's best."""
+        if not self.rules.stop_strings:
+            return self._proposals(self.rules.stop_token_ids)
+        tokens = self.ranking.row_tokens[..., : self.count]
+        scores = self.ranking.row_logprobs[..., : self.count] + self.scores[..., None]
+        num_groups, num_rows, per_row = tokens.shape
+        parents = np.broadcast_to(np.repeat(np.arange(num_rows), per_row), (num_groups, num_rows * per_row))
+        candidates = Candidates(parents, tokens.flatten(1).cpu().numpy(), scores.flatten(1).cpu().numpy())
+        return candidates, self._stops(candidates)
+
+    def _proposals(self, token_ids: Sequence[int]) -> tuple[Candidates, np.ndarray]:
+        return self.ranking.proposals(token_ids, self.scores, self.count)
+
+    def _handicapped(self, token_id: int, factor: float) -> tuple[Candidates, np.ndarray]:
+        """The candidates, those by `token_id` among each row's best, and what they compare by."""
+        best = self.ranking.candidates
+        proposed, is_top = self._proposals([token_id])
+        others = best._replace(scores=np.where(best.tokens == token_id, DEAD, best.scores))
+        proposed = proposed._replace(scores=np.where(is_top, proposed.scores, DEAD))
+        candidates = Candidates(*(np.concatenate(pair, axis=1) for pair in zip(others, proposed, strict=True)))
+        return candidates, np.where(candidates.tokens == token_id, factor, 1.0) * candidates.scores

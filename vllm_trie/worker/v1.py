@@ -32,13 +32,20 @@ class BeamModelRunner(GPUModelRunner):
         if logits is None or not selecting:
             return super()._sample(logits, spec_decode_metadata)
         newest = torch.full((len(logits), 1), -1, dtype=torch.int32, device=logits.device)
-        self._decided = select(self.beam_rows, logits, newest)
+        self._decided = select(self.beam_rows, logits, self._controlled(logits), newest)
         num_beam_rows = sum(len(self.beam_rows.groups[group_id].row_ids) for group_id in selecting)
         if num_beam_rows == len(logits):
             return SamplerOutput(sampled_token_ids=newest, logprobs_tensors=None)
         output = super()._sample(logits, spec_decode_metadata)
         output.sampled_token_ids = torch.where(newest >= 0, newest, output.sampled_token_ids)
         return output
+
+    def _controlled(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits after vLLM's own penalties, biases and bans, if any group has some."""
+        if not any(step.selects and step.rules.is_controlled for step in self.beam_rows.steps.values()):
+            return logits
+        own = logits.to(torch.float32, copy=True)
+        return self.sampler.apply_logits_processors(own, self.input_batch.sampling_metadata, False)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)

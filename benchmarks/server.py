@@ -1,0 +1,112 @@
+"""The real `vllm` command, serving the trained model to the real `openai` client."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import IO
+
+import httpx
+import openai
+
+from benchmarks.common import BLOCK_SIZE, TARGET
+
+VLLM = str(Path(sys.executable).with_name("vllm"))
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+START_SECONDS = 300
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Server:
+    """A running server."""
+
+    def __init__(self, process: subprocess.Popen, port: int, log: Path) -> None:
+        self.process, self.log = process, log
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def gauge(self, name: str, engine: str = "") -> float:
+        """A metric of one engine, or its sum over all."""
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        start = f'{name}{{engine="{engine}'
+        values = [float(line.split()[-1]) for line in lines if line.startswith(start)]
+        assert values, f"no metric {name}"
+        return sum(values)
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()[-3000:]}"
+            try:
+                if httpx.get(f"{self.url}/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            assert time.monotonic() < deadline, f"the server does not start:\n{self.log.read_text()[-3000:]}"
+            time.sleep(0.2)
+
+    def wait_until_idle(self, seconds: float = 20) -> None:
+        """Raise AssertionError if requests run or KV blocks are held after that time."""
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+        deadline = time.monotonic() + seconds
+        while busy := [name for name in names if self.gauge(name)]:
+            assert time.monotonic() < deadline, f"never back to zero: {busy}"
+            time.sleep(0.1)
+
+
+def serving(log: Path, *options: str) -> AbstractContextManager[Server]:
+    """A server of the trained target, with the settings of the tests, on a free port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = ["vllm", "serve", str(TARGET), "--served-model-name", "target", "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE)]
+    command += ["--max-model-len", "512", "--max-num-seqs", "64", "--kv-cache-memory-bytes", str(1 << 28)]
+    command += ["--max-logprobs", "64", "--chat-template", CHAT_TEMPLATE, *options]
+    return serving_by(command, log, port)
+
+
+@contextmanager
+def serving_by(command: list[str], log: Path, port: int) -> Iterator[Server]:
+    """Start a server by a `vllm serve` command; on leaving, interrupt it and see that all its processes end."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_PLUGINS")}
+    environment["VLLM_LOGGING_LEVEL"] = "INFO"
+    with log.open("w") as output:
+        process = _start([VLLM, *command[1:]], environment, output)
+    server = Server(process, port, log)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        finally:
+            survivors = _group_lives(process.pid)
+            if survivors:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert not survivors, "processes outlived the server"
+
+
+def _start(command: list[str], environment: dict[str, str], output: IO[str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, text=True
+    )
+
+
+def _group_lives(group: int, seconds: float = 15) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.1)
+    return True

@@ -1,0 +1,198 @@
+"""`LLM.beam_search` in the engine returns what vLLM's own client loop returns."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
+
+from tests.conftest import ROOT, TRAINED_TARGET, Engine, Engines
+from tests.reference import NEAR_TIE, SCORE_TOLERANCE
+from vllm_trie.entrypoints import beam_search
+
+OPTIONS = {"max_logprobs": 64}  # vLLM's own loop asks for 2b of them
+TEXTS = ["def is_prime(number):", "class Foo:\n    def close(self):", "import os\n", "    return"]
+
+
+@pytest.fixture(params=["trained", "gqa", "mha"])
+def engine(request: pytest.FixtureRequest, engines: Engines, random_llama: Callable[[str], Path]) -> Engine:
+    return engines(
+        TRAINED_TARGET if request.param == "trained" else with_tokenizer(random_llama(request.param)), **OPTIONS
+    )
+
+
+@pytest.fixture
+def trained(engines: Engines) -> Engine:
+    return engines(TRAINED_TARGET, **OPTIONS)
+
+
+def with_tokenizer(model: Path) -> Path:
+    """A copy of a random model with a word for every token, as `LLM.beam_search` needs a tokenizer."""
+    folder = model.with_name(f"{model.name}-words")
+    if not folder.exists():
+        folder.mkdir()
+        for file in model.iterdir():
+            (folder / file.name).symlink_to(file)
+        words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(300)}, unk_token="w2"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1").save_pretrained(folder)
+    return folder
+
+
+def prompts_for(engine: Engine) -> list[Any]:
+    if engine.llm.get_tokenizer().vocab_size > 300:
+        return [{"prompt": text} for text in TEXTS]
+    return [{"prompt_token_ids": [2 + (i * 37 + k * 11) % 290 for i in range(5 + 9 * k)]} for k in range(4)]
+
+
+def original(engine: Engine, prompts: list[Any], params: BeamSearchParams) -> list[Any]:
+    return beam_search.beam_search.original(engine.llm, prompts, params)
+
+
+def score(sequence: Any, params: BeamSearchParams, eos_token_id: int) -> float:
+    length = len(sequence.tokens) - (sequence.tokens[-1] == eos_token_id)
+    return sequence.cum_logprob / length**params.length_penalty
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_tokens_scores_and_order_are_those_of_vllms_own_loop(engine: Engine, width: int) -> None:
+    prompts, eos_token_id = prompts_for(engine), engine.llm.get_tokenizer().eos_token_id
+    num_compared = num_tied = num_stopped = 0
+    for length_penalty, ignore_eos in product([0.0, 1.0, 2.0, -1.0], [False, True]):
+        params = BeamSearchParams(width, max_tokens=24, length_penalty=length_penalty, ignore_eos=ignore_eos)
+        ours, theirs = engine.llm.beam_search(prompts, params), original(engine, prompts, params)
+        for our, their in zip(ours, theirs, strict=True):
+            assert len(our.sequences) == len(their.sequences) == width
+            for x, y in zip(our.sequences, their.sequences, strict=True):
+                num_compared += 1
+                num_stopped += y.tokens[-1] == eos_token_id and not ignore_eos
+                a, b = (score(sequence, params, eos_token_id) for sequence in (x, y))
+                assert abs(a - b) < SCORE_TOLERANCE * max(1.0, abs(b))
+                if x.tokens != y.tokens:
+                    assert abs(a - b) < NEAR_TIE * max(1.0, abs(b))
+                    num_tied += 1
+    assert num_tied <= (0 if engine.llm.get_tokenizer().vocab_size > 300 else 0.02 * num_compared)
+    assert num_stopped > 0
+
+
+def test_every_field_is_that_of_vllms_own_loop(trained: Engine) -> None:
+    prompts = [{"prompt": text} for text in TEXTS]
+    for skip_special_tokens in (True, False):
+        params = BeamSearchParams(4, max_tokens=20, length_penalty=0.0, skip_special_tokens=skip_special_tokens)
+        ours, theirs = trained.llm.beam_search(prompts, params), original(trained, prompts, params)
+        for our, their in zip(ours, theirs, strict=True):
+            assert type(our) is type(their)
+            for x, y in zip(our.sequences, their.sequences, strict=True):
+                assert type(x) is type(y)
+                assert (x.text, x.tokens, x.finish_reason, x.stop_reason) == (y.text, y.tokens, None, None)
+                assert (x.orig_prompt["prompt_token_ids"], x.lora_request) == (y.orig_prompt["prompt_token_ids"], None)
+                assert [step.keys() for step in x.logprobs] == [step.keys() for step in y.logprobs]
+                for step, expected in zip(x.logprobs, y.logprobs, strict=True):
+                    for token, logprob in expected.items():
+                        assert math.isclose(step[token].logprob, logprob.logprob, abs_tol=1e-4)
+                        assert (step[token].rank, step[token].decoded_token) == (logprob.rank, logprob.decoded_token)
+
+
+def test_the_search_ends_at_max_model_len(trained: Engine) -> None:
+    (output,) = trained.llm.beam_search([{"prompt_token_ids": [5] * 500}], BeamSearchParams(4, max_tokens=100))
+    assert max(len(sequence.tokens) for sequence in output.sequences) == 512
+
+
+@pytest.mark.parametrize("limit", [1, 3, 4, 100])
+def test_no_more_prompts_than_the_limit_run_at_once(
+    trained: Engine, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 0
+    schedule = trained.scheduler.schedule
+
+    def watching(*args: Any) -> Any:
+        nonlocal most
+        most = max(most, len(trained.scheduler.groups))
+        return schedule(*args)
+
+    monkeypatch.setattr(trained.scheduler, "schedule", watching)
+    prompts, params = [{"prompt": text} for text in TEXTS], BeamSearchParams(3, max_tokens=8)
+    limited = trained.llm.beam_search(prompts, params, concurrency_limit=limit)
+    assert most == min(limit, len(prompts))
+    assert [[s.tokens for s in o.sequences] for o in limited] == [
+        [s.tokens for s in o.sequences] for o in trained.llm.beam_search(prompts, params)
+    ]
+
+
+def test_progress_is_shown_by_prompt_also_under_a_limit(trained: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, params = [{"prompt": text} for text in TEXTS], BeamSearchParams(2, max_tokens=4)
+    trained.llm.beam_search(prompts, params)
+    assert "Beam search" not in capsys.readouterr().err
+    trained.llm.beam_search(prompts, params, use_tqdm=True, concurrency_limit=2)
+    assert "Beam search: 100%" in (shown := capsys.readouterr().err)
+    assert "4/4" in shown
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (BeamSearchParams(65, max_tokens=4), "beam_width=65 exceeds max_num_seqs=64"),
+        (BeamSearchParams(2, max_tokens=4, length_penalty=math.inf), "length_penalty=inf is not a number"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(trained: Engine, params: BeamSearchParams, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trained.llm.beam_search([{"prompt": "x"}], params)
+
+
+def test_a_bad_prompt_is_refused_before_any_other_is_searched(trained: Engine) -> None:
+    prompts = [{"prompt": "def f("}, {"prompt_token_ids": [5] * 600}]
+    with pytest.raises(Exception, match="512"):
+        trained.llm.beam_search(prompts, BeamSearchParams(2, max_tokens=4), concurrency_limit=1)
+    trained.check_nothing_is_left()
+    with pytest.raises(ValueError, match="concurrency_limit=0 lets nothing run"):
+        trained.llm.beam_search(prompts[:1], BeamSearchParams(2, max_tokens=4), concurrency_limit=0)
+    with pytest.raises(ValueError, match="at least one prompt"):
+        trained.llm.beam_search([], BeamSearchParams(2, max_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ({"structured_outputs": StructuredOutputsParams(regex="[a-z]+")}, "with structured_outputs"),
+        ({"lora_request": LoRARequest("adapter", 1, "/nowhere")}, "with a LoRA adapter"),
+    ],
+)
+def test_vllms_own_loop_runs_what_the_engine_refuses(
+    trained: Engine, options: dict[str, Any], refusal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, notes = [], []
+    wrapper = beam_search._in_engine(lambda *args: calls.append(args) or [])
+    monkeypatch.setattr(beam_search.logger, "info_once", lambda *args: notes.append(args))
+    lora_request = options.pop("lora_request", None)
+    wrapper(trained.llm, [{"prompt": "x"}], BeamSearchParams(2, max_tokens=4, **options), lora_request, True, 3)
+    ((llm, _, _, lora, use_tqdm, limit),) = calls
+    assert (llm, lora, use_tqdm, limit) == (trained.llm, lora_request, True, 3)
+    assert notes == [("LLM.beam_search %s: vLLM's own client loop runs it, not the engine", refusal)]
+
+
+def test_structured_beams_work_as_before(trained: Engine) -> None:
+    three_letters = StructuredOutputsParams(regex="[a-c]{3}")
+    three_letters._backend = "xgrammar"
+    params = BeamSearchParams(2, max_tokens=4, structured_outputs=three_letters)
+    (output,) = trained.llm.beam_search([{"prompt": "x = '"}], params)
+    completion = [sequence.text.removeprefix("x = '") for sequence in output.sequences]
+    assert all(set(text) <= set("abc") for text in completion)
+
+
+def test_two_engines_interrupts_and_deletion(tmp_path: Path) -> None:
+    """In real processes: see `two_engines.py` for the promises it checks."""
+    script = ROOT / "tests" / "entrypoints" / "two_engines.py"
+    result = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.split() == ["apart", "interrupted", "deleted"], result.stdout

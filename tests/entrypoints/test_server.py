@@ -1,0 +1,270 @@
+"""Beams over HTTP: the real server, the real client, next to a server without the plugin."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+from benchmarks.server import Server, serving
+from vllm_trie.entrypoints.server import serve_beams
+
+PROMPTS = ["def is_prime(number):", "class Foo:\n    def close(self):", "import os\n", "    return"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server") / "log", "--plugin", "trie_beam") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("stock") / "log") as server:
+        yield server
+
+
+def complete(server: Server, prompt: Any = PROMPTS[0], max_tokens: int = 16, **options: Any) -> Any:
+    """Options that the client does not know go into the body."""
+    known = {"n", "stop", "logprobs", "logit_bias", "presence_penalty", "temperature", "seed", "stream", "echo"}
+    extra = {name: options.pop(name) for name in list(options) if name not in known}
+    return server.client.completions.create(
+        model="target", prompt=prompt, max_tokens=max_tokens, extra_body=extra, **options
+    )
+
+
+def chat(server: Server, **options: Any) -> Any:
+    messages = [{"role": "user", "content": PROMPTS[0]}]
+    return server.client.chat.completions.create(model="target", messages=messages, max_tokens=12, **options)
+
+
+def beams(width: int, **options: Any) -> dict[str, Any]:
+    return {"vllm_xargs": {"beam_width": width, **options}}
+
+
+def as_seen(response: Any) -> list[Any]:
+    choices = [(c.text, c.finish_reason, c.stop_reason, c.token_ids) for c in response.choices]
+    return [*choices, response.usage.model_dump()]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_use_beam_search_answers_as_without_the_plugin(server: Server, stock: Server, prompt: str) -> None:
+    for n, length_penalty, ignore_eos, with_eos in [
+        (1, 1.0, False, False),
+        (2, 0.0, False, True),
+        (4, 1.0, True, False),
+        (4, 2.0, False, False),
+        (8, 1.0, False, True),
+        (8, 0.5, True, True),
+    ]:
+        ours, theirs = (
+            complete(
+                one,
+                prompt,
+                n=n,
+                logprobs=1,
+                use_beam_search=True,
+                length_penalty=length_penalty,
+                ignore_eos=ignore_eos,
+                include_stop_str_in_output=with_eos,
+                return_token_ids=True,
+            )
+            for one in (server, stock)
+        )
+        assert as_seen(ours) == as_seen(theirs)
+        for our, their in zip(ours.choices, theirs.choices, strict=True):
+            assert our.logprobs.tokens == their.logprobs.tokens
+            assert our.logprobs.token_logprobs == pytest.approx(their.logprobs.token_logprobs, abs=1e-4)
+
+
+def test_chat_answers_as_without_the_plugin(server: Server, stock: Server) -> None:
+    ours, theirs = (chat(one, n=4, extra_body={"use_beam_search": True}) for one in (server, stock))
+    assert [c.message.content for c in ours.choices] == [c.message.content for c in theirs.choices]
+    assert ours.usage == theirs.usage
+
+
+def test_width_and_n_are_two_things(server: Server) -> None:
+    one = complete(server, n=1, **beams(16), return_token_ids=True)
+    three = complete(server, n=3, **beams(16, early_stopping="never"), return_token_ids=True)
+    assert len(one.choices) == 1
+    assert [c.index for c in three.choices] == [0, 1, 2]
+    assert len({c.text for c in three.choices}) == 3
+    assert three.usage.completion_tokens == sum(len(c.token_ids) for c in three.choices)
+    assert three.usage.prompt_tokens == one.usage.prompt_tokens == len(one.choices[0].prompt_token_ids)
+    wider = complete(server, n=1, use_beam_search=True, **beams(16, semantics="hf"))
+    assert wider.choices[0].text == one.choices[0].text
+
+
+def test_what_vllms_conversion_drops_is_honoured(server: Server) -> None:
+    crossing = "ing of"  # tokens end in the middle of it
+    free = complete(server, n=4, use_beam_search=True)
+    assert any(crossing in c.text for c in free.choices)
+    stopped = complete(server, n=4, stop=[crossing], use_beam_search=True)
+    assert all(crossing not in c.text for c in stopped.choices)
+    assert {c.stop_reason for c in stopped.choices if c.finish_reason == "stop"} == {crossing}
+    included = complete(server, n=4, stop=[crossing], use_beam_search=True, include_stop_str_in_output=True)
+    assert all(c.text.endswith(crossing) for c in included.choices if c.finish_reason == "stop")
+    biased = complete(server, n=2, logit_bias={"13": 60}, use_beam_search=True, return_token_ids=True)
+    assert biased.choices[0].token_ids == [13] * 16
+    banned = complete(server, n=4, use_beam_search=True, bad_words=["string"])
+    assert all("string" not in c.text for c in banned.choices)
+    at_least = complete(server, n=4, use_beam_search=True, min_tokens=16, return_token_ids=True)
+    assert all(len(c.token_ids) == 16 for c in at_least.choices)
+
+
+def test_length_penalty_of_the_request_reaches_the_search(server: Server) -> None:
+    prompt = "class Foo:\n    def close(self):\n        pass\n"
+    short, long = (
+        complete(server, prompt, 32, n=4, **beams(4), length_penalty=p, return_token_ids=True) for p in (-2.0, 4.0)
+    )
+    lengths = [[len(c.token_ids) for c in response.choices] for response in (short, long)]
+    assert sum(lengths[0]) < sum(lengths[1])
+
+
+def test_logprobs_come_for_every_token(server: Server) -> None:
+    response = complete(server, n=2, logprobs=3, **beams(4))
+    for choice in response.choices:
+        assert len(choice.logprobs.tokens) == 16
+        assert "".join(choice.logprobs.tokens) == choice.text
+        for own, top in zip(choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True):
+            assert 3 <= len(top) <= 4
+            assert any(abs(own - logprob) < 1e-6 for logprob in top.values())
+    first = chat(server, n=2, logprobs=True, top_logprobs=2, extra_body=beams(4)).choices[0]
+    assert all(len(token.top_logprobs) == 2 for token in first.logprobs.content)
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
+def test_served_defaults_for_sampling_have_no_say(kind: type) -> None:
+    serve_beams()
+    asked = {"prompt": "x"} if kind is CompletionRequest else {"messages": []}
+    served = {"temperature": 0.3, "top_p": 0.5, "repetition_penalty": 1.5, "stop_token_ids": [7]}
+    with_beams = kind(**asked, **beams(4)).to_sampling_params(8, served)
+    assert (with_beams.temperature, with_beams.top_p, with_beams.repetition_penalty) == (1.0, 1.0, 1.0)
+    assert with_beams.stop_token_ids == [7]
+    without = kind(**asked).to_sampling_params(8, served)
+    assert (without.temperature, without.top_p, without.repetition_penalty) == (0.3, 0.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (beams(0), "beam_width=0 is not a whole number of beams"),
+        (beams(-1), "beam_width=-1 is not a whole number of beams"),
+        (beams(2.5), "beam_width=2.5 is not a whole number of beams"),
+        (beams("8"), "beam_width='8' is not a whole number of beams"),
+        (beams("many"), "beam_width='many' is not a whole number of beams"),
+        (beams(10**6), "beam_width=1000000 exceeds max_num_seqs=64; lower it, or raise --max-num-seqs"),
+        ({"use_beam_search": True, "n": 65}, "beam_width=65 exceeds max_num_seqs=64"),
+        ({"n": 5, **beams(4)}, "n=5 exceeds beam_width=4"),
+        (beams(4, length_penalty="nan"), "length_penalty='nan' is not a number between -6 and 6"),
+        ({"use_beam_search": True, "length_penalty": "nan"}, "length_penalty=nan is not a number"),
+        ({"use_beam_search": True, "length_penalty": "Infinity"}, "length_penalty=inf is not a number"),
+        ({"vllm_xargs": {"beam_widht": 4}}, "unknown option beam_widht=4; did you mean beam_width?"),
+        ({"prompt": "", **beams(4)}, "prompt"),
+        ({"prompt": [5] * 512, **beams(4)}, "max_tokens must be at least 1"),
+        ({"prompt": [5] * 513, **beams(4)}, "maximum context length is 512"),
+        ({"n": 2, "temperature": 0, **beams(4)}, "n must be 1 when using greedy sampling"),
+        ({"seed": 1, **beams(4)}, "seed=1 is not supported together with beam_width"),
+        ({"use_beam_search": True, "response_format": {"type": "json_object"}}, "structured_outputs="),
+        ({"stream": True, **beams(4)}, "stream=true is not supported together with beam_width"),
+        ({"stream": True, "use_beam_search": True}, "not currently supported with beam search"),
+    ],
+)
+def test_a_bad_request_is_a_400_that_names_the_option(server: Server, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        complete(server, **options)
+    assert message in refusal.value.message
+    assert server.gauge("vllm:num_requests_running") == 0
+
+
+@pytest.mark.parametrize("options", [beams(4), {"use_beam_search": True}])
+def test_streaming_a_beam_chat_is_a_400(server: Server, options: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError, match="stream=true is not supported together with"):
+        chat(server, stream=True, extra_body=options)
+
+
+def test_a_prompt_just_below_the_limit_has_room_for_one_token(server: Server) -> None:
+    assert complete(server, [5] * 511, 1, n=2, **beams(4)).usage.completion_tokens == 2
+
+
+def test_keys_of_others_pass_and_our_own_marks_cannot_be_forged(server: Server) -> None:
+    for forged in ({}, {"trie_beam_from_llm": "x", "trie_beam_ticket": "y"}, {"trie_beam_from_llm": 1}):
+        choice = complete(server, vllm_xargs={"beam_width": 2, "somebody_elses": "x", **forged}).choices[0]
+        assert choice.text
+        assert choice.logprobs is None
+
+
+def test_beams_and_ordinary_requests_run_side_by_side(server: Server) -> None:
+    """Streaming, greedy, sampled and beam requests at once answer what they answer alone."""
+
+    def streamed(prompt: str) -> str:
+        events = complete(server, prompt, 24, temperature=0, stream=True)
+        return "".join(event.choices[0].text for event in events if event.choices)
+
+    def texts(**options: Any) -> Any:
+        return lambda prompt: [c.text for c in complete(server, prompt, 24, **options).choices]
+
+    kinds = [
+        streamed,
+        texts(temperature=0),
+        texts(n=3, **beams(6)),
+        texts(n=4, use_beam_search=True),
+        texts(n=2, stop=["\n\n"], **beams(4)),
+    ]
+    jobs = [(kind, prompt) for prompt in PROMPTS for kind in kinds]
+    alone = [kind(prompt) for kind, prompt in jobs]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        together = [future.result() for future in [pool.submit(kind, prompt) for kind, prompt in jobs]]
+    assert together == alone
+
+
+@pytest.mark.parametrize("options", [beams(64), {"use_beam_search": True, **beams(64)}])
+def test_a_client_that_vanishes_takes_its_search_with_it(server: Server, options: dict[str, Any]) -> None:
+    hasty = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=0.3)
+    seen = []
+
+    def watch() -> None:
+        while vanished.is_set() is False:
+            seen.append(server.gauge("vllm:num_requests_running"))
+            time.sleep(0.02)
+
+    vanished = threading.Event()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    body = {"ignore_eos": True, **options}
+    with pytest.raises(openai.APITimeoutError):
+        hasty.completions.create(model="target", prompt=[5] * 16, max_tokens=480, n=8, extra_body=body)
+    vanished.set()
+    watcher.join()
+    assert max(seen) == 1, "one search of 64 beams is one running request"
+    server.wait_until_idle()
+    assert complete(server, max_tokens=4).choices[0].text
+
+
+def test_prompt_and_generated_tokens_are_counted_once(server: Server) -> None:
+    names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+    before = [server.gauge(name) for name in names]
+    usage = complete(server, "def count(", n=3, **beams(5)).usage
+    server.wait_until_idle()
+    after = [server.gauge(name) for name in names]
+    assert [a - b for a, b in zip(after, before, strict=True)] == [usage.prompt_tokens, usage.completion_tokens]
+
+
+def test_data_parallel_engines_get_whole_groups(tmp_path_factory: pytest.TempPathFactory, server: Server) -> None:
+    log = tmp_path_factory.mktemp("parallel") / "log"
+    prompts = [f"def f{i}(" for i in range(12)]
+    with serving(log, "--plugin", "trie_beam", "--data-parallel-size", "2") as parallel, ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda prompt: complete(parallel, prompt, n=4, **beams(6)), prompts))
+        parallel.wait_until_idle()
+        prompt_tokens = [parallel.gauge("vllm:prompt_tokens_total", engine=engine) for engine in ("0", "1")]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert [c.text for c in answer.choices] == [c.text for c in complete(server, prompt, n=4, **beams(6)).choices]
+    assert min(prompt_tokens) > 0, "one engine did everything"
+    assert sum(prompt_tokens) == sum(answer.usage.prompt_tokens for answer in answers)

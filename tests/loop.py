@@ -1,0 +1,148 @@
+"""Beam search as a plain loop over a transformers model, written from the rules: nothing cached, no group beside."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.reference import Answer, load
+
+Adjust = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]  # logits [V], prompt, generated -> logits
+IMPOSSIBLE = float("-inf")
+
+
+@dataclass(frozen=True)
+class Found(Answer):
+    """A hypothesis, and the stop token or stop string that ended it."""
+
+    stopped_by: int | str | None
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Threads that wait for a busy core cost far more than they save on models this small."""
+    threads = torch.get_num_threads()
+    torch._C.set_num_threads(1)  # vLLM's CPU worker makes `torch.set_num_threads` do nothing
+    try:
+        yield
+    finally:
+        torch._C.set_num_threads(threads)
+
+
+def adjusted(logits: torch.Tensor, prompt: list[int], generated: list[int], **controls: Any) -> torch.Tensor:
+    """What vLLM's `Sampler.apply_logits_processors` makes of logits [V], in its order. `bad_words` are tokens."""
+    logits = logits.clone()
+    if allowed := controls.get("allowed_token_ids"):
+        logits[list({*range(len(logits))} - {*allowed})] = IMPOSSIBLE
+    for *start, last in controls.get("bad_words", ()):
+        if not start or generated[-len(start) :] == start:
+            logits[last] = IMPOSSIBLE
+    for token, bias in controls.get("logit_bias", {}).items():
+        logits[token] += bias
+    seen, repetition = list({*prompt, *generated}), controls.get("repetition_penalty", 1.0)
+    logits[seen] *= torch.where(logits[seen] > 0, 1 / repetition, repetition)
+    for token, count in Counter(generated).items():
+        logits[token] -= controls.get("frequency_penalty", 0.0) * count + controls.get("presence_penalty", 0.0)
+    return logits
+
+
+def masked_logprobs(logits: torch.Tensor, masked: Collection[int]) -> torch.Tensor:
+    """Log-softmax, and then the mask."""
+    logprobs = logits.log_softmax(-1)
+    logprobs = torch.where(logprobs.isnan(), IMPOSSIBLE, logprobs)  # nothing is allowed at all
+    logprobs[list(masked)] = IMPOSSIBLE
+    return logprobs
+
+
+def completed_string(before: str, after: str, strings: Sequence[str]) -> tuple[int, str] | None:
+    """(end, string) of the stop string that ends first in what `after` has beyond `before`."""
+    old = len(before.rstrip("\N{REPLACEMENT CHARACTER}"))  # part of a character
+    ends = [(end, s) for end in range(old + 1, len(after) + 1) for s in strings if after[:end].endswith(s)]
+    return ends[0] if ends else None
+
+
+def competing_score(
+    semantics: str, length_penalty: float, num_prompt: int, tokens: list[int], total: float, uncounted: Collection[int]
+) -> float:
+    """What a hypothesis competes by. "vllm" leaves a stop token in the end, even an ignored EOS, uncounted."""
+    length = len(tokens) if semantics == "hf" else num_prompt + len(tokens) - (tokens[-1] in uncounted)
+    return total / max(length, 1) ** length_penalty
+
+
+@one_thread()
+@torch.inference_mode()
+def loop_beams(
+    model_folder: Path,
+    prompt: list[int],
+    width: int,
+    n: int,
+    max_tokens: int,
+    *,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+    semantics: str = "hf",
+    eos: int | None = None,
+    ignore_eos: bool = False,
+    stop_token_ids: Collection[int] = (),
+    stop: Sequence[str] = (),
+    decode: Callable[[list[int]], str] = str,
+    min_tokens: int = 0,
+    adjust: Adjust = adjusted,
+) -> list[Found]:
+    """The `n` best hypotheses, best first; fewer if there are fewer. `decode` gives the text of generated tokens."""
+    uncounted = {*stop_token_ids} | ({eos} - {None})
+    stops = {*stop_token_ids} if ignore_eos else uncounted
+    pool: list[Found] = []
+
+    def stopped_by(generated: list[int], token: int) -> int | str | None:
+        if len(generated) < min_tokens or token in stops:
+            return token if token in stops else None
+        completed = stop and completed_string(decode(generated), decode([*generated, token]), stop)
+        return completed[1] if completed else None
+
+    def finish(tokens: list[int], total: float, by: int | str | None) -> None:
+        score = competing_score(semantics, length_penalty, len(prompt), tokens, total, uncounted)
+        pool.append(Found(tokens, score, by))
+        pool.sort(key=lambda found: -found.score)
+        del pool[width:]
+
+    def is_settled(best_running: float, length: int) -> bool:
+        if semantics == "vllm" or len(pool) < width:
+            return False
+        length = max_tokens if early_stopping == "never" and length_penalty > 0 else length
+        # One beam is greedy search: it stops at once, whatever the options.
+        return early_stopping is True or width == 1 or best_running / length**length_penalty <= pool[-1].score
+
+    beams: list[tuple[list[int], float]] = [([], 0.0)]
+    for length in range(1, max_tokens + 1):
+        logits = load(model_folder)(torch.tensor([prompt + generated for generated, _ in beams])).logits[:, -1]
+        rows = []
+        for (generated, total), row in zip(beams, logits, strict=True):
+            masked = stops if length <= min_tokens else ()
+            rows.append(total + masked_logprobs(adjust(row, prompt, generated), masked).double())
+            if semantics == "vllm":  # whatever stops among a beam's own best finishes
+                for token in rows[-1].topk(max(2, 1 + len(stops)) * width).indices.tolist():
+                    if rows[-1][token] > IMPOSSIBLE and (by := stopped_by(generated, token)) is not None:
+                        finish([*generated, token], rows[-1][token].item(), by)
+        ranked, live = torch.stack(rows).flatten().sort(descending=True, stable=True), []
+        for rank, (total, place) in enumerate(zip(*(field.tolist() for field in ranked), strict=True)):
+            if total == IMPOSSIBLE or (rank >= width and len(live) == width):
+                break
+            parent, token = divmod(place, len(rows[0]))
+            tokens, by = [*beams[parent][0], token], stopped_by(beams[parent][0], token)
+            if semantics == "hf" and rank < width and (by is not None or length == max_tokens):
+                finish(tokens, total, by)
+            if by is None and len(live) < width:
+                live.append((tokens, total))
+        beams = live
+        if not beams or is_settled(beams[0][1], length):
+            break
+    for generated, total in beams if semantics == "vllm" else ():
+        finish(generated, total, None)
+    return pool[:n]

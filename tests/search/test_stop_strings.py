@@ -1,0 +1,217 @@
+"""A token completes a stop string exactly where decoding everything that was generated says so."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer
+
+from tests.conftest import TRAINED_TARGET
+from vllm_trie.search.stop_strings import CONTEXT, StopStrings
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+CHARACTERS = "aaabbb \né€😀"
+PIECES = [
+    *(b"a", b"b", b"aa", b"ab", b"aab", b"bab", b" ", b" a", b"a ", b"\n", b"b\na", b""),
+    *("é".encode(), b"\xc3", b"\xa9", b"a\xc3", b"\xa9b", "€".encode(), b"\xe2", b"\x82", b"\xac", b"\x82\xac"),
+    *(b"\xf0", b"\x9f", b"\x98", b"\x80", b"\x9f\x98", b"\x98\x80a"),
+]
+TOKEN = {piece: token for token, piece in enumerate(PIECES)}
+HELD_OUT_TEXT = (TRAINED_TARGET.parent / "held_out.txt").read_text().replace("\n", "\nnaïve, 1 €: 😀! 日本語\n")
+seeds = st.integers(0, 1 << 32)
+
+
+def is_text(piece: bytes) -> bool:
+    return INCOMPLETE not in piece.decode(errors="replace")
+
+
+class Vocabulary(NamedTuple):
+    """Tokens, and how a list of them is decoded."""
+
+    pieces: list[bytes]
+    decode: Callable[[list[int]], str]
+
+    def random_ids(self, choose: random.Random, most: int) -> list[int]:
+        """Any text, cut anywhere."""
+        rest = "".join(choose.choices(CHARACTERS, k=choose.randint(0, most))).encode()
+        ids: list[int] = []
+        while rest:
+            fitting = [token for token, piece in enumerate(self.pieces) if piece and rest.startswith(piece)]
+            ids.append(choose.choice(fitting))
+            rest = rest.removeprefix(self.pieces[ids[-1]])
+        return ids
+
+    def stop_strings(self, *strings: str) -> StopStrings:
+        return StopStrings(strings, self.decode, len(self.pieces))
+
+
+def byte_level(pieces: list[bytes]) -> Vocabulary:
+    return Vocabulary(pieces, lambda ids: b"".join(pieces[token] for token in ids).decode(errors="replace"))
+
+
+def llama_like() -> Vocabulary:
+    """As Llama's first tokenizer: a leading space is swallowed; bytes in a row are characters, or none of them is."""
+    words = ["a", "b", "aa", "aab", "▁", "▁a", "a▁", "é"]
+    single_bytes = [bytes([byte]) for byte in sorted(set(CHARACTERS.encode()) - set(b"ab "))]
+    tokens = [*words, *(f"<0x{byte.hex().upper()}>" for byte in single_bytes)]
+    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, tokens[0]))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return Vocabulary([*(word.replace("▁", " ").encode() for word in words), *single_bytes], tokenizer.decode)
+
+
+BYTE_LEVEL = byte_level(PIECES)
+LLAMA_LIKE = llama_like()
+WHOLE_CHARACTERS = byte_level([*(piece for piece in PIECES if is_text(piece)), "😀".encode()])
+every_vocabulary = pytest.mark.parametrize(
+    "vocabulary",
+    [
+        pytest.param(WHOLE_CHARACTERS, id="whole-characters"),
+        pytest.param(BYTE_LEVEL, id="byte-level"),
+        pytest.param(LLAMA_LIKE, id="llama-like"),
+    ],
+)
+
+
+def random_strings(choose: random.Random, text: str) -> tuple[str, ...]:
+    """Up to three parts of the text."""
+    starts = [choose.randrange(len(text)) for _ in range(choose.randint(1, 3))]
+    parts = {text[start : start + choose.randint(1, 6)] for start in starts}
+    return tuple(sorted(part for part in parts if INCOMPLETE not in part))
+
+
+def check_every_place(
+    stop: StopStrings, decode: Callable[[list[int]], str], prompt: list[int], generated: list[int]
+) -> None:
+    """Compare with decoding everything and looking for a string that ends where the text had not come before."""
+    prompt_text, before = decode(prompt), ""
+    for place, token in enumerate(generated):
+        after = decode([*prompt, *generated[: place + 1]])[len(prompt_text) :]
+        new_ends = range(len(before.rstrip(INCOMPLETE)) + 1, len(after) + 1)
+        expected = any(after[:end].endswith(string) for end in new_ends for string in stop.strings)
+        assert stop.is_completed_by(token, prompt, generated[:place]) == expected, (stop.strings, after)
+        assert stop.may_complete(np.array([token])).all() or not expected, (stop.strings, after)
+        before = after
+
+
+@every_vocabulary
+@settings(max_examples=3000, deadline=None, derandomize=True)
+@given(seeds)
+def test_token_completes_what_the_whole_generated_text_says(vocabulary: Vocabulary, seed: int) -> None:
+    choose = random.Random(seed)
+    prompt, generated = vocabulary.random_ids(choose, 9), vocabulary.random_ids(choose, 24)
+    num_strays = choose.choice([0, 0, 1, 5]) if vocabulary is not LLAMA_LIKE else 0  # they spoil all bytes in a row
+    for _ in range(num_strays):
+        generated.insert(choose.randint(0, len(generated)), choose.randrange(len(vocabulary.pieces)))
+    if strings := random_strings(choose, vocabulary.decode(generated) + "\n"):
+        check_every_place(vocabulary.stop_strings(*strings), vocabulary.decode, prompt, generated)
+
+
+@every_vocabulary
+@settings(max_examples=1500, deadline=None, derandomize=True)
+@given(seeds)
+def test_string_that_begins_in_the_prompt_is_not_completed(vocabulary: Vocabulary, seed: int) -> None:
+    choose = random.Random(seed)
+    prompt, generated = vocabulary.random_ids(choose, 9), vocabulary.random_ids(choose, 12)
+    length = len(vocabulary.decode(prompt))
+    straddling = (vocabulary.decode([*prompt, *generated]) + "\n")[choose.randint(max(length - 3, 0), length) :]
+    stop = vocabulary.stop_strings(straddling[: choose.randint(1, 7)])
+    check_every_place(stop, vocabulary.decode, prompt, generated)
+
+
+@pytest.mark.parametrize("rest_of_character", [1, 2, 3])
+def test_string_in_a_prompt_that_ends_within_a_character_is_not_completed(rest_of_character: int) -> None:
+    ids = [TOKEN[piece] for piece in (b"a", b"\n", b"\xf0", b"\x9f", b"\x98", b"\x80")]
+    prompt, generated = ids[:-rest_of_character], ids[-rest_of_character:]
+    stop = BYTE_LEVEL.stop_strings("\n")
+    for place, token in enumerate(generated):
+        assert not stop.is_completed_by(token, prompt, generated[:place])
+
+
+@cache
+def trained_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TRAINED_TARGET)
+
+
+def decode_trained(ids: list[int]) -> str:
+    return trained_tokenizer().decode(ids, skip_special_tokens=True)
+
+
+def encode_trained(text: str) -> list[int]:
+    return trained_tokenizer()(text, add_special_tokens=False)["input_ids"]
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(seeds)
+def test_trained_tokenizer_completes_what_the_whole_generated_text_says(seed: int) -> None:
+    choose = random.Random(seed)
+    start = choose.randrange(len(HELD_OUT_TEXT))
+    ids = encode_trained(HELD_OUT_TEXT[start : start + choose.randint(2, 99)])
+    for _ in range(choose.choice([0, 0, 1, 9])):
+        ids.insert(choose.randint(0, len(ids)), choose.randrange(len(trained_tokenizer())))
+    cuts = [cut for cut in range(len(ids)) if not decode_trained(ids[:cut]).endswith(INCOMPLETE)]
+    cut = choose.choice(cuts)
+    prompt, generated = ids[:cut], ids[cut:]
+    if strings := random_strings(choose, decode_trained(generated) + "\n"):
+        check_every_place(
+            StopStrings(strings, decode_trained, len(trained_tokenizer())), decode_trained, prompt, generated
+        )
+
+
+def test_string_within_one_token_is_completed() -> None:
+    assert BYTE_LEVEL.stop_strings("a").is_completed_by(TOKEN[b"bab"], [TOKEN[b"b"]], [])
+
+
+def test_string_is_completed_after_a_part_that_looked_like_its_beginning() -> None:
+    stop = BYTE_LEVEL.stop_strings("aab")
+    assert stop.is_completed_by(TOKEN[b"b"], [], [TOKEN[b"aa"], TOKEN[b"a"]])
+    assert not stop.is_completed_by(TOKEN[b"b"], [TOKEN[b"a"]], [TOKEN[b"a"]])
+
+
+def test_any_of_several_strings_is_completed() -> None:
+    stop = BYTE_LEVEL.stop_strings("\n", "b a", "aa")
+    completing = [piece for piece in PIECES if stop.is_completed_by(TOKEN[piece], [], [TOKEN[b"b"], TOKEN[b" "]])]
+    assert completing == [b"a", b"aa", b"ab", b"aab", b"a ", b"\n", b"b\na", b"a\xc3"]
+
+
+def test_most_tokens_are_no_suspects() -> None:
+    every_token = np.arange(len(trained_tokenizer()))
+    suspects = StopStrings(["\ndef", "\nclass"], decode_trained, len(every_token)).may_complete(every_token)
+    assert suspects[encode_trained("\nclass")[-1]]
+    assert suspects.sum() < len(every_token) // 4
+
+
+def test_tokens_are_suspected_in_any_shape_and_judged_once() -> None:
+    decoded: list[int] = []
+
+    def decode(ids: list[int]) -> str:
+        decoded.extend(ids)
+        return BYTE_LEVEL.decode(ids)
+
+    stop = StopStrings(["ab"], decode, len(PIECES))
+    ids = np.array([[TOKEN[b"b"], TOKEN[b"a"]], [TOKEN[b"\xa9"], TOKEN[b"b"]]])
+    assert stop.may_complete(ids).tolist() == [[True, False], [True, True]]
+    assert {*decoded} == {*ids.flatten().tolist()}
+    decoded.clear()
+    assert stop.may_complete(ids).tolist() == [[True, False], [True, True]]
+    assert not decoded
+
+
+def test_long_hypothesis_is_not_decoded_as_a_whole() -> None:
+    lengths: list[int] = []
+
+    def decode(ids: list[int]) -> str:
+        lengths.append(len(ids))
+        return BYTE_LEVEL.decode(ids)
+
+    stop = StopStrings(["aab"], decode, len(PIECES))
+    assert stop.is_completed_by(TOKEN[b"b"], 999 * [TOKEN[b" "]], 999 * [TOKEN[b"a"]])
+    assert max(lengths) <= CONTEXT + len("aab") + 1

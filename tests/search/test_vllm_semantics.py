@@ -1,0 +1,153 @@
+"""Our steps, scores and end of the search find what `LLM.beam_search` finds when it goes on to the greatest length."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.entrypoints.generate.beam_search.utils import get_beam_search_score
+
+from vllm_trie.search.ranking import rank_candidates
+from vllm_trie.search.step import num_candidates, vllm_step
+from vllm_trie.search.stopping import VllmPool
+
+EOS, TOKEN = 1, 7
+MAX_LENGTH = 14
+SEARCHES = 200
+NEAR_TIE = 1e-5  # they add up in float64 and we in float32: closer scores may come in another order
+TOLERANCE = 1e-4
+penalties = st.one_of(st.sampled_from([-1.0, 0.0, 1.0, 2.0]), st.floats(-3, 3))
+
+
+class Found(NamedTuple):
+    """One hypothesis with its prompt, and what it competes by."""
+
+    tokens: list[int]
+    score: float
+
+
+class Problem:
+    """A prompt, a width, and a random model in which the next token depends on the place and the last token."""
+
+    def __init__(self, seed: int) -> None:
+        choose = np.random.default_rng(seed)
+        self.width = int(choose.integers(1, 7))
+        self.length = int(choose.integers(1, 8))
+        vocab_size = max(2, 2 * self.width + int(choose.integers(0, 20)))
+        self.prompt = choose.integers(vocab_size, size=choose.integers(1, 7)).tolist()
+        spread, eos_bonus = choose.uniform(0.5, 3), choose.choice([-3.0, 0.0, 2.0, 5.0])
+        table = spread * choose.standard_normal((self.length, vocab_size, vocab_size), dtype=np.float32)
+        table[..., EOS] += eos_bonus
+        self.table = torch.from_numpy(table)
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        return self.table[len(tokens) - len(self.prompt), tokens[-1]]
+
+
+def gap(values: list[float]) -> float:
+    """Between the closest two."""
+    return min((after - before for before, after in itertools.pairwise(sorted(values))), default=float("inf"))
+
+
+def vllm_search(problem: Problem, length_penalty: float) -> tuple[list[Found], float]:
+    """A loop after vLLM 0.32 `BeamSearchOfflineMixin.beam_search`, and the closest scores it compared."""
+    beams, completed, closest = [(problem.prompt, 0.0)], [], float("inf")
+
+    def score(beam: tuple[list[int], float]) -> float:
+        return get_beam_search_score(*beam, EOS, length_penalty)
+
+    for _ in range(problem.length):
+        new_beams = []
+        for tokens, total in beams:
+            logprobs = problem.logits(tokens).log_softmax(-1).tolist()
+            closest = min(closest, gap(logprobs))
+            for token in sorted(range(len(logprobs)), key=lambda t: -logprobs[t])[: 2 * problem.width]:
+                beam = ([*tokens, token], total + logprobs[token])
+                (completed if token == EOS else new_beams).append(beam)
+        closest = min(closest, gap([total for _, total in new_beams]))
+        beams = sorted(new_beams, key=score, reverse=True)[: problem.width]
+    completed += beams
+    closest = min(closest, gap([score(beam) for beam in completed]))
+    best = sorted(completed, key=score, reverse=True)[: problem.width]
+    return [Found(beam[0], score(beam)) for beam in best], closest
+
+
+def our_search(problem: Problem, length_penalty: float) -> tuple[list[Found], int]:
+    """The best hypotheses, and how many steps it took to find them."""
+    width, count = problem.width, num_candidates(problem.width, 1)
+    pool = VllmPool(width, length_penalty, problem.length, len(problem.prompt), frozenset({EOS}))
+    rows, scores = [problem.prompt], np.zeros(1, dtype=np.float32)
+    ended: list[list[int]] = []
+    for length in range(1, problem.length + 1):
+        row_scores = torch.from_numpy(scores)[None]
+        ranking = rank_candidates(torch.stack([problem.logits(row) for row in rows])[None], row_scores, count)
+        candidates, is_last = ranking.candidates, length == problem.length
+        stopping = ranking.proposals([EOS], row_scores, count)
+        stops = candidates.tokens == EOS
+        step = vllm_step(candidates, candidates.scores, stops, *stopping, width, is_last).group(0)
+        for parent, token, score in zip(*(field.tolist() for field in step.finished), strict=True):
+            pool.add(score, length, token, node=len(ended))
+            ended.append([*rows[parent], token])
+        if is_last or pool.is_settled(float(step.scores.max()), length):
+            break
+        rows = [[*rows[parent], token] for parent, token in zip(step.parents, step.tokens.tolist(), strict=True)]
+        scores = step.scores
+    return [Found(ended[node], score) for score, node in pool.best(width)], length
+
+
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
+def test_search_finds_what_vllm_finds(length_penalty: float) -> None:
+    near_ties = ended_early = by_length = 0
+    for seed in range(SEARCHES):
+        problem = Problem(seed)
+        theirs, closest = vllm_search(problem, length_penalty)
+        if closest < NEAR_TIE:
+            near_ties += 1
+            continue
+        ours, steps = our_search(problem, length_penalty)
+        assert [found.tokens for found in ours] == [found.tokens for found in theirs]
+        assert [found.score for found in ours] == pytest.approx([found.score for found in theirs], rel=TOLERANCE)
+        ended_early += steps < problem.length
+        by_length += any(found.tokens[-1] != EOS for found in ours)
+    assert near_ties < SEARCHES // 10
+    assert min(ended_early, by_length) > SEARCHES // 20, "hypotheses and searches must end in either way"
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=9),
+    st.lists(st.integers(0, 9), min_size=1, max_size=9),
+    st.floats(-50, 0),
+    penalties,
+    st.sets(st.integers(0, 9), max_size=3),
+)
+def test_score_is_that_of_vllm(
+    prompt: list[int], generated: list[int], sum_logprobs: float, length_penalty: float, uncounted: set[int]
+) -> None:
+    pool = VllmPool(2, length_penalty, MAX_LENGTH, len(prompt), frozenset(uncounted))
+    eos = generated[-1] if generated[-1] in uncounted else -1
+    theirs = get_beam_search_score([*prompt, *generated], sum_logprobs, eos, length_penalty)
+    assert pool.score(sum_logprobs, len(generated), generated[-1]) == pytest.approx(theirs, rel=1e-12)
+
+
+def test_hypothesis_in_which_nothing_counts_has_a_score() -> None:
+    assert VllmPool(1, 1.0, MAX_LENGTH, 0, frozenset({EOS})).score(-2.0, 1, EOS) == -2.0
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(st.integers(1, 9), st.integers(1, MAX_LENGTH - 1), st.integers(1, MAX_LENGTH), st.floats(-9, -1), penalties)
+def test_pool_is_settled_as_soon_as_the_best_that_can_come_is_no_better(
+    prompt_length: int, length: int, held_length: int, held: float, length_penalty: float
+) -> None:
+    pool = VllmPool(1, length_penalty, MAX_LENGTH, prompt_length, frozenset({EOS}))
+    pool.add(held, held_length, TOKEN, 0)
+    best_end = (MAX_LENGTH, TOKEN) if length_penalty > 0 else (length + 1, EOS)
+    equal = pool.best(1)[0].score / pool.score(1.0, *best_end)  # the sum at which the best end has the same score
+    assert pool.is_settled(1.001 * equal, length)
+    assert not pool.is_settled(0.999 * equal, length)
+    assert pool.add(0.999 * equal, *best_end, 1) == 0

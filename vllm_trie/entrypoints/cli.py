@@ -1,0 +1,70 @@
+"""`--plugin trie_beam`, wherever vLLM's command line takes engine arguments."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from typing import Any
+
+from vllm_trie.config import PLUGIN_NAME
+from vllm_trie.patching import Patch
+
+add_cli_args = Patch("vllm.engine.arg_utils:EngineArgs", "add_cli_args")
+from_cli_args = Patch("vllm.engine.arg_utils:EngineArgs", "from_cli_args")
+
+
+def add_plugin_flag() -> None:
+    """From now on, parsers of engine arguments know `--plugin`."""
+    if not add_cli_args.is_applied:
+        from vllm.engine.arg_utils import EngineArgs
+
+        add_cli_args.apply(staticmethod(_with_flag(EngineArgs.add_cli_args)))
+        from_cli_args.apply(classmethod(_obeying_flag(EngineArgs.from_cli_args.__func__)))
+
+
+def plugin_name(name: str) -> str:
+    """A plugin that is installed and that vLLM has loaded.
+
+    Raises:
+        argparse.ArgumentTypeError: there is none of this name.
+    """
+    import vllm.envs as envs
+
+    installed = sorted({plugin.name for plugin in entry_points(group="vllm.general_plugins")})
+    if name not in installed:
+        meant = get_close_matches(name, installed, n=1)
+        hint = f"did you mean {meant[0]}?" if meant else f"installed: {', '.join(installed)}"
+        raise argparse.ArgumentTypeError(f"unknown plugin {name!r}; {hint}")
+    if envs.VLLM_PLUGINS is not None and name not in envs.VLLM_PLUGINS:
+        raise argparse.ArgumentTypeError(f"the environment variable VLLM_PLUGINS leaves plugin {name!r} out; add it")
+    return name
+
+
+def _with_flag(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def add_cli_args(parser: Any) -> Any:
+        parser = original(parser)
+        group = parser.add_argument_group(title="plugins", description="Plugins that act only where they are asked to.")
+        group.add_argument(
+            "--plugin",
+            action="append",
+            type=plugin_name,
+            metavar="NAME",
+            help=f"Use a plugin in this engine; may be repeated. {PLUGIN_NAME}: beam search inside the engine.",
+        )
+        return parser
+
+    return add_cli_args
+
+
+def _obeying_flag(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def from_cli_args(cls: type, args: argparse.Namespace) -> Any:
+        if PLUGIN_NAME in (vars(args).get("plugin") or ()):  # in `args`, which vLLM hands to its API server processes
+            args.additional_config = {PLUGIN_NAME: {}, **args.additional_config}
+        return original(cls, args)
+
+    return from_cli_args

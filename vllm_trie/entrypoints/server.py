@@ -1,0 +1,140 @@
+"""Beams over HTTP: `use_beam_search`, and `vllm_xargs={"beam_width": ...}`, at the OpenAI endpoints."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.logger import init_logger
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import BeamSearchParams, SamplingParams
+from vllm.utils import random_uuid
+
+from vllm_trie.entrypoints.requests import BeamRequestError
+from vllm_trie.patching import Patch
+from vllm_trie.plugin import has_beams, why_without_beams
+
+logger = init_logger("vllm.trie_beam.server")
+
+_COMPLETION = "vllm.entrypoints.openai.completion.protocol:CompletionRequest"
+_CHAT = "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest"
+beam_search = Patch("vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin", "beam_search")
+conversions = {
+    CompletionRequest: (Patch(_COMPLETION, "to_beam_search_params"), Patch(_COMPLETION, "to_sampling_params")),
+    ChatCompletionRequest: (Patch(_CHAT, "to_beam_search_params"), Patch(_CHAT, "to_sampling_params")),
+}
+
+# Beam search does not sample: what a client sends for that, or generation_config.json says, has no say in it.
+_NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "seed": None}
+
+
+def serve_beams() -> None:
+    """From now on, the servers of this process search in the engine, where it has beams."""
+    if beam_search.is_applied:
+        return
+    beam_search.apply(_in_engine(BeamSearchOnlineMixin.beam_search))
+    for request_type, (to_beam_search_params, to_sampling_params) in conversions.items():
+        to_beam_search_params.apply(_remembering(request_type.to_beam_search_params))
+        to_sampling_params.apply(_with_beams(request_type.to_sampling_params))
+
+
+def _with_beams(original: Callable[..., SamplingParams]) -> Callable[..., SamplingParams]:
+    """Conversion of a request that may name a beam width in `vllm_xargs`."""
+
+    @functools.wraps(original)
+    def to_sampling_params(
+        self: Any, max_tokens: int, default_sampling_params: dict[str, Any] | None = None
+    ) -> SamplingParams:
+        xargs = self.vllm_xargs or {}
+        if "beam_width" not in xargs:
+            return original(self, max_tokens, default_sampling_params or {})
+        _refuse_streaming(self, "beam_width")
+        if "length_penalty" in self.model_fields_set:
+            xargs = {"length_penalty": self.length_penalty, **xargs}
+        defaults = {k: v for k, v in (default_sampling_params or {}).items() if k == "stop_token_ids"}
+        return original(self.model_copy(update={"vllm_xargs": dict(xargs)}), max_tokens, defaults)
+
+    return to_sampling_params
+
+
+def _remembering(original: Callable[..., BeamSearchParams]) -> Callable[..., BeamSearchParams]:
+    """Conversion of a `use_beam_search` request: keeps what vLLM's own parameters have no room for."""
+
+    @functools.wraps(original)
+    def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> BeamSearchParams:
+        _refuse_streaming(self, "use_beam_search")
+        params = original(self, *args, **kwargs)
+        params.request = self
+        return params
+
+    return to_beam_search_params
+
+
+def _refuse_streaming(request: CompletionRequest | ChatCompletionRequest, option: str) -> None:
+    if request.stream:
+        raise BeamRequestError(f"stream=true is not supported together with {option}; leave it out")
+
+
+def _in_engine(
+    original: Callable[..., AsyncGenerator[RequestOutput, None]],
+) -> Callable[..., AsyncGenerator[RequestOutput, None]]:
+    @functools.wraps(original)
+    async def beam_search(
+        self: Any,
+        prompt: Any,
+        request_id: str,
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        trace_headers: Any = None,
+        session_id: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        request: CompletionRequest | ChatCompletionRequest | None = vars(params).get("request")
+        refusal = None
+        if not has_beams(self.engine_client.vllm_config):
+            refusal = why_without_beams(self.engine_client.vllm_config)
+        elif request is None:
+            refusal = "at this endpoint"
+        elif lora_request is not None:
+            refusal = "with a LoRA adapter"
+        elif prompt["type"] != "token":
+            refusal = "on prompts that are not text or tokens"
+        if refusal is not None:
+            logger.info_once("use_beam_search %s: vLLM's own client loop runs it, not the engine", refusal)
+            outputs = original(self, prompt, request_id, params, lora_request, trace_headers, session_id)
+        else:
+            assert request is not None
+            outputs = self.engine_client.generate(
+                prompt,
+                _sampling_params(request, params.max_tokens),
+                f"{request_id}-{random_uuid()}",
+                trace_headers=trace_headers,
+                priority=request.priority,
+                session_id=session_id,
+            )
+        async for output in outputs:
+            if refusal is None:
+                _as_vllm_returns_it(output, self.renderer.get_tokenizer(), params)
+            yield output
+
+    return beam_search
+
+
+def _sampling_params(request: CompletionRequest | ChatCompletionRequest, max_tokens: int) -> SamplingParams:
+    """All of a `use_beam_search` request: its `n` is the width, unless `vllm_xargs` names another."""
+    xargs = {"beam_width": request.n or 1, "semantics": "vllm", **(request.vllm_xargs or {})}
+    xargs.setdefault("length_penalty", request.length_penalty)
+    return request.model_copy(update={**_NO_SAMPLING, "vllm_xargs": xargs}).to_sampling_params(max_tokens, {})
+
+
+def _as_vllm_returns_it(output: RequestOutput, tokenizer: Any, params: BeamSearchParams) -> None:
+    """vLLM's own loop names the EOS token as stop reason, and leaves it out of the tokens unless told otherwise."""
+    eos_token_id = tokenizer.eos_token_id
+    for one in output.outputs:
+        if one.finish_reason == "stop" and one.stop_reason is None:
+            one.stop_reason = eos_token_id
+            if not params.include_stop_str_in_output:
+                one.token_ids = one.token_ids[:-1]
