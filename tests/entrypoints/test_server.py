@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -227,23 +226,19 @@ def test_beams_and_ordinary_requests_run_side_by_side(server: Server) -> None:
 
 @pytest.mark.parametrize("options", [beams(64), {"use_beam_search": True, **beams(64)}])
 def test_a_client_that_vanishes_takes_its_search_with_it(server: Server, options: dict[str, Any]) -> None:
-    hasty = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=0.3)
-    seen = []
+    async def vanish() -> float:
+        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        body = {"ignore_eos": True, **options}
+        asked = client.completions.create(model="target", prompt=[5] * 16, max_tokens=480, n=8, extra_body=body)
+        search = asyncio.create_task(asked)
+        while not (running := await asyncio.to_thread(server.gauge, "vllm:num_requests_running")):
+            assert not search.done(), "the search was over before anyone saw it"
+        search.cancel()
+        await asyncio.wait([search])
+        assert search.cancelled()
+        return running
 
-    def watch() -> None:
-        while vanished.is_set() is False:
-            seen.append(server.gauge("vllm:num_requests_running"))
-            time.sleep(0.02)
-
-    vanished = threading.Event()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    body = {"ignore_eos": True, **options}
-    with pytest.raises(openai.APITimeoutError):
-        hasty.completions.create(model="target", prompt=[5] * 16, max_tokens=480, n=8, extra_body=body)
-    vanished.set()
-    watcher.join()
-    assert max(seen) == 1, "one search of 64 beams is one running request"
+    assert asyncio.run(vanish()) == 1, "one search of 64 beams is one running request"
     server.wait_until_idle()
     assert complete(server, max_tokens=4).choices[0].text
 
