@@ -97,20 +97,21 @@ class Engine:
     def check_rows(self) -> None:
         """Raise AssertionError unless the worker's rows hold the tokens and blocks that the scheduler believes."""
         batch, requests = self.runner.input_batch, self.runner.requests
-        table = batch.block_table[0]
         for group_id, group in self.scheduler.groups.items():
-            trie = self.scheduler.kv_cache_manager._groups[group_id].trie
-            if trie is None:
+            tries = self.scheduler.kv_cache_manager._groups[group_id].tries
+            if not tries:
                 continue
             for row, row_id in enumerate(self.runner.beam_rows.groups[group_id].row_ids):
                 state, at = requests[row_id], batch.req_id_to_index.get(row_id)
                 if at is None:
-                    tokens, blocks = state.output_token_ids, state.block_ids[0]
+                    tokens, blocks = state.output_token_ids, state.block_ids
                 else:
                     tokens = batch.token_ids_cpu[at, state.num_prompt_tokens : batch.num_tokens_no_spec[at]].tolist()
-                    blocks = table.block_table.np[at, : table.num_blocks_per_row[at]].tolist()
-                assert tokens == group.hypotheses.tokens(group.hypotheses.rows[row]), row_id
-                assert blocks == trie.row_blocks(row), row_id
+                    tables = batch.block_table.block_tables
+                    blocks = [t.block_table.np[at, : t.num_blocks_per_row[at]].tolist() for t in tables]
+                assert tokens == group.history(row), row_id
+                for trie, of_group in zip(tries, blocks, strict=True):
+                    assert of_group[trie.num_skipped :] == trie.row_blocks(row), row_id
 
     def close(self) -> None:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory

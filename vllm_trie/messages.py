@@ -27,15 +27,27 @@ class SelectRules(NamedTuple):
     handicap: tuple[int, float] | None = None  # token, and the factor of the score by which it is compared
 
 
+RowBlocks = tuple[list[int], ...]  # block ids, by KV cache group
+
+
+class Resumed(NamedTuple):
+    """Where the rows of a preempted group go on."""
+
+    histories: list[list[int]]  # all that each row has generated
+    scores: list[float]  # their cumulative log-probabilities
+
+
 @dataclass(slots=True)
 class GroupStep:
     """What the worker must know about one beam group in one step."""
 
     rules: SelectRules
-    selects: bool  # False while the prompt is still being prefilled in chunks
+    selects: bool  # False as long as tokens are computed that are known already
     decodes: bool = False  # the group runs as `width` rows; until then as one
-    rows: list[list[int]] | None = None  # on widening: the KV blocks of each row
-    new_blocks: list[int] | None = None  # at a block boundary: the next block of each row
+    settled: list[int] | None = None  # on resumption, for the one row: what it computes beyond the prompt
+    rows: list[RowBlocks] | None = None  # on widening: the KV blocks of each row
+    resumed: Resumed | None = None  # on widening after a preemption; else the worker knows it all
+    new_blocks: list[RowBlocks] | None = None  # at a block boundary: the next blocks of each row
 
 
 def attach_group_steps(output: SchedulerOutput, groups: dict[str, GroupStep]) -> None:

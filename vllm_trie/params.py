@@ -109,6 +109,7 @@ class EngineLimits:
     block_size: int
     num_blocks: int | None  # None while the engine has not sized its KV cache
     max_beam_width: int | None = None  # what the engine's user allows
+    has_window: bool = False  # attention layers may forget the prompt's first blocks
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ def validate(params: SamplingParams, beam: BeamParams, prompt_len: int, limits: 
             f"use beam_width <= {widest}"
         )
     if limits.num_blocks is not None:
-        blocks = blocks_to_start(prompt_len, width, limits.block_size)
+        blocks = blocks_to_start(0 if limits.has_window else prompt_len, width, limits.block_size)
         if blocks > limits.num_blocks:
             raise ValueError(
                 f"beam_width={width} with a prompt of {prompt_len} tokens needs at least {blocks} KV blocks, the "

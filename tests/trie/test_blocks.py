@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_trie.search.step import assign_slots
-from vllm_trie.trie.blocks import BlockCopy, BlockCounts, BlockTrie
+from vllm_trie.trie.blocks import BlockCopy, BlockCounts, BlockTrie, blocks_to_widen
 
 OPERATIONS = int(os.environ.get("TRIE_OPERATIONS", 100_000)) // 2  # the other half: test_hypotheses.py
 MOST_PER_WALK = 200
@@ -75,8 +75,9 @@ class ModelledGroup:
 
     def begin(self) -> None:
         num_tokens = self.choose.randrange(4 * self.memory.block_size)
-        prefix = self.memory.allocate(-(-num_tokens // self.memory.block_size))
-        self.trie = BlockTrie(self.memory.block_size, prefix, num_tokens)
+        skipped = self.choose.randint(0, num_tokens // self.memory.block_size) if self.choose.random() < 0.2 else 0
+        held = self.memory.allocate(-(-num_tokens // self.memory.block_size) - skipped)
+        self.trie = BlockTrie(self.memory.block_size, [POISON] * skipped + held, num_tokens, skipped)
         self.histories: list[list[int]] = [[]]
         self.counts = BlockCounts()
         for _ in range(num_tokens):
@@ -84,7 +85,7 @@ class ModelledGroup:
 
     def write_one_token(self) -> None:
         for row, history in enumerate(self.histories):
-            self.memory.write(self.trie.row_blocks(row), len(history), self.num_written)
+            self.write(row, len(history), self.num_written)
             history.append(self.num_written)
             self.num_written += 1
 
@@ -95,11 +96,41 @@ class ModelledGroup:
         return {block for row in range(self.trie.width) for block in self.trie.row_blocks(row)}
 
     def widen(self) -> None:
-        assert self.trie.blocks_to_widen(self.width) == (self.width - 1) * self.partly_filled()
-        copies = self.trie.widen(self.width, self.memory.allocate(self.trie.blocks_to_widen(self.width)))
+        """Into rows some of which go on together for a while: a key is the history that ends there."""
+        (prefix,) = self.histories
+        paths: list[list[int]] = [[] for _ in range(self.width)]
+        tokens: dict[tuple[int, ...], int] = {}
+        together = self.choose.randrange(2 * self.memory.block_size + 1)
+        for place in range(together + 1):
+            for row, path in enumerate(paths):
+                branch = self.choose.randrange(2) if place < together else row
+                path.append(tokens.setdefault((*path, branch), self.num_written + len(tokens)))
+        self.num_written += len(tokens)
+        needed = blocks_to_widen(len(prefix), paths, self.memory.block_size)
+        copies = self.trie.widen(paths, self.memory.allocate(needed))
         self.memory.copy(copies)
         self.counts.copied += len(copies)
-        self.histories = [self.histories[0].copy() for _ in range(self.width)]
+        self.histories = [prefix + path for path in paths]
+        for row, history in enumerate(self.histories):
+            for position in range(len(prefix), len(history)):
+                self.write(row, position, history[position])
+        assert self.trie.num_live_blocks == len(self.distinct_blocks())
+
+    def distinct_blocks(self) -> set[tuple[int, ...]]:
+        """What the least number of blocks has to hold: full ones by their history, tails by row."""
+        size, length = self.memory.block_size, len(self.histories[0])
+        ends = range((self.trie.num_skipped + 1) * size, length + 1, size)
+        full = {tuple(history[:end]) for history in self.histories for end in ends}
+        return full | {(-1, row) for row in range(self.trie.width) if length % size}
+
+    def write(self, row: int, position: int, token: int) -> None:
+        in_window = position - self.trie.num_skipped * self.memory.block_size
+        if in_window >= 0:
+            self.memory.write(self.trie.row_blocks(row), in_window, token)
+
+    def skip(self) -> None:
+        num_full = len(self.histories[0]) // self.memory.block_size
+        self.trie.skip(self.choose.randint(0, num_full))
 
     def grow(self) -> None:
         assert self.trie.blocks_to_grow() == (0 if self.partly_filled() else self.trie.width)
@@ -113,7 +144,7 @@ class ModelledGroup:
         assert len(copies) == forks * self.partly_filled()
         self.memory.copy(copies)
         self.counts.copied += len(copies)
-        self.counts.shared += forks * (len(self.histories[0]) // self.memory.block_size)
+        self.counts.shared += forks * (len(self.histories[0]) // self.memory.block_size - self.trie.num_skipped)
         self.histories = [self.histories[parent].copy() for parent in parents]
 
     def reclaim(self) -> None:
@@ -135,12 +166,13 @@ class ModelledGroup:
         elif self.trie.width == 1 and self.choose.random() < 0.5:
             self.widen()
         else:
-            self.choose.choices([self.grow, self.fork, self.reclaim], [5, 5, 1])[0]()
+            self.choose.choices([self.grow, self.fork, self.reclaim, self.skip], [50, 50, 10, 1])[0]()
 
     def check(self) -> None:
         self.trie.check_invariants()
         for row, history in enumerate(self.histories):
-            assert self.memory.read(self.trie.row_blocks(row))[: len(history)] == history
+            in_window = history[self.trie.num_skipped * self.memory.block_size :]
+            assert self.memory.read(self.trie.row_blocks(row))[: len(in_window)] == in_window
         assert self.trie.num_live_blocks == len(self.live())
         assert self.trie.num_live_blocks + self.trie.num_garbage == len(self.memory.held)
         assert self.trie.counts == self.counts
@@ -204,6 +236,25 @@ def test_release_gives_the_prompt_back_last() -> None:
     assert three_rows().release()[-1] == 10
 
 
+def test_rows_that_widen_share_the_blocks_of_their_common_history() -> None:
+    trie = BlockTrie(2, [10, 11], 3)
+    paths = [[3, 4, 5, 6], [3, 4, 5, 7], [3, 8, 9, 10]]
+    assert blocks_to_widen(3, paths, 2) == 5
+    assert trie.widen(paths, [12, 13, 14, 15, 16]) == []
+    assert [trie.row_blocks(row) for row in range(3)] == [[10, 11, 12, 14], [10, 11, 12, 15], [10, 11, 13, 16]]
+
+
+def test_blocks_that_left_the_window_are_reclaimed_and_the_rest_stays() -> None:
+    trie = three_rows()
+    before = [trie.row_blocks(row) for row in range(3)]
+    trie.skip(1)
+    assert trie.reclaim() == [10]
+    assert [trie.row_blocks(row) for row in range(3)] == [blocks[1:] for blocks in before]
+    trie.skip(2)
+    assert sorted(trie.reclaim()) == [11, 12, 13]
+    trie.check_invariants()
+
+
 def test_prefix_must_fit_its_tokens() -> None:
     with pytest.raises(ValueError, match="1 blocks of 2 do not hold 3 tokens"):
         BlockTrie(2, [10], 3)
@@ -212,8 +263,8 @@ def test_prefix_must_fit_its_tokens() -> None:
 def three_rows() -> BlockTrie:
     """Prompt block 10, then one full block and a half-full tail per row."""
     trie = BlockTrie(2, [10], 2)
-    trie.widen(3, [])
-    for new_blocks in ([11, 12, 13], [], [14, 15, 16]):
+    trie.widen([[0], [1], [2]], [11, 12, 13])
+    for new_blocks in ([], [14, 15, 16]):
         trie.grow(new_blocks)
     return trie
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_trie.messages import SelectRules
+from vllm_trie.messages import Resumed, SelectRules
 from vllm_trie.params import BeamParams
 from vllm_trie.search.step import Step
 from vllm_trie.search.stopping import HfPool, HypothesisPool, StopRules, VllmPool
@@ -50,17 +50,39 @@ class BeamGroup:
         self.prompt_length = prompt_length
         self._select_rules = select_rules
         self._is_offline = is_offline
-        self.restart()
+        self.length = 0  # tokens every running beam has generated
+        self.hypotheses = HypothesisTrie()
+        self.pool = self._new_pool()
+        self.was_preempted = False  # since there have been rows
+        self.num_settled = 0  # generated tokens that one row computes before the group widens (again)
 
     @property
     def width(self) -> int:
         return self.params.beam_width
 
-    def restart(self) -> None:
-        """Forget the search; it will find the same again from the prompt."""
-        self.length = 0  # tokens every running beam has generated
-        self.hypotheses = HypothesisTrie()
-        self.pool = self._new_pool()
+    def preempt(self) -> None:
+        """The rows' KV is lost, the search is not: it goes on from the tokens that all of them have in common."""
+        self.was_preempted = self.length > 0
+        if self.was_preempted:
+            columns = zip(*self.hypotheses.paths(), strict=True)
+            num_common = next((i for i, nodes in enumerate(columns) if len(set(nodes)) > 1), self.length)
+            self.num_settled = min(num_common, self.length - 1)
+
+    def paths_to_widen(self) -> list[list[int]]:
+        """For each row a key per token to compute after widening; where keys are equal, histories are."""
+        if self.length == 0:
+            return [[row] for row in range(self.width)]
+        return [path[self.num_settled :] for path in self.hypotheses.paths()]
+
+    def history(self, row: int) -> list[int]:
+        """The tokens that a row has generated."""
+        return self.hypotheses.tokens(self.hypotheses.rows[row])
+
+    def resumed(self) -> Resumed | None:
+        """What the worker must know to widen a group that was preempted."""
+        if not self.was_preempted:
+            return None
+        return Resumed([self.history(row) for row in range(self.width)], self.hypotheses.row_scores())
 
     def next_rules(self) -> SelectRules:
         """How the worker selects in the next step."""

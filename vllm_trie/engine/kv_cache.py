@@ -1,7 +1,7 @@
 """KV blocks of beam groups, next to vLLM's own requests in one pool.
 
 Until its prompt is prefilled a group is an ordinary request of vLLM's KV cache manager. Then its
-block trie takes its blocks over.
+block tries, one per KV cache group of the model, take its blocks over.
 """
 
 from __future__ import annotations
@@ -11,32 +11,34 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.trie.blocks import BlockCopy, BlockCounts, BlockTrie
+from vllm_trie.messages import RowBlocks
+from vllm_trie.trie.blocks import BlockCopy, BlockCounts, BlockTrie, blocks_to_widen
 
 
 @dataclass(slots=True)
 class RowUpdate:
     """What the rows of a group got in this step."""
 
-    rows: list[list[int]] | None = None  # on widening: all blocks of each row
-    new_blocks: list[int] | None = None  # else, at a block boundary: one block per row
+    rows: list[RowBlocks] | None = None  # on widening: all blocks of each row
+    new_blocks: list[RowBlocks] | None = None  # else, at a block boundary: the next blocks of each row
 
 
 @dataclass(slots=True)
 class _GroupBlocks:
-    width: int
-    blocks_to_start: int  # what widening to `width` rows will take
+    prefix_length: int  # tokens that the group computes as one row
+    paths: list[list[int]]  # what its rows compute after widening, see `BlockTrie.widen`
     is_prefilling: bool = False
-    trie: BlockTrie | None = None
+    tries: list[BlockTrie] = field(default_factory=list)  # by KV cache group, once it has widened
     steps: int = 0
     update: RowUpdate | None = None
     copies: list[BlockCopy] = field(default_factory=list)  # not yet sent
 
 
 class BeamKVCacheManager(KVCacheManager):
-    """vLLM's KV cache manager, with a block trie per decoding beam group."""
+    """vLLM's KV cache manager, with a block trie per decoding beam group and KV cache group."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -44,10 +46,6 @@ class BeamKVCacheManager(KVCacheManager):
         self.counts = BlockCounts()  # of groups that have ended
         self._groups: dict[str, _GroupBlocks] = {}
         self.shortage = (0, 0)  # blocks needed and blocks free when the last group could not grow
-
-    @property
-    def block_size(self) -> int:
-        return self.coordinator.single_type_managers[0].block_size
 
     @property
     def num_usable_blocks(self) -> int:
@@ -62,17 +60,35 @@ class BeamKVCacheManager(KVCacheManager):
     @property
     def num_live_group_blocks(self) -> int:
         """Blocks that rows of decoding groups lead to; what else groups hold waits to be reclaimed."""
-        return sum(group.trie.num_live_blocks for group in self._groups.values() if group.trie is not None)
+        return sum(trie.num_live_blocks for group in self._groups.values() for trie in group.tries)
 
-    def open_group(self, request: Request, width: int) -> None:
-        """Announce that this request will widen to `width` rows once its prompt is prefilled."""
-        partial = request.num_prompt_tokens % self.block_size > 0
-        self._groups[request.request_id] = _GroupBlocks(width, width - partial)
+    def blocks_to_start(self, num_prompt_tokens: int, width: int) -> int:
+        """The fewest blocks with which a group of `width` rows can take its first step beyond its prompt."""
+        return self._blocks_to_resume(num_prompt_tokens, [[row] for row in range(width)])
+
+    def _blocks_to_resume(self, prefix_length: int, paths: list[list[int]]) -> int:
+        prefix = sum(-(-prefix_length // m.block_size) - _skipped(m, prefix_length) for m in self._managers)
+        return prefix + self._blocks_to_widen(prefix_length, paths)
+
+    def _blocks_to_widen(self, prefix_length: int, paths: list[list[int]]) -> int:
+        return sum(blocks_to_widen(prefix_length, paths, manager.block_size) for manager in self._managers)
+
+    def open_group(self, request_id: str, prefix_length: int, paths: list[list[int]]) -> int:
+        """Announce that this request will widen once `prefix_length` tokens are computed.
+
+        Args:
+            paths: What its rows compute then, see `BlockTrie.widen`.
+
+        Returns:
+            The fewest blocks with which it can do so.
+        """
+        self._groups[request_id] = _GroupBlocks(prefix_length, paths)
+        return self._blocks_to_resume(prefix_length, paths)
 
     def close_group(self, request_id: str) -> None:
         """Forget a group whose blocks are freed."""
         group = self._groups.pop(request_id)
-        assert group.trie is None, f"group {request_id} closed with its blocks held"
+        assert not group.tries, f"group {request_id} closed with its blocks held"
 
     def take_update(self, request_id: str) -> RowUpdate | None:
         """What `allocate_slots` gave to the rows of a group in this step."""
@@ -83,20 +99,22 @@ class BeamKVCacheManager(KVCacheManager):
     def fork(self, request_id: str, parents: list[int]) -> None:
         """Replay a step's forks. The copies of tail blocks are the worker's: it has made them already."""
         group = self._groups[request_id]
-        assert group.trie is not None
-        group.trie.fork(parents)
         group.steps += 1
-        if group.steps % self.reclaim_interval == 0:
-            self._reclaim(group.trie)
+        for trie in group.tries:
+            trie.fork(parents)
+            if group.steps % self.reclaim_interval == 0:
+                self._reclaim(trie)
 
     def allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
         group = self._groups.get(request.request_id)
-        if group is not None and request.num_computed_tokens >= request.num_prompt_tokens:
-            return self._allocate_rows(request, group)
+        if group is not None and request.num_computed_tokens >= group.prefix_length:
+            return self._allocate_rows(request, num_new_tokens, group)
         if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-            starting = sum(g.blocks_to_start for g in self._groups.values() if g.is_prefilling)
-            own = group.blocks_to_start if group is not None else 0
-            kwargs["reserved_blocks"] = kwargs.get("reserved_blocks", 0) + starting + own
+            about_to_widen = [g for g in self._groups.values() if g.is_prefilling]
+            if group is not None:
+                about_to_widen.append(group)
+            reserved = sum(self._blocks_to_widen(g.prefix_length, g.paths) for g in about_to_widen)
+            kwargs["reserved_blocks"] = kwargs.get("reserved_blocks", 0) + reserved
         blocks = super().allocate_slots(request, num_new_tokens, *args, **kwargs)
         if blocks is None and self._reclaim_all():
             blocks = super().allocate_slots(request, num_new_tokens, *args, **kwargs)
@@ -106,24 +124,26 @@ class BeamKVCacheManager(KVCacheManager):
 
     def free(self, request: Request) -> None:
         group = self._groups.get(request.request_id)
-        if group is None or group.trie is None:
+        if group is None or not group.tries:
             super().free(request)
-        else:
-            self._free_blocks(group.trie.release())
-            self.counts.add(group.trie.counts)
+        for trie in group.tries if group is not None else ():
+            self._free_blocks(trie.release())
+            self.counts.add(trie.counts)
         if group is not None:
-            self._groups[request.request_id] = _GroupBlocks(group.width, group.blocks_to_start)
+            self._groups[request.request_id] = _GroupBlocks(group.prefix_length, group.paths)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        if request.request_id in self._groups:  # beyond the prompt a request's tokens are no row's history
-            num_computed_tokens = min(num_computed_tokens, request.num_prompt_tokens)
+        group = self._groups.get(request.request_id)
+        if group is not None:  # beyond the prefix a request's tokens are no row's history
+            num_computed_tokens = min(num_computed_tokens, group.prefix_length)
         super().cache_blocks(request, num_computed_tokens)
 
     def estimate_cached_tokens(self, request: Request) -> int:
         group = self._groups.get(request.request_id)
-        if group is None or group.trie is None:
+        if group is None or not group.tries:
             return super().estimate_cached_tokens(request)
-        return request.num_prompt_tokens // self.block_size * self.block_size if self.enable_caching else 0
+        block_size = max(trie.block_size for trie in group.tries)
+        return request.num_prompt_tokens // block_size * block_size if self.enable_caching else 0
 
     def take_kv_cache_block_copies(self) -> tuple[list[KVCacheBlockCopy], list[KVCacheBlock]]:
         copies, retained = super().take_kv_cache_block_copies()
@@ -135,46 +155,69 @@ class BeamKVCacheManager(KVCacheManager):
     def total_counts(self) -> BlockCounts:
         """What all tries, ended or not, have done so far."""
         total = BlockCounts()
-        for counts in (self.counts, *(g.trie.counts for g in self._groups.values() if g.trie is not None)):
+        for counts in (self.counts, *(trie.counts for group in self._groups.values() for trie in group.tries)):
             total.add(counts)
         return total
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless every block a trie holds is held once by the pool, for it alone."""
         for request_id, group in self._groups.items():
-            if group.trie is None:
-                continue
-            group.trie.check_invariants()
-            assert not any(m.req_to_blocks.get(request_id) for m in self.coordinator.single_type_managers)
-            for row in range(group.trie.width):
-                for block_id in group.trie.row_blocks(row):
-                    assert self.block_pool.blocks[block_id].ref_cnt > 0, f"block {block_id} of {request_id} is free"
+            assert not group.tries or not any(m.req_to_blocks.get(request_id) for m in self._managers)
+            for trie in group.tries:
+                trie.check_invariants()
+                for row in range(trie.width):
+                    for block_id in trie.row_blocks(row):
+                        assert self.block_pool.blocks[block_id].ref_cnt > 0, f"block {block_id} of {request_id} is free"
 
-    def _allocate_rows(self, request: Request, group: _GroupBlocks) -> KVCacheBlocks | None:
-        """One more slot in every row; the first time, widen the prompt's one row to b."""
-        trie, widening = group.trie, group.trie is None
-        if trie is None:
-            (prompt_blocks,) = self.coordinator.get_blocks(request.request_id)
-            block_ids = [block.block_id for block in prompt_blocks]
-            trie = BlockTrie(self.block_size, block_ids, request.num_prompt_tokens)
-        need = group.blocks_to_start if widening else trie.blocks_to_grow()
-        if need > self.block_pool.get_num_free_blocks():
-            self._reclaim_all()
-            if need > self.block_pool.get_num_free_blocks():
-                self.shortage = (need, self.block_pool.get_num_free_blocks())
-                return None
-        new_blocks = [block.block_id for block in self.block_pool.get_new_blocks(need)] if need else []
+    @property
+    def _managers(self) -> tuple[SingleTypeKVCacheManager, ...]:
+        return self.coordinator.single_type_managers
+
+    def _allocate_rows(self, request: Request, num_new_tokens: int, group: _GroupBlocks) -> KVCacheBlocks | None:
+        """Room for the next tokens of every row; the first time, widen the one row to all."""
+        widening = not group.tries
+        num_tokens = request.num_computed_tokens
         if widening:
-            self.coordinator.pop_blocks_for_free(request.request_id)
-            group.trie, group.is_prefilling = trie, False
-            to_widen = trie.blocks_to_widen(group.width)
-            group.copies = trie.widen(group.width, new_blocks[:to_widen])
-            trie.grow(new_blocks[to_widen:])
-            group.update = RowUpdate(rows=[trie.row_blocks(row) for row in range(group.width)])
+            needs = [blocks_to_widen(num_tokens, group.paths, manager.block_size) for manager in self._managers]
         else:
-            trie.grow(new_blocks)
-            group.update = RowUpdate(new_blocks=new_blocks or None)
+            for trie, manager in zip(group.tries, self._managers, strict=True):
+                trie.skip(_skipped(manager, num_tokens))
+            group.update = update = RowUpdate()
+            if num_tokens + num_new_tokens <= group.tries[0].num_tokens:  # it was preempted, and computes its histories
+                return self.empty_kv_cache_blocks
+            needs = [trie.blocks_to_grow() for trie in group.tries]
+        if sum(needs) > self.block_pool.get_num_free_blocks():
+            self._reclaim_all()
+            if sum(needs) > self.block_pool.get_num_free_blocks():
+                self.shortage = (sum(needs), self.block_pool.get_num_free_blocks())
+                return None
+        new_blocks = [[block.block_id for block in self.block_pool.get_new_blocks(need)] for need in needs]
+        if widening:
+            self._widen(request.request_id, num_tokens, group, new_blocks)
+        else:
+            for trie, blocks in zip(group.tries, new_blocks, strict=True):
+                trie.grow(blocks)
+            if any(needs):
+                by_row = [[blocks[row : row + 1] for blocks in new_blocks] for row in range(len(group.paths))]
+                update.new_blocks = [tuple(row) for row in by_row]
         return self.empty_kv_cache_blocks
+
+    def _widen(self, request_id: str, num_tokens: int, group: _GroupBlocks, new_blocks: list[list[int]]) -> None:
+        for manager, blocks in zip(self._managers, new_blocks, strict=True):
+            prefix = [block.block_id for block in manager.req_to_blocks[request_id]]
+            held = [not block.is_null for block in manager.req_to_blocks[request_id]]
+            trie = BlockTrie(manager.block_size, prefix, num_tokens, held.index(True) if any(held) else len(held))
+            group.copies += trie.widen(group.paths, blocks)
+            group.tries.append(trie)
+        self.coordinator.pop_blocks_for_free(request_id)
+        null = self.block_pool.null_block.block_id
+        group.is_prefilling = False
+        group.update = RowUpdate(
+            rows=[
+                tuple([null] * trie.num_skipped + trie.row_blocks(row) for trie in group.tries)
+                for row in range(len(group.paths))
+            ]
+        )
 
     def _reclaim(self, trie: BlockTrie) -> int:
         blocks = trie.reclaim()
@@ -182,7 +225,12 @@ class BeamKVCacheManager(KVCacheManager):
         return len(blocks)
 
     def _reclaim_all(self) -> int:
-        return sum(self._reclaim(group.trie) for group in self._groups.values() if group.trie is not None)
+        return sum(self._reclaim(trie) for group in self._groups.values() for trie in group.tries)
 
     def _free_blocks(self, block_ids: list[int]) -> None:
         self.block_pool.free_blocks([self.block_pool.blocks[block_id] for block_id in block_ids])
+
+
+def _skipped(manager: SingleTypeKVCacheManager, num_computed_tokens: int) -> int:
+    """How many blocks in front of the next token's window a manager holds no longer."""
+    return manager.get_num_skipped_tokens(num_computed_tokens) // manager.block_size

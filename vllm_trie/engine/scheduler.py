@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -22,7 +23,6 @@ from vllm_trie.params import TICKET, BeamParams, GroupTicket, is_controlled, sto
 from vllm_trie.patching import Patch
 from vllm_trie.search.step import Step
 from vllm_trie.search.stopping import StopRules
-from vllm_trie.trie.blocks import blocks_to_start
 
 logger = init_logger("vllm.trie_beam.scheduler")
 
@@ -46,6 +46,7 @@ class BeamScheduler(Scheduler):
         self.kv_cache_manager.reclaim_interval = self.beam_config.reclaim_interval
         self.groups: dict[str, BeamGroup] = {}  # by the request that stands for the group
         self.mailbox = Mailbox()
+        self._hash_blocks: Callable[[Request], list[BlockHash]] | None = None  # None without prefix caching
         self._admission_limit: int = self.max_num_active_reqs
         self._held_back: list[Request] = []  # found no rows in this step
         self._results: dict[str, Step] = {}  # of this step
@@ -75,7 +76,7 @@ class BeamScheduler(Scheduler):
         sampling_params = request.sampling_params
         assert sampling_params is not None
         width = params.beam_width
-        needed = blocks_to_start(request.num_prompt_tokens, width, self.kv_cache_manager.block_size)
+        needed = self.kv_cache_manager.blocks_to_start(request.num_prompt_tokens, width)
         usable = self.kv_cache_manager.num_usable_blocks
         if width > self.max_num_running_reqs or needed > usable:
             self.mailbox.post_error(
@@ -100,11 +101,12 @@ class BeamScheduler(Scheduler):
             sampling_params.logprobs,
             is_controlled(sampling_params),
         )
-        request._block_hasher = None  # the prompt is hashed already; what follows is no row's history
-        self.groups[request.request_id] = BeamGroup(
+        # The prompt is hashed already; what vLLM appends is no row's history.
+        self._hash_blocks, request._block_hasher = request._block_hasher, None
+        self.groups[request.request_id] = group = BeamGroup(
             request.request_id, params, rules, request.num_prompt_tokens, select_rules, ticket.is_offline
         )
-        self.kv_cache_manager.open_group(request, width)
+        self.kv_cache_manager.open_group(request.request_id, request.num_prompt_tokens, group.paths_to_widen())
         super().add_request(request)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
@@ -133,15 +135,13 @@ class BeamScheduler(Scheduler):
     # One step: schedule.
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        other_rows = sum(
-            group.width - 1 for group in self.groups.values() if self._is_decoding(self.requests[group.request_id])
-        )
+        budget_of_other_rows = self._plan_rows()
         self._preempted.clear()
-        self.max_num_scheduled_tokens -= other_rows
+        self.max_num_scheduled_tokens -= budget_of_other_rows
         try:
             output = super().schedule(throttle_prefills)
         finally:
-            self.max_num_scheduled_tokens += other_rows
+            self.max_num_scheduled_tokens += budget_of_other_rows
             self.max_num_active_reqs = self._admission_limit
             self.deferred_waiting.difference_update(self._held_back)
             self._held_back.clear()
@@ -151,21 +151,46 @@ class BeamScheduler(Scheduler):
             self.check_invariants()
         return output
 
+    def _plan_rows(self) -> int:
+        """Let vLLM's loop see how many tokens each row has to compute. Returns the budget that all but first rows need.
+
+        That is one token a row, but for a group that was preempted: its rows compute their histories
+        anew, as many tokens at a time as the budget allows.
+        """
+        running = [(r, self.groups[r.request_id]) for r in self.running if r.request_id in self.groups]
+        decoding = [(request, group) for request, group in running if self._is_decoding(request, group)]
+        other_rows = sum(group.width - 1 for _, group in decoding)
+        spare = self.max_num_scheduled_tokens - len(self.running) - other_rows
+        for request, group in decoding:
+            generated = request.num_computed_tokens - request.num_prompt_tokens
+            more = min(group.length - generated - 1, spare // group.width)
+            if more > 0 or request.num_output_tokens < group.length:
+                _rewrite(request, group.history(0)[: generated + 1 + more])
+                spare -= more * group.width
+                other_rows += more * (group.width - 1)
+        return other_rows
+
     def _group_steps(self, output: SchedulerOutput) -> dict[str, GroupStep]:
         steps = {}
+        resumed = output.scheduled_cached_reqs.resumed_req_ids
         for group_id, group in self.groups.items():
             if group_id not in output.num_scheduled_tokens:
                 continue
-            step = GroupStep(group.next_rules(), selects=self._is_decoding(self.requests[group_id]))
+            request = self.requests[group_id]
+            selects = request.num_computed_tokens == request.num_prompt_tokens + group.length
+            step = GroupStep(group.next_rules(), selects)
             if update := self.kv_cache_manager.take_update(group_id):
                 step.decodes, step.rows, step.new_blocks = True, update.rows, update.new_blocks
+                step.resumed = group.resumed() if update.rows is not None else None
+            elif group_id in resumed:
+                step.settled = group.history(0)[: group.num_settled]
             steps[group_id] = step
         return steps
 
     @staticmethod
-    def _is_decoding(request: Request) -> bool:
-        """Whether all of the prompt is scheduled, so that the group runs as rows from the next step on."""
-        return request.status == RequestStatus.RUNNING and request.num_computed_tokens >= request.num_prompt_tokens
+    def _is_decoding(request: Request, group: BeamGroup) -> bool:
+        """Whether all that the group computes as one row is scheduled, so that it runs as b rows from now on."""
+        return request.num_computed_tokens >= request.num_prompt_tokens + group.num_settled
 
     def _rows(self, request: Request) -> int:
         group = self.groups.get(request.request_id)
@@ -185,20 +210,27 @@ class BeamScheduler(Scheduler):
         if group is None:
             return
         self._preempted.append(group.request_id)
-        group.restart()
-        del request._output_token_ids[:]
-        del request._all_token_ids[request.num_prompt_tokens :]
+        group.preempt()
+        _rewrite(request, group.history(0)[: group.num_settled])
+        if self._hash_blocks is not None:
+            request.block_hashes.extend(self._hash_blocks(request))
+        needed = self.kv_cache_manager.open_group(group.request_id, request.num_tokens, group.paths_to_widen())
+        if needed > self.kv_cache_manager.num_usable_blocks:
+            self._fail(group, needed)
 
     def _give_up_on_a_group_that_starves_alone(self) -> None:
         """A group that cannot grow although everybody else was preempted for it would search and starve for ever."""
         if not self._preempted or self.running or self.kv_holding_waiting:
             return
         group = self.groups[self._preempted[-1]]  # vLLM preempts the request it wants to grow after all others
-        needed, free = self.kv_cache_manager.shortage
+        more, free = self.kv_cache_manager.shortage
+        self._fail(group, self.kv_cache_manager.num_usable_blocks - free + more)
+
+    def _fail(self, group: BeamGroup, needed: int) -> None:
         self._failed[group.request_id] = (
-            f"beam_width={group.width} needs {needed} more KV blocks, {free} of "
-            f"{self.kv_cache_manager.num_usable_blocks} are free and nothing else runs; lower beam_width or "
-            f"max_tokens, or give the KV cache more memory"
+            f"beam_width={group.width} needs {needed} KV blocks after {group.length} tokens and the engine has "
+            f"{self.kv_cache_manager.num_usable_blocks}; lower beam_width or max_tokens, or give the KV cache more "
+            f"memory"
         )
 
     # One step: results.
@@ -231,6 +263,8 @@ class BeamScheduler(Scheduler):
         group = self.groups.get(request.request_id)
         if group is None:
             return super()._update_request_with_output(request, new_token_ids, is_stale)
+        if request.request_id not in self._results:  # computed what was known already
+            return [], False
         return [], self._replay(request, group, self._results[request.request_id])
 
     def _replay(self, request: Request, group: BeamGroup, step: Step) -> bool:
@@ -272,12 +306,20 @@ class BeamScheduler(Scheduler):
         for group_id, group in self.groups.items():
             group.check_invariants()
             request = self.requests[group_id]
-            assert request.num_output_tokens == group.length, f"{request.num_output_tokens} != {group.length} tokens"
+            assert request.num_output_tokens <= group.length, f"{request.num_output_tokens} > {group.length} tokens"
         assert sum(map(self._rows, self.running)) <= self.max_num_running_reqs
+
+
+def _rewrite(request: Request, generated: list[int]) -> None:
+    """Make vLLM believe that the request has generated these tokens."""
+    request._output_token_ids[:] = generated
+    request._all_token_ids[request.num_prompt_tokens :] = generated
 
 
 def _refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig) -> None:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
+    if not specs or not all(isinstance(spec, FullAttentionSpec | SlidingWindowSpec) for spec in specs):
         kinds = ", ".join(type(spec).__name__ for spec in specs)
-        raise ValueError(f"trie_beam needs one KV cache group of full attention; this model has: {kinds or 'none'}")
+        raise ValueError(
+            f"trie_beam needs KV caches of full or sliding-window attention; this model has: {kinds or 'none'}"
+        )

@@ -115,4 +115,5 @@ def engine_limits(vllm_config: VllmConfig) -> EngineLimits:
         block_size=cache.block_size,
         num_blocks=cache.num_gpu_blocks - 1 if cache.num_gpu_blocks else None,
         max_beam_width=TrieBeamConfig.from_additional_config(vllm_config.additional_config).max_beam_width,
+        has_window=vllm_config.model_config.get_sliding_window() is not None,
     )

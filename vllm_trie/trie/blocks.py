@@ -35,13 +35,22 @@ def blocks_to_start(num_prompt_tokens: int, width: int, block_size: int) -> int:
     return num_prompt_tokens // block_size + width
 
 
+def blocks_to_widen(num_tokens: int, paths: Sequence[Sequence[int]], block_size: int) -> int:
+    """New blocks that `BlockTrie.widen(paths, ...)` takes from a prefix of `num_tokens` tokens."""
+    end = num_tokens + len(paths[0])
+    count = len(paths) if end % block_size else 0
+    for block_end in range((num_tokens // block_size + 1) * block_size, end + 1, block_size):
+        count += len({path[block_end - num_tokens - 1] for path in paths})
+    return count - (num_tokens % block_size > 0)  # one row goes on in the prefix's own tail
+
+
 @dataclass(slots=True)
 class _Node:
     """One full block, common to every row below it."""
 
     parent: int
     block: int
-    depth: int  # full blocks from the root to here, this one included
+    depth: int  # full blocks from the first token to here, this one and those skipped included
     references: int  # child nodes, plus rows whose deepest full block this is
 
 
@@ -60,15 +69,20 @@ class BlockTrie:
     Blocks are numbers here; who allocates and frees them is the caller's business. A block whose
     last reference goes becomes garbage until `reclaim` hands it back.
 
+    Where attention sees only a window, the first blocks of all rows can be skipped: rows hold what
+    comes behind them.
+
     Args:
         block_size: Tokens per block.
         prefix: Blocks of the common prefix, the first row; the last one may be partly filled.
         num_tokens: Tokens of the common prefix.
+        num_skipped: How many of its blocks, the first ones, are not held.
     """
 
     block_size: int
     prefix: Sequence[int]
     num_tokens: int
+    num_skipped: int = 0
     counts: BlockCounts = field(default_factory=BlockCounts)
 
     def __post_init__(self) -> None:
@@ -79,8 +93,8 @@ class BlockTrie:
         self._next_node = 0
         self._garbage: list[int] = []
         node = NO_NODE
-        for block in self.prefix[:full]:
-            node = self._add_node(node, block)
+        for index in range(self.num_skipped, full):
+            node = self._add_node(node, self.prefix[index], index + 1)
         self.rows = [_Row(NO_NODE, self.prefix[full] if partial else None)]
         self._point(self.rows[0], node)
         self.prefix = ()
@@ -89,21 +103,41 @@ class BlockTrie:
     def width(self) -> int:
         return len(self.rows)
 
-    def blocks_to_widen(self, width: int) -> int:
-        """New blocks that `widen(width, ...)` takes."""
-        return width - 1 if self.rows[0].tail is not None else 0
+    def widen(self, paths: Sequence[Sequence[int]], new_blocks: Sequence[int]) -> list[BlockCopy]:
+        """Let one row become many that go on from it, and make room for their tokens.
 
-    def widen(self, width: int, new_blocks: Sequence[int]) -> list[BlockCopy]:
-        """Turn the one row into `width` rows with the same history. Returns the copies to make."""
+        Args:
+            paths: For each row a key per token beyond the prefix, equally many. Where two rows have the
+                same key, their histories are the same up to that token, and so are their full blocks.
+            new_blocks: As many as `blocks_to_widen` says.
+
+        Returns:
+            The copies to make before any row writes.
+        """
         (first,) = self.rows
-        copies = []
-        for index in range(width - 1):
-            row = _Row(NO_NODE)
+        self.rows = [_Row(NO_NODE) for _ in paths]
+        for row in self.rows:
             self._point(row, first.node)
-            if first.tail is not None:
-                row.tail = new_blocks[index]
-                copies.append(BlockCopy(first.tail, row.tail))
-            self.rows.append(row)
+        self._point(first, NO_NODE)
+        new, tail, copies = iter(new_blocks), first.tail, []
+        start, end = self.num_tokens, self.num_tokens + len(paths[0])
+        for depth in range(start // self.block_size + 1, -(-end // self.block_size) + 1):
+            block_end = depth * self.block_size
+            sealed: dict[int, int] = {}
+            for index, (row, path) in enumerate(zip(self.rows, paths, strict=True)):
+                if block_end <= end and path[block_end - start - 1] in sealed:
+                    self._point(row, sealed[path[block_end - start - 1]])
+                    continue
+                block = next(new) if tail is None or index > 0 else tail
+                if tail is not None and index > 0:
+                    copies.append(BlockCopy(tail, block))
+                if block_end > end:
+                    row.tail = block
+                else:
+                    node = sealed[path[block_end - start - 1]] = self._add_node(row.node, block, depth)
+                    self._point(row, node)
+            tail = None
+        self.num_tokens = end
         self.counts.copied += len(copies)
         return copies
 
@@ -120,7 +154,7 @@ class BlockTrie:
         if self.num_tokens % self.block_size == 0:
             for row in self.rows:
                 assert row.tail is not None
-                sealed = self._add_node(row.node, row.tail)
+                sealed = self._add_node(row.node, row.tail, self.num_tokens // self.block_size)
                 row.tail = None
                 self._point(row, sealed)
 
@@ -136,12 +170,26 @@ class BlockTrie:
             if row is source:
                 continue
             self._point(row, source.node)
-            self.counts.shared += self._nodes[row.node].depth if row.node != NO_NODE else 0
+            self.counts.shared += self._nodes[row.node].depth - self.num_skipped if row.node != NO_NODE else 0
             if source.tail is not None:
                 assert row.tail is not None
                 copies.append(BlockCopy(source.tail, row.tail))
         self.counts.copied += len(copies)
         return copies
+
+    def skip(self, num_blocks: int) -> None:
+        """Hold the first `num_blocks` blocks of the rows no longer. They are full."""
+        if num_blocks <= self.num_skipped:
+            return
+        self.num_skipped = num_blocks
+        for key in [key for key, node in self._nodes.items() if node.depth <= num_blocks]:
+            self._garbage.append(self._nodes.pop(key).block)
+        for node in self._nodes.values():
+            if node.parent not in self._nodes:
+                node.parent = NO_NODE
+        for row in self.rows:
+            if row.node not in self._nodes:
+                row.node = NO_NODE
 
     def reclaim(self) -> list[int]:
         """Hand back the blocks that no row leads to."""
@@ -163,7 +211,7 @@ class BlockTrie:
         return blocks
 
     def row_blocks(self, row: int) -> list[int]:
-        """The blocks of one row, first to last, its tail included."""
+        """The blocks that one row holds, first to last, its tail included."""
         blocks = [] if (tail := self.rows[row].tail) is None else [tail]
         node = self.rows[row].node
         while node != NO_NODE:
@@ -185,10 +233,13 @@ class BlockTrie:
                 assert node.parent in self._nodes, f"node {key} outlived its parent"
                 assert self._nodes[node.parent].depth == node.depth - 1
                 expected[node.parent] += 1
+            else:
+                assert node.depth == self.num_skipped + 1, f"node {key} hangs in the air"
         for index, row in enumerate(self.rows):
             if row.node != NO_NODE:
                 expected[row.node] += 1
-            assert len(self.row_blocks(index)) == full + (row.tail is not None), f"row {index} has a wrong length"
+            held = full - self.num_skipped + (row.tail is not None)
+            assert len(self.row_blocks(index)) == held, f"row {index} has a wrong length"
             assert (row.tail is not None) == bool(partial), f"row {index}: tail {row.tail} at {self.num_tokens} tokens"
         for key, node in self._nodes.items():
             assert node.references == expected[key] > 0, f"node {key}: {node.references} held, {expected[key]} found"
@@ -196,14 +247,11 @@ class BlockTrie:
         live += [row.tail for row in self.rows if row.tail is not None]
         assert len(set(live + self._garbage)) == len(live) + len(self._garbage), "a block is held twice"
 
-    def _add_node(self, parent: int, block: int) -> int:
+    def _add_node(self, parent: int, block: int, depth: int) -> int:
         key = self._next_node
         self._next_node += 1
-        depth = 1
         if parent != NO_NODE:
-            above = self._nodes[parent]
-            above.references += 1
-            depth += above.depth
+            self._nodes[parent].references += 1
         self._nodes[key] = _Node(parent, block, depth, 0)
         return key
 

@@ -70,6 +70,14 @@ class HypothesisTrie:
         scores = [0.0, *(self._scores[n] for n in self._path(node))]
         return [after - before for before, after in pairwise(scores)]
 
+    def paths(self) -> list[list[int]]:
+        """Of each row the nodes from the root to it: one per token, equal where histories are equal."""
+        return [self._path(node) for node in self.rows]
+
+    def row_scores(self) -> list[float]:
+        """The cumulative log-probability of each row."""
+        return [self._scores[node] for node in self.rows]
+
     def notes(self, node: int) -> list[Any]:
         """What each of those tokens carries."""
         return [self._notes[n] for n in self._path(node)]

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_trie.messages import GroupStep, group_steps
+from vllm_trie.messages import GroupStep, Resumed, RowBlocks, group_steps
 from vllm_trie.params import CONTROLS, is_controlled
 from vllm_trie.search.stop_strings import CONTEXT, StopStrings
 from vllm_trie.worker.kv_blocks import KVBlocks
@@ -73,23 +73,23 @@ class BeamRows:
             if step is None:
                 continue
             if not step.decodes:
-                if request_id in self.groups:  # preempted, and searched anew
+                if request_id in self.groups:  # preempted
                     finished.update(self.groups[request_id].row_ids[1:])
+                if step.settled is not None:
+                    self._runner.requests[request_id].output_token_ids[:] = step.settled
                 self.groups[request_id] = GroupRows([request_id], np.zeros(1, np.float32), np.zeros(1, np.int64))
                 continue
             group, at = self.groups[request_id], position[request_id]
             if step.rows is not None:
-                num_prompt_blocks = len(self._runner.requests[request_id].block_ids[0])
-                self._widen(group, step.rows)
-                new_block_ids[at] = (step.rows[0][num_prompt_blocks:],)
-            elif step.new_blocks is not None:
-                new_block_ids[at] = (step.new_blocks[:1],)
+                self._widen(group, step.rows, step.resumed)
+                num_output[at] = len(self._runner.requests[request_id].output_token_ids)
+            new_block_ids[at] = None if step.new_blocks is None else step.new_blocks[0]
             for row, row_id in enumerate(group.row_ids[1:], start=1):
                 request_ids.append(row_id)
-                new_block_ids.append(None if step.new_blocks is None else ([step.new_blocks[row]],))
+                new_block_ids.append(None if step.new_blocks is None else step.new_blocks[row])
                 num_computed.append(num_computed[at])
                 num_output.append(num_output[at])
-                num_scheduled[row_id] = 1
+                num_scheduled[row_id] = num_tokens
 
         new_requests = [
             replace(new, sampling_params=_row_params(new.sampling_params)) if new.req_id in self.steps else new
@@ -112,23 +112,30 @@ class BeamRows:
             finished_req_ids=finished,
         )
 
-    def _widen(self, group: GroupRows, rows: list[list[int]]) -> None:
-        """Give vLLM's runner a request per further beam; it finds them as if they had been there all along."""
+    def _widen(self, group: GroupRows, rows: list[RowBlocks], resumed: Resumed | None) -> None:
+        """Give vLLM's runner a request per beam; it takes them into its batch as if they had been there all along."""
         requests = self._runner.requests
         (first_id,) = group.row_ids
         first = requests[first_id]
-        for row in range(1, len(rows)):
-            row_id = f"{first_id}#{row}"
-            group.row_ids.append(row_id)
+        self._runner.input_batch.remove_request(first_id)
+        if resumed is not None:
+            histories = resumed.histories
+            group.scores = np.array(resumed.scores, dtype=np.float32)
+            group.tokens = np.array([history[-1] for history in histories])
+        else:
+            histories = [[token] for token in group.tokens.tolist()]
+        group.row_ids = [first_id, *(f"{first_id}#{row}" for row in range(1, len(rows)))]
+        for row_id, blocks, history in zip(group.row_ids, rows, histories, strict=True):
             requests[row_id] = CachedRequestState(
                 req_id=row_id,
                 prompt_token_ids=first.prompt_token_ids,
                 mm_features=[],
                 sampling_params=first.sampling_params,
                 generator=None,
-                block_ids=(list(rows[row]),),
-                num_computed_tokens=first.num_prompt_tokens,
-                output_token_ids=[int(group.tokens[row])],
+                block_ids=blocks,
+                num_computed_tokens=first.num_computed_tokens,
+                output_token_ids=history,
+                lora_request=first.lora_request,
             )
 
     def _settle(self, group: GroupRows) -> None:
@@ -138,7 +145,6 @@ class BeamRows:
         batch needs.
         """
         batch, requests = self._runner.input_batch, self._runner.requests
-        table = batch.block_table[0]
         for row_id in group.row_ids:
             index = batch.req_id_to_index.get(row_id)
             if index is None:
@@ -146,7 +152,8 @@ class BeamRows:
             state = requests[row_id]
             history = slice(state.num_prompt_tokens, state.num_tokens)
             state.output_token_ids[:] = batch.token_ids_cpu[index, history].tolist()
-            state.block_ids[0][:] = table.block_table.np[index, : table.num_blocks_per_row[index]].tolist()
+            for block_ids, table in zip(state.block_ids, batch.block_table.block_tables, strict=True):
+                block_ids[:] = table.block_table.np[index, : table.num_blocks_per_row[index]].tolist()
 
     # Within the batch.
 
@@ -160,8 +167,7 @@ class BeamRows:
         """The last few tokens of the prompt, and what the row has generated before this step."""
         batch = self._runner.input_batch
         index = batch.req_id_to_index[self.groups[group_id].row_ids[row]]
-        num_prompt = int(batch.num_prompt_tokens[index])
-        num_tokens = max(num_prompt, int(batch.num_computed_tokens_cpu[index]) + 1)
+        num_prompt, num_tokens = int(batch.num_prompt_tokens[index]), batch.num_tokens_no_spec[index]
         tokens = batch.token_ids_cpu[index, max(num_prompt - CONTEXT, 0) : num_tokens].tolist()
         return tokens[: min(num_prompt, CONTEXT)], tokens[min(num_prompt, CONTEXT) :]
 
@@ -181,19 +187,18 @@ class BeamRows:
             sources, destinations: [forks] indices of rows in the batch.
         """
         batch = self._runner.input_batch
-        num_tokens = batch.num_computed_tokens_cpu[sources] + 1  # the forward has just added one
+        num_tokens = batch.num_tokens_no_spec[sources]  # all of them computed, the newest by this step's forward
         longest = num_tokens.max()
         batch.token_ids_cpu[destinations, :longest] = batch.token_ids_cpu[sources, :longest]
-
-        table = batch.block_table[0]
-        full, partial = np.divmod(num_tokens, table.block_size)
-        blocks = table.block_table.np
-        own_tails, columns = blocks[destinations, full], full.max() + 1
-        blocks[destinations, :columns] = blocks[sources, :columns]
-        with_tail = partial > 0
-        blocks[destinations[with_tail], full[with_tail]] = own_tails[with_tail]
-        if with_tail.any():
-            self._kv_blocks.copy(blocks[sources, full][with_tail], own_tails[with_tail])
+        for table in batch.block_table.block_tables:
+            full, partial = np.divmod(num_tokens, table.block_size)
+            blocks = table.block_table.np
+            own_tails, columns = blocks[destinations, full], full.max() + 1
+            blocks[destinations, :columns] = blocks[sources, :columns]
+            with_tail = partial > 0
+            blocks[destinations[with_tail], full[with_tail]] = own_tails[with_tail]
+            if with_tail.any():
+                self._kv_blocks.copy(blocks[sources, full][with_tail], own_tails[with_tail])
 
     def _new_stop_strings(self, strings: tuple[str, ...], skip_special_tokens: bool) -> StopStrings:
         tokenizer, vocab_size = self._tokenizer, self._runner.model_config.get_vocab_size()
