@@ -82,12 +82,18 @@ def engines_do_not_disturb_each_other(with_beams: LLM, without: LLM) -> None:
     print("apart")
 
 
+def interrupt_once_it_runs(llm: LLM) -> None:
+    while running(llm) == 0:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def an_interrupt_leaves_nothing_running(llm: LLM) -> None:
     for search in (
         lambda: llm.generate(PROMPTS, LONG, use_tqdm=False),
         lambda: llm.beam_search(PROMPTS, BeamSearchParams(32, max_tokens=480, ignore_eos=True)),
     ):
-        threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Thread(target=interrupt_once_it_runs, args=[llm]).start()
         raised_by(KeyboardInterrupt, search)
         assert not llm.llm_engine.has_unfinished_requests()
         outputs = llm.generate(PROMPTS[:1], beam_params(2, max_tokens=4), use_tqdm=False)
