@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests import models
+
 torch._dynamo.config.disable = True  # engines here are eager; vLLM would still compile a kernel for log-probabilities
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,35 +29,9 @@ KV_CACHE_BYTES = 256 << 20
 
 
 @pytest.fixture(scope="session")
-def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of a tiny random Llama: "gqa" or "mha". Its EOS token (1) comes up often."""
-
-    @cache
-    def make(kind: str) -> Path:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        torch.manual_seed(7)
-        config = LlamaConfig(
-            vocab_size=300,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads={"gqa": 2, "mha": 4}[kind],
-            head_dim=32,
-            max_position_embeddings=512,
-            initializer_range=0.3,
-            bos_token_id=0,
-            eos_token_id=1,
-        )
-        model = LlamaForCausalLM(config)
-        with torch.no_grad():
-            model.lm_head.weight[1] *= 3
-        folder = tmp_path_factory.mktemp(f"llama-{kind}")
-        model.save_pretrained(folder)
-        return folder
-
-    return make
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a tiny random model, of a kind that `tests.models` knows."""
+    return cache(lambda kind: models.make(kind, tmp_path_factory.mktemp(kind)))
 
 
 class Engine:

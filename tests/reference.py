@@ -25,7 +25,8 @@ class Answer:
 def load(model: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    # "eager" is the one that knows Gemma's soft caps.
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def transformers_beams(

@@ -191,8 +191,8 @@ def num_changed(cases: list[Case], **changes: Any) -> int:
 
 
 @pytest.fixture
-def model(random_llama: Callable[[str], Path]) -> Path:
-    return random_llama("gqa")
+def model(random_model: Callable[[str], Path]) -> Path:
+    return random_model("gqa")
 
 
 @pytest.fixture

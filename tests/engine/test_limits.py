@@ -16,8 +16,8 @@ WIDTH = 4
 
 
 @pytest.fixture
-def model(random_llama: Callable[[str], Path]) -> Path:
-    return random_llama("gqa")
+def model(random_model: Callable[[str], Path]) -> Path:
+    return random_model("gqa")
 
 
 @pytest.fixture

@@ -85,8 +85,8 @@ def check_cases(engine, model: Path, cases: list[Case], prompts: list[list[int]]
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mha"])
-def test_random_model_finds_the_beams_of_transformers(engines: Engines, random_llama: Callable, kind: str) -> None:
-    model = random_llama(kind)
+def test_random_model_finds_the_beams_of_transformers(engines: Engines, random_model: Callable, kind: str) -> None:
+    model = random_model(kind)
     prompts = [case.prompt(300) for case in MORE_CASES]
     in_full, with_eos = check_cases(engines(model), model, MORE_CASES, prompts)
     assert in_full >= (1 - MOST_TIES) * len(MORE_CASES)

@@ -25,9 +25,9 @@ TEXTS = ["def is_prime(number):", "class Foo:\n    def close(self):", "import os
 
 
 @pytest.fixture(params=["trained", "gqa", "mha"])
-def engine(request: pytest.FixtureRequest, engines: Engines, random_llama: Callable[[str], Path]) -> Engine:
+def engine(request: pytest.FixtureRequest, engines: Engines, random_model: Callable[[str], Path]) -> Engine:
     return engines(
-        TRAINED_TARGET if request.param == "trained" else with_tokenizer(random_llama(request.param)), **OPTIONS
+        TRAINED_TARGET if request.param == "trained" else with_tokenizer(random_model(request.param)), **OPTIONS
     )
 
 
@@ -161,23 +161,16 @@ def test_a_bad_prompt_is_refused_before_any_other_is_searched(trained: Engine) -
         trained.llm.beam_search([], BeamSearchParams(2, max_tokens=4))
 
 
-@pytest.mark.parametrize(
-    ("options", "refusal"),
-    [
-        ({"structured_outputs": StructuredOutputsParams(regex="[a-z]+")}, "with structured_outputs"),
-        ({"lora_request": LoRARequest("adapter", 1, "/nowhere")}, "with a LoRA adapter"),
-    ],
-)
-def test_vllms_own_loop_runs_what_the_engine_refuses(
-    trained: Engine, options: dict[str, Any], refusal: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllms_own_loop_runs_what_the_engine_refuses(trained: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, notes = [], []
     wrapper = beam_search._in_engine(lambda *args: calls.append(args) or [])
     monkeypatch.setattr(beam_search.logger, "info_once", lambda *args: notes.append(args))
-    lora_request = options.pop("lora_request", None)
-    wrapper(trained.llm, [{"prompt": "x"}], BeamSearchParams(2, max_tokens=4, **options), lora_request, True, 3)
+    adapter = LoRARequest("adapter", 1, "/nowhere")
+    params = BeamSearchParams(2, max_tokens=4, structured_outputs=StructuredOutputsParams(regex="[a-z]+"))
+    wrapper(trained.llm, [{"prompt": "x"}], params, adapter, True, 3)
     ((llm, _, _, lora, use_tqdm, limit),) = calls
-    assert (llm, lora, use_tqdm, limit) == (trained.llm, lora_request, True, 3)
+    assert (llm, lora, use_tqdm, limit) == (trained.llm, adapter, True, 3)
+    refusal = "with structured_outputs"
     assert notes == [("LLM.beam_search %s: vLLM's own client loop runs it, not the engine", refusal)]
 
 

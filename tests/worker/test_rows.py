@@ -13,9 +13,9 @@ from vllm_trie import beam_params
 
 
 def test_rows_hold_what_the_scheduler_believes_after_every_step(
-    engines: Engines, random_llama: Callable[[str], Path]
+    engines: Engines, random_model: Callable[[str], Path]
 ) -> None:
-    engine = engines(random_llama("gqa"))
+    engine = engines(random_model("gqa"))
     core, shuffled = engine.llm.llm_engine, random.Random(3)
     for number, width in enumerate((1, 2, 5, 8, 8, 15)):
         prompt = [shuffled.randrange(2, 300) for _ in range(shuffled.randrange(1, 3 * BLOCK_SIZE))]

@@ -207,6 +207,7 @@ class BeamKVCacheManager(KVCacheManager):
             prefix = [block.block_id for block in manager.req_to_blocks[request_id]]
             held = [not block.is_null for block in manager.req_to_blocks[request_id]]
             trie = BlockTrie(manager.block_size, prefix, num_tokens, held.index(True) if any(held) else len(held))
+            trie.skip(_skipped(manager, num_tokens))
             group.copies += trie.widen(group.paths, blocks)
             group.tries.append(trie)
         self.coordinator.pop_blocks_for_free(request_id)

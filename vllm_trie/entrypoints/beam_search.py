@@ -12,6 +12,7 @@ from vllm.entrypoints.common.offline import OfflineInferenceMixin
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput, BeamSearchSequence
 from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -51,14 +52,13 @@ def _in_engine(original: Callable[..., list[BeamSearchOutput]]) -> Callable[...,
             refusal = why_without_beams(vllm_config)
         elif params.structured_outputs is not None:
             refusal = "with structured_outputs"
-        elif lora_request is not None:
-            refusal = "with a LoRA adapter"
         else:
             inputs = self._preprocess_cmpl(prompts)
             if any(engine_input["type"] != "token" for engine_input in inputs):
                 refusal = "on prompts that are not text or tokens"
         if refusal is None:
-            return _search(self, inputs, params, use_tqdm, concurrency_limit)
+            adapters = self._lora_request_to_seq(lora_request, len(inputs))
+            return _search(self, list(zip(inputs, adapters, strict=True)), params, use_tqdm, concurrency_limit)
         if is_selected(vllm_config.additional_config):
             logger.info_once("LLM.beam_search %s: vLLM's own client loop runs it, not the engine", refusal)
         return original(self, prompts, params, lora_request, use_tqdm, concurrency_limit)
@@ -67,7 +67,11 @@ def _in_engine(original: Callable[..., list[BeamSearchOutput]]) -> Callable[...,
 
 
 def _search(
-    llm: Any, inputs: list[Any], params: BeamSearchParams, use_tqdm: bool, concurrency_limit: int | None
+    llm: Any,
+    inputs: list[tuple[Any, LoRARequest | None]],
+    params: BeamSearchParams,
+    use_tqdm: bool,
+    concurrency_limit: int | None,
 ) -> list[BeamSearchOutput]:
     engine: LLMEngine = llm.llm_engine
     engine.input_processor.resolve_watermarking(params)
@@ -91,21 +95,21 @@ def _search(
     if limit < 1 and inputs:
         raise ValueError(f"concurrency_limit={concurrency_limit} lets nothing run; pass at least 1, or None")
     if limit < len(inputs):  # the last ones would be checked only after the first ones were searched
-        for engine_input in inputs:
+        for engine_input, _ in inputs:
             engine.input_processor.process_inputs(
                 "check", engine_input, sampling_params, supported_tasks=engine.get_supported_tasks()
             )
 
     outputs: dict[str, RequestOutput] = {}
-    waiting = [(str(next(llm.request_counter)), engine_input) for engine_input in inputs]
-    request_ids = [request_id for request_id, _ in waiting]
+    waiting = [(str(next(llm.request_counter)), engine_input, adapter) for engine_input, adapter in inputs]
+    request_ids = [request_id for request_id, _, _ in waiting]
     waiting.reverse()
     running: set[str] = set()
     with _aborted_on_error(engine), tqdm(total=len(inputs), desc="Beam search", disable=not use_tqdm) as progress:
         while waiting or running:
             while waiting and len(running) < limit:
-                request_id, engine_input = waiting.pop()
-                engine.add_request(request_id, engine_input, sampling_params)
+                request_id, engine_input, adapter = waiting.pop()
+                engine.add_request(request_id, engine_input, sampling_params, lora_request=adapter)
                 running.add(request_id)
             for output in engine.step():
                 if output.request_id in running:
@@ -114,9 +118,11 @@ def _search(
                     progress.update()
 
     results = []
-    for request_id, engine_input in zip(request_ids, inputs, strict=True):
+    for request_id, (engine_input, adapter) in zip(request_ids, inputs, strict=True):
         places: dict[Any, Any] = {}
         sequences = [_sequence(one, engine_input, tokenizer, params, places) for one in outputs[request_id].outputs]
+        for sequence in sequences:
+            sequence.lora_request = adapter
         results.append(BeamSearchOutput(sequences))
     return results
 

@@ -86,8 +86,6 @@ def _prepare(
         raise ValueError("beam_width works on prompts of text or tokens, not on prompt_embeds")
     if request.mm_features:
         raise ValueError("beam_width does not work on multimodal prompts; send text alone")
-    if request.lora_request is not None:
-        raise ValueError("beam_width does not work with a LoRA adapter; leave out lora_request")
     if request.resumable:
         raise ValueError("beam_width does not work with streaming input; send the prompt in one piece")
     if params.output_kind is RequestOutputKind.DELTA:

@@ -98,8 +98,6 @@ def _in_engine(
             refusal = why_without_beams(self.engine_client.vllm_config)
         elif request is None:
             refusal = "at this endpoint"
-        elif lora_request is not None:
-            refusal = "with a LoRA adapter"
         elif prompt["type"] != "token":
             refusal = "on prompts that are not text or tokens"
         if refusal is not None:
@@ -111,6 +109,7 @@ def _in_engine(
                 prompt,
                 _sampling_params(request, params.max_tokens),
                 f"{request_id}-{random_uuid()}",
+                lora_request=lora_request,
                 trace_headers=trace_headers,
                 priority=request.priority,
                 session_id=session_id,

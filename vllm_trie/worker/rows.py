@@ -82,7 +82,7 @@ class BeamRows:
             group, at = self.groups[request_id], position[request_id]
             if step.rows is not None:
                 self._widen(group, step.rows, step.resumed)
-                num_output[at] = len(self._runner.requests[request_id].output_token_ids)
+            num_output[at] = len(self._runner.requests[request_id].output_token_ids)
             new_block_ids[at] = None if step.new_blocks is None else step.new_blocks[0]
             for row, row_id in enumerate(group.row_ids[1:], start=1):
                 request_ids.append(row_id)

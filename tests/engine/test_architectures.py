@@ -1,0 +1,94 @@
+"""Beams of every kind of model are those of transformers: windows, two KV cache groups, experts, LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+
+from tests import models
+from tests.conftest import BLOCK_SIZE, Engines
+from tests.engine.test_scheduling import prompt_of
+from tests.reference import agree, engine_answers, transformers_beams, transformers_greedy
+from vllm_trie import beam_params
+
+MAX_TOKENS = 70  # crosses two block boundaries, and leaves the first block's window
+LENGTHS = (5, BLOCK_SIZE - 1, models.WINDOW + 50)
+KINDS = [kind for kind in models.KINDS if kind not in ("gqa", "mha")]  # those: test_parity.py
+MOST_TIES = 0.02
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_transformers(
+    engines: Engines, random_model: Callable[[str], Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model(kind)
+    engine = engines(model, max_num_batched_tokens=64)
+    step = engine.llm.llm_engine.step
+    monkeypatch.setattr(engine.llm.llm_engine, "step", lambda: (engine.check_rows(), step())[1])
+    cases = [(width, ignore_eos) for width in (1, 2, 5) for ignore_eos in (True, False)]
+    jobs = [(prompt_of(length, length), *case) for length in LENGTHS for case in cases]
+    params = [beam_params(width, n=width, max_tokens=MAX_TOKENS, ignore_eos=ignore) for _, width, ignore in jobs]
+    outputs = engine.generate([prompt for prompt, _, _ in jobs], params)
+    num_tied = 0
+    for (prompt, width, ignore_eos), output in zip(jobs, outputs, strict=True):
+        eos = None if ignore_eos else 1
+        theirs = transformers_beams(model, prompt, width, width, MAX_TOKENS, eos_token_id=eos)
+        num_tied += not agree(engine_answers(output, 1.0), theirs)
+    assert num_tied <= MOST_TIES * len(jobs)
+
+
+def test_a_model_with_windows_has_a_trie_per_kv_cache_group_and_gives_back_what_left_the_window(
+    engines: Engines, random_model: Callable[[str], Path]
+) -> None:
+    engine = engines(random_model("gemma2"), max_num_batched_tokens=64)
+    manager = engine.scheduler.kv_cache_manager
+    core = engine.llm.llm_engine
+    core.add_request("g", {"prompt_token_ids": prompt_of(100)}, beam_params(4, max_tokens=130, ignore_eos=True))
+    most_held = {}
+    while core.has_unfinished_requests():
+        core.step()
+        for group in [group for group in manager._groups.values() if group.tries]:
+            for trie, kv_cache_group in zip(group.tries, engine.scheduler.kv_cache_config.kv_cache_groups, strict=True):
+                kind = type(kv_cache_group.kv_cache_spec).__name__
+                held = max(len(trie.row_blocks(row)) for row in range(trie.width))
+                most_held[kind] = max(most_held.get(kind, 0), held)
+    blocks_of_window = (models.WINDOW - 2) // BLOCK_SIZE + 2
+    assert most_held == {"SlidingWindowSpec": blocks_of_window, "FullAttentionSpec": 230 // BLOCK_SIZE + 1}
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory, random_model: Callable[[str], Path]) -> list[tuple[Any, Path]]:
+    """Two LoRA adapters, and the models they make."""
+    folder = tmp_path_factory.mktemp("adapters")
+    found = []
+    for number in (1, 2):
+        adapter, merged = folder / f"adapter{number}", folder / f"merged{number}"
+        models.make_adapter(random_model("gqa"), adapter, merged, seed=number)
+        found.append((LoRARequest(f"adapter{number}", number, str(adapter)), merged))
+    return found
+
+
+def test_beams_under_an_adapter_are_those_of_the_merged_model(
+    engines: Engines, random_model: Callable[[str], Path], adapters: list[tuple[Any, Path]]
+) -> None:
+    base = random_model("gqa")
+    engine = engines(base, enable_lora=True, max_loras=2, max_lora_rank=8)
+    # Without the base model: vLLM's CPU kernels answer its requests by an adapter's weights if one is in the batch.
+    jobs = [(adapter, model, width) for adapter, model in adapters for width in (1, 5)]
+    prompt = prompt_of(40)
+    params = [beam_params(width, n=width, max_tokens=MAX_TOKENS, ignore_eos=True) for _, _, width in jobs]
+    prompts: Any = [{"prompt_token_ids": prompt}] * len(jobs)
+    outputs = engine.llm.generate(prompts, params, lora_request=[adapter for adapter, _, _ in jobs], use_tqdm=False)
+    for (_, model, width), output in zip(jobs, outputs, strict=True):
+        theirs = transformers_beams(model, prompt, width, width, MAX_TOKENS, eos_token_id=None)
+        assert agree(engine_answers(output, 1.0), theirs)
+    adapter, merged = adapters[0]
+    (greedy,) = engine.llm.generate(
+        prompts[:1], SamplingParams(temperature=0, max_tokens=9), lora_request=adapter, use_tqdm=False
+    )
+    assert [*greedy.outputs[0].token_ids] == transformers_greedy(merged, prompt, 9), "adapters are mixed up"

@@ -1,0 +1,231 @@
+"""Whatever takes a group's KV blocks away, and whenever, it goes on where it was and finds the same."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from tests.conftest import BLOCK_SIZE, TRAINED_TARGET, Engine, Engines
+from tests.engine.test_scheduling import BYTES_PER_BLOCK, prompt_of
+from tests.reference import NEAR_TIE, SCORE_TOLERANCE, transformers_greedy
+from vllm_trie import beam_params
+
+FINAL = RequestOutputKind.FINAL_ONLY
+MOST_TIES = 0.02
+
+
+def preempt_all(engine: Engine) -> None:
+    """As vLLM does it when blocks run out: last come, first preempted."""
+    while engine.scheduler.running:
+        engine.scheduler._preempt_request(engine.scheduler.running.pop(), time.monotonic())
+
+
+def run(engine: Engine, jobs: list[tuple[list[int], SamplingParams]], after_step: Callable[[], None]) -> list[Any]:
+    """All answers, in order. Rows are checked after every step."""
+    core, finished = engine.llm.llm_engine, {}
+    for number, (prompt, params) in enumerate(jobs):
+        params.output_kind = FINAL
+        core.add_request(str(number), {"prompt_token_ids": prompt}, params, priority=-number)
+    while core.has_unfinished_requests():
+        finished.update({int(output.request_id): output for output in core.step()})
+        engine.check_rows()
+        after_step()
+    return [finished[number] for number in range(len(jobs))]
+
+
+def count_ties(outputs: list[Any], expected: list[Any]) -> int:
+    """How many answers differ, each by a near-tie only.
+
+    Raises:
+        AssertionError: an answer differs otherwise.
+    """
+    ties = 0
+    for output, other in zip(outputs, expected, strict=True):
+        assert len(output.outputs) == len(other.outputs)
+        for ours, theirs in zip(output.outputs, other.outputs, strict=True):
+            assert ours.finish_reason == theirs.finish_reason
+            if ours.cumulative_logprob is not None and ours.token_ids != theirs.token_ids:
+                assert abs(ours.cumulative_logprob - theirs.cumulative_logprob) < NEAR_TIE * len(ours.token_ids)
+                ties += 1
+            elif ours.cumulative_logprob is not None:
+                assert abs(ours.cumulative_logprob - theirs.cumulative_logprob) < SCORE_TOLERANCE * len(ours.token_ids)
+    return ties
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("kind", ["trained", "gqa", "gemma2"])
+def test_a_group_preempted_at_every_step_goes_on_where_it_was(
+    engines: Engines, random_model: Callable[[str], Path], kind: str, caching: bool
+) -> None:
+    model = TRAINED_TARGET if kind == "trained" else random_model(kind)
+    engine = engines(model, enable_prefix_caching=caching, max_num_batched_tokens=128)
+    lengths, max_tokens = (20, 70), 40
+    widths = {1: True, 4: False, 7: True}  # and whether EOS is ignored
+    params = [beam_params(w, n=w, max_tokens=max_tokens, ignore_eos=ignore) for w, ignore in widths.items()]
+    jobs = [(prompt_of(length), one.clone()) for length in lengths for one in params]
+    jobs[1][1].logprobs = 2
+    jobs.append((prompt_of(50), SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)))
+    undisturbed = run(engine, [(prompt, params.clone()) for prompt, params in jobs], lambda: None)
+
+    seen: dict[str, int] = {}
+    num_preempted = num_steps = 0
+
+    def preempt_whenever_a_search_is_further() -> None:
+        nonlocal num_preempted, num_steps
+        num_steps += 1
+        lengths = {group_id: group.length for group_id, group in engine.scheduler.groups.items()}
+        if any(length > seen.get(group_id, 0) for group_id, length in lengths.items()):
+            preempt_all(engine)
+            seen.update(lengths)
+            num_preempted += 1
+
+    disturbed = run(engine, jobs, preempt_whenever_a_search_is_further)
+    assert num_preempted >= max_tokens - 1
+    assert num_steps < 12 * max_tokens, "preempted groups hardly get on"
+    assert count_ties(disturbed, undisturbed) <= MOST_TIES * sum(params.n for _, params in jobs)
+
+
+def test_a_resumed_group_computes_what_its_rows_have_in_common_once(
+    engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines(random_model("gqa"), enable_prefix_caching=False)
+    computed = []
+    stock = type(engine.runner)._update_states
+
+    def update_states(self: Any, scheduler_output: Any) -> Any:
+        computed.append(scheduler_output.total_num_scheduled_tokens)
+        return stock(self, scheduler_output)
+
+    monkeypatch.setattr(type(engine.runner), "_update_states", update_states)
+    steps = 0
+
+    def preempt_once() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 30:
+            (group,) = engine.scheduler.groups.values()
+            preempt_all(engine)
+            suffix = group.length - group.num_settled
+            assert 1 <= suffix < group.length, "nothing is settled; choose another prompt"
+            computed[:] = [50 + group.num_settled, 6 * suffix, None]
+
+    run(engine, [(prompt_of(50), beam_params(6, max_tokens=60, ignore_eos=True))], preempt_once)
+    prefix, suffixes, after = computed[0], computed[1], computed.index(None)
+    assert computed[after + 1 : after + 4] == [prefix, suffixes, 6]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_pool_too_small_for_all_preempts_some_and_changes_no_answer(
+    engines: Engines,
+    random_model: Callable[[str], Path],
+    policy: str,
+    caching: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = random_model("gqa")
+    jobs = [(prompt_of(40, w), beam_params(w, n=w, max_tokens=90, ignore_eos=True)) for w in (6, 4, 1, 6, 5)]
+    jobs += [(prompt_of(30, seed), SamplingParams(temperature=0, max_tokens=60)) for seed in (7, 8)]
+    roomy = run(engines(model), [(prompt, params.clone()) for prompt, params in jobs], lambda: None)
+    options = {"scheduling_policy": policy, "enable_prefix_caching": caching}
+    engine = engines(model, kv_cache_memory_bytes=26 * BYTES_PER_BLOCK, **options)
+    num_preempted, num_steps = 0, 0
+    preempt = type(engine.scheduler)._preempt_request
+
+    def counting(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal num_preempted
+        num_preempted += request.request_id in self.groups
+        preempt(self, request, *args, **kwargs)
+
+    monkeypatch.setattr(type(engine.scheduler), "_preempt_request", counting)
+
+    def count() -> None:
+        nonlocal num_steps
+        num_steps += 1
+
+    tight = run(engine, jobs, count)
+    assert num_preempted > 0, "the pool is not small enough to test anything"
+    assert num_steps < 20 * 90, "groups hardly get on"
+    assert count_ties(tight, roomy) <= MOST_TIES * sum(params.n for _, params in jobs)
+    for (prompt, _), output in zip(jobs[-2:], tight[-2:], strict=True):
+        assert [*output.outputs[0].token_ids] == transformers_greedy(model, prompt, 60)
+
+
+def test_pausing_holds_groups_where_they_are(engines: Engines, random_model: Callable[[str], Path]) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    engine = engines(random_model("gqa"))
+    jobs = [(prompt_of(40), beam_params(5, n=5, max_tokens=30, ignore_eos=True))]
+    expected = run(engine, [(prompt, params.clone()) for prompt, params in jobs], lambda: None)
+    steps = 0
+
+    def pause() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 10:
+            (group,) = engine.scheduler.groups.values()
+            length = group.length
+            engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            for _ in range(3):
+                engine.core.step()
+            assert group.length == length
+            engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    assert count_ties(run(engine, jobs, pause), expected) == 0
+
+
+Replay = Callable[[Callable[[Engine], None]], None]
+
+
+@pytest.fixture
+def replayed(engines: Engines, random_model: Callable[[str], Path]) -> Iterator[Replay]:
+    """Search, preempt, resume; then replay every hypothesis as a prompt from the prefix cache."""
+    model = random_model("gqa")
+    engine = engines(model)
+
+    def replay(tamper: Callable[[Engine], None]) -> None:
+        assert engine.llm.llm_engine.reset_prefix_cache()
+        steps = 0
+
+        def preempt_now_and_then() -> None:
+            nonlocal steps
+            steps += 1
+            if steps % 20 == 0:
+                preempt_all(engine)
+
+        prompts = [prompt_of(3 * BLOCK_SIZE) + prompt_of(extra, extra) for extra in (0, 1, 40)]
+        jobs = [(prompt, beam_params(4, n=4, max_tokens=80, ignore_eos=True)) for prompt in prompts]
+        outputs = run(engine, jobs, preempt_now_and_then)
+        tamper(engine)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            for hypothesis in output.outputs:
+                history = [*prompt, *hypothesis.token_ids]
+                (greedy,) = engine.generate([history], SamplingParams(temperature=0, max_tokens=5))
+                assert greedy.num_cached_tokens >= len(prompt) // BLOCK_SIZE * BLOCK_SIZE
+                assert [*greedy.outputs[0].token_ids] == transformers_greedy(model, history, 5), "a block is poisoned"
+
+    yield replay
+    assert engine.llm.llm_engine.reset_prefix_cache()
+
+
+def test_the_prefix_cache_holds_true_history_only(replayed: Replay) -> None:
+    replayed(lambda engine: None)
+
+
+def test_a_poisoned_block_would_be_seen(replayed: Replay) -> None:
+    def poison(engine: Engine) -> None:
+        blocks = engine.scheduler.kv_cache_manager.block_pool.blocks
+        block = random.Random(0).choice([block for block in blocks if block.block_hash is not None])
+        for cache in engine.runner.kv_caches:
+            cache[block.block_id] = torch.randn_like(cache[block.block_id])
+
+    with pytest.raises(AssertionError, match="a block is poisoned"):
+        replayed(poison)
