@@ -43,6 +43,8 @@ class BeamKVCacheManager(KVCacheManager):
         self.reclaim_interval = 1
         self.counts = BlockCounts()  # of groups that have ended
         self._groups: dict[str, _GroupBlocks] = {}
+        self.num_group_blocks = 0  # that tries hold, their garbage included
+        self.peak_group_blocks = 0
         self.shortage = (0, 0)  # blocks needed and blocks free when the last group could not grow
 
     @property
@@ -141,6 +143,8 @@ class BeamKVCacheManager(KVCacheManager):
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless every block a trie holds is held once by the pool, for it alone."""
+        tries = [group.trie for group in self._groups.values() if group.trie is not None]
+        assert self.num_group_blocks == sum(trie.num_live_blocks + trie.num_garbage for trie in tries)
         for request_id, group in self._groups.items():
             if group.trie is None:
                 continue
@@ -166,6 +170,7 @@ class BeamKVCacheManager(KVCacheManager):
         new_blocks = [block.block_id for block in self.block_pool.get_new_blocks(need)] if need else []
         if widening:
             self.coordinator.pop_blocks_for_free(request.request_id)
+            self.num_group_blocks += len(block_ids)
             group.trie, group.is_prefilling = trie, False
             to_widen = trie.blocks_to_widen(group.width)
             group.copies = trie.widen(group.width, new_blocks[:to_widen])
@@ -174,6 +179,8 @@ class BeamKVCacheManager(KVCacheManager):
         else:
             trie.grow(new_blocks)
             group.update = RowUpdate(new_blocks=new_blocks or None)
+        self.num_group_blocks += need
+        self.peak_group_blocks = max(self.peak_group_blocks, self.num_group_blocks)
         return self.empty_kv_cache_blocks
 
     def _reclaim(self, trie: BlockTrie) -> int:
@@ -185,4 +192,5 @@ class BeamKVCacheManager(KVCacheManager):
         return sum(self._reclaim(group.trie) for group in self._groups.values() if group.trie is not None)
 
     def _free_blocks(self, block_ids: list[int]) -> None:
+        self.num_group_blocks -= len(block_ids)
         self.block_pool.free_blocks([self.block_pool.blocks[block_id] for block_id in block_ids])
