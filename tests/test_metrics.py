@@ -106,7 +106,7 @@ def test_gauges_follow_groups_that_run_and_leave_out_ordinary_requests(engine: E
     assert metrics["steps"] == 20 + 5
 
 
-def test_groups_end_by_a_stop_an_abort_or_an_error(engine: Engine) -> None:
+def test_groups_end_by_a_stop_an_abort_or_an_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     core = engine.llm.llm_engine
     engine.generate([PROMPT], beam_params(4, max_tokens=60, early_stopping=True, stop_token_ids=list(range(2, 40))))
     for request_id in ("aborted", "aborted too"):
@@ -117,12 +117,15 @@ def test_groups_end_by_a_stop_an_abort_or_an_error(engine: Engine) -> None:
     assert metrics_of(engine)["abort"] == 1, "one group, though three addresses"
     core.abort_request(["aborted too"])
     engine.generate([PROMPT], beam_params(20, n=2, max_tokens=200, ignore_eos=True))  # starves
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "max_num_running_reqs", 3)
+        engine.generate([PROMPT], beam_params(4, max_tokens=5))  # cannot even start
     metrics = metrics_of(engine)
     assert {r: metrics[r] for r in ("stop", "length", "abort", "error")} == {
         "stop": 1,
         "length": 0,
         "abort": 2,
-        "error": 1,
+        "error": 2,
     }
     assert metrics["groups_running"] == 0
 
