@@ -32,11 +32,15 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
-    def gauge(self, name: str, engine: str = "") -> float:
-        """A metric of one engine, or its sum over all."""
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+    def metrics(self) -> str:
+        """All that /metrics shows."""
+        return httpx.get(f"{self.url}/metrics").text
+
+    def gauge(self, name: str, engine: str = "", label: str = "") -> float:
+        """A metric of one engine, or its sum over all; `label`, as in `reason="x"`, picks among further labels."""
         start = f'{name}{{engine="{engine}'
-        values = [float(line.split()[-1]) for line in lines if line.startswith(start)]
+        lines = [line for line in self.metrics().splitlines() if line.startswith(start) and label in line]
+        values = [float(line.split()[-1]) for line in lines]
         assert values, f"no metric {name}"
         return sum(values)
 
@@ -52,9 +56,9 @@ class Server:
             assert time.monotonic() < deadline, f"the server does not start:\n{self.log.read_text()[-3000:]}"
             time.sleep(0.2)
 
-    def wait_until_idle(self, seconds: float = 20) -> None:
-        """Raise AssertionError if requests run or KV blocks are held after that time."""
-        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    def wait_until_idle(self, *more: str, seconds: float = 20) -> None:
+        """Raise AssertionError if requests run or KV blocks are held after that time, or other gauges are not zero."""
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", *more)
         deadline = time.monotonic() + seconds
         while busy := [name for name in names if self.gauge(name)]:
             assert time.monotonic() < deadline, f"never back to zero: {busy}"

@@ -86,12 +86,14 @@ def _wrap_front_end() -> None:
     from vllm_trie.entrypoints.logprobs import accept_sums
     from vllm_trie.entrypoints.requests import check_requests
     from vllm_trie.entrypoints.server import serve_beams
+    from vllm_trie.metrics import show_beams
 
     check_requests()
     accept_sums()
     search_in_engine()
     serve_beams()
     keep_groups_together()
+    show_beams()
 
 
 def _refuse_near_misses(additional_config: dict[str, Any] | None) -> None:

@@ -101,6 +101,24 @@ TOUCHED = (
         "vLLM extends FlatLogprobs by many tokens at once",
     ),
     Touched(
+        "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
+        "wrapped by vllm_trie.metrics",
+        "entry points for loggers act on every engine, and not on LLM's",
+        "vLLM lets a plugin add a logger to one engine",
+    ),
+    Touched(
+        "vllm.v1.metrics.loggers:StatLoggerManager.record",
+        "relied upon by vllm_trie.metrics.BeamStatLogger",
+        "passes statistics to the loggers, the first one first",
+        "SchedulerStats carries statistics of a plugin",
+    ),
+    Touched(
+        "vllm.v1.metrics.stats:SchedulerStats",
+        "relied upon by vllm_trie.engine.stats",
+        "kv_connector_stats carries ours to the front end",
+        "SchedulerStats carries statistics of a plugin",
+    ),
+    Touched(
         f"{_SCHEDULER}.__init__",
         f"{_BY_SCHEDULER}, with its KVCacheManager replaced",
         "the scheduler builds its KV cache manager by name",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,6 +14,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from benchmarks.server import Server, serving
+from tests.conftest import ROOT
 from vllm_trie.entrypoints.server import serve_beams
 
 PROMPTS = ["def is_prime(number):", "class Foo:\n    def close(self):", "import os\n", "    return"]
@@ -226,6 +228,8 @@ def test_beams_and_ordinary_requests_run_side_by_side(server: Server) -> None:
 
 @pytest.mark.parametrize("options", [beams(64), {"use_beam_search": True, **beams(64)}])
 def test_a_client_that_vanishes_takes_its_search_with_it(server: Server, options: dict[str, Any]) -> None:
+    aborted = finished_groups(server)["abort"]
+
     async def vanish() -> float:
         client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         body = {"ignore_eos": True, **options}
@@ -240,6 +244,7 @@ def test_a_client_that_vanishes_takes_its_search_with_it(server: Server, options
 
     assert asyncio.run(vanish()) == 1, "one search of 64 beams is one running request"
     server.wait_until_idle()
+    assert finished_groups(server)["abort"] == aborted + 1
     assert complete(server, max_tokens=4).choices[0].text
 
 
@@ -252,14 +257,54 @@ def test_prompt_and_generated_tokens_are_counted_once(server: Server) -> None:
     assert [a - b for a, b in zip(after, before, strict=True)] == [usage.prompt_tokens, usage.completion_tokens]
 
 
+def finished_groups(server: Server) -> dict[str, float]:
+    """How many beam groups ended so far, by reason."""
+    name = "vllm:trie_beam_groups_finished_total"
+    reasons = ("stop", "length", "abort", "error")
+    return {reason: server.gauge(name, label=f'finished_reason="{reason}"') for reason in reasons}
+
+
+def test_metrics_move_by_what_a_request_must_do(server: Server) -> None:
+    names = ["steps", "kv_blocks_shared", "kv_blocks_copied", "kv_blocks_reclaimed", "preemptions"]
+
+    def counters() -> dict[str, float]:
+        return {name: server.gauge(f"vllm:trie_beam_{name}_total") for name in names}
+
+    server.wait_until_idle()
+    before, ended_before = counters(), finished_groups(server)
+    complete(server, [5] * 10, 12, n=3, ignore_eos=True, **beams(5))  # within one block
+    server.wait_until_idle()
+    moved = {name: after - before[name] for name, after in counters().items()}
+    assert moved.pop("kv_blocks_copied") >= 4, "widening copies the prompt's partly filled block"
+    assert moved == {"steps": 12, "kv_blocks_shared": 0, "kv_blocks_reclaimed": 0, "preemptions": 0}
+    complete(server, [5] * 60, 40, n=3, ignore_eos=True, **beams(5))
+    server.wait_until_idle()
+    assert counters()["kv_blocks_shared"] > before["kv_blocks_shared"]
+    ended = {reason: after - ended_before[reason] for reason, after in finished_groups(server).items()}
+    assert ended == {"stop": 0, "length": 2, "abort": 0, "error": 0}
+    assert server.gauge("vllm:trie_beam_kv_blocks_peak") >= 1 + 5
+    assert server.gauge("vllm:trie_beam_groups_running") == server.gauge("vllm:trie_beam_rows_running") == 0
+
+
+def test_metrics_are_those_of_the_readme_and_none_without_the_plugin(server: Server, stock: Server) -> None:
+    documented = re.findall(r"^\| `(vllm:trie_beam_\w+)` \| (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    shown = re.findall(r"^# TYPE (vllm:trie_beam_\w+) (\w+)", server.metrics(), re.MULTILINE)
+    created = [(name, kind) for name, kind in shown if name.endswith("_created")]  # when, beside each counter
+    assert sorted(set(shown) - set(created)) == sorted(documented)
+    assert "trie" not in stock.metrics()
+
+
 def test_data_parallel_engines_get_whole_groups(tmp_path_factory: pytest.TempPathFactory, server: Server) -> None:
     log = tmp_path_factory.mktemp("parallel") / "log"
     prompts = [f"def f{i}(" for i in range(12)]
     with serving(log, "--plugin", "trie_beam", "--data-parallel-size", "2") as parallel, ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(lambda prompt: complete(parallel, prompt, n=4, **beams(6)), prompts))
-        parallel.wait_until_idle()
+        parallel.wait_until_idle("vllm:trie_beam_groups_running")
         prompt_tokens = [parallel.gauge("vllm:prompt_tokens_total", engine=engine) for engine in ("0", "1")]
+        groups = [parallel.gauge("vllm:trie_beam_groups_finished_total", engine=engine) for engine in ("0", "1")]
     for prompt, answer in zip(prompts, answers, strict=True):
         assert [c.text for c in answer.choices] == [c.text for c in complete(server, prompt, n=4, **beams(6)).choices]
     assert min(prompt_tokens) > 0, "one engine did everything"
     assert sum(prompt_tokens) == sum(answer.usage.prompt_tokens for answer in answers)
+    assert min(groups) > 0
+    assert sum(groups) == 12, "several API servers add up to the truth"

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
+from tests.trie.walks import NUM_WALKS, OPERATIONS, walks
 from vllm_trie.search.step import assign_slots
 from vllm_trie.trie.blocks import BlockCopy, BlockCounts, BlockTrie, blocks_to_widen
 
-OPERATIONS = int(os.environ.get("TRIE_OPERATIONS", 100_000)) // 2  # the other half: test_hypotheses.py
-MOST_PER_WALK = 200
-MEAN_PER_WALK = MOST_PER_WALK // 4  # on the safe side: hypothesis draws short walks more often
 MOST_TOKENS = 60  # per row; then the group ends and another begins with its blocks
 POISON = -1
 
@@ -159,14 +156,20 @@ class ModelledGroup:
         assert self.trie.num_live_blocks == self.trie.num_garbage == 0
         self.trie.check_invariants()
 
-    def operate(self) -> None:
+    def start_anew(self) -> None:
+        self.end()
+        self.begin()
+
+    def operate(self, seed: int) -> None:
+        self.choose.seed(seed)
         if len(self.histories[0]) >= MOST_TOKENS or self.choose.random() < 0.01:
-            self.end()
-            self.begin()
+            operation = self.start_anew
         elif self.trie.width == 1 and self.choose.random() < 0.5:
-            self.widen()
+            operation = self.widen
         else:
-            self.choose.choices([self.grow, self.fork, self.reclaim, self.skip], [50, 50, 10, 1])[0]()
+            operation = self.choose.choices([self.grow, self.fork, self.reclaim, self.skip], [50, 50, 10, 1])[0]
+        note(operation.__name__)
+        operation()
 
     def check(self) -> None:
         self.trie.check_invariants()
@@ -189,21 +192,16 @@ def random_parents(choose: random.Random, width: int) -> list[int]:
 def test_every_row_reads_back_its_own_history() -> None:
     operations = 0
 
-    @settings(max_examples=100 + OPERATIONS // MEAN_PER_WALK, deadline=None, derandomize=True)
-    @given(
-        length=st.integers(1, MOST_PER_WALK),
-        block_size=st.integers(1, 6),
-        width=st.integers(1, 8),
-        seed=st.integers(0, 1 << 32),
-    )
-    def walk(length: int, block_size: int, width: int, seed: int) -> None:
+    @settings(max_examples=NUM_WALKS, deadline=None, derandomize=True)
+    @given(block_size=st.integers(1, 6), width=st.integers(1, 8), start=st.integers(0, 1 << 16), seeds=walks())
+    def walk(block_size: int, width: int, start: int, seeds: list[int]) -> None:
         nonlocal operations
-        group = ModelledGroup(random.Random(seed), block_size, width)
-        for _ in range(length):
-            group.operate()
+        group = ModelledGroup(random.Random(start), block_size, width)
+        for seed in seeds:
+            group.operate(seed)
             group.check()
         group.end()
-        operations += length
+        operations += len(seeds)
 
     walk()
     assert operations >= OPERATIONS

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
+from tests.trie.walks import NUM_WALKS, OPERATIONS, walks
 from vllm_trie.trie.hypotheses import HypothesisTrie
-
-OPERATIONS = int(os.environ.get("TRIE_OPERATIONS", 100_000)) // 2  # the other half: test_blocks.py
-MOST_PER_WALK = 400
-MEAN_PER_WALK = MOST_PER_WALK // 4  # on the safe side: hypothesis draws short walks more often
 
 
 class Token(NamedTuple):
@@ -74,9 +70,13 @@ class ModelledTrie:
             del self.kept[node]
             self.trie.drop(node)
 
-    def operate(self) -> None:
+    def operate(self, seed: int) -> None:
+        self.choose.seed(seed)
         few_kept = len(self.kept) < 2 * self.width
-        self.choose.choice([self.advance, self.advance, self.finish if few_kept else self.drop, self.drop])()
+        options = [self.advance, self.advance, self.finish if few_kept else self.drop, self.drop]
+        operation = self.choose.choice(options)
+        note(operation.__name__)
+        operation()
 
     def check(self) -> None:
         self.trie.check_invariants()
@@ -107,16 +107,16 @@ def total_logprob(history: list[Token]) -> float:
 def test_trie_answers_what_plain_lists_answer() -> None:
     operations = 0
 
-    @settings(max_examples=100 + OPERATIONS // MEAN_PER_WALK, deadline=None, derandomize=True)
-    @given(length=st.integers(1, MOST_PER_WALK), width=st.integers(1, 8), seed=st.integers(0, 1 << 32))
-    def walk(length: int, width: int, seed: int) -> None:
+    @settings(max_examples=NUM_WALKS, deadline=None, derandomize=True)
+    @given(width=st.integers(1, 8), seeds=walks())
+    def walk(width: int, seeds: list[int]) -> None:
         nonlocal operations
-        modelled = ModelledTrie(random.Random(seed), width)
-        for _ in range(length):
-            modelled.operate()
+        modelled = ModelledTrie(random.Random(0), width)
+        for seed in seeds:
+            modelled.operate(seed)
             modelled.check()
         modelled.end()
-        operations += length
+        operations += len(seeds)
 
     walk()
     assert operations >= OPERATIONS

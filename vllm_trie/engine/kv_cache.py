@@ -45,6 +45,8 @@ class BeamKVCacheManager(KVCacheManager):
         self.reclaim_interval = 1
         self.counts = BlockCounts()  # of groups that have ended
         self._groups: dict[str, _GroupBlocks] = {}
+        self.num_group_blocks = 0  # that tries hold, their garbage included
+        self.peak_group_blocks = 0
         self.shortage = (0, 0)  # blocks needed and blocks free when the last group could not grow
 
     @property
@@ -161,6 +163,8 @@ class BeamKVCacheManager(KVCacheManager):
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless every block a trie holds is held once by the pool, for it alone."""
+        tries = [trie for group in self._groups.values() for trie in group.tries]
+        assert self.num_group_blocks == sum(trie.num_live_blocks + trie.num_garbage for trie in tries)
         for request_id, group in self._groups.items():
             assert not group.tries or not any(m.req_to_blocks.get(request_id) for m in self._managers)
             for trie in group.tries:
@@ -200,6 +204,8 @@ class BeamKVCacheManager(KVCacheManager):
             if any(needs):
                 by_row = [[blocks[row : row + 1] for blocks in new_blocks] for row in range(len(group.paths))]
                 update.new_blocks = [tuple(row) for row in by_row]
+        self.num_group_blocks += sum(needs)
+        self.peak_group_blocks = max(self.peak_group_blocks, self.num_group_blocks)
         return self.empty_kv_cache_blocks
 
     def _widen(self, request_id: str, num_tokens: int, group: _GroupBlocks, new_blocks: list[list[int]]) -> None:
@@ -207,6 +213,7 @@ class BeamKVCacheManager(KVCacheManager):
             prefix = [block.block_id for block in manager.req_to_blocks[request_id]]
             held = [not block.is_null for block in manager.req_to_blocks[request_id]]
             trie = BlockTrie(manager.block_size, prefix, num_tokens, held.index(True) if any(held) else len(held))
+            self.num_group_blocks += trie.num_live_blocks
             trie.skip(_skipped(manager, num_tokens))
             group.copies += trie.widen(group.paths, blocks)
             group.tries.append(trie)
@@ -229,6 +236,7 @@ class BeamKVCacheManager(KVCacheManager):
         return sum(self._reclaim(trie) for group in self._groups.values() for trie in group.tries)
 
     def _free_blocks(self, block_ids: list[int]) -> None:
+        self.num_group_blocks -= len(block_ids)
         self.block_pool.free_blocks([self.block_pool.blocks[block_id] for block_id in block_ids])
 
 

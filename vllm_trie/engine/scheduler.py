@@ -18,6 +18,7 @@ from vllm_trie.config import TrieBeamConfig
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.outputs import Mailbox, hypothesis_output, no_hypothesis_output
+from vllm_trie.engine.stats import BeamTally, attach_stats, statistics_among
 from vllm_trie.messages import GroupStep, SelectRules, attach_group_steps, group_results
 from vllm_trie.params import TICKET, BeamParams, GroupTicket, is_controlled, stop_tokens
 from vllm_trie.patching import Patch
@@ -47,6 +48,7 @@ class BeamScheduler(Scheduler):
         self.groups: dict[str, BeamGroup] = {}  # by the request that stands for the group
         self.mailbox = Mailbox()
         self._hash_blocks: Callable[[Request], list[BlockHash]] | None = None  # None without prefix caching
+        self.tally = BeamTally()
         self._admission_limit: int = self.max_num_active_reqs
         self._held_back: list[Request] = []  # found no rows in this step
         self._results: dict[str, Step] = {}  # of this step
@@ -79,6 +81,7 @@ class BeamScheduler(Scheduler):
         needed = self.kv_cache_manager.blocks_to_start(request.num_prompt_tokens, width)
         usable = self.kv_cache_manager.num_usable_blocks
         if width > self.max_num_running_reqs or needed > usable:
+            self.tally.finish("error")
             self.mailbox.post_error(
                 request.request_id,
                 f"beam_width={width} needs {width} of max_num_seqs={self.max_num_running_reqs} rows and {needed} of "
@@ -121,10 +124,12 @@ class BeamScheduler(Scheduler):
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
             if request.request_id in self.groups:
-                self._close_group(request.request_id)
+                is_error = finished_status == RequestStatus.FINISHED_ERROR
+                self._close_group(request.request_id, "error" if is_error else "abort")
         return finished + siblings
 
-    def _close_group(self, group_id: str) -> None:
+    def _close_group(self, group_id: str, reason: str) -> None:
+        self.tally.finish(reason)
         del self.groups[group_id]
         self._failed.pop(group_id, None)
         self.kv_cache_manager.close_group(group_id)
@@ -209,6 +214,7 @@ class BeamScheduler(Scheduler):
         group = self.groups.get(request.request_id)
         if group is None:
             return
+        self.tally.preemptions += 1
         self._preempted.append(group.request_id)
         group.preempt()
         _rewrite(request, group.history(0)[: group.num_settled])
@@ -246,16 +252,26 @@ class BeamScheduler(Scheduler):
         for group_id, reason in list(self._failed.items()):
             logger.error("Beam group %s ended: %s", group_id, reason)
             super().finish_requests(group_id, RequestStatus.FINISHED_ERROR)
-            self._close_group(group_id)
+            self._close_group(group_id, "error")
             self.mailbox.post_error(group_id, reason)
         for client_index, output in self.mailbox.empty():
             outputs.setdefault(client_index, EngineCoreOutputs()).outputs.append(output)
             if self.finished_req_ids_dict is not None:
                 finished = outputs[client_index].finished_requests or set()
                 outputs[client_index].finished_requests = finished | {output.request_id}
+        if self.groups or self.tally.has_news:
+            self._report(outputs)
         if self.beam_config.check_invariants:
             self.check_invariants()
         return outputs
+
+    def _report(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        if (statistics := statistics_among(outputs.values())) is None:
+            return
+        of_groups = ((self.requests[group_id].status, group.width) for group_id, group in self.groups.items())
+        widths = [width for status, width in of_groups if status == RequestStatus.RUNNING]
+        manager = self.kv_cache_manager
+        attach_stats(statistics, self.tally.report(widths, manager.total_counts(), manager.peak_group_blocks))
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
@@ -269,6 +285,7 @@ class BeamScheduler(Scheduler):
 
     def _replay(self, request: Request, group: BeamGroup, step: Step) -> bool:
         """Apply to the tries what the worker did to its rows. Returns whether the search is over."""
+        self.tally.steps += 1
         was_decoding = group.length > 0
         over = group.advance(step)
         if over:
@@ -290,7 +307,7 @@ class BeamScheduler(Scheduler):
         ]
         missing = [no_hypothesis_output() for _ in range(num_outputs - len(outputs_of_best))]
         self.mailbox.post(group.request_id, [*outputs_of_best, *missing], stock)
-        self._close_group(group.request_id)
+        self._close_group(group.request_id, "length" if group.length == group.rules.max_length else "stop")
 
     @staticmethod
     def _take_output(request_id: str, outputs: dict[int, EngineCoreOutputs]) -> EngineCoreOutput:

@@ -1,0 +1,110 @@
+"""What beam groups do, counted by the scheduler and sent to the front end with vLLM's own statistics.
+
+The scheduler may live in a process of its own. What reaches the front end, in that process or in
+another, is vLLM's `SchedulerStats` of each step: to one front end per step, marked with its engine.
+Of its fields `kv_connector_stats` alone is an open dictionary that survives the way, and it is free:
+engines with beam groups have no KV connector. A field of our own in a subclass does not arrive, as
+the front end's decoder knows the fields of vLLM's class only. Reports hold changes since the last
+one, not totals: of several API servers each sees a part, and may be late, but they add up to the truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+
+from vllm_trie.config import PLUGIN_NAME
+from vllm_trie.trie.blocks import BlockCounts
+
+REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass
+class BeamStats:
+    """What changed since the last report, or over some. A name is that of its metric."""
+
+    groups_running: int = 0  # more than before, or fewer
+    rows_running: int = 0
+    kv_blocks_peak: int = 0  # not a change: the most, ever
+    kv_blocks_shared: int = 0
+    kv_blocks_copied: int = 0
+    kv_blocks_reclaimed: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    groups_finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+
+    def add(self, other: BeamStats) -> None:
+        """Include another report."""
+        self.groups_running += other.groups_running
+        self.rows_running += other.rows_running
+        self.kv_blocks_peak = max(self.kv_blocks_peak, other.kv_blocks_peak)
+        self.kv_blocks_shared += other.kv_blocks_shared
+        self.kv_blocks_copied += other.kv_blocks_copied
+        self.kv_blocks_reclaimed += other.kv_blocks_reclaimed
+        self.steps += other.steps
+        self.preemptions += other.preemptions
+        for reason, count in other.groups_finished.items():
+            self.groups_finished[reason] += count
+
+
+class BeamTally:
+    """Counts for the next report, in plain additions."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.preemptions = 0
+        self.has_news = False  # although there may be no group any more
+        self._finished = dict.fromkeys(REASONS, 0)
+        self._running = (0, 0)  # groups and rows, as reported
+        self._blocks = BlockCounts()  # likewise
+
+    def finish(self, reason: str) -> None:
+        """A group has ended, for one of `REASONS`."""
+        self._finished[reason] += 1
+        self.has_news = True
+
+    def report(self, widths: Sequence[int], blocks: BlockCounts, peak: int) -> BeamStats:
+        """All since the last report.
+
+        Args:
+            widths: Rows of each running group.
+            blocks: What all tries have done so far.
+            peak: Most KV blocks that groups have held so far.
+        """
+        running = len(widths), sum(widths)
+        stats = BeamStats(
+            running[0] - self._running[0],
+            running[1] - self._running[1],
+            peak,
+            blocks.shared - self._blocks.shared,
+            blocks.copied - self._blocks.copied,
+            blocks.reclaimed - self._blocks.reclaimed,
+            self.steps,
+            self.preemptions,
+            self._finished,
+        )
+        self._running, self._blocks = running, blocks
+        self.steps = self.preemptions = 0
+        self._finished = dict.fromkeys(REASONS, 0)
+        self.has_news = False
+        return stats
+
+
+def statistics_among(outputs: Iterable[EngineCoreOutputs]) -> SchedulerStats | None:
+    """Where vLLM's statistics of a step go; None where it keeps none."""
+    return next((output.scheduler_stats for output in outputs if output.scheduler_stats is not None), None)
+
+
+def attach_stats(carrier: SchedulerStats, stats: BeamStats) -> None:
+    """Send `stats` along."""
+    assert carrier.kv_connector_stats is None, "a KV connector in an engine with beam groups"
+    carrier.kv_connector_stats = {PLUGIN_NAME: vars(stats)}
+
+
+def take_stats(carrier: SchedulerStats) -> BeamStats | None:
+    """What was sent along. It is gone from the carrier then: vLLM's loggers would look for its KV connector."""
+    carried, carrier.kv_connector_stats = carrier.kv_connector_stats, None
+    return None if carried is None else BeamStats(**carried[PLUGIN_NAME])

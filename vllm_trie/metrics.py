@@ -1,0 +1,190 @@
+"""Beam groups seen from outside: Prometheus metrics beside vLLM's own, and a line of its log.
+
+vLLM's front ends, `LLM` and each API server, pass the statistics of every step to the loggers of
+their `StatLoggerManager`. Where the engine has beam groups, ours is one of them. (The entry points
+for such loggers are no way in: one that is merely installed acts on every engine, makes those keep
+statistics that were told not to, and is not loaded by `LLM`.)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger, StatLoggerManager
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+from vllm_trie.engine.stats import REASONS, BeamStats, take_stats
+from vllm_trie.patching import Patch
+from vllm_trie.plugin import has_beams
+
+logger = init_logger("vllm.trie_beam.metrics")
+
+PREFIX = "vllm:trie_beam_"
+RUNNING = {
+    "groups_running": "Beam groups that run.",
+    "rows_running": "Rows of max_num_seqs that running beam groups take.",
+}
+PEAKS = {"kv_blocks_peak": "Most KV blocks that decoding beam groups have held at a time, so far."}
+COUNTERS = {
+    "kv_blocks_shared": "Full KV blocks that forks took over by reference.",
+    "kv_blocks_copied": "Partly filled KV blocks that forks copied.",
+    "kv_blocks_reclaimed": "KV blocks given back during a search because no beam led to them any more.",
+    "steps": "Steps of beam groups: each takes one per token.",
+    "preemptions": "Preemptions of beam groups.",
+}
+FINISHED = "groups_finished"
+_FINISHED_DOCUMENTATION = (
+    "Beam groups that ended: stop, settled before max_tokens; length, at max_tokens; abort, by the client; "
+    "error, for want of rows or KV blocks."
+)
+
+init = Patch("vllm.v1.metrics.loggers:StatLoggerManager", "__init__")
+
+
+def show_beams() -> None:
+    """From now on, the front ends of this process show what beam groups do, where their engine has them."""
+    if not init.is_applied:
+        init.apply(_with_beams(StatLoggerManager.__init__))
+
+
+def _with_beams(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(  # noqa: N807
+        self: StatLoggerManager,
+        vllm_config: VllmConfig,
+        engine_idxs: list[int] | None = None,
+        custom_stat_loggers: list[Any] | None = None,
+        enable_default_loggers: bool = True,
+        aggregate_engine_logging: bool = False,
+        client_count: int = 1,
+    ) -> None:
+        original(
+            self,
+            vllm_config,
+            engine_idxs,
+            custom_stat_loggers,
+            enable_default_loggers,
+            aggregate_engine_logging,
+            client_count,
+        )
+        if not has_beams(vllm_config):
+            return
+        prometheus = next(one for one in self.stat_loggers if isinstance(one, PrometheusStatLogger))
+        writes_lines = enable_default_loggers and client_count == 1  # as vLLM: several servers see a part each
+        beams = BeamStatLogger(prometheus, writes_lines, aggregate_engine_logging)
+        self.stat_loggers.insert(0, beams)  # it takes what the others must not see
+
+    return __init__
+
+
+class BeamStatLogger(AggregateStatLoggerBase):
+    """Records what the scheduler reports about beam groups.
+
+    Args:
+        prometheus: vLLM's logger; ours has its kind of metrics (Ray has others), labels and engines.
+        writes_lines: Whether `log`, which vLLM calls once per interval, writes a line per engine that
+            had beam groups since.
+        aggregates: Whether it writes one line for all engines instead.
+    """
+
+    def __init__(self, prometheus: PrometheusStatLogger, writes_lines: bool, aggregates: bool) -> None:
+        self._metrics = _BeamMetrics(prometheus)
+        self._writes_lines = writes_lines
+        self._aggregates = aggregates
+        self._running = {engine: BeamStats() for engine in prometheus.engine_indexes}
+        self._interval: dict[int, BeamStats] = {}  # by engine, of those with beam groups
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        stats = None if scheduler_stats is None else take_stats(scheduler_stats)
+        if stats is None:
+            return
+        running = self._running[engine_idx]
+        running.groups_running += stats.groups_running
+        running.rows_running += stats.rows_running
+        self._metrics.record(stats, running, engine_idx)
+        if self._writes_lines:
+            self._interval.setdefault(engine_idx, BeamStats()).add(stats)
+
+    def log(self) -> None:
+        intervals, self._interval = self._interval, {}
+        for engine, stats in intervals.items():
+            running = self._running[engine]
+            stats.groups_running, stats.rows_running = running.groups_running, running.rows_running
+        if self._aggregates and intervals:
+            total = BeamStats()
+            for stats in intervals.values():
+                total.add(stats)
+            logger.info("%d Engines Aggregated: %s", len(self._running), describe(total))
+        elif not self._aggregates:
+            for engine, stats in sorted(intervals.items()):
+                logger.info("Engine %03d: %s", engine, describe(stats))
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+
+class _BeamMetrics:
+    """The Prometheus metrics of all engines of one front end.
+
+    Of several API servers each has its own, and /metrics makes one of them: counters and what runs are
+    summed, of peaks the highest is taken.
+    """
+
+    def __init__(self, prometheus: PrometheusStatLogger) -> None:
+        self._engines = prometheus.per_engine_labelvalues
+        self._labels = ["model_name", "engine"]
+        gauge = functools.partial(self._per_engine, prometheus._gauge_cls)
+        counter = functools.partial(self._per_engine, prometheus._counter_cls)
+        self._running = {name: gauge(name, text, multiprocess_mode="sum") for name, text in RUNNING.items()}
+        self._peaks = {name: gauge(name, text, multiprocess_mode="max") for name, text in PEAKS.items()}
+        self._counters = {name: counter(name, text) for name, text in COUNTERS.items()}
+        finished = prometheus._counter_cls(
+            name=PREFIX + FINISHED,
+            documentation=_FINISHED_DOCUMENTATION,
+            labelnames=[*self._labels, "finished_reason"],
+        )
+        self._finished = {
+            reason: {engine: finished.labels(*values, reason) for engine, values in self._engines.items()}
+            for reason in REASONS
+        }
+
+    def _per_engine(self, kind: type, name: str, documentation: str, **options: Any) -> dict[int, Any]:
+        metric = kind(name=PREFIX + name, documentation=documentation, labelnames=self._labels, **options)
+        return create_metric_per_engine(metric, self._engines)
+
+    def record(self, stats: BeamStats, running: BeamStats, engine: int) -> None:
+        for name, gauges in self._running.items():
+            gauges[engine].set(getattr(running, name))
+        for name, gauges in self._peaks.items():
+            gauges[engine].set(getattr(stats, name))
+        for name, counters in self._counters.items():
+            counters[engine].inc(getattr(stats, name))
+        for reason, counters in self._finished.items():
+            counters[engine].inc(stats.groups_finished[reason])
+
+
+def describe(stats: BeamStats) -> str:
+    """One interval, and what runs at its end, in the style of vLLM's own line."""
+    reasons = ", ".join(f"{reason}: {count}" for reason, count in stats.groups_finished.items() if count)
+    parts = [
+        f"Beam groups running: {stats.groups_running} in {stats.rows_running} rows",
+        f"finished: {sum(stats.groups_finished.values())}" + (f" ({reasons})" if reasons else ""),
+        f"steps: {stats.steps}",
+        *([f"preemptions: {stats.preemptions}"] if stats.preemptions else []),
+        f"KV blocks shared: {stats.kv_blocks_shared}",
+        f"copied: {stats.kv_blocks_copied}",
+        f"reclaimed: {stats.kv_blocks_reclaimed}",
+        f"peak: {stats.kv_blocks_peak}",
+    ]
+    return ", ".join(parts)
