@@ -14,6 +14,7 @@ import torch
 from tests.reference import Answer, load
 
 Adjust = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]  # logits [V], prompt, generated -> logits
+Allow = Callable[[torch.Tensor], torch.Tensor]  # log-probabilities [V] -> the same, some of them impossible
 IMPOSSIBLE = float("-inf")
 
 
@@ -49,7 +50,27 @@ def adjusted(logits: torch.Tensor, prompt: list[int], generated: list[int], **co
     logits[seen] *= torch.where(logits[seen] > 0, 1 / repetition, repetition)
     for token, count in Counter(generated).items():
         logits[token] -= controls.get("frequency_penalty", 0.0) * count + controls.get("presence_penalty", 0.0)
-    return logits
+    return logits / controls.get("temperature", 1.0)
+
+
+def allowed(logprobs: torch.Tensor, **filters: Any) -> torch.Tensor:
+    """Log-probabilities [V] without what `min_p`, then `top_k`, then `top_p` of `filters` leave out, one by one."""
+    if not filters:
+        return logprobs
+    chances = logprobs.double().exp().tolist()
+    ranked = [token for token in sorted(range(len(chances)), key=lambda t: -chances[t]) if chances[token] > 0]
+    if min_p := filters.get("min_p"):
+        ranked = [token for token in ranked if chances[token] >= min_p * chances[ranked[0]]]
+    if (top_k := filters.get("top_k", 0)) > 0:
+        ranked = ranked[:top_k]
+    total, share, kept = sum(chances[token] for token in ranked), 0.0, list[int]()
+    for token in ranked:
+        if share < filters.get("top_p", 1.0) * total:
+            kept.append(token)
+        share += chances[token]
+    result = torch.full_like(logprobs, IMPOSSIBLE)
+    result[kept] = logprobs[kept]
+    return result
 
 
 def masked_logprobs(logits: torch.Tensor, masked: Collection[int]) -> torch.Tensor:
@@ -94,6 +115,7 @@ def loop_beams(
     decode: Callable[[list[int]], str] = str,
     min_tokens: int = 0,
     adjust: Adjust = adjusted,
+    allow: Allow = allowed,
 ) -> list[Found]:
     """The `n` best hypotheses, best first; fewer if there are fewer. `decode` gives the text of generated tokens."""
     uncounted = {*stop_token_ids} | ({eos} - {None})
@@ -125,7 +147,7 @@ def loop_beams(
         rows = []
         for (generated, total), row in zip(beams, logits, strict=True):
             masked = stops if length <= min_tokens else ()
-            rows.append(total + masked_logprobs(adjust(row, prompt, generated), masked).double())
+            rows.append(total + allow(masked_logprobs(adjust(row, prompt, generated), masked)).double())
             if semantics == "vllm":  # whatever stops among a beam's own best finishes
                 for token in rows[-1].topk(max(2, 1 + len(stops)) * width).indices.tolist():
                     if rows[-1][token] > IMPOSSIBLE and (by := stopped_by(generated, token)) is not None:

@@ -9,7 +9,8 @@ import pytest
 from vllm import SamplingParams
 
 from vllm_trie import BeamParams, beam_params
-from vllm_trie.params import EngineLimits, is_controlled, stop_tokens, validate
+from vllm_trie.params import EngineLimits, is_controlled, stop_tokens, validate, warping
+from vllm_trie.search.warping import Warping
 
 LIMITS = EngineLimits(max_num_seqs=64, max_model_len=512, vocab_size=300, block_size=32, num_blocks=1000)
 
@@ -118,10 +119,6 @@ def test_width_that_the_pool_cannot_hold_is_refused() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("temperature", 0.7),
-        ("top_p", 0.9),
-        ("top_k", 40),
-        ("min_p", 0.1),
         ("seed", 1),
         ("prompt_logprobs", 0),
         ("logprob_token_ids", [1]),
@@ -133,6 +130,17 @@ def test_width_that_the_pool_cannot_hold_is_refused() -> None:
 def test_fields_that_beam_search_does_not_honour_are_refused(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{field}=.* is not supported together with beam_width"):
         beam_params(2, **{field: value})
+
+
+@pytest.mark.parametrize(("field", "value"), [("temperature", 0.7), ("top_p", 0.9), ("top_k", 40), ("min_p", 0.1)])
+def test_fields_that_vllms_beams_ignore_are_refused_under_its_semantics(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f'{field}={value} is not supported under semantics="vllm"'):
+        beam_params(2, semantics="vllm", **{field: value})
+    assert warping(beam_params(2, **{field: value})) == Warping(**{field: value})
+
+
+def test_no_temperature_and_no_limit_are_no_warping() -> None:
+    assert warping(SamplingParams(temperature=0.0, top_k=-1)) == Warping()
 
 
 def test_logprobs_of_the_whole_vocabulary_are_refused() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_trie.search.step import Step
+from vllm_trie.search.warping import Warping
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,6 +23,7 @@ class SelectRules(NamedTuple):
     skip_special_tokens: bool  # in the text in which stop strings are looked for
     num_logprobs: int | None  # what each row must report; None: nothing
     is_controlled: bool  # penalties, biases or the like act on the logits
+    warping: Warping = Warping()
     masks_stops: bool = False  # min_tokens not reached: no hypothesis may stop here
     is_last: bool = False  # the length is reached: all hypotheses end here
     handicap: tuple[int, float] | None = None  # token, and the factor of the score by which it is compared

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_trie.search.step import num_candidates
 from vllm_trie.search.stopping import EarlyStopping
+from vllm_trie.search.warping import Warping
 from vllm_trie.trie.blocks import blocks_to_start
 
 if TYPE_CHECKING:
@@ -165,10 +166,11 @@ def beam_params(
     }
     if semantics is not None:
         options["semantics"] = semantics
-    _check_n(n, BeamParams(**options))
+    beam = BeamParams(**options)
+    _check_n(n, beam)
     extra_args = {**(sampling_params.pop("extra_args", None) or {}), **options}
     params = SamplingParams(n=n, extra_args=extra_args, **sampling_params)
-    refuse_unsupported(params)
+    refuse_unsupported(params, beam)
     return params
 
 
@@ -183,7 +185,7 @@ def validate(params: SamplingParams, beam: BeamParams, prompt_len: int, limits: 
     Raises:
         ValueError: naming the option, its value and what would work.
     """
-    refuse_unsupported(params)
+    refuse_unsupported(params, beam)
     _check_n(params.n, beam)
     width = beam.beam_width
     if width > limits.max_num_seqs:
@@ -225,28 +227,27 @@ def is_controlled(params: SamplingParams) -> bool:
     )
 
 
-def refuse_unsupported(params: SamplingParams) -> None:
+def warping(params: SamplingParams) -> Warping:
+    """What temperature and filters do to each row. `temperature=0.0`, which asks for no sampling, does not scale."""
+    top_k = max(params.top_k, 0)
+    return Warping(params.temperature or 1.0, params.min_p, top_k, params.top_p)
+
+
+def refuse_unsupported(params: SamplingParams, beam: BeamParams) -> None:
     """Refuse fields of `SamplingParams` that beam search does not honour.
 
     Raises:
         ValueError: naming the field and its value.
     """
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(params, name)
-        if not any(value is nothing or (nothing is not None and value == nothing) for nothing in neutral):
-            cure = " or ".join(map(repr, neutral))
-            short = reprlib.repr(value)
-            raise ValueError(f"{name}={short} is not supported together with beam_width; leave it at {cure}")
+    _refuse_unless(_NEUTRAL, params, "is not supported together with beam_width")
+    if beam.semantics == "vllm":
+        _refuse_unless(_NEUTRAL_AS_VLLM, params, 'is not supported under semantics="vllm", whose beams ignore it')
     if params.logprobs == -1:
         raise ValueError("logprobs=-1 is not supported together with beam_width; ask for a number of tokens")
 
 
 # Fields that beam search does not honour (yet), with the values that ask nothing of it.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "temperature": (1.0, 0.0),
-    "top_p": (1.0,),
-    "top_k": (0, -1),
-    "min_p": (0.0,),
     "seed": (None,),
     "prompt_logprobs": (None,),
     "prompt_logprob_token_ids": (None,),
@@ -256,6 +257,21 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (None,),
     "trace_decode_token_ids": (None,),
 }
+# Those that semantics="vllm" does not honour, because vLLM's beams do not.
+_NEUTRAL_AS_VLLM: dict[str, tuple[Any, ...]] = {
+    "temperature": (1.0, 0.0),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+}
+
+
+def _refuse_unless(neutral: Mapping[str, tuple[Any, ...]], params: SamplingParams, why: str) -> None:
+    for name, values in neutral.items():
+        value = getattr(params, name)
+        if not any(value is nothing or (nothing is not None and value == nothing) for nothing in values):
+            cure = " or ".join(map(repr, values))
+            raise ValueError(f"{name}={reprlib.repr(value)} {why}; leave it at {cure}")
 
 
 def _check_n(n: int, beam: BeamParams) -> None:

@@ -19,7 +19,16 @@ from vllm.tokenizers import get_tokenizer
 from tests.conftest import BLOCK_SIZE, TRAINED_TARGET, Engine, Engines
 from tests.engine.test_parity import LENGTH_PENALTIES, MOST_TIES, trained_prompts
 from tests.engine.test_scheduling import BYTES_PER_BLOCK, answers, prompt_of
-from tests.loop import Found, adjusted, competing_score, completed_string, loop_beams, masked_logprobs, one_thread
+from tests.loop import (
+    Found,
+    adjusted,
+    allowed,
+    competing_score,
+    completed_string,
+    loop_beams,
+    masked_logprobs,
+    one_thread,
+)
 from tests.reference import NEAR_TIE, SCORE_TOLERANCE, Answer, agree, load, transformers_beams
 from vllm_trie import beam_params
 
@@ -44,7 +53,18 @@ BIASES: dict[str, dict[str, Any]] = {
     "one token or EOS": {"allowed_token_ids": [9, EOS]},
     "EOS": {"allowed_token_ids": [EOS]},
 }
-CONTROLS = {"none": {}, **PENALTIES, **BIASES}
+WARPINGS: dict[str, dict[str, Any]] = {
+    "hot": {"temperature": 1.6},
+    "cold": {"temperature": 0.4},
+    "min_p": {"min_p": 0.2},
+    "top_k": {"top_k": 3},
+    "the best alone": {"top_k": 1},
+    "top_p": {"top_p": 0.5},
+    "all filters": {"temperature": 1.3, "min_p": 0.03, "top_k": 6, "top_p": 0.8},
+    "all filters, penalties": {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "frequency_penalty": 0.7},
+}
+FILTERS = ("min_p", "top_k", "top_p")
+CONTROLS = {"none": {}, **PENALTIES, **BIASES, **WARPINGS}
 RULES = ("semantics", "early_stopping", "length_penalty", "stop_token_ids", "stop", "min_tokens", "ignore_eos")
 GRID = {"beam_width": [1, 2, 5], "semantics": ["hf", "vllm"], "early_stopping": [False, True, "never"]}
 GRID |= {"length_penalty": LENGTH_PENALTIES, "min_tokens": [0, 7], "logprobs": [None, 0, 4]}
@@ -88,6 +108,10 @@ class Case:
         words.update_from_tokenizer(TOKENIZER)
         return partial(adjusted, bad_words=words.bad_words_token_ids or (), **CONTROLS[self.controls])
 
+    @property
+    def allow(self) -> Callable[..., torch.Tensor]:
+        return partial(allowed, **{name: v for name, v in CONTROLS[self.controls].items() if name in FILTERS})
+
     def params(self) -> SamplingParams:
         options = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
         for name in ("controls", "prompt_length", "prompt", "model"):
@@ -98,8 +122,8 @@ class Case:
     def found(self) -> list[Found]:
         """What the loop finds."""
         rules = {name: getattr(self, name) for name in RULES} | {"eos": self.eos, "decode": text_of}
-        n = self.beam_width
-        return loop_beams(self.model, [*self.prompt], n, n, self.max_tokens, **rules, adjust=self.adjust)
+        rules |= {"adjust": self.adjust, "allow": self.allow}
+        return loop_beams(self.model, [*self.prompt], self.beam_width, self.beam_width, self.max_tokens, **rules)
 
 
 def text_to_return(case: Case, found: Found) -> str:

@@ -18,7 +18,7 @@ from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.outputs import Mailbox, hypothesis_output, no_hypothesis_output
 from vllm_trie.messages import GroupStep, SelectRules, attach_group_steps, group_results
-from vllm_trie.params import TICKET, BeamParams, GroupTicket, is_controlled, stop_tokens
+from vllm_trie.params import TICKET, BeamParams, GroupTicket, is_controlled, stop_tokens, warping
 from vllm_trie.patching import Patch
 from vllm_trie.search.step import Step
 from vllm_trie.search.stopping import StopRules
@@ -99,6 +99,7 @@ class BeamScheduler(Scheduler):
             sampling_params.skip_special_tokens,
             sampling_params.logprobs,
             is_controlled(sampling_params),
+            warping(sampling_params),
         )
         request._block_hasher = None  # the prompt is hashed already; what follows is no row's history
         self.groups[request.request_id] = BeamGroup(

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from vllm_trie.messages import SelectRules
-from vllm_trie.search.ranking import Ranking, rank_candidates
+from vllm_trie.search.ranking import Ranking, rank_candidates, tops_of
 from vllm_trie.search.step import Candidates, Step, Tops, hf_step, num_candidates, vllm_step
+from vllm_trie.search.warping import filtered, log_probabilities
 from vllm_trie.worker.rows import BeamRows
 
 DEAD = np.float32(-np.inf)
@@ -68,6 +69,7 @@ class _Selection:
         self.scores = scores  # [G, r]
         self.count = num_candidates(rules.width, len(rules.stop_token_ids))
         self.num_ranked = self.count  # of a group's candidates, and so at most of one row's
+        self.logprobs: torch.Tensor  # [G, r, V], before any filter
         self.ranking: Ranking
 
     def step(self, logits: torch.Tensor) -> Step:
@@ -78,9 +80,11 @@ class _Selection:
             logits = logits.masked_fill(is_barred[..., None], 0.0)
             self.scores = self.scores.masked_fill(is_barred, float("-inf"))
         masked = rules.stop_token_ids if rules.masks_stops else ()
+        self.logprobs = log_probabilities(logits, masked, rules.warping.temperature)
+        allowed = filtered(self.logprobs, rules.warping)
         most = logits[0].numel()
         while True:
-            self.ranking = rank_candidates(logits, self.scores, self.num_ranked, masked, rules.num_logprobs or 0)
+            self.ranking = rank_candidates(allowed, self.scores, self.num_ranked, rules.num_logprobs or 0)
             candidates = self.ranking.candidates
             stops = self._stops(candidates)
             if self.num_ranked == most or ((~stops).sum(axis=1) >= rules.width).all():
@@ -99,7 +103,10 @@ class _Selection:
         """What one group must report of its rows."""
         if self.rules.num_logprobs is None:
             return None
-        return self.ranking.tops(position, max(self.rules.num_logprobs, self.num_ranked))
+        count = max(self.rules.num_logprobs, self.num_ranked)
+        if self.ranking.logprobs is self.logprobs:
+            return self.ranking.tops(position, count)
+        return tops_of(self.logprobs[position], count)
 
     def _stops(self, candidates: Candidates) -> np.ndarray:
         """Which candidates end in a stop token or complete a stop string."""
