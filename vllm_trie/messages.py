@@ -22,7 +22,7 @@ class SelectRules(NamedTuple):
     stop_strings: tuple[str, ...]
     skip_special_tokens: bool  # in the text in which stop strings are looked for
     num_logprobs: int | None  # what each row must report; None: nothing
-    is_controlled: bool  # penalties, biases or the like act on the logits
+    is_controlled: bool  # penalties, biases, custom processors or the like act on the logits
     warping: Warping = Warping()
     masks_stops: bool = False  # min_tokens not reached: no hypothesis may stop here
     is_last: bool = False  # the length is reached: all hypotheses end here

@@ -20,6 +20,7 @@ from vllm_trie.engine.outputs import Mailbox, hypothesis_output, no_hypothesis_o
 from vllm_trie.messages import GroupStep, SelectRules, attach_group_steps, group_results
 from vllm_trie.params import TICKET, BeamParams, GroupTicket, is_controlled, stop_tokens, warping
 from vllm_trie.patching import Patch
+from vllm_trie.plugin import has_logits_processors
 from vllm_trie.search.step import Step
 from vllm_trie.search.stopping import StopRules
 from vllm_trie.trie.blocks import blocks_to_start
@@ -43,6 +44,7 @@ class BeamScheduler(Scheduler):
             super().__init__(*args, **kwargs)
         _refuse_unsupported_kv_cache(self.kv_cache_config)
         self.beam_config = TrieBeamConfig.from_additional_config(self.vllm_config.additional_config)
+        self._has_logits_processors = has_logits_processors(self.vllm_config)
         self.kv_cache_manager.reclaim_interval = self.beam_config.reclaim_interval
         self.groups: dict[str, BeamGroup] = {}  # by the request that stands for the group
         self.mailbox = Mailbox()
@@ -98,7 +100,7 @@ class BeamScheduler(Scheduler):
             rules.stop_strings,
             sampling_params.skip_special_tokens,
             sampling_params.logprobs,
-            is_controlled(sampling_params),
+            is_controlled(sampling_params) or (self._has_logits_processors and not ticket.is_offline),
             warping(sampling_params),
         )
         request._block_hasher = None  # the prompt is hashed already; what follows is no row's history
