@@ -92,7 +92,7 @@ def competing_score(
     semantics: str, length_penalty: float, num_prompt: int, tokens: list[int], total: float, uncounted: Collection[int]
 ) -> float:
     """What a hypothesis competes by. "vllm" leaves a stop token in the end, even an ignored EOS, uncounted."""
-    length = len(tokens) if semantics == "hf" else num_prompt + len(tokens) - (tokens[-1] in uncounted)
+    length = len(tokens) if semantics != "vllm" else num_prompt + len(tokens) - (tokens[-1] in uncounted)
     return total / max(length, 1) ** length_penalty
 
 
@@ -121,10 +121,12 @@ def loop_beams(
     uncounted = {*stop_token_ids} | ({eos} - {None})
     stops = {*stop_token_ids} if ignore_eos else uncounted
     pool: list[Found] = []
+    full_at: int | None = None  # length at which `width` hypotheses were finished
 
     def stopped_by(generated: list[int], token: int) -> int | str | None:
-        if len(generated) < min_tokens or token in stops:
-            return token if token in stops else None
+        is_stop = token in stops and (generated or semantics != "tridecode")  # which takes anything first
+        if len(generated) < min_tokens or is_stop:
+            return token if is_stop else None
         completed = stop and completed_string(decode(generated), decode([*generated, token]), stop)
         return completed[1] if completed else None
 
@@ -135,6 +137,8 @@ def loop_beams(
         del pool[width:]
 
     def is_settled(best_running: float, length: int) -> bool:
+        if semantics == "tridecode":
+            return full_at is not None and length > full_at
         if semantics == "vllm" or len(pool) < width:
             return False
         length = max_tokens if early_stopping == "never" and length_penalty > 0 else length
@@ -154,14 +158,16 @@ def loop_beams(
                         finish([*generated, token], rows[-1][token].item(), by)
         ranked, live = torch.stack(rows).flatten().sort(descending=True, stable=True), []
         for rank, (total, place) in enumerate(zip(*(field.tolist() for field in ranked), strict=True)):
-            if total == IMPOSSIBLE or (rank >= width and len(live) == width):
+            if total == IMPOSSIBLE or (len(live) == width and (rank >= width or semantics == "tridecode")):
                 break
             parent, token = divmod(place, len(rows[0]))
             tokens, by = [*beams[parent][0], token], stopped_by(beams[parent][0], token)
-            if semantics == "hf" and rank < width and (by is not None or length == max_tokens):
+            may_finish = semantics == "tridecode" or (semantics == "hf" and rank < width)
+            if may_finish and (by is not None or length == max_tokens):
                 finish(tokens, total, by)
             if by is None and len(live) < width:
                 live.append((tokens, total))
+        full_at = length if full_at is None and len(pool) == width else full_at
         beams = live
         if not beams or is_settled(beams[0][1], length):
             break

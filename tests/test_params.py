@@ -41,7 +41,7 @@ def test_early_stopping_must_be_one_of_three(early_stopping: object) -> None:
 
 
 def test_unknown_semantics_are_refused() -> None:
-    with pytest.raises(ValueError, match="semantics='tree' is unknown; known: 'hf', 'vllm'"):
+    with pytest.raises(ValueError, match="semantics='tree' is unknown; known: 'hf', 'vllm', 'tridecode'"):
         beam_params(2, semantics="tree")
 
 
@@ -50,10 +50,11 @@ def test_a_request_that_names_no_semantics_gets_the_engines() -> None:
     assert BeamParams.from_extra_args({"beam_width": 2, "semantics": "hf"}, "vllm") == BeamParams(2)
 
 
+@pytest.mark.parametrize("semantics", ["vllm", "tridecode"])
 @pytest.mark.parametrize("early_stopping", [True, "never"])
-def test_early_stopping_is_refused_where_it_means_nothing(early_stopping: object) -> None:
-    with pytest.raises(ValueError, match=r'early_stopping=.* means nothing under semantics="vllm"'):
-        beam_params(2, semantics="vllm", early_stopping=early_stopping)
+def test_early_stopping_is_refused_where_it_means_nothing(early_stopping: object, semantics: str) -> None:
+    with pytest.raises(ValueError, match=f'early_stopping=.* means nothing under semantics="{semantics}"'):
+        beam_params(2, semantics=semantics, early_stopping=early_stopping)
 
 
 def test_n_above_the_width_is_refused() -> None:

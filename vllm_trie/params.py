@@ -16,7 +16,7 @@ from vllm_trie.trie.blocks import blocks_to_start
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-SEMANTICS = ("hf", "vllm")
+SEMANTICS = ("hf", "vllm", "tridecode")
 MOST_PENALTY = 6  # a million tokens to this power still fit float32
 TICKET = "trie_beam_ticket"
 CONTROLS = (  # fields of `SamplingParams` that act on the logits of each hypothesis, as vLLM's sampler applies them
@@ -40,7 +40,8 @@ class BeamParams:
         early_stopping: False, True or "never", as transformers' `generate` reads them. One beam always
             stops at the first stop token: it is greedy search.
         semantics: Whose rules decide what may finish and when to stop: "hf" is transformers'
-            `generate`, "vllm" is vLLM's `LLM.beam_search`.
+            `generate`, "vllm" is vLLM's `LLM.beam_search`, "tridecode" is the published code of Efficient
+            Beam Search for LLMs Using Trie-Based Decoding.
     """
 
     beam_width: int
@@ -62,10 +63,11 @@ class BeamParams:
             raise ValueError(f'early_stopping={self.early_stopping!r} is none of False, True and "never"')
         if self.semantics not in SEMANTICS:
             raise ValueError(f"semantics={self.semantics!r} is unknown; known: {', '.join(map(repr, SEMANTICS))}")
-        if self.semantics == "vllm" and self.early_stopping is not False:
+        end = {"vllm": "at max_tokens", "tridecode": "one step after beam_width hypotheses are finished"}
+        if self.semantics in end and self.early_stopping is not False:
             raise ValueError(
-                f'early_stopping={self.early_stopping!r} means nothing under semantics="vllm", which searches up to '
-                f'max_tokens; leave it False, or use semantics="hf"'
+                f'early_stopping={self.early_stopping!r} means nothing under semantics="{self.semantics}", which ends '
+                f'{end[self.semantics]}; leave it False, or use semantics="hf"'
             )
 
     @classmethod

@@ -9,7 +9,7 @@ import numpy as np
 from vllm_trie.messages import SelectRules
 from vllm_trie.params import BeamParams
 from vllm_trie.search.step import Step
-from vllm_trie.search.stopping import HfPool, HypothesisPool, StopRules, VllmPool
+from vllm_trie.search.stopping import HfPool, HypothesisPool, StopRules, TridecodePool, VllmPool
 from vllm_trie.trie.hypotheses import HypothesisTrie
 
 
@@ -65,8 +65,12 @@ class BeamGroup:
     def next_rules(self) -> SelectRules:
         """How the worker selects in the next step."""
         length = self.length + 1
-        return self._select_rules._replace(
-            masks_stops=length <= self.rules.min_length,
+        masks_stops = length <= self.rules.min_length
+        rules = self._select_rules
+        if self.params.semantics == "tridecode" and length == 1 and not masks_stops:
+            rules = rules._replace(stop_token_ids=())  # the published code does not look for EOS in the first step
+        return rules._replace(
+            masks_stops=masks_stops,
             is_last=length == self.rules.max_length,
             handicap=self._handicap(length),
         )
@@ -105,6 +109,8 @@ class BeamGroup:
         penalty, max_length = self.params.length_penalty, self.rules.max_length
         if self.params.semantics == "vllm":
             return VllmPool(self.width, penalty, max_length, self.prompt_length, self._uncounted)
+        if self.params.semantics == "tridecode":
+            return TridecodePool(self.width, penalty, max_length)
         # One beam is greedy search: `generate(num_beams=1)` stops at the first stop token, whatever the options.
         early_stopping = True if self.width == 1 else self.params.early_stopping
         return HfPool(self.width, penalty, max_length, early_stopping)

@@ -10,7 +10,7 @@ import torch
 
 from vllm_trie.messages import SelectRules
 from vllm_trie.search.ranking import Ranking, rank_candidates, tops_of
-from vllm_trie.search.step import Candidates, Step, Tops, hf_step, num_candidates, vllm_step
+from vllm_trie.search.step import Candidates, Step, Tops, hf_step, num_candidates, tridecode_step, vllm_step
 from vllm_trie.search.warping import filtered, log_probabilities
 from vllm_trie.worker.rows import BeamRows
 
@@ -92,6 +92,8 @@ class _Selection:
             self.num_ranked = min(2 * self.num_ranked, most)  # too many complete a stop string, too few would go on
         if rules.semantics == "hf":
             return hf_step(candidates, stops, rules.width, rules.is_last)
+        if rules.semantics == "tridecode":
+            return tridecode_step(candidates, stops, rules.width, rules.is_last)
         merits = candidates.scores
         if rules.handicap is not None:
             candidates, merits = self._handicapped(*rules.handicap)
