@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,34 @@ def masked_logprobs(logits: torch.Tensor, masked: Collection[int]) -> torch.Tens
     return logprobs
 
 
+def pruned(
+    sums: torch.Tensor,
+    before: list[float],
+    *,
+    prune_relative: float | None = None,
+    prune_absolute: float = float("inf"),
+    prune_relative_local: float | None = None,
+    max_candidates_per_parent: int | None = None,
+) -> torch.Tensor:
+    """Sums [r, V] without what the rules drop, one candidate at a time. `before`: each row's own sum."""
+    candidates = [(row, token) for row, token in (sums > IMPOSSIBLE).nonzero().tolist()]
+    scores = {(row, token): sums[row, token].item() for row, token in candidates}
+    if not candidates:
+        return sums
+    best, best_last = max(scores.values()), max(score - before[row] for (row, _), score in scores.items())
+    result, taken = sums.clone(), Counter[int]()
+    for (row, token), score in sorted(scores.items(), key=lambda scored: (-scored[1], scored[0])):
+        taken[row] += 1
+        if (
+            score < best - prune_absolute
+            or (prune_relative is not None and score - best < math.log(prune_relative))
+            or (prune_relative_local is not None and score - before[row] - best_last < math.log(prune_relative_local))
+            or (max_candidates_per_parent is not None and taken[row] > max_candidates_per_parent)
+        ):
+            result[row, token] = IMPOSSIBLE
+    return result
+
+
 def completed_string(before: str, after: str, strings: Sequence[str]) -> tuple[int, str] | None:
     """(end, string) of the stop string that ends first in what `after` has beyond `before`."""
     old = len(before.rstrip("\N{REPLACEMENT CHARACTER}"))  # part of a character
@@ -116,6 +145,7 @@ def loop_beams(
     min_tokens: int = 0,
     adjust: Adjust = adjusted,
     allow: Allow = allowed,
+    pruning: Mapping[str, Any] | None = None,
 ) -> list[Found]:
     """The `n` best hypotheses, best first; fewer if there are fewer. `decode` gives the text of generated tokens."""
     uncounted = {*stop_token_ids} | ({eos} - {None})
@@ -156,7 +186,8 @@ def loop_beams(
                 for token in rows[-1].topk(max(2, 1 + len(stops)) * width).indices.tolist():
                     if rows[-1][token] > IMPOSSIBLE and (by := stopped_by(generated, token)) is not None:
                         finish([*generated, token], rows[-1][token].item(), by)
-        ranked, live = torch.stack(rows).flatten().sort(descending=True, stable=True), []
+        sums = pruned(torch.stack(rows), [total for _, total in beams], **pruning) if pruning else torch.stack(rows)
+        ranked, live = sums.flatten().sort(descending=True, stable=True), []
         for rank, (total, place) in enumerate(zip(*(field.tolist() for field in ranked), strict=True)):
             if total == IMPOSSIBLE or (len(live) == width and (rank >= width or semantics == "tridecode")):
                 break

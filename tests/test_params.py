@@ -191,3 +191,37 @@ def test_stop_tokens_are_eos_and_stop_token_ids() -> None:
     params = SamplingParams(stop_token_ids=[9, 4], ignore_eos=True)
     params.update_from_generation_config({}, eos_token_id=2)
     assert stop_tokens(params) == (4, 9)
+
+
+@pytest.mark.parametrize("ratio", [0, -0.1, 1.5, math.nan, "0.5", True])
+@pytest.mark.parametrize("option", ["prune_relative", "prune_relative_local"])
+def test_a_relative_bound_must_be_a_ratio(option: str, ratio: object) -> None:
+    with pytest.raises(ValueError, match=f"{option}={ratio!r} is not a ratio of probabilities"):
+        beam_params(2, **{option: ratio})
+
+
+@pytest.mark.parametrize("trail", [-1, math.nan, "1", True])
+def test_an_absolute_bound_must_be_a_difference(trail: object) -> None:
+    with pytest.raises(ValueError, match=f"prune_absolute={trail!r} is not a difference of log-probabilities"):
+        beam_params(2, prune_absolute=trail)
+
+
+@pytest.mark.parametrize("most", [0, -2, 1.5, True])
+def test_candidates_per_parent_must_be_a_positive_integer(most: object) -> None:
+    with pytest.raises(ValueError, match=f"max_candidates_per_parent={most!r} is not a number of continuations"):
+        beam_params(2, max_candidates_per_parent=most)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("prune_relative", 0.5),
+        ("prune_absolute", 2),
+        ("prune_relative_local", 0.5),
+        ("max_candidates_per_parent", 3),
+    ],
+)
+def test_what_vllms_beams_do_not_have_is_refused_under_its_semantics(option: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f'{option}={value} is not supported under semantics="vllm"'):
+        beam_params(2, semantics="vllm", **{option: value})
+    assert beam_params(2, **{option: value}).extra_args[option] == value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_trie.search.pruning import Pruning
 from vllm_trie.search.step import Step
 from vllm_trie.search.warping import Warping
 
@@ -24,6 +25,7 @@ class SelectRules(NamedTuple):
     num_logprobs: int | None  # what each row must report; None: nothing
     is_controlled: bool  # penalties, biases, custom processors or the like act on the logits
     warping: Warping = Warping()
+    pruning: Pruning = Pruning()
     masks_stops: bool = False  # min_tokens not reached: no hypothesis may stop here
     is_last: bool = False  # the length is reached: all hypotheses end here
     handicap: tuple[int, float] | None = None  # token, and the factor of the score by which it is compared

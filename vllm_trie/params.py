@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from vllm_trie.search.pruning import Pruning
 from vllm_trie.search.step import num_candidates
 from vllm_trie.search.stopping import EarlyStopping
 from vllm_trie.search.warping import Warping
@@ -42,12 +43,21 @@ class BeamParams:
         semantics: Whose rules decide what may finish and when to stop: "hf" is transformers'
             `generate`, "vllm" is vLLM's `LLM.beam_search`, "tridecode" is the published code of Efficient
             Beam Search for LLMs Using Trie-Based Decoding.
+        prune_relative: Drop a continuation less than this many times as probable as the best of all, in (0, 1].
+        prune_absolute: Drop a continuation whose cumulative log-probability trails the best by more nats, >= 0.
+        prune_relative_local: Drop a continuation whose last token is less than this many times as
+            probable as the most probable one after any beam, in (0, 1].
+        max_candidates_per_parent: Continue each beam in at most this many ways.
     """
 
     beam_width: int
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
     semantics: str = "hf"
+    prune_relative: float | None = None
+    prune_absolute: float | None = None
+    prune_relative_local: float | None = None
+    max_candidates_per_parent: int | None = None
 
     def __post_init__(self) -> None:
         width = self.beam_width
@@ -69,6 +79,31 @@ class BeamParams:
                 f'early_stopping={self.early_stopping!r} means nothing under semantics="{self.semantics}", which ends '
                 f'{end[self.semantics]}; leave it False, or use semantics="hf"'
             )
+        for name in ("prune_relative", "prune_relative_local"):
+            ratio = getattr(self, name)
+            if ratio is not None and not (_is_number(ratio) and 0 < ratio <= 1):
+                raise ValueError(f"{name}={ratio!r} is not a ratio of probabilities; pass a number in (0, 1]")
+        trail = self.prune_absolute
+        if trail is not None and not (_is_number(trail) and trail >= 0):
+            raise ValueError(f"prune_absolute={trail!r} is not a difference of log-probabilities; pass a number >= 0")
+        most = self.max_candidates_per_parent
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+            raise ValueError(
+                f"max_candidates_per_parent={most!r} is not a number of continuations; pass an integer >= 1"
+            )
+        for name in _NOT_AS_VLLM if self.semantics == "vllm" else ():
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(
+                    f'{name}={value!r} is not supported under semantics="vllm", which does as vLLM does; leave it '
+                    f'out, or use semantics="hf"'
+                )
+
+    @property
+    def pruning(self) -> Pruning:
+        """What drops continuations."""
+        return Pruning(
+            self.prune_relative, self.prune_absolute, self.prune_relative_local, self.max_candidates_per_parent
+        )
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None, semantics: str = "hf") -> BeamParams | None:
@@ -98,6 +133,11 @@ class BeamParams:
         return cls(**{"semantics": semantics, **given})
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_NOT_AS_VLLM = ("prune_relative", "prune_absolute", "prune_relative_local", "max_candidates_per_parent")
 _OPTIONS = [field.name for field in fields(BeamParams)]
 _ALIASES = {"num_beams": "beam_width", "early_stop": "early_stopping"}  # what others call them
 
@@ -138,6 +178,10 @@ def beam_params(
     length_penalty: float = 1.0,
     early_stopping: EarlyStopping = False,
     semantics: str | None = None,
+    prune_relative: float | None = None,
+    prune_absolute: float | None = None,
+    prune_relative_local: float | None = None,
+    max_candidates_per_parent: int | None = None,
     **sampling_params: Any,
 ) -> SamplingParams:
     """Build the `SamplingParams` of a beam search.
@@ -147,6 +191,7 @@ def beam_params(
         n: Hypotheses to return, best first; at most `beam_width`.
         length_penalty, early_stopping, semantics: see `BeamParams`. No `semantics` is the engine's
             default, "hf" unless it was started with another.
+        prune_relative, prune_absolute, prune_relative_local, max_candidates_per_parent: see `BeamParams`.
         **sampling_params: Further fields of vLLM's `SamplingParams`: `max_tokens`, `min_tokens`,
             `stop`, `stop_token_ids`, `ignore_eos`, `logprobs`, penalties, ...
 
@@ -166,8 +211,14 @@ def beam_params(
         "length_penalty": length_penalty,
         "early_stopping": early_stopping,
     }
-    if semantics is not None:
-        options["semantics"] = semantics
+    others = {
+        "semantics": semantics,
+        "prune_relative": prune_relative,
+        "prune_absolute": prune_absolute,
+        "prune_relative_local": prune_relative_local,
+        "max_candidates_per_parent": max_candidates_per_parent,
+    }
+    options |= {name: value for name, value in others.items() if value is not None}
     beam = BeamParams(**options)
     _check_n(n, beam)
     extra_args = {**(sampling_params.pop("extra_args", None) or {}), **options}

@@ -63,6 +63,15 @@ WARPINGS: dict[str, dict[str, Any]] = {
     "all filters": {"temperature": 1.3, "min_p": 0.03, "top_k": 6, "top_p": 0.8},
     "all filters, penalties": {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "frequency_penalty": 0.7},
 }
+PRUNINGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "relative": {"prune_relative": 0.1},
+    "absolute": {"prune_absolute": 1.5},
+    "local": {"prune_relative_local": 0.3},
+    "one per parent": {"max_candidates_per_parent": 1},
+    "two per parent": {"max_candidates_per_parent": 2, "prune_absolute": 4.0},
+    "harsh": {"prune_relative": 0.7, "prune_relative_local": 0.7, "max_candidates_per_parent": 3},
+}
 FILTERS = ("min_p", "top_k", "top_p")
 CONTROLS = {"none": {}, **PENALTIES, **BIASES, **WARPINGS}
 RULES = ("semantics", "early_stopping", "length_penalty", "stop_token_ids", "stop", "min_tokens", "ignore_eos")
@@ -86,6 +95,7 @@ class Case:
     early_stopping: bool | str = False
     length_penalty: float = 1.0
     controls: str = "none"
+    pruning: str = "none"
     bad_words: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
@@ -114,15 +124,15 @@ class Case:
 
     def params(self) -> SamplingParams:
         options = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
-        for name in ("controls", "prompt_length", "prompt", "model"):
+        for name in ("controls", "pruning", "prompt_length", "prompt", "model"):
             del options[name]
-        return beam_params(n=self.beam_width, **options, **CONTROLS[self.controls])
+        return beam_params(n=self.beam_width, **options, **CONTROLS[self.controls], **PRUNINGS[self.pruning])
 
     @cache  # noqa: B019
     def found(self) -> list[Found]:
         """What the loop finds."""
         rules = {name: getattr(self, name) for name in RULES} | {"eos": self.eos, "decode": text_of}
-        rules |= {"adjust": self.adjust, "allow": self.allow}
+        rules |= {"adjust": self.adjust, "allow": self.allow, "pruning": PRUNINGS[self.pruning]}
         return loop_beams(self.model, [*self.prompt], self.beam_width, self.beam_width, self.max_tokens, **rules)
 
 

@@ -102,6 +102,7 @@ class BeamScheduler(Scheduler):
             sampling_params.logprobs,
             is_controlled(sampling_params) or (self._has_logits_processors and not ticket.is_offline),
             warping(sampling_params),
+            params.pruning,
         )
         request._block_hasher = None  # the prompt is hashed already; what follows is no row's history
         self.groups[request.request_id] = BeamGroup(

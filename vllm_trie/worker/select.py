@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vllm_trie.messages import SelectRules
+from vllm_trie.search.pruning import pruned
 from vllm_trie.search.ranking import Ranking, rank_candidates, tops_of
 from vllm_trie.search.step import Candidates, Step, Tops, hf_step, num_candidates, tridecode_step, vllm_step
 from vllm_trie.search.warping import filtered, log_probabilities
@@ -69,7 +70,7 @@ class _Selection:
         self.scores = scores  # [G, r]
         self.count = num_candidates(rules.width, len(rules.stop_token_ids))
         self.num_ranked = self.count  # of a group's candidates, and so at most of one row's
-        self.logprobs: torch.Tensor  # [G, r, V], before any filter
+        self.logprobs: torch.Tensor  # [G, r, V], before any filter or pruning
         self.ranking: Ranking
 
     def step(self, logits: torch.Tensor) -> Step:
@@ -81,7 +82,7 @@ class _Selection:
             self.scores = self.scores.masked_fill(is_barred, float("-inf"))
         masked = rules.stop_token_ids if rules.masks_stops else ()
         self.logprobs = log_probabilities(logits, masked, rules.warping.temperature)
-        allowed = filtered(self.logprobs, rules.warping)
+        allowed = pruned(filtered(self.logprobs, rules.warping), self.scores, rules.pruning)
         most = logits[0].numel()
         while True:
             self.ranking = rank_candidates(allowed, self.scores, self.num_ranked, rules.num_logprobs or 0)
