@@ -146,8 +146,13 @@ def loop_beams(
     adjust: Adjust = adjusted,
     allow: Allow = allowed,
     pruning: Mapping[str, Any] | None = None,
+    start: Sequence[tuple[list[int], float]] = (([], 0.0),),
 ) -> list[Found]:
-    """The `n` best hypotheses, best first; fewer if there are fewer. `decode` gives the text of generated tokens."""
+    """The `n` best hypotheses, best first; fewer if there are fewer. `decode` gives the text of generated tokens.
+
+    Args:
+        start: Beams of equal length to begin with, and their sums.
+    """
     uncounted = {*stop_token_ids} | ({eos} - {None})
     stops = {*stop_token_ids} if ignore_eos else uncounted
     pool: list[Found] = []
@@ -175,8 +180,8 @@ def loop_beams(
         # One beam is greedy search: it stops at once, whatever the options.
         return early_stopping is True or width == 1 or best_running / length**length_penalty <= pool[-1].score
 
-    beams: list[tuple[list[int], float]] = [([], 0.0)]
-    for length in range(1, max_tokens + 1):
+    beams = [*start]
+    for length in range(len(start[0][0]) + 1, max_tokens + 1):
         logits = load(model_folder)(torch.tensor([prompt + generated for generated, _ in beams])).logits[:, -1]
         rows = []
         for (generated, total), row in zip(beams, logits, strict=True):

@@ -120,7 +120,6 @@ def test_width_that_the_pool_cannot_hold_is_refused() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("seed", 1),
         ("prompt_logprobs", 0),
         ("logprob_token_ids", [1]),
         ("thinking_token_budget", 3),
@@ -219,9 +218,27 @@ def test_candidates_per_parent_must_be_a_positive_integer(most: object) -> None:
         ("prune_absolute", 2),
         ("prune_relative_local", 0.5),
         ("max_candidates_per_parent", 3),
+        ("sample_first", 3),
     ],
 )
 def test_what_vllms_beams_do_not_have_is_refused_under_its_semantics(option: str, value: object) -> None:
     with pytest.raises(ValueError, match=f'{option}={value} is not supported under semantics="vllm"'):
         beam_params(2, semantics="vllm", **{option: value})
     assert beam_params(2, **{option: value}).extra_args[option] == value
+
+
+@pytest.mark.parametrize("drawn", [-1, 1.5, True, "2"])
+def test_sample_first_must_be_a_number_of_tokens(drawn: object) -> None:
+    with pytest.raises(ValueError, match=f"sample_first={drawn!r} is not a number of tokens"):
+        beam_params(2, sample_first=drawn)
+
+
+def test_a_seed_is_refused_where_nothing_is_drawn() -> None:
+    with pytest.raises(ValueError, match="seed=1 has nothing to decide in a beam search"):
+        beam_params(2, seed=1)
+    assert beam_params(2, seed=1, sample_first=2).seed == 1
+
+
+def test_no_temperature_leaves_nothing_to_draw() -> None:
+    with pytest.raises(ValueError, match=r"temperature=0\.0 leaves sample_first=2 nothing to draw"):
+        beam_params(2, temperature=0.0, sample_first=2)

@@ -28,6 +28,7 @@ class SelectRules(NamedTuple):
     pruning: Pruning = Pruning()
     masks_stops: bool = False  # min_tokens not reached: no hypothesis may stop here
     is_last: bool = False  # the length is reached: all hypotheses end here
+    samples: bool = False  # each beam takes a token that is drawn for it
     handicap: tuple[int, float] | None = None  # token, and the factor of the score by which it is compared
 
 
@@ -38,6 +39,7 @@ class GroupStep:
     rules: SelectRules
     selects: bool  # False while the prompt is still being prefilled in chunks
     decodes: bool = False  # the group runs as `width` rows; until then as one
+    draw: tuple[int, int] | None = None  # seed and step, where beams take drawn tokens
     rows: list[list[int]] | None = None  # on widening: the KV blocks of each row
     new_blocks: list[int] | None = None  # at a block boundary: the next block of each row
 

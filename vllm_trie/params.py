@@ -48,6 +48,7 @@ class BeamParams:
         prune_relative_local: Drop a continuation whose last token is less than this many times as
             probable as the most probable one after any beam, in (0, 1].
         max_candidates_per_parent: Continue each beam in at most this many ways.
+        sample_first: Tokens that are drawn for each beam, by itself, before the search begins.
     """
 
     beam_width: int
@@ -58,6 +59,7 @@ class BeamParams:
     prune_absolute: float | None = None
     prune_relative_local: float | None = None
     max_candidates_per_parent: int | None = None
+    sample_first: int = 0
 
     def __post_init__(self) -> None:
         width = self.beam_width
@@ -91,8 +93,11 @@ class BeamParams:
             raise ValueError(
                 f"max_candidates_per_parent={most!r} is not a number of continuations; pass an integer >= 1"
             )
+        drawn = self.sample_first
+        if isinstance(drawn, bool) or not isinstance(drawn, int) or drawn < 0:
+            raise ValueError(f"sample_first={drawn!r} is not a number of tokens; pass an integer >= 0")
         for name in _NOT_AS_VLLM if self.semantics == "vllm" else ():
-            if (value := getattr(self, name)) is not None:
+            if (value := getattr(self, name)) != getattr(type(self), name):
                 raise ValueError(
                     f'{name}={value!r} is not supported under semantics="vllm", which does as vLLM does; leave it '
                     f'out, or use semantics="hf"'
@@ -137,7 +142,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-_NOT_AS_VLLM = ("prune_relative", "prune_absolute", "prune_relative_local", "max_candidates_per_parent")
+_PRUNING = ("prune_relative", "prune_absolute", "prune_relative_local", "max_candidates_per_parent")
+_NOT_AS_VLLM = (*_PRUNING, "sample_first")
 _OPTIONS = [field.name for field in fields(BeamParams)]
 _ALIASES = {"num_beams": "beam_width", "early_stop": "early_stopping"}  # what others call them
 
@@ -182,6 +188,7 @@ def beam_params(
     prune_absolute: float | None = None,
     prune_relative_local: float | None = None,
     max_candidates_per_parent: int | None = None,
+    sample_first: int = 0,
     **sampling_params: Any,
 ) -> SamplingParams:
     """Build the `SamplingParams` of a beam search.
@@ -191,7 +198,8 @@ def beam_params(
         n: Hypotheses to return, best first; at most `beam_width`.
         length_penalty, early_stopping, semantics: see `BeamParams`. No `semantics` is the engine's
             default, "hf" unless it was started with another.
-        prune_relative, prune_absolute, prune_relative_local, max_candidates_per_parent: see `BeamParams`.
+        prune_relative, prune_absolute, prune_relative_local, max_candidates_per_parent, sample_first: see
+            `BeamParams`.
         **sampling_params: Further fields of vLLM's `SamplingParams`: `max_tokens`, `min_tokens`,
             `stop`, `stop_token_ids`, `ignore_eos`, `logprobs`, penalties, ...
 
@@ -217,6 +225,7 @@ def beam_params(
         "prune_absolute": prune_absolute,
         "prune_relative_local": prune_relative_local,
         "max_candidates_per_parent": max_candidates_per_parent,
+        "sample_first": sample_first or None,
     }
     options |= {name: value for name, value in others.items() if value is not None}
     beam = BeamParams(**options)
@@ -295,13 +304,18 @@ def refuse_unsupported(params: SamplingParams, beam: BeamParams) -> None:
     _refuse_unless(_NEUTRAL, params, "is not supported together with beam_width")
     if beam.semantics == "vllm":
         _refuse_unless(_NEUTRAL_AS_VLLM, params, 'is not supported under semantics="vllm", whose beams ignore it')
+    if params.seed is not None and not beam.sample_first:
+        raise ValueError(
+            f"seed={params.seed} has nothing to decide in a beam search; leave it out, or use sample_first"
+        )
+    if params.temperature == 0 and beam.sample_first:
+        raise ValueError(f"temperature=0.0 leaves sample_first={beam.sample_first} nothing to draw; raise it")
     if params.logprobs == -1:
         raise ValueError("logprobs=-1 is not supported together with beam_width; ask for a number of tokens")
 
 
 # Fields that beam search does not honour (yet), with the values that ask nothing of it.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "seed": (None,),
     "prompt_logprobs": (None,),
     "prompt_logprob_token_ids": (None,),
     "logprob_token_ids": (None,),

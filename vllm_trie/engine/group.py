@@ -33,6 +33,7 @@ class BeamGroup:
         select_rules: How the worker selects, in any step.
         is_offline: `LLM.beam_search` asks. Under semantics="vllm" it differs from vLLM's server in one
             point: it compares running beams by their final scores, which leave an ignored EOS uncounted.
+        seed: Decides what is drawn, if anything is.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class BeamGroup:
         prompt_length: int,
         select_rules: SelectRules,
         is_offline: bool = False,
+        seed: int = 0,
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -50,6 +52,7 @@ class BeamGroup:
         self.prompt_length = prompt_length
         self._select_rules = select_rules
         self._is_offline = is_offline
+        self._seed = seed
         self.restart()
 
     @property
@@ -72,8 +75,14 @@ class BeamGroup:
         return rules._replace(
             masks_stops=masks_stops,
             is_last=length == self.rules.max_length,
+            samples=length <= self.params.sample_first,
             handicap=self._handicap(length),
         )
+
+    def next_draw(self) -> tuple[int, int] | None:
+        """What decides the draws of the next step, if there are any."""
+        length = self.length + 1
+        return (self._seed, length) if length <= self.params.sample_first else None
 
     def advance(self, step: Step) -> bool:
         """Replay what the worker decided in one step. Returns whether the search is over."""

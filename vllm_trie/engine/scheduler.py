@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from secrets import randbits
 from typing import Any
 
 from vllm.logger import init_logger
@@ -106,7 +107,13 @@ class BeamScheduler(Scheduler):
         )
         request._block_hasher = None  # the prompt is hashed already; what follows is no row's history
         self.groups[request.request_id] = BeamGroup(
-            request.request_id, params, rules, request.num_prompt_tokens, select_rules, ticket.is_offline
+            request.request_id,
+            params,
+            rules,
+            request.num_prompt_tokens,
+            select_rules,
+            ticket.is_offline,
+            randbits(64) if sampling_params.seed is None else sampling_params.seed,
         )
         self.kv_cache_manager.open_group(request, width)
         super().add_request(request)
@@ -160,7 +167,8 @@ class BeamScheduler(Scheduler):
         for group_id, group in self.groups.items():
             if group_id not in output.num_scheduled_tokens:
                 continue
-            step = GroupStep(group.next_rules(), selects=self._is_decoding(self.requests[group_id]))
+            selects = self._is_decoding(self.requests[group_id])
+            step = GroupStep(group.next_rules(), selects, draw=group.next_draw())
             if update := self.kv_cache_manager.take_update(group_id):
                 step.decodes, step.rows, step.new_blocks = True, update.rows, update.new_blocks
             steps[group_id] = step
