@@ -9,7 +9,8 @@ import pytest
 from vllm import SamplingParams
 
 from vllm_trie import BeamParams, beam_params
-from vllm_trie.params import EngineLimits, is_controlled, stop_tokens, validate
+from vllm_trie.params import EngineLimits, is_controlled, stop_tokens, validate, warping
+from vllm_trie.search.warping import Warping
 
 LIMITS = EngineLimits(max_num_seqs=64, max_model_len=512, vocab_size=300, block_size=32, num_blocks=1000)
 
@@ -40,7 +41,7 @@ def test_early_stopping_must_be_one_of_three(early_stopping: object) -> None:
 
 
 def test_unknown_semantics_are_refused() -> None:
-    with pytest.raises(ValueError, match="semantics='tree' is unknown; known: 'hf', 'vllm'"):
+    with pytest.raises(ValueError, match="semantics='tree' is unknown; known: 'hf', 'vllm', 'tridecode'"):
         beam_params(2, semantics="tree")
 
 
@@ -49,10 +50,11 @@ def test_a_request_that_names_no_semantics_gets_the_engines() -> None:
     assert BeamParams.from_extra_args({"beam_width": 2, "semantics": "hf"}, "vllm") == BeamParams(2)
 
 
+@pytest.mark.parametrize("semantics", ["vllm", "tridecode"])
 @pytest.mark.parametrize("early_stopping", [True, "never"])
-def test_early_stopping_is_refused_where_it_means_nothing(early_stopping: object) -> None:
-    with pytest.raises(ValueError, match=r'early_stopping=.* means nothing under semantics="vllm"'):
-        beam_params(2, semantics="vllm", early_stopping=early_stopping)
+def test_early_stopping_is_refused_where_it_means_nothing(early_stopping: object, semantics: str) -> None:
+    with pytest.raises(ValueError, match=f'early_stopping=.* means nothing under semantics="{semantics}"'):
+        beam_params(2, semantics=semantics, early_stopping=early_stopping)
 
 
 def test_n_above_the_width_is_refused() -> None:
@@ -118,11 +120,6 @@ def test_width_that_the_pool_cannot_hold_is_refused() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("temperature", 0.7),
-        ("top_p", 0.9),
-        ("top_k", 40),
-        ("min_p", 0.1),
-        ("seed", 1),
         ("prompt_logprobs", 0),
         ("logprob_token_ids", [1]),
         ("thinking_token_budget", 3),
@@ -133,6 +130,17 @@ def test_width_that_the_pool_cannot_hold_is_refused() -> None:
 def test_fields_that_beam_search_does_not_honour_are_refused(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{field}=.* is not supported together with beam_width"):
         beam_params(2, **{field: value})
+
+
+@pytest.mark.parametrize(("field", "value"), [("temperature", 0.7), ("top_p", 0.9), ("top_k", 40), ("min_p", 0.1)])
+def test_fields_that_vllms_beams_ignore_are_refused_under_its_semantics(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f'{field}={value} is not supported under semantics="vllm"'):
+        beam_params(2, semantics="vllm", **{field: value})
+    assert warping(beam_params(2, **{field: value})) == Warping(**{field: value})
+
+
+def test_no_temperature_and_no_limit_are_no_warping() -> None:
+    assert warping(SamplingParams(temperature=0.0, top_k=-1)) == Warping()
 
 
 def test_logprobs_of_the_whole_vocabulary_are_refused() -> None:
@@ -182,3 +190,55 @@ def test_stop_tokens_are_eos_and_stop_token_ids() -> None:
     params = SamplingParams(stop_token_ids=[9, 4], ignore_eos=True)
     params.update_from_generation_config({}, eos_token_id=2)
     assert stop_tokens(params) == (4, 9)
+
+
+@pytest.mark.parametrize("ratio", [0, -0.1, 1.5, math.nan, "0.5", True])
+@pytest.mark.parametrize("option", ["prune_relative", "prune_relative_local"])
+def test_a_relative_bound_must_be_a_ratio(option: str, ratio: object) -> None:
+    with pytest.raises(ValueError, match=f"{option}={ratio!r} is not a ratio of probabilities"):
+        beam_params(2, **{option: ratio})
+
+
+@pytest.mark.parametrize("trail", [-1, math.nan, "1", True])
+def test_an_absolute_bound_must_be_a_difference(trail: object) -> None:
+    with pytest.raises(ValueError, match=f"prune_absolute={trail!r} is not a difference of log-probabilities"):
+        beam_params(2, prune_absolute=trail)
+
+
+@pytest.mark.parametrize("most", [0, -2, 1.5, True])
+def test_candidates_per_parent_must_be_a_positive_integer(most: object) -> None:
+    with pytest.raises(ValueError, match=f"max_candidates_per_parent={most!r} is not a number of continuations"):
+        beam_params(2, max_candidates_per_parent=most)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("prune_relative", 0.5),
+        ("prune_absolute", 2),
+        ("prune_relative_local", 0.5),
+        ("max_candidates_per_parent", 3),
+        ("sample_first", 3),
+    ],
+)
+def test_what_vllms_beams_do_not_have_is_refused_under_its_semantics(option: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f'{option}={value} is not supported under semantics="vllm"'):
+        beam_params(2, semantics="vllm", **{option: value})
+    assert beam_params(2, **{option: value}).extra_args[option] == value
+
+
+@pytest.mark.parametrize("drawn", [-1, 1.5, True, "2"])
+def test_sample_first_must_be_a_number_of_tokens(drawn: object) -> None:
+    with pytest.raises(ValueError, match=f"sample_first={drawn!r} is not a number of tokens"):
+        beam_params(2, sample_first=drawn)
+
+
+def test_a_seed_is_refused_where_nothing_is_drawn() -> None:
+    with pytest.raises(ValueError, match="seed=1 has nothing to decide in a beam search"):
+        beam_params(2, seed=1)
+    assert beam_params(2, seed=1, sample_first=2).seed == 1
+
+
+def test_no_temperature_leaves_nothing_to_draw() -> None:
+    with pytest.raises(ValueError, match=r"temperature=0\.0 leaves sample_first=2 nothing to draw"):
+        beam_params(2, temperature=0.0, sample_first=2)

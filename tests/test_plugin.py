@@ -99,7 +99,6 @@ def test_registering_twice_is_harmless() -> None:
         ({"pipeline_parallel_size": 2}, "does not support pipeline_parallel_size > 1"),
         ({"tensor_parallel_size": 2}, "does not support tensor_parallel_size > 1"),
         ({"max_num_seqs": 64, "max_num_scheduled_tokens": 16}, "max_num_scheduled_tokens=16 below max_num_seqs=64"),
-        ({"logits_processors": ["tests.test_plugin:nothing"]}, "does not support custom logits processors"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
             "does not support speculative_config",

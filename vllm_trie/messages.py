@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_trie.search.pruning import Pruning
 from vllm_trie.search.step import Step
+from vllm_trie.search.warping import Warping
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -21,9 +23,12 @@ class SelectRules(NamedTuple):
     stop_strings: tuple[str, ...]
     skip_special_tokens: bool  # in the text in which stop strings are looked for
     num_logprobs: int | None  # what each row must report; None: nothing
-    is_controlled: bool  # penalties, biases or the like act on the logits
+    is_controlled: bool  # penalties, biases, custom processors or the like act on the logits
+    warping: Warping = Warping()
+    pruning: Pruning = Pruning()
     masks_stops: bool = False  # min_tokens not reached: no hypothesis may stop here
     is_last: bool = False  # the length is reached: all hypotheses end here
+    samples: bool = False  # each beam takes a token that is drawn for it
     handicap: tuple[int, float] | None = None  # token, and the factor of the score by which it is compared
 
 
@@ -44,6 +49,7 @@ class GroupStep:
     rules: SelectRules
     selects: bool  # False as long as tokens are computed that are known already
     decodes: bool = False  # the group runs as `width` rows; until then as one
+    draw: tuple[int, int] | None = None  # seed and step, where beams take drawn tokens
     settled: list[int] | None = None  # on resumption, for the one row: what it computes beyond the prompt
     rows: list[RowBlocks] | None = None  # on widening: the KV blocks of each row
     resumed: Resumed | None = None  # on widening after a preemption; else the worker knows it all

@@ -8,14 +8,16 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from vllm_trie.search.pruning import Pruning
 from vllm_trie.search.step import num_candidates
 from vllm_trie.search.stopping import EarlyStopping
+from vllm_trie.search.warping import Warping
 from vllm_trie.trie.blocks import blocks_to_start
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-SEMANTICS = ("hf", "vllm")
+SEMANTICS = ("hf", "vllm", "tridecode")
 MOST_PENALTY = 6  # a million tokens to this power still fit float32
 TICKET = "trie_beam_ticket"
 CONTROLS = (  # fields of `SamplingParams` that act on the logits of each hypothesis, as vLLM's sampler applies them
@@ -39,13 +41,25 @@ class BeamParams:
         early_stopping: False, True or "never", as transformers' `generate` reads them. One beam always
             stops at the first stop token: it is greedy search.
         semantics: Whose rules decide what may finish and when to stop: "hf" is transformers'
-            `generate`, "vllm" is vLLM's `LLM.beam_search`.
+            `generate`, "vllm" is vLLM's `LLM.beam_search`, "tridecode" is the published code of Efficient
+            Beam Search for LLMs Using Trie-Based Decoding.
+        prune_relative: Drop a continuation less than this many times as probable as the best of all, in (0, 1].
+        prune_absolute: Drop a continuation whose cumulative log-probability trails the best by more nats, >= 0.
+        prune_relative_local: Drop a continuation whose last token is less than this many times as
+            probable as the most probable one after any beam, in (0, 1].
+        max_candidates_per_parent: Continue each beam in at most this many ways.
+        sample_first: Tokens that are drawn for each beam, by itself, before the search begins.
     """
 
     beam_width: int
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
     semantics: str = "hf"
+    prune_relative: float | None = None
+    prune_absolute: float | None = None
+    prune_relative_local: float | None = None
+    max_candidates_per_parent: int | None = None
+    sample_first: int = 0
 
     def __post_init__(self) -> None:
         width = self.beam_width
@@ -61,11 +75,40 @@ class BeamParams:
             raise ValueError(f'early_stopping={self.early_stopping!r} is none of False, True and "never"')
         if self.semantics not in SEMANTICS:
             raise ValueError(f"semantics={self.semantics!r} is unknown; known: {', '.join(map(repr, SEMANTICS))}")
-        if self.semantics == "vllm" and self.early_stopping is not False:
+        end = {"vllm": "at max_tokens", "tridecode": "one step after beam_width hypotheses are finished"}
+        if self.semantics in end and self.early_stopping is not False:
             raise ValueError(
-                f'early_stopping={self.early_stopping!r} means nothing under semantics="vllm", which searches up to '
-                f'max_tokens; leave it False, or use semantics="hf"'
+                f'early_stopping={self.early_stopping!r} means nothing under semantics="{self.semantics}", which ends '
+                f'{end[self.semantics]}; leave it False, or use semantics="hf"'
             )
+        for name in ("prune_relative", "prune_relative_local"):
+            ratio = getattr(self, name)
+            if ratio is not None and not (_is_number(ratio) and 0 < ratio <= 1):
+                raise ValueError(f"{name}={ratio!r} is not a ratio of probabilities; pass a number in (0, 1]")
+        trail = self.prune_absolute
+        if trail is not None and not (_is_number(trail) and trail >= 0):
+            raise ValueError(f"prune_absolute={trail!r} is not a difference of log-probabilities; pass a number >= 0")
+        most = self.max_candidates_per_parent
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+            raise ValueError(
+                f"max_candidates_per_parent={most!r} is not a number of continuations; pass an integer >= 1"
+            )
+        drawn = self.sample_first
+        if isinstance(drawn, bool) or not isinstance(drawn, int) or drawn < 0:
+            raise ValueError(f"sample_first={drawn!r} is not a number of tokens; pass an integer >= 0")
+        for name in _NOT_AS_VLLM if self.semantics == "vllm" else ():
+            if (value := getattr(self, name)) != getattr(type(self), name):
+                raise ValueError(
+                    f'{name}={value!r} is not supported under semantics="vllm", which does as vLLM does; leave it '
+                    f'out, or use semantics="hf"'
+                )
+
+    @property
+    def pruning(self) -> Pruning:
+        """What drops continuations."""
+        return Pruning(
+            self.prune_relative, self.prune_absolute, self.prune_relative_local, self.max_candidates_per_parent
+        )
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None, semantics: str = "hf") -> BeamParams | None:
@@ -95,6 +138,12 @@ class BeamParams:
         return cls(**{"semantics": semantics, **given})
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_PRUNING = ("prune_relative", "prune_absolute", "prune_relative_local", "max_candidates_per_parent")
+_NOT_AS_VLLM = (*_PRUNING, "sample_first")
 _OPTIONS = [field.name for field in fields(BeamParams)]
 _ALIASES = {"num_beams": "beam_width", "early_stop": "early_stopping"}  # what others call them
 
@@ -136,6 +185,11 @@ def beam_params(
     length_penalty: float = 1.0,
     early_stopping: EarlyStopping = False,
     semantics: str | None = None,
+    prune_relative: float | None = None,
+    prune_absolute: float | None = None,
+    prune_relative_local: float | None = None,
+    max_candidates_per_parent: int | None = None,
+    sample_first: int = 0,
     **sampling_params: Any,
 ) -> SamplingParams:
     """Build the `SamplingParams` of a beam search.
@@ -145,6 +199,8 @@ def beam_params(
         n: Hypotheses to return, best first; at most `beam_width`.
         length_penalty, early_stopping, semantics: see `BeamParams`. No `semantics` is the engine's
             default, "hf" unless it was started with another.
+        prune_relative, prune_absolute, prune_relative_local, max_candidates_per_parent, sample_first: see
+            `BeamParams`.
         **sampling_params: Further fields of vLLM's `SamplingParams`: `max_tokens`, `min_tokens`,
             `stop`, `stop_token_ids`, `ignore_eos`, `logprobs`, penalties, ...
 
@@ -164,12 +220,20 @@ def beam_params(
         "length_penalty": length_penalty,
         "early_stopping": early_stopping,
     }
-    if semantics is not None:
-        options["semantics"] = semantics
-    _check_n(n, BeamParams(**options))
+    others = {
+        "semantics": semantics,
+        "prune_relative": prune_relative,
+        "prune_absolute": prune_absolute,
+        "prune_relative_local": prune_relative_local,
+        "max_candidates_per_parent": max_candidates_per_parent,
+        "sample_first": sample_first or None,
+    }
+    options |= {name: value for name, value in others.items() if value is not None}
+    beam = BeamParams(**options)
+    _check_n(n, beam)
     extra_args = {**(sampling_params.pop("extra_args", None) or {}), **options}
     params = SamplingParams(n=n, extra_args=extra_args, **sampling_params)
-    refuse_unsupported(params)
+    refuse_unsupported(params, beam)
     return params
 
 
@@ -184,7 +248,7 @@ def validate(params: SamplingParams, beam: BeamParams, prompt_len: int, limits: 
     Raises:
         ValueError: naming the option, its value and what would work.
     """
-    refuse_unsupported(params)
+    refuse_unsupported(params, beam)
     _check_n(params.n, beam)
     width = beam.beam_width
     if width > limits.max_num_seqs:
@@ -226,29 +290,33 @@ def is_controlled(params: SamplingParams) -> bool:
     )
 
 
-def refuse_unsupported(params: SamplingParams) -> None:
+def warping(params: SamplingParams) -> Warping:
+    """What temperature and filters do to each row. `temperature=0.0`, which asks for no sampling, does not scale."""
+    top_k = max(params.top_k, 0)
+    return Warping(params.temperature or 1.0, params.min_p, top_k, params.top_p)
+
+
+def refuse_unsupported(params: SamplingParams, beam: BeamParams) -> None:
     """Refuse fields of `SamplingParams` that beam search does not honour.
 
     Raises:
         ValueError: naming the field and its value.
     """
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(params, name)
-        if not any(value is nothing or (nothing is not None and value == nothing) for nothing in neutral):
-            cure = " or ".join(map(repr, neutral))
-            short = reprlib.repr(value)
-            raise ValueError(f"{name}={short} is not supported together with beam_width; leave it at {cure}")
+    _refuse_unless(_NEUTRAL, params, "is not supported together with beam_width")
+    if beam.semantics == "vllm":
+        _refuse_unless(_NEUTRAL_AS_VLLM, params, 'is not supported under semantics="vllm", whose beams ignore it')
+    if params.seed is not None and not beam.sample_first:
+        raise ValueError(
+            f"seed={params.seed} has nothing to decide in a beam search; leave it out, or use sample_first"
+        )
+    if params.temperature == 0 and beam.sample_first:
+        raise ValueError(f"temperature=0.0 leaves sample_first={beam.sample_first} nothing to draw; raise it")
     if params.logprobs == -1:
         raise ValueError("logprobs=-1 is not supported together with beam_width; ask for a number of tokens")
 
 
 # Fields that beam search does not honour (yet), with the values that ask nothing of it.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "temperature": (1.0, 0.0),
-    "top_p": (1.0,),
-    "top_k": (0, -1),
-    "min_p": (0.0,),
-    "seed": (None,),
     "prompt_logprobs": (None,),
     "prompt_logprob_token_ids": (None,),
     "logprob_token_ids": (None,),
@@ -257,6 +325,21 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (None,),
     "trace_decode_token_ids": (None,),
 }
+# Those that semantics="vllm" does not honour, because vLLM's beams do not.
+_NEUTRAL_AS_VLLM: dict[str, tuple[Any, ...]] = {
+    "temperature": (1.0, 0.0),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+}
+
+
+def _refuse_unless(neutral: Mapping[str, tuple[Any, ...]], params: SamplingParams, why: str) -> None:
+    for name, values in neutral.items():
+        value = getattr(params, name)
+        if not any(value is nothing or (nothing is not None and value == nothing) for nothing in values):
+            cure = " or ".join(map(repr, values))
+            raise ValueError(f"{name}={reprlib.repr(value)} {why}; leave it at {cure}")
 
 
 def _check_n(n: int, beam: BeamParams) -> None:

@@ -121,6 +121,11 @@ def _take_over(engine_args: EngineArgs) -> None:
     engine_args.scheduler_cls, engine_args.worker_cls, engine_args.async_scheduling = SCHEDULER, worker, False
 
 
+def has_logits_processors(vllm_config: VllmConfig) -> bool:
+    """Whether this engine's user brought logits processors of their own, as an argument or installed."""
+    return bool(vllm_config.model_config.logits_processors) or bool(entry_points(group="vllm.logits_processors"))
+
+
 def unsupported_model(vllm_config: VllmConfig) -> str | None:
     """What about this engine's model makes beam groups impossible, if anything."""
     model = vllm_config.model_config
@@ -140,11 +145,10 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
     Raises:
         ValueError: naming the feature and what would work.
     """
-    model, parallel, scheduler = vllm_config.model_config, vllm_config.parallel_config, vllm_config.scheduler_config
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     budget = scheduler.max_num_scheduled_tokens
     unsupported = {
         "Model Runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": vllm_config.use_v2_model_runner,
-        "custom logits processors": bool(model.logits_processors) or bool(entry_points(group="vllm.logits_processors")),
         f"max_num_scheduled_tokens={budget} below max_num_seqs={scheduler.max_num_seqs}": budget is not None
         and budget < scheduler.max_num_seqs,
         "speculative_config": vllm_config.speculative_config is not None,

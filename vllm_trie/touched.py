@@ -159,8 +159,20 @@ TOUCHED = (
     Touched(
         "vllm.v1.sample.sampler:Sampler.apply_logits_processors",
         "relied upon by vllm_trie.worker.v1.BeamModelRunner",
-        "applies penalties, biases and bans to a group's rows",
+        "applies penalties, biases, bans and custom processors to a group's rows",
         _NATIVE,
+    ),
+    Touched(
+        "vllm.v1.sample.sampler:Sampler.sample",
+        "relied upon by vllm_trie.worker.v1.BeamModelRunner",
+        "says at which temperature the argmax-invariant processors run",
+        _NATIVE,
+    ),
+    Touched(
+        "vllm.v1.worker.gpu_input_batch:InputBatch.refresh_metadata",
+        "relied upon by vllm_trie.worker.rows",
+        "tells custom processors of a group's rows as of any request",
+        _GROUPS,
     ),
     Touched(
         f"{_RUNNER}._update_states", "relied upon by vllm_trie.worker.rows", "finds rows made by BeamRows", _GROUPS

@@ -19,7 +19,16 @@ from vllm.tokenizers import get_tokenizer
 from tests.conftest import BLOCK_SIZE, TRAINED_TARGET, Engine, Engines
 from tests.engine.test_parity import LENGTH_PENALTIES, MOST_TIES, trained_prompts
 from tests.engine.test_scheduling import BYTES_PER_BLOCK, answers, prompt_of
-from tests.loop import Found, adjusted, competing_score, completed_string, loop_beams, masked_logprobs, one_thread
+from tests.loop import (
+    Found,
+    adjusted,
+    allowed,
+    competing_score,
+    completed_string,
+    loop_beams,
+    masked_logprobs,
+    one_thread,
+)
 from tests.reference import NEAR_TIE, SCORE_TOLERANCE, Answer, agree, load, transformers_beams
 from vllm_trie import beam_params
 
@@ -44,7 +53,27 @@ BIASES: dict[str, dict[str, Any]] = {
     "one token or EOS": {"allowed_token_ids": [9, EOS]},
     "EOS": {"allowed_token_ids": [EOS]},
 }
-CONTROLS = {"none": {}, **PENALTIES, **BIASES}
+WARPINGS: dict[str, dict[str, Any]] = {
+    "hot": {"temperature": 1.6},
+    "cold": {"temperature": 0.4},
+    "min_p": {"min_p": 0.2},
+    "top_k": {"top_k": 3},
+    "the best alone": {"top_k": 1},
+    "top_p": {"top_p": 0.5},
+    "all filters": {"temperature": 1.3, "min_p": 0.03, "top_k": 6, "top_p": 0.8},
+    "all filters, penalties": {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "frequency_penalty": 0.7},
+}
+PRUNINGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "relative": {"prune_relative": 0.1},
+    "absolute": {"prune_absolute": 1.5},
+    "local": {"prune_relative_local": 0.3},
+    "one per parent": {"max_candidates_per_parent": 1},
+    "two per parent": {"max_candidates_per_parent": 2, "prune_absolute": 4.0},
+    "harsh": {"prune_relative": 0.7, "prune_relative_local": 0.7, "max_candidates_per_parent": 3},
+}
+FILTERS = ("min_p", "top_k", "top_p")
+CONTROLS = {"none": {}, **PENALTIES, **BIASES, **WARPINGS}
 RULES = ("semantics", "early_stopping", "length_penalty", "stop_token_ids", "stop", "min_tokens", "ignore_eos")
 GRID = {"beam_width": [1, 2, 5], "semantics": ["hf", "vllm"], "early_stopping": [False, True, "never"]}
 GRID |= {"length_penalty": LENGTH_PENALTIES, "min_tokens": [0, 7], "logprobs": [None, 0, 4]}
@@ -66,6 +95,7 @@ class Case:
     early_stopping: bool | str = False
     length_penalty: float = 1.0
     controls: str = "none"
+    pruning: str = "none"
     bad_words: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
@@ -88,18 +118,22 @@ class Case:
         words.update_from_tokenizer(TOKENIZER)
         return partial(adjusted, bad_words=words.bad_words_token_ids or (), **CONTROLS[self.controls])
 
+    @property
+    def allow(self) -> Callable[..., torch.Tensor]:
+        return partial(allowed, **{name: v for name, v in CONTROLS[self.controls].items() if name in FILTERS})
+
     def params(self) -> SamplingParams:
         options = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
-        for name in ("controls", "prompt_length", "prompt", "model"):
+        for name in ("controls", "pruning", "prompt_length", "prompt", "model"):
             del options[name]
-        return beam_params(n=self.beam_width, **options, **CONTROLS[self.controls])
+        return beam_params(n=self.beam_width, **options, **CONTROLS[self.controls], **PRUNINGS[self.pruning])
 
     @cache  # noqa: B019
     def found(self) -> list[Found]:
         """What the loop finds."""
         rules = {name: getattr(self, name) for name in RULES} | {"eos": self.eos, "decode": text_of}
-        n = self.beam_width
-        return loop_beams(self.model, [*self.prompt], n, n, self.max_tokens, **rules, adjust=self.adjust)
+        rules |= {"adjust": self.adjust, "allow": self.allow, "pruning": PRUNINGS[self.pruning]}
+        return loop_beams(self.model, [*self.prompt], self.beam_width, self.beam_width, self.max_tokens, **rules)
 
 
 def text_to_return(case: Case, found: Found) -> str:

@@ -28,7 +28,7 @@ def extra(**extra_args: object) -> SamplingParams:
         (extra(beam_width=10**6), "beam_width=1000000 exceeds max_num_seqs=64; lower it, or raise"),
         (extra(beam_widht=4), "did you mean beam_width"),
         (SamplingParams(n=3, extra_args={"beam_width": 2}), "n=3 exceeds beam_width=2"),
-        (SamplingParams(top_p=0.5, extra_args={"beam_width": 2}), "top_p=0.5 is not supported together"),
+        (SamplingParams(seed=5, extra_args={"beam_width": 2}), "seed=5 has nothing to decide in a beam search"),
         (extra(beam_width=2, length_penalty=float("nan")), "length_penalty=nan is not a number between -6 and 6"),
     ],
 )

@@ -172,7 +172,7 @@ def test_served_defaults_for_sampling_have_no_say(kind: type) -> None:
         ({"prompt": [5] * 512, **beams(4)}, "max_tokens must be at least 1"),
         ({"prompt": [5] * 513, **beams(4)}, "maximum context length is 512"),
         ({"n": 2, "temperature": 0, **beams(4)}, "n must be 1 when using greedy sampling"),
-        ({"seed": 1, **beams(4)}, "seed=1 is not supported together with beam_width"),
+        ({"seed": 1, **beams(4)}, "seed=1 has nothing to decide in a beam search"),
         ({"use_beam_search": True, "response_format": {"type": "json_object"}}, "structured_outputs="),
         ({"stream": True, **beams(4)}, "stream=true is not supported together with beam_width"),
         ({"stream": True, "use_beam_search": True}, "not currently supported with beam search"),

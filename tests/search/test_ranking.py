@@ -12,10 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_trie.search.ranking import Ranking, rank_candidates
+from vllm_trie.search.warping import log_probabilities
 
 TOLERANCE = 1e-5
 DEAD = float("-inf")  # which of the impossible continuations fill up the ranking does not matter
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def rank(
+    logits: torch.Tensor, scores: torch.Tensor, count: int, masked: Sequence[int] = (), row_count: int = 0
+) -> Ranking:
+    return rank_candidates(log_probabilities(logits, masked), scores, count, row_count)
 
 
 def every_score(logits: torch.Tensor, scores: torch.Tensor, masked: Sequence[int]) -> torch.Tensor:
@@ -28,7 +35,7 @@ def every_score(logits: torch.Tensor, scores: torch.Tensor, masked: Sequence[int
 def check_against_sorting_everything(
     logits: torch.Tensor, scores: torch.Tensor, count: int, masked: Sequence[int] = ()
 ) -> None:
-    ranked = rank_candidates(logits, scores, count, masked).candidates
+    ranked = rank(logits, scores, count, masked).candidates
     assert ranked.scores.dtype == np.float32
     total = every_score(logits, scores, masked)
     for table, *group in zip(total.tolist(), *ranked, strict=True):
@@ -79,7 +86,7 @@ def test_scores_are_log_softmax_plus_the_rows_score(dtype: torch.dtype, offset: 
     random = torch.Generator().manual_seed(0)
     logits = (4 * torch.randn(3, 8, 5000, generator=random) + offset).to(dtype)
     scores = -torch.rand(3, 8, generator=random)
-    ranked = rank_candidates(logits, scores, 100).candidates
+    ranked = rank(logits, scores, 100).candidates
     exact = (logits.double().log_softmax(-1) + scores[..., None]).numpy()
     groups = np.arange(3)[:, None]
     np.testing.assert_allclose(ranked.scores, exact[groups, ranked.parents, ranked.tokens], rtol=0, atol=TOLERANCE)
@@ -87,13 +94,13 @@ def test_scores_are_log_softmax_plus_the_rows_score(dtype: torch.dtype, offset: 
 
 @pytest.mark.parametrize("vocab_size", [4, 3000])
 def test_equal_scores_go_to_the_lower_parent_then_the_lower_token(vocab_size: int) -> None:
-    ranked = rank_candidates(torch.zeros(1, 3, vocab_size), torch.zeros(1, 3), 6)
+    ranked = rank(torch.zeros(1, 3, vocab_size), torch.zeros(1, 3), 6)
     assert places(ranked) == [*product(range(3), range(vocab_size))][:6]
 
 
 def test_equal_rows_interleave_by_parent() -> None:
     row = torch.tensor([1.0, 3.0, 2.0, 3.0])
-    ranked = rank_candidates(row.expand(1, 2, 4), torch.zeros(1, 2), 6)
+    ranked = rank(row.expand(1, 2, 4), torch.zeros(1, 2), 6)
     assert places(ranked) == [(0, 1), (0, 3), (1, 1), (1, 3), (0, 2), (1, 2)]
 
 
@@ -102,13 +109,13 @@ def test_tie_at_the_cut_goes_to_the_earliest(count: int) -> None:
     logits = torch.full((1, 1, 3000), 0.5, dtype=torch.bfloat16)
     logits[0, 0, 2999] = 1.0
     expected = [(0, 2999), *((0, token) for token in range(count - 1))]
-    assert places(rank_candidates(logits, torch.zeros(1, 1), count)) == expected
+    assert places(rank(logits, torch.zeros(1, 1), count)) == expected
 
 
 def test_masked_token_ranks_last_and_keeps_its_share() -> None:
     logits, scores = torch.tensor([[[5.0, 1.0, 3.0, 2.0]]]), torch.tensor([[-1.0]])
-    free = rank_candidates(logits, scores, 4)
-    masked = rank_candidates(logits, scores, 4, [0])
+    free = rank(logits, scores, 4)
+    masked = rank(logits, scores, 4, [0])
     assert places(masked) == [(0, 2), (0, 3), (0, 1), (0, 0)]
     assert masked.candidates.scores[0].tolist() == [*free.candidates.scores[0, 1:].tolist(), DEAD]
 
@@ -117,16 +124,16 @@ def test_groups_do_not_see_each_other() -> None:
     random = torch.Generator().manual_seed(0)
     logits = torch.randint(4, (5, 3, 50), generator=random).bfloat16()
     scores = -torch.rand(5, 3, generator=random)
-    together = rank_candidates(logits, scores, 20)
+    together = rank(logits, scores, 20)
     for group in range(5):
-        alone = rank_candidates(logits[group, None], scores[group, None], 20)
+        alone = rank(logits[group, None], scores[group, None], 20)
         for one, other in zip(together.candidates, alone.candidates, strict=True):
             np.testing.assert_array_equal(one[group], other[0])
 
 
 def test_logits_are_left_as_they_were() -> None:
     logits = torch.arange(12.0).reshape(1, 3, 4)
-    rank_candidates(logits, torch.zeros(1, 3), 5, [2])
+    rank(logits, torch.zeros(1, 3), 5, [2])
     assert logits.flatten().tolist() == [*range(12)]
 
 
@@ -141,7 +148,7 @@ def test_tops_are_each_rows_own_best(
     problem: tuple[torch.Tensor, torch.Tensor, int, list[int]], count: int, row_count: int
 ) -> None:
     logits, scores, ranked, masked = problem
-    ranking = rank_candidates(logits, scores, ranked, masked, row_count)
+    ranking = rank(logits, scores, ranked, masked, row_count)
     count = min(count, max(ranked, row_count))
     for group, rows in enumerate(row_logprobs(logits, masked)):
         tops = ranking.tops(group, count)
@@ -159,7 +166,7 @@ def test_proposals_are_every_rows_own_and_know_whether_they_are_among_its_best(
 ) -> None:
     logits, scores, ranked, masked = problem
     token_ids = data.draw(st.lists(st.integers(0, logits.shape[-1] - 1), max_size=4, unique=True))
-    ranking = rank_candidates(logits, scores, ranked, masked, row_count)
+    ranking = rank(logits, scores, ranked, masked, row_count)
     count = min(count, max(ranked, row_count))
     proposals, is_top = ranking.proposals(token_ids, scores, count)
     total = every_score(logits, scores, masked).tolist()
@@ -177,14 +184,14 @@ def test_proposals_are_every_rows_own_and_know_whether_they_are_among_its_best(
 @pytest.mark.parametrize("vocab_size", [3, 4])
 def test_vocabulary_smaller_than_what_is_wanted_of_a_row_gives_all_of_it(vocab_size: int) -> None:
     logits = torch.arange(float(vocab_size)).expand(1, 2, vocab_size)
-    ranking = rank_candidates(logits, torch.zeros(1, 2), 4, row_count=9)
+    ranking = rank(logits, torch.zeros(1, 2), 4, row_count=9)
     assert ranking.tops(0, 9).tokens.tolist() == 2 * [[*range(vocab_size)][::-1]]
     _, is_top = ranking.proposals(range(vocab_size), torch.zeros(1, 2), 9)
     assert is_top.all()
 
 
 def test_masked_token_is_never_among_the_best_of_a_row() -> None:
-    ranking = rank_candidates(torch.tensor([[[5.0, 1.0]]]), torch.zeros(1, 1), 2, [0])
+    ranking = rank(torch.tensor([[[5.0, 1.0]]]), torch.zeros(1, 1), 2, [0])
     proposals, is_top = ranking.proposals([0, 1], torch.zeros(1, 1), 2)
     assert is_top.tolist() == [[False, True]]
     assert proposals.scores[0, 0] == DEAD

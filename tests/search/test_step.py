@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_trie.search.step import Candidates, Step, Tops, assign_slots, hf_step, num_candidates, vllm_step
+from vllm_trie.search.step import (
+    Candidates,
+    Step,
+    Tops,
+    assign_slots,
+    hf_step,
+    num_candidates,
+    tridecode_step,
+    vllm_step,
+)
 
 Candidate = tuple[int, int, float]  # parent, token, score
 
@@ -120,7 +129,7 @@ def test_groups_do_not_see_each_other(seed: int, groups: int, width: int, rate: 
     def steps(of: slice) -> list[Step]:
         part, part_stops = Candidates(*(field[of] for field in candidates)), stops[of]
         in_vllm = vllm_step(part, part.scores, part_stops, part, part_stops, width, is_last)
-        return [hf_step(part, part_stops, width, is_last), in_vllm]
+        return [step(part, part_stops, width, is_last) for step in (hf_step, tridecode_step)] + [in_vllm]
 
     for group in range(groups):
         for together, alone in zip(steps(slice(None)), steps(slice(group, group + 1)), strict=True):

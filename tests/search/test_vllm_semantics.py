@@ -15,6 +15,7 @@ from vllm.entrypoints.generate.beam_search.utils import get_beam_search_score
 from vllm_trie.search.ranking import rank_candidates
 from vllm_trie.search.step import num_candidates, vllm_step
 from vllm_trie.search.stopping import VllmPool
+from vllm_trie.search.warping import log_probabilities
 
 EOS, TOKEN = 1, 7
 MAX_LENGTH = 14
@@ -85,7 +86,8 @@ def our_search(problem: Problem, length_penalty: float) -> tuple[list[Found], in
     ended: list[list[int]] = []
     for length in range(1, problem.length + 1):
         row_scores = torch.from_numpy(scores)[None]
-        ranking = rank_candidates(torch.stack([problem.logits(row) for row in rows])[None], row_scores, count)
+        logits = torch.stack([problem.logits(row) for row in rows])[None]
+        ranking = rank_candidates(log_probabilities(logits), row_scores, count)
         candidates, is_last = ranking.candidates, length == problem.length
         stopping = ranking.proposals([EOS], row_scores, count)
         stops = candidates.tokens == EOS

@@ -9,7 +9,7 @@ import numpy as np
 from vllm_trie.messages import Resumed, SelectRules
 from vllm_trie.params import BeamParams
 from vllm_trie.search.step import Step
-from vllm_trie.search.stopping import HfPool, HypothesisPool, StopRules, VllmPool
+from vllm_trie.search.stopping import HfPool, HypothesisPool, StopRules, TridecodePool, VllmPool
 from vllm_trie.trie.hypotheses import HypothesisTrie
 
 
@@ -33,6 +33,7 @@ class BeamGroup:
         select_rules: How the worker selects, in any step.
         is_offline: `LLM.beam_search` asks. Under semantics="vllm" it differs from vLLM's server in one
             point: it compares running beams by their final scores, which leave an ignored EOS uncounted.
+        seed: Decides what is drawn, if anything is.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class BeamGroup:
         prompt_length: int,
         select_rules: SelectRules,
         is_offline: bool = False,
+        seed: int = 0,
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -50,6 +52,7 @@ class BeamGroup:
         self.prompt_length = prompt_length
         self._select_rules = select_rules
         self._is_offline = is_offline
+        self._seed = seed
         self.length = 0  # tokens every running beam has generated
         self.hypotheses = HypothesisTrie()
         self.pool = self._new_pool()
@@ -87,11 +90,21 @@ class BeamGroup:
     def next_rules(self) -> SelectRules:
         """How the worker selects in the next step."""
         length = self.length + 1
-        return self._select_rules._replace(
-            masks_stops=length <= self.rules.min_length,
+        masks_stops = length <= self.rules.min_length
+        rules = self._select_rules
+        if self.params.semantics == "tridecode" and length == 1 and not masks_stops:
+            rules = rules._replace(stop_token_ids=())  # the published code does not look for EOS in the first step
+        return rules._replace(
+            masks_stops=masks_stops,
             is_last=length == self.rules.max_length,
+            samples=length <= self.params.sample_first,
             handicap=self._handicap(length),
         )
+
+    def next_draw(self) -> tuple[int, int] | None:
+        """What decides the draws of the next step, if there are any."""
+        length = self.length + 1
+        return (self._seed, length) if length <= self.params.sample_first else None
 
     def advance(self, step: Step) -> bool:
         """Replay what the worker decided in one step. Returns whether the search is over."""
@@ -127,6 +140,8 @@ class BeamGroup:
         penalty, max_length = self.params.length_penalty, self.rules.max_length
         if self.params.semantics == "vllm":
             return VllmPool(self.width, penalty, max_length, self.prompt_length, self._uncounted)
+        if self.params.semantics == "tridecode":
+            return TridecodePool(self.width, penalty, max_length)
         # One beam is greedy search: `generate(num_beams=1)` stops at the first stop token, whatever the options.
         early_stopping = True if self.width == 1 else self.params.early_stopping
         return HfPool(self.width, penalty, max_length, early_stopping)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from secrets import randbits
 from typing import Any
 
 from vllm.logger import init_logger
@@ -20,8 +21,9 @@ from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.outputs import Mailbox, hypothesis_output, no_hypothesis_output
 from vllm_trie.engine.stats import BeamTally, attach_stats, statistics_among
 from vllm_trie.messages import GroupStep, SelectRules, attach_group_steps, group_results
-from vllm_trie.params import TICKET, BeamParams, GroupTicket, is_controlled, stop_tokens
+from vllm_trie.params import TICKET, BeamParams, GroupTicket, is_controlled, stop_tokens, warping
 from vllm_trie.patching import Patch
+from vllm_trie.plugin import has_logits_processors
 from vllm_trie.search.step import Step
 from vllm_trie.search.stopping import StopRules
 
@@ -44,6 +46,7 @@ class BeamScheduler(Scheduler):
             super().__init__(*args, **kwargs)
         _refuse_unsupported_kv_cache(self.kv_cache_config)
         self.beam_config = TrieBeamConfig.from_additional_config(self.vllm_config.additional_config)
+        self._has_logits_processors = has_logits_processors(self.vllm_config)
         self.kv_cache_manager.reclaim_interval = self.beam_config.reclaim_interval
         self.groups: dict[str, BeamGroup] = {}  # by the request that stands for the group
         self.mailbox = Mailbox()
@@ -102,12 +105,20 @@ class BeamScheduler(Scheduler):
             rules.stop_strings,
             sampling_params.skip_special_tokens,
             sampling_params.logprobs,
-            is_controlled(sampling_params),
+            is_controlled(sampling_params) or (self._has_logits_processors and not ticket.is_offline),
+            warping(sampling_params),
+            params.pruning,
         )
         # The prompt is hashed already; what vLLM appends is no row's history.
         self._hash_blocks, request._block_hasher = request._block_hasher, None
         self.groups[request.request_id] = group = BeamGroup(
-            request.request_id, params, rules, request.num_prompt_tokens, select_rules, ticket.is_offline
+            request.request_id,
+            params,
+            rules,
+            request.num_prompt_tokens,
+            select_rules,
+            ticket.is_offline,
+            randbits(64) if sampling_params.seed is None else sampling_params.seed,
         )
         self.kv_cache_manager.open_group(request.request_id, request.num_prompt_tokens, group.paths_to_widen())
         super().add_request(request)
@@ -183,7 +194,7 @@ class BeamScheduler(Scheduler):
                 continue
             request = self.requests[group_id]
             selects = request.num_computed_tokens == request.num_prompt_tokens + group.length
-            step = GroupStep(group.next_rules(), selects)
+            step = GroupStep(group.next_rules(), selects, draw=group.next_draw())
             if update := self.kv_cache_manager.take_update(group_id):
                 step.decodes, step.rows, step.new_blocks = True, update.rows, update.new_blocks
                 step.resumed = group.resumed() if update.rows is not None else None

@@ -15,16 +15,13 @@ class Ranking(NamedTuple):
     """The best continuations of each group, and of each of its rows by itself."""
 
     candidates: Candidates  # [G, K]
-    logprobs: torch.Tensor  # [G, r, V] float32, masked
+    logprobs: torch.Tensor  # [G, r, V] float32, as ranked
     row_logprobs: torch.Tensor  # [G, r, M], best first; M > K unless the vocabulary is smaller
     row_tokens: torch.Tensor  # [G, r, M]
 
     def tops(self, group: int, count: int) -> Tops:
         """The best `count` continuations of each row of one group."""
-        return Tops(
-            self.row_tokens[group, :, :count].cpu().numpy().astype(np.int32),
-            self.row_logprobs[group, :, :count].cpu().numpy(),
-        )
+        return _tops(self.row_tokens[group, :, :count], self.row_logprobs[group, :, :count])
 
     def proposals(self, token_ids: Sequence[int], scores: torch.Tensor, count: int) -> tuple[Candidates, np.ndarray]:
         """Each row's own continuation by each of `token_ids`, by row and token.
@@ -51,28 +48,20 @@ class Ranking(NamedTuple):
         return candidates, is_top.flatten(1).cpu().numpy()
 
 
-def rank_candidates(
-    logits: torch.Tensor, scores: torch.Tensor, count: int, masked_token_ids: Sequence[int] = (), row_count: int = 0
-) -> Ranking:
+def rank_candidates(logprobs: torch.Tensor, scores: torch.Tensor, count: int, row_count: int = 0) -> Ranking:
     """The best `count` continuations of each group by cumulative log-probability.
 
-    Log-softmax in float32, then the mask (which does not renormalise, as in transformers), then the
-    row's own score. The order is total: score desc, parent asc, token asc. Equal scores are common
-    with bfloat16 logits, and `topk` breaks them arbitrarily; where a tie could decide who is among
-    the best, that group is ranked again exhaustively.
+    The order is total: score desc, parent asc, token asc. Equal scores are common with bfloat16
+    logits, and `topk` breaks them arbitrarily; where a tie could decide who is among the best, that
+    group is ranked again exhaustively.
 
     Args:
-        logits: [G, r, V], any floating type; r rows of each of G groups.
+        logprobs: [G, r, V] float32; r rows of each of G groups; -inf where a row may not take a token.
         scores: [G, r] float32, cumulative log-probability of each row.
         count: K, at most r * V.
-        masked_token_ids: Tokens that no row may take.
         row_count: Continuations of each row that are wanted in any case.
     """
-    vocab_size = logits.shape[-1]
-    logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    if masked_token_ids:
-        logprobs[..., list(masked_token_ids)] = float("-inf")
-
+    vocab_size = logprobs.shape[-1]
     per_row = min(max(count + 1, row_count), vocab_size)
     row_best, row_tokens = logprobs.topk(per_row, dim=-1)
     total = row_best + scores[..., None]
@@ -88,6 +77,16 @@ def rank_candidates(
             for field, values in zip(ranked, exact, strict=True):
                 field[group] = values
     return Ranking(_in_total_order(ranked, vocab_size), logprobs, row_best, row_tokens)
+
+
+def tops_of(logprobs: torch.Tensor, count: int) -> Tops:
+    """The best `count` continuations of each row, whatever is ranked. `logprobs`: [r, V]."""
+    best, tokens = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
+    return _tops(tokens, best)
+
+
+def _tops(tokens: torch.Tensor, logprobs: torch.Tensor) -> Tops:
+    return Tops(tokens.cpu().numpy().astype(np.int32), logprobs.cpu().numpy())
 
 
 def _rank_exhaustively(total: torch.Tensor, count: int) -> Candidates:

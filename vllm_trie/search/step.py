@@ -76,6 +76,18 @@ def hf_step(candidates: Candidates, stops: np.ndarray, width: int, is_last: bool
     return settle(candidates, candidates.scores, stops, width, best, is_finished)
 
 
+def tridecode_step(candidates: Candidates, stops: np.ndarray, width: int, is_last: bool) -> Step:
+    """Split ranked candidates into the next b beams and those that finish, as the trie paper's code does.
+
+    Whatever stops and ranks before the `width`-th that does not finishes. The first `width` others live
+    on, and finish too in the last step. Source: Efficient Beam Search for LLMs Using Trie-Based
+    Decoding, published code. Arguments as for `hf_step`.
+    """
+    others = (~stops).cumsum(axis=1)  # that do not stop, up to and with each candidate
+    is_finished = np.where(stops, others < width, is_last & (others <= width))
+    return settle(candidates, candidates.scores, stops, width, candidates, is_finished)
+
+
 def vllm_step(
     candidates: Candidates,
     merits: np.ndarray,

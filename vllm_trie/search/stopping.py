@@ -98,6 +98,29 @@ class HfPool(HypothesisPool):
         return self.score(best_running, length) <= self._best_first[-1].score
 
 
+class TridecodePool(HypothesisPool):
+    """Hypotheses compete by sum_logprobs / length**length_penalty, the stop token counted, the prompt not.
+
+    The search goes on for one step after the one in which `width` of them are finished. (The published
+    code divides by the length, penalty 1, and keeps all of them; those beyond the best `width` are
+    never returned.) Source: Efficient Beam Search for LLMs Using Trie-Based Decoding, published code.
+    """
+
+    _full_at: int | None = None  # length at which `width` hypotheses were finished
+
+    def score(self, sum_logprobs: float, length: int, last_token: int = -1) -> float:
+        return float(sum_logprobs / length**self.length_penalty)
+
+    def add(self, sum_logprobs: float, length: int, last_token: int, node: int) -> int | None:
+        outdone = super().add(sum_logprobs, length, last_token, node)
+        if self._full_at is None and len(self) == self.width:
+            self._full_at = length
+        return outdone
+
+    def is_settled(self, best_running: float, length: int) -> bool:
+        return self._full_at is not None and length > self._full_at
+
+
 class VllmPool(HypothesisPool):
     """Hypotheses compete as in vLLM 0.32's `LLM.beam_search`.
 

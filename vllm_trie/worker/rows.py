@@ -19,12 +19,12 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_trie.messages import GroupStep, Resumed, RowBlocks, group_steps
-from vllm_trie.params import CONTROLS, is_controlled
 from vllm_trie.search.stop_strings import CONTEXT, StopStrings
 from vllm_trie.worker.kv_blocks import KVBlocks
 
-# What vLLM's sampler sees of a beam row: greedy, so that greedy neighbours stay on its fast path.
-NO_SAMPLING = SamplingParams(temperature=0.0)
+# What vLLM's sampler shall not do to a beam row: the search does it. Greedy neighbours stay on the fast path.
+NO_SAMPLING = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None}
+NO_SAMPLING |= {"min_tokens": 0, "logprobs": None}
 STOP_STRINGS_KEPT = 64  # sets of stop strings whose tokens stay known
 
 
@@ -171,8 +171,16 @@ class BeamRows:
         tokens = batch.token_ids_cpu[index, max(num_prompt - CONTEXT, 0) : num_tokens].tolist()
         return tokens[: min(num_prompt, CONTEXT)], tokens[min(num_prompt, CONTEXT) :]
 
+    def temperatures(self) -> np.ndarray:
+        """[R, 1] float32: what divides the logits of each row of the batch, 1 for ordinary requests."""
+        temperatures = np.ones((self._runner.input_batch.num_reqs, 1), dtype=np.float32)
+        for group_id, step in self.steps.items():
+            if step.selects:
+                temperatures[self.indices([group_id])] = step.rules.warping.temperature
+        return temperatures
+
     def copy_output_tokens(self, sources: np.ndarray, destinations: np.ndarray) -> None:
-        """Before `permute`, for rows under penalties or bans: these read vLLM's lists, not the batch's arrays."""
+        """Before `permute`, for rows under controls: these read vLLM's lists of tokens, not the batch's arrays."""
         outputs = self._runner.input_batch.req_output_token_ids
         for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
             outputs[destination][:] = outputs[source]
@@ -218,11 +226,8 @@ class BeamRows:
 
 
 def _row_params(params: SamplingParams) -> SamplingParams:
-    """What vLLM's sampler shall do to the logits of a group's rows: penalties, biases and bans, nothing else."""
-    if not is_controlled(params):
-        return NO_SAMPLING
-    row = copy(NO_SAMPLING)
-    for name in CONTROLS:
-        setattr(row, name, getattr(params, name))
-    row._bad_words_token_ids = params._bad_words_token_ids
+    """A group's rows as vLLM's sampler sees them: with penalties, biases, bans, and whatever custom processors read."""
+    row = copy(params)
+    for name, value in NO_SAMPLING.items():
+        setattr(row, name, value)
     return row

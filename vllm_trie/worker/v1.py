@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.logits_processor import MinPLogitsProcessor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -41,11 +42,22 @@ class BeamModelRunner(GPUModelRunner):
         return output
 
     def _controlled(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits after vLLM's own penalties, biases and bans, if any group has some."""
+        """The logits after penalties, biases, bans and custom processors, if any group has some.
+
+        Processors that leave the best token alone run at each row's temperature, as in vLLM's sampler.
+        """
         if not any(step.selects and step.rules.is_controlled for step in self.beam_rows.steps.values()):
             return logits
-        own = logits.to(torch.float32, copy=True)
-        return self.sampler.apply_logits_processors(own, self.input_batch.sampling_metadata, False)
+        metadata = self.input_batch.sampling_metadata
+        own = self.sampler.apply_logits_processors(logits.to(torch.float32, copy=True), metadata, False)
+        processors = [p for p in metadata.logitsprocs.argmax_invariant if not isinstance(p, MinPLogitsProcessor)]
+        if processors:
+            temperatures = torch.from_numpy(self.beam_rows.temperatures()).to(own.device)
+            own /= temperatures
+            for processor in processors:
+                own = processor.apply(own)
+            own *= temperatures
+        return own
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
