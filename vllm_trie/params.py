@@ -318,6 +318,7 @@ def refuse_unsupported(params: SamplingParams, beam: BeamParams) -> None:
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,),
     "prompt_logprob_token_ids": (None,),
+    "prompt_logprob_start": (None,),
     "logprob_token_ids": (None,),
     "structured_outputs": (None,),
     "thinking_token_budget": (None,),
