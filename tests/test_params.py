@@ -9,7 +9,8 @@ import pytest
 from vllm import SamplingParams
 
 from vllm_trie import BeamParams, beam_params
-from vllm_trie.params import EngineLimits, is_controlled, stop_tokens, validate, warping
+from vllm_trie.controls import is_controlled, stop_tokens, warping
+from vllm_trie.params import EngineLimits, validate
 from vllm_trie.search.warping import Warping
 
 LIMITS = EngineLimits(max_num_seqs=64, max_model_len=512, vocab_size=300, block_size=32, num_blocks=1000)

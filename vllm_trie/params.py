@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from vllm_trie.controls import refuse_unsupported, stop_tokens
 from vllm_trie.search.pruning import Pruning
 from vllm_trie.search.step import num_candidates
 from vllm_trie.search.stopping import EarlyStopping
-from vllm_trie.search.warping import Warping
 from vllm_trie.trie.blocks import blocks_to_start
 
 if TYPE_CHECKING:
@@ -20,14 +19,6 @@ if TYPE_CHECKING:
 SEMANTICS = ("hf", "vllm", "tridecode")
 MOST_PENALTY = 6  # a million tokens to this power still fit float32
 TICKET = "trie_beam_ticket"
-CONTROLS = (  # fields of `SamplingParams` that act on the logits of each hypothesis, as vLLM's sampler applies them
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-)
 
 
 @dataclass(frozen=True)
@@ -273,73 +264,6 @@ def validate(params: SamplingParams, beam: BeamParams, prompt_len: int, limits: 
                 f"beam_width={width} with a prompt of {prompt_len} tokens needs at least {blocks} KV blocks, the "
                 f"engine has {limits.num_blocks}; lower beam_width or give the KV cache more memory"
             )
-
-
-def stop_tokens(params: SamplingParams) -> tuple[int, ...]:
-    """The tokens that end a hypothesis, ascending: EOS unless `ignore_eos`, and `stop_token_ids`."""
-    tokens = set(params.stop_token_ids or ())
-    if params.eos_token_id is not None:
-        tokens.add(params.eos_token_id)
-    return tuple(sorted(tokens))
-
-
-def is_controlled(params: SamplingParams) -> bool:
-    """Whether penalties, biases or bans act on the logits."""
-    return params.repetition_penalty != 1.0 or any(
-        getattr(params, name) for name in CONTROLS if name != "repetition_penalty"
-    )
-
-
-def warping(params: SamplingParams) -> Warping:
-    """What temperature and filters do to each row. `temperature=0.0`, which asks for no sampling, does not scale."""
-    top_k = max(params.top_k, 0)
-    return Warping(params.temperature or 1.0, params.min_p, top_k, params.top_p)
-
-
-def refuse_unsupported(params: SamplingParams, beam: BeamParams) -> None:
-    """Refuse fields of `SamplingParams` that beam search does not honour.
-
-    Raises:
-        ValueError: naming the field and its value.
-    """
-    _refuse_unless(_NEUTRAL, params, "is not supported together with beam_width")
-    if beam.semantics == "vllm":
-        _refuse_unless(_NEUTRAL_AS_VLLM, params, 'is not supported under semantics="vllm", whose beams ignore it')
-    if params.seed is not None and not beam.sample_first:
-        raise ValueError(
-            f"seed={params.seed} has nothing to decide in a beam search; leave it out, or use sample_first"
-        )
-    if params.temperature == 0 and beam.sample_first:
-        raise ValueError(f"temperature=0.0 leaves sample_first={beam.sample_first} nothing to draw; raise it")
-    if params.logprobs == -1:
-        raise ValueError("logprobs=-1 is not supported together with beam_width; ask for a number of tokens")
-
-
-# Fields that beam search does not honour (yet), with the values that ask nothing of it.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "prompt_logprobs": (None,),
-    "prompt_logprob_token_ids": (None,),
-    "logprob_token_ids": (None,),
-    "structured_outputs": (None,),
-    "thinking_token_budget": (None,),
-    "repetition_detection": (None,),
-    "trace_decode_token_ids": (None,),
-}
-# Those that semantics="vllm" does not honour, because vLLM's beams do not.
-_NEUTRAL_AS_VLLM: dict[str, tuple[Any, ...]] = {
-    "temperature": (1.0, 0.0),
-    "top_p": (1.0,),
-    "top_k": (0, -1),
-    "min_p": (0.0,),
-}
-
-
-def _refuse_unless(neutral: Mapping[str, tuple[Any, ...]], params: SamplingParams, why: str) -> None:
-    for name, values in neutral.items():
-        value = getattr(params, name)
-        if not any(value is nothing or (nothing is not None and value == nothing) for nothing in values):
-            cure = " or ".join(map(repr, values))
-            raise ValueError(f"{name}={reprlib.repr(value)} {why}; leave it at {cure}")
 
 
 def _check_n(n: int, beam: BeamParams) -> None:

@@ -16,12 +16,13 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.config import TrieBeamConfig
+from vllm_trie.controls import is_controlled, stop_tokens, warping
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.outputs import Mailbox, hypothesis_output, no_hypothesis_output
 from vllm_trie.engine.stats import BeamTally, attach_stats, statistics_among
 from vllm_trie.messages import GroupStep, SelectRules, attach_group_steps, group_results
-from vllm_trie.params import TICKET, BeamParams, GroupTicket, is_controlled, stop_tokens, warping
+from vllm_trie.params import TICKET, BeamParams, GroupTicket
 from vllm_trie.patching import Patch
 from vllm_trie.plugin import has_logits_processors
 from vllm_trie.search.step import Step

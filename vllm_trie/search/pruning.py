@@ -21,9 +21,8 @@ class Pruning(NamedTuple):
     @property
     def margin(self) -> float:
         """How far behind the best a continuation's score may be, in nats."""
-        return min(
-            inf if self.relative is None else -log(self.relative), inf if self.absolute is None else self.absolute
-        )
+        relative = inf if self.relative is None else -log(self.relative)
+        return relative if self.absolute is None else min(relative, self.absolute)
 
 
 def pruned(logprobs: torch.Tensor, scores: torch.Tensor, pruning: Pruning) -> torch.Tensor:

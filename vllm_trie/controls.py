@@ -1,0 +1,80 @@
+"""What a beam request's `SamplingParams` ask of each hypothesis: which fields act, and which are refused."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm_trie.search.warping import Warping
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
+    from vllm_trie.params import BeamParams
+
+# Fields that act on the logits of each hypothesis, as vLLM's sampler applies them, if they are not zero or empty.
+_CONTROLS = ("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words")
+
+
+def stop_tokens(params: SamplingParams) -> tuple[int, ...]:
+    """The tokens that end a hypothesis, ascending: EOS unless `ignore_eos`, and `stop_token_ids`."""
+    tokens = set(params.stop_token_ids or ())
+    if params.eos_token_id is not None:
+        tokens.add(params.eos_token_id)
+    return tuple(sorted(tokens))
+
+
+def is_controlled(params: SamplingParams) -> bool:
+    """Whether penalties, biases or bans act on the logits."""
+    return params.repetition_penalty != 1.0 or any(getattr(params, name) for name in _CONTROLS)
+
+
+def warping(params: SamplingParams) -> Warping:
+    """What temperature and filters do to each row. `temperature=0.0`, which asks for no sampling, does not scale."""
+    return Warping(params.temperature or 1.0, params.min_p, max(params.top_k, 0), params.top_p)
+
+
+def refuse_unsupported(params: SamplingParams, beam: BeamParams) -> None:
+    """Refuse fields of `SamplingParams` that beam search does not honour.
+
+    Raises:
+        ValueError: naming the field and its value.
+    """
+    _refuse_unless(_NEUTRAL, params, "is not supported together with beam_width")
+    if beam.semantics == "vllm":
+        _refuse_unless(_NEUTRAL_AS_VLLM, params, 'is not supported under semantics="vllm", whose beams ignore it')
+    if params.seed is not None and not beam.sample_first:
+        raise ValueError(f"seed={params.seed} has nothing to decide in a beam search; leave it out or set sample_first")
+    if params.temperature == 0 and beam.sample_first:
+        raise ValueError(f"temperature=0.0 leaves sample_first={beam.sample_first} nothing to draw; raise it")
+    if params.logprobs == -1:
+        raise ValueError("logprobs=-1 is not supported together with beam_width; ask for a number of tokens")
+
+
+# Fields that beam search does not honour (yet), with the values that ask nothing of it.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "prompt_logprobs": (None,),
+    "prompt_logprob_token_ids": (None,),
+    "prompt_logprob_start": (None,),
+    "logprob_token_ids": (None,),
+    "structured_outputs": (None,),
+    "thinking_token_budget": (None,),
+    "repetition_detection": (None,),
+    "trace_decode_token_ids": (None,),
+}
+# Those that semantics="vllm" does not honour, because vLLM's beams do not.
+_NEUTRAL_AS_VLLM: dict[str, tuple[Any, ...]] = {
+    "temperature": (1.0, 0.0),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+}
+
+
+def _refuse_unless(neutral: Mapping[str, tuple[Any, ...]], params: SamplingParams, why: str) -> None:
+    for name, values in neutral.items():
+        value = getattr(params, name)
+        if not any(value is nothing or (nothing is not None and value == nothing) for nothing in values):
+            cure = " or ".join(map(repr, values))
+            raise ValueError(f"{name}={reprlib.repr(value)} {why}; leave it at {cure}")
