@@ -14,6 +14,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from tests.conftest import BLOCK_SIZE, TRAINED_TARGET, Engine, Engines
+from tests.engine.test_parity import Case, trained_prompts
 from tests.engine.test_scheduling import BYTES_PER_BLOCK, prompt_of
 from tests.reference import NEAR_TIE, SCORE_TOLERANCE, transformers_greedy
 from vllm_trie import beam_params
@@ -60,6 +61,23 @@ def count_ties(outputs: list[Any], expected: list[Any]) -> int:
     return ties
 
 
+class Clumsy:
+    """Preempts everything as soon as any search has taken a step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.num_preempted = self.num_steps = 0
+        self._seen: dict[str, int] = {}
+
+    def preempt_whenever_a_search_is_further(self) -> None:
+        self.num_steps += 1
+        lengths = {group_id: group.length for group_id, group in self.engine.scheduler.groups.items()}
+        if any(length > self._seen.get(group_id, 0) for group_id, length in lengths.items()):
+            preempt_all(self.engine)
+            self._seen.update(lengths)
+            self.num_preempted += 1
+
+
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("kind", ["trained", "gqa", "gemma2"])
 def test_a_group_preempted_at_every_step_goes_on_where_it_was(
@@ -75,22 +93,54 @@ def test_a_group_preempted_at_every_step_goes_on_where_it_was(
     jobs.append((prompt_of(50), SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)))
     undisturbed = run(engine, [(prompt, params.clone()) for prompt, params in jobs], lambda: None)
 
-    seen: dict[str, int] = {}
-    num_preempted = num_steps = 0
-
-    def preempt_whenever_a_search_is_further() -> None:
-        nonlocal num_preempted, num_steps
-        num_steps += 1
-        lengths = {group_id: group.length for group_id, group in engine.scheduler.groups.items()}
-        if any(length > seen.get(group_id, 0) for group_id, length in lengths.items()):
-            preempt_all(engine)
-            seen.update(lengths)
-            num_preempted += 1
-
-    disturbed = run(engine, jobs, preempt_whenever_a_search_is_further)
-    assert num_preempted >= max_tokens - 1
-    assert num_steps < 12 * max_tokens, "preempted groups hardly get on"
+    clumsy = Clumsy(engine)
+    disturbed = run(engine, jobs, clumsy.preempt_whenever_a_search_is_further)
+    assert clumsy.num_preempted >= max_tokens - 1
+    assert clumsy.num_steps < 12 * max_tokens, "preempted groups hardly get on"
     assert count_ties(disturbed, undisturbed) <= MOST_TIES * sum(params.n for _, params in jobs)
+
+
+def test_whatever_was_asked_of_hypotheses_holds_when_they_go_on(engines: Engines) -> None:
+    engine = engines(TRAINED_TARGET)
+    asked: list[dict[str, Any]] = [
+        {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2, "logprobs": 3},
+        {"bad_words": ["self", " return"], "stop": ["\n\n", "):"], "min_tokens": 6},
+        {"logit_bias": {30: 2.0}, "stop_token_ids": [13, 15], "early_stopping": "never"},
+        {"temperature": 1.7, "top_k": 12, "top_p": 0.8},
+        {"prune_relative": 0.05, "max_candidates_per_parent": 2, "length_penalty": 0.3},
+        {"sample_first": 9, "seed": 5, "temperature": 0.9},
+        {"semantics": "vllm", "length_penalty": 2.0},
+        {"semantics": "tridecode"},
+    ]
+    prompts = trained_prompts([Case(5, 1.0, False, True, 40)] * len(asked))
+    params = [beam_params(5, n=5, max_tokens=30, **options) for options in asked]
+    jobs = list(zip(prompts, params, strict=True))
+    undisturbed = run(engine, [(prompt, params.clone()) for prompt, params in jobs], lambda: None)
+    clumsy = Clumsy(engine)
+    assert count_ties(run(engine, jobs, clumsy.preempt_whenever_a_search_is_further), undisturbed) == 0
+    assert clumsy.num_preempted >= 29
+
+
+def test_an_abort_between_execution_and_results_leaves_nothing(
+    engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines(random_model("gqa"))
+    jobs = [(prompt_of(40), beam_params(4, n=4, max_tokens=30, ignore_eos=True))]
+    expected = run(engine, [(prompt, params.clone()) for prompt, params in jobs], lambda: None)
+    core, scheduler = engine.llm.llm_engine, type(engine.scheduler)
+    update, updates = scheduler.update_from_output, 0
+
+    def aborting(self: Any, *args: Any) -> Any:
+        nonlocal updates
+        updates += 1
+        if updates == 8:
+            core.abort_request(["gone"])
+        return update(self, *args)
+
+    monkeypatch.setattr(scheduler, "update_from_output", aborting)
+    core.add_request("gone", {"prompt_token_ids": prompt_of(50)}, beam_params(6, max_tokens=40, output_kind=FINAL))
+    assert count_ties(run(engine, jobs, lambda: None), expected) == 0
+    assert updates > 8
 
 
 def test_a_resumed_group_computes_what_its_rows_have_in_common_once(
