@@ -142,13 +142,15 @@ def test_logprobs_come_for_every_token(server: Server) -> None:
 
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
-def test_served_defaults_for_sampling_have_no_say(kind: type) -> None:
+def test_what_the_request_says_of_sampling_counts_and_served_defaults_do_not(kind: type) -> None:
     serve_beams()
     asked = {"prompt": "x"} if kind is CompletionRequest else {"messages": []}
     served = {"temperature": 0.3, "top_p": 0.5, "repetition_penalty": 1.5, "stop_token_ids": [7]}
     with_beams = kind(**asked, **beams(4)).to_sampling_params(8, served)
     assert (with_beams.temperature, with_beams.top_p, with_beams.repetition_penalty) == (1.0, 1.0, 1.0)
     assert with_beams.stop_token_ids == [7]
+    own = kind(**asked, temperature=0.7, top_k=9, seed=3, **beams(4, sample_first=2)).to_sampling_params(8, served)
+    assert (own.temperature, own.top_k, own.seed, own.top_p) == (0.7, 9, 3, 1.0)
     without = kind(**asked).to_sampling_params(8, served)
     assert (without.temperature, without.top_p, without.repetition_penalty) == (0.3, 0.5, 1.5)
 

@@ -69,7 +69,7 @@ class _Selection:
         self.rules = rules
         self.scores = scores  # [G, r]
         self.count = num_candidates(rules.width, len(rules.stop_token_ids))
-        self.num_ranked = self.count  # of a group's candidates, and so at most of one row's
+        self.num_ranked = self.count  # of a group's candidates, and so at most of one row's; if drawn: of one row's
         self.logprobs: torch.Tensor  # [G, r, V], before any filter or pruning
         self.ranking: Ranking | None = None
 
@@ -116,8 +116,8 @@ class _Selection:
 
     def _sample(self, allowed: torch.Tensor) -> Step:
         """One token for each beam, drawn from what its row may take: [G, r, V]."""
-        draws = [self.rows.steps[group_id].draw for group_id in self.group_ids]
-        chances = np.stack([uniforms(*draw, self.rules.width) for draw in draws if draw is not None])
+        keys = [self.rows.steps[group_id].draw for group_id in self.group_ids]
+        chances = np.stack([uniforms(*key, self.rules.width) for key in keys if key is not None])
         num_groups, num_rows, _ = allowed.shape
         drawn = draw(allowed, torch.from_numpy(chances.reshape(num_groups, num_rows, -1)).to(allowed.device))
         own = allowed.gather(-1, drawn)
