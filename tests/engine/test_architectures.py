@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import BeamSearchParams
 
 from tests import models
-from tests.conftest import BLOCK_SIZE, Engines
+from tests.conftest import BLOCK_SIZE, TRAINED_TARGET, Engines
 from tests.engine.test_scheduling import prompt_of
 from tests.reference import agree, engine_answers, transformers_beams, transformers_greedy
 from vllm_trie import beam_params
+from vllm_trie.entrypoints.beam_search import beam_search
 
 MAX_TOKENS = 70  # crosses two block boundaries, and leaves the first block's window
 LENGTHS = (5, BLOCK_SIZE - 1, models.WINDOW + 50)
@@ -92,3 +94,16 @@ def test_beams_under_an_adapter_are_those_of_the_merged_model(
         prompts[:1], SamplingParams(temperature=0, max_tokens=9), lora_request=adapter, use_tqdm=False
     )
     assert [*greedy.outputs[0].token_ids] == transformers_greedy(merged, prompt, 9), "adapters are mixed up"
+
+
+def test_llm_beam_search_takes_adapters_as_vllms_own(engines: Engines, tmp_path: Path) -> None:
+    models.make_adapter(TRAINED_TARGET, tmp_path / "adapter", tmp_path / "merged", seed=3)
+    adapter = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+    llm = engines(TRAINED_TARGET, enable_lora=True, max_lora_rank=8).llm
+    prompts, params = [{"prompt": text} for text in ("def f(", "import ")], BeamSearchParams(4, max_tokens=12)
+    ours, theirs = llm.beam_search(prompts, params, adapter), beam_search.original(llm, prompts, params, adapter)
+    bare = llm.beam_search(prompts, params)
+    for our, their, other in zip(ours, theirs, bare, strict=True):
+        assert [sequence.tokens for sequence in our.sequences] == [sequence.tokens for sequence in their.sequences]
+        assert [sequence.tokens for sequence in our.sequences] != [sequence.tokens for sequence in other.sequences]
+        assert {sequence.lora_request for sequence in our.sequences} == {adapter}

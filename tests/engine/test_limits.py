@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.stdlib_pair.corpus import held_out_text
 from tests.conftest import TRAINED_TARGET, Engine, Engines
+from tests.loop import loop_beams
 from tests.reference import agree, engine_answers, transformers_beams
 from vllm_trie import beam_params
 
@@ -116,3 +118,23 @@ def test_cumulative_logprob_is_the_sum_of_the_logprobs_of_the_tokens(engine: Eng
         per_token = [position[token].logprob for position, token in zip(d.logprobs, d.token_ids, strict=True)]
         assert sum(per_token) == pytest.approx(d.cumulative_logprob, abs=1e-6)
         assert all(logprob <= 1e-6 for logprob in per_token)
+
+
+def test_stop_strings_end_some_hypotheses_and_max_model_len_the_others(engines: Engines) -> None:
+    engine, room = engines(TRAINED_TARGET), 14
+    tokenizer = engine.llm.get_tokenizer()
+    text = held_out_text()
+    reasons = set()
+    for start in (1_000, 20_000, 40_000):
+        prompt = tokenizer(text[start : start + 6_000])["input_ids"][: 512 - room]
+        params = beam_params(WIDTH, n=WIDTH, max_tokens=200, ignore_eos=True, stop=["(", "\n"])
+        (output,) = engine.generate([prompt], params)
+        theirs = loop_beams(
+            TRAINED_TARGET, prompt, WIDTH, WIDTH, room, ignore_eos=True, stop=["(", "\n"], decode=tokenizer.decode
+        )
+        assert [[*o.token_ids] for o in output.outputs] == [found.token_ids for found in theirs]
+        assert [o.stop_reason for o in output.outputs] == [found.stopped_by for found in theirs]
+        assert all(o.finish_reason == "length" for o in output.outputs if o.stop_reason is None)
+        reasons.update(o.stop_reason for o in output.outputs)
+    assert None in reasons
+    assert len(reasons) > 1, "nothing stopped; choose other strings"

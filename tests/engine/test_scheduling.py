@@ -194,6 +194,23 @@ def test_an_aborted_group_leaves_nothing_and_disturbs_nobody(engines: Engines, m
     assert not engine.runner.requests
 
 
+def test_hypotheses_that_nobody_waits_for_any_more_are_not_sent(engines: Engines, model: Path) -> None:
+    engine = engines(model)
+    core, prompt = engine.llm.llm_engine, prompt_of(40)
+    core.add_request("g", {"prompt_token_ids": prompt}, beam_params(4, n=3, max_tokens=20, ignore_eos=True))
+    for _ in range(5):
+        core.step()
+    first, second, third = sorted(engine.scheduler.mailbox._addresses)
+    engine.scheduler.finish_requests([first, second], RequestStatus.FINISHED_ABORTED)
+    sent = []
+    while engine.scheduler.has_requests():
+        outputs, _ = engine.core.step()
+        sent += [output for of_client in outputs.values() for output in of_client.outputs]
+    theirs = transformers_beams(model, prompt, 4, 3, 20, eos_token_id=None)
+    assert [(output.request_id, output.new_token_ids) for output in sent] == [(third, theirs[2].token_ids)]
+    core.abort_request(["g"])
+
+
 def test_sharing_saves_blocks_and_reclaiming_each_step_holds_the_least(engines: Engines, model: Path) -> None:
     engine = engines(model)
     manager, width, length, max_tokens = engine.scheduler.kv_cache_manager, 8, 5 * BLOCK_SIZE, 2 * BLOCK_SIZE

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from vllm import SamplingParams
 
 from tests.conftest import TRAINED_TARGET, Engine, Engines
 from vllm_trie import beam_params
+from vllm_trie.entrypoints.requests import _checking, process_inputs
 
 PROMPT = "def main():"
 
@@ -63,3 +66,19 @@ def test_the_callers_params_are_left_as_they_were(engine: Engine) -> None:
     before = repr(params)
     engine.llm.generate([PROMPT] * 2, params, use_tqdm=False)
     assert repr(params) == before
+
+
+def test_multimodal_prompts_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one arrives from a multimodal model's processor; no such model can have been loaded here."""
+    stock = process_inputs.original
+
+    def with_an_image(*args: Any, **kwargs: Any) -> Any:
+        request = stock(*args, **kwargs)
+        request.mm_features = [object()]
+        return request
+
+    processor = engine.llm.llm_engine.input_processor
+    checking = _checking(with_an_image)
+    with pytest.raises(ValueError, match="beam_width does not work on multimodal prompts; send text alone"):
+        checking(processor, "0", {"type": "token", "prompt_token_ids": [5]}, beam_params(2), ("generate",))
+    engine.check_nothing_is_left()
