@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks import blocks, host_time, serve, speed
+from benchmarks import blocks, controls, host_time, serve, speed
 from benchmarks.common import make_engine, save, settings, show
 
 
@@ -35,6 +35,13 @@ BENCHES = {
     ),
     "client": Bench(
         "Time against LLM.beam_search", speed.CLIENT_COLUMNS, False, speed.against_client_beams, settings()
+    ),
+    "controls": Bench(
+        f"Cost of controls, {controls.PROMPTS} prompts x {controls.WIDTH} beams x {controls.TOKENS} tokens",
+        controls.COLUMNS,
+        False,
+        controls.against_plain_beams,
+        settings(),
     ),
     "transformers": Bench(
         "Time against transformers generate(num_beams=8)",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from secrets import randbits
 from typing import Any
 
 from vllm.logger import init_logger
@@ -16,17 +15,16 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.config import TrieBeamConfig
-from vllm_trie.controls import is_controlled, stop_tokens, warping
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.outputs import Mailbox, hypothesis_output, no_hypothesis_output
+from vllm_trie.engine.rules import new_group
 from vllm_trie.engine.stats import BeamTally, attach_stats, statistics_among
-from vllm_trie.messages import GroupStep, SelectRules, attach_group_steps, group_results
+from vllm_trie.messages import GroupStep, attach_group_steps, group_results
 from vllm_trie.params import TICKET, BeamParams, GroupTicket
 from vllm_trie.patching import Patch
 from vllm_trie.plugin import has_logits_processors
 from vllm_trie.search.step import Step
-from vllm_trie.search.stopping import StopRules
 
 logger = init_logger("vllm.trie_beam.scheduler")
 
@@ -79,8 +77,6 @@ class BeamScheduler(Scheduler):
                 self._open_group(request, params, ticket)
 
     def _open_group(self, request: Request, params: BeamParams, ticket: GroupTicket) -> None:
-        sampling_params = request.sampling_params
-        assert sampling_params is not None
         width = params.beam_width
         needed = self.kv_cache_manager.blocks_to_start(request.num_prompt_tokens, width)
         usable = self.kv_cache_manager.num_usable_blocks
@@ -92,35 +88,10 @@ class BeamScheduler(Scheduler):
                 f"{usable} KV blocks to start",
             )
             return
-        rules = StopRules(
-            stop_tokens(sampling_params),
-            ticket.eos_token_id,
-            tuple(sampling_params.stop or ()),
-            sampling_params.min_tokens,
-            min(request.max_tokens, self.max_model_len - request.num_prompt_tokens),
-        )
-        select_rules = SelectRules(
-            width,
-            params.semantics,
-            rules.stop_token_ids,
-            rules.stop_strings,
-            sampling_params.skip_special_tokens,
-            sampling_params.logprobs,
-            is_controlled(sampling_params) or (self._has_logits_processors and not ticket.is_offline),
-            warping(sampling_params),
-            params.pruning,
-        )
         # The prompt is hashed already; what vLLM appends is no row's history.
         self._hash_blocks, request._block_hasher = request._block_hasher, None
-        self.groups[request.request_id] = group = BeamGroup(
-            request.request_id,
-            params,
-            rules,
-            request.num_prompt_tokens,
-            select_rules,
-            ticket.is_offline,
-            randbits(64) if sampling_params.seed is None else sampling_params.seed,
-        )
+        group = new_group(request, params, ticket, self.max_model_len, self._has_logits_processors)
+        self.groups[request.request_id] = group
         self.kv_cache_manager.open_group(request.request_id, request.num_prompt_tokens, group.paths_to_widen())
         super().add_request(request)
 

@@ -1,0 +1,50 @@
+"""From a request to its search: what ends its hypotheses, and how the worker selects."""
+
+from __future__ import annotations
+
+from secrets import randbits
+
+from vllm.v1.request import Request
+
+from vllm_trie.controls import is_controlled, stop_tokens, warping
+from vllm_trie.engine.group import BeamGroup
+from vllm_trie.messages import SelectRules
+from vllm_trie.params import BeamParams, GroupTicket
+from vllm_trie.search.stopping import StopRules
+
+
+def new_group(
+    request: Request, beam: BeamParams, ticket: GroupTicket, max_model_len: int, has_logits_processors: bool
+) -> BeamGroup:
+    """The search that a request asks for.
+
+    Args:
+        request: The request that stands for the group.
+        beam: Its beam options.
+        max_model_len: Tokens of the longest hypothesis, its prompt included.
+        has_logits_processors: Custom processors act on the logits of the engine's requests.
+    """
+    params = request.sampling_params
+    assert params is not None
+    stop_rules = StopRules(
+        stop_tokens(params),
+        ticket.eos_token_id,
+        tuple(params.stop or ()),
+        params.min_tokens,
+        min(request.max_tokens, max_model_len - request.num_prompt_tokens),
+    )
+    select_rules = SelectRules(
+        beam.beam_width,
+        beam.semantics,
+        stop_rules.stop_token_ids,
+        stop_rules.stop_strings,
+        params.skip_special_tokens,
+        params.logprobs,
+        is_controlled(params) or (has_logits_processors and not ticket.is_offline),
+        warping(params),
+        beam.pruning,
+    )
+    seed = randbits(64) if params.seed is None else params.seed
+    return BeamGroup(
+        request.request_id, beam, stop_rules, request.num_prompt_tokens, select_rules, ticket.is_offline, seed
+    )
