@@ -209,9 +209,10 @@ def test_a_pool_too_small_for_all_preempts_some_and_changes_no_answer(
         assert [*output.outputs[0].token_ids] == transformers_greedy(model, prompt, 60)
 
 
-def test_pausing_holds_groups_where_they_are(engines: Engines, random_model: Callable[[str], Path]) -> None:
-    from vllm.v1.core.sched.interface import PauseState
-
+@pytest.mark.parametrize("clear_cache", [False, True])
+def test_a_pause_holds_groups_where_they_are(
+    engines: Engines, random_model: Callable[[str], Path], clear_cache: bool
+) -> None:
     engine = engines(random_model("gqa"))
     jobs = [(prompt_of(40), beam_params(5, n=5, max_tokens=30, ignore_eos=True))]
     expected = run(engine, [(prompt, params.clone()) for prompt, params in jobs], lambda: None)
@@ -223,13 +224,18 @@ def test_pausing_holds_groups_where_they_are(engines: Engines, random_model: Cal
         if steps == 10:
             (group,) = engine.scheduler.groups.values()
             length = group.length
-            engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            if clear_cache:  # preempts what runs
+                engine.core.pause_scheduler("keep", clear_cache=True)
+                assert engine.scheduler.kv_cache_manager.num_used_blocks == 0
+            else:
+                engine.core.sleep(0, "keep")
             for _ in range(3):
                 engine.core.step()
             assert group.length == length
-            engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+            engine.core.resume_scheduler()
 
     assert count_ties(run(engine, jobs, pause), expected) == 0
+    assert steps >= 30
 
 
 Replay = Callable[[Callable[[Engine], None]], None]
