@@ -196,6 +196,12 @@ TOUCHED = (
         _GROUPS,
     ),
     Touched(
+        "vllm.v1.worker.gpu_input_batch:InputBatch.remove_request",
+        "relied upon by vllm_trie.worker.rows",
+        "lets the first row come back with what widening gave it",
+        _GROUPS,
+    ),
+    Touched(
         "vllm.v1.worker.gpu_input_batch:InputBatch.condense",
         "relied upon by vllm_trie.worker.rows",
         "moves rows with all that BeamRows writes into them",
@@ -206,6 +212,30 @@ TOUCHED = (
     ),
     Touched(
         "vllm.v1.core.block_pool:BlockPool.free_blocks", "relied upon by BeamKVCacheManager", "takes them back", _GROUPS
+    ),
+    Touched(
+        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.pop_blocks_for_free",
+        "relied upon by BeamKVCacheManager",
+        "leaves a prompt's blocks to the tries",
+        _GROUPS,
+    ),
+    Touched(
+        "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.get_num_skipped_tokens",
+        "relied upon by BeamKVCacheManager",
+        "says what left the window",
+        _GROUPS,
+    ),
+    Touched(
+        "vllm.v1.core.kv_cache_utils:get_request_block_hasher",
+        "relied upon by vllm_trie.engine.scheduler.BeamScheduler",
+        "hashes what all rows of a preempted group have in common",
+        _GROUPS,
+    ),
+    Touched(
+        "vllm.v1.request:Request.append_output_token_ids",
+        "relied upon by vllm_trie.engine.scheduler.BeamScheduler",
+        "keeps the lists of tokens that preemption rewrites",
+        _GROUPS,
     ),
     Touched(
         "vllm.v1.engine.parallel_sampling:ParentRequest.get_child_info",
