@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -11,7 +12,7 @@ from vllm_trie.controls import refuse_unsupported, stop_tokens
 from vllm_trie.search.pruning import Pruning
 from vllm_trie.search.step import num_candidates
 from vllm_trie.search.stopping import EarlyStopping
-from vllm_trie.trie.blocks import blocks_to_start
+from vllm_trie.trie.blocks import least_blocks_to_start
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -77,7 +78,7 @@ class BeamParams:
             if ratio is not None and not (_is_number(ratio) and 0 < ratio <= 1):
                 raise ValueError(f"{name}={ratio!r} is not a ratio of probabilities; pass a number in (0, 1]")
         trail = self.prune_absolute
-        if trail is not None and not (_is_number(trail) and trail >= 0):
+        if trail is not None and not (_is_number(trail) and 0 <= trail < math.inf):
             raise ValueError(f"prune_absolute={trail!r} is not a difference of log-probabilities; pass a number >= 0")
         most = self.max_candidates_per_parent
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
@@ -250,6 +251,8 @@ def validate(params: SamplingParams, beam: BeamParams, prompt_len: int, limits: 
         raise ValueError(
             f"beam_width={width} exceeds max_beam_width={limits.max_beam_width}, which this engine was started with"
         )
+    if params.max_tokens is not None and beam.sample_first > params.max_tokens:
+        raise ValueError(f"sample_first={beam.sample_first} exceeds max_tokens={params.max_tokens}; lower it")
     needed = num_candidates(width, len(stop_tokens(params)))
     if needed > limits.vocab_size:
         widest = limits.vocab_size // num_candidates(1, len(stop_tokens(params)))
@@ -258,7 +261,7 @@ def validate(params: SamplingParams, beam: BeamParams, prompt_len: int, limits: 
             f"use beam_width <= {widest}"
         )
     if limits.num_blocks is not None:
-        blocks = blocks_to_start(0 if limits.has_window else prompt_len, width, limits.block_size)
+        blocks = least_blocks_to_start(0 if limits.has_window else prompt_len, width, limits.block_size)
         if blocks > limits.num_blocks:
             raise ValueError(
                 f"beam_width={width} with a prompt of {prompt_len} tokens needs at least {blocks} KV blocks, the "

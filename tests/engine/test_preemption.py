@@ -285,3 +285,75 @@ def test_a_poisoned_block_would_be_seen(replayed: Replay) -> None:
 
     with pytest.raises(AssertionError, match="a block is poisoned"):
         replayed(poison)
+
+
+def test_rows_that_compute_their_histories_stay_within_the_budget(
+    engines: Engines, random_model: Callable[[str], Path]
+) -> None:
+    """However little room others leave them meanwhile; the scheduler checks its budget after every step."""
+    limits = {"max_num_batched_tokens": 64, "max_num_seqs": 64, "long_prefill_token_threshold": 4}
+    engine = engines(random_model("gqa"), **limits)
+    first = (prompt_of(20), beam_params(4, n=4, max_tokens=40, ignore_eos=True))
+    wide = (prompt_of(6, 1), beam_params(50, n=50, max_tokens=20, ignore_eos=True))
+    plain = [(prompt_of(8, seed), SamplingParams(temperature=0, max_tokens=30)) for seed in range(10)]
+    jobs = [first, wide, *plain]
+    expected = run(engines(random_model("gqa")), [(prompt, params.clone()) for prompt, params in jobs], lambda: None)
+    engine = engines(random_model("gqa"), **limits)
+    clumsy = Clumsy(engine)
+    disturbed = run(engine, jobs, clumsy.preempt_whenever_a_search_is_further)
+    assert count_ties(disturbed, expected) <= MOST_TIES * 64
+    assert clumsy.num_preempted >= 39
+
+
+def test_histories_are_computed_beside_long_prompts(
+    engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines(random_model("gqa"), max_num_batched_tokens=128, long_prefill_token_threshold=48)
+    longs = [(prompt_of(450, seed), SamplingParams(temperature=0, max_tokens=2)) for seed in (1, 2)]
+    jobs = [*longs, (prompt_of(20), beam_params(8, n=8, max_tokens=60, ignore_eos=True))]
+    steps = 0
+
+    def preempt_the_group_once() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 25:
+            assert len(engine.scheduler.running) == 1
+            engine.scheduler._preempt_request(engine.scheduler.running.pop(), time.monotonic())
+
+    outputs = run(engine, jobs[::-1], preempt_the_group_once)
+    assert len(outputs[0].outputs) == 8
+    assert steps < 80
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_blocks", "budget"), [("mistral", 11, 128), ("mistral", 18, 512), ("gemma2", 37, 512)]
+)
+def test_a_group_that_its_windows_leave_no_room_to_start_ends_with_an_error(
+    engines: Engines, random_model: Callable[[str], Path], kind: str, num_blocks: int, budget: int
+) -> None:
+    limits = {"max_model_len": 448, "max_num_batched_tokens": budget}
+    engine = engines(random_model(kind), kv_cache_memory_bytes=num_blocks * BYTES_PER_BLOCK, **limits)
+    jobs = [(prompt_of(400), beam_params(8, n=2, max_tokens=40)), (prompt_of(10), SamplingParams(max_tokens=3))]
+    failed, fine = run(engine, jobs, lambda: None)
+    assert {o.finish_reason for o in failed.outputs} == {"error"}
+    assert "KV blocks" in failed.outputs[0].stop_reason
+    assert fine.outputs[0].token_ids
+
+
+def test_a_group_whose_histories_reach_behind_the_window_searches_anew(
+    engines: Engines, random_model: Callable[[str], Path]
+) -> None:
+    engine = engines(random_model("mistral"), kv_cache_memory_bytes=30 * BYTES_PER_BLOCK)
+    params = beam_params(6, n=6, max_tokens=160, sample_first=120, seed=4, ignore_eos=True)
+    jobs = [(prompt_of(40), params)]
+    expected = run(engine, [(prompt, one.clone()) for prompt, one in jobs], lambda: None)
+    steps = 0
+
+    def preempt_once() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 110:
+            preempt_all(engine)
+
+    assert count_ties(run(engine, jobs, preempt_once), expected) == 0
+    assert steps >= 110 + 160

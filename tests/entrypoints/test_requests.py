@@ -29,6 +29,8 @@ def extra(**extra_args: object) -> SamplingParams:
         (extra(beam_width=0), "beam_width=0 is not a whole number"),
         (extra(beam_width="8"), "beam_width='8' is not a whole number"),
         (extra(beam_width=10**6), "beam_width=1000000 exceeds max_num_seqs=64; lower it, or raise"),
+        (extra(beam_width=2, sample_first=5), "sample_first=5 exceeds max_tokens=4; lower it"),
+        (extra(beam_width=2, prune_absolute=float("inf")), "prune_absolute=inf is not a difference"),
         (extra(beam_widht=4), "did you mean beam_width"),
         (SamplingParams(n=3, extra_args={"beam_width": 2}), "n=3 exceeds beam_width=2"),
         (SamplingParams(seed=5, extra_args={"beam_width": 2}), "seed=5 has nothing to decide in a beam search"),

@@ -53,15 +53,19 @@ class BeamGroup:
         self._select_rules = select_rules
         self._is_offline = is_offline
         self._seed = seed
-        self.length = 0  # tokens every running beam has generated
-        self.hypotheses = HypothesisTrie()
-        self.pool = self._new_pool()
-        self.was_preempted = False  # since there have been rows
-        self.num_settled = 0  # generated tokens that one row computes before the group widens (again)
+        self.restart()
 
     @property
     def width(self) -> int:
         return self.params.beam_width
+
+    def restart(self) -> None:
+        """Forget the search; it will find the same again from the prompt."""
+        self.length = 0  # tokens every running beam has generated
+        self.hypotheses = HypothesisTrie()
+        self.pool = self._new_pool()
+        self.was_preempted = False  # since there have been rows
+        self.num_settled = 0  # generated tokens that all rows have in common: one computes them before widening again
 
     def preempt(self) -> None:
         """The rows' KV is lost, the search is not: it goes on from the tokens that all of them have in common."""

@@ -1,11 +1,13 @@
 """KV blocks of beam groups, next to vLLM's own requests in one pool.
 
-Until its prompt is prefilled a group is an ordinary request of vLLM's KV cache manager. Then its
-block tries, one per KV cache group of the model, take its blocks over.
+Until its prefix is computed, its prompt and what its beams have in common, a group is an ordinary
+request of vLLM's KV cache manager. Then its block tries, one per KV cache group of the model, take its
+blocks over.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +49,6 @@ class BeamKVCacheManager(KVCacheManager):
         self._groups: dict[str, _GroupBlocks] = {}
         self.num_group_blocks = 0  # that tries hold, their garbage included
         self.peak_group_blocks = 0
-        self.shortage = (0, 0)  # blocks needed and blocks free when the last group could not grow
 
     @property
     def num_usable_blocks(self) -> int:
@@ -64,28 +65,32 @@ class BeamKVCacheManager(KVCacheManager):
         """Blocks that rows of decoding groups lead to; what else groups hold waits to be reclaimed."""
         return sum(trie.num_live_blocks for group in self._groups.values() for trie in group.tries)
 
-    def blocks_to_start(self, num_prompt_tokens: int, width: int) -> int:
-        """The fewest blocks with which a group of `width` rows can take its first step beyond its prompt."""
-        return self._blocks_to_resume(num_prompt_tokens, [[row] for row in range(width)])
-
-    def _blocks_to_resume(self, prefix_length: int, paths: list[list[int]]) -> int:
-        prefix = sum(-(-prefix_length // m.block_size) - _skipped(m, prefix_length) for m in self._managers)
-        return prefix + self._blocks_to_widen(prefix_length, paths)
-
-    def _blocks_to_widen(self, prefix_length: int, paths: list[list[int]]) -> int:
-        return sum(blocks_to_widen(prefix_length, paths, manager.block_size) for manager in self._managers)
-
-    def open_group(self, request_id: str, prefix_length: int, paths: list[list[int]]) -> int:
-        """Announce that this request will widen once `prefix_length` tokens are computed.
+    def announce(self, request_id: str, prefix_length: int, paths: list[list[int]]) -> int:
+        """A group will widen once `prefix_length` tokens are computed, now or after a preemption.
 
         Args:
             paths: What its rows compute then, see `BlockTrie.widen`.
 
         Returns:
-            The fewest blocks with which it can do so.
+            How many blocks it needs to get that far.
         """
         self._groups[request_id] = _GroupBlocks(prefix_length, paths)
-        return self._blocks_to_resume(prefix_length, paths)
+        prefix = 0
+        for manager in self._managers:
+            blocks = -(-prefix_length // manager.block_size)
+            most = manager.max_admission_blocks_per_request  # of a window and the chunk that is computed
+            prefix += blocks if most is None else min(blocks, most)
+        return prefix + self._blocks_to_widen(self._groups[request_id])
+
+    def can_resume(self, prefix_length: int, num_tokens: int) -> bool:
+        """Whether rows of `num_tokens` tokens still hold all that comes after their common prefix.
+
+        If not, they would need more blocks to compute it again than they had: what left the window.
+        """
+        return all(_skipped(m, num_tokens) <= prefix_length // m.block_size for m in self._managers)
+
+    def _blocks_to_widen(self, group: _GroupBlocks) -> int:
+        return sum(blocks_to_widen(group.prefix_length, group.paths, manager.block_size) for manager in self._managers)
 
     def close_group(self, request_id: str) -> None:
         """Forget a group whose blocks are freed."""
@@ -110,12 +115,13 @@ class BeamKVCacheManager(KVCacheManager):
     def allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
         group = self._groups.get(request.request_id)
         if group is not None and request.num_computed_tokens >= group.prefix_length:
-            return self._allocate_rows(request, num_new_tokens, group)
+            has_room = self._grow(request, num_new_tokens, group) if group.tries else self._widen(request, group)
+            return self.empty_kv_cache_blocks if has_room else None
         if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             about_to_widen = [g for g in self._groups.values() if g.is_prefilling]
             if group is not None:
                 about_to_widen.append(group)
-            reserved = sum(self._blocks_to_widen(g.prefix_length, g.paths) for g in about_to_widen)
+            reserved = sum(map(self._blocks_to_widen, about_to_widen))
             kwargs["reserved_blocks"] = kwargs.get("reserved_blocks", 0) + reserved
         blocks = super().allocate_slots(request, num_new_tokens, *args, **kwargs)
         if blocks is None and self._reclaim_all():
@@ -177,55 +183,61 @@ class BeamKVCacheManager(KVCacheManager):
     def _managers(self) -> tuple[SingleTypeKVCacheManager, ...]:
         return self.coordinator.single_type_managers
 
-    def _allocate_rows(self, request: Request, num_new_tokens: int, group: _GroupBlocks) -> KVCacheBlocks | None:
-        """Room for the next tokens of every row; the first time, widen the one row to all."""
-        widening = not group.tries
+    def _widen(self, request: Request, group: _GroupBlocks) -> bool:
+        """Let the one row become all rows, with room for what they compute. Returns False if blocks are short."""
         num_tokens = request.num_computed_tokens
-        if widening:
-            needs = [blocks_to_widen(num_tokens, group.paths, manager.block_size) for manager in self._managers]
-        else:
-            for trie, manager in zip(group.tries, self._managers, strict=True):
-                trie.skip(_skipped(manager, num_tokens))
-            group.update = update = RowUpdate()
-            if num_tokens + num_new_tokens <= group.tries[0].num_tokens:  # it was preempted, and computes its histories
-                return self.empty_kv_cache_blocks
-            needs = [trie.blocks_to_grow() for trie in group.tries]
+        self.coordinator.remove_skipped_blocks(request.request_id, num_tokens)
+        new_blocks = self._new_blocks(blocks_to_widen(num_tokens, group.paths, m.block_size) for m in self._managers)
+        if new_blocks is None:
+            return False
+        for manager, blocks in zip(self._managers, new_blocks, strict=True):
+            held = manager.req_to_blocks[request.request_id]
+            num_skipped = next((i for i, block in enumerate(held) if not block.is_null), len(held))
+            trie = BlockTrie(manager.block_size, [block.block_id for block in held], num_tokens, num_skipped)
+            self._count(trie.num_live_blocks)
+            group.copies += trie.widen(group.paths, blocks)
+            group.tries.append(trie)
+        self.coordinator.pop_blocks_for_free(request.request_id)
+        group.is_prefilling = False
+        null = self.block_pool.null_block.block_id
+        rows = [
+            tuple([null] * trie.num_skipped + trie.row_blocks(row) for trie in group.tries)
+            for row in range(len(group.paths))
+        ]
+        group.update = RowUpdate(rows=rows)
+        return True
+
+    def _grow(self, request: Request, num_new_tokens: int, group: _GroupBlocks) -> bool:
+        """Make room for the next tokens of every row. Returns False if blocks are short."""
+        num_tokens = request.num_computed_tokens
+        for trie, manager in zip(group.tries, self._managers, strict=True):
+            trie.skip(_skipped(manager, num_tokens))
+        group.update = update = RowUpdate()
+        if num_tokens + num_new_tokens <= group.tries[0].num_tokens:
+            return True  # after a preemption rows compute what there was room for from the start
+        new_blocks = self._new_blocks(trie.blocks_to_grow() for trie in group.tries)
+        if new_blocks is None:
+            return False
+        for trie, blocks in zip(group.tries, new_blocks, strict=True):
+            trie.grow(blocks)
+        if any(new_blocks):
+            by_row = [[blocks[row : row + 1] for blocks in new_blocks] for row in range(len(group.paths))]
+            update.new_blocks = [tuple(row) for row in by_row]
+        return True
+
+    def _new_blocks(self, needs: Iterable[int]) -> list[list[int]] | None:
+        """Blocks for the tries of a group, by KV cache group; None if there are too few."""
+        needs = list(needs)
         if sum(needs) > self.block_pool.get_num_free_blocks():
             self._reclaim_all()
             if sum(needs) > self.block_pool.get_num_free_blocks():
-                self.shortage = (sum(needs), self.block_pool.get_num_free_blocks())
                 return None
-        new_blocks = [[block.block_id for block in self.block_pool.get_new_blocks(need)] for need in needs]
-        if widening:
-            self._widen(request.request_id, num_tokens, group, new_blocks)
-        else:
-            for trie, blocks in zip(group.tries, new_blocks, strict=True):
-                trie.grow(blocks)
-            if any(needs):
-                by_row = [[blocks[row : row + 1] for blocks in new_blocks] for row in range(len(group.paths))]
-                update.new_blocks = [tuple(row) for row in by_row]
-        self.num_group_blocks += sum(needs)
-        self.peak_group_blocks = max(self.peak_group_blocks, self.num_group_blocks)
-        return self.empty_kv_cache_blocks
+        self._count(sum(needs))
+        return [[block.block_id for block in self.block_pool.get_new_blocks(need)] for need in needs]
 
-    def _widen(self, request_id: str, num_tokens: int, group: _GroupBlocks, new_blocks: list[list[int]]) -> None:
-        for manager, blocks in zip(self._managers, new_blocks, strict=True):
-            prefix = [block.block_id for block in manager.req_to_blocks[request_id]]
-            held = [not block.is_null for block in manager.req_to_blocks[request_id]]
-            trie = BlockTrie(manager.block_size, prefix, num_tokens, held.index(True) if any(held) else len(held))
-            self.num_group_blocks += trie.num_live_blocks
-            trie.skip(_skipped(manager, num_tokens))
-            group.copies += trie.widen(group.paths, blocks)
-            group.tries.append(trie)
-        self.coordinator.pop_blocks_for_free(request_id)
-        null = self.block_pool.null_block.block_id
-        group.is_prefilling = False
-        group.update = RowUpdate(
-            rows=[
-                tuple([null] * trie.num_skipped + trie.row_blocks(row) for trie in group.tries)
-                for row in range(len(group.paths))
-            ]
-        )
+    def _count(self, num_new: int) -> None:
+        self.num_group_blocks += num_new
+        self.peak_group_blocks = max(self.peak_group_blocks, self.num_group_blocks)
 
     def _reclaim(self, trie: BlockTrie) -> int:
         blocks = trie.reclaim()

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -34,8 +35,8 @@ NO_ADMISSION = -1
 class BeamScheduler(Scheduler):
     """Schedules beam groups among ordinary requests.
 
-    A group decodes one token per step like any request, so vLLM's own accounting stays true. Token
-    budget for its other rows is set aside before vLLM's loop runs, and admission counts rows.
+    To vLLM a group computes as many tokens as any one of its rows, so its own accounting stays true. Token
+    budget for the other rows is set aside before vLLM's loop runs, and admission counts rows.
     """
 
     kv_cache_manager: BeamKVCacheManager
@@ -56,7 +57,6 @@ class BeamScheduler(Scheduler):
         self._results: dict[str, Step] = {}  # of this step
         self._over: list[tuple[Request, BeamGroup]] = []  # ended in this step
         self._failed: dict[str, str] = {}  # group id -> why it cannot go on
-        self._preempted: list[str] = []  # groups preempted in this step
 
     # Requests come and go.
 
@@ -77,22 +77,24 @@ class BeamScheduler(Scheduler):
                 self._open_group(request, params, ticket)
 
     def _open_group(self, request: Request, params: BeamParams, ticket: GroupTicket) -> None:
-        width = params.beam_width
-        needed = self.kv_cache_manager.blocks_to_start(request.num_prompt_tokens, width)
-        usable = self.kv_cache_manager.num_usable_blocks
-        if width > self.max_num_running_reqs or needed > usable:
-            self.tally.finish("error")
-            self.mailbox.post_error(
-                request.request_id,
-                f"beam_width={width} needs {width} of max_num_seqs={self.max_num_running_reqs} rows and {needed} of "
-                f"{usable} KV blocks to start",
+        group = new_group(request, params, ticket, self.max_model_len, self._has_logits_processors)
+        needed = self.kv_cache_manager.announce(group.request_id, request.num_prompt_tokens, group.paths_to_widen())
+        usable, refusal = self.kv_cache_manager.num_usable_blocks, None
+        if group.width > self.max_num_running_reqs:
+            refusal = f"exceeds max_num_seqs={self.max_num_running_reqs}; lower it, or raise --max-num-seqs"
+        elif needed > usable:
+            refusal = (
+                f"with a prompt of {request.num_prompt_tokens} tokens needs {needed} KV blocks to start and the engine "
+                f"has {usable}; lower beam_width or give the KV cache more memory"
             )
+        if refusal is not None:
+            self.kv_cache_manager.close_group(group.request_id)
+            self.tally.finish("error")
+            self.mailbox.post_error(group.request_id, f"beam_width={group.width} {refusal}")
             return
         # The prompt is hashed already; what vLLM appends is no row's history.
         self._hash_blocks, request._block_hasher = request._block_hasher, None
-        group = new_group(request, params, ticket, self.max_model_len, self._has_logits_processors)
-        self.groups[request.request_id] = group
-        self.kv_cache_manager.open_group(request.request_id, request.num_prompt_tokens, group.paths_to_widen())
+        self.groups[group.request_id] = group
         super().add_request(request)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
@@ -124,7 +126,6 @@ class BeamScheduler(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         budget_of_other_rows = self._plan_rows()
-        self._preempted.clear()
         self.max_num_scheduled_tokens -= budget_of_other_rows
         try:
             output = super().schedule(throttle_prefills)
@@ -133,30 +134,39 @@ class BeamScheduler(Scheduler):
             self.max_num_active_reqs = self._admission_limit
             self.deferred_waiting.difference_update(self._held_back)
             self._held_back.clear()
-        self._give_up_on_a_group_that_starves_alone()
-        attach_group_steps(output, self._group_steps(output))
+        self._give_up_on_a_group_that_starves_alone(output)
+        steps = self._group_steps(output)
+        attach_group_steps(output, steps)
         if self.beam_config.check_invariants:
             self.check_invariants()
+            num_tokens = output.total_num_scheduled_tokens
+            for group_id in [group_id for group_id, step in steps.items() if step.decodes]:
+                num_tokens += output.num_scheduled_tokens[group_id] * (self.groups[group_id].width - 1)
+            assert num_tokens <= self.max_num_scheduled_tokens, f"{num_tokens} tokens in one step"
         return output
 
     def _plan_rows(self) -> int:
         """Let vLLM's loop see how many tokens each row has to compute. Returns the budget that all but first rows need.
 
         That is one token a row, but for a group that was preempted: its rows compute their histories
-        anew, as many tokens at a time as the budget allows.
+        anew, as many tokens at a time as the budget allows after what runs before it.
         """
-        running = [(r, self.groups[r.request_id]) for r in self.running if r.request_id in self.groups]
-        decoding = [(request, group) for request, group in running if self._is_decoding(request, group)]
-        other_rows = sum(group.width - 1 for _, group in decoding)
-        spare = self.max_num_scheduled_tokens - len(self.running) - other_rows
-        for request, group in decoding:
-            generated = request.num_computed_tokens - request.num_prompt_tokens
-            more = min(group.length - generated - 1, spare // group.width)
-            if more > 0 or request.num_output_tokens < group.length:
-                _rewrite(request, group.history(0)[: generated + 1 + more])
-                spare -= more * group.width
-                other_rows += more * (group.width - 1)
-        return other_rows
+        others = 0
+        spare = self.max_num_scheduled_tokens - sum(map(self._rows, self.running))
+        most = self.scheduler_config.long_prefill_token_threshold or self.max_num_scheduled_tokens
+        for request in self.running:
+            group = self.groups.get(request.request_id)
+            known = request.num_tokens_with_spec - request.num_computed_tokens
+            if group is None or not self._is_decoding(request, group):
+                spare -= min(max(min(known, most) - 1, 0), spare)
+                continue
+            done = request.num_computed_tokens - request.num_prompt_tokens
+            planned = min(group.length - done, most, 1 + spare // group.width)
+            if request.num_output_tokens != done + planned:
+                _rewrite(request, group.history(0)[: done + planned])
+            spare -= (planned - 1) * group.width
+            others += planned * (group.width - 1)
+        return others
 
     def _group_steps(self, output: SchedulerOutput) -> dict[str, GroupStep]:
         steps = {}
@@ -198,28 +208,32 @@ class BeamScheduler(Scheduler):
         if group is None:
             return
         self.tally.preemptions += 1
-        self._preempted.append(group.request_id)
         group.preempt()
+        prefix_length = request.num_prompt_tokens + group.num_settled
+        if not self.kv_cache_manager.can_resume(prefix_length, request.num_prompt_tokens + group.length):
+            group.restart()
         _rewrite(request, group.history(0)[: group.num_settled])
         if self._hash_blocks is not None:
             request.block_hashes.extend(self._hash_blocks(request))
-        needed = self.kv_cache_manager.open_group(group.request_id, request.num_tokens, group.paths_to_widen())
+        needed = self.kv_cache_manager.announce(group.request_id, request.num_tokens, group.paths_to_widen())
         if needed > self.kv_cache_manager.num_usable_blocks:
             self._fail(group, needed)
 
-    def _give_up_on_a_group_that_starves_alone(self) -> None:
-        """A group that cannot grow although everybody else was preempted for it would search and starve for ever."""
-        if not self._preempted or self.running or self.kv_holding_waiting:
+    def _give_up_on_a_group_that_starves_alone(self, output: SchedulerOutput) -> None:
+        """A group that cannot grow, or not even start, although nothing else runs would wait for ever."""
+        if output.num_scheduled_tokens or self.running or self.kv_holding_waiting or not self.waiting:
             return
-        group = self.groups[self._preempted[-1]]  # vLLM preempts the request it wants to grow after all others
-        more, free = self.kv_cache_manager.shortage
-        self._fail(group, self.kv_cache_manager.num_usable_blocks - free + more)
+        if self.pause_state != PauseState.UNPAUSED or self.num_waiting_for_streaming_input:
+            return
+        group = self.groups.get(self.waiting.peek_request().request_id)  # what vLLM preempts last is first in the queue
+        if group is not None and group.request_id not in self._failed:
+            self._fail(group, self.kv_cache_manager.num_usable_blocks + 1)
 
     def _fail(self, group: BeamGroup, needed: int) -> None:
         self._failed[group.request_id] = (
-            f"beam_width={group.width} needs {needed} KV blocks after {group.length} tokens and the engine has "
-            f"{self.kv_cache_manager.num_usable_blocks}; lower beam_width or max_tokens, or give the KV cache more "
-            f"memory"
+            f"beam_width={group.width} needs at least {needed} KV blocks after {group.length} tokens and the engine "
+            f"has {self.kv_cache_manager.num_usable_blocks}; lower beam_width or max_tokens, or give the KV cache "
+            f"more memory"
         )
 
     # One step: results.

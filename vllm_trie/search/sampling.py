@@ -11,7 +11,7 @@ DEAD = np.float32(-np.inf)
 
 
 def uniforms(seed: int, step: int, count: int) -> np.ndarray:
-    """[count] float64 in [0, 1), by seed and step alone: a search that starts anew draws the same again."""
+    """[count] float64 in [0, 1), by seed and step alone, whatever else is in the batch."""
     key = np.array([seed % (1 << 64), step], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).random(count)
 

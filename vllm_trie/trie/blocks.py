@@ -30,8 +30,8 @@ class BlockCounts:
         self.reclaimed += other.reclaimed
 
 
-def blocks_to_start(num_prompt_tokens: int, width: int, block_size: int) -> int:
-    """The fewest blocks with which a group of `width` rows can take its first step beyond its prompt."""
+def least_blocks_to_start(num_prompt_tokens: int, width: int, block_size: int) -> int:
+    """The fewest blocks with which `width` rows that see all of their prompt can take a step beyond it."""
     return num_prompt_tokens // block_size + width
 
 
@@ -115,6 +115,7 @@ class BlockTrie:
             The copies to make before any row writes.
         """
         (first,) = self.rows
+        assert len(new_blocks) == blocks_to_widen(self.num_tokens, paths, self.block_size)
         self.rows = [_Row(NO_NODE) for _ in paths]
         for row in self.rows:
             self._point(row, first.node)
@@ -148,7 +149,7 @@ class BlockTrie:
     def grow(self, new_blocks: Sequence[int]) -> None:
         """Make room for one more token in every row; a block that is thereby full joins the trie."""
         assert len(new_blocks) == self.blocks_to_grow()
-        for row, block in zip(self.rows, new_blocks, strict=False):
+        for row, block in zip(self.rows, new_blocks, strict=False):  # none between two boundaries
             row.tail = block
         self.num_tokens += 1
         if self.num_tokens % self.block_size == 0:

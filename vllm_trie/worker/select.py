@@ -116,8 +116,9 @@ class _Selection:
 
     def _sample(self, allowed: torch.Tensor) -> Step:
         """One token for each beam, drawn from what its row may take: [G, r, V]."""
-        keys = [self.rows.steps[group_id].draw for group_id in self.group_ids]
-        chances = np.stack([uniforms(*key, self.rules.width) for key in keys if key is not None])
+        keys = [key for group_id in self.group_ids if (key := self.rows.steps[group_id].draw) is not None]
+        assert len(keys) == len(self.group_ids), "a group draws without a seed"
+        chances = np.stack([uniforms(*key, self.rules.width) for key in keys])
         num_groups, num_rows, _ = allowed.shape
         drawn = draw(allowed, torch.from_numpy(chances.reshape(num_groups, num_rows, -1)).to(allowed.device))
         own = allowed.gather(-1, drawn)
