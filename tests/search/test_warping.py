@@ -54,6 +54,16 @@ def test_a_row_keeps_what_vllm_keeps(seed: int, warping: Warping, temperature: f
     assert torch.equal(ours > float("-inf"), theirs > float("-inf"))
 
 
+@pytest.mark.parametrize("top_p", [0.1, 0.6, 0.95, 0.99999])
+def test_flat_rows_of_a_large_vocabulary_keep_what_a_sort_keeps(top_p: float) -> None:
+    logprobs = (0.3 * torch.randn(2, 3, 5000, generator=torch.Generator().manual_seed(1))).log_softmax(-1)
+    best_first, tokens = logprobs.double().sort(dim=-1, descending=True)
+    behind = best_first.exp().cumsum(-1) - best_first.exp() >= top_p
+    expected = torch.ones_like(behind).scatter(-1, tokens, ~behind)
+    differing = (filtered(logprobs, Warping(top_p=top_p)) > float("-inf")) != expected
+    assert differing.sum() <= 2 * 6, "more than rounding at the edge"
+
+
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
 def test_what_remains_keeps_its_log_probability(temperature: float) -> None:
     logits = torch.randn(3, VOCAB_SIZE, dtype=torch.bfloat16)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-NEVER = float("-inf")
+from vllm_trie.search.warping import NEVER, best
 
 
 class Pruning(NamedTuple):
@@ -45,14 +45,12 @@ def pruned(logprobs: torch.Tensor, scores: torch.Tensor, pruning: Pruning) -> to
     """
     kept = logprobs
     if pruning.margin < inf:
-        best = (logprobs.amax(dim=-1) + scores).amax(dim=-1)[:, None, None]
-        kept = kept.masked_fill(logprobs + scores[..., None] < best - pruning.margin, NEVER)
+        leader = (logprobs.amax(dim=-1) + scores).amax(dim=-1)[:, None, None]
+        kept = kept.masked_fill(logprobs + scores[..., None] < leader - pruning.margin, NEVER)
     if pruning.relative_local is not None:
-        best_own = logprobs.amax(dim=-1).masked_fill(scores == NEVER, NEVER).amax(dim=-1)[:, None, None]
-        kept = kept.masked_fill(logprobs < best_own + log(pruning.relative_local), NEVER)
+        leader = logprobs.amax(dim=-1).masked_fill(scores == NEVER, NEVER).amax(dim=-1)[:, None, None]
+        kept = kept.masked_fill(logprobs < leader + log(pruning.relative_local), NEVER)
     if pruning.per_parent is not None and pruning.per_parent < logprobs.shape[-1]:
         last = logprobs.topk(pruning.per_parent, dim=-1).values[..., -1:]
-        above, ties = logprobs > last, logprobs == last
-        room = pruning.per_parent - above.sum(dim=-1, keepdim=True)
-        kept = kept.masked_fill(~(above | (ties & (ties.cumsum(dim=-1) <= room))), NEVER)
+        kept = kept.masked_fill(~best(logprobs, pruning.per_parent, last), NEVER)
     return kept

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 NEVER = float("-inf")
+FIRST_RANKED = 64  # most distributions hold most of their mass in fewer tokens
 
 
 class Warping(NamedTuple):
@@ -54,8 +55,30 @@ def filtered(logprobs: torch.Tensor, warping: Warping) -> torch.Tensor:
         last = logprobs.topk(warping.top_k, dim=-1).values[..., -1:]
         logprobs = logprobs.masked_fill(logprobs < last, NEVER)
     if warping.top_p < 1:
-        best_first, tokens = logprobs.sort(dim=-1, descending=True, stable=True)
-        behind = best_first.softmax(dim=-1).cumsum(dim=-1) >= warping.top_p  # what follows such a token is left out
-        best_first[..., 1:].masked_fill_(behind[..., :-1], NEVER)
-        logprobs = best_first.scatter(-1, tokens, best_first)
+        logprobs = _nucleus(logprobs, warping.top_p)
     return logprobs
+
+
+def best(logprobs: torch.Tensor, count: torch.Tensor | int, last: torch.Tensor) -> torch.Tensor:
+    """Which are the best `count` of each row, ties by token: bools [..., V].
+
+    Args:
+        count: [..., 1], or the same for all rows.
+        last: [..., 1], the least of them.
+    """
+    above, ties = logprobs > last, logprobs == last
+    return above | (ties & (ties.cumsum(dim=-1) <= count - above.sum(dim=-1, keepdim=True)))
+
+
+def _nucleus(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The fewest best of each row that hold `top_p` of its mass; they are few, so the vocabulary is not sorted."""
+    total = logprobs.logsumexp(dim=-1, keepdim=True)
+    num_ranked = 0
+    while True:
+        num_ranked = min(max(4 * num_ranked, FIRST_RANKED), logprobs.shape[-1])
+        best_first = logprobs.topk(num_ranked, dim=-1).values
+        held = (best_first - total).exp().nan_to_num().cumsum(dim=-1)
+        if num_ranked == logprobs.shape[-1] or ((held[..., -1:] >= top_p) | (total == NEVER)).all():
+            break
+    count = (1 + (held < top_p).sum(dim=-1, keepdim=True)).clamp_(max=num_ranked)
+    return logprobs.masked_fill(~best(logprobs, count, best_first.gather(-1, count - 1)), NEVER)
