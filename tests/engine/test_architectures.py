@@ -44,25 +44,6 @@ def test_answers_are_those_of_transformers(
     assert num_tied <= MOST_TIES * len(jobs)
 
 
-def test_a_model_with_windows_has_a_trie_per_kv_cache_group_and_gives_back_what_left_the_window(
-    engines: Engines, random_model: Callable[[str], Path]
-) -> None:
-    engine = engines(random_model("gemma2"), max_num_batched_tokens=64)
-    manager = engine.scheduler.kv_cache_manager
-    core = engine.llm.llm_engine
-    core.add_request("g", {"prompt_token_ids": prompt_of(100)}, beam_params(4, max_tokens=130, ignore_eos=True))
-    most_held = {}
-    while core.has_unfinished_requests():
-        core.step()
-        for group in [group for group in manager._groups.values() if group.tries]:
-            for trie, kv_cache_group in zip(group.tries, engine.scheduler.kv_cache_config.kv_cache_groups, strict=True):
-                kind = type(kv_cache_group.kv_cache_spec).__name__
-                held = max(len(trie.row_blocks(row)) for row in range(trie.width))
-                most_held[kind] = max(most_held.get(kind, 0), held)
-    blocks_of_window = (models.WINDOW - 2) // BLOCK_SIZE + 2
-    assert most_held == {"SlidingWindowSpec": blocks_of_window, "FullAttentionSpec": 230 // BLOCK_SIZE + 1}
-
-
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory, random_model: Callable[[str], Path]) -> list[tuple[Any, Path]]:
     """Two LoRA adapters, and the models they make."""

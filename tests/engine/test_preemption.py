@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from tests.conftest import BLOCK_SIZE, TRAINED_TARGET, Engine, Engines
+from tests.conftest import TRAINED_TARGET, Engine, Engines
 from tests.engine.test_parity import Case, trained_prompts
 from tests.engine.test_scheduling import BYTES_PER_BLOCK, prompt_of
 from tests.reference import NEAR_TIE, SCORE_TOLERANCE, transformers_greedy
@@ -238,55 +236,6 @@ def test_a_pause_holds_groups_where_they_are(
     assert steps >= 30
 
 
-Replay = Callable[[Callable[[Engine], None]], None]
-
-
-@pytest.fixture
-def replayed(engines: Engines, random_model: Callable[[str], Path]) -> Iterator[Replay]:
-    """Search, preempt, resume; then replay every hypothesis as a prompt from the prefix cache."""
-    model = random_model("gqa")
-    engine = engines(model)
-
-    def replay(tamper: Callable[[Engine], None]) -> None:
-        assert engine.llm.llm_engine.reset_prefix_cache()
-        steps = 0
-
-        def preempt_now_and_then() -> None:
-            nonlocal steps
-            steps += 1
-            if steps % 20 == 0:
-                preempt_all(engine)
-
-        prompts = [prompt_of(3 * BLOCK_SIZE) + prompt_of(extra, extra) for extra in (0, 1, 40)]
-        jobs = [(prompt, beam_params(4, n=4, max_tokens=80, ignore_eos=True)) for prompt in prompts]
-        outputs = run(engine, jobs, preempt_now_and_then)
-        tamper(engine)
-        for prompt, output in zip(prompts, outputs, strict=True):
-            for hypothesis in output.outputs:
-                history = [*prompt, *hypothesis.token_ids]
-                (greedy,) = engine.generate([history], SamplingParams(temperature=0, max_tokens=5))
-                assert greedy.num_cached_tokens >= len(prompt) // BLOCK_SIZE * BLOCK_SIZE
-                assert [*greedy.outputs[0].token_ids] == transformers_greedy(model, history, 5), "a block is poisoned"
-
-    yield replay
-    assert engine.llm.llm_engine.reset_prefix_cache()
-
-
-def test_the_prefix_cache_holds_true_history_only(replayed: Replay) -> None:
-    replayed(lambda engine: None)
-
-
-def test_a_poisoned_block_would_be_seen(replayed: Replay) -> None:
-    def poison(engine: Engine) -> None:
-        blocks = engine.scheduler.kv_cache_manager.block_pool.blocks
-        block = random.Random(0).choice([block for block in blocks if block.block_hash is not None])
-        for cache in engine.runner.kv_caches:
-            cache[block.block_id] = torch.randn_like(cache[block.block_id])
-
-    with pytest.raises(AssertionError, match="a block is poisoned"):
-        replayed(poison)
-
-
 def test_rows_that_compute_their_histories_stay_within_the_budget(
     engines: Engines, random_model: Callable[[str], Path]
 ) -> None:
@@ -323,37 +272,3 @@ def test_histories_are_computed_beside_long_prompts(
     outputs = run(engine, jobs[::-1], preempt_the_group_once)
     assert len(outputs[0].outputs) == 8
     assert steps < 80
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_blocks", "budget"), [("mistral", 11, 128), ("mistral", 18, 512), ("gemma2", 37, 512)]
-)
-def test_a_group_that_its_windows_leave_no_room_to_start_ends_with_an_error(
-    engines: Engines, random_model: Callable[[str], Path], kind: str, num_blocks: int, budget: int
-) -> None:
-    limits = {"max_model_len": 448, "max_num_batched_tokens": budget}
-    engine = engines(random_model(kind), kv_cache_memory_bytes=num_blocks * BYTES_PER_BLOCK, **limits)
-    jobs = [(prompt_of(400), beam_params(8, n=2, max_tokens=40)), (prompt_of(10), SamplingParams(max_tokens=3))]
-    failed, fine = run(engine, jobs, lambda: None)
-    assert {o.finish_reason for o in failed.outputs} == {"error"}
-    assert "KV blocks" in failed.outputs[0].stop_reason
-    assert fine.outputs[0].token_ids
-
-
-def test_a_group_whose_histories_reach_behind_the_window_searches_anew(
-    engines: Engines, random_model: Callable[[str], Path]
-) -> None:
-    engine = engines(random_model("mistral"), kv_cache_memory_bytes=30 * BYTES_PER_BLOCK)
-    params = beam_params(6, n=6, max_tokens=160, sample_first=120, seed=4, ignore_eos=True)
-    jobs = [(prompt_of(40), params)]
-    expected = run(engine, [(prompt, one.clone()) for prompt, one in jobs], lambda: None)
-    steps = 0
-
-    def preempt_once() -> None:
-        nonlocal steps
-        steps += 1
-        if steps == 110:
-            preempt_all(engine)
-
-    assert count_ties(run(engine, jobs, preempt_once), expected) == 0
-    assert steps >= 110 + 160

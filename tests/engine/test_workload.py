@@ -103,14 +103,15 @@ class Workload:
         self.step()
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize(("kind", "policy"), [("gqa", "fcfs"), ("gqa", "priority"), ("gemma2", "fcfs")])
 def test_a_random_workload_ends_with_every_answer_right(
-    engines: Engines, random_model: Callable[[str], Path], policy: str
+    engines: Engines, random_model: Callable[[str], Path], kind: str, policy: str
 ) -> None:
-    model, choose = random_model("gqa"), random.Random(policy)
+    model, choose = random_model(kind), random.Random(policy)
     jobs = jobs_of(model, choose)
     options: dict[str, Any] = {"max_num_seqs": 20, "max_num_batched_tokens": 96, "scheduling_policy": policy}
-    engine = engines(model, kv_cache_memory_bytes=34 * BYTES_PER_BLOCK, **options)
+    num_blocks = {"gqa": 34, "gemma2": 60}[kind]  # two KV cache groups take blocks each
+    engine = engines(model, kv_cache_memory_bytes=num_blocks * BYTES_PER_BLOCK, **options)
     workload = Workload(engine, jobs, choose)
     for _ in range(STEPS):
         workload.act()
