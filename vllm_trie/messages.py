@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 
+class BeamSampling(NamedTuple):
+    """Beam sampling: the next beams are drawn from the law of all continuations of all beams."""
+
+    replacement: bool  # the same continuation may be drawn more than once
+    min_width: int  # of a layer that is verified, in beams
+    threshold: float | None  # how probably as many beams as that must be accepted; None: always all beams
+    keeps_one: bool  # of the beams that one target forward leads to, only the best goes on
+
+
 class SelectRules(NamedTuple):
     """How the worker selects in one step. Groups with equal rules are selected together."""
 
@@ -30,9 +39,21 @@ class SelectRules(NamedTuple):
     is_last: bool = False  # the length is reached: all hypotheses end here
     samples: bool = False  # each beam takes a token that is drawn for it
     handicap: tuple[int, float] | None = None  # token, and the factor of the score by which it is compared
+    law: BeamSampling | None = None  # beams are drawn from it; None: the best go on
 
 
 RowBlocks = tuple[list[int], ...]  # block ids, by KV cache group
+
+
+class Grant(NamedTuple):
+    """What this step leaves over for a group to speculate with."""
+
+    num_layers: int  # that may be drafted, at least one
+    draft_width: int  # drafts of a layer
+    max_tokens: int  # that all of the forest's rows together may compute
+    spare_rows: list[list[int]]  # for each row beyond the group's own: its blocks from the newest token's on
+    next_blocks: list[int] | None  # for each of its own: the next block, if the newest one may become full
+    rules: list[SelectRules]  # of the steps after the first
 
 
 class Resumed(NamedTuple):
@@ -49,11 +70,27 @@ class GroupStep:
     rules: SelectRules
     selects: bool  # False as long as tokens are computed that are known already
     decodes: bool = False  # the group runs as `width` rows; until then as one
-    draw: tuple[int, int] | None = None  # seed and step, where beams take drawn tokens
+    draw: tuple[int, int] | None = None  # seed and step, where something is drawn
     settled: list[int] | None = None  # on resumption, for the one row: what it computes beyond the prompt
     rows: list[RowBlocks] | None = None  # on widening: the KV blocks of each row
     resumed: Resumed | None = None  # on widening after a preemption; else the worker knows it all
     new_blocks: list[RowBlocks] | None = None  # at a block boundary: the next blocks of each row
+    grant: Grant | None = None  # to speculate
+
+
+class Drafted(NamedTuple):
+    """What a group's forest was, and what came of it."""
+
+    num_layers: int
+    num_drafts: int  # nodes, the roots not counted
+    num_accepted: list[int]  # of them, those that became beams, by step; none in the first
+
+
+class Decided(NamedTuple):
+    """What a group's search decided in one step of the engine: one step of its own, or several."""
+
+    steps: list[Step]
+    drafted: Drafted | None = None  # None: it did not speculate
 
 
 def attach_group_steps(output: SchedulerOutput, groups: dict[str, GroupStep]) -> None:
@@ -66,11 +103,11 @@ def group_steps(output: SchedulerOutput) -> dict[str, GroupStep]:
     return vars(output).get("beam_groups", {})
 
 
-def attach_results(output: ModelRunnerOutput, results: dict[str, Step]) -> None:
+def attach_results(output: ModelRunnerOutput, results: dict[str, Decided]) -> None:
     """Send what each group's search decided back with the step's output, by request id."""
     output.beam_results = results
 
 
-def group_results(output: ModelRunnerOutput) -> dict[str, Step]:
+def group_results(output: ModelRunnerOutput) -> dict[str, Decided]:
     """What each group's search decided, by request id."""
     return vars(output).get("beam_results", {})

@@ -35,6 +35,10 @@ COUNTERS = {
     "kv_blocks_copied": "Partly filled KV blocks that forks copied.",
     "kv_blocks_reclaimed": "KV blocks given back during a search because no beam led to them any more.",
     "steps": "Steps of beam groups: each takes one per token.",
+    "target_forwards": "Forwards of the model that these steps took; speculation makes them fewer.",
+    "drafted": "Tokens that the draft model proposed to beam groups.",
+    "accepted": "Of these, those that became the newest token of a beam.",
+    "beams": "Beams that all steps together led to; divided by the steps, the mean width.",
     "preemptions": "Preemptions of beam groups.",
 }
 FINISHED = "groups_finished"
@@ -181,6 +185,7 @@ def describe(stats: BeamStats) -> str:
         f"Beam groups running: {stats.groups_running} in {stats.rows_running} rows",
         f"finished: {sum(stats.groups_finished.values())}" + (f" ({reasons})" if reasons else ""),
         f"steps: {stats.steps}",
+        *([_speculation(stats)] if stats.drafted else []),
         *([f"preemptions: {stats.preemptions}"] if stats.preemptions else []),
         f"KV blocks shared: {stats.kv_blocks_shared}",
         f"copied: {stats.kv_blocks_copied}",
@@ -188,3 +193,11 @@ def describe(stats: BeamStats) -> str:
         f"peak: {stats.kv_blocks_peak}",
     ]
     return ", ".join(parts)
+
+
+def _speculation(stats: BeamStats) -> str:
+    per_forward = stats.steps / stats.target_forwards
+    return (
+        f"per target forward: {per_forward:.2f}, drafted: {stats.drafted}, accepted: {stats.accepted}, "
+        f"mean width: {stats.beams / stats.steps:.2f}"
+    )

@@ -52,6 +52,13 @@ class BeamParams:
     prune_relative_local: float | None = None
     max_candidates_per_parent: int | None = None
     sample_first: int = 0
+    do_sample: bool = False
+    replacement: bool = False
+    speculation: str = "off"
+    draft_width: int | None = None
+    min_width: int | None = None
+    threshold: float | None = None
+    memory_mode: bool = False
 
     def __post_init__(self) -> None:
         width = self.beam_width

@@ -151,7 +151,7 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
         "Model Runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": vllm_config.use_v2_model_runner,
         f"max_num_scheduled_tokens={budget} below max_num_seqs={scheduler.max_num_seqs}": budget is not None
         and budget < scheduler.max_num_seqs,
-        "speculative_config": vllm_config.speculative_config is not None,
+        **_unsupported_speculation(vllm_config),
         "kv_transfer_config (KV connectors)": vllm_config.kv_transfer_config is not None,
         "tensor_parallel_size > 1": parallel.tensor_parallel_size > 1,
         "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,
@@ -161,3 +161,23 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
     for feature, is_used in unsupported.items():
         if is_used:
             raise ValueError(f"{PLUGIN_NAME} does not support {feature}; start vLLM without it or without the plugin")
+
+
+def _unsupported_speculation(vllm_config: VllmConfig) -> dict[str, bool]:
+    """What about this engine's speculation makes beams impossible."""
+    config = vllm_config.speculative_config
+    if config is None:
+        return {}
+    drafts, block_size = config.num_speculative_tokens, vllm_config.cache_config.block_size
+    too_many = block_size is not None and drafts >= block_size
+    return {
+        f'speculative_config with method={config.method!r} (use "draft_model")': config.method != "draft_model",
+        "parallel_drafting": config.parallel_drafting,
+        "use_heterogeneous_vocab": config.use_heterogeneous_vocab,
+        "disable_padded_drafter_batch": config.disable_padded_drafter_batch,
+        "enable_adaptive_verification": config.enable_adaptive_verification,
+        "num_speculative_tokens_per_batch_size": config.num_speculative_tokens_per_batch_size is not None,
+        f"draft_sample_method={config.draft_sample_method!r} (use 'greedy')": config.draft_sample_method != "greedy",
+        f"num_speculative_tokens={drafts} with block_size={block_size} (use fewer than block_size)": too_many,
+        "enable_lora together with speculative_config": vllm_config.lora_config is not None,
+    }

@@ -6,11 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_trie.engine.stats import SearchCounts
 from vllm_trie.messages import Resumed, SelectRules
 from vllm_trie.params import BeamParams
 from vllm_trie.search.step import Step
 from vllm_trie.search.stopping import HfPool, HypothesisPool, StopRules, TridecodePool, VllmPool
 from vllm_trie.trie.hypotheses import HypothesisTrie
+
+DRAFTS_PER_BEAM = 2  # of a layer, unless a request says otherwise
 
 
 class Hypothesis(NamedTuple):
@@ -53,11 +56,32 @@ class BeamGroup:
         self._select_rules = select_rules
         self._is_offline = is_offline
         self._seed = seed
+        self.counts = SearchCounts()
         self.restart()
 
     @property
     def width(self) -> int:
         return self.params.beam_width
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the group keeps from one step of the engine to the next."""
+        return 1 if self.params.memory_mode else self.width
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the next step may be more than one."""
+        return self.params.speculation != "off" and self.length >= self.params.sample_first
+
+    @property
+    def draft_width(self) -> int:
+        """Drafts of one layer."""
+        return self.params.draft_width or DRAFTS_PER_BEAM * self.width
+
+    @property
+    def num_steps_left(self) -> int:
+        """Steps until the length is reached."""
+        return self.rules.max_length - self.length
 
     def restart(self) -> None:
         """Forget the search; it will find the same again from the prompt."""
@@ -78,7 +102,7 @@ class BeamGroup:
     def paths_to_widen(self) -> list[list[int]]:
         """For each row a key per token to compute after widening; where keys are equal, histories are."""
         if self.length == 0:
-            return [[row] for row in range(self.width)]
+            return [[row] for row in range(self.num_rows)]
         return [path[self.num_settled :] for path in self.hypotheses.paths()]
 
     def history(self, row: int) -> list[int]:
@@ -89,11 +113,11 @@ class BeamGroup:
         """What the worker must know to widen a group that was preempted."""
         if not self.was_preempted:
             return None
-        return Resumed([self.history(row) for row in range(self.width)], self.hypotheses.row_scores())
+        return Resumed([self.history(row) for row in range(self.num_rows)], self.hypotheses.row_scores())
 
-    def next_rules(self) -> SelectRules:
-        """How the worker selects in the next step."""
-        length = self.length + 1
+    def next_rules(self, ahead: int = 0) -> SelectRules:
+        """How the worker selects in the next step, or `ahead` steps later."""
+        length = self.length + 1 + ahead
         masks_stops = length <= self.rules.min_length
         rules = self._select_rules
         if self.params.semantics == "tridecode" and length == 1 and not masks_stops:
@@ -108,7 +132,7 @@ class BeamGroup:
     def next_draw(self) -> tuple[int, int] | None:
         """What decides the draws of the next step, if there are any."""
         length = self.length + 1
-        return (self._seed, length) if length <= self.params.sample_first else None
+        return (self._seed, length) if self.params.do_sample or length <= self.params.sample_first else None
 
     def advance(self, step: Step) -> bool:
         """Replay what the worker decided in one step. Returns whether the search is over."""
@@ -132,7 +156,7 @@ class BeamGroup:
 
     def check_invariants(self) -> None:
         self.hypotheses.check_invariants()
-        assert self.length == 0 or len(self.hypotheses.rows) in (1, self.width)
+        assert self.length == 0 or len(self.hypotheses.rows) in (1, self.num_rows)
 
     def _hypothesis(self, node: int) -> Hypothesis:
         tokens = self.hypotheses.tokens(node)

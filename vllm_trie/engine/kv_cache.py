@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy
@@ -37,6 +37,20 @@ class _GroupBlocks:
     steps: int = 0
     update: RowUpdate | None = None
     copies: list[BlockCopy] = field(default_factory=list)  # not yet sent
+    next_blocks: list[int] = field(default_factory=list)  # lent: what the rows write next, if they come that far
+    spare_blocks: list[int] = field(default_factory=list)  # lent: for rows that last one step
+
+    @property
+    def num_lent(self) -> int:
+        return len(self.next_blocks) + len(self.spare_blocks)
+
+
+class LentBlocks(NamedTuple):
+    """What a group has for one step to speculate with. It needs one KV cache group."""
+
+    num_layers: int  # for which there is room
+    spare_rows: list[list[int]]  # for each row beyond its own: its blocks from the newest token's on
+    next_blocks: list[int] | None  # for each of its own: the next block, if the newest one may become full
 
 
 class BeamKVCacheManager(KVCacheManager):
@@ -45,6 +59,7 @@ class BeamKVCacheManager(KVCacheManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.reclaim_interval = 1
+        self.num_lookahead_tokens = 0  # for which vLLM keeps room beyond what an ordinary request computes
         self.counts = BlockCounts()  # of groups that have ended
         self._groups: dict[str, _GroupBlocks] = {}
         self.num_group_blocks = 0  # that tries hold, their garbage included
@@ -75,12 +90,16 @@ class BeamKVCacheManager(KVCacheManager):
             How many blocks it needs to get that far.
         """
         self._groups[request_id] = _GroupBlocks(prefix_length, paths)
-        prefix = 0
+        prefix = self._blocks_of_prefix(prefix_length) + self._blocks_to_widen(self._groups[request_id])
+        return max(prefix, self._blocks_of_prefix(prefix_length + self.num_lookahead_tokens))
+
+    def _blocks_of_prefix(self, num_tokens: int) -> int:
+        total = 0
         for manager in self._managers:
-            blocks = -(-prefix_length // manager.block_size)
+            blocks = -(-num_tokens // manager.block_size)
             most = manager.max_admission_blocks_per_request  # of a window and the chunk that is computed
-            prefix += blocks if most is None else min(blocks, most)
-        return prefix + self._blocks_to_widen(self._groups[request_id])
+            total += blocks if most is None else min(blocks, most)
+        return total
 
     def can_resume(self, prefix_length: int, num_tokens: int) -> bool:
         """Whether rows of `num_tokens` tokens still hold all that comes after their common prefix.
@@ -103,14 +122,53 @@ class BeamKVCacheManager(KVCacheManager):
         update, group.update = group.update, None
         return update
 
-    def fork(self, request_id: str, parents: list[int]) -> None:
-        """Replay a step's forks. The copies of tail blocks are the worker's: it has made them already."""
+    def lend(self, request: Request, num_layers: int, most_rows: int) -> LentBlocks | None:
+        """Blocks to speculate with in the step that `allocate_slots` has just made room for, out of what is free.
+
+        Args:
+            num_layers: Tokens that each row may compute beyond its newest one.
+            most_rows: Rows beyond the group's own.
+
+        Returns:
+            As much of it as there is; None if the rows cannot even grow.
+        """
+        group = self._groups[request.request_id]
+        (trie,) = group.tries
+        left = -trie.num_tokens % trie.block_size  # tokens for which the rows have room
+        num_free = self.block_pool.get_num_free_blocks()
+        needs_next = num_layers > left
+        if needs_next and num_free < trie.width:
+            num_layers, needs_next = left, False
+        if num_layers == 0:
+            return None
+        if needs_next:
+            group.next_blocks = self._take(trie.width)
+            num_free -= trie.width
+        per_row = 1 + needs_next
+        num_rows = min(most_rows, num_free // per_row)
+        group.spare_blocks = self._take(num_rows * per_row)
+        rows = [group.spare_blocks[row * per_row : (row + 1) * per_row] for row in range(num_rows)]
+        return LentBlocks(num_layers, rows, list(group.next_blocks) if needs_next else None)
+
+    def commit(self, request_id: str, forks: list[list[int]]) -> None:
+        """Replay the forks of one or more steps. The worker has made their copies already.
+
+        Args:
+            forks: For each step the parent of each row. Steps after the first write into lent blocks, and what is
+                left of these goes back.
+        """
         group = self._groups[request_id]
-        group.steps += 1
-        for trie in group.tries:
-            trie.fork(parents)
-            if group.steps % self.reclaim_interval == 0:
-                self._reclaim(trie)
+        for index, parents in enumerate(forks):
+            group.steps += 1
+            for trie in group.tries:
+                if index > 0:
+                    blocks = group.next_blocks[: trie.blocks_to_grow()]
+                    del group.next_blocks[: len(blocks)]
+                    trie.grow(blocks)
+                trie.fork(parents)
+                if group.steps % self.reclaim_interval == 0:
+                    self._reclaim(trie)
+        self._take_back(group)
 
     def allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
         group = self._groups.get(request.request_id)
@@ -138,6 +196,7 @@ class BeamKVCacheManager(KVCacheManager):
             self._free_blocks(trie.release())
             self.counts.add(trie.counts)
         if group is not None:
+            self._take_back(group)
             self._groups[request.request_id] = _GroupBlocks(group.prefix_length, group.paths)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
@@ -170,7 +229,8 @@ class BeamKVCacheManager(KVCacheManager):
     def check_invariants(self) -> None:
         """Raise AssertionError unless every block a trie holds is held once by the pool, for it alone."""
         tries = [trie for group in self._groups.values() for trie in group.tries]
-        assert self.num_group_blocks == sum(trie.num_live_blocks + trie.num_garbage for trie in tries)
+        num_lent = sum(group.num_lent for group in self._groups.values())
+        assert self.num_group_blocks == num_lent + sum(trie.num_live_blocks + trie.num_garbage for trie in tries)
         for request_id, group in self._groups.items():
             assert not group.tries or not any(m.req_to_blocks.get(request_id) for m in self._managers)
             for trie in group.tries:
@@ -192,6 +252,9 @@ class BeamKVCacheManager(KVCacheManager):
             return False
         for manager, blocks in zip(self._managers, new_blocks, strict=True):
             held = manager.req_to_blocks[request.request_id]
+            num_held = -(-num_tokens // manager.block_size)
+            self.block_pool.free_blocks(held[num_held:])  # vLLM keeps room for the drafts of ordinary requests
+            del held[num_held:]
             num_skipped = next((i for i, block in enumerate(held) if not block.is_null), len(held))
             trie = BlockTrie(manager.block_size, [block.block_id for block in held], num_tokens, num_skipped)
             self._count(trie.num_live_blocks)
@@ -232,8 +295,15 @@ class BeamKVCacheManager(KVCacheManager):
             self._reclaim_all()
             if sum(needs) > self.block_pool.get_num_free_blocks():
                 return None
-        self._count(sum(needs))
-        return [[block.block_id for block in self.block_pool.get_new_blocks(need)] for need in needs]
+        return [self._take(need) for need in needs]
+
+    def _take(self, count: int) -> list[int]:
+        self._count(count)
+        return [block.block_id for block in self.block_pool.get_new_blocks(count)]
+
+    def _take_back(self, group: _GroupBlocks) -> None:
+        self._free_blocks(group.next_blocks + group.spare_blocks)
+        group.next_blocks, group.spare_blocks = [], []
 
     def _count(self, num_new: int) -> None:
         self.num_group_blocks += num_new

@@ -12,20 +12,19 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.config import TrieBeamConfig
+from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.outputs import Mailbox, hypothesis_output, no_hypothesis_output
 from vllm_trie.engine.rules import new_group
-from vllm_trie.engine.stats import BeamTally, attach_stats, statistics_among
-from vllm_trie.messages import GroupStep, attach_group_steps, group_results
+from vllm_trie.engine.stats import BeamTally, SearchCounts, attach_stats, statistics_among
+from vllm_trie.messages import Decided, Grant, GroupStep, attach_group_steps, group_results
 from vllm_trie.params import TICKET, BeamParams, GroupTicket
 from vllm_trie.patching import Patch
 from vllm_trie.plugin import has_logits_processors
-from vllm_trie.search.step import Step
 
 logger = init_logger("vllm.trie_beam.scheduler")
 
@@ -47,14 +46,17 @@ class BeamScheduler(Scheduler):
         _refuse_unsupported_kv_cache(self.kv_cache_config)
         self.beam_config = TrieBeamConfig.from_additional_config(self.vllm_config.additional_config)
         self._has_logits_processors = has_logits_processors(self.vllm_config)
+        speculative = self.vllm_config.speculative_config
+        self._draft_max_model_len = speculative.draft_model_config.max_model_len if speculative is not None else 0
         self.kv_cache_manager.reclaim_interval = self.beam_config.reclaim_interval
+        self.kv_cache_manager.num_lookahead_tokens = self.num_lookahead_tokens
         self.groups: dict[str, BeamGroup] = {}  # by the request that stands for the group
         self.mailbox = Mailbox()
         self._hash_blocks: Callable[[Request], list[BlockHash]] | None = None  # None without prefix caching
         self.tally = BeamTally()
         self._admission_limit: int = self.max_num_active_reqs
         self._held_back: list[Request] = []  # found no rows in this step
-        self._results: dict[str, Step] = {}  # of this step
+        self._results: dict[str, Decided] = {}  # of this step
         self._over: list[tuple[Request, BeamGroup]] = []  # ended in this step
         self._failed: dict[str, str] = {}  # group id -> why it cannot go on
 
@@ -80,7 +82,7 @@ class BeamScheduler(Scheduler):
         group = new_group(request, params, ticket, self.max_model_len, self._has_logits_processors)
         needed = self.kv_cache_manager.announce(group.request_id, request.num_prompt_tokens, group.paths_to_widen())
         usable, refusal = self.kv_cache_manager.num_usable_blocks, None
-        if group.width > self.max_num_running_reqs:
+        if group.num_rows > self.max_num_running_reqs:
             refusal = f"exceeds max_num_seqs={self.max_num_running_reqs}; lower it, or raise --max-num-seqs"
         elif needed > usable:
             refusal = (
@@ -135,15 +137,74 @@ class BeamScheduler(Scheduler):
             self.deferred_waiting.difference_update(self._held_back)
             self._held_back.clear()
         self._give_up_on_a_group_that_starves_alone(output)
+        self._drop_padding(output)
         steps = self._group_steps(output)
+        if self.num_spec_tokens:
+            self._grant_speculation(output, steps)
         attach_group_steps(output, steps)
         if self.beam_config.check_invariants:
             self.check_invariants()
-            num_tokens = output.total_num_scheduled_tokens
-            for group_id in [group_id for group_id, step in steps.items() if step.decodes]:
-                num_tokens += output.num_scheduled_tokens[group_id] * (self.groups[group_id].width - 1)
+            num_rows, num_tokens = self._rows_and_tokens(output, steps)
+            assert num_rows <= self.max_num_running_reqs, f"{num_rows} rows in one step"
             assert num_tokens <= self.max_num_scheduled_tokens, f"{num_tokens} tokens in one step"
         return output
+
+    def _drop_padding(self, output: SchedulerOutput) -> None:
+        """vLLM pads a request whose prompt is cached to the length of one that verifies drafts; groups have none."""
+        for group_id in output.scheduled_spec_decode_tokens.keys() & self.groups.keys():
+            num_padding = len(output.scheduled_spec_decode_tokens.pop(group_id))
+            output.num_scheduled_tokens[group_id] -= num_padding
+            output.total_num_scheduled_tokens -= num_padding
+            self.requests[group_id].num_computed_tokens -= num_padding
+
+    def _rows_and_tokens(self, output: SchedulerOutput, steps: dict[str, GroupStep]) -> tuple[int, int]:
+        """What the worker's batch holds at most in this step."""
+        num_rows, num_tokens = sum(map(self._rows, self.running)), output.total_num_scheduled_tokens
+        for group_id, step in steps.items():
+            if step.decodes:
+                num_tokens += output.num_scheduled_tokens[group_id] * (self.groups[group_id].num_rows - 1)
+            if step.grant is not None:
+                num_rows += len(step.grant.spare_rows)
+                num_tokens += step.grant.max_tokens - self.groups[group_id].num_rows
+        return num_rows, num_tokens
+
+    def _grant_speculation(self, output: SchedulerOutput, steps: dict[str, GroupStep]) -> None:
+        """Share out among the groups that speculate what rows, tokens and blocks this step leaves over."""
+        eager = [
+            (group, step)
+            for group_id, step in steps.items()
+            if step.decodes and step.selects and (group := self.groups[group_id]).speculates
+        ]
+        num_rows, num_tokens = self._rows_and_tokens(output, steps)
+        spare_rows, spare_tokens = self.max_num_running_reqs - num_rows, self.max_num_scheduled_tokens - num_tokens
+        for position, (group, step) in enumerate(eager):
+            request = self.requests[group.request_id]
+            # The draft model computes what is known before it proposes anything, and may see fewer tokens.
+            drafter_room = self._draft_max_model_len - request.num_computed_tokens
+            num_layers = min(self.num_spec_tokens, group.num_steps_left - 1, drafter_room)
+            if num_layers < 1:
+                continue
+            share = len(eager) - position
+            most_rows = min(spare_rows // share, num_layers * (group.draft_width - 1))
+            lent = self.kv_cache_manager.lend(request, num_layers, most_rows)
+            if lent is None:
+                continue
+            most_tokens = spare_tokens // share
+            step.grant = Grant(
+                lent.num_layers,
+                group.draft_width,
+                group.num_rows + most_tokens,
+                lent.spare_rows,
+                lent.next_blocks,
+                [group.next_rules(ahead) for ahead in range(1, lent.num_layers + 1)],
+            )
+            spare_rows -= len(lent.spare_rows)
+            spare_tokens -= most_tokens
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        super().update_draft_token_ids(draft_token_ids)
+        for group_id in self.groups:  # they have a forest of their own
+            self.requests[group_id].spec_token_ids = []
 
     def _plan_rows(self) -> int:
         """Let vLLM's loop see how many tokens each row has to compute. Returns the budget that all but first rows need.
@@ -161,11 +222,11 @@ class BeamScheduler(Scheduler):
                 spare -= min(max(min(known, most) - 1, 0), spare)
                 continue
             done = request.num_computed_tokens - request.num_prompt_tokens
-            planned = min(group.length - done, most, 1 + spare // group.width)
+            planned = min(group.length - done, most, 1 + spare // group.num_rows)
             if request.num_output_tokens != done + planned:
                 _rewrite(request, group.history(0)[: done + planned])
-            spare -= (planned - 1) * group.width
-            others += planned * (group.width - 1)
+            spare -= (planned - 1) * group.num_rows
+            others += planned * (group.num_rows - 1)
         return others
 
     def _group_steps(self, output: SchedulerOutput) -> dict[str, GroupStep]:
@@ -192,7 +253,7 @@ class BeamScheduler(Scheduler):
 
     def _rows(self, request: Request) -> int:
         group = self.groups.get(request.request_id)
-        return group.width if group is not None else 1
+        return group.num_rows if group is not None else 1
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if not self.groups or sum(map(self._rows, self.running)) + self._rows(request) <= self.max_num_running_reqs:
@@ -265,7 +326,7 @@ class BeamScheduler(Scheduler):
     def _report(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         if (statistics := statistics_among(outputs.values())) is None:
             return
-        of_groups = ((self.requests[group_id].status, group.width) for group_id, group in self.groups.items())
+        of_groups = ((self.requests[group_id].status, group.num_rows) for group_id, group in self.groups.items())
         widths = [width for status, width in of_groups if status == RequestStatus.RUNNING]
         manager = self.kv_cache_manager
         attach_stats(statistics, self.tally.report(widths, manager.total_counts(), manager.peak_group_blocks))
@@ -280,17 +341,26 @@ class BeamScheduler(Scheduler):
             return [], False
         return [], self._replay(request, group, self._results[request.request_id])
 
-    def _replay(self, request: Request, group: BeamGroup, step: Step) -> bool:
+    def _replay(self, request: Request, group: BeamGroup, decided: Decided) -> bool:
         """Apply to the tries what the worker did to its rows. Returns whether the search is over."""
-        self.tally.steps += 1
         was_decoding = group.length > 0
-        over = group.advance(step)
+        over, forks = False, []
+        for step in decided.steps:
+            over = group.advance(step)
+            forks.append(step.parents.tolist())
+            # vLLM counts tokens; whose they are, it cannot know.
+            request.append_output_token_ids(int(step.tokens[0]))
+            if over:  # what the worker, which does not know the pool, decided beyond that is dropped
+                break
+        request.num_computed_tokens += len(forks) - 1
+        counts = SearchCounts.of(decided, len(forks))
+        self.tally.counts.add(counts)
+        group.counts.add(counts)
         if over:
             request.status = RequestStatus.FINISHED_STOPPED
             self._over.append((request, group))
         elif was_decoding:
-            self.kv_cache_manager.fork(request.request_id, step.parents.tolist())
-        request.append_output_token_ids(int(step.tokens[0]))  # vLLM counts tokens; whose they are, it cannot know
+            self.kv_cache_manager.commit(request.request_id, forks)
         return over
 
     def _end_group(self, request: Request, group: BeamGroup, outputs: dict[int, EngineCoreOutputs]) -> None:
@@ -303,7 +373,11 @@ class BeamScheduler(Scheduler):
             for hypothesis in group.best(num_outputs)
         ]
         missing = [no_hypothesis_output() for _ in range(num_outputs - len(outputs_of_best))]
-        self.mailbox.post(group.request_id, [*outputs_of_best, *missing], stock)
+        outputs_of_all = [*outputs_of_best, *missing]
+        if group.params.speculation != "off":
+            for output in outputs_of_all:  # the one open field of a request's output; there is no KV connector
+                output.kv_transfer_params = {PLUGIN_NAME: group.counts.as_dict()}
+        self.mailbox.post(group.request_id, outputs_of_all, stock)
         self._close_group(group.request_id, "length" if group.length == group.rules.max_length else "stop")
 
     @staticmethod

@@ -12,14 +12,45 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_trie.config import PLUGIN_NAME
+from vllm_trie.messages import Decided
 from vllm_trie.trie.blocks import BlockCounts
 
 REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass
+class SearchCounts:
+    """What one search, or all of them, took."""
+
+    steps: int = 0  # committed: each makes the beams one token longer
+    target_forwards: int = 0  # that led to them
+    drafted: int = 0  # tokens that the draft model proposed
+    accepted: int = 0  # of these, those that became beams
+    beams: int = 0  # that all steps together led to
+
+    @classmethod
+    def of(cls, decided: Decided, num_steps: int) -> SearchCounts:
+        """What one target forward came to, of whose steps the first `num_steps` were committed."""
+        drafted = decided.drafted
+        beams = sum(step.num_beams for step in decided.steps[:num_steps])
+        if drafted is None:
+            return cls(num_steps, 1, beams=beams)
+        return cls(num_steps, 1, drafted.num_drafts, sum(drafted.num_accepted[:num_steps]), beams)
+
+    def add(self, other: SearchCounts) -> None:
+        for name, count in vars(other).items():
+            setattr(self, name, getattr(self, name) + count)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the request's user; the mean width is over its steps."""
+        steps_per_forward = self.steps / max(self.target_forwards, 1)
+        return {**vars(self), "steps_per_forward": steps_per_forward, "mean_width": self.beams / max(self.steps, 1)}
 
 
 @dataclass
@@ -33,6 +64,10 @@ class BeamStats:
     kv_blocks_copied: int = 0
     kv_blocks_reclaimed: int = 0
     steps: int = 0
+    target_forwards: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    beams: int = 0
     preemptions: int = 0
     groups_finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
 
@@ -45,6 +80,10 @@ class BeamStats:
         self.kv_blocks_copied += other.kv_blocks_copied
         self.kv_blocks_reclaimed += other.kv_blocks_reclaimed
         self.steps += other.steps
+        self.target_forwards += other.target_forwards
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        self.beams += other.beams
         self.preemptions += other.preemptions
         for reason, count in other.groups_finished.items():
             self.groups_finished[reason] += count
@@ -54,7 +93,7 @@ class BeamTally:
     """Counts for the next report, in plain additions."""
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.counts = SearchCounts()
         self.preemptions = 0
         self.has_news = False  # although there may be no group any more
         self._finished = dict.fromkeys(REASONS, 0)
@@ -82,12 +121,12 @@ class BeamTally:
             blocks.shared - self._blocks.shared,
             blocks.copied - self._blocks.copied,
             blocks.reclaimed - self._blocks.reclaimed,
-            self.steps,
-            self.preemptions,
-            self._finished,
+            **vars(self.counts),
+            preemptions=self.preemptions,
+            groups_finished=self._finished,
         )
         self._running, self._blocks = running, blocks
-        self.steps = self.preemptions = 0
+        self.counts, self.preemptions = SearchCounts(), 0
         self._finished = dict.fromkeys(REASONS, 0)
         self.has_news = False
         return stats

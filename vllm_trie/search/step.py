@@ -43,6 +43,11 @@ class Step(NamedTuple):
     is_finished: np.ndarray  # bool: which of `finished` are meant; all, for a single group
     tops: Tops | None = None  # by parent, for a single group that asked for log-probabilities
 
+    @property
+    def num_beams(self) -> int:
+        """Beams that live on, of a single group."""
+        return int((self.scores > -np.inf).sum())
+
     def group(self, index: int, tops: Tops | None = None) -> Step:
         """The step of one group out of G."""
         chosen = self.is_finished[index]

@@ -20,7 +20,7 @@ class KVBlocks:
         self._layers = [_rows(cache, num_blocks) for cache in _distinct(kv_caches)]
 
     def copy(self, sources: np.ndarray, destinations: np.ndarray) -> None:
-        """Copy whole blocks, in every layer. No block is both source and destination: [copies] each."""
+        """Copy whole blocks, in every layer, [copies] each; all are read before any is written."""
         device = self._layers[0].device
         source = torch.from_numpy(sources.astype(np.int64)).to(device)
         destination = torch.from_numpy(destinations.astype(np.int64)).to(device)

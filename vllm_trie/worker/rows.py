@@ -7,7 +7,7 @@ ordinary requests.
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -35,6 +35,8 @@ class GroupRows:
     row_ids: list[str]
     scores: np.ndarray  # [rows] float32, cumulative log-probability
     tokens: np.ndarray  # [b] newest token of each beam
+    num_drafted: int = 0  # tokens of each row that the draft model has computed, if there is one
+    spare_ids: list[str] = field(default_factory=list)  # of rows that last one step
 
 
 class BeamRows:
@@ -57,6 +59,9 @@ class BeamRows:
         if not self.steps and not self.groups:
             return output
         finished = set(output.finished_req_ids)
+        for group in self.groups.values():
+            finished.update(group.spare_ids)
+            group.spare_ids.clear()
         for group_id in output.finished_req_ids & self.groups.keys():
             finished.update(self.groups.pop(group_id).row_ids)
         for group_id in self.groups.keys() - self.steps.keys():
@@ -125,6 +130,7 @@ class BeamRows:
         else:
             histories = [[token] for token in group.tokens.tolist()]
         group.row_ids = [first_id, *(f"{first_id}#{row}" for row in range(1, len(rows)))]
+        group.num_drafted = first.num_computed_tokens
         for row_id, blocks, history in zip(group.row_ids, rows, histories, strict=True):
             requests[row_id] = CachedRequestState(
                 req_id=row_id,
@@ -157,6 +163,18 @@ class BeamRows:
 
     # Within the batch.
 
+    def move_to_the_end(self) -> int:
+        """Let the rows of decoding groups be the last of the batch. Returns how many come before them."""
+        batch = self._runner.input_batch
+        decoding = [group_id for group_id, step in self.steps.items() if step.decodes]
+        moving = {row_id for group_id in decoding for row_id in self.groups[group_id].row_ids}
+        count = batch.num_reqs - len(moving)
+        strays = [index for index in range(count) if batch.req_ids[index] in moving]
+        holes = [index for index in range(count, batch.num_reqs) if batch.req_ids[index] not in moving]
+        for stray, hole in zip(strays, holes, strict=True):
+            batch.swap_states(stray, hole)
+        return count
+
     def indices(self, group_ids: list[str]) -> np.ndarray:
         """Where in the batch the rows of groups of equal width are: [G, rows]."""
         index_of = self._runner.input_batch.req_id_to_index
@@ -182,8 +200,8 @@ class BeamRows:
     def copy_output_tokens(self, sources: np.ndarray, destinations: np.ndarray) -> None:
         """Before `permute`, for rows under controls: these read vLLM's lists of tokens, not the batch's arrays."""
         outputs = self._runner.input_batch.req_output_token_ids
-        for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
-            outputs[destination][:] = outputs[source]
+        for destination, tokens in zip(destinations.tolist(), [outputs[s][:] for s in sources.tolist()], strict=True):
+            outputs[destination][:] = tokens
 
     def permute(self, sources: np.ndarray, destinations: np.ndarray) -> None:
         """Let each destination row continue the history of its source row.
@@ -206,7 +224,7 @@ class BeamRows:
             with_tail = partial > 0
             blocks[destinations[with_tail], full[with_tail]] = own_tails[with_tail]
             if with_tail.any():
-                self._kv_blocks.copy(blocks[sources, full][with_tail], own_tails[with_tail])
+                self.kv_blocks.copy(blocks[sources, full][with_tail], own_tails[with_tail])
 
     def _new_stop_strings(self, strings: tuple[str, ...], skip_special_tokens: bool) -> StopStrings:
         tokenizer, vocab_size = self._tokenizer, self._runner.model_config.get_vocab_size()
@@ -221,7 +239,8 @@ class BeamRows:
         return cached_tokenizer_from_config(self._runner.model_config)
 
     @cached_property
-    def _kv_blocks(self) -> KVBlocks:
+    def kv_blocks(self) -> KVBlocks:
+        """The runner's KV caches, a draft model's among them."""
         return KVBlocks(self._runner.kv_caches, self._runner.kv_cache_config.num_blocks)
 
 

@@ -11,34 +11,46 @@ from vllm.v1.sample.logits_processor import MinPLogitsProcessor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_trie.messages import attach_results
-from vllm_trie.search.step import Step
-from vllm_trie.worker.rows import BeamRows
+from vllm_trie.messages import Decided, attach_results
 from vllm_trie.worker.select import select
+from vllm_trie.worker.v1_speculation import SpeculatingModelRunner, last_logits
+from vllm_trie.worker.verify import verify
 
 
-class BeamModelRunner(GPUModelRunner):
+class BeamModelRunner(SpeculatingModelRunner):
     """Expands groups before the stock runner sees the step, and selects where it would sample."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.beam_rows = BeamRows(self)
-        self._decided: dict[str, Step] = {}
+        self._decided: dict[str, Decided] = {}
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         return super().execute_model(self.beam_rows.expand(scheduler_output), *args, **kwargs)
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
-        selecting = [group_id for group_id, step in self.beam_rows.steps.items() if step.selects]
+        rows, batch = self.beam_rows, self.input_batch
+        selecting = [group_id for group_id, step in rows.steps.items() if step.selects]
         if logits is None or not selecting:
             return super()._sample(logits, spec_decode_metadata)
-        newest = torch.full((len(logits), 1), -1, dtype=torch.int32, device=logits.device)
-        self._decided = select(self.beam_rows, logits, self._controlled(logits), newest)
-        num_beam_rows = sum(len(self.beam_rows.groups[group_id].row_ids) for group_id in selecting)
-        if num_beam_rows == len(logits):
+        last = None if self.speculator is None else last_logits(spec_decode_metadata)
+        of_rows = logits if last is None else logits[torch.from_numpy(last).to(logits.device)]
+        most_steps = max(
+            1 if (grant := rows.steps[group_id].grant) is None else 1 + grant.num_layers for group_id in selecting
+        )
+        newest = torch.full((batch.num_reqs, most_steps), -1, dtype=torch.int32, device=logits.device)
+        self._decided = select(rows, of_rows, self._controlled(of_rows), newest)
+        num_spare_rows = 0
+        if self.speculator is not None:
+            self._decided |= verify(rows, self.speculator, logits, self.controlled_after, newest)
+            num_spare_rows = sum(len(rows.groups[group_id].spare_ids) for group_id in selecting)
+        if num_spare_rows + sum(len(rows.groups[group_id].row_ids) for group_id in selecting) == batch.num_reqs:
             return SamplerOutput(sampled_token_ids=newest, logprobs_tensors=None)
-        output = super()._sample(logits, spec_decode_metadata)
-        output.sampled_token_ids = torch.where(newest >= 0, newest, output.sampled_token_ids)
+        output = super()._sample(logits if last is None else logits[: last[-1] + 1], spec_decode_metadata)
+        is_ordinary = newest[:, :1] < 0
+        is_ordinary[batch.num_reqs - num_spare_rows :] = False
+        width = max(most_steps, output.sampled_token_ids.shape[1])
+        sampled, newest = _padded(output.sampled_token_ids, width), _padded(newest, width)
+        output.sampled_token_ids = torch.where(is_ordinary, sampled, newest)
         return output
 
     def _controlled(self, logits: torch.Tensor) -> torch.Tensor:
@@ -72,3 +84,8 @@ class BeamGPUWorker(Worker):
 
     def _make_model_runner(self) -> GPUModelRunner:
         return BeamModelRunner(self.vllm_config, self.device)
+
+
+def _padded(token_ids: torch.Tensor, width: int) -> torch.Tensor:
+    """Tokens [R, k] as [R, width]; -1 stands for none."""
+    return torch.nn.functional.pad(token_ids, (0, width - token_ids.shape[1]), value=-1)

@@ -1,0 +1,268 @@
+"""Speculation of the groups that were granted some: draft a forest, lay it out as rows, and keep what was verified.
+
+A forest is verified by multi-token rows of the batch. Beams have theirs; every other path gets a row that
+lasts one step, with blocks that were lent for it. What the search then commits is moved into the beams' own
+blocks, so that these hold what they would hold after as many plain steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from vllm_trie.messages import Grant, GroupStep
+from vllm_trie.search.forest import Forest, Layer, RowFork, grow
+from vllm_trie.search.step import Step
+from vllm_trie.search.warping import log_probabilities
+from vllm_trie.worker.draft_model import DraftModel
+from vllm_trie.worker.rows import BeamRows, GroupRows
+
+NO_BLOCK = 0
+GREEDY = SamplingParams(temperature=0.0)  # of rows whose samples nobody reads
+
+
+@dataclass(slots=True)
+class Speculation:
+    """One group's forest in one step."""
+
+    step: GroupStep
+    grant: Grant
+    rows: GroupRows
+    index: np.ndarray  # [b] the beams' rows in the batch
+    start: int  # position of the roots: as many tokens are computed
+    block_size: int
+    forest: Forest
+    layer: Layer
+    blocks: np.ndarray  # [rows, columns] int32 of every row of the forest, up to the last it may write
+    pending: list[list[int]]  # of each beam the tokens that the draft model has not computed
+    num_layers: int = 0
+    logits_index: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # by node
+
+    @property
+    def column(self) -> int:
+        """Of the block in which the roots are."""
+        return self.start // self.block_size
+
+
+class Speculator:
+    """Speculates for the groups of one runner.
+
+    Args:
+        runner: vLLM's, with a draft model and one KV cache group.
+        rows: Its beam groups.
+    """
+
+    def __init__(self, runner: GPUModelRunner, rows: BeamRows) -> None:
+        self._runner = runner
+        self._rows = rows
+        self._draft_model = DraftModel(runner)
+        self.groups: dict[str, Speculation] = {}  # of the present step
+
+    # Before the target's forward.
+
+    def draft(self, output: SchedulerOutput) -> None:
+        """Draft for every group with a grant, and add the rows of its forest to the batch and to `output`."""
+        self.groups = {}
+        for group_id, step in self._rows.steps.items():
+            if step.grant is not None:
+                self.groups[group_id] = self._begin(group_id, step, step.grant)
+        if not self.groups:
+            return
+        self._catch_up()
+        for number in range(1, max(one.grant.num_layers for one in self.groups.values()) + 1):
+            self._draft_layer(number)
+        for group_id, one in self.groups.items():
+            self._add_rows(group_id, one, output)
+        self._runner.input_batch.refresh_metadata()
+        for one in self.groups.values():
+            self._lay_out(one)
+
+    def _begin(self, group_id: str, step: GroupStep, grant: Grant) -> Speculation:
+        batch, rows = self._runner.input_batch, self._rows.groups[group_id]
+        (index,) = self._rows.indices([group_id])
+        start, block_size = int(batch.num_computed_tokens_cpu[index[0]]), self._runner.cache_config.block_size
+        column = start // block_size
+        blocks = np.full((len(index) + len(grant.spare_rows), column + 2), NO_BLOCK, dtype=np.int32)
+        blocks[: len(index), : column + 1] = batch.block_table[0].block_table.np[index, : column + 1]
+        if grant.next_blocks is not None:
+            blocks[: len(index), column + 1] = grant.next_blocks
+        for row, own in enumerate(grant.spare_rows, start=len(index)):
+            blocks[row, column : column + len(own)] = own
+        roots = rows.tokens.tolist()
+        scores = torch.from_numpy(rows.scores).to(self._runner.device)
+        pending = batch.token_ids_cpu[index, rows.num_drafted : start + 1].tolist()
+        rows.num_drafted = start
+        return Speculation(
+            step,
+            grant,
+            rows,
+            index,
+            start,
+            block_size,
+            Forest(roots, len(blocks), grant.max_tokens),
+            Layer(list(range(len(roots))), scores, range(len(roots))),
+            blocks,
+            pending,
+        )
+
+    def _catch_up(self) -> None:
+        """Compute with the draft model what plain steps have added, so that only a few tokens are left for each row."""
+        num_rows = sum(len(one.pending) for one in self.groups.values())
+        per_row = max(self._runner.max_num_tokens // num_rows, 1)
+        for one in self.groups.values():
+            while len(one.pending[0]) > per_row:
+                starts = [one.start + 1 - len(row) for row in one.pending]
+                self._draft_model.logits([row[:per_row] for row in one.pending], starts, one.blocks[: len(starts)])
+                one.pending = [row[per_row:] for row in one.pending]
+
+    def _draft_layer(self, number: int) -> None:
+        active = [one for one in self.groups.values() if one.grant.num_layers >= number and one.layer.nodes]
+        if not active:
+            return
+        tokens, starts, blocks = list[list[int]](), list[int](), list[np.ndarray]()
+        for one in active:
+            forest = one.forest
+            tokens += one.pending if number == 1 else [[forest.tokens[node]] for node in one.layer.nodes]
+            starts += [one.start + number - len(row) for row in tokens[len(starts) :]]
+            blocks.append(one.blocks[[forest.row_of[node] for node in one.layer.nodes]])
+        columns = max(table.shape[1] for table in blocks)
+        padded = [np.pad(table, ((0, 0), (0, columns - table.shape[1]))) for table in blocks]
+        logits = self._draft_model.logits(tokens, starts, np.concatenate(padded))
+        copies = list[tuple[int, int]]()
+        for one, own in zip(active, torch.split(logits, [len(table) for table in blocks]), strict=True):
+            rules = one.step.rules
+            logprobs = log_probabilities(own, rules.stop_token_ids, rules.warping.temperature)
+            width = len(one.index)
+            one.layer, forks = grow(one.forest, one.layer, logprobs, width, one.grant.draft_width)
+            one.num_layers += bool(one.layer.nodes)
+            for fork in forks:
+                copies += self._fork(one, fork, number)
+        if copies:
+            self._rows.kv_blocks.copy(*np.array(copies).T)
+
+    @staticmethod
+    def _fork(one: Speculation, fork: RowFork, number: int) -> list[tuple[int, int]]:
+        """Let a row begin as a copy of another. Returns the blocks to copy."""
+        column = one.column
+        one.blocks[fork.destination, :column] = one.blocks[fork.source, :column]
+        last_written = (one.start + number - 1) // one.block_size
+        return [
+            (int(one.blocks[fork.source, at]), int(one.blocks[fork.destination, at]))
+            for at in range(column, last_written + 1)
+        ]
+
+    def _add_rows(self, group_id: str, one: Speculation, output: SchedulerOutput) -> None:
+        runner, rows = self._runner, one.rows
+        first = runner.requests[group_id]
+        for row in range(len(one.index), len(one.forest.rows)):
+            row_id = f"{group_id}#+{row}"
+            rows.spare_ids.append(row_id)
+            state = runner.requests[row_id] = CachedRequestState(
+                req_id=row_id,
+                prompt_token_ids=[one.forest.tokens[one.forest.rows[row][0]]],  # what is computed is written below
+                mm_features=[],
+                sampling_params=GREEDY,
+                generator=None,
+                block_ids=(one.blocks[row].tolist(),),
+                num_computed_tokens=one.start,
+                output_token_ids=[],
+                lora_request=first.lora_request,
+            )
+            runner.input_batch.add_request(state)
+        for row_id, path in zip([*rows.row_ids, *rows.spare_ids], one.forest.rows, strict=True):
+            output.total_num_scheduled_tokens += len(path) - output.num_scheduled_tokens.get(row_id, 0)
+            output.num_scheduled_tokens[row_id] = len(path)
+
+    def _lay_out(self, one: Speculation) -> None:
+        batch = self._runner.input_batch
+        for row, path in enumerate(one.forest.rows):
+            at = self._place(one, row)
+            batch.token_ids_cpu[at, one.start : one.start + len(path)] = [one.forest.tokens[node] for node in path]
+        if one.grant.next_blocks is not None:
+            batch.block_table[0].block_table.np[one.index, one.column + 1] = one.grant.next_blocks
+
+    def _place(self, one: Speculation, row: int) -> int:
+        """Where in the batch a row of the forest is."""
+        if row < len(one.index):
+            return int(one.index[row])
+        return self._runner.input_batch.req_id_to_index[one.rows.spare_ids[row - len(one.index)]]
+
+    def logits_indices(self, query_starts: np.ndarray, of_rows: np.ndarray) -> np.ndarray:
+        """Which further tokens of the batch need logits: the nodes that are no row's last token.
+
+        Args:
+            query_starts: [R + 1] where each row of the batch begins among its tokens.
+            of_rows: [R] where the logits after each row's last token are.
+        """
+        inner, count = list[int](), int(of_rows[-1]) + 1
+        for one in self.groups.values():
+            places = [self._place(one, row) for row in range(len(one.forest.rows))]
+            one.logits_index = np.empty(one.forest.num_nodes, dtype=np.int64)
+            for row, path in enumerate(one.forest.rows):
+                for depth, node in enumerate(path[:-1]):
+                    if one.forest.row_of[node] == row:
+                        one.logits_index[node] = count + len(inner)
+                        inner.append(query_starts[places[row]] + depth)
+                one.logits_index[path[-1]] = of_rows[places[row]]
+        return np.array(inner, dtype=np.int64)
+
+    # After it.
+
+    def commit(self, one: Speculation, steps: list[Step], beams: list[list[int]]) -> np.ndarray:
+        """Let the group's own rows go on from where its search has come to.
+
+        Args:
+            steps: What it decided.
+            beams: For each step the nodes that its beams were before it.
+
+        Returns:
+            [b, steps] the tokens that each row has got.
+        """
+        batch, forest, width = self._runner.input_batch, one.forest, len(one.index)
+        column, count = one.column, len(steps)
+        fills = (column + 1) * one.block_size - one.start  # the step after which the roots' block is full
+        slots = np.arange(width)
+        leads = sealers = slots
+        for number in range(count, 0, -1):
+            slots = steps[number - 1].parents[slots]
+            leads = slots if number == count else leads
+            sealers = slots if number == fills else sealers
+        newest = [beams[-1][lead] for lead in leads]
+
+        own, copies = one.blocks[:width], dict[int, int]()  # by destination
+        if count < fills:
+            for slot, node in enumerate(newest):
+                copies[own[slot, column]] = self._block(one, node, slot, column)
+        else:
+            for slot in sorted(set(sealers.tolist())):
+                copies[own[slot, column]] = self._block(one, beams[fills - 1][slot], slot, column)
+        if count > fills:
+            for slot, node in enumerate(newest):
+                copies[own[slot, column + 1]] = self._block(one, node, slot, column + 1)
+        moved = np.array([(s, d) for d, s in copies.items() if s != d])
+        if len(moved):
+            self._rows.kv_blocks.copy(*moved.T)
+
+        table = batch.block_table[0]
+        table.block_table.np[one.index, :column] = own[slots, :column]
+        table.block_table.np[one.index, column] = own[sealers if count >= fills else np.arange(width), column]
+        table.num_blocks_per_row[one.index] = column + 1 + (count > fills)
+        length = one.start + 1
+        batch.token_ids_cpu[one.index, :length] = batch.token_ids_cpu[one.index[slots], :length]
+        if one.step.rules.is_controlled:
+            self._rows.copy_output_tokens(one.index[slots], one.index)
+        one.rows.num_drafted = one.start + min(count, one.num_layers)
+        paths = [[*forest.path(node)[1:], token] for node, token in zip(newest, steps[-1].tokens.tolist(), strict=True)]
+        return np.array([[*map(forest.tokens.__getitem__, path[:-1]), path[-1]] for path in paths])
+
+    @staticmethod
+    def _block(one: Speculation, node: int, row: int, column: int) -> int:
+        """A block with what leads to `node`, preferably that of `row`."""
+        holds = row if node in one.forest.rows[row] else one.forest.row_of[node]
+        return int(one.blocks[holds, column])
