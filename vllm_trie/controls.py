@@ -44,10 +44,13 @@ def refuse_unsupported(params: SamplingParams, beam: BeamParams) -> None:
     _refuse_unless(_NEUTRAL, params, "is not supported together with beam_width")
     if beam.semantics == "vllm":
         _refuse_unless(_NEUTRAL_AS_VLLM, params, 'is not supported under semantics="vllm", whose beams ignore it')
-    if params.seed is not None and not beam.sample_first:
-        raise ValueError(f"seed={params.seed} has nothing to decide in a beam search; leave it out or set sample_first")
-    if params.temperature == 0 and beam.sample_first:
-        raise ValueError(f"temperature=0.0 leaves sample_first={beam.sample_first} nothing to draw; raise it")
+    if params.seed is not None and not beam.draws:
+        raise ValueError(
+            f"seed={params.seed} has nothing to decide in a beam search; leave it out, or set do_sample or sample_first"
+        )
+    if params.temperature == 0 and beam.draws:
+        what = "do_sample" if beam.sample_first == 0 else f"sample_first={beam.sample_first}"
+        raise ValueError(f"temperature=0.0 leaves {what} nothing to draw; raise it")
     if params.logprobs == -1:
         raise ValueError("logprobs=-1 is not supported together with beam_width; ask for a number of tokens")
 

@@ -12,6 +12,7 @@ from vllm_trie.controls import refuse_unsupported, stop_tokens
 from vllm_trie.search.pruning import Pruning
 from vllm_trie.search.step import num_candidates
 from vllm_trie.search.stopping import EarlyStopping
+from vllm_trie.speculation_options import FLAGS, check_together
 from vllm_trie.trie.blocks import least_blocks_to_start
 
 if TYPE_CHECKING:
@@ -41,6 +42,16 @@ class BeamParams:
             probable as the most probable one after any beam, in (0, 1].
         max_candidates_per_parent: Continue each beam in at most this many ways.
         sample_first: Tokens that are drawn for each beam, by itself, before the search begins.
+        do_sample: Draw the beams of each step from all continuations of all beams, by the product of their
+            probabilities, instead of taking the best. Temperature and filters act on that joint law.
+        replacement: Whether the same continuation may be drawn more than once.
+        speculation: "exact" makes several steps of plain beam search per forward of the model, "sample" of beam
+            sampling, by a draft model; "off" does not. By default an engine with a draft model speculates.
+        draft_width: Drafts per layer, at least `beam_width`; by default twice as many.
+        threshold: Of speculative beam sampling: a layer has as many beams as are accepted with this probability.
+            By default it has `beam_width`.
+        min_width: The fewest it has then, by default 1; `beam_width` is the most.
+        memory_mode: Of the beams that one forward leads to, only the best goes on; the others need no KV blocks.
     """
 
     beam_width: int
@@ -52,13 +63,13 @@ class BeamParams:
     prune_relative_local: float | None = None
     max_candidates_per_parent: int | None = None
     sample_first: int = 0
-    do_sample: bool = False
-    replacement: bool = False
-    speculation: str = "off"
+    speculation: str | None = None
+    do_sample: bool | None = None
+    replacement: bool | None = None
+    memory_mode: bool | None = None
     draft_width: int | None = None
     min_width: int | None = None
     threshold: float | None = None
-    memory_mode: bool = False
 
     def __post_init__(self) -> None:
         width = self.beam_width
@@ -95,12 +106,18 @@ class BeamParams:
         drawn = self.sample_first
         if isinstance(drawn, bool) or not isinstance(drawn, int) or drawn < 0:
             raise ValueError(f"sample_first={drawn!r} is not a number of tokens; pass an integer >= 0")
+        check_together(self)
         for name in _NOT_AS_VLLM if self.semantics == "vllm" else ():
             if (value := getattr(self, name)) != getattr(type(self), name):
                 raise ValueError(
                     f'{name}={value!r} is not supported under semantics="vllm", which does as vLLM does; leave it '
                     f'out, or use semantics="hf"'
                 )
+
+    @property
+    def draws(self) -> bool:
+        """Whether something is drawn."""
+        return bool(self.sample_first or self.do_sample or self.speculation == "sample")
 
     @property
     def pruning(self) -> Pruning:
@@ -132,8 +149,9 @@ class BeamParams:
             return None
         if "beam_width" not in given:
             raise ValueError(f"{', '.join(given)} given without beam_width; add beam_width to search with beams")
-        if type(given.get("early_stopping")) is int:  # the OpenAI server turns booleans into 0 and 1
-            given["early_stopping"] = {0: False, 1: True}.get(given["early_stopping"], given["early_stopping"])
+        for name in ("early_stopping", *FLAGS):
+            if type(given.get(name)) is int:  # the OpenAI server turns booleans into 0 and 1
+                given[name] = {0: False, 1: True}.get(given[name], given[name])
         return cls(**{"semantics": semantics, **given})
 
 
@@ -189,6 +207,13 @@ def beam_params(
     prune_relative_local: float | None = None,
     max_candidates_per_parent: int | None = None,
     sample_first: int = 0,
+    do_sample: bool | None = None,
+    replacement: bool | None = None,
+    speculation: str | None = None,
+    draft_width: int | None = None,
+    threshold: float | None = None,
+    min_width: int | None = None,
+    memory_mode: bool | None = None,
     **sampling_params: Any,
 ) -> SamplingParams:
     """Build the `SamplingParams` of a beam search.
@@ -200,6 +225,8 @@ def beam_params(
             default, "hf" unless it was started with another.
         prune_relative, prune_absolute, prune_relative_local, max_candidates_per_parent, sample_first: see
             `BeamParams`.
+        do_sample, replacement, speculation, draft_width, threshold, min_width, memory_mode: see `BeamParams`. What
+            is not given is the engine's default.
         **sampling_params: Further fields of vLLM's `SamplingParams`: `max_tokens`, `min_tokens`,
             `stop`, `stop_token_ids`, `ignore_eos`, `logprobs`, penalties, ...
 
@@ -226,6 +253,13 @@ def beam_params(
         "prune_relative_local": prune_relative_local,
         "max_candidates_per_parent": max_candidates_per_parent,
         "sample_first": sample_first or None,
+        "do_sample": do_sample,
+        "replacement": replacement,
+        "speculation": speculation,
+        "draft_width": draft_width,
+        "threshold": threshold,
+        "min_width": min_width,
+        "memory_mode": memory_mode,
     }
     options |= {name: value for name, value in others.items() if value is not None}
     beam = BeamParams(**options)
@@ -250,7 +284,7 @@ def validate(params: SamplingParams, beam: BeamParams, prompt_len: int, limits: 
     refuse_unsupported(params, beam)
     _check_n(params.n, beam)
     width = beam.beam_width
-    if width > limits.max_num_seqs:
+    if width > limits.max_num_seqs and not beam.memory_mode:
         raise ValueError(
             f"beam_width={width} exceeds max_num_seqs={limits.max_num_seqs}; lower it, or raise --max-num-seqs"
         )
@@ -267,8 +301,13 @@ def validate(params: SamplingParams, beam: BeamParams, prompt_len: int, limits: 
             f"beam_width={width} ranks {needed} candidates but the vocabulary has {limits.vocab_size} tokens; "
             f"use beam_width <= {widest}"
         )
+    if beam.draft_width is not None and beam.draft_width > limits.vocab_size:
+        raise ValueError(
+            f"draft_width={beam.draft_width} exceeds the vocabulary of {limits.vocab_size} tokens; lower it"
+        )
     if limits.num_blocks is not None:
-        blocks = least_blocks_to_start(0 if limits.has_window else prompt_len, width, limits.block_size)
+        rows = 1 if beam.memory_mode else width
+        blocks = least_blocks_to_start(0 if limits.has_window else prompt_len, rows, limits.block_size)
         if blocks > limits.num_blocks:
             raise ValueError(
                 f"beam_width={width} with a prompt of {prompt_len} tokens needs at least {blocks} KV blocks, the "

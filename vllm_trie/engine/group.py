@@ -71,7 +71,7 @@ class BeamGroup:
     @property
     def speculates(self) -> bool:
         """Whether the next step may be more than one."""
-        return self.params.speculation != "off" and self.length >= self.params.sample_first
+        return self.params.speculation not in (None, "off") and self.length >= self.params.sample_first
 
     @property
     def draft_width(self) -> int:

@@ -374,7 +374,7 @@ class BeamScheduler(Scheduler):
         ]
         missing = [no_hypothesis_output() for _ in range(num_outputs - len(outputs_of_best))]
         outputs_of_all = [*outputs_of_best, *missing]
-        if group.params.speculation != "off":
+        if group.params.speculation not in (None, "off"):
             for output in outputs_of_all:  # the one open field of a request's output; there is no KV connector
                 output.kv_transfer_params = {PLUGIN_NAME: group.counts.as_dict()}
         self.mailbox.post(group.request_id, outputs_of_all, stock)

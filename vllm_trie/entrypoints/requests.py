@@ -18,6 +18,7 @@ from vllm_trie.config import TrieBeamConfig
 from vllm_trie.params import TICKET, BeamParams, EngineLimits, GroupTicket, validate
 from vllm_trie.patching import Patch, installed_vllm, record_of
 from vllm_trie.plugin import has_beams, why_without_beams
+from vllm_trie.speculation_options import OPTIONS, resolve
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -69,11 +70,13 @@ def _checking(original: Callable[..., EngineCoreRequest]) -> Callable[..., Engin
 
 
 def _beam_params(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | None:
-    semantics = TrieBeamConfig.from_additional_config(vllm_config.additional_config).semantics
-    beam = BeamParams.from_extra_args(params.extra_args, semantics)
-    if beam is not None and not has_beams(vllm_config):
+    config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
+    beam = BeamParams.from_extra_args(params.extra_args, config.semantics)
+    if beam is None:
+        return None
+    if not has_beams(vllm_config):
         raise ValueError(f"beam_width={beam.beam_width} {why_without_beams(vllm_config)}")
-    return beam
+    return resolve(beam, config.speculation_defaults, vllm_config.speculative_config is not None)
 
 
 def _prepare(
@@ -92,6 +95,11 @@ def _prepare(
         raise ValueError("beam_width does not work with stream=true: hypotheses are known when the search is over")
     if params.stop and processor.tokenizer is None:
         raise ValueError("stop strings need a tokenizer; start the engine without skip_tokenizer_init")
+    if params.logit_bias and processor.vllm_config.speculative_config is not None:
+        raise ValueError(
+            "logit_bias is not supported with beam_width on an engine with speculative_config, where vLLM leaves it out; "
+            "start the engine without it"
+        )
     if beam.semantics == "vllm":  # stops at the tokenizer's EOS only, whatever generation_config.json adds
         params.stop_token_ids = list(own_stop_token_ids or ())
     validate(params, beam, len(request.prompt_token_ids), engine_limits(processor.vllm_config))
@@ -100,6 +108,7 @@ def _prepare(
     if offline:  # as many as vLLM's own loop returns, whatever max_logprobs allows
         params.logprobs = 2 * beam.beam_width
     ticket = GroupTicket(random_uuid(), params.n, processor.renderer.get_eos_token_id(), offline)
+    extra_args |= {name: value for name in OPTIONS if (value := getattr(beam, name)) is not None}
     params.extra_args = {**extra_args, "semantics": beam.semantics, TICKET: asdict(ticket)}
 
 

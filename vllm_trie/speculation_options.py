@@ -1,0 +1,120 @@
+"""Which law the beams of a request follow, and how they speculate: the options, and what is not said decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_trie.params import BeamParams
+
+SPECULATIONS = ("exact", "sample", "off")
+FLAGS = ("do_sample", "replacement", "memory_mode")
+OPTIONS = ("speculation", *FLAGS, "draft_width", "min_width", "threshold")
+_OF_DRAFTS = ("draft_width",)
+_OF_SAMPLED_DRAFTS = ("min_width", "threshold", "memory_mode")
+_NOT_WHEN_DRAWN = (
+    *("prune_relative", "prune_absolute", "prune_relative_local", "max_candidates_per_parent"),
+    "sample_first",
+)
+
+
+def check_options(options: Mapping[str, Any], prefix: str = "") -> None:
+    """Check each option by itself; None is not given.
+
+    Raises:
+        ValueError: naming the option, with `prefix`, its value and what would work.
+    """
+    speculation = options["speculation"]
+    if speculation is not None and speculation not in SPECULATIONS:
+        known = ", ".join(map(repr, SPECULATIONS))
+        raise ValueError(f"{prefix}speculation={speculation!r} is unknown; known: {known}")
+    for name in FLAGS:
+        if not isinstance(options[name], bool | None):
+            raise ValueError(f"{prefix}{name}={options[name]!r} is neither true nor false")
+    for name in ("draft_width", "min_width"):
+        width = options[name]
+        if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 1):
+            raise ValueError(f"{prefix}{name}={width!r} is not a number of beams; pass an integer >= 1")
+    threshold = options["threshold"]
+    if threshold is not None and not (_is_number(threshold) and 0 < threshold <= 1):
+        raise ValueError(f"{prefix}threshold={threshold!r} is not a probability; pass a number in (0, 1]")
+
+
+def check_together(beam: BeamParams) -> None:
+    """Refuse options that exclude each other, or that have nothing to act on.
+
+    Raises:
+        ValueError: naming both, and what would work.
+    """
+    check_options({name: getattr(beam, name) for name in OPTIONS})
+    if beam.speculation == "exact" and beam.do_sample:
+        raise ValueError('do_sample=True and speculation="exact" exclude each other; use speculation="sample"')
+    if beam.speculation == "sample" and beam.do_sample is False:
+        raise ValueError('do_sample=False and speculation="sample" exclude each other; use speculation="exact"')
+    draws = beam.do_sample or beam.speculation == "sample"
+    if beam.replacement and not draws:
+        raise ValueError("replacement=True has nothing to draw; set do_sample=True")
+    if draws:
+        if beam.semantics != "hf":
+            raise ValueError(f'semantics="{beam.semantics}" does not draw beams; leave do_sample out, or use "hf"')
+        for name in _NOT_WHEN_DRAWN:
+            if value := getattr(beam, name):
+                raise ValueError(f"{name}={value!r} is not supported together with do_sample; leave one of them out")
+    for name in (*_OF_DRAFTS, *_OF_SAMPLED_DRAFTS):
+        value = getattr(beam, name)
+        if value is not None and value is not False and beam.speculation == "off":
+            raise ValueError(f"{name}={value!r} has no drafts to act on: this search does not speculate; leave it out")
+    for name in _OF_SAMPLED_DRAFTS:
+        value = getattr(beam, name)
+        if value is not None and value is not False and (beam.speculation == "exact" or beam.do_sample is False):
+            raise ValueError(f'{name}={value!r} means nothing where beams are not drawn; set speculation="sample"')
+    if beam.draft_width is not None and beam.draft_width < beam.beam_width:
+        raise ValueError(
+            f"draft_width={beam.draft_width} is below beam_width={beam.beam_width}: no layer could be accepted; raise it"
+        )
+    if beam.min_width is not None and beam.min_width > beam.beam_width:
+        raise ValueError(f"min_width={beam.min_width} exceeds beam_width={beam.beam_width}; lower it")
+    if beam.min_width is not None and beam.threshold is None:
+        raise ValueError(f"min_width={beam.min_width} needs a threshold, such as 0.7, to decide the width by")
+
+
+def resolve(beam: BeamParams, defaults: Mapping[str, Any], has_drafts: bool) -> BeamParams:
+    """What a request and its engine together ask for: `speculation` and `do_sample`, and what else applies to them.
+
+    Args:
+        beam: What the request asks for.
+        defaults: What the engine says of `OPTIONS`; None is nothing. Where its word to draw meets a search that
+            cannot, that search remains what it is.
+        has_drafts: Whether the engine has a draft model.
+
+    Raises:
+        ValueError: the request wants drafts that there are none of.
+    """
+    speculation, do_sample = beam.speculation, beam.do_sample
+    if speculation in ("exact", "sample") and not has_drafts:
+        raise ValueError(
+            f'speculation="{speculation}" needs a draft model; start the engine with speculative_config='
+            '{"method": "draft_model", "model": ..., "num_speculative_tokens": ...}'
+        )
+    if speculation in ("exact", "sample"):
+        do_sample = speculation == "sample"
+    elif do_sample is None:
+        may_draw = beam.semantics == "hf" and not any(getattr(beam, name) for name in _NOT_WHEN_DRAWN)
+        do_sample = may_draw and (bool(defaults["do_sample"]) or defaults["speculation"] == "sample")
+    if speculation is None:
+        is_on = has_drafts and defaults["speculation"] != "off"
+        speculation = ("sample" if do_sample else "exact") if is_on else "off"
+    applicable = ("replacement",) * do_sample
+    applicable += _OF_DRAFTS * (speculation != "off") + _OF_SAMPLED_DRAFTS * (speculation == "sample")
+    chosen = {name: defaults[name] for name in applicable if getattr(beam, name) is None}
+    if chosen.get("draft_width") is not None:
+        chosen["draft_width"] = max(chosen["draft_width"], beam.beam_width)
+    if chosen.get("min_width") is not None:
+        chosen["min_width"] = min(chosen["min_width"], beam.beam_width)
+    return replace(beam, speculation=speculation, do_sample=do_sample, **chosen)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
