@@ -1,0 +1,200 @@
+"""Iterations of speculative beam sampling have the law of beam sampling, and end where they must."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.search.exhaustive import drawn_pair_law, random_pair
+from vllm_trie.search import speculation
+from vllm_trie.search.sampling import generator, joint
+from vllm_trie.search.speculation import DraftRules, Drafts, Verified, drafted, verified_layers, verify
+from vllm_trie.search.warping import Warping
+
+
+class Layers:
+    """Two layers of drafts, and a target's law that records what it is asked for."""
+
+    def __init__(self, first: torch.Tensor, second: torch.Tensor, last: torch.Tensor) -> None:
+        self.laws = [first, second, last]
+        self.asked: list[Verified | None] = []
+
+    def __call__(self, verified: Verified | None) -> torch.Tensor:
+        self.asked.append(verified)
+        return self.laws[len(self.asked) - 1]
+
+
+SURE = torch.eye(6).double()[0].view(2, 3)  # all mass in cell 0
+OTHER = SURE.flip(0, 1)
+NOTHING = torch.zeros(2, 3).double()
+
+
+@pytest.mark.parametrize(
+    ("laws", "drafts"),
+    [
+        ([SURE, SURE, OTHER], [[0], [0], [-1]]),
+        ([SURE, OTHER], [[0], [-1]]),
+        ([OTHER], [[-1]]),
+        ([SURE, NOTHING], [[0]]),
+        ([SURE, SURE, NOTHING], [[0], [0]]),
+        ([NOTHING], []),
+    ],
+)
+def test_layers_go_on_until_one_is_incomplete_or_nothing_is_possible(
+    laws: list[torch.Tensor], drafts: list[list[int]]
+) -> None:
+    law = Layers(*[*laws, *[NOTHING] * (3 - len(laws))])
+    rules, rng = DraftRules(1, 1), generator(0, 0)
+    layers = list(verified_layers([Drafts(SURE, np.array([0]))] * 2, law, rules, rng))
+    assert [layer.drafts.tolist() for layer in layers] == drafts
+    assert [layer.cells.tolist() for layer in layers] == [[int(p.argmax())] for p in laws if p.any()]
+    assert len(law.asked) == len(laws)
+    assert law.asked[0] is None
+    assert all(asked is layer for asked, layer in zip(law.asked[1:], layers, strict=False))
+
+
+@pytest.mark.parametrize(("threshold", "widths"), [(None, [4, 4]), (0.999, [2, 2]), (1e-9, [3, 3])])
+def test_the_layer_after_the_drafts_is_as_wide_as_the_last(threshold: float | None, widths: list[int]) -> None:
+    p, q = random_pair(0, (2, 3))
+    rules = DraftRules(draft_width=3, max_width=4, min_width=2, threshold=threshold, replacement=True)
+    law = Layers(p, p, p)
+    seen = set()
+    for seed in range(30):
+        law.asked.clear()
+        layers = list(verified_layers([drafted(q, rules, rng := generator(seed, 0))], law, rules, rng))
+        assert [len(layer.cells) for layer in layers] == widths[: len(layers)]
+        seen.add(len(layers))
+    assert seen == ({1} if threshold is None else {1, 2})  # three drafts cannot fill four beams
+
+
+def test_without_drafts_one_layer_is_drawn_from_the_target() -> None:
+    p, _ = random_pair(0, (2, 3))
+    layers = list(verified_layers([], Layers(p, p, p), DraftRules(1, 4, threshold=0.9), generator(0, 0)))
+    assert [layer.drafts.tolist() for layer in layers] == [[-1] * 4]
+
+
+Beam = tuple[int, ...]
+Model = dict[Beam, torch.Tensor]
+LENGTH, WIDTH, TOKENS = 3, 2, 3
+RULES = {replacement: DraftRules(3, WIDTH, replacement=replacement) for replacement in (True, False)}
+
+
+def toy_models(seed: int) -> tuple[Model, Model]:
+    """A target and a draft model: log-probabilities [V] after every prefix."""
+    rng = np.random.default_rng(seed)
+    target, draft = {}, {}
+    for length in range(LENGTH + 1):
+        for prefix in product(range(TOKENS), repeat=length):
+            p, other = rng.dirichlet(np.full(TOKENS, 0.7), size=2)
+            target[prefix] = torch.from_numpy(np.log(p))
+            draft[prefix] = torch.from_numpy(np.log(0.6 * p + 0.4 * other))
+    return target, draft
+
+
+def score(model: Model, beam: Beam) -> float:
+    return float(sum(model[beam[:place]][token] for place, token in enumerate(beam)))
+
+
+def law_of(model: Model, beams: list[Beam], scores: list[float]) -> torch.Tensor:
+    return joint(torch.tensor(scores), torch.stack([model[beam] for beam in beams]), Warping())
+
+
+def children(beams: list[Beam], cells: np.ndarray) -> list[Beam]:
+    return [(*beams[cell // TOKENS], int(cell % TOKENS)) for cell in cells]
+
+
+def iteration(
+    target: Model, draft: Model, beams: list[Beam], rules: DraftRules, rng: np.random.Generator
+) -> list[Beam]:
+    """Beams after one iteration with two layers of drafts, cut off at the full length."""
+    forest, scores = [beams], [score(target, beam) for beam in beams]
+    layers: list[Drafts] = []
+    for _ in range(2):
+        layers.append(drafted(law_of(draft, forest[-1], scores), rules, rng))
+        base = [scores[cell // TOKENS] for cell in layers[-1].cells]
+        steps = [float(draft[forest[-1][cell // TOKENS]][cell % TOKENS]) for cell in layers[-1].cells]
+        forest.append(children(forest[-1], layers[-1].cells))
+        scores = [a + b for a, b in zip(base, steps, strict=True)]
+        if len(forest[-1][0]) == LENGTH:
+            break
+    depth = 0
+
+    def law(verified: Verified | None) -> torch.Tensor:
+        rows = forest[depth]
+        kept = range(len(rows)) if verified is None else verified.drafts
+        return law_of(target, rows, [score(target, rows[i]) if i in kept else -np.inf for i in range(len(rows))])
+
+    for verified in verified_layers(layers, law, rules, rng):
+        beams = children(forest[depth], verified.cells)
+        depth += 1
+        if len(beams[0]) == LENGTH:
+            break
+    return beams
+
+
+def counts_by_simulation(models: tuple[Model, Model], rules: DraftRules, num_runs: int) -> np.ndarray:
+    """[2, 27], how often each beam was which sequence."""
+    counts = np.zeros((WIDTH, TOKENS**LENGTH))
+    rng = generator(0, 0)
+    for _ in range(num_runs):
+        beams: list[Beam] = [()]
+        while len(beams[0]) < LENGTH:
+            beams = iteration(*models, beams, rules, rng)
+        for place, beam in enumerate(beams):
+            counts[place, np.ravel_multi_index(beam, (TOKENS,) * LENGTH)] += 1
+    return counts
+
+
+def exact_law(target: Model, replacement: bool) -> np.ndarray:
+    """[2, 27], the law of each beam of a beam sampling."""
+    states: dict[tuple[Beam, ...], float] = {((),): 1.0}
+    for _ in range(LENGTH):
+        following: dict[tuple[Beam, ...], float] = defaultdict(float)
+        for beams, probability in states.items():
+            pairs = drawn_pair_law(law_of(target, list(beams), [score(target, beam) for beam in beams]), replacement)
+            for pair in zip(*pairs.nonzero(), strict=True):
+                following[tuple(children(list(beams), np.array(pair)))] += probability * pairs[pair]
+        states = following
+    law = np.zeros((WIDTH, TOKENS**LENGTH))
+    for beams, probability in states.items():
+        for place, beam in enumerate(beams):
+            law[place, np.ravel_multi_index(beam, (TOKENS,) * LENGTH)] += probability
+    return law
+
+
+def chi_squares(counts: np.ndarray, law: np.ndarray) -> list[float]:
+    """Of each beam, sequences that are too rare taken together."""
+    statistics = []
+    for seen, expected in zip(counts, law * counts.sum(axis=1, keepdims=True), strict=True):
+        rare = expected < 5
+        seen = np.append(seen[~rare], seen[rare].sum())
+        expected = np.append(expected[~rare], expected[rare].sum())
+        statistics.append(float(((seen - expected) ** 2 / expected).sum()))
+    return statistics
+
+
+LIMIT = 54.1  # at most 26 degrees of freedom, one in a thousand
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_iterations_have_the_law_of_beam_sampling(replacement: bool) -> None:
+    models = toy_models(0)
+    law = exact_law(models[0], replacement)
+    assert max(chi_squares(counts_by_simulation(models, RULES[replacement], 3000), law)) < LIMIT
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_renormalising_over_valid_parents_changes_the_law(replacement: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def renormalised(p: torch.Tensor, q: torch.Tensor, *args: Any) -> Verified:
+        valid = q * (p.sum(dim=1, keepdim=True) > 0)
+        return verify(p, valid / valid.sum(), *args)
+
+    monkeypatch.setattr(speculation, "verify", renormalised)
+    models = toy_models(0)
+    law = exact_law(models[0], replacement)
+    assert max(chi_squares(counts_by_simulation(models, RULES[replacement], 3000), law)) > LIMIT

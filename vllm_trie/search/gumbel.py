@@ -1,0 +1,85 @@
+"""Drawing by taking maxima: a log-weight plus Gumbel noise needs neither a softmax nor a running sum."""
+
+from __future__ import annotations
+
+from math import log
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_trie.search.warping import NEVER
+
+
+class Perturbed(NamedTuple):
+    """The best k log-weights after noise, best first; -inf marks what had no weight and so was not drawn."""
+
+    indices: torch.Tensor  # [..., k]
+    values: torch.Tensor  # [..., k] float64
+
+
+class StochasticBeams(NamedTuple):
+    """Beams of a stochastic beam search, best perturbed first. Its root is one beam with both values 0."""
+
+    cells: torch.Tensor  # [..., k], parent * V + token
+    scores: torch.Tensor  # [..., k] float64, cumulative log-probability: phi in Kool et al.
+    perturbed: torch.Tensor  # [..., k] float64, G ~ Gumbel(phi); -inf where there was nothing left to keep
+
+
+def gumbel_max(logs: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
+    """One draw from each row of log-weights [..., N], which need no normalisation: indices [...]."""
+    return gumbel_top_k(logs, 1, rng).indices[..., 0]
+
+
+def gumbel_top_k(logs: torch.Tensor, count: int, rng: np.random.Generator) -> Perturbed:
+    """Draws without replacement from each row of log-weights [..., N], in the order they were drawn.
+
+    The same law as drawing one after the other and renormalising what is left.
+    Source: Vieira 2014, Gumbel-max trick and weighted reservoir sampling.
+
+    Args:
+        logs: [..., N], unnormalised; -inf for what may not be drawn.
+        count: How many, at most N.
+    """
+    best = _perturbed(logs, rng).topk(count, dim=-1)
+    return Perturbed(best.indices, best.values)
+
+
+def stochastic_step(
+    scores: torch.Tensor, perturbed: torch.Tensor, logprobs: torch.Tensor, count: int, rng: np.random.Generator
+) -> StochasticBeams:
+    """Let the best `count` continuations after noise live on: over all steps, sequences without replacement.
+
+    A beam's noise is the maximum of its continuations' noises, so these are drawn given their maximum.
+    Source: Kool et al. 2019, Stochastic Beams and Where to Find Them, algorithm 1.
+
+    Args:
+        scores: [..., b], cumulative log-probability of each beam.
+        perturbed: [..., b], the same with noise, as the last step returned it; 0 for the root.
+        logprobs: [..., b, V], normalised; -inf for what may not be taken.
+        count: Beams to keep; fewer come back if there are fewer continuations.
+    """
+    phi = scores.double()[..., None] + logprobs.double()
+    noisy = _with_maximum(_perturbed(phi, rng), perturbed.double()[..., None]).flatten(-2)
+    best = noisy.topk(min(count, noisy.shape[-1]), dim=-1)
+    return StochasticBeams(best.indices, phi.flatten(-2).gather(-1, best.indices), best.values)
+
+
+def _perturbed(logs: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
+    return logs.double() + torch.from_numpy(rng.gumbel(size=tuple(logs.shape))).to(logs.device)
+
+
+def _with_maximum(values: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
+    """Independent Gumbels [..., V] moved to where they would be, had their maximum been `maximum` [..., 1].
+
+    That is -log(exp(-maximum) - exp(-max values) + exp(-values)), without its overflows and cancellations.
+    Source: Kool et al. 2019, appendix B.3.
+    """
+    below = maximum - values + _log1mexp(values - values.amax(dim=-1, keepdim=True))
+    moved = maximum - below.clamp(min=0) - torch.log1p(torch.exp(-below.abs()))
+    return moved.masked_fill(values == NEVER, NEVER)
+
+
+def _log1mexp(exponents: torch.Tensor) -> torch.Tensor:
+    """log(1 - exp(x)) for x <= 0, exact at both ends."""
+    return torch.where(exponents > -log(2), torch.log(-torch.expm1(exponents)), torch.log1p(-torch.exp(exponents)))

@@ -1,0 +1,254 @@
+"""Speculative beam sampling: accept, of what the draft model drew, what keeps the target's law exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_trie.search.sampling import draw_cells
+from vllm_trie.search.warping import best
+
+NEGLIGIBLE = 1e-12  # a chance so small that what has it is rounding
+
+
+class DraftRules(NamedTuple):
+    """How wide drafts and layers are, and which of beam sampling's two laws the layers follow."""
+
+    draft_width: int  # W_S
+    max_width: int  # W_L
+    min_width: int = 1
+    threshold: float | None = None  # None: every layer has max_width
+    replacement: bool = False
+
+    def width(self, p: torch.Tensor, q: torch.Tensor, num_drafts: int) -> int:
+        """How many beams a layer is to have: `dynamic_width`, unless it is fixed."""
+        if self.threshold is None:
+            return self.max_width
+        return dynamic_width(p, q, num_drafts, self.threshold, self.min_width, self.max_width)
+
+
+class Drafts(NamedTuple):
+    """One layer of drafts."""
+
+    q: torch.Tensor  # [I, V] float64, the law they were drawn from
+    cells: np.ndarray  # [S] flat cells, in the order they were drawn
+
+
+class Verified(NamedTuple):
+    """One layer of beams, drawn from the target's law."""
+
+    cells: np.ndarray  # [W] flat cells, in the order of the law's draws
+    drafts: np.ndarray  # [W], which draft each is; -1 if it was drawn from the target
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all are drafts, so that the forward has also seen what follows them."""
+        return bool((self.drafts >= 0).all())
+
+
+def drafted(q: torch.Tensor, rules: DraftRules, rng: np.random.Generator) -> Drafts:
+    """Draw a layer of drafts from exactly the law they will be verified against."""
+    return Drafts(q, draw_cells(q, rules.draft_width, rules.replacement, rng))
+
+
+def verified_layers(
+    layers: Sequence[Drafts],
+    law: Callable[[Verified | None], torch.Tensor],
+    rules: DraftRules,
+    rng: np.random.Generator,
+) -> Iterator[Verified]:
+    """Verify layers of drafts until one is incomplete; after the last, draw one more from the target.
+
+    Each layer has beam sampling's law given the one before it. The iteration ends early where nothing is possible.
+    Source: DSBD paper.
+
+    Args:
+        layers: Of one iteration, the first drawn from the input beams, each other from all drafts before it.
+        law: The target's joint law: of None, over the input beams; of a complete layer, with a row for each of *its
+            drafts*, zero for those that were not accepted or have finished.
+        rules: The width of a layer.
+        rng: Independent of what the drafts were drawn with.
+    """
+    verified, width = None, rules.max_width
+    for q, drafts in layers:
+        p = law(verified)
+        if not p.any():
+            return
+        width = rules.width(p, q, len(drafts))
+        verified = verify(p, q, drafts, width, rules.replacement, rng)
+        yield verified
+        if not verified.is_complete:
+            return
+    cells = draw_cells(law(verified), width, rules.replacement, rng)
+    if len(cells):
+        yield Verified(cells, np.full(len(cells), -1))
+
+
+def verify(
+    p: torch.Tensor, q: torch.Tensor, drafts: np.ndarray, width: int, replacement: bool, rng: np.random.Generator
+) -> Verified:
+    """Turn draws from q into draws from p, as many of them as possible being the drafts.
+
+    The cells are `width` draws from p, independent with replacement and sequential without it, whatever q is and if
+    `width` was set without a look at the drafts. Source: DSBD paper, whose ratio is printed upside down.
+
+    Args:
+        p: [I, V] float64, normalised, with mass. Rows of draft parents that were rejected are zero.
+        q: [I, V] float64, as the drafts were drawn: neither masked nor renormalised over valid parents.
+        drafts: [S] flat cells in the order they were drawn, and drawn by the same law as is asked for here.
+        width: W; without replacement fewer cells come back if fewer are possible.
+        replacement: Which law.
+        rng: Independent of what the drafts were drawn with.
+    """
+    residual = Residual(p, q, replacement)
+    cells: list[int] = []
+    accepted: list[int] = []
+    for index, draft in enumerate(_as_drawn(p, q, drafts, replacement)):
+        if len(cells) == width or residual.is_empty:
+            break
+        if rng.random() < residual.chance(draft):
+            residual.accept(drafts[index : index + 1], drafts[: index + 1])
+            cells.append(draft.cell)
+            accepted.append(index)
+        else:
+            residual.reject(draft.left)
+    num_filled = width - len(cells)
+    if num_filled and not residual.is_empty:
+        first = draw_cells(residual.law, 1, replacement, rng)
+        residual.accept(first, drafts)
+        cells += [*first, *draw_cells(residual.law, num_filled - 1, replacement, rng)]
+    accepted += [-1] * (len(cells) - len(accepted))
+    return Verified(np.array(cells, dtype=np.int64), np.array(accepted, dtype=np.int64))
+
+
+class Draft(NamedTuple):
+    """A draft as it is verified; its chance to be drawn was q / left."""
+
+    cell: int
+    p: float
+    q: float
+    left: float  # what q held after the drafts before it: 1 with replacement
+
+
+class Residual:
+    """p': what the target's law for the next beam has become after the drafts seen so far.
+
+    A rejection makes p' = norm(max(p' - q', 0)), q' being the law of the rejected draft, and an acceptance makes
+    p' = p again; without replacement, p without the accepted cells. All updates between two acceptances together
+    subtract a multiple of q, so p' = norm(max(p - debt * q, 0)): a rejection costs one pass and keeps no copy.
+
+    q needs no mask where a parent was rejected: p is zero there, and so is the maximum. Renormalising q over valid
+    parents would be wrong, for its drafts were drawn, and rejected, as often as q says. Without replacement the same
+    debt is charged to rejected drafts, which q' no longer holds: they were rejected because it exceeds their p', and
+    are at zero until the next acceptance.
+
+    Args:
+        p: [I, V] float64.
+        q: [I, V] float64.
+        replacement: Whether a cell may be drawn again.
+    """
+
+    mass: float  # of `law`
+    debt: float
+
+    def __init__(self, p: torch.Tensor, q: torch.Tensor, replacement: bool) -> None:
+        self.replacement = replacement
+        self.target = p.flatten() if replacement else p.flatten().clone()
+        self.proposal = q.flatten() if replacement else q.flatten().clone()
+        self._restart()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing can be drawn any more."""
+        return self.mass == 0
+
+    @property
+    def law(self) -> torch.Tensor:
+        """p' [I * V], unnormalised."""
+        return self.target.sub(self.proposal, alpha=self.debt).clamp_(min=0) if self.debt else self.target
+
+    def chance(self, draft: Draft) -> float:
+        """p' / q', the chance to accept a draft if less than 1."""
+        kept = max(draft.p - self.debt * draft.q, 0.0)
+        return kept / self.mass / (draft.q / draft.left) if kept else 0.0
+
+    def accept(self, cells: np.ndarray, drawn: np.ndarray) -> None:
+        """Begin the next beam, now that `cells` are taken and the drafts `drawn` cannot come again."""
+        if not self.replacement:
+            self.target[torch.from_numpy(cells).to(self.target.device)] = 0
+            self.proposal[torch.from_numpy(drawn).to(self.proposal.device)] = 0
+        self._restart()
+
+    def reject(self, left: float = 1.0) -> float:
+        """Take off p' what the rejected draft had the chance to be: the probability that a draft is rejected here."""
+        before = self.mass
+        self.debt += before / left
+        self.mass = float(self.law.sum())
+        rejected = self.mass / before
+        if self.mass < NEGLIGIBLE * self.whole:  # p' = q', and only rounding rejects
+            self._restart()
+        return rejected
+
+    def _restart(self) -> None:
+        self.debt = 0.0
+        self.mass = self.whole = float(self.target.sum())
+
+
+def acceptance_law(p: torch.Tensor, q: torch.Tensor, num_drafts: int) -> np.ndarray:
+    """P(S, k) for k = 0..S: the law of how many of S drafts with replacement are accepted if none is enough.
+
+    A run of drafts up to its next acceptance begins anew after each, so the counts are a convolution.
+    Source: DSBD paper, whose M_S is S.
+    """
+    residual = Residual(p, q, replacement=True)
+    none = np.cumprod([1.0] + [residual.reject() for _ in range(num_drafts)])  # [S + 1], P(i, 0)
+    first = np.concatenate([[0.0], none[:-1] - none[1:]])  # the first accepted is the i-th
+    law = [none]
+    for _ in range(num_drafts):
+        law.append(np.convolve(first, law[-1])[: num_drafts + 1])
+    return np.array(law)[:, -1]
+
+
+def dynamic_width(
+    p: torch.Tensor, q: torch.Tensor, num_drafts: int, threshold: float, min_width: int, max_width: int
+) -> int:
+    """The widest layer that drafts fill with a probability of at least `threshold`, within bounds.
+
+    It is derived for drafts with replacement, and used for both laws: whatever the rule, as long as it looks at p and
+    q and not at the drafts, the layer's law stays exact. Source: DSBD paper.
+    """
+    at_least = acceptance_law(p, q, num_drafts)[::-1].cumsum()[::-1]  # [S + 1], P(>= K), which is 1 at K = 0
+    widest = int(np.flatnonzero(at_least >= threshold - NEGLIGIBLE)[-1])
+    return min(max_width, max(min_width, widest))
+
+
+def expected_steps(accept_rates: Sequence[float]) -> float:
+    """Layers per target forward: 1 + a_1 + a_1 a_2 + ..., a_l being the chance of layer l given those before.
+
+    Source: DSBD paper, whose closed form for equal rates is a lower bound.
+    """
+    return 1.0 + float(np.cumprod(np.asarray(accept_rates, dtype=np.float64)).sum())
+
+
+def accepts_top_k(p: torch.Tensor, drafts: np.ndarray, k: int) -> np.ndarray:
+    """Which drafts [S] are among the target's best k cells: more are accepted, and the law is **biased**.
+
+    What comes out follows q inside the target's top k, whatever p says there. Lossless only for k = 1 and a target
+    that is greedy. Ties go to the lower cell.
+    """
+    flat = p.flatten()
+    last = flat.topk(min(k, len(flat))).values[-1:]
+    return (best(flat, k, last) & (flat > 0))[torch.from_numpy(drafts).to(p.device)].cpu().numpy()
+
+
+def _as_drawn(p: torch.Tensor, q: torch.Tensor, drafts: np.ndarray, replacement: bool) -> list[Draft]:
+    where = torch.from_numpy(drafts).to(q.device)
+    target, chances = p.flatten()[where], q.flatten()[where]
+    left = torch.ones_like(chances)
+    if not replacement:
+        # Summed from the end: one minus what was drawn would be all rounding once q is nearly used up.
+        left = q.flatten().index_fill(0, where, 0.0).sum() + chances.flip(0).cumsum(0).flip(0)
+    return [Draft(*seen) for seen in zip(drafts.tolist(), *torch.stack([target, chances, left]).tolist(), strict=True)]
