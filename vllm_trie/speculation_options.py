@@ -72,7 +72,8 @@ def check_together(beam: BeamParams) -> None:
             raise ValueError(f'{name}={value!r} means nothing where beams are not drawn; set speculation="sample"')
     if beam.draft_width is not None and beam.draft_width < beam.beam_width:
         raise ValueError(
-            f"draft_width={beam.draft_width} is below beam_width={beam.beam_width}: no layer could be accepted; raise it"
+            f"draft_width={beam.draft_width} is below beam_width={beam.beam_width}, so that no layer could be "
+            f"accepted; raise it"
         )
     if beam.min_width is not None and beam.min_width > beam.beam_width:
         raise ValueError(f"min_width={beam.min_width} exceeds beam_width={beam.beam_width}; lower it")

@@ -8,7 +8,7 @@ from vllm.v1.request import Request
 
 from vllm_trie.controls import is_controlled, stop_tokens, warping
 from vllm_trie.engine.group import BeamGroup
-from vllm_trie.messages import SelectRules
+from vllm_trie.messages import BeamSampling, SelectRules
 from vllm_trie.params import BeamParams, GroupTicket
 from vllm_trie.search.stopping import StopRules
 
@@ -43,8 +43,16 @@ def new_group(
         is_controlled(params) or (has_logits_processors and not ticket.is_offline),
         warping(params),
         beam.pruning,
+        law=_law(beam),
     )
     seed = randbits(64) if params.seed is None else params.seed
     return BeamGroup(
         request.request_id, beam, stop_rules, request.num_prompt_tokens, select_rules, ticket.is_offline, seed
     )
+
+
+def _law(beam: BeamParams) -> BeamSampling | None:
+    if not beam.do_sample:
+        return None
+    min_width = beam.min_width or (beam.beam_width if beam.threshold is None else 1)
+    return BeamSampling(bool(beam.replacement), min_width, beam.threshold, bool(beam.memory_mode))

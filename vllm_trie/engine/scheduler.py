@@ -347,7 +347,7 @@ class BeamScheduler(Scheduler):
         over, forks = False, []
         for step in decided.steps:
             over = group.advance(step)
-            forks.append(step.parents.tolist())
+            forks.append([0] if group.num_rows == 1 else step.parents.tolist())  # one row needs no forks
             # vLLM counts tokens; whose they are, it cannot know.
             request.append_output_token_ids(int(step.tokens[0]))
             if over:  # what the worker, which does not know the pool, decided beyond that is dropped

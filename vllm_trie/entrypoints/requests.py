@@ -97,8 +97,8 @@ def _prepare(
         raise ValueError("stop strings need a tokenizer; start the engine without skip_tokenizer_init")
     if params.logit_bias and processor.vllm_config.speculative_config is not None:
         raise ValueError(
-            "logit_bias is not supported with beam_width on an engine with speculative_config, where vLLM leaves it out; "
-            "start the engine without it"
+            "logit_bias is not supported with beam_width on an engine with speculative_config, where vLLM leaves it "
+            "out; start the engine without it"
         )
     if beam.semantics == "vllm":  # stops at the tokenizer's EOS only, whatever generation_config.json adds
         params.stop_token_ids = list(own_stop_token_ids or ())

@@ -93,6 +93,25 @@ class Forest:
         return node, RowFork(row, len(self.rows) - 1)
 
 
+def affordable(
+    num_roots: int, max_rows: int, max_tokens: int, num_layers: int, draft_width: int, least_width: int
+) -> tuple[int, int]:
+    """How many layers, of how many drafts each, have room whatever is drafted.
+
+    A forest of drawn nodes must not be cut according to what they are. Each layer prolongs a row at least, and
+    forks the others.
+
+    Returns:
+        As many layers as possible, and their drafts, at least `least_width`; (0, 0) if there is no room for one.
+    """
+    for layers in range(num_layers, 0, -1):
+        of_forks = sum(depth + 1 for depth in range(1, layers + 1))  # tokens, of a row forked at each depth
+        forks = min((max_rows - num_roots) // layers, (max_tokens - num_roots - layers) // of_forks)
+        if forks + 1 >= least_width:
+            return layers, min(draft_width, forks + 1)
+    return 0, 0
+
+
 class Layer(NamedTuple):
     """The newest layer of a forest that is searched as plain beam search would search it."""
 

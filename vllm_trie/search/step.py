@@ -126,6 +126,39 @@ def vllm_step(
     return step._replace(finished=finished, is_finished=np.concatenate([is_stopping, live.scores > -np.inf], axis=1))
 
 
+def drawn_step(drawn: Candidates, stops: np.ndarray, width: int, is_last: bool) -> tuple[Step, np.ndarray]:
+    """Let the beams that were drawn live on, or finish where they stop; in the last step all finish.
+
+    Args:
+        drawn: [1, K], continuations of living beams, K <= width.
+        stops: [1, K] bool, which of them end in a stop token or complete a stop string.
+        width: Beams of the group, b; those that were not drawn are dead.
+        is_last: The length is reached.
+
+    Returns:
+        The step, and the slot of each drawn beam, [K]; -1 for those that stop.
+    """
+    count = drawn.tokens.shape[1]
+    fill = ((0, 0), (0, width - count))
+    parents = np.pad(drawn.parents, fill, constant_values=drawn.parents[0, 0] if count else 0)
+    alive = np.pad(~stops, fill)
+    living_first = np.argsort(~alive, axis=1, kind="stable")  # they keep the slots of their parents
+    slots = np.empty_like(living_first)
+    np.put_along_axis(slots, living_first, assign_slots(np.take_along_axis(parents, living_first, axis=1)), axis=1)
+    tokens, scores = np.pad(drawn.tokens, fill), np.pad(drawn.scores, fill, constant_values=np.float32(-np.inf))
+    in_slots = np.argsort(slots, axis=1)
+    scores = np.where(alive, scores, np.float32(-np.inf))
+    of_slots = Candidates(parents, tokens, scores).take(_groups(in_slots), in_slots)
+    step = Step(of_slots.parents, of_slots.tokens, of_slots.scores, drawn, stops | is_last)
+    return step, np.where(stops, -1, slots[:, :count])[0]
+
+
+def best_of(step: Step) -> Step:
+    """The same step of a single group, after which only its best beam goes on."""
+    best = slice(at := int(step.scores.argmax()), at + 1)
+    return step._replace(parents=step.parents[best], tokens=step.tokens[best], scores=step.scores[best])
+
+
 def settle(
     candidates: Candidates,
     merits: np.ndarray,

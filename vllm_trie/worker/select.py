@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vllm_trie.messages import Decided
+from vllm_trie.search.step import best_of
 from vllm_trie.worker.rows import BeamRows
 from vllm_trie.worker.selection import Selection
 
@@ -28,11 +29,11 @@ def select(rows: BeamRows, logits: torch.Tensor, controlled: torch.Tensor, sampl
     alike = defaultdict(list)
     for group_id, step in rows.steps.items():
         if step.selects and step.grant is None:
-            alike[step.rules, step.decodes].append(group_id)
+            alike[step.rules, step.decodes, group_id if step.rules.law is not None else ""].append(group_id)
 
     decided: dict[str, Decided] = {}
     sources, destinations = [], []
-    for (rules, decodes), group_ids in alike.items():
+    for (rules, decodes, _), group_ids in alike.items():
         groups = [rows.groups[group_id] for group_id in group_ids]
         index = rows.indices(group_ids)
         places = torch.from_numpy(index).to(logits.device)
@@ -47,11 +48,12 @@ def select(rows: BeamRows, logits: torch.Tensor, controlled: torch.Tensor, sampl
         taken = selection.step((controlled if rules.is_controlled else logits)[places])
         for position, (group_id, group) in enumerate(zip(group_ids, groups, strict=True)):
             one = taken.group(position, selection.tops(position))
+            one = best_of(one) if rules.law is not None and rules.law.keeps_one else one
             decided[group_id] = Decided([one])
             group.scores, group.tokens = one.scores, one.tokens
-        newest = taken.tokens[:, : index.shape[1]].astype(np.int32)
-        sampled[places, 0] = torch.from_numpy(newest).to(logits.device)
-        if decodes:
+        newest = np.stack([decided[group_id].steps[0].tokens[: index.shape[1]] for group_id in group_ids])
+        sampled[places, 0] = torch.from_numpy(newest.astype(np.int32)).to(logits.device)
+        if decodes and index.shape[1] > 1:
             forked = taken.parents != np.arange(rules.width)
             sources.append(index[np.arange(len(groups))[:, None], taken.parents][forked])
             destinations.append(index[forked])

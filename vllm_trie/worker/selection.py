@@ -10,8 +10,17 @@ import torch
 from vllm_trie.messages import SelectRules
 from vllm_trie.search.pruning import pruned
 from vllm_trie.search.ranking import Ranking, rank_candidates, tops_of
-from vllm_trie.search.sampling import draw, sampled_step, uniforms
-from vllm_trie.search.step import Candidates, Step, Tops, hf_step, num_candidates, tridecode_step, vllm_step
+from vllm_trie.search.sampling import draw, draw_cells, generator, joint, sampled_step, uniforms
+from vllm_trie.search.step import (
+    Candidates,
+    Step,
+    Tops,
+    drawn_step,
+    hf_step,
+    num_candidates,
+    tridecode_step,
+    vllm_step,
+)
 from vllm_trie.search.stop_strings import StopStrings
 from vllm_trie.search.warping import filtered, log_probabilities
 
@@ -50,12 +59,12 @@ class Selection:
     def step(self, logits: torch.Tensor) -> Step:
         """Decide. `logits`: [G, r, V]."""
         rules = self.rules
-        if rules.is_controlled:  # a row that may take no token at all ends here
-            is_barred = logits.amax(dim=-1) == float("-inf")
-            logits = logits.masked_fill(is_barred[..., None], 0.0)
-            self.scores = self.scores.masked_fill(is_barred, float("-inf"))
-        masked = rules.stop_token_ids if rules.masks_stops else ()
-        self.logprobs = log_probabilities(logits, masked, rules.warping.temperature)
+        if rules.law is not None:
+            (key,) = self.draws
+            assert key is not None, "a group draws without a seed"
+            step, _ = self.take(draw_cells(self.law(logits), rules.width, rules.law.replacement, generator(*key)))
+            return step
+        self._set_logprobs(logits, rules.warping.temperature)
         allowed = filtered(self.logprobs, rules.warping)
         if rules.samples:
             return self._sample(allowed)
@@ -78,6 +87,29 @@ class Selection:
             stops = self._stops(candidates)
         stopping, is_stopping = self._stopping(self.ranking)
         return vllm_step(candidates, merits, stops, stopping, is_stopping, rules.width, rules.is_last)
+
+    def law(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the beams of one group are drawn from: [r, V] float64. `logits`: [1, r, V]."""
+        self._set_logprobs(logits, temperature=1.0)
+        return joint(self.scores[0], self.logprobs[0], self.rules.warping)
+
+    def take(self, cells: np.ndarray) -> tuple[Step, np.ndarray]:
+        """Go on with what was drawn from `law`. Returns the step, and the slot of each; -1 where it finished."""
+        parents, tokens = (part[None] for part in np.divmod(cells, self.logprobs.shape[-1]))
+        own = self.logprobs[0, torch.from_numpy(parents[0]), torch.from_numpy(tokens[0])]
+        if self.rules.num_logprobs is not None and len(cells):  # it may rank anywhere, and its rank is reported
+            self.num_ranked = int((self.logprobs[0, torch.from_numpy(parents[0])] >= own[:, None]).sum(dim=-1).max())
+        scores = (own + self.scores[0, torch.from_numpy(parents[0])]).cpu().numpy()[None]
+        drawn = Candidates(parents, tokens, scores)
+        return drawn_step(drawn, self._stops(drawn), self.rules.width, self.rules.is_last)
+
+    def _set_logprobs(self, logits: torch.Tensor, temperature: float) -> None:
+        if self.rules.is_controlled:  # a row that may take no token at all ends here
+            is_barred = logits.amax(dim=-1) == float("-inf")
+            logits = logits.masked_fill(is_barred[..., None], 0.0)
+            self.scores = self.scores.masked_fill(is_barred, float("-inf"))
+        masked = self.rules.stop_token_ids if self.rules.masks_stops else ()
+        self.logprobs = log_probabilities(logits, masked, temperature)
 
     def tops(self, position: int) -> Tops | None:
         """What one group must report of its rows."""

@@ -16,14 +16,17 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_trie.messages import Grant, GroupStep
-from vllm_trie.search.forest import Forest, Layer, RowFork, grow
+from vllm_trie.messages import Grant, GroupStep, SelectRules
+from vllm_trie.search.forest import Forest, Layer, RowFork, affordable, grow
+from vllm_trie.search.sampling import generator, joint
+from vllm_trie.search.speculation import DraftRules, Drafts, drafted
 from vllm_trie.search.step import Step
 from vllm_trie.search.warping import log_probabilities
 from vllm_trie.worker.draft_model import DraftModel
 from vllm_trie.worker.rows import BeamRows, GroupRows
 
 NO_BLOCK = 0
+NO_NODE = -1
 GREEDY = SamplingParams(temperature=0.0)  # of rows whose samples nobody reads
 
 
@@ -41,13 +44,57 @@ class Speculation:
     layer: Layer
     blocks: np.ndarray  # [rows, columns] int32 of every row of the forest, up to the last it may write
     pending: list[list[int]]  # of each beam the tokens that the draft model has not computed
+    rng: np.random.Generator | None  # of what is drawn
     num_layers: int = 0
+    drafts: list[Drafts] = field(default_factory=list)  # by layer, where beams are drawn
+    nodes: list[list[int]] = field(default_factory=list)  # the node of each of them; NO_NODE where a hypothesis ends
     logits_index: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # by node
 
     @property
     def column(self) -> int:
         """Of the block in which the roots are."""
         return self.start // self.block_size
+
+    def draw_layer(self, logits: torch.Tensor, rules: SelectRules) -> list[RowFork]:
+        """Draw a layer of drafts from the draft model's joint law. Returns the rows to fork for it.
+
+        Args:
+            logits: [nodes, V] of the draft model after each node of the layer before.
+        """
+        law = rules.law
+        assert law is not None
+        assert self.rng is not None
+        before, vocab_size = self.nodes[-1] if self.nodes else self.layer.nodes, logits.shape[-1]
+        is_alive = torch.tensor([node != NO_NODE for node in before], device=logits.device)
+        scores = torch.full((len(before),), float("-inf"), device=logits.device).masked_scatter(
+            is_alive, self.layer.scores
+        )
+        logprobs = torch.zeros((len(before), vocab_size), device=logits.device)
+        logprobs[is_alive] = log_probabilities(logits, rules.stop_token_ids if rules.masks_stops else ())
+        q = joint(scores, logprobs, rules.warping)
+        drafts = drafted(q, self.draft_rules, self.rng)
+        forks, nodes = list[RowFork](), list[int]()
+        parents, tokens = np.divmod(drafts.cells, vocab_size)
+        for parent, token in zip(parents.tolist(), tokens.tolist(), strict=True):
+            if token in rules.stop_token_ids:
+                nodes.append(NO_NODE)
+                continue
+            node, fork = self.forest.add(before[parent], token)
+            nodes.append(node)
+            forks += [fork] if fork is not None else []
+        grown = scores[parents] + logprobs[parents, tokens]
+        alive = [at for at, node in enumerate(nodes) if node != NO_NODE]
+        self.layer = Layer([nodes[at] for at in alive], grown[alive], ())
+        self.drafts.append(drafts)
+        self.nodes.append(nodes)
+        return forks
+
+    @property
+    def draft_rules(self) -> DraftRules:
+        """How layers are drawn and verified."""
+        law, width = self.step.rules.law, self.step.rules.width
+        assert law is not None
+        return DraftRules(self.grant.draft_width, width, law.min_width, law.threshold, law.replacement)
 
 
 class Speculator:
@@ -96,11 +143,17 @@ class Speculator:
             blocks[row, column : column + len(own)] = own
         roots = rows.tokens.tolist()
         scores = torch.from_numpy(rows.scores).to(self._runner.device)
+        num_layers, draft_width = grant.num_layers, grant.draft_width
+        if step.rules.law is not None:
+            least = step.rules.width
+            num_layers, draft_width = affordable(
+                len(index), len(blocks), grant.max_tokens, num_layers, draft_width, least
+            )
         pending = batch.token_ids_cpu[index, rows.num_drafted : start + 1].tolist()
         rows.num_drafted = start
         return Speculation(
             step,
-            grant,
+            grant._replace(num_layers=num_layers, draft_width=draft_width),
             rows,
             index,
             start,
@@ -109,6 +162,7 @@ class Speculator:
             Layer(list(range(len(roots))), scores, range(len(roots))),
             blocks,
             pending,
+            None if step.draw is None else generator(*step.draw),
         )
 
     def _catch_up(self) -> None:
@@ -136,10 +190,12 @@ class Speculator:
         logits = self._draft_model.logits(tokens, starts, np.concatenate(padded))
         copies = list[tuple[int, int]]()
         for one, own in zip(active, torch.split(logits, [len(table) for table in blocks]), strict=True):
-            rules = one.step.rules
-            logprobs = log_probabilities(own, rules.stop_token_ids, rules.warping.temperature)
-            width = len(one.index)
-            one.layer, forks = grow(one.forest, one.layer, logprobs, width, one.grant.draft_width)
+            rules = [one.step.rules, *one.grant.rules][number - 1]
+            if rules.law is not None:
+                forks = one.draw_layer(own, rules)
+            else:
+                logprobs = log_probabilities(own, rules.stop_token_ids, rules.warping.temperature)
+                one.layer, forks = grow(one.forest, one.layer, logprobs, len(one.index), one.grant.draft_width)
             one.num_layers += bool(one.layer.nodes)
             for fork in forks:
                 copies += self._fork(one, fork, number)
@@ -227,21 +283,22 @@ class Speculator:
         batch, forest, width = self._runner.input_batch, one.forest, len(one.index)
         column, count = one.column, len(steps)
         fills = (column + 1) * one.block_size - one.start  # the step after which the roots' block is full
-        slots = np.arange(width)
-        leads = sealers = slots
+        slots = leads = sealers = np.arange(width)
         for number in range(count, 0, -1):
             slots = steps[number - 1].parents[slots]
             leads = slots if number == count else leads
             sealers = slots if number == fills else sealers
         newest = [beams[-1][lead] for lead in leads]
+        law = one.step.rules.law
+        sealing = np.zeros_like(sealers) if law is not None and law.keeps_one else sealers  # whose block it is
 
         own, copies = one.blocks[:width], dict[int, int]()  # by destination
         if count < fills:
             for slot, node in enumerate(newest):
                 copies[own[slot, column]] = self._block(one, node, slot, column)
         else:
-            for slot in sorted(set(sealers.tolist())):
-                copies[own[slot, column]] = self._block(one, beams[fills - 1][slot], slot, column)
+            for row, slot in set(zip(sealing.tolist(), sealers.tolist(), strict=True)):
+                copies[own[row, column]] = self._block(one, beams[fills - 1][slot], row, column)
         if count > fills:
             for slot, node in enumerate(newest):
                 copies[own[slot, column + 1]] = self._block(one, node, slot, column + 1)
@@ -251,7 +308,7 @@ class Speculator:
 
         table = batch.block_table[0]
         table.block_table.np[one.index, :column] = own[slots, :column]
-        table.block_table.np[one.index, column] = own[sealers if count >= fills else np.arange(width), column]
+        table.block_table.np[one.index, column] = own[sealing if count >= fills else np.arange(width), column]
         table.num_blocks_per_row[one.index] = column + 1 + (count > fills)
         length = one.start + 1
         batch.token_ids_cpu[one.index, :length] = batch.token_ids_cpu[one.index[slots], :length]
