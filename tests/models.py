@@ -1,4 +1,4 @@
-"""Tiny random models, one of each kind of attention, and a LoRA adapter with the model it makes when merged."""
+"""Tiny random models, one of each kind of attention, drafts of them, and a LoRA adapter with what it makes merged."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ COMMON: dict[str, Any] = {
     "pad_token_id": None,
 }
 MHA: dict[str, Any] = {**COMMON, "num_key_value_heads": 4}
+TOY: dict[str, Any] = {**COMMON, "vocab_size": 16, "num_hidden_layers": 1, "initializer_range": 0.15}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
 KINDS: dict[str, Callable[[], PretrainedConfig]] = {
     "gqa": lambda: LlamaConfig(**COMMON),
@@ -60,6 +61,7 @@ KINDS: dict[str, Callable[[], PretrainedConfig]] = {
         **{**COMMON, "num_hidden_layers": 4}, sliding_window=WINDOW, query_pre_attn_scalar=32
     ),
     "mixtral": lambda: MixtralConfig(**COMMON, **EXPERTS, num_local_experts=4),
+    "toy": lambda: LlamaConfig(**TOY),
     "qwen3_moe": lambda: Qwen3MoeConfig(**COMMON, **EXPERTS, num_experts=4, moe_intermediate_size=64),
 }
 
@@ -71,6 +73,17 @@ def make(kind: str, folder: Path) -> Path:
     if not model.config.tie_word_embeddings:
         with torch.no_grad():
             model.lm_head.weight[1] *= 3
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_draft(target: Path, folder: Path, noise: float, seed: int) -> Path:
+    """Save a copy of a model with noise on its weights, in parts of their spread: its drafts are right at times."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += noise * weight.std() * torch.randn_like(weight)
     model.save_pretrained(folder)
     return folder
 
