@@ -22,11 +22,12 @@ TEXT_COLUMNS = ("completion", "ended by")
 console = Console(width=None if os.isatty(1) else 120)
 
 
-def make_engine(in_process: bool = False, **options: Any) -> Any:
-    """An `LLM` on the trained target with beam groups.
+def make_engine(in_process: bool = False, model: Path = TARGET, **options: Any) -> Any:
+    """An `LLM` with beam groups, on the trained target.
 
     Args:
         in_process: Run the engine in this process, so that it can be looked into.
+        model: Its folder, if it is another one.
         options: Further arguments of `LLM`.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
@@ -36,7 +37,7 @@ def make_engine(in_process: bool = False, **options: Any) -> Any:
     from vllm import LLM
 
     return LLM(
-        str(TARGET),
+        str(model),
         **{
             "dtype": "float32",
             "block_size": BLOCK_SIZE,

@@ -12,6 +12,7 @@ import sysconfig
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 LEFT_OUT = {"site-packages", "test", "tests", "encodings", "pydoc_data", "idle_test", "__pycache__"}
@@ -71,15 +72,25 @@ def _first_line(node: ast.stmt) -> int:
     return min([node.lineno, *(d.lineno for d in decorators)]) - 1
 
 
-def held_out_prompts(count: int, min_lines: int = 8, max_lines: int = 60) -> list[str]:
-    """`count` code prompts: beginnings of held-out functions, each up to a colon, spread over the held-out files.
+class Beginning(NamedTuple):
+    """Of a function."""
 
-    They end without a newline: a newline and the indentation behind it are one token.
+    prompt: str  # up to a colon, without the newline: it and the indentation behind it are one token
+    next_line: str  # without its indentation
+
+
+def held_out_prompts(count: int, min_lines: int = 8, max_lines: int = 60) -> list[str]:
+    """`count` code prompts: what `held_out_beginnings` begin with."""
+    return [beginning.prompt for beginning in held_out_beginnings(count, min_lines, max_lines)]
+
+
+def held_out_beginnings(count: int, min_lines: int = 8, max_lines: int = 60) -> list[Beginning]:
+    """`count` beginnings of held-out functions, spread over the held-out files.
 
     Raises:
         ValueError: fewer than `count` functions qualify.
     """
-    per_file: list[list[str]] = []
+    per_file: list[list[Beginning]] = []
     for path in held_out_files():
         beginnings = []
         for unit in units(path):
@@ -88,10 +99,11 @@ def held_out_prompts(count: int, min_lines: int = 8, max_lines: int = 60) -> lis
                 half = lines[: len(lines) // 2]
                 openings = [index for index, line in enumerate(half) if line.rstrip().endswith(":")]
                 if openings:
-                    beginnings.append("".join(half[: openings[-1] + 1]).rstrip())
+                    body = openings[-1] + 1
+                    beginnings.append(Beginning("".join(half[:body]).rstrip(), lines[body].strip()))
         if beginnings:
             per_file.append(beginnings)
-    prompts: list[str] = []
+    prompts: list[Beginning] = []
     depth = 0
     while len(prompts) < count and any(depth < len(beginnings) for beginnings in per_file):
         prompts += [beginnings[depth] for beginnings in per_file if depth < len(beginnings)]

@@ -41,7 +41,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 1,
     },
 }
-STEPS = {"target": 1500, "draft": 1500}
+STEPS = {"target": 1500, "draft": 800}
 BATCH = 8
 Loss = Callable[[LlamaForCausalLM, torch.Tensor], torch.Tensor]
 PEAK_LEARNING_RATE = {"target": 3e-3, "draft": 6e-3}
