@@ -10,6 +10,8 @@ import torch
 
 from vllm_trie.search.warping import NEVER
 
+TINY = torch.finfo(torch.float64).tiny  # so that noise is finite
+
 
 class Perturbed(NamedTuple):
     """The best k log-weights after noise, best first; -inf marks what had no weight and so was not drawn."""
@@ -66,7 +68,10 @@ def stochastic_step(
 
 
 def _perturbed(logs: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
-    return logs.double() + torch.from_numpy(rng.gumbel(size=tuple(logs.shape))).to(logs.device)
+    """Log-weights plus noise, in float64. A vocabulary's noise costs more to send than to make, so it is made there."""
+    generator = torch.Generator(logs.device).manual_seed(int(rng.integers(1 << 63)))
+    exponential = torch.empty_like(logs, dtype=torch.float64).exponential_(generator=generator)
+    return logs - exponential.clamp_(min=TINY).log_()
 
 
 def _with_maximum(values: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
