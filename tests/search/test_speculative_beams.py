@@ -184,7 +184,7 @@ def deviations(counts: np.ndarray, law: np.ndarray) -> list[float]:
 @BOTH_LAWS
 def test_iterations_have_the_law_of_beam_sampling(replacement: bool) -> None:
     models = toy_models(0)
-    counts = counts_by_simulation(models, RULES[replacement], 2000)
+    counts = counts_by_simulation(models, RULES[replacement], 1500)
     assert max(deviations(counts, exact_law(models[0], replacement))) < 3
 
 
@@ -196,5 +196,5 @@ def test_renormalising_over_valid_parents_changes_the_law(replacement: bool, mon
 
     monkeypatch.setattr(speculation, "verify", renormalised)
     models = toy_models(0)
-    counts = counts_by_simulation(models, RULES[replacement], 1000)
+    counts = counts_by_simulation(models, RULES[replacement], 1500)
     assert max(deviations(counts, exact_law(models[0], replacement))) > 6

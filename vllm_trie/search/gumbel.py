@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import log
 from typing import NamedTuple
 
 import numpy as np
@@ -80,11 +79,6 @@ def _with_maximum(values: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
     That is -log(exp(-maximum) - exp(-max values) + exp(-values)), without its overflows and cancellations.
     Source: Kool et al. 2019, appendix B.3.
     """
-    below = maximum - values + _log1mexp(values - values.amax(dim=-1, keepdim=True))
+    below = maximum - values + torch.log(-torch.expm1(values - values.amax(dim=-1, keepdim=True)))
     moved = maximum - below.clamp(min=0) - torch.log1p(torch.exp(-below.abs()))
     return moved.masked_fill(values == NEVER, NEVER)
-
-
-def _log1mexp(exponents: torch.Tensor) -> torch.Tensor:
-    """log(1 - exp(x)) for x <= 0, exact at both ends."""
-    return torch.where(exponents > -log(2), torch.log(-torch.expm1(exponents)), torch.log1p(-torch.exp(exponents)))
