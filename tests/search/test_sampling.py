@@ -1,4 +1,4 @@
-"""Tokens are drawn by the probabilities of their row, and by nothing but the seed and the step."""
+"""What is drawn is drawn by its probability, and by nothing but the seed and the step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_trie.search.sampling import draw, sampled_step, uniforms
+from tests.search.exhaustive import drawn_pair_law
+from vllm_trie.search.sampling import draw, draw_cells, generator, joint, sampled_step, uniforms
+from vllm_trie.search.warping import Warping
 
 DEAD = float("-inf")
 
@@ -16,6 +18,7 @@ def test_the_same_seed_and_step_draw_the_same() -> None:
     uniforms(8, 1, 100)
     assert (uniforms(7, 3, 5) == first).all()
     assert (uniforms(7, 3, 8)[:5] == first).all()
+    assert (generator(7, 3).random(5) == first).all()
     others = [uniforms(8, 3, 5), uniforms(7, 4, 5), uniforms(-7, 3, 5), uniforms((1 << 64) - 8, 3, 5)]
     assert len({tuple(row) for row in [first, *others]}) == 5
 
@@ -64,3 +67,71 @@ def test_a_beam_that_stops_finishes_and_leaves_its_slot_dead(num_rows: int) -> N
     assert step.finished.tokens.tolist() == [1]
     last = sampled_step(tokens, scores, tokens == 1, num_rows, is_last=True).group(0)
     assert last.finished.scores.tolist() == [-1.0, -2.0, -3.0]
+
+
+def beams(num_rows: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    logprobs = torch.randn(num_rows, num_tokens, generator=rng).mul(2).log_softmax(-1)
+    return torch.randn(num_rows, generator=rng) - 1000, logprobs
+
+
+def test_the_joint_law_is_over_all_continuations_of_all_beams() -> None:
+    scores, logprobs = beams(4, 1000)
+    p = joint(scores, logprobs, Warping())
+    assert p.dtype == torch.float64
+    assert float(p.sum()) == pytest.approx(1, abs=1e-13)
+    torch.testing.assert_close(p.sum(dim=1), scores.double().softmax(-1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(p[2] / p[2].sum(), logprobs[2].double().exp(), rtol=1e-5, atol=0)
+
+
+def test_the_temperature_of_the_joint_law_divides_cumulative_sums() -> None:
+    scores, logprobs = beams(2, 3)
+    p = joint(scores, logprobs, Warping(temperature=0.5))
+    weights = (2 * (scores[:, None] + logprobs).double()).flatten().softmax(-1)
+    torch.testing.assert_close(p.flatten(), weights, rtol=1e-4, atol=0)
+
+
+def test_filters_apply_once_to_the_joint_law() -> None:
+    scores, logprobs = torch.tensor([0.0, 0.0]), torch.tensor([[0.5, 0.3, 0.2], [0.9, 0.06, 0.04]]).log()
+    for warping in (Warping(top_k=2), Warping(top_p=0.6), Warping(min_p=0.5)):
+        p = joint(scores, logprobs, warping).flatten()
+        assert p.nonzero().flatten().tolist() == [0, 3]
+        torch.testing.assert_close(p[[0, 3]], torch.tensor([5 / 14, 9 / 14]).double())
+
+
+def test_dead_rows_have_no_mass() -> None:
+    scores, logprobs = beams(3, 5)
+    scores[1] = DEAD
+    p = joint(scores, logprobs, Warping(temperature=0.7, top_k=20))
+    assert p[1].sum() == 0
+    assert float(p.sum()) == pytest.approx(1)
+    nothing = joint(torch.full((3,), DEAD), logprobs, Warping(top_p=0.9))
+    assert not nothing.any()
+    assert [len(draw_cells(nothing, 2, replacement, generator(0, 0))) for replacement in (True, False)] == [0, 0]
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_cells_are_drawn_by_their_law_in_order(replacement: bool) -> None:
+    p = 3 * torch.tensor([[0.4, 0.0, 0.2], [0.0, 0.1, 0.3]]).double()  # need not be normalised
+    rng, counts, num_draws = generator(0, 1), np.zeros((6, 6)), 10_000
+    for _ in range(num_draws):
+        counts[tuple(draw_cells(p, 2, replacement, rng))] += 1
+    law = drawn_pair_law(p / p.sum(), replacement)
+    expected = num_draws * law[law > 0]
+    assert counts[law == 0].sum() == 0
+    assert ((counts[law > 0] - expected) ** 2 / expected).sum() < (37.7 if replacement else 31.3)  # 15 and 11 degrees
+
+
+def test_without_replacement_there_are_no_more_cells_than_are_possible() -> None:
+    p = torch.tensor([[0.0, 0.5], [0.5, 0.0]]).double()
+    assert sorted(draw_cells(p, 5, False, generator(0, 1))) == [1, 2]
+    assert len(draw_cells(p, 5, True, generator(0, 1))) == 5
+
+
+def test_without_replacement_a_cold_draw_is_beam_search() -> None:
+    scores = torch.tensor([0.0, -0.5, -3.25])
+    logprobs = -torch.randperm(100, generator=torch.Generator().manual_seed(0)).float().expand(3, 100)
+    best = (scores[:, None] + logprobs).flatten().topk(8).indices.tolist()
+    cold, warm = (joint(scores, logprobs, Warping(temperature)) for temperature in (0.01, 1.0))
+    assert all(draw_cells(cold, 8, False, generator(seed, 1)).tolist() == best for seed in range(20))
+    assert not any(draw_cells(warm, 8, False, generator(seed, 1)).tolist() == best for seed in range(20))

@@ -41,7 +41,7 @@ def test_the_number_accepted_has_the_law_that_widths_are_decided_by(seed: int) -
 
 def test_the_number_accepted_in_a_large_vocabulary() -> None:
     p, q = random_pair(0, (4, 200))
-    counts, num_draws = np.zeros(7), 3000
+    counts, num_draws = np.zeros(7), 2000
     rng = generator(0, 1)
     for _ in range(num_draws):
         _, drafts = drafted(q, DraftRules(6, 6, replacement=True), rng)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from math import log
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_trie.search.warping import NEVER
+
+TINY = torch.finfo(torch.float64).tiny  # so that noise is finite
 
 
 class Perturbed(NamedTuple):
@@ -66,7 +67,10 @@ def stochastic_step(
 
 
 def _perturbed(logs: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
-    return logs.double() + torch.from_numpy(rng.gumbel(size=tuple(logs.shape))).to(logs.device)
+    """Log-weights plus noise, in float64. A vocabulary's noise costs more to send than to make, so it is made there."""
+    generator = torch.Generator(logs.device).manual_seed(int(rng.integers(1 << 63)))
+    exponential = torch.empty_like(logs, dtype=torch.float64).exponential_(generator=generator)
+    return logs - exponential.clamp_(min=TINY).log_()
 
 
 def _with_maximum(values: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
@@ -75,11 +79,6 @@ def _with_maximum(values: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
     That is -log(exp(-maximum) - exp(-max values) + exp(-values)), without its overflows and cancellations.
     Source: Kool et al. 2019, appendix B.3.
     """
-    below = maximum - values + _log1mexp(values - values.amax(dim=-1, keepdim=True))
+    below = maximum - values + torch.log(-torch.expm1(values - values.amax(dim=-1, keepdim=True)))
     moved = maximum - below.clamp(min=0) - torch.log1p(torch.exp(-below.abs()))
     return moved.masked_fill(values == NEVER, NEVER)
-
-
-def _log1mexp(exponents: torch.Tensor) -> torch.Tensor:
-    """log(1 - exp(x)) for x <= 0, exact at both ends."""
-    return torch.where(exponents > -log(2), torch.log(-torch.expm1(exponents)), torch.log1p(-torch.exp(exponents)))

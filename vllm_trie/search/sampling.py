@@ -46,7 +46,8 @@ def joint(scores: torch.Tensor, logprobs: torch.Tensor, warping: Warping) -> tor
     Args:
         scores: [I], cumulative log-probabilities at temperature 1; -inf for a beam that may not continue.
         logprobs: [I, V], of the next token at temperature 1; -inf for what may not be taken.
-        warping: Its temperature must be above 0.
+        warping: Its temperature must be above 0. What is more than 745 * temperature behind the best is 0 in float64;
+            if fewer cells are left than beams are wanted, it is too cold to draw.
 
     Returns:
         All zeros if nothing is possible.
