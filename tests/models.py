@@ -1,4 +1,4 @@
-"""Tiny random models, one of each kind of attention, and a LoRA adapter with the model it makes when merged."""
+"""Tiny random models, one of each kind of attention, drafts of them, and a LoRA adapter with what it makes merged."""
 
 from __future__ import annotations
 
@@ -71,6 +71,17 @@ def make(kind: str, folder: Path) -> Path:
     if not model.config.tie_word_embeddings:
         with torch.no_grad():
             model.lm_head.weight[1] *= 3
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_draft(target: Path, folder: Path, noise: float, seed: int) -> Path:
+    """Save a copy of a model with noise on its weights, in parts of each one's spread: its drafts are right at times."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += noise * weight.std() * torch.randn_like(weight)
     model.save_pretrained(folder)
     return folder
 

@@ -174,6 +174,8 @@ class BeamScheduler(Scheduler):
             (group, step)
             for group_id, step in steps.items()
             if step.decodes and step.selects and (group := self.groups[group_id]).speculates
+            # A forest grows from one token per row; after a preemption rows compute more.
+            and output.num_scheduled_tokens[group_id] == 1
         ]
         num_rows, num_tokens = self._rows_and_tokens(output, steps)
         spare_rows, spare_tokens = self.max_num_running_reqs - num_rows, self.max_num_scheduled_tokens - num_tokens
