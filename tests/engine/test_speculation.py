@@ -122,7 +122,7 @@ def test_a_random_pair_finds_what_plain_steps_find(
     assert max(map(steps_per_forward, outputs)) > 1.5
 
 
-@pytest.mark.parametrize("caching", [False])
+@pytest.mark.parametrize("caching", [True, False])
 def test_groups_preempted_whenever_they_are_further_find_the_same(
     engines: Engines, random_pair: Callable[[str, float], Pair], caching: bool
 ) -> None:

@@ -156,6 +156,7 @@ class BeamScheduler(Scheduler):
             output.num_scheduled_tokens[group_id] -= num_padding
             output.total_num_scheduled_tokens -= num_padding
             self.requests[group_id].num_computed_tokens -= num_padding
+            self.requests[group_id].num_in_flight_tokens -= num_padding
 
     def _rows_and_tokens(self, output: SchedulerOutput, steps: dict[str, GroupStep]) -> tuple[int, int]:
         """What the worker's batch holds at most in this step."""
