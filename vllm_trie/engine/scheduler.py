@@ -156,6 +156,7 @@ class BeamScheduler(Scheduler):
             output.num_scheduled_tokens[group_id] -= num_padding
             output.total_num_scheduled_tokens -= num_padding
             self.requests[group_id].num_computed_tokens -= num_padding
+            self.requests[group_id].num_in_flight_tokens -= num_padding
 
     def _rows_and_tokens(self, output: SchedulerOutput, steps: dict[str, GroupStep]) -> tuple[int, int]:
         """What the worker's batch holds at most in this step."""
@@ -173,7 +174,11 @@ class BeamScheduler(Scheduler):
         eager = [
             (group, step)
             for group_id, step in steps.items()
-            if step.decodes and step.selects and (group := self.groups[group_id]).speculates
+            if step.decodes
+            and step.selects
+            and (group := self.groups[group_id]).speculates
+            # A forest grows from one token per row; after a preemption rows compute more.
+            and output.num_scheduled_tokens[group_id] == 1
         ]
         num_rows, num_tokens = self._rows_and_tokens(output, steps)
         spare_rows, spare_tokens = self.max_num_running_reqs - num_rows, self.max_num_scheduled_tokens - num_tokens

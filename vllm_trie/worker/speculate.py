@@ -135,7 +135,8 @@ class Speculator:
         (index,) = self._rows.indices([group_id])
         start, block_size = int(batch.num_computed_tokens_cpu[index[0]]), self._runner.cache_config.block_size
         column = start // block_size
-        blocks = np.full((len(index) + len(grant.spare_rows), column + 2), NO_BLOCK, dtype=np.int32)
+        num_columns = column + 1 + (grant.next_blocks is not None)  # one more may be beyond what vLLM's tables take
+        blocks = np.full((len(index) + len(grant.spare_rows), num_columns), NO_BLOCK, dtype=np.int32)
         blocks[: len(index), : column + 1] = batch.block_table[0].block_table.np[index, : column + 1]
         if grant.next_blocks is not None:
             blocks[: len(index), column + 1] = grant.next_blocks

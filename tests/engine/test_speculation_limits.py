@@ -1,0 +1,215 @@
+"""What is scarce makes speculation less, down to plain steps; it never goes beyond a limit, and changes no answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.conftest import BLOCK_SIZE, Engine, Engines
+from tests.engine.test_preemption import FINAL, Clumsy, run
+from tests.engine.test_scheduling import BYTES_PER_BLOCK, prompt_of
+from tests.engine.test_speculation import (
+    NOISE,
+    Asked,
+    Pair,
+    check_exact,
+    count_differing,
+    random_pair,
+    searches,
+    speculating,
+    steps_per_forward,
+)
+from vllm_trie.messages import Grant, group_steps
+
+__all__ = ["random_pair"]
+BYTES_PER_PAIR_OF_BLOCKS = 2 * BYTES_PER_BLOCK  # the target's and the draft's
+
+
+@pytest.fixture
+def pair(random_pair: Callable[[str, float], Pair]) -> Pair:
+    return random_pair("gqa", NOISE)
+
+
+class Watch:
+    """What every step was granted, and what of it the worker used.
+
+    Attributes:
+        grants: By step of every group that decodes: its grant, None for a plain step.
+        least_free: KV blocks that were free when there were fewest.
+    """
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.grants: list[Grant | None] = []
+        self.least_free = engine.scheduler.kv_cache_manager.num_usable_blocks
+        scheduler, runner = engine.scheduler, engine.runner
+        schedule, draft = scheduler.schedule, runner.speculator.draft
+
+        def scheduled(*args: Any) -> Any:
+            output = schedule(*args)
+            self.grants += [step.grant for step in group_steps(output).values() if step.decodes and step.selects]
+            manager = scheduler.kv_cache_manager
+            self.least_free = min(self.least_free, manager.num_usable_blocks - manager.num_used_blocks)
+            return output
+
+        def drafted(output: Any) -> None:
+            draft(output)
+            counts = output.num_scheduled_tokens.values()
+            assert len(counts) <= runner.input_batch.num_reqs <= scheduler.max_num_running_reqs
+            assert sum(counts) == output.total_num_scheduled_tokens <= scheduler.max_num_scheduled_tokens
+            for one in runner.speculator.groups.values():
+                assert one.forest.num_row_tokens == sum(map(len, one.forest.rows)) <= one.grant.max_tokens
+
+        monkeypatch.setattr(scheduler, "schedule", scheduled)
+        monkeypatch.setattr(runner.speculator, "draft", drafted)
+
+    def kinds(self, width: int) -> dict[str, int]:
+        given = [grant for grant in self.grants if grant is not None]
+        return {
+            "plain": len(self.grants) - len(given),
+            "no row": sum(not grant.spare_rows for grant in given),
+            "some rows": sum(bool(grant.spare_rows) for grant in given),
+            "no token": sum(grant.max_tokens == width for grant in given),
+            "layers": len({grant.num_layers for grant in given}),
+            "crossing": sum(grant.next_blocks is not None for grant in given),
+        }
+
+
+SCARCE = {
+    "rows": {"max_num_seqs": 10},
+    "tokens": {"max_num_seqs": 16, "max_num_batched_tokens": 24},
+    "blocks": {"kv_cache_memory_bytes": 24 * BYTES_PER_PAIR_OF_BLOCKS},
+    "all": {
+        "max_num_seqs": 10,
+        "max_num_batched_tokens": 24,
+        "kv_cache_memory_bytes": 24 * BYTES_PER_PAIR_OF_BLOCKS,
+    },
+}
+
+
+@pytest.mark.parametrize("scarce", SCARCE)
+def test_scarcity_makes_speculation_less_and_changes_no_answer(
+    engines: Engines, pair: Pair, scarce: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = speculating(engines, pair, 4, **SCARCE[scarce])
+    widths = [{"beam_width": w, "draft_width": 4 * w, "ignore_eos": True, "max_tokens": 70} for w in (6, 4, 1, 2)]
+    asked = [(prompt_of(40, seed), one) for seed, one in enumerate(widths)]
+    beside = [(prompt_of(30, seed), SamplingParams(temperature=0, max_tokens=40)) for seed in (7, 8)]
+    watch = Watch(engine, monkeypatch)
+    outputs = check_exact(engine, asked, beside=beside)
+    print(scarce, watch.least_free, watch.kinds(6), [round(steps_per_forward(o), 2) for o in outputs])
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_groups_preempted_whenever_they_are_further_find_the_same(engines: Engines, pair: Pair, caching: bool) -> None:
+    engine = speculating(engines, pair, 3, max_num_batched_tokens=192, enable_prefix_caching=caching)
+    widths = {1: True, 3: False, 6: True}  # and whether EOS is ignored
+    options = [{"beam_width": w, "ignore_eos": ignore, "draft_width": 3 * w} for w, ignore in widths.items()]
+    asked = [(prompt_of(length, length), {"max_tokens": 45, **one}) for length in (20, 70) for one in options]
+    clumsy = Clumsy(engine)
+    outputs = check_exact(engine, asked, clumsy.preempt_whenever_a_search_is_further)
+    assert steps_per_forward(outputs[0]) > 3, "nothing speculated between preemptions"
+    assert clumsy.num_preempted > 30
+    assert clumsy.num_steps < 6 * clumsy.num_preempted, "preempted groups hardly get on"
+
+
+def test_logprobs_of_a_request_that_joins_a_speculating_batch_are_its_own(engines: Engines, pair: Pair) -> None:
+    """Its first token has no drafts beside it, where groups take several steps."""
+    engine = speculating(engines, pair, 3, max_num_batched_tokens=192, enable_prefix_caching=False)
+    options = {"beam_width": 2, "draft_width": 6, "ignore_eos": True, "max_tokens": 40}
+    late = SamplingParams(temperature=0, max_tokens=1, logprobs=2)
+    beside = [(prompt_of(length, seed), late) for seed, length in enumerate((400, 150, 300))]
+    check_exact(engine, [(prompt_of(20), options)], beside=beside)
+
+
+def test_steps_end_at_max_model_len_and_max_tokens(engines: Engines, pair: Pair) -> None:
+    engine = speculating(engines, pair, 5)
+    asked: list[Asked] = []
+    for width in (1, 4):
+        options = {"beam_width": width, "draft_width": 3 * width, "ignore_eos": True}
+        asked += [(prompt_of(512 - room), {"max_tokens": 200, **options}) for room in (1, 2, 3, 6, 9, 34)]
+        asked += [(prompt_of(27), {"max_tokens": count, **options}) for count in (1, 2, 3, 5, 6, 7, 8)]
+    outputs = check_exact(engine, asked)
+    lengths = [min(options["max_tokens"], 512 - len(prompt)) for prompt, options in asked]
+    assert [{len(one.token_ids) for one in output.outputs} for output in outputs] == [{n} for n in lengths]
+    print([round(steps_per_forward(o), 2) for o in outputs])
+
+
+def test_beyond_the_length_that_the_draft_model_takes_steps_are_plain(
+    engines: Engines, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = pair
+    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4, "max_model_len": 96}
+    engine = engines(target, speculative_config=config)
+    options = {"beam_width": 3, "draft_width": 9, "ignore_eos": True, "max_tokens": 60}
+    outputs = check_exact(engine, [(prompt_of(length, length), options) for length in (60, 95, 96, 120)])
+    print([round(steps_per_forward(o), 2) for o in outputs])
+
+
+def test_prompts_that_are_cached_to_the_last_token_find_the_same(
+    engines: Engines, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM pads them with drafts that nobody drafted."""
+    engine = speculating(engines, pair, 4)
+    padded, drop = [], engine.scheduler._drop_padding
+
+    def dropping(output: Any) -> None:
+        padded.extend(output.scheduled_spec_decode_tokens.keys() & engine.scheduler.groups.keys())
+        drop(output)
+
+    monkeypatch.setattr(engine.scheduler, "_drop_padding", dropping)
+    options = {"beam_width": 3, "draft_width": 9, "ignore_eos": True, "max_tokens": 40}
+    asked = [(prompt_of(length, length), options) for length in (BLOCK_SIZE + 1, 2 * BLOCK_SIZE + 1)]
+    beside = [(prompt_of(50), SamplingParams(temperature=0, max_tokens=40))]
+    check_exact(engine, asked, beside=beside)
+    assert len(padded) >= 2
+    assert engine.llm.llm_engine.reset_prefix_cache()
+    check_exact(engine, asked, beside=beside)
+
+
+def test_aborts_between_and_within_steps_leave_nothing(
+    engines: Engines, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = speculating(engines, pair, 4)
+    options = {"beam_width": 4, "draft_width": 12, "ignore_eos": True, "max_tokens": 40}
+    (job,) = searches([(prompt_of(40), options)])
+    (expected,) = run(engine, [(job[0], job[1].clone())], lambda: None)
+    core, scheduler = engine.llm.llm_engine, type(engine.scheduler)
+    update, updates = scheduler.update_from_output, 0
+
+    def aborting(self: Any, *args: Any) -> Any:
+        nonlocal updates
+        updates += 1
+        if updates == 5:
+            core.abort_request(["within"])
+        return update(self, *args)
+
+    monkeypatch.setattr(scheduler, "update_from_output", aborting)
+    for name in ("within", "between"):
+        ((prompt, params),) = searches([(prompt_of(50), options | {"beam_width": 6})])
+        params.output_kind = FINAL
+        core.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def abort() -> None:
+        if updates == 7:
+            core.abort_request(["between"])
+
+    assert count_differing(run(engine, [job], abort), [expected]) == 0
+    assert updates > 7
+
+
+def test_a_reset_of_the_prefix_cache_amid_searches_changes_no_answer(engines: Engines, pair: Pair) -> None:
+    engine = speculating(engines, pair, 4)
+    steps = 0
+
+    def reset() -> None:
+        nonlocal steps
+        steps += 1
+        if steps % 4 == 0:
+            assert engine.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+
+    options = {"beam_width": 4, "draft_width": 12, "ignore_eos": True, "max_tokens": 40}
+    check_exact(engine, [(prompt_of(length), options) for length in (33, 40, 65)], reset)
+    assert steps > 12
