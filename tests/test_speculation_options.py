@@ -75,12 +75,12 @@ def test_the_helper_passes_on_what_is_given_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("typo", "meant"),
     [
-        *(("draft_widht", "draft_width"), ("draftwidth", "draft_width")),
-        *(("min_widht", "min_width")),
-        *(("minwidth", "min_width"), ("treshold", "threshold")),
+        *(("draft_widht", "draft_width"), ("draftwidth", "draft_width"), ("num_draft", "draft_width")),
+        *(("num_drafts", "draft_width"), ("draft_beam_width", "draft_width"), ("min_widht", "min_width")),
+        *(("minwidth", "min_width"), ("min_beam_width", "min_width"), ("treshold", "threshold")),
         *(("thresholds", "threshold"), ("do_samples", "do_sample"), ("dosample", "do_sample")),
-        *(("speculations", "speculation")),
-        *(("replacment", "replacement")),
+        *(("do_sampling", "do_sample"), ("speculations", "speculation"), ("speculate", "speculation")),
+        *(("speculative", "speculation"), ("replacment", "replacement"), ("with_replacement", "replacement")),
         *(("memorymode", "memory_mode"), ("memory_mod", "memory_mode")),
     ],
 )
