@@ -80,6 +80,19 @@ def check_together(beam: BeamParams) -> None:
         raise ValueError(f"min_width={beam.min_width} exceeds beam_width={beam.beam_width}; lower it")
 
 
+def check_drafts(speculation: str | None, has_drafts: bool, prefix: str = "") -> None:
+    """Refuse to speculate without a draft model.
+
+    Raises:
+        ValueError: naming the option, with `prefix`, and what would work.
+    """
+    if speculation in ("exact", "sample") and not has_drafts:
+        raise ValueError(
+            f'{prefix}speculation="{speculation}" needs a draft model; start the engine with speculative_config='
+            '{"method": "draft_model", "model": ..., "num_speculative_tokens": ...}'
+        )
+
+
 def resolve(beam: BeamParams, defaults: Mapping[str, Any], has_drafts: bool) -> BeamParams:
     """What a request and its engine together ask for: `speculation` and `do_sample`, and what else applies to them.
 
@@ -94,11 +107,7 @@ def resolve(beam: BeamParams, defaults: Mapping[str, Any], has_drafts: bool) -> 
             where nothing is drawn or decides it.
     """
     speculation, do_sample = beam.speculation, beam.do_sample
-    if speculation in ("exact", "sample") and not has_drafts:
-        raise ValueError(
-            f'speculation="{speculation}" needs a draft model; start the engine with speculative_config='
-            '{"method": "draft_model", "model": ..., "num_speculative_tokens": ...}'
-        )
+    check_drafts(speculation, has_drafts)
     if speculation in ("exact", "sample"):
         do_sample = speculation == "sample"
     elif do_sample is None:
