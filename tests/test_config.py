@@ -28,6 +28,26 @@ def test_options_are_read() -> None:
         ({"max_beam_width": "8"}, "trie_beam.max_beam_width='8'"),
         ({"semantics": "tf"}, "trie_beam.semantics='tf' is unknown; known: 'hf', 'vllm'"),
         ({"check_invariants": "yes"}, "trie_beam.check_invariants='yes'"),
+        ({"speculation": "on"}, "trie_beam.speculation='on' is unknown; known: 'exact', 'sample', 'off'"),
+        ({"speculation": True}, "trie_beam.speculation=True is unknown"),
+        ({"do_sample": 1}, "trie_beam.do_sample=1 is neither true nor false"),
+        ({"replacement": "yes"}, "trie_beam.replacement='yes' is neither true nor false"),
+        ({"memory_mode": 0}, "trie_beam.memory_mode=0 is neither true nor false"),
+        ({"draft_width": 0}, "trie_beam.draft_width=0 is not a number of beams"),
+        ({"min_width": True}, "trie_beam.min_width=True is not a number of beams"),
+        ({"min_width": 1.5}, "trie_beam.min_width=1.5 is not a number of beams"),
+        ({"threshold": 0}, r"trie_beam.threshold=0 is not a probability; pass a number in \(0, 1\]"),
+        ({"threshold": 70}, "trie_beam.threshold=70 is not a probability"),
+        (
+            {"do_sample": True, "speculation": "exact"},
+            'trie_beam.do_sample=True and trie_beam.speculation="exact" exclude each other; use speculation="sample"',
+        ),
+        (
+            {"do_sample": False, "speculation": "sample"},
+            'trie_beam.do_sample=False and trie_beam.speculation="sample" exclude each other; use speculation="exact"',
+        ),
+        ({"draft_widht": 8}, "unknown option trie_beam.draft_widht; did you mean draft_width?"),
+        ({"do_sampel": True}, "unknown option trie_beam.do_sampel; did you mean do_sample?"),
         ({"reclaim_intervall": 3}, "did you mean reclaim_interval"),
         ({"zzz": 3}, "known: reclaim_interval, max_beam_width, semantics, check_invariants"),
         (["reclaim_interval"], "is not a mapping"),
@@ -36,3 +56,12 @@ def test_options_are_read() -> None:
 def test_bad_options_are_refused(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrieBeamConfig.from_additional_config({"trie_beam": options})
+
+
+def test_what_requests_get_that_say_nothing_of_speculation() -> None:
+    said = {"speculation": "sample", "do_sample": True, "replacement": True, "memory_mode": True}
+    said |= {"draft_width": 8, "min_width": 2, "threshold": 0.7}
+    assert TrieBeamConfig.from_additional_config({"trie_beam": said}).speculation_defaults == said
+    assert TrieBeamConfig().speculation_defaults == dict.fromkeys(said)
+    for name, value in said.items():  # each may be said alone: requests may say the rest
+        assert TrieBeamConfig.from_additional_config({"trie_beam": {name: value}}).speculation_defaults[name] == value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import pytest
 from transformers import MambaConfig
 
 from tests.conftest import ROOT, TRAINED_TARGET
+
+TRAINED_DRAFT = TRAINED_TARGET.with_name("draft")
 
 CONFIGURE = f"""
 from vllm.engine.arg_utils import EngineArgs
@@ -101,12 +104,71 @@ def test_registering_twice_is_harmless() -> None:
         ({"max_num_seqs": 64, "max_num_scheduled_tokens": 16}, "max_num_scheduled_tokens=16 below max_num_seqs=64"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
-            "does not support speculative_config",
+            "does not support speculative_config with method='ngram' (use \"draft_model\"); start vLLM without it",
         ),
     ],
 )
 def test_what_cannot_work_is_refused_at_the_start(options: dict, message: str) -> None:
     assert message in refused(CONFIGURE, "trie_beam", **options)
+
+
+DRAFTING = {"method": "draft_model", "model": str(TRAINED_DRAFT), "num_speculative_tokens": 3}
+CONFIGURE_EACH = f"""
+import json
+from vllm.engine.arg_utils import EngineArgs
+from vllm_trie.plugin import refuse_unsupported_engine
+for drafting, options in OPTIONS["engines"]:
+    try:
+        config = EngineArgs({str(TRAINED_TARGET)!r}, speculative_config=drafting, **options).create_engine_config()
+        if "adaptive" in options.get("additional_config", ()):  # V1 refuses it when it makes the configuration
+            config.speculative_config.enable_adaptive_verification = True
+            refuse_unsupported_engine(config)
+        print(json.dumps(config.scheduler_config.scheduler_cls))
+    except ValueError as error:
+        print(json.dumps(str(error)))
+"""
+STARTS = "vllm_trie.engine.scheduler.BeamScheduler"
+SPECULATING: list[tuple[dict | None, dict, str]] = [  # drafting, other options, and what comes of it
+    ({}, {}, STARTS),
+    ({"method": None}, {"async_scheduling": True}, STARTS),
+    ({"num_speculative_tokens": 31}, {"block_size": 32}, STARTS),
+    ({}, {"additional_config": {"trie_beam": {"speculation": "sample"}}}, STARTS),
+    (None, {"additional_config": {"trie_beam": {"do_sample": True}}}, STARTS),
+    (
+        None,
+        {"additional_config": {"trie_beam": {"speculation": "exact"}}},
+        'trie_beam.speculation="exact" needs a draft model; start the engine with speculative_config=',
+    ),
+    ({"num_speculative_tokens": 32}, {"block_size": 32}, "num_speculative_tokens=32 with block_size=32 (use fewer"),
+    ({"num_speculative_tokens": 200}, {}, "num_speculative_tokens=200 with block_size=128 (use fewer"),
+    ({"parallel_drafting": True}, {}, "parallel_drafting; start vLLM without it or"),
+    ({"use_heterogeneous_vocab": True}, {}, "use_heterogeneous_vocab; start vLLM without it or"),
+    ({"disable_padded_drafter_batch": True}, {}, "disable_padded_drafter_batch; start vLLM without it or"),
+    ({}, {"additional_config": {"adaptive": 1}}, "enable_adaptive_verification; start vLLM without it or"),
+    (
+        {"num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 8, 1]]},
+        {},
+        "num_speculative_tokens_per_batch_size; start vLLM without it or",
+    ),
+    ({"draft_sample_method": "probabilistic"}, {}, "draft_sample_method='probabilistic' (use 'greedy'); start"),
+    ({}, {"enable_lora": True}, "enable_lora together with speculative_config; start vLLM without it or"),
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[str]:
+    """What comes of each engine of `SPECULATING`; one process configures them all."""
+    engines = [(d if d is None else {**DRAFTING, **d}, options) for d, options, _ in SPECULATING]
+    result = python(CONFIGURE_EACH, "trie_beam", engines=engines)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith('"')]
+
+
+@pytest.mark.parametrize("index", range(len(SPECULATING)), ids=lambda index: "-".join(map(str, SPECULATING[index][:2])))
+def test_a_draft_model_is_all_that_speculation_is_supported_by(outcomes: list[str], index: int) -> None:
+    expected = SPECULATING[index][2]
+    says = "" if expected.startswith(("vllm_trie", "trie_beam")) else "trie_beam does not support "
+    assert outcomes[index].startswith(says + expected)
 
 
 def test_a_model_that_cannot_have_beams_is_served_without_them(tmp_path: Path) -> None:

@@ -162,7 +162,18 @@ def _is_number(value: object) -> bool:
 _PRUNING = ("prune_relative", "prune_absolute", "prune_relative_local", "max_candidates_per_parent")
 _NOT_AS_VLLM = (*_PRUNING, "sample_first")
 _OPTIONS = [field.name for field in fields(BeamParams)]
-_ALIASES = {"num_beams": "beam_width", "early_stop": "early_stopping"}  # what others call them
+_ALIASES = {  # what others call them
+    "num_beams": "beam_width",
+    "early_stop": "early_stopping",
+    "do_sampling": "do_sample",
+    "with_replacement": "replacement",
+    "speculate": "speculation",
+    "speculative": "speculation",
+    "num_draft": "draft_width",
+    "num_drafts": "draft_width",
+    "draft_beam_width": "draft_width",
+    "min_beam_width": "min_width",
+}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.entrypoints.cli import add_plugin_flag
 from vllm_trie.patching import Patch, verify
+from vllm_trie.speculation_options import check_drafts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -161,6 +162,8 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
     for feature, is_used in unsupported.items():
         if is_used:
             raise ValueError(f"{PLUGIN_NAME} does not support {feature}; start vLLM without it or without the plugin")
+    config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
+    check_drafts(config.speculation, vllm_config.speculative_config is not None, f"{PLUGIN_NAME}.")
 
 
 def _unsupported_speculation(vllm_config: VllmConfig) -> dict[str, bool]:

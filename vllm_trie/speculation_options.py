@@ -40,6 +40,12 @@ def check_options(options: Mapping[str, Any], prefix: str = "") -> None:
     threshold = options["threshold"]
     if threshold is not None and not (_is_number(threshold) and 0 < threshold <= 1):
         raise ValueError(f"{prefix}threshold={threshold!r} is not a probability; pass a number in (0, 1]")
+    for do_sample, other, right in ((True, "exact", "sample"), (False, "sample", "exact")):
+        if options["do_sample"] is do_sample and speculation == other:
+            raise ValueError(
+                f'{prefix}do_sample={do_sample} and {prefix}speculation="{other}" exclude each other; '
+                f'use speculation="{right}"'
+            )
 
 
 def check_together(beam: BeamParams) -> None:
@@ -49,14 +55,9 @@ def check_together(beam: BeamParams) -> None:
         ValueError: naming both, and what would work.
     """
     check_options({name: getattr(beam, name) for name in OPTIONS})
-    if beam.speculation == "exact" and beam.do_sample:
-        raise ValueError('do_sample=True and speculation="exact" exclude each other; use speculation="sample"')
-    if beam.speculation == "sample" and beam.do_sample is False:
-        raise ValueError('do_sample=False and speculation="sample" exclude each other; use speculation="exact"')
-    draws = beam.do_sample or beam.speculation == "sample"
-    if beam.replacement and not draws:
+    if beam.replacement and (beam.do_sample is False or beam.speculation == "exact"):
         raise ValueError("replacement=True has nothing to draw; set do_sample=True")
-    if draws:
+    if beam.do_sample or beam.speculation == "sample":
         if beam.semantics != "hf":
             raise ValueError(f'semantics="{beam.semantics}" does not draw beams; leave do_sample out, or use "hf"')
         for name in _NOT_WHEN_DRAWN:
@@ -77,8 +78,19 @@ def check_together(beam: BeamParams) -> None:
         )
     if beam.min_width is not None and beam.min_width > beam.beam_width:
         raise ValueError(f"min_width={beam.min_width} exceeds beam_width={beam.beam_width}; lower it")
-    if beam.min_width is not None and beam.threshold is None:
-        raise ValueError(f"min_width={beam.min_width} needs a threshold, such as 0.7, to decide the width by")
+
+
+def check_drafts(speculation: str | None, has_drafts: bool, prefix: str = "") -> None:
+    """Refuse to speculate without a draft model.
+
+    Raises:
+        ValueError: naming the option, with `prefix`, and what would work.
+    """
+    if speculation in ("exact", "sample") and not has_drafts:
+        raise ValueError(
+            f'{prefix}speculation="{speculation}" needs a draft model; start the engine with speculative_config='
+            '{"method": "draft_model", "model": ..., "num_speculative_tokens": ...}'
+        )
 
 
 def resolve(beam: BeamParams, defaults: Mapping[str, Any], has_drafts: bool) -> BeamParams:
@@ -91,14 +103,11 @@ def resolve(beam: BeamParams, defaults: Mapping[str, Any], has_drafts: bool) -> 
         has_drafts: Whether the engine has a draft model.
 
     Raises:
-        ValueError: the request wants drafts that there are none of.
+        ValueError: the request wants drafts that there are none of, or says how to draw, or how wide layers are,
+            where nothing is drawn or decides it.
     """
     speculation, do_sample = beam.speculation, beam.do_sample
-    if speculation in ("exact", "sample") and not has_drafts:
-        raise ValueError(
-            f'speculation="{speculation}" needs a draft model; start the engine with speculative_config='
-            '{"method": "draft_model", "model": ..., "num_speculative_tokens": ...}'
-        )
+    check_drafts(speculation, has_drafts)
     if speculation in ("exact", "sample"):
         do_sample = speculation == "sample"
     elif do_sample is None:
@@ -114,7 +123,12 @@ def resolve(beam: BeamParams, defaults: Mapping[str, Any], has_drafts: bool) -> 
         chosen["draft_width"] = max(chosen["draft_width"], beam.beam_width)
     if chosen.get("min_width") is not None:
         chosen["min_width"] = min(chosen["min_width"], beam.beam_width)
-    return replace(beam, speculation=speculation, do_sample=do_sample, **chosen)
+    if chosen.get("threshold", beam.threshold) is None:
+        chosen.pop("min_width", None)
+    resolved = replace(beam, speculation=speculation, do_sample=do_sample, **chosen)
+    if resolved.min_width is not None and resolved.threshold is None:
+        raise ValueError(f"min_width={resolved.min_width} needs a threshold, such as 0.7, to decide the width by")
+    return resolved
 
 
 def _is_number(value: object) -> bool:
