@@ -5,12 +5,14 @@ from vllm_trie.patching import Touched
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _KV_CACHE = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
 _COMPLETION = "vllm.entrypoints.openai.completion.protocol:CompletionRequest"
 _CHAT = "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest"
 
 _BY_SCHEDULER = "overridden by vllm_trie.engine.scheduler.BeamScheduler"
 _BY_KV_CACHE = "overridden by vllm_trie.engine.kv_cache.BeamKVCacheManager"
 _BY_RUNNER = "overridden by vllm_trie.worker.v1.BeamModelRunner"
+_BY_SPECULATION = "overridden by vllm_trie.worker.v1_speculation.SpeculatingModelRunner"
 _GROUPS = "vLLM schedules a request that runs as several rows"
 _NATIVE = "vLLM has beam search in its engine"
 
@@ -136,6 +138,12 @@ TOUCHED = (
         "the one hook per waiting request, used to admit by rows",
         _GROUPS,
     ),
+    Touched(
+        f"{_SCHEDULER}.update_draft_token_ids",
+        _BY_SCHEDULER,
+        "groups have a forest instead of a row of drafts",
+        _NATIVE,
+    ),
     Touched(f"{_SCHEDULER}._preempt_request", _BY_SCHEDULER, "a preempted group searches anew", _GROUPS),
     Touched(f"{_SCHEDULER}.update_from_output", _BY_SCHEDULER, "a group's outputs go to n addresses", _GROUPS),
     Touched(
@@ -175,7 +183,40 @@ TOUCHED = (
         _GROUPS,
     ),
     Touched(
-        f"{_RUNNER}._update_states", "relied upon by vllm_trie.worker.rows", "finds rows made by BeamRows", _GROUPS
+        f"{_RUNNER}._update_states",
+        "overridden by vllm_trie.worker.v1_speculation.SpeculatingModelRunner, relied upon by vllm_trie.worker.rows",
+        "finds rows made by BeamRows; forests are drafted once the batch is what it will be",
+        _GROUPS,
+    ),
+    *(
+        Touched(f"{_RUNNER}.{method}", _BY_SPECULATION, why, _NATIVE)
+        for method, why in (
+            ("calculate_reorder_batch_threshold", "rows of groups must be able to come last"),
+            ("_may_reorder_batch", "rows of decoding groups come last"),
+            ("_prepare_inputs", "nodes within a forest's rows need logits too"),
+            ("propose_draft_token_ids", "vLLM's drafter drafts for ordinary requests alone"),
+        )
+    ),
+    *(
+        Touched(target, "relied upon by vllm_trie.worker.draft_model", why, _NATIVE)
+        for target, why in (
+            ("vllm.v1.spec_decode.draft_model:DraftModelProposer", "has the draft model"),
+            (f"{_PROPOSER}.build_per_group_and_layer_attn_metadata", "lets the draft model attend to rows of ours"),
+            (f"{_PROPOSER}.propose", "computes the draft model's KV of prompts"),
+            ("vllm.v1.attention.backend:CommonAttentionMetadata", "describes rows to attention"),
+        )
+    ),
+    Touched(
+        "vllm.v1.sample.rejection_sampler:RejectionSampler.parse_output",
+        "relied upon by vllm_trie.worker.v1.BeamModelRunner",
+        "reads the tokens of several steps, -1 being none",
+        _NATIVE,
+    ),
+    Touched(
+        "vllm.v1.worker.gpu_input_batch:InputBatch.swap_states",
+        "relied upon by vllm_trie.worker.rows",
+        "moves rows of groups behind the others",
+        _GROUPS,
     ),
     Touched(
         f"{_RUNNER}._bookkeeping_sync",

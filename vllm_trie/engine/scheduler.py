@@ -20,8 +20,9 @@ from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.outputs import Mailbox, hypothesis_output, no_hypothesis_output
 from vllm_trie.engine.rules import new_group
+from vllm_trie.engine.speculation import Speculating, SpeculationGrants
 from vllm_trie.engine.stats import BeamTally, SearchCounts, attach_stats, statistics_among
-from vllm_trie.messages import Decided, Grant, GroupStep, attach_group_steps, group_results
+from vllm_trie.messages import Decided, GroupStep, attach_group_steps, group_results
 from vllm_trie.params import TICKET, BeamParams, GroupTicket
 from vllm_trie.patching import Patch
 from vllm_trie.plugin import has_logits_processors
@@ -43,11 +44,11 @@ class BeamScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with Patch("vllm.v1.core.sched.scheduler", "KVCacheManager").applied(BeamKVCacheManager):
             super().__init__(*args, **kwargs)
-        _refuse_unsupported_kv_cache(self.kv_cache_config)
+        _refuse_unsupported_kv_cache(self.kv_cache_config, self.vllm_config.speculative_config is not None)
         self.beam_config = TrieBeamConfig.from_additional_config(self.vllm_config.additional_config)
         self._has_logits_processors = has_logits_processors(self.vllm_config)
         speculative = self.vllm_config.speculative_config
-        self._draft_max_model_len = speculative.draft_model_config.max_model_len if speculative is not None else 0
+        self._grants = None if speculative is None else SpeculationGrants(speculative, self.kv_cache_manager)
         self.kv_cache_manager.reclaim_interval = self.beam_config.reclaim_interval
         self.kv_cache_manager.num_lookahead_tokens = self.num_lookahead_tokens
         self.groups: dict[str, BeamGroup] = {}  # by the request that stands for the group
@@ -139,8 +140,8 @@ class BeamScheduler(Scheduler):
         self._give_up_on_a_group_that_starves_alone(output)
         self._drop_padding(output)
         steps = self._group_steps(output)
-        if self.num_spec_tokens:
-            self._grant_speculation(output, steps)
+        if self._grants is not None:
+            self._grant_speculation(self._grants, output, steps)
         attach_group_steps(output, steps)
         if self.beam_config.check_invariants:
             self.check_invariants()
@@ -169,10 +170,11 @@ class BeamScheduler(Scheduler):
                 num_tokens += step.grant.max_tokens - self.groups[group_id].num_rows
         return num_rows, num_tokens
 
-    def _grant_speculation(self, output: SchedulerOutput, steps: dict[str, GroupStep]) -> None:
-        """Share out among the groups that speculate what rows, tokens and blocks this step leaves over."""
+    def _grant_speculation(
+        self, grants: SpeculationGrants, output: SchedulerOutput, steps: dict[str, GroupStep]
+    ) -> None:
         eager = [
-            (group, step)
+            Speculating(group, self.requests[group_id], step)
             for group_id, step in steps.items()
             if step.decodes
             and step.selects
@@ -181,30 +183,7 @@ class BeamScheduler(Scheduler):
             and output.num_scheduled_tokens[group_id] == 1
         ]
         num_rows, num_tokens = self._rows_and_tokens(output, steps)
-        spare_rows, spare_tokens = self.max_num_running_reqs - num_rows, self.max_num_scheduled_tokens - num_tokens
-        for position, (group, step) in enumerate(eager):
-            request = self.requests[group.request_id]
-            # The draft model computes what is known before it proposes anything, and may see fewer tokens.
-            drafter_room = self._draft_max_model_len - request.num_computed_tokens
-            num_layers = min(self.num_spec_tokens, group.num_steps_left - 1, drafter_room)
-            if num_layers < 1:
-                continue
-            share = len(eager) - position
-            most_rows = min(spare_rows // share, num_layers * (group.draft_width - 1))
-            lent = self.kv_cache_manager.lend(request, num_layers, most_rows)
-            if lent is None:
-                continue
-            most_tokens = spare_tokens // share
-            step.grant = Grant(
-                lent.num_layers,
-                group.draft_width,
-                group.num_rows + most_tokens,
-                lent.spare_rows,
-                lent.next_blocks,
-                [group.next_rules(ahead) for ahead in range(1, lent.num_layers + 1)],
-            )
-            spare_rows -= len(lent.spare_rows)
-            spare_tokens -= most_tokens
+        grants.share_out(eager, self.max_num_running_reqs - num_rows, self.max_num_scheduled_tokens - num_tokens)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         super().update_draft_token_ids(draft_token_ids)
@@ -409,10 +388,15 @@ def _rewrite(request: Request, generated: list[int]) -> None:
     request._all_token_ids[request.num_prompt_tokens :] = generated
 
 
-def _refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig) -> None:
+def _refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig, speculates: bool) -> None:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if not specs or not all(isinstance(spec, FullAttentionSpec | SlidingWindowSpec) for spec in specs):
         kinds = ", ".join(type(spec).__name__ for spec in specs)
         raise ValueError(
             f"trie_beam needs KV caches of full or sliding-window attention; this model has: {kinds or 'none'}"
+        )
+    if speculates and len(specs) > 1:
+        raise ValueError(
+            f"trie_beam speculates with one KV cache group for all layers, the draft model's among them, and here there "
+            f"are {len(specs)}; start vLLM without speculative_config, or with models whose layers all attend alike"
         )

@@ -226,6 +226,31 @@ class BeamRows:
             if with_tail.any():
                 self.kv_blocks.copy(blocks[sources, full][with_tail], own_tails[with_tail])
 
+    def adopt(
+        self,
+        index: np.ndarray,
+        sources: np.ndarray,
+        num_tokens: int,
+        full_blocks: np.ndarray,
+        tail_blocks: np.ndarray,
+        num_blocks: int,
+    ) -> None:
+        """Let rows continue the histories of others, with these blocks. There is one KV cache group.
+
+        Args:
+            index, sources: [b] places in the batch.
+            num_tokens: Of the histories.
+            full_blocks: [b, columns] the first blocks of each row.
+            tail_blocks: [b] those that follow. What comes after them is in place.
+            num_blocks: How many blocks each row has then.
+        """
+        batch = self._runner.input_batch
+        batch.token_ids_cpu[index, :num_tokens] = batch.token_ids_cpu[sources, :num_tokens]
+        table, columns = batch.block_table[0], full_blocks.shape[1]
+        table.block_table.np[index, :columns] = full_blocks
+        table.block_table.np[index, columns] = tail_blocks
+        table.num_blocks_per_row[index] = num_blocks
+
     def _new_stop_strings(self, strings: tuple[str, ...], skip_special_tokens: bool) -> StopStrings:
         tokenizer, vocab_size = self._tokenizer, self._runner.model_config.get_vocab_size()
 

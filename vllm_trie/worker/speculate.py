@@ -1,8 +1,7 @@
-"""Speculation of the groups that were granted some: draft a forest, lay it out as rows, and keep what was verified.
+"""Speculation of the groups that were granted some: draft a forest, and lay it out as rows.
 
 A forest is verified by multi-token rows of the batch. Beams have theirs; every other path gets a row that
-lasts one step, with blocks that were lent for it. What the search then commits is moved into the beams' own
-blocks, so that these hold what they would hold after as many plain steps.
+lasts one step, with blocks that were lent for it. Next: `verify`, then `commit`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from vllm_trie.messages import Grant, GroupStep, SelectRules
 from vllm_trie.search.forest import Forest, Layer, RowFork, affordable, grow
 from vllm_trie.search.sampling import generator, joint
 from vllm_trie.search.speculation import DraftRules, Drafts, drafted
-from vllm_trie.search.step import Step
 from vllm_trie.search.warping import log_probabilities
 from vllm_trie.worker.draft_model import DraftModel
 from vllm_trie.worker.rows import BeamRows, GroupRows
@@ -110,8 +108,6 @@ class Speculator:
         self._rows = rows
         self._draft_model = DraftModel(runner)
         self.groups: dict[str, Speculation] = {}  # of the present step
-
-    # Before the target's forward.
 
     def draft(self, output: SchedulerOutput) -> None:
         """Draft for every group with a grant, and add the rows of its forest to the batch and to `output`."""
@@ -268,59 +264,3 @@ class Speculator:
                         inner.append(query_starts[places[row]] + depth)
                 one.logits_index[path[-1]] = of_rows[places[row]]
         return np.array(inner, dtype=np.int64)
-
-    # After it.
-
-    def commit(self, one: Speculation, steps: list[Step], beams: list[list[int]]) -> np.ndarray:
-        """Let the group's own rows go on from where its search has come to.
-
-        Args:
-            steps: What it decided.
-            beams: For each step the nodes that its beams were before it.
-
-        Returns:
-            [b, steps] the tokens that each row has got.
-        """
-        batch, forest, width = self._runner.input_batch, one.forest, len(one.index)
-        column, count = one.column, len(steps)
-        fills = (column + 1) * one.block_size - one.start  # the step after which the roots' block is full
-        slots = leads = sealers = np.arange(width)
-        for number in range(count, 0, -1):
-            slots = steps[number - 1].parents[slots]
-            leads = slots if number == count else leads
-            sealers = slots if number == fills else sealers
-        newest = [beams[-1][lead] for lead in leads]
-        law = one.step.rules.law
-        sealing = np.zeros_like(sealers) if law is not None and law.keeps_one else sealers  # whose block it is
-
-        own, copies = one.blocks[:width], dict[int, int]()  # by destination
-        if count < fills:
-            for slot, node in enumerate(newest):
-                copies[own[slot, column]] = self._block(one, node, slot, column)
-        else:
-            for row, slot in set(zip(sealing.tolist(), sealers.tolist(), strict=True)):
-                copies[own[row, column]] = self._block(one, beams[fills - 1][slot], row, column)
-        if count > fills:
-            for slot, node in enumerate(newest):
-                copies[own[slot, column + 1]] = self._block(one, node, slot, column + 1)
-        moved = np.array([(s, d) for d, s in copies.items() if s != d])
-        if len(moved):
-            self._rows.kv_blocks.copy(*moved.T)
-
-        table = batch.block_table[0]
-        table.block_table.np[one.index, :column] = own[slots, :column]
-        table.block_table.np[one.index, column] = own[sealing if count >= fills else np.arange(width), column]
-        table.num_blocks_per_row[one.index] = column + 1 + (count > fills)
-        length = one.start + 1
-        batch.token_ids_cpu[one.index, :length] = batch.token_ids_cpu[one.index[slots], :length]
-        if one.step.rules.is_controlled:
-            self._rows.copy_output_tokens(one.index[slots], one.index)
-        one.rows.num_drafted = one.start + min(count, one.num_layers)
-        paths = [[*forest.path(node)[1:], token] for node, token in zip(newest, steps[-1].tokens.tolist(), strict=True)]
-        return np.array([[*map(forest.tokens.__getitem__, path[:-1]), path[-1]] for path in paths])
-
-    @staticmethod
-    def _block(one: Speculation, node: int, row: int, column: int) -> int:
-        """A block with what leads to `node`, preferably that of `row`."""
-        holds = row if node in one.forest.rows[row] else one.forest.row_of[node]
-        return int(one.blocks[holds, column])

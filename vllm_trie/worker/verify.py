@@ -10,6 +10,7 @@ import torch
 from vllm_trie.messages import Decided, Drafted, SelectRules
 from vllm_trie.search.speculation import Verified, verified_layers
 from vllm_trie.search.step import Step, best_of
+from vllm_trie.worker.commit import commit
 from vllm_trie.worker.rows import BeamRows
 from vllm_trie.worker.selection import Selection
 from vllm_trie.worker.speculate import Speculation, Speculator
@@ -40,7 +41,7 @@ def verify(
         of_nodes = logits[torch.from_numpy(one.logits_index).to(logits.device)]
         search = _beam_search if one.step.rules.law is None else _beam_sampling
         steps, beams, accepted = search(_Nodes(rows, group_id, one, of_nodes, control))
-        tokens = speculator.commit(one, steps, beams)
+        tokens = commit(rows, one, steps, beams)
         one.rows.scores, one.rows.tokens = steps[-1].scores, steps[-1].tokens
         places = torch.from_numpy(one.index).to(sampled.device)
         sampled[places, : tokens.shape[1]] = torch.from_numpy(tokens.astype(np.int32)).to(sampled.device)
