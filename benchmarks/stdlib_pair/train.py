@@ -41,10 +41,9 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 1,
     },
 }
-STEPS = {"target": 1500, "draft": 800}
+CYCLES = {"target": ((1500, 3e-3),), "draft": ((800, 6e-3), (1300, 4e-3))}  # steps, peak learning rate
 BATCH = 8
 Loss = Callable[[LlamaForCausalLM, torch.Tensor], torch.Tensor]
-PEAK_LEARNING_RATE = {"target": 3e-3, "draft": 6e-3}
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -69,7 +68,7 @@ def pack(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
     return torch.tensor([ids[r * CONTEXT : r * CONTEXT + CONTEXT + 1] for r in range(rows)])
 
 
-def loss_of(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
+def own_loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(batch[:, :-1]).logits
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
@@ -83,10 +82,9 @@ def divergence_from(target: LlamaForCausalLM, model: LlamaForCausalLM, batch: to
     return torch.nn.functional.kl_div(own, wanted, log_target=True, reduction="batchmean")
 
 
-def train(role: str, rows: torch.Tensor, loss_of: Loss) -> LlamaForCausalLM:
-    """A model of one role that has learnt `rows` [rows, CONTEXT + 1] by a loss of itself and a batch of them."""
+def untrained(role: str) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
+    return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCAB_SIZE,
             head_dim=32,
@@ -98,7 +96,12 @@ def train(role: str, rows: torch.Tensor, loss_of: Loss) -> LlamaForCausalLM:
             **SHAPES[role],
         )
     )
-    steps, peak = STEPS[role], PEAK_LEARNING_RATE[role]
+
+
+def train(role: str, cycle: int, model: LlamaForCausalLM, rows: torch.Tensor, loss_of: Loss) -> LlamaForCausalLM:
+    """Let a model learn `rows` [rows, CONTEXT + 1], by a loss of itself and a batch of them, for one cycle."""
+    torch.manual_seed(cycle)
+    steps, peak = CYCLES[role][cycle]
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     parameters = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -126,7 +129,7 @@ def train(role: str, rows: torch.Tensor, loss_of: Loss) -> LlamaForCausalLM:
 @torch.inference_mode()
 def held_out_loss(model: LlamaForCausalLM, rows: torch.Tensor) -> float:
     """Mean cross-entropy in nats per token over all held-out rows."""
-    return sum(loss_of(model, rows[i : i + 1]).item() for i in range(len(rows))) / len(rows)
+    return sum(own_loss(model, rows[i : i + 1]).item() for i in range(len(rows))) / len(rows)
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -141,7 +144,8 @@ def load(folder: Path) -> LlamaForCausalLM:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder for target/ and draft/")
-    parser.add_argument("--draft-only", action="store_true", help="keep the target that is there")
+    parser.add_argument("--only", choices=SHAPES, help="train this one; the other, and the tokenizer, are there")
+    parser.add_argument("--from-cycle", type=int, default=0, help="go on with what this many cycles have made")
     args = parser.parse_args()
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
@@ -153,7 +157,7 @@ def main() -> None:
     held_out_units = [unit for path in held_out for unit in corpus.units(path)]
     random.Random(0).shuffle(training_units)
 
-    if args.draft_only:
+    if args.only:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "target")
     else:
         tokenizer = train_tokenizer(training_units)
@@ -163,11 +167,14 @@ def main() -> None:
         f"{held_out_rows.numel():,} held-out tokens"
     )
     report = {"training_tokens": rows.numel(), "held_out_tokens": held_out_rows.numel()}
-    if not args.draft_only:
-        save(train("target", rows, loss_of), tokenizer, out / "target")
-    target = load(out / "target")
-    save(train("draft", rows, partial(divergence_from, target)), tokenizer, out / "draft")
-    for role, model in (("target", target), ("draft", load(out / "draft"))):
+    for role in SHAPES:
+        if args.only not in (None, role):
+            continue
+        loss_of = own_loss if role == "target" else partial(divergence_from, load(out / "target"))
+        for cycle in range(args.from_cycle, len(CYCLES[role])):
+            model = untrained(role) if cycle == 0 else load(out / role)
+            save(train(role, cycle, model.train(), rows, loss_of), tokenizer, out / role)
+    for role, model in ((role, load(out / role)) for role in SHAPES):
         loss = held_out_loss(model, held_out_rows)
         report[role] = {"parameters": model.num_parameters(), "held_out_loss": round(loss, 4)}
         print(f"{role}: {model.num_parameters():,} parameters, held-out loss {loss:.4f} nats per token")

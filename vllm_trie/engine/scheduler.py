@@ -397,6 +397,6 @@ def _refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig, speculates: boo
         )
     if speculates and len(specs) > 1:
         raise ValueError(
-            f"trie_beam speculates with one KV cache group for all layers, the draft model's among them, and here there "
-            f"are {len(specs)}; start vLLM without speculative_config, or with models whose layers all attend alike"
+            f"trie_beam speculates with one KV cache group for all layers, the draft model's among them, and here are "
+            f"{len(specs)}; start vLLM without speculative_config, or with models whose layers all attend alike"
         )

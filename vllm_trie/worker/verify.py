@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from vllm_trie.messages import Decided, Drafted, SelectRules
+from vllm_trie.search.pruning import Pruning
 from vllm_trie.search.speculation import Verified, verified_layers
 from vllm_trie.search.step import Step, best_of
 from vllm_trie.worker.commit import commit
@@ -16,6 +17,8 @@ from vllm_trie.worker.selection import Selection
 from vllm_trie.worker.speculate import Speculation, Speculator
 
 NO_SLOT = -1
+DEAD = np.float32(-np.inf)
+RANKED_TOGETHER = ("hf", "tridecode")  # what ends a beam's hypothesis is ranked among all beams' continuations
 ROOT_OF_DEAD = 0  # what stands for the node of a beam that is dead, and which nothing continues
 
 Control = Callable[[torch.Tensor, np.ndarray, list[list[int]]], torch.Tensor]
@@ -96,21 +99,31 @@ Found = tuple[
 
 
 def _beam_search(nodes: _Nodes) -> Found:
-    """Plain beam search's own steps, until a new beam was not drafted."""
+    """Plain beam search's own steps, until one depends on a beam that was not drafted.
+
+    It does not if whatever lives on is better than that beam itself: what follows a beam is no better than it is.
+    """
     forest, scores = nodes.forest, nodes.speculation.rows.scores
     steps, beams, accepted = list[Step](), [list(range(len(scores)))], [0]
+    unseen = DEAD
     for rules in nodes.rules:
         selection = nodes.selection(rules, beams[-1], scores)
         step = selection.step(nodes.logits(rules, beams[-1])).group(0, selection.tops(0))
+        if unseen > DEAD and not (step.num_beams == rules.width and step.scores.min() > unseen):
+            break
         steps.append(step)
-        scores = step.scores
         chosen = zip(step.parents.tolist(), step.tokens.tolist(), strict=True)
         drafts = [forest.child(beams[-1][parent], token) for parent, token in chosen]
-        if rules is nodes.rules[-1] or rules.is_last or step.num_beams < len(drafts) or None in drafts:
+        is_seen = np.array([draft is not None for draft in drafts])
+        if rules is nodes.rules[-1] or rules.is_last or step.num_beams < len(drafts) or not is_seen.any():
             break
-        beams.append([node for node in drafts if node is not None])
-        accepted.append(len(set(drafts)))
-    return steps, beams, accepted
+        if not is_seen.all() and not (rules.semantics in RANKED_TOGETHER and rules.pruning == Pruning()):
+            break
+        unseen = step.scores[~is_seen].max(initial=DEAD)
+        scores = np.where(is_seen, step.scores, DEAD)
+        beams.append([ROOT_OF_DEAD if draft is None else draft for draft in drafts])
+        accepted.append(int(is_seen.sum()))
+    return steps, beams[: len(steps)], accepted[: len(steps)]
 
 
 def _beam_sampling(nodes: _Nodes) -> Found:
