@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.conftest import BLOCK_SIZE, ROOT, Engine, Engines
+from tests.models import make_draft
 from vllm_trie import beam_params
-from vllm_trie.engine.stats import BeamStats, BeamTally, attach_stats, take_stats
-from vllm_trie.metrics import COUNTERS, FINISHED, PEAKS, PREFIX, RUNNING, BeamStatLogger
+from vllm_trie.engine.stats import BeamStats, BeamTally, SearchCounts, attach_stats, take_stats
+from vllm_trie.metrics import COUNTERS, FINISHED, PEAKS, PREFIX, RUNNING, BeamStatLogger, describe
 from vllm_trie.trie.blocks import BlockCounts
 
 BYTES_PER_BLOCK = 2 * 2 * 2 * 32 * BLOCK_SIZE * 4  # layers, K and V, KV heads, head size, tokens, float32
@@ -32,8 +34,18 @@ def model(random_model: Callable[[str], Path]) -> Path:
 
 @pytest.fixture
 def engine(engines: Engines, model: Path) -> Engine:
-    """Its metrics begin at zero."""
-    engine = engines(model, **OPTIONS)
+    return from_zero(engines(model, **OPTIONS))
+
+
+@pytest.fixture
+def speculating(engines: Engines, model: Path, tmp_path: Path) -> Engine:
+    draft = make_draft(model, tmp_path, 0.01, seed=3)
+    speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    return from_zero(engines(model, speculative_config=speculative, disable_log_stats=False))
+
+
+def from_zero(engine: Engine) -> Engine:
+    """Lets its metrics begin anew."""
     front_end = engine.llm.llm_engine
     front_end.step()  # reports what earlier tests left unreported
     front_end.logger_manager = StatLoggerManager(front_end.vllm_config)
@@ -67,7 +79,8 @@ def metrics_of(engine: Engine) -> dict[str, float]:
 def test_a_search_of_known_shape_is_counted_exactly(engine: Engine) -> None:
     engine.generate([PROMPT], beam_params(6, n=2, max_tokens=10, ignore_eos=True))
     metrics = metrics_of(engine)
-    assert metrics["steps"] == 10
+    assert metrics["steps"] == metrics["target_forwards"] == 10
+    assert (metrics["drafted"], metrics["accepted"], metrics["beams"]) == (0, 0, 60)
     assert metrics["kv_blocks_peak"] == 1 + 6, "the prompt's full block, and one block per row"
     assert metrics["kv_blocks_reclaimed"] == 0, "no row has filled a block of its own"
     assert metrics["kv_blocks_copied"] - metrics["kv_blocks_shared"] == 5, "each fork does both, widening copies"
@@ -148,6 +161,16 @@ def test_one_line_per_interval_and_none_without_beams(engine: Engine, lines: lis
     assert "finished: 1 (length: 1), steps: 2," in lines[1], "an interval says what happened in it"
 
 
+def test_the_line_speaks_of_speculation_where_there_was_some() -> None:
+    stats = BeamStats(1, 4, 9, 1, 2, 3, steps=10, target_forwards=4, drafted=50, accepted=20, beams=35, preemptions=1)
+    assert describe(stats) == (
+        "Beam groups running: 1 in 4 rows, finished: 0, steps: 10, per target forward: 2.50, drafted: 50, "
+        "accepted: 20, mean width: 3.50, preemptions: 1, KV blocks shared: 1, copied: 2, reclaimed: 3, peak: 9"
+    )
+    stats.drafted = 0
+    assert "steps: 10, preemptions: 1, KV blocks" in describe(stats)
+
+
 def test_no_step_is_reported_twice_or_without_need(engine: Engine) -> None:
     """Where no group is, vLLM's statistics carry nothing of ours."""
     core, reports = engine.llm.llm_engine, []
@@ -185,8 +208,34 @@ def test_an_engine_that_was_not_asked_for_beams_shows_none(engines: Engines, mod
         engines.close()  # it has nothing of ours in which something could be left
 
 
+def test_speculation_is_counted_as_each_request_is_told(speculating: Engine, lines: list[str]) -> None:
+    names = ("steps", "target_forwards", "drafted", "accepted", "beams")
+    params = [
+        beam_params(4, n=2, max_tokens=30, ignore_eos=True),
+        beam_params(2, n=2, max_tokens=20, speculation="sample", threshold=0.7, seed=1),
+        beam_params(3, n=3, max_tokens=9, speculation="sample", memory_mode=True, seed=2),
+    ]
+    told = [one.kv_transfer_params["trie_beam"] for one in speculating.generate([PROMPT] * 3, params)]
+    metrics = metrics_of(speculating)
+    assert {name: metrics[name] for name in names} == {name: sum(one[name] for one in told) for name in names}
+    assert metrics["steps"] > metrics["target_forwards"]
+    assert metrics["drafted"] > metrics["accepted"] > 0
+    speculating.llm.llm_engine.do_log_stats()
+    per_forward, mean_width = metrics["steps"] / metrics["target_forwards"], metrics["beams"] / metrics["steps"]
+    assert (
+        f"steps: {metrics['steps']}, per target forward: {per_forward:.2f}, drafted: {metrics['drafted']}, "
+        f"accepted: {metrics['accepted']}, mean width: {mean_width:.2f}, KV blocks shared: "
+    ) in lines[0]
+    speculating.generate([PROMPT], beam_params(4, max_tokens=6, speculation="off"))
+    speculating.llm.llm_engine.do_log_stats()
+    assert "steps: 6, KV blocks shared" in lines[1], "who does not speculate need not read of it"
+    assert metrics_of(speculating)["target_forwards"] == metrics["target_forwards"] + 6
+
+
 def test_stats_survive_the_way_to_another_process_and_do_not_reach_vllms_loggers() -> None:
-    stats = BeamStats(2, 16, 40, 5, 6, 7, 8, 1, {"stop": 1, "length": 2, "abort": 0, "error": 0})
+    numbers = [field.name for field in fields(BeamStats) if field.name != "groups_finished"]
+    finished = {"stop": 1, "length": 2, "abort": 0, "error": 0}
+    stats = BeamStats(**{name: 40 + i for i, name in enumerate(numbers)}, groups_finished=finished)
     carrier = SchedulerStats(num_running_reqs=2)
     attach_stats(carrier, stats)
     message = MsgpackEncoder().encode(EngineCoreOutputs(engine_index=1, scheduler_stats=carrier))
@@ -198,10 +247,12 @@ def test_stats_survive_the_way_to_another_process_and_do_not_reach_vllms_loggers
 
 def test_each_report_begins_where_the_last_one_ended() -> None:
     tally = BeamTally()
-    tally.steps, tally.preemptions = 3, 1
+    tally.counts.add(SearchCounts(steps=3, target_forwards=2, drafted=9, accepted=4, beams=12))
+    tally.preemptions = 1
     tally.finish("stop")
     first = tally.report([4, 2], BlockCounts(10, 20, 30), 50)
-    assert first == BeamStats(2, 6, 50, 10, 20, 30, 3, 1, {"stop": 1, "length": 0, "abort": 0, "error": 0})
+    finished = {"stop": 1, "length": 0, "abort": 0, "error": 0}
+    assert first == BeamStats(2, 6, 50, 10, 20, 30, 3, 2, 9, 4, 12, preemptions=1, groups_finished=finished)
     assert not tally.has_news
     assert tally.report([4], BlockCounts(11, 22, 33), 50) == BeamStats(-1, -2, 50, 1, 2, 3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -37,6 +38,7 @@ def refusing() -> Iterator[None]:
         raise BeamRequestError(str(error)) from None
 
 
+NOT_BESIDE_DRAFTS = ("min_p", "logit_bias")  # for which vLLM has no processors where it has a draft model
 FROM_LLM_BEAM_SEARCH = "trie_beam_from_llm"  # in `extra_args`: True, which no client of a server can send
 
 process_inputs = Patch("vllm.v1.engine.input_processor:InputProcessor", "process_inputs")
@@ -76,7 +78,14 @@ def _beam_params(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams 
         return None
     if not has_beams(vllm_config):
         raise ValueError(f"beam_width={beam.beam_width} {why_without_beams(vllm_config)}")
-    return resolve(beam, config.speculation_defaults, vllm_config.speculative_config is not None)
+    has_drafts = vllm_config.speculative_config is not None
+    for name in NOT_BESIDE_DRAFTS if has_drafts else ():
+        if value := getattr(params, name):
+            raise ValueError(
+                f"{name}={reprlib.repr(value)} is not supported with beam_width on an engine with speculative_config, "
+                f"as vLLM refuses it there; leave it out, or start the engine without a draft model"
+            )
+    return resolve(beam, config.speculation_defaults, has_drafts)
 
 
 def _prepare(
@@ -95,11 +104,6 @@ def _prepare(
         raise ValueError("beam_width does not work with stream=true: hypotheses are known when the search is over")
     if params.stop and processor.tokenizer is None:
         raise ValueError("stop strings need a tokenizer; start the engine without skip_tokenizer_init")
-    if params.logit_bias and processor.vllm_config.speculative_config is not None:
-        raise ValueError(
-            "logit_bias is not supported with beam_width on an engine with speculative_config, where vLLM leaves it "
-            "out; start the engine without it"
-        )
     if beam.semantics == "vllm":  # stops at the tokenizer's EOS only, whatever generation_config.json adds
         params.stop_token_ids = list(own_stop_token_ids or ())
     validate(params, beam, len(request.prompt_token_ids), engine_limits(processor.vllm_config))
