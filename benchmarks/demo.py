@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.blocks import code_prompts, peak_of
 from benchmarks.common import BLOCK_SIZE, alternate, console, make_engine, median_ratio, settings, show
+from benchmarks.speculation import Counts, engine_with_draft, one_at_a_time, stop
 from benchmarks.stdlib_pair.corpus import held_out_prompts
 from vllm_trie import beam_params
 
@@ -21,6 +22,7 @@ WIDTHS = (1, 4, 8)
 SHOWN = 3  # hypotheses per search
 TOKENS = 48
 BLOCKS_PROMPT, BLOCKS_TOKENS = 256, 96
+WIDTH, DRAFTS, LAYERS = 4, 16, 4
 
 
 def main() -> None:
@@ -34,6 +36,10 @@ def main() -> None:
     complete(llm, held_out_prompts(args.prompts))
     count_blocks(llm)
     take_times(llm, args.repeats)
+    stop(llm)
+
+    console.print("\nStarting vLLM on the same model with its draft model ...")
+    speculate(engine_with_draft(LAYERS), held_out_prompts(args.prompts))
 
 
 def complete(llm: Any, prompts: list[str]) -> None:
@@ -57,6 +63,41 @@ def complete(llm: Any, prompts: list[str]) -> None:
             "score: log-probability per token (length_penalty=1); more beams compare more hypotheses by their sums, "
             "which does not always raise the best score",
         )
+
+
+def speculate(llm: Any, prompts: list[str]) -> None:
+    """Search with and without a draft, and draw beams: the same answers in fewer forwards of the model, counted."""
+    laws = {
+        "beam search": {"speculation": "exact"},
+        "beam sampling": {"do_sample": True, "seed": 1, "temperature": 0.7},
+        "beam sampling, dynamic width": {"do_sample": True, "seed": 1, "temperature": 0.7, "threshold": 0.7},
+    }
+    plain = [
+        output.outputs[0].token_ids
+        for output in llm.generate(prompts, beam_params(WIDTH, max_tokens=TOKENS, speculation="off"))
+    ]
+    rows = []
+    for law, options in laws.items():
+        params = beam_params(WIDTH, max_tokens=TOKENS, draft_width=DRAFTS, **options)
+        outputs = one_at_a_time(llm, prompts, [params] * len(prompts))
+        counts = Counts.of(outputs)
+        same = sum(output.outputs[0].token_ids == answer for output, answer in zip(outputs, plain, strict=True))
+        rows.append(
+            (
+                law,
+                f"{counts.steps / counts.forwards:.2f}",
+                counts.drafted,
+                counts.accepted,
+                f"{counts.beams / counts.steps:.2f}",
+                f"{same} of {len(prompts)}" if law == "beam search" else "",
+            )
+        )
+    show(
+        f"Speculation: {WIDTH} beams, {DRAFTS} drafts x {LAYERS} layers",
+        ("law", "steps per forward", "drafted", "accepted", "mean width", "answers of plain beam search"),
+        rows,
+        "steps per forward: tokens by which all beams grow per forward of the model",
+    )
 
 
 def _shown(text: str, lines: int = 6) -> str:

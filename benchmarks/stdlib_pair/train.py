@@ -41,7 +41,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 1,
     },
 }
-CYCLES = {"target": ((1500, 3e-3),), "draft": ((800, 6e-3), (1300, 4e-3))}  # steps, peak learning rate
+CYCLES = {"target": ((1500, 3e-3),), "draft": ((800, 6e-3), (900, 4e-3))}  # steps, peak learning rate
 BATCH = 8
 Loss = Callable[[LlamaForCausalLM, torch.Tensor], torch.Tensor]
 
