@@ -76,7 +76,7 @@ def make(kind: str, folder: Path) -> Path:
 
 
 def make_draft(target: Path, folder: Path, noise: float, seed: int) -> Path:
-    """Save a copy of a model with noise on its weights, in parts of each one's spread: its drafts are right at times."""
+    """Save a copy of a model with noise on its weights, in parts of each one's spread, so that its drafts err."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     with torch.no_grad():

@@ -115,6 +115,15 @@ def test_groups_preempted_whenever_they_are_further_find_the_same(engines: Engin
     assert clumsy.num_steps < 6 * clumsy.num_preempted, "preempted groups hardly get on"
 
 
+def test_logprobs_of_a_request_that_joins_a_speculating_batch_are_its_own(engines: Engines, pair: Pair) -> None:
+    """Its first token has no drafts beside it, where groups take several steps."""
+    engine = speculating(engines, pair, 3, max_num_batched_tokens=192, enable_prefix_caching=False)
+    options = {"beam_width": 2, "draft_width": 6, "ignore_eos": True, "max_tokens": 40}
+    late = SamplingParams(temperature=0, max_tokens=1, logprobs=2)
+    beside = [(prompt_of(length, seed), late) for seed, length in enumerate((400, 150, 300))]
+    check_exact(engine, [(prompt_of(20), options)], beside=beside)
+
+
 def test_steps_end_at_max_model_len_and_max_tokens(engines: Engines, pair: Pair) -> None:
     engine = speculating(engines, pair, 5)
     asked: list[Asked] = []

@@ -174,7 +174,9 @@ class BeamScheduler(Scheduler):
         eager = [
             (group, step)
             for group_id, step in steps.items()
-            if step.decodes and step.selects and (group := self.groups[group_id]).speculates
+            if step.decodes
+            and step.selects
+            and (group := self.groups[group_id]).speculates
             # A forest grows from one token per row; after a preemption rows compute more.
             and output.num_scheduled_tokens[group_id] == 1
         ]

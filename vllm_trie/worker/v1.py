@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import SamplerOutput
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import MinPLogitsProcessor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
@@ -50,6 +50,8 @@ class BeamModelRunner(SpeculatingModelRunner):
         is_ordinary[batch.num_reqs - num_spare_rows :] = False
         width = max(most_steps, output.sampled_token_ids.shape[1])
         sampled, newest = _padded(output.sampled_token_ids, width), _padded(newest, width)
+        if output.logprobs_tensors is not None and width > output.sampled_token_ids.shape[1]:
+            output.logprobs_tensors = _padded_logprobs(output.logprobs_tensors, batch.num_reqs, width)
         output.sampled_token_ids = torch.where(is_ordinary, sampled, newest)
         return output
 
@@ -89,3 +91,15 @@ class BeamGPUWorker(Worker):
 def _padded(token_ids: torch.Tensor, width: int) -> torch.Tensor:
     """Tokens [R, k] as [R, width]; -1 stands for none."""
     return torch.nn.functional.pad(token_ids, (0, width - token_ids.shape[1]), value=-1)
+
+
+def _padded_logprobs(tensors: LogprobsTensors, num_rows: int, width: int) -> LogprobsTensors:
+    """What belongs to tokens [R, k], counted through all rows, as what belongs to tokens [R, width]."""
+
+    def padded(field: torch.Tensor) -> torch.Tensor:
+        by_row = field.reshape(num_rows, -1, *field.shape[1:])
+        missing = by_row.new_zeros(num_rows, width - by_row.shape[1], *field.shape[1:])
+        return torch.cat([by_row, missing], dim=1).flatten(0, 1)
+
+    fields = tensors.logprob_token_ids, tensors.logprobs, tensors.selected_token_ranks
+    return LogprobsTensors(*map(padded, fields))
