@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from allpairspy import AllPairs
 from vllm import SamplingParams
 from vllm.sampling_params import BeamSearchParams
 
-from tests import models
 from tests.conftest import BLOCK_SIZE, ROOT, TRAINED_TARGET, Engine, Engines
 from tests.engine.test_parity import Case, trained_prompts
 from tests.engine.test_preemption import MOST_TIES, run
@@ -26,24 +24,10 @@ BESIDE = [
     (prompt_of(length, length), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0))
     for length in (5, BLOCK_SIZE - 1, 50)
 ]
-NOISE, SEED = 0.012, 3  # about half of the drafts of one beam are accepted
+NOISE = 0.012  # about half of the drafts of one beam are accepted
 
 Pair = tuple[Path, Path]
 Asked = tuple[list[int], dict[str, Any]]  # a prompt, and the options of a search
-
-
-@pytest.fixture(scope="session")
-def random_pair(
-    random_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, float], Pair]:
-    """A random model of a kind, and a draft of it with so much noise."""
-
-    @cache
-    def make(kind: str, noise: float) -> Pair:
-        target = random_model(kind)
-        return target, models.make_draft(target, tmp_path_factory.mktemp(f"{kind}-draft"), noise, SEED)
-
-    return make
 
 
 def speculating(engines: Engines, pair: Pair, num_layers: int, **options: Any) -> Engine:
@@ -142,24 +126,21 @@ def grid(prompts: list[list[int]], max_tokens: int) -> list[Asked]:
     return asked
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_layers", [1, 2, 5])
 def test_a_random_pair_finds_what_plain_steps_find(
-    engines: Engines, random_pair: Callable[[str, float], Pair], num_layers: int, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, random_pair: Callable[[str, float], Pair], num_layers: int
 ) -> None:
     engine = speculating(engines, random_pair("gqa", NOISE), num_layers, max_num_seqs=128)
-    commits = watch_commits(monkeypatch)
     asked = grid([prompt_of(2 * BLOCK_SIZE, seed) for seed in range(40)], max_tokens=2 * BLOCK_SIZE + 6)
     outputs = check_exact(engine, asked, beside=BESIDE)
     assert max(map(steps_per_forward, outputs)) > 1 + num_layers / 2
-    print(num_layers, [round(steps_per_forward(o), 2) for o in outputs])
-    print({(fills, count) for fills, count in commits if count >= fills})
 
 
 def test_the_trained_pair_finds_what_plain_steps_find(engines: Engines) -> None:
     engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
     prompts = trained_prompts([Case(1, 1.0, False, True, 2 * BLOCK_SIZE)] * 40)
-    outputs = check_exact(engine, grid(prompts, max_tokens=2 * BLOCK_SIZE + 6), beside=BESIDE)
-    print([round(steps_per_forward(o), 2) for o in outputs])
+    outputs = check_exact(engine, grid(prompts, max_tokens=BLOCK_SIZE + 6), beside=BESIDE)
+    assert sum(steps_per_forward(output) > 1.5 for output in outputs) > len(outputs) // 3
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -193,24 +174,27 @@ OPTIONS: list[dict[str, Any]] = [
 def test_whatever_acts_on_a_search_acts_on_each_step_of_it(engines: Engines) -> None:
     engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
     asked = []
-    for width, draft_width in ((1, 3), (4, 8), (5, 20)):
+    for width, draft_width in ((1, 3), (4, 12)):
         prompts = trained_prompts([Case(width, 1.0, False, True, BLOCK_SIZE - 9)] * len(OPTIONS))
         widths = {"beam_width": width, "draft_width": draft_width}
         asked += [(p, {"max_tokens": 36, **widths, **one}) for p, one in zip(prompts, OPTIONS, strict=True)]
     outputs = check_exact(engine, asked, beside=BESIDE)
-    print([(round(steps_per_forward(o), 2), a[1]) for o, a in zip(outputs, asked, strict=True)])
+    assert sum(steps_per_forward(output) > 1.2 for output in outputs) > len(outputs) // 3
 
 
 def test_with_the_target_as_its_own_draft_model_every_step_is_found(
-    engines: Engines, random_model: Callable[[str], Path]
+    engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However few drafts: those that beam search would keep come first."""
-    model = random_model("gqa")
-    engine = speculating(engines, (model, model), 4, max_num_seqs=128, max_num_batched_tokens=1024)
-    options = [{"beam_width": w, "draft_width": w, "ignore_eos": i} for w in WIDTHS for i in (True, False)]
-    asked = [(prompt_of(20, seed), {"max_tokens": 1 + 5 * 12, **one}) for seed, one in enumerate(options)]
-    for output, (_, one) in zip(check_exact(engine, asked), asked, strict=True):
-        print(one, output.kv_transfer_params, len(output.outputs[0].token_ids))
+    """However few drafts: those that beam search would keep come first. Blocks become full at every step of commits."""
+    model, num_layers, num_forwards = random_model("gqa"), 4, 8
+    engine = speculating(engines, (model, model), num_layers, max_num_seqs=512, max_num_batched_tokens=2048)
+    commits, num_steps = watch_commits(monkeypatch), num_layers + 1
+    options = {"max_tokens": 1 + num_forwards * num_steps, "ignore_eos": True}
+    lengths = range(BLOCK_SIZE - num_steps, BLOCK_SIZE)
+    asked = [(prompt_of(n, n), {"beam_width": w, "draft_width": w, **options}) for w in WIDTHS for n in lengths]
+    for output in check_exact(engine, asked):
+        assert output.kv_transfer_params["trie_beam"]["target_forwards"] == 1 + num_forwards
+    assert {fills for fills, count in commits if count == num_steps >= fills} == {*range(1, num_steps + 1)}
 
 
 def test_searches_of_every_kind_share_a_batch(engines: Engines) -> None:
@@ -225,7 +209,7 @@ def test_searches_of_every_kind_share_a_batch(engines: Engines) -> None:
     ]
     prompts = trained_prompts([Case(4, 1.0, False, True, 30)] * len(kinds))
     jobs = [
-        (p, beam_params(**{"beam_width": 4, "max_tokens": 50, **one})) for p, one in zip(prompts, kinds, strict=True)
+        (p, beam_params(**{"beam_width": 4, "max_tokens": 34, **one})) for p, one in zip(prompts, kinds, strict=True)
     ]
     jobs += [(prompt, SamplingParams(temperature=0, max_tokens=40)) for prompt in prompts]
 
@@ -235,7 +219,7 @@ def test_searches_of_every_kind_share_a_batch(engines: Engines) -> None:
     outputs = found()
     assert count_differing(found(), outputs) == 0
     exact = [at for at, one in enumerate(kinds) if one["speculation"] == "exact"]
-    asked = [(prompts[at], {"beam_width": 4, "max_tokens": 50, "n": 1, **kinds[at]}) for at in exact]
+    asked = [(prompts[at], {"beam_width": 4, "max_tokens": 34, "n": 1, **kinds[at]}) for at in exact]
     for _, one in asked:
         del one["speculation"]
     count_differing([outputs[at] for at in exact], run(engine, searches(asked, "off"), lambda: None))
@@ -246,6 +230,7 @@ def test_searches_of_every_kind_share_a_batch(engines: Engines) -> None:
 @pytest.mark.parametrize("width", [1, 4])
 def test_beam_search_of_the_llm_finds_the_same(engines: Engines, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
+    commits = watch_commits(monkeypatch)
     defaults = engine.llm.llm_engine.vllm_config.additional_config["trie_beam"]
     prompts = [{"prompt_token_ids": p} for p in trained_prompts([Case(width, 1.0, False, True, 40)] * 3)]
     for params in (
@@ -258,3 +243,4 @@ def test_beam_search_of_the_llm_finds_the_same(engines: Engines, width: int, mon
             outputs = engine.llm.beam_search(prompts, params)
             found.append([[(s.tokens, s.text, round(s.cum_logprob, 3)) for s in o.sequences] for o in outputs])
         assert found[0] == found[1]
+    assert max(count for _, count in commits) > 1
