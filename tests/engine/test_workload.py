@@ -15,6 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from tests.conftest import Engine, Engines
 from tests.engine.test_scheduling import BYTES_PER_BLOCK, prompt_of
+from tests.engine.test_speculation import NOISE
 from tests.reference import Answer, agree, engine_answers, transformers_beams
 from vllm_trie import beam_params
 
@@ -56,7 +57,7 @@ class Workload:
         self.engine, self.jobs, self.choose = engine, jobs, choose
         self.core = engine.llm.llm_engine
         self.running: dict[str, Job] = {}
-        self.counts = dict.fromkeys(("asked", "aborted", "preempted", "reset", "answered", "tied"), 0)
+        self.counts = dict.fromkeys(("asked", "aborted", "preempted", "reset", "answered", "tied", "speculated"), 0)
 
     def ask(self) -> None:
         job, name = self.choose.choice(self.jobs), str(self.counts["asked"])
@@ -89,6 +90,8 @@ class Workload:
             same = agree(engine_answers(output, 1.0), job.answers)
             self.counts["answered"] += 1
             self.counts["tied"] += not same
+            if output.kv_transfer_params is not None:
+                self.counts["speculated"] += output.kv_transfer_params["trie_beam"]["steps_per_forward"] > 1.5
         self.engine.check_rows()
 
     def act(self) -> None:
@@ -103,14 +106,20 @@ class Workload:
         self.step()
 
 
-@pytest.mark.parametrize(("kind", "policy"), [("gqa", "fcfs"), ("gqa", "priority"), ("gemma2", "fcfs")])
+@pytest.mark.parametrize(
+    ("kind", "policy", "speculates"),
+    [("gqa", "fcfs", False), ("gqa", "priority", False), ("gemma2", "fcfs", False), ("gqa", "priority", True)],
+)
 def test_a_random_workload_ends_with_every_answer_right(
-    engines: Engines, random_model: Callable[[str], Path], kind: str, policy: str
+    engines: Engines, random_pair: Callable[[str, float], tuple[Path, Path]], kind: str, policy: str, speculates: bool
 ) -> None:
-    model, choose = random_model(kind), random.Random(policy)
+    (model, draft), choose = random_pair(kind, NOISE), random.Random(policy)
     jobs = jobs_of(model, choose)
     options: dict[str, Any] = {"max_num_seqs": 20, "max_num_batched_tokens": 96, "scheduling_policy": policy}
     num_blocks = {"gqa": 34, "gemma2": 60}[kind]  # two KV cache groups take blocks each
+    if speculates:
+        num_blocks *= 2  # which have layers of both models
+        options["speculative_config"] = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
     engine = engines(model, kv_cache_memory_bytes=num_blocks * BYTES_PER_BLOCK, **options)
     workload = Workload(engine, jobs, choose)
     for _ in range(STEPS):
@@ -125,4 +134,5 @@ def test_a_random_workload_ends_with_every_answer_right(
     assert counts["answered"] == counts["asked"] - counts["aborted"]
     assert min(counts["aborted"], counts["preempted"], counts["reset"]) > 0
     assert counts["answered"] > STEPS // 30
+    assert (counts["speculated"] > STEPS // 100) == speculates
     assert counts["tied"] <= MOST_TIES * counts["answered"]
