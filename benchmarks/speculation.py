@@ -26,7 +26,7 @@ Rows = Iterator[tuple[Any, ...]]
 
 STEPS_COLUMNS = ("beams", "draft width", "layers", "steps per forward", "drafted per step", "accepted of drafted")
 STEPS_WIDTHS, STEPS_FACTORS, STEPS_LAYERS = (1, 2, 4, 8), (1, 2, 4), (2, 4)
-STEPS_PROMPTS, STEPS_TOKENS = 16, 64
+STEPS_PROMPTS, STEPS_TOKENS = 16, 96
 
 QUALITY_COLUMNS = ("law", "beams", "draft width", "steps per forward", "mean width", "mean log p", "next line, %")
 QUALITY_PROMPTS, QUALITY_SEEDS, QUALITY_TOKENS, QUALITY_LAYERS, QUALITY_DRAFTS = 32, 3, 24, 3, 6
@@ -42,7 +42,7 @@ COST_COLUMNS = (
     "speed-up here",
     "speed-up if memory-bound (modelled)",
 )
-COST_DEPTHS, COST_LAYERS, COST_WIDTH, COST_DRAFTS, COST_PROMPTS, COST_TOKENS = (1, 4, 16), 4, 4, 8, 4, 48
+COST_DEPTHS, COST_LAYERS, COST_WIDTH, COST_DRAFTS, COST_PROMPTS, COST_TOKENS = (1, 4, 16), 4, 4, 8, 2, 32
 
 BLOCKS_COLUMNS = ("search", "beams", "draft width", "peak blocks", "times plain beams")
 BLOCKS_PROMPTS, BLOCKS_PROMPT_TOKENS, BLOCKS_TOKENS, BLOCKS_LAYERS = 2, 256, 96, 3

@@ -126,7 +126,7 @@ def grid(prompts: list[list[int]], max_tokens: int) -> list[Asked]:
     return asked
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5])
 def test_a_random_pair_finds_what_plain_steps_find(
     engines: Engines, random_pair: Callable[[str, float], Pair], num_layers: int
 ) -> None:
@@ -209,7 +209,7 @@ def test_searches_of_every_kind_share_a_batch(engines: Engines) -> None:
     ]
     prompts = trained_prompts([Case(4, 1.0, False, True, 30)] * len(kinds))
     jobs = [
-        (p, beam_params(**{"beam_width": 4, "max_tokens": 50, **one})) for p, one in zip(prompts, kinds, strict=True)
+        (p, beam_params(**{"beam_width": 4, "max_tokens": 34, **one})) for p, one in zip(prompts, kinds, strict=True)
     ]
     jobs += [(prompt, SamplingParams(temperature=0, max_tokens=40)) for prompt in prompts]
 
@@ -219,7 +219,7 @@ def test_searches_of_every_kind_share_a_batch(engines: Engines) -> None:
     outputs = found()
     assert count_differing(found(), outputs) == 0
     exact = [at for at, one in enumerate(kinds) if one["speculation"] == "exact"]
-    asked = [(prompts[at], {"beam_width": 4, "max_tokens": 50, "n": 1, **kinds[at]}) for at in exact]
+    asked = [(prompts[at], {"beam_width": 4, "max_tokens": 34, "n": 1, **kinds[at]}) for at in exact]
     for _, one in asked:
         del one["speculation"]
     count_differing([outputs[at] for at in exact], run(engine, searches(asked, "off"), lambda: None))

@@ -50,7 +50,7 @@ class BeamModelRunner(SpeculatingModelRunner):
         is_ordinary[batch.num_reqs - num_spare_rows :] = False
         width = max(most_steps, output.sampled_token_ids.shape[1])
         sampled, newest = _padded(output.sampled_token_ids, width), _padded(newest, width)
-        if output.logprobs_tensors is not None:
+        if output.logprobs_tensors is not None and width > output.sampled_token_ids.shape[1]:
             output.logprobs_tensors = _padded_logprobs(output.logprobs_tensors, batch.num_reqs, width)
         output.sampled_token_ids = torch.where(is_ordinary, sampled, newest)
         return output
