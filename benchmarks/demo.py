@@ -85,7 +85,7 @@ def speculate(llm: Any, prompts: list[str]) -> None:
         rows.append(
             (
                 law,
-                f"{counts.steps / counts.forwards:.2f}",
+                f"{counts.steps_per_forward:.2f}",
                 counts.drafted,
                 counts.accepted,
                 f"{counts.beams / counts.steps:.2f}",

@@ -26,7 +26,7 @@ Rows = Iterator[tuple[Any, ...]]
 
 STEPS_COLUMNS = ("beams", "draft width", "layers", "steps per forward", "drafted per step", "accepted of drafted")
 STEPS_WIDTHS, STEPS_FACTORS, STEPS_LAYERS = (1, 2, 4, 8), (1, 2, 4), (2, 4)
-STEPS_PROMPTS, STEPS_TOKENS = 16, 96
+STEPS_PROMPTS, STEPS_TOKENS = 16, 64
 
 QUALITY_COLUMNS = ("law", "beams", "draft width", "steps per forward", "mean width", "mean log p", "next line, %")
 QUALITY_PROMPTS, QUALITY_SEEDS, QUALITY_TOKENS, QUALITY_LAYERS, QUALITY_DRAFTS = 32, 3, 24, 3, 6
@@ -71,11 +71,18 @@ class Counts(NamedTuple):
     drafted: int
     accepted: int
     beams: int
+    searches: int
 
     @classmethod
     def of(cls, outputs: Sequence[Any]) -> Counts:
         names = ("steps", "target_forwards", "drafted", "accepted", "beams")
-        return cls(*(sum(output.kv_transfer_params["trie_beam"][name] for output in outputs) for name in names))
+        counts = (sum(output.kv_transfer_params["trie_beam"][name] for output in outputs) for name in names)
+        return cls(*counts, len(outputs))
+
+    @property
+    def steps_per_forward(self) -> float:
+        """The forward over the prompt, which leads to the first step of a search, is left out."""
+        return (self.steps - self.searches) / (self.forwards - self.searches)
 
 
 def one_at_a_time(llm: Any, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any]:
@@ -99,7 +106,7 @@ def steps_per_forward() -> Rows:
                     width,
                     factor * width,
                     num_layers,
-                    counts.steps / counts.forwards,
+                    counts.steps_per_forward,
                     counts.drafted / counts.steps,
                     counts.accepted / counts.drafted,
                 )
@@ -144,7 +151,7 @@ def quality() -> Rows:
             law,
             width,
             options.get("draft_width", ""),
-            1.0 if counts is None else counts.steps / counts.forwards,
+            1.0 if counts is None else counts.steps_per_forward,
             float(width) if counts is None else counts.beams / counts.steps,
             statistics.fmean(answer.cumulative_logprob / len(answer.token_ids) for answer in answers),
             100 * statistics.fmean(hits),
@@ -199,7 +206,7 @@ def cost(repeats: int) -> Rows:
         seconds = alternate(runs, repeats)
         per_plain = statistics.median(seconds["plain"]) / counts.steps
         per_speculative = statistics.median(seconds["speculative"]) / counts.forwards
-        per_forward = counts.steps / counts.forwards
+        per_forward = counts.steps_per_forward
         yield (
             f"{times}x",
             draft_size / size,
