@@ -91,11 +91,18 @@ def test_a_near_miss_is_refused_and_the_right_name_suggested(typo: str, meant: s
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("speculation", "off"), *((name, 1) for name in FLAGS), ("draft_width", 8), ("min_width", 2), ("threshold", 0.7)],
+    [("speculation", "off"), ("do_sample", 1), ("memory_mode", 1), ("draft_width", 8), ("min_width", 2)],
 )
 def test_an_option_without_a_width_is_refused(name: str, value: Any) -> None:
     with refusal(f"{name} given without beam_width; add beam_width"):
         BeamParams.from_extra_args({name: value})
+
+
+@pytest.mark.parametrize("key", ["threshold", "replacement", "thresholds", "with_replacement"])
+def test_a_common_word_without_a_width_may_be_an_option_of_others(key: str) -> None:
+    assert BeamParams.from_extra_args({key: 0.5, "theirs": 1}) is None
+    with pytest.raises(ValueError, match="given without beam_width"):
+        BeamParams.from_extra_args({key: 0.5, "draft_width": 8})
 
 
 @pytest.mark.parametrize("name", FLAGS)

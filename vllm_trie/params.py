@@ -130,8 +130,8 @@ class BeamParams:
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None, semantics: str = "hf") -> BeamParams | None:
         """The beam options among `extra_args`, or None if there are none.
 
-        Keys that belong to others pass. Keys that all but spell one of ours are refused, as are our
-        options without a `beam_width`.
+        Keys that belong to others pass, and so do common words without a `beam_width`. Keys that all but
+        spell one of ours are refused, as are our options without a `beam_width`.
 
         Args:
             semantics: The engine's default.
@@ -142,10 +142,14 @@ class BeamParams:
         extra_args = extra_args or {}
         for key in extra_args:
             meant = _ALIASES.get(key) or next(iter(get_close_matches(str(key), _OPTIONS, n=1, cutoff=0.85)), None)
+            if meant in _COMMON_WORDS and "beam_width" not in extra_args:
+                continue  # no word of ours
             if key not in _OPTIONS and meant is not None:
                 raise ValueError(f"unknown option {key}={extra_args[key]!r}; did you mean {meant}?")
         given = {key: extra_args[key] for key in _OPTIONS if key in extra_args}
         if not given:
+            return None
+        if "beam_width" not in given and given.keys() <= _COMMON_WORDS:
             return None
         if "beam_width" not in given:
             raise ValueError(f"{', '.join(given)} given without beam_width; add beam_width to search with beams")
@@ -162,6 +166,7 @@ def _is_number(value: object) -> bool:
 _PRUNING = ("prune_relative", "prune_absolute", "prune_relative_local", "max_candidates_per_parent")
 _NOT_AS_VLLM = (*_PRUNING, "sample_first")
 _OPTIONS = [field.name for field in fields(BeamParams)]
+_COMMON_WORDS = {"threshold", "replacement"}  # that may be options of others, where there is no beam_width
 _ALIASES = {  # what others call them
     "num_beams": "beam_width",
     "early_stop": "early_stopping",

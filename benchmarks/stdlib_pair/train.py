@@ -1,8 +1,8 @@
 """Train the tiny pair (target and draft) on the Python standard library: `python -m benchmarks.stdlib_pair.train`.
 
 A byte-level BPE tokenizer of 2,048 tokens, a Llama of 3.1 M parameters trained on every file but the held-out ones,
-and a draft an eighth of its size that learns on the same files to predict what the target predicts. About twenty
-minutes on two cores.
+and a draft an eighth of its size that learns on the same files to predict what the target predicts. About an
+hour on two cores.
 """
 
 from __future__ import annotations
