@@ -17,7 +17,7 @@ from tests.engine.test_preemption import MOST_TIES, run
 from tests.engine.test_scheduling import prompt_of
 from tests.reference import NEAR_TIE, SCORE_TOLERANCE
 from vllm_trie import beam_params
-from vllm_trie.worker.speculate import Speculator
+from vllm_trie.worker import verify
 
 TRAINED = (TRAINED_TARGET, ROOT / "benchmarks" / "stdlib_pair" / "draft")
 BESIDE = [
@@ -101,13 +101,13 @@ def check_exact(
 
 def watch_commits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Of every commit: the step that filled the roots' block, and how many steps there were."""
-    commits, stock = [], Speculator.commit
+    commits, stock = [], verify.commit
 
-    def commit(self: Any, one: Any, steps: Any, beams: Any) -> Any:
+    def commit(rows: Any, one: Any, steps: Any, beams: Any) -> Any:
         commits.append((BLOCK_SIZE - one.start % BLOCK_SIZE, len(steps)))
-        return stock(self, one, steps, beams)
+        return stock(rows, one, steps, beams)
 
-    monkeypatch.setattr(Speculator, "commit", commit)
+    monkeypatch.setattr(verify, "commit", commit)
     return commits
 
 
