@@ -8,6 +8,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # tests look into 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes test at a time, and the models are tiny
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import gc
 from collections.abc import Callable, Iterator

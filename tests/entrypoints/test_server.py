@@ -242,6 +242,7 @@ def test_beams_and_ordinary_requests_run_side_by_side(server: Server) -> None:
 
 @pytest.mark.parametrize("options", [beams(64), {"use_beam_search": True, **beams(64)}])
 def test_a_client_that_vanishes_takes_its_search_with_it(server: Server, options: dict[str, Any]) -> None:
+    server.wait_until_idle()  # those before us may still show
     aborted = finished_groups(server)["abort"]
 
     async def vanish() -> float:
