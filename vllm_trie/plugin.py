@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 SCHEDULER = "vllm_trie.engine.scheduler.BeamScheduler"
-CPU_WORKER = "vllm_trie.worker.v1_cpu.BeamCPUWorker"
-GPU_WORKER = "vllm_trie.worker.v1.BeamGPUWorker"
+ASYNC_SCHEDULER = "vllm_trie.engine.async_scheduler.AsyncBeamScheduler"
+CPU_WORKER = "vllm_trie.worker.cpu_worker.BeamCPUWorker"
+GPU_WORKER = "vllm_trie.worker.gpu_worker.BeamGPUWorker"
 
 create_engine_config = Patch("vllm.engine.arg_utils:EngineArgs", "create_engine_config")
 
@@ -48,7 +49,7 @@ def is_selected(additional_config: dict[str, Any] | None) -> bool:
 
 def has_beams(vllm_config: VllmConfig) -> bool:
     """Whether this engine has beam groups."""
-    return vllm_config.scheduler_config.scheduler_cls == SCHEDULER
+    return vllm_config.scheduler_config.scheduler_cls in (SCHEDULER, ASYNC_SCHEDULER)
 
 
 def why_without_beams(vllm_config: VllmConfig) -> str:
@@ -69,12 +70,18 @@ def _selecting(original: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]
         own = self.scheduler_cls, self.worker_cls, self.async_scheduling
         _take_over(self)
         vllm_config = original(self, *args, **kwargs)
+        if vllm_config.scheduler_config.async_scheduling and not vllm_config.use_v2_model_runner:
+            _logger().info("async_scheduling is switched off: the V1 runner's beams need each step's result")
+            self.async_scheduling = False
+            vllm_config = original(self, *args, **kwargs)
         if unsupported := unsupported_model(vllm_config):
             _logger().warning("%s has no beams for %s: this engine stays as it is", PLUGIN_NAME, unsupported)
             self.scheduler_cls, self.worker_cls, self.async_scheduling = own
             vllm_config = original(self, *args, **kwargs)
         else:
             refuse_unsupported_engine(vllm_config)
+            if vllm_config.scheduler_config.async_scheduling:
+                vllm_config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
         _wrap_front_end()
         return vllm_config
 
@@ -117,9 +124,7 @@ def _take_over(engine_args: EngineArgs) -> None:
         raise ValueError(f"scheduler_cls={engine_args.scheduler_cls!r} and {PLUGIN_NAME} exclude each other; drop one")
     if engine_args.worker_cls not in ("auto", worker):
         raise ValueError(f"worker_cls={engine_args.worker_cls!r} and {PLUGIN_NAME} exclude each other; drop one")
-    if engine_args.async_scheduling:
-        _logger().info("async_scheduling is switched off: the V1 runner's beams need each step's result")
-    engine_args.scheduler_cls, engine_args.worker_cls, engine_args.async_scheduling = SCHEDULER, worker, False
+    engine_args.scheduler_cls, engine_args.worker_cls = SCHEDULER, worker
 
 
 def has_logits_processors(vllm_config: VllmConfig) -> bool:
@@ -149,7 +154,9 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     budget = scheduler.max_num_scheduled_tokens
     unsupported = {
-        "Model Runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": vllm_config.use_v2_model_runner,
+        "speculative_config with Model Runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": vllm_config.use_v2_model_runner
+        and vllm_config.speculative_config is not None,
+        "enable_batch_sharded_sampling": parallel.enable_batch_sharded_sampling,
         f"max_num_scheduled_tokens={budget} below max_num_seqs={scheduler.max_num_seqs}": budget is not None
         and budget < scheduler.max_num_seqs,
         **_unsupported_speculation(vllm_config),

@@ -57,6 +57,7 @@ class BeamGroup:
         self._is_offline = is_offline
         self._seed = seed
         self.counts = SearchCounts()
+        self.num_pending = 0  # steps that are scheduled and whose results are not in yet
         self.restart()
 
     @property
@@ -77,6 +78,11 @@ class BeamGroup:
     def draft_width(self) -> int:
         """Drafts of one layer."""
         return self.params.draft_width or DRAFTS_PER_BEAM * self.width
+
+    @property
+    def planned_length(self) -> int:
+        """Tokens that every running beam has generated once all that is scheduled is done, if the search goes on."""
+        return self.length + self.num_pending
 
     @property
     def num_steps_left(self) -> int:
@@ -116,8 +122,8 @@ class BeamGroup:
         return Resumed([self.history(row) for row in range(self.num_rows)], self.hypotheses.row_scores())
 
     def next_rules(self, ahead: int = 0) -> SelectRules:
-        """How the worker selects in the next step, or `ahead` steps later."""
-        length = self.length + 1 + ahead
+        """How the worker selects in the next step to be scheduled, or `ahead` steps later."""
+        length = self.planned_length + 1 + ahead
         masks_stops = length <= self.rules.min_length
         rules = self._select_rules
         if self.params.semantics == "tridecode" and length == 1 and not masks_stops:
@@ -130,8 +136,8 @@ class BeamGroup:
         )
 
     def next_draw(self) -> tuple[int, int] | None:
-        """What decides the draws of the next step, if there are any."""
-        length = self.length + 1
+        """What decides the draws of the next step to be scheduled, if there are any."""
+        length = self.planned_length + 1
         return (self._seed, length) if self.params.do_sample or length <= self.params.sample_first else None
 
     def advance(self, step: Step) -> bool:

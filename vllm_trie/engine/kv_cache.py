@@ -150,12 +150,13 @@ class BeamKVCacheManager(KVCacheManager):
         rows = [group.spare_blocks[row * per_row : (row + 1) * per_row] for row in range(num_rows)]
         return LentBlocks(num_layers, rows, list(group.next_blocks) if needs_next else None)
 
-    def commit(self, request_id: str, forks: list[list[int]]) -> None:
+    def commit(self, request_id: str, forks: list[list[int]], num_tokens: int) -> None:
         """Replay the forks of one or more steps. The worker has made their copies already.
 
         Args:
             forks: For each step the parent of each row. Steps after the first write into lent blocks, and what is
                 left of these goes back.
+            num_tokens: That each row held at the first of these forks. Rows may have grown since.
         """
         group = self._groups[request_id]
         for index, parents in enumerate(forks):
@@ -165,7 +166,7 @@ class BeamKVCacheManager(KVCacheManager):
                     blocks = group.next_blocks[: trie.blocks_to_grow()]
                     del group.next_blocks[: len(blocks)]
                     trie.grow(blocks)
-                trie.fork(parents)
+                trie.fork(parents, num_tokens + index)
                 if group.steps % self.reclaim_interval == 0:
                     self._reclaim(trie)
         self._take_back(group)

@@ -142,6 +142,8 @@ class BeamScheduler(Scheduler):
         steps = self._group_steps(output)
         if self._grants is not None:
             self._grant_speculation(self._grants, output, steps)
+        for group_id, step in steps.items():
+            self.groups[group_id].num_pending += step.selects
         attach_group_steps(output, steps)
         if self.beam_config.check_invariants:
             self.check_invariants()
@@ -206,8 +208,8 @@ class BeamScheduler(Scheduler):
                 spare -= min(max(min(known, most) - 1, 0), spare)
                 continue
             done = request.num_computed_tokens - request.num_prompt_tokens
-            planned = min(group.length - done, most, 1 + spare // group.num_rows)
-            if request.num_output_tokens != done + planned:
+            planned = min(group.planned_length - done, most, 1 + spare // group.num_rows)
+            if request.num_output_tokens + group.num_pending != done + planned:
                 _rewrite(request, group.history(0)[: done + planned])
             spare -= (planned - 1) * group.num_rows
             others += planned * (group.num_rows - 1)
@@ -220,7 +222,7 @@ class BeamScheduler(Scheduler):
             if group_id not in output.num_scheduled_tokens:
                 continue
             request = self.requests[group_id]
-            selects = request.num_computed_tokens == request.num_prompt_tokens + group.length
+            selects = request.num_computed_tokens == request.num_prompt_tokens + group.planned_length
             step = GroupStep(group.next_rules(), selects, draw=group.next_draw())
             if update := self.kv_cache_manager.take_update(group_id):
                 step.decodes, step.rows, step.new_blocks = True, update.rows, update.new_blocks
@@ -253,6 +255,13 @@ class BeamScheduler(Scheduler):
         if group is None:
             return
         self.tally.preemptions += 1
+        if request.drop_stale_output:
+            group.num_pending = 0
+        if not group.num_pending:
+            self._plan_to_resume(request, group)
+
+    def _plan_to_resume(self, request: Request, group: BeamGroup) -> None:
+        """Once all results of a preempted group are in: what it computes again."""
         group.preempt()
         prefix_length = request.num_prompt_tokens + group.num_settled
         if not self.kv_cache_manager.can_resume(prefix_length, request.num_prompt_tokens + group.length):
@@ -270,8 +279,9 @@ class BeamScheduler(Scheduler):
             return
         if self.pause_state != PauseState.UNPAUSED or self.num_waiting_for_streaming_input:
             return
-        group = self.groups.get(self.waiting.peek_request().request_id)  # what vLLM preempts last is first in the queue
-        if group is not None and group.request_id not in self._failed:
+        request = self.waiting.peek_request()  # what vLLM preempts last is first in the queue
+        group = self.groups.get(request.request_id)
+        if group is not None and not group.num_pending and group.request_id not in self._failed:
             self._fail(group, self.kv_cache_manager.num_usable_blocks + 1)
 
     def _fail(self, group: BeamGroup, needed: int) -> None:
@@ -323,11 +333,19 @@ class BeamScheduler(Scheduler):
             return super()._update_request_with_output(request, new_token_ids, is_stale)
         if request.request_id not in self._results:  # computed what was known already
             return [], False
-        return [], self._replay(request, group, self._results[request.request_id])
+        return [], self._replay(request, group, self._results[request.request_id], is_stale)
 
-    def _replay(self, request: Request, group: BeamGroup, decided: Decided) -> bool:
-        """Apply to the tries what the worker did to its rows. Returns whether the search is over."""
+    def _replay(self, request: Request, group: BeamGroup, decided: Decided, is_stale: bool) -> bool:
+        """Apply to the tries what the worker did to its rows. Returns whether the search is over.
+
+        Args:
+            request, group: The group, and what stands for it in vLLM's scheduler.
+            decided: The steps it took.
+            is_stale: The group was preempted since; its rows are gone.
+        """
         was_decoding = group.length > 0
+        num_tokens = request.num_prompt_tokens + group.length  # that each row held
+        group.num_pending -= 1
         over, forks = False, []
         for step in decided.steps:
             over = group.advance(step)
@@ -343,8 +361,11 @@ class BeamScheduler(Scheduler):
         if over:
             request.status = RequestStatus.FINISHED_STOPPED
             self._over.append((request, group))
+        elif is_stale:
+            if not group.num_pending:
+                self._plan_to_resume(request, group)
         elif was_decoding:
-            self.kv_cache_manager.commit(request.request_id, forks)
+            self.kv_cache_manager.commit(request.request_id, forks, num_tokens)
         return over
 
     def _end_group(self, request: Request, group: BeamGroup, outputs: dict[int, EngineCoreOutputs]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 NO_NODE = -1
@@ -56,18 +57,19 @@ class _Node:
 
 @dataclass(slots=True)
 class _Row:
-    node: int  # deepest full block
-    tail: int | None = None  # the block being written; None between two blocks
+    node: int  # deepest full block that may be shared
+    tails: list[int] = field(default_factory=list)  # the row's own blocks behind it, first to last
 
 
 @dataclass
 class BlockTrie:
     """The blocks of a group of rows that all hold the same number of tokens.
 
-    A row is a path of full blocks plus a tail block of its own. A fork adopts the full blocks by
-    reference and copies the tail, so no row ever writes into a block that another row reads.
-    Blocks are numbers here; who allocates and frees them is the caller's business. A block whose
-    last reference goes becomes garbage until `reclaim` hands it back.
+    A row is a path of full blocks plus tail blocks of its own: one that is being written, and maybe one
+    that has become full since the last fork. A fork adopts the full blocks by reference and copies what is
+    partly filled, so no row ever writes into a block that another row reads. Blocks are numbers here; who
+    allocates and frees them is the caller's business. A block whose last reference goes becomes garbage
+    until `reclaim` hands it back.
 
     Where attention sees only a window, the first blocks of all rows can be skipped: rows hold what
     comes behind them.
@@ -89,13 +91,14 @@ class BlockTrie:
         full, partial = divmod(self.num_tokens, self.block_size)
         if len(self.prefix) != full + bool(partial):
             raise ValueError(f"{len(self.prefix)} blocks of {self.block_size} do not hold {self.num_tokens} tokens")
+        self.num_sealed = full  # blocks of each row, from the first one, that have joined the trie or are skipped
         self._nodes: dict[int, _Node] = {}
         self._next_node = 0
         self._garbage: list[int] = []
         node = NO_NODE
         for index in range(self.num_skipped, full):
             node = self._add_node(node, self.prefix[index], index + 1)
-        self.rows = [_Row(NO_NODE, self.prefix[full] if partial else None)]
+        self.rows = [_Row(NO_NODE, [self.prefix[full]] if partial else [])]
         self._point(self.rows[0], node)
         self.prefix = ()
 
@@ -116,11 +119,12 @@ class BlockTrie:
         """
         (first,) = self.rows
         assert len(new_blocks) == blocks_to_widen(self.num_tokens, paths, self.block_size)
+        self._seal(self.num_tokens // self.block_size)
         self.rows = [_Row(NO_NODE) for _ in paths]
         for row in self.rows:
             self._point(row, first.node)
         self._point(first, NO_NODE)
-        new, tail, copies = iter(new_blocks), first.tail, []
+        new, tail, copies = iter(new_blocks), next(iter(first.tails), None), []
         start, end = self.num_tokens, self.num_tokens + len(paths[0])
         for depth in range(start // self.block_size + 1, -(-end // self.block_size) + 1):
             block_end = depth * self.block_size
@@ -133,12 +137,12 @@ class BlockTrie:
                 if tail is not None and index > 0:
                     copies.append(BlockCopy(tail, block))
                 if block_end > end:
-                    row.tail = block
+                    row.tails.append(block)
                 else:
                     node = sealed[path[block_end - start - 1]] = self._add_node(row.node, block, depth)
                     self._point(row, node)
             tail = None
-        self.num_tokens = end
+        self.num_tokens, self.num_sealed = end, end // self.block_size
         self.counts.copied += len(copies)
         return copies
 
@@ -147,24 +151,25 @@ class BlockTrie:
         return 0 if self.num_tokens % self.block_size else self.width
 
     def grow(self, new_blocks: Sequence[int]) -> None:
-        """Make room for one more token in every row; a block that is thereby full joins the trie."""
+        """Make room for one more token in every row."""
         assert len(new_blocks) == self.blocks_to_grow()
         for row, block in zip(self.rows, new_blocks, strict=False):  # none between two boundaries
-            row.tail = block
+            row.tails.append(block)
         self.num_tokens += 1
-        if self.num_tokens % self.block_size == 0:
-            for row in self.rows:
-                assert row.tail is not None
-                sealed = self._add_node(row.node, row.tail, self.num_tokens // self.block_size)
-                row.tail = None
-                self._point(row, sealed)
 
-    def fork(self, parents: Sequence[int]) -> list[BlockCopy]:
+    def fork(self, parents: Sequence[int], num_tokens: int | None = None) -> list[BlockCopy]:
         """Let every row d continue the history of row `parents[d]`. Returns the tail copies to make.
 
         A row that is somebody's parent must be its own (`assign_slots` sees to that), so copies
         read from survivors and write to dead rows only.
+
+        Args:
+            parents: By row.
+            num_tokens: How many tokens the rows held when they forked, if they have grown since; what
+                a row holds beyond stays its own.
         """
+        num_full, partial = divmod(self.num_tokens if num_tokens is None else num_tokens, self.block_size)
+        self._seal(num_full)
         copies = []
         for row, parent in zip(self.rows, parents, strict=True):
             source = self.rows[parent]
@@ -172,14 +177,21 @@ class BlockTrie:
                 continue
             self._point(row, source.node)
             self.counts.shared += self._nodes[row.node].depth - self.num_skipped if row.node != NO_NODE else 0
-            if source.tail is not None:
-                assert row.tail is not None
-                copies.append(BlockCopy(source.tail, row.tail))
+            if partial:
+                copies.append(BlockCopy(source.tails[0], row.tails[0]))
         self.counts.copied += len(copies)
         return copies
 
+    def _seal(self, num_blocks: int) -> None:
+        """Let the first `num_blocks` blocks of every row be in the trie."""
+        for depth in range(self.num_sealed + 1, num_blocks + 1):
+            for row in self.rows:
+                self._point(row, self._add_node(row.node, row.tails.pop(0), depth))
+            self.num_sealed = depth
+
     def skip(self, num_blocks: int) -> None:
-        """Hold the first `num_blocks` blocks of the rows no longer. They are full."""
+        """Hold the first `num_blocks` blocks of the rows no longer, as far as they are in the trie."""
+        num_blocks = min(num_blocks, self.num_sealed)
         if num_blocks <= self.num_skipped:
             return
         self.num_skipped = num_blocks
@@ -205,15 +217,15 @@ class BlockTrie:
     def release(self) -> list[int]:
         """Give up every row. Returns all blocks, deepest first, so that the prompt is evicted last."""
         blocks = self.reclaim()
-        blocks += [row.tail for row in self.rows if row.tail is not None]
+        blocks += chain.from_iterable(row.tails[::-1] for row in self.rows)
         blocks += [node.block for node in sorted(self._nodes.values(), key=lambda n: -n.depth)]
         self._nodes.clear()
         self.rows = []
         return blocks
 
     def row_blocks(self, row: int) -> list[int]:
-        """The blocks that one row holds, first to last, its tail included."""
-        blocks = [] if (tail := self.rows[row].tail) is None else [tail]
+        """The blocks that one row holds, first to last, its tails included."""
+        blocks = self.rows[row].tails[::-1]
         node = self.rows[row].node
         while node != NO_NODE:
             blocks.append(self._nodes[node].block)
@@ -223,11 +235,11 @@ class BlockTrie:
     @property
     def num_live_blocks(self) -> int:
         """Distinct blocks that some row leads to: the least any sharing scheme could hold."""
-        return len(self._nodes) + sum(row.tail is not None for row in self.rows)
+        return len(self._nodes) + sum(len(row.tails) for row in self.rows)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless the live blocks are exactly the union of the rows' paths and tails."""
-        full, partial = divmod(self.num_tokens, self.block_size)
+        num_blocks = -(-self.num_tokens // self.block_size)
         expected = dict.fromkeys(self._nodes, 0)
         for key, node in self._nodes.items():
             if node.parent != NO_NODE:
@@ -239,13 +251,13 @@ class BlockTrie:
         for index, row in enumerate(self.rows):
             if row.node != NO_NODE:
                 expected[row.node] += 1
-            held = full - self.num_skipped + (row.tail is not None)
-            assert len(self.row_blocks(index)) == held, f"row {index} has a wrong length"
-            assert (row.tail is not None) == bool(partial), f"row {index}: tail {row.tail} at {self.num_tokens} tokens"
+            num_tails = num_blocks - self.num_sealed
+            assert len(row.tails) == num_tails, f"row {index}: tails {row.tails} at {self.num_tokens} tokens"
+            assert len(self.row_blocks(index)) == num_blocks - self.num_skipped, f"row {index} has a wrong length"
         for key, node in self._nodes.items():
             assert node.references == expected[key] > 0, f"node {key}: {node.references} held, {expected[key]} found"
         live = [node.block for node in self._nodes.values()]
-        live += [row.tail for row in self.rows if row.tail is not None]
+        live += chain.from_iterable(row.tails for row in self.rows)
         assert len(set(live + self._garbage)) == len(live) + len(self._garbage), "a block is held twice"
 
     def _add_node(self, parent: int, block: int, depth: int) -> int:

@@ -22,10 +22,12 @@ class KVBlocks:
     def copy(self, sources: np.ndarray, destinations: np.ndarray) -> None:
         """Copy whole blocks, in every layer, [copies] each; all are read before any is written."""
         device = self._layers[0].device
-        source = torch.from_numpy(sources.astype(np.int64)).to(device)
-        destination = torch.from_numpy(destinations.astype(np.int64)).to(device)
+        self.copy_on_device(*(torch.from_numpy(blocks).to(device) for blocks in (sources, destinations)))
+
+    def copy_on_device(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """The same for blocks that only the device knows. A block may be copied onto itself."""
         for layer in self._layers:
-            layer.index_copy_(0, destination, layer.index_select(0, source))
+            layer.index_copy_(0, destinations.long(), layer.index_select(0, sources.long()))
 
 
 def _distinct(kv_caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:

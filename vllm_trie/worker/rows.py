@@ -6,26 +6,18 @@ ordinary requests.
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cached_property
 
 import numpy as np
-from vllm.sampling_params import SamplingParams
-from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_trie.messages import GroupStep, Resumed, RowBlocks, group_steps
-from vllm_trie.search.stop_strings import CONTEXT, StopStrings
+from vllm_trie.search.stop_strings import CONTEXT
 from vllm_trie.worker.kv_blocks import KVBlocks
-
-# What vLLM's sampler shall not do to a beam row: the search does it. Greedy neighbours stay on the fast path.
-NO_SAMPLING = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None}
-NO_SAMPLING |= {"min_tokens": 0, "logprobs": None}
-STOP_STRINGS_KEPT = 64  # sets of stop strings whose tokens stay known
+from vllm_trie.worker.row_options import row_params, stop_strings_of
 
 
 @dataclass(slots=True)
@@ -44,7 +36,7 @@ class BeamRows:
 
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner = runner
-        self.stop_strings = lru_cache(maxsize=STOP_STRINGS_KEPT)(self._new_stop_strings)
+        self.stop_strings = stop_strings_of(runner.model_config)
         self.groups: dict[str, GroupRows] = {}
         self.steps: dict[str, GroupStep] = {}  # of the present step
 
@@ -97,7 +89,7 @@ class BeamRows:
                 num_scheduled[row_id] = num_tokens
 
         new_requests = [
-            replace(new, sampling_params=_row_params(new.sampling_params)) if new.req_id in self.steps else new
+            replace(new, sampling_params=row_params(new.sampling_params)) if new.req_id in self.steps else new
             for new in output.scheduled_new_reqs
         ]
         return replace(
@@ -251,27 +243,7 @@ class BeamRows:
         table.block_table.np[index, columns] = tail_blocks
         table.num_blocks_per_row[index] = num_blocks
 
-    def _new_stop_strings(self, strings: tuple[str, ...], skip_special_tokens: bool) -> StopStrings:
-        tokenizer, vocab_size = self._tokenizer, self._runner.model_config.get_vocab_size()
-
-        def decode(tokens: list[int]) -> str:
-            return tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
-
-        return StopStrings(strings, decode, vocab_size)
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        return cached_tokenizer_from_config(self._runner.model_config)
-
     @cached_property
     def kv_blocks(self) -> KVBlocks:
         """The runner's KV caches, a draft model's among them."""
         return KVBlocks(self._runner.kv_caches, self._runner.kv_cache_config.num_blocks)
-
-
-def _row_params(params: SamplingParams) -> SamplingParams:
-    """A group's rows as vLLM's sampler sees them: with penalties, biases, bans, and whatever custom processors read."""
-    row = copy(params)
-    for name, value in NO_SAMPLING.items():
-        setattr(row, name, value)
-    return row

@@ -1,4 +1,4 @@
-"""vLLM's V1 model runner with beam groups, and the worker that runs it on a GPU."""
+"""vLLM's V1 model runner with beam groups."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import MinPLogitsProcessor
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_trie.messages import Decided, attach_results
 from vllm_trie.worker.select import select
@@ -79,13 +77,6 @@ class BeamModelRunner(SpeculatingModelRunner):
             attach_results(output, self._decided)
             self._decided = {}
         return output
-
-
-class BeamGPUWorker(Worker):
-    """vLLM's GPU worker around the V1 runner with beam groups."""
-
-    def _make_model_runner(self) -> GPUModelRunner:
-        return BeamModelRunner(self.vllm_config, self.device)
 
 
 def _padded(token_ids: torch.Tensor, width: int) -> torch.Tensor:

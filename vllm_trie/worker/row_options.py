@@ -1,0 +1,44 @@
+"""What a request's options mean for the rows of its group, whatever runner they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from functools import cache, lru_cache
+from typing import Any
+
+from vllm.config import ModelConfig
+from vllm.sampling_params import SamplingParams
+from vllm.tokenizers import cached_tokenizer_from_config
+
+from vllm_trie.search.stop_strings import StopStrings
+
+# What vLLM's sampler shall not do to a beam row: the search does it. Greedy neighbours stay on the fast path.
+NO_SAMPLING = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None}
+NO_SAMPLING |= {"min_tokens": 0, "logprobs": None}
+STOP_STRINGS_KEPT = 64  # sets of stop strings whose tokens stay known
+
+
+def row_params(params: SamplingParams | None) -> SamplingParams | None:
+    """A group's rows as vLLM's sampler sees them: with penalties, biases, bans, and whatever custom processors read."""
+    row = copy(params)
+    for name, value in NO_SAMPLING.items():
+        setattr(row, name, value)
+    return row
+
+
+def stop_strings_of(model_config: ModelConfig) -> Callable[[tuple[str, ...], bool], StopStrings]:
+    """A function from stop strings, and whether special tokens are skipped in text, to what completes them."""
+
+    @cache
+    def tokenizer() -> Any:
+        return cached_tokenizer_from_config(model_config)
+
+    @lru_cache(maxsize=STOP_STRINGS_KEPT)
+    def stop_strings(strings: tuple[str, ...], skip_special_tokens: bool) -> StopStrings:
+        def decode(tokens: list[int]) -> str:
+            return tokenizer().decode(tokens, skip_special_tokens=skip_special_tokens)
+
+        return StopStrings(strings, decode, model_config.get_vocab_size())
+
+    return stop_strings

@@ -1,0 +1,225 @@
+"""Beam groups as slots of vLLM's V2 runner: expand a group's one entry into b requests, and permute their slots.
+
+Row 0 keeps the request's id, the others are `"{id}#{k}"`. To the stock runner each is a request with a slot of
+its own, whose tokens and blocks lie on the device. What beams a group has, only the device knows: nothing here
+waits for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_trie.messages import GroupStep, Resumed, RowBlocks, group_steps
+from vllm_trie.search.stop_strings import CONTEXT
+from vllm_trie.worker.kv_blocks import KVBlocks
+from vllm_trie.worker.row_options import row_params, stop_strings_of
+
+
+@dataclass(slots=True)
+class GroupSlots:
+    """The rows of one group."""
+
+    request: NewRequestData  # as vLLM sent it
+    row_ids: list[str]
+    scores: torch.Tensor  # [rows] float32 on the device, cumulative log-probability
+    tokens: torch.Tensor  # [b] int64 on the device, newest token of each beam
+
+
+@dataclass(slots=True)
+class Forks:
+    """What rows of the batch continue, before it is carried out."""
+
+    slots: list[torch.Tensor] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+    num_tokens: list[np.ndarray] = field(default_factory=list)
+    num_common: list[int] = field(default_factory=list)
+    counts_tokens: list[bool] = field(default_factory=list)
+
+    def add(
+        self, slots: torch.Tensor, sources: torch.Tensor, num_tokens: int, num_common: int, counts_tokens: bool
+    ) -> None:
+        """Let slots [b] continue the histories of others.
+
+        Args:
+            slots, sources: On the device; a source's own slot is its source.
+            num_tokens: Of the histories, all of them computed.
+            num_common: Of these, the first ones, that are the same in all.
+            counts_tokens: Penalties read how often a row's tokens occurred.
+        """
+        self.slots.append(slots)
+        self.sources.append(sources)
+        self.num_tokens.append(np.full(len(slots), num_tokens))
+        self.num_common.append(num_common)
+        self.counts_tokens.append(counts_tokens)
+
+
+class BeamSlots:
+    """The rows of all groups in one runner's slots."""
+
+    def __init__(self, runner: GPUModelRunner) -> None:
+        self._runner = runner
+        self.groups: dict[str, GroupSlots] = {}
+        self.steps: dict[str, GroupStep] = {}  # of the present step
+        self._widened: list[str] = []  # in the present step, without a history that the host knows
+        self.stop_strings = stop_strings_of(runner.model_config)
+
+    def clear_step(self) -> None:
+        """Nothing is selected in this step."""
+        self.steps, self._widened = {}, []
+
+    def expand(self, output: SchedulerOutput) -> SchedulerOutput:
+        """The scheduler's message as the stock runner must see it, with b entries per decoding group.
+
+        The original may be shared with the scheduler; it is not changed.
+        """
+        self.steps, self._widened = group_steps(output), []
+        if not self.steps and not self.groups:
+            return output
+        finished = self._with_their_rows(output.finished_req_ids)
+        preempted = self._with_their_rows(output.preempted_req_ids or set())
+        new_requests = []
+        for request in output.scheduled_new_reqs:
+            if request.req_id in self.steps:
+                request = replace(request, sampling_params=row_params(request.sampling_params))
+                zeros = torch.zeros(1, device=self._runner.device)
+                self.groups[request.req_id] = GroupSlots(request, [request.req_id], zeros, zeros.long())
+            new_requests.append(request)
+
+        cached = output.scheduled_cached_reqs
+        position = {request_id: i for i, request_id in enumerate(cached.req_ids)}
+        request_ids, new_block_ids = list(cached.req_ids), list(cached.new_block_ids)
+        num_computed, num_output = list(cached.num_computed_tokens), list(cached.num_output_tokens)
+        num_scheduled: dict[str, int] = {}
+        widening = set()
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            num_scheduled[request_id] = num_tokens
+            step = self.steps.get(request_id)
+            if step is None or not step.decodes:
+                continue
+            group, at = self.groups[request_id], position[request_id]
+            if step.rows is not None:
+                widening.add(at)
+                new_requests += self._widen(group, step.rows, step.resumed, num_computed[at])
+            else:
+                new_block_ids[at] = None if step.new_blocks is None else step.new_blocks[0]
+                for row, row_id in enumerate(group.row_ids[1:], start=1):
+                    request_ids.append(row_id)
+                    new_block_ids.append(None if step.new_blocks is None else step.new_blocks[row])
+                    num_computed.append(num_computed[at])
+                    num_output.append(num_output[at])
+            num_scheduled |= dict.fromkeys(group.row_ids[1:], num_tokens)
+
+        staying = [i for i in range(len(request_ids)) if i not in widening]
+        return replace(
+            output,
+            scheduled_new_reqs=new_requests,
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=[request_ids[i] for i in staying],
+                resumed_req_ids=cached.resumed_req_ids,
+                new_token_ids=cached.new_token_ids,
+                all_token_ids=cached.all_token_ids,
+                new_block_ids=[new_block_ids[i] for i in staying],
+                num_computed_tokens=[num_computed[i] for i in staying],
+                num_output_tokens=[num_output[i] for i in staying],
+            ),
+            num_scheduled_tokens=num_scheduled,
+            total_num_scheduled_tokens=sum(num_scheduled.values()),
+            finished_req_ids=finished,
+            preempted_req_ids=preempted,
+        )
+
+    def _with_their_rows(self, request_ids: set[str]) -> set[str]:
+        """These requests that leave, and all rows of those that are groups."""
+        leaving = set(request_ids)
+        for group_id in request_ids & self.groups.keys():
+            leaving.update(self.groups.pop(group_id).row_ids)
+        return leaving
+
+    def _widen(
+        self, group: GroupSlots, rows: list[RowBlocks], resumed: Resumed | None, num_computed_tokens: int
+    ) -> list[NewRequestData]:
+        """A request per beam, its first row anew among them."""
+        first_id, prompt = group.request.req_id, group.request.prompt_token_ids
+        assert prompt is not None
+        group.row_ids = [first_id, *(f"{first_id}#{row}" for row in range(1, len(rows)))]
+        if resumed is None:
+            self._widened.append(first_id)
+            histories: list[list[int]] = [[] for _ in rows]
+        else:
+            histories = resumed.histories
+            group.scores = async_tensor_h2d(resumed.scores, device=self._runner.device, dtype=torch.float32)
+        return [
+            replace(
+                group.request,
+                req_id=row_id,
+                prefill_token_ids=prompt + history,
+                block_ids=blocks,
+                num_computed_tokens=num_computed_tokens,
+            )
+            for row_id, blocks, history in zip(group.row_ids, rows, histories, strict=True)
+        ]
+
+    def write_first_tokens(self) -> None:
+        """After the stock runner has taken in new rows: what the device alone knows of them, their first token."""
+        states, sampler = self._runner.req_states, self._runner.sampler
+        for group_id in self._widened:
+            group = self.groups[group_id]
+            slots, at = self.slots_of(group_id), len(group.request.prompt_token_ids or ())
+            states.last_sampled_tokens[slots, 0] = group.tokens
+            states.all_token_ids.gpu[slots, at] = group.tokens.int()
+            states.total_len.gpu[slots] = at + 1
+            if self.steps[group_id].rules.is_controlled:
+                assert sampler is not None
+                sampler.penalties_state.output_bin_counts[slots, group.tokens] += 1
+
+    def slots_of(self, group_id: str) -> torch.Tensor:
+        """[rows] int64 on the device: the slots of a group's rows."""
+        index = [self._runner.req_states.req_id_to_index[row_id] for row_id in self.groups[group_id].row_ids]
+        return async_tensor_h2d(index, device=self._runner.device, dtype=torch.int64)
+
+    def history(self, group_id: str, row: int) -> tuple[list[int], list[int]]:
+        """The last few tokens of the prompt, and what the row has generated before this step. Waits for the device."""
+        states, group = self._runner.req_states, self.groups[group_id]
+        slot = states.req_id_to_index[group.row_ids[row]]
+        prompt = group.request.prompt_token_ids or []
+        generated = states.all_token_ids.gpu[slot, len(prompt) : int(states.total_len.gpu[slot])]
+        return prompt[-CONTEXT:], generated.tolist()
+
+    def permute(self, forks: Forks) -> None:
+        """Let each slot continue the history of its source: its tokens, its full blocks, and its tail's content.
+
+        Slots that continue themselves are written what they hold. No other slot is both source and destination.
+        """
+        if not forks.slots:
+            return
+        runner, num_tokens = self._runner, np.concatenate(forks.num_tokens)
+        slots, sources = torch.cat(forks.slots), torch.cat(forks.sources)
+        generated = slice(min(forks.num_common), int(num_tokens.max()))
+        tokens = runner.req_states.all_token_ids.gpu
+        tokens[slots, generated] = tokens[sources, generated]
+        if any(forks.counts_tokens):
+            assert runner.sampler is not None
+            counts = runner.sampler.penalties_state.output_bin_counts
+            counts[slots] = counts[sources]
+        for table, block_size in zip(runner.block_tables.block_tables, runner.block_tables.block_sizes, strict=True):
+            full, partial = np.divmod(num_tokens, block_size)
+            most = int(full.max())
+            num_full = async_tensor_h2d(full, device=runner.device, dtype=torch.int64)
+            is_shared = torch.arange(most, device=runner.device) < num_full[:, None]
+            table.gpu[slots, :most] = torch.where(is_shared, table.gpu[sources, :most], table.gpu[slots, :most])
+            if partial.any():
+                places = async_tensor_h2d(np.flatnonzero(partial), device=runner.device, dtype=torch.int64)
+                column = num_full[places]
+                self.kv_blocks.copy_on_device(table.gpu[sources[places], column], table.gpu[slots[places], column])
+
+    @cached_property
+    def kv_blocks(self) -> KVBlocks:
+        """The runner's KV caches."""
+        return KVBlocks(self._runner.kv_caches, self._runner.kv_cache_config.num_blocks)
