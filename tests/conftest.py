@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +29,19 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     return cache(lambda kind: models.make(kind, tmp_path_factory.mktemp(kind)))
 
 
+def _with_async_scheduling() -> Any:
+    """Within it, vLLM's CPU platform does not switch async scheduling off. It does not need it, the tests do."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(_: Any, vllm_config: Any) -> None:
+        stock(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    return mock.patch.object(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))
+
+
 class Engine:
     """One in-process vLLM engine, and what it must look like when nothing runs."""
 
@@ -38,14 +53,15 @@ class Engine:
         options.setdefault("max_num_seqs", 64)
         options.setdefault("kv_cache_memory_bytes", KV_CACHE_BYTES)
         has_tokenizer = (model / "tokenizer.json").exists()
-        self.llm = LLM(
-            str(model),
-            dtype="float32",
-            enforce_eager=True,
-            block_size=BLOCK_SIZE,
-            skip_tokenizer_init=not has_tokenizer,
-            **options,
-        )
+        with _with_async_scheduling() if options.get("async_scheduling") else nullcontext():
+            self.llm = LLM(
+                str(model),
+                dtype="float32",
+                enforce_eager=True,
+                block_size=BLOCK_SIZE,
+                skip_tokenizer_init=not has_tokenizer,
+                **options,
+            )
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.runner = self.core.model_executor.driver_worker.worker.model_runner

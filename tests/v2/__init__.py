@@ -1,0 +1,1 @@
+"""The V2 model runner and async scheduling, on a CPU by Triton's interpreter."""
