@@ -69,14 +69,17 @@ def test_record_lists_exactly_what_is_touched() -> None:
 
 
 def test_every_override_of_a_vllm_method_is_listed() -> None:
+    from vllm_trie.engine.async_scheduler import AsyncBeamScheduler
     from vllm_trie.engine.kv_cache import BeamKVCacheManager
-    from vllm_trie.engine.scheduler import BeamScheduler
-    from vllm_trie.worker.v1 import BeamGPUWorker, BeamModelRunner
-    from vllm_trie.worker.v1_cpu import BeamCPUModelRunner, BeamCPUWorker
+    from vllm_trie.worker.cpu_worker import BeamCPUWorker
+    from vllm_trie.worker.gpu_worker import BeamGPUWorker
+    from vllm_trie.worker.v1_cpu import BeamCPUModelRunner
+    from vllm_trie.worker.v2_cpu import BeamCPUModelRunnerV2
 
     listed = {touched.target for touched in TOUCHED}
-    ours = (BeamScheduler, BeamKVCacheManager, BeamModelRunner, BeamCPUModelRunner, BeamCPUWorker, BeamGPUWorker)
-    for cls in ours:
+    ends = (AsyncBeamScheduler, BeamKVCacheManager, BeamCPUModelRunner, BeamCPUModelRunnerV2)
+    ours = {cls for end in (*ends, BeamCPUWorker, BeamGPUWorker) for cls in end.__mro__}
+    for cls in {cls for cls in ours if cls.__module__.startswith("vllm_trie.")}:
         for name, member in vars(cls).items():
             if not inspect.isfunction(inspect.unwrap(member)) or (name.startswith("__") and name != "__init__"):
                 continue

@@ -80,7 +80,7 @@ def test_selected_engines_get_our_scheduler_and_worker(plugins: str | None, opti
         CONFIGURE
         + """
 assert config.scheduler_config.scheduler_cls == "vllm_trie.engine.scheduler.BeamScheduler"
-assert config.parallel_config.worker_cls == "vllm_trie.worker.v1_cpu.BeamCPUWorker"
+assert config.parallel_config.worker_cls == "vllm_trie.worker.cpu_worker.BeamCPUWorker"
 assert config.scheduler_config.async_scheduling is False
 """,
         plugins,

@@ -80,6 +80,11 @@ def _selecting(original: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]
             vllm_config = original(self, *args, **kwargs)
         else:
             refuse_unsupported_engine(vllm_config)
+            if vllm_config.use_v2_model_runner and vllm_config.speculative_config is not None:
+                _logger().info(
+                    "Beams do not speculate on Model Runner V2, ordinary requests do; "
+                    "set VLLM_USE_V2_MODEL_RUNNER=0 for speculative beams"
+                )
             if vllm_config.scheduler_config.async_scheduling:
                 vllm_config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
         _wrap_front_end()
@@ -154,8 +159,6 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     budget = scheduler.max_num_scheduled_tokens
     unsupported = {
-        "speculative_config with Model Runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": vllm_config.use_v2_model_runner
-        and vllm_config.speculative_config is not None,
         "enable_batch_sharded_sampling": parallel.enable_batch_sharded_sampling,
         f"max_num_scheduled_tokens={budget} below max_num_seqs={scheduler.max_num_seqs}": budget is not None
         and budget < scheduler.max_num_seqs,
@@ -176,7 +179,7 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
 def _unsupported_speculation(vllm_config: VllmConfig) -> dict[str, bool]:
     """What about this engine's speculation makes beams impossible."""
     config = vllm_config.speculative_config
-    if config is None:
+    if config is None or vllm_config.use_v2_model_runner:  # there beams do not speculate
         return {}
     drafts, block_size = config.num_speculative_tokens, vllm_config.cache_config.block_size
     too_many = block_size is not None and drafts >= block_size

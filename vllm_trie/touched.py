@@ -5,11 +5,15 @@ from vllm_trie.patching import Touched
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _KV_CACHE = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
+_RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
 _COMPLETION = "vllm.entrypoints.openai.completion.protocol:CompletionRequest"
 _CHAT = "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest"
 
 _BY_SCHEDULER = "overridden by vllm_trie.engine.scheduler.BeamScheduler"
+_BY_ASYNC_SCHEDULER = "overridden by vllm_trie.engine.async_scheduler.AsyncBeamScheduler"
+_BY_RUNNER_V2 = "overridden by vllm_trie.worker.v2.BeamModelRunnerV2"
 _BY_KV_CACHE = "overridden by vllm_trie.engine.kv_cache.BeamKVCacheManager"
 _BY_RUNNER = "overridden by vllm_trie.worker.v1.BeamModelRunner"
 _BY_SPECULATION = "overridden by vllm_trie.worker.v1_speculation.SpeculatingModelRunner"
@@ -286,14 +290,56 @@ TOUCHED = (
     ),
     Touched(
         "vllm.v1.worker.gpu_worker:Worker._make_model_runner",
-        "overridden by vllm_trie.worker.v1.BeamGPUWorker",
+        "overridden by vllm_trie.worker.gpu_worker.BeamGPUWorker",
         "the worker runs our model runner",
         _NATIVE,
     ),
     Touched(
         "vllm.v1.worker.cpu_worker:CPUWorker.init_device",
-        "overridden by vllm_trie.worker.v1_cpu.BeamCPUWorker, with its CPUModelRunner replaced",
+        "overridden by vllm_trie.worker.cpu_worker.BeamCPUWorker, with its CPUModelRunner replaced",
         "the CPU worker builds its runner by name",
         "CPUWorker gets _make_model_runner",
+    ),
+    Touched(
+        f"{_ASYNC_SCHEDULER}._update_request_with_output",
+        _BY_ASYNC_SCHEDULER,
+        "a group's pending steps are its placeholders",
+        _GROUPS,
+    ),
+    Touched(
+        f"{_ASYNC_SCHEDULER}._update_after_schedule",
+        "relied upon by vllm_trie.engine.async_scheduler.AsyncBeamScheduler",
+        "counts placeholders, which it corrects for groups",
+        _GROUPS,
+    ),
+    *(
+        Touched(f"{_RUNNER_V2}.{method}", _BY_RUNNER_V2, why, _GROUPS)
+        for method, why in (
+            ("__init__", "groups need books of their own"),
+            ("load_model", "the sampler is wrapped as soon as it is there"),
+            ("execute_model", "the stock runner must see a group as b requests"),
+            ("add_requests", "the first tokens of new rows are on the device"),
+            ("sample", "selection must know the batch"),
+            ("sample_tokens", "what was decided goes to the host beside the tokens"),
+        )
+    ),
+    *(
+        Touched(target, f"relied upon by vllm_trie.worker.{by}", why, _GROUPS)
+        for target, by, why in (
+            (f"{_RUNNER_V2}.finish_requests", "slots", "frees the slots of rows"),
+            (f"{_RUNNER_V2}.update_requests", "slots", "gives rows their new blocks"),
+            (f"{_RUNNER_V2}.postprocess_sampled", "v2", "writes what selection put into the sampled tokens"),
+            ("vllm.v1.worker.gpu.states:RequestState", "slots", "holds the tokens of rows"),
+            ("vllm.v1.worker.gpu.block_table:BlockTables", "slots", "holds the blocks of rows"),
+            ("vllm.v1.worker.gpu.sample.penalties:PenaltiesState", "slots", "holds what penalties count"),
+            ("vllm.v1.worker.gpu.sample.sampler:Sampler.sample", "v2", "is wrapped, where rows would be sampled"),
+            ("vllm.v1.worker.gpu.sample.sampler:Sampler.apply_sampling_params", "v2", "applies penalties and bans"),
+            (
+                "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__",
+                "v2",
+                "is wrapped, where rows would be sampled beside requests with drafts",
+            ),
+            ("vllm.v1.worker.gpu.async_utils:AsyncOutput", "v2.BeamOutput", "is wrapped"),
+        )
     ),
 )

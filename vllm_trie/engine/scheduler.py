@@ -44,10 +44,10 @@ class BeamScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with Patch("vllm.v1.core.sched.scheduler", "KVCacheManager").applied(BeamKVCacheManager):
             super().__init__(*args, **kwargs)
-        _refuse_unsupported_kv_cache(self.kv_cache_config, self.vllm_config.speculative_config is not None)
+        speculative = None if self.use_v2_model_runner else self.vllm_config.speculative_config
+        _refuse_unsupported_kv_cache(self.kv_cache_config, speculative is not None)
         self.beam_config = TrieBeamConfig.from_additional_config(self.vllm_config.additional_config)
         self._has_logits_processors = has_logits_processors(self.vllm_config)
-        speculative = self.vllm_config.speculative_config
         self._grants = None if speculative is None else SpeculationGrants(speculative, self.kv_cache_manager)
         self.kv_cache_manager.reclaim_interval = self.beam_config.reclaim_interval
         self.kv_cache_manager.num_lookahead_tokens = self.num_lookahead_tokens

@@ -169,6 +169,8 @@ class BeamSlots:
     def write_first_tokens(self) -> None:
         """After the stock runner has taken in new rows: what the device alone knows of them, their first token."""
         states, sampler = self._runner.req_states, self._runner.sampler
+        if self._runner.speculator is not None:
+            self._hide_what_lies_behind()
         for group_id in self._widened:
             group = self.groups[group_id]
             slots, at = self.slots_of(group_id), len(group.request.prompt_token_ids or ())
@@ -178,6 +180,16 @@ class BeamSlots:
             if self.steps[group_id].rules.is_controlled:
                 assert sampler is not None
                 sampler.penalties_state.output_bin_counts[slots, group.tokens] += 1
+
+    def _hide_what_lies_behind(self) -> None:
+        """vLLM's drafter drafts for rows of the batch, asked or not, and writes behind what they hold.
+
+        Let that be the null block, as the rows have no block there.
+        """
+        for group_id, step in self.steps.items():
+            if step.rows is not None:
+                for table in self._runner.block_tables.block_tables:
+                    table.gpu[self.slots_of(group_id)] = 0
 
     def slots_of(self, group_id: str) -> torch.Tensor:
         """[rows] int64 on the device: the slots of a group's rows."""

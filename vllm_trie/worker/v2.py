@@ -12,6 +12,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np, stream
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_trie.messages import Decided, attach_results
 from vllm_trie.worker.device_select import InBatch, Selected, select
@@ -37,6 +38,9 @@ class BeamModelRunnerV2(GPUModelRunner):
         super().load_model(*args, **kwargs)
         assert self.sampler is not None
         self.sampler.sample = partial(self._sample, self.sampler.sample)
+        verifier: Any = self.rejection_sampler  # type: ignore[has-type]
+        if verifier is not None:
+            self.rejection_sampler = partial(self._verify, verifier)
 
     def execute_model(
         self,
@@ -62,17 +66,41 @@ class BeamModelRunnerV2(GPUModelRunner):
     def _sample(self, stock: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Where vLLM's sampler draws tokens from logits [R, V]: beam rows get theirs by the search."""
         sampled, processed = stock(logits, *args, **kwargs)
+        self._select(logits, processed, sampled)
+        return sampled, processed
+
+    def _verify(self, stock: Any, logits: torch.Tensor, batch: InputBatch, *args: Any) -> SamplerOutput:
+        """Where vLLM verifies drafts of ordinary requests, [R + drafts, V]: the same for beam rows, which have none."""
+        output = stock(logits, batch, *args)
+        processed = logits
+        if any(step.rules.is_controlled for step in self.beam_slots.steps.values()):
+            assert self.sampler is not None
+            processed = self.sampler.apply_sampling_params(
+                logits,
+                batch.expanded_idx_mapping,
+                batch.idx_mapping,
+                batch.idx_mapping_np,
+                batch.positions[batch.logits_indices],
+                batch.input_ids[batch.logits_indices],
+                batch.expanded_local_pos,
+                batch.seq_lens_cpu_upper_bound.numpy(),
+                skip_top_k_top_p=True,
+            )
+        first = batch.cu_num_logits[:-1].long()
+        self._select(logits[first], processed[first], output.sampled_token_ids[:, 0])
+        return output
+
+    def _select(self, logits: torch.Tensor, controlled: torch.Tensor, sampled: torch.Tensor) -> None:
         rows, batch = self.beam_slots, self._batch
         if not any(step.selects for step in rows.steps.values()):
-            return sampled, processed
+            return
         assert batch is not None
         num_tokens = batch.seq_lens_cpu_upper_bound.tolist()
         in_batch = InBatch(
             {row_id: place for place, row_id in enumerate(batch.req_ids)},
             {row_id: num_tokens[place] for place, row_id in enumerate(batch.req_ids)},
         )
-        self._selected = select(rows, in_batch, logits, processed, sampled)
-        return sampled, processed
+        self._selected = select(rows, in_batch, logits, controlled, sampled)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
