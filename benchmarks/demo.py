@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.blocks import code_prompts, peak_of
 from benchmarks.common import BLOCK_SIZE, alternate, console, make_engine, median_ratio, settings, show
-from benchmarks.speculation import Counts, engine_with_draft, one_at_a_time, stop
+from benchmarks.speculation import engine_with_draft, one_at_a_time, stop, total_counts
 from benchmarks.stdlib_pair.corpus import held_out_prompts
 from vllm_trie import beam_params
 
@@ -80,7 +80,7 @@ def speculate(llm: Any, prompts: list[str]) -> None:
     for law, options in laws.items():
         params = beam_params(WIDTH, max_tokens=TOKENS, draft_width=DRAFTS, **options)
         outputs = one_at_a_time(llm, prompts, [params] * len(prompts))
-        counts = Counts.of(outputs)
+        counts = total_counts(outputs)
         same = sum(output.outputs[0].token_ids == answer for output, answer in zip(outputs, plain, strict=True))
         rows.append(
             (
@@ -88,7 +88,7 @@ def speculate(llm: Any, prompts: list[str]) -> None:
                 f"{counts.steps_per_forward:.2f}",
                 counts.drafted,
                 counts.accepted,
-                f"{counts.beams / counts.steps:.2f}",
+                f"{counts.mean_width:.2f}",
                 f"{same} of {len(prompts)}" if law == "beam search" else "",
             )
         )

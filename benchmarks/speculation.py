@@ -12,6 +12,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from benchmarks.blocks import code_prompts
 from benchmarks.common import PAIR, TARGET, alternate, make_engine, median_ratio, save, settings, show
 from benchmarks.stdlib_pair.corpus import held_out_beginnings, held_out_prompts
 from vllm_trie import beam_params
+from vllm_trie.engine.stats import SearchCounts
 
 Rows = Iterator[tuple[Any, ...]]
 
@@ -63,26 +65,13 @@ def stop(llm: Any) -> None:
     cleanup_dist_env_and_memory()
 
 
-class Counts(NamedTuple):
-    """Of several searches together."""
-
-    steps: int
-    forwards: int
-    drafted: int
-    accepted: int
-    beams: int
-    searches: int
-
-    @classmethod
-    def of(cls, outputs: Sequence[Any]) -> Counts:
-        names = ("steps", "target_forwards", "drafted", "accepted", "beams")
-        counts = (sum(output.kv_transfer_params["trie_beam"][name] for output in outputs) for name in names)
-        return cls(*counts, len(outputs))
-
-    @property
-    def steps_per_forward(self) -> float:
-        """The forward over the prompt, which leads to the first step of a search, is left out."""
-        return (self.steps - self.searches) / (self.forwards - self.searches)
+def total_counts(outputs: Sequence[Any]) -> SearchCounts:
+    """What several searches took together."""
+    total = SearchCounts()
+    for output in outputs:
+        told = output.kv_transfer_params["trie_beam"]
+        total.add(SearchCounts(**{count.name: told[count.name] for count in fields(SearchCounts)}))
+    return total
 
 
 def one_at_a_time(llm: Any, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any]:
@@ -101,7 +90,7 @@ def steps_per_forward() -> Rows:
         for width in STEPS_WIDTHS:
             for factor in STEPS_FACTORS:
                 params = beam_params(width, max_tokens=STEPS_TOKENS, speculation="exact", draft_width=factor * width)
-                counts = Counts.of(one_at_a_time(llm, prompts, [params] * len(prompts)))
+                counts = total_counts(one_at_a_time(llm, prompts, [params] * len(prompts)))
                 yield (
                     width,
                     factor * width,
@@ -142,7 +131,7 @@ def quality() -> Rows:
         outputs = one_at_a_time(llm, [one.prompt for one, _ in jobs], params)
         answers = [output.outputs[0] for output in outputs]
         speculates = options.get("speculation") != "off"
-        counts = Counts.of(outputs) if speculates else None
+        counts = total_counts(outputs) if speculates else None
         hits = [
             answer.text.lstrip("\n").split("\n")[0].strip() == one.next_line
             for answer, (one, _) in zip(answers, jobs, strict=True)
@@ -152,7 +141,7 @@ def quality() -> Rows:
             width,
             options.get("draft_width", ""),
             1.0 if counts is None else counts.steps_per_forward,
-            float(width) if counts is None else counts.beams / counts.steps,
+            float(width) if counts is None else counts.mean_width,
             statistics.fmean(answer.cumulative_logprob / len(answer.token_ids) for answer in answers),
             100 * statistics.fmean(hits),
         )
@@ -202,10 +191,10 @@ def cost(repeats: int) -> Rows:
         }
         outputs = {name: run() for name, run in runs.items()}
         answers.add(tuple(tuple(o.outputs[0].token_ids) for outputs_of in outputs.values() for o in outputs_of))
-        counts = Counts.of(outputs["speculative"])
+        counts = total_counts(outputs["speculative"])
         seconds = alternate(runs, repeats)
         per_plain = statistics.median(seconds["plain"]) / counts.steps
-        per_speculative = statistics.median(seconds["speculative"]) / counts.forwards
+        per_speculative = statistics.median(seconds["speculative"]) / counts.target_forwards
         per_forward = counts.steps_per_forward
         yield (
             f"{times}x",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_trie.config import TrieBeamConfig
+from vllm_trie.speculation_options import OPTIONS
 
 
 def test_defaults_hold_without_an_entry() -> None:
@@ -49,7 +50,7 @@ def test_options_are_read() -> None:
         ({"draft_widht": 8}, "unknown option trie_beam.draft_widht; did you mean draft_width?"),
         ({"do_sampel": True}, "unknown option trie_beam.do_sampel; did you mean do_sample?"),
         ({"reclaim_intervall": 3}, "did you mean reclaim_interval"),
-        ({"zzz": 3}, "known: reclaim_interval, max_beam_width, semantics, check_invariants"),
+        ({"zzz": 3}, "known: speculation, .*, reclaim_interval, max_beam_width, semantics, check_invariants"),
         (["reclaim_interval"], "is not a mapping"),
     ],
 )
@@ -61,7 +62,7 @@ def test_bad_options_are_refused(options: Any, message: str) -> None:
 def test_what_requests_get_that_say_nothing_of_speculation() -> None:
     said = {"speculation": "sample", "do_sample": True, "replacement": True, "memory_mode": True}
     said |= {"draft_width": 8, "min_width": 2, "threshold": 0.7}
-    assert TrieBeamConfig.from_additional_config({"trie_beam": said}).speculation_defaults == said
-    assert TrieBeamConfig().speculation_defaults == dict.fromkeys(said)
-    for name, value in said.items():  # each may be said alone: requests may say the rest
-        assert TrieBeamConfig.from_additional_config({"trie_beam": {name: value}}).speculation_defaults[name] == value
+    assert said.keys() == set(OPTIONS)
+    for one in (said, *({name: value} for name, value in said.items())):  # each alone too: requests may say the rest
+        assert TrieBeamConfig.from_additional_config({"trie_beam": one}) == TrieBeamConfig(**one)
+        assert vars(TrieBeamConfig(**one)) == vars(TrieBeamConfig()) | one

@@ -80,6 +80,7 @@ def test_a_search_of_known_shape_is_counted_exactly(engine: Engine) -> None:
     engine.generate([PROMPT], beam_params(6, n=2, max_tokens=10, ignore_eos=True))
     metrics = metrics_of(engine)
     assert metrics["steps"] == metrics["target_forwards"] == 10
+    assert metrics["prompts"] == 1
     assert (metrics["drafted"], metrics["accepted"], metrics["beams"]) == (0, 0, 60)
     assert metrics["kv_blocks_peak"] == 1 + 6, "the prompt's full block, and one block per row"
     assert metrics["kv_blocks_reclaimed"] == 0, "no row has filled a block of its own"
@@ -162,13 +163,22 @@ def test_one_line_per_interval_and_none_without_beams(engine: Engine, lines: lis
 
 
 def test_the_line_speaks_of_speculation_where_there_was_some() -> None:
-    stats = BeamStats(1, 4, 9, 1, 2, 3, steps=10, target_forwards=4, drafted=50, accepted=20, beams=35, preemptions=1)
+    counts = SearchCounts(steps=10, target_forwards=5, prompts=2, drafted=50, accepted=20, beams=35)
+    blocks = {"kv_blocks_peak": 9, "kv_blocks_shared": 1, "kv_blocks_copied": 2, "kv_blocks_reclaimed": 3}
+    stats = BeamStats(**vars(counts), **blocks, groups_running=1, rows_running=4, preemptions=1)
     assert describe(stats) == (
-        "Beam groups running: 1 in 4 rows, finished: 0, steps: 10, per target forward: 2.50, drafted: 50, "
+        "Beam groups running: 1 in 4 rows, finished: 0, steps: 10, per target forward: 2.67, drafted: 50, "
         "accepted: 20, mean width: 3.50, preemptions: 1, KV blocks shared: 1, copied: 2, reclaimed: 3, peak: 9"
     )
     stats.drafted = 0
     assert "steps: 10, preemptions: 1, KV blocks" in describe(stats)
+
+
+@pytest.mark.parametrize(
+    ("steps", "forwards", "prompts", "per_forward"), [(0, 0, 0, 1.0), (2, 2, 2, 1.0), (5, 5, 1, 1.0), (32, 11, 1, 3.1)]
+)
+def test_steps_per_forward_leave_prompts_out(steps: int, forwards: int, prompts: int, per_forward: float) -> None:
+    assert SearchCounts(steps, forwards, prompts).steps_per_forward == per_forward
 
 
 def test_no_step_is_reported_twice_or_without_need(engine: Engine) -> None:
@@ -209,7 +219,7 @@ def test_an_engine_that_was_not_asked_for_beams_shows_none(engines: Engines, mod
 
 
 def test_speculation_is_counted_as_each_request_is_told(speculating: Engine, lines: list[str]) -> None:
-    names = ("steps", "target_forwards", "drafted", "accepted", "beams")
+    names = ("steps", "target_forwards", "prompts", "drafted", "accepted", "beams")
     params = [
         beam_params(4, n=2, max_tokens=30, ignore_eos=True),
         beam_params(2, n=2, max_tokens=20, speculation="sample", threshold=0.7, seed=1),
@@ -221,7 +231,9 @@ def test_speculation_is_counted_as_each_request_is_told(speculating: Engine, lin
     assert metrics["steps"] > metrics["target_forwards"]
     assert metrics["drafted"] > metrics["accepted"] > 0
     speculating.llm.llm_engine.do_log_stats()
-    per_forward, mean_width = metrics["steps"] / metrics["target_forwards"], metrics["beams"] / metrics["steps"]
+    assert metrics["prompts"] == len(params)
+    per_forward = (metrics["steps"] - metrics["prompts"]) / (metrics["target_forwards"] - metrics["prompts"])
+    mean_width = metrics["beams"] / metrics["steps"]
     assert (
         f"steps: {metrics['steps']}, per target forward: {per_forward:.2f}, drafted: {metrics['drafted']}, "
         f"accepted: {metrics['accepted']}, mean width: {mean_width:.2f}, KV blocks shared: "
@@ -247,14 +259,19 @@ def test_stats_survive_the_way_to_another_process_and_do_not_reach_vllms_loggers
 
 def test_each_report_begins_where_the_last_one_ended() -> None:
     tally = BeamTally()
-    tally.counts.add(SearchCounts(steps=3, target_forwards=2, drafted=9, accepted=4, beams=12))
+    tally.counts.add(SearchCounts(steps=3, target_forwards=2, prompts=1, drafted=9, accepted=4, beams=12))
     tally.preemptions = 1
     tally.finish("stop")
     first = tally.report([4, 2], BlockCounts(10, 20, 30), 50)
     finished = {"stop": 1, "length": 0, "abort": 0, "error": 0}
-    assert first == BeamStats(2, 6, 50, 10, 20, 30, 3, 2, 9, 4, 12, preemptions=1, groups_finished=finished)
+    assert first == BeamStats(
+        **{"steps": 3, "target_forwards": 2, "prompts": 1, "drafted": 9, "accepted": 4, "beams": 12},
+        **{"kv_blocks_shared": 10, "kv_blocks_copied": 20, "kv_blocks_reclaimed": 30, "kv_blocks_peak": 50},
+        **{"groups_running": 2, "rows_running": 6, "preemptions": 1, "groups_finished": finished},
+    )
     assert not tally.has_news
-    assert tally.report([4], BlockCounts(11, 22, 33), 50) == BeamStats(-1, -2, 50, 1, 2, 3)
+    second = {"kv_blocks_shared": 1, "kv_blocks_copied": 2, "kv_blocks_reclaimed": 3, "kv_blocks_peak": 50}
+    assert tally.report([4], BlockCounts(11, 22, 33), 50) == BeamStats(groups_running=-1, rows_running=-2, **second)
 
 
 @pytest.mark.parametrize(
@@ -284,9 +301,9 @@ def test_data_parallel_engines_have_a_line_each_or_one_together(
     finished = {"stop": 1, "length": 0, "abort": 0, "error": 1}
     failed = {"stop": 0, "length": 0, "abort": 0, "error": 1}
     for index, stats in [
-        (0, BeamStats(1, 4, steps=3)),
-        (1, BeamStats(5, 12, steps=1, preemptions=2, groups_finished=finished)),
-        (1, BeamStats(-3, -3, steps=4, groups_finished=failed)),
+        (0, BeamStats(groups_running=1, rows_running=4, steps=3)),
+        (1, BeamStats(groups_running=5, rows_running=12, steps=1, preemptions=2, groups_finished=finished)),
+        (1, BeamStats(groups_running=-3, rows_running=-3, steps=4, groups_finished=failed)),
     ]:
         carrier = SchedulerStats()
         attach_stats(carrier, stats)
@@ -300,7 +317,7 @@ def test_data_parallel_engines_have_a_line_each_or_one_together(
 def test_several_api_servers_write_no_lines_as_each_sees_a_part(engine: Engine, lines: list[str]) -> None:
     manager = StatLoggerManager(engine.llm.llm_engine.vllm_config, [0], client_count=2)
     carrier = SchedulerStats()
-    attach_stats(carrier, BeamStats(1, 4, steps=3))
+    attach_stats(carrier, BeamStats(groups_running=1, rows_running=4, steps=3))
     manager.record(carrier, None)
     manager.log()
     assert lines == []

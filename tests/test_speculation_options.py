@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 
 from vllm_trie import BeamParams, beam_params
-from vllm_trie.speculation_options import FLAGS, OPTIONS, resolve
+from vllm_trie.speculation_options import FLAGS, OPTIONS, SpeculationOptions, resolve
 
-NOTHING: dict[str, Any] = dict.fromkeys(OPTIONS)
 LAWS = [None, False, True]
 SPECULATIONS = [None, "off", "exact", "sample"]
 EXCLUDED = {(True, "exact"), (False, "sample")}
 
 
 def resolved(options: dict[str, Any], has_drafts: bool = True, **defaults: Any) -> BeamParams:
-    return resolve(BeamParams(**{"beam_width": 4, **options}), NOTHING | defaults, has_drafts)
+    return resolve(BeamParams(**{"beam_width": 4, **options}), SpeculationOptions(**defaults), has_drafts)
 
 
 def refusal(text: str) -> Any:

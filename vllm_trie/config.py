@@ -8,14 +8,16 @@ from difflib import get_close_matches
 from typing import Any
 
 from vllm_trie.params import SEMANTICS
-from vllm_trie.speculation_options import OPTIONS, check_options
+from vllm_trie.speculation_options import SpeculationOptions, check_options
 
 PLUGIN_NAME = "trie_beam"
 
 
 @dataclass(frozen=True)
-class TrieBeamConfig:
+class TrieBeamConfig(SpeculationOptions):
     """Engine-wide options.
+
+    Those of `SpeculationOptions` are for requests that say nothing of them, as far as they apply to what these ask for.
 
     Args:
         reclaim_interval: Steps between two returns of a group's dead blocks to vLLM's pool. They go
@@ -23,21 +25,12 @@ class TrieBeamConfig:
         max_beam_width: The widest search a request may ask for; max_num_seqs limits it in any case.
         semantics: What requests get that name no semantics, see `BeamParams`.
         check_invariants: Check every trie after every step; for tests and bug reports, slow.
-        speculation, do_sample, replacement, memory_mode, draft_width, min_width, threshold: What requests get that
-            say nothing of them, as far as it applies to what they ask for, see `BeamParams`.
     """
 
     reclaim_interval: int = 15
     max_beam_width: int | None = None
     semantics: str = "hf"
     check_invariants: bool = False
-    speculation: str | None = None
-    do_sample: bool | None = None
-    replacement: bool | None = None
-    memory_mode: bool | None = None
-    draft_width: int | None = None
-    min_width: int | None = None
-    threshold: float | None = None
 
     def __post_init__(self) -> None:
         interval = self.reclaim_interval
@@ -51,12 +44,7 @@ class TrieBeamConfig:
             raise ValueError(f"trie_beam.semantics={self.semantics!r} is unknown; known: {known}")
         if not isinstance(self.check_invariants, bool):
             raise ValueError(f"trie_beam.check_invariants={self.check_invariants!r} is neither true nor false")
-        check_options(self.speculation_defaults, "trie_beam.")
-
-    @property
-    def speculation_defaults(self) -> dict[str, Any]:
-        """What requests get that say nothing of these options."""
-        return {name: getattr(self, name) for name in OPTIONS}
+        check_options(self, "trie_beam.")
 
     @classmethod
     def from_additional_config(cls, additional_config: Mapping[str, Any] | None) -> TrieBeamConfig:

@@ -41,18 +41,33 @@ class SelectRules(NamedTuple):
     handicap: tuple[int, float] | None = None  # token, and the factor of the score by which it is compared
     law: BeamSampling | None = None  # beams are drawn from it; None: the best go on
 
+    @property
+    def ranks_together(self) -> bool:
+        """Whether all beams' continuations, those that finish among them, have one ranking that alone decides.
+
+        In it, beams that are worse than whatever lives on have no say.
+        """
+        return self.semantics in ("hf", "tridecode") and self.pruning == Pruning()
+
 
 RowBlocks = tuple[list[int], ...]  # block ids, by KV cache group
 
 
-class Grant(NamedTuple):
-    """What this step leaves over for a group to speculate with."""
+@dataclass(frozen=True)
+class LentBlocks:
+    """What a group has for one step to speculate with. It needs one KV cache group."""
 
-    num_layers: int  # that may be drafted, at least one
-    draft_width: int  # drafts of a layer
-    max_tokens: int  # that all of the forest's rows together may compute
+    num_layers: int  # for which there is room, at least one
     spare_rows: list[list[int]]  # for each row beyond the group's own: its blocks from the newest token's on
     next_blocks: list[int] | None  # for each of its own: the next block, if the newest one may become full
+
+
+@dataclass(frozen=True)
+class Grant(LentBlocks):
+    """What this step leaves over for a group to speculate with."""
+
+    draft_width: int  # drafts of a layer
+    max_tokens: int  # that all of the forest's rows together may compute
     rules: list[SelectRules]  # of the steps after the first
 
 
@@ -81,7 +96,6 @@ class GroupStep:
 class Drafted(NamedTuple):
     """What a group's forest was, and what came of it."""
 
-    num_layers: int
     num_drafts: int  # nodes, the roots not counted
     num_accepted: list[int]  # of them, those that became beams, by step; none in the first
 

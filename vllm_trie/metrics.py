@@ -36,6 +36,10 @@ COUNTERS = {
     "kv_blocks_reclaimed": "KV blocks given back during a search because no beam led to them any more.",
     "steps": "Steps of beam groups: each takes one per token.",
     "target_forwards": "Forwards of the model that these steps took; speculation makes them fewer.",
+    "prompts": (
+        "Of these, those that led to a group's first beams. Without them, which take one step each, "
+        "(steps - prompts) / (target_forwards - prompts) is the steps per forward."
+    ),
     "drafted": "Tokens that the draft model proposed to beam groups.",
     "accepted": "Of these, those that became the newest token of a beam.",
     "beams": "Beams that all steps together led to; divided by the steps, the mean width.",
@@ -196,8 +200,7 @@ def describe(stats: BeamStats) -> str:
 
 
 def _speculation(stats: BeamStats) -> str:
-    per_forward = stats.steps / stats.target_forwards
     return (
-        f"per target forward: {per_forward:.2f}, drafted: {stats.drafted}, accepted: {stats.accepted}, "
-        f"mean width: {stats.beams / stats.steps:.2f}"
+        f"per target forward: {stats.steps_per_forward:.2f}, drafted: {stats.drafted}, accepted: {stats.accepted}, "
+        f"mean width: {stats.mean_width:.2f}"
     )

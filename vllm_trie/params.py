@@ -12,7 +12,7 @@ from vllm_trie.controls import refuse_unsupported, stop_tokens
 from vllm_trie.search.pruning import Pruning
 from vllm_trie.search.step import num_candidates
 from vllm_trie.search.stopping import EarlyStopping
-from vllm_trie.speculation_options import FLAGS, check_together
+from vllm_trie.speculation_options import EXTRAS, FLAGS, SpeculationOptions, check_together
 from vllm_trie.trie.blocks import least_blocks_to_start
 
 if TYPE_CHECKING:
@@ -24,8 +24,10 @@ TICKET = "trie_beam_ticket"
 
 
 @dataclass(frozen=True)
-class BeamParams:
+class BeamParams(SpeculationOptions):
     """The beam options of one request, as they stand in `SamplingParams.extra_args`.
+
+    How its beams are drawn, and speculate: see `SpeculationOptions`.
 
     Args:
         beam_width: Beams searched side by side, b; `SamplingParams.n` of them come back.
@@ -42,16 +44,6 @@ class BeamParams:
             probable as the most probable one after any beam, in (0, 1].
         max_candidates_per_parent: Continue each beam in at most this many ways.
         sample_first: Tokens that are drawn for each beam, by itself, before the search begins.
-        do_sample: Draw the beams of each step from all continuations of all beams, by the product of their
-            probabilities, instead of taking the best. Temperature and filters act on that joint law.
-        replacement: Whether the same continuation may be drawn more than once.
-        speculation: "exact" makes several steps of plain beam search per forward of the model, "sample" of beam
-            sampling, by a draft model; "off" does not. By default an engine with a draft model speculates.
-        draft_width: Drafts per layer, at least `beam_width`; by default twice as many.
-        threshold: Of speculative beam sampling: a layer has as many beams as are accepted with this probability.
-            By default it has `beam_width`.
-        min_width: The fewest it has then, by default 1; `beam_width` is the most.
-        memory_mode: Of the beams that one forward leads to, only the best goes on; the others need no KV blocks.
     """
 
     beam_width: int
@@ -63,13 +55,6 @@ class BeamParams:
     prune_relative_local: float | None = None
     max_candidates_per_parent: int | None = None
     sample_first: int = 0
-    speculation: str | None = None
-    do_sample: bool | None = None
-    replacement: bool | None = None
-    memory_mode: bool | None = None
-    draft_width: int | None = None
-    min_width: int | None = None
-    threshold: float | None = None
 
     def __post_init__(self) -> None:
         width = self.beam_width
@@ -107,7 +92,7 @@ class BeamParams:
         if isinstance(drawn, bool) or not isinstance(drawn, int) or drawn < 0:
             raise ValueError(f"sample_first={drawn!r} is not a number of tokens; pass an integer >= 0")
         check_together(self)
-        for name in _NOT_AS_VLLM if self.semantics == "vllm" else ():
+        for name in EXTRAS if self.semantics == "vllm" else ():
             if (value := getattr(self, name)) != getattr(type(self), name):
                 raise ValueError(
                     f'{name}={value!r} is not supported under semantics="vllm", which does as vLLM does; leave it '
@@ -163,8 +148,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-_PRUNING = ("prune_relative", "prune_absolute", "prune_relative_local", "max_candidates_per_parent")
-_NOT_AS_VLLM = (*_PRUNING, "sample_first")
 _OPTIONS = [field.name for field in fields(BeamParams)]
 _COMMON_WORDS = {"threshold", "replacement"}  # that may be options of others, where there is no beam_width
 _ALIASES = {  # what others call them
@@ -241,8 +224,8 @@ def beam_params(
             default, "hf" unless it was started with another.
         prune_relative, prune_absolute, prune_relative_local, max_candidates_per_parent, sample_first: see
             `BeamParams`.
-        do_sample, replacement, speculation, draft_width, threshold, min_width, memory_mode: see `BeamParams`. What
-            is not given is the engine's default.
+        do_sample, replacement, speculation, draft_width, threshold, min_width, memory_mode: see
+            `SpeculationOptions`. What is not given is the engine's default.
         **sampling_params: Further fields of vLLM's `SamplingParams`: `max_tokens`, `min_tokens`,
             `stop`, `stop_token_ids`, `ignore_eos`, `logprobs`, penalties, ...
 

@@ -199,6 +199,7 @@ TOUCHED = (
             ("_may_reorder_batch", "rows of decoding groups come last"),
             ("_prepare_inputs", "nodes within a forest's rows need logits too"),
             ("propose_draft_token_ids", "vLLM's drafter drafts for ordinary requests alone"),
+            ("_input_fits_in_drafter", "only what it drafts for may be too long for the draft model"),
         )
     ),
     *(

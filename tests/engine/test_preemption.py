@@ -76,6 +76,22 @@ class Clumsy:
             self.num_preempted += 1
 
 
+class AbortWithin:
+    """Aborts a request between execution and results of a step of the engine, counted from now on."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, request_id: str, step: int) -> None:
+        self.num_steps = 0
+        update = engine.scheduler.update_from_output
+
+        def aborting(*args: Any) -> Any:
+            self.num_steps += 1
+            if self.num_steps == step:
+                engine.llm.llm_engine.abort_request([request_id])
+            return update(*args)
+
+        monkeypatch.setattr(engine.scheduler, "update_from_output", aborting)
+
+
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("kind", ["trained", "gqa", "gemma2"])
 def test_a_group_preempted_at_every_step_goes_on_where_it_was(
@@ -125,20 +141,11 @@ def test_an_abort_between_execution_and_results_leaves_nothing(
     engine = engines(random_model("gqa"))
     jobs = [(prompt_of(40), beam_params(4, n=4, max_tokens=30, ignore_eos=True))]
     expected = run(engine, [(prompt, params.clone()) for prompt, params in jobs], lambda: None)
-    core, scheduler = engine.llm.llm_engine, type(engine.scheduler)
-    update, updates = scheduler.update_from_output, 0
-
-    def aborting(self: Any, *args: Any) -> Any:
-        nonlocal updates
-        updates += 1
-        if updates == 8:
-            core.abort_request(["gone"])
-        return update(self, *args)
-
-    monkeypatch.setattr(scheduler, "update_from_output", aborting)
-    core.add_request("gone", {"prompt_token_ids": prompt_of(50)}, beam_params(6, max_tokens=40, output_kind=FINAL))
+    within = AbortWithin(engine, monkeypatch, "gone", 8)
+    gone = beam_params(6, max_tokens=40, output_kind=FINAL)
+    engine.llm.llm_engine.add_request("gone", {"prompt_token_ids": prompt_of(50)}, gone)
     assert count_ties(run(engine, jobs, lambda: None), expected) == 0
-    assert updates > 8
+    assert within.num_steps > 8
 
 
 def test_a_resumed_group_computes_what_its_rows_have_in_common_once(

@@ -9,7 +9,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.conftest import BLOCK_SIZE, Engine, Engines
-from tests.engine.test_preemption import FINAL, Clumsy, run
+from tests.engine.test_preemption import FINAL, AbortWithin, Clumsy, run
 from tests.engine.test_scheduling import BYTES_PER_BLOCK, prompt_of
 from tests.engine.test_speculation import (
     NOISE,
@@ -21,6 +21,7 @@ from tests.engine.test_speculation import (
     speculating,
     steps_per_forward,
 )
+from vllm_trie import beam_params
 from vllm_trie.messages import Grant, group_steps
 
 BYTES_PER_PAIR_OF_BLOCKS = 2 * BYTES_PER_BLOCK  # the target's and the draft's
@@ -60,6 +61,7 @@ class Watch:
             assert len(counts) == runner.input_batch.num_reqs <= scheduler.max_num_running_reqs
             assert sum(counts) == output.total_num_scheduled_tokens <= scheduler.max_num_scheduled_tokens
             for one in runner.speculator.groups.values():
+                assert one.num_layers > 0, "what was granted is too little to draft with"
                 assert one.forest.num_row_tokens <= one.grant.max_tokens
                 assert len(one.forest.rows) <= len(one.index) + len(one.grant.spare_rows)
 
@@ -72,7 +74,7 @@ class Watch:
             "plain": len(self.grants) - len(given),
             "no rows": sum(not grant.spare_rows for _, grant in given),
             "some rows": sum(bool(grant.spare_rows) for _, grant in given),
-            "no tokens": sum(grant.max_tokens == width for width, grant in given),
+            "few tokens": sum(grant.max_tokens < 2 * width for width, grant in given),
             "fewer layers": sum(grant.num_layers < 4 for _, grant in given),
             "no free block": self.least_free == 0,
         }
@@ -82,9 +84,9 @@ class Watch:
 FEW_BLOCKS = {"kv_cache_memory_bytes": 20 * BYTES_PER_PAIR_OF_BLOCKS}
 SCARCE: dict[str, tuple[dict[str, int], set[str]]] = {
     "rows": ({"max_num_seqs": 10}, {"no rows", "some rows"}),
-    "tokens": ({"max_num_seqs": 16, "max_num_batched_tokens": 24}, {"no tokens", "some rows"}),
+    "tokens": ({"max_num_seqs": 16, "max_num_batched_tokens": 24}, {"plain", "few tokens", "some rows"}),
     "blocks": (FEW_BLOCKS, {"plain", "no free block", "fewer layers", "no rows", "some rows"}),
-    "all": ({"max_num_seqs": 10, "max_num_batched_tokens": 24, **FEW_BLOCKS}, {"no rows", "no tokens", "some rows"}),
+    "all": ({"max_num_seqs": 10, "max_num_batched_tokens": 24, **FEW_BLOCKS}, {"plain", "no rows", "some rows"}),
 }
 
 
@@ -101,6 +103,22 @@ def test_scarcity_makes_speculation_less_and_changes_no_answer(
     outputs = check_exact(engine, asked, beside=beside)
     assert max(map(steps_per_forward, outputs)) > 1.5
     assert must_happen <= watch.happened()
+
+
+@pytest.mark.parametrize("scarce", ["blocks", "all"])
+def test_drawn_searches_are_granted_a_whole_layer_or_nothing(
+    engines: Engines, pair: Pair, scarce: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = speculating(engines, pair, 4, **SCARCE[scarce][0])
+    drawn = {"speculation": "sample", "ignore_eos": True, "max_tokens": 70}
+    jobs = [
+        (prompt_of(40, seed), beam_params(width, memory_mode=width == 5, seed=seed, **drawn))
+        for seed, width in enumerate((4, 3, 5, 2))
+    ]
+    watch = Watch(engine, monkeypatch)
+    outputs = run(engine, jobs, lambda: None)
+    assert max(map(steps_per_forward, outputs)) > 1.1
+    assert {"plain", "some rows"} <= watch.happened()
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -151,6 +169,38 @@ def test_beyond_the_length_that_the_draft_model_takes_steps_are_plain(engines: E
     assert longer == [1.0, 1.0, 1.0]
 
 
+def test_a_search_too_long_for_the_draft_model_leaves_others_their_drafts(engines: Engines, pair: Pair) -> None:
+    target, draft = pair
+    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4, "max_model_len": 96}
+    engine = engines(target, speculative_config=config, enable_prefix_caching=False)
+    core, num_steps = engine.llm.llm_engine, 0
+    options = {"beam_width": 2, "draft_width": 6, "ignore_eos": True, "max_tokens": 40}
+
+    def count() -> None:
+        nonlocal num_steps
+        num_steps += 1
+
+    def found() -> tuple[list[Any], int]:
+        """What a search and an ordinary request find, and in how many steps of the engine."""
+        nonlocal num_steps
+        num_steps = 0
+        greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        outputs = run(engine, [*searches([(prompt_of(30), options)]), (prompt_of(20, 3), greedy)], count)
+        return outputs, num_steps
+
+    alone, steps_alone = found()
+    assert steps_per_forward(alone[0]) > 1.5
+    assert steps_alone < 35, "drafts of the ordinary request are not accepted either"
+    ((prompt, params),) = searches([(prompt_of(120, 5), options | {"max_tokens": steps_alone - 1})])
+    core.add_request("9", {"prompt_token_ids": prompt}, params)
+    core.step()
+    assert [group.length for group in engine.scheduler.groups.values()] == [1]
+    beside, steps_beside = found()
+    assert steps_beside == steps_alone
+    assert count_differing(beside, alone) == 0
+    assert beside[0].kv_transfer_params == alone[0].kv_transfer_params
+
+
 def test_prompts_that_are_cached_to_the_last_token_find_the_same(
     engines: Engines, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,28 +229,18 @@ def test_aborts_between_and_within_steps_leave_nothing(
     options = {"beam_width": 4, "draft_width": 12, "ignore_eos": True, "max_tokens": 40}
     (job,) = searches([(prompt_of(40), options)])
     (expected,) = run(engine, [(job[0], job[1].clone())], lambda: None)
-    core, scheduler = engine.llm.llm_engine, type(engine.scheduler)
-    update, updates = scheduler.update_from_output, 0
-
-    def aborting(self: Any, *args: Any) -> Any:
-        nonlocal updates
-        updates += 1
-        if updates == 5:
-            core.abort_request(["within"])
-        return update(self, *args)
-
-    monkeypatch.setattr(scheduler, "update_from_output", aborting)
+    core, within = engine.llm.llm_engine, AbortWithin(engine, monkeypatch, "within", 5)
     for name in ("within", "between"):
         ((prompt, params),) = searches([(prompt_of(50), options | {"beam_width": 6})])
         params.output_kind = FINAL
         core.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def abort() -> None:
-        if updates == 7:
+        if within.num_steps == 7:
             core.abort_request(["between"])
 
     assert count_differing(run(engine, [job], abort), [expected]) == 0
-    assert updates > 7
+    assert within.num_steps > 7
 
 
 def test_a_reset_of_the_prefix_cache_amid_searches_changes_no_answer(engines: Engines, pair: Pair) -> None:

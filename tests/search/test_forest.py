@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_trie.search.forest import ROOT, Forest, Layer, RowFork, affordable, grow
+from vllm_trie.search.forest import ROOT, Forest, Layer, RowFork, affordable, grow, least_affordable
 from vllm_trie.search.ranking import rank_candidates
 from vllm_trie.search.step import Step, hf_step, num_candidates
 from vllm_trie.search.stopping import HfPool
@@ -280,6 +280,17 @@ def test_no_more_is_affordable(num_roots: int, more_rows: int, more_tokens: int)
         assert not fits(num_roots, *limits, layers, drafts + 1)
     if layers < 4:
         assert not fits(num_roots, *limits, layers + 1, 3)
+
+
+@pytest.mark.parametrize("num_roots", [1, 4])
+@pytest.mark.parametrize("width", [1, 2, 4, 9])
+def test_a_layer_is_affordable_with_the_least_room_and_with_no_less(num_roots: int, width: int) -> None:
+    def layers(rows: int, tokens: int) -> int:
+        return affordable(num_roots, num_roots + rows, num_roots + tokens, 3, 2 * width, width)[0]
+
+    rows, tokens = least_affordable(width)
+    assert layers(rows, tokens) == 1
+    assert layers(rows - 1, 100) == layers(100, tokens - 1) == 0
 
 
 def fits(num_roots: int, max_rows: int, max_tokens: int, num_layers: int, num_drafts: int) -> bool:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.messages import RowBlocks
+from vllm_trie.messages import LentBlocks, RowBlocks
 from vllm_trie.trie.blocks import BlockCopy, BlockCounts, BlockTrie, blocks_to_widen
 
 
@@ -43,14 +43,6 @@ class _GroupBlocks:
     @property
     def num_lent(self) -> int:
         return len(self.next_blocks) + len(self.spare_blocks)
-
-
-class LentBlocks(NamedTuple):
-    """What a group has for one step to speculate with. It needs one KV cache group."""
-
-    num_layers: int  # for which there is room
-    spare_rows: list[list[int]]  # for each row beyond its own: its blocks from the newest token's on
-    next_blocks: list[int] | None  # for each of its own: the next block, if the newest one may become full
 
 
 class BeamKVCacheManager(KVCacheManager):
@@ -122,30 +114,29 @@ class BeamKVCacheManager(KVCacheManager):
         update, group.update = group.update, None
         return update
 
-    def lend(self, request: Request, num_layers: int, most_rows: int) -> LentBlocks | None:
+    def lend(self, request: Request, num_layers: int, least_rows: int, most_rows: int) -> LentBlocks | None:
         """Blocks to speculate with in the step that `allocate_slots` has just made room for, out of what is free.
 
         Args:
             num_layers: Tokens that each row may compute beyond its newest one.
-            most_rows: Rows beyond the group's own.
+            least_rows, most_rows: Rows beyond the group's own.
 
         Returns:
-            As much of it as there is; None if the rows cannot even grow.
+            As much of it as there is; None if the rows cannot even grow, or `least_rows` cannot come with them.
         """
         group = self._groups[request.request_id]
         (trie,) = group.tries
         left = -trie.num_tokens % trie.block_size  # tokens for which the rows have room
         num_free = self.block_pool.get_num_free_blocks()
         needs_next = num_layers > left
-        if needs_next and num_free < trie.width:
+        if needs_next and num_free < trie.width + 2 * least_rows:
             num_layers, needs_next = left, False
-        if num_layers == 0:
+        per_row = 1 + needs_next
+        num_rows = min(most_rows, (num_free - needs_next * trie.width) // per_row)
+        if num_layers == 0 or num_rows < least_rows:
             return None
         if needs_next:
             group.next_blocks = self._take(trie.width)
-            num_free -= trie.width
-        per_row = 1 + needs_next
-        num_rows = min(most_rows, num_free // per_row)
         group.spare_blocks = self._take(num_rows * per_row)
         rows = [group.spare_blocks[row * per_row : (row + 1) * per_row] for row in range(num_rows)]
         return LentBlocks(num_layers, rows, list(group.next_blocks) if needs_next else None)

@@ -355,7 +355,7 @@ class BeamScheduler(Scheduler):
             if over:  # what the worker, which does not know the pool, decided beyond that is dropped
                 break
         request.num_computed_tokens += len(forks) - 1
-        counts = SearchCounts.of(decided, len(forks))
+        counts = SearchCounts.of(decided, len(forks), is_prompt=not was_decoding)
         self.tally.counts.add(counts)
         group.counts.add(counts)
         if over:

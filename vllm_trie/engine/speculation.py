@@ -10,7 +10,8 @@ from vllm.v1.request import Request
 
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
-from vllm_trie.messages import Grant, GroupStep
+from vllm_trie.messages import Grant, GroupStep, SelectRules
+from vllm_trie.search.forest import Room, least_affordable
 
 
 class Speculating(NamedTuple):
@@ -46,21 +47,32 @@ class SpeculationGrants:
             # What the draft model sees of a sequence may be shorter.
             within_draft = self._draft_max_model_len - request.num_computed_tokens
             num_layers = min(self._num_layers, group.num_steps_left - 1, within_draft)
-            if num_layers < 1:
-                continue
-            share = len(eager) - position
+            share, least = len(eager) - position, least_room(step.rules)
             most_rows = min(spare_rows // share, num_layers * (group.draft_width - 1))
-            lent = self._kv_cache_manager.lend(request, num_layers, most_rows)
+            most_tokens = spare_tokens // share
+            if num_layers < 1 or most_rows < least.rows or most_tokens < least.tokens:
+                continue
+            lent = self._kv_cache_manager.lend(request, num_layers, least.rows, most_rows)
             if lent is None:
                 continue
-            most_tokens = spare_tokens // share
             step.grant = Grant(
                 lent.num_layers,
-                group.draft_width,
-                group.num_rows + most_tokens,
                 lent.spare_rows,
                 lent.next_blocks,
-                [group.next_rules(ahead) for ahead in range(1, lent.num_layers + 1)],
+                draft_width=group.draft_width,
+                max_tokens=group.num_rows + most_tokens,
+                rules=[group.next_rules(ahead) for ahead in range(1, lent.num_layers + 1)],
             )
             spare_rows -= len(lent.spare_rows)
             spare_tokens -= most_tokens
+
+
+def least_room(rules: SelectRules) -> Room:
+    """What a forest must take beyond its roots, so that verifying it may lead to a second step.
+
+    Layers that are drawn have a least width. A search goes on where all that lives on was drafted, if it need be
+    after each root, or with one draft alone where others are too bad to matter.
+    """
+    if rules.law is not None:
+        return least_affordable(rules.width)
+    return Room(0, 1 if rules.ranks_together else rules.width)

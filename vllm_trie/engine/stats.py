@@ -11,8 +11,8 @@ one, not totals: of several API servers each sees a part, and may be late, but t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
@@ -30,31 +30,49 @@ class SearchCounts:
 
     steps: int = 0  # committed: each makes the beams one token longer
     target_forwards: int = 0  # that led to them
+    prompts: int = 0  # of these forwards, those that led to first beams: a prompt's last
     drafted: int = 0  # tokens that the draft model proposed
     accepted: int = 0  # of these, those that became beams
     beams: int = 0  # that all steps together led to
 
     @classmethod
-    def of(cls, decided: Decided, num_steps: int) -> SearchCounts:
-        """What one target forward came to, of whose steps the first `num_steps` were committed."""
-        drafted = decided.drafted
-        beams = sum(step.num_beams for step in decided.steps[:num_steps])
-        if drafted is None:
-            return cls(num_steps, 1, beams=beams)
-        return cls(num_steps, 1, drafted.num_drafts, sum(drafted.num_accepted[:num_steps]), beams)
+    def of(cls, decided: Decided, num_steps: int, is_prompt: bool) -> Self:
+        """What one target forward came to.
 
-    def add(self, other: SearchCounts) -> None:
-        for name, count in vars(other).items():
-            setattr(self, name, getattr(self, name) + count)
+        Args:
+            num_steps: So many of its steps, the first ones, were committed.
+            is_prompt: It led to the group's first beams.
+        """
+        beams = sum(step.num_beams for step in decided.steps[:num_steps])
+        counts = cls(steps=num_steps, target_forwards=1, prompts=int(is_prompt), beams=beams)
+        if decided.drafted is not None:
+            counts.drafted = decided.drafted.num_drafts
+            counts.accepted = sum(decided.drafted.num_accepted[:num_steps])
+        return counts
+
+    @property
+    def steps_per_forward(self) -> float:
+        """Committed per target forward, 1.0 without speculation. Those of prompts are left out: they are one to one."""
+        forwards = self.target_forwards - self.prompts
+        return (self.steps - self.prompts) / forwards if forwards else 1.0
+
+    @property
+    def mean_width(self) -> float:
+        """Beams after a step, over all of them."""
+        return self.beams / max(self.steps, 1)
+
+    def add(self, other: Self) -> None:
+        """Include those of another search, or of further ones."""
+        for count in fields(SearchCounts):
+            setattr(self, count.name, getattr(self, count.name) + getattr(other, count.name))
 
     def as_dict(self) -> dict[str, Any]:
-        """For the request's user; the mean width is over its steps."""
-        steps_per_forward = self.steps / max(self.target_forwards, 1)
-        return {**vars(self), "steps_per_forward": steps_per_forward, "mean_width": self.beams / max(self.steps, 1)}
+        """For the request's user."""
+        return {**vars(self), "steps_per_forward": self.steps_per_forward, "mean_width": self.mean_width}
 
 
-@dataclass
-class BeamStats:
+@dataclass(kw_only=True)
+class BeamStats(SearchCounts):
     """What changed since the last report, or over some. A name is that of its metric."""
 
     groups_running: int = 0  # more than before, or fewer
@@ -63,27 +81,18 @@ class BeamStats:
     kv_blocks_shared: int = 0
     kv_blocks_copied: int = 0
     kv_blocks_reclaimed: int = 0
-    steps: int = 0
-    target_forwards: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    beams: int = 0
     preemptions: int = 0
     groups_finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
 
-    def add(self, other: BeamStats) -> None:
+    def add(self, other: Self) -> None:
         """Include another report."""
+        super().add(other)
         self.groups_running += other.groups_running
         self.rows_running += other.rows_running
         self.kv_blocks_peak = max(self.kv_blocks_peak, other.kv_blocks_peak)
         self.kv_blocks_shared += other.kv_blocks_shared
         self.kv_blocks_copied += other.kv_blocks_copied
         self.kv_blocks_reclaimed += other.kv_blocks_reclaimed
-        self.steps += other.steps
-        self.target_forwards += other.target_forwards
-        self.drafted += other.drafted
-        self.accepted += other.accepted
-        self.beams += other.beams
         self.preemptions += other.preemptions
         for reason, count in other.groups_finished.items():
             self.groups_finished[reason] += count
@@ -115,13 +124,13 @@ class BeamTally:
         """
         running = len(widths), sum(widths)
         stats = BeamStats(
-            running[0] - self._running[0],
-            running[1] - self._running[1],
-            peak,
-            blocks.shared - self._blocks.shared,
-            blocks.copied - self._blocks.copied,
-            blocks.reclaimed - self._blocks.reclaimed,
             **vars(self.counts),
+            groups_running=running[0] - self._running[0],
+            rows_running=running[1] - self._running[1],
+            kv_blocks_peak=peak,
+            kv_blocks_shared=blocks.shared - self._blocks.shared,
+            kv_blocks_copied=blocks.copied - self._blocks.copied,
+            kv_blocks_reclaimed=blocks.reclaimed - self._blocks.reclaimed,
             preemptions=self.preemptions,
             groups_finished=self._finished,
         )

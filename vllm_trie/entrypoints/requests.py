@@ -85,7 +85,7 @@ def _beam_params(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams 
                 f"{name}={reprlib.repr(value)} is not supported with beam_width on an engine with speculative_config, "
                 f"as vLLM refuses it there; leave it out, or start the engine without a draft model"
             )
-    return resolve(beam, config.speculation_defaults, has_drafts)
+    return resolve(beam, config, has_drafts)
 
 
 def _prepare(

@@ -112,6 +112,18 @@ def affordable(
     return 0, 0
 
 
+class Room(NamedTuple):
+    """What a forest takes beyond its roots."""
+
+    rows: int
+    tokens: int
+
+
+def least_affordable(least_width: int) -> Room:
+    """With how much room `affordable` finds some for one layer: a row is prolonged, the others are forked at a root."""
+    return Room(least_width - 1, 1 + 2 * (least_width - 1))
+
+
 class Layer(NamedTuple):
     """The newest layer of a forest that is searched as plain beam search would search it."""
 

@@ -6,7 +6,7 @@ lasts one step, with blocks that were lent for it. Next: `verify`, then `commit`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -150,7 +150,7 @@ class Speculator:
         rows.num_drafted = start
         return Speculation(
             step,
-            grant._replace(num_layers=num_layers, draft_width=draft_width),
+            replace(grant, num_layers=num_layers, draft_width=draft_width),
             rows,
             index,
             start,

@@ -54,11 +54,12 @@ class BeamModelRunner(SpeculatingModelRunner):
         return output
 
     def _controlled(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits after penalties, biases, bans and custom processors, if any group has some.
+        """The logits after penalties, biases, bans and custom processors, if any group's plain step has some.
 
         Processors that leave the best token alone run at each row's temperature, as in vLLM's sampler.
         """
-        if not any(step.selects and step.rules.is_controlled for step in self.beam_rows.steps.values()):
+        plain = (step for step in self.beam_rows.steps.values() if step.selects and step.grant is None)
+        if not any(step.rules.is_controlled for step in plain):
             return logits
         metadata = self.input_batch.sampling_metadata
         own = self.sampler.apply_logits_processors(logits.to(torch.float32, copy=True), metadata, False)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -57,6 +58,16 @@ class SpeculatingModelRunner(GPUModelRunner):
             indices = torch.cat([indices, torch.from_numpy(inner).to(indices)])
         return indices, metadata, most_sampled
 
+    @property
+    def _longest_stock_row(self) -> int:
+        """Tokens of the longest row that vLLM's drafter drafts for."""
+        return max(self.optimistic_seq_lens_cpu[: self._num_stock_rows].tolist(), default=0)
+
+    def _input_fits_in_drafter(self, common_attn_metadata: CommonAttentionMetadata | None) -> bool:
+        if common_attn_metadata is not None:
+            common_attn_metadata = replace(common_attn_metadata, max_seq_len=self._longest_stock_row)
+        return super()._input_fits_in_drafter(common_attn_metadata)
+
     def propose_draft_token_ids(
         self,
         scheduler_output: SchedulerOutput,
@@ -85,7 +96,10 @@ class SpeculatingModelRunner(GPUModelRunner):
                     cu_num_draft_tokens=spec_decode_metadata.cu_num_draft_tokens[:count],
                     cu_num_sampled_tokens=spec_decode_metadata.cu_num_sampled_tokens[:count],
                 ),
-                common_attn_metadata.unpadded(int(self.query_start_loc.np[count]), count),
+                replace(
+                    common_attn_metadata.unpadded(int(self.query_start_loc.np[count]), count),
+                    max_seq_len=self._longest_stock_row,
+                ),
                 slot_mappings,
             )
         return drafts

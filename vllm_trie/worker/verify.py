@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from vllm_trie.messages import Decided, Drafted, SelectRules
-from vllm_trie.search.pruning import Pruning
 from vllm_trie.search.speculation import Verified, verified_layers
 from vllm_trie.search.step import Step, best_of
 from vllm_trie.worker.commit import commit
@@ -18,7 +17,6 @@ from vllm_trie.worker.speculate import Speculation, Speculator
 
 NO_SLOT = -1
 DEAD = np.float32(-np.inf)
-RANKED_TOGETHER = ("hf", "tridecode")  # what ends a beam's hypothesis is ranked among all beams' continuations
 ROOT_OF_DEAD = 0  # what stands for the node of a beam that is dead, and which nothing continues
 
 Control = Callable[[torch.Tensor, np.ndarray, list[list[int]]], torch.Tensor]
@@ -48,7 +46,7 @@ def verify(
         one.rows.scores, one.rows.tokens = steps[-1].scores, steps[-1].tokens
         places = torch.from_numpy(one.index).to(sampled.device)
         sampled[places, : tokens.shape[1]] = torch.from_numpy(tokens.astype(np.int32)).to(sampled.device)
-        decided[group_id] = Decided(steps, Drafted(one.num_layers, one.forest.num_nodes - len(one.index), accepted))
+        decided[group_id] = Decided(steps, Drafted(one.forest.num_nodes - len(one.index), accepted))
     return decided
 
 
@@ -117,7 +115,7 @@ def _beam_search(nodes: _Nodes) -> Found:
         is_seen = np.array([draft is not None for draft in drafts])
         if rules is nodes.rules[-1] or rules.is_last or step.num_beams < len(drafts) or not is_seen.any():
             break
-        if not is_seen.all() and not (rules.semantics in RANKED_TOGETHER and rules.pruning == Pruning()):
+        if not is_seen.all() and not rules.ranks_together:
             break
         unseen = step.scores[~is_seen].max(initial=DEAD)
         scores = np.where(is_seen, step.scores, DEAD)

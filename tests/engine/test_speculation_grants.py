@@ -1,0 +1,61 @@
+"""What is granted to a search suffices to speculate with, to the row and the token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tests.conftest import Engines
+from tests.engine.test_preemption import run
+from tests.engine.test_scheduling import prompt_of
+from tests.engine.test_speculation import NOISE, Pair, speculating
+from vllm_trie import beam_params
+from vllm_trie.engine.speculation import Speculating
+
+LEAST: list[tuple[dict[str, Any], int, int]] = [  # what is asked for, and the fewest rows and tokens of use to it
+    ({"beam_width": 1}, 0, 1),
+    ({"beam_width": 2}, 0, 1),
+    ({"beam_width": 2, "prune_relative": 1e-9}, 0, 2),
+    ({"beam_width": 2, "semantics": "vllm"}, 0, 2),
+    ({"beam_width": 2, "semantics": "tridecode"}, 0, 1),
+    ({"beam_width": 1, "speculation": "sample", "seed": 1}, 0, 1),
+    ({"beam_width": 3, "speculation": "sample", "seed": 1}, 2, 5),
+    ({"beam_width": 3, "speculation": "sample", "seed": 1, "memory_mode": True}, 2, 5),
+]
+
+
+@pytest.mark.parametrize(("options", "rows", "tokens"), LEAST)
+def test_the_least_of_use_is_granted_and_nothing_less(
+    engines: Engines,
+    random_pair: Callable[[str, float], Pair],
+    options: dict,
+    rows: int,
+    tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = speculating(engines, random_pair("gqa", NOISE), 4)
+    share_out = engine.scheduler._grants.share_out
+    jobs = [(prompt_of(length), beam_params(**options, max_tokens=60, ignore_eos=True)) for length in (20, 21, 22)]
+
+    def searched(spare_rows: int, spare_tokens: int) -> tuple[int, int]:
+        """How often searches, one at a time, were granted something, and how many forwards they saved by it."""
+        num_granted = 0
+
+        def share(eager: Sequence[Speculating], *_: int) -> None:
+            nonlocal num_granted
+            share_out(eager, spare_rows, spare_tokens)
+            num_granted += sum(one.step.grant is not None for one in eager)
+
+        monkeypatch.setattr(engine.scheduler._grants, "share_out", share)
+        outputs = [run(engine, [(prompt, params.clone())], lambda: None)[0] for prompt, params in jobs]
+        told = [output.kv_transfer_params["trie_beam"] for output in outputs]
+        return num_granted, sum(one["steps"] - one["target_forwards"] for one in told)
+
+    num_granted, num_saved = searched(rows, tokens)
+    assert num_granted > 0
+    assert num_saved > 0, "so little is of no use"
+    assert searched(rows, tokens - 1) == (0, 0)
+    if rows > 0:
+        assert searched(rows - 1, 100) == (0, 0)
