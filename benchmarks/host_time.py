@@ -20,7 +20,7 @@ SHAPES = ((8, 8), (128, 1))
 TOKENS = 64
 
 
-class _Clock:
+class Clock:
     """Adds up the time spent in each part, step by step."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ def by_part(llm: Any) -> Iterator[tuple[Any, ...]]:
     for width, groups in SHAPES:
         prompts, params = held_out_prompts(groups), beam_params(width, max_tokens=TOKENS, ignore_eos=True)
         llm.generate(prompts, params, use_tqdm=False)
-        clock = _Clock()
+        clock = Clock()
         clock.begin_step()
         parts = [
             (Patch("vllm_trie.engine.scheduler:BeamScheduler", "schedule"), "schedule", BeamScheduler.schedule),
@@ -71,7 +71,7 @@ def by_part(llm: Any) -> Iterator[tuple[Any, ...]]:
         runner._model_forward = clock.around("forward", runner._model_forward)
         step = core.step
 
-        def clocked_step(step: Callable[[], Any] = step, clock: _Clock = clock) -> Any:
+        def clocked_step(step: Callable[[], Any] = step, clock: Clock = clock) -> Any:
             clock.begin_step()
             return clock.around("whole step", step)()
 
