@@ -121,7 +121,7 @@ def completed_string(before: str, after: str, strings: Sequence[str]) -> tuple[i
 def competing_score(
     semantics: str, length_penalty: float, num_prompt: int, tokens: list[int], total: float, uncounted: Collection[int]
 ) -> float:
-    """What a hypothesis competes by. vLLM 0.32 counts its prompt, but not a stop token in the end, or an ignored EOS."""
+    """What a hypothesis competes by. vLLM 0.32 counts the prompt, but no stop token or ignored EOS in the end."""
     length = len(tokens)
     if semantics == "vllm" and own_beams().counts_prompt:
         length += num_prompt - (tokens[-1] in uncounted)

@@ -66,9 +66,7 @@ class Sources:
         except (FileNotFoundError, KeyError):
             found = None
         if found is None:
-            raise PatchError(
-                f"{path} has no vLLM with a version; name a wheel, or the folder that holds the package vllm"
-            )
+            raise PatchError(f"{path} has no vLLM with a version; name a wheel, or the folder that has vllm in it")
         return found[1]
 
 

@@ -61,7 +61,7 @@ def new_group(
 
 
 def _pruning(beam: BeamParams, rules: StopRules) -> Pruning:
-    """What drops continuations. As in vLLM 0.33, where several tokens may stop a beam, each proposes its best 2b alone."""
+    """What drops continuations. As in vLLM 0.33, where there may be several EOS tokens, a beam proposes its best 2b."""
     may_stop_otherwise = len(rules.stop_token_ids) > 1 or rules.stop_strings  # by one token only, enough of 2b go on
     if beam.semantics == "vllm" and own_beams().stops_by_generation_config and may_stop_otherwise:
         return Pruning(per_parent=2 * beam.beam_width)
