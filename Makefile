@@ -22,7 +22,7 @@ test: $(READY) lint
 	$(PYTHON) -m pytest
 
 test-0.33: $(READY_033)
-	VLLM_USE_V2_MODEL_RUNNER=0 $(VENV_033)/bin/python -m pytest tests/engine tests/entrypoints tests/search tests/test_*.py
+	VLLM_USE_V2_MODEL_RUNNER=0 $(VENV_033)/bin/python -m pytest tests/engine tests/entrypoints tests/search/test_vllm_semantics.py tests/test_*.py
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

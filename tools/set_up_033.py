@@ -45,7 +45,7 @@ def site_packages_of(python: Path) -> Path:
 def unpack_python_part(python: Path, site_packages: Path) -> None:
     print(f"Downloading vLLM {VERSION} for its Python part (about 340 MB, not kept) ...", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        download = [python, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary=:all:"]
+        download = [python, "-m", "pip", "download", "-qq", "--no-cache-dir", "--no-deps", "--only-binary=:all:"]
         run(*download, "--dest", folder, f"vllm=={VERSION}")
         (wheel,) = Path(folder).glob("vllm-*.whl")
         with zipfile.ZipFile(wheel) as archive:
