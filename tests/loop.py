@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tests.reference import Answer, load
+from vllm_trie.versions import own_beams
 
 Adjust = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]  # logits [V], prompt, generated -> logits
 Allow = Callable[[torch.Tensor], torch.Tensor]  # log-probabilities [V] -> the same, some of them impossible
@@ -120,9 +121,16 @@ def completed_string(before: str, after: str, strings: Sequence[str]) -> tuple[i
 def competing_score(
     semantics: str, length_penalty: float, num_prompt: int, tokens: list[int], total: float, uncounted: Collection[int]
 ) -> float:
-    """What a hypothesis competes by. "vllm" leaves a stop token in the end, even an ignored EOS, uncounted."""
-    length = len(tokens) if semantics != "vllm" else num_prompt + len(tokens) - (tokens[-1] in uncounted)
+    """What a hypothesis competes by. vLLM 0.32 counts the prompt, but no stop token or ignored EOS in the end."""
+    length = len(tokens)
+    if semantics == "vllm" and own_beams().counts_prompt:
+        length += num_prompt - (tokens[-1] in uncounted)
     return total / max(length, 1) ** length_penalty
+
+
+def num_proposals(width: int, num_stop_tokens: int) -> int:
+    """Among how many of its best continuations a beam of semantics="vllm" may stop."""
+    return 2 * width if own_beams().stops_by_generation_config else max(2, 1 + num_stop_tokens) * width
 
 
 @one_thread()
@@ -188,9 +196,12 @@ def loop_beams(
             masked = stops if length <= min_tokens else ()
             rows.append(total + allow(masked_logprobs(adjust(row, prompt, generated), masked)).double())
             if semantics == "vllm":  # whatever stops among a beam's own best finishes
-                for token in rows[-1].topk(max(2, 1 + len(stops)) * width).indices.tolist():
+                proposals = rows[-1].topk(num_proposals(width, len(stops))).indices
+                for token in proposals.tolist():
                     if rows[-1][token] > IMPOSSIBLE and (by := stopped_by(generated, token)) is not None:
                         finish([*generated, token], rows[-1][token].item(), by)
+                if own_beams().stops_by_generation_config:  # nothing else goes on
+                    rows[-1] = torch.full_like(rows[-1], IMPOSSIBLE).index_copy(0, proposals, rows[-1][proposals])
         sums = pruned(torch.stack(rows), [total for _, total in beams], **pruning) if pruning else torch.stack(rows)
         ranked, live = sums.flatten().sort(descending=True, stable=True), []
         for rank, (total, place) in enumerate(zip(*(field.tolist() for field in ranked), strict=True)):

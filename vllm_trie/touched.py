@@ -64,6 +64,20 @@ TOUCHED = (
         _NATIVE,
     ),
     Touched(
+        "vllm.entrypoints.generate.beam_search.utils:get_beam_search_eos_token_ids",
+        "relied upon by vllm_trie.versions",
+        "says what stops the beams that semantics='vllm' reproduces",
+        _NATIVE,
+        only_in="0.33",
+    ),
+    Touched(
+        "vllm.sampling_params:BeamSearchParams.configure_logprobs",
+        "relied upon by vllm_trie.versions",
+        "refuses the allowed_token_ids that are left to it",
+        _NATIVE,
+        only_in="0.33",
+    ),
+    Touched(
         "vllm.entrypoints.common.offline:OfflineInferenceMixin._run_engine",
         "wrapped by vllm_trie.entrypoints.beam_search",
         "interrupted requests run on during the next call",

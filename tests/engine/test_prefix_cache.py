@@ -21,7 +21,7 @@ Replay = Callable[[Callable[[Engine], None]], None]
 
 @pytest.fixture
 def replayed(engines: Engines, random_model: Callable[[str], Path]) -> Iterator[Replay]:
-    """Search, preempt, resume; then replay every hypothesis as a prompt from the prefix cache."""
+    """Search, cache, preempt, resume; then replay every hypothesis as a prompt from the prefix cache."""
     model = random_model("gqa")
     engine = engines(model)
 
@@ -29,15 +29,17 @@ def replayed(engines: Engines, random_model: Callable[[str], Path]) -> Iterator[
         assert engine.llm.llm_engine.reset_prefix_cache()
         steps = 0
 
-        def preempt_now_and_then() -> None:
+        def cache_and_preempt() -> None:
             nonlocal steps
             steps += 1
+            for request in engine.scheduler.running:  # as vLLM 0.33 does after every step that had drafts
+                engine.scheduler.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
             if steps % 20 == 0:
                 preempt_all(engine)
 
         prompts = [prompt_of(3 * BLOCK_SIZE) + prompt_of(extra, extra) for extra in (0, 1, 40)]
         jobs = [(prompt, beam_params(4, n=4, max_tokens=80, ignore_eos=True)) for prompt in prompts]
-        outputs = run(engine, jobs, preempt_now_and_then)
+        outputs = run(engine, jobs, cache_and_preempt)
         tamper(engine)
         for prompt, output in zip(prompts, outputs, strict=True):
             for hypothesis in output.outputs:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
 import subprocess
 import sys
@@ -16,9 +18,13 @@ from transformers import PreTrainedTokenizerFast
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
+from tests import RUNS_V2
 from tests.conftest import ROOT, TRAINED_TARGET, Engine, Engines
 from tests.reference import NEAR_TIE, SCORE_TOLERANCE
 from vllm_trie.entrypoints import beam_search
+from vllm_trie.versions import own_beams
+
+SEVERAL_EOS = [1, *range(5, 300, 7)]  # the tokenizer's, and so many more that all of a beam's best may be of them
 
 OPTIONS = {"max_logprobs": 64}  # vLLM's own loop asks for 2b of them
 TEXTS = ["def is_prime(number):", "class Foo:\n    def close(self):", "import os\n", "    return"]
@@ -49,6 +55,18 @@ def with_tokenizer(model: Path) -> Path:
     return folder
 
 
+def with_several_eos(model: Path) -> Path:
+    """A copy of a model with a generation_config.json that names further EOS tokens."""
+    folder = model.with_name(f"{model.name}-several-eos")
+    if not folder.exists():
+        folder.mkdir()
+        for file in model.iterdir():
+            if file.name != "generation_config.json":
+                (folder / file.name).symlink_to(file)
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": SEVERAL_EOS}))
+    return folder
+
+
 def prompts_for(engine: Engine) -> list[Any]:
     if engine.llm.get_tokenizer().vocab_size > 300:
         return [{"prompt": text} for text in TEXTS]
@@ -61,6 +79,8 @@ def original(engine: Engine, prompts: list[Any], params: BeamSearchParams) -> li
 
 def score(sequence: Any, params: BeamSearchParams, eos_token_id: int) -> float:
     length = len(sequence.tokens) - (sequence.tokens[-1] == eos_token_id)
+    if not own_beams().counts_prompt:
+        length = len(sequence.logprobs)
     return sequence.cum_logprob / length**params.length_penalty
 
 
@@ -83,6 +103,45 @@ def test_tokens_scores_and_order_are_those_of_vllms_own_loop(engine: Engine, wid
                     num_tied += 1
     assert num_tied <= (0 if engine.llm.get_tokenizer().vocab_size > 300 else 0.02 * num_compared)
     assert num_stopped > 0
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_eos_tokens_of_generation_config_act_as_in_vllms_own_loop(
+    width: int, ignore_eos: bool, engines: Engines, random_model: Callable[[str], Path]
+) -> None:
+    engine = engines(with_several_eos(with_tokenizer(random_model("gqa"))), **OPTIONS)
+    prompts = [{"prompt_token_ids": [2 + (i * 37 + k * 11) % 290 for i in range(5 + k)]} for k in range(8)]
+    params = BeamSearchParams(width, max_tokens=12, length_penalty=0.5, ignore_eos=ignore_eos)
+    ours, theirs = engine.llm.beam_search(prompts, params), original(engine, prompts, params)
+    assert [[s.tokens for s in one.sequences] for one in ours] == [[s.tokens for s in one.sequences] for one in theirs]
+    stopped = {s.tokens[-1] for one in theirs for s in one.sequences if len(s.logprobs) < params.max_tokens}
+    assert bool(stopped - {1}) == (own_beams().stops_by_generation_config and not ignore_eos)
+
+
+@pytest.mark.skipif(
+    RUNS_V2 or not own_beams().has_allowlist, reason="this vLLM's beams take or ignore allowed_token_ids"
+)
+def test_an_allowlist_is_left_to_vllms_own_loop(trained: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[Any] = []
+    monkeypatch.setattr(beam_search.logger, "info_once", lambda *args: notes.append(args))
+    with pytest.raises(ValueError, match="Beam allowlists require the V2 model runner"):
+        trained.llm.beam_search([{"prompt": "x"}], BeamSearchParams(2, max_tokens=4, allowed_token_ids=[5, 6, 7]))
+    assert notes[0][1] == "with allowed_token_ids"
+
+
+def test_priorities_are_those_that_vllms_own_loop_takes(trained: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    add_request = trained.scheduler.add_request
+    monkeypatch.setattr(trained.scheduler, "add_request", lambda r: [seen.append(r.priority), add_request(r)])
+    prompts, params = [{"prompt": text} for text in TEXTS[:2]], BeamSearchParams(1, max_tokens=2)
+    if "priority" in inspect.signature(beam_search.beam_search.original).parameters:
+        trained.llm.beam_search(prompts, params, priority=[7, 3])
+        assert sorted(seen) == [3, 7]
+    else:
+        with pytest.raises(TypeError, match="priority"):
+            trained.llm.beam_search(prompts, params, priority=[7, 3])
+        assert not seen
 
 
 def test_every_field_is_that_of_vllms_own_loop(trained: Engine) -> None:
@@ -157,17 +216,23 @@ def test_a_bad_prompt_is_refused_before_any_other_is_searched(trained: Engine) -
     trained.check_nothing_is_left()
     with pytest.raises(ValueError, match="concurrency_limit=0 lets nothing run"):
         trained.llm.beam_search(prompts[:1], BeamSearchParams(2, max_tokens=4), concurrency_limit=0)
-    with pytest.raises(ValueError, match="at least one prompt"):
+    with pytest.raises(Exception, match="at least one prompt"):
         trained.llm.beam_search([], BeamSearchParams(2, max_tokens=4))
 
 
 def test_vllms_own_loop_runs_what_the_engine_refuses(trained: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, notes = [], []
-    wrapper = beam_search._in_engine(lambda *args: calls.append(args) or [])
+    calls: list[Any] = []
+    notes: list[Any] = []
+
+    def loop(self, prompts, params, lora_request=None, use_tqdm=False, concurrency_limit=None):
+        calls.append((self, prompts, params, lora_request, use_tqdm, concurrency_limit))
+        return []
+
+    wrapper = beam_search._in_engine(loop)
     monkeypatch.setattr(beam_search.logger, "info_once", lambda *args: notes.append(args))
     adapter = LoRARequest("adapter", 1, "/nowhere")
     params = BeamSearchParams(2, max_tokens=4, structured_outputs=StructuredOutputsParams(regex="[a-z]+"))
-    wrapper(trained.llm, [{"prompt": "x"}], params, adapter, True, 3)
+    wrapper(trained.llm, [{"prompt": "x"}], params, adapter, True, concurrency_limit=3)
     ((llm, _, _, lora, use_tqdm, limit),) = calls
     assert (llm, lora, use_tqdm, limit) == (trained.llm, adapter, True, 3)
     refusal = "with structured_outputs"

@@ -16,6 +16,7 @@ from vllm_trie.search.ranking import rank_candidates
 from vllm_trie.search.step import num_candidates, vllm_step
 from vllm_trie.search.stopping import VllmPool
 from vllm_trie.search.warping import log_probabilities
+from vllm_trie.versions import own_beams
 
 EOS, TOKEN = 1, 7
 MAX_LENGTH = 14
@@ -55,12 +56,14 @@ def gap(values: list[float]) -> float:
     return min((after - before for before, after in itertools.pairwise(sorted(values))), default=float("inf"))
 
 
-def vllm_search(problem: Problem, length_penalty: float) -> tuple[list[Found], float]:
-    """A loop after vLLM 0.32 `BeamSearchOfflineMixin.beam_search`, and the closest scores it compared."""
+def vllm_search(problem: Problem, length_penalty: float, counts_prompt: bool) -> tuple[list[Found], float]:
+    """A loop after vLLM's `BeamSearchOfflineMixin.beam_search`, and the closest scores it compared."""
     beams, completed, closest = [(problem.prompt, 0.0)], [], float("inf")
 
     def score(beam: tuple[list[int], float]) -> float:
-        return get_beam_search_score(*beam, EOS, length_penalty)
+        tokens, total = beam
+        length = len(tokens) - (tokens[-1] == EOS) if counts_prompt else len(tokens) - len(problem.prompt)
+        return total / max(length, 1) ** length_penalty
 
     for _ in range(problem.length):
         new_beams = []
@@ -78,10 +81,11 @@ def vllm_search(problem: Problem, length_penalty: float) -> tuple[list[Found], f
     return [Found(beam[0], score(beam)) for beam in best], closest
 
 
-def our_search(problem: Problem, length_penalty: float) -> tuple[list[Found], int]:
+def our_search(problem: Problem, length_penalty: float, counts_prompt: bool) -> tuple[list[Found], int]:
     """The best hypotheses, and how many steps it took to find them."""
     width, count = problem.width, num_candidates(problem.width, 1)
-    pool = VllmPool(width, length_penalty, problem.length, len(problem.prompt), frozenset({EOS}))
+    uneven = (len(problem.prompt), frozenset({EOS})) if counts_prompt else (0, frozenset())
+    pool = VllmPool(width, length_penalty, problem.length, *uneven)
     rows, scores = [problem.prompt], np.zeros(1, dtype=np.float32)
     ended: list[list[int]] = []
     for length in range(1, problem.length + 1):
@@ -102,16 +106,17 @@ def our_search(problem: Problem, length_penalty: float) -> tuple[list[Found], in
     return [Found(ended[node], score) for score, node in pool.best(width)], length
 
 
+@pytest.mark.parametrize("counts_prompt", [True, False], ids=["0.32", "0.33"])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
-def test_search_finds_what_vllm_finds(length_penalty: float) -> None:
+def test_search_finds_what_vllm_finds(length_penalty: float, counts_prompt: bool) -> None:
     near_ties = ended_early = by_length = 0
     for seed in range(SEARCHES):
         problem = Problem(seed)
-        theirs, closest = vllm_search(problem, length_penalty)
+        theirs, closest = vllm_search(problem, length_penalty, counts_prompt)
         if closest < NEAR_TIE:
             near_ties += 1
             continue
-        ours, steps = our_search(problem, length_penalty)
+        ours, steps = our_search(problem, length_penalty, counts_prompt)
         assert [found.tokens for found in ours] == [found.tokens for found in theirs]
         assert [found.score for found in ours] == pytest.approx([found.score for found in theirs], rel=TOLERANCE)
         ended_early += steps < problem.length
@@ -131,9 +136,13 @@ def test_search_finds_what_vllm_finds(length_penalty: float) -> None:
 def test_score_is_that_of_vllm(
     prompt: list[int], generated: list[int], sum_logprobs: float, length_penalty: float, uncounted: set[int]
 ) -> None:
-    pool = VllmPool(2, length_penalty, MAX_LENGTH, len(prompt), frozenset(uncounted))
-    eos = generated[-1] if generated[-1] in uncounted else -1
-    theirs = get_beam_search_score([*prompt, *generated], sum_logprobs, eos, length_penalty)
+    if own_beams().counts_prompt:
+        pool = VllmPool(2, length_penalty, MAX_LENGTH, len(prompt), frozenset(uncounted))
+        eos = generated[-1] if generated[-1] in uncounted else -1
+        theirs = get_beam_search_score([*prompt, *generated], sum_logprobs, eos, length_penalty)
+    else:
+        pool = VllmPool(2, length_penalty, MAX_LENGTH, 0, frozenset())
+        theirs = get_beam_search_score(len(generated), sum_logprobs, length_penalty)
     assert pool.score(sum_logprobs, len(generated), generated[-1]) == pytest.approx(theirs, rel=1e-12)
 
 
@@ -142,7 +151,7 @@ def test_hypothesis_in_which_nothing_counts_has_a_score() -> None:
 
 
 @settings(max_examples=500, deadline=None, derandomize=True)
-@given(st.integers(1, 9), st.integers(1, MAX_LENGTH - 1), st.integers(1, MAX_LENGTH), st.floats(-9, -1), penalties)
+@given(st.integers(0, 9), st.integers(1, MAX_LENGTH - 1), st.integers(1, MAX_LENGTH), st.floats(-9, -1), penalties)
 def test_pool_is_settled_as_soon_as_the_best_that_can_come_is_no_better(
     prompt_length: int, length: int, held_length: int, held: float, length_penalty: float
 ) -> None:

@@ -37,6 +37,8 @@ class BeamGroup:
         is_offline: `LLM.beam_search` asks. Under semantics="vllm" it differs from vLLM's server in one
             point: it compares running beams by their final scores, which leave an ignored EOS uncounted.
         seed: Decides what is drawn, if anything is.
+        counts_prompt: Whether hypotheses compete under semantics="vllm" by a length that counts the prompt, and leaves
+            a stop token in the end out, as in vLLM 0.32; in 0.33 they do not.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class BeamGroup:
         select_rules: SelectRules,
         is_offline: bool = False,
         seed: int = 0,
+        counts_prompt: bool = True,
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -56,6 +59,7 @@ class BeamGroup:
         self._select_rules = select_rules
         self._is_offline = is_offline
         self._seed = seed
+        self._counts_prompt = counts_prompt
         self.counts = SearchCounts()
         self.num_pending = 0  # steps that are scheduled and whose results are not in yet
         self.restart()
@@ -173,7 +177,7 @@ class BeamGroup:
     def _new_pool(self) -> HypothesisPool:
         penalty, max_length = self.params.length_penalty, self.rules.max_length
         if self.params.semantics == "vllm":
-            return VllmPool(self.width, penalty, max_length, self.prompt_length, self._uncounted)
+            return VllmPool(self.width, penalty, max_length, *self._uneven_lengths)
         if self.params.semantics == "tridecode":
             return TridecodePool(self.width, penalty, max_length)
         # One beam is greedy search: `generate(num_beams=1)` stops at the first stop token, whatever the options.
@@ -181,14 +185,18 @@ class BeamGroup:
         return HfPool(self.width, penalty, max_length, early_stopping)
 
     @property
-    def _uncounted(self) -> frozenset[int]:
+    def _uneven_lengths(self) -> tuple[int, frozenset[int]]:
+        """What counts in the length of a hypothesis besides its tokens, and which of them do not count in its end."""
+        if not self._counts_prompt:
+            return 0, frozenset()
         eos = self.rules.eos_token_id
-        return frozenset(self.rules.stop_token_ids) | (frozenset() if eos is None else {eos})
+        return self.prompt_length, frozenset(self.rules.stop_token_ids) | (frozenset() if eos is None else {eos})
 
     def _handicap(self, length: int) -> tuple[int, float] | None:
         """By what factor the score of a beam that goes on after an ignored EOS differs."""
         eos = self.rules.eos_token_id
-        if not self._is_offline or eos is None or eos in self.rules.stop_token_ids:
+        counts_alike = not self._is_offline or not self._counts_prompt
+        if counts_alike or eos is None or eos in self.rules.stop_token_ids:
             return None
         counted = self.prompt_length + length
         factor = (counted / max(counted - 1, 1)) ** self.params.length_penalty

@@ -193,7 +193,10 @@ class BeamKVCacheManager(KVCacheManager):
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         group = self._groups.get(request.request_id)
-        if group is not None:  # beyond the prefix a request's tokens are no row's history
+        if group is not None:
+            if group.tries:  # which hold the prefix's blocks now; vLLM cached them when it computed them
+                return
+            # Beyond the prefix a request's tokens are no row's history.
             num_computed_tokens = min(num_computed_tokens, group.prefix_length)
         super().cache_blocks(request, num_computed_tokens)
 

@@ -10,7 +10,9 @@ from vllm_trie.controls import is_controlled, stop_tokens, warping
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.messages import BeamSampling, SelectRules
 from vllm_trie.params import BeamParams, GroupTicket
+from vllm_trie.search.pruning import Pruning
 from vllm_trie.search.stopping import StopRules
+from vllm_trie.versions import own_beams
 
 
 def new_group(
@@ -42,13 +44,28 @@ def new_group(
         params.logprobs,
         is_controlled(params) or (has_logits_processors and not ticket.is_offline),
         warping(params),
-        beam.pruning,
+        _pruning(beam, stop_rules),
         law=_law(beam),
     )
     seed = randbits(64) if params.seed is None else params.seed
     return BeamGroup(
-        request.request_id, beam, stop_rules, request.num_prompt_tokens, select_rules, ticket.is_offline, seed
+        request.request_id,
+        beam,
+        stop_rules,
+        request.num_prompt_tokens,
+        select_rules,
+        ticket.is_offline,
+        seed,
+        own_beams().counts_prompt,
     )
+
+
+def _pruning(beam: BeamParams, rules: StopRules) -> Pruning:
+    """What drops continuations. As in vLLM 0.33, where there may be several EOS tokens, a beam proposes its best 2b."""
+    may_stop_otherwise = len(rules.stop_token_ids) > 1 or rules.stop_strings  # by one token only, enough of 2b go on
+    if beam.semantics == "vllm" and own_beams().stops_by_generation_config and may_stop_otherwise:
+        return Pruning(per_parent=2 * beam.beam_width)
+    return beam.pruning
 
 
 def _law(beam: BeamParams) -> BeamSampling | None:

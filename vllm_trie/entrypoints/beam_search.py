@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 from vllm.entrypoints.common.offline import OfflineInferenceMixin
@@ -20,6 +21,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm_trie.entrypoints.requests import FROM_LLM_BEAM_SEARCH
 from vllm_trie.patching import Patch
 from vllm_trie.plugin import has_beams, is_selected, why_without_beams
+from vllm_trie.versions import has_allowlist
 
 logger = init_logger("vllm.trie_beam.beam_search")
 
@@ -37,38 +39,47 @@ def search_in_engine() -> None:
 
 
 def _in_engine(original: Callable[..., list[BeamSearchOutput]]) -> Callable[..., list[BeamSearchOutput]]:
+    signature = inspect.signature(original)  # 0.33 has one argument more, the priority
+
     @functools.wraps(original)
-    def beam_search(
-        self: Any,
-        prompts: list[Any],
-        params: BeamSearchParams,
-        lora_request: Any = None,
-        use_tqdm: bool = False,
-        concurrency_limit: int | None = None,
-    ) -> list[BeamSearchOutput]:
+    def beam_search(self: Any, *args: Any, **kwargs: Any) -> list[BeamSearchOutput]:
+        call = signature.bind(self, *args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        params: BeamSearchParams = given["params"]
         vllm_config = self.llm_engine.vllm_config
         refusal, inputs = None, []
         if not has_beams(vllm_config):
             refusal = why_without_beams(vllm_config)
         elif params.structured_outputs is not None:
             refusal = "with structured_outputs"
+        elif has_allowlist(params):
+            refusal = "with allowed_token_ids"
         else:
-            inputs = self._preprocess_cmpl(prompts)
+            inputs = self._preprocess_cmpl(given["prompts"])
             if any(engine_input["type"] != "token" for engine_input in inputs):
                 refusal = "on prompts that are not text or tokens"
         if refusal is None:
-            adapters = self._lora_request_to_seq(lora_request, len(inputs))
-            return _search(self, list(zip(inputs, adapters, strict=True)), params, use_tqdm, concurrency_limit)
+            adapters = self._lora_request_to_seq(given["lora_request"], len(inputs))
+            priorities = self._priority_to_seq(given.get("priority"), len(inputs))
+            prompts = list(map(_Prompt, inputs, adapters, priorities))
+            return _search(self, prompts, params, given["use_tqdm"], given["concurrency_limit"])
         if is_selected(vllm_config.additional_config):
             logger.info_once("LLM.beam_search %s: vLLM's own client loop runs it, not the engine", refusal)
-        return original(self, prompts, params, lora_request, use_tqdm, concurrency_limit)
+        return original(self, *args, **kwargs)
 
     return beam_search
 
 
+class _Prompt(NamedTuple):
+    engine_input: Any
+    adapter: LoRARequest | None
+    priority: int
+
+
 def _search(
     llm: Any,
-    inputs: list[tuple[Any, LoRARequest | None]],
+    prompts: list[_Prompt],
     params: BeamSearchParams,
     use_tqdm: bool,
     concurrency_limit: int | None,
@@ -91,25 +102,30 @@ def _search(
             FROM_LLM_BEAM_SEARCH: True,
         },
     )
-    limit = len(inputs) if concurrency_limit is None else concurrency_limit
-    if limit < 1 and inputs:
+    limit = len(prompts) if concurrency_limit is None else concurrency_limit
+    if limit < 1 and prompts:
         raise ValueError(f"concurrency_limit={concurrency_limit} lets nothing run; pass at least 1, or None")
-    if limit < len(inputs):  # the last ones would be checked only after the first ones were searched
-        for engine_input, _ in inputs:
+    if limit < len(prompts):  # the last ones would be checked only after the first ones were searched
+        for prompt in prompts:
             engine.input_processor.process_inputs(
-                "check", engine_input, sampling_params, supported_tasks=engine.get_supported_tasks()
+                "check", prompt.engine_input, sampling_params, supported_tasks=engine.get_supported_tasks()
             )
 
     outputs: dict[str, RequestOutput] = {}
-    waiting = [(str(next(llm.request_counter)), engine_input, adapter) for engine_input, adapter in inputs]
-    request_ids = [request_id for request_id, _, _ in waiting]
-    waiting.reverse()
+    request_ids = [str(next(llm.request_counter)) for _ in prompts]
+    waiting = list(zip(request_ids, prompts, strict=True))[::-1]
     running: set[str] = set()
-    with _aborted_on_error(engine), tqdm(total=len(inputs), desc="Beam search", disable=not use_tqdm) as progress:
+    with _aborted_on_error(engine), tqdm(total=len(prompts), desc="Beam search", disable=not use_tqdm) as progress:
         while waiting or running:
             while waiting and len(running) < limit:
-                request_id, engine_input, adapter = waiting.pop()
-                engine.add_request(request_id, engine_input, sampling_params, lora_request=adapter)
+                request_id, prompt = waiting.pop()
+                engine.add_request(
+                    request_id,
+                    prompt.engine_input,
+                    sampling_params,
+                    lora_request=prompt.adapter,
+                    priority=prompt.priority,
+                )
                 running.add(request_id)
             for output in engine.step():
                 if output.request_id in running:
@@ -118,11 +134,12 @@ def _search(
                     progress.update()
 
     results = []
-    for request_id, (engine_input, adapter) in zip(request_ids, inputs, strict=True):
+    for request_id, prompt in zip(request_ids, prompts, strict=True):
         places: dict[Any, Any] = {}
-        sequences = [_sequence(one, engine_input, tokenizer, params, places) for one in outputs[request_id].outputs]
+        found = outputs[request_id].outputs
+        sequences = [_sequence(one, prompt.engine_input, tokenizer, params, places) for one in found]
         for sequence in sequences:
-            sequence.lora_request = adapter
+            sequence.lora_request = prompt.adapter
         results.append(BeamSearchOutput(sequences))
     return results
 

@@ -17,9 +17,11 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_trie.config import TrieBeamConfig
 from vllm_trie.params import TICKET, BeamParams, EngineLimits, GroupTicket, validate
-from vllm_trie.patching import Patch, installed_vllm, record_of
+from vllm_trie.patching import Patch, record_of
 from vllm_trie.plugin import has_beams, why_without_beams
+from vllm_trie.sources import installed_vllm
 from vllm_trie.speculation_options import OPTIONS, resolve
+from vllm_trie.versions import own_beams
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,7 +53,7 @@ def check_requests() -> None:
         PatchError: this version of vLLM is not supported.
     """
     if not process_inputs.is_applied:
-        record_of(installed_vllm()[0])
+        record_of(installed_vllm().version)
         process_inputs.apply(_checking(InputProcessor.process_inputs))
 
 
@@ -104,7 +106,7 @@ def _prepare(
         raise ValueError("beam_width does not work with stream=true: hypotheses are known when the search is over")
     if params.stop and processor.tokenizer is None:
         raise ValueError("stop strings need a tokenizer; start the engine without skip_tokenizer_init")
-    if beam.semantics == "vllm":  # stops at the tokenizer's EOS only, whatever generation_config.json adds
+    if beam.semantics == "vllm" and not own_beams().stops_by_generation_config:
         params.stop_token_ids = list(own_stop_token_ids or ())
     validate(params, beam, len(request.prompt_token_ids), engine_limits(processor.vllm_config))
     extra_args = dict(params.extra_args or {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm.utils import random_uuid
 from vllm_trie.entrypoints.requests import BeamRequestError
 from vllm_trie.patching import Patch
 from vllm_trie.plugin import has_beams, why_without_beams
+from vllm_trie.versions import eos_token_ids, has_allowlist
 
 logger = init_logger("vllm.trie_beam.server")
 
@@ -82,16 +84,14 @@ def _refuse_streaming(request: CompletionRequest | ChatCompletionRequest, option
 def _in_engine(
     original: Callable[..., AsyncGenerator[RequestOutput, None]],
 ) -> Callable[..., AsyncGenerator[RequestOutput, None]]:
+    signature = inspect.signature(original)  # 0.33 has one argument more, the request's priority
+
     @functools.wraps(original)
-    async def beam_search(
-        self: Any,
-        prompt: Any,
-        request_id: str,
-        params: BeamSearchParams,
-        lora_request: Any = None,
-        trace_headers: Any = None,
-        session_id: str | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def beam_search(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        call = signature.bind(self, *args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        prompt, params = given["prompt"], given["params"]
         request: CompletionRequest | ChatCompletionRequest | None = vars(params).get("request")
         refusal = None
         if not has_beams(self.engine_client.vllm_config):
@@ -100,23 +100,27 @@ def _in_engine(
             refusal = "at this endpoint"
         elif prompt["type"] != "token":
             refusal = "on prompts that are not text or tokens"
+        elif has_allowlist(params):
+            refusal = "with allowed_token_ids"
         if refusal is not None:
             logger.info_once("use_beam_search %s: vLLM's own client loop runs it, not the engine", refusal)
-            outputs = original(self, prompt, request_id, params, lora_request, trace_headers, session_id)
+            outputs = original(self, *args, **kwargs)
         else:
             assert request is not None
             outputs = self.engine_client.generate(
                 prompt,
                 _sampling_params(request, params.max_tokens),
-                f"{request_id}-{random_uuid()}",
-                lora_request=lora_request,
-                trace_headers=trace_headers,
+                f"{given['request_id']}-{random_uuid()}",
+                lora_request=given["lora_request"],
+                trace_headers=given["trace_headers"],
                 priority=request.priority,
-                session_id=session_id,
+                session_id=given["session_id"],
             )
         async for output in outputs:
             if refusal is None:
-                _as_vllm_returns_it(output, self.renderer.get_tokenizer(), params)
+                eos_token_id = self.renderer.get_tokenizer().eos_token_id
+                generation_config = self.engine_client.input_processor.generation_config_fields
+                _as_vllm_returns_it(output, eos_token_id, eos_token_ids(generation_config, eos_token_id), params)
             yield output
 
     return beam_search
@@ -129,11 +133,12 @@ def _sampling_params(request: CompletionRequest | ChatCompletionRequest, max_tok
     return request.model_copy(update={**_NO_SAMPLING, "vllm_xargs": xargs}).to_sampling_params(max_tokens, {})
 
 
-def _as_vllm_returns_it(output: RequestOutput, tokenizer: Any, params: BeamSearchParams) -> None:
+def _as_vllm_returns_it(
+    output: RequestOutput, eos_token_id: int | None, eos_token_ids: set[int], params: BeamSearchParams
+) -> None:
     """vLLM's own loop names the EOS token as stop reason, and leaves it out of the tokens unless told otherwise."""
-    eos_token_id = tokenizer.eos_token_id
     for one in output.outputs:
         if one.finish_reason == "stop" and one.stop_reason is None:
             one.stop_reason = eos_token_id
-            if not params.include_stop_str_in_output:
-                one.token_ids = one.token_ids[:-1]
+        if one.stop_reason in eos_token_ids and not params.include_stop_str_in_output:
+            one.token_ids = one.token_ids[:-1]

@@ -122,15 +122,16 @@ class TridecodePool(HypothesisPool):
 
 
 class VllmPool(HypothesisPool):
-    """Hypotheses compete as in vLLM 0.32's `LLM.beam_search`.
+    """Hypotheses compete as in vLLM's `LLM.beam_search`.
 
-    By sum_logprobs / (prompt + generated tokens)**length_penalty, a stop token in the end, even an
-    ignored EOS, not counted. Source: vLLM 0.32 `get_beam_search_score`. vLLM always goes on to the
-    greatest length; this search ends once nothing running can enter the pool, with the same result.
+    In 0.32 by sum_logprobs / (prompt + generated tokens)**length_penalty, a stop token in the end, even an
+    ignored EOS, not counted; in 0.33 by sum_logprobs / (generated tokens)**length_penalty. Source: their
+    `get_beam_search_score`. vLLM always goes on to the greatest length; this search ends once nothing running
+    can enter the pool, with the same result.
 
     Args:
-        prompt_length: Tokens of the prompt.
-        uncounted: Tokens that do not count in the end of a hypothesis.
+        prompt_length: Tokens of the prompt that count: none in 0.33.
+        uncounted: Tokens that do not count in the end of a hypothesis: none in 0.33.
     """
 
     def __init__(

@@ -1,0 +1,51 @@
+"""Where the supported versions of vLLM differ in what this plugin has to do. All of it is here."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm_trie.patching import minor
+from vllm_trie.sources import installed_vllm
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import BeamSearchParams
+
+
+class OwnBeams(NamedTuple):
+    """The rules of vLLM's own beam search, which semantics="vllm" reproduces."""
+
+    counts_prompt: bool  # in the length by which hypotheses compete; a stop token in the end is left out then
+    stops_by_generation_config: bool  # at generation_config.json's EOS tokens, besides the tokenizer's
+    has_allowlist: bool  # `allowed_token_ids` leaves tokens out, without renormalising what remains
+
+
+_OWN_BEAMS = {
+    "0.32": OwnBeams(counts_prompt=True, stops_by_generation_config=False, has_allowlist=False),
+    "0.33": OwnBeams(counts_prompt=False, stops_by_generation_config=True, has_allowlist=True),
+}
+
+
+def has_allowlist(params: BeamSearchParams) -> bool:
+    """Whether vLLM's own beams are asked to leave tokens out."""
+    return own_beams().has_allowlist and params.allowed_token_ids is not None
+
+
+def eos_token_ids(generation_config: dict[str, Any], eos_token_id: int | None) -> set[int]:
+    """The tokens that end a beam of vLLM's own.
+
+    Args:
+        generation_config: Its fields.
+        eos_token_id: The tokenizer's.
+    """
+    if not own_beams().stops_by_generation_config:
+        return set() if eos_token_id is None else {eos_token_id}
+    from vllm.entrypoints.generate.beam_search.utils import get_beam_search_eos_token_ids
+
+    return get_beam_search_eos_token_ids(generation_config, eos_token_id)
+
+
+@cache
+def own_beams() -> OwnBeams:
+    """Those of the installed vLLM."""
+    return _OWN_BEAMS[minor(installed_vllm().version)]
