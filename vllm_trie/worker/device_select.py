@@ -12,11 +12,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_trie.messages import Decided, SelectRules
 from vllm_trie.search.pruning import Pruning
-from vllm_trie.search.step import best_of, num_candidates
-from vllm_trie.search.warping import filtered
-from vllm_trie.worker.device_step import DeviceStep, best_keys, settle_keys
+from vllm_trie.search.step import best_of
+from vllm_trie.worker.device_step import take_step
+from vllm_trie.worker.forks import Forks
 from vllm_trie.worker.selection import Selection
-from vllm_trie.worker.slots import BeamSlots, Forks
+from vllm_trie.worker.slots import BeamSlots
 
 
 class InBatch(NamedTuple):
@@ -56,13 +56,14 @@ def select(
         index = np.array([[batch.place[row_id] for row_id in group.row_ids] for group in groups])
         places = async_tensor_h2d(index, device=logits.device, dtype=torch.int64)
         scores = torch.stack([group.scores for group in groups])
-        of_rows = (controlled if rules.is_controlled else logits)[places]
+        processed = controlled if rules.is_controlled else logits
         if is_for_device(rules):
-            taken = device_step(rules, of_rows, scores)
-            selected.on_device.append((group_ids, taken.packed()))
+            stop_token_ids = async_tensor_h2d(list(rules.stop_token_ids), device=logits.device, dtype=torch.int64)
+            taken = take_step(rules, processed, places, scores, stop_token_ids)
+            selected.on_device.append((group_ids, taken.packed))
             parents, tokens, scores = taken.parents, taken.tokens, taken.scores
         else:
-            decided = _decide_on_host(rows, rules, group_ids, of_rows, scores)
+            decided = _decide_on_host(rows, rules, group_ids, processed[places], scores)
             selected.on_host.update(zip(group_ids, decided, strict=True))
             steps = [of_group.steps[0] for of_group in decided]
             parents, tokens, scores = (
@@ -73,10 +74,13 @@ def select(
             group.tokens, group.scores = of_tokens, of_scores
         sampled[places] = tokens[:, : index.shape[1]].to(sampled.dtype)
         if decodes and index.shape[1] > 1:
-            for group_id, group, of_parents in zip(group_ids, groups, parents, strict=True):
-                slots = rows.slots_of(group_id)
-                num_prompt = len(group.request.prompt_token_ids or ())
-                forks.add(slots, slots[of_parents], batch.num_tokens[group_id], num_prompt, rules.is_controlled)
+            forks.add(
+                np.array([rows.slot_ids_of(group_id) for group_id in group_ids]),
+                parents,
+                [len(group.request.prompt_token_ids or ()) for group in groups],
+                [batch.num_tokens[group_id] for group_id in group_ids],
+                rules.is_controlled,
+            )
     rows.permute(forks)
     return selected
 
@@ -90,23 +94,6 @@ def is_for_device(rules: SelectRules) -> bool:
         and rules.law is None
         and rules.pruning == Pruning()
     )
-
-
-def device_step(rules: SelectRules, logits: torch.Tensor, scores: torch.Tensor) -> DeviceStep:
-    """One step of groups with equal rules, of which `is_for_device`. `logits`: [G, r, V]; `scores`: [G, r] float32."""
-    stop_token_ids = async_tensor_h2d(list(rules.stop_token_ids), device=logits.device, dtype=torch.int64)
-    if rules.is_controlled:  # a row that may take no token at all ends here
-        is_barred = logits.amax(dim=-1) == float("-inf")
-        logits = logits.masked_fill(is_barred[..., None], 0.0)
-        scores = scores.masked_fill(is_barred, float("-inf"))
-    if rules.warping.temperature != 1.0:
-        logits = logits.float() / rules.warping.temperature
-    logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    if rules.masks_stops:
-        logprobs.index_fill_(-1, stop_token_ids, float("-inf"))
-    total = filtered(logprobs, rules.warping) + scores[..., None]
-    keys = best_keys(total, num_candidates(rules.width, len(rules.stop_token_ids)))
-    return settle_keys(keys, logits.shape[-1], stop_token_ids, rules.width, rules.is_last)
 
 
 def _decide_on_host(

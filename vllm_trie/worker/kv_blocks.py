@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 
 
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Where the blocks of all layers lie: a block is so many words in a row, once or more often per layer."""
+
+    pointers: torch.Tensor  # [segments] uint64 on the device, to block 0
+    strides: torch.Tensor  # [segments] int64, from block to block, in words
+    words: torch.Tensor  # [segments] int64, of one block
+    most_words: int
+    word_bytes: int  # 8, unless some block is not a whole number of these
+
+
 class KVBlocks:
-    """vLLM's KV caches, seen as one row of bytes per KV block, whatever their layout within a block.
+    """vLLM's KV caches, seen block by block, whatever their layout within a block.
 
     Args:
         kv_caches: One tensor per layer whose first dimension counts blocks, or equal parts of blocks.
@@ -17,7 +32,7 @@ class KVBlocks:
     """
 
     def __init__(self, kv_caches: Iterable[torch.Tensor], num_blocks: int) -> None:
-        self._layers = [_rows(cache, num_blocks) for cache in _distinct(kv_caches)]
+        self._layers = [_blocks(cache, num_blocks) for cache in _distinct(kv_caches)]
 
     def copy(self, sources: np.ndarray, destinations: np.ndarray) -> None:
         """Copy whole blocks, in every layer, [copies] each; all are read before any is written."""
@@ -29,13 +44,31 @@ class KVBlocks:
         for layer in self._layers:
             layer.index_copy_(0, destinations.long(), layer.index_select(0, sources.long()))
 
+    @cached_property
+    def segments(self) -> Segments:
+        """What a kernel must know to copy blocks."""
+        pointers, strides, lengths = zip(*itertools.chain(*map(_segments, self._layers)), strict=True)
+        word_bytes = math.gcd(8, *pointers, *strides, *lengths)
+        device = self._layers[0].device
+
+        def in_words(values: Iterable[int]) -> torch.Tensor:
+            return torch.tensor([value // word_bytes for value in values], dtype=torch.int64, device=device)
+
+        return Segments(
+            torch.tensor(pointers, dtype=torch.uint64, device=device),
+            in_words(strides),
+            in_words(lengths),
+            max(lengths) // word_bytes,
+            word_bytes,
+        )
+
 
 def _distinct(kv_caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Layers that share a cache hold the same view of it."""
-    return list({cache.data_ptr(): cache for cache in kv_caches}.values())
+    return list({(cache.data_ptr(), cache.shape, cache.stride()): cache for cache in kv_caches}.values())
 
 
-def _rows(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+def _blocks(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     """[num_blocks, ...] view of a cache; of machine words if its blocks lie one after the other."""
     if cache.shape[0] % num_blocks:
         raise ValueError(f"a KV cache of shape {tuple(cache.shape)} does not consist of {num_blocks} blocks")
@@ -44,3 +77,22 @@ def _rows(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
         if block_bytes % 8 == 0:
             return cache.view(-1).view(torch.int64).view(num_blocks, -1)
     return torch.unflatten(cache, 0, (num_blocks, cache.shape[0] // num_blocks))
+
+
+def _segments(blocks: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """Pointer to block 0, bytes from block to block, and bytes of a block, of each dense part of blocks [blocks, ...].
+
+    Heads may lie apart, and a block of one layer between blocks of others.
+    """
+    size = blocks.element_size()
+    inner = sorted((stride * size, count) for stride, count in zip(blocks.stride()[1:], blocks.shape[1:], strict=True))
+    length, apart = size, []
+    for stride, count in inner:
+        if count == 1:
+            continue
+        if stride == length:
+            length *= count
+        else:
+            apart.append(range(0, stride * count, stride))
+    for offsets in itertools.product(*apart):
+        yield blocks.data_ptr() + sum(offsets), blocks.stride(0) * size, length

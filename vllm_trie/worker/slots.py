@@ -7,10 +7,9 @@ waits for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -18,6 +17,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.messages import GroupStep, Resumed, RowBlocks, group_steps
 from vllm_trie.search.stop_strings import CONTEXT
+from vllm_trie.worker.forks import Forks, RowForks, Tables, permute
 from vllm_trie.worker.kv_blocks import KVBlocks
 from vllm_trie.worker.row_options import row_params, stop_strings_of
 
@@ -30,34 +30,6 @@ class GroupSlots:
     row_ids: list[str]
     scores: torch.Tensor  # [rows] float32 on the device, cumulative log-probability
     tokens: torch.Tensor  # [b] int64 on the device, newest token of each beam
-
-
-@dataclass(slots=True)
-class Forks:
-    """What rows of the batch continue, before it is carried out."""
-
-    slots: list[torch.Tensor] = field(default_factory=list)
-    sources: list[torch.Tensor] = field(default_factory=list)
-    num_tokens: list[np.ndarray] = field(default_factory=list)
-    num_common: list[int] = field(default_factory=list)
-    counts_tokens: list[bool] = field(default_factory=list)
-
-    def add(
-        self, slots: torch.Tensor, sources: torch.Tensor, num_tokens: int, num_common: int, counts_tokens: bool
-    ) -> None:
-        """Let slots [b] continue the histories of others.
-
-        Args:
-            slots, sources: On the device; a source's own slot is its source.
-            num_tokens: Of the histories, all of them computed.
-            num_common: Of these, the first ones, that are the same in all.
-            counts_tokens: Penalties read how often a row's tokens occurred.
-        """
-        self.slots.append(slots)
-        self.sources.append(sources)
-        self.num_tokens.append(np.full(len(slots), num_tokens))
-        self.num_common.append(num_common)
-        self.counts_tokens.append(counts_tokens)
 
 
 class BeamSlots:
@@ -193,8 +165,11 @@ class BeamSlots:
 
     def slots_of(self, group_id: str) -> torch.Tensor:
         """[rows] int64 on the device: the slots of a group's rows."""
-        index = [self._runner.req_states.req_id_to_index[row_id] for row_id in self.groups[group_id].row_ids]
-        return async_tensor_h2d(index, device=self._runner.device, dtype=torch.int64)
+        return async_tensor_h2d(self.slot_ids_of(group_id), device=self._runner.device, dtype=torch.int64)
+
+    def slot_ids_of(self, group_id: str) -> list[int]:
+        """The same for the host."""
+        return [self._runner.req_states.req_id_to_index[row_id] for row_id in self.groups[group_id].row_ids]
 
     def history(self, group_id: str, row: int) -> tuple[list[int], list[int]]:
         """The last few tokens of the prompt, and what the row has generated before this step. Waits for the device."""
@@ -205,31 +180,24 @@ class BeamSlots:
         return prompt[-CONTEXT:], generated.tolist()
 
     def permute(self, forks: Forks) -> None:
-        """Let each slot continue the history of its source: its tokens, its full blocks, and its tail's content.
-
-        Slots that continue themselves are written what they hold. No other slot is both source and destination.
-        """
+        """Let each row continue the history of its source: its tokens, its full blocks, and its tail's content."""
         if not forks.slots:
             return
-        runner, num_tokens = self._runner, np.concatenate(forks.num_tokens)
-        slots, sources = torch.cat(forks.slots), torch.cat(forks.sources)
-        generated = slice(min(forks.num_common), int(num_tokens.max()))
-        tokens = runner.req_states.all_token_ids.gpu
-        tokens[slots, generated] = tokens[sources, generated]
+        runner, rows = self._runner, forks.rows()
+        on_device = RowForks(
+            async_tensor_h2d(rows, device=runner.device, dtype=torch.int64), torch.cat(forks.parents), rows[3]
+        )
+        permute(on_device, runner.req_states.all_token_ids.gpu, self.tables, self.kv_blocks)
         if any(forks.counts_tokens):
             assert runner.sampler is not None
             counts = runner.sampler.penalties_state.output_bin_counts
-            counts[slots] = counts[sources]
-        for table, block_size in zip(runner.block_tables.block_tables, runner.block_tables.block_sizes, strict=True):
-            full, partial = np.divmod(num_tokens, block_size)
-            most = int(full.max())
-            num_full = async_tensor_h2d(full, device=runner.device, dtype=torch.int64)
-            is_shared = torch.arange(most, device=runner.device) < num_full[:, None]
-            table.gpu[slots, :most] = torch.where(is_shared, table.gpu[sources, :most], table.gpu[slots, :most])
-            if partial.any():
-                places = async_tensor_h2d(np.flatnonzero(partial), device=runner.device, dtype=torch.int64)
-                column = num_full[places]
-                self.kv_blocks.copy_on_device(table.gpu[sources[places], column], table.gpu[slots[places], column])
+            counts[on_device.slots] = counts[on_device.sources]
+
+    @cached_property
+    def tables(self) -> Tables:
+        """The runner's block tables."""
+        tables = self._runner.block_tables
+        return Tables.of([table.gpu for table in tables.block_tables], tables.block_sizes)
 
     @cached_property
     def kv_blocks(self) -> KVBlocks:
