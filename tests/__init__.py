@@ -11,8 +11,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes test at a time, and the models are tiny
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
+import torch  # reads some of these
 
 # The engine tests run on the runner that this environment variable, which is vLLM's own, asks for.
 RUNS_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
-if RUNS_V2:
+if RUNS_V2 and not torch.cuda.is_available():
     runpy.run_path(str(Path(__file__).with_name("triton_on_cpu") / "sitecustomize.py"))

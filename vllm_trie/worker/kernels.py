@@ -105,7 +105,6 @@ def settle(
     """
     num_groups, num_ranked = keys.shape
     slots = triton.next_power_of_2(width)
-    num_warps = 4 if slots <= 64 else 8 if slots <= 256 else 16
     packed = torch.empty(7, num_groups, width, dtype=torch.int32, device=keys.device)
     _settle[num_groups,](
         keys.contiguous(),
@@ -118,10 +117,20 @@ def settle(
         width,
         int(is_last),
         slots=slots,
-        chunk=min(max(PAIRS_PER_THREAD * 32 * num_warps // slots, 16), 32),
-        num_warps=num_warps,
+        chunk=candidates_at_a_time(slots),
+        num_warps=warps_to_settle(slots),
     )
     return packed
+
+
+def warps_to_settle(slots: int) -> int:
+    """Warps of a program of `_settle`."""
+    return 4 if slots <= 64 else 8 if slots <= 256 else 16
+
+
+def candidates_at_a_time(slots: int) -> int:
+    """Candidates that a program of `_settle` compares with all slots at a time."""
+    return min(max(PAIRS_PER_THREAD * 32 * warps_to_settle(slots) // slots, 16), 32)
 
 
 def permute_rows(forks: RowForks, tokens: torch.Tensor, tables: Tables) -> None:
