@@ -164,7 +164,6 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
         and budget < scheduler.max_num_seqs,
         **_unsupported_speculation(vllm_config),
         "kv_transfer_config (KV connectors)": vllm_config.kv_transfer_config is not None,
-        "tensor_parallel_size > 1": parallel.tensor_parallel_size > 1,
         "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,
         "decode_context_parallel_size > 1": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
