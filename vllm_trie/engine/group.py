@@ -171,14 +171,7 @@ class BeamGroup:
         return Hypothesis(tokens, self.hypotheses.token_logprobs(node), stopped_by, tops)
 
     def _new_pool(self) -> HypothesisPool:
-        penalty, max_length = self.params.length_penalty, self.rules.max_length
-        if self.params.semantics == "vllm":
-            return VllmPool(self.width, penalty, max_length, self.prompt_length, self._uncounted)
-        if self.params.semantics == "tridecode":
-            return TridecodePool(self.width, penalty, max_length)
-        # One beam is greedy search: `generate(num_beams=1)` stops at the first stop token, whatever the options.
-        early_stopping = True if self.width == 1 else self.params.early_stopping
-        return HfPool(self.width, penalty, max_length, early_stopping)
+        return new_pool(self.params, self.prompt_length, self.rules.max_length, self._uncounted)
 
     @property
     def _uncounted(self) -> frozenset[int]:
@@ -193,3 +186,20 @@ class BeamGroup:
         counted = self.prompt_length + length
         factor = (counted / max(counted - 1, 1)) ** self.params.length_penalty
         return (eos, factor) if factor != 1.0 else None
+
+
+def new_pool(params: BeamParams, prompt_length: int, max_length: int, uncounted: frozenset[int]) -> HypothesisPool:
+    """Where finished hypotheses compete, by a search's semantics.
+
+    Args:
+        prompt_length: Tokens of the prompt.
+        max_length: The most tokens a hypothesis can generate.
+        uncounted: Tokens that do not count in the end of a hypothesis, if the semantics has such.
+    """
+    width, penalty = params.beam_width, params.length_penalty
+    if params.semantics == "vllm":
+        return VllmPool(width, penalty, max_length, prompt_length, uncounted)
+    if params.semantics == "tridecode":
+        return TridecodePool(width, penalty, max_length)
+    # One beam is greedy search: `generate(num_beams=1)` stops at the first stop token, whatever the options.
+    return HfPool(width, penalty, max_length, True if width == 1 else params.early_stopping)

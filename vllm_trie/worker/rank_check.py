@@ -1,4 +1,4 @@
-"""Whether tensor parallel ranks decide alike: each selects for itself, from equal logits, and only one of them answers."""
+"""Whether tensor parallel ranks decide alike: each selects for itself, from equal logits, and one of them answers."""
 
 from __future__ import annotations
 
