@@ -135,4 +135,7 @@ def _engine_args(args: argparse.Namespace) -> EngineArgs:
             "--distributed-executor-backend=ray is not for a batch job, each of whose engines runs on one node of Ray; "
             "leave it out"
         )
-    return EngineArgs.from_cli_args(args)
+    try:
+        return EngineArgs.from_cli_args(args)
+    except OSError as error:  # where vLLM may not download, it looks for the model at once
+        raise ValueError(f"--model={args.model} cannot be found: {error}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
@@ -12,8 +13,10 @@ from typing import Any
 
 import ray
 from ray.data import ActorPoolStrategy, DataContext
+from ray.exceptions import RayError
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
@@ -61,7 +64,7 @@ class Searcher:
             try:
                 self._llm.enqueue(text, self._params, use_tqdm=False)
                 accepted.append(answer)
-            except ValueError as refusal:
+            except (VLLMValidationError, ValueError) as refusal:
                 answer.update(hypotheses=[], error=str(refusal))
         outputs = self._llm.wait_for_completion(RequestOutput, use_tqdm=False)  # in the order of their prompts
         for answer, output in zip(accepted, outputs, strict=True):
@@ -92,7 +95,11 @@ class Searcher:
 
 @contextmanager
 def on_ray(num_engines: int) -> Iterator[None]:
-    """A connection to the cluster that the environment names, or else a cluster of this machine."""
+    """A connection to the cluster that the environment names, or else a cluster of this machine.
+
+    Raises:
+        JobError: there is none.
+    """
     options: dict[str, Any] = {"logging_level": logging.ERROR}
     if "RAY_ADDRESS" not in os.environ:
         cores = max(os.cpu_count() or 1, num_engines + 1)  # engines wait for devices, not for cores of their own
@@ -108,8 +115,12 @@ def on_ray(num_engines: int) -> Iterator[None]:
 
 
 def lines(job: Job, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """Lines of the output, in the order of the prompts, a batch at a time."""
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    """Lines of the output, in the order of the prompts, a batch at a time.
+
+    Raises:
+        JobError: an engine does not start, or has failed.
+    """
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what fails is told in the end
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True
@@ -124,5 +135,14 @@ def lines(job: Job, prompts: Sequence[Prompt]) -> Iterator[str]:
         num_gpus=0 if current_platform.is_cpu() else job.engine_args.tensor_parallel_size,
         runtime_env={"env_vars": {k: v for k, v in os.environ.items() if k.startswith(CARRIED)}},
     )
-    for row in found.iter_rows():
-        yield row["line"]
+    try:
+        for row in found.iter_rows():
+            yield row["line"]
+    except RayError as error:
+        raise JobError(f"an engine failed: {reason(str(error))}; the same command goes on from {job.output}") from None
+
+
+def reason(traceback: str) -> str:
+    """What an engine's error says; from other processes there is its traceback alone, with Ray's words around it."""
+    errors = re.findall(r"^(?!ray\.)\w[\w.]*: .+", traceback, re.MULTILINE)
+    return errors[-1] if errors else traceback.strip().splitlines()[-1]
