@@ -6,11 +6,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import Engine
+from tests import RUNS_V2
+from tests.conftest import ROOT, Engine
 from tests.rows import Row, rows_of
-from vllm_trie.worker import v1
+from vllm_trie.worker import v1, v2
 
 RANKS = 2
+TRITON_ON_CPU = str(ROOT / "tests" / "triton_on_cpu")
 
 
 class LookedInto:
@@ -27,19 +29,28 @@ class LookedInto:
         if self.rank != rank:
             return
         if what == "beams":
-            select = v1.select
-            v1.select = lambda rows, logits, *rest: select(rows, logits.roll(1, dims=-1), *rest)
+            module, place = (v2, 2) if RUNS_V2 else (v1, 1)
+            select = module.select
+            module.select = lambda *args: select(*args[:place], args[place].roll(1, dims=-1), *args[place + 1 :])
         else:
             draft_model = self.model_runner.speculator._draft_model
             logits_of = draft_model.logits
             draft_model.logits = lambda *args: logits_of(*args).roll(1, dims=-1)
 
 
+def prepare_workers() -> None:
+    """Set what workers, which are processes of their own, find in their environment; see tests.conftest."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if RUNS_V2 and TRITON_ON_CPU not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([TRITON_ON_CPU, *paths])
+
+
 class ParallelEngine(Engine):
     """An engine whose scheduler is in this process, and whose ranks are not."""
 
     def __init__(self, model: Path, **options: Any) -> None:
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # for the workers; see tests.conftest
+        prepare_workers()
         checks = {"check_invariants": True, "debug_rank_check": True}
         super().__init__(
             model,

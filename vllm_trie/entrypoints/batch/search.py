@@ -21,14 +21,12 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 
-from vllm_trie.config import TrieBeamConfig
 from vllm_trie.engine.group import new_pool
 from vllm_trie.engine.outputs import NO_HYPOTHESIS
 from vllm_trie.entrypoints.batch.files import JobError, Prompt
 from vllm_trie.entrypoints.batch.options import Job
-from vllm_trie.entrypoints.requests import engine_limits
-from vllm_trie.params import BeamParams, validate
-from vllm_trie.speculation_options import resolve
+from vllm_trie.entrypoints.requests import engine_limits, searches
+from vllm_trie.params import validate
 
 CARRIED = ("VLLM_", "HF_")  # environment variables that engines on other nodes need, too
 
@@ -45,10 +43,9 @@ class Searcher:
         self._llm = LLM.from_engine_args(engine_args)
         self._params = params
         vllm_config = self._llm.llm_engine.vllm_config
-        config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
-        beam = BeamParams.from_extra_args(params.extra_args, config.semantics)
+        beam = searches(params, vllm_config)
         assert beam is not None
-        self._beam = resolve(beam, config.speculation_defaults, vllm_config.speculative_config is not None)
+        self._beam = beam
         validate(params, self._beam, 1, engine_limits(vllm_config))  # what no prompt can have ends the job at once
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
