@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,8 +23,11 @@ from tests.conftest import ROOT, TRAINED_TARGET, Engines
 from vllm_trie import beam_params
 from vllm_trie.entrypoints.batch.__main__ import INTERRUPTED, main
 from vllm_trie.entrypoints.batch.files import JobError, Prompt, open_output, read_prompts
+from vllm_trie.entrypoints.batch.options import parse
+from vllm_trie.entrypoints.batch.search import reason
 
 SECONDS = 600
+README = (ROOT / "README.md").read_text()
 MARK = "TRIE_BATCH_TEST"  # an environment variable that all processes of a job inherit
 
 
@@ -158,6 +162,12 @@ def test_a_mistake_is_one_sentence_before_any_engine_starts(
     assert ended.value.code != 0
 
 
+def test_the_command_of_the_readme_is_understood() -> None:
+    (command,) = re.findall(r"```bash\n(python -m vllm_trie\.entrypoints\.batch .*?)```", README, re.DOTALL)
+    job = parse(shlex.split(command.replace("\\\n", " "))[3:])
+    assert (job.params.n, job.num_engines, job.engine_args.max_model_len) == (4, 2, 1024)
+
+
 def test_what_is_required_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     files = ["--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
     for given, missing in ([], "--input, --output, --beam-width"), (files, "--model is missing"):
@@ -165,6 +175,24 @@ def test_what_is_required_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: 
         with pytest.raises(SystemExit):
             main()
         assert missing in capsys.readouterr().err
+
+
+TRACEBACK = """\
+The actor died because of an error raised in its creation task, ray::MapWorker(MapBatches(Searcher)).__init__()
+  File "search.py", line 50, in __init__
+    validate(params, self._beam, 1, engine_limits(vllm_config))
+ValueError: beam_width=6 exceeds max_num_seqs=4; lower it, or raise --max-num-seqs
+
+The above exception was the direct cause of the following exception:
+
+ray.data.exceptions.UserCodeException: UDF failed to process a data block.
+To change retry attempts, configure `ray.data.DataContext` if you believe this to be transient.
+"""
+
+
+def test_of_a_traceback_what_the_engine_said_is_told() -> None:
+    assert reason(TRACEBACK) == "ValueError: beam_width=6 exceeds max_num_seqs=4; lower it, or raise --max-num-seqs"
+    assert reason("The actor died unexpectedly.\nIt was killed.\n") == "It was killed."
 
 
 # The job.

@@ -141,5 +141,5 @@ def lines(job: Job, prompts: Sequence[Prompt]) -> Iterator[str]:
 
 def reason(traceback: str) -> str:
     """What an engine's error says; from other processes there is its traceback alone, with Ray's words around it."""
-    errors = re.findall(r"^(?!ray\.)\w[\w.]*: .+", traceback, re.MULTILINE)
+    errors = re.findall(r"^(?!ray\.)[\w.]+(?:Error|Exception): .+", traceback, re.MULTILINE)
     return errors[-1] if errors else traceback.strip().splitlines()[-1]
