@@ -13,7 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests import RUNS_V2, models
+from tests import models
+from tests.rows import Row, rows_of
 
 torch._dynamo.config.disable = True  # engines here are eager; vLLM would still compile a kernel for log-probabilities
 
@@ -64,7 +65,11 @@ class Engine:
             )
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
-        self.runner = self.core.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def runner(self) -> Any:
+        """The model runner of an engine that has one alone."""
+        return self.core.model_executor.driver_worker.worker.model_runner
 
     def generate(self, prompts: list[list[int]], params: Any) -> list[Any]:
         return self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
@@ -81,45 +86,23 @@ class Engine:
 
     def check_rows(self) -> None:
         """Raise AssertionError unless the worker's rows hold the tokens and blocks that the scheduler believes."""
-        if RUNS_V2:
-            self._check_slots()
-            return
-        batch, requests = self.runner.input_batch, self.runner.requests
-        for group_id, group in self.scheduler.groups.items():
-            tries = self.scheduler.kv_cache_manager._groups[group_id].tries
-            if not tries:
-                continue
-            for row, row_id in enumerate(self.runner.beam_rows.groups[group_id].row_ids):
-                state, at = requests[row_id], batch.req_id_to_index.get(row_id)
-                if at is None:
-                    tokens, blocks = state.output_token_ids, state.block_ids
-                else:
-                    tokens = batch.token_ids_cpu[at, state.num_prompt_tokens : batch.num_tokens_no_spec[at]].tolist()
-                    tables = batch.block_table.block_tables
-                    blocks = [t.block_table.np[at, : t.num_blocks_per_row[at]].tolist() for t in tables]
-                assert tokens == group.history(row), row_id
-                for trie, of_group in zip(tries, blocks, strict=True):
-                    assert of_group[trie.num_skipped :] == trie.row_blocks(row), row_id
+        for rows in self.rows_of_ranks():
+            for group_id, group in self.scheduler.groups.items():
+                tries = self.scheduler.kv_cache_manager._groups[group_id].tries
+                for row, (tokens, blocks) in enumerate(rows[group_id] if tries else []):
+                    assert tokens == group.history(row), (group_id, row)
+                    for trie, of_group in zip(tries, blocks, strict=True):
+                        assert of_group[trie.num_skipped :] == trie.row_blocks(row), (group_id, row)
 
-    def _check_slots(self) -> None:
-        states, tables = self.runner.req_states, self.runner.block_tables
-        for group_id, group in self.scheduler.groups.items():
-            tries = self.scheduler.kv_cache_manager._groups[group_id].tries
-            if not tries:
-                continue
-            for row, row_id in enumerate(self.runner.beam_slots.groups[group_id].row_ids):
-                slot = states.req_id_to_index[row_id]
-                tokens = states.all_token_ids.gpu[slot, group.prompt_length : states.total_len.gpu[slot]].tolist()
-                assert tokens == group.history(row), row_id
-                for at, trie in enumerate(tries):
-                    held = tables.block_tables[at].gpu[slot, trie.num_skipped : tables.num_blocks.np[at, slot]]
-                    assert held.tolist() == trie.row_blocks(row), row_id
+    def rows_of_ranks(self) -> list[dict[str, list[Row]]]:
+        """The rows of all groups, as each worker has them."""
+        return [rows_of(self.runner)]
 
     def close(self) -> None:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         self.llm.llm_engine.engine_core.shutdown()
-        del self.llm, self.core, self.scheduler, self.runner
+        del self.llm, self.core, self.scheduler
         gc.collect()
         cleanup_dist_env_and_memory()
 

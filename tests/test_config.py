@@ -29,6 +29,7 @@ def test_options_are_read() -> None:
         ({"max_beam_width": "8"}, "trie_beam.max_beam_width='8'"),
         ({"semantics": "tf"}, "trie_beam.semantics='tf' is unknown; known: 'hf', 'vllm'"),
         ({"check_invariants": "yes"}, "trie_beam.check_invariants='yes'"),
+        ({"debug_rank_check": 1}, "trie_beam.debug_rank_check=1 is neither true nor false"),
         ({"speculation": "on"}, "trie_beam.speculation='on' is unknown; known: 'exact', 'sample', 'off'"),
         ({"speculation": True}, "trie_beam.speculation=True is unknown"),
         ({"do_sample": 1}, "trie_beam.do_sample=1 is neither true nor false"),

@@ -102,7 +102,10 @@ def test_registering_twice_is_harmless() -> None:
         ({"scheduler_cls": "mine.Scheduler"}, "scheduler_cls='mine.Scheduler' and trie_beam exclude each other"),
         ({"worker_cls": "mine.Worker"}, "worker_cls='mine.Worker' and trie_beam exclude each other"),
         ({"pipeline_parallel_size": 2}, "does not support pipeline_parallel_size > 1"),
-        ({"tensor_parallel_size": 2}, "does not support tensor_parallel_size > 1"),
+        (
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
+            "does not support distributed_executor_backend='external_launcher' with several ranks; start vLLM without",
+        ),
         ({"max_num_seqs": 64, "max_num_scheduled_tokens": 16}, "max_num_scheduled_tokens=16 below max_num_seqs=64"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},

@@ -25,12 +25,15 @@ class TrieBeamConfig(SpeculationOptions):
         max_beam_width: The widest search a request may ask for; max_num_seqs limits it in any case.
         semantics: What requests get that name no semantics, see `BeamParams`.
         check_invariants: Check every trie after every step; for tests and bug reports, slow.
+        debug_rank_check: Let tensor parallel ranks compare what they decide in every step, and end the engine if they
+            differ; for tests and bug reports, slow.
     """
 
     reclaim_interval: int = 15
     max_beam_width: int | None = None
     semantics: str = "hf"
     check_invariants: bool = False
+    debug_rank_check: bool = False
 
     def __post_init__(self) -> None:
         interval = self.reclaim_interval
@@ -42,8 +45,9 @@ class TrieBeamConfig(SpeculationOptions):
         if self.semantics not in SEMANTICS:
             known = ", ".join(map(repr, SEMANTICS))
             raise ValueError(f"trie_beam.semantics={self.semantics!r} is unknown; known: {known}")
-        if not isinstance(self.check_invariants, bool):
-            raise ValueError(f"trie_beam.check_invariants={self.check_invariants!r} is neither true nor false")
+        for name in ("check_invariants", "debug_rank_check"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"trie_beam.{name}={value!r} is neither true nor false")
         check_options(self, "trie_beam.")
 
     @classmethod

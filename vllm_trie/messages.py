@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from vllm_trie.search.pruning import Pruning
 from vllm_trie.search.step import Step
 from vllm_trie.search.warping import Warping
@@ -105,6 +107,10 @@ class Decided(NamedTuple):
 
     steps: list[Step]
     drafted: Drafted | None = None  # None: it did not speculate
+
+    def as_arrays(self) -> list[np.ndarray]:
+        """Which beams go on by which tokens, step by step."""
+        return [field for step in self.steps for field in (step.parents, step.tokens)]
 
 
 def attach_group_steps(output: SchedulerOutput, groups: dict[str, GroupStep]) -> None:

@@ -20,7 +20,7 @@ from vllm_trie.patching import Patch, verify
 from vllm_trie.speculation_options import check_drafts
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 SCHEDULER = "vllm_trie.engine.scheduler.BeamScheduler"
@@ -164,7 +164,7 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
         and budget < scheduler.max_num_seqs,
         **_unsupported_speculation(vllm_config),
         "kv_transfer_config (KV connectors)": vllm_config.kv_transfer_config is not None,
-        "tensor_parallel_size > 1": parallel.tensor_parallel_size > 1,
+        "distributed_executor_backend='external_launcher' with several ranks": is_launched_apart(parallel),
         "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,
         "decode_context_parallel_size > 1": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
@@ -174,6 +174,11 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
             raise ValueError(f"{PLUGIN_NAME} does not support {feature}; start vLLM without it or without the plugin")
     config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
     check_drafts(config.speculation, vllm_config.speculative_config is not None, f"{PLUGIN_NAME}.")
+
+
+def is_launched_apart(parallel: ParallelConfig) -> bool:
+    """Whether each rank has a scheduler of its own: these would draw different seeds."""
+    return parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1
 
 
 def _unsupported_speculation(vllm_config: VllmConfig) -> dict[str, bool]:

@@ -51,6 +51,19 @@ TOUCHED = (
         "--plugin must reach the engine's arguments",
         "vLLM lets a plugin add arguments",
     ),
+    *(
+        Touched(
+            f"vllm.entrypoints.llm:LLM.{method}",
+            "relied upon by vllm_trie.entrypoints.batch.search",
+            why,
+            "vllm run-batch takes prompts and returns hypotheses",
+        )
+        for method, why in (
+            ("from_engine_args", "a batch job takes all options of an engine"),
+            ("enqueue", "a prompt that is refused keeps no other from being searched"),
+            ("wait_for_completion", "answers come in the order of their prompts"),
+        )
+    ),
     Touched(
         "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search",
         "wrapped by vllm_trie.entrypoints.beam_search",
@@ -182,6 +195,18 @@ TOUCHED = (
     Touched(f"{_RUNNER}.execute_model", _BY_RUNNER, "a group's one entry becomes b rows", _GROUPS),
     Touched(f"{_RUNNER}._sample", _BY_RUNNER, "beams are selected, not sampled", _NATIVE),
     Touched(f"{_RUNNER}.sample_tokens", _BY_RUNNER, "what was decided travels back with the step's output", _NATIVE),
+    Touched(
+        "vllm.model_executor.layers.logits_processor:LogitsProcessor._gather_logits",
+        "relied upon by vllm_trie.worker",
+        "every tensor parallel rank selects, from the same logits",
+        _NATIVE,
+    ),
+    Touched(
+        "vllm.distributed.parallel_state:get_tp_group",
+        "relied upon by vllm_trie.worker.rank_check",
+        "ranks compare what they decide",
+        _NATIVE,
+    ),
     Touched(
         "vllm.v1.sample.sampler:Sampler.apply_logits_processors",
         "relied upon by vllm_trie.worker.v1.BeamModelRunner",

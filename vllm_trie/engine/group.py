@@ -175,14 +175,7 @@ class BeamGroup:
         return Hypothesis(tokens, self.hypotheses.token_logprobs(node), stopped_by, tops)
 
     def _new_pool(self) -> HypothesisPool:
-        penalty, max_length = self.params.length_penalty, self.rules.max_length
-        if self.params.semantics == "vllm":
-            return VllmPool(self.width, penalty, max_length, *self._uneven_lengths)
-        if self.params.semantics == "tridecode":
-            return TridecodePool(self.width, penalty, max_length)
-        # One beam is greedy search: `generate(num_beams=1)` stops at the first stop token, whatever the options.
-        early_stopping = True if self.width == 1 else self.params.early_stopping
-        return HfPool(self.width, penalty, max_length, early_stopping)
+        return new_pool(self.params, self.rules.max_length, *self._uneven_lengths)
 
     @property
     def _uneven_lengths(self) -> tuple[int, frozenset[int]]:
@@ -201,3 +194,22 @@ class BeamGroup:
         counted = self.prompt_length + length
         factor = (counted / max(counted - 1, 1)) ** self.params.length_penalty
         return (eos, factor) if factor != 1.0 else None
+
+
+def new_pool(
+    params: BeamParams, max_length: int, prompt_length: int = 0, uncounted: frozenset[int] = frozenset()
+) -> HypothesisPool:
+    """Where finished hypotheses compete, by a search's semantics.
+
+    Args:
+        max_length: The most tokens a hypothesis can generate.
+        prompt_length: Tokens of the prompt, where semantics="vllm" counts them.
+        uncounted: Tokens that do not count in the end of a hypothesis, likewise.
+    """
+    width, penalty = params.beam_width, params.length_penalty
+    if params.semantics == "vllm":
+        return VllmPool(width, penalty, max_length, prompt_length, uncounted)
+    if params.semantics == "tridecode":
+        return TridecodePool(width, penalty, max_length)
+    # One beam is greedy search: `generate(num_beams=1)` stops at the first stop token, whatever the options.
+    return HfPool(width, penalty, max_length, True if width == 1 else params.early_stopping)

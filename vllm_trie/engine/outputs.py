@@ -18,6 +18,8 @@ from vllm.v1.request import Request
 from vllm_trie.engine.group import Hypothesis
 from vllm_trie.params import GroupTicket
 
+NO_HYPOTHESIS = "no further hypothesis"  # stop reason of what stands for one where there are fewer than n
+
 
 @dataclass
 class _Delivery:
@@ -166,9 +168,7 @@ def hypothesis_output(hypothesis: Hypothesis, eos_token_id: int | None, num_logp
 
 def no_hypothesis_output() -> EngineCoreOutput:
     """What stands for a hypothesis that does not exist, where bans leave fewer than the user asked for."""
-    return EngineCoreOutput(
-        request_id="", new_token_ids=[], finish_reason=FinishReason.STOP, stop_reason="no further hypothesis"
-    )
+    return EngineCoreOutput(request_id="", new_token_ids=[], finish_reason=FinishReason.STOP, stop_reason=NO_HYPOTHESIS)
 
 
 def error_output(message: str) -> EngineCoreOutput:

@@ -63,7 +63,7 @@ def _checking(original: Callable[..., EngineCoreRequest]) -> Callable[..., Engin
         self: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> EngineCoreRequest:
         with refusing():
-            beam = _beam_params(params, self.vllm_config) if isinstance(params, SamplingParams) else None
+            beam = searches(params, self.vllm_config) if isinstance(params, SamplingParams) else None
         request = original(self, request_id, prompt, params, *args, **kwargs)
         if beam is not None:
             with refusing():
@@ -73,7 +73,12 @@ def _checking(original: Callable[..., EngineCoreRequest]) -> Callable[..., Engin
     return process_inputs
 
 
-def _beam_params(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | None:
+def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | None:
+    """The search that a request asks an engine for, if any.
+
+    Raises:
+        ValueError: naming the option, its value and what would work.
+    """
     config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
     beam = BeamParams.from_extra_args(params.extra_args, config.semantics)
     if beam is None:

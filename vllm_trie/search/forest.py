@@ -47,6 +47,10 @@ class Forest:
         """Nodes, the roots among them."""
         return len(self.tokens)
 
+    def as_arrays(self) -> list[np.ndarray]:
+        """All that the forest is: its rows follow from the order of its nodes."""
+        return [np.array(self.tokens), np.array(self.parents)]
+
     def path(self, node: int) -> list[int]:
         """The nodes from a root to `node`."""
         row = self.rows[self.row_of[node]]

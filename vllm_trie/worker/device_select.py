@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_trie.messages import Decided, SelectRules
 from vllm_trie.search.pruning import Pruning
 from vllm_trie.search.step import best_of
-from vllm_trie.worker.device_step import take_step
+from vllm_trie.worker.device_step import take_step, unpacked
 from vllm_trie.worker.forks import Forks
 from vllm_trie.worker.selection import Selection
 from vllm_trie.worker.slots import BeamSlots
@@ -31,6 +32,14 @@ class Selected(NamedTuple):
 
     on_host: dict[str, Decided]  # by group
     on_device: list[tuple[list[str], torch.Tensor]]  # groups, and their `DeviceStep.packed`
+
+    def decided(self, packed: Sequence[np.ndarray]) -> dict[str, Decided]:
+        """All of it, by group. `packed`: copies of what is on the device."""
+        decided = dict(self.on_host)
+        for (group_ids, _), copied in zip(self.on_device, packed, strict=True):
+            steps = unpacked(copied)
+            decided |= {group_id: Decided([steps.group(at)]) for at, group_id in enumerate(group_ids)}
+        return decided
 
 
 def select(

@@ -21,6 +21,7 @@ from vllm_trie.search.sampling import generator, joint
 from vllm_trie.search.speculation import DraftRules, Drafts, drafted
 from vllm_trie.search.warping import log_probabilities
 from vllm_trie.worker.draft_model import DraftModel
+from vllm_trie.worker.rank_check import RankCheck
 from vllm_trie.worker.rows import BeamRows, GroupRows
 
 NO_BLOCK = 0
@@ -101,11 +102,13 @@ class Speculator:
     Args:
         runner: vLLM's, with a draft model and one KV cache group.
         rows: Its beam groups.
+        rank_check: Compares forests between ranks; None if they are not to be compared.
     """
 
-    def __init__(self, runner: GPUModelRunner, rows: BeamRows) -> None:
+    def __init__(self, runner: GPUModelRunner, rows: BeamRows, rank_check: RankCheck | None) -> None:
         self._runner = runner
         self._rows = rows
+        self._rank_check = rank_check
         self._draft_model = DraftModel(runner)
         self.groups: dict[str, Speculation] = {}  # of the present step
 
@@ -120,6 +123,9 @@ class Speculator:
         self._catch_up()
         for number in range(1, max(one.grant.num_layers for one in self.groups.values()) + 1):
             self._draft_layer(number)
+            if self._rank_check is not None:  # before ranks compute forests of different shapes together, and hang
+                drafts = {group_id: one.forest.as_arrays() for group_id, one in self.groups.items()}
+                self._rank_check.compare("drafts", drafts)
         for group_id, one in self.groups.items():
             self._add_rows(group_id, one, output)
         self._runner.input_batch.refresh_metadata()

@@ -41,6 +41,8 @@ class BeamModelRunner(SpeculatingModelRunner):
         if self.speculator is not None:
             self._decided |= verify(rows, self.speculator, logits, self.controlled_after, newest)
             num_spare_rows = sum(len(rows.groups[group_id].spare_ids) for group_id in selecting)
+        if self.rank_check is not None:
+            self.rank_check.compare("beams", {group_id: one.as_arrays() for group_id, one in self._decided.items()})
         if num_spare_rows + sum(len(rows.groups[group_id].row_ids) for group_id in selecting) == batch.num_reqs:
             return SamplerOutput(sampled_token_ids=newest, logprobs_tensors=None)
         output = super()._sample(logits if last is None else logits[: last[-1] + 1], spec_decode_metadata)

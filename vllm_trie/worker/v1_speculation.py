@@ -13,6 +13,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_trie.worker.rank_check import rank_check
 from vllm_trie.worker.rows import BeamRows
 from vllm_trie.worker.speculate import Speculator
 
@@ -27,7 +28,8 @@ class SpeculatingModelRunner(GPUModelRunner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.beam_rows = BeamRows(self)
-        self.speculator = None if self.speculative_config is None else Speculator(self, self.beam_rows)
+        self.rank_check = rank_check(self.vllm_config)
+        self.speculator = None if self.speculative_config is None else Speculator(self, self.beam_rows, self.rank_check)
         self._num_stock_rows = 0  # that vLLM's drafter drafts for: ordinary requests, and groups that are one row yet
 
     def calculate_reorder_batch_threshold(self) -> None:

@@ -14,9 +14,9 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from vllm_trie.messages import Decided, attach_results
+from vllm_trie.messages import attach_results
 from vllm_trie.worker.device_select import InBatch, Selected, select
-from vllm_trie.worker.device_step import unpacked
+from vllm_trie.worker.rank_check import rank_check
 from vllm_trie.worker.slots import BeamSlots
 
 NOTHING = Selected({}, [])
@@ -33,6 +33,7 @@ class BeamModelRunnerV2(GPUModelRunner):
         self.beam_slots = BeamSlots(self)
         self._batch: InputBatch | None = None
         self._selected = NOTHING
+        self._rank_check = rank_check(self.vllm_config)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -101,6 +102,9 @@ class BeamModelRunnerV2(GPUModelRunner):
             {row_id: num_tokens[place] for place, row_id in enumerate(batch.req_ids)},
         )
         self._selected = select(rows, in_batch, logits, controlled, sampled)
+        if self._rank_check is not None:  # here, and not in what waits for the copies: one rank alone does that
+            decided = self._selected.decided([packed.cpu().numpy() for _, packed in self._selected.on_device])
+            self._rank_check.compare("beams", {group_id: one.as_arrays() for group_id, one in decided.items()})
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
@@ -132,11 +136,7 @@ class BeamOutput(AsyncModelRunnerOutput):
         """Wait for the copies."""
         output = self._stock.get_output()
         self._event.synchronize()
-        decided = dict(self._selected.on_host)
-        for (group_ids, _), packed in zip(self._selected.on_device, self._packed, strict=True):
-            steps = unpacked(packed)
-            decided |= {group_id: Decided([steps.group(at)]) for at, group_id in enumerate(group_ids)}
-        attach_results(output, decided)
+        attach_results(output, self._selected.decided(self._packed))
         return output
 
     def get_kv_connector_output(self) -> Any:

@@ -1,0 +1,147 @@
+"""Two ranks find what one finds: tokens, scores, order and the reasons why hypotheses end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests import models
+from tests.conftest import BLOCK_SIZE, Engine, Engines
+from tests.distributed.engines import RANKS, ParallelEngine
+from tests.engine.test_preemption import MOST_TIES, count_ties, preempt_all, run
+from tests.engine.test_scheduling import prompt_of
+from tests.engine.test_speculation import NOISE, steps_per_forward
+from vllm_trie import beam_params
+
+Job = tuple[list[int], SamplingParams]
+MAX_TOKENS = BLOCK_SIZE + 9
+CONTROLS: list[dict[str, Any]] = [
+    {},
+    {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2, "logprobs": 3},
+    {"logit_bias": {30: 2.0}, "stop_token_ids": [13, 15], "min_tokens": 6, "early_stopping": "never"},
+    {"temperature": 1.7, "top_k": 12, "top_p": 0.8, "prune_relative": 0.01},
+    {"sample_first": 9, "seed": 5},
+    {"do_sample": True, "seed": 3, "temperature": 0.7},
+    {"do_sample": True, "seed": 4, "temperature": 0.7, "replacement": True},
+    {"semantics": "vllm", "length_penalty": 2.0},
+    {"semantics": "tridecode"},
+]
+
+
+def jobs() -> list[Job]:
+    """Groups of several widths, with and without EOS, on both sides of a block boundary, and ordinary ones beside."""
+    asked = []
+    for number, length in enumerate([1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE + 20]):
+        for width in (2, 5):
+            for ignore_eos in (False, True):
+                params = beam_params(width, n=width, max_tokens=MAX_TOKENS, ignore_eos=ignore_eos)
+                asked.append((prompt_of(length, number), params))
+        greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=2)
+        asked.append((prompt_of(length, number), greedy))
+    for number, options in enumerate(CONTROLS):
+        params = beam_params(5, n=5, max_tokens=MAX_TOKENS, **options)
+        asked.append((prompt_of(20 + number, 100 + number), params))
+    return asked
+
+
+def copied(asked: list[Job]) -> list[Job]:
+    return [(prompt, params.clone()) for prompt, params in asked]
+
+
+@pytest.fixture(scope="module")
+def model(random_model: Callable[[str], Path]) -> Path:
+    return random_model("gqa")
+
+
+@pytest.fixture(scope="module")
+def parallel(model: Path) -> Iterator[ParallelEngine]:
+    engine = ParallelEngine(model, max_num_batched_tokens=256)
+    yield engine
+    engine.check_nothing_is_left()
+    engine.close()
+
+
+def check_same(outputs: list[Any], expected: list[Any]) -> None:
+    assert count_ties(outputs, expected) <= MOST_TIES * sum(len(output.outputs) for output in expected)
+
+
+def test_two_ranks_find_what_one_finds(engines: Engines, model: Path, parallel: ParallelEngine) -> None:
+    asked = jobs()
+    one_rank = engines(model, max_num_batched_tokens=256)
+    expected = run(one_rank, copied(asked), lambda: None)
+    stops = [hypothesis.finish_reason for output in expected for hypothesis in output.outputs]
+    assert {"stop", "length"} <= {*stops}
+    check_same(run(parallel, copied(asked), lambda: None), expected)
+    assert len(parallel.rows_of_ranks()) == RANKS
+
+
+def test_a_preempted_group_goes_on_alike_on_all_ranks(parallel: ParallelEngine) -> None:
+    asked = jobs()
+    undisturbed = run(parallel, copied(asked), lambda: None)
+    steps, preempted = 0, list[str]()
+
+    def now_and_then() -> None:
+        nonlocal steps
+        steps += 1
+        if steps % 11 == 0:
+            preempted.extend(request.request_id for request in parallel.scheduler.running if is_decoding(request))
+            preempt_all(parallel)
+
+    def is_decoding(request: Any) -> bool:
+        group = parallel.scheduler.groups.get(request.request_id)
+        return group is not None and group.length > 1
+
+    check_same(run(parallel, copied(asked), now_and_then), undisturbed)
+    assert len({*preempted}) > len(asked) // 2
+
+
+def test_an_abort_on_the_way_leaves_nothing(parallel: ParallelEngine) -> None:
+    core = parallel.llm.llm_engine
+    core.add_request("gone", {"prompt_token_ids": prompt_of(40)}, beam_params(5, n=3, max_tokens=MAX_TOKENS))
+    for _ in range(5):
+        core.step()
+    core.abort_request(["gone"])
+    check_same(run(parallel, jobs()[:2], lambda: None), run(parallel, jobs()[:2], lambda: None))
+    parallel.check_nothing_is_left()
+
+
+def test_two_ranks_speculate_alike_and_drafts_that_differ_end_the_engine(
+    engines: Engines, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    draft = models.make_draft(model, tmp_path_factory.mktemp("draft"), NOISE, seed=3)
+    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"speculation": "off"},
+        {"frequency_penalty": 0.4, "repetition_penalty": 1.2},
+        {"do_sample": True, "seed": 3, "temperature": 0.7},
+        {"do_sample": True, "seed": 3, "temperature": 0.7, "threshold": 0.7},
+        {"do_sample": True, "seed": 3, "temperature": 0.7, "memory_mode": True},
+    ]
+    asked = [
+        (prompt_of(length, length), beam_params(width, n=width, max_tokens=MAX_TOKENS, **options))
+        for length in (5, BLOCK_SIZE - 2)
+        for width in (2, 5)
+        for options in kinds
+    ]
+    asked.append((prompt_of(9), SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=0)))
+
+    def answers(engine: Engine) -> list[Any]:
+        found = run(engine, copied(asked), lambda: None)
+        assert steps_per_forward(found[0]) > 1.2
+        return found
+
+    expected = answers(engines(model, speculative_config=config))
+    parallel = ParallelEngine(model, speculative_config=config)
+    try:
+        check_same(answers(parallel), expected)
+        parallel.check_nothing_is_left()
+        parallel.llm.collective_rpc("go_astray", args=("drafts", 1))
+        with pytest.raises(RuntimeError, match=r"disagree about the drafts of beam group .* \(rank 0 against rank 1\)"):
+            run(parallel, copied(asked[:3]), lambda: None)
+    finally:
+        parallel.close()

@@ -1,0 +1,284 @@
+"""A batch job finds what `LLM.generate` finds, in one go or in several, and says what is wrong before it starts."""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT, TRAINED_TARGET, Engines
+from vllm_trie import beam_params
+from vllm_trie.entrypoints.batch.__main__ import INTERRUPTED, main
+from vllm_trie.entrypoints.batch.files import JobError, Prompt, open_output, read_prompts
+from vllm_trie.entrypoints.batch.options import parse
+from vllm_trie.entrypoints.batch.search import reason
+
+SECONDS = 600
+README = (ROOT / "README.md").read_text()
+MARK = "TRIE_BATCH_TEST"  # an environment variable that all processes of a job inherit
+
+
+def write_lines(path: Path, *lines: str) -> Path:
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+# Files.
+
+
+def test_prompts_have_their_own_ids_or_the_numbers_of_their_lines(tmp_path: Path) -> None:
+    lines = ['{"prompt": "a", "id": "x"}', "", '{"prompt": "b", "more": 1}', '{"prompt": "c", "id": 7}']
+    expected = [Prompt("x", "a"), Prompt(3, "b"), Prompt(7, "c")]
+    assert read_prompts(write_lines(tmp_path / "in.jsonl", *lines), "prompt") == expected
+    with gzip.open(tmp_path / "in.jsonl.gz", "wt") as file:
+        file.write("\n".join(lines))
+    assert read_prompts(tmp_path / "in.jsonl.gz", "prompt") == expected
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"prompt": "a"}', '{"prompt": '], "line 2 is no JSON: "),
+        (['{"prompt": "a"}', '["a"]'], "line 2 is no JSON object but '[\"a\"]'"),
+        (['{"text": "a", "id": 3}'], "line 1 has no 'prompt'; it has: text, id; choose one by --field"),
+        (["{}"], "line 1 has no 'prompt'; it has: nothing"),
+        (['{"prompt": [1, 2]}'], "line 1: 'prompt' is no text but [1, 2]"),
+        (['{"prompt": "a", "id": 1.5}'], 'line 1: "id" is neither a number nor a text but 1.5'),
+        (['{"prompt": "a", "id": true}'], 'line 1: "id" is neither a number nor a text but true'),
+        (['{"prompt": "a"}', '{"prompt": "b", "id": 1}'], "line 2 has the same id as line 1, 1; ids must differ"),
+        (["", " "], "has no prompts"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, lines: list[str], message: str) -> None:
+    path = write_lines(tmp_path / "in.jsonl", *lines)
+    with pytest.raises(JobError, match=re.escape(f"{path}") + ",? " + re.escape(message)):
+        read_prompts(path, "prompt")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"nowhere\.jsonl cannot be read: .*No such file"):
+        read_prompts(tmp_path / "nowhere.jsonl", "prompt")
+    (tmp_path / "text.gz").write_text("no gzip")
+    with pytest.raises(JobError, match=r"text\.gz cannot be read: .*[Nn]ot a gzip"):
+        read_prompts(tmp_path / "text.gz", "prompt")
+
+
+PROMPTS = [Prompt(1, "a"), Prompt("x", "b"), Prompt(3, "c")]
+
+
+def test_whole_lines_count_and_a_half_written_one_is_gone(tmp_path: Path) -> None:
+    whole = '{"id": "x", "prompt": "b", "hypotheses": []}\n{"id": 1, "prompt": "a", "hypotheses": []}\n'
+    path = tmp_path / "out.jsonl"
+    path.write_text(whole + '{"id": 3, "prompt": "c", "hypoth')
+    with open_output(path, PROMPTS) as (file, answered):
+        assert answered == {"x", 1}
+        file.write("more\n")
+    assert path.read_text() == whole + "more\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"id": 9, "prompt": "a", "hypotheses": []}',
+        '{"id": 1, "prompt": "other", "hypotheses": []}',
+        '{"id": 1, "prompt": "a"}',
+        '{"prompt": "a", "hypotheses": []}',
+    ],
+)
+def test_the_output_of_another_job_is_left_alone(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text(f"{line}\nhalf")
+    refusal = pytest.raises(JobError, match="line 1 answers no prompt of this job; name another --output")
+    with refusal, open_output(path, PROMPTS):
+        pass
+    assert path.read_text() == f"{line}\nhalf"
+
+
+def test_two_jobs_do_not_write_to_one_output(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with path.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(JobError, match="another job is writing to"), open_output(path, PROMPTS):
+            pass
+    with pytest.raises(JobError, match="cannot be written"), open_output(tmp_path / "no folder" / "out", PROMPTS):
+        pass
+
+
+# The command line.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--beam-widht", "4"], "unrecognized arguments: --beam-widht 4"),
+        (["--n", "5"], "n=5 exceeds beam_width=4"),
+        (["--beam-width", "0"], "beam_width=0 is not a whole number of beams"),
+        (["--beam-width", "many"], "argument --beam-width: invalid int value: 'many'"),
+        (["--early-stopping", "soon"], "argument --early-stopping: invalid choice: 'soon'"),
+        (["--search-options", "{"], "argument --search-options: '{' is no JSON"),
+        (["--search-options", "[]"], "argument --search-options: '[]' is no JSON object"),
+        (["--search-options", '{"n": 2}'], "--search-options says n, which has an option of its own: --n"),
+        (["--search-options", '{"seed": 2}'], "seed=2 has nothing to decide in a beam search"),
+        (["--search-options", '{"prune_relativ": 2}'], "--search-options: Unexpected keyword argument 'prune_relativ'"),
+        (["--output", "out.jsonl.gz"], "--output cannot be compressed"),
+        (["--num-engines", "0"], "--num-engines=0 is too few; pass at least 1"),
+        (["--data-parallel-size", "2"], "--data-parallel-size=2 is not for a batch job; use --num-engines"),
+        (["--distributed-executor-backend", "ray"], "--distributed-executor-backend=ray is not for a batch job"),
+        (["--additional-config", '{"trie_beam": {"reclaim": 1}}'], "unknown option trie_beam.reclaim"),
+        (["--field", "text"], "line 1 has no 'text'; it has: prompt; choose one by --field"),
+    ],
+)
+def test_a_mistake_is_one_sentence_before_any_engine_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "in.jsonl", '{"prompt": "a"}')
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    usual = ["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
+    monkeypatch.setattr(sys, "argv", ["batch", *usual, *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err if isinstance(ended.value.code, int) else f"{ended.value.code}\n"
+    assert said.startswith("python -m vllm_trie.entrypoints.batch: ")
+    assert message in said
+    assert said.count("\n") == 1
+    assert ended.value.code != 0
+
+
+def test_the_command_of_the_readme_is_understood() -> None:
+    (command,) = re.findall(r"```bash\n(python -m vllm_trie\.entrypoints\.batch .*?)```", README, re.DOTALL)
+    job = parse(shlex.split(command.replace("\\\n", " "))[3:])
+    assert (job.params.n, job.num_engines, job.engine_args.max_model_len) == (4, 2, 1024)
+
+
+def test_what_is_required_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
+    for given, missing in ([], "--input, --output, --beam-width"), (files, "--model is missing"):
+        monkeypatch.setattr(sys, "argv", ["batch", *given])
+        with pytest.raises(SystemExit):
+            main()
+        assert missing in capsys.readouterr().err
+
+
+TRACEBACK = """\
+The actor died because of an error raised in its creation task, ray::MapWorker(MapBatches(Searcher)).__init__()
+  File "search.py", line 50, in __init__
+    validate(params, self._beam, 1, engine_limits(vllm_config))
+ValueError: beam_width=6 exceeds max_num_seqs=4; lower it, or raise --max-num-seqs
+
+The above exception was the direct cause of the following exception:
+
+ray.data.exceptions.UserCodeException: UDF failed to process a data block.
+To change retry attempts, configure `ray.data.DataContext` if you believe this to be transient.
+"""
+
+
+def test_of_a_traceback_what_the_engine_said_is_told() -> None:
+    assert reason(TRACEBACK) == "ValueError: beam_width=6 exceeds max_num_seqs=4; lower it, or raise --max-num-seqs"
+    assert reason("The actor died unexpectedly.\nIt was killed.\n") == "It was killed."
+
+
+# The job.
+
+TEXTS = [f"def {name}(self):" for name in ("close", "open", "read", "write", "__init__", "run", "stop", "get", "set")]
+TOO_LONG = "x = 1\n" * 600
+BATCH = ["--batch-size", "2", "--beam-width", "6", "--n", "3", "--max-tokens", "128", "--length-penalty", "0.5"]
+ENGINE = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", str(1 << 28)]
+
+
+def start_job(folder: Path, mark: str, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "vllm_trie.entrypoints.batch", "--model", str(TRAINED_TARGET), *BATCH, *ENGINE]
+    files = ["--input", str(folder / "in.jsonl.gz"), "--output", str(folder / "out.jsonl"), "--field", "text"]
+    hidden = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment |= {MARK: mark, "RAY_AUTH_MODE": "disabled", "TORCHDYNAMO_DISABLE": "1"}
+    return subprocess.Popen(
+        [*command, *files, *options],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def living(mark: str) -> list[str]:
+    """The processes of a job, wherever they have gone."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_until_nothing_lives(mark: str) -> None:
+    deadline = time.monotonic() + 60
+    while survivors := living(mark):
+        assert time.monotonic() < deadline, survivors
+        time.sleep(0.2)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_job_that_was_interrupted_goes_on_and_finds_what_generate_finds(engines: Engines, tmp_path: Path) -> None:
+    texts, output, mark = [*TEXTS, TOO_LONG], tmp_path / "out.jsonl", uuid.uuid4().hex
+    with gzip.open(tmp_path / "in.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": text, "id": f"no {n}"}) + "\n" for n, text in enumerate(texts))
+
+    job = start_job(tmp_path, mark)
+    deadline = time.monotonic() + SECONDS
+    while not (output.exists() and output.read_text().count("\n") >= 2):
+        assert job.poll() is None, job.stderr and job.stderr.read()[-3000:]
+        assert time.monotonic() < deadline, "the job does not begin"
+        time.sleep(0.02)
+    os.killpg(job.pid, signal.SIGINT)
+    _, said = job.communicate(timeout=SECONDS)
+    assert job.returncode == INTERRUPTED, said[-3000:]
+    assert said.strip().endswith(f"interrupted; the same command goes on from what is in {output}")
+    wait_until_nothing_lives(mark)
+    before = output.read_text()
+    assert 2 <= before.count("\n") < len(texts)
+
+    output.write_text(before + '{"id": "no 8", "pro')  # as if it had been killed while it wrote
+    _, said = (job := start_job(tmp_path, mark, "--num-engines", "2")).communicate(timeout=SECONDS)
+    assert job.returncode == 1, said[-3000:]
+    assert said.strip().endswith(f'1 prompts could not be searched; see "error" in {output}')
+    wait_until_nothing_lives(mark)
+    assert output.read_text().startswith(before)
+
+    rows = rows_of(output)
+    assert [(row["id"], row["prompt"]) for row in rows] == [(f"no {n}", text) for n, text in enumerate(texts)]
+    assert rows[-1]["hypotheses"] == []
+    assert "512" in rows[-1]["error"]
+    params = beam_params(6, n=3, max_tokens=128, length_penalty=0.5)
+    expected = engines(TRAINED_TARGET).llm.generate(TEXTS, params, use_tqdm=False)
+    for row, output_of_one in zip(rows, expected, strict=False):
+        for ours, theirs in zip(row["hypotheses"], output_of_one.outputs, strict=True):
+            assert ours.keys() == {"text", "token_ids", "cumulative_logprob", "score", "finish_reason"}
+            assert (ours["text"], ours["token_ids"]) == (theirs.text, list(theirs.token_ids))
+            assert ours["finish_reason"] == theirs.finish_reason
+            assert ours["cumulative_logprob"] == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
+            score = ours["cumulative_logprob"] / len(ours["token_ids"]) ** 0.5
+            assert ours["score"] == pytest.approx(score, rel=1e-5)

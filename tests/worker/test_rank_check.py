@@ -1,0 +1,51 @@
+"""Ranks that decide alike pass; those that do not are named, with the group they disagree about."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vllm_trie.messages import Decided
+from vllm_trie.search.forest import Forest
+from vllm_trie.search.step import Candidates, Step
+from vllm_trie.worker.rank_check import _digest, disputes
+
+
+def decided(parents: list[int], tokens: list[int], scores: tuple[float, ...] = (-1.0, -2.0)) -> bytes:
+    nothing = Candidates(np.zeros(0), np.zeros(0), np.zeros(0))
+    step = Step(np.array(parents), np.array(tokens), np.array(scores), nothing, np.zeros(0, dtype=bool))
+    return _digest(Decided([step, step]).as_arrays())
+
+
+def test_ranks_that_decide_the_same_agree() -> None:
+    same = [{"a": decided([0, 1], [7, 8]), "b": decided([1, 1], [7, 8])} for _ in range(3)]
+    assert disputes(same) == []
+    assert disputes([{}, {}]) == []
+    rounded = decided([0, 1], [7, 8], scores=(-1.0000001, -2.0))
+    assert disputes([{"a": decided([0, 1], [7, 8])}, {"a": rounded}]) == [], "rounding is no decision"
+
+
+@pytest.mark.parametrize(
+    "other", [decided([1, 0], [7, 8]), decided([0, 1], [8, 7]), decided([0], [7]), decided([0, 1], [7, 9])]
+)
+def test_a_rank_that_decides_otherwise_is_named_with_its_group(other: bytes) -> None:
+    usual = {"a": decided([0, 1], [7, 8]), "b": decided([0, 1], [7, 8])}
+    found = disputes([usual, {**usual, "b": other}, usual, usual])
+    assert found == ["beam group 'b' (ranks 0, 2, 3 against rank 1)"]
+
+
+def test_a_group_that_not_all_ranks_have_is_disputed() -> None:
+    one = {"a": decided([0, 1], [7, 8])}
+    assert disputes([one, {}]) == disputes([{}, one]) == ["beam group 'a' (rank 0 against rank 1)"]
+
+
+def test_forests_differ_by_any_node_and_by_where_it_grows() -> None:
+    def grown(*nodes: tuple[int, int]) -> bytes:
+        forest = Forest([3, 4], max_rows=8, max_tokens=32)
+        for parent, token in nodes:
+            forest.add(parent, token)
+        return _digest(forest.as_arrays())
+
+    forests = [grown(), grown((0, 5)), grown((1, 5)), grown((0, 6)), grown((0, 5), (1, 5)), grown((1, 5), (0, 5))]
+    assert len({*forests}) == len(forests)
+    assert grown((0, 5), (2, 6)) == grown((0, 5), (2, 6))

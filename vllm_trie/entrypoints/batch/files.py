@@ -1,0 +1,108 @@
+"""The two files of a batch job: prompts to search, and what was found so far. Both have one JSON object per line."""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+Id = int | str
+
+
+class JobError(Exception):
+    """What is wrong with a job, in a sentence for its user."""
+
+
+class Prompt(NamedTuple):
+    """One prompt; its id is that of its line, or else the line's number."""
+
+    id: Id
+    prompt: str
+
+
+def read_prompts(path: Path, field: str) -> list[Prompt]:
+    """All prompts of a file, which may be compressed by gzip if its name ends in ".gz".
+
+    Raises:
+        JobError: naming the line, and what is wrong with it.
+    """
+    prompts, line_of = [], dict[Id, int]()
+    for number, row in _objects(path):
+        where = f"{path}, line {number}"
+        if field not in row:
+            raise JobError(f"{where} has no {field!r}; it has: {', '.join(row) or 'nothing'}; choose one by --field")
+        text, own_id = row[field], row.get("id", number)
+        if not isinstance(text, str):
+            raise JobError(f"{where}: {field!r} is no text but {json.dumps(text)[:40]}")
+        if not isinstance(own_id, int | str) or isinstance(own_id, bool):
+            raise JobError(f'{where}: "id" is neither a number nor a text but {json.dumps(own_id)[:40]}')
+        if own_id in line_of:
+            raise JobError(f"{where} has the same id as line {line_of[own_id]}, {own_id!r}; ids must differ")
+        line_of[own_id] = number
+        prompts.append(Prompt(own_id, text))
+    if not prompts:
+        raise JobError(f"{path} has no prompts")
+    return prompts
+
+
+@contextmanager
+def open_output(path: Path, prompts: list[Prompt]) -> Iterator[tuple[IO[str], set[Id]]]:
+    """The output, to append lines to, and which of the prompts have theirs already.
+
+    A job may end at any time: what is a whole line counts, and what was half written is gone.
+
+    Raises:
+        JobError: another job writes to the file, or it answers other prompts.
+    """
+    try:
+        raw = path.open("a+b")
+    except OSError as error:
+        raise JobError(f"{path} cannot be written: {error}") from None
+    with raw:
+        try:
+            fcntl.flock(raw, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise JobError(f"another job is writing to {path}; wait for it, or name another --output") from None
+        answered = _answered(path, dict(prompts))
+        raw.seek(0)
+        raw.truncate(sum(len(line) for line in raw if line.endswith(b"\n")))
+        with path.open("a", encoding="utf-8") as file:
+            yield file, answered
+
+
+def _answered(path: Path, texts: dict[Id, str]) -> set[Id]:
+    answered = set[Id]()
+    for number, row in _objects(path, is_output=True):
+        own_id = row.get("id")
+        is_known = isinstance(own_id, int | str) and own_id in texts
+        if own_id is None or not is_known or "hypotheses" not in row or row.get("prompt") != texts[own_id]:
+            where = f"{path}, line {number}"
+            raise JobError(f"{where} answers no prompt of this job; name another --output, or move the file away")
+        answered.add(own_id)
+    return answered
+
+
+def _objects(path: Path, is_output: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and objects of a file.
+
+    Args:
+        is_output: Whether a last line without its end was half written, and does not count.
+    """
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip() or (is_output and not line.endswith(b"\n")):
+                    continue
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise JobError(f"{path}, line {number} is no JSON: {error}") from None
+                if not isinstance(row, dict):
+                    raise JobError(f"{path}, line {number} is no JSON object but {line.strip()[:40].decode()!r}")
+                yield number, row
+    except (OSError, EOFError) as error:  # EOFError: the compressed file is cut short
+        raise JobError(f"{path} cannot be read: {error}") from None

@@ -1,0 +1,141 @@
+"""The command line of a batch job: its files, the search, and all of vLLM's own options of an engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
+from vllm_trie.entrypoints.cli import plugin_name
+from vllm_trie.params import SEMANTICS, beam_params
+from vllm_trie.plugin import register
+
+PROGRAM = "python -m vllm_trie.entrypoints.batch"
+EARLY_STOPPING = {"true": True, "false": False, "never": "never"}
+SEARCH = ("beam_width", "n", "max_tokens", "length_penalty", "early_stopping", "semantics", "stop")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done."""
+
+    input: Path
+    output: Path
+    field: str
+    num_engines: int
+    batch_size: int
+    params: SamplingParams
+    engine_args: EngineArgs
+
+
+class _Parser(FlexibleArgumentParser):
+    """One sentence for a mistake: the usage of an engine has hundreds of lines."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{PROGRAM}: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def parse(arguments: Sequence[str] | None = None) -> Job:
+    """Read the command line; what is wrong with it ends the process with a sentence and status 2."""
+    register()
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    try:
+        if args.model is None:
+            raise ValueError("--model is missing; name the model to search with")
+        if args.output.suffix == ".gz":
+            raise ValueError("--output cannot be compressed, since lines are appended to it; compress it afterwards")
+        for name in ("num_engines", "batch_size"):
+            if getattr(args, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')}={getattr(args, name)} is too few; pass at least 1")
+        return Job(
+            args.input, args.output, args.field, args.num_engines, args.batch_size, _search(args), _engine_args(args)
+        )
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        parser.error(str(error))
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} --model MODEL --input FILE --output FILE --beam-width N [options]",
+        description="Search a file of prompts with beams, on one or more engines that run on Ray. "
+        "A job that was interrupted goes on when the same command is run again.",
+    )
+    job = parser.add_argument_group(title="batch job")
+    job.add_argument("--input", type=Path, required=True, metavar="FILE", help="JSON lines, or these in .gz.")
+    job.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines, one per prompt.")
+    job.add_argument("--field", default="prompt", help="What the prompt is called in the input.")
+    job.add_argument("--num-engines", type=int, default=1, help="Engines that work side by side.")
+    job.add_argument(
+        "--batch-size", type=int, default=128, help="Prompts that an engine is given, and answers, at a time."
+    )
+    search = parser.add_argument_group(title="beam search")
+    search.add_argument("--beam-width", type=int, required=True, help="Beams searched side by side.")
+    search.add_argument("--n", type=int, default=1, help="Hypotheses per prompt.")
+    search.add_argument("--max-tokens", type=int, default=64, help="Tokens of the longest hypothesis.")
+    search.add_argument("--length-penalty", type=float, default=1.0, help="Above 0 favours longer hypotheses.")
+    search.add_argument("--early-stopping", choices=EARLY_STOPPING, default="false")
+    search.add_argument("--semantics", choices=SEMANTICS, help="Whose rules the search follows.")
+    search.add_argument("--stop", action="append", metavar="TEXT", help="Ends a hypothesis; may be repeated.")
+    search.add_argument(
+        "--search-options",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help='What else vllm_trie.beam_params takes, such as \'{"min_tokens": 8, "prune_relative": 0.01}\'.',
+    )
+    EngineArgs.add_cli_args(parser)
+    parser.set_defaults(model=None)
+    return parser
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object; pass '{{\"option\": value}}'")
+    return value
+
+
+def _search(args: argparse.Namespace) -> SamplingParams:
+    options = {name: getattr(args, name) for name in SEARCH}
+    options["early_stopping"] = EARLY_STOPPING[args.early_stopping]
+    for name in args.search_options:
+        if name in SEARCH:
+            raise ValueError(
+                f"--search-options says {name}, which has an option of its own: --{name.replace('_', '-')}"
+            )
+    try:
+        return beam_params(**options, **args.search_options)
+    except TypeError as error:  # a name that neither beams nor vLLM know
+        raise ValueError(f"--search-options: {error}") from None
+
+
+def _engine_args(args: argparse.Namespace) -> EngineArgs:
+    plugin_name(PLUGIN_NAME)
+    args.additional_config = {PLUGIN_NAME: {}, **args.additional_config}
+    TrieBeamConfig.from_additional_config(args.additional_config)
+    if args.data_parallel_size > 1:
+        raise ValueError(f"--data-parallel-size={args.data_parallel_size} is not for a batch job; use --num-engines")
+    if args.distributed_executor_backend == "ray":
+        raise ValueError(
+            "--distributed-executor-backend=ray is not for a batch job, each of whose engines runs on one node of Ray; "
+            "leave it out"
+        )
+    try:
+        return EngineArgs.from_cli_args(args)
+    except OSError as error:  # where vLLM may not download, it looks for the model at once
+        raise ValueError(f"--model={args.model} cannot be found: {error}") from None

@@ -1,0 +1,80 @@
+"""Whether tensor parallel ranks decide alike: each selects for itself, from equal logits, and one of them answers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch.distributed as dist
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
+
+from vllm_trie.config import TrieBeamConfig
+
+DIGEST_BYTES = 16
+
+
+class RanksDisagreeError(RuntimeError):
+    """Ranks have decided differently: what they compute from now on is no longer one model's."""
+
+
+class RankCheck:
+    """Compares what ranks have decided.
+
+    Args:
+        ranks: A process group of all that must decide the same, whose tensors are on the host.
+    """
+
+    def __init__(self, ranks: dist.ProcessGroup) -> None:
+        self._ranks = ranks
+        self._num_ranks = dist.get_world_size(ranks)
+
+    def compare(self, what: str, of_groups: Mapping[str, Iterable[np.ndarray]]) -> None:
+        """Wait until all ranks have come here, and return if they bring the same.
+
+        Args:
+            what: They have decided, for the message.
+            of_groups: Integers, by beam group.
+
+        Raises:
+            RanksDisagreeError: on all ranks, naming the groups and who differs from whom.
+        """
+        mine = {group_id: _digest(arrays) for group_id, arrays in of_groups.items()}
+        of_ranks: list[dict[str, bytes]] = [{}] * self._num_ranks
+        dist.all_gather_object(of_ranks, mine, group=self._ranks)
+        if found := disputes(of_ranks):
+            raise RanksDisagreeError(
+                f"trie_beam.debug_rank_check: tensor parallel ranks disagree about the {what} of {', '.join(found)}; "
+                f"nothing that this engine would compute from now on could be trusted, so it ends here"
+            )
+
+
+def disputes(of_ranks: Sequence[Mapping[str, bytes]]) -> list[str]:
+    """The beam groups of which ranks do not say the same, each with who is against whom."""
+    found = []
+    for group_id in dict.fromkeys(group_id for of_rank in of_ranks for group_id in of_rank):
+        camps = defaultdict(list)
+        for rank, of_rank in enumerate(of_ranks):
+            camps[of_rank.get(group_id)].append(str(rank))
+        if len(camps) > 1:
+            sides = " against ".join(f"rank{'s' * (len(camp) > 1)} {', '.join(camp)}" for camp in camps.values())
+            found.append(f"beam group {group_id!r} ({sides})")
+    return found
+
+
+def rank_check(vllm_config: VllmConfig) -> RankCheck | None:
+    """For a worker of this engine, once vLLM's process groups are there; None unless it is asked for and has peers."""
+    config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
+    if not config.debug_rank_check or vllm_config.parallel_config.tensor_parallel_size == 1:
+        return None
+    return RankCheck(get_tp_group().cpu_group)
+
+
+def _digest(arrays: Iterable[np.ndarray]) -> bytes:
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for array in arrays:
+        digest.update(repr(array.shape).encode())
+        digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
+    return digest.digest()
