@@ -320,6 +320,7 @@ TOUCHED = (
         _BY_ASYNC_SCHEDULER,
         "a group's pending steps are its placeholders",
         _GROUPS,
+        only_in="0.32",
     ),
     Touched(
         f"{_ASYNC_SCHEDULER}._update_after_schedule",
