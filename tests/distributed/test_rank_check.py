@@ -7,7 +7,7 @@ import sys
 
 from tests.conftest import ROOT, TRAINED_TARGET
 
-SECONDS = 300
+SECONDS = 800
 
 
 def test_a_rank_that_goes_astray_ends_the_engine_and_the_log_says_why() -> None:

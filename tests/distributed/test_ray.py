@@ -24,7 +24,7 @@ from tests.engine.test_preemption import run
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    with local_ray(num_devices=RANKS):
+    with local_ray(num_devices=2 * RANKS):  # an engine that is gone still has those it reserved
         yield
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
 from tests.loop import allowed
-from vllm_trie.search.warping import Warping, filtered, log_probabilities
+from vllm_trie.search.warping import Warping, filtered, log_probabilities, running_sum
 
 ROWS, VOCAB_SIZE = 6, 40
 property_test = settings(max_examples=300, deadline=None, derandomize=True)
@@ -82,3 +82,17 @@ def test_equal_log_probabilities_fall_to_top_p_by_token() -> None:
 def test_nothing_to_filter_costs_no_copy() -> None:
     logprobs = logprobs_of(0)
     assert filtered(logprobs, Warping(temperature=0.5)) is logprobs
+
+
+@pytest.mark.parametrize("shape", [(7,), (1, 7), (1, 1, 7), (3, 7), (2, 3, 7)])
+def test_running_sums_of_one_row_are_those_of_many(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.rand(shape, dtype=torch.float64)
+    expected, scanned, scan = values.cumsum(dim=-1), list[torch.Size](), torch.Tensor.cumsum
+
+    def watched(of: torch.Tensor, dim: int) -> torch.Tensor:
+        scanned.append(of.shape)
+        return scan(of, dim=dim)
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", watched)
+    assert torch.equal(running_sum(values), expected)
+    assert all(shape.numel() > shape[-1] for shape in scanned), "torch scanned a row that is alone"

@@ -7,7 +7,7 @@ import torch
 
 from vllm_trie.search.gumbel import gumbel_top_k
 from vllm_trie.search.step import Candidates, Step
-from vllm_trie.search.warping import Warping, filtered
+from vllm_trie.search.warping import Warping, filtered, running_sum
 
 DEAD = np.float32(-np.inf)
 
@@ -94,7 +94,7 @@ def sampled_step(tokens: np.ndarray, scores: np.ndarray, stops: np.ndarray, num_
 
 def _inverted(p: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
     """Where the running sums of p [..., N] pass the chances [..., k], these being shares of its total."""
-    share = p.cumsum(dim=-1)
+    share = running_sum(p)
     total = share[..., -1:]
     below_total = torch.nextafter(total, torch.zeros_like(total))  # rounding must not reach beyond the last possible
     drawn = torch.searchsorted(share, torch.minimum(chances * total, below_total), right=True)

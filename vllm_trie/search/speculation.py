@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm_trie.search.sampling import draw_cells
-from vllm_trie.search.warping import best
+from vllm_trie.search.warping import best, running_sum
 
 NEGLIGIBLE = 1e-12  # a chance so small that what has it is rounding
 
@@ -250,5 +250,5 @@ def _as_drawn(p: torch.Tensor, q: torch.Tensor, drafts: np.ndarray, replacement:
     left = torch.ones_like(chances)
     if not replacement:
         # Summed from the end: one minus what was drawn would be all rounding once q is nearly used up.
-        left = q.flatten().index_fill(0, where, 0.0).sum() + chances.flip(0).cumsum(0).flip(0)
+        left = q.flatten().index_fill(0, where, 0.0).sum() + running_sum(chances.flip(0)).flip(0)
     return [Draft(*seen) for seen in zip(drafts.tolist(), *torch.stack([target, chances, left]).tolist(), strict=True)]

@@ -70,6 +70,17 @@ def best(logprobs: torch.Tensor, count: torch.Tensor | int, last: torch.Tensor) 
     return above | (ties & (ties.cumsum(dim=-1) <= count - above.sum(dim=-1, keepdim=True)))
 
 
+def running_sum(values: torch.Tensor) -> torch.Tensor:
+    """Sums along [..., N], the same whenever and wherever they are computed.
+
+    On CUDA torch scans a single row by a kernel whose float sums depend on what else the device does, which tensor
+    parallel ranks must not; of several rows it scans each by itself. Source: torch 2.13 `scan_dim`.
+    """
+    if values.numel() != values.shape[-1]:
+        return values.cumsum(dim=-1)
+    return torch.stack([values, values]).cumsum(dim=-1)[0]
+
+
 def _nucleus(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
     """The fewest best of each row that hold `top_p` of its mass; they are few, so the vocabulary is not sorted."""
     total = logprobs.logsumexp(dim=-1, keepdim=True)
@@ -77,7 +88,7 @@ def _nucleus(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
     while True:
         num_ranked = min(max(4 * num_ranked, FIRST_RANKED), logprobs.shape[-1])
         best_first = logprobs.topk(num_ranked, dim=-1).values
-        held = (best_first - total).exp().nan_to_num().cumsum(dim=-1)
+        held = running_sum((best_first - total).exp().nan_to_num())
         if num_ranked == logprobs.shape[-1] or ((held[..., -1:] >= top_p) | (total == NEVER)).all():
             break
     count = (1 + (held < top_p).sum(dim=-1, keepdim=True)).clamp_(max=num_ranked)
