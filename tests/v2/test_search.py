@@ -8,13 +8,11 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests import RUNS_V2
 from tests.conftest import BLOCK_SIZE, Engines
 from tests.reference import agree, engine_answers, transformers_beams
 from vllm_trie import beam_params
 from vllm_trie.worker import kernels
 
-pytestmark = pytest.mark.skipif(not RUNS_V2, reason="needs VLLM_USE_V2_MODEL_RUNNER=1, for vLLM's V2 model runner")
 MAX_TOKENS = 10  # from a partly filled block over its end into the next
 WIDTHS = (3, 2)
 
