@@ -21,6 +21,7 @@ from benchmarks.common import BLOCK_SIZE, TARGET
 VLLM = str(Path(sys.executable).with_name("vllm"))
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 START_SECONDS = 300
+END_SECONDS = 120
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -91,7 +92,7 @@ def serving_by(command: list[str], log: Path, port: int) -> Iterator[Server]:
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(30)
+            process.wait(END_SECONDS)
         finally:
             survivors = _group_lives(process.pid)
             if survivors:

@@ -50,7 +50,7 @@ def keeping_one(engine: Engine, prompts: list[list[int]], **options: Any) -> lis
 
 
 def test_memory_mode_ends_hypotheses_as_any_search_does(engine: Engine, prompts: list[list[int]]) -> None:
-    tokenizer, stop = engine.llm.get_tokenizer(), "):"
+    tokenizer, stop = engine.llm.get_tokenizer(), "\n"  # which all code comes to
     newline = tokenizer.encode("\n")[-1]
 
     def ended(prompts: list[list[int]], **options: Any) -> list[Any]:
@@ -66,7 +66,7 @@ def test_memory_mode_ends_hypotheses_as_any_search_does(engine: Engine, prompts:
         (newline, {"stop_token_ids": [newline], "ignore_eos": True}),
         (tokenizer.eos_token_id, {"max_tokens": 2 * LENGTH}),
     ]:
-        by_token = ended(prompts[:2], **options)
+        by_token = ended(prompts, **options)
         assert {o.stop_reason for o in by_token} == {None if token == tokenizer.eos_token_id else token}
         assert all(o.token_ids.index(token) == len(o.token_ids) - 1 for o in by_token)
 
