@@ -35,8 +35,9 @@ def test_options_mean_on_both_runners_the_same(engines: Engines, monkeypatch: py
     answers, beams = ours.generate(prompts, [one.clone() for one in params]), ours.llm.beam_search(*calls)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     theirs = engines(TRAINED_TARGET, **limits)
-    assert type(ours.runner) is not type(theirs.runner)
+    assert type(theirs.runner).__name__ == "BeamCPUModelRunner"
     assert count_ties(answers, theirs.generate(prompts, params)) == 0
     assert any(output.finish_reason == "stop" for output in answers[0].outputs)
     for our, their in zip(beams, theirs.llm.beam_search(*calls), strict=True):
         assert [sequence.tokens for sequence in our.sequences] == [sequence.tokens for sequence in their.sequences]
+    engines.close()  # while an engine lives, vLLM remembers the environment that it began in
