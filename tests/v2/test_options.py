@@ -13,7 +13,7 @@ from tests.engine.test_preemption import count_ties
 from vllm_trie import beam_params
 
 ASKED: list[dict[str, Any]] = [
-    {"stop": ["\n", "):"], "min_tokens": 2, "include_stop_str_in_output": True},
+    {"stop": ["\n", ")", "th", "er"], "include_stop_str_in_output": True, "early_stopping": True},
     {"stop": ["self", " return"], "bad_words": ["None"]},
     {"prune_relative": 0.05, "max_candidates_per_parent": 2, "length_penalty": 0.3},
     {"semantics": "tridecode"},
