@@ -45,7 +45,8 @@ def find_python() -> str:
 
 
 def install(python: Path) -> None:
-    command = [python, "-m", "pip", "install", "-qq", "--editable", f"{ROOT}[cpu,ray,test,bench]"]
+    # Python compiles what it imports, when it does; all of it at once takes minutes.
+    command = [python, "-m", "pip", "install", "-qq", "--no-compile", "--editable", f"{ROOT}[cpu,ray,test,bench]"]
     if subprocess.run(command).returncode:
         print("Trying again with PyTorch's own index for the CPU build of torch ...", flush=True)
         run(*command, "--extra-index-url", TORCH_CPU_INDEX)
