@@ -32,7 +32,7 @@ def test_a_server_of_two_ranks_answers_as_one_engine_and_ends_with_all_its_proce
 
         failures: list[openai.APIError] = []
 
-        # A stock `vllm serve`, too, may end its engine before the engine answers, and then waits for the client to leave.
+        # A stock `vllm serve`, too, may end its engine before that answers, and then waits for the client to leave.
         def search_until_the_server_ends() -> None:
             options = {"vllm_xargs": {"beam_width": 64}, "ignore_eos": True}
             try:
