@@ -1,7 +1,8 @@
-"""What the benchmarks share: an engine, fair timing, tables and JSON."""
+"""What the benchmarks and the demo share: engines, fair timing, and tables on the terminal."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -9,11 +10,15 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from tqdm import tqdm
+
+from vllm_trie.engine.stats import SearchCounts
 
 PAIR = Path(__file__).parent / "stdlib_pair"
 TARGET = PAIR / "target"
@@ -22,7 +27,7 @@ TEXT_COLUMNS = ("completion", "ended by")
 console = Console(width=None if os.isatty(1) else 120)
 
 
-def make_engine(in_process: bool = False, model: Path = TARGET, **options: Any) -> Any:
+def make_engine(in_process: bool = False, model: str | Path = TARGET, **options: Any) -> Any:
     """An `LLM` with beam groups, on the trained target.
 
     Args:
@@ -49,6 +54,38 @@ def make_engine(in_process: bool = False, model: Path = TARGET, **options: Any) 
             **options,
         },
     )
+
+
+def engine_with_draft(num_layers: int, **options: Any) -> Any:
+    """The trained pair, in this process."""
+    draft = {"method": "draft_model", "model": str(PAIR / "draft"), "num_speculative_tokens": num_layers}
+    return make_engine(in_process=True, enforce_eager=True, speculative_config=draft, **options)
+
+
+def stop(llm: Any) -> None:
+    """Give back what an engine in this process holds."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    llm.llm_engine.engine_core.shutdown()
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+def total_counts(outputs: Sequence[Any]) -> SearchCounts:
+    """What several speculative searches took together."""
+    total = SearchCounts()
+    for output in outputs:
+        told = output.kv_transfer_params["trie_beam"]
+        total.add(SearchCounts(**{count.name: told[count.name] for count in fields(SearchCounts)}))
+    return total
+
+
+def one_at_a_time(llm: Any, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any]:
+    """Outputs of searches that share nothing, so that each is granted all it can use."""
+    return [
+        llm.generate([prompt], own, use_tqdm=False)[0]
+        for prompt, own in tqdm(list(zip(prompts, params, strict=True)), leave=False, mininterval=1)
+    ]
 
 
 def settings(**more: Any) -> str:

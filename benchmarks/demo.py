@@ -12,10 +12,23 @@ import textwrap
 from functools import partial
 from typing import Any
 
-from benchmarks.blocks import code_prompts, peak_of
-from benchmarks.common import BLOCK_SIZE, alternate, console, make_engine, median_ratio, settings, show
-from benchmarks.speculation import engine_with_draft, one_at_a_time, stop, total_counts
+from benchmarks.common import (
+    BLOCK_SIZE,
+    TARGET,
+    alternate,
+    console,
+    engine_with_draft,
+    make_engine,
+    median_ratio,
+    one_at_a_time,
+    settings,
+    show,
+    stop,
+    total_counts,
+)
+from benchmarks.prompts import CODE
 from benchmarks.stdlib_pair.corpus import held_out_prompts
+from benchmarks.watch import watched
 from vllm_trie import beam_params
 
 WIDTHS = (1, 4, 8)
@@ -107,11 +120,11 @@ def _shown(text: str, lines: int = 6) -> str:
 
 def count_blocks(llm: Any) -> None:
     """Peak KV blocks of one search, from vLLM's own pool, against rows that share nothing."""
-    (prompt,) = code_prompts(llm, 1, BLOCKS_PROMPT)
+    (prompt,) = CODE.tokens(str(TARGET), 1, BLOCKS_PROMPT)
     rows = []
     for width in WIDTHS:
         params = beam_params(width, max_tokens=BLOCKS_TOKENS, ignore_eos=True)
-        peak, _ = peak_of(llm, prompt, params)
+        peak = max(watched(llm, prompt, params).used)
         unshared = width * -(-(BLOCKS_PROMPT + BLOCKS_TOKENS - 1) // BLOCK_SIZE)
         rows.append((width, peak, unshared, f"{peak / unshared:.2f}"))
     show(

@@ -6,7 +6,6 @@ import json
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -14,51 +13,62 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import BLOCK_SIZE, TARGET, alternate, median_ratio
+from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.server import VLLM, Server, serving
 from benchmarks.stdlib_pair.corpus import held_out_prompts
 
-SERVE_COLUMNS = ("traffic", "without, s", "with, s", "times faster", "A/A")
 BEAM_TRAFFIC = ((4, 1), (4, 8), (8, 8))  # beams, requests at a time
 BEAM_REQUESTS, BEAM_TOKENS = 16, 32
 ORDINARY = {"num-prompts": 64, "random-input-len": 64, "random-output-len": 32, "max-concurrency": 8}
 
-LATENCY_COLUMNS = ("beams x prompts", "without, s", "with, s", "times faster")
 LATENCY_SHAPES = ((4, 1), (4, 8), (8, 4))
 LATENCY_TOKENS = 32
 
 
-def against_stock(repeats: int) -> Iterator[tuple[Any, ...]]:
+def cells(setting: Setting) -> list[Cell]:
+    return [("all",)]
+
+
+def measure(bench: Bench, _: str) -> Measured:
     """One server with the plugin between two without: ordinary traffic, then `use_beam_search`."""
+    bench.stop_engine()
+    repeats = bench.setting.repeats
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         servers = {
             name: running.enter_context(serving(Path(folder) / name, *options))
             for name, options in {"without": (), "with": ("--plugin", "trie_beam"), "again": ()}.items()
         }
         seconds = _alternating(servers, partial(_ordinary_traffic, folder=Path(folder)), repeats)
-        yield _row("ordinary: vllm bench serve, 8 at a time", seconds)
+        rows = [_row("ordinary: vllm bench serve, 8 at a time", seconds)]
         for width, at_a_time in BEAM_TRAFFIC:
             seconds = alternate(
                 {name: partial(_beam_traffic, server, width, at_a_time) for name, server in servers.items()}, repeats
             )
-            yield _row(f"use_beam_search, {width} beams, {at_a_time} at a time", seconds)
+            rows.append(_row(f"use_beam_search, {width} beams, {at_a_time} at a time", seconds))
+    return Measured(rows)
 
 
-def latency(repeats: int) -> Iterator[tuple[Any, ...]]:
+def latency_cells(setting: Setting) -> list[Cell]:
+    return list(LATENCY_SHAPES)
+
+
+def measure_latency(bench: Bench, width: int, num_prompts: int) -> Measured:
     """`vllm bench latency --use-beam-search`, as its users run it."""
-    for width, num_prompts in LATENCY_SHAPES:
-        medians = []
-        for options in ([], ["--plugin", "trie_beam"]):
-            with tempfile.NamedTemporaryFile(suffix=".json") as result:
-                _run(
-                    *["bench", "latency", "--model", TARGET, "--load-format", "dummy", "--dtype", "float32"],
-                    # its prompts are random tokens below 10,000
-                    *["--hf-overrides", '{"vocab_size": 16384}', "--enforce-eager", "--block-size", BLOCK_SIZE],
-                    *["--max-model-len", 512, "--kv-cache-memory-bytes", 1 << 28, "--output-json", result.name],
-                    *["--input-len", LATENCY_TOKENS, "--output-len", LATENCY_TOKENS, "--batch-size", num_prompts],
-                    *["--n", width, "--use-beam-search", "--num-iters", repeats, "--num-iters-warmup", 1, *options],
-                )
-                medians.append(statistics.median(json.load(result)["latencies"]))
-        yield f"{width} x {num_prompts}", *medians, medians[0] / medians[1]
+    bench.stop_engine()
+    medians = []
+    for options in ([], ["--plugin", "trie_beam"]):
+        with tempfile.NamedTemporaryFile(suffix=".json") as result:
+            _run(
+                *["bench", "latency", "--model", TARGET, "--load-format", "dummy", "--dtype", "float32"],
+                # its prompts are random tokens below 10,000
+                *["--hf-overrides", '{"vocab_size": 16384}', "--enforce-eager", "--block-size", BLOCK_SIZE],
+                *["--max-model-len", 512, "--kv-cache-memory-bytes", 1 << 28, "--output-json", result.name],
+                *["--input-len", LATENCY_TOKENS, "--output-len", LATENCY_TOKENS, "--batch-size", num_prompts],
+                *["--n", width, "--use-beam-search", "--num-iters", bench.setting.repeats, "--num-iters-warmup", 1],
+                *options,
+            )
+            medians.append(statistics.median(json.load(result)["latencies"]))
+    return Measured([(f"{width} x {num_prompts}", *medians, medians[0] / medians[1])])
 
 
 def _alternating(servers: dict[str, Server], measure: Any, repeats: int) -> dict[str, list[float]]:
@@ -109,3 +119,19 @@ def _run(*arguments: Any) -> None:
     result = subprocess.run([VLLM, *map(str, arguments)], capture_output=True, text=True)
     if result.returncode:
         raise RuntimeError(f"vllm {arguments[0]} {arguments[1]} failed:\n{result.stderr[-2000:]}")
+
+
+TABLE = Table(
+    "vllm serve with the plugin against vllm serve without",
+    ("traffic", "without, s", "with, s", "times faster", "A/A"),
+    cells,
+    measure,
+    "the trained target, max_num_seqs=64; medians of alternations; A/A: a second server without against the first",
+)
+LATENCY = Table(
+    f"vllm bench latency --use-beam-search, {LATENCY_TOKENS} tokens after {LATENCY_TOKENS}",
+    ("beams x prompts", "without, s", "with, s", "times faster"),
+    latency_cells,
+    measure_latency,
+    "the trained target's shape with dummy weights; medians",
+)

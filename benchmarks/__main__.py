@@ -1,0 +1,122 @@
+"""The tables of RESULTS.md: `make bench` (minutes), `make bench-full`, or `python -m benchmarks --only memory`.
+
+Every table goes to the terminal and, as JSON and Markdown, to `--out`, with plots beside them. Ctrl-C keeps what is
+measured; the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import plots
+from benchmarks.common import PAIR, TARGET, console
+from benchmarks.harness import SIZES, Bench, Setting, Table, run
+from benchmarks.prompts import CODE, PromptSet
+from benchmarks.report import as_markdown
+from benchmarks.tables import (
+    concurrency,
+    controls,
+    energy,
+    fidelity,
+    host,
+    memory,
+    reclamation,
+    serve,
+    speculation,
+    throughput,
+    traffic,
+    wide,
+)
+
+TABLES: dict[str, Table] = {
+    "memory": memory.TABLE,
+    "ablation": reclamation.ABLATION,
+    "reclamation": reclamation.COST,
+    "throughput": throughput.TABLE,
+    "fidelity": fidelity.TABLE,
+    "concurrency": concurrency.TABLE,
+    "traffic": traffic.TABLE,
+    "wide": wide.TABLE,
+    "energy": energy.TABLE,
+    "steps": speculation.STEPS,
+    "quality": speculation.QUALITY,
+    "cost": speculation.COST,
+    "blocks": speculation.BLOCKS,
+    "host": host.TABLE,
+    "controls": controls.TABLE,
+    "serve": serve.TABLE,
+    "latency": serve.LATENCY,
+}
+OF_PAPERS = [*TABLES][:13]
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    setting = _setting(args)
+    names = args.only or (list(TABLES) if args.size == "full" else OF_PAPERS)
+    os.environ.setdefault("TQDM_MININTERVAL", "1")
+    bench = Bench(setting)
+    try:
+        for name in names:
+            table = TABLES[name]
+            if table.needs_draft and setting.draft is None:
+                console.print(f"{name} is left out: it needs --draft")
+                continue
+            for _ in run(name, table, bench, args.out, args.again):
+                pass
+    except KeyboardInterrupt:
+        console.print(f"Interrupted. What is measured is in {args.out}; the same command goes on from there.")
+        return INTERRUPTED
+    finally:
+        bench.close()
+    for picture in plots.draw_all(args.out):
+        console.print(f"drawn: {picture}")
+    console.print(f"written: {as_markdown(args.out)}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=TABLES, metavar="TABLE", help=f"of: {' '.join(TABLES)}")
+    parser.add_argument("--size", choices=SIZES, default="quick", help="how many prompts, lengths and widths")
+    parser.add_argument("--model", default=str(TARGET), help="folder or name; the trained target by default")
+    parser.add_argument("--draft", help="its draft model; without one, other models have no tables of speculation")
+    parser.add_argument("--prompts", nargs="+", type=Path, metavar="FILE", help="JSON Lines, .gz or not; default: code")
+    parser.add_argument("--field", nargs="+", default=["prompt"], help="of the prompt: one for all files, or one each")
+    parser.add_argument("--widths", nargs="+", type=_positive, metavar="BEAMS", help="where a table compares widths")
+    parser.add_argument("--max-tokens", type=_positive, help="to generate; by default each table's own choice")
+    parser.add_argument("--repeats", type=_positive, default=3, help="alternations per timing; medians are shown")
+    parser.add_argument("--again", action="store_true", help="measure anew what is measured already")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of tables and plots")
+    return parser
+
+
+def _setting(args: argparse.Namespace) -> Setting:
+    files: list[Path] = args.prompts or []
+    fields = args.field * len(files) if len(args.field) == 1 else args.field
+    if len(fields) != len(files) and files:
+        sys.exit(f"--field: {len(fields)} fields for {len(files)} files; name one for all, or one each")
+    for path in files:
+        if not path.is_file():
+            sys.exit(f"--prompts {path}: no such file")
+    own = [PromptSet(path.name.split(".")[0], path, field) for path, field in zip(files, fields, strict=True)]
+    if len({prompts.name for prompts in own}) < len(own):
+        sys.exit("--prompts: two files of one name; rename one")
+    draft = args.draft or (str(PAIR / "draft") if args.model == str(TARGET) else None)
+    widths = tuple(args.widths) if args.widths else None
+    return Setting(args.model, draft, tuple(own) or (CODE,), widths, args.max_tokens, args.repeats, args.size)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""What every table is made with: its cells, the engines they share, and the file that keeps what is measured.
+
+A table is a list of cells; each is measured by itself and kept at once, so that an interrupted run loses one cell, and
+the next one goes on behind the last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from benchmarks import models
+from benchmarks.common import BLOCK_SIZE, PAIR, TARGET, console, make_engine, show, stop
+from benchmarks.prompts import CODE, PromptSet
+
+Cell = tuple[Any, ...]  # of what JSON can hold
+
+SIZES = ("minimal", "quick", "full")
+MAX_NUM_SEQS, MAX_MODEL_LEN = 512, 2048
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run measures.
+
+    Args:
+        model, draft: Folders or names of a causal model and, for speculation, of its draft model.
+        prompts: Sets of prompts; tables of one set take the first.
+        widths: Beams, where a table compares widths; None: its own choice.
+        max_tokens: To generate; None: each table's own choice.
+        repeats: Alternations per timing.
+        size: How many prompts, lengths and widths there are, of `SIZES`.
+    """
+
+    model: str = str(TARGET)
+    draft: str | None = str(PAIR / "draft")
+    prompts: tuple[PromptSet, ...] = (CODE,)
+    widths: tuple[int, ...] | None = None
+    max_tokens: int | None = None
+    repeats: int = 3
+    size: str = "quick"
+
+    def pick(self, minimal: Any, quick: Any, full: Any) -> Any:
+        """The one of three that fits the size of this run."""
+        return (minimal, quick, full)[SIZES.index(self.size)]
+
+    def stated(self) -> dict[str, Any]:
+        """As JSON holds it; runs that state the same can continue each other."""
+        stated = asdict(self)
+        shipped = {str(TARGET): "the trained target", str(PAIR / "draft"): "its draft"}
+        stated["model"] = shipped.get(self.model, self.model)
+        stated["draft"] = shipped.get(self.draft or "", self.draft)
+        stated["prompts"] = [prompts.name for prompts in self.prompts]
+        return json.loads(json.dumps(stated))
+
+
+class Bench:
+    """A setting, and the one engine that is alive: cells that ask for the same one share it."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self._closing = ExitStack()
+        self._folder = Path(self._closing.enter_context(tempfile.TemporaryDirectory()))
+        self._made: dict[str, str] = {}
+        self._references: dict[str, Any] = {}
+        self._engine: Any = None
+        self._asked: tuple[str, dict[str, Any]] | None = None
+
+    def model(self, variant: str = models.AS_IT_IS) -> str:
+        """The folder of the model, or of one made from it, see `models.VARIANTS`."""
+        if variant == models.AS_IT_IS:
+            return self.setting.model
+        if variant not in self._made:
+            self._made[variant] = str(models.make(variant, self.setting.model, self._folder / str(len(self._made))))
+        return self._made[variant]
+
+    def engine(self, variant: str = models.AS_IT_IS, **options: Any) -> Any:
+        """An `LLM` in this process, with beams.
+
+        Args:
+            variant: Of the model.
+            options: Of `LLM`, beyond `make_engine`'s.
+        """
+        if self._asked != (variant, options):
+            self.stop_engine()
+            model = self.model(variant)
+            self._engine = make_engine(
+                in_process=True,
+                model=model,
+                enforce_eager=True,
+                max_num_seqs=MAX_NUM_SEQS,
+                max_logprobs=2 * MAX_NUM_SEQS,
+                max_model_len=min(MAX_MODEL_LEN, models.longest(model)),
+                **options,
+            )
+            self._asked = (variant, options)
+        return self._engine
+
+    def engine_with_draft(self, num_layers: int, variant: str = models.AS_IT_IS, **options: Any) -> Any:
+        """An `LLM` whose beams speculate, `num_layers` tokens ahead."""
+        draft = {"method": "draft_model", "model": self.setting.draft, "num_speculative_tokens": num_layers}
+        return self.engine(variant, speculative_config=draft, **options)
+
+    def prompts(self, count: int, num_tokens: int | None = None, of: PromptSet | None = None) -> list[list[int]]:
+        """Token ids of `count` prompts of one set, as they are or all of one length."""
+        return (of or self.setting.prompts[0]).tokens(self.setting.model, count, num_tokens)
+
+    def reference(self, variant: str = models.AS_IT_IS) -> Any:
+        """The same model in transformers, float32."""
+        return self._reference(self.model(variant))
+
+    def reference_draft(self) -> Any:
+        """The draft model in transformers, float32."""
+        assert self.setting.draft is not None
+        return self._reference(self.setting.draft)
+
+    def _reference(self, folder: str) -> Any:
+        if folder not in self._references:
+            import torch
+            from transformers import AutoModelForCausalLM
+
+            reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            # Only who asks for it stops at EOS.
+            reference.generation_config.eos_token_id = None
+            reference.generation_config.pad_token_id = 0
+            self._references[folder] = reference
+        return self._references[folder]
+
+    @property
+    def eos_token_id(self) -> int:
+        return self.engine().get_tokenizer().eos_token_id
+
+    def stop_engine(self) -> None:
+        if self._engine is not None:
+            stop(self._engine)
+        self._engine = self._asked = None
+
+    def close(self) -> None:
+        self.stop_engine()
+        self._closing.close()
+
+
+class Measured(NamedTuple):
+    """What one cell gave."""
+
+    rows: list[Cell]
+    series: Mapping[str, list[float]] = MappingProxyType({})  # what plots need beside rows
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of the results.
+
+    Args:
+        cells: What to measure, in order; cells that share an engine lie together.
+        measure: One cell.
+        note: What holds for all rows: settings, and what columns mean.
+        needs_draft: Measured only if there is a draft model.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    cells: Callable[[Setting], Sequence[Cell]]
+    measure: Callable[..., Measured]  # of the bench and what the cell holds
+    note: str
+    needs_draft: bool = False
+
+
+@dataclass
+class Kept:
+    """The JSON file of one table."""
+
+    path: Path
+    content: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, folder: Path, name: str, table: Table, setting: Setting, again: bool) -> Kept:
+        """Go on with the file of an earlier run if it measured the same, else begin a new one."""
+        path = folder / f"{name}.json"
+        fresh = {
+            "title": table.title,
+            "note": table.note,
+            "columns": list(table.columns),
+            "command": command(),
+            "machine": machine(),
+            "setting": setting.stated(),
+            "cells": [],
+        }
+        if path.exists() and not again:
+            old = json.loads(path.read_text())
+            same = all(old.get(key) == fresh[key] for key in ("columns", "note", "machine", "setting"))
+            if same:
+                return cls(path, old)
+            console.print(f"{path} was measured with other settings or on another machine; measuring again.")
+        folder.mkdir(parents=True, exist_ok=True)
+        return cls(path, fresh)
+
+    def has(self, cell: Cell) -> bool:
+        return any(done["cell"] == list(cell) for done in self.content["cells"])
+
+    def add(self, cell: Cell, measured: Measured) -> None:
+        rows = [list(row) for row in measured.rows]
+        self.content["cells"].append({"cell": list(cell), "rows": rows, "series": dict(measured.series)})
+        unfinished = self.path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(self.content, indent=1) + "\n")
+        unfinished.replace(self.path)
+
+    @property
+    def rows(self) -> list[list[Any]]:
+        return [row for cell in self.content["cells"] for row in cell["rows"]]
+
+
+def run(name: str, table: Table, bench: Bench, out: Path, again: bool) -> Iterator[None]:
+    """Measure what is not kept yet of one table, and show all of it, even if interrupted."""
+    kept = Kept.open(out, name, table, bench.setting, again)
+    cells = [cell for cell in table.cells(bench.setting) if not kept.has(cell)]
+    try:
+        for cell in tqdm(cells, desc=name, unit="cell", leave=False):
+            kept.add(cell, table.measure(bench, *cell))
+            yield
+    finally:
+        if kept.rows:
+            show(table.title, table.columns, kept.rows, kept.content["note"])
+
+
+def command() -> str:
+    """This run's command, as one would type it."""
+    return shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+
+
+def machine() -> dict[str, Any]:
+    """What figures depend on."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "engine": f"dtype=float32, block_size={BLOCK_SIZE}, max_num_seqs={MAX_NUM_SEQS}, enforce_eager=True",
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,112 @@
+"""Plots of what is measured, as the papers draw it: PNG files beside the tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+Content = dict[str, Any]
+
+
+def draw_all(folder: Path) -> list[Path]:
+    """Draw every plot whose table is in the folder."""
+    drawn = []
+    for name, (table, draw) in PLOTS.items():
+        source = folder / f"{table}.json"
+        if not source.exists():
+            continue
+        figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+        draw(axes, json.loads(source.read_text()))
+        axes.grid(alpha=0.3)
+        target = folder / f"{name}.png"
+        figure.savefig(target, dpi=110)
+        pyplot.close(figure)
+        drawn.append(target)
+    return drawn
+
+
+def _memory_by_step(axes: Any, content: Content) -> None:
+    """KV blocks in use after every step, mean over prompts, of the first attention and the longest prompts."""
+    cells = content["cells"]
+    of_first = [cell for cell in cells if cell["cell"][:2] == cells[0]["cell"][:2]]
+    longest = max(cell["cell"][2] or 0 for cell in of_first)
+    for index, cell in enumerate(cell for cell in of_first if (cell["cell"][2] or 0) == longest):
+        width, color = cell["cell"][3], f"C{index}"
+        axes.plot(cell["series"]["shared"], color=color, label=f"{width} beams, shared")
+        axes.plot(cell["series"]["unshared"], color=color, linestyle="--", label=f"{width} beams, unshared")
+    length = f"{longest} tokens" if longest else "natural length"
+    axes.set(xlabel="decoding step", ylabel="KV blocks in use", title=f"KV memory, prompts of {length}")
+    axes.legend(fontsize="small")
+
+
+def _overlap_by_width(axes: Any, content: Content) -> None:
+    lines: dict[str, list[tuple[int, float]]] = {}
+    columns = content["columns"]
+    for cell in content["cells"]:
+        for row in cell["rows"]:
+            own = dict(zip(columns, row, strict=True))
+            label = f"{own['attention']}, {own['prompts']}, {own['prompt tokens']} tokens"
+            lines.setdefault(label, []).append((own["beams"], own["overlap"]))
+    for label, points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+    axes.set(xlabel="beams", ylabel="share of blocks saved", title="Overlap by width", ylim=(0, 1))
+    axes.legend(fontsize="x-small")
+
+
+def _throughput_by_width(axes: Any, content: Content) -> None:
+    lines: dict[str, list[tuple[int, float]]] = {}
+    first = content["cells"][0]["cell"][:3]
+    for cell in content["cells"]:
+        if cell["cell"][:3] == first:
+            for label, samples in cell["series"].items():
+                mean = sum(samples) / len(samples)
+                lines.setdefault(label.removeprefix("tokens/s, "), []).append((cell["cell"][3], mean))
+    for label, points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+    axes.set(xlabel="beams", ylabel="tokens of the answer per second", title="Speed by width", ylim=(0, None))
+    axes.legend(fontsize="small")
+
+
+def _reclamation_by_step(axes: Any, content: Content) -> None:
+    cell = content["cells"][0]
+    whole, reclaim = cell["series"]["whole"], cell["series"]["reclaim"]
+    axes.plot(whole, linewidth=0.6, label="whole step")
+    axes.plot([i for i, ms in enumerate(reclaim) if ms], [ms for ms in reclaim if ms], ".", label="reclamation in it")
+    width, interval = cell["cell"]
+    title = f"Reclamation every {interval} steps, {width} beams"
+    axes.set(xlabel="decoding step", ylabel="ms", yscale="log", title=title)
+    axes.legend(fontsize="small")
+
+
+def _quality_by_speed(axes: Any, content: Content) -> None:
+    families: dict[str, list[tuple[float, float]]] = {}
+    for cell in content["cells"]:
+        (law,) = cell["cell"]
+        families.setdefault(_family(law), []).append(tuple(cell["series"]["point"]))
+    for label, points in families.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", linestyle=":", label=label)
+    axes.set(xlabel="steps per forward of the target", ylabel="mean log p of the answer", title="Speed and quality")
+    axes.legend(fontsize="small")
+
+
+def _family(law: str) -> str:
+    """Of a law's name, what it shares with its neighbours on the curve."""
+    if law.startswith("dynamic"):
+        return law.rpartition(",")[0]
+    return law.rstrip("0123456789-").rstrip(", ")
+
+
+PLOTS: dict[str, tuple[str, Callable[[Any, Content], None]]] = {
+    "memory_by_step": ("memory", _memory_by_step),
+    "overlap_by_width": ("memory", _overlap_by_width),
+    "throughput_by_width": ("throughput", _throughput_by_width),
+    "reclamation_by_step": ("reclamation", _reclamation_by_step),
+    "quality_by_speed": ("quality", _quality_by_speed),
+}

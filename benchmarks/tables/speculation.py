@@ -1,0 +1,280 @@
+"""What speculation brings and costs: steps per forward, the DSBD paper's Figure 4, time, blocks."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.common import alternate, one_at_a_time, total_counts
+from benchmarks.harness import Bench, Cell, Measured, Setting, Table
+from benchmarks.peers.specinfer import TreeSpeculation
+from benchmarks.prompts import CODE
+from benchmarks.significance import interval, paired
+from benchmarks.stdlib_pair.corpus import Beginning, held_out_beginnings
+from benchmarks.watch import manager_of
+from vllm_trie import beam_params
+
+TEMPERATURE, QUALITY_LAYERS, QUALITY_DRAFTS = 0.7, 3, 6
+EXPANSIONS = ((1, 1, 1), (6, 1, 1), (3, 2, 1))  # SpecInfer's: children of a node, layer by layer
+COST_LAYERS, COST_WIDTH, COST_DRAFTS = 4, 4, 8
+BLOCKS_LAYERS = 3
+
+
+def steps_cells(setting: Setting) -> list[Cell]:
+    own_widths = setting.pick((2,), (1, 4), (1, 2, 4, 8))
+    return [
+        (layers, width, factor * width)
+        for layers in setting.pick((2,), (4,), (2, 4))
+        for width in setting.widths or own_widths
+        for factor in setting.pick((2,), (1, 2, 4), (1, 2, 4))
+    ]
+
+
+def measure_steps(bench: Bench, num_layers: int, width: int, draft_width: int) -> Measured:
+    """How many steps of plain beam search one forward of the target commits."""
+    setting = bench.setting
+    llm = bench.engine_with_draft(num_layers)
+    prompts = [{"prompt_token_ids": prompt} for prompt in bench.prompts(setting.pick(1, 4, 16))]
+    params = beam_params(
+        width, max_tokens=setting.max_tokens or setting.pick(8, 48, 64), speculation="exact", draft_width=draft_width
+    )
+    outputs = one_at_a_time(llm, prompts, [params] * len(prompts))
+    counts = total_counts(outputs)
+    each = [total_counts([output]).steps_per_forward for output in outputs]
+    row = (
+        width,
+        draft_width,
+        num_layers,
+        counts.steps_per_forward,
+        str(interval(each)),
+        counts.drafted / counts.steps,
+        counts.accepted / counts.drafted,
+        len(prompts),
+    )
+    return Measured([row])
+
+
+STEPS = Table(
+    "Committed steps per forward of the target",
+    (
+        "beams",
+        "draft width",
+        "layers",
+        "steps per forward",
+        "by prompt (95 %)",
+        "drafted per step",
+        "accepted of drafted",
+        "n",
+    ),
+    steps_cells,
+    measure_steps,
+    "plain beam search's answers; one search at a time; the prompt's forward is not counted",
+    needs_draft=True,
+)
+
+LAWS: dict[str, tuple[int, dict[str, Any]]] = {
+    **{f"beam sampling, {width}": (width, {"do_sample": True, "speculation": "off"}) for width in (1, 2, 4)},
+    "one sequence, speculative decoding": (1, {"do_sample": True, "draft_width": 1}),
+    **{
+        f"speculative beam sampling, {width}": (width, {"do_sample": True, "draft_width": QUALITY_DRAFTS})
+        for width in (1, 2, 3, 4)
+    },
+    **{
+        f"dynamic width, threshold {threshold}, at least {least}": (
+            4,
+            {"do_sample": True, "draft_width": QUALITY_DRAFTS, "threshold": threshold, "min_width": least},
+        )
+        for threshold in (0.7, 0.9)
+        for least in (1, 2, 3)
+    },
+    "speculative beam search, exact": (4, {"draft_width": QUALITY_DRAFTS}),
+}
+SPECINFER = "SpecInfer, tree"
+
+
+def quality_cells(setting: Setting) -> list[Cell]:
+    laws = [(law,) for law in LAWS]
+    trees = [(f"{SPECINFER} {'-'.join(map(str, expansion))}",) for expansion in EXPANSIONS]
+    few = [laws[0], laws[-1], trees[0]]
+    return setting.pick(few, laws + trees, laws + trees)
+
+
+def measure_quality(bench: Bench, law: str) -> Measured:
+    """Steps per forward, and the answers' log p and first lines, of one law."""
+    setting = bench.setting
+    num_tokens = setting.max_tokens or setting.pick(6, 24, 24)
+    beginnings = _beginnings(bench, setting.pick(2, 8, 32))
+    seeds = range(setting.pick(1, 2, 3) if (law in LAWS and "do_sample" in LAWS[law][1]) or law not in LAWS else 1)
+    jobs = [(one, seed) for one in beginnings for seed in seeds]
+    if law in LAWS:
+        width, options = LAWS[law]
+        llm = bench.engine_with_draft(QUALITY_LAYERS)
+        own = [{"seed": seed, "temperature": TEMPERATURE} if "do_sample" in options else {} for _, seed in jobs]
+        params = [beam_params(width, max_tokens=num_tokens, **options, **more) for more in own]
+        outputs = one_at_a_time(llm, [one.prompt for one, _ in jobs], params)
+        logs = [o.outputs[0].cumulative_logprob / len(o.outputs[0].token_ids) for o in outputs]
+        texts = [output.outputs[0].text for output in outputs]
+        counts = None if options.get("speculation") == "off" else total_counts(outputs)
+        per_forward = 1.0 if counts is None else counts.steps_per_forward
+        mean_width = float(width) if counts is None else counts.mean_width
+    else:
+        logs, texts, per_forward = _specinfer(bench, law, jobs, num_tokens)
+        mean_width = 1.0
+    hits = [
+        text.lstrip("\n").split("\n")[0].strip() == one.next_line
+        for text, (one, _) in zip(texts, jobs, strict=True)
+        if one.next_line
+    ]
+    row = (
+        law,
+        per_forward,
+        mean_width,
+        str(interval(logs)),
+        100 * statistics.fmean(hits) if hits else "",
+        len(jobs),
+    )
+    return Measured([row], {"point": [per_forward, statistics.fmean(logs)]})
+
+
+def _beginnings(bench: Bench, count: int) -> list[Beginning]:
+    """Prompts with the line that follows, where that is known."""
+    prompts = bench.setting.prompts[0]
+    if prompts == CODE:
+        return held_out_beginnings(count)
+    return [Beginning(text, "") for text in prompts.texts(count)]
+
+
+def _specinfer(
+    bench: Bench, law: str, jobs: Sequence[tuple[Beginning, int]], num_tokens: int
+) -> tuple[list[float], list[str], float]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(bench.setting.model)
+    expansion = [int(children) for children in law.removeprefix(SPECINFER).split("-")]
+    peer = TreeSpeculation(bench.reference(), bench.reference_draft(), expansion, TEMPERATURE)
+    found = [
+        peer.generate(tokenizer(one.prompt)["input_ids"], num_tokens, tokenizer.eos_token_id, seed)
+        for one, seed in jobs
+    ]
+    # The first token is the prompt's forward's, as everywhere here.
+    steps = sum(len(one.tokens) - 1 for one in found)
+    return (
+        [math.fsum(one.logprobs) / len(one.tokens) for one in found],
+        [tokenizer.decode(one.tokens, skip_special_tokens=True) for one in found],
+        steps / sum(one.target_forwards for one in found),
+    )
+
+
+QUALITY = Table(
+    "Speed against quality",
+    ("law", "steps per forward", "mean width", "mean log p (95 %)", "next line, %", "n"),
+    quality_cells,
+    measure_quality,
+    f"layers={QUALITY_LAYERS}, {QUALITY_DRAFTS} drafts in each, temperature={TEMPERATURE}; mean log p: raw, of the "
+    "best answer's tokens; next line: its first line is the held-out one; SpecInfer: one sequence, trees of so many "
+    "children by layer, in transformers",
+    needs_draft=True,
+)
+
+
+def cost_cells(setting: Setting) -> list[Cell]:
+    return [(times,) for times in setting.pick((1,), (1, 4), (1, 4, 16))]
+
+
+def measure_cost(bench: Bench, times: int) -> Measured:
+    """What a speculative step costs against a plain one, on a target so many times deeper than the model."""
+    setting = bench.setting
+    variant = f"{times}x deeper"
+    llm = bench.engine_with_draft(COST_LAYERS, variant=variant)
+    prompts = [{"prompt_token_ids": prompt} for prompt in bench.prompts(2)]
+    options = {"max_tokens": setting.max_tokens or setting.pick(6, 32, 32), "ignore_eos": True}
+    own = {
+        "plain": beam_params(COST_WIDTH, speculation="off", **options),
+        "speculative": beam_params(COST_WIDTH, speculation="exact", draft_width=COST_DRAFTS, **options),
+    }
+    runs: dict[str, Callable[[], Any]] = {
+        name: lambda params=params: one_at_a_time(llm, prompts, [params] * len(prompts)) for name, params in own.items()
+    }
+    outputs = {name: run() for name, run in runs.items()}
+    answers = [[list(output.outputs[0].token_ids) for output in found] for found in outputs.values()]
+    assert answers[0] == answers[1], "speculation answered differently"
+    counts = total_counts(outputs["speculative"])
+    seconds = alternate(runs, setting.repeats)
+    per_plain = statistics.median(seconds["plain"]) / counts.steps
+    per_speculative = statistics.median(seconds["speculative"]) / counts.target_forwards
+    ratio = bench.reference_draft().num_parameters() / bench.reference(variant).num_parameters()
+    row = (
+        f"{times}x",
+        ratio,
+        counts.steps_per_forward,
+        1000 * per_plain,
+        1000 * per_speculative,
+        per_speculative / per_plain,
+        str(paired(seconds["plain"], seconds["speculative"]).ratio),
+        counts.steps_per_forward / (1 + COST_LAYERS * ratio),
+    )
+    return Measured([row])
+
+
+COST = Table(
+    f"Cost of a speculative step, {COST_WIDTH} beams, {COST_DRAFTS} drafts x {COST_LAYERS} layers",
+    (
+        "depth of the target",
+        "parameters, draft / target",
+        "steps per forward",
+        "ms, plain step",
+        "ms, speculative step",
+        "break-even steps per forward",
+        "speed-up here (95 %)",
+        "speed-up if memory-bound (modelled)",
+    ),
+    cost_cells,
+    measure_cost,
+    "plain beam search's answers; deeper targets have further layers that change nothing; modelled: a forward costs "
+    "what its parameters cost to read, however many tokens it verifies",
+    needs_draft=True,
+)
+
+
+def blocks_cells(setting: Setting) -> list[Cell]:
+    return [(width,) for width in setting.widths or setting.pick((2,), (4,), (4, 8))]
+
+
+def measure_blocks(bench: Bench, width: int) -> Measured:
+    """Peak blocks of one search, with its lent blocks."""
+    setting = bench.setting
+    llm = bench.engine_with_draft(BLOCKS_LAYERS, enable_prefix_caching=False)
+    manager = manager_of(llm)
+    prompts = bench.prompts(setting.pick(1, 2, 4), 256)
+    options = {"max_tokens": setting.max_tokens or setting.pick(8, 96, 96), "ignore_eos": True}
+    drawn = {"do_sample": True, "seed": 1}
+    searches: list[tuple[str, dict[str, Any]]] = [("plain beams", {"speculation": "off"})]
+    searches += [("speculative, exact", {"draft_width": factor * width}) for factor in (1, 2, 4)]
+    searches += [
+        ("beam sampling", {**drawn, "speculation": "off"}),
+        ("speculative beam sampling", {**drawn, "draft_width": 2 * width}),
+        ("the same, memory_mode", {**drawn, "draft_width": 2 * width, "memory_mode": True}),
+    ]
+    rows: list[Cell] = []
+    for name, own in searches:
+        held = 0
+        for prompt in prompts:
+            manager.peak_group_blocks = 0
+            llm.generate([{"prompt_token_ids": prompt}], beam_params(width, **options, **own), use_tqdm=False)
+            held += manager.peak_group_blocks
+        least = rows[0][3] if rows else held
+        rows.append((name, width, own.get("draft_width", ""), held, held / least))
+    return Measured(rows)
+
+
+BLOCKS = Table(
+    "Peak KV blocks of speculation",
+    ("search", "beams", "draft width", "peak blocks", "times plain beams"),
+    blocks_cells,
+    measure_blocks,
+    f"layers={BLOCKS_LAYERS}; prompts of 256 tokens, peaks of all summed; blocks of the group, those lent for a step "
+    "and those not yet reclaimed included",
+    needs_draft=True,
+)

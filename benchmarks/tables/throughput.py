@@ -1,0 +1,106 @@
+"""Tokens per second, one prompt at a time, against every peer: the trie paper's speed columns."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import models
+from benchmarks.common import timed
+from benchmarks.harness import Bench, Cell, Measured, Setting, Table
+from benchmarks.peers.tridecode import PublishedTrieSearch
+from benchmarks.significance import interval, paired, shown_p
+from vllm_trie import beam_params
+from vllm_trie.entrypoints.beam_search import beam_search
+
+OURS = "beams in the engine"
+
+
+def cells(setting: Setting) -> list[Cell]:
+    own_widths = setting.pick((3,), (3, 9, 15), (3, 6, 9, 15))
+    lengths = setting.pick((None,), (None,), (None, 256))
+    variants = models.variants(setting.model)[: setting.pick(1, 1, 3)]
+    return [
+        (variant, prompts.name, length, width)
+        for variant in variants
+        for prompts in setting.prompts
+        for length in lengths
+        for width in setting.widths or own_widths
+    ]
+
+
+def measure(bench: Bench, variant: str, set_name: str, length: int | None, width: int) -> Measured:
+    """All peers in turn on each prompt; the first prompt is their warm-up."""
+    setting = bench.setting
+    (of,) = (prompts for prompts in setting.prompts if prompts.name == set_name)
+    num_tokens = setting.max_tokens or setting.pick(8, 32, 64)
+    llm = bench.engine(variant)
+    warm_up, *prompts = bench.prompts(1 + setting.pick(2, 4, 12), length, of)
+    runs = searches(bench, variant, width, num_tokens)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for prompt in (warm_up, *prompts):
+        for name, run in runs.items():
+            llm.reset_prefix_cache()
+            seconds[name].append(timed(lambda run=run, prompt=prompt: run(prompt)))
+    rows = []
+    for name, (_, *own) in seconds.items():
+        pairs = paired(own, seconds[OURS][1:])
+        rows.append(
+            (
+                models.attention_of(bench.model(variant), models.AS_IT_IS),
+                set_name,
+                f"{statistics.fmean(map(len, prompts)):.0f}",
+                width,
+                name,
+                str(interval([num_tokens / one for one in own])),
+                "" if name == OURS else str(pairs.ratio),
+                pairs.n,
+                "" if name == OURS else shown_p(pairs.p),
+            )
+        )
+    return Measured(rows, {f"tokens/s, {name}": [num_tokens / one for one in own[1:]] for name, own in seconds.items()})
+
+
+def searches(bench: Bench, variant: str, width: int, num_tokens: int) -> dict[str, Callable[[list[int]], Any]]:
+    """What finds an answer of `num_tokens` tokens to one prompt, by name."""
+    import torch
+    from vllm import SamplingParams
+    from vllm.sampling_params import BeamSearchParams
+
+    llm, reference = bench.engine(variant), bench.reference(variant)
+    published = PublishedTrieSearch(reference)
+    options: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True}
+
+    def generate(params: Any) -> Callable[[list[int]], Any]:
+        return lambda prompt: llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+
+    def client_loop(prompt: list[int]) -> Any:
+        params = BeamSearchParams(beam_width=width, max_tokens=num_tokens, ignore_eos=True)
+        return beam_search.original(llm, [{"prompt_token_ids": prompt}], params)
+
+    def transformers(prompt: list[int]) -> Any:
+        ids = torch.tensor([prompt], device=reference.device)
+        return reference.generate(
+            ids, attention_mask=torch.ones_like(ids), num_beams=width, max_new_tokens=num_tokens, do_sample=False
+        )
+
+    return {
+        OURS: generate(beam_params(width, **options)),
+        "vLLM's LLM.beam_search": client_loop,
+        "transformers generate": transformers,
+        "trie paper's algorithm": lambda prompt: published.search(prompt, width, num_tokens, None),
+        "vLLM sampling, n=b": generate(SamplingParams(n=width, temperature=1.0, seed=0, **options)),
+        "vLLM greedy": generate(SamplingParams(temperature=0.0, **options)),
+    }
+
+
+TABLE = Table(
+    "Tokens per second, one prompt at a time",
+    ("attention", "prompts", "prompt tokens", "beams", "search", "tokens/s (95 %)", "times our time (95 %)", "n", "p"),
+    cells,
+    measure,
+    "tokens of the best answer over the whole call, prompt included; the peers take turns on every prompt; "
+    "transformers and the trie paper's algorithm (flat trie, dense mask, reclamation every 15 steps) in float32 on "
+    "the same cores; times: geometric mean of ratios; p: paired t-test of log seconds; EOS ignored",
+)

@@ -1,0 +1,102 @@
+"""What ordinary requests feel of beams in their batch."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from itertools import pairwise
+from typing import Any
+
+from benchmarks.harness import Bench, Cell, Measured, Setting, Table
+from benchmarks.significance import interval, paired, shown_p
+from vllm_trie import beam_params
+
+ALONE, SAMPLES, BEAMS = "nothing", "sampling, n=b", "a beam search"
+
+
+def cells(setting: Setting) -> list[Cell]:
+    return [(width,) for width in setting.widths or setting.pick((4,), (8,), (4, 8, 32))]
+
+
+def measure(bench: Bench, width: int) -> Measured:
+    """Ordinary requests, one after the other, beside nothing, beside samples and beside beams, in turn."""
+    from vllm import SamplingParams
+
+    setting = bench.setting
+    num_tokens = setting.max_tokens or setting.pick(8, 32, 32)
+    llm = bench.engine()
+    ordinary, background = bench.prompts(2)
+    long = {"max_tokens": 512, "ignore_eos": True}
+    kinds: dict[str, Any] = {
+        ALONE: None,
+        SAMPLES: SamplingParams(n=width, temperature=1.0, seed=0, **long),
+        BEAMS: beam_params(width, **long),
+    }
+    first: dict[str, list[float]] = {name: [] for name in kinds}
+    between: dict[str, list[float]] = {name: [] for name in kinds}
+    for number in range(1 + setting.pick(2, 10, 40)):
+        for name, params in kinds.items():
+            llm.reset_prefix_cache()
+            to_first, others = _latencies(llm, ordinary, num_tokens, background, params)
+            if number:  # the first of each is its warm-up
+                first[name].append(to_first)
+                between[name].append(statistics.fmean(others))
+    rows = []
+    for name in kinds:
+        pairs = paired(between[name], between[SAMPLES])
+        rows.append(
+            (
+                width,
+                name,
+                str(interval(first[name])),
+                str(interval(between[name])),
+                "" if name == SAMPLES else str(pairs.ratio),
+                pairs.n,
+                "" if name == SAMPLES else shown_p(pairs.p),
+            )
+        )
+    return Measured(rows)
+
+
+def _latencies(
+    llm: Any, prompt: list[int], num_tokens: int, background: list[int], beside: Any
+) -> tuple[float, list[float]]:
+    """Milliseconds to the first token of an ordinary request, and between its others."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    if beside is not None:
+        engine.add_request("background", {"prompt_token_ids": background}, beside)
+        for _ in range(4):  # its prompt, and some steps
+            engine.step()
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    times = [time.perf_counter()]
+    engine.add_request("ordinary", {"prompt_token_ids": prompt}, params)
+    while len(times) <= num_tokens:
+        for output in engine.step():
+            if output.request_id == "ordinary" and len(output.outputs[0].token_ids) == len(times):
+                times.append(time.perf_counter())
+    if beside is not None:
+        engine.abort_request(["background"])
+    while engine.has_unfinished_requests():
+        engine.step()
+    millis = [1000 * (b - a) for a, b in pairwise(times)]
+    return millis[0], millis[1:]
+
+
+TABLE = Table(
+    "Ordinary traffic beside beams",
+    (
+        "beams",
+        "beside an ordinary request runs",
+        "ms to its first token (95 %)",
+        "ms per further token (95 %)",
+        "times that beside sampling (95 %)",
+        "n",
+        "p",
+    ),
+    cells,
+    measure,
+    "one ordinary request at a time, greedy; a search and as many samples take turns in running beside it; p: paired "
+    "t-test of log milliseconds per further token",
+)

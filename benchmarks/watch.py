@@ -1,0 +1,105 @@
+"""Looking into an engine of this process while it searches: blocks in use, and the time of its parts."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+
+class Steps(NamedTuple):
+    """What one request held after each of its decoding steps."""
+
+    used: list[int]  # KV blocks of the pool in use
+    live: list[int]  # of beam groups: those that rows lead to
+    outputs: list[Any]  # of the finished request
+
+
+def core_of(llm: Any) -> Any:
+    """vLLM's EngineCore."""
+    return llm.llm_engine.engine_core.engine_core
+
+
+def manager_of(llm: Any) -> Any:
+    """The KV cache manager."""
+    return core_of(llm).scheduler.kv_cache_manager
+
+
+@contextmanager
+def reclaiming_every(llm: Any, interval: int) -> Iterator[None]:
+    """Give dead blocks back every `interval` steps."""
+    manager = manager_of(llm)
+    before, manager.reclaim_interval = manager.reclaim_interval, interval
+    try:
+        yield
+    finally:
+        manager.reclaim_interval = before
+
+
+def watched(llm: Any, prompt: list[int], params: Any) -> Steps:
+    """Run one request by itself, and count blocks after every step of the engine."""
+    manager = manager_of(llm)
+    assert not manager.num_used_blocks, "another request holds blocks"
+    llm.llm_engine.add_request("watched", {"prompt_token_ids": prompt}, params)
+    steps = Steps([], [], [])
+    while llm.llm_engine.has_unfinished_requests():
+        finished = [output for output in llm.llm_engine.step() if output.finished]
+        if not finished:
+            steps.used.append(manager.num_used_blocks)
+            steps.live.append(manager.num_live_group_blocks)
+        steps.outputs.extend(finished)
+    return steps
+
+
+class Clock:
+    """Adds up the time spent in each part, step by step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def begin_step(self) -> None:
+        self.steps.append(defaultdict(float))
+
+    def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def clocked(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.steps[-1][part] += time.perf_counter() - start
+
+        return clocked
+
+    def ms(self, part: str) -> list[float]:
+        """Milliseconds of one part, by step."""
+        return [1000 * step[part] for step in self.steps]
+
+    def median_ms(self, part: str) -> float:
+        return statistics.median(self.ms(part))
+
+
+@contextmanager
+def clocked(llm: Any, parts: dict[str, tuple[Any, str]]) -> Iterator[Clock]:
+    """Time every step of an engine as "whole step", and parts of it.
+
+    Args:
+        parts: What to time by name: whose attribute, and which.
+    """
+    core, clock = core_of(llm), Clock()
+    clock.begin_step()
+    step = core.step_fn
+
+    def clocked_step() -> Any:
+        clock.begin_step()
+        return clock.around("whole step", step)()
+
+    with ExitStack() as patched:
+        patched.enter_context(mock.patch.object(core, "step_fn", clocked_step))
+        for part, (owner, name) in parts.items():
+            around = clock.around(part, getattr(owner, name))
+            patched.enter_context(mock.patch.object(owner, name, around))
+        yield clock
