@@ -1,0 +1,1 @@
+"""Other beam searches, to measure against."""
