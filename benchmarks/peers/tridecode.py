@@ -31,7 +31,7 @@ PAPERS_INTERVAL = 15  # steps
 class Found(NamedTuple):
     """The best hypothesis of a search, and what the search took.
 
-    The prompt's forward chooses the first token and counts as the first step; any other feeds one token per beam.
+    The prompt's forward chooses the first tokens and is the first step; every other step feeds one token per beam.
     """
 
     tokens: list[int]  # without the prompt, with the EOS if it ended so
@@ -91,8 +91,8 @@ class FlatTrie:
         for layer in self._cache.layers:
             layer.keys = layer.keys.index_select(2, live)
             layer.values = layer.values.index_select(2, live)
-        if live.is_cuda:
-            torch.cuda.synchronize(live.device)
+        if live.device.type != "cpu":
+            torch.accelerator.synchronize(live.device)
         return time.perf_counter() - start
 
 
@@ -104,7 +104,7 @@ class PublishedTrieSearch:
         reclaim_interval: Steps from one reclamation to the next; None: never.
 
     Raises:
-        ValueError: The model's attention takes no mask, or needs more than this one; or the interval is no such number.
+        ValueError: The model's attention takes no such mask or is not full, or the interval is less than 1.
     """
 
     def __init__(self, model: Any, reclaim_interval: int | None = PAPERS_INTERVAL) -> None:

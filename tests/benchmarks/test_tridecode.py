@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,8 @@ from tests.loop import loop_beams, one_thread
 from tests.reference import Answer, agree, load
 
 EOS, WIDTHS, MAX_TOKENS = 1, (2, 3, 5), 24
-PROMPTS = [[7, 11, 40, 8], [90, 5, 61, 61, 2, 120, 33], [200], [17, 250, 3, 3, 81, 4]]
+DRAW = random.Random(0)
+PROMPTS = [[DRAW.randrange(2, 300) for _ in range(DRAW.randrange(1, 20))] for _ in range(8)]
 Beams = list[list[int]]
 
 
@@ -57,26 +59,27 @@ def grouped(random_model: Callable[[str], Path]) -> Path:
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_search_finds_what_the_loop_finds(grouped: Path, attention: str, width: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(grouped, dtype=torch.float32, attn_implementation=attention).eval()
-    ended = 0
+    ended = began_with_eos = 0
     for prompt in PROMPTS:
         best, fed = expected(grouped, prompt, width)
         result = found(model, prompt, width)
         assert agree(answer(result), [best])
         assert result.steps == len(fed) + 1 == len(result.nodes) == len(result.step_seconds) + 1
-        ended += result.tokens[-1] == EOS
-    assert ended > 0
+        ended += result.steps < MAX_TOKENS
+        began_with_eos += result.tokens[0] == EOS
+    assert min(ended, began_with_eos) > 0, "the rules that set it apart must come into play"
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_search_on_the_trained_model_finds_what_the_loop_finds(width: int) -> None:
-    for prompt, eos in zip(PROMPTS, (None, 13, 15, 13), strict=True):
+    for prompt, eos in zip(PROMPTS[:3], (None, 13, 15), strict=True):
         best, _ = expected(TRAINED_TARGET, prompt, width, eos)
         assert agree(answer(found(load(TRAINED_TARGET), prompt, width, eos=eos)), [best])
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_reclaiming_changes_the_nodes_held_and_nothing_else(grouped: Path, width: int) -> None:
-    for prompt in PROMPTS:
+    for prompt in PROMPTS[:4]:
         _, fed = expected(grouped, prompt, width, eos=None)
         live = [num_live_nodes(prompt, beams) for beams in fed]
         every, third, never = (found(load(grouped), prompt, width, interval, None) for interval in (1, 3, None))
@@ -128,6 +131,9 @@ def test_a_wrong_mask_or_position_changes_the_score(grouped: Path, tamper: Calla
 def test_what_cannot_be_searched_is_refused(grouped: Path, random_model: Callable[[str], Path]) -> None:
     with pytest.raises(ValueError, match="full attention"):
         PublishedTrieSearch(load(random_model("mistral")))
+    flex = AutoModelForCausalLM.from_pretrained(grouped, attn_implementation="flex_attention")
+    with pytest.raises(ValueError, match='attn_implementation="flex_attention" takes no such mask'):
+        PublishedTrieSearch(flex)
     with pytest.raises(ValueError, match="reclaim_interval=0 must be at least 1"):
         PublishedTrieSearch(load(grouped), reclaim_interval=0)
     with pytest.raises(ValueError, match="width=0"):
