@@ -1,0 +1,1 @@
+"""Peers that no installed package has, written from their papers."""
