@@ -5,14 +5,15 @@ READY := $(VENV)/.ready
 VENV_033 := .venv-0.33
 READY_033 := $(VENV_033)/.ready
 
-.PHONY: demo test test-0.33 bench lint clean help
+.PHONY: demo test test-0.33 bench bench-full lint clean help
 
 help:
 	@echo "make demo       beam search on real code prompts, measured (a first run sets everything up)"
 	@echo "make test       linters, type checks and all tests"
 	@echo "make test-0.33  the tests that run vLLM, on vLLM 0.33 (its set-up downloads 340 MB more)"
 	@echo "make lint       linters and type checks alone"
-	@echo "make bench      the tables of the README, about five minutes"
+	@echo "make bench      beam search against its peers, the papers' tables in small, within ten minutes"
+	@echo "make bench-full the tables of RESULTS.md, as long as it takes; interrupted, it goes on when run again"
 	@echo "make clean      remove the virtual environments and caches"
 
 demo: $(READY)
@@ -32,7 +33,10 @@ lint: $(READY)
 	$(PYTHON) -m mypy
 
 bench: $(READY)
-	$(PYTHON) -m benchmarks.run
+	$(PYTHON) -m benchmarks
+
+bench-full: $(READY)
+	$(PYTHON) -m benchmarks --size full --out results-full
 
 $(READY): pyproject.toml tools/set_up.py
 	python3 tools/set_up.py $(VENV)

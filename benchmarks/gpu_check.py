@@ -21,7 +21,7 @@ from benchmarks import gpu_kernels, shared_prefix
 from benchmarks.common import console, save, show
 
 PARITY = ("tests/v2", "tests/engine/test_parity.py")
-SPEED = ("floor", "client")
+SPEED = ("throughput", "concurrency")
 
 
 def check_kernels(out: Path, num_inputs: int) -> None:
@@ -59,7 +59,7 @@ def check_searches(out: Path) -> bool:
         return True
     commands = (
         ["pytest", "-n", "0", "-q", *PARITY],
-        ["benchmarks.run", "--only", *SPEED, "--out", str(out)],
+        ["benchmarks", "--only", *SPEED, "--out", str(out)],
     )
     environment = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"}
     codes = [subprocess.run([sys.executable, "-m", *command], env=environment).returncode for command in commands]

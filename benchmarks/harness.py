@@ -131,7 +131,8 @@ class Bench:
             import torch
             from transformers import AutoModelForCausalLM
 
-            reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
             # Only who asks for it stops at EOS.
             reference.generation_config.eos_token_id = None
             reference.generation_config.pad_token_id = 0

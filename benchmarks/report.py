@@ -38,7 +38,7 @@ def fill_in(text: str, folder: Path) -> str:
 
 def _markdown(content: dict[str, Any]) -> str:
     machine = content["machine"]
-    lines = ["| " + " | ".join(content["columns"]) + " |", "|" + "---|" * len(content["columns"])]
+    lines = ["| " + " | ".join(map(_shown, content["columns"])) + " |", "|" + "---|" * len(content["columns"])]
     lines += ["| " + " | ".join(map(_shown, row)) + " |" for cell in content["cells"] for row in cell["rows"]]
     where = f"{machine['cores']} cores of {machine['processor']}; {machine['engine']}"
     about = f"{content['note']}. `{content['command']}`, {where}."

@@ -46,7 +46,8 @@ def measure_ablation(bench: Bench, width: int, what: str | int) -> Measured:
         floors = [max(run.live) for run in runs]
         crossed = -(-min(what, num_tokens) // BLOCK_SIZE) if what > 1 else 0
         most = (width - 1) * crossed
-        excess = max(used - live for run in runs for used, live in zip(run.used, run.live, strict=True))
+        decoding = [held for run in runs for held in zip(run.used, run.live, strict=True) if held[1]]
+        excess = max(used - live for used, live in decoding)
         assert excess <= most, f"{excess} dead blocks with {what} steps between reclamations, at most {most} expected"
     seconds = alternate({"this": timed, "every 15": partial(_one_by_one, llm, prompts, params, 15)}, setting.repeats)
     peaks = [max(run.used) for run in runs]

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks import models
 from benchmarks.common import alternate, one_at_a_time, total_counts
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.peers.specinfer import TreeSpeculation
@@ -18,15 +19,14 @@ from vllm_trie import beam_params
 
 TEMPERATURE, QUALITY_LAYERS, QUALITY_DRAFTS = 0.7, 3, 6
 EXPANSIONS = ((1, 1, 1), (6, 1, 1), (3, 2, 1))  # SpecInfer's: children of a node, layer by layer
-COST_LAYERS, COST_WIDTH, COST_DRAFTS = 4, 4, 8
-BLOCKS_LAYERS = 3
+COST_WIDTH, COST_DRAFTS = 4, 8
 
 
 def steps_cells(setting: Setting) -> list[Cell]:
     own_widths = setting.pick((2,), (1, 4), (1, 2, 4, 8))
     return [
         (layers, width, factor * width)
-        for layers in setting.pick((2,), (4,), (2, 4))
+        for layers in setting.pick((QUALITY_LAYERS,), (4,), (2, 4))
         for width in setting.widths or own_widths
         for factor in setting.pick((2,), (1, 2, 4), (1, 2, 4))
     ]
@@ -158,12 +158,10 @@ def _specinfer(
         peer.generate(tokenizer(one.prompt)["input_ids"], num_tokens, tokenizer.eos_token_id, seed)
         for one, seed in jobs
     ]
-    # The first token is the prompt's forward's, as everywhere here.
-    steps = sum(len(one.tokens) - 1 for one in found)
     return (
         [math.fsum(one.logprobs) / len(one.tokens) for one in found],
         [tokenizer.decode(one.tokens, skip_special_tokens=True) for one in found],
-        steps / sum(one.target_forwards for one in found),
+        sum(len(one.tokens) for one in found) / sum(one.target_forwards for one in found),
     )
 
 
@@ -180,14 +178,14 @@ QUALITY = Table(
 
 
 def cost_cells(setting: Setting) -> list[Cell]:
-    return [(times,) for times in setting.pick((1,), (1, 4), (1, 4, 16))]
+    return setting.pick([(QUALITY_LAYERS, 1)], [(4, 1), (4, 4)], [(4, 1), (4, 4), (4, 16)])
 
 
-def measure_cost(bench: Bench, times: int) -> Measured:
+def measure_cost(bench: Bench, num_layers: int, times: int) -> Measured:
     """What a speculative step costs against a plain one, on a target so many times deeper than the model."""
     setting = bench.setting
-    variant = f"{times}x deeper"
-    llm = bench.engine_with_draft(COST_LAYERS, variant=variant)
+    variant = models.AS_IT_IS if times == 1 else f"{times}x deeper"
+    llm = bench.engine_with_draft(num_layers, variant=variant)
     prompts = [{"prompt_token_ids": prompt} for prompt in bench.prompts(2)]
     options = {"max_tokens": setting.max_tokens or setting.pick(6, 32, 32), "ignore_eos": True}
     own = {
@@ -207,21 +205,23 @@ def measure_cost(bench: Bench, times: int) -> Measured:
     ratio = bench.reference_draft().num_parameters() / bench.reference(variant).num_parameters()
     row = (
         f"{times}x",
+        num_layers,
         ratio,
         counts.steps_per_forward,
         1000 * per_plain,
         1000 * per_speculative,
         per_speculative / per_plain,
         str(paired(seconds["plain"], seconds["speculative"]).ratio),
-        counts.steps_per_forward / (1 + COST_LAYERS * ratio),
+        counts.steps_per_forward / (1 + num_layers * ratio),
     )
     return Measured([row])
 
 
 COST = Table(
-    f"Cost of a speculative step, {COST_WIDTH} beams, {COST_DRAFTS} drafts x {COST_LAYERS} layers",
+    f"Cost of a speculative step, {COST_WIDTH} beams, {COST_DRAFTS} drafts in a layer",
     (
         "depth of the target",
+        "layers of drafts",
         "parameters, draft / target",
         "steps per forward",
         "ms, plain step",
@@ -245,7 +245,7 @@ def blocks_cells(setting: Setting) -> list[Cell]:
 def measure_blocks(bench: Bench, width: int) -> Measured:
     """Peak blocks of one search, with its lent blocks."""
     setting = bench.setting
-    llm = bench.engine_with_draft(BLOCKS_LAYERS, enable_prefix_caching=False)
+    llm = bench.engine_with_draft(QUALITY_LAYERS)
     manager = manager_of(llm)
     prompts = bench.prompts(setting.pick(1, 2, 4), 256)
     options = {"max_tokens": setting.max_tokens or setting.pick(8, 96, 96), "ignore_eos": True}
@@ -274,7 +274,7 @@ BLOCKS = Table(
     ("search", "beams", "draft width", "peak blocks", "times plain beams"),
     blocks_cells,
     measure_blocks,
-    f"layers={BLOCKS_LAYERS}; prompts of 256 tokens, peaks of all summed; blocks of the group, those lent for a step "
+    f"layers={QUALITY_LAYERS}; prompts of 256 tokens, peaks of all summed; blocks of the group, those lent for a step "
     "and those not yet reclaimed included",
     needs_draft=True,
 )

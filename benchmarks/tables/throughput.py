@@ -69,7 +69,6 @@ def searches(bench: Bench, variant: str, width: int, num_tokens: int) -> dict[st
     from vllm.sampling_params import BeamSearchParams
 
     llm, reference = bench.engine(variant), bench.reference(variant)
-    published = PublishedTrieSearch(reference)
     options: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True}
 
     def generate(params: Any) -> Callable[[list[int]], Any]:
@@ -85,11 +84,15 @@ def searches(bench: Bench, variant: str, width: int, num_tokens: int) -> dict[st
             ids, attention_mask=torch.ones_like(ids), num_beams=width, max_new_tokens=num_tokens, do_sample=False
         )
 
-    return {
+    searches: dict[str, Callable[[list[int]], Any]] = {
         OURS: generate(beam_params(width, **options)),
         "vLLM's LLM.beam_search": client_loop,
         "transformers generate": transformers,
-        "trie paper's algorithm": lambda prompt: published.search(prompt, width, num_tokens, None),
+    }
+    if variant != models.WINDOW:  # its dense mask knows no windows
+        published = PublishedTrieSearch(reference)
+        searches["trie paper's algorithm"] = lambda prompt: published.search(prompt, width, num_tokens, None)
+    return searches | {
         "vLLM sampling, n=b": generate(SamplingParams(n=width, temperature=1.0, seed=0, **options)),
         "vLLM greedy": generate(SamplingParams(temperature=0.0, **options)),
     }

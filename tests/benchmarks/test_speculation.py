@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.speculation import total_counts
+from benchmarks.common import total_counts
 from benchmarks.stdlib_pair.corpus import held_out_prompts
 from tests.conftest import Engines
 from tests.engine.test_speculation import TRAINED, speculating

@@ -17,8 +17,8 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.common import save, show
-from benchmarks.host_time import Clock
 from benchmarks.stdlib_pair.corpus import held_out_prompts
+from benchmarks.watch import Clock
 from tests import RUNS_V2
 from tests.conftest import TRAINED_TARGET, Engine
 from vllm_trie import beam_params

@@ -1,0 +1,116 @@
+"""What tables are made with: prompts, models made from others, statistics, meters, and the report."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks import models, report
+from benchmarks.common import TARGET
+from benchmarks.prompts import CODE, PromptSet
+from benchmarks.significance import interval, paired
+from benchmarks.tables.energy import meters
+
+PROMPT = torch.arange(5, 105)[None]
+
+
+def logits(folder: Path) -> torch.Tensor:
+    with torch.inference_mode():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(PROMPT).logits
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    path = tmp_path / "questions.jsonl.gz"
+    with gzip.open(path, "wt") as lines:
+        lines.writelines(json.dumps({"question": f"What is {n} and {n}?"}) + "\n" for n in range(4))
+    return path
+
+
+def test_prompts_come_from_a_gzipped_file_and_a_field_of_choice(stored: Path) -> None:
+    assert PromptSet("questions", stored, "question").texts(2) == ["What is 0 and 0?", "What is 1 and 1?"]
+    with pytest.raises(ValueError, match=r"--field prompt: line 1 of .* has question"):
+        PromptSet("questions", stored).texts(1)
+    with pytest.raises(ValueError, match="4 prompts, and this run needs 5"):
+        PromptSet("questions", stored, "question").texts(5)
+
+
+def test_prompts_of_one_length_begin_as_the_tokenizer_begins(stored: Path) -> None:
+    for prompts in (CODE, PromptSet("questions", stored, "question")):
+        tokens = prompts.tokens(str(TARGET), 2, 16)
+        assert [len(one) for one in tokens] == [16, 16]
+        assert tokens[0][0] == tokens[1][0] == CODE.tokens(str(TARGET), 1)[0][0]
+    with pytest.raises(ValueError, match="too little text for 9 prompts of 64 tokens"):
+        PromptSet("questions", stored, "question").tokens(str(TARGET), 9, 64)
+
+
+def test_models_with_full_heads_or_further_layers_compute_the_same(tmp_path: Path) -> None:
+    expected = logits(TARGET)
+    full = models.make(models.FULL_HEADS, str(TARGET), tmp_path / "full")
+    torch.testing.assert_close(logits(full), expected, atol=1e-4, rtol=1e-4)
+    assert models.attention_of(str(full), models.AS_IT_IS) == "MHA"
+    deeper = models.make("3x deeper", str(TARGET), tmp_path / "deeper")
+    torch.testing.assert_close(logits(deeper), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_with_a_window_computes_the_same_until_something_leaves_it(tmp_path: Path) -> None:
+    window = models.make(models.WINDOW, str(TARGET), tmp_path / "window")
+    assert models.attention_of(str(window), models.AS_IT_IS) == f"GQA 6:2, window {models.WINDOW_TOKENS}"
+    torch.testing.assert_close(logits(window), logits(TARGET), atol=1e-4, rtol=1e-4)
+    long = torch.arange(5, 305)[None]
+    with torch.inference_mode():
+        ends = [
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(long).logits[0, -1]
+            for folder in (window, TARGET)
+        ]
+    assert (ends[0] - ends[1]).abs().max() > 1e-3
+
+
+def test_intervals_and_paired_tests_are_students() -> None:
+    # t(0.975, 2) = 4.3027, standard error 1 / sqrt(3)
+    assert interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2 - 4.3027 / math.sqrt(3), 2 + 4.3027 / math.sqrt(3)), 1e-4)
+    assert str(interval([2.0])) == "2"
+    pairs = paired([2.0, 4.0, 8.0], [1.0, 2.0, 4.0])
+    assert pairs.ratio.mean == pytest.approx(2.0)
+    # logs of 2, 2 and 4 against 1: mean 1.155, standard error 0.462 / 2: t = 4.0 with 2 degrees of freedom
+    pairs = paired([2.0, 2.0, 4.0], [1.0, 1.0, 1.0])
+    assert (pairs.n, pairs.p) == (3, pytest.approx(0.0572, abs=1e-3))
+    with pytest.raises(ValueError, match="zip"):
+        paired([1.0], [1.0, 2.0])
+
+
+def test_energy_is_read_from_packages_alone_and_across_a_wrap(tmp_path: Path) -> None:
+    for name, counter in {"intel-rapl:0": 900, "intel-rapl:0:1": 5}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text(f"{counter}\n")
+        (tmp_path / name / "max_energy_range_uj").write_text("1000\n")
+        (tmp_path / name / "name").write_text("package-0\n")
+    (meter,) = [meter for meter in meters(tmp_path) if not meter.name.startswith("GPU")]
+    assert meter.name == "package-0"
+    assert meter.joules(lambda: (tmp_path / "intel-rapl:0/energy_uj").write_text("100\n")) == pytest.approx(200e-6)
+
+
+def test_a_report_replaces_what_is_between_its_marks_and_nothing_else(tmp_path: Path) -> None:
+    content = {
+        "title": "T",
+        "columns": ["a", "|b|"],
+        "note": "measured",
+        "command": "python -m benchmarks",
+        "machine": {"cores": 2, "processor": "P", "engine": "E"},
+        "cells": [{"cell": [1], "rows": [[1.23456, "x"]], "series": {}}],
+    }
+    (tmp_path / "memory.json").write_text(json.dumps(content))
+    text = "before\n<!-- table: memory -->\nold\n<!-- end -->\nafter\n"
+    filled = report.fill_in(text, tmp_path)
+    assert filled.startswith("before\n<!-- table: memory -->\n| a | \\|b\\| |\n|---|---|\n| 1.23 | x |\n")
+    assert filled.endswith("<!-- end -->\nafter\n")
+    assert "old" not in filled
+    assert report.fill_in(filled, tmp_path) == filled
+    with pytest.raises(FileNotFoundError):
+        report.fill_in(text.replace("memory", "nothing"), tmp_path)

@@ -1,0 +1,107 @@
+"""The benchmarks' one command, on its smallest setting."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import OF_PAPERS, TABLES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def bench(out: Path, *options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "benchmarks", "--size", "minimal", "--out", str(out), *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the whole benchmark left its results."""
+    out = tmp_path_factory.mktemp("results")
+    result = bench(out, "--only", *OF_PAPERS, "host")
+    assert result.returncode == 0, result.stderr[-3000:]
+    return out
+
+
+def rows_of(out: Path, name: str) -> list[dict]:
+    content = json.loads((out / f"{name}.json").read_text())
+    return [dict(zip(content["columns"], row, strict=True)) for cell in content["cells"] for row in cell["rows"]]
+
+
+def test_every_table_is_measured_and_every_plot_drawn(measured: Path) -> None:
+    for name in OF_PAPERS:
+        assert rows_of(measured, name), name
+    tables = (measured / "tables.md").read_text()
+    assert all(TABLES[name].title in tables for name in OF_PAPERS)
+    for picture in ("memory_by_step", "overlap_by_width", "throughput_by_width", "reclamation_by_step"):
+        assert (measured / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_blocks_are_those_of_the_floor_at_interval_1_and_dead_ones_are_explained_at_15(measured: Path) -> None:
+    by_search = {row["search"]: row for row in rows_of(measured, "ablation")}
+    assert by_search["reclaimed every 1 steps"]["peak over floor, worst"] <= 1.05
+    assert by_search["reclaimed every 15 steps"]["dead blocks, most"] > 0
+    assert by_search["no sharing"]["peak blocks"] > by_search["reclaimed never"]["peak blocks"]
+
+
+def test_sharing_changes_no_log_probability_and_no_hypothesis(measured: Path) -> None:
+    (row,) = rows_of(measured, "fidelity")
+    assert row["max |Δ log p|"] < 1e-4
+    assert row["different"] == 0
+    assert row["all hypotheses identical"] + row["near-ties"] == row["searches"]
+
+
+def test_a_rerun_measures_nothing_again_and_another_setting_does(measured: Path, tmp_path: Path) -> None:
+    (tmp_path / "memory.json").write_bytes((measured / "memory.json").read_bytes())
+    before = (tmp_path / "memory.json").read_bytes()
+    result = bench(tmp_path, "--only", "memory")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert (tmp_path / "memory.json").read_bytes() == before
+    assert "GQA 6:2" in result.stdout
+    result = bench(tmp_path, "--only", "memory", "--max-tokens", "4", "--widths", "2")
+    assert "measured with other settings" in result.stdout
+    assert [row["beams"] for row in rows_of(tmp_path, "memory")] == [2]
+
+
+def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path) -> None:
+    options = ["--size", "minimal", "--only", "memory", "--widths", "2", "3", "4", "5", "--max-tokens", "32"]
+    command = [sys.executable, "-m", "benchmarks", "--out", str(tmp_path), *options]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "memory.json").exists():
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    told = process.communicate(timeout=120)[0]
+    assert process.returncode == 130, told[-3000:]
+    assert "goes on from there" in told
+    kept = rows_of(tmp_path, "memory")
+    assert kept
+    assert len(kept) < 4
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=600).returncode == 0
+    finished = rows_of(tmp_path, "memory")
+    assert finished[: len(kept)] == kept
+    assert [row["beams"] for row in finished] == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--only", "memry"], "invalid choice: 'memry'"),
+        (["--widths", "0"], "'0' is not a whole number >= 1"),
+        (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl: no such file"),
+        (["--prompts", "a.jsonl", "--field", "x", "y"], "--field: 2 fields for 1 files"),
+    ],
+)
+def test_a_wrong_option_is_named(tmp_path: Path, options: list[str], told: str) -> None:
+    result = bench(tmp_path, *options)
+    assert result.returncode != 0
+    assert told in result.stderr
