@@ -44,6 +44,11 @@ class SelectRules(NamedTuple):
     law: BeamSampling | None = None  # beams are drawn from it; None: the best go on
 
     @property
+    def wants_rows(self) -> bool:
+        """Whether each row's own best continuations matter, beside the group's."""
+        return self.semantics == "vllm" or self.num_logprobs is not None
+
+    @property
     def ranks_together(self) -> bool:
         """Whether all beams' continuations, those that finish among them, have one ranking that alone decides.
 

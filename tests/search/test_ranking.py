@@ -200,3 +200,14 @@ def test_masked_token_is_never_among_the_best_of_a_row() -> None:
 def places(ranking: Ranking) -> list[tuple[int, int]]:
     """(parent, token) of the only group's candidates."""
     return [*zip(ranking.candidates.parents[0].tolist(), ranking.candidates.tokens[0].tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("spread", [0.0, 3.0, 60.0])
+def test_wide_groups_rank_the_best_however_many_of_them_one_row_has(spread: float) -> None:
+    """Scores far apart let one row have all of them, equal ones let all rows have some; ties are drawn in, too."""
+    random = torch.Generator().manual_seed(int(spread))
+    logits = (torch.randn(2, 100, 300, generator=random) * 3).round(decimals=1)
+    scores = torch.rand(2, 100, generator=random) * spread
+    scores[1, 50:] = DEAD
+    check_against_sorting_everything(logits, scores, 200)
+    check_against_sorting_everything(logits, scores, 25_000)

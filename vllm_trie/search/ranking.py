@@ -10,13 +10,15 @@ import torch
 
 from vllm_trie.search.step import Candidates, Tops
 
+WIDE = 128  # candidates from which on few are asked of each row at first: seldom do many of the best come from one
+
 
 class Ranking(NamedTuple):
     """The best continuations of each group, and of each of its rows by itself."""
 
     candidates: Candidates  # [G, K]
     logprobs: torch.Tensor  # [G, r, V] float32, as ranked
-    row_logprobs: torch.Tensor  # [G, r, M], best first; M > K unless the vocabulary is smaller
+    row_logprobs: torch.Tensor  # [G, r, M], best first; if rows' own best are wanted, M > K or all of the vocabulary
     row_tokens: torch.Tensor  # [G, r, M]
 
     def tops(self, group: int, count: int) -> Tops:
@@ -59,13 +61,19 @@ def rank_candidates(logprobs: torch.Tensor, scores: torch.Tensor, count: int, ro
         logprobs: [G, r, V] float32; r rows of each of G groups; -inf where a row may not take a token.
         scores: [G, r] float32, cumulative log-probability of each row.
         count: K, at most r * V.
-        row_count: Continuations of each row that are wanted in any case.
+        row_count: Continuations of each row that are wanted in any case, the best K + 1 with them; 0: none.
     """
     vocab_size = logprobs.shape[-1]
-    per_row = min(max(count + 1, row_count), vocab_size)
-    row_best, row_tokens = logprobs.topk(per_row, dim=-1)
-    total = row_best + scores[..., None]
-    best, index = total.flatten(1).topk(min(count + 1, total[0].numel()), dim=-1)
+    most = min(max(count + 1, row_count), vocab_size)
+    per_row = most if row_count or most < WIDE else max(WIDE // 4, -(-most // logprobs.shape[1]))
+    while True:
+        row_best, row_tokens = logprobs.topk(per_row, dim=-1)
+        total = row_best + scores[..., None]
+        best, index = total.flatten(1).topk(min(count + 1, total[0].numel()), dim=-1)
+        # What a row has left is no better than the last it gave. Where that is not among the best, nothing is missing.
+        if per_row == most or bool((total[..., -1] < best[:, -1:]).all()):
+            break
+        per_row = min(4 * per_row, most)
     tokens = row_tokens.flatten(1).gather(1, index)
     parents = index // per_row
 

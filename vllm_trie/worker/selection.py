@@ -70,8 +70,9 @@ class Selection:
             return self._sample(allowed)
         allowed = pruned(allowed, self.scores, rules.pruning)
         most = logits[0].numel()
+        row_count = max(rules.num_logprobs or 0, 1) if rules.wants_rows else 0
         while True:
-            self.ranking = rank_candidates(allowed, self.scores, self.num_ranked, rules.num_logprobs or 0)
+            self.ranking = rank_candidates(allowed, self.scores, self.num_ranked, row_count)
             candidates = self.ranking.candidates
             stops = self._stops(candidates)
             if self.num_ranked == most or ((~stops).sum(axis=1) >= rules.width).all():
