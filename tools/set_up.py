@@ -55,7 +55,7 @@ def install(python: Path) -> None:
 def compile_all(python: Path) -> None:
     """Compile what is installed, on all cores; pip uses one.
 
-    Where Python writes no bytecode by itself, every process would do it anew. Templates that only look like Python fail.
+    Where Python writes no bytecode by itself, every process would do it anew. Templates that look like Python fail.
     """
     subprocess.run([python, "-m", "compileall", "-qq", "-j", "0", python.parent.parent / "lib"])
 
