@@ -12,6 +12,8 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from benchmarks.peers.tridecode import PAPERS_INTERVAL
+
 Content = dict[str, Any]
 
 
@@ -75,12 +77,15 @@ def _throughput_by_width(axes: Any, content: Content) -> None:
 
 
 def _reclamation_by_step(axes: Any, content: Content) -> None:
-    cell = content["cells"][0]
-    whole, reclaim = cell["series"]["whole"], cell["series"]["reclaim"]
-    axes.plot(whole, linewidth=0.6, label="whole step")
-    axes.plot([i for i, ms in enumerate(reclaim) if ms], [ms for ms in reclaim if ms], ".", label="reclamation in it")
-    width, interval = cell["cell"]
-    title = f"Reclamation every {interval} steps, {width} beams"
+    width = content["cells"][0]["cell"][0]
+    of_interval = [cell for cell in content["cells"] if cell["cell"][0] == width and cell["cell"][2] == PAPERS_INTERVAL]
+    for index, cell in enumerate(of_interval):
+        whole, reclaim, name = cell["series"]["whole"], cell["series"]["reclaim"], cell["cell"][1]
+        color = f"C{index}"
+        axes.plot(whole, linewidth=0.5, color=color, label=f"{name}: step")
+        at = [i for i, ms in enumerate(reclaim) if ms]
+        axes.plot(at, [reclaim[i] for i in at], ".", color=color, label=f"{name}: reclamation in it")
+    title = f"Reclamation every {PAPERS_INTERVAL} steps, {width} beams"
     axes.set(xlabel="decoding step", ylabel="ms", yscale="log", title=title)
     axes.legend(fontsize="small")
 

@@ -1,6 +1,7 @@
 """Measured tables as Markdown; `python -m benchmarks.report RESULTS.md` puts them where that file names them.
 
-A place is a line `<!-- table: NAME -->`, with all up to the next `<!-- end -->` replaced.
+A place is a line `<!-- table: NAME -->`, with all up to the next `<!-- end -->` replaced. Plots that the file shows are
+copied to where it looks for them.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import argparse
 import json
 import re
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
+PICTURES = "docs"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -54,7 +57,11 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="Markdown with places for tables")
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder of measured tables")
     args = parser.parse_args()
-    args.file.write_text(fill_in(args.file.read_text(), args.results))
+    text = fill_in(args.file.read_text(), args.results)
+    args.file.write_text(text)
+    for picture in args.results.glob("*.png"):
+        if f"({PICTURES}/{picture.name})" in text:
+            copy(picture, args.file.parent / PICTURES / picture.name)
 
 
 if __name__ == "__main__":

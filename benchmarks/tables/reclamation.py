@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.common import BLOCK_SIZE, alternate, median_ratio
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
+from benchmarks.peers.tridecode import PublishedTrieSearch
 from benchmarks.significance import interval, paired, shown_p
 from benchmarks.watch import clocked, reclaiming_every, watched
 from vllm_trie import beam_params
@@ -15,6 +16,7 @@ from vllm_trie.engine.kv_cache import BeamKVCacheManager
 
 NEVER = 1 << 30
 NO_SHARING = "no sharing"
+OURS, PUBLISHED = "beams in the engine", "trie paper's algorithm"
 
 
 def ablation_cells(setting: Setting) -> list[Cell]:
@@ -100,43 +102,58 @@ ABLATION = Table(
 
 def cost_cells(setting: Setting) -> list[Cell]:
     widths = setting.widths or setting.pick((4,), (30,), (30,))
-    return [(width, interval) for width in widths for interval in setting.pick((15,), (15,), (1, 15, 50))]
+    intervals = setting.pick((15,), (15,), (1, 15, 50))
+    return [(width, who, every) for width in widths for who in (OURS, PUBLISHED) for every in intervals]
 
 
-def measure_cost(bench: Bench, width: int, interval_steps: int) -> Measured:
+def measure_cost(bench: Bench, width: int, who: str, interval_steps: int) -> Measured:
     """Milliseconds of every step of a long search, and of the reclamations in them."""
     setting = bench.setting
     num_tokens = setting.max_tokens or setting.pick(48, 1000, 1000)
-    llm = bench.engine(enable_prefix_caching=False)
     (prompt,) = bench.prompts(1)
+    if who == OURS:
+        whole, reclaim = _engine_steps(bench, prompt, width, interval_steps, num_tokens)
+    else:
+        found = PublishedTrieSearch(bench.reference(), interval_steps).search(prompt, width, num_tokens, None)
+        whole = [1000 * seconds for seconds in found.step_seconds]
+        reclaim = [0.0] * len(whole)
+        reclaim[interval_steps - 1 : -1 : interval_steps] = [1000 * seconds for seconds in found.reclaim_seconds]
+    each = [ms for ms in reclaim if ms]
+    row = (
+        width,
+        who,
+        len(whole),
+        interval_steps,
+        len(each),
+        str(interval(each)),
+        max(each),
+        str(interval(whole)),
+        100 * sum(each) / sum(whole),
+    )
+    return Measured([row], {"whole": whole, "reclaim": reclaim})
+
+
+def _engine_steps(
+    bench: Bench, prompt: list[int], width: int, interval_steps: int, num_tokens: int
+) -> tuple[list[float], list[float]]:
+    """Milliseconds of each decoding step, and of the reclamation in it."""
+    llm = bench.engine(enable_prefix_caching=False)
     params = beam_params(width, max_tokens=num_tokens, ignore_eos=True)
     with (
         reclaiming_every(llm, interval_steps),
         clocked(llm, {"reclaim": (BeamKVCacheManager, "_reclaim")}) as clock,
     ):
         llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    decoding = [i for i, step in enumerate(clock.steps) if step["whole step"]][1:]
-    whole, reclaim = clock.ms("whole step"), clock.ms("reclaim")
-    reclaiming = [i for i in decoding if reclaim[i]]
-    total = sum(whole[i] for i in decoding)
-    row = (
-        width,
-        len(decoding),
-        interval_steps,
-        len(reclaiming),
-        str(interval([reclaim[i] for i in reclaiming])),
-        max(reclaim[i] for i in reclaiming),
-        str(interval([whole[i] for i in decoding])),
-        100 * sum(reclaim[i] for i in reclaiming) / total,
-    )
-    series = {"whole": [whole[i] for i in decoding], "reclaim": [reclaim[i] for i in decoding]}
-    return Measured([row], series)
+    decoding = [step for step in clock.steps if step["whole step"]][1:]
+    whole, reclaim = ([1000 * step[part] for step in decoding] for part in ("whole step", "reclaim"))
+    return whole, reclaim
 
 
 COST = Table(
     "Cost of reclamation against the step's",
     (
         "beams",
+        "search",
         "steps",
         "reclaim_interval",
         "reclamations",
@@ -147,5 +164,6 @@ COST = Table(
     ),
     cost_cells,
     measure_cost,
-    "one search, without the step of the prompt; a reclamation: the walk over the trie, and blocks back to the pool",
+    "one search, without the step of the prompt; a reclamation: in the engine the walk over the trie, and blocks back "
+    "to the pool; in the paper's algorithm an index_select of the whole cache",
 )
