@@ -86,7 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", choices=SIZES, default="quick", help="how many prompts, lengths and widths")
     parser.add_argument("--model", default=str(TARGET), help="folder or name; the trained target by default")
     parser.add_argument("--draft", help="its draft model; without one, other models have no tables of speculation")
-    parser.add_argument("--prompts", nargs="+", type=Path, metavar="FILE", help="JSON Lines, .gz or not; default: code")
+    told = "JSON Lines, .gz or not; 'code', the default, names the built-in ones"
+    parser.add_argument("--prompts", nargs="+", type=Path, metavar="FILE", default=[Path(CODE.name)], help=told)
     parser.add_argument("--field", nargs="+", default=["prompt"], help="of the prompt: one for all files, or one each")
     parser.add_argument("--widths", nargs="+", type=_positive, metavar="BEAMS", help="where a table compares widths")
     parser.add_argument("--max-tokens", type=_positive, help="to generate; by default each table's own choice")
@@ -97,19 +98,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _setting(args: argparse.Namespace) -> Setting:
-    files: list[Path] = args.prompts or []
+    files = [path for path in args.prompts if str(path) != CODE.name]
     fields = args.field * len(files) if len(args.field) == 1 else args.field
-    if len(fields) != len(files) and files:
+    if len(fields) != len(files):
         sys.exit(f"--field: {len(fields)} fields for {len(files)} files; name one for all, or one each")
     for path in files:
         if not path.is_file():
-            sys.exit(f"--prompts {path}: no such file")
+            sys.exit(f"--prompts {path}: no such file; {CODE.name!r} names the built-in prompts")
     own = [PromptSet(path.name.split(".")[0], path, field) for path, field in zip(files, fields, strict=True)]
-    if len({prompts.name for prompts in own}) < len(own):
-        sys.exit("--prompts: two files of one name; rename one")
+    if len(files) < len(args.prompts):
+        own.insert(0, CODE)
+    if len({prompts.name for prompts in own}) < len(args.prompts):
+        sys.exit("--prompts: two sets of one name; leave one out, or rename it")
     draft = args.draft or (str(PAIR / "draft") if args.model == str(TARGET) else None)
     widths = tuple(args.widths) if args.widths else None
-    return Setting(args.model, draft, tuple(own) or (CODE,), widths, args.max_tokens, args.repeats, args.size)
+    return Setting(args.model, draft, tuple(own), widths, args.max_tokens, args.repeats, args.size)
 
 
 def _positive(text: str) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import OF_PAPERS, TABLES
+from benchmarks.__main__ import OF_PAPERS, TABLES, main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -98,10 +98,11 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path) -> None:
         (["--only", "memry"], "invalid choice: 'memry'"),
         (["--widths", "0"], "'0' is not a whole number >= 1"),
         (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl: no such file"),
-        (["--prompts", "a.jsonl", "--field", "x", "y"], "--field: 2 fields for 1 files"),
+        (["--prompts", "code", "a.jsonl", "--field", "x", "y"], "--field: 2 fields for 1 files"),
+        (["--prompts", "code", "code"], "two sets of one name"),
     ],
 )
-def test_a_wrong_option_is_named(tmp_path: Path, options: list[str], told: str) -> None:
-    result = bench(tmp_path, *options)
-    assert result.returncode != 0
-    assert told in result.stderr
+def test_a_wrong_option_is_named(options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(options)
+    assert told in f"{refused.value}{capsys.readouterr().err}"
