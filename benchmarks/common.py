@@ -10,15 +10,12 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
-
-from vllm_trie.engine.stats import SearchCounts
 
 PAIR = Path(__file__).parent / "stdlib_pair"
 TARGET = PAIR / "target"
@@ -69,15 +66,6 @@ def stop(llm: Any) -> None:
     llm.llm_engine.engine_core.shutdown()
     gc.collect()
     cleanup_dist_env_and_memory()
-
-
-def total_counts(outputs: Sequence[Any]) -> SearchCounts:
-    """What several speculative searches took together."""
-    total = SearchCounts()
-    for output in outputs:
-        told = output.kv_transfer_params["trie_beam"]
-        total.add(SearchCounts(**{count.name: told[count.name] for count in fields(SearchCounts)}))
-    return total
 
 
 def one_at_a_time(llm: Any, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any]:

@@ -24,11 +24,10 @@ from benchmarks.common import (
     settings,
     show,
     stop,
-    total_counts,
 )
 from benchmarks.prompts import CODE
 from benchmarks.stdlib_pair.corpus import held_out_prompts
-from benchmarks.watch import watched
+from benchmarks.watch import total_counts, watched
 from vllm_trie import beam_params
 
 WIDTHS = (1, 4, 8)

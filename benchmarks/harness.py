@@ -238,7 +238,9 @@ def run(name: str, table: Table, bench: Bench, out: Path, again: bool) -> Iterat
 
 def command() -> str:
     """This run's command, as one would type it."""
-    return shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+    threads = os.environ.get("OMP_NUM_THREADS")
+    before = f"OMP_NUM_THREADS={threads} " if threads else ""
+    return before + shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
 
 
 def machine() -> dict[str, Any]:

@@ -1,14 +1,17 @@
-"""Looking into an engine of this process while it searches: blocks in use, and the time of its parts."""
+"""Looking into an engine of this process: blocks in use, the time of its parts, and what searches counted."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from typing import Any, NamedTuple
 from unittest import mock
+
+from vllm_trie.engine.stats import SearchCounts
 
 
 class Steps(NamedTuple):
@@ -27,6 +30,15 @@ def core_of(llm: Any) -> Any:
 def manager_of(llm: Any) -> Any:
     """The KV cache manager."""
     return core_of(llm).scheduler.kv_cache_manager
+
+
+def total_counts(outputs: Sequence[Any]) -> SearchCounts:
+    """What several speculative searches took together."""
+    total = SearchCounts()
+    for output in outputs:
+        told = output.kv_transfer_params["trie_beam"]
+        total.add(SearchCounts(**{count.name: told[count.name] for count in fields(SearchCounts)}))
+    return total
 
 
 @contextmanager

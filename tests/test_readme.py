@@ -21,11 +21,11 @@ CLIENT = [example for example in EXAMPLES if "openai" in example]
 (SERVE,) = re.findall(r"```bash\n(vllm serve .*?)```", README, re.DOTALL)
 
 
-def run(example: str, folder: Path, **more: str) -> list[str]:
-    """The lines of its output that begin with a score. `more`: its environment's variables."""
+def run(example: str, folder: Path) -> list[str]:
+    """The lines of its output that begin with a score."""
     script = folder / "example.py"
     script.write_text(example)
-    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"} | more
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     result = subprocess.run([sys.executable, script], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     return [line for line in result.stdout.splitlines() if re.match(r"\s*-\d+\.\d+ ", line)]
@@ -38,9 +38,7 @@ def test_there_are_examples_of_both_kinds() -> None:
 
 @pytest.mark.parametrize(("index", "lines"), [(0, 6), (1, 6), (2, 4)])
 def test_offline_example_runs_as_pasted(index: int, lines: int, tmp_path: Path) -> None:
-    # One of them compiles its model, as all do for a user; that takes most of their time.
-    more = {"TORCHDYNAMO_DISABLE": "1"} if index else {}
-    assert len(run(OFFLINE[index], tmp_path, **more)) == lines
+    assert len(run(OFFLINE[index], tmp_path)) == lines
 
 
 def test_client_examples_run_against_the_server_of_the_readme(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import models
-from benchmarks.common import alternate, one_at_a_time, total_counts
+from benchmarks.common import alternate, one_at_a_time
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.peers.specinfer import TreeSpeculation
 from benchmarks.prompts import CODE
 from benchmarks.significance import interval, paired
 from benchmarks.stdlib_pair.corpus import Beginning, held_out_beginnings
-from benchmarks.watch import manager_of
+from benchmarks.watch import manager_of, total_counts
 from vllm_trie import beam_params
 
 TEMPERATURE, QUALITY_LAYERS, QUALITY_DRAFTS = 0.7, 3, 6

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.common import total_counts
 from benchmarks.stdlib_pair.corpus import held_out_prompts
+from benchmarks.watch import total_counts
 from tests.conftest import Engines
 from tests.engine.test_speculation import TRAINED, speculating
 from vllm_trie import beam_params

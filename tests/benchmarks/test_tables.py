@@ -59,15 +59,16 @@ def test_sharing_changes_no_log_probability_and_no_hypothesis(measured: Path) ->
 
 
 def test_a_rerun_measures_nothing_again_and_another_setting_does(measured: Path, tmp_path: Path) -> None:
-    (tmp_path / "memory.json").write_bytes((measured / "memory.json").read_bytes())
-    before = (tmp_path / "memory.json").read_bytes()
-    result = bench(tmp_path, "--only", "memory")
+    for name in ("memory", "energy"):
+        (tmp_path / f"{name}.json").write_bytes((measured / f"{name}.json").read_bytes())
+    result = bench(tmp_path, "--only", "memory", "energy")
     assert result.returncode == 0, result.stderr[-3000:]
-    assert (tmp_path / "memory.json").read_bytes() == before
     assert "GQA 6:2" in result.stdout
-    result = bench(tmp_path, "--only", "memory", "--max-tokens", "4", "--widths", "2")
+    for name in ("memory", "energy"):
+        assert (tmp_path / f"{name}.json").read_bytes() == (measured / f"{name}.json").read_bytes()
+    result = bench(tmp_path, "--only", "energy", "--widths", "2")
     assert "measured with other settings" in result.stdout
-    assert [row["beams"] for row in rows_of(tmp_path, "memory")] == [2]
+    assert {row["beams"] for row in rows_of(tmp_path, "energy")} == {2}
 
 
 def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path) -> None:
