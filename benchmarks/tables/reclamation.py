@@ -37,7 +37,7 @@ def measure_ablation(bench: Bench, width: int, what: str | int) -> Measured:
     unshared = [width * -(-(len(prompt) + num_tokens - 1) // BLOCK_SIZE) for prompt in prompts]
     params = beam_params(width, **options)
     if what == NO_SHARING:
-        sampling = SamplingParams(n=width, temperature=1.0, seed=0, **options)
+        sampling = SamplingParams(n=width, temperature=1.0, **options)
         runs = [watched(llm, prompt, sampling) for prompt in prompts]
         timed = partial(_one_by_one, llm, prompts, sampling)
         most, floors = "", [max(run.used) for run in runs]

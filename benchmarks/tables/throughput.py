@@ -93,7 +93,7 @@ def searches(bench: Bench, variant: str, width: int, num_tokens: int) -> dict[st
         published = PublishedTrieSearch(reference)
         searches["trie paper's algorithm"] = lambda prompt: published.search(prompt, width, num_tokens, None)
     return searches | {
-        "vLLM sampling, n=b": generate(SamplingParams(n=width, temperature=1.0, seed=0, **options)),
+        "vLLM sampling, n=b": generate(SamplingParams(n=width, temperature=1.0, **options)),
         "vLLM greedy": generate(SamplingParams(temperature=0.0, **options)),
     }
 

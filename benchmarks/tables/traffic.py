@@ -29,7 +29,7 @@ def measure(bench: Bench, width: int) -> Measured:
     long = {"max_tokens": 512, "ignore_eos": True}
     kinds: dict[str, Any] = {
         ALONE: None,
-        SAMPLES: SamplingParams(n=width, temperature=1.0, seed=0, **long),
+        SAMPLES: SamplingParams(n=width, temperature=1.0, **long),
         BEAMS: beam_params(width, **long),
     }
     first: dict[str, list[float]] = {name: [] for name in kinds}
