@@ -203,7 +203,9 @@ class Kept:
             old = json.loads(path.read_text())
             same = all(old.get(key) == fresh[key] for key in ("columns", "note", "machine", "setting"))
             if same:
-                return cls(path, old)
+                kept = cls(path, old | {"command": fresh["command"]})
+                kept.write()
+                return kept
             console.print(f"{path} was measured with other settings or on another machine; measuring again.")
         folder.mkdir(parents=True, exist_ok=True)
         return cls(path, fresh)
@@ -214,6 +216,10 @@ class Kept:
     def add(self, cell: Cell, measured: Measured) -> None:
         rows = [list(row) for row in measured.rows]
         self.content["cells"].append({"cell": list(cell), "rows": rows, "series": dict(measured.series)})
+        self.write()
+
+    def write(self) -> None:
+        """Replace the file at once, so that an interruption leaves a whole one."""
         unfinished = self.path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(self.content, indent=1) + "\n")
         unfinished.replace(self.path)
@@ -237,10 +243,15 @@ def run(name: str, table: Table, bench: Bench, out: Path, again: bool) -> Iterat
 
 
 def command() -> str:
-    """This run's command, as one would type it."""
+    """This run's command, as one would type it next to its files of prompts; where results go makes no difference."""
+    typed = sys.argv[1:]
+    if "--out" in typed:
+        at = typed.index("--out")
+        typed = typed[:at] + typed[at + 2 :]
     threads = os.environ.get("OMP_NUM_THREADS")
     before = f"OMP_NUM_THREADS={threads} " if threads else ""
-    return before + shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+    named = [Path(word).name if Path(word).is_file() else word for word in typed]
+    return before + shlex.join(["python", "-m", "benchmarks", *named])
 
 
 def machine() -> dict[str, Any]:
