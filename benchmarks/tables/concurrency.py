@@ -16,7 +16,7 @@ MOST_CLIENT_ROWS = 128  # beyond them its loop takes minutes
 
 
 def cells(setting: Setting) -> list[Cell]:
-    widths = setting.widths or setting.pick((4,), (4, 16, 64), (4, 16, 64))
+    widths = setting.widths or setting.pick((4,), (4, 16), (4, 16, 64))
     return [(groups, width) for groups in setting.pick((1, 2), (1, 8), (1, 8, 32)) for width in widths]
 
 

@@ -12,7 +12,7 @@ NEAR_TIE = 1e-4  # of final scores: rounding may order what is closer
 
 
 def cells(setting: Setting) -> list[Cell]:
-    own_widths = setting.pick((3,), (3, 9, 15), (3, 6, 9, 15))
+    own_widths = setting.pick((3,), (3, 9), (3, 6, 9, 15))
     intervals = setting.pick((1,), (1, 15), (1, 15))
     return [
         (prompts.name, width, interval)

@@ -14,7 +14,7 @@ from vllm_trie import beam_params
 
 
 def cells(setting: Setting) -> list[Cell]:
-    own_widths = setting.pick((3,), (3, 9, 15), (3, 6, 9, 15))
+    own_widths = setting.pick((3,), (3, 15), (3, 6, 9, 15))
     lengths = setting.pick((None,), (None, 256), (None, 128, 512))
     variants = models.variants(setting.model)[: setting.pick(1, 3, 3)]
     return [
