@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -55,6 +56,18 @@ class Setting:
     def pick(self, minimal: Any, quick: Any, full: Any) -> Any:
         """The one of three that fits the size of this run."""
         return (minimal, quick, full)[SIZES.index(self.size)]
+
+    def prompt_set(self, name: str) -> PromptSet:
+        """The one of that name."""
+        return next(prompts for prompts in self.prompts if prompts.name == name)
+
+    def cells_by_prompt_and_width(
+        self, num_variants: int, lengths: Sequence[int | None], widths: Sequence[int]
+    ) -> list[Cell]:
+        """Variant of the model, set of prompts, their length (None: as they are), and width; the last one fastest."""
+        variants = models.variants(self.model)[:num_variants]
+        names = [prompts.name for prompts in self.prompts]
+        return list(product(variants, names, lengths, self.widths or widths))
 
     def stated(self) -> dict[str, Any]:
         """As JSON holds it; runs that state the same can continue each other."""

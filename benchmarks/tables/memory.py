@@ -14,16 +14,11 @@ from vllm_trie import beam_params
 
 
 def cells(setting: Setting) -> list[Cell]:
-    own_widths = setting.pick((3,), (3, 15), (3, 6, 9, 15))
-    lengths = setting.pick((None,), (None, 256), (None, 128, 512))
-    variants = models.variants(setting.model)[: setting.pick(1, 3, 3)]
-    return [
-        (variant, prompts.name, length, width)
-        for variant in variants
-        for prompts in setting.prompts
-        for length in lengths
-        for width in setting.widths or own_widths
-    ]
+    return setting.cells_by_prompt_and_width(
+        num_variants=setting.pick(1, 3, 3),
+        lengths=setting.pick((None,), (None, 256), (None, 128, 512)),
+        widths=setting.pick((3,), (3, 15), (3, 6, 9, 15)),
+    )
 
 
 def measure(bench: Bench, variant: str, set_name: str, length: int | None, width: int) -> Measured:
@@ -31,11 +26,10 @@ def measure(bench: Bench, variant: str, set_name: str, length: int | None, width
     from vllm import SamplingParams
 
     setting = bench.setting
-    (of,) = (prompts for prompts in setting.prompts if prompts.name == set_name)
     num_tokens = setting.max_tokens or setting.pick(16, 64, 96)
     options: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True}
     llm = bench.engine(variant, enable_prefix_caching=False)
-    prompts = bench.prompts(setting.pick(2, 4, 16), length, of)
+    prompts = bench.prompts(setting.pick(2, 4, 16), length, setting.prompt_set(set_name))
     shared = [watched(llm, prompt, beam_params(width, **options)).used for prompt in prompts]
     sampling = SamplingParams(n=width, temperature=1.0, **options)
     unshared = [watched(llm, prompt, sampling).used for prompt in prompts]

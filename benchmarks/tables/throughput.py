@@ -18,25 +18,19 @@ OURS = "beams in the engine"
 
 
 def cells(setting: Setting) -> list[Cell]:
-    own_widths = setting.pick((3,), (3, 9, 15), (3, 6, 9, 15))
-    lengths = setting.pick((None,), (None,), (None, 256))
-    variants = models.variants(setting.model)[: setting.pick(1, 1, 3)]
-    return [
-        (variant, prompts.name, length, width)
-        for variant in variants
-        for prompts in setting.prompts
-        for length in lengths
-        for width in setting.widths or own_widths
-    ]
+    return setting.cells_by_prompt_and_width(
+        num_variants=setting.pick(1, 1, 3),
+        lengths=setting.pick((None,), (None,), (None, 256)),
+        widths=setting.pick((3,), (3, 9, 15), (3, 6, 9, 15)),
+    )
 
 
 def measure(bench: Bench, variant: str, set_name: str, length: int | None, width: int) -> Measured:
     """All peers in turn on each prompt; the first prompt is their warm-up."""
     setting = bench.setting
-    (of,) = (prompts for prompts in setting.prompts if prompts.name == set_name)
     num_tokens = setting.max_tokens or setting.pick(8, 32, 64)
     llm = bench.engine(variant)
-    warm_up, *prompts = bench.prompts(1 + setting.pick(2, 4, 12), length, of)
+    warm_up, *prompts = bench.prompts(1 + setting.pick(2, 4, 12), length, setting.prompt_set(set_name))
     runs = searches(bench, variant, width, num_tokens)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for prompt in (warm_up, *prompts):
