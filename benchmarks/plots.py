@@ -24,7 +24,7 @@ def draw_all(folder: Path) -> list[Path]:
         source = folder / f"{table}.json"
         if not source.exists():
             continue
-        figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+        figure, axes = pyplot.subplots(figsize=(9, 4.2), layout="constrained")
         draw(axes, json.loads(source.read_text()))
         axes.grid(alpha=0.3)
         target = folder / f"{name}.png"
@@ -45,7 +45,7 @@ def _memory_by_step(axes: Any, content: Content) -> None:
         axes.plot(cell["series"]["unshared"], color=color, linestyle="--", label=f"{width} beams, unshared")
     length = f"{longest} tokens" if longest else "natural length"
     axes.set(xlabel="decoding step", ylabel="KV blocks in use", title=f"KV memory, prompts of {length}")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _overlap_by_width(axes: Any, content: Content) -> None:
@@ -59,7 +59,7 @@ def _overlap_by_width(axes: Any, content: Content) -> None:
     for label, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
     axes.set(xlabel="beams", ylabel="share of blocks saved", title="Overlap by width", ylim=(0, 1))
-    axes.legend(fontsize="x-small")
+    axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _throughput_by_width(axes: Any, content: Content) -> None:
@@ -73,7 +73,7 @@ def _throughput_by_width(axes: Any, content: Content) -> None:
     for label, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
     axes.set(xlabel="beams", ylabel="tokens of the answer per second", title="Speed by width", ylim=(0, None))
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _reclamation_by_step(axes: Any, content: Content) -> None:
@@ -87,7 +87,7 @@ def _reclamation_by_step(axes: Any, content: Content) -> None:
         axes.plot(at, [reclaim[i] for i in at], ".", color=color, label=f"{name}: reclamation in it")
     title = f"Reclamation every {PAPERS_INTERVAL} steps, {width} beams"
     axes.set(xlabel="decoding step", ylabel="ms", yscale="log", title=title)
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _quality_by_speed(axes: Any, content: Content) -> None:
@@ -98,7 +98,7 @@ def _quality_by_speed(axes: Any, content: Content) -> None:
     for label, points in families.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", linestyle=":", label=label)
     axes.set(xlabel="steps per forward of the target", ylabel="mean log p of the answer", title="Speed and quality")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _family(law: str) -> str:
