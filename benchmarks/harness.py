@@ -12,7 +12,7 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import product
@@ -242,14 +242,13 @@ class Kept:
         return [row for cell in self.content["cells"] for row in cell["rows"]]
 
 
-def run(name: str, table: Table, bench: Bench, out: Path, again: bool) -> Iterator[None]:
+def run(name: str, table: Table, bench: Bench, out: Path, again: bool) -> None:
     """Measure what is not kept yet of one table, and show all of it, even if interrupted."""
     kept = Kept.open(out, name, table, bench.setting, again)
     cells = [cell for cell in table.cells(bench.setting) if not kept.has(cell)]
     try:
         for cell in tqdm(cells, desc=name, unit="cell", leave=False):
             kept.add(cell, table.measure(bench, *cell))
-            yield
     finally:
         if kept.rows:
             show(table.title, table.columns, kept.rows, kept.content["note"])

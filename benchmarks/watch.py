@@ -15,11 +15,10 @@ from vllm_trie.engine.stats import SearchCounts
 
 
 class Steps(NamedTuple):
-    """What one request held after each of its decoding steps."""
+    """What one request held after each of its steps but the last."""
 
     used: list[int]  # KV blocks of the pool in use
     live: list[int]  # of beam groups: those that rows lead to
-    outputs: list[Any]  # of the finished request
 
 
 def core_of(llm: Any) -> Any:
@@ -57,13 +56,11 @@ def watched(llm: Any, prompt: list[int], params: Any) -> Steps:
     manager = manager_of(llm)
     assert not manager.num_used_blocks, "another request holds blocks"
     llm.llm_engine.add_request("watched", {"prompt_token_ids": prompt}, params)
-    steps = Steps([], [], [])
+    steps = Steps([], [])
     while llm.llm_engine.has_unfinished_requests():
-        finished = [output for output in llm.llm_engine.step() if output.finished]
-        if not finished:
+        if not any(output.finished for output in llm.llm_engine.step()):
             steps.used.append(manager.num_used_blocks)
             steps.live.append(manager.num_live_group_blocks)
-        steps.outputs.extend(finished)
     return steps
 
 

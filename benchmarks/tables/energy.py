@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import models
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.tables.throughput import searches
 
@@ -72,7 +73,7 @@ def measure(bench: Bench, width: int) -> Measured:
     num_tokens = bench.setting.max_tokens or 32
     (prompt,) = bench.prompts(1)
     rows = []
-    for name, search in searches(bench, "as it is", width, num_tokens).items():
+    for name, search in searches(bench, models.AS_IT_IS, width, num_tokens).items():
         search(prompt)
         for meter in found:
             calls = 0

@@ -1,4 +1,4 @@
-"""What reclamation saves and costs: the trie paper's ablation (its Table 5) and Figure 4."""
+"""What reclamation saves and costs: the trie paper's ablation and Figure 4."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_trie.messages import SelectRules
 from vllm_trie.search.ranking import Ranking, rank_candidates
 from vllm_trie.search.warping import log_probabilities
 
@@ -211,3 +212,13 @@ def test_wide_groups_rank_the_best_however_many_of_them_one_row_has(spread: floa
     scores[1, 50:] = DEAD
     check_against_sorting_everything(logits, scores, 200)
     check_against_sorting_everything(logits, scores, 25_000)
+
+
+def test_wide_groups_keep_the_best_of_each_row_where_these_are_wanted() -> None:
+    logits = torch.randn(1, 100, 300, generator=torch.Generator().manual_seed(0))
+    assert rank(logits, torch.zeros(1, 100), 200).row_logprobs.shape[-1] < 200
+    assert rank(logits, torch.zeros(1, 100), 200, row_count=1).row_logprobs.shape[-1] == 201
+    rules = SelectRules(100, "hf", (), (), True, None, False)
+    assert not rules.wants_rows
+    assert rules._replace(num_logprobs=0).wants_rows
+    assert rules._replace(semantics="vllm").wants_rows
