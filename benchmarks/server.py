@@ -20,7 +20,7 @@ from benchmarks.common import BLOCK_SIZE, TARGET
 
 VLLM = str(Path(sys.executable).with_name("vllm"))
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-START_SECONDS = 300
+START_SECONDS = 600
 END_SECONDS = 120
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -77,13 +77,18 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 PROMPTS = [Prompt(1, "a"), Prompt("x", "b"), Prompt(3, "c")]
+ASKED = {"model": "m", "beam_width": 4, "stop": None, "min_tokens": 2}
+
+
+def line_of(own_id: int | str, prompt: str, **searched: Any) -> str:
+    return json.dumps({"id": own_id, "prompt": prompt, "search": ASKED | searched, "hypotheses": []}) + "\n"
 
 
 def test_whole_lines_count_and_a_half_written_one_is_gone(tmp_path: Path) -> None:
-    whole = '{"id": "x", "prompt": "b", "hypotheses": []}\n{"id": 1, "prompt": "a", "hypotheses": []}\n'
+    whole = line_of("x", "b") + line_of(1, "a")
     path = tmp_path / "out.jsonl"
     path.write_text(whole + '{"id": 3, "prompt": "c", "hypoth')
-    with open_output(path, PROMPTS) as (file, answered):
+    with open_output(path, PROMPTS, ASKED) as (file, answered):
         assert answered == {"x", 1}
         file.write("more\n")
     assert path.read_text() == whole + "more\n"
@@ -102,18 +107,33 @@ def test_the_output_of_another_job_is_left_alone(tmp_path: Path, line: str) -> N
     path = tmp_path / "out.jsonl"
     path.write_text(f"{line}\nhalf")
     refusal = pytest.raises(JobError, match="line 1 answers no prompt of this job; name another --output")
-    with refusal, open_output(path, PROMPTS):
+    with refusal, open_output(path, PROMPTS, ASKED):
         pass
     assert path.read_text() == f"{line}\nhalf"
+
+
+@pytest.mark.parametrize(
+    ("searched", "told"),
+    [
+        ({"beam_width": 8, "min_tokens": 1}, "beam_width=8 instead of 4, min_tokens=1 instead of 2"),
+        ({"prune_relative": 0.1}, "prune_relative=0.1 instead of None"),
+    ],
+)
+def test_answers_of_another_search_are_not_gone_on_with(tmp_path: Path, searched: dict[str, Any], told: str) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text(line_of(1, "a") + line_of("x", "b", **searched))
+    refusal = pytest.raises(JobError, match=re.escape(f"line 2 was searched with {told}; name another --output"))
+    with refusal, open_output(path, PROMPTS, ASKED):
+        pass
 
 
 def test_two_jobs_do_not_write_to_one_output(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with path.open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(JobError, match="another job is writing to"), open_output(path, PROMPTS):
+        with pytest.raises(JobError, match="another job is writing to"), open_output(path, PROMPTS, ASKED):
             pass
-    with pytest.raises(JobError, match="cannot be written"), open_output(tmp_path / "no folder" / "out", PROMPTS):
+    with pytest.raises(JobError, match="cannot be written"), open_output(tmp_path / "no" / "out", PROMPTS, ASKED):
         pass
 
 
@@ -269,6 +289,7 @@ def test_a_job_that_was_interrupted_goes_on_and_finds_what_generate_finds(engine
     assert output.read_text().startswith(before)
 
     rows = rows_of(output)
+    assert all(row["search"].items() >= {"beam_width": 6, "n": 3, "length_penalty": 0.5}.items() for row in rows)
     assert [(row["id"], row["prompt"]) for row in rows] == [(f"no {n}", text) for n, text in enumerate(texts)]
     assert rows[-1]["hypotheses"] == []
     assert "512" in rows[-1]["error"]

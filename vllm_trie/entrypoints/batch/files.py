@@ -50,13 +50,16 @@ def read_prompts(path: Path, field: str) -> list[Prompt]:
 
 
 @contextmanager
-def open_output(path: Path, prompts: list[Prompt]) -> Iterator[tuple[IO[str], set[Id]]]:
+def open_output(path: Path, prompts: list[Prompt], asked: dict[str, Any]) -> Iterator[tuple[IO[str], set[Id]]]:
     """The output, to append lines to, and which of the prompts have theirs already.
 
     A job may end at any time: what is a whole line counts, and what was half written is gone.
 
+    Args:
+        asked: What lines hold in "search".
+
     Raises:
-        JobError: another job writes to the file, or it answers other prompts.
+        JobError: another job writes to the file, or it answers other prompts, or was searched otherwise.
     """
     try:
         raw = path.open("a+b")
@@ -67,23 +70,32 @@ def open_output(path: Path, prompts: list[Prompt]) -> Iterator[tuple[IO[str], se
             fcntl.flock(raw, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise JobError(f"another job is writing to {path}; wait for it, or name another --output") from None
-        answered = _answered(path, dict(prompts))
+        answered = _answered(path, dict(prompts), asked)
         raw.seek(0)
         raw.truncate(sum(len(line) for line in raw if line.endswith(b"\n")))
         with path.open("a", encoding="utf-8") as file:
             yield file, answered
 
 
-def _answered(path: Path, texts: dict[Id, str]) -> set[Id]:
+def _answered(path: Path, texts: dict[Id, str], asked: dict[str, Any]) -> set[Id]:
     answered = set[Id]()
     for number, row in _objects(path, is_output=True):
         own_id = row.get("id")
+        where, instead = f"{path}, line {number}", "name another --output, or move the file away"
         is_known = isinstance(own_id, int | str) and own_id in texts
         if own_id is None or not is_known or "hypotheses" not in row or row.get("prompt") != texts[own_id]:
-            where = f"{path}, line {number}"
-            raise JobError(f"{where} answers no prompt of this job; name another --output, or move the file away")
+            raise JobError(f"{where} answers no prompt of this job; {instead}")
+        if differing := _differing(row.get("search"), asked):
+            raise JobError(f"{where} was searched with {differing}; {instead}")
         answered.add(own_id)
     return answered
+
+
+def _differing(searched: Any, asked: dict[str, Any]) -> str:
+    """How an earlier job's search differs from this one's; nothing if it does not."""
+    theirs = searched if isinstance(searched, dict) else {}
+    names = [name for name in {**asked, **theirs} if name not in asked or theirs.get(name) != asked[name]]
+    return ", ".join(f"{name}={theirs.get(name)!r} instead of {asked.get(name)!r}" for name in names)
 
 
 def _objects(path: Path, is_output: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:

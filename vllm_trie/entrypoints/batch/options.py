@@ -33,6 +33,7 @@ class Job:
     field: str
     num_engines: int
     batch_size: int
+    asked: dict[str, Any]  # the model and the search's options, as they were given: what answers depend on
     params: SamplingParams
     engine_args: EngineArgs
 
@@ -58,8 +59,10 @@ def parse(arguments: Sequence[str] | None = None) -> Job:
         for name in ("num_engines", "batch_size"):
             if getattr(args, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')}={getattr(args, name)} is too few; pass at least 1")
+        asked = _asked(args)
+        files = args.input, args.output, args.field
         return Job(
-            args.input, args.output, args.field, args.num_engines, args.batch_size, _search(args), _engine_args(args)
+            *files, args.num_engines, args.batch_size, {"model": args.model} | asked, _search(asked), _engine_args(args)
         )
     except (ValueError, argparse.ArgumentTypeError) as error:
         parser.error(str(error))
@@ -110,16 +113,19 @@ def _object(text: str) -> dict[str, Any]:
     return value
 
 
-def _search(args: argparse.Namespace) -> SamplingParams:
-    options = {name: getattr(args, name) for name in SEARCH}
-    options["early_stopping"] = EARLY_STOPPING[args.early_stopping]
+def _asked(args: argparse.Namespace) -> dict[str, Any]:
     for name in args.search_options:
         if name in SEARCH:
             raise ValueError(
                 f"--search-options says {name}, which has an option of its own: --{name.replace('_', '-')}"
             )
+    own = {name: getattr(args, name) for name in SEARCH}
+    return own | {"early_stopping": EARLY_STOPPING[args.early_stopping]} | args.search_options
+
+
+def _search(asked: dict[str, Any]) -> SamplingParams:
     try:
-        return beam_params(**options, **args.search_options)
+        return beam_params(**asked)
     except TypeError as error:  # a name that neither beams nor vLLM know
         raise ValueError(f"--search-options: {error}") from None
 

@@ -38,11 +38,12 @@ class Searcher:
     Args:
         engine_args: The engine's.
         params: Of every prompt.
+        asked: What lines hold in "search".
     """
 
-    def __init__(self, engine_args: EngineArgs, params: SamplingParams) -> None:
+    def __init__(self, engine_args: EngineArgs, params: SamplingParams, asked: dict[str, Any]) -> None:
         self._llm = LLM.from_engine_args(engine_args)
-        self._params = params
+        self._params, self._asked = params, asked
         vllm_config = self._llm.llm_engine.vllm_config
         beam = searches(params, vllm_config)
         assert beam is not None
@@ -53,7 +54,8 @@ class Searcher:
         """Lines of the output, for columns "id" (as JSON) and "prompt"."""
         prompts = [Prompt(json.loads(own_id), str(text)) for own_id, text in zip(*batch.values(), strict=True)]
         answers = zip(prompts, self._search([prompt.prompt for prompt in prompts]), strict=True)
-        return {"line": [json.dumps(prompt._asdict() | answer, ensure_ascii=False) for prompt, answer in answers]}
+        objects = [{**prompt._asdict(), "search": self._asked, **answer} for prompt, answer in answers]
+        return {"line": [json.dumps(one, ensure_ascii=False) for one in objects]}
 
     def _search(self, texts: Sequence[str]) -> list[dict[str, Any]]:
         """What comes of each prompt. One that the engine refuses does not keep others from being searched."""
@@ -127,7 +129,7 @@ def lines(job: Job, prompts: Sequence[Prompt]) -> Iterator[str]:
     num_batches = ceil(len(rows) / job.batch_size)
     found = ray.data.from_items(rows, override_num_blocks=num_batches).map_batches(
         Searcher,
-        fn_constructor_args=(job.engine_args, job.params),
+        fn_constructor_args=(job.engine_args, job.params, job.asked),
         batch_size=job.batch_size,
         compute=ActorPoolStrategy(size=job.num_engines),
         num_cpus=1,
