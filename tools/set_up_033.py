@@ -60,10 +60,21 @@ def link_shared_libraries(source: Path, destination: Path) -> None:
         place.symlink_to(library)
 
 
+COMMAND = """\
+#!{python}
+import sys
+
+from vllm.entrypoints.cli.main import main
+
+if __name__ == "__main__":  # processes that vLLM starts import this file
+    sys.exit(main())
+"""
+
+
 def write_command(environment: Path, python: Path) -> None:
     """The `vllm` command of this environment."""
     command = environment / "bin" / "vllm"
-    command.write_text(f"#!{python}\nimport sys\nfrom vllm.entrypoints.cli.main import main\n\nsys.exit(main())\n")
+    command.write_text(COMMAND.format(python=python))
     command.chmod(0o755)
 
 

@@ -223,12 +223,12 @@ BATCH = ["--batch-size", "2", "--beam-width", "6", "--n", "3", "--max-tokens", "
 ENGINE = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", str(1 << 28)]
 
 
-def start_job(folder: Path, mark: str, *options: str) -> subprocess.Popen[str]:
+def start_job(folder: Path, mark: str, *options: str, **variables: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "vllm_trie.entrypoints.batch", "--model", str(TRAINED_TARGET), *BATCH, *ENGINE]
     files = ["--input", str(folder / "in.jsonl.gz"), "--output", str(folder / "out.jsonl"), "--field", "text"]
     hidden = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    environment |= {MARK: mark, "RAY_AUTH_MODE": "disabled", "TORCHDYNAMO_DISABLE": "1"}
+    environment |= {MARK: mark, "RAY_AUTH_MODE": "disabled", "TORCHDYNAMO_DISABLE": "1"} | variables
     return subprocess.Popen(
         [*command, *files, *options],
         cwd=ROOT,
@@ -282,7 +282,8 @@ def test_a_job_that_was_interrupted_goes_on_and_finds_what_generate_finds(engine
     assert 2 <= before.count("\n") < len(texts)
 
     output.write_text(before + '{"id": "no 8", "pro')  # as if it had been killed while it wrote
-    _, said = (job := start_job(tmp_path, mark, "--num-engines", "2")).communicate(timeout=SECONDS)
+    in_actors = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # engines without processes of their own start sooner
+    _, said = (job := start_job(tmp_path, mark, "--num-engines", "2", **in_actors)).communicate(timeout=SECONDS)
     assert job.returncode == 1, said[-3000:]
     assert said.strip().endswith(f'1 prompts could not be searched; see "error" in {output}')
     wait_until_nothing_lives(mark)
