@@ -25,7 +25,7 @@ class DraftModel:
         self._proposer = runner.drafter
         self._vllm_config = runner.vllm_config
         self._device = runner.device
-        self._block_size = runner.cache_config.block_size
+        self._cache_config = runner.cache_config  # its block_size is final only once there is a KV cache
 
     def logits(self, tokens: Sequence[Sequence[int]], starts: Sequence[int], blocks: np.ndarray) -> torch.Tensor:
         """Compute some tokens of every row, write their KV, and return what may come after the last of each.
@@ -44,8 +44,8 @@ class DraftModel:
         np.cumsum(lengths, out=query_starts[1:])
         row = np.repeat(np.arange(len(tokens)), lengths)
         positions = np.repeat(np.array(starts, dtype=np.int64), lengths) + np.arange(len(row)) - query_starts[row]
-        slots = blocks[row, positions // self._block_size].astype(np.int64) * self._block_size
-        slots += positions % self._block_size
+        slots = blocks[row, positions // self._cache_config.block_size].astype(np.int64) * self._cache_config.block_size
+        slots += positions % self._cache_config.block_size
         on_host = torch.from_numpy(query_starts)
         metadata = CommonAttentionMetadata(
             query_start_loc=self._on_device(query_starts),
