@@ -54,6 +54,7 @@ class Engine:
         options.setdefault("max_num_seqs", 64)
         options.setdefault("kv_cache_memory_bytes", KV_CACHE_BYTES)
         has_tokenizer = (model / "tokenizer.json").exists()
+        gc.freeze()  # vLLM collects garbage five times at a start, half a second each if it looks at all it imported
         with _with_async_scheduling() if options.get("async_scheduling") else nullcontext():
             self.llm = LLM(
                 str(model),
@@ -99,12 +100,9 @@ class Engine:
         return [rows_of(self.runner)]
 
     def close(self) -> None:
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm, self.core, self.scheduler
         gc.collect()
-        cleanup_dist_env_and_memory()
 
 
 class Engines:

@@ -13,6 +13,7 @@ the record, the plugin refuses to start and names the piece.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import sys
@@ -125,6 +126,12 @@ def verify() -> None:
             f"trie_beam does not fit this build of vLLM {installed.version}: {'; '.join(differences)}. "
             f"Use an unmodified vLLM {' or '.join(SUPPORTED_VERSIONS)}"
         )
+
+
+@functools.cache
+def verify_once() -> None:
+    """`verify`, which takes the better part of a second, for the first engine of a process alone."""
+    verify()
 
 
 class Comparison(NamedTuple):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.entrypoints.cli import add_plugin_flag
-from vllm_trie.patching import Patch, verify
+from vllm_trie.patching import Patch, verify_once
 from vllm_trie.speculation_options import check_drafts
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _selecting(original: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]
         _refuse_near_misses(self.additional_config)
         if not is_selected(self.additional_config):
             return original(self, *args, **kwargs)
-        verify()
+        verify_once()
         TrieBeamConfig.from_additional_config(self.additional_config)
         own = self.scheduler_cls, self.worker_cls, self.async_scheduling
         _take_over(self)

@@ -1,17 +1,24 @@
-"""Two ranks find what one finds: tokens, scores, order and the reasons why hypotheses end."""
+"""Two ranks, processes or Ray's actors, find what one finds: tokens, scores, order, the reasons why hypotheses end."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+
 from vllm import SamplingParams
+from vllm.v1.executor.ray_executor import RayDistributedExecutor
+from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
 from tests import models
 from tests.conftest import BLOCK_SIZE, Engine, Engines
 from tests.distributed.engines import RANKS, ParallelEngine
+from tests.distributed.ray_on_cpu import local_ray
 from tests.engine.test_preemption import MOST_TIES, count_ties, preempt_all, run
 from tests.engine.test_scheduling import prompt_of
 from tests.engine.test_speculation import NOISE, steps_per_forward
@@ -19,6 +26,7 @@ from vllm_trie import beam_params
 
 Job = tuple[list[int], SamplingParams]
 MAX_TOKENS = BLOCK_SIZE + 9
+MAX_BATCHED = 256  # tokens of a step
 CONTROLS: list[dict[str, Any]] = [
     {},
     {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2, "logprobs": 3},
@@ -59,29 +67,55 @@ def model(random_model: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def parallel(model: Path) -> Iterator[ParallelEngine]:
-    engine = ParallelEngine(model, max_num_batched_tokens=256)
+    engine = ParallelEngine(model, max_num_batched_tokens=MAX_BATCHED)
     yield engine
     engine.check_nothing_is_left()
     engine.close()
+
+
+@pytest.fixture(scope="module")
+def found_by_processes(parallel: ParallelEngine) -> list[Any]:
+    """What two ranks, each a process, find when nothing disturbs them."""
+    return run(parallel, jobs(), lambda: None)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with local_ray(num_devices=2 * RANKS):  # an engine that is gone still has those it reserved
+        yield
 
 
 def check_same(outputs: list[Any], expected: list[Any]) -> None:
     assert count_ties(outputs, expected) <= MOST_TIES * sum(len(output.outputs) for output in expected)
 
 
-def test_two_ranks_find_what_one_finds(engines: Engines, model: Path, parallel: ParallelEngine) -> None:
-    asked = jobs()
-    one_rank = engines(model, max_num_batched_tokens=256)
-    expected = run(one_rank, copied(asked), lambda: None)
+def test_two_ranks_find_what_one_finds(
+    engines: Engines, model: Path, parallel: ParallelEngine, found_by_processes: list[Any]
+) -> None:
+    expected = run(engines(model, max_num_batched_tokens=MAX_BATCHED), jobs(), lambda: None)
     stops = [hypothesis.finish_reason for output in expected for hypothesis in output.outputs]
     assert {"stop", "length"} <= {*stops}
-    check_same(run(parallel, copied(asked), lambda: None), expected)
+    check_same(found_by_processes, expected)
     assert len(parallel.rows_of_ranks()) == RANKS
 
 
-def test_a_preempted_group_goes_on_alike_on_all_ranks(parallel: ParallelEngine) -> None:
-    asked = jobs()
-    undisturbed = run(parallel, copied(asked), lambda: None)
+# The second is vLLM's older executor, which Ray hands arrays in memory that it would like to have back.
+@pytest.mark.parametrize(
+    ("backend", "kind"), [("ray", RayExecutorV2), (RayDistributedExecutor, RayDistributedExecutor)]
+)
+def test_ray_finds_what_processes_find(
+    cluster: None, model: Path, found_by_processes: list[Any], backend: Any, kind: type
+) -> None:
+    engine = ParallelEngine(model, distributed_executor_backend=backend, max_num_batched_tokens=MAX_BATCHED)
+    try:
+        assert type(engine.core.model_executor) is kind
+        check_same(run(engine, jobs(), lambda: None), found_by_processes)
+        engine.check_nothing_is_left()
+    finally:
+        engine.close()
+
+
+def test_a_preempted_group_goes_on_alike_on_all_ranks(parallel: ParallelEngine, found_by_processes: list[Any]) -> None:
     steps, preempted = 0, list[str]()
 
     def now_and_then() -> None:
@@ -95,8 +129,8 @@ def test_a_preempted_group_goes_on_alike_on_all_ranks(parallel: ParallelEngine) 
         group = parallel.scheduler.groups.get(request.request_id)
         return group is not None and group.length > 1
 
-    check_same(run(parallel, copied(asked), now_and_then), undisturbed)
-    assert len({*preempted}) > len(asked) // 2
+    check_same(run(parallel, jobs(), now_and_then), found_by_processes)
+    assert len({*preempted}) > len(found_by_processes) // 2
 
 
 def test_an_abort_on_the_way_leaves_nothing(parallel: ParallelEngine) -> None:
