@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO
@@ -66,16 +66,19 @@ class Server:
             time.sleep(0.1)
 
 
-def serving(log: Path, *options: str) -> AbstractContextManager[Server]:
+SERVE = ("vllm", "serve", str(TARGET), "--served-model-name", "target")
+
+
+def serving(log: Path, *options: str, command: Sequence[str] = SERVE) -> AbstractContextManager[Server]:
     """A server of the trained target, with the settings of the tests, on a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = ["vllm", "serve", str(TARGET), "--served-model-name", "target", "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE)]
-    command += ["--max-model-len", "512", "--max-num-seqs", "64", "--kv-cache-memory-bytes", str(1 << 28)]
-    command += ["--max-logprobs", "64", "--chat-template", CHAT_TEMPLATE, *options]
-    return serving_by(command, log, port)
+    where = ["--host", "127.0.0.1", "--port", str(port)]
+    limits = ["--max-model-len", "512", "--max-num-seqs", "64", "--kv-cache-memory-bytes", str(1 << 28)]
+    engine = ["--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE), *limits]
+    more = ["--max-logprobs", "64", "--chat-template", CHAT_TEMPLATE, *options]
+    return serving_by([*command, *where, *engine, *more], log, port)
 
 
 @contextmanager

@@ -43,6 +43,15 @@ def _with_async_scheduling() -> Any:
     return mock.patch.object(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))
 
 
+@cache
+def _find_kernels_once() -> None:
+    """vLLM's CPU workers look through all modules for kernels to replace, and wrap those again that have been."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    find = cache(CpuPlatform.register_triton_kernel_overrides)
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(find)
+
+
 class Engine:
     """One in-process vLLM engine, and what it must look like when nothing runs."""
 
@@ -54,6 +63,7 @@ class Engine:
         options.setdefault("max_num_seqs", 64)
         options.setdefault("kv_cache_memory_bytes", KV_CACHE_BYTES)
         has_tokenizer = (model / "tokenizer.json").exists()
+        _find_kernels_once()
         gc.freeze()  # vLLM collects garbage five times at a start, half a second each if it looks at all it imported
         with _with_async_scheduling() if options.get("async_scheduling") else nullcontext():
             self.llm = LLM(

@@ -73,6 +73,14 @@ def transformers_greedy(model: Path, prompt: list[int], max_tokens: int) -> list
     return answer.token_ids
 
 
+@torch.inference_mode()
+def is_greedy(model: Path, prompt: list[int], tokens: list[int], max_tokens: int) -> bool:
+    """Whether transformers' greedy search answers `tokens`, found by one forward instead of one for each of them."""
+    logits = load(model)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    ends = 1 not in tokens[:-1] and (tokens[-1] == 1 or len(tokens) == max_tokens)
+    return ends and logits.argmax(-1).tolist() == tokens
+
+
 def engine_answers(request_output: Any, length_penalty: float) -> list[Answer]:
     return [
         Answer(list(o.token_ids), o.cumulative_logprob / len(o.token_ids) ** length_penalty)

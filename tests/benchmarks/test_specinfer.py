@@ -15,7 +15,7 @@ from tests.models import KINDS
 VOCABULARY = 16
 TEMPERATURE = 0.6
 PROMPT = [3, 11, 5]
-SEEDS, CONTROL_SEEDS = 1000, 200
+SEEDS, CONTROL_SEEDS = 600, 200
 LEAST = 5  # expected in a cell; rarer answers are counted as one
 SIGNIFICANCE = 1e-3
 

@@ -132,7 +132,7 @@ def test_beams_without_their_own_history_go_wrong(engine: Engine, monkeypatch: p
 
 def test_vllms_own_beam_search_ignores_processors_as_it_does_in_vllm(engine: Engine) -> None:
     def found(**extra_args: Any) -> list[list[int]]:
-        params = beam_params(2, n=2, max_tokens=8, semantics="vllm", extra_args=extra_args)
+        params = beam_params(2, n=2, max_tokens=8, semantics="vllm", ignore_eos=True, extra_args=extra_args)
         (output,) = engine.generate([prompt_of(25)], params)
         return [list(o.token_ids) for o in output.outputs]
 

@@ -19,7 +19,7 @@ from tests.engine.test_speculation import NOISE
 from tests.reference import Answer, agree, engine_answers, transformers_beams
 from vllm_trie import beam_params
 
-STEPS = int(os.environ.get("WORKLOAD_STEPS", 1500))
+STEPS = int(os.environ.get("WORKLOAD_STEPS", 1000))
 MOST_WAITING = 10
 MOST_TIES = 0.02
 

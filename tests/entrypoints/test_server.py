@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,9 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from benchmarks.common import TARGET
 from benchmarks.server import Server, serving
 from tests.conftest import ROOT
+from tests.test_readme import CLIENT as README_ASKS
+from tests.test_readme import SERVE as README_SERVES
+from tests.test_readme import run_example
 from vllm_trie.entrypoints.server import serve_beams
 
 PROMPTS = ["def is_prime(number):", "class Foo:\n    def close(self):", "import os\n", "    return"]
@@ -25,7 +30,8 @@ PROMPTS = ["def is_prime(number):", "class Foo:\n    def close(self):", "import 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("server") / "log", "--plugin", "trie_beam") as server:
+    """The README's command, with the settings of the tests."""
+    with serving(tmp_path_factory.mktemp("server") / "log", command=shlex.split(README_SERVES)) as server:
         yield server
 
 
@@ -65,6 +71,11 @@ def beams(width: int, **options: Any) -> dict[str, Any]:
 def as_seen(response: Any) -> list[Any]:
     choices = [(c.text, c.finish_reason, c.stop_reason, c.token_ids) for c in response.choices]
     return [*choices, response.usage.model_dump()]
+
+
+@pytest.mark.parametrize("example", README_ASKS)
+def test_examples_of_the_readme_run(server: Server, example: str, tmp_path: Path) -> None:
+    assert len(run_example(example.replace("http://localhost:8000", server.url), tmp_path)) == 6
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

@@ -78,7 +78,7 @@ def engines_do_not_disturb_each_other(with_beams: LLM, without: LLM) -> None:
     assert set(map(id, loop_steps)) == {id(without)}, "the loop ran where it should not, or not where it should"
     assert [[s.tokens for s in o.sequences] for o in ours] == [[s.tokens for s in o.sequences] for o in theirs]
     refusal = raised_by(ValueError, lambda: without.generate(PROMPTS, LONG, use_tqdm=False))
-    assert "beam_width=32 on an engine without beam search" in str(refusal)
+    assert "beam_width=32 on an engine without beam search; start it with additional_config" in str(refusal)
     print("apart")
 
 
