@@ -89,7 +89,7 @@ def test_tokens_scores_and_order_are_those_of_vllms_own_loop(engine: Engine, wid
     prompts, eos_token_id = prompts_for(engine), engine.llm.get_tokenizer().eos_token_id
     num_compared = num_tied = num_stopped = 0
     for length_penalty, ignore_eos in product([0.0, 1.0, 2.0, -1.0], [False, True]):
-        params = BeamSearchParams(width, max_tokens=24, length_penalty=length_penalty, ignore_eos=ignore_eos)
+        params = BeamSearchParams(width, max_tokens=16, length_penalty=length_penalty, ignore_eos=ignore_eos)
         ours, theirs = engine.llm.beam_search(prompts, params), original(engine, prompts, params)
         for our, their in zip(ours, theirs, strict=True):
             assert len(our.sequences) == len(their.sequences) == width
