@@ -44,11 +44,11 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two engines, each with a draft model. vLLM 0.33 has each take a NUMA node for itself, unless told to pretend."""
+    """Two engines, each with a draft model. On 0.33 each takes a NUMA node for itself, unless this is set."""
     drafts = {"method": "draft_model", "model": str(TARGET.with_name("draft")), "num_speculative_tokens": 3}
     options = ["--data-parallel-size", "2", "--speculative-config", json.dumps(drafts)]
     with (
-        mock.patch.dict("os.environ", VLLM_CPU_SIM_MULTI_NUMA="1"),
+        mock.patch.dict("os.environ", VLLM_CPU_SIM_MULTI_NUMA="0"),
         serving(tmp_path_factory.mktemp("parallel") / "log", "--plugin", "trie_beam", *options) as server,
     ):
         yield server
