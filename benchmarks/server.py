@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -19,6 +19,7 @@ import openai
 from benchmarks.common import BLOCK_SIZE, TARGET
 
 VLLM = str(Path(sys.executable).with_name("vllm"))
+SERVE = ("vllm", "serve", str(TARGET), "--served-model-name", "target")
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 START_SECONDS = 600
 END_SECONDS = 120
@@ -66,11 +67,17 @@ class Server:
             time.sleep(0.1)
 
 
-SERVE = ("vllm", "serve", str(TARGET), "--served-model-name", "target")
+@contextmanager
+def serving(log: Path, *options: str, command: Sequence[str] = SERVE) -> Iterator[Server]:
+    """Serve the trained target, with the settings of the tests, on a free port.
 
+    On leaving, interrupt the server and see that all its processes end.
 
-def serving(log: Path, *options: str, command: Sequence[str] = SERVE) -> AbstractContextManager[Server]:
-    """A server of the trained target, with the settings of the tests, on a free port."""
+    Args:
+        log: The file for what it prints.
+        options: Of `vllm serve`, after those settings.
+        command: The command before them.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -78,16 +85,10 @@ def serving(log: Path, *options: str, command: Sequence[str] = SERVE) -> Abstrac
     limits = ["--max-model-len", "512", "--max-num-seqs", "64", "--kv-cache-memory-bytes", str(1 << 28)]
     engine = ["--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE), *limits]
     more = ["--max-logprobs", "64", "--chat-template", CHAT_TEMPLATE, *options]
-    return serving_by([*command, *where, *engine, *more], log, port)
-
-
-@contextmanager
-def serving_by(command: list[str], log: Path, port: int) -> Iterator[Server]:
-    """Start a server by a `vllm serve` command; on leaving, interrupt it and see that all its processes end."""
     environment = {k: v for k, v in os.environ.items() if k not in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_PLUGINS")}
     environment["VLLM_LOGGING_LEVEL"] = "INFO"
     with log.open("w") as output:
-        process = _start([VLLM, *command[1:]], environment, output)
+        process = _start([VLLM, *command[1:], *where, *engine, *more], environment, output)
     server = Server(process, port, log)
     try:
         server.wait_until_ready()
