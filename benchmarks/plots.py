@@ -49,12 +49,13 @@ def _memory_by_step(axes: Any, content: Content) -> None:
 
 
 def _overlap_by_width(axes: Any, content: Content) -> None:
+    """Of the first attention: heads change the bytes of a block, not who shares it."""
     lines: dict[str, list[tuple[int, float]]] = {}
-    columns = content["columns"]
-    for cell in content["cells"]:
+    cells = content["cells"]
+    for cell in (cell for cell in cells if cell["cell"][0] == cells[0]["cell"][0]):
         for row in cell["rows"]:
-            own = dict(zip(columns, row, strict=True))
-            label = f"{own['attention']}, {own['prompts']}, {own['prompt tokens']} tokens"
+            own = dict(zip(content["columns"], row, strict=True))
+            label = f"{own['prompts']}, {own['prompt tokens']} tokens"
             lines.setdefault(label, []).append((own["beams"], own["overlap"]))
     for label, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)

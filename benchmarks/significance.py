@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from scipy import stats
 
+ROUNDING = 1e-12  # of a logarithm
+
 
 class Interval(NamedTuple):
     """A mean and its 95 % confidence interval, by Student's t."""
@@ -22,7 +24,10 @@ class Interval(NamedTuple):
 
 
 class Paired(NamedTuple):
-    """Ratios of pairs: their geometric mean with its interval, and the paired t-test of the logarithms."""
+    """Ratios of pairs: their geometric mean with its interval, and the paired t-test of the logarithms.
+
+    `p` is NaN where there is nothing to test: of a single pair, and of ratios that are all the same.
+    """
 
     ratio: Interval
     p: float
@@ -46,7 +51,8 @@ def paired(numerators: Sequence[float], denominators: Sequence[float]) -> Paired
     """
     logs = [math.log(a / b) for a, b in zip(numerators, denominators, strict=True)]
     bounds = Interval(*map(math.exp, interval(logs)))
-    p = float(stats.ttest_1samp(logs, 0.0).pvalue) if len(logs) > 1 and any(logs) else math.nan
+    vary = max(logs) - min(logs) > ROUNDING
+    p = float(stats.ttest_1samp(logs, 0.0).pvalue) if vary else math.nan
     return Paired(bounds, p, len(logs))
 
 

@@ -25,9 +25,9 @@ def cells(setting: Setting) -> list[Cell]:
 def measure(bench: Bench, set_name: str, width: int, interval: int) -> Measured:
     """All hypotheses of all prompts, searched together with one `reclaim_interval`."""
     setting = bench.setting
-    num_tokens = setting.max_tokens or setting.pick(16, 64, 128)
+    num_tokens = setting.max_tokens or setting.pick(16, 64, 96)
     llm, reference = bench.engine(), bench.reference()
-    prompts = bench.prompts(setting.pick(2, 6, 24), of=setting.prompt_set(set_name))
+    prompts = bench.prompts(setting.pick(2, 6, 12), of=setting.prompt_set(set_name))
     params = beam_params(width, n=width, max_tokens=num_tokens, logprobs=0)
     with reclaiming_every(llm, interval):
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)

@@ -20,7 +20,7 @@ OURS, PUBLISHED = "beams in the engine", "trie paper's algorithm"
 
 
 def ablation_cells(setting: Setting) -> list[Cell]:
-    own_widths = setting.pick((3,), (9,), (3, 9, 15))
+    own_widths = setting.pick((3,), (9,), (3, 9))
     intervals = setting.pick((1, 15), (1, 15, 50), (1, 5, 15, 50, 250))
     return [(width, what) for width in setting.widths or own_widths for what in (NO_SHARING, NEVER, *intervals)]
 
@@ -30,10 +30,10 @@ def measure_ablation(bench: Bench, width: int, what: str | int) -> Measured:
     from vllm import SamplingParams
 
     setting = bench.setting
-    num_tokens = setting.max_tokens or setting.pick(48, 128, 512)
+    num_tokens = setting.max_tokens or setting.pick(48, 96, 320)
     options: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True}
     llm = bench.engine(enable_prefix_caching=False)
-    prompts = bench.prompts(setting.pick(1, 4, 8))
+    prompts = bench.prompts(setting.pick(1, 3, 4))
     unshared = [width * -(-(len(prompt) + num_tokens - 1) // BLOCK_SIZE) for prompt in prompts]
     params = beam_params(width, **options)
     if what == NO_SHARING:

@@ -17,7 +17,7 @@ from benchmarks.stdlib_pair.corpus import Beginning, held_out_beginnings
 from benchmarks.watch import manager_of, total_counts
 from vllm_trie import beam_params
 
-TEMPERATURE, QUALITY_LAYERS, QUALITY_DRAFTS = 0.7, 3, 6
+TEMPERATURE, SEED, QUALITY_LAYERS, QUALITY_DRAFTS = 0.7, 1, 3, 6
 EXPANSIONS = ((1, 1, 1), (6, 1, 1), (3, 2, 1))  # SpecInfer's: children of a node, layer by layer
 COST_WIDTH, COST_DRAFTS = 4, 8
 
@@ -105,27 +105,24 @@ def measure_quality(bench: Bench, law: str) -> Measured:
     """Steps per forward, and the answers' log p and first lines, of one law."""
     setting = bench.setting
     num_tokens = setting.max_tokens or setting.pick(6, 24, 24)
-    beginnings = _beginnings(bench, setting.pick(2, 8, 32))
-    is_drawn = law not in LAWS or "do_sample" in LAWS[law][1]
-    seeds = range(setting.pick(1, 1, 3) if is_drawn else 1)
-    jobs = [(one, seed) for one in beginnings for seed in seeds]
+    beginnings = _beginnings(bench, setting.pick(2, 6, 32))
     if law in LAWS:
         width, options = LAWS[law]
         llm = bench.engine_with_draft(QUALITY_LAYERS)
-        own = [{"seed": seed, "temperature": TEMPERATURE} if "do_sample" in options else {} for _, seed in jobs]
-        params = [beam_params(width, max_tokens=num_tokens, **options, **more) for more in own]
-        outputs = one_at_a_time(llm, [one.prompt for one, _ in jobs], params)
+        drawn = {"seed": SEED, "temperature": TEMPERATURE} if "do_sample" in options else {}
+        params = beam_params(width, max_tokens=num_tokens, **options, **drawn)
+        outputs = one_at_a_time(llm, [one.prompt for one in beginnings], [params] * len(beginnings))
         logs = [o.outputs[0].cumulative_logprob / len(o.outputs[0].token_ids) for o in outputs]
         texts = [output.outputs[0].text for output in outputs]
         counts = None if options.get("speculation") == "off" else total_counts(outputs)
         per_forward = 1.0 if counts is None else counts.steps_per_forward
         mean_width = float(width) if counts is None else counts.mean_width
     else:
-        logs, texts, per_forward = _specinfer(bench, law, jobs, num_tokens)
+        logs, texts, per_forward = _specinfer(bench, law, beginnings, num_tokens)
         mean_width = 1.0
     hits = [
         text.lstrip("\n").split("\n")[0].strip() == one.next_line
-        for text, (one, _) in zip(texts, jobs, strict=True)
+        for text, one in zip(texts, beginnings, strict=True)
         if one.next_line
     ]
     row = (
@@ -134,7 +131,7 @@ def measure_quality(bench: Bench, law: str) -> Measured:
         mean_width,
         str(interval(logs)),
         100 * statistics.fmean(hits) if hits else "",
-        len(jobs),
+        len(beginnings),
     )
     return Measured([row], {"point": [per_forward, statistics.fmean(logs)]})
 
@@ -148,7 +145,7 @@ def _beginnings(bench: Bench, count: int) -> list[Beginning]:
 
 
 def _specinfer(
-    bench: Bench, law: str, jobs: Sequence[tuple[Beginning, int]], num_tokens: int
+    bench: Bench, law: str, beginnings: Sequence[Beginning], num_tokens: int
 ) -> tuple[list[float], list[str], float]:
     from transformers import AutoTokenizer
 
@@ -156,8 +153,8 @@ def _specinfer(
     expansion = [int(children) for children in law.removeprefix(SPECINFER).split("-")]
     peer = TreeSpeculation(bench.reference(), bench.reference_draft(), expansion, TEMPERATURE)
     found = [
-        peer.generate(tokenizer(one.prompt)["input_ids"], num_tokens, tokenizer.eos_token_id, seed)
-        for one, seed in jobs
+        peer.generate(tokenizer(one.prompt)["input_ids"], num_tokens, tokenizer.eos_token_id, SEED)
+        for one in beginnings
     ]
     return (
         [math.fsum(one.logprobs) / len(one.tokens) for one in found],

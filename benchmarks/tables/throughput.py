@@ -21,16 +21,16 @@ def cells(setting: Setting) -> list[Cell]:
     return setting.cells_by_prompt_and_width(
         num_variants=setting.pick(1, 1, 3),
         lengths=setting.pick((None,), (None,), (None, 256)),
-        widths=setting.pick((3,), (3, 9, 15), (3, 6, 9, 15)),
+        widths=setting.pick((3,), (3, 15), (3, 6, 9, 15)),
     )
 
 
 def measure(bench: Bench, variant: str, set_name: str, length: int | None, width: int) -> Measured:
     """All peers in turn on each prompt; the first prompt is their warm-up."""
     setting = bench.setting
-    num_tokens = setting.max_tokens or setting.pick(8, 32, 64)
+    num_tokens = setting.max_tokens or setting.pick(8, 32, 32)
     llm = bench.engine(variant)
-    warm_up, *prompts = bench.prompts(1 + setting.pick(2, 4, 12), length, setting.prompt_set(set_name))
+    warm_up, *prompts = bench.prompts(1 + setting.pick(2, 3, 4), length, setting.prompt_set(set_name))
     runs = searches(bench, variant, width, num_tokens)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for prompt in (warm_up, *prompts):

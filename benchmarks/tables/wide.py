@@ -35,7 +35,7 @@ def measure(bench: Bench, width: int, num_tokens: int) -> Measured:
 
     search()
     sample()
-    repeats = bench.setting.pick(2, 3, 15)
+    repeats = bench.setting.pick(2, 3, 7)
     pairs = [(timed(search), timed(sample)) for _ in range(repeats)]
     by_part = ms_by_part(llm, search, repeats)
     row = (

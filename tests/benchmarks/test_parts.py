@@ -80,6 +80,8 @@ def test_intervals_and_paired_tests_are_students() -> None:
     pairs = paired([2.0, 2.0, 4.0], [1.0, 1.0, 1.0])
     assert (pairs.n, pairs.p) == (3, pytest.approx(0.0572, abs=1e-3))
     assert pairs.ratio.mean == pytest.approx(16 ** (1 / 3))
+    # Nothing varies, but for rounding.
+    assert math.isnan(paired([0.1, 0.3, 0.6], [0.2, 0.6, 1.2]).p)
     with pytest.raises(ValueError, match="zip"):
         paired([1.0], [1.0, 2.0])
 
