@@ -1,7 +1,8 @@
 """Measured tables as Markdown; `python -m benchmarks.report RESULTS.md` puts them where that file names them.
 
-A place is a line `<!-- table: NAME -->`, with all up to the next `<!-- end -->` replaced. Plots that the file shows are
-copied to where it looks for them.
+A place is a line `<!-- table: NAME -->`, or `<!-- table: NAME, VALUE by COLUMN -->` for that value alone, in one column
+for each of what COLUMN holds. All up to the next `<!-- end -->` is replaced. Plots that the file shows are copied to
+where it looks for them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from shutil import copy
 from typing import Any
 
 PICTURES = "docs"
-PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- table: (\w+)(?:, (.+?) by (.+?))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def as_markdown(folder: Path) -> Path:
@@ -30,13 +31,30 @@ def fill_in(text: str, folder: Path) -> str:
 
     Raises:
         FileNotFoundError: a table is named that the folder lacks.
+        ValueError: a column is named that the table lacks.
     """
 
     def measured(place: re.Match) -> str:
-        content = json.loads((folder / f"{place[2]}.json").read_text())
-        return f"{place[1]}{_markdown(content)}{place[3]}"
+        start, name, value, by, end = place.groups()
+        content = json.loads((folder / f"{name}.json").read_text())
+        if value is not None:
+            content |= _spread(content, value, by)
+        return f"{start}{_markdown(content)}{end}"
 
     return PLACE.sub(measured, text)
+
+
+def _spread(content: dict[str, Any], value: str, by: str) -> dict[str, Any]:
+    """One row for all rows alike in the columns before `by`: `value`, in a column for each of what `by` holds."""
+    at, at_value = content["columns"].index(by), content["columns"].index(value)
+    spread: dict[tuple[Any, ...], dict[Any, Any]] = {}
+    for row in (row for cell in content["cells"] for row in cell["rows"] if row[at_value] != ""):
+        spread.setdefault(tuple(row[:at]), {})[row[at]] = row[at_value]
+    held = list(dict.fromkeys(key for values in spread.values() for key in values))
+    rows = [[*common, *(values.get(key, "") for key in held)] for common, values in spread.items()]
+    named = [key if isinstance(key, str) else f"{key} {by}" for key in held]
+    note = f"{value} of each; {content['note']}"
+    return {"columns": [*content["columns"][:at], *named], "cells": [{"rows": rows}], "note": note}
 
 
 def _markdown(content: dict[str, Any]) -> str:

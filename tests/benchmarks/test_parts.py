@@ -115,3 +115,20 @@ def test_a_report_replaces_what_is_between_its_marks_and_nothing_else(tmp_path: 
     assert report.fill_in(filled, tmp_path) == filled
     with pytest.raises(FileNotFoundError):
         report.fill_in(text.replace("memory", "nothing"), tmp_path)
+
+
+def test_a_report_shows_one_value_in_a_column_for_each_of_what_another_holds(tmp_path: Path) -> None:
+    rows = [["code", 3, 0.5, "x"], ["code", 9, 0.25, "x"], ["GSM8K", 3, "", "x"], ["GSM8K", 9, 0.75, "x"]]
+    content = {
+        "columns": ["prompts", "beams", "ratio", "other"],
+        "note": "measured",
+        "command": "python -m benchmarks",
+        "machine": {"cores": 2, "processor": "P", "engine": "E"},
+        "cells": [{"cell": [row[:2]], "rows": [row], "series": {}} for row in rows],
+    }
+    (tmp_path / "memory.json").write_text(json.dumps(content))
+    text = "<!-- table: memory, ratio by beams -->\n<!-- end -->"
+    table = "| prompts | 3 beams | 9 beams |\n|---|---|---|\n| code | 0.5 | 0.25 |\n| GSM8K |  | 0.75 |\n"
+    assert f"{table}\nRatio of each; measured. `" in report.fill_in(text, tmp_path)
+    with pytest.raises(ValueError, match="width"):
+        report.fill_in(text.replace("beams", "width"), tmp_path)
