@@ -44,8 +44,8 @@ class DraftModel:
         np.cumsum(lengths, out=query_starts[1:])
         row = np.repeat(np.arange(len(tokens)), lengths)
         positions = np.repeat(np.array(starts, dtype=np.int64), lengths) + np.arange(len(row)) - query_starts[row]
-        slots = blocks[row, positions // self._cache_config.block_size].astype(np.int64) * self._cache_config.block_size
-        slots += positions % self._cache_config.block_size
+        block_size = self._cache_config.block_size
+        slots = blocks[row, positions // block_size].astype(np.int64) * block_size + positions % block_size
         on_host = torch.from_numpy(query_starts)
         metadata = CommonAttentionMetadata(
             query_start_loc=self._on_device(query_starts),
