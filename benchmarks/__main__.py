@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks import plots
 from benchmarks.common import PAIR, TARGET, console
-from benchmarks.harness import SIZES, Bench, Setting, Table, run
+from benchmarks.harness import MAX_NUM_SEQS, SIZES, Bench, Setting, Table, run
 from benchmarks.prompts import CODE, PromptSet
 from benchmarks.report import as_markdown
 from benchmarks.tables import (
@@ -54,6 +54,8 @@ TABLES: dict[str, Table] = {
 OURS_ALONE = ("host", "controls", "serve", "latency")  # no paper has them
 OF_PAPERS = [name for name in TABLES if name not in OURS_ALONE]
 INTERRUPTED = 130
+DTYPES = ("float32", "bfloat16", "float16")
+LEAST_TOKENS = 4  # of which one comes with the prompt, and one from a last step that forks nothing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,13 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = args.only or (list(TABLES) if args.size == "full" else OF_PAPERS)
     os.environ.setdefault("TQDM_MININTERVAL", "1")
     bench = Bench(setting)
+    num_failed = 0
     try:
         for name in names:
             table = TABLES[name]
             if table.needs_draft and setting.draft is None:
                 console.print(f"{name} is left out: it needs --draft")
                 continue
-            run(name, table, bench, args.out, args.again)
+            num_failed += run(name, table, bench, args.out, args.again)
     except KeyboardInterrupt:
         console.print(f"Interrupted. What is measured is in {args.out}; the same command goes on from there.")
         return INTERRUPTED
@@ -77,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for picture in plots.draw_all(args.out):
         console.print(f"drawn: {picture}")
     console.print(f"written: {as_markdown(args.out)}")
-    return 0
+    return int(num_failed > 0)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--field", nargs="+", default=["prompt"], help="of the prompt: one for all files, or one each")
     parser.add_argument("--widths", nargs="+", type=_positive, metavar="BEAMS", help="where a table compares widths")
     parser.add_argument("--max-tokens", type=_positive, help="to generate; by default each table's own choice")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the engine and of transformers")
+    parser.add_argument("--kv-cache-gib", type=float, default=1.0, metavar="GIB", help="for KV blocks")
     parser.add_argument("--repeats", type=_positive, default=3, help="alternations per timing; medians are shown")
     parser.add_argument("--again", action="store_true", help="measure anew what is measured already")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder of tables and plots")
@@ -112,7 +117,23 @@ def _setting(args: argparse.Namespace) -> Setting:
         sys.exit("--prompts: two sets of one name; leave one out, or rename it")
     draft = args.draft or (str(PAIR / "draft") if args.model == str(TARGET) else None)
     widths = tuple(args.widths) if args.widths else None
-    return Setting(args.model, draft, tuple(own), widths, args.max_tokens, args.repeats, args.size)
+    if max(widths or (1,)) > MAX_NUM_SEQS:
+        sys.exit(f"--widths: {max(widths)} beams are more than the {MAX_NUM_SEQS} rows of the engine")
+    if (args.max_tokens or LEAST_TOKENS) < LEAST_TOKENS:
+        sys.exit(f"--max-tokens {args.max_tokens}: tables need {LEAST_TOKENS} or more")
+    if args.kv_cache_gib <= 0:
+        sys.exit(f"--kv-cache-gib {args.kv_cache_gib}: more than 0 is needed")
+    return Setting(
+        args.model,
+        draft,
+        tuple(own),
+        widths,
+        args.max_tokens,
+        args.repeats,
+        args.size,
+        args.dtype,
+        args.kv_cache_gib,
+    )
 
 
 def _positive(text: str) -> int:

@@ -68,10 +68,22 @@ def stop(llm: Any) -> None:
     cleanup_dist_env_and_memory()
 
 
+def generate(llm: Any, prompts: Sequence[Any], params: Any) -> list[Any]:
+    """`LLM.generate`, without its progress bar.
+
+    Raises:
+        RuntimeError: a request ended for want of KV blocks; time and tokens of such a run mean nothing.
+    """
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    if any(hypothesis.finish_reason == "error" for output in outputs for hypothesis in output.outputs):
+        raise RuntimeError("a request ended for want of KV blocks; --kv-cache-gib gives more")
+    return outputs
+
+
 def one_at_a_time(llm: Any, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any]:
     """Outputs of searches that share nothing, so that each is granted all it can use."""
     return [
-        llm.generate([prompt], own, use_tqdm=False)[0]
+        generate(llm, [prompt], own)[0]
         for prompt, own in tqdm(list(zip(prompts, params, strict=True)), leave=False, mininterval=1)
     ]
 

@@ -43,6 +43,8 @@ class Setting:
         max_tokens: To generate; None: each table's own choice.
         repeats: Alternations per timing.
         size: How many prompts, lengths and widths there are, of `SIZES`.
+        dtype: Of the engine, and of transformers.
+        kv_cache_gib: For KV blocks.
     """
 
     model: str = str(TARGET)
@@ -52,6 +54,8 @@ class Setting:
     max_tokens: int | None = None
     repeats: int = 3
     size: str = "quick"
+    dtype: str = "float32"
+    kv_cache_gib: float = 1.0
 
     def pick(self, minimal: Any, quick: Any, full: Any) -> Any:
         """The one of three that fits the size of this run."""
@@ -75,8 +79,7 @@ class Setting:
         shipped = {str(TARGET): "the trained target", str(PAIR / "draft"): "its draft"}
         stated["model"] = shipped.get(self.model, self.model)
         stated["draft"] = shipped.get(self.draft or "", self.draft)
-        stated["prompts"] = [prompts.name for prompts in self.prompts]
-        return json.loads(json.dumps(stated))
+        return json.loads(json.dumps(stated, default=str))
 
 
 class Bench:
@@ -113,6 +116,8 @@ class Bench:
                 in_process=True,
                 model=model,
                 enforce_eager=True,
+                dtype=self.setting.dtype,
+                kv_cache_memory_bytes=int(self.setting.kv_cache_gib * (1 << 30)),
                 max_num_seqs=MAX_NUM_SEQS,
                 max_logprobs=2 * MAX_NUM_SEQS,
                 max_model_len=min(MAX_MODEL_LEN, models.longest(model)),
@@ -131,30 +136,34 @@ class Bench:
         return (of or self.setting.prompts[0]).tokens(self.setting.model, count, num_tokens)
 
     def reference(self, variant: str = models.AS_IT_IS) -> Any:
-        """The same model in transformers, float32."""
+        """The same model in transformers."""
         return self._reference(self.model(variant))
 
     def reference_draft(self) -> Any:
-        """The draft model in transformers, float32."""
+        """The draft model in transformers."""
         assert self.setting.draft is not None
         return self._reference(self.setting.draft)
 
     def _reference(self, folder: str) -> Any:
         if folder not in self._references:
             import torch
-            from transformers import AutoModelForCausalLM
+            from transformers import AutoModelForCausalLM, GenerationConfig
 
             device = "cuda" if torch.cuda.is_available() else "cpu"
-            reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
-            # Only who asks for it stops at EOS.
-            reference.generation_config.eos_token_id = None
-            reference.generation_config.pad_token_id = 0
+            dtype = getattr(torch, self.setting.dtype)
+            reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
+            # No penalties of the model's own, and only who asks for it stops at EOS.
+            reference.generation_config = GenerationConfig(pad_token_id=0)
             self._references[folder] = reference
         return self._references[folder]
 
     @property
-    def eos_token_id(self) -> int:
-        return self.engine().get_tokenizer().eos_token_id
+    def eos_token_ids(self) -> list[int]:
+        """All that end an answer, the tokenizer's first."""
+        llm = self.engine()
+        more = llm.model_config.try_get_generation_config().get("eos_token_id") or []
+        own = more if isinstance(more, list) else [more]
+        return list(dict.fromkeys([llm.get_tokenizer().eos_token_id, *own]))
 
     def stop_engine(self) -> None:
         if self._engine is not None:
@@ -208,7 +217,7 @@ class Kept:
             "note": table.note,
             "columns": list(table.columns),
             "command": command(),
-            "machine": machine(),
+            "machine": machine(setting),
             "setting": setting.stated(),
             "cells": [],
         }
@@ -242,16 +251,27 @@ class Kept:
         return [row for cell in self.content["cells"] for row in cell["rows"]]
 
 
-def run(name: str, table: Table, bench: Bench, out: Path, again: bool) -> None:
-    """Measure what is not kept yet of one table, and show all of it, even if interrupted."""
+def run(name: str, table: Table, bench: Bench, out: Path, again: bool) -> int:
+    """Measure what is not kept yet of one table, and show all of it, even if interrupted.
+
+    Returns:
+        How many cells cannot be measured; why, the terminal tells.
+    """
     kept = Kept.open(out, name, table, bench.setting, again)
     cells = [cell for cell in table.cells(bench.setting) if not kept.has(cell)]
+    num_failed = 0
     try:
         for cell in tqdm(cells, desc=name, unit="cell", leave=False):
-            kept.add(cell, table.measure(bench, *cell))
+            try:
+                kept.add(cell, table.measure(bench, *cell))
+            except (ValueError, RuntimeError) as error:
+                num_failed += 1
+                console.print(f"{name}, {', '.join(map(str, cell))}: cannot be measured: {error}")
+                bench.stop_engine()  # which may be left with requests
     finally:
         if kept.rows:
             show(table.title, table.columns, kept.rows, kept.content["note"])
+    return num_failed
 
 
 def command() -> str:
@@ -266,17 +286,27 @@ def command() -> str:
     return before + shlex.join(["python", "-m", "benchmarks", *named])
 
 
-def machine() -> dict[str, Any]:
+def machine(setting: Setting) -> dict[str, Any]:
     """What figures depend on."""
+    engine = f"dtype={setting.dtype}, block_size={BLOCK_SIZE}, max_num_seqs={MAX_NUM_SEQS}, enforce_eager=True"
+    runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    import vllm
+
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
         "python": platform.python_version(),
-        "engine": f"dtype=float32, block_size={BLOCK_SIZE}, max_num_seqs={MAX_NUM_SEQS}, enforce_eager=True",
+        "vllm": vllm.__version__,
+        "engine": engine + (f", VLLM_USE_V2_MODEL_RUNNER={runner}" if runner else ""),
     }
 
 
 def _processor() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -36,16 +37,19 @@ class PromptSet:
         """
         if self.path is None:
             return held_out_prompts(count)
-        with gzip.open(self.path, "rt") if self.path.suffix == ".gz" else self.path.open() as lines:
-            objects = [json.loads(line) for line in islice(lines, count)]
-        for number, one in enumerate(objects, start=1):
-            if self.prompt_field not in one:
-                raise ValueError(
-                    f"--field {self.prompt_field}: line {number} of {self.path} has {', '.join(one)} and no such field"
-                )
-        if len(objects) < count:
-            raise ValueError(f"--prompts {self.path}: {len(objects)} prompts, and this run needs {count}")
-        return [one[self.prompt_field] for one in objects]
+        texts = list(islice(self._all_texts(self.path), count))
+        if len(texts) < count:
+            raise ValueError(f"--prompts {self.path}: {len(texts)} prompts, and this run needs {count}")
+        return texts
+
+    def _all_texts(self, path: Path) -> Iterator[str]:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+            for number, line in enumerate(lines, start=1):
+                one = json.loads(line)
+                if self.prompt_field not in one:
+                    told = f"line {number} of {path} has {', '.join(one)} and no such field"
+                    raise ValueError(f"--field {self.prompt_field}: {told}")
+                yield one[self.prompt_field]
 
     def tokens(self, model: str, count: int, num_tokens: int | None = None) -> list[list[int]]:
         """Token ids of `count` prompts.
@@ -70,14 +74,13 @@ class PromptSet:
     def _whole_text(self, num_characters: int) -> str:
         if self.path is None:
             return held_out_text()[:num_characters]
-        texts, count = self.texts(1), 1
-        while sum(map(len, texts)) < num_characters:
-            count *= 2
-            try:
-                texts = self.texts(count)
-            except ValueError:  # all there is
+        texts: list[str] = []
+        for text in self._all_texts(self.path):
+            texts.append(text)
+            num_characters -= len(text)
+            if num_characters <= 0:
                 break
-        return "\n".join(texts)[:num_characters]
+        return "\n".join(texts)
 
 
 CODE = PromptSet("code")

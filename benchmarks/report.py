@@ -61,7 +61,7 @@ def _markdown(content: dict[str, Any]) -> str:
     machine = content["machine"]
     lines = ["| " + " | ".join(map(_shown, content["columns"])) + " |", "|" + "---|" * len(content["columns"])]
     lines += ["| " + " | ".join(map(_shown, row)) + " |" for cell in content["cells"] for row in cell["rows"]]
-    where = f"{machine['cores']} cores of {machine['processor']}; {machine['engine']}"
+    where = f"{machine['cores']} cores of {machine['processor']}; vLLM {machine['vllm']}, {machine['engine']}"
     about = f"{content['note']}. `{content['command']}`, {where}."
     return "\n".join(lines) + f"\n\n{about[0].upper()}{about[1:]}\n"
 

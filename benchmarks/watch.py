@@ -15,7 +15,7 @@ from vllm_trie.engine.stats import SearchCounts
 
 
 class Steps(NamedTuple):
-    """What one request held after each of its steps but the last."""
+    """What one request held in each of its steps, while the model computed it."""
 
     used: list[int]  # KV blocks of the pool in use
     live: list[int]  # of beam groups: those that rows lead to
@@ -51,16 +51,32 @@ def reclaiming_every(llm: Any, interval: int) -> Iterator[None]:
         manager.reclaim_interval = before
 
 
-def watched(llm: Any, prompt: list[int], params: Any) -> Steps:
-    """Run one request by itself, and count blocks after every step of the engine."""
-    manager = manager_of(llm)
+def watched(llm: Any, prompt: list[int], params: Any, num_rows: int) -> Steps:
+    """Run one request by itself, and count blocks in every step, when all are taken that it needs.
+
+    Args:
+        num_rows: Beams or samples.
+
+    Raises:
+        RuntimeError: the pool was so full that some of them may have waited.
+    """
+    manager, scheduler = manager_of(llm), core_of(llm).scheduler
     assert not manager.num_used_blocks, "another request holds blocks"
-    llm.llm_engine.add_request("watched", {"prompt_token_ids": prompt}, params)
-    steps = Steps([], [])
-    while llm.llm_engine.has_unfinished_requests():
-        if not any(output.finished for output in llm.llm_engine.step()):
+    steps, schedule = Steps([], []), scheduler.schedule
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        scheduled = schedule(*args, **kwargs)
+        if scheduled.total_num_scheduled_tokens:
             steps.used.append(manager.num_used_blocks)
             steps.live.append(manager.num_live_group_blocks)
+        return scheduled
+
+    llm.llm_engine.add_request("watched", {"prompt_token_ids": prompt}, params)
+    with mock.patch.object(scheduler, "schedule", counted):
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+    if manager.num_usable_blocks - max(steps.used) < num_rows:
+        raise RuntimeError(f"{manager.num_usable_blocks} KV blocks are too few to count on; --kv-cache-gib gives more")
     return steps
 
 

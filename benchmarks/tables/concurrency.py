@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
+from benchmarks import models
 from benchmarks.common import timed
 from benchmarks.harness import MAX_NUM_SEQS, Bench, Cell, Measured, Setting, Table
-from vllm_trie import beam_params
-from vllm_trie.entrypoints.beam_search import beam_search
+from benchmarks.significance import interval, paired, shown_p
+from benchmarks.tables.throughput import CLIENT_LOOP, OURS, SAMPLING, TRANSFORMERS, searches
 
-CLIENT_LOOP = "vLLM's LLM.beam_search"
+PEERS = (OURS, SAMPLING, TRANSFORMERS, CLIENT_LOOP)
 MOST_CLIENT_ROWS = 128  # beyond them its loop takes minutes
 
 
@@ -21,55 +20,42 @@ def cells(setting: Setting) -> list[Cell]:
 
 
 def measure(bench: Bench, groups: int, width: int) -> Measured:
-    """Every peer on the same batch; what raises is a failed cell and the rest goes on."""
-    import torch
-    from vllm import SamplingParams
-    from vllm.sampling_params import BeamSearchParams
-
+    """The peers in turn on the same batch; what raises is a failed cell and the rest goes on."""
     setting = bench.setting
     num_tokens = setting.max_tokens or setting.pick(4, 16, 16)
-    llm, reference = bench.engine(), bench.reference()
     prompts = bench.prompts(groups, 64)
-    as_dicts: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
-    options: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True}
-
-    def transformers() -> None:
-        ids = torch.tensor(prompts, device=reference.device)
-        with torch.inference_mode():
-            reference.generate(
-                ids, attention_mask=torch.ones_like(ids), num_beams=width, max_new_tokens=num_tokens, do_sample=False
-            )
-
-    def generate(params: Any) -> Callable[[], Any]:
-        return lambda: llm.generate(as_dicts, params, use_tqdm=False)
-
-    runs: dict[str, Callable[[], Any]] = {
-        "beams in the engine": generate(beam_params(width, **options)),
-        "vLLM sampling, n=b": generate(SamplingParams(n=width, temperature=1.0, **options)),
-        "transformers generate": transformers,
-    }
-    if groups * width <= MOST_CLIENT_ROWS:
-        params = BeamSearchParams(beam_width=width, max_tokens=num_tokens, ignore_eos=True)
-        runs[CLIENT_LOOP] = lambda: beam_search.original(llm, as_dicts, params)
-    row: list[Any] = [groups, width]
-    for name in ("beams in the engine", "vLLM sampling, n=b", "transformers generate", CLIENT_LOOP):
-        if name not in runs:
-            row.append("not run")
+    llm, runs = bench.engine(), searches(bench, models.AS_IT_IS, width, num_tokens)
+    seconds: dict[str, list[float]] = {name: [] for name in PEERS}
+    without = {CLIENT_LOOP: "not run"} if groups * width > MOST_CLIENT_ROWS else {}
+    for _ in range(1 + setting.repeats):
+        for name in PEERS:
+            if name in without:
+                continue
+            llm.reset_prefix_cache()
+            try:
+                seconds[name].append(timed(partial(runs[name], prompts)))
+            except Exception as error:
+                without[name] = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:60]}"
+    rows: list[Cell] = []
+    for name in PEERS:
+        if name in without:
+            rows.append((groups, width, name, without[name], without[name], "", ""))
             continue
-        try:
-            seconds = [timed(runs[name]) for _ in range(1 + setting.pick(1, 1, setting.repeats))][1:]
-        except Exception as error:
-            row.append(f"failed: {type(error).__name__}: {str(error).splitlines()[0][:60] if str(error) else ''}")
-        else:
-            row.append(groups * num_tokens / statistics.median(seconds))
-    return Measured([tuple(row)])
+        own, ours = seconds[name][1:], seconds[OURS][1:]  # the first is a warm-up
+        pairs = None if name == OURS or OURS in without else paired(own, ours)
+        ratio, p = ("", "") if pairs is None else (str(pairs.ratio), shown_p(pairs.p))
+        speed = interval([groups * num_tokens / one for one in own])
+        rows.append((groups, width, name, str(speed), ratio, len(own), p))
+    return Measured(rows)
 
 
 TABLE = Table(
     "Concurrency: answers' tokens per second",
-    ("groups", "beams", "beams in the engine", "vLLM sampling, n=b", "transformers generate", CLIENT_LOOP),
+    ("groups", "beams", "search", "tokens/s (95 %)", "times our time (95 %)", "n", "p"),
     cells,
     measure,
     f"prompts of 64 tokens, all at once, {MAX_NUM_SEQS} rows at a time in the engine; answers' tokens: groups x tokens "
-    f"of one hypothesis; {CLIENT_LOOP} is not run beyond {MOST_CLIENT_ROWS} rows; EOS ignored",
+    "of one hypothesis; all of vLLM's return b answers, transformers the best; the peers take turns; times: geometric "
+    f"mean of ratios; p: paired t-test of log seconds; {CLIENT_LOOP} is not run beyond {MOST_CLIENT_ROWS} rows; EOS "
+    "ignored",
 )

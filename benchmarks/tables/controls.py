@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.common import alternate
+from benchmarks.common import alternate, generate
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.significance import paired, shown_p
 from vllm_trie import beam_params
@@ -39,7 +39,7 @@ def measure(bench: Bench, name: str) -> Measured:
     prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in bench.prompts(PROMPTS)]
     options = {"n": WIDTH, "max_tokens": bench.setting.pick(4, 48, 48), "ignore_eos": True}
     runs = {
-        which: lambda more=more: llm.generate(prompts, beam_params(WIDTH, **options, **more), use_tqdm=False)
+        which: lambda more=more: generate(llm, prompts, beam_params(WIDTH, **options, **more))
         for which, more in {"plain": {}, "controlled": CONTROLS[name]}.items()
     }
     seconds = alternate(runs, bench.setting.pick(2, 5, 9))

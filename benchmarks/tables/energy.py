@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import models
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
-from benchmarks.tables.throughput import searches
+from benchmarks.tables.throughput import Search, searches
 
 POWERCAP = Path("/sys/class/powercap")
 
@@ -54,11 +54,16 @@ def _gpus() -> list[Meter]:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return []
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    return [
-        Meter(f"GPU {i}", lambda handle=handle: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
-        for i, handle in enumerate(handles)
-    ]
+    found = []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        meter = Meter(f"GPU {index}", lambda handle=handle: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
+        try:
+            meter.joules(lambda: None)
+        except pynvml.NVMLError:  # this device does not tell
+            continue
+        found.append(meter)
+    return found
 
 
 def cells(setting: Setting) -> list[Cell]:
@@ -74,15 +79,15 @@ def measure(bench: Bench, width: int) -> Measured:
     (prompt,) = bench.prompts(1)
     rows = []
     for name, search in searches(bench, models.AS_IT_IS, width, num_tokens).items():
-        search(prompt)
+        search([prompt])
         for meter in found:
             calls = 0
 
-            def keep_running(search: Callable[[list[int]], Any] = search) -> None:
+            def keep_running(search: Search = search) -> None:
                 nonlocal calls
                 until = time.perf_counter() + bench.setting.pick(1, 5, 20)
                 while time.perf_counter() < until:
-                    search(prompt)
+                    search([prompt])
                     calls += 1
 
             rows.append((width, name, meter.name, meter.joules(keep_running) / (calls * num_tokens)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.common import generate
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.watch import reclaiming_every
 from vllm_trie import beam_params
@@ -30,7 +31,7 @@ def measure(bench: Bench, set_name: str, width: int, interval: int) -> Measured:
     prompts = bench.prompts(setting.pick(2, 6, 12), of=setting.prompt_set(set_name))
     params = beam_params(width, n=width, max_tokens=num_tokens, logprobs=0)
     with reclaiming_every(llm, interval):
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        outputs = generate(llm, [{"prompt_token_ids": prompt} for prompt in prompts], params)
     deltas, num_hypotheses = [], 0
     for prompt, output in zip(prompts, outputs, strict=True):
         for hypothesis in output.outputs:
@@ -84,7 +85,7 @@ def reference_beams(
     import torch
 
     model = bench.reference()
-    eos = bench.eos_token_id
+    eos = bench.eos_token_ids
     ids = torch.tensor([prompt], device=model.device)
     with torch.inference_mode():
         found = model.generate(
@@ -95,12 +96,13 @@ def reference_beams(
             max_new_tokens=num_tokens,
             do_sample=False,
             eos_token_id=eos,
-            pad_token_id=eos,
+            pad_token_id=eos[0],
             return_dict_in_generate=True,
             output_scores=True,
         )
     answers = found.sequences[:, len(prompt) :].tolist()
-    return [one[: one.index(eos) + 1] if eos in one else one for one in answers], found.sequences_scores.tolist()
+    ends = [next((at for at, token in enumerate(one, start=1) if token in eos), len(one)) for one in answers]
+    return [one[:end] for one, end in zip(answers, ends, strict=True)], found.sequences_scores.tolist()
 
 
 TABLE = Table(

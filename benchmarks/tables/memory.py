@@ -30,9 +30,9 @@ def measure(bench: Bench, variant: str, set_name: str, length: int | None, width
     options: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True}
     llm = bench.engine(variant, enable_prefix_caching=False)
     prompts = bench.prompts(setting.pick(2, 3, 5), length, setting.prompt_set(set_name))
-    shared = [watched(llm, prompt, beam_params(width, **options)).used for prompt in prompts]
+    shared = [watched(llm, prompt, beam_params(width, **options), width).used for prompt in prompts]
     sampling = SamplingParams(n=width, temperature=1.0, **options)
-    unshared = [watched(llm, prompt, sampling).used for prompt in prompts]
+    unshared = [watched(llm, prompt, sampling, width).used for prompt in prompts]
     peaks, unshared_peaks = [float(max(used)) for used in shared], [float(max(used)) for used in unshared]
     overlaps = [
         statistics.fmean(1 - a / b for a, b in zip(ours, theirs, strict=False))

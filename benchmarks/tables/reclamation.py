@@ -6,11 +6,11 @@ import statistics
 from functools import partial
 from typing import Any
 
-from benchmarks.common import BLOCK_SIZE, alternate, median_ratio
+from benchmarks.common import BLOCK_SIZE, generate, timed
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.peers.tridecode import PAPERS_INTERVAL, PublishedTrieSearch
 from benchmarks.significance import interval, paired, shown_p
-from benchmarks.watch import clocked, reclaiming_every, watched
+from benchmarks.watch import clocked, manager_of, reclaiming_every, watched
 from vllm_trie import beam_params
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 
@@ -20,9 +20,9 @@ OURS, PUBLISHED = "beams in the engine", "trie paper's algorithm"
 
 
 def ablation_cells(setting: Setting) -> list[Cell]:
-    own_widths = setting.pick((3,), (9,), (3, 9))
     intervals = setting.pick((1, 15), (1, 15, 50), (1, 5, 15, 50, 250))
-    return [(width, what) for width in setting.widths or own_widths for what in (NO_SHARING, NEVER, *intervals)]
+    widths = setting.widths or setting.pick((3,), (9,), (9,))
+    return [(width, what) for width in widths for what in (NO_SHARING, NEVER, *intervals)]
 
 
 def measure_ablation(bench: Bench, width: int, what: str | int) -> Measured:
@@ -33,27 +33,28 @@ def measure_ablation(bench: Bench, width: int, what: str | int) -> Measured:
     num_tokens = setting.max_tokens or setting.pick(48, 96, 320)
     options: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True}
     llm = bench.engine(enable_prefix_caching=False)
-    prompts = bench.prompts(setting.pick(1, 3, 4))
+    prompts = bench.prompts(setting.pick(2, 3, 6))
     unshared = [width * -(-(len(prompt) + num_tokens - 1) // BLOCK_SIZE) for prompt in prompts]
     params = beam_params(width, **options)
     if what == NO_SHARING:
         sampling = SamplingParams(n=width, temperature=1.0, **options)
-        runs = [watched(llm, prompt, sampling) for prompt in prompts]
-        timed = partial(_generate, llm, prompts[0], sampling)
+        runs = [watched(llm, prompt, sampling, width) for prompt in prompts]
+        search = partial(_generate, llm, sampling, PAPERS_INTERVAL)
         most, floors = "", [max(run.used) for run in runs]
     else:
         with reclaiming_every(llm, what):
-            runs = [watched(llm, prompt, params) for prompt in prompts]
-        timed = partial(_generate, llm, prompts[0], params, what)
+            runs = [watched(llm, prompt, params, width) for prompt in prompts]
+        search = partial(_generate, llm, params, what)
         floors = [max(run.live) for run in runs]
         crossed = -(-min(what, num_tokens) // BLOCK_SIZE) if what > 1 else 0
-        most = (width - 1) * crossed
+        most = (width - 1) * crossed * len(manager_of(llm).kv_cache_config.kv_cache_groups)
         decoding = [held for run in runs for held in zip(run.used, run.live, strict=True) if held[1]]
         excess = max(used - live for used, live in decoding)
         assert excess <= most, f"{excess} dead blocks with {what} steps between reclamations, at most {most} expected"
-    seconds = alternate({"this": timed, "every 15": partial(_generate, llm, prompts[0], params, 15)}, setting.repeats)
+    every_15 = partial(_generate, llm, params, PAPERS_INTERVAL)
+    seconds = [(timed(partial(search, prompt)), timed(partial(every_15, prompt))) for prompt in prompts]
     peaks = [max(run.used) for run in runs]
-    pairs = paired(seconds["this"], seconds["every 15"])
+    pairs = paired(*zip(*seconds, strict=True))
     row = (
         width,
         "reclaimed never" if what == NEVER else f"reclaimed every {what} steps" if what != NO_SHARING else what,
@@ -62,17 +63,17 @@ def measure_ablation(bench: Bench, width: int, what: str | int) -> Measured:
         max(peak / floor for peak, floor in zip(peaks, floors, strict=True)),
         "" if what == NO_SHARING else excess,
         most,
-        statistics.median(seconds["this"]),
-        median_ratio(seconds["this"], seconds["every 15"]),
+        statistics.fmean(ours for ours, _ in seconds),
+        str(pairs.ratio),
         shown_p(pairs.p),
-        len(prompts),
+        pairs.n,
     )
     return Measured([row], {"used": [float(n) for n in runs[0].used]})
 
 
-def _generate(llm: Any, prompt: list[int], params: Any, interval: int = PAPERS_INTERVAL) -> None:
+def _generate(llm: Any, params: Any, interval: int, prompt: list[int]) -> None:
     with reclaiming_every(llm, interval):
-        llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        generate(llm, [{"prompt_token_ids": prompt}], params)
 
 
 ABLATION = Table(
@@ -85,17 +86,18 @@ ABLATION = Table(
         "peak over floor, worst",
         "dead blocks, most",
         "at most expected",
-        "s, first prompt",
-        "times as long as every 15",
+        "s",
+        "times as long as every 15 (95 %)",
         "p",
         "n",
     ),
     ablation_cells,
     measure_ablation,
-    "natural prompts, one at a time, prefix caching off; saved: of what separate sequences hold at the end; floor: "
-    "highest number of distinct live blocks, tails included; dead: held and not live, at any step; expected: b-1 full "
-    "blocks per block boundary crossed between two reclamations; time alternates with every 15 steps; p: paired "
-    "t-test over alternations; no sharing: as many sequences, sampled",
+    "natural prompts, one at a time, prefix caching off, blocks counted in every step before its forward; saved: of "
+    "what separate sequences hold at the end; floor: highest number of distinct live blocks, one tail for each row "
+    "among them; dead: held and not live, at any step; expected: b-1 full blocks per block boundary crossed between "
+    "two reclamations; s: mean; each prompt is searched every 15 steps in turn; times: geometric mean; p: paired "
+    "t-test of log seconds over prompts; no sharing: as many sequences, sampled",
 )
 
 
@@ -108,15 +110,16 @@ def cost_cells(setting: Setting) -> list[Cell]:
 def measure_cost(bench: Bench, width: int, who: str, interval_steps: int) -> Measured:
     """Milliseconds of every step of a long search, and of the reclamations in them."""
     setting = bench.setting
-    num_tokens = setting.max_tokens or setting.pick(48, 1000, 1000)
+    num_tokens = max(setting.max_tokens or setting.pick(48, 1000, 1000), interval_steps + 2)  # at least one falls due
     (prompt,) = bench.prompts(1)
     if who == OURS:
-        whole, reclaim = _engine_steps(bench, prompt, width, interval_steps, num_tokens)
+        whole, reclaim, commit = _engine_steps(bench, prompt, width, interval_steps, num_tokens)
     else:
         found = PublishedTrieSearch(bench.reference(), interval_steps).search(prompt, width, num_tokens, None)
         whole = [1000 * seconds for seconds in found.step_seconds]
         reclaim = [0.0] * len(whole)
         reclaim[interval_steps - 1 : -1 : interval_steps] = [1000 * seconds for seconds in found.reclaim_seconds]
+        commit = reclaim
     each = [ms for ms in reclaim if ms]
     row = (
         width,
@@ -128,24 +131,25 @@ def measure_cost(bench: Bench, width: int, who: str, interval_steps: int) -> Mea
         max(each),
         str(interval(whole)),
         100 * sum(each) / sum(whole),
+        100 * sum(commit) / sum(whole),
     )
     return Measured([row], {"whole": whole, "reclaim": reclaim})
 
 
 def _engine_steps(
     bench: Bench, prompt: list[int], width: int, interval_steps: int, num_tokens: int
-) -> tuple[list[float], list[float]]:
-    """Milliseconds of each decoding step, and of the reclamation in it."""
+) -> tuple[list[float], list[float], list[float]]:
+    """Milliseconds of each decoding step, of the reclamation in it, and of all that its forks do to blocks."""
     llm = bench.engine(enable_prefix_caching=False)
     params = beam_params(width, max_tokens=num_tokens, ignore_eos=True)
     with (
         reclaiming_every(llm, interval_steps),
-        clocked(llm, {"reclaim": (BeamKVCacheManager, "_reclaim")}) as clock,
+        clocked(llm, {part: (BeamKVCacheManager, part) for part in ("_reclaim", "commit")}) as clock,
     ):
-        llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        generate(llm, [{"prompt_token_ids": prompt}], params)
     decoding = [step for step in clock.steps if step["whole step"]][1:]
-    whole, reclaim = ([1000 * step[part] for step in decoding] for part in ("whole step", "reclaim"))
-    return whole, reclaim
+    whole, reclaim, commit = ([1000 * step[part] for step in decoding] for part in ("whole step", "_reclaim", "commit"))
+    return whole, reclaim, commit
 
 
 COST = Table(
@@ -160,9 +164,11 @@ COST = Table(
         "ms, longest",
         "ms of a step (95 %)",
         "% of all steps' time",
+        "% with finding what is dead",
     ),
     cost_cells,
     measure_cost,
-    "one search, without the step of the prompt; a reclamation: in the engine the walk over the trie, and blocks back "
-    "to the pool; in the paper's algorithm an index_select of the whole cache",
+    "one search, without the step of the prompt; a reclamation: in the engine dead blocks go back to the pool; finding "
+    "them is a matter of reference counts, in every fork: with that is all that forks do to the trie of blocks; in the "
+    "paper's algorithm the search for live entries, and an index_select of the whole cache",
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import models
-from benchmarks.common import alternate, one_at_a_time
+from benchmarks.common import TARGET, alternate, generate, one_at_a_time
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.peers.specinfer import TreeSpeculation
 from benchmarks.prompts import CODE
@@ -105,25 +105,25 @@ def measure_quality(bench: Bench, law: str) -> Measured:
     """Steps per forward, and the answers' log p and first lines, of one law."""
     setting = bench.setting
     num_tokens = setting.max_tokens or setting.pick(6, 24, 24)
-    beginnings = _beginnings(bench, setting.pick(2, 6, 32))
+    count = setting.pick(2, 6, 32)
+    prompts = bench.prompts(count)
     if law in LAWS:
         width, options = LAWS[law]
         llm = bench.engine_with_draft(QUALITY_LAYERS)
         drawn = {"seed": SEED, "temperature": TEMPERATURE} if "do_sample" in options else {}
         params = beam_params(width, max_tokens=num_tokens, **options, **drawn)
-        outputs = one_at_a_time(llm, [one.prompt for one in beginnings], [params] * len(beginnings))
+        outputs = one_at_a_time(llm, [{"prompt_token_ids": prompt} for prompt in prompts], [params] * count)
         logs = [o.outputs[0].cumulative_logprob / len(o.outputs[0].token_ids) for o in outputs]
         texts = [output.outputs[0].text for output in outputs]
         counts = None if options.get("speculation") == "off" else total_counts(outputs)
         per_forward = 1.0 if counts is None else counts.steps_per_forward
         mean_width = float(width) if counts is None else counts.mean_width
     else:
-        logs, texts, per_forward = _specinfer(bench, law, beginnings, num_tokens)
+        logs, texts, per_forward = _specinfer(bench, law, prompts, num_tokens)
         mean_width = 1.0
     hits = [
         text.lstrip("\n").split("\n")[0].strip() == one.next_line
-        for text, one in zip(texts, beginnings, strict=True)
-        if one.next_line
+        for text, one in zip(texts, _known(bench, count), strict=False)
     ]
     row = (
         law,
@@ -131,31 +131,25 @@ def measure_quality(bench: Bench, law: str) -> Measured:
         mean_width,
         str(interval(logs)),
         100 * statistics.fmean(hits) if hits else "",
-        len(beginnings),
+        count,
     )
     return Measured([row], {"point": [per_forward, statistics.fmean(logs)]})
 
 
-def _beginnings(bench: Bench, count: int) -> list[Beginning]:
-    """Prompts with the line that follows, where that is known."""
-    prompts = bench.setting.prompts[0]
-    if prompts == CODE:
-        return held_out_beginnings(count)
-    return [Beginning(text, "") for text in prompts.texts(count)]
+def _known(bench: Bench, count: int) -> list[Beginning]:
+    """The built-in prompts with the line that follows; of others nobody knows it."""
+    return held_out_beginnings(count) if bench.setting.prompts[0] == CODE else []
 
 
 def _specinfer(
-    bench: Bench, law: str, beginnings: Sequence[Beginning], num_tokens: int
+    bench: Bench, law: str, prompts: Sequence[list[int]], num_tokens: int
 ) -> tuple[list[float], list[str], float]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(bench.setting.model)
     expansion = [int(children) for children in law.removeprefix(SPECINFER).split("-")]
     peer = TreeSpeculation(bench.reference(), bench.reference_draft(), expansion, TEMPERATURE)
-    found = [
-        peer.generate(tokenizer(one.prompt)["input_ids"], num_tokens, tokenizer.eos_token_id, SEED)
-        for one in beginnings
-    ]
+    found = [peer.generate(prompt, num_tokens, tokenizer.eos_token_id, SEED) for prompt in prompts]
     return (
         [math.fsum(one.logprobs) / len(one.tokens) for one in found],
         [tokenizer.decode(one.tokens, skip_special_tokens=True) for one in found],
@@ -176,7 +170,8 @@ QUALITY = Table(
 
 
 def cost_cells(setting: Setting) -> list[Cell]:
-    return setting.pick([(QUALITY_LAYERS, 1)], [(4, 1)], [(4, 1), (4, 4), (4, 16)])
+    depths = setting.pick((1,), (1,), (1, 4, 16) if setting.model == str(TARGET) else (1,))
+    return [(setting.pick(QUALITY_LAYERS, 4, 4), times) for times in depths]
 
 
 def measure_cost(bench: Bench, num_layers: int, times: int) -> Measured:
@@ -198,6 +193,7 @@ def measure_cost(bench: Bench, num_layers: int, times: int) -> Measured:
     assert answers[0] == answers[1], "speculation answered differently"
     counts = total_counts(outputs["speculative"])
     seconds = alternate(runs, setting.repeats)
+    steps_per_forward = counts.steps / counts.target_forwards
     per_plain = statistics.median(seconds["plain"]) / counts.steps
     per_speculative = statistics.median(seconds["speculative"]) / counts.target_forwards
     ratio = bench.reference_draft().num_parameters() / bench.reference(variant).num_parameters()
@@ -205,12 +201,12 @@ def measure_cost(bench: Bench, num_layers: int, times: int) -> Measured:
         f"{times}x",
         num_layers,
         ratio,
-        counts.steps_per_forward,
+        steps_per_forward,
         1000 * per_plain,
         1000 * per_speculative,
         per_speculative / per_plain,
         str(paired(seconds["plain"], seconds["speculative"]).ratio),
-        counts.steps_per_forward / (1 + num_layers * ratio),
+        steps_per_forward / (1 + num_layers * ratio),
     )
     return Measured([row])
 
@@ -230,8 +226,8 @@ COST = Table(
     ),
     cost_cells,
     measure_cost,
-    "plain beam search's answers; deeper targets have further layers that change nothing; modelled: a forward costs "
-    "what its parameters cost to read, however many tokens it verifies",
+    "plain beam search's answers; steps and forwards: those of the prompt included; deeper targets have further layers "
+    "that change nothing; modelled: a forward costs what its parameters cost to read, however many tokens it verifies",
     needs_draft=True,
 )
 
@@ -260,7 +256,7 @@ def measure_blocks(bench: Bench, width: int) -> Measured:
         held = 0
         for prompt in prompts:
             manager.peak_group_blocks = 0
-            llm.generate([{"prompt_token_ids": prompt}], beam_params(width, **options, **own), use_tqdm=False)
+            generate(llm, [{"prompt_token_ids": prompt}], beam_params(width, **options, **own))
             held += manager.peak_group_blocks
         least = rows[0][3] if rows else held
         rows.append((name, width, own.get("draft_width", ""), held, held / least))

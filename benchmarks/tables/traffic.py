@@ -21,20 +21,22 @@ def cells(setting: Setting) -> list[Cell]:
 def measure(bench: Bench, width: int) -> Measured:
     """Ordinary requests, one after the other, beside nothing, beside samples and beside beams, in turn."""
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     setting = bench.setting
     num_tokens = setting.max_tokens or setting.pick(8, 32, 32)
     llm = bench.engine()
     ordinary, background = bench.prompts(2)
-    long = {"max_tokens": 512, "ignore_eos": True}
+    long: dict[str, Any] = {"max_tokens": 480 + num_tokens, "ignore_eos": True}
+    long["output_kind"] = RequestOutputKind.FINAL_ONLY
     kinds: dict[str, Any] = {
         ALONE: None,
         SAMPLES: SamplingParams(n=width, temperature=1.0, **long),
-        BEAMS: beam_params(width, **long),
+        BEAMS: beam_params(width, n=width, **long),
     }
     first: dict[str, list[float]] = {name: [] for name in kinds}
     between: dict[str, list[float]] = {name: [] for name in kinds}
-    for number in range(1 + setting.pick(2, 10, 40)):
+    for number in range(1 + setting.pick(2, 10, 20)):
         for name, params in kinds.items():
             llm.reset_prefix_cache()
             to_first, others = _latencies(llm, ordinary, num_tokens, background, params)

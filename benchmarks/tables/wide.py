@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from benchmarks.common import timed
+from benchmarks.common import generate, timed
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.tables.host import PARTS, ms_by_part
 from vllm_trie import beam_params
@@ -28,14 +28,16 @@ def measure(bench: Bench, width: int, num_tokens: int) -> Measured:
     sampling = SamplingParams(n=width, temperature=1.0, **options)
 
     def search() -> None:
-        llm.generate(as_dict, params, use_tqdm=False)
+        llm.reset_prefix_cache()
+        generate(llm, as_dict, params)
 
     def sample() -> None:
-        llm.generate(as_dict, sampling, use_tqdm=False)
+        llm.reset_prefix_cache()
+        generate(llm, as_dict, sampling)
 
     search()
     sample()
-    repeats = bench.setting.pick(2, 3, 7)
+    repeats = bench.setting.pick(2, 3, 5)
     pairs = [(timed(search), timed(sample)) for _ in range(repeats)]
     by_part = ms_by_part(llm, search, repeats)
     row = (

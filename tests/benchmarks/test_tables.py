@@ -115,9 +115,35 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path, here: Cal
         (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl: no such file"),
         (["--prompts", "code", "a.jsonl", "--field", "x", "y"], "--field: 2 fields for 1 files"),
         (["--prompts", "code", "code"], "two sets of one name"),
+        (["--widths", "4", "600"], "--widths: 600 beams are more than the 512 rows"),
+        (["--max-tokens", "3"], "--max-tokens 3: tables need 4 or more"),
+        (["--kv-cache-gib", "0"], "--kv-cache-gib 0.0: more than 0"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
     ],
 )
 def test_a_wrong_option_is_named(options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         main(options)
     assert told in f"{refused.value}{capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            ["--only", "memory", "energy", "--kv-cache-gib", "0.008", "--widths", "20"],
+            "KV blocks are too few to count on",
+        ),
+        (["--only", "memory", "energy", "--prompts", "few.jsonl"], "1 prompts, and this run needs 2"),
+    ],
+)
+def test_what_cannot_be_measured_is_told_and_the_rest_goes_on(
+    options: list[str], told: str, tmp_path: Path, engines: Engines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text('{"prompt": "def one():"}\n')
+    options = [str(few) if option == few.name else option for option in options]
+    engines.close()
+    assert main(["--size", "minimal", "--out", str(tmp_path), *options]) == 1
+    assert told in " ".join(capsys.readouterr().out.split())
+    assert rows_of(tmp_path, "energy")
