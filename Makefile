@@ -12,7 +12,7 @@ help:
 	@echo "make test       linters, type checks and all tests"
 	@echo "make test-0.33  the tests that run vLLM, on vLLM 0.33 (its set-up downloads 340 MB more)"
 	@echo "make lint       linters and type checks alone"
-	@echo "make bench      the papers' tables in small, about twelve minutes"
+	@echo "make bench      the papers' tables in small, about nine minutes"
 	@echo "make bench-full all tables, more of each, as long as it takes; interrupted, it goes on when run again"
 	@echo "make clean      remove the virtual environments and caches"
 

@@ -91,6 +91,7 @@ class Bench:
         self._folder = Path(self._closing.enter_context(tempfile.TemporaryDirectory()))
         self._made: dict[str, str] = {}
         self._references: dict[str, Any] = {}
+        self._said: set[str] = set()
         self._engine: Any = None
         self._asked: tuple[str, dict[str, Any]] | None = None
 
@@ -164,6 +165,12 @@ class Bench:
         more = llm.model_config.try_get_generation_config().get("eos_token_id") or []
         own = more if isinstance(more, list) else [more]
         return list(dict.fromkeys([llm.get_tokenizer().eos_token_id, *own]))
+
+    def say_once(self, text: str) -> None:
+        """Tell on the terminal what holds for more than one cell."""
+        if text not in self._said:
+            self._said.add(text)
+            console.print(text)
 
     def stop_engine(self) -> None:
         if self._engine is not None:

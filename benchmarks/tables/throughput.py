@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import models
-from benchmarks.common import console, generate, timed
+from benchmarks.common import generate, timed
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.peers.tridecode import PublishedTrieSearch
 from benchmarks.significance import interval, paired, shown_p
@@ -98,7 +98,7 @@ def searches(bench: Bench, variant: str, width: int, num_tokens: int) -> dict[st
     try:
         published = PublishedTrieSearch(reference)
     except ValueError as error:
-        console.print(f"{PUBLISHED} is left out: {error}")
+        bench.say_once(f"{PUBLISHED} is left out: {error}")
     else:
         found[PUBLISHED] = lambda prompts: [published.search(prompt, width, num_tokens, None) for prompt in prompts]
     return found | {
