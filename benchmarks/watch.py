@@ -19,6 +19,7 @@ class Steps(NamedTuple):
 
     used: list[int]  # KV blocks of the pool in use
     live: list[int]  # of beam groups: those that rows lead to
+    path: list[int]  # of beam groups: those that one row leads to, in all KV cache groups
 
 
 def core_of(llm: Any) -> Any:
@@ -29,6 +30,12 @@ def core_of(llm: Any) -> Any:
 def manager_of(llm: Any) -> Any:
     """The KV cache manager."""
     return core_of(llm).scheduler.kv_cache_manager
+
+
+def has_window(llm: Any) -> bool:
+    """Whether KV blocks leave a window that attention sees."""
+    groups = manager_of(llm).kv_cache_config.kv_cache_groups
+    return any(getattr(group.kv_cache_spec, "sliding_window", None) for group in groups)
 
 
 def total_counts(outputs: Sequence[Any]) -> SearchCounts:
@@ -62,13 +69,15 @@ def watched(llm: Any, prompt: list[int], params: Any, num_rows: int) -> Steps:
     """
     manager, scheduler = manager_of(llm), core_of(llm).scheduler
     assert not manager.num_used_blocks, "another request holds blocks"
-    steps, schedule = Steps([], []), scheduler.schedule
+    steps, schedule = Steps([], [], []), scheduler.schedule
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         scheduled = schedule(*args, **kwargs)
         if scheduled.total_num_scheduled_tokens:
             steps.used.append(manager.num_used_blocks)
             steps.live.append(manager.num_live_group_blocks)
+            tries = (trie for group in manager._groups.values() for trie in group.tries)
+            steps.path.append(sum(len(trie.row_blocks(0)) for trie in tries))
         return scheduled
 
     llm.llm_engine.add_request("watched", {"prompt_token_ids": prompt}, params)
