@@ -55,12 +55,12 @@ def _overlap_by_width(axes: Any, content: Content) -> None:
     for cell in (cell for cell in cells if cell["cell"][0] == cells[0]["cell"][0]):
         for row in cell["rows"]:
             own = dict(zip(content["columns"], row, strict=True))
-            label = f"{own['prompts']}, {own['prompt tokens']} tokens"
+            label = f"{own['prompts']}: {own['prompt tokens']}"
             lines.setdefault(label, []).append((own["beams"], own["overlap"]))
     for label, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
     axes.set(xlabel="beams", ylabel="share of blocks saved", title="Overlap by width", ylim=(0, 1))
-    axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend(title="prompts: their tokens", fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _throughput_by_width(axes: Any, content: Content) -> None:
