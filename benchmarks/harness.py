@@ -295,10 +295,10 @@ def command() -> str:
 
 def machine(setting: Setting) -> dict[str, Any]:
     """What figures depend on."""
-    engine = f"dtype={setting.dtype}, block_size={BLOCK_SIZE}, max_num_seqs={MAX_NUM_SEQS}, enforce_eager=True"
-    runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     import vllm
 
+    engine = f"dtype={setting.dtype}, block_size={BLOCK_SIZE}, max_num_seqs={MAX_NUM_SEQS}, enforce_eager=True"
+    runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),

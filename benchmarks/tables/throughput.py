@@ -33,7 +33,7 @@ def cells(setting: Setting) -> list[Cell]:
 def measure(bench: Bench, variant: str, set_name: str, length: int | None, width: int) -> Measured:
     """All peers in turn on each prompt; the first prompt is their warm-up."""
     setting = bench.setting
-    num_tokens = setting.max_tokens or setting.pick(8, 32, 24)
+    num_tokens = setting.max_tokens or setting.pick(8, 24, 24)
     llm = bench.engine(variant)
     warm_up, *prompts = bench.prompts(1 + setting.pick(2, 3, 4), length, setting.prompt_set(set_name))
     runs = searches(bench, variant, width, num_tokens)
