@@ -163,8 +163,8 @@ QUALITY = Table(
     quality_cells,
     measure_quality,
     f"layers={QUALITY_LAYERS}, {QUALITY_DRAFTS} drafts in each (one sequence: 1), temperature={TEMPERATURE}; mean log "
-    "p: raw, of the best answer's tokens; next line: its first line is the held-out one; SpecInfer: one sequence, trees "
-    "of so many children by layer, in transformers",
+    "p: raw, of the best answer's tokens; next line: its first line is the held-out one; SpecInfer: one sequence, "
+    "trees of so many children by layer, in transformers",
     needs_draft=True,
 )
 
