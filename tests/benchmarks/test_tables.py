@@ -57,22 +57,20 @@ def test_sharing_changes_no_log_probability_and_no_hypothesis(measured: Path) ->
 
 
 @pytest.fixture
-def here(
-    engines: Engines, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Sequence[str]], str]:
+def here(engines: Engines, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """What the benchmark says, run in this process, which starts sooner than one of its own."""
     engines.close()
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # and as it was afterwards: an engine's start sets it
 
-    def bench(arguments: Sequence[str]) -> str:
-        assert main(arguments) == 0
+    def bench(arguments: Sequence[str], status: int = 0) -> str:
+        assert main(arguments) == status
         return capsys.readouterr().out
 
     return bench
 
 
 def test_a_rerun_measures_nothing_again_and_another_setting_does(
-    measured: Path, tmp_path: Path, here: Callable[[Sequence[str]], str]
+    measured: Path, tmp_path: Path, here: Callable[..., str]
 ) -> None:
     for name in ("reclamation", "energy"):  # times, which no second measurement finds again
         (tmp_path / f"{name}.json").write_bytes((measured / f"{name}.json").read_bytes())
@@ -84,7 +82,7 @@ def test_a_rerun_measures_nothing_again_and_another_setting_does(
     assert {row["beams"] for row in rows_of(tmp_path, "energy")} == {2}
 
 
-def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path, here: Callable[[Sequence[str]], str]) -> None:
+def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path, here: Callable[..., str]) -> None:
     options = ["--size", "minimal", "--only", "memory", "--widths", "2", "3", "4", "5", "--max-tokens", "32"]
     options += ["--out", str(tmp_path)]
     command = [sys.executable, "-m", "benchmarks", *options]
@@ -138,12 +136,10 @@ def test_a_wrong_option_is_named(options: list[str], told: str, capsys: pytest.C
     ],
 )
 def test_what_cannot_be_measured_is_told_and_the_rest_goes_on(
-    options: list[str], told: str, tmp_path: Path, engines: Engines, capsys: pytest.CaptureFixture[str]
+    options: list[str], told: str, tmp_path: Path, here: Callable[..., str]
 ) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text('{"prompt": "def one():"}\n')
     options = [str(few) if option == few.name else option for option in options]
-    engines.close()
-    assert main(["--size", "minimal", "--out", str(tmp_path), *options]) == 1
-    assert told in " ".join(capsys.readouterr().out.split())
+    assert told in " ".join(here(["--size", "minimal", "--out", str(tmp_path), *options], status=1).split())
     assert rows_of(tmp_path, "energy")
