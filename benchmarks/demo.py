@@ -123,14 +123,14 @@ def count_blocks(llm: Any) -> None:
     rows = []
     for width in WIDTHS:
         params = beam_params(width, max_tokens=BLOCKS_TOKENS, ignore_eos=True)
-        peak = max(watched(llm, prompt, params).used)
+        peak = max(watched(llm, prompt, params, width).used)
         unshared = width * -(-(BLOCKS_PROMPT + BLOCKS_TOKENS - 1) // BLOCK_SIZE)
         rows.append((width, peak, unshared, f"{peak / unshared:.2f}"))
     show(
         f"KV blocks at the peak, prompt of {BLOCKS_PROMPT} tokens, {BLOCKS_TOKENS} new ones",
         ("beams", "in the trie", "unshared", "ratio"),
         rows,
-        "in the trie: read from vLLM's BlockPool after every step; unshared: b rows of their own",
+        "in the trie: read from vLLM's BlockPool in every step; unshared: b rows of their own",
     )
 
 

@@ -103,7 +103,7 @@ def test_a_report_replaces_what_is_between_its_marks_and_nothing_else(tmp_path: 
         "columns": ["a", "|b|"],
         "note": "measured",
         "command": "python -m benchmarks",
-        "machine": {"cores": 2, "processor": "P", "engine": "E"},
+        "machine": {"cores": 2, "processor": "P", "vllm": "1", "engine": "E"},
         "cells": [{"cell": [1], "rows": [[1.23456, "x"]], "series": {}}],
     }
     (tmp_path / "memory.json").write_text(json.dumps(content))
@@ -123,7 +123,7 @@ def test_a_report_shows_one_value_in_a_column_for_each_of_what_another_holds(tmp
         "columns": ["prompts", "beams", "ratio", "other"],
         "note": "measured",
         "command": "python -m benchmarks",
-        "machine": {"cores": 2, "processor": "P", "engine": "E"},
+        "machine": {"cores": 2, "processor": "P", "vllm": "1", "engine": "E"},
         "cells": [{"cell": [row[:2]], "rows": [row], "series": {}} for row in rows],
     }
     (tmp_path / "memory.json").write_text(json.dumps(content))
