@@ -80,12 +80,9 @@ def generate(llm: Any, prompts: Sequence[Any], params: Any) -> list[Any]:
     return outputs
 
 
-def one_at_a_time(llm: Any, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any]:
+def one_at_a_time(llm: Any, prompts: Sequence[Any], params: Any) -> list[Any]:
     """Outputs of searches that share nothing, so that each is granted all it can use."""
-    return [
-        generate(llm, [prompt], own)[0]
-        for prompt, own in tqdm(list(zip(prompts, params, strict=True)), leave=False, mininterval=1)
-    ]
+    return [generate(llm, [prompt], params)[0] for prompt in tqdm(prompts, leave=False, mininterval=1)]
 
 
 def settings(**more: Any) -> str:

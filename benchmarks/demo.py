@@ -91,7 +91,7 @@ def speculate(llm: Any, prompts: list[str]) -> None:
     rows = []
     for law, options in laws.items():
         params = beam_params(WIDTH, max_tokens=TOKENS, draft_width=DRAFTS, **options)
-        outputs = one_at_a_time(llm, prompts, [params] * len(prompts))
+        outputs = one_at_a_time(llm, prompts, params)
         counts = total_counts(outputs)
         same = sum(output.outputs[0].token_ids == answer for output, answer in zip(outputs, plain, strict=True))
         rows.append(

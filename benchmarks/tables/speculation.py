@@ -40,7 +40,7 @@ def measure_steps(bench: Bench, num_layers: int, width: int, draft_width: int) -
     params = beam_params(
         width, max_tokens=setting.max_tokens or setting.pick(8, 48, 64), speculation="exact", draft_width=draft_width
     )
-    outputs = one_at_a_time(llm, prompts, [params] * len(prompts))
+    outputs = one_at_a_time(llm, prompts, params)
     counts = total_counts(outputs)
     each = [total_counts([output]).steps_per_forward for output in outputs]
     row = (
@@ -112,7 +112,7 @@ def measure_quality(bench: Bench, law: str) -> Measured:
         llm = bench.engine_with_draft(QUALITY_LAYERS)
         drawn = {"seed": SEED, "temperature": TEMPERATURE} if "do_sample" in options else {}
         params = beam_params(width, max_tokens=num_tokens, **options, **drawn)
-        outputs = one_at_a_time(llm, [{"prompt_token_ids": prompt} for prompt in prompts], [params] * count)
+        outputs = one_at_a_time(llm, [{"prompt_token_ids": prompt} for prompt in prompts], params)
         logs = [o.outputs[0].cumulative_logprob / len(o.outputs[0].token_ids) for o in outputs]
         texts = [output.outputs[0].text for output in outputs]
         counts = None if options.get("speculation") == "off" else total_counts(outputs)
@@ -186,7 +186,7 @@ def measure_cost(bench: Bench, num_layers: int, times: int) -> Measured:
         "speculative": beam_params(COST_WIDTH, speculation="exact", draft_width=COST_DRAFTS, **options),
     }
     runs: dict[str, Callable[[], Any]] = {
-        name: lambda params=params: one_at_a_time(llm, prompts, [params] * len(prompts)) for name, params in own.items()
+        name: lambda params=params: one_at_a_time(llm, prompts, params) for name, params in own.items()
     }
     outputs = {name: run() for name, run in runs.items()}
     answers = [[list(output.outputs[0].token_ids) for output in found] for found in outputs.values()]

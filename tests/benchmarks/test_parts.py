@@ -16,6 +16,8 @@ from benchmarks.common import TARGET
 from benchmarks.prompts import CODE, PromptSet
 from benchmarks.significance import interval, paired
 from benchmarks.tables.energy import meters
+from benchmarks.tables.reclamation import most_dead
+from benchmarks.watch import Steps
 
 PROMPT = torch.arange(5, 105)[None]
 
@@ -132,3 +134,13 @@ def test_a_report_shows_one_value_in_a_column_for_each_of_what_another_holds(tmp
     assert f"{table}\nRatio of each; measured. `" in report.fill_in(text, tmp_path)
     with pytest.raises(ValueError, match="width"):
         report.fill_in(text.replace("beams", "width"), tmp_path)
+
+
+def test_dead_blocks_are_held_against_what_can_have_died() -> None:
+    # 3 beams, 2 common blocks and a tail each; two boundaries are crossed, and 2 of 3 blocks die at each.
+    growing = Steps(used=[2, 5, 8, 11], live=[0, 5, 6, 7], path=[0, 3, 4, 5])
+    assert most_dead(growing, 3) == (4, 4)
+    # All live again, but each beam has a block of its own from before: it can die without any boundary.
+    parted = Steps(used=[5, 8, 8], live=[5, 8, 6], path=[3, 4, 4])
+    assert most_dead(parted, 3) == (2, 2)
+    assert most_dead(Steps(used=[5, 5], live=[5, 5], path=[3, 3]), 3)[0] == 0
