@@ -18,6 +18,7 @@ from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.entrypoints.cli import add_plugin_flag
 from vllm_trie.patching import Patch, verify_once
 from vllm_trie.speculation_options import check_drafts
+from vllm_trie.worker.cpu.config import configure_engines_on_cpu
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -38,6 +39,7 @@ def register() -> None:
 
         create_engine_config.apply(_selecting(EngineArgs.create_engine_config))
         add_plugin_flag()
+        configure_engines_on_cpu(has_beams)
 
 
 def is_selected(additional_config: dict[str, Any] | None) -> bool:
@@ -67,24 +69,16 @@ def _selecting(original: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]
             return original(self, *args, **kwargs)
         verify_once()
         TrieBeamConfig.from_additional_config(self.additional_config)
-        own = self.scheduler_cls, self.worker_cls, self.async_scheduling
+        _refuse_v1_model_runner()
+        own = self.scheduler_cls, self.worker_cls
         _take_over(self)
         vllm_config = original(self, *args, **kwargs)
-        if vllm_config.scheduler_config.async_scheduling and not vllm_config.use_v2_model_runner:
-            _logger().info("async_scheduling is switched off: the V1 runner's beams need each step's result")
-            self.async_scheduling = False
-            vllm_config = original(self, *args, **kwargs)
         if unsupported := unsupported_model(vllm_config):
             _logger().warning("%s has no beams for %s: this engine stays as it is", PLUGIN_NAME, unsupported)
-            self.scheduler_cls, self.worker_cls, self.async_scheduling = own
+            self.scheduler_cls, self.worker_cls = own
             vllm_config = original(self, *args, **kwargs)
         else:
             refuse_unsupported_engine(vllm_config)
-            if vllm_config.use_v2_model_runner and vllm_config.speculative_config is not None:
-                _logger().info(
-                    "Beams do not speculate on Model Runner V2, ordinary requests do; "
-                    "set VLLM_USE_V2_MODEL_RUNNER=0 for speculative beams"
-                )
             if vllm_config.scheduler_config.async_scheduling:
                 vllm_config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
         _wrap_front_end()
@@ -119,6 +113,13 @@ def _logger() -> Any:
     from vllm.logger import init_logger
 
     return init_logger("vllm.trie_beam")
+
+
+def _refuse_v1_model_runner() -> None:
+    import vllm.envs as envs
+
+    if envs.VLLM_USE_V2_MODEL_RUNNER is False:
+        raise ValueError(f"{PLUGIN_NAME} needs vLLM's Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER=0")
 
 
 def _take_over(engine_args: EngineArgs) -> None:
@@ -163,6 +164,7 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
         f"max_num_scheduled_tokens={budget} below max_num_seqs={scheduler.max_num_seqs}": budget is not None
         and budget < scheduler.max_num_seqs,
         **_unsupported_speculation(vllm_config),
+        **dict.fromkeys(vllm_config._get_v2_model_runner_unsupported_features(), True),
         "kv_transfer_config (KV connectors)": vllm_config.kv_transfer_config is not None,
         "distributed_executor_backend='external_launcher' with several ranks": is_launched_apart(parallel),
         "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,
@@ -184,7 +186,7 @@ def is_launched_apart(parallel: ParallelConfig) -> bool:
 def _unsupported_speculation(vllm_config: VllmConfig) -> dict[str, bool]:
     """What about this engine's speculation makes beams impossible."""
     config = vllm_config.speculative_config
-    if config is None or vllm_config.use_v2_model_runner:  # there beams do not speculate
+    if config is None:
         return {}
     drafts, block_size = config.num_speculative_tokens, vllm_config.cache_config.block_size
     too_many = block_size is not None and drafts >= block_size

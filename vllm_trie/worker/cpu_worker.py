@@ -5,19 +5,18 @@ from __future__ import annotations
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_trie.patching import Patch
+from vllm_trie.worker.cpu.config import needs_cpu_kernels
 
 
 class BeamCPUWorker(CPUWorker):
     """`CPUWorker` names its runner class inside `init_device`; there is no other seam."""
 
     def init_device(self) -> None:
-        if self.use_v2_model_runner:
-            from vllm_trie.worker.v2_cpu import BeamCPUModelRunnerV2
+        if needs_cpu_kernels():
+            from vllm_trie.worker.cpu.kernels import install
 
-            runner, where = BeamCPUModelRunnerV2, "vllm.v1.worker.cpu.model_runner"
-        else:
-            from vllm_trie.worker.v1_cpu import BeamCPUModelRunner
+            install()
+        from vllm_trie.worker.v2_cpu import BeamCPUModelRunnerV2
 
-            runner, where = BeamCPUModelRunner, "vllm.v1.worker.cpu_worker"
-        with Patch(where, "CPUModelRunner").applied(runner):
+        with Patch("vllm.v1.worker.cpu.model_runner", "CPUModelRunner").applied(BeamCPUModelRunnerV2):
             super().init_device()

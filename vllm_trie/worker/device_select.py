@@ -66,7 +66,7 @@ def select(
         places = async_tensor_h2d(index, device=logits.device, dtype=torch.int64)
         scores = torch.stack([group.scores for group in groups])
         processed = controlled if rules.is_controlled else logits
-        if is_for_device(rules):
+        if logits.is_cuda and is_for_device(rules):  # on a CPU the host's ranking is quicker
             stop_token_ids = async_tensor_h2d(list(rules.stop_token_ids), device=logits.device, dtype=torch.int64)
             taken = take_step(rules, processed, places, scores, stop_token_ids)
             selected.on_device.append((group_ids, taken.packed))

@@ -1,0 +1,67 @@
+"""Lets engines with beam groups run Model Runner V2 and async scheduling on a CPU, which vLLM itself does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_trie.patching import Patch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+HasBeams = Callable[["VllmConfig"], bool]
+
+use_v2_model_runner = Patch("vllm.config.vllm:VllmConfig", "use_v2_model_runner")
+validate_v2_model_runner = Patch("vllm.config.vllm:VllmConfig", "_validate_v2_model_runner")
+check_and_update_config = Patch("vllm.platforms.cpu:CpuPlatform", "check_and_update_config")
+
+
+def needs_cpu_kernels() -> bool:
+    """Whether this is a CPU on which vLLM's Triton kernels cannot run."""
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    return current_platform.is_cpu() and not HAS_TRITON
+
+
+def configure_engines_on_cpu(has_beams: HasBeams) -> None:
+    """Wrap what chooses runner and scheduling on a CPU; engines without beam groups keep what vLLM chooses."""
+    from vllm.platforms import current_platform
+
+    if check_and_update_config.is_applied or not current_platform.is_cpu():
+        return
+    _keep_async_scheduling(has_beams)
+    if needs_cpu_kernels():
+        _run_v2_model_runner(has_beams)
+
+
+def _keep_async_scheduling(has_beams: HasBeams) -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+
+    def keep_async_scheduling(platform: Any, vllm_config: VllmConfig) -> None:
+        chosen = vllm_config.scheduler_config.async_scheduling
+        stock(platform, vllm_config)
+        if has_beams(vllm_config):
+            vllm_config.scheduler_config.async_scheduling = chosen
+
+    check_and_update_config.apply(classmethod(keep_async_scheduling))
+
+
+def _run_v2_model_runner(has_beams: HasBeams) -> None:
+    from vllm.config import VllmConfig
+
+    stock: Any = VllmConfig.use_v2_model_runner.fget  # type: ignore[attr-defined]
+    stock_validate = VllmConfig._validate_v2_model_runner
+
+    def runs_v2(self: VllmConfig) -> bool:
+        return has_beams(self) or stock(self)
+
+    def validate(self: VllmConfig) -> None:
+        if not has_beams(self):  # the plugin has its own check
+            stock_validate(self)
+
+    use_v2_model_runner.apply(property(runs_v2))
+    validate_v2_model_runner.apply(validate)
