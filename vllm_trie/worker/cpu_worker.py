@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.cpu_worker import CPUWorker  # patches torch for a CPU, so it comes first
+
+from vllm.v1.worker.cpu.model_runner import CPUModelRunner  # isort: skip
 
 from vllm_trie.patching import Patch
 from vllm_trie.worker.cpu.config import needs_cpu_kernels
+from vllm_trie.worker.runner import BeamModelRunner
+
+
+class BeamCPUModelRunner(BeamModelRunner, CPUModelRunner):
+    """vLLM's CPU runner with beam groups."""
 
 
 class BeamCPUWorker(CPUWorker):
@@ -13,10 +20,8 @@ class BeamCPUWorker(CPUWorker):
 
     def init_device(self) -> None:
         if needs_cpu_kernels():
-            from vllm_trie.worker.cpu.kernels import install
+            from vllm_trie.worker.cpu.replace import install
 
             install()
-        from vllm_trie.worker.v2_cpu import BeamCPUModelRunnerV2
-
-        with Patch("vllm.v1.worker.cpu.model_runner", "CPUModelRunner").applied(BeamCPUModelRunnerV2):
+        with Patch("vllm.v1.worker.cpu.model_runner", "CPUModelRunner").applied(BeamCPUModelRunner):
             super().init_device()

@@ -39,7 +39,7 @@ def configure_engines_on_cpu(has_beams: HasBeams) -> None:
 def _keep_async_scheduling(has_beams: HasBeams) -> None:
     from vllm.platforms.cpu import CpuPlatform
 
-    stock = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+    stock = CpuPlatform.check_and_update_config.__func__
 
     def keep_async_scheduling(platform: Any, vllm_config: VllmConfig) -> None:
         chosen = vllm_config.scheduler_config.async_scheduling
@@ -53,7 +53,7 @@ def _keep_async_scheduling(has_beams: HasBeams) -> None:
 def _run_v2_model_runner(has_beams: HasBeams) -> None:
     from vllm.config import VllmConfig
 
-    stock: Any = VllmConfig.use_v2_model_runner.fget  # type: ignore[attr-defined]
+    stock: Any = VllmConfig.use_v2_model_runner.fget
     stock_validate = VllmConfig._validate_v2_model_runner
 
     def runs_v2(self: VllmConfig) -> bool:

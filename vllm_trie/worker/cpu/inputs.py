@@ -1,0 +1,163 @@
+"""The inputs of a forward pass, and what a step changes in the slots of its requests.
+
+A batch has R rows, T tokens and N rows of logits; there are S slots, and `idx_mapping` says which one each row has.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_trie.worker.cpu.replace import Array, kernel
+
+
+def positions_within(lengths: Array) -> Array:
+    """0, 1, ... within each of consecutive spans of these lengths."""
+    return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+@kernel("input_batch:_prepare_prefill_inputs_kernel")
+def prepare_prefill_inputs(
+    input_ids: Array, next_prefill_tokens: Array, num_lookahead: int, idx_mapping: Array, query_start_loc: Array,
+    all_token_ids: Array, prefill_lens: Array, num_computed_tokens: Array,
+) -> None:  # fmt: skip
+    """Copy the tokens of prefilling rows into input_ids [T], and the K after them into next_prefill_tokens [K, S]."""
+    for row in np.flatnonzero(num_computed_tokens[idx_mapping] < prefill_lens[idx_mapping]):
+        slot, start, end = idx_mapping[row], query_start_loc[row], query_start_loc[row + 1]
+        first = num_computed_tokens[slot]
+        last = first + end - start
+        input_ids[start:end] = all_token_ids[slot, first:last]
+        following = all_token_ids[slot, last : min(last + num_lookahead, prefill_lens[slot])]
+        next_prefill_tokens[:, slot] = 0
+        next_prefill_tokens[: len(following), slot] = following
+
+
+@kernel("input_batch:_prepare_pos_seq_lens_kernel")
+def prepare_pos_seq_lens(
+    pos: Array, seq_lens: Array, idx_mapping: Array, query_start_loc: Array, num_computed_tokens: Array
+) -> None:
+    """Fill in the positions [T] of all tokens, and the lengths [S] of rows; 0 for those that are not in the batch."""
+    num_rows = len(idx_mapping)
+    starts, computed = query_start_loc[: num_rows + 1], num_computed_tokens[idx_mapping]
+    lengths, num_tokens = np.diff(starts), int(starts[-1])
+    seq_lens[:num_rows] = computed + lengths
+    seq_lens[num_rows:] = 0
+    if num_tokens == num_rows:
+        pos[:num_rows] = computed
+    else:
+        pos[:num_tokens] = np.repeat(computed - starts[:-1], lengths) + np.arange(num_tokens)
+
+
+@kernel("input_batch:_combine_sampled_and_draft_tokens_kernel")
+def combine_sampled_and_draft_tokens(
+    input_ids: Array, idx_mapping: Array, last_sampled_tokens: Array, query_start_loc: Array, seq_lens: Array,
+    prefill_len: Array, draft_tokens: Array, cu_num_logits: Array, logits_indices: Array,
+) -> None:  # fmt: skip
+    """Write newest tokens and drafts of decoding rows into input_ids [T], and which tokens have logits [N]."""
+    num_rows = len(idx_mapping)
+    ends, lengths, prefill = query_start_loc[1 : num_rows + 1], seq_lens[:num_rows], prefill_len[idx_mapping]
+    newest = last_sampled_tokens.reshape(len(last_sampled_tokens))
+    decodes = lengths > prefill
+    if cu_num_logits[num_rows] == num_rows:  # there are no drafts
+        logits_indices[:] = ends - 1
+        input_ids[ends[decodes] - 1] = newest[idx_mapping[decodes]]
+        return
+    num_logits = np.diff(cu_num_logits[: num_rows + 1])
+    starts, local = ends - num_logits, positions_within(num_logits)
+    logits_indices[:] = np.repeat(starts, num_logits) + local
+    has_sampled = decodes & (lengths - num_logits >= prefill)
+    input_ids[starts[has_sampled]] = newest[idx_mapping[has_sampled]]
+    is_draft = (local > 0) & np.repeat(decodes, num_logits)
+    slots = np.repeat(idx_mapping, num_logits)[is_draft]
+    input_ids[logits_indices[is_draft]] = draft_tokens[slots, local[is_draft] - 1]
+
+
+@kernel("input_batch:_expand_idx_mapping_kernel")
+def expand_idx_mapping(
+    idx_mapping: Array, expanded_idx_mapping: Array, expanded_local_pos: Array, cu_num_logits: Array
+) -> None:
+    """The slot of each row of logits [N], and its place among those of its request [N]."""
+    num_logits = np.diff(cu_num_logits[: len(idx_mapping) + 1])
+    expanded_idx_mapping[:] = np.repeat(idx_mapping, num_logits)
+    expanded_local_pos[:] = positions_within(num_logits)
+
+
+@kernel("input_batch:_get_num_sampled_and_rejected_kernel")
+def get_num_sampled_and_rejected(
+    num_sampled: Array, num_rejected: Array, seq_lens: Array, cu_num_logits: Array, idx_mapping: Array,
+    prefill_len: Array,
+) -> None:  # fmt: skip
+    """How many of the tokens that each row [R] had logits for are not sampled; rows in their prefill sample none."""
+    num_rows = len(idx_mapping)
+    is_chunk = seq_lens[:num_rows] < prefill_len[idx_mapping]
+    num_sampled[is_chunk] = 0
+    num_rejected[:] = np.where(is_chunk, 0, np.diff(cu_num_logits[: num_rows + 1]) - num_sampled)
+
+
+@kernel("input_batch:_post_update_kernel")
+def post_update(
+    idx_mapping: Array, num_computed_tokens: Array, last_sampled_tokens: Array, output_bin_counts: Array | None,
+    sampled_tokens: Array, num_sampled: Array, num_rejected: Array, query_start_loc: Array | None, all_token_ids: Array,
+    total_len: Array, draft_tokens: Array | None = None, draft_tokens_out: Array | None = None,
+) -> None:  # fmt: skip
+    """Append sampled tokens [R, 1 + drafts] to their slots and count them; rows in slot -1 are left out."""
+    num_queried = np.diff(query_start_loc[: len(idx_mapping) + 1]) if query_start_loc is not None else 0
+    change, real = num_queried - num_rejected, idx_mapping >= 0
+    if not real.all():
+        idx_mapping, num_sampled, sampled_tokens = idx_mapping[real], num_sampled[real], sampled_tokens[real]
+        change = change[real]
+    if draft_tokens is not None and draft_tokens_out is not None:
+        draft_tokens_out[idx_mapping] = draft_tokens[real]
+    num_computed_tokens[idx_mapping] += change
+    for column in range(sampled_tokens.shape[1]):
+        has = num_sampled > column
+        if not has.any():
+            break
+        slots, tokens = idx_mapping[has], sampled_tokens[has, column]
+        all_token_ids[slots, total_len[slots] + column] = tokens
+        last_sampled_tokens[slots, 0] = tokens
+        if output_bin_counts is not None:
+            output_bin_counts[slots, tokens] += 1
+    total_len[idx_mapping] += num_sampled
+
+
+@kernel("input_batch:_post_update_num_computed_tokens_kernel")
+def post_update_num_computed_tokens(idx_mapping: Array, num_computed_tokens: Array, query_start_loc: Array) -> None:
+    """Count this step's tokens as computed, by slot [S]."""
+    num_computed_tokens[idx_mapping] += np.diff(query_start_loc[: len(idx_mapping) + 1])
+
+
+@kernel("sample.prompt_logprob:_prompt_logprobs_token_ids_kernel")
+def prompt_logprobs_token_ids(
+    prompt_logprobs_token_ids: Array, query_start_loc: Array, idx_mapping: Array, num_computed_tokens: Array,
+    all_token_ids: Array,
+) -> None:  # fmt: skip
+    """The token [T] that follows each token of a batch."""
+    starts = query_start_loc[: len(idx_mapping) + 1]
+    lengths, num_tokens = np.diff(starts), int(starts[-1])
+    place = np.repeat(num_computed_tokens[idx_mapping] + 1 - starts[:-1], lengths) + np.arange(num_tokens)
+    place = np.minimum(place, all_token_ids.shape[1] - 1)  # nobody asks what follows the last token
+    prompt_logprobs_token_ids[:num_tokens] = all_token_ids[np.repeat(idx_mapping, lengths), place]
+
+
+@kernel("spec_decode.standalone_ar.speculator:_prepare_prefill_inputs_kernel")
+def prepare_draft_prefill_inputs(
+    target_input_ids: Array, target_positions: Array, last_sampled: Array, idx_mapping: Array, out_input_ids: Array,
+    out_positions: Array, last_token_indices: Array, out_query_start_loc: Array, out_seq_lens: Array,
+    query_start_loc: Array, seq_lens: Array, num_rejected: Array, max_num_reqs: int, max_model_len: int,
+) -> None:  # fmt: skip
+    """A draft model's first inputs [T + R]: of each row the tokens that were accepted, the newest one, and padding."""
+    num_rows = len(idx_mapping)
+    starts = query_start_loc[: num_rows + 1]
+    lengths = np.diff(starts)
+    num_accepted, num_tokens = lengths - num_rejected[:num_rows], int(starts[-1]) + num_rows
+    out_starts, local = starts[:-1] + np.arange(num_rows), positions_within(lengths + 1)
+    row = np.repeat(np.arange(num_rows), lengths + 1)
+    is_accepted = local < num_accepted[row]
+    tokens = np.where(is_accepted, target_input_ids[np.where(is_accepted, starts[row] + local, 0)], 0)
+    newest = last_sampled.reshape(-1)[idx_mapping[row]]
+    out_input_ids[:num_tokens] = np.where(local == num_accepted[row], newest, tokens)
+    out_positions[:num_tokens] = np.minimum(target_positions[starts[row]] + local, max_model_len - 1)
+    last_token_indices[:num_rows] = out_starts + num_accepted
+    out_query_start_loc[:num_rows], out_query_start_loc[num_rows : max_num_reqs + 1] = out_starts, num_tokens
+    out_seq_lens[:num_rows] = np.minimum(seq_lens[:num_rows] + 1, max_model_len)
+    last_token_indices[num_rows:max_num_reqs] = out_seq_lens[num_rows:max_num_reqs] = 0

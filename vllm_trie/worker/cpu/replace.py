@@ -1,0 +1,99 @@
+"""Puts functions of ours in the place of vLLM's Triton kernels, and calls them the way kernels are launched.
+
+A function takes those of a kernel's arguments that it names: `input_ids` is the kernel's `input_ids_ptr`, `mask_stride`
+its constant `MASK_STRIDE`. On a CPU "the device's" tensors are the host's, and nothing is ever on its way: an argument
+that is annotated as `Array` is the tensor's memory as numpy sees it, which for a few rows is much quicker than torch.
+One that has a default is an argument that the kernels of some supported versions of vLLM lack.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+import torch
+
+from vllm_trie.patching import Patch
+
+Array = np.ndarray
+Function = Callable[..., Any]
+
+_MODULES = ("block_tables", "inputs", "logits", "rejection", "sampling")
+_V2 = "vllm.v1.worker.gpu."
+_kernels: dict[str, Function] = {}
+_functions: dict[str, Function] = {}
+_imported_by: dict[str, str] = {}
+
+
+def kernel(target: str) -> Callable[[Function], Function]:
+    """Marks what takes a kernel's place, "module:name" within vLLM's V2 worker."""
+    return lambda function: _kernels.setdefault(_V2 + target, function)
+
+
+def replaces(target: str, imported_by: str = "") -> Callable[[Function], Function]:
+    """Marks what takes the place of a function or method, "module:name"; one module may have imported it by name."""
+    if imported_by:
+        _imported_by[_V2 + target] = _V2 + imported_by
+    return lambda function: _functions.setdefault(_V2 + target, function)
+
+
+def replacements() -> dict[str, Function]:
+    """Everything that is replaced, by target."""
+    for name in _MODULES:
+        importlib.import_module(f"vllm_trie.worker.cpu.{name}")
+    return _kernels | _functions
+
+
+@cache
+def install() -> None:
+    """Replace all kernels in this process."""
+    from vllm.triton_utils import triton
+    from vllm.utils.math_utils import next_power_of_2
+
+    triton.next_power_of_2 = next_power_of_2  # which vLLM's placeholder for Triton lacks
+    replacements()
+    for target, function in _kernels.items():
+        module, name = target.split(":")
+        Patch(module, name).apply(Launch(getattr(importlib.import_module(module), name), function))
+    for target, function in _functions.items():
+        module, name = target.split(":")
+        owner, _, method = name.rpartition(".")
+        Patch(f"{module}:{owner}" if owner else _imported_by.get(target, module), method).apply(function)
+
+
+class Launch:
+    """What takes a kernel's place: `kernel[grid](*arguments)` calls `function` with those of them that it names."""
+
+    def __init__(self, kernel: Function, function: Function) -> None:
+        names = list(inspect.signature(kernel).parameters)
+        places = {name.removesuffix("_ptr"): place for place, name in enumerate(names)}
+        hints = get_type_hints(function)
+        self._function = function
+        self._arguments, self._constants = [], []
+        for name, parameter in inspect.signature(function).parameters.items():
+            if name in places:
+                is_array = np.ndarray in (hints[name], *get_args(hints[name]))
+                self._arguments.append((name, places[name], _as_array if is_array else _as_it_is))
+            elif name.upper() in places:
+                self._constants.append((name, name.upper()))
+            elif parameter.default is inspect.Parameter.empty:
+                raise TypeError(f"{kernel.__name__} has no argument {name}, which {function.__name__} takes")
+
+    def __getitem__(self, grid: object) -> Function:
+        return self._launch
+
+    def _launch(self, *arguments: Any, **constants: Any) -> None:
+        values = {name: read(arguments[place]) for name, place, read in self._arguments}
+        self._function(**values, **{name: constants[constant] for name, constant in self._constants})
+
+
+def _as_array(tensor: torch.Tensor | None) -> Array | None:
+    return None if tensor is None else tensor.numpy()
+
+
+def _as_it_is(argument: Any) -> Any:
+    return argument

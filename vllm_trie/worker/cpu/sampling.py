@@ -1,0 +1,132 @@
+"""Drawing tokens from logits [N, V], and their log-probabilities.
+
+The random numbers are those of vLLM's kernels: a request with a seed draws the same tokens on any device.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_trie.worker.cpu.replace import Array, kernel
+
+HIGH_BITS = 0x9E3779B9  # the domain of the upper half of 64 bits
+
+
+@kernel("sample.gumbel:_gumbel_sample_kernel")
+def gumbel_sample(
+    local_argmax: Tensor, local_max: Tensor, logits_cache: None, logits: Tensor, expanded_idx_mapping: Tensor,
+    seeds: Tensor, pos: Tensor, temp: Tensor, apply_temperature: bool, use_fp64: bool,
+) -> None:  # fmt: skip
+    """Draw a token per row, and say that it is in the first block of the vocabulary [N, B], which beats all others."""
+    assert logits_cache is None, "the logits of drafts are not kept on a CPU"
+    temperature = torch.where(expanded_idx_mapping >= 0, temp[expanded_idx_mapping], 0.0)
+    if apply_temperature:
+        logits = logits / torch.where(temperature == 0, 1.0, temperature)[:, None]
+    local_max.fill_(float("-inf"))
+    local_max[:, 0] = 0.0
+    local_argmax[:, 0] = draw(logits, temperature, seeds[expanded_idx_mapping], pos, use_fp64)
+
+
+def draw(logits: Tensor, temperature: Tensor, seeds: Tensor, pos: Tensor, use_fp64: bool) -> Tensor:
+    """[N] int64: a token drawn from each row of logits, or the best one where temperature [N] is 0.
+
+    Args:
+        seeds: [N] int64, of the requests.
+        pos: [N] int64, of the tokens that logits are for, which makes each draw of a request another one.
+        use_fp64: Draw with 64 bits instead of 32.
+    """
+    drawn = (temperature != 0).nonzero()[:, 0]
+    if not len(drawn):
+        return logits.argmax(-1)
+    if len(drawn) == len(logits):
+        return _draw_all(logits, seeds, pos, use_fp64)
+    tokens = logits.argmax(-1)
+    tokens[drawn] = _draw_all(logits[drawn], seeds[drawn], pos[drawn], use_fp64)
+    return tokens
+
+
+def _draw_all(logits: Tensor, seeds: Tensor, pos: Tensor, use_fp64: bool) -> Tensor:
+    """[N]: the argmax of logits with Gumbel noise, which is -log(exponential)."""
+    noise = exponentials(seeds.numpy(), pos.numpy(), logits.shape[1], use_fp64).log_()
+    return (logits.to(noise.dtype) - noise).argmax(-1)
+
+
+def exponentials(seeds: Array, pos: Array, vocab_size: int, use_fp64: bool) -> Tensor:
+    """[N, V]: exponential random numbers for seeds and positions [N]."""
+    bits = murmur3_hash(seeds, pos, vocab_size)
+    if not use_fp64:
+        return torch.from_numpy(bits.astype(np.float32)).add_(0.5).mul_(-(2.0**-32)).log1p_().neg_()
+    high = murmur3_hash(seeds, pos, vocab_size, HIGH_BITS).astype(np.uint64)
+    random53 = (high << np.uint64(32) | bits) >> np.uint64(11)
+    return torch.from_numpy((random53 + 0.5) * 2.0**-53).clamp_(max=1 - 2.0**-53).log_().neg_()
+
+
+def murmur3_hash(seeds: Array, pos: Array, vocab_size: int, domain: int = 0) -> Array:
+    """[N, V] uint32: vLLM's `murmur3_hash32` of seeds and positions [N] int64 and all tokens."""
+    h = np.full(len(seeds), domain, np.uint32)
+    for key in (seeds, seeds >> 32, pos):
+        h ^= _scrambled((key & 0xFFFFFFFF).astype(np.uint32))
+        h = _rotated(h, 13) * np.uint32(5) + np.uint32(0xE6546B64)
+    h = h[:, None] ^ _scrambled_tokens(vocab_size)
+    other = h >> np.uint32(19)  # in place from here on, for there may be millions
+    h <<= np.uint32(13)
+    h |= other
+    h *= np.uint32(5)
+    h += np.uint32(0xE6546B64)
+    h ^= np.uint32(16)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        np.right_shift(h, np.uint32(shift), out=other)
+        h ^= other
+        h *= np.uint32(factor)
+    return h
+
+
+def _scrambled(key: Array) -> Array:
+    return _rotated(key * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
+
+
+def _rotated(value: Array, shift: int) -> Array:
+    return (value << np.uint32(shift)) | (value >> np.uint32(32 - shift))
+
+
+@cache
+def _scrambled_tokens(vocab_size: int) -> Array:
+    return _scrambled(np.arange(vocab_size, dtype=np.uint32))
+
+
+@kernel("sample.logprob:_topk_log_softmax_kernel")
+def topk_log_softmax(output: Tensor, logits: Tensor, topk_ids: Tensor) -> None:
+    """The log-probabilities [N, K] of these tokens [N, K]."""
+    torch.gather(logits.float().log_softmax(-1), 1, topk_ids, out=output)
+
+
+@kernel("sample.logprob:_ranks_kernel")
+def ranks(output: Tensor, logits: Tensor, token_ids: Tensor) -> None:
+    """How many tokens are as likely as each of these [N], or more likely."""
+    torch.sum(logits >= logits.gather(1, token_ids[:, None].long()), dim=1, out=output)
+
+
+@kernel("sample.logprob:_fill_logprob_token_ids_kernel")
+def fill_logprob_token_ids(
+    out_token_ids: Tensor, out_valid_mask: Tensor, sampled_token_ids: Tensor, topk_indices: Tensor,
+    expanded_idx_mapping: Tensor, num_per_req_token_ids: Tensor, per_req_token_ids: Tensor, num_topk: int,
+) -> None:  # fmt: skip
+    """Of which tokens log-probabilities are due [N, 1 + K]: the sampled one, and its request's own list or the best."""
+    out_token_ids[:, 0], out_valid_mask[:, 0] = sampled_token_ids, True
+    num_own = num_per_req_token_ids[expanded_idx_mapping]
+    best = (num_own == 0).nonzero()[:, 0]
+    out_token_ids[best, 1 : 1 + num_topk] = topk_indices[best, :num_topk].long()
+    out_valid_mask[best, 1 : 1 + num_topk] = True
+    row, place = (torch.arange(out_token_ids.shape[1] - 1) < num_own[:, None]).nonzero(as_tuple=True)
+    out_token_ids[row, 1 + place] = per_req_token_ids[expanded_idx_mapping[row], place].long()
+    out_valid_mask[row, 1 + place] = True
+
+
+@kernel("metrics.logits:_num_nans_kernel")
+def num_nans(logits: Tensor, num_nans: Tensor) -> None:
+    """How many logits of each row are not numbers."""
+    num_nans.copy_(logits.isnan().sum(-1))
