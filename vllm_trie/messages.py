@@ -7,54 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vllm_trie.search.pruning import Pruning
+from vllm_trie.search.rules import BeamSampling as BeamSampling
+from vllm_trie.search.rules import SelectRules as SelectRules
 from vllm_trie.search.step import Step
-from vllm_trie.search.warping import Warping
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
-
-
-class BeamSampling(NamedTuple):
-    """Beam sampling: the next beams are drawn from the law of all continuations of all beams."""
-
-    replacement: bool  # the same continuation may be drawn more than once
-    min_width: int  # of a layer that is verified, in beams
-    threshold: float | None  # how probably as many beams as that must be accepted; None: always all beams
-    keeps_one: bool  # of the beams that one target forward leads to, only the best goes on
-
-
-class SelectRules(NamedTuple):
-    """How the worker selects in one step. Groups with equal rules are selected together."""
-
-    width: int
-    semantics: str
-    stop_token_ids: tuple[int, ...]
-    stop_strings: tuple[str, ...]
-    skip_special_tokens: bool  # in the text in which stop strings are looked for
-    num_logprobs: int | None  # what each row must report; None: nothing
-    is_controlled: bool  # penalties, biases, custom processors or the like act on the logits
-    warping: Warping = Warping()
-    pruning: Pruning = Pruning()
-    masks_stops: bool = False  # min_tokens not reached: no hypothesis may stop here
-    is_last: bool = False  # the length is reached: all hypotheses end here
-    samples: bool = False  # each beam takes a token that is drawn for it
-    handicap: tuple[int, float] | None = None  # token, and the factor of the score by which it is compared
-    law: BeamSampling | None = None  # beams are drawn from it; None: the best go on
-
-    @property
-    def wants_rows(self) -> bool:
-        """Whether each row's own best continuations matter, beside the group's."""
-        return self.semantics == "vllm" or self.num_logprobs is not None
-
-    @property
-    def ranks_together(self) -> bool:
-        """Whether all beams' continuations, those that finish among them, have one ranking that alone decides.
-
-        In it, beams that are worse than whatever lives on have no say.
-        """
-        return self.semantics in ("hf", "tridecode") and self.pruning == Pruning()
 
 
 RowBlocks = tuple[list[int], ...]  # block ids, by KV cache group
@@ -62,11 +21,13 @@ RowBlocks = tuple[list[int], ...]  # block ids, by KV cache group
 
 @dataclass(frozen=True)
 class LentBlocks:
-    """What a group has for one step to speculate with. It needs one KV cache group."""
+    """What a group has for one step to speculate with."""
 
     num_layers: int  # for which there is room, at least one
-    spare_rows: list[list[int]]  # for each row beyond the group's own: its blocks from the newest token's on
-    next_blocks: list[int] | None  # for each of its own: the next block, if the newest one may become full
+    spare_rows: list[RowBlocks]  # for each row beyond the group's own: its blocks from the newest token's on
+    next_blocks: list[
+        list[int]
+    ]  # by KV cache group, for each of its own: the next block, if the newest may become full
 
 
 @dataclass(frozen=True)

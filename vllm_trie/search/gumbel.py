@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,22 +28,19 @@ class StochasticBeams(NamedTuple):
     perturbed: torch.Tensor  # [..., k] float64, G ~ Gumbel(phi); -inf where there was nothing left to keep
 
 
-def gumbel_max(logs: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
-    """One draw from each row of log-weights [..., N], which need no normalisation: indices [...]."""
-    return gumbel_top_k(logs, 1, rng).indices[..., 0]
-
-
-def gumbel_top_k(logs: torch.Tensor, count: int, rng: np.random.Generator) -> Perturbed:
-    """Draws without replacement from each row of log-weights [..., N], in the order they were drawn.
+def gumbel_top_k(logs: torch.Tensor, count: int, rngs: Sequence[np.random.Generator]) -> Perturbed:
+    """Draws without replacement from the log-weights of each group, [G, N], in the order they were drawn.
 
     The same law as drawing one after the other and renormalising what is left.
     Source: Vieira 2014, Gumbel-max trick and weighted reservoir sampling.
 
     Args:
-        logs: [..., N], unnormalised; -inf for what may not be drawn.
+        logs: Unnormalised; -inf for what may not be drawn.
         count: How many, at most N.
+        rngs: What draws, by group.
     """
-    best = _perturbed(logs, rng).topk(count, dim=-1)
+    noisy = torch.stack([_perturbed(of_group, rng) for of_group, rng in zip(logs, rngs, strict=True)])
+    best = noisy.topk(count, dim=-1)
     return Perturbed(best.indices, best.values)
 
 
@@ -66,10 +64,14 @@ def stochastic_step(
     return StochasticBeams(best.indices, phi.flatten(-2).gather(-1, best.indices), best.values)
 
 
+def on_device(rng: np.random.Generator, device: torch.device) -> torch.Generator:
+    """A generator of the device that `rng` seeds."""
+    return torch.Generator(device).manual_seed(int(rng.integers(1 << 63)))
+
+
 def _perturbed(logs: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
     """Log-weights plus noise, in float64. A vocabulary's noise costs more to send than to make, so it is made there."""
-    generator = torch.Generator(logs.device).manual_seed(int(rng.integers(1 << 63)))
-    exponential = torch.empty_like(logs, dtype=torch.float64).exponential_(generator=generator)
+    exponential = torch.empty_like(logs, dtype=torch.float64).exponential_(generator=on_device(rng, logs.device))
     return logs - exponential.clamp_(min=TINY).log_()
 
 

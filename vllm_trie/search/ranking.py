@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.step import Candidates, Tops
+from vllm_trie.search.rank import Candidates
+from vllm_trie.search.step import Tops
 
 WIDE = 128  # candidates from which on few are asked of each row at first: seldom do many of the best come from one
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from vllm_trie.search.gumbel import gumbel_top_k
-from vllm_trie.search.step import Candidates, Step
-from vllm_trie.search.warping import Warping, filtered, running_sum
-
-DEAD = np.float32(-np.inf)
+from vllm_trie.search.gumbel import gumbel_top_k, on_device
+from vllm_trie.search.warping import NEVER, Warping, filtered, running_sum
 
 
 def generator(seed: int, step: int) -> np.random.Generator:
@@ -38,58 +37,53 @@ def draw(logprobs: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
 
 
 def joint(scores: torch.Tensor, logprobs: torch.Tensor, warping: Warping) -> torch.Tensor:
-    """Beam sampling's law: one distribution over all continuations of all beams, [I, V] float64, summing to 1.
+    """Beam sampling's law: one distribution over all continuations of all beams, [..., I, V] float64, summing to 1.
 
     The temperature divides the cumulative sums, and the filters apply once, to the joint law: as the temperature goes
     to 0, sampling without replacement becomes beam search. Source: DSBD paper.
 
     Args:
-        scores: [I], cumulative log-probabilities at temperature 1; -inf for a beam that may not continue.
-        logprobs: [I, V], of the next token at temperature 1; -inf for what may not be taken.
+        scores: [..., I], cumulative log-probabilities at temperature 1; -inf for a beam that may not continue.
+        logprobs: [..., I, V], of the next token at temperature 1; -inf for what may not be taken.
         warping: Its temperature must be above 0. What is more than 745 * temperature behind the best is 0 in float64;
             if fewer cells are left than beams are wanted, it is too cold to draw.
 
     Returns:
         All zeros if nothing is possible.
     """
-    logs = (scores.double()[:, None] + logprobs.double()) / warping.temperature
-    return filtered(logs.flatten(), warping).softmax(dim=-1).nan_to_num().view_as(logs)
+    logs = (scores.double()[..., None] + logprobs.double()) / warping.temperature
+    return filtered(logs.flatten(-2), warping).softmax(dim=-1).nan_to_num().view_as(logs)
 
 
-def draw_cells(p: torch.Tensor, count: int, replacement: bool, rng: np.random.Generator) -> np.ndarray:
-    """Draw from a law over cells [I, V]: int64 flat cells, parent * V + token, in the order they were drawn.
+def draw_continuations(
+    p: torch.Tensor, count: int, replacement: bool, rngs: Sequence[np.random.Generator]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw cells from the distribution of each group, [G, N], in the order of the device's stream.
 
     With replacement they are independent. Without, each is drawn from what the earlier ones have left.
 
     Args:
         p: Unnormalised probabilities, float64.
-        count: How many; without replacement there may be fewer that are possible, and without any there are none.
+        count: How many.
+        rngs: What draws, by group.
+
+    Returns:
+        Cells [G, count] int64 in the order they were drawn, fewer if there are fewer, and which of these were
+        possible at all.
     """
-    support = p.flatten().nonzero()[:, 0]
     if replacement:
-        chances = torch.from_numpy(rng.random(count if len(support) else 0)).to(p.device)
-        drawn = _inverted(p.flatten()[support], chances)
-    else:
-        drawn = gumbel_top_k(p.flatten()[support].log(), min(count, len(support)), rng).indices
-    return support[drawn].cpu().numpy()
+        chances = [
+            torch.rand(count, dtype=torch.float64, device=p.device, generator=on_device(rng, p.device)) for rng in rngs
+        ]
+        return _inverted(p, torch.stack(chances)), p.any(dim=-1, keepdim=True).expand(-1, count)
+    drawn = gumbel_top_k(p.log(), min(count, p.shape[-1]), rngs)
+    return drawn.indices, drawn.values > NEVER
 
 
-def sampled_step(tokens: np.ndarray, scores: np.ndarray, stops: np.ndarray, num_rows: int, is_last: bool) -> Step:
-    """Let every beam live on by the token drawn for it, or finish with it.
-
-    The slot of a beam that stops is dead; the search displaces it once nothing is drawn any more.
-
-    Args:
-        tokens: [G, b], what was drawn for each beam.
-        scores: [G, b] float32, cumulative log-probability with it.
-        stops: [G, b] bool, which of them end in a stop token or complete a stop string.
-        num_rows: 1 in the first step, from which all beams descend; then b.
-        is_last: The length is reached.
-    """
-    parents = np.broadcast_to(np.arange(tokens.shape[1]) % num_rows, tokens.shape)
-    return Step(
-        parents, tokens, np.where(stops, DEAD, scores), Candidates(parents, tokens, scores), stops | bool(is_last)
-    )
+def draw_cells(p: torch.Tensor, count: int, replacement: bool, rng: np.random.Generator) -> np.ndarray:
+    """What `draw_continuations` draws for one group of [I, V], on the host, without what is not possible."""
+    cells, is_possible = draw_continuations(p.flatten()[None], count, replacement, [rng])
+    return cells[is_possible].cpu().numpy()
 
 
 def _inverted(p: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:

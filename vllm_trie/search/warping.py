@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import log
 from typing import NamedTuple
 
 import torch
+
+from vllm_trie.search.shortcuts import sees
 
 NEVER = float("-inf")
 FIRST_RANKED = 64  # most distributions hold most of their mass in fewer tokens
@@ -34,16 +37,25 @@ def log_probabilities(
         logits = logits.float() / temperature
     logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     if masked_token_ids:
-        logprobs[..., list(masked_token_ids)] = NEVER
+        logprobs.index_fill_(-1, tensor_of(tuple(masked_token_ids), logprobs.device), NEVER)
     return logprobs
 
 
-def filtered(logprobs: torch.Tensor, warping: Warping) -> torch.Tensor:
+@lru_cache
+def tensor_of(token_ids: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """[S] int64, uploaded once."""
+    return torch.tensor(token_ids, dtype=torch.int64, device=device)
+
+
+def filtered(logprobs: torch.Tensor, warping: Warping, most: int | None = None) -> torch.Tensor:
     """Log-probabilities [..., V] with -inf for what `min_p`, `top_k` and `top_p`, in this order, leave out.
 
     What remains is not renormalised: a filter removes continuations, it does not reward the others.
     `top_k` keeps all that tie for its last place; `top_p` keeps the lower tokens of those that tie.
     Source: vLLM 0.32 `MinPLogitsProcessor` and `apply_top_k_top_p`.
+
+    Args:
+        most: So many of the best of each row matter, and others may be left out anyway; None: all.
 
     Returns:
         A new tensor, or `logprobs` itself if nothing filters.
@@ -55,7 +67,7 @@ def filtered(logprobs: torch.Tensor, warping: Warping) -> torch.Tensor:
         last = logprobs.topk(warping.top_k, dim=-1).values[..., -1:]
         logprobs = logprobs.masked_fill(logprobs < last, NEVER)
     if warping.top_p < 1:
-        logprobs = _nucleus(logprobs, warping.top_p)
+        logprobs = _nucleus(logprobs, warping.top_p, min(most or logprobs.shape[-1], logprobs.shape[-1]))
     return logprobs
 
 
@@ -81,15 +93,16 @@ def running_sum(values: torch.Tensor) -> torch.Tensor:
     return torch.stack([values, values]).cumsum(dim=-1)[0]
 
 
-def _nucleus(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The fewest best of each row that hold `top_p` of its mass; they are few, so the vocabulary is not sorted."""
+def _nucleus(logprobs: torch.Tensor, top_p: float, most: int) -> torch.Tensor:
+    """The fewest best of each row that hold `top_p` of its mass, or the `most` best if these are fewer."""
     total = logprobs.logsumexp(dim=-1, keepdim=True)
-    num_ranked = 0
+    may_look = sees(logprobs.device)
+    num_ranked = min(FIRST_RANKED, most) if may_look else most
     while True:
-        num_ranked = min(max(4 * num_ranked, FIRST_RANKED), logprobs.shape[-1])
         best_first = logprobs.topk(num_ranked, dim=-1).values
         held = running_sum((best_first - total).exp().nan_to_num())
-        if num_ranked == logprobs.shape[-1] or ((held[..., -1:] >= top_p) | (total == NEVER)).all():
+        if num_ranked == most or ((held[..., -1:] >= top_p) | (total == NEVER)).all():
             break
+        num_ranked = min(4 * num_ranked, most)
     count = (1 + (held < top_p).sum(dim=-1, keepdim=True)).clamp_(max=num_ranked)
     return logprobs.masked_fill(~best(logprobs, count, best_first.gather(-1, count - 1)), NEVER)

@@ -10,7 +10,7 @@ import torch
 from vllm_trie.messages import SelectRules
 from vllm_trie.search.pruning import pruned
 from vllm_trie.search.ranking import Ranking, rank_candidates, tops_of
-from vllm_trie.search.sampling import draw, draw_cells, generator, joint, sampled_step, uniforms
+from vllm_trie.search.sampling import draw, draw_cells, generator, joint, uniforms
 from vllm_trie.search.step import (
     Candidates,
     Step,
@@ -18,6 +18,7 @@ from vllm_trie.search.step import (
     drawn_step,
     hf_step,
     num_candidates,
+    sampled_step,
     tridecode_step,
     vllm_step,
 )

@@ -1,0 +1,58 @@
+"""How one step of a search selects: what the scheduler decides and the worker follows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vllm_trie.search.pruning import Pruning
+from vllm_trie.search.warping import Warping
+
+
+class BeamSampling(NamedTuple):
+    """Beam sampling: the next beams are drawn from one joint distribution of all continuations of all beams."""
+
+    replacement: bool  # the same continuation may be drawn more than once
+    min_width: int  # of a layer that is verified, in beams
+    threshold: float | None  # how probably as many beams as that must be accepted; None: always all beams
+    keeps_one: bool  # of the beams that one target forward leads to, only the best goes on
+
+
+class SelectRules(NamedTuple):
+    """How the worker selects in one step. Groups with equal rules are selected together."""
+
+    width: int
+    semantics: str
+    stop_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    skip_special_tokens: bool  # in the text in which stop strings are looked for
+    num_logprobs: int | None  # what each row must report; None: nothing
+    is_controlled: bool  # penalties, biases, custom processors or the like act on the logits
+    warping: Warping = Warping()
+    pruning: Pruning = Pruning()
+    masks_stops: bool = False  # min_tokens not reached: no hypothesis may stop here
+    is_last: bool = False  # the length is reached: all hypotheses end here
+    samples: bool = False  # each beam takes a token that is drawn for it
+    handicap: tuple[int, float] | None = None  # token, and the factor of the score by which it is compared
+    law: BeamSampling | None = None  # beams are drawn from it; None: the best go on
+
+    @property
+    def wants_rows(self) -> bool:
+        """Whether each row's own best continuations matter, beside the group's."""
+        return self.semantics == "vllm" or self.num_logprobs is not None
+
+    @property
+    def ranks_together(self) -> bool:
+        """Whether all beams' continuations, those that finish among them, have one ranking that alone decides.
+
+        In it, beams that are worse than whatever lives on have no say.
+        """
+        return self.semantics in ("hf", "tridecode") and self.pruning == Pruning()
+
+
+def num_candidates(width: int, num_stop_tokens: int) -> int:
+    """How many candidates must be ranked so that `width` of them can go on.
+
+    Each of the b beams can propose every stop token once, so (1 + stop tokens) * b always leave b
+    others. transformers ranks at least 2b; so do we.
+    """
+    return max(2, 1 + num_stop_tokens) * width
