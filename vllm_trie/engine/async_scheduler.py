@@ -15,7 +15,8 @@ class AsyncBeamScheduler(BeamScheduler, AsyncScheduler):
     Neither needs the parents of a step to schedule the next one: every step makes each row one token longer,
     and new blocks are given to rows whatever history they continue. The worker forks its rows by itself, and the
     scheduler replays that on its tries one step late. vLLM counts the tokens of a request that are on their
-    way as placeholders; for a group these are its pending steps.
+    way as placeholders; for a group these are its pending steps. A group that speculates waits for its result,
+    while all others go on: without placeholders it has nothing to compute.
     """
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -33,6 +34,6 @@ class AsyncBeamScheduler(BeamScheduler, AsyncScheduler):
         return updated
 
     def _expect_pending_steps(self, request: Request) -> None:
-        is_running = request.status == RequestStatus.RUNNING
-        request.num_output_placeholders = self.groups[request.request_id].num_pending if is_running else 0
+        group, is_running = self.groups[request.request_id], request.status == RequestStatus.RUNNING
+        request.num_output_placeholders = group.num_pending if is_running and not group.waits else 0
         request.spec_token_ids = []

@@ -76,7 +76,17 @@ class BeamGroup:
     @property
     def speculates(self) -> bool:
         """Whether the next step may be more than one."""
-        return self.params.speculation not in (None, "off") and self.length >= self.params.sample_first
+        return self.is_speculative and self.length >= self.params.sample_first
+
+    @property
+    def waits(self) -> bool:
+        """Whether results must be in before a step can be scheduled: a forest makes histories longer by what it holds."""
+        return self.num_pending > 0 and self.is_speculative and self.planned_length >= self.params.sample_first
+
+    @property
+    def is_speculative(self) -> bool:
+        """Whether the request asks for speculation."""
+        return self.params.speculation not in (None, "off")
 
     @property
     def draft_width(self) -> int:

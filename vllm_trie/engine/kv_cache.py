@@ -37,12 +37,13 @@ class _GroupBlocks:
     steps: int = 0
     update: RowUpdate | None = None
     copies: list[BlockCopy] = field(default_factory=list)  # not yet sent
-    next_blocks: list[int] = field(default_factory=list)  # lent: what the rows write next, if they come that far
+    next_blocks: list[list[int]] = field(default_factory=list)  # lent, by KV cache group: what the rows write next,
+    # if they come that far
     spare_blocks: list[int] = field(default_factory=list)  # lent: for rows that last one step
 
     @property
     def num_lent(self) -> int:
-        return len(self.next_blocks) + len(self.spare_blocks)
+        return sum(map(len, self.next_blocks)) + len(self.spare_blocks)
 
 
 class BeamKVCacheManager(KVCacheManager):
@@ -125,21 +126,18 @@ class BeamKVCacheManager(KVCacheManager):
             As much of it as there is; None if the rows cannot even grow, or `least_rows` cannot come with them.
         """
         group = self._groups[request.request_id]
-        (trie,) = group.tries
-        left = -trie.num_tokens % trie.block_size  # tokens for which the rows have room
+        left = [-trie.num_tokens % trie.block_size for trie in group.tries]  # tokens for which the rows have room
         num_free = self.block_pool.get_num_free_blocks()
-        needs_next = num_layers > left
-        if needs_next and num_free < trie.width + 2 * least_rows:
-            num_layers, needs_next = left, False
-        per_row = 1 + needs_next
-        num_rows = min(most_rows, (num_free - needs_next * trie.width) // per_row)
-        if num_layers == 0 or num_rows < least_rows:
-            return None
-        if needs_next:
-            group.next_blocks = self._take(trie.width)
-        group.spare_blocks = self._take(num_rows * per_row)
-        rows = [group.spare_blocks[row * per_row : (row + 1) * per_row] for row in range(num_rows)]
-        return LentBlocks(num_layers, rows, list(group.next_blocks) if needs_next else None)
+        for most_layers in sorted({num_layers, *(n for n in left if 0 < n < num_layers)}, reverse=True):
+            needs_next = [most_layers > n for n in left]
+            num_next = len(group.paths) * sum(needs_next)
+            num_rows = min(most_rows, (num_free - num_next) // (len(left) + sum(needs_next)))
+            if num_rows >= least_rows and num_next <= num_free:
+                group.next_blocks = [self._take(len(group.paths) if needs else 0) for needs in needs_next]
+                rows = [tuple(self._take(1 + needs) for needs in needs_next) for _ in range(num_rows)]
+                group.spare_blocks = [block for row in rows for blocks in row for block in blocks]
+                return LentBlocks(most_layers, rows, [list(blocks) for blocks in group.next_blocks])
+        return None
 
     def commit(self, request_id: str, forks: list[list[int]], num_tokens: int) -> None:
         """Replay the forks of one or more steps. The worker has made their copies already.
@@ -152,11 +150,11 @@ class BeamKVCacheManager(KVCacheManager):
         group = self._groups[request_id]
         for index, parents in enumerate(forks):
             group.steps += 1
-            for trie in group.tries:
+            for number, trie in enumerate(group.tries):
                 if index > 0:
-                    blocks = group.next_blocks[: trie.blocks_to_grow()]
-                    del group.next_blocks[: len(blocks)]
-                    trie.grow(blocks)
+                    lent, count = group.next_blocks[number], trie.blocks_to_grow()
+                    trie.grow(lent[:count])
+                    del lent[:count]
                 trie.fork(parents, num_tokens + index)
                 if group.steps % self.reclaim_interval == 0:
                     self._reclaim(trie)
@@ -297,7 +295,7 @@ class BeamKVCacheManager(KVCacheManager):
         return [block.block_id for block in self.block_pool.get_new_blocks(count)]
 
     def _take_back(self, group: _GroupBlocks) -> None:
-        self._free_blocks(group.next_blocks + group.spare_blocks)
+        self._free_blocks([block for blocks in (*group.next_blocks, group.spare_blocks) for block in blocks])
         group.next_blocks, group.spare_blocks = [], []
 
     def _count(self, num_new: int) -> None:

@@ -44,8 +44,8 @@ class BeamScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with Patch("vllm.v1.core.sched.scheduler", "KVCacheManager").applied(BeamKVCacheManager):
             super().__init__(*args, **kwargs)
-        speculative = None if self.use_v2_model_runner else self.vllm_config.speculative_config
-        _refuse_unsupported_kv_cache(self.kv_cache_config, speculative is not None)
+        speculative = self.vllm_config.speculative_config
+        _refuse_unsupported_kv_cache(self.kv_cache_config)
         self.beam_config = TrieBeamConfig.from_additional_config(self.vllm_config.additional_config)
         self._has_logits_processors = has_logits_processors(self.vllm_config)
         self._grants = None if speculative is None else SpeculationGrants(speculative, self.kv_cache_manager)
@@ -206,6 +206,8 @@ class BeamScheduler(Scheduler):
             known = request.num_tokens_with_spec - request.num_computed_tokens
             if group is None or not self._is_decoding(request, group):
                 spare -= min(max(min(known, most) - 1, 0), spare)
+                continue
+            if group.waits:  # and is not scheduled
                 continue
             done = request.num_computed_tokens - request.num_prompt_tokens
             planned = min(group.planned_length - done, most, 1 + spare // group.num_rows)
@@ -379,7 +381,7 @@ class BeamScheduler(Scheduler):
         ]
         missing = [no_hypothesis_output() for _ in range(num_outputs - len(outputs_of_best))]
         outputs_of_all = [*outputs_of_best, *missing]
-        if group.params.speculation not in (None, "off"):
+        if group.is_speculative:
             for output in outputs_of_all:  # the one open field of a request's output; there is no KV connector
                 output.kv_transfer_params = {PLUGIN_NAME: group.counts.as_dict()}
         self.mailbox.post(group.request_id, outputs_of_all, stock)
@@ -409,15 +411,10 @@ def _rewrite(request: Request, generated: list[int]) -> None:
     request._all_token_ids[request.num_prompt_tokens :] = generated
 
 
-def _refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig, speculates: bool) -> None:
+def _refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig) -> None:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if not specs or not all(isinstance(spec, FullAttentionSpec | SlidingWindowSpec) for spec in specs):
         kinds = ", ".join(type(spec).__name__ for spec in specs)
         raise ValueError(
             f"trie_beam needs KV caches of full or sliding-window attention; this model has: {kinds or 'none'}"
-        )
-    if speculates and len(specs) > 1:
-        raise ValueError(
-            f"trie_beam speculates with one KV cache group for all layers, the draft model's among them, and here are "
-            f"{len(specs)}; start vLLM without speculative_config, or with models whose layers all attend alike"
         )

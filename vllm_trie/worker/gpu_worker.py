@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_trie.worker.runner import BeamModelRunner
 
 
 class BeamGPUWorker(Worker):
-    """Makes the runner with beam groups of the version that vLLM would run."""
+    """Makes the runner with beam groups."""
 
-    def _make_model_runner(self) -> Any:
-        if self.use_v2_model_runner:
-            from vllm_trie.worker.v2 import BeamModelRunnerV2
-
-            return BeamModelRunnerV2(self.vllm_config, self.device)
-        from vllm_trie.worker.v1 import BeamModelRunner
-
+    def _make_model_runner(self) -> BeamModelRunner:
         return BeamModelRunner(self.vllm_config, self.device)

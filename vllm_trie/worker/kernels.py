@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from vllm_trie.worker.forks import RowForks, Tables
+    from vllm_trie.worker.reorder import RowReorder, Tables
     from vllm_trie.worker.kv_blocks import Segments
 
 TILE_SIZE = 4096  # logits that one program reads; fixed, so that a row's sum is the same in any batch
@@ -133,18 +133,19 @@ def candidates_at_a_time(slots: int) -> int:
     return min(max(PAIRS_PER_THREAD * 32 * warps_to_settle(slots) // slots, 16), 32)
 
 
-def permute_rows(forks: RowForks, tokens: torch.Tensor, tables: Tables) -> None:
-    """What `forks.permute_rows` does: tokens beyond the common ones, and full blocks of all tables.
+def copy_histories(rows: RowReorder, tokens: torch.Tensor, tables: Tables) -> None:
+    """What `reorder.copy_histories` does: tokens beyond the common ones, and full blocks of all tables.
 
     Args:
-        forks: Of R rows.
+        rows: R of them.
         tokens: [slots, length] int32.
         tables: Of all KV cache groups.
     """
-    _permute_rows[len(forks), 1 + len(tables.tables)](
-        forks.rows,
-        len(forks),
-        forks.parents,
+    _copy_histories[len(rows.slots), 1 + len(tables.tables)](
+        rows.slots,
+        rows.sources,
+        rows.num_common,
+        rows.num_tokens,
         tokens,
         tokens.stride(0),
         tables.pointers,
@@ -155,19 +156,19 @@ def permute_rows(forks: RowForks, tokens: torch.Tensor, tables: Tables) -> None:
     )
 
 
-def copy_tails(forks: RowForks, tables: Tables, segments: Segments) -> None:
-    """What `forks.copy_tails` does: the content of partly filled tail blocks, in all layers.
+def copy_tails(rows: RowReorder, tables: Tables, segments: Segments) -> None:
+    """What `reorder.copy_tails` does: the content of partly filled tail blocks, in all layers.
 
     Args:
-        forks: Of R rows.
+        rows: R of them.
         tables: Of all KV cache groups.
         segments: Where blocks lie, layer by layer.
     """
-    num_tables = len(tables.tables)
-    _copy_tails[len(forks) * num_tables, len(segments.pointers), triton.cdiv(segments.most_words, COPY_TILE)](
-        forks.rows,
-        len(forks),
-        forks.parents,
+    num_tables, num_tiles = len(tables.tables), triton.cdiv(segments.most_words, COPY_TILE)
+    _copy_tails[len(rows.slots) * num_tables, len(segments.pointers), num_tiles](
+        rows.slots,
+        rows.sources,
+        rows.num_tokens,
         tables.pointers,
         tables.strides,
         tables.sizes,
@@ -348,24 +349,18 @@ def _settle(
 
 
 @triton.jit
-def _source_and_slot(rows, num_rows, parents, row):
-    """Which slot a row continues, and its own."""
-    first = tl.load(rows + num_rows + row)
-    return tl.load(rows + first + tl.load(parents + row)), tl.load(rows + row)
-
-
-@triton.jit
 def _copy(source, destination, start, end, tile_size: tl.constexpr):
     for at in range(start, end, tile_size):
         index = at + tl.arange(0, tile_size)
         tl.store(destination + index, tl.load(source + index, mask=index < end), mask=index < end)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _permute_rows(
-    rows,  # [4, R] int64: slot, first row of its group, common tokens, tokens
-    num_rows,
-    parents,  # [R], within the group
+@triton.jit
+def _copy_histories(
+    slots,  # [R]
+    sources,  # [R]
+    num_common,  # [R]
+    num_tokens,  # [R]
     tokens,  # [slots, length]
     tokens_stride,
     table_pointers,
@@ -374,25 +369,24 @@ def _permute_rows(
     tile_size: tl.constexpr,
 ):
     row, part = tl.program_id(0), tl.program_id(1)
-    source, slot = _source_and_slot(rows, num_rows, parents, row)
+    source, slot = tl.load(sources + row), tl.load(slots + row)
     if source == slot:
         return
-    num_tokens = tl.load(rows + 3 * num_rows + row)
+    length = tl.load(num_tokens + row)
     if part == 0:
         source_row, own_row = tokens + source * tokens_stride, tokens + slot * tokens_stride
-        _copy(source_row, own_row, tl.load(rows + 2 * num_rows + row), num_tokens, tile_size)
+        _copy(source_row, own_row, tl.load(num_common + row), length, tile_size)
     else:
         table = tl.load(table_pointers + part - 1).to(tl.pointer_type(tl.int32))
         stride = tl.load(table_strides + part - 1)
-        num_full = num_tokens // tl.load(block_sizes + part - 1)
-        _copy(table + source * stride, table + slot * stride, 0, num_full, tile_size)
+        _copy(table + source * stride, table + slot * stride, 0, length // tl.load(block_sizes + part - 1), tile_size)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tables"])
+@triton.jit(do_not_specialize=["num_tables"])
 def _copy_tails(
-    rows,
-    num_rows,
-    parents,
+    slots,  # [R]
+    sources,  # [R]
+    num_tokens,  # [R]
     table_pointers,
     table_strides,
     block_sizes,
@@ -405,12 +399,12 @@ def _copy_tails(
 ):
     row, of_table = tl.program_id(0) // num_tables, tl.program_id(0) % num_tables
     segment, tile = tl.program_id(1), tl.program_id(2)
-    source, slot = _source_and_slot(rows, num_rows, parents, row)
+    source, slot = tl.load(sources + row), tl.load(slots + row)
     num_words, block_size = tl.load(words + segment), tl.load(block_sizes + of_table)
-    num_tokens = tl.load(rows + 3 * num_rows + row)
-    if (source == slot) | (num_tokens % block_size == 0) | (tile * tile_size >= num_words):
+    length = tl.load(num_tokens + row)
+    if (source == slot) | (length % block_size == 0) | (tile * tile_size >= num_words):
         return
-    table = tl.load(table_pointers + of_table).to(tl.pointer_type(tl.int32)) + num_tokens // block_size
+    table = tl.load(table_pointers + of_table).to(tl.pointer_type(tl.int32)) + length // block_size
     stride = tl.load(table_strides + of_table)
     from_block, to_block = tl.load(table + source * stride), tl.load(table + slot * stride)
     blocks, block_stride = tl.load(pointers + segment).to(tl.pointer_type(word)), tl.load(strides + segment)

@@ -1,68 +1,228 @@
-"""Between forward and sampling: every group's next beams, groups with equal rules together."""
+"""Between forward and sampling: every group's next beams, groups with equal rules together.
+
+Called by `runner` where vLLM would sample. Nothing waits for the device, but stop strings, which are looked for in text.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.messages import Decided
-from vllm_trie.search.step import best_of
-from vllm_trie.worker.rows import BeamRows
-from vllm_trie.worker.selection import Selection
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.sampling import generator, uniforms
+from vllm_trie.search.step import Candidates, Layout, packed, take_step, unpacked
+from vllm_trie.search.stop_strings import CONTEXT
+from vllm_trie.worker.kv_blocks import KVBlocks
+from vllm_trie.worker.reorder import Reorders, Tables, reorder_rows
+from vllm_trie.worker.row_options import stop_strings_of
+from vllm_trie.worker.step_context import BatchRows, GroupRows, StepContext
 
 
-def select(rows: BeamRows, logits: torch.Tensor, controlled: torch.Tensor, sampled: torch.Tensor) -> dict[str, Decided]:
-    """Take one step of every group that has reached the end of its prompt and does not speculate.
+class Selected(NamedTuple):
+    """What a step of groups with equal rules decided, on the device."""
+
+    group_ids: list[str]
+    packed: torch.Tensor  # [G, n] int32
+    layout: Layout
+
+    def decided(self, on_host: np.ndarray) -> dict[str, Decided]:
+        """By group. `on_host`: a copy of `packed`."""
+        steps = unpacked(on_host, self.layout)
+        return {group_id: Decided([step]) for group_id, step in zip(self.group_ids, steps, strict=True)}
+
+
+class Selector:
+    """Takes the steps of the search for the rows of one runner.
 
     Args:
-        rows: The groups; their scores, newest tokens and places in the batch are updated.
-        logits: [R, V], one row per row of the batch, unprocessed.
-        controlled: The same with penalties, biases and the like applied; `logits` itself if no group has any.
-        sampled: [R, ...], receives the newest token of every row of a group.
-
-    Returns:
-        What was decided, by group.
+        runner: vLLM's, which holds the rows' tokens, blocks, and what penalties count.
+        groups: Its groups; their scores and newest tokens are updated.
     """
-    alike = defaultdict(list)
-    for group_id, step in rows.steps.items():
-        if step.selects and step.grant is None:
-            alike[step.rules, step.decodes, group_id if step.rules.law is not None else ""].append(group_id)
 
-    decided: dict[str, Decided] = {}
-    sources, destinations = [], []
-    for (rules, decodes, _), group_ids in alike.items():
-        groups = [rows.groups[group_id] for group_id in group_ids]
-        index = rows.indices(group_ids)
-        places = torch.from_numpy(index).to(logits.device)
-        scores = torch.from_numpy(np.concatenate([group.scores for group in groups]).reshape(index.shape))
-        selection = Selection(
-            rules,
-            scores.to(logits.device),
-            partial(_history, rows, group_ids),
-            rows.stop_strings(rules.stop_strings, rules.skip_special_tokens) if rules.stop_strings else None,
-            [rows.steps[group_id].draw for group_id in group_ids],
+    def __init__(self, runner: GPUModelRunner, groups: dict[str, GroupRows]) -> None:
+        self._runner = runner
+        self._groups = groups
+        self._stop_strings = stop_strings_of(runner.model_config)
+
+    def select(
+        self, context: StepContext, rows: BatchRows, logits: torch.Tensor, sampled: torch.Tensor
+    ) -> list[Selected]:
+        """Take one step of every group that searches and does not speculate.
+
+        Args:
+            context: The step's.
+            rows: Where its rows are.
+            logits: [N, V], unprocessed.
+            sampled: [R, ...] int64, receives the newest token of every row of a group.
+        """
+        alike = defaultdict(list)
+        for group_id in context.selecting:
+            if group_id not in context.forests:
+                step = context.steps[group_id]
+                alike[step.rules, step.decodes].append(group_id)
+        selected, reorders = [], Reorders()
+        for (rules, decodes), group_ids in alike.items():
+            groups = [self._groups[group_id] for group_id in group_ids]
+            slots = np.array([group.slots for group in groups])
+            places = rows.places(slots)
+            scores = torch.stack([group.scores for group in groups])
+            draws = [context.steps[group_id].draw for group_id in group_ids]
+            step = take_step(
+                rules,
+                self._logits(rules, rows, logits, slots, places),
+                scores,
+                random=self._random(rules, draws),
+                completes=self.completes(rules, lambda group, row: self.history(groups[group], row)),  # noqa: B023
+            )
+            selected.append(Selected(group_ids, *packed(step)))
+            tokens = step.tokens.long()
+            for group, of_tokens, of_scores in zip(groups, tokens, step.scores, strict=True):
+                group.tokens, group.scores = of_tokens, of_scores
+            at = async_tensor_h2d(places, device=logits.device, dtype=torch.int64)
+            sampled[at, 0] = tokens[:, : places.shape[1]]
+            if decodes and places.shape[1] > 1:
+                num_tokens = rows.num_tokens(places[:, 0])
+                reorders.add(slots, step.parents, [len(group.prompt) for group in groups], num_tokens)
+        if reorders.slots:
+            is_controlled = any(rules.is_controlled for rules, _ in alike)
+            self._reorder(reorders, is_controlled)
+        return selected
+
+    def _logits(
+        self, rules: SelectRules, rows: BatchRows, logits: torch.Tensor, slots: np.ndarray, places: np.ndarray
+    ) -> torch.Tensor:
+        """[G, r, V] of rows in the batch, processed if the rules want it."""
+        index = rows.first_logits(places)
+        flat = index.ravel()
+        if rules.is_controlled:
+            of_rows = self.processed(rows, logits, flat, slots.ravel(), np.zeros_like(flat))
+        elif flat[-1] - flat[0] == len(flat) - 1 and (np.diff(flat) == 1).all():
+            of_rows = logits[flat[0] : flat[-1] + 1]
+        else:
+            of_rows = logits[async_tensor_h2d(flat, device=logits.device, dtype=torch.int64)]
+        return of_rows.view(*index.shape, -1)
+
+    def processed(
+        self, rows: BatchRows, logits: torch.Tensor, index: np.ndarray, slots: np.ndarray, depths: np.ndarray
+    ) -> torch.Tensor:
+        """Logits after the penalties, biases, bans and custom processors of requests, [N, V] float32.
+
+        Args:
+            rows: Of the batch.
+            logits: Of the batch, unprocessed.
+            index: [N], which of them.
+            slots: [N], whose options, and whose history: the tokens of the slot's request.
+            depths: [N], how many of the tokens just before in the batch come on top of that history.
+        """
+        batch, sampler = rows.batch, self._runner.sampler
+        assert sampler is not None
+        at, in_slots, local = (
+            async_tensor_h2d(values, device=logits.device, dtype=torch.int64) for values in (index, slots, depths)
         )
-        taken = selection.step((controlled if rules.is_controlled else logits)[places])
-        for position, (group_id, group) in enumerate(zip(group_ids, groups, strict=True)):
-            one = taken.group(position, selection.tops(position))
-            one = best_of(one) if rules.law is not None and rules.law.keeps_one else one
-            decided[group_id] = Decided([one])
-            group.scores, group.tokens = one.scores, one.tokens
-        newest = np.stack([decided[group_id].steps[0].tokens[: index.shape[1]] for group_id in group_ids])
-        sampled[places, 0] = torch.from_numpy(newest.astype(np.int32)).to(logits.device)
-        if decodes and index.shape[1] > 1:
-            forked = taken.parents != np.arange(rules.width)
-            sources.append(index[np.arange(len(groups))[:, None], taken.parents][forked])
-            destinations.append(index[forked])
-            if rules.is_controlled:
-                rows.copy_output_tokens(sources[-1], destinations[-1])
-    if any(map(len, sources)):
-        rows.permute(np.concatenate(sources), np.concatenate(destinations))
-    return decided
+        tokens = batch.logits_indices[at]
+        positions = self._runner.req_states.num_computed_tokens_np[slots] + depths
+        return sampler.apply_sampling_params(
+            logits[at],
+            in_slots,
+            in_slots,
+            slots,
+            batch.positions[tokens],
+            batch.input_ids[tokens],
+            local.int(),
+            positions + 1,
+            skip_top_k_top_p=True,
+        )
 
+    def _random(self, rules: SelectRules, draws: Sequence[tuple[int, int] | None]) -> object:
+        """What `take_step` draws with, from the seed and step of each group."""
+        if rules.samples:
+            chances = np.stack([uniforms(*draw, rules.width) for draw in draws if draw is not None])
+            return async_tensor_h2d(chances, device=self._runner.device, dtype=torch.float64)
+        if rules.law is not None:
+            return [generator(*draw) for draw in draws if draw is not None]
+        return None
 
-def _history(rows: BeamRows, group_ids: list[str], group: int, row: int) -> tuple[list[int], list[int]]:
-    return rows.history(group_ids[group], row)
+    def completes(
+        self, rules: SelectRules, history: Callable[[int, int], tuple[list[int], list[int]]]
+    ) -> Callable[[Candidates], np.ndarray] | None:
+        """Which candidates [G, K] on the host complete a stop string; None if none can.
+
+        Args:
+            rules: Theirs.
+            history: Of a group and a row: the last few tokens of the prompt, and what the row has generated.
+        """
+        if not rules.stop_strings or rules.masks_stops:
+            return None
+        strings = self._stop_strings(rules.stop_strings, rules.skip_special_tokens)
+
+        def completed(candidates: Candidates) -> np.ndarray:
+            result = strings.may_complete(candidates.tokens)
+            for group, rank in zip(*result.nonzero(), strict=True):
+                prompt, generated = history(int(group), int(candidates.parents[group, rank]))
+                result[group, rank] = strings.is_completed_by(int(candidates.tokens[group, rank]), prompt, generated)
+            return result
+
+        return completed
+
+    def history(self, group: GroupRows, row: int) -> tuple[list[int], list[int]]:
+        """The last few tokens of the prompt, and what a row has generated before this step. Waits for the device."""
+        states, slot, prompt = self._runner.req_states, group.slots[row], group.prompt
+        generated = states.all_token_ids.gpu[slot, len(prompt) : int(states.total_len.gpu[slot])]
+        return prompt[-CONTEXT:], generated.tolist()
+
+    def adopt(self, slots: np.ndarray, sources: np.ndarray, num_tokens: int, tables: list[np.ndarray]) -> None:
+        """Let rows continue the histories of others, with these blocks.
+
+        Args:
+            slots, sources: [b] slots of rows.
+            num_tokens: Of the histories.
+            tables: By KV cache group: [b, columns] the blocks that each row has then.
+        """
+        states, block_tables = self._runner.req_states, self._runner.block_tables
+        to, source = (
+            async_tensor_h2d(of_rows, device=self._runner.device, dtype=torch.int64) for of_rows in (slots, sources)
+        )
+        states.all_token_ids.gpu[to, :num_tokens] = states.all_token_ids.gpu[source, :num_tokens]
+        for number, table in enumerate(tables):
+            blocks = async_tensor_h2d(table, device=self._runner.device, dtype=torch.int32)
+            block_tables.block_tables[number].gpu[to, : table.shape[1]] = blocks
+            block_tables.num_blocks.np[number, slots] = table.shape[1]
+
+    def _reorder(self, reorders: Reorders, is_controlled: bool) -> None:
+        rows = reorders.on(self._runner.device)
+        reorder_rows(rows, self._runner.req_states.all_token_ids.gpu, self.tables, self.kv_blocks)
+        if is_controlled:
+            self.reorder_controls(rows.slots, rows.sources)
+
+    def reorder_controls(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
+        """Let rows take over what the processors of their logits know of those that they continue.
+
+        Args:
+            slots, sources: [R] int64.
+        """
+        sampler = self._runner.sampler
+        assert sampler is not None
+        counts = sampler.penalties_state.output_bin_counts
+        counts[slots] = counts[sources]
+        for processor in sampler.logits_processors:
+            if (reorder := getattr(processor, "reorder_rows", None)) is not None:  # ours to offer, not vLLM's
+                reorder(slots, sources)
+
+    @cached_property
+    def tables(self) -> Tables:
+        """The runner's block tables."""
+        tables = self._runner.block_tables
+        return Tables.of([table.gpu for table in tables.block_tables], tables.block_sizes)
+
+    @cached_property
+    def kv_blocks(self) -> KVBlocks:
+        """The runner's KV caches, a draft model's among them."""
+        return KVBlocks(self._runner.kv_caches, self._runner.kv_cache_config.num_blocks)

@@ -1,52 +1,60 @@
-"""What of a forest the search keeps: it takes its own steps as long as the forest has what they lead to."""
+"""Runs search steps on a verified forest until one needs a beam that was not drafted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_trie.messages import Decided, Drafted, SelectRules
+from vllm_trie.messages import Decided, Drafted
+from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.speculation import Verified, verified_layers
-from vllm_trie.search.step import Step, best_of
-from vllm_trie.worker.commit import commit
-from vllm_trie.worker.rows import BeamRows
-from vllm_trie.worker.selection import Selection
-from vllm_trie.worker.speculate import Speculation, Speculator
+from vllm_trie.search.step import Step, best_of, joint_distribution, packed, take_cells, take_step, unpacked
+from vllm_trie.worker.accept_path import accept_path
+from vllm_trie.worker.draft import ForestStep
+from vllm_trie.worker.select import Selector
+from vllm_trie.worker.step_context import BatchRows, StepContext
+from vllm_trie.worker.sub_batch import spans
 
 NO_SLOT = -1
 DEAD = np.float32(-np.inf)
 ROOT_OF_DEAD = 0  # what stands for the node of a beam that is dead, and which nothing continues
 
-Control = Callable[[torch.Tensor, np.ndarray, list[list[int]]], torch.Tensor]
-
 
 def verify(
-    rows: BeamRows, speculator: Speculator, logits: torch.Tensor, control: Control, sampled: torch.Tensor
+    selector: Selector,
+    context: StepContext,
+    rows: BatchRows,
+    logits: torch.Tensor,
+    sampled: torch.Tensor,
+    num_sampled: np.ndarray,
 ) -> dict[str, Decided]:
-    """Take as many steps as the forest holds of every group that speculates.
+    """Take as many steps as the forest holds of every group that speculates. Waits for the device.
 
     Args:
-        rows: The groups; their scores, newest tokens and places in the batch are updated.
-        speculator: Has laid out their forests.
+        selector: Takes the steps.
+        context: Has the forests; the groups' scores and newest tokens are updated.
+        rows: Where their rows are.
         logits: [N, V], of all nodes among others, unprocessed.
-        control: See `SpeculatingModelRunner.controlled_after`.
-        sampled: [R, ...], receives the new tokens of every row of a group.
+        sampled: [R, steps] int64, receives the new tokens of every beam's row.
+        num_sampled: [2, R], receives how many these are, and how many tokens each row has computed for nothing.
 
     Returns:
         What was decided, by group.
     """
     decided = {}
-    for group_id, one in speculator.groups.items():
-        of_nodes = logits[torch.from_numpy(one.logits_index).to(logits.device)]
+    for group_id, one in context.forests.items():
         search = _beam_search if one.step.rules.law is None else _beam_sampling
-        steps, beams, accepted = search(_Nodes(rows, group_id, one, of_nodes, control))
-        tokens = commit(rows, one, steps, beams)
-        one.rows.scores, one.rows.tokens = steps[-1].scores, steps[-1].tokens
-        places = torch.from_numpy(one.index).to(sampled.device)
-        sampled[places, : tokens.shape[1]] = torch.from_numpy(tokens.astype(np.int32)).to(sampled.device)
-        decided[group_id] = Decided(steps, Drafted(one.forest.num_nodes - len(one.index), accepted))
+        steps, beams, accepted = search(_Nodes(selector, rows, one, logits))
+        tokens = accept_path(selector, one, steps, beams)
+        places = rows.places(one.slots)
+        at = async_tensor_h2d(places[: one.num_beams], device=sampled.device, dtype=torch.int64)
+        sampled[at, : tokens.shape[1]] = async_tensor_h2d(tokens, device=sampled.device, dtype=torch.int64)
+        num_sampled[0, places[: one.num_beams]] = len(steps)
+        num_sampled[1, places] = rows.num_logits(places) - num_sampled[0, places]
+        one.group.scores = async_tensor_h2d(steps[-1].scores, device=sampled.device, dtype=torch.float32)
+        one.group.tokens = async_tensor_h2d(steps[-1].tokens, device=sampled.device, dtype=torch.int64)
+        decided[group_id] = Decided(steps, Drafted(one.forest.num_nodes - one.num_beams, accepted))
     return decided
 
 
@@ -54,41 +62,55 @@ class _Nodes:
     """The nodes of one group's forest, and what the target says after each.
 
     Args:
-        logits: [nodes, V].
+        selector: Takes steps.
+        rows: Of the batch.
+        forest_step: The group's.
+        logits: [N, V], of the batch, unprocessed.
     """
 
-    def __init__(
-        self, rows: BeamRows, group_id: str, speculation: Speculation, logits: torch.Tensor, control: Control
-    ) -> None:
-        self.speculation = speculation
-        self.forest = speculation.forest
-        self.rules = [speculation.step.rules, *speculation.grant.rules]  # by step
-        self._rows = rows
-        self._group_id = group_id
-        self._logits = logits
-        self._control = control
+    def __init__(self, selector: Selector, rows: BatchRows, forest_step: ForestStep, logits: torch.Tensor) -> None:
+        self.forest_step = forest_step
+        self.forest = forest_step.forest
+        self.rules = [forest_step.step.rules, *forest_step.grant.rules]  # by step
+        self._selector = selector
+        lengths = np.array([len(path) for path in self.forest.rows])
+        starts = lengths.cumsum() - lengths
+        index = spans(rows.first_logits(rows.places(forest_step.slots)), lengths)
+        if self.rules[0].is_controlled:
+            roots = [path[0] for path in self.forest.rows]
+            slots, depths = np.repeat(forest_step.slots[roots], lengths), spans(np.zeros_like(lengths), lengths)
+            self._logits = selector.processed(rows, logits, index, slots, depths)
+        else:
+            self._logits = logits[async_tensor_h2d(index, device=logits.device, dtype=torch.int64)]
+        # By node: where its logits are, in the first row that leads through it.
+        depth_of = [path.index(node) for node, path in enumerate(map(self.forest.path, range(self.forest.num_nodes)))]
+        self._at = starts[self.forest.row_of] + np.array(depth_of)
 
-    def selection(self, rules: SelectRules, nodes: list[int], scores: np.ndarray) -> Selection:
-        """A step of beams that are at `nodes`, with cumulative `scores` [b]."""
-        strings = None
-        if rules.stop_strings:
-            strings = self._rows.stop_strings(rules.stop_strings, rules.skip_special_tokens)
-        of_beams = torch.from_numpy(scores)[None].to(self._logits.device)
-        draws = [self.speculation.step.draw]
-        return Selection(rules, of_beams, lambda _, beam: self._history(nodes[beam]), strings, draws)
+    def logits(self, nodes: list[int]) -> torch.Tensor:
+        """[nodes, V]."""
+        at = async_tensor_h2d(self._at[nodes], device=self._logits.device, dtype=torch.int64)
+        return self._logits[at]
 
-    def logits(self, rules: SelectRules, nodes: list[int]) -> torch.Tensor:
-        """[1, nodes, V], with penalties and the like applied."""
-        logits = self._logits[nodes]
-        if rules.is_controlled:
-            roots = self.speculation.index[[self.forest.path(node)[0] for node in nodes]]
-            logits = self._control(logits, roots, [self._history(node)[1] for node in nodes])
-        return logits[None]
+    def step(self, rules: SelectRules, nodes: list[int], scores: np.ndarray) -> Step:
+        """One step of the search from beams at `nodes`, with cumulative `scores` [b], on the host."""
+        of_beams = async_tensor_h2d(scores, device=self._logits.device, dtype=torch.float32)
+        step = take_step(rules, self.logits(nodes)[None], of_beams[None], completes=self.completes(rules, nodes))
+        return _on_host(step)
+
+    def completes(self, rules: SelectRules, nodes: list[int]):  # noqa: ANN201
+        """See `Selector.completes`."""
+        return self._selector.completes(rules, lambda _, beam: self._history(nodes[beam]))
 
     def _history(self, node: int) -> tuple[list[int], list[int]]:
         root, *path = self.forest.path(node)
-        prompt, generated = self._rows.history(self._group_id, root)
+        prompt, generated = self._selector.history(self.forest_step.group, root)
         return prompt, generated + [self.forest.tokens[node] for node in path]
+
+
+def _on_host(step: Step) -> Step:
+    tensor, layout = packed(step)
+    (of_group,) = unpacked(tensor.cpu().numpy(), layout)
+    return of_group
 
 
 Found = tuple[
@@ -99,14 +121,14 @@ Found = tuple[
 def _beam_search(nodes: _Nodes) -> Found:
     """Plain beam search's own steps, until one depends on a beam that was not drafted.
 
-    It does not if whatever lives on is better than that beam itself: what follows a beam is no better than it is.
+    A beam that was not drafted bounds the score of everything that descends from it: as long as whatever lives on is
+    better, no step depends on it.
     """
-    forest, scores = nodes.forest, nodes.speculation.rows.scores
+    forest, scores = nodes.forest, nodes.forest_step.group.scores.cpu().numpy()
     steps, beams, accepted = list[Step](), [list(range(len(scores)))], [0]
     unseen = DEAD
     for rules in nodes.rules:
-        selection = nodes.selection(rules, beams[-1], scores)
-        step = selection.step(nodes.logits(rules, beams[-1])).group(0, selection.tops(0))
+        step = nodes.step(rules, beams[-1], scores)
         if unseen > DEAD and not (step.num_beams == rules.width and step.scores.min() > unseen):
             break
         steps.append(step)
@@ -125,42 +147,43 @@ def _beam_search(nodes: _Nodes) -> Found:
 
 
 def _beam_sampling(nodes: _Nodes) -> Found:
-    """Layers that have beam sampling's law, until one was not drafted in full."""
-    one = nodes.speculation
+    """Layers that are distributed as beam sampling's, until one was not drafted in full."""
+    one = nodes.forest_step
     assert one.rng is not None
-    steps, beams, accepted = list[Step](), [list(range(len(one.index)))], list[int]()
-    slots_of_rows = np.arange(len(one.index))  # by row of the law: the beam that it continues
-    scores = one.rows.scores
-    selection: Selection
+    steps, beams, accepted = list[Step](), [list(range(one.num_beams))], list[int]()
+    slots_of_rows = np.arange(one.num_beams)  # by row of the distribution: the beam that it continues
+    scores = one.group.scores
+    logprobs: torch.Tensor
 
-    def law(verified: Verified | None) -> torch.Tensor:
-        """The target's law; for a layer after the first with a row for each draft of the layer before."""
-        nonlocal selection
-        rules = nodes.rules[len(steps)]
-        selection = nodes.selection(rules, beams[-1], scores)
-        of_beams = selection.law(nodes.logits(rules, beams[-1]))
+    def target(verified: Verified | None) -> torch.Tensor:
+        """The target's joint distribution; after the first layer with a row for each draft of the layer before."""
+        nonlocal logprobs
+        of_beams, logprobs = joint_distribution(nodes.rules[len(steps)], nodes.logits(beams[-1]), scores)
         of_rows = of_beams[np.maximum(slots_of_rows, 0)]
         of_rows[slots_of_rows < 0] = 0.0
         return of_rows
 
-    for verified in verified_layers(one.drafts, law, one.draft_rules, one.rng):
-        vocab_size = selection.logprobs.shape[-1]
-        rows, tokens = np.divmod(verified.cells, vocab_size)
-        step, slots = selection.take(slots_of_rows[rows] * vocab_size + tokens)
-        steps.append(step.group(0, selection.tops(0)))
+    def take(cells: np.ndarray) -> tuple[Step, np.ndarray]:
+        rules, drawn = nodes.rules[len(steps)], torch.from_numpy(cells).to(logprobs.device)
+        step, slots = take_cells(rules, logprobs, scores, drawn, nodes.completes(rules, beams[-1]))
+        return _on_host(step), slots.cpu().numpy()
+
+    for verified in verified_layers(one.drafts, target, one.draft_rules, one.rng):
+        rows, tokens = np.divmod(verified.cells, logprobs.shape[-1])
+        step, slots = take(slots_of_rows[rows] * logprobs.shape[-1] + tokens)
+        steps.append(step)
         accepted.append(int((verified.drafts >= 0).sum()))
-        if not verified.is_complete or steps[-1].num_beams == 0 or nodes.rules[len(steps) - 1].is_last:
+        if not verified.is_complete or step.num_beams == 0 or nodes.rules[len(steps) - 1].is_last:
             break
         layer = one.nodes[len(steps) - 1]
-        slots_of_rows, scores = np.full(len(layer), NO_SLOT), steps[-1].scores
+        slots_of_rows, scores = np.full(len(layer), NO_SLOT), torch.from_numpy(step.scores).to(logprobs.device)
         slots_of_rows[verified.drafts] = slots
         at = {int(slot): layer[draft] for slot, draft in zip(slots, verified.drafts, strict=True) if slot >= 0}
-        beams.append([at.get(slot, ROOT_OF_DEAD) for slot in range(len(scores))])
+        beams.append([at.get(slot, ROOT_OF_DEAD) for slot in range(len(step.scores))])
     if not steps:  # nothing is possible any more: the search ends
-        step, _ = selection.take(np.zeros(0, dtype=np.int64))
-        steps.append(step.group(0, selection.tops(0)))
+        steps.append(take(np.zeros(0, dtype=np.int64))[0])
         accepted.append(0)
-    law_of_group = one.step.rules.law
-    if law_of_group is not None and law_of_group.keeps_one:
+    mode = one.step.rules.law
+    if mode is not None and mode.keeps_one:
         steps[-1] = best_of(steps[-1])
     return steps, beams[: len(steps)], accepted

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from vllm_trie.worker.kv_blocks import KVBlocks
 
 
 @dataclass(slots=True)
-class Forks:
+class Reorders:
     """What rows of the batch continue, before it is carried out; groups of equal width come together."""
 
     slots: list[np.ndarray] = field(default_factory=list)
@@ -24,15 +25,9 @@ class Forks:
     parents: list[torch.Tensor] = field(default_factory=list)
     num_common: list[np.ndarray] = field(default_factory=list)
     num_tokens: list[np.ndarray] = field(default_factory=list)
-    counts_tokens: list[bool] = field(default_factory=list)
 
     def add(
-        self,
-        slots: np.ndarray,
-        parents: torch.Tensor,
-        num_common: Sequence[int],
-        num_tokens: Sequence[int],
-        counts_tokens: bool,
+        self, slots: np.ndarray, parents: torch.Tensor, num_common: Sequence[int], num_tokens: Sequence[int] | np.ndarray
     ) -> None:
         """Let rows of G groups continue rows of their own group.
 
@@ -41,7 +36,6 @@ class Forks:
             parents: [G, b] on the device, which row of its group each continues.
             num_common: [G], tokens that are the same in all histories of a group, the first ones.
             num_tokens: [G], of each history, all of them computed.
-            counts_tokens: Penalties read how often a row's tokens occurred.
         """
         (num_groups, width), num_before = slots.shape, sum(map(len, self.slots))
         self.first_rows.append(np.repeat(num_before + width * np.arange(num_groups), width))
@@ -49,34 +43,28 @@ class Forks:
         self.parents.append(parents.flatten())
         self.num_common.append(np.repeat(num_common, width))
         self.num_tokens.append(np.repeat(num_tokens, width))
-        self.counts_tokens.append(counts_tokens)
 
-    def rows(self) -> np.ndarray:
-        """[4, R] int64: each row's slot, the first row of its group, its common tokens, its tokens."""
+    def on(self, device: torch.device) -> RowReorder:
+        """All of it, on the device."""
         fields = (self.slots, self.first_rows, self.num_common, self.num_tokens)
-        return np.stack([np.concatenate(of_classes) for of_classes in fields]).astype(np.int64)
+        on_host = np.stack([np.concatenate(of_classes) for of_classes in fields]).astype(np.int64)
+        slots, first_rows, num_common, num_tokens = torch.from_numpy(on_host).to(device, non_blocking=True)
+        return RowReorder(slots, slots[first_rows + torch.cat(self.parents)], num_common, num_tokens, on_host[3])
 
 
-@dataclass(frozen=True, slots=True)
-class RowForks:
-    """What R rows continue; on the device."""
+class RowReorder(NamedTuple):
+    """What R rows continue; on the device. All int64."""
 
-    rows: torch.Tensor  # as `Forks.rows`
-    parents: torch.Tensor  # [R] int, within a row's group
-    num_tokens: np.ndarray  # [R], on the host too
+    slots: torch.Tensor  # [R], each row's own
+    sources: torch.Tensor  # [R], the slot that each row continues
+    num_common: torch.Tensor  # [R], tokens that all histories of the row's group have in common
+    num_tokens: torch.Tensor  # [R], of each history
+    num_tokens_on_host: np.ndarray  # [R]
 
-    def __len__(self) -> int:
-        return len(self.parents)
-
-    @property
-    def slots(self) -> torch.Tensor:
-        """[R] int64: each row's own."""
-        return self.rows[0]
-
-    @property
-    def sources(self) -> torch.Tensor:
-        """[R] int64: the slot that each row continues."""
-        return self.rows[0][self.rows[1] + self.parents]
+    def moving(self) -> RowReorder:
+        """The rows alone that continue another one: for where it costs nothing to look at the device."""
+        moved = (self.slots != self.sources).nonzero()[:, 0]
+        return RowReorder(*(field[moved] for field in self[:4]), self.num_tokens_on_host[moved.numpy()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,45 +90,45 @@ class Tables:
         )
 
 
-def permute(forks: RowForks, tokens: torch.Tensor, tables: Tables, kv_blocks: KVBlocks) -> None:
+def reorder_rows(rows: RowReorder, tokens: torch.Tensor, tables: Tables, kv_blocks: KVBlocks) -> None:
     """Let each row continue the history of its source; rows that continue themselves are left as they are.
 
     Args:
-        forks: Of R rows.
+        rows: Of which some continue others.
         tokens: [slots, length] int32, of each slot.
         tables: Their blocks.
         kv_blocks: What the blocks hold.
     """
-    has_tails = any((forks.num_tokens % block_size).any() for block_size in tables.block_sizes)
-    if kernels.run_on(tokens.device):
-        kernels.permute_rows(forks, tokens, tables)
+    by_kernels = kernels.run_on(tokens.device)
+    if not by_kernels and not len((rows := rows.moving()).slots):
+        return
+    has_tails = any((rows.num_tokens_on_host % block_size).any() for block_size in tables.block_sizes)
+    if by_kernels:
+        kernels.copy_histories(rows, tokens, tables)
         if has_tails:
-            kernels.copy_tails(forks, tables, kv_blocks.segments)
+            kernels.copy_tails(rows, tables, kv_blocks.segments)
     else:
-        permute_rows(forks, tokens, tables)
+        copy_histories(rows, tokens, tables)
         if has_tails:
-            copy_tails(forks, tables, kv_blocks)
+            copy_tails(rows, tables, kv_blocks)
 
 
-def permute_rows(forks: RowForks, tokens: torch.Tensor, tables: Tables) -> None:
-    """Copy tokens beyond the common ones, and full blocks of all tables, from each row's source."""
-    _, _, num_common, num_tokens = forks.rows
-    _copy_columns(tokens, forks, num_common, num_tokens, int(forks.num_tokens.max()))
+def copy_histories(rows: RowReorder, tokens: torch.Tensor, tables: Tables) -> None:
+    """Copy tokens, and full blocks of all tables, from each row's source.
+
+    What tokens lie beyond a history, nobody reads.
+    """
+    most = int(rows.num_tokens_on_host.max())
+    tokens[rows.slots, :most] = tokens[rows.sources, :most]
     for table, block_size in zip(tables.tables, tables.block_sizes, strict=True):
-        most = int(forks.num_tokens.max()) // block_size
-        _copy_columns(table, forks, torch.zeros_like(num_tokens), num_tokens // block_size, most)
+        columns = most // block_size
+        is_full = torch.arange(columns, device=table.device) < (rows.num_tokens // block_size)[:, None]
+        table[rows.slots, :columns] = torch.where(is_full, table[rows.sources, :columns], table[rows.slots, :columns])
 
 
-def copy_tails(forks: RowForks, tables: Tables, kv_blocks: KVBlocks) -> None:
+def copy_tails(rows: RowReorder, tables: Tables, kv_blocks: KVBlocks) -> None:
     """Copy the content of each source's partly filled tail block into the row's own, in all layers."""
     for table, block_size in zip(tables.tables, tables.block_sizes, strict=True):
-        places = torch.from_numpy(np.flatnonzero(forks.num_tokens % block_size)).to(table.device)
-        column = forks.rows[3, places] // block_size
-        kv_blocks.copy_on_device(table[forks.sources[places], column], table[forks.slots[places], column])
-
-
-def _copy_columns(values: torch.Tensor, forks: RowForks, start: torch.Tensor, end: torch.Tensor, most: int) -> None:
-    """Copy values[source, start:end] to the same columns of each row's slot; end <= most."""
-    column = torch.arange(most, device=values.device)
-    is_copied = (column >= start[:, None]) & (column < end[:, None])
-    values[forks.slots, :most] = torch.where(is_copied, values[forks.sources, :most], values[forks.slots, :most])
+        places = torch.from_numpy(np.flatnonzero(rows.num_tokens_on_host % block_size)).to(table.device)
+        column = rows.num_tokens[places] // block_size
+        kv_blocks.copy_on_device(table[rows.sources[places], column], table[rows.slots[places], column])

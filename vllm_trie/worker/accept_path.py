@@ -1,0 +1,81 @@
+"""Let the rows of a group go on from where its search has come to within the forest.
+
+Afterwards they hold what they would hold after as many plain steps: the scheduler replays the same forks on its
+block tries, one step at a time, and knows nothing of the forest.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_trie.search.step import Step
+from vllm_trie.worker.draft import ForestStep
+from vllm_trie.worker.select import Selector
+
+
+def accept_path(selector: Selector, one: ForestStep, steps: list[Step], beams: list[list[int]]) -> np.ndarray:
+    """Move tokens, blocks and what the draft model has computed to the group's own rows.
+
+    Full blocks are taken over by reference. A block that was written in this step is copied from a row of the forest
+    that leads to the same beam, unless that row is the beam's own. Where the block that the roots are in becomes
+    full, it is sealed as it was after the step that filled it, and shared from then on.
+
+    Args:
+        selector: Moves what is on the device.
+        one: The group's forest.
+        steps: What its search decided.
+        beams: For each step the nodes that its beams were before it.
+
+    Returns:
+        [rows, steps] the tokens that each row has got.
+    """
+    count, width = len(steps), one.num_beams
+    ancestors = [np.arange(width)]  # by steps from the last one back: the beam before it that each row comes from
+    for step in reversed(steps):
+        ancestors.append(step.parents[ancestors[-1]])
+    leads, slots = ancestors[1], ancestors[count]
+    newest = [beams[-1][lead] for lead in leads]
+
+    copies = dict[int, int]()  # sources by destination
+    tables = []
+    for table, column, block_size in zip(one.blocks, one.columns, one.block_sizes, strict=True):
+        filling = (column + 1) * block_size - one.start  # the step that fills the block of the roots
+        own, tails = table[:width], np.arange(width)  # whose block each row has in the column of the roots
+        if count < filling:
+            for row, node in enumerate(newest):
+                copies[own[row, column]] = _block_with(one, table, node, row, column)
+        else:
+            # A group that keeps one row seals its block, whichever beam leads there.
+            sealers = ancestors[count - filling + 1]
+            tails = sealers if len(steps[-1].parents) == one.step.rules.width else np.zeros_like(sealers)
+            for row, sealer in set(zip(tails.tolist(), sealers.tolist(), strict=True)):
+                copies[own[row, column]] = _block_with(one, table, beams[filling - 1][sealer], row, column)
+        if count > filling:
+            for row, node in enumerate(newest):
+                copies[own[row, column + 1]] = _block_with(one, table, node, row, column + 1)
+        num_columns = column + 1 + (count > filling)
+        rows = own[:, :num_columns].copy()
+        rows[:, :column], rows[:, column] = own[slots, :column], own[tails, column]
+        tables.append(rows)
+    moved = np.array([(source, destination) for destination, source in copies.items() if source != destination])
+    if len(moved):
+        selector.kv_blocks.copy(*moved.T)
+    selector.adopt(one.group.slots, one.group.slots[slots], one.start + 1, tables)
+    if one.step.rules.is_controlled:
+        on_device = [
+            async_tensor_h2d(rows, device=one.group.scores.device, dtype=torch.int64)
+            for rows in (one.group.slots, one.group.slots[slots])
+        ]
+        selector.reorder_controls(*on_device)
+    one.group.num_drafted = one.start + min(count, one.num_layers)
+    forest, last = one.forest, steps[-1].tokens.tolist()
+    of_rows = [[forest.tokens[n] for n in forest.path(node)[1:]] + [t] for node, t in zip(newest, last, strict=True)]
+    return np.array(of_rows)
+
+
+def _block_with(one: ForestStep, table: np.ndarray, node: int, row: int, column: int) -> int:
+    """A block with what leads to `node`, preferably that of `row`."""
+    holder = row if node in one.forest.rows[row] else one.forest.row_of[node]
+    return int(table[holder, column])

@@ -1,0 +1,267 @@
+"""Speculation of the groups that were granted some: draft a forest, and lay it out as rows.
+
+Every path from a root of the forest to a leaf is a row with draft tokens, as vLLM has them, so that it gives logits
+at each node. The first rows are the beams' own; others get a slot that lasts one step, with blocks that were lent
+for it. Next: `verify`, then `accept_path`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_trie.messages import Grant, GroupStep, SelectRules
+from vllm_trie.search.forest import Forest, Layer, RowFork, affordable, grow
+from vllm_trie.search.sampling import generator
+from vllm_trie.search.speculation import DraftRules, Drafts, drafted
+from vllm_trie.search.step import joint_distribution
+from vllm_trie.search.warping import log_probabilities
+from vllm_trie.worker.draft_model import DraftModel
+from vllm_trie.worker.rank_check import RankCheck
+from vllm_trie.worker.select import Selector
+from vllm_trie.worker.step_context import GroupRows, StepContext
+
+NO_BLOCK = 0
+NO_NODE = -1
+
+
+@dataclass(slots=True)
+class ForestStep:
+    """One group's forest in one step."""
+
+    step: GroupStep
+    grant: Grant
+    group: GroupRows
+    start: int  # position of the roots: as many tokens are computed
+    block_sizes: list[int]  # by KV cache group
+    forest: Forest
+    layer: Layer
+    blocks: list[np.ndarray]  # by KV cache group: [rows, columns] int32 of every row, up to the last it may write
+    pending: list[list[int]]  # of each beam the tokens that the draft model has not computed
+    rng: np.random.Generator | None  # of what is drawn
+    num_layers: int = 0
+    drafts: list[Drafts] = field(default_factory=list)  # by layer, where beams are drawn
+    nodes: list[list[int]] = field(default_factory=list)  # the node of each of them; NO_NODE where a hypothesis ends
+    spare_ids: list[str] = field(default_factory=list)  # of the rows that are no beam's
+    slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of all rows
+
+    @property
+    def num_beams(self) -> int:
+        """Rows that are beams' own."""
+        return len(self.group.row_ids)
+
+    @property
+    def columns(self) -> list[int]:
+        """By KV cache group: that of the block in which the roots are."""
+        return [self.start // block_size for block_size in self.block_sizes]
+
+    @property
+    def draft_rules(self) -> DraftRules:
+        """How layers are drawn and verified."""
+        law, width = self.step.rules.law, self.step.rules.width
+        assert law is not None
+        return DraftRules(self.grant.draft_width, width, law.min_width, law.threshold, law.replacement)
+
+    def fork(self, fork: RowFork, number: int) -> list[tuple[int, int]]:
+        """Let a row begin as a copy of another, at layer `number`. Returns the blocks to copy."""
+        copies = []
+        for table, column, block_size in zip(self.blocks, self.columns, self.block_sizes, strict=True):
+            source, destination = table[fork.source], table[fork.destination]
+            destination[:column] = source[:column]
+            written = slice(column, (self.start + number - 1) // block_size + 1)
+            copies += zip(source[written].tolist(), destination[written].tolist(), strict=True)
+        return copies
+
+    def draw_layer(self, logits: torch.Tensor, rules: SelectRules) -> list[RowFork]:
+        """Draw a layer of drafts from the draft model's joint distribution. Returns the rows to fork for it.
+
+        Args:
+            logits: [nodes, V] of the draft model after each node of the layer before.
+        """
+        assert self.rng is not None
+        before, vocab_size = self.nodes[-1] if self.nodes else self.layer.nodes, logits.shape[-1]
+        is_alive = torch.tensor([node != NO_NODE for node in before], device=logits.device)
+        scores = torch.full((len(before),), float("-inf"), device=logits.device).masked_scatter(
+            is_alive, self.layer.scores
+        )
+        of_all = logits.new_zeros(len(before), vocab_size)
+        of_all[is_alive] = logits
+        q, logprobs = joint_distribution(rules._replace(is_controlled=False), of_all, scores)
+        drafts = drafted(q, self.draft_rules, self.rng)
+        forks, nodes = list[RowFork](), list[int]()
+        parents, tokens = np.divmod(drafts.cells, vocab_size)
+        for parent, token in zip(parents.tolist(), tokens.tolist(), strict=True):
+            if token in rules.stop_token_ids:
+                nodes.append(NO_NODE)
+                continue
+            node, fork = self.forest.add(before[parent], token)
+            nodes.append(node)
+            forks += [fork] if fork is not None else []
+        grown = scores[parents] + logprobs[parents, tokens]
+        alive = [at for at, node in enumerate(nodes) if node != NO_NODE]
+        self.layer = Layer([nodes[at] for at in alive], grown[alive], ())
+        self.drafts.append(drafts)
+        self.nodes.append(nodes)
+        return forks
+
+
+class Drafter:
+    """Drafts for the groups of one runner.
+
+    Args:
+        runner: vLLM's, with a draft model.
+        selector: Knows its KV blocks.
+        rank_check: Compares forests between ranks; None if they are not to be compared.
+    """
+
+    def __init__(self, runner: GPUModelRunner, selector: Selector, rank_check: RankCheck | None) -> None:
+        self._runner = runner
+        self._selector = selector
+        self._rank_check = rank_check
+        self._draft_model = DraftModel(runner)
+
+    def draft(
+        self, context: StepContext, groups: dict[str, GroupRows], output: SchedulerOutput
+    ) -> dict[str, ForestStep]:
+        """A forest for every group with a grant; its rows are added to the runner's slots and to `output`."""
+        forests = {
+            group_id: self._begin(context.steps[group_id], groups[group_id]) for group_id in context.speculating
+        }
+        self._catch_up(forests)
+        for number in range(1, max(one.grant.num_layers for one in forests.values()) + 1):
+            self._draft_layer(forests, number)
+            if self._rank_check is not None:  # before ranks compute forests of different shapes together, and hang
+                drafts = {group_id: one.forest.as_arrays() for group_id, one in forests.items()}
+                self._rank_check.compare("drafts", drafts)
+        for group_id, one in forests.items():
+            self._add_rows(group_id, one, output)
+        self._runner.req_states.apply_staged_writes()
+        self._runner.block_tables.apply_staged_writes()
+        for one in forests.values():
+            self._write_drafts(one)
+        return forests
+
+    def _begin(self, step: GroupStep, group: GroupRows) -> ForestStep:
+        runner, grant = self._runner, step.grant
+        assert grant is not None
+        states, tables = runner.req_states, runner.block_tables
+        start, num_rows = int(states.num_computed_tokens_np[group.slots[0]]), len(group.slots) + len(grant.spare_rows)
+        slots, blocks = async_tensor_h2d(group.slots, device=runner.device, dtype=torch.int64), []
+        for number, (table, block_size) in enumerate(zip(tables.block_tables, tables.block_sizes, strict=True)):
+            column, next_blocks = start // block_size, grant.next_blocks[number]
+            # One column more may be beyond what vLLM's tables take.
+            own = np.full((num_rows, column + 1 + bool(next_blocks)), NO_BLOCK, dtype=np.int32)
+            own[: len(slots), : column + 1] = table.gpu[slots, : column + 1].cpu().numpy()
+            if next_blocks:
+                own[: len(slots), column + 1] = next_blocks
+            for row, of_row in enumerate(grant.spare_rows, start=len(slots)):
+                own[row, column : column + len(of_row[number])] = of_row[number]
+            blocks.append(own)
+        roots = group.tokens.tolist()
+        num_layers, draft_width = grant.num_layers, grant.draft_width
+        if step.rules.law is not None:
+            least = step.rules.width
+            num_layers, draft_width = affordable(
+                len(roots), num_rows, grant.max_tokens, num_layers, draft_width, least
+            )
+        pending = states.all_token_ids.gpu[slots, group.num_drafted : start + 1].tolist()
+        group.num_drafted = start
+        return ForestStep(
+            step,
+            replace(grant, num_layers=num_layers, draft_width=draft_width),
+            group,
+            start,
+            tables.block_sizes,
+            Forest(roots, num_rows, grant.max_tokens),
+            Layer(list(range(len(roots))), group.scores, range(len(roots))),
+            blocks,
+            pending,
+            None if step.draw is None else generator(*step.draw),
+        )
+
+    def _catch_up(self, forests: dict[str, ForestStep]) -> None:
+        """Compute with the draft model what plain steps have added, so that only a few tokens are left for each row."""
+        num_rows = sum(len(one.pending) for one in forests.values())
+        per_row = max(self._runner.max_num_tokens // num_rows, 1)
+        for one in forests.values():
+            while len(one.pending[0]) > per_row:
+                starts = [one.start + 1 - len(row) for row in one.pending]
+                of_beams = [table[: len(starts)] for table in one.blocks]
+                self._draft_model.logits([row[:per_row] for row in one.pending], starts, of_beams)
+                one.pending = [row[per_row:] for row in one.pending]
+
+    def _draft_layer(self, forests: dict[str, ForestStep], number: int) -> None:
+        active = [one for one in forests.values() if one.grant.num_layers >= number and one.layer.nodes]
+        if not active:
+            return
+        tokens, starts, rows = list[list[int]](), list[int](), list[list[int]]()
+        for one in active:
+            forest = one.forest
+            tokens += one.pending if number == 1 else [[forest.tokens[node]] for node in one.layer.nodes]
+            starts += [one.start + number - len(row) for row in tokens[len(starts) :]]
+            rows.append([forest.row_of[node] for node in one.layer.nodes])
+        blocks = []
+        for of_table in zip(*(one.blocks for one in active), strict=True):
+            columns = max(table.shape[1] for table in of_table)
+            blocks.append(
+                np.concatenate(
+                    [
+                        np.pad(table[of_group], ((0, 0), (0, columns - table.shape[1])))
+                        for table, of_group in zip(of_table, rows, strict=True)
+                    ]
+                )
+            )
+        logits = self._draft_model.logits(tokens, starts, blocks)
+        copies = list[tuple[int, int]]()
+        for one, own in zip(active, torch.split(logits, list(map(len, rows))), strict=True):
+            rules = [one.step.rules, *one.grant.rules][number - 1]
+            if rules.law is not None:
+                forks = one.draw_layer(own, rules)
+            else:
+                logprobs = log_probabilities(own, rules.stop_token_ids, rules.warping.temperature)
+                one.layer, forks = grow(one.forest, one.layer, logprobs, one.num_beams, one.grant.draft_width)
+            one.num_layers += bool(one.layer.nodes)
+            for fork in forks:
+                copies += one.fork(fork, number)
+        if copies:
+            self._selector.kv_blocks.copy(*np.array(copies).T)
+
+    def _add_rows(self, group_id: str, one: ForestStep, output: SchedulerOutput) -> None:
+        """Give the rows that are no beam's a slot each, and schedule all of them with their drafts."""
+        runner, states = self._runner, self._runner.req_states
+        for row in range(one.num_beams, len(one.forest.rows)):
+            row_id = f"{group_id}#+{row}"
+            one.spare_ids.append(row_id)
+            root = one.forest.tokens[one.forest.rows[row][0]]
+            states.add_request(row_id, 1, [root], one.start, max_tokens=1)  # its tokens are read from nowhere else
+            slot = states.req_id_to_index[row_id]
+            runner.block_tables.append_block_ids(slot, tuple(t[row].tolist() for t in one.blocks), overwrite=True)
+            runner.lora_state.add_request(row_id, slot, one.group.request.lora_request)
+        spare_slots = [states.req_id_to_index[row_id] for row_id in one.spare_ids]
+        one.slots = np.concatenate([one.group.slots, np.array(spare_slots, dtype=np.int64)])
+        for row_id, path in zip([*one.group.row_ids, *one.spare_ids], one.forest.rows, strict=True):
+            output.total_num_scheduled_tokens += len(path) - output.num_scheduled_tokens.get(row_id, 0)
+            output.num_scheduled_tokens[row_id] = len(path)
+            if len(path) > 1:
+                output.scheduled_spec_decode_tokens[row_id] = [one.forest.tokens[node] for node in path[1:]]
+
+    def _write_drafts(self, one: ForestStep) -> None:
+        """Write what the target computes of every row: its root, its drafts, and the blocks for them."""
+        runner, states, tables = self._runner, self._runner.req_states, self._runner.block_tables
+        paths = np.zeros((len(one.slots), 1 + runner.num_speculative_steps), dtype=np.int64)
+        for row, path in enumerate(one.forest.rows):
+            paths[row, : len(path)] = [one.forest.tokens[node] for node in path]
+        slots, tokens = (async_tensor_h2d(of_rows, device=runner.device) for of_rows in (one.slots, paths))
+        states.last_sampled_tokens[slots, 0] = tokens[:, 0]
+        states.draft_tokens[slots] = tokens[:, 1:]
+        for number, (own, column) in enumerate(zip(one.blocks, one.columns, strict=True)):
+            if own.shape[1] > column + 1:
+                beams = slice(one.num_beams)
+                newest = async_tensor_h2d(own[beams, column + 1], device=runner.device)
+                tables.block_tables[number].gpu[slots[beams], column + 1] = newest
+                tables.num_blocks.np[number, one.group.slots] = column + 2

@@ -1,0 +1,149 @@
+"""From one entry to b rows: the scheduler's message as vLLM's runner must see it.
+
+Row 0 keeps the request's id, the others are `"{id}#{k}"`. To the runner each is a request with a slot of its own,
+whose tokens and blocks lie on the device. What beams a group has, only the device knows: nothing here waits for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_trie.messages import Resumed, RowBlocks, group_steps
+from vllm_trie.worker.row_options import row_params
+from vllm_trie.worker.step_context import GroupRows, StepContext
+
+
+def expand(
+    output: SchedulerOutput, groups: dict[str, GroupRows], device: torch.device
+) -> tuple[SchedulerOutput, StepContext]:
+    """The message with b entries per decoding group, and what the step's later hooks need of it.
+
+    The original may be shared with the scheduler; it is not changed.
+
+    Args:
+        output: The scheduler's, with one entry per group.
+        groups: All groups of the runner; those that come and go are entered and struck out.
+        device: Where their scores are.
+    """
+    context = StepContext(group_steps(output))
+    steps = context.steps
+    if not steps and not groups:
+        return output, context
+    finished = _with_their_rows(groups, output.finished_req_ids)
+    preempted = _with_their_rows(groups, output.preempted_req_ids or set())
+    new_requests = []
+    for request in output.scheduled_new_reqs:
+        if request.req_id in steps:
+            request = replace(request, sampling_params=row_params(request.sampling_params))
+            zeros = torch.zeros(1, device=device)
+            groups[request.req_id] = GroupRows(request, [request.req_id], zeros, zeros.long())
+            context.entered.append(request.req_id)
+        new_requests.append(request)
+
+    cached = output.scheduled_cached_reqs
+    position = {request_id: i for i, request_id in enumerate(cached.req_ids)}
+    request_ids, new_block_ids = list(cached.req_ids), list(cached.new_block_ids)
+    num_computed, num_output = list(cached.num_computed_tokens), list(cached.num_output_tokens)
+    num_scheduled: dict[str, int] = {}
+    fanning_out = set()
+    for request_id, num_tokens in output.num_scheduled_tokens.items():
+        num_scheduled[request_id] = num_tokens
+        step = steps.get(request_id)
+        if step is None or not step.decodes:
+            continue
+        group, at = groups[request_id], position[request_id]
+        if step.rows is not None:
+            fanning_out.add(at)
+            context.entered.append(request_id)
+            if step.resumed is None:
+                context.new_tokens_unknown.append(request_id)
+            new_requests += _fan_out(group, step.rows, step.resumed, num_computed[at], device)
+        else:
+            num_others = len(group.row_ids) - 1
+            blocks = step.new_blocks or [None] * (1 + num_others)
+            new_block_ids[at] = blocks[0]
+            request_ids += group.row_ids[1:]
+            new_block_ids += blocks[1:]
+            num_computed += [num_computed[at]] * num_others
+            num_output += [num_output[at]] * num_others
+        num_scheduled |= dict.fromkeys(group.row_ids[1:], num_tokens)
+
+    staying = [i for i in range(len(request_ids)) if i not in fanning_out]
+    expanded = replace(
+        output,
+        scheduled_new_reqs=new_requests,
+        scheduled_cached_reqs=CachedRequestData(
+            req_ids=[request_ids[i] for i in staying],
+            resumed_req_ids=cached.resumed_req_ids,
+            new_token_ids=cached.new_token_ids,
+            all_token_ids=cached.all_token_ids,
+            new_block_ids=[new_block_ids[i] for i in staying],
+            num_computed_tokens=[num_computed[i] for i in staying],
+            num_output_tokens=[num_output[i] for i in staying],
+        ),
+        num_scheduled_tokens=num_scheduled,
+        total_num_scheduled_tokens=sum(num_scheduled.values()),
+        scheduled_spec_decode_tokens=dict(output.scheduled_spec_decode_tokens),
+        finished_req_ids=finished,
+        preempted_req_ids=preempted,
+    )
+    return expanded, context
+
+
+def _with_their_rows(groups: dict[str, GroupRows], request_ids: set[str]) -> set[str]:
+    """These requests that leave, and all rows of those that are groups."""
+    leaving = set(request_ids)
+    for group_id in request_ids & groups.keys():
+        leaving.update(groups.pop(group_id).row_ids)
+    return leaving
+
+
+def _fan_out(
+    group: GroupRows, rows: list[RowBlocks], resumed: Resumed | None, num_computed_tokens: int, device: torch.device
+) -> list[NewRequestData]:
+    """A request per beam, its first row anew among them."""
+    first_id = group.request.req_id
+    group.row_ids = [first_id, *(f"{first_id}#{row}" for row in range(1, len(rows)))]
+    group.num_drafted = num_computed_tokens
+    histories: list[list[int]] = [[] for _ in rows]
+    if resumed is not None:
+        histories = resumed.histories
+        group.scores = async_tensor_h2d(resumed.scores, device=device, dtype=torch.float32)
+        newest = [history[-1] for history in histories]
+        group.tokens = async_tensor_h2d(newest, device=device, dtype=torch.int64)
+    return [
+        replace(
+            group.request,
+            req_id=row_id,
+            prefill_token_ids=group.prompt + history,
+            block_ids=blocks,
+            num_computed_tokens=num_computed_tokens,
+        )
+        for row_id, blocks, history in zip(group.row_ids, rows, histories, strict=True)
+    ]
+
+
+def take_in_rows(runner: GPUModelRunner, context: StepContext, groups: dict[str, GroupRows]) -> None:
+    """After the runner has taken in new requests: note the slots of new rows, and write what the device alone knows.
+
+    That is the first token of each row of a group that was one row until now.
+    """
+    states, sampler = runner.req_states, runner.sampler
+    for group_id in context.entered:
+        group = groups[group_id]
+        group.slots = np.array([states.req_id_to_index[row_id] for row_id in group.row_ids])
+    for group_id in context.new_tokens_unknown:
+        group = groups[group_id]
+        slots, at = async_tensor_h2d(group.slots, device=runner.device, dtype=torch.int64), len(group.prompt)
+        states.last_sampled_tokens[slots, 0] = group.tokens
+        states.all_token_ids.gpu[slots, at] = group.tokens.int()
+        states.total_len.gpu[slots] = at + 1
+        if context.steps[group_id].rules.is_controlled:
+            assert sampler is not None
+            sampler.penalties_state.output_bin_counts[slots, group.tokens] += 1

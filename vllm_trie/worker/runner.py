@@ -1,0 +1,196 @@
+"""vLLM's model runner with beam groups: where a step of theirs hooks into a step of vLLM's.
+
+A step comes here in this order: `execute_model` lets the runner see b rows per group, `add_requests` gives new rows
+what the device alone knows, `update_requests` drafts for groups that speculate, `sample` selects, or verifies, where
+vLLM would sample, `sample_tokens` sends what was decided to the host.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu.async_utils import async_copy_to_np, stream
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from vllm_trie.messages import Decided, attach_results
+from vllm_trie.worker.draft import Drafter
+from vllm_trie.worker.expand import expand, take_in_rows
+from vllm_trie.worker.rank_check import rank_check
+from vllm_trie.worker.select import Selector
+from vllm_trie.worker.step_context import BatchRows, GroupRows, StepContext
+from vllm_trie.worker.sub_batch import among_all, sub_batch
+from vllm_trie.worker.verify import verify
+
+
+class BeamModelRunner(GPUModelRunner):
+    """Expands groups before the stock runner sees the step, and selects where it would sample.
+
+    Without groups in a step, as in all that the runner does to warm up, it is the stock runner.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.groups: dict[str, GroupRows] = {}
+        self.step = StepContext()
+        self.rank_check = rank_check(self.vllm_config)
+        self.selector = Selector(self, self.groups)
+        self.drafter = None if self.speculator is None else Drafter(self, self.selector, self.rank_check)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if self.speculator is not None:
+            self.speculator.propose = partial(self._propose, self.speculator.propose)
+
+    def execute_model(
+        self,
+        scheduler_output: SchedulerOutput,
+        intermediate_tensors: Any = None,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        self.step = StepContext()
+        if not dummy_run:
+            scheduler_output, self.step = expand(scheduler_output, self.groups, self.device)
+        return super().execute_model(scheduler_output, intermediate_tensors, dummy_run, **kwargs)
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        super().add_requests(scheduler_output)
+        take_in_rows(self, self.step, self.groups)
+
+    def update_requests(self, scheduler_output: SchedulerOutput) -> None:
+        super().update_requests(scheduler_output)
+        if self.drafter is not None and self.step.speculating:
+            self.block_tables.apply_staged_writes()  # the draft model reads the tables before the target does
+            self.step.forests = self.drafter.draft(self.step, self.groups, scheduler_output)
+
+    def sample(self, hidden_states: torch.Tensor, input_batch: InputBatch, grammar_output: Any) -> Any:
+        if not self.step.steps:
+            return super().sample(hidden_states, input_batch, grammar_output)
+        stock = self.sampler, self.rejection_sampler
+        self.sampler = self.rejection_sampler = partial(self._sample_beside_beams, *stock)  # one of them is called
+        try:
+            return super().sample(hidden_states, input_batch, grammar_output)
+        finally:
+            self.sampler, self.rejection_sampler = stock
+
+    def _sample_beside_beams(
+        self,
+        sampler: Any,
+        rejection_sampler: Any,
+        logits: torch.Tensor,
+        batch: InputBatch,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> SamplerOutput:
+        """Where vLLM samples from logits [N, V]: beam rows get their tokens by the search, the others by vLLM."""
+        step, rows = self.step, BatchRows(batch, self.max_num_reqs)
+        is_of_groups = np.zeros(batch.num_reqs, dtype=bool)
+        for group_id in step.steps:
+            is_of_groups[rows.places(self.groups[group_id].slots)] = True
+        for forest_step in step.forests.values():
+            is_of_groups[rows.places(forest_step.slots)] = True
+        ordinary, of_ordinary = np.flatnonzero(~is_of_groups), None
+        if len(ordinary):
+            smaller, of_smaller = sub_batch(batch, ordinary)
+            if smaller.num_draft_tokens:
+                invalid = None if invalid_drafts is None else invalid_drafts[of_smaller]
+                of_ordinary = rejection_sampler(logits[of_smaller], smaller, draft_logits, invalid)
+            else:
+                of_ordinary = sampler(logits[of_smaller], smaller)
+            if of_ordinary.logprobs_tensors is not None:
+                of_ordinary.logprobs_tensors = among_all(of_ordinary.logprobs_tensors, of_smaller, batch)
+
+        num_steps = step.most_steps if of_ordinary is None else max(
+            step.most_steps, of_ordinary.sampled_token_ids.shape[1]
+        )
+        sampled = torch.zeros(batch.num_reqs, num_steps, dtype=torch.int64, device=self.device)
+        num_sampled = np.zeros((2, batch.num_reqs), dtype=np.int32)  # and how many tokens of the row were for nothing
+        for group_id in step.selecting:
+            num_sampled[0, rows.places(self.groups[group_id].slots)] = 1
+        step.selected = self.selector.select(step, rows, logits, sampled)
+        step.decided = verify(self.selector, step, rows, logits, sampled, num_sampled)
+        if self.rank_check is not None:
+            decided = step.results([selected.packed.cpu().numpy() for selected in step.selected])
+            self.rank_check.compare("beams", {group_id: one.as_arrays() for group_id, one in decided.items()})
+        counts, rejected = async_tensor_h2d(num_sampled, device=self.device)
+        if of_ordinary is None:
+            return SamplerOutput(sampled, None, None, counts, rejected)
+        at = async_tensor_h2d(ordinary, device=self.device, dtype=torch.int64)
+        sampled[at, : of_ordinary.sampled_token_ids.shape[1]] = of_ordinary.sampled_token_ids.long()
+        counts[at], rejected[at] = of_ordinary.num_sampled.int(), of_ordinary.num_rejected.int()
+        return SamplerOutput(sampled, of_ordinary.logprobs_tensors, None, counts, rejected)
+
+    def _propose(
+        self,
+        stock: Any,
+        batch: InputBatch,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Where vLLM drafts: for ordinary requests, and for groups that are one row yet, whose prompt it computes."""
+        decoding = {row_id for group_id in self.step.decoding for row_id in self.groups[group_id].row_ids}
+        decoding.update(row_id for forest_step in self.step.forests.values() for row_id in forest_step.spare_ids)
+        others = [attn_metadata, slot_mappings, hidden_states, aux_hidden_states]
+        if not decoding:
+            return stock(batch, *others, num_sampled, num_rejected, *args, **kwargs)
+        rows = np.array([at for at, row_id in enumerate(batch.req_ids) if row_id not in decoding], dtype=np.int64)
+        drafts = self.req_states.draft_tokens.new_zeros(batch.num_reqs, self.num_speculative_steps)
+        if len(rows):
+            smaller, _ = sub_batch(batch, rows)
+            self.block_tables.gather_block_tables(smaller.idx_mapping, smaller.num_reqs)  # as the drafter reads them
+            at = async_tensor_h2d(rows, device=self.device, dtype=torch.int64)
+            drafts[at] = stock(smaller, *others, num_sampled[at], num_rejected[at], *args, **kwargs)
+        return drafts
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output, step = super().sample_tokens(grammar_output), self.step
+        for forest_step in step.forests.values():
+            for row_id in forest_step.spare_ids:
+                self._remove_request(row_id)
+        if not (step.selected or step.decided):
+            return output
+        return BeamOutput(output, step, self.main_stream, self.output_copy_stream)
+
+
+class BeamOutput(AsyncModelRunnerOutput):
+    """A step's output and what it decided of groups, on its way to the host beside vLLM's own.
+
+    Args:
+        stock: vLLM's output of the same step.
+        step: What was decided in it.
+        main_stream: Where it is computed.
+        copy_stream: Where it is copied.
+    """
+
+    def __init__(self, stock: Any, step: StepContext, main_stream: Any, copy_stream: Any) -> None:
+        self._stock, self._step = stock, step  # which keeps what is copied from alive
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with stream(copy_stream, main_stream):
+            copy_stream.wait_stream(main_stream)
+            self._packed: list[np.ndarray] = [async_copy_to_np(selected.packed) for selected in step.selected]
+            self._event.record(copy_stream)
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for the copies."""
+        output = self._stock.get_output()
+        self._event.synchronize()
+        attach_results(output, self._step.results(self._packed))
+        return output
+
+    def get_kv_connector_output(self) -> Any:
+        """vLLM's own; there is no KV connector in an engine with beam groups."""
+        return self._stock.get_kv_connector_output()
