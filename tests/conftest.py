@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from tests import models
-from tests.rows import Row, rows_of
+from tests.rows import WatchedRows
+from vllm_trie.plugin import has_beams
 
 torch._dynamo.config.disable = True  # engines here are eager; vLLM would still compile a kernel for log-probabilities
 
@@ -28,19 +27,6 @@ KV_CACHE_BYTES = 256 << 20
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder of a tiny random model, of a kind that `tests.models` knows."""
     return cache(lambda kind: models.make(kind, tmp_path_factory.mktemp(kind)))
-
-
-def _with_async_scheduling() -> Any:
-    """Within it, vLLM's CPU platform does not switch async scheduling off. It does not need it, the tests do."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    stock = CpuPlatform.check_and_update_config
-
-    def check_and_update_config(_: Any, vllm_config: Any) -> None:
-        stock(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    return mock.patch.object(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))
 
 
 @cache
@@ -65,17 +51,21 @@ class Engine:
         has_tokenizer = (model / "tokenizer.json").exists()
         _find_kernels_once()
         gc.freeze()  # vLLM collects garbage five times at a start, half a second each if it looks at all it imported
-        with _with_async_scheduling() if options.get("async_scheduling") else nullcontext():
-            self.llm = LLM(
-                str(model),
-                dtype="float32",
-                enforce_eager=True,
-                block_size=BLOCK_SIZE,
-                skip_tokenizer_init=not has_tokenizer,
-                **options,
-            )
+        self.llm = LLM(
+            str(model),
+            dtype="float32",
+            enforce_eager=True,
+            block_size=BLOCK_SIZE,
+            skip_tokenizer_init=not has_tokenizer,
+            **options,
+        )
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
+        self.watched = self.watch()
+
+    def watch(self) -> WatchedRows | None:
+        """Compare rows after every step."""
+        return WatchedRows(self) if has_beams(self.core.vllm_config) else None
 
     @property
     def runner(self) -> Any:
@@ -94,20 +84,6 @@ class Engine:
         assert not self.scheduler.mailbox
         assert self.scheduler.mailbox.num_open == 0, "a delivery was never completed"
         assert not self.llm.llm_engine.has_unfinished_requests()
-
-    def check_rows(self) -> None:
-        """Raise AssertionError unless the worker's rows hold the tokens and blocks that the scheduler believes."""
-        for rows in self.rows_of_ranks():
-            for group_id, group in self.scheduler.groups.items():
-                tries = self.scheduler.kv_cache_manager._groups[group_id].tries
-                for row, (tokens, blocks) in enumerate(rows[group_id] if tries else []):
-                    assert tokens == group.history(row), (group_id, row)
-                    for trie, of_group in zip(tries, blocks, strict=True):
-                        assert of_group[trie.num_skipped :] == trie.row_blocks(row), (group_id, row)
-
-    def rows_of_ranks(self) -> list[dict[str, list[Row]]]:
-        """The rows of all groups, as each worker has them."""
-        return [rows_of(self.runner)]
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()

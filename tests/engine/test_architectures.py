@@ -28,12 +28,11 @@ MOST_TIES = 0.02
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_of_transformers(
-    engines: Engines, random_model: Callable[[str], Path], kind: str, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, random_model: Callable[[str], Path], kind: str
 ) -> None:
     model = random_model(kind)
     engine = engines(model, max_num_batched_tokens=64)
-    step = engine.llm.llm_engine.step
-    monkeypatch.setattr(engine.llm.llm_engine, "step", lambda: (engine.check_rows(), step())[1])
+    engine.watched.restart()
     cases = [(width, ignore_eos) for width in (1, 2, 5) for ignore_eos in (True, False)]
     jobs = [(prompt_of(length, length), *case) for length in LENGTHS for case in cases]
     params = [beam_params(width, n=width, max_tokens=MAX_TOKENS, ignore_eos=ignore) for _, width, ignore in jobs]
@@ -44,6 +43,7 @@ def test_answers_are_those_of_transformers(
         theirs = transformers_beams(model, prompt, width, width, MAX_TOKENS, eos_token_id=eos)
         num_tied += not agree(engine_answers(output, 1.0), theirs)
     assert num_tied <= MOST_TIES * len(jobs)
+    assert engine.watched.num_compared > 0
 
 
 @pytest.fixture(scope="module")

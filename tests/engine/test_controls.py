@@ -272,7 +272,7 @@ def test_without_histories_of_their_own_beams_are_penalised_wrongly(
 ) -> None:
     prompts, params = [[*case.prompt] for case in controlled], [case.params() for case in controlled]
     right = answers(engines(model).generate(prompts, params))
-    monkeypatch.setattr("vllm_trie.worker.rows.BeamRows.copy_output_tokens", lambda *_: None)
+    monkeypatch.setattr("vllm_trie.worker.select.Selector.reorder_controls", lambda *_: None)
     wrong = answers(engines(model).generate(prompts, params))
     differing = {case.controls for case, a, b in zip(controlled, right, wrong, strict=True) if a != b}
     assert len(differing) > len(PENALTIES) // 2
@@ -291,12 +291,12 @@ def test_groups_that_wait_or_start_anew_keep_their_penalties(
     roomy = answers(engines(model).generate(prompts, params))
     limits = {"max_num_seqs": 24, "max_num_batched_tokens": 24, "kv_cache_memory_bytes": 29 * BYTES_PER_BLOCK}
     engine = engines(model, long_prefill_token_threshold=16, **limits)  # the long prompt takes all that rows leave
-    rows, scheduler, waited, preempted = type(engine.runner.beam_rows), type(engine.scheduler), [], []
-    settle, preempt = rows._settle, scheduler._preempt_request
-    monkeypatch.setattr(rows, "_settle", lambda *a: (preempted or waited.append(len(a[1].row_ids)), settle(*a)))
+    scheduler, preempted = type(engine.scheduler), []
+    preempt = scheduler._preempt_request
     monkeypatch.setattr(scheduler, "_preempt_request", lambda *a, **k: (preempted.append(a), preempt(*a, **k)))
+    engine.watched.restart()
     outputs = engine.generate(prompts, params)
-    assert max(waited) > 1, "no group had to wait"
+    assert max(engine.watched.waiting) > 1, "no group had to wait"
     assert preempted, "no group had to start anew"
     assert [[t for t, _ in output] for output in answers(outputs)] == [[t for t, _ in output] for output in roomy]
     for case, output in zip(cases, outputs[1:], strict=True):

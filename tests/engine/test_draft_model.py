@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,8 +16,9 @@ from tests.engine.test_speculation import NOISE, Pair, count_differing, searches
 from tests.loop import one_thread
 from tests.reference import load
 from vllm_trie.engine.group import BeamGroup
+from vllm_trie.worker.draft import Drafter, ForestStep
 from vllm_trie.worker.draft_model import DraftModel
-from vllm_trie.worker.speculate import Speculation, Speculator
+from vllm_trie.worker.step_context import GroupRows
 
 TOLERANCE = 1e-3
 
@@ -30,16 +30,16 @@ class Alone:
         self.engine, self.model = engine, load(draft)
         self.num_compared = self.num_wrong = self.num_caught_up = 0
         self._texts: list[list[int]] = []  # of the rows of the next forward; none while rows catch up
-        draft_layer, logits = Speculator._draft_layer, DraftModel.logits
+        draft_layer, logits = Drafter._draft_layer, DraftModel.logits
 
-        def layer_after(speculator: Speculator, number: int) -> None:
-            active = [one for one in speculator.groups.values() if one.grant.num_layers >= number and one.layer.nodes]
+        def layer_after(drafter: Drafter, forests: dict[str, ForestStep], number: int) -> None:
+            active = [one for one in forests.values() if one.grant.num_layers >= number and one.layer.nodes]
             self._texts = [self._text(one, node) for one in active for node in one.layer.nodes]
-            draft_layer(speculator, number)
+            draft_layer(drafter, forests, number)
             assert not self._texts
 
-        def compared(drafter: DraftModel, tokens: Any, starts: Any, blocks: np.ndarray) -> torch.Tensor:
-            found = logits(drafter, tokens, starts, blocks)
+        def compared(model: DraftModel, tokens: Any, starts: Any, blocks: Any) -> torch.Tensor:
+            found = logits(model, tokens, starts, blocks)
             texts, self._texts = self._texts, []
             self.num_caught_up += not texts
             for position, text in enumerate(texts):
@@ -47,12 +47,13 @@ class Alone:
                 self._compare(text, found[position])
             return found
 
-        monkeypatch.setattr(Speculator, "_draft_layer", layer_after)
+        monkeypatch.setattr(Drafter, "_draft_layer", layer_after)
         monkeypatch.setattr(DraftModel, "logits", compared)
 
-    def _text(self, one: Speculation, node: int) -> list[int]:
+    def _text(self, one: ForestStep, node: int) -> list[int]:
         root, *path = one.forest.path(node)
-        history = self.engine.runner.input_batch.token_ids_cpu[one.index[root], : one.start + 1].tolist()
+        tokens = self.engine.runner.req_states.all_token_ids.gpu
+        history = tokens[one.group.slots[root], : one.start + 1].tolist()
         assert history[-1] == one.forest.tokens[root]
         return history + [one.forest.tokens[node] for node in path]
 
@@ -114,15 +115,13 @@ def test_the_draft_model_says_what_it_says_alone(engine: Engine, alone: Alone, m
 def test_without_catching_up_it_says_something_else_and_the_search_finds_the_same(
     engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = Speculator._begin
+    begin = Drafter._begin
 
-    def begin_at_the_newest(speculator: Speculator, group_id: str, *args: Any) -> Speculation:
-        rows = speculator._rows
-        first = rows.indices([group_id])[0, 0]
-        rows.groups[group_id].num_drafted = int(engine.runner.input_batch.num_computed_tokens_cpu[first])
-        return begin(speculator, group_id, *args)
+    def begin_at_the_newest(drafter: Drafter, step: Any, group: GroupRows) -> ForestStep:
+        group.num_drafted = int(engine.runner.req_states.num_computed_tokens_np[group.slots[0]])
+        return begin(drafter, step, group)
 
-    monkeypatch.setattr(Speculator, "_begin", begin_at_the_newest)
+    monkeypatch.setattr(Drafter, "_begin", begin_at_the_newest)
     assert count_differing(*search(engine, monkeypatch)) == 0
     assert alone.num_wrong > alone.num_compared // 10
 
@@ -130,8 +129,8 @@ def test_without_catching_up_it_says_something_else_and_the_search_finds_the_sam
 def test_without_the_copies_of_drafted_forks_it_says_something_else(
     engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fork = Speculator._fork
-    monkeypatch.setattr(Speculator, "_fork", staticmethod(lambda *args: fork(*args)[:0]))
+    fork = ForestStep.fork
+    monkeypatch.setattr(ForestStep, "fork", lambda *args: fork(*args)[:0])
     search(engine, monkeypatch)
     assert alone.num_wrong > 0
 
@@ -139,6 +138,6 @@ def test_without_the_copies_of_drafted_forks_it_says_something_else(
 def test_without_any_copies_of_tail_blocks_it_says_something_else(
     engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.runner.beam_rows.kv_blocks, "copy", lambda *_: None)
+    monkeypatch.setattr(engine.runner.selector.kv_blocks, "copy", lambda *_: None)
     search(engine, monkeypatch)
     assert alone.num_wrong > 0

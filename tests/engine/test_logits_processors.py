@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, BatchUpdate, LogitsProcessor
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
 from tests.conftest import Engine, Engines
 from tests.engine.test_limits import prompt_of
@@ -36,35 +36,63 @@ def cut(logits: torch.Tensor, width: float) -> torch.Tensor:
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) - width, NEVER)
 
 
-class Spaced(AdapterLogitsProcessor):
-    """`spaced`, for requests that name a token to favour."""
+class Spaced(LogitsProcessor):
+    """`spaced`, for requests that name a token to favour, by the tokens that vLLM keeps."""
 
-    def is_argmax_invariant(self) -> bool:
-        return False
+    def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
+        self.states = req_states
+        self.favoured: dict[int, int | None] = {}
 
-    def new_req_logits_processor(self, params: SamplingParams) -> Any:
-        favoured = (params.extra_args or {}).get("favoured")
-        if favoured is None:
-            return None
-        return lambda prompt, generated, logits: spaced(logits, prompt, generated, favoured)
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        self.favoured[req_idx] = (sampling_params.extra_args or {}).get("favoured")
+        return self.favoured[req_idx] is not None
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        for row, (slot, drafts) in enumerate(zip(ctx.expanded_idx_mapping.tolist(), ctx.expanded_local_pos.tolist())):
+            if self.favoured.get(slot) is not None:
+                length, end = int(self.states.prompt_len.np[slot]), int(self.states.total_len.gpu[slot])
+                tokens = self.states.all_token_ids.gpu[slot, :end].tolist()
+                tokens += ctx.input_ids[row - drafts + 1 : row + 1].tolist()
+                logits[row] = spaced(logits[row], tokens[:length], tokens[length:], self.favoured[slot])
+        return logits
+
+
+class Counting(LogitsProcessor):
+    """Bars the tokens that a request has been fed an even number of times, by counts of its own."""
+
+    def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
+        self.counts = torch.zeros(req_states.max_num_reqs, req_states.vocab_size, dtype=torch.int64)
+        self.asked = torch.zeros(req_states.max_num_reqs, dtype=torch.bool)
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        self.counts[req_idx] = 0
+        self.asked[req_idx] = bool((sampling_params.extra_args or {}).get("counting"))
+        return bool(self.asked[req_idx])
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        slots = ctx.expanded_idx_mapping
+        self.counts[slots, ctx.input_ids.long()] += 1
+        counts = self.counts[slots]
+        return logits.masked_fill_(self.asked[slots][:, None] & (counts > 0) & (counts % 2 == 0), NEVER)
+
+    def reorder_rows(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
+        self.counts[slots] = self.counts[sources]
 
 
 class Cut(LogitsProcessor):
     """`cut`, for requests that name a width."""
 
-    def __init__(self, *_: Any) -> None:
-        self.widths: dict[int, float] = {}
+    def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
+        self.widths = torch.full((req_states.max_num_reqs,), float("inf"))
 
-    def is_argmax_invariant(self) -> bool:
-        return True
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        width = (sampling_params.extra_args or {}).get("cut")
+        self.widths[req_idx] = float("inf") if width is None else width
+        return width is not None
 
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self.widths, batch_update, lambda params, *_: (params.extra_args or {}).get("cut"))
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        for row, width in self.widths.items():
-            logits[row] = cut(logits[row], width)
-        return logits
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        least = logits.amax(-1, keepdim=True) - self.widths[ctx.expanded_idx_mapping][:, None]
+        return logits.masked_fill_(logits < least, NEVER)
 
 
 @pytest.fixture
@@ -74,7 +102,7 @@ def model(random_model: Callable[[str], Path]) -> Path:
 
 @pytest.fixture
 def engine(engines: Engines, model: Path) -> Engine:
-    return engines(model, logits_processors=[Spaced, Cut])
+    return engines(model, logits_processors=[Spaced, Counting, Cut])
 
 
 REQUESTS: list[dict[str, Any]] = [
@@ -84,23 +112,31 @@ REQUESTS: list[dict[str, Any]] = [
     {"cut": 1.5},
     {"cut": 1.0, "temperature": 2.0},
     {"favoured": 140, "cut": 2.0, "temperature": 0.5},
+    {"counting": 1},
+    {"counting": 1, "favoured": 20},
 ]
 
 
 def params_of(request: dict[str, Any]) -> SamplingParams:
     fields = dict(request)
-    extra_args = {name: fields.pop(name) for name in ("favoured", "cut") if name in fields}
+    extra_args = {name: fields.pop(name) for name in ("favoured", "counting", "cut") if name in fields}
     return beam_params(WIDTH, n=WIDTH, max_tokens=20, stop_token_ids=[EOS], extra_args=extra_args, **fields)
 
 
 def adjustment(request: dict[str, Any]) -> Callable[..., torch.Tensor]:
-    """The processors in vLLM's order: `Spaced`, penalties, temperature, `Cut`."""
+    """The processors in vLLM's order: penalties, those of `engine`, temperature."""
+    fields = {name: value for name, value in request.items() if name != "temperature"}
 
     def adjust(logits: torch.Tensor, prompt: list[int], generated: list[int]) -> torch.Tensor:
+        logits = adjusted(logits, prompt, generated, **fields)
         if "favoured" in request:
             logits = spaced(logits, prompt, generated, request["favoured"])
-        logits = adjusted(logits, prompt, generated, **request)
-        return cut(logits, request["cut"]) if "cut" in request else logits
+        if "counting" in request:  # what one row computes: the last token of the prompt, and all later ones
+            counts = Counter([prompt[-1], *generated])
+            logits[[token for token, count in counts.items() if count % 2 == 0]] = NEVER
+        if "cut" in request:
+            logits = cut(logits, request["cut"])
+        return logits / request.get("temperature", 1.0)
 
     return adjust
 
@@ -124,9 +160,9 @@ def test_beams_without_their_own_history_go_wrong(engine: Engine, monkeypatch: p
     prompts = [prompt_of(25, seed) for seed in range(4)]
     right, wrong = [], []
     for answers in (right, wrong):
-        for output in engine.generate(prompts, params_of({"favoured": 20})):
+        for output in engine.generate(prompts, params_of({"counting": 1})):
             answers.append([o.token_ids for o in output.outputs])
-        monkeypatch.setattr("vllm_trie.worker.rows.BeamRows.copy_output_tokens", lambda *_: None)
+        monkeypatch.setattr("vllm_trie.worker.select.Selector.reorder_controls", lambda *_: None)
     assert right != wrong
 
 

@@ -35,7 +35,6 @@ def run(engine: Engine, jobs: list[tuple[list[int], SamplingParams]], after_step
         core.add_request(str(number), {"prompt_token_ids": prompt}, params, priority=-number)
     while core.has_unfinished_requests():
         finished.update({int(output.request_id): output for output in core.step()})
-        engine.check_rows()
         after_step()
     return [finished[number] for number in range(len(jobs))]
 
@@ -264,7 +263,6 @@ def test_rows_that_compute_their_histories_stay_within_the_budget(
     finished = {}
     while core.has_unfinished_requests():
         finished.update({output.request_id: output for output in core.step() if output.finished})
-        engine.check_rows()
     assert count_ties([finished["drawn apart"]], [expected]) == 0
 
 

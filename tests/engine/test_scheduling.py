@@ -88,12 +88,7 @@ def test_a_group_that_sits_out_steps_for_want_of_budget_goes_on_where_it_was(
     engines: Engines, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines(model, max_num_seqs=54, max_num_batched_tokens=64, long_prefill_token_threshold=15)
-    sat_out = []
-    rows_of = type(engine.runner.beam_rows)
-    settle = rows_of._settle
-    monkeypatch.setattr(
-        rows_of, "_settle", lambda self, group: (sat_out.append(len(group.row_ids)), settle(self, group))
-    )
+    engine.watched.restart()
     long = prompt_of(490)  # 15 tokens a step; once all three groups decode, 49 are set aside and 15 are left
     shorts = {4: prompt_of(62, 1), 28: prompt_of(62, 2), 20: prompt_of(4, 3)}  # by width
     core, finished = engine.llm.llm_engine, {}
@@ -104,7 +99,6 @@ def test_a_group_that_sits_out_steps_for_want_of_budget_goes_on_where_it_was(
 
     def step() -> None:
         finished.update({output.request_id: output for output in core.step()})
-        engine.check_rows()
 
     add("long", long, SamplingParams(temperature=0, max_tokens=5))
     for width, prompt in shorts.items():
@@ -113,7 +107,7 @@ def test_a_group_that_sits_out_steps_for_want_of_budget_goes_on_where_it_was(
             step()
     while core.has_unfinished_requests():
         step()
-    assert {4, 28} <= set(sat_out)
+    assert {4, 28} <= engine.watched.waiting
     assert list(finished["long"].outputs[0].token_ids) == transformers_greedy(model, long, 5)
     for width, prompt in shorts.items():
         theirs = transformers_beams(model, prompt, width, width, 50, eos_token_id=None)
@@ -190,8 +184,8 @@ def test_an_aborted_group_leaves_nothing_and_disturbs_nobody(engines: Engines, m
     (theirs,) = transformers_beams(model, prompt, 4, 1, 40, eos_token_id=None)
     assert list(finished[0].outputs[0].token_ids) == theirs.token_ids
     core.step()  # tells the worker
-    assert not engine.runner.beam_rows.groups
-    assert not engine.runner.requests
+    assert not engine.runner.groups
+    assert not engine.runner.req_states.req_id_to_index
 
 
 def test_hypotheses_that_nobody_waits_for_any_more_are_not_sent(engines: Engines, model: Path) -> None:

@@ -41,12 +41,15 @@ class BeamModelRunner(GPUModelRunner):
         self.groups: dict[str, GroupRows] = {}
         self.step = StepContext()
         self.rank_check = rank_check(self.vllm_config)
-        self.selector = Selector(self, self.groups)
-        self.drafter = None if self.speculator is None else Drafter(self, self.selector, self.rank_check)
+        self.selector: Selector
+        self.drafter: Drafter | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        assert self.sampler is not None
+        self.selector = Selector(self, self.groups, self.sampler)
         if self.speculator is not None:
+            self.drafter = Drafter(self, self.selector, self.rank_check)
             self.speculator.propose = partial(self._propose, self.speculator.propose)
 
     def execute_model(

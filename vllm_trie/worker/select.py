@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_trie.messages import Decided
 from vllm_trie.search.rules import SelectRules
@@ -43,13 +44,15 @@ class Selector:
     """Takes the steps of the search for the rows of one runner.
 
     Args:
-        runner: vLLM's, which holds the rows' tokens, blocks, and what penalties count.
+        runner: vLLM's, which holds the rows' tokens and blocks.
         groups: Its groups; their scores and newest tokens are updated.
+        sampler: vLLM's, which processes logits, and holds what penalties count.
     """
 
-    def __init__(self, runner: GPUModelRunner, groups: dict[str, GroupRows]) -> None:
+    def __init__(self, runner: GPUModelRunner, groups: dict[str, GroupRows], sampler: Sampler) -> None:
         self._runner = runner
         self._groups = groups
+        self._sampler = sampler
         self._stop_strings = stop_strings_of(runner.model_config)
 
     def select(
@@ -122,14 +125,13 @@ class Selector:
             slots: [N], whose options, and whose history: the tokens of the slot's request.
             depths: [N], how many of the tokens just before in the batch come on top of that history.
         """
-        batch, sampler = rows.batch, self._runner.sampler
-        assert sampler is not None
+        batch = rows.batch
         at, in_slots, local = (
             async_tensor_h2d(values, device=logits.device, dtype=torch.int64) for values in (index, slots, depths)
         )
         tokens = batch.logits_indices[at]
         positions = self._runner.req_states.num_computed_tokens_np[slots] + depths
-        return sampler.apply_sampling_params(
+        return self._sampler.apply_sampling_params(
             logits[at],
             in_slots,
             in_slots,
@@ -208,11 +210,9 @@ class Selector:
         Args:
             slots, sources: [R] int64.
         """
-        sampler = self._runner.sampler
-        assert sampler is not None
-        counts = sampler.penalties_state.output_bin_counts
+        counts = self._sampler.penalties_state.output_bin_counts
         counts[slots] = counts[sources]
-        for processor in sampler.logits_processors:
+        for processor in self._sampler.logits_processors:
             if (reorder := getattr(processor, "reorder_rows", None)) is not None:  # ours to offer, not vLLM's
                 reorder(slots, sources)
 

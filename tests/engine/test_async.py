@@ -1,7 +1,8 @@
-"""Beams on the V2 runner are transformers' and the V1 runner's, with async scheduling and without."""
+"""Beams are transformers' with async scheduling and without, and the worker's rows are what the scheduler believes."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from vllm import SamplingParams
 
 from tests.conftest import BLOCK_SIZE, Engines
 from tests.engine.test_scheduling import prompt_of
+from tests.engine.test_speculation import NOISE
 from tests.reference import agree, engine_answers, transformers_beams, transformers_greedy
-from tests.v2.rows import WatchedRows
 from vllm_trie import beam_params
 
 MAX_TOKENS = 14
@@ -55,10 +56,10 @@ def test_answers_are_those_of_transformers(
 ) -> None:
     model = random_model(kind)
     engine = engines(model, **LIMITS, async_scheduling=is_async)
-    watched = WatchedRows(engine, monkeypatch)
+    engine.watched.restart()
     check_answers(answers(engine), model)
-    assert watched.num_compared > 5 * MAX_TOKENS / 2
-    assert watched.most_pending == 1 + is_async
+    assert engine.watched.num_compared > 5 * MAX_TOKENS / 2
+    assert engine.watched.most_pending == 1 + is_async
 
 
 @MODES
@@ -66,7 +67,8 @@ def test_a_pool_driven_to_its_end_preempts_and_answers_the_same(
     engines: Engines, random_model: Callable[[str], Path], is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines(random_model("gqa"), **LIMITS, async_scheduling=is_async, num_gpu_blocks_override=13)
-    watched, pool = WatchedRows(engine, monkeypatch), engine.scheduler.kv_cache_manager.block_pool
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    engine.watched.restart()
     preempted, least = [], []
     preempt, update = engine.scheduler._preempt_request, engine.scheduler.update_from_output
 
@@ -83,19 +85,52 @@ def test_a_pool_driven_to_its_end_preempts_and_answers_the_same(
     check_answers(answers(engine), random_model("gqa"))
     assert preempted
     assert min(least) <= 1
-    assert watched.num_compared
+    assert engine.watched.num_compared
 
 
-def test_both_runners_answer_the_same(
+@MODES
+@pytest.mark.parametrize("speculation", ["off", "exact"])
+def test_ordinary_requests_speculate_beside_beams(
+    engines: Engines,
+    random_pair: Callable[[str, float], tuple[Path, Path]],
+    speculation: str,
+    is_async: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, draft = random_pair("gqa", NOISE)
+    engine = engines(
+        model,
+        **LIMITS,
+        async_scheduling=is_async,
+        speculative_config={"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3},
+        additional_config={"trie_beam": {"check_invariants": True, "speculation": speculation}},
+        disable_log_stats=False,
+    )
+    engine.watched.restart()
+    outputs = answers(engine)
+    check_answers(outputs, model)
+    steps = [output.kv_transfer_params["trie_beam"] for output in outputs[:-1] if output.kv_transfer_params is not None]
+    assert len(steps) == (len(SEARCHES) if speculation == "exact" else 0)
+    assert all(of_search["steps_per_forward"] > 1.2 for of_search in steps)
+    assert engine.watched.num_compared > 0
+    assert engine.watched.most_pending == 1 + (is_async and speculation == "off")
+    accepted = sum(m.value for m in engine.llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
+    assert accepted > 0, "ordinary requests do not speculate"
+
+
+def test_rows_hold_what_the_scheduler_believes_after_every_step(
     engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = random_model("gqa")
-    ours = answers(engines(model, **LIMITS, async_scheduling=True))
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    engine = engines(model, **LIMITS)
-    assert type(engine.runner).__name__ == "BeamCPUModelRunner"
-    for our, their in zip(ours, answers(engine), strict=True):
-        assert [o.token_ids for o in our.outputs] == [o.token_ids for o in their.outputs]
-        for a, b in zip(our.outputs, their.outputs, strict=True):
-            assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-4) or b.cumulative_logprob is None
-    engines.close()  # while an engine lives, vLLM remembers the environment that it began in
+    engine = engines(random_model("gqa"))
+    core, shuffled = engine.llm.llm_engine, random.Random(3)
+    engine.watched.restart()
+    for number, width in enumerate((1, 2, 5, 8, 8, 15)):
+        prompt = [shuffled.randrange(2, 300) for _ in range(shuffled.randrange(1, 3 * BLOCK_SIZE))]
+        params = beam_params(width, max_tokens=90, ignore_eos=number % 2 == 0)
+        core.add_request(f"group {number}", {"prompt_token_ids": prompt}, params)
+        ordinary = SamplingParams(max_tokens=10 * number + 1, ignore_eos=True)
+        core.add_request(f"beside {number}", {"prompt_token_ids": prompt}, ordinary)
+    while core.has_unfinished_requests():
+        core.step()
+    assert engine.watched.num_compared > 20 * 2 * BLOCK_SIZE
+    assert engine.watched.most_pending == 2

@@ -14,7 +14,6 @@ from vllm.sampling_params import RequestOutputKind
 from tests.conftest import Engine, Engines
 from tests.engine.test_preemption import count_ties
 from tests.engine.test_scheduling import prompt_of
-from tests.v2.rows import WatchedRows
 from vllm_trie import beam_params
 
 MAX_TOKENS = 8
@@ -63,17 +62,17 @@ def undisturbed(_engines: Engines, random_model: Callable[[str], Path]) -> list[
 def test_async_steps_answer_as_synchronous_ones(
     undisturbed: list[Any], engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched = WatchedRows(engine, monkeypatch)
+    engine.watched.restart()
     assert count_ties(run(engine, lambda _: None), undisturbed) == 0
-    assert watched.most_pending == 2
-    assert watched.num_compared >= 3 * (MAX_TOKENS - 1) * 4
+    assert engine.watched.most_pending == 2
+    assert engine.watched.num_compared >= 3 * (MAX_TOKENS - 1) * 4
 
 
 def test_preemption_with_steps_on_their_way(
     undisturbed: list[Any], engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler, seen, preempted_with = engine.scheduler, dict[str, int](), list[int]()
-    watched = WatchedRows(engine, monkeypatch)
+    engine.watched.restart()
 
     def preempt_whenever_a_search_is_further(_: int) -> None:
         lengths = {group_id: group.length for group_id, group in scheduler.groups.items()}
@@ -85,7 +84,7 @@ def test_preemption_with_steps_on_their_way(
 
     assert count_ties(run(engine, preempt_whenever_a_search_is_further), undisturbed) == 0
     assert any(preempted_with), "nothing was on its way"
-    assert watched.num_compared
+    assert engine.watched.num_compared
 
 
 def test_a_reset_with_steps_on_their_way(undisturbed: list[Any], engine: Engine) -> None:
