@@ -88,14 +88,12 @@ def test_no_record_is_left_of_a_version_that_is_not_supported() -> None:
 def test_every_override_of_a_vllm_method_is_listed() -> None:
     from vllm_trie.engine.async_scheduler import AsyncBeamScheduler
     from vllm_trie.engine.kv_cache import BeamKVCacheManager
-    from vllm_trie.worker.cpu_worker import BeamCPUWorker
+    from vllm_trie.worker.cpu_worker import BeamCPUModelRunner, BeamCPUWorker
     from vllm_trie.worker.gpu_worker import BeamGPUWorker
-    from vllm_trie.worker.v1_cpu import BeamCPUModelRunner
-    from vllm_trie.worker.v2_cpu import BeamCPUModelRunnerV2
 
     listed = {touched.target for touched in TOUCHED}
-    ends = (AsyncBeamScheduler, BeamKVCacheManager, BeamCPUModelRunner, BeamCPUModelRunnerV2)
-    ours = {cls for end in (*ends, BeamCPUWorker, BeamGPUWorker) for cls in end.__mro__}
+    ends = (AsyncBeamScheduler, BeamKVCacheManager, BeamCPUModelRunner, BeamCPUWorker, BeamGPUWorker)
+    ours = {cls for end in ends for cls in end.__mro__}
     for cls in {cls for cls in ours if cls.__module__.startswith("vllm_trie.")}:
         for name, member in vars(cls).items():
             if not inspect.isfunction(inspect.unwrap(member)) or (name.startswith("__") and name != "__init__"):

@@ -35,14 +35,15 @@ def modules():
         target = importlib.import_module(module)
         for part in name.split("."):
             target = getattr(target, part)
+        target = target.fget if isinstance(target, property) else target
         yield entry["target"], target.__module__ if isinstance(target, type) else target.__globals__["__name__"]
 ours = [name for name, module in modules() if module.startswith("vllm_trie")]
 """
 
 SELECTED = """
-assert config.scheduler_config.scheduler_cls == "vllm_trie.engine.scheduler.BeamScheduler"
+assert config.scheduler_config.scheduler_cls == "vllm_trie.engine.async_scheduler.AsyncBeamScheduler"
 assert config.parallel_config.worker_cls == "vllm_trie.worker.cpu_worker.BeamCPUWorker"
-assert config.scheduler_config.async_scheduling is False
+assert config.scheduler_config.async_scheduling and config.use_v2_model_runner
 """
 
 
@@ -74,9 +75,12 @@ def test_installed_it_leaves_vllm_untouched_until_an_engine_selects_it() -> None
         + """
 assert config.scheduler_config.scheduler_cls is None
 assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+assert not config.scheduler_config.async_scheduling and not config.use_v2_model_runner
 # Those that decide about selection; they have just handed the call on.
-wrapped = ("create_engine_config", "add_cli_args", "from_cli_args")
-assert ours == [f"vllm.engine.arg_utils:EngineArgs.{name}" for name in wrapped], ours
+assert {name.split(".")[-1] for name in ours} == {
+    "create_engine_config", "add_cli_args", "from_cli_args",
+    "use_v2_model_runner", "_validate_v2_model_runner", "check_and_update_config",
+}, ours
 """
         + CONFIGURE.replace("**OPTIONS", "additional_config={'trie_beam': {'reclaim_interval': 3}}")
         + SELECTED
@@ -94,10 +98,17 @@ def drafting(**changed: object) -> dict[str, object]:
     return {"speculative_config": {**DRAFTING, **changed}}
 
 
-STARTS = "vllm_trie.engine.scheduler.BeamScheduler"
+STARTS, STARTS_SYNC = "vllm_trie.engine.async_scheduler.AsyncBeamScheduler", "vllm_trie.engine.scheduler.BeamScheduler"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 ENGINES: list[tuple[dict, str]] = [  # options, and what comes of them where VLLM_PLUGINS=trie_beam selects
     ({}, STARTS),
+    ({"async_scheduling": True}, STARTS),
+    ({"async_scheduling": False}, STARTS_SYNC),
+    ({"enable_prompt_embeds": True}, "trie_beam does not support enable_prompt_embeds on a CPU without Triton; start"),
+    (
+        {"watermark_config": {"algorithm": "gumbel", "key": 1}},
+        "trie_beam does not support watermark_config on a CPU without Triton; start vLLM without it",
+    ),
     ({"additional_config": {"trie_beam": {"reclaim_intervall": 1}}}, "did you mean reclaim_interval"),
     ({"additional_config": {"trie-beam": {}}}, "unknown key 'trie-beam' in additional_config; did you mean"),
     ({"scheduler_cls": "mine.Scheduler"}, "scheduler_cls='mine.Scheduler' and trie_beam exclude each other"),
@@ -113,7 +124,11 @@ ENGINES: list[tuple[dict, str]] = [  # options, and what comes of them where VLL
         "does not support speculative_config with method='ngram' (use \"draft_model\"); start vLLM without it",
     ),
     (drafting(), STARTS),
-    (drafting(method=None) | {"async_scheduling": True}, STARTS),
+    (drafting(method=None) | {"async_scheduling": False}, STARTS_SYNC),
+    (
+        drafting(rejection_sample_method="block"),
+        "trie_beam does not support rejection_sample_method on a CPU without Triton; start vLLM without it",
+    ),
     (drafting(num_speculative_tokens=31) | {"block_size": 32}, STARTS),
     (drafting() | {"additional_config": {"trie_beam": {"speculation": "sample"}}}, STARTS),
     ({"additional_config": {"trie_beam": {"do_sample": True}}}, STARTS),
@@ -189,6 +204,19 @@ def test_a_model_that_cannot_have_beams_is_served_without_them(tmp_path: Path, m
     feature = "a model without attention, or with Mamba or linear attention layers"
     assert warned == [f"trie_beam has no beams for {feature}: this engine stays as it is"]
     assert why_without_beams(config) == f"with {feature}, for which trie_beam has no beams"
+
+
+def test_model_runner_v1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(ValueError, match="trie_beam needs vLLM's Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER=0"):
+        EngineArgs(str(TRAINED_TARGET), **SELECTING).create_engine_config()
+
+
+def test_what_model_runner_v2_cannot_do_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    cannot = "vllm.config.VllmConfig._get_v2_model_runner_unsupported_features"
+    monkeypatch.setattr(cannot, lambda config: ["dual batch overlap"])
+    with pytest.raises(ValueError, match="trie_beam does not support dual batch overlap; start vLLM without it"):
+        EngineArgs(str(TRAINED_TARGET), **SELECTING).create_engine_config()
 
 
 def test_another_vllm_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.entrypoints.cli import add_plugin_flag
 from vllm_trie.patching import Patch, verify_once
 from vllm_trie.speculation_options import check_drafts
-from vllm_trie.worker.cpu.config import configure_engines_on_cpu
+from vllm_trie.worker.cpu.config import configure_engines_on_cpu, unsupported_without_triton
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -165,6 +165,8 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
         and budget < scheduler.max_num_seqs,
         **_unsupported_speculation(vllm_config),
         **dict.fromkeys(vllm_config._get_v2_model_runner_unsupported_features(), True),
+        "a machine without Triton, which Model Runner V2 needs": not vllm_config.use_v2_model_runner,
+        **unsupported_without_triton(vllm_config),
         "kv_transfer_config (KV connectors)": vllm_config.kv_transfer_config is not None,
         "distributed_executor_backend='external_launcher' with several ranks": is_launched_apart(parallel),
         "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,

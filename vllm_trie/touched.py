@@ -1,6 +1,7 @@
 """Every piece of vLLM that this plugin wraps, replaces or overrides, why, and when it can go."""
 
 from vllm_trie.patching import Touched
+from vllm_trie.worker.cpu.replace import replacements
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _KV_CACHE = "vllm.v1.core.kv_cache_manager:KVCacheManager"
@@ -19,6 +20,8 @@ _BY_RUNNER = "overridden by vllm_trie.worker.v1.BeamModelRunner"
 _BY_SPECULATION = "overridden by vllm_trie.worker.v1_speculation.SpeculatingModelRunner"
 _GROUPS = "vLLM schedules a request that runs as several rows"
 _NATIVE = "vLLM has beam search in its engine"
+_NO_TRITON = "Triton has no compiler for CPUs, unless triton-cpu is installed"
+_CPU_KERNELS = "Model Runner V2 runs on CPUs without Triton (vllm-project/vllm#55847)"
 
 TOUCHED = (
     Touched(
@@ -382,5 +385,17 @@ TOUCHED = (
             ),
             ("vllm.v1.worker.gpu.async_utils:AsyncOutput", "v2.BeamOutput", "is wrapped"),
         )
+    ),
+    *(
+        Touched(target, "wrapped by vllm_trie.worker.cpu.config", why, _CPU_KERNELS)
+        for target, why in (
+            ("vllm.config.vllm:VllmConfig.use_v2_model_runner", "a CPU without Triton gets Model Runner V1"),
+            ("vllm.config.vllm:VllmConfig._validate_v2_model_runner", "refuses Model Runner V2 without Triton"),
+            ("vllm.platforms.cpu:CpuPlatform.check_and_update_config", "switches async scheduling off"),
+        )
+    ),
+    *(
+        Touched(target, f"replaced by {function.__module__}.{function.__name__}", _NO_TRITON, _CPU_KERNELS)
+        for target, function in replacements().items()
     ),
 )

@@ -35,6 +35,10 @@ def extra(**extra_args: object) -> SamplingParams:
         (SamplingParams(n=3, extra_args={"beam_width": 2}), "n=3 exceeds beam_width=2"),
         (SamplingParams(seed=5, extra_args={"beam_width": 2}), "seed=5 has nothing to decide in a beam search"),
         (extra(beam_width=2, length_penalty=float("nan")), "length_penalty=nan is not a number between -6 and 6"),
+        (
+            SamplingParams(thinking_token_budget=3),
+            "thinking_token_budget=3 is not supported .* on a CPU without Triton",
+        ),
     ],
 )
 def test_bad_request_is_refused_and_the_next_one_served(engine: Engine, params: SamplingParams, message: str) -> None:

@@ -15,13 +15,14 @@ from vllm.utils import random_uuid
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_trie.config import TrieBeamConfig
+from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.params import TICKET, BeamParams, EngineLimits, GroupTicket, validate
 from vllm_trie.patching import Patch, record_of
 from vllm_trie.plugin import has_beams, why_without_beams
 from vllm_trie.sources import installed_vllm
 from vllm_trie.speculation_options import OPTIONS, resolve
 from vllm_trie.versions import own_beams
+from vllm_trie.worker.cpu.config import needs_cpu_kernels
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,8 +63,11 @@ def _checking(original: Callable[..., EngineCoreRequest]) -> Callable[..., Engin
     def process_inputs(
         self: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> EngineCoreRequest:
-        with refusing():
-            beam = searches(params, self.vllm_config) if isinstance(params, SamplingParams) else None
+        beam = None
+        if isinstance(params, SamplingParams):
+            with refusing():
+                _refuse_without_kernel(params, self.vllm_config)
+                beam = searches(params, self.vllm_config)
         request = original(self, request_id, prompt, params, *args, **kwargs)
         if beam is not None:
             with refusing():
@@ -71,6 +75,14 @@ def _checking(original: Callable[..., EngineCoreRequest]) -> Callable[..., Engin
         return request
 
     return process_inputs
+
+
+def _refuse_without_kernel(params: SamplingParams, vllm_config: VllmConfig) -> None:
+    if params.thinking_token_budget is not None and has_beams(vllm_config) and needs_cpu_kernels():
+        raise ValueError(
+            f"thinking_token_budget={params.thinking_token_budget} is not supported by {PLUGIN_NAME} on a CPU without "
+            "Triton; leave it out, or start the engine without the plugin"
+        )
 
 
 def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | None:

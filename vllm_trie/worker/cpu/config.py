@@ -25,6 +25,21 @@ def needs_cpu_kernels() -> bool:
     return current_platform.is_cpu() and not HAS_TRITON
 
 
+def unsupported_without_triton(vllm_config: VllmConfig) -> dict[str, bool]:
+    """Which features there are no CPU kernels for, and whether this engine uses them."""
+    if not needs_cpu_kernels():
+        return {}
+    model, speculation = vllm_config.model_config, vllm_config.speculative_config
+    features = {
+        "enable_prompt_embeds": model.enable_prompt_embeds,
+        "enable_trace_replay": model.enable_trace_replay,
+        "return_sampling_mask": model.return_sampling_mask,
+        "watermark_config": vllm_config.watermark_config is not None,
+        "rejection_sample_method": speculation is not None and speculation.rejection_sample_method != "standard",
+    }
+    return {f"{feature} on a CPU without Triton": is_used for feature, is_used in features.items()}
+
+
 def configure_engines_on_cpu(has_beams: HasBeams) -> None:
     """Wrap what chooses runner and scheduling on a CPU; engines without beam groups keep what vLLM chooses."""
     from vllm.platforms import current_platform
