@@ -298,14 +298,13 @@ def machine(setting: Setting) -> dict[str, Any]:
     import vllm
 
     engine = f"dtype={setting.dtype}, block_size={BLOCK_SIZE}, max_num_seqs={MAX_NUM_SEQS}, enforce_eager=True"
-    runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "python": platform.python_version(),
         "vllm": vllm.__version__,
-        "engine": engine + (f", VLLM_USE_V2_MODEL_RUNNER={runner}" if runner else ""),
+        "engine": engine,
     }
 
 

@@ -32,6 +32,11 @@ def manager_of(llm: Any) -> Any:
     return core_of(llm).scheduler.kv_cache_manager
 
 
+def runner_of(llm: Any) -> Any:
+    """The model runner of an engine that has one alone."""
+    return core_of(llm).model_executor.driver_worker.worker.model_runner
+
+
 def has_window(llm: Any) -> bool:
     """Whether KV blocks leave a window that attention sees."""
     groups = manager_of(llm).kv_cache_config.kv_cache_groups
