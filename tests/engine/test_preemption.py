@@ -152,13 +152,13 @@ def test_a_resumed_group_computes_what_its_rows_have_in_common_once(
 ) -> None:
     engine = engines(random_model("gqa"), enable_prefix_caching=False)
     computed = []
-    stock = type(engine.runner)._update_states
+    stock = type(engine.runner).prepare_inputs
 
-    def update_states(self: Any, scheduler_output: Any) -> Any:
+    def prepare_inputs(self: Any, scheduler_output: Any, *args: Any) -> Any:
         computed.append(scheduler_output.total_num_scheduled_tokens)
-        return stock(self, scheduler_output)
+        return stock(self, scheduler_output, *args)
 
-    monkeypatch.setattr(type(engine.runner), "_update_states", update_states)
+    monkeypatch.setattr(type(engine.runner), "prepare_inputs", prepare_inputs)
     steps = 0
 
     def preempt_once() -> None:
@@ -234,7 +234,7 @@ def test_a_pause_holds_groups_where_they_are(
             else:
                 engine.core.sleep(0, "keep")
             for _ in range(3):
-                engine.core.step()
+                engine.core.step_fn()
             assert group.length == length
             engine.core.resume_scheduler()
 

@@ -37,14 +37,14 @@ def answers(outputs: list[Any]) -> list[list[tuple[list[int], float]]]:
 def watch_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(rows, tokens) of every step that the model runs."""
     steps = []
-    stock = type(engine.runner)._update_states
+    stock = type(engine.runner).prepare_inputs
 
-    def update_states(self: Any, scheduler_output: Any) -> Any:
+    def prepare_inputs(self: Any, scheduler_output: Any, *args: Any) -> Any:
         counts = scheduler_output.num_scheduled_tokens
         steps.append((len(counts), sum(counts.values())))
-        return stock(self, scheduler_output)
+        return stock(self, scheduler_output, *args)
 
-    monkeypatch.setattr(type(engine.runner), "_update_states", update_states)
+    monkeypatch.setattr(type(engine.runner), "prepare_inputs", prepare_inputs)
     return steps
 
 
@@ -198,8 +198,8 @@ def test_hypotheses_that_nobody_waits_for_any_more_are_not_sent(engines: Engines
     engine.scheduler.finish_requests([first, second], RequestStatus.FINISHED_ABORTED)
     sent = []
     while engine.scheduler.has_requests():
-        outputs, _ = engine.core.step()
-        sent += [output for of_client in outputs.values() for output in of_client.outputs]
+        outputs, _ = engine.core.step_fn()
+        sent += [output for of_client in (outputs or {}).values() for output in of_client.outputs]
     theirs = transformers_beams(model, prompt, 4, 3, 20, eos_token_id=None)
     assert [(output.request_id, output.new_token_ids) for output in sent] == [(third, theirs[2].token_ids)]
     core.abort_request(["g"])

@@ -99,15 +99,15 @@ def check_exact(
     return outputs[: len(asked)]
 
 
-def watch_commits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Of every commit: the step that filled the roots' block, and how many steps there were."""
-    commits, stock = [], verify.commit
+def watch_accepted_paths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of every path that is accepted: the step that filled the roots' block, and how many steps there were."""
+    commits, stock = [], verify.accept_path
 
-    def commit(rows: Any, one: Any, steps: Any, beams: Any) -> Any:
+    def accept_path(selector: Any, one: Any, steps: Any, beams: Any) -> Any:
         commits.append((BLOCK_SIZE - one.start % BLOCK_SIZE, len(steps)))
-        return stock(rows, one, steps, beams)
+        return stock(selector, one, steps, beams)
 
-    monkeypatch.setattr(verify, "commit", commit)
+    monkeypatch.setattr(verify, "accept_path", accept_path)
     return commits
 
 
@@ -188,7 +188,7 @@ def test_with_the_target_as_its_own_draft_model_every_step_is_found(
     """However few drafts: those that beam search would keep come first. Blocks become full at every step of commits."""
     model, num_layers, num_forwards = random_model("gqa"), 4, 8
     engine = speculating(engines, (model, model), num_layers, max_num_seqs=512, max_num_batched_tokens=2048)
-    commits, num_steps = watch_commits(monkeypatch), num_layers + 1
+    commits, num_steps = watch_accepted_paths(monkeypatch), num_layers + 1
     options = {"max_tokens": 1 + num_forwards * num_steps, "ignore_eos": True}
     lengths = range(BLOCK_SIZE - num_steps, BLOCK_SIZE)
     asked = [(prompt_of(n, n), {"beam_width": w, "draft_width": w, **options}) for w in WIDTHS for n in lengths]
@@ -230,7 +230,7 @@ def test_searches_of_every_kind_share_a_batch(engines: Engines) -> None:
 @pytest.mark.parametrize("width", [1, 4])
 def test_beam_search_of_the_llm_finds_the_same(engines: Engines, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
-    commits = watch_commits(monkeypatch)
+    commits = watch_accepted_paths(monkeypatch)
     defaults = engine.llm.llm_engine.vllm_config.additional_config["trie_beam"]
     prompts = [{"prompt_token_ids": p} for p in trained_prompts([Case(width, 1.0, False, True, 40)] * 3)]
     for params in (

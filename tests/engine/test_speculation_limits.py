@@ -22,6 +22,7 @@ from tests.engine.test_speculation import (
     steps_per_forward,
 )
 from vllm_trie import beam_params
+from vllm_trie.worker.draft import ForestStep
 from vllm_trie.messages import Grant, group_steps
 
 BYTES_PER_PAIR_OF_BLOCKS = 2 * BYTES_PER_BLOCK  # the target's and the draft's
@@ -43,8 +44,8 @@ class Watch:
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.grants: list[tuple[int, Grant | None]] = []
         self.least_free = engine.scheduler.kv_cache_manager.num_usable_blocks
-        scheduler, runner = engine.scheduler, engine.runner
-        schedule, draft, manager = scheduler.schedule, runner.speculator.draft, scheduler.kv_cache_manager
+        scheduler, drafter = engine.scheduler, engine.runner.drafter
+        schedule, draft, manager = scheduler.schedule, drafter.draft, scheduler.kv_cache_manager
 
         def scheduled(*args: Any) -> Any:
             output = schedule(*args)
@@ -55,18 +56,19 @@ class Watch:
             self.least_free = min(self.least_free, manager.num_usable_blocks - manager.num_used_blocks)
             return output
 
-        def drafted(output: Any) -> None:
-            draft(output)
+        def drafted(context: Any, groups: Any, output: Any) -> dict[str, ForestStep]:
+            forests = draft(context, groups, output)
             counts = output.num_scheduled_tokens.values()
-            assert len(counts) == runner.input_batch.num_reqs <= scheduler.max_num_running_reqs
+            assert len(counts) <= scheduler.max_num_running_reqs
             assert sum(counts) == output.total_num_scheduled_tokens <= scheduler.max_num_scheduled_tokens
-            for one in runner.speculator.groups.values():
+            for one in forests.values():
                 assert one.num_layers > 0, "what was granted is too little to draft with"
                 assert one.forest.num_row_tokens <= one.grant.max_tokens
-                assert len(one.forest.rows) <= len(one.index) + len(one.grant.spare_rows)
+                assert len(one.forest.rows) <= one.num_beams + len(one.grant.spare_rows)
+            return forests
 
         monkeypatch.setattr(scheduler, "schedule", scheduled)
-        monkeypatch.setattr(runner.speculator, "draft", drafted)
+        monkeypatch.setattr(drafter, "draft", drafted)
 
     def happened(self) -> set[str]:
         given = [(width, grant) for width, grant in self.grants if grant is not None]
@@ -172,7 +174,7 @@ def test_beyond_the_length_that_the_draft_model_takes_steps_are_plain(engines: E
 def test_a_search_too_long_for_the_draft_model_leaves_others_their_drafts(engines: Engines, pair: Pair) -> None:
     target, draft = pair
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4, "max_model_len": 96}
-    engine = engines(target, speculative_config=config, enable_prefix_caching=False)
+    engine = engines(target, speculative_config=config, enable_prefix_caching=False, async_scheduling=False)
     core, num_steps = engine.llm.llm_engine, 0
     options = {"beam_width": 2, "draft_width": 6, "ignore_eos": True, "max_tokens": 40}
 

@@ -356,7 +356,8 @@ class BeamScheduler(Scheduler):
             request.append_output_token_ids(int(step.tokens[0]))
             if over:  # what the worker, which does not know the pool, decided beyond that is dropped
                 break
-        request.num_computed_tokens += len(forks) - 1
+        if not is_stale:  # else nothing is computed any more
+            request.num_computed_tokens += len(forks) - 1
         counts = SearchCounts.of(decided, len(forks), is_prompt=not was_decoding)
         self.tally.counts.add(counts)
         group.counts.add(counts)

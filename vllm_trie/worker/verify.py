@@ -154,6 +154,7 @@ def _beam_sampling(nodes: _Nodes) -> Found:
     slots_of_rows = np.arange(one.num_beams)  # by row of the distribution: the beam that it continues
     scores = one.group.scores
     logprobs: torch.Tensor
+    newest: Step  # on the device
 
     def target(verified: Verified | None) -> torch.Tensor:
         """The target's joint distribution; after the first layer with a row for each draft of the layer before."""
@@ -164,9 +165,10 @@ def _beam_sampling(nodes: _Nodes) -> Found:
         return of_rows
 
     def take(cells: np.ndarray) -> tuple[Step, np.ndarray]:
+        nonlocal newest
         rules, drawn = nodes.rules[len(steps)], torch.from_numpy(cells).to(logprobs.device)
-        step, slots = take_cells(rules, logprobs, scores, drawn, nodes.completes(rules, beams[-1]))
-        return _on_host(step), slots.cpu().numpy()
+        newest, slots = take_cells(rules, logprobs, scores, drawn, nodes.completes(rules, beams[-1]))
+        return _on_host(newest), slots.cpu().numpy()
 
     for verified in verified_layers(one.drafts, target, one.draft_rules, one.rng):
         rows, tokens = np.divmod(verified.cells, logprobs.shape[-1])
@@ -185,5 +187,5 @@ def _beam_sampling(nodes: _Nodes) -> Found:
         accepted.append(0)
     mode = one.step.rules.law
     if mode is not None and mode.keeps_one:
-        steps[-1] = best_of(steps[-1])
+        steps[-1] = _on_host(best_of(newest))
     return steps, beams[: len(steps)], accepted
