@@ -11,6 +11,7 @@ import json
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -28,16 +29,24 @@ CLOCKS = ("wall", "cpu")
 COUNTS = ("steps", "target_forwards", "drafted", "accepted")
 
 
-def time_in_turns(case: Case, sides: dict[str, Side], is_by_step: bool, repeats: int) -> dict[str, Any]:
-    """Milliseconds of each side by each clock, in the order in which it ran, and whether all answer the same."""
+def time_in_turns(case: Case, sides: dict[str, Side], is_by_step: bool, repeats: int, seconds: float) -> dict[str, Any]:
+    """Milliseconds of each side by each clock, in the order in which it ran, and whether all answer the same.
+
+    Args:
+        is_by_step: Of a decoding step; otherwise of a token.
+        repeats: Turns at least.
+        seconds: That they shall take at least, together.
+    """
     answers = [side.run(case)["answers"] for side in sides.values()]  # which also warms up
     divisor = 1 if is_by_step else len(answers[0]) * case.options["max_tokens"]
     ms: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in sides} for clock in CLOCKS}
-    for repeat in range(repeats):
-        for name in list(sides)[:: -1 if repeat % 2 else 1]:
-            seconds = sides[name].run(case)["step" if is_by_step else "whole"]
+    end, turn = time.monotonic() + seconds, 0
+    while turn < repeats or time.monotonic() < end:
+        for name in list(sides)[:: -1 if turn % 2 else 1]:
+            taken = sides[name].run(case)["step" if is_by_step else "whole"]
             for clock in CLOCKS:
-                ms[clock][name].append(1000 * seconds[clock] / divisor)
+                ms[clock][name].append(1000 * taken[clock] / divisor)
+        turn += 1
     first, *others = sides
     ratios = {clock: {name: median_ratio(own[name], own[first]) for name in others} for clock, own in ms.items()}
     return {"case": case.name, "same_answers": all(one == answers[0] for one in answers), "ms": ms, "ratios": ratios}
@@ -110,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder, closing(Sides(args.revision, Path(folder))) as sides:
         for name in args.only:
             section = SECTIONS[name]
-            in_turns = partial(time_in_turns, is_by_step=section.is_by_step, repeats=args.repeats)
+            in_turns = partial(time_in_turns, is_by_step=section.is_by_step, repeats=args.repeats, seconds=args.seconds)
             show_times(section, measured(name, section.sides, section.cases(), in_turns))
             if name == "dsbd":
                 show_counts(measured("steps", (OLDER, NEWER), steps_cases(args.prompts), count_steps))
@@ -120,7 +129,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.against", description=__doc__.splitlines()[0])
     parser.add_argument("revision", help="the older side: a commit of this repository, as git names it")
     parser.add_argument("--only", type=_sections, default=list(SECTIONS), help=f"of {','.join(SECTIONS)}")
-    parser.add_argument("--repeats", type=int, default=6, help="turns of every side at a case")
+    parser.add_argument("--repeats", type=int, default=4, help="turns of every side at a case, at least")
+    parser.add_argument("--seconds", type=float, default=16, help="for a case, at least; short ones have more turns")
     parser.add_argument("--prompts", type=int, default=2, help="of each cell of steps per forward; RESULTS.md has 16")
     parser.add_argument("--out", type=Path, default=Path("results/against.json"), help="all that is measured, as JSON")
     return parser

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.against import __main__ as against
 from benchmarks.against import cases
-from tests.conftest import ROOT
+from benchmarks.against.sides import ROOT, Side
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a commit to compare with")
@@ -18,7 +18,7 @@ def test_a_commit_is_compared_with_this_checkout(
 ) -> None:
     monkeypatch.setattr(cases, "BEAMS", ((2, 1, 8), (2, 2, 8)))
     out = tmp_path / "against.json"
-    against.main(["HEAD", "--only", "beams", "--repeats", "1", "--out", str(out)])
+    against.main(["HEAD", "--only", "beams", "--repeats", "1", "--seconds", "0", "--out", str(out)])
     measured = json.loads(out.read_text())
     assert [case["case"] for case in measured["beams"]] == ["1 x 2 beams", "2 x 2 beams"]
     for case in measured["beams"]:
@@ -30,8 +30,6 @@ def test_a_commit_is_compared_with_this_checkout(
 
 
 def test_a_side_that_cannot_start_tells_why(tmp_path: Path) -> None:
-    from benchmarks.against.sides import Side
-
     with pytest.raises(RuntimeError, match=r"(?s)older ended:.*no-such-model"):
         Side("older", tmp_path, "no-such-model", None)
 
