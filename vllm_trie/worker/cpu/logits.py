@@ -100,8 +100,8 @@ def apply_logit_bias(
         logits[row, token] = MINUS_INFINITY
         if check_all_masked_rows:
             nothing_left = (logits.amax(-1) == MINUS_INFINITY) & (restore_when_all_masked[expanded_idx_mapping] != 0)
-            restored = nothing_left[row] & saved.isfinite()
-            logits[row[restored], token[restored]] = saved[restored]
+            kept = nothing_left[row]
+            logits[row[kept], token[kept]] = saved[kept]
 
 
 @kernel("sample.bad_words:_bad_words_kernel")

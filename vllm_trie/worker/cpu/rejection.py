@@ -71,9 +71,8 @@ def rejection_sample(
     taken[place], sampled[place] = is_taken.long(), draft
     num_taken = taken.cumprod(1).sum(1)
     last = cu_num_logits[:-1] + num_taken
-    without = ((temperatures[last] != 0) & (draft[last] >= 0)).nonzero()[:, 0]
-    logits = target_logits[last].float()
-    logits[without, draft[last][without]] = float("-inf")
+    rejected, logits = (draft[last] >= 0).nonzero()[:, 0], target_logits[last].float()
+    logits[rejected, draft[last][rejected]] = float("-inf")
     sampled[torch.arange(len(last)), num_taken] = draw(logits, temperatures[last], seeds[last], pos[last], use_fp64)
     return sampled, (num_taken + 1).int()
 

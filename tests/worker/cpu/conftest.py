@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.worker.cpu.interpreter import Interpreter
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """vLLM's own kernels elsewhere, and ours in this process."""
+    import vllm.v1.worker.cpu_worker  # noqa: F401  patches torch for a CPU
+
+    from vllm_trie.worker.cpu.replace import install
+
+    interpreter = Interpreter()
+    install()
+    yield interpreter
+    interpreter.close()
