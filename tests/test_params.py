@@ -9,9 +9,9 @@ import pytest
 from vllm import SamplingParams
 
 from vllm_trie import BeamParams, beam_params
-from vllm_trie.controls import is_controlled, stop_tokens, warping
+from vllm_trie.controls import is_controlled, logits_filters, stop_tokens
 from vllm_trie.params import EngineLimits, validate
-from vllm_trie.search.warping import Warping
+from vllm_trie.search.filters import LogitsFilters
 
 LIMITS = EngineLimits(max_num_seqs=64, max_model_len=512, vocab_size=300, block_size=32, num_blocks=1000)
 
@@ -137,11 +137,11 @@ def test_fields_that_beam_search_does_not_honour_are_refused(field: str, value: 
 def test_fields_that_vllms_beams_ignore_are_refused_under_its_semantics(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f'{field}={value} is not supported under semantics="vllm"'):
         beam_params(2, semantics="vllm", **{field: value})
-    assert warping(beam_params(2, **{field: value})) == Warping(**{field: value})
+    assert logits_filters(beam_params(2, **{field: value})) == LogitsFilters(**{field: value})
 
 
-def test_no_temperature_and_no_limit_are_no_warping() -> None:
-    assert warping(SamplingParams(temperature=0.0, top_k=-1)) == Warping()
+def test_no_temperature_and_no_limit_are_no_filters() -> None:
+    assert logits_filters(SamplingParams(temperature=0.0, top_k=-1)) == LogitsFilters()
 
 
 def test_logprobs_of_the_whole_vocabulary_are_refused() -> None:

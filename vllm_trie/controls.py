@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_trie.search.warping import Warping
+from vllm_trie.search.filters import LogitsFilters
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -30,9 +30,9 @@ def is_controlled(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or any(getattr(params, name) for name in _CONTROLS)
 
 
-def warping(params: SamplingParams) -> Warping:
+def logits_filters(params: SamplingParams) -> LogitsFilters:
     """What temperature and filters do to each row. `temperature=0.0`, which asks for no sampling, does not scale."""
-    return Warping(params.temperature or 1.0, params.min_p, max(params.top_k, 0), params.top_p)
+    return LogitsFilters(params.temperature or 1.0, params.min_p, max(params.top_k, 0), params.top_p)
 
 
 def refuse_unsupported(params: SamplingParams, beam: BeamParams) -> None:

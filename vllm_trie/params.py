@@ -9,8 +9,8 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.controls import refuse_unsupported, stop_tokens
-from vllm_trie.search.pruning import Pruning
-from vllm_trie.search.step import num_candidates
+from vllm_trie.search.filters import Pruning
+from vllm_trie.search.rules import num_candidates
 from vllm_trie.search.stopping import EarlyStopping
 from vllm_trie.speculation_options import EXTRAS, FLAGS, SpeculationOptions, check_together
 from vllm_trie.trie.blocks import least_blocks_to_start

@@ -6,13 +6,13 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from tests.trie.walks import NUM_WALKS, OPERATIONS, walks
-from vllm_trie.search.step import assign_slots
+from vllm_trie.search.slots import choose as choose_children
 from vllm_trie.trie.blocks import BlockCopy, BlockCounts, BlockTrie, blocks_to_widen
 
 MOST_TOKENS = 60  # per row; then the group ends and another begins with its blocks
@@ -200,10 +200,9 @@ class ModelledGroup:
 
 def random_parents(choose: random.Random, width: int) -> list[int]:
     """By slot, as the search assigns them."""
-    children = np.array([[choose.randrange(width) for _ in range(width)]])
-    parents = np.empty(width, dtype=int)
-    parents[assign_slots(children)[0]] = children[0]
-    return parents.tolist()
+    children = torch.tensor([[choose.randrange(width) for _ in range(width)]])
+    chosen = choose_children(children, torch.ones_like(children, dtype=torch.bool), width)
+    return children.gather(1, chosen)[0].tolist()
 
 
 def test_every_row_reads_back_its_own_history() -> None:

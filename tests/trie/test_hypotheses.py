@@ -47,9 +47,9 @@ class ModelledTrie:
     def advance(self) -> None:
         width = self.width if self.choose.random() < 0.9 else self.choose.randint(1, 2 * self.width)
         parents = [self.choose.randrange(len(self.rows)) for _ in range(width)]
-        notes = [f"step {self.num_tokens}, row {row}" for row in range(len(self.rows))]
+        notes = [f"step {self.num_tokens}, row {row}" for row in range(len(parents))]
         notes = self.choose.choice([notes, None])
-        new = [self.new_token(notes and notes[parent]) for parent in parents]
+        new = [self.new_token(notes and notes[row]) for row in range(len(parents))]
         before = self.live()
         self.rows = [[*self.rows[parent], token] for parent, token in zip(parents, new, strict=True)]
         self.most_nodes = max(self.most_nodes, len(before) + width)
@@ -158,12 +158,12 @@ def test_dropped_node_is_the_next_one_used() -> None:
     assert trie.finish(1, 8, -5.0) == node
 
 
-def test_notes_come_from_the_parent_rows_and_are_none_without() -> None:
+def test_notes_go_to_the_new_rows_and_are_none_without() -> None:
     trie = three_rows()
     trie.advance([2, 2, 0], [4, 5, 6], [-4.0, -5.0, -6.0], ["first", "second", "third"])
-    assert [trie.notes(row) for row in trie.rows] == [[None, "third"], [None, "third"], [None, "first"]]
-    assert trie.notes(trie.finish(1, 9, -7.0, "end")) == [None, "third", "end"]
-    assert trie.notes(trie.finish(1, 9, -7.0)) == [None, "third", None]
+    assert [trie.notes(row) for row in trie.rows] == [[None, "first"], [None, "second"], [None, "third"]]
+    assert trie.notes(trie.finish(1, 9, -7.0, "end")) == [None, "second", "end"]
+    assert trie.notes(trie.finish(1, 9, -7.0)) == [None, "second", None]
 
 
 def test_reused_node_does_not_carry_the_note_of_the_one_before() -> None:

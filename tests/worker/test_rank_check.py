@@ -7,13 +7,14 @@ import pytest
 
 from vllm_trie.messages import Decided
 from vllm_trie.search.forest import Forest
-from vllm_trie.search.step import Candidates, Step
+from vllm_trie.search.rank import Candidates
+from vllm_trie.search.step import Step
 from vllm_trie.worker.rank_check import _digest, disputes
 
 
 def decided(parents: list[int], tokens: list[int], scores: tuple[float, ...] = (-1.0, -2.0)) -> bytes:
     nothing = Candidates(np.zeros(0), np.zeros(0), np.zeros(0))
-    step = Step(np.array(parents), np.array(tokens), np.array(scores), nothing, np.zeros(0, dtype=bool))
+    step = Step(np.array(parents), np.array(tokens), np.array(scores), nothing)
     return _digest(Decided([step, step]).as_arrays())
 
 

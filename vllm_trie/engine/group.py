@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,11 +10,20 @@ import numpy as np
 from vllm_trie.engine.stats import SearchCounts
 from vllm_trie.messages import Resumed, SelectRules
 from vllm_trie.params import BeamParams
-from vllm_trie.search.step import Step
+from vllm_trie.search.rank import Candidates
+from vllm_trie.search.step import Step, TokenLogprobs, TopLogprobs
 from vllm_trie.search.stopping import HfPool, HypothesisPool, StopRules, TridecodePool, VllmPool
 from vllm_trie.trie.hypotheses import HypothesisTrie
 
 DRAFTS_PER_BEAM = 2  # of a layer, unless a request says otherwise
+
+
+class TokenReport(NamedTuple):
+    """What is returned of one token of a hypothesis."""
+
+    token_ids: np.ndarray  # [1 + N] its own, then the best at its place
+    logprobs: np.ndarray  # [1 + N] float32, theirs
+    rank: int  # its own at its place, from 1
 
 
 class Hypothesis(NamedTuple):
@@ -22,7 +32,7 @@ class Hypothesis(NamedTuple):
     token_ids: list[int]
     token_logprobs: list[float]
     stopped_by: int | None  # the stop token it ends in; None if it ran out of length or into a stop string
-    tops: list[tuple[np.ndarray, np.ndarray]] | None  # for each token: the best at its place, and their logprobs
+    reports: list[TokenReport] | None  # by token, if log-probabilities are returned
 
 
 class BeamGroup:
@@ -146,7 +156,7 @@ class BeamGroup:
             masks_stops=masks_stops,
             is_last=length == self.rules.max_length,
             samples=length <= self.params.sample_first,
-            handicap=self._handicap(length),
+            eos_score_factor=self._eos_score_factor(length),
         )
 
     def next_draw(self) -> tuple[int, int] | None:
@@ -157,17 +167,18 @@ class BeamGroup:
     def advance(self, step: Step) -> bool:
         """Replay what the worker decided in one step. Returns whether the search is over."""
         self.length += 1
-        tops = None if step.tops is None else [(t.copy(), lp.copy()) for t, lp in zip(*step.tops, strict=True)]
-        for parent, token, score in zip(*(field.tolist() for field in step.finished), strict=True):
-            if score > -np.inf:
-                node = self.hypotheses.finish(parent, token, score, tops and tops[parent])
-                outdone = self.pool.add(score, self.length, token, node)
-                if outdone is not None:
-                    self.hypotheses.drop(outdone)
+        of_finished = _reports(step.finished, step.finished_logprobs, step.top_logprobs)
+        for parent, token, score, report in zip(*(f.tolist() for f in step.finished), of_finished, strict=True):
+            node = self.hypotheses.finish(parent, token, score, report)
+            outdone = self.pool.add(score, self.length, token, node)
+            if outdone is not None:
+                self.hypotheses.drop(outdone)
         best = float(step.scores.max())
         if self.length == self.rules.max_length or best == -np.inf or self.pool.is_settled(best, self.length):
             return True
-        self.hypotheses.advance(step.parents.tolist(), step.tokens.tolist(), step.scores.tolist(), tops)
+        beams = Candidates(step.parents, step.tokens, step.scores)
+        parents, tokens, scores = (field.tolist() for field in beams)
+        self.hypotheses.advance(parents, tokens, scores, _reports(beams, step.beam_logprobs, step.top_logprobs))
         return False
 
     def best(self, count: int) -> list[Hypothesis]:
@@ -181,8 +192,8 @@ class BeamGroup:
     def _hypothesis(self, node: int) -> Hypothesis:
         tokens = self.hypotheses.tokens(node)
         stopped_by = tokens[-1] if tokens[-1] in self.rules.stop_token_ids else None
-        tops = self.hypotheses.notes(node) if self._select_rules.num_logprobs is not None else None
-        return Hypothesis(tokens, self.hypotheses.token_logprobs(node), stopped_by, tops)
+        reports = self.hypotheses.notes(node) if self._select_rules.num_logprobs is not None else None
+        return Hypothesis(tokens, self.hypotheses.token_logprobs(node), stopped_by, reports)
 
     def _new_pool(self) -> HypothesisPool:
         return new_pool(self.params, self.rules.max_length, *self._uneven_lengths)
@@ -195,7 +206,7 @@ class BeamGroup:
         eos = self.rules.eos_token_id
         return self.prompt_length, frozenset(self.rules.stop_token_ids) | (frozenset() if eos is None else {eos})
 
-    def _handicap(self, length: int) -> tuple[int, float] | None:
+    def _eos_score_factor(self, length: int) -> tuple[int, float] | None:
         """By what factor the score of a beam that goes on after an ignored EOS differs."""
         eos = self.rules.eos_token_id
         counts_alike = not self._is_offline or not self._counts_prompt
@@ -223,3 +234,16 @@ def new_pool(
         return TridecodePool(width, penalty, max_length)
     # One beam is greedy search: `generate(num_beams=1)` stops at the first stop token, whatever the options.
     return HfPool(width, penalty, max_length, True if width == 1 else params.early_stopping)
+
+
+def _reports(
+    continuations: Candidates[np.ndarray],
+    own: TokenLogprobs[np.ndarray] | None,
+    tops: TopLogprobs[np.ndarray] | None,
+) -> Sequence[TokenReport | None]:
+    """What is returned of the newest token of each, where log-probabilities are."""
+    if own is None or tops is None:
+        return [None] * len(continuations.tokens)
+    token_ids = np.column_stack([continuations.tokens, tops.tokens[continuations.parents]])
+    logprobs = np.column_stack([own.logprobs, tops.logprobs[continuations.parents]])
+    return [TokenReport(*report) for report in zip(token_ids, logprobs, own.ranks.tolist(), strict=True)]

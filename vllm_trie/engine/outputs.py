@@ -15,7 +15,7 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
-from vllm_trie.engine.group import Hypothesis
+from vllm_trie.engine.group import Hypothesis, TokenReport
 from vllm_trie.params import GroupTicket
 
 NO_HYPOTHESIS = "no further hypothesis"  # stop reason of what stands for one where there are fewer than n
@@ -146,20 +146,18 @@ class Mailbox:
         del self._deliveries_by_group[delivery.group_id]
 
 
-def hypothesis_output(hypothesis: Hypothesis, eos_token_id: int | None, num_logprobs: int | None) -> EngineCoreOutput:
+def hypothesis_output(hypothesis: Hypothesis, eos_token_id: int | None) -> EngineCoreOutput:
     """One finished hypothesis as vLLM's front end expects it, not addressed yet.
 
     Args:
         hypothesis: What to return.
         eos_token_id: The stop token that vLLM does not report as a stop reason.
-        num_logprobs: How many alternatives to each token the user asked for; None: not even its own
-            log-probability.
     """
     stopped_by = hypothesis.stopped_by
     return EngineCoreOutput(
         request_id="",
         new_token_ids=hypothesis.token_ids,
-        new_logprobs=_sum_alone(hypothesis) if num_logprobs is None else _logprobs(hypothesis, num_logprobs),
+        new_logprobs=_sum_alone(hypothesis) if hypothesis.reports is None else _logprobs(hypothesis.reports),
         # Where a stop string ended it, the front end finds that string in the text, and says so.
         finish_reason=FinishReason.LENGTH if stopped_by is None else FinishReason.STOP,
         stop_reason=None if stopped_by == eos_token_id else stopped_by,
@@ -182,26 +180,6 @@ def _sum_alone(hypothesis: Hypothesis) -> LogprobsLists:
     return LogprobsLists(nothing, np.array([[sum(hypothesis.token_logprobs)]]), nothing)
 
 
-def _logprobs(hypothesis: Hypothesis, num_logprobs: int) -> LogprobsLists:
-    """Of each token: its own log-probability first, then those of the best at its place, and its rank there."""
-    assert hypothesis.tops is not None
-    tokens = np.array(hypothesis.token_ids, dtype=np.int32)[:, None]
-    logprobs = np.array(hypothesis.token_logprobs, dtype=np.float32)[:, None]
-    top_tokens, top_logprobs = (_padded(field) for field in zip(*hypothesis.tops, strict=True))
-    is_token = top_tokens == tokens
-    found = is_token.any(axis=1)
-    logprobs[found, 0] = top_logprobs[is_token]  # exact, where the difference of two sums is rounded
-    ranks = np.where(found, is_token.argmax(axis=1), top_tokens.shape[1]) + 1
-    return LogprobsLists(
-        np.concatenate([tokens, top_tokens[:, :num_logprobs]], axis=1),
-        np.concatenate([logprobs, top_logprobs[:, :num_logprobs]], axis=1),
-        ranks.astype(np.int32),
-    )
-
-
-def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Rows of a matrix: a step that ranked further than others reports more."""
-    matrix = np.full((len(rows), max(map(len, rows))), -1, dtype=rows[0].dtype)
-    for to, row in zip(matrix, rows, strict=True):
-        to[: len(row)] = row
-    return matrix
+def _logprobs(reports: Sequence[TokenReport]) -> LogprobsLists:
+    token_ids, logprobs, ranks = zip(*reports, strict=True)
+    return LogprobsLists(np.stack(token_ids), np.stack(logprobs), np.array(ranks, dtype=np.int32))

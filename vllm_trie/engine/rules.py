@@ -6,11 +6,11 @@ from secrets import randbits
 
 from vllm.v1.request import Request
 
-from vllm_trie.controls import is_controlled, stop_tokens, warping
+from vllm_trie.controls import is_controlled, logits_filters, stop_tokens
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.messages import BeamSampling, SelectRules
 from vllm_trie.params import BeamParams, GroupTicket
-from vllm_trie.search.pruning import Pruning
+from vllm_trie.search.filters import Pruning
 from vllm_trie.search.stopping import StopRules
 from vllm_trie.versions import own_beams
 
@@ -43,7 +43,7 @@ def new_group(
         params.skip_special_tokens,
         params.logprobs,
         is_controlled(params) or (has_logits_processors and not ticket.is_offline),
-        warping(params),
+        logits_filters(params),
         _pruning(beam, stop_rules),
         law=_law(beam),
     )

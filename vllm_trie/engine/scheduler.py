@@ -377,8 +377,7 @@ class BeamScheduler(Scheduler):
         stock = self._take_output(group.request_id, outputs)
         num_outputs = self.mailbox.num_outputs(group.request_id)
         outputs_of_best = [
-            hypothesis_output(hypothesis, group.rules.eos_token_id, request.sampling_params.logprobs)
-            for hypothesis in group.best(num_outputs)
+            hypothesis_output(hypothesis, group.rules.eos_token_id) for hypothesis in group.best(num_outputs)
         ]
         missing = [no_hypothesis_output() for _ in range(num_outputs - len(outputs_of_best))]
         outputs_of_all = [*outputs_of_best, *missing]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.warping import NEVER
+from vllm_trie.search.devices import NEVER
 
 TINY = torch.finfo(torch.float64).tiny  # so that noise is finite
 

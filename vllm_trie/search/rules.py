@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vllm_trie.search.pruning import Pruning
-from vllm_trie.search.warping import Warping
+from vllm_trie.search.filters import LogitsFilters, Pruning
 
 
 class BeamSampling(NamedTuple):
@@ -27,18 +26,13 @@ class SelectRules(NamedTuple):
     skip_special_tokens: bool  # in the text in which stop strings are looked for
     num_logprobs: int | None  # what each row must report; None: nothing
     is_controlled: bool  # penalties, biases, custom processors or the like act on the logits
-    warping: Warping = Warping()
+    filters: LogitsFilters = LogitsFilters()
     pruning: Pruning = Pruning()
     masks_stops: bool = False  # min_tokens not reached: no hypothesis may stop here
     is_last: bool = False  # the length is reached: all hypotheses end here
     samples: bool = False  # each beam takes a token that is drawn for it
-    handicap: tuple[int, float] | None = None  # token, and the factor of the score by which it is compared
+    eos_score_factor: tuple[int, float] | None = None  # token, and the factor of the score by which it is compared
     law: BeamSampling | None = None  # beams are drawn from it; None: the best go on
-
-    @property
-    def wants_rows(self) -> bool:
-        """Whether each row's own best continuations matter, beside the group's."""
-        return self.semantics == "vllm" or self.num_logprobs is not None
 
     @property
     def ranks_together(self) -> bool:

@@ -1,4 +1,4 @@
-"""Beams that are drawn: each by itself, or all from one law over everything they may become."""
+"""Beams that are drawn: each by itself, or all from one joint distribution of everything they may become."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from vllm_trie.search.devices import NEVER
+from vllm_trie.search.filters import LogitsFilters, filtered, running_sum
 from vllm_trie.search.gumbel import gumbel_top_k, on_device
-from vllm_trie.search.warping import NEVER, Warping, filtered, running_sum
 
 
 def generator(seed: int, step: int) -> np.random.Generator:
@@ -36,23 +37,23 @@ def draw(logprobs: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
     return _inverted(logprobs.double().softmax(dim=-1).nan_to_num(), chances)
 
 
-def joint(scores: torch.Tensor, logprobs: torch.Tensor, warping: Warping) -> torch.Tensor:
-    """Beam sampling's law: one distribution over all continuations of all beams, [..., I, V] float64, summing to 1.
+def joint_probabilities(scores: torch.Tensor, logprobs: torch.Tensor, filters: LogitsFilters) -> torch.Tensor:
+    """Beam sampling's one distribution of all continuations of all beams, [..., I, V] float64, summing to 1.
 
-    The temperature divides the cumulative sums, and the filters apply once, to the joint law: as the temperature goes
+    The temperature divides the cumulative sums, and the filters apply once, to all together: as the temperature goes
     to 0, sampling without replacement becomes beam search. Source: DSBD paper.
 
     Args:
         scores: [..., I], cumulative log-probabilities at temperature 1; -inf for a beam that may not continue.
         logprobs: [..., I, V], of the next token at temperature 1; -inf for what may not be taken.
-        warping: Its temperature must be above 0. What is more than 745 * temperature behind the best is 0 in float64;
+        filters: Its temperature must be above 0. What is more than 745 * temperature behind the best is 0 in float64;
             if fewer cells are left than beams are wanted, it is too cold to draw.
 
     Returns:
         All zeros if nothing is possible.
     """
-    logs = (scores.double()[..., None] + logprobs.double()) / warping.temperature
-    return filtered(logs.flatten(-2), warping).softmax(dim=-1).nan_to_num().view_as(logs)
+    logs = (scores.double()[..., None] + logprobs.double()) / filters.temperature
+    return filtered(logs.flatten(-2), filters).softmax(dim=-1).nan_to_num().view_as(logs)
 
 
 def draw_continuations(
@@ -72,10 +73,10 @@ def draw_continuations(
         possible at all.
     """
     if replacement:
-        chances = [
-            torch.rand(count, dtype=torch.float64, device=p.device, generator=on_device(rng, p.device)) for rng in rngs
-        ]
-        return _inverted(p, torch.stack(chances)), p.any(dim=-1, keepdim=True).expand(-1, count)
+        chances = torch.empty(len(p), count, dtype=torch.float64, device=p.device)
+        for of_group, rng in zip(chances, rngs, strict=True):
+            of_group.uniform_(generator=on_device(rng, p.device))
+        return _inverted(p, chances), p.any(dim=-1, keepdim=True).expand(-1, count)
     drawn = gumbel_top_k(p.log(), min(count, p.shape[-1]), rngs)
     return drawn.indices, drawn.values > NEVER
 

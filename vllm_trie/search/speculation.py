@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_trie.search.filters import best, running_sum
 from vllm_trie.search.sampling import draw_cells
-from vllm_trie.search.warping import best, running_sum
 
 NEGLIGIBLE = 1e-12  # a chance so small that what has it is rounding
 

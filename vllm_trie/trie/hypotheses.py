@@ -41,12 +41,11 @@ class HypothesisTrie:
             parents: For each new row the present row it continues.
             tokens: Its new token.
             scores: Its cumulative log-probability.
-            notes: For each present row what its children carry.
+            notes: What each new row carries.
         """
         old = self.rows
-        self.rows = [
-            self._add(old[p], t, s, notes and notes[p]) for p, t, s in zip(parents, tokens, scores, strict=True)
-        ]
+        of_rows = zip(parents, tokens, scores, notes or [None] * len(parents), strict=True)
+        self.rows = [self._add(old[parent], token, score, note) for parent, token, score, note in of_rows]
         for node in old:
             self._release(node)
 

@@ -16,11 +16,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.messages import Grant, GroupStep, SelectRules
+from vllm_trie.search.filters import log_probabilities
 from vllm_trie.search.forest import Forest, Layer, RowFork, affordable, grow
 from vllm_trie.search.sampling import generator
 from vllm_trie.search.speculation import DraftRules, Drafts, drafted
 from vllm_trie.search.step import joint_distribution
-from vllm_trie.search.warping import log_probabilities
 from vllm_trie.worker.draft_model import DraftModel
 from vllm_trie.worker.rank_check import RankCheck
 from vllm_trie.worker.select import Selector
@@ -129,9 +129,7 @@ class Drafter:
         self, context: StepContext, groups: dict[str, GroupRows], output: SchedulerOutput
     ) -> dict[str, ForestStep]:
         """A forest for every group with a grant; its rows are added to the runner's slots and to `output`."""
-        forests = {
-            group_id: self._begin(context.steps[group_id], groups[group_id]) for group_id in context.speculating
-        }
+        forests = {group_id: self._begin(context.steps[group_id], groups[group_id]) for group_id in context.speculating}
         self._catch_up(forests)
         for number in range(1, max(one.grant.num_layers for one in forests.values()) + 1):
             self._draft_layer(forests, number)
@@ -166,9 +164,7 @@ class Drafter:
         num_layers, draft_width = grant.num_layers, grant.draft_width
         if step.rules.law is not None:
             least = step.rules.width
-            num_layers, draft_width = affordable(
-                len(roots), num_rows, grant.max_tokens, num_layers, draft_width, least
-            )
+            num_layers, draft_width = affordable(len(roots), num_rows, grant.max_tokens, num_layers, draft_width, least)
         pending = states.all_token_ids.gpu[slots, group.num_drafted : start + 1].tolist()
         group.num_drafted = start
         return ForestStep(
@@ -223,7 +219,7 @@ class Drafter:
             if rules.law is not None:
                 forks = one.draw_layer(own, rules)
             else:
-                logprobs = log_probabilities(own, rules.stop_token_ids, rules.warping.temperature)
+                logprobs = log_probabilities(own, rules.stop_token_ids, rules.filters.temperature)
                 one.layer, forks = grow(one.forest, one.layer, logprobs, one.num_beams, one.grant.draft_width)
             one.num_layers += bool(one.layer.nodes)
             for fork in forks:

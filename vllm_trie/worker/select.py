@@ -17,9 +17,10 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_trie.messages import Decided
+from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.sampling import generator, uniforms
-from vllm_trie.search.step import Candidates, Layout, packed, take_step, unpacked
+from vllm_trie.search.step import Layout, packed, take_step, unpacked
 from vllm_trie.search.stop_strings import CONTEXT
 from vllm_trie.worker.kv_blocks import KVBlocks
 from vllm_trie.worker.reorder import Reorders, Tables, reorder_rows

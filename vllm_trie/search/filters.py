@@ -1,0 +1,140 @@
+"""Log-probabilities of a row, and what may not be taken of it: vLLM's sampling filters, and pruning."""
+
+from __future__ import annotations
+
+from math import inf, log
+from typing import NamedTuple
+
+import torch
+
+from vllm_trie.search.devices import NEVER, constant, sees
+
+FIRST_RANKED = 64  # most distributions hold most of their mass in fewer tokens
+
+
+class LogitsFilters(NamedTuple):
+    """Fields of `SamplingParams` of the same names; the defaults do nothing."""
+
+    temperature: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+
+
+class Pruning(NamedTuple):
+    """Bounds on what a continuation may trail by, see `BeamParams`; the defaults drop nothing."""
+
+    relative: float | None = None
+    absolute: float | None = None
+    relative_local: float | None = None
+    per_parent: int | None = None
+
+    @property
+    def margin(self) -> float:
+        """How far behind the best a continuation's score may be, in nats."""
+        relative = inf if self.relative is None else -log(self.relative)
+        return relative if self.absolute is None else min(relative, self.absolute)
+
+
+def log_probabilities(
+    logits: torch.Tensor, masked_token_ids: tuple[int, ...] = (), temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-softmax of logits [..., V] in float32, and then the mask, which does not renormalise, as in transformers."""
+    if temperature != 1.0:
+        logits = logits.float() / temperature
+    logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    if masked_token_ids:
+        logprobs.index_fill_(-1, constant(masked_token_ids, logits.device), NEVER)
+    return logprobs
+
+
+def filtered(logprobs: torch.Tensor, filters: LogitsFilters, most: int | None = None) -> torch.Tensor:
+    """Log-probabilities [..., V] with -inf for what `min_p`, `top_k` and `top_p`, in this order, leave out.
+
+    What remains is not renormalised: a filter removes continuations, it does not reward the others.
+    `top_k` keeps all that tie for its last place; `top_p` keeps the lower tokens of those that tie.
+    Source: vLLM 0.32 `MinPLogitsProcessor` and `apply_top_k_top_p`.
+
+    Args:
+        most: Only as many of the best of each row matter, and others may be left out in any case; None: all.
+
+    Returns:
+        A new tensor, or `logprobs` itself if nothing filters.
+    """
+    vocab_size = logprobs.shape[-1]
+    if filters.min_p > 0:
+        threshold = logprobs.amax(dim=-1, keepdim=True) + log(filters.min_p)
+        logprobs = logprobs.masked_fill(logprobs < threshold, NEVER)
+    if 0 < filters.top_k < vocab_size:
+        last = logprobs.topk(filters.top_k, dim=-1).values[..., -1:]
+        logprobs = logprobs.masked_fill(logprobs < last, NEVER)
+    if filters.top_p < 1:
+        logprobs = _nucleus(logprobs, filters.top_p, min(most or vocab_size, vocab_size))
+    return logprobs
+
+
+def pruned(logprobs: torch.Tensor, scores: torch.Tensor, pruning: Pruning) -> torch.Tensor:
+    """Log-probabilities with -inf for every continuation that pruning drops.
+
+    With s the score of a continuation (its row's plus its own log-probability) and w its own
+    log-probability alone, it is dropped if s < log(relative) + max s, if s < max s - absolute, if
+    w < log(relative_local) + max w, or if `per_parent` continuations of its row are better; equal ones
+    are kept by token, ascending. The maxima run over everything that live rows may take, before anything
+    is dropped; each rule drops a row's worst, so their order does not matter. Both bounds together can
+    drop everything: then the search is over. Source: Freitag and Al-Onaizan 2017, Beam Search Strategies
+    for Neural Machine Translation, section 3; in the log domain.
+
+    Args:
+        logprobs: [G, r, V] float32, -inf where a row may not take a token.
+        scores: [G, r] float32, of each row; -inf if it is dead.
+
+    Returns:
+        A new tensor, or `logprobs` itself if nothing prunes.
+    """
+    kept = logprobs
+    if pruning.margin < inf:
+        leader = (logprobs.amax(dim=-1) + scores).amax(dim=-1)[:, None, None]
+        kept = kept.masked_fill(logprobs + scores[..., None] < leader - pruning.margin, NEVER)
+    if pruning.relative_local is not None:
+        leader = logprobs.amax(dim=-1).masked_fill(scores == NEVER, NEVER).amax(dim=-1)[:, None, None]
+        kept = kept.masked_fill(logprobs < leader + log(pruning.relative_local), NEVER)
+    if pruning.per_parent is not None and pruning.per_parent < logprobs.shape[-1]:
+        last = logprobs.topk(pruning.per_parent, dim=-1).values[..., -1:]
+        kept = kept.masked_fill(~best(logprobs, pruning.per_parent, last), NEVER)
+    return kept
+
+
+def best(logprobs: torch.Tensor, count: torch.Tensor | int, last: torch.Tensor) -> torch.Tensor:
+    """Which are the best `count` of each row, ties by token: bools [..., V].
+
+    Args:
+        count: [..., 1], or the same for all rows.
+        last: [..., 1], the least of them.
+    """
+    above, ties = logprobs > last, logprobs == last
+    return above | (ties & (ties.cumsum(dim=-1) <= count - above.sum(dim=-1, keepdim=True)))
+
+
+def running_sum(values: torch.Tensor) -> torch.Tensor:
+    """Sums along [..., N], the same whenever and wherever they are computed.
+
+    On CUDA torch scans a single row by a kernel whose float sums depend on what else the device does, which tensor
+    parallel ranks must not; of several rows it scans each by itself. Source: torch 2.13 `scan_dim`.
+    """
+    if values.numel() != values.shape[-1]:
+        return values.cumsum(dim=-1)
+    return torch.stack([values, values]).cumsum(dim=-1)[0]
+
+
+def _nucleus(logprobs: torch.Tensor, top_p: float, most: int) -> torch.Tensor:
+    """The fewest best of each row that hold `top_p` of its mass, or the `most` best if these are fewer."""
+    total = logprobs.logsumexp(dim=-1, keepdim=True)
+    num_ranked = min(FIRST_RANKED, most) if sees(logprobs.device) else most
+    while True:
+        best_first = logprobs.topk(num_ranked, dim=-1).values
+        held = running_sum((best_first - total).exp().nan_to_num())
+        if num_ranked == most or ((held[..., -1:] >= top_p) | (total == NEVER)).all():
+            break
+        num_ranked = min(4 * num_ranked, most)
+    count = (1 + (held < top_p).sum(dim=-1, keepdim=True)).clamp_(max=num_ranked)
+    return logprobs.masked_fill(~best(logprobs, count, best_first.gather(-1, count - 1)), NEVER)
