@@ -152,11 +152,8 @@ ENGINES: list[tuple[dict, str]] = [  # options, and what comes of them where VLL
         drafting(num_speculative_tokens_per_batch_size=[[1, 4, 3], [5, 8, 1]]),
         "does not support num_speculative_tokens_per_batch_size; start vLLM without it or",
     ),
-    (
-        drafting(draft_sample_method="probabilistic"),
-        "support draft_sample_method='probabilistic' (use 'greedy'); start",
-    ),
-    (drafting() | {"enable_lora": True}, "support enable_lora together with speculative_config; start vLLM without"),
+    (drafting(draft_sample_method="probabilistic"), STARTS),
+    (drafting() | {"enable_lora": True}, STARTS),
 ]
 CONFIGURE_EACH = f"""
 import json

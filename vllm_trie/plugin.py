@@ -199,7 +199,5 @@ def _unsupported_speculation(vllm_config: VllmConfig) -> dict[str, bool]:
         "disable_padded_drafter_batch": config.disable_padded_drafter_batch,
         "enable_adaptive_verification": config.enable_adaptive_verification,
         "num_speculative_tokens_per_batch_size": config.num_speculative_tokens_per_batch_size is not None,
-        f"draft_sample_method={config.draft_sample_method!r} (use 'greedy')": config.draft_sample_method != "greedy",
         f"num_speculative_tokens={drafts} with block_size={block_size} (use fewer than block_size)": too_many,
-        "enable_lora together with speculative_config": vllm_config.lora_config is not None,
     }

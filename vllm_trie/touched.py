@@ -5,19 +5,16 @@ from vllm_trie.worker.cpu.replace import replacements
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _KV_CACHE = "vllm.v1.core.kv_cache_manager:KVCacheManager"
-_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
-_RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
-_PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
+_GPU = "vllm.v1.worker.gpu"
+_RUNNER = f"{_GPU}.model_runner:GPUModelRunner"
+_DRAFTER = f"{_GPU}.spec_decode.standalone_ar.speculator:StandaloneARSpeculator"
 _COMPLETION = "vllm.entrypoints.openai.completion.protocol:CompletionRequest"
 _CHAT = "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest"
 
 _BY_SCHEDULER = "overridden by vllm_trie.engine.scheduler.BeamScheduler"
 _BY_ASYNC_SCHEDULER = "overridden by vllm_trie.engine.async_scheduler.AsyncBeamScheduler"
-_BY_RUNNER_V2 = "overridden by vllm_trie.worker.v2.BeamModelRunnerV2"
 _BY_KV_CACHE = "overridden by vllm_trie.engine.kv_cache.BeamKVCacheManager"
-_BY_RUNNER = "overridden by vllm_trie.worker.v1.BeamModelRunner"
-_BY_SPECULATION = "overridden by vllm_trie.worker.v1_speculation.SpeculatingModelRunner"
 _GROUPS = "vLLM schedules a request that runs as several rows"
 _NATIVE = "vLLM has beam search in its engine"
 _NO_TRITON = "Triton has no compiler for CPUs, unless triton-cpu is installed"
@@ -35,6 +32,12 @@ TOUCHED = (
         "wrapped by vllm_trie.entrypoints.requests",
         "a request's options must be refused before anything is scheduled",
         "vLLM lets a plugin validate requests",
+    ),
+    Touched(
+        "vllm.sampling_params:SamplingParams._validate_spec_decode",
+        "wrapped by vllm_trie.entrypoints.requests",
+        "beams that speculate honour min_p and logit_bias",
+        _NATIVE,
     ),
     Touched(
         "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
@@ -194,10 +197,6 @@ TOUCHED = (
     Touched(
         f"{_KV_CACHE}.take_kv_cache_block_copies", _BY_KV_CACHE, "widening copies the prompt's partial block", _GROUPS
     ),
-    Touched(f"{_RUNNER}.__init__", _BY_RUNNER, "holds the rows of each group", _GROUPS),
-    Touched(f"{_RUNNER}.execute_model", _BY_RUNNER, "a group's one entry becomes b rows", _GROUPS),
-    Touched(f"{_RUNNER}._sample", _BY_RUNNER, "beams are selected, not sampled", _NATIVE),
-    Touched(f"{_RUNNER}.sample_tokens", _BY_RUNNER, "what was decided travels back with the step's output", _NATIVE),
     Touched(
         "vllm.model_executor.layers.logits_processor:LogitsProcessor._gather_logits",
         "relied upon by vllm_trie.worker",
@@ -209,91 +208,6 @@ TOUCHED = (
         "relied upon by vllm_trie.worker.rank_check",
         "ranks compare what they decide",
         _NATIVE,
-    ),
-    Touched(
-        "vllm.v1.sample.sampler:Sampler.apply_logits_processors",
-        "relied upon by vllm_trie.worker.v1.BeamModelRunner",
-        "applies penalties, biases, bans and custom processors to a group's rows",
-        _NATIVE,
-    ),
-    Touched(
-        "vllm.v1.sample.sampler:Sampler.sample",
-        "relied upon by vllm_trie.worker.v1.BeamModelRunner",
-        "says at which temperature the argmax-invariant processors run",
-        _NATIVE,
-    ),
-    Touched(
-        "vllm.v1.worker.gpu_input_batch:InputBatch.refresh_metadata",
-        "relied upon by vllm_trie.worker.rows",
-        "tells custom processors of a group's rows as of any request",
-        _GROUPS,
-    ),
-    Touched(
-        f"{_RUNNER}._update_states",
-        "overridden by vllm_trie.worker.v1_speculation.SpeculatingModelRunner, relied upon by vllm_trie.worker.rows",
-        "finds rows made by BeamRows; forests are drafted once the batch is what it will be",
-        _GROUPS,
-    ),
-    *(
-        Touched(f"{_RUNNER}.{method}", _BY_SPECULATION, why, _NATIVE)
-        for method, why in (
-            ("calculate_reorder_batch_threshold", "rows of groups must be able to come last"),
-            ("_may_reorder_batch", "rows of decoding groups come last"),
-            ("_prepare_inputs", "nodes within a forest's rows need logits too"),
-            ("propose_draft_token_ids", "vLLM's drafter drafts for ordinary requests alone"),
-            ("_input_fits_in_drafter", "only what it drafts for may be too long for the draft model"),
-        )
-    ),
-    *(
-        Touched(target, "relied upon by vllm_trie.worker.draft_model", why, _NATIVE)
-        for target, why in (
-            ("vllm.v1.spec_decode.draft_model:DraftModelProposer", "has the draft model"),
-            (f"{_PROPOSER}.build_per_group_and_layer_attn_metadata", "lets the draft model attend to rows of ours"),
-            (f"{_PROPOSER}.propose", "computes the draft model's KV of prompts"),
-            ("vllm.v1.attention.backend:CommonAttentionMetadata", "describes rows to attention"),
-        )
-    ),
-    Touched(
-        "vllm.v1.sample.rejection_sampler:RejectionSampler.parse_output",
-        "relied upon by vllm_trie.worker.v1.BeamModelRunner",
-        "reads the tokens of several steps, -1 being none",
-        _NATIVE,
-    ),
-    Touched(
-        "vllm.v1.worker.gpu_input_batch:InputBatch.swap_states",
-        "relied upon by vllm_trie.worker.rows",
-        "moves rows of groups behind the others",
-        _GROUPS,
-    ),
-    Touched(
-        f"{_RUNNER}._bookkeeping_sync",
-        "relied upon by vllm_trie.worker.rows",
-        "writes each row's newest token",
-        _GROUPS,
-    ),
-    Touched(
-        "vllm.v1.worker.gpu_input_batch:CachedRequestState",
-        "relied upon by vllm_trie.worker.rows",
-        "is what BeamRows makes of a further beam",
-        _GROUPS,
-    ),
-    Touched(
-        "vllm.v1.worker.gpu_input_batch:InputBatch.add_request",
-        "relied upon by vllm_trie.worker.rows",
-        "takes up a row with its history and blocks",
-        _GROUPS,
-    ),
-    Touched(
-        "vllm.v1.worker.gpu_input_batch:InputBatch.remove_request",
-        "relied upon by vllm_trie.worker.rows",
-        "lets the first row come back with what widening gave it",
-        _GROUPS,
-    ),
-    Touched(
-        "vllm.v1.worker.gpu_input_batch:InputBatch.condense",
-        "relied upon by vllm_trie.worker.rows",
-        "moves rows with all that BeamRows writes into them",
-        _GROUPS,
     ),
     Touched(
         "vllm.v1.core.block_pool:BlockPool.get_new_blocks", "relied upon by BeamKVCacheManager", "gives blocks", _GROUPS
@@ -357,33 +271,38 @@ TOUCHED = (
         _GROUPS,
     ),
     *(
-        Touched(f"{_RUNNER_V2}.{method}", _BY_RUNNER_V2, why, _GROUPS)
+        Touched(f"{_RUNNER}.{method}", "overridden by vllm_trie.worker.runner.BeamModelRunner", why, _GROUPS)
         for method, why in (
             ("__init__", "groups need books of their own"),
-            ("load_model", "the sampler is wrapped as soon as it is there"),
+            ("load_model", "the draft model is wrapped as soon as it is there"),
             ("execute_model", "the stock runner must see a group as b requests"),
             ("add_requests", "the first tokens of new rows are on the device"),
-            ("sample", "selection must know the batch"),
+            ("update_requests", "forests are drafted once rows have their blocks"),
+            ("sample", "beams are selected, not sampled"),
             ("sample_tokens", "what was decided goes to the host beside the tokens"),
         )
     ),
     *(
         Touched(target, f"relied upon by vllm_trie.worker.{by}", why, _GROUPS)
         for target, by, why in (
-            (f"{_RUNNER_V2}.finish_requests", "slots", "frees the slots of rows"),
-            (f"{_RUNNER_V2}.update_requests", "slots", "gives rows their new blocks"),
-            (f"{_RUNNER_V2}.postprocess_sampled", "v2", "writes what selection put into the sampled tokens"),
-            ("vllm.v1.worker.gpu.states:RequestState", "slots", "holds the tokens of rows"),
-            ("vllm.v1.worker.gpu.block_table:BlockTables", "slots", "holds the blocks of rows"),
-            ("vllm.v1.worker.gpu.sample.penalties:PenaltiesState", "slots", "holds what penalties count"),
-            ("vllm.v1.worker.gpu.sample.sampler:Sampler.sample", "v2", "is wrapped, where rows would be sampled"),
-            ("vllm.v1.worker.gpu.sample.sampler:Sampler.apply_sampling_params", "v2", "applies penalties and bans"),
-            (
-                "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__",
-                "v2",
-                "is wrapped, where rows would be sampled beside requests with drafts",
-            ),
-            ("vllm.v1.worker.gpu.async_utils:AsyncOutput", "v2.BeamOutput", "is wrapped"),
+            (f"{_RUNNER}.finish_requests", "expand", "frees the slots of rows"),
+            (f"{_RUNNER}._remove_request", "runner", "frees the slots of rows that last one step"),
+            (f"{_RUNNER}.prepare_inputs", "draft", "computes draft tokens of rows, and gives logits at each"),
+            (f"{_RUNNER}.postprocess_sampled", "runner", "writes what selection put into the sampled tokens"),
+            (f"{_GPU}.states:RequestState", "expand", "holds the tokens of rows"),
+            (f"{_GPU}.states:RequestState.add_request", "draft", "gives a slot to rows that last one step"),
+            (f"{_GPU}.lora_utils:LoraState.add_request", "draft", "lets them use their group's adapter"),
+            (f"{_GPU}.block_table:BlockTables", "reorder", "holds the blocks of rows"),
+            (f"{_GPU}.input_batch:InputBatch", "sub_batch", "is what vLLM samples and drafts for"),
+            (f"{_GPU}.sample.penalties:PenaltiesState", "select", "holds what penalties count"),
+            (f"{_GPU}.sample.sampler:Sampler.__call__", "runner", "samples the rows that are no beams"),
+            (f"{_GPU}.sample.sampler:Sampler.apply_sampling_params", "select", "applies penalties, bans and the like"),
+            (f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler.__call__", "runner", "verifies ordinary drafts"),
+            (f"{_DRAFTER}.propose", "runner", "is wrapped: it drafts for ordinary requests alone"),
+            (f"{_DRAFTER}._run_model", "draft_model", "runs the draft model"),
+            (f"{_GPU}.attn_utils:build_attn_metadata", "draft_model", "lets the draft model attend to rows of ours"),
+            (f"{_GPU}.attn_utils:build_slot_mappings_by_layer", "draft_model", "says where their KV goes"),
+            (f"{_GPU}.async_utils:AsyncOutput", "runner.BeamOutput", "is wrapped"),
         )
     ),
     *(

@@ -154,6 +154,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"allowed_token_ids": [9], "ignore_eos": True},
     {"temperature": 1.7, "top_k": 12, "top_p": 0.8},
     {"temperature": 0.6, "logprobs": 2},
+    {"min_p": 0.05, "logit_bias": {7: 2.0, 30: -3.0}},
+    {"min_p": 0.2, "logprobs": 1, "frequency_penalty": 0.5, "ignore_eos": True},
     {"top_k": 1},
     {"prune_relative": 0.05, "max_candidates_per_parent": 2, "length_penalty": 0.3},
     {"prune_absolute": 1.5, "prune_relative_local": 0.3, "ignore_eos": True},

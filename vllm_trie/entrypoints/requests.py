@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,7 +24,7 @@ from vllm_trie.versions import own_beams
 from vllm_trie.worker.cpu.config import needs_cpu_kernels
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
 
 
 class BeamRequestError(VLLMValidationError, ValueError):
@@ -41,10 +40,10 @@ def refusing() -> Iterator[None]:
         raise BeamRequestError(str(error)) from None
 
 
-NOT_BESIDE_DRAFTS = ("min_p", "logit_bias")  # for which vLLM has no processors where it has a draft model
 FROM_LLM_BEAM_SEARCH = "trie_beam_from_llm"  # in `extra_args`: True, which no client of a server can send
 
 process_inputs = Patch("vllm.v1.engine.input_processor:InputProcessor", "process_inputs")
+validate_spec_decode = Patch("vllm.sampling_params:SamplingParams", "_validate_spec_decode")
 
 
 def check_requests() -> None:
@@ -56,6 +55,7 @@ def check_requests() -> None:
     if not process_inputs.is_applied:
         record_of(installed_vllm().version)
         process_inputs.apply(_checking(InputProcessor.process_inputs))
+        validate_spec_decode.apply(_for_others(SamplingParams._validate_spec_decode))
 
 
 def _checking(original: Callable[..., EngineCoreRequest]) -> Callable[..., EngineCoreRequest]:
@@ -85,6 +85,15 @@ def _refuse_without_kernel(params: SamplingParams, vllm_config: VllmConfig) -> N
         )
 
 
+def _for_others(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def validate_spec_decode(self: SamplingParams, speculative_config: SpeculativeConfig | None) -> None:
+        if "beam_width" not in (self.extra_args or {}):  # verifying a forest, beams honour min_p and logit_bias
+            original(self, speculative_config)
+
+    return validate_spec_decode
+
+
 def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | None:
     """The search that a request asks an engine for, if any.
 
@@ -98,12 +107,6 @@ def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | No
     if not has_beams(vllm_config):
         raise ValueError(f"beam_width={beam.beam_width} {why_without_beams(vllm_config)}")
     has_drafts = vllm_config.speculative_config is not None
-    for name in NOT_BESIDE_DRAFTS if has_drafts else ():
-        if value := getattr(params, name):
-            raise ValueError(
-                f"{name}={reprlib.repr(value)} is not supported with beam_width on an engine with speculative_config, "
-                f"as vLLM refuses it there; leave it out, or start the engine without a draft model"
-            )
     return resolve(beam, config, has_drafts)
 
 
