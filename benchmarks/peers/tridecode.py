@@ -19,10 +19,9 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from vllm_trie.search.ranking import rank_candidates
-from vllm_trie.search.step import Step, num_candidates, tridecode_step
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.step import Step, packed, take_step, unpacked
 from vllm_trie.search.stopping import TridecodePool
-from vllm_trie.search.warping import log_probabilities
 from vllm_trie.trie.hypotheses import HypothesisTrie
 
 PAPERS_INTERVAL = 15  # steps
@@ -145,7 +144,7 @@ class PublishedTrieSearch:
             is_over = length == max_new_tokens or pool.is_settled(float(step.scores.max()), length)
             if not is_over:
                 trie.fork(step.parents)
-                hypotheses.advance(*(field.tolist() for field in (step.parents, step.tokens, step.scores)))
+                hypotheses.advance(*(field.tolist() for field in step[:3]))
                 if self._is_due(length - 1):
                     reclaim_seconds.append(trie.reclaim())
             nodes.append(trie.num_nodes)
@@ -162,17 +161,26 @@ class PublishedTrieSearch:
         return self._reclaim_interval is not None and num_fed > 0 and num_fed % self._reclaim_interval == 0
 
 
-def choose(logits: torch.Tensor, scores: np.ndarray, eos_token_id: int | None, width: int, is_last: bool) -> Step:
+def choose(
+    logits: torch.Tensor, scores: np.ndarray, eos_token_id: int | None, width: int, is_last: bool
+) -> Step[np.ndarray]:
     """The next beams, and those that finish. `logits`: [b, V], `scores`: [b]."""
-    logprobs = log_probabilities(logits)[None]
-    count = min(num_candidates(width, num_stop_tokens=1), logprobs.numel())
-    sums = torch.from_numpy(scores).to(logits.device)[None]
-    candidates = rank_candidates(logprobs, sums, count).candidates
-    stops = np.zeros(candidates.tokens.shape, dtype=bool) if eos_token_id is None else candidates.tokens == eos_token_id
-    return tridecode_step(candidates, stops, width, is_last).group(0)
+    rules = SelectRules(
+        width=width,
+        semantics="tridecode",
+        stop_token_ids=() if eos_token_id is None else (eos_token_id,),
+        stop_strings=(),
+        skip_special_tokens=True,
+        num_logprobs=None,
+        is_controlled=False,
+        is_last=is_last,
+    )
+    on_device, layout = packed(take_step(rules, logits[None], torch.from_numpy(scores).to(logits.device)[None]))
+    (step,) = unpacked(on_device.cpu().numpy(), layout)
+    return step
 
 
-def keep_finished(step: Step, hypotheses: HypothesisTrie, pool: TridecodePool, length: int) -> None:
+def keep_finished(step: Step[np.ndarray], hypotheses: HypothesisTrie, pool: TridecodePool, length: int) -> None:
     """Offer the pool what ends in this step, and forget what it has no place for."""
     for parent, token, score in zip(*(field.tolist() for field in step.finished), strict=True):
         outdone = pool.add(score, length, token, hypotheses.finish(parent, token, score))

@@ -30,8 +30,8 @@ def test_a_commit_is_compared_with_this_checkout(
 
 
 def test_a_side_that_cannot_start_tells_why(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)older ended:.*no-such-model"):
-        Side("older", tmp_path, "no-such-model", None)
+    with pytest.raises(RuntimeError, match=f"(?s)older ended:.*{tmp_path}"):
+        Side("older", ROOT, str(tmp_path), None)
 
 
 def test_a_section_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
