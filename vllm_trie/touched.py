@@ -313,6 +313,12 @@ TOUCHED = (
             ("vllm.platforms.cpu:CpuPlatform.check_and_update_config", "switches async scheduling off"),
         )
     ),
+    Touched(
+        "vllm.v1.worker.cpu_worker:CPUWorker.__init__",
+        "overridden by vllm_trie.worker.cpu_worker.BeamCPUWorker",
+        "a worker refuses Model Runner V2 without Triton",
+        _CPU_KERNELS,
+    ),
     *(
         Touched(target, f"replaced by {function.__module__}.{function.__name__}", _NO_TRITON, _CPU_KERNELS)
         for target, function in replacements().items()

@@ -45,6 +45,11 @@ def eos_token_ids(generation_config: dict[str, Any], eos_token_id: int | None) -
     return get_beam_search_eos_token_ids(generation_config, eos_token_id)
 
 
+def workers_ask_for_triton() -> bool:
+    """Whether workers refuse Model Runner V2 without Triton, as configurations do."""
+    return minor(installed_vllm().version) != "0.32"
+
+
 @cache
 def own_beams() -> OwnBeams:
     """Those of the installed vLLM."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.worker.cpu_worker import CPUWorker  # patches torch for a CPU, so it comes first
 
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner  # isort: skip
 
 from vllm_trie.patching import Patch
-from vllm_trie.worker.cpu.config import needs_cpu_kernels
+from vllm_trie.worker.cpu.config import accept_v2_in_worker, needs_cpu_kernels
 from vllm_trie.worker.runner import BeamModelRunner
 
 
@@ -17,6 +19,10 @@ class BeamCPUModelRunner(BeamModelRunner, CPUModelRunner):
 
 class BeamCPUWorker(CPUWorker):
     """`CPUWorker` names its runner class inside `init_device`; there is no other seam."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with accept_v2_in_worker():
+            super().__init__(*args, **kwargs)
 
     def init_device(self) -> None:
         if needs_cpu_kernels():

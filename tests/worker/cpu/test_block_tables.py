@@ -34,7 +34,7 @@ def run_block_tables(
     tables.apply_staged_writes()
     for mapping in tables.input_block_tables:
         mapping.fill_(7)
-    computed = {"num_computed_tokens": torch.arange(NUM_SLOTS, dtype=torch.int32) * 3} if HAS_WINDOWS else {}
+    computed = {"num_computed_tokens": torch.arange(NUM_SLOTS, dtype=torch.int32) * 7 + 6} if HAS_WINDOWS else {}
     gathered = tables.gather_block_tables(idx_mapping, len(idx_mapping) + pad, **computed)
     counts = [*tables.num_blocks.np[:, idx_mapping.numpy()].T.tolist(), *[[MAX_LEN] * num_groups] * pad]
     seen = [[table[row, : of_row[group]] for row, of_row in enumerate(counts)] for group, table in enumerate(gathered)]

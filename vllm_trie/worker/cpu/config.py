@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.patching import Patch
+from vllm_trie.versions import workers_ask_for_triton
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,6 +40,13 @@ def unsupported_without_triton(vllm_config: VllmConfig) -> dict[str, bool]:
         "rejection_sample_method": speculation is not None and speculation.rejection_sample_method != "standard",
     }
     return {f"{feature} on a CPU without Triton": is_used for feature, is_used in features.items()}
+
+
+def accept_v2_in_worker() -> AbstractContextManager[None]:
+    """Within it, a worker that is made takes Model Runner V2 without Triton."""
+    if workers_ask_for_triton() and needs_cpu_kernels():
+        return Patch("vllm.v1.worker.gpu_worker", "HAS_TRITON").applied(True)
+    return nullcontext()
 
 
 def configure_engines_on_cpu(has_beams: HasBeams) -> None:
