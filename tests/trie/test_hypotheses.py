@@ -181,7 +181,7 @@ class Note:
 def test_note_goes_with_the_last_node_that_carries_it() -> None:
     trie = three_rows()
     of_step, of_end = Note(), Note()
-    trie.advance([0, 0, 1], [4, 5, 6], [-4.0, -5.0, -6.0], [of_step, None, None])
+    trie.advance([0, 0, 1], [4, 5, 6], [-4.0, -5.0, -6.0], [None, of_step, None])
     node = trie.finish(1, 9, -7.0, of_end)
     seen_step, seen_end = weakref.ref(of_step), weakref.ref(of_end)
     del of_step, of_end

@@ -32,10 +32,11 @@ def choose(parents: torch.Tensor, lives: torch.Tensor, width: int) -> torch.Tens
     no child, in ascending order. Sources (survivors) and destinations (dead slots) are therefore disjoint.
     """
     (num_groups, count), device = parents.shape, parents.device
-    born = torch.where(lives, numbers(count, device), filled((), count, device))
-    first_child = filled((num_groups, width), count, device).scatter_reduce(1, parents, born, "amin")
+    never = count + 1  # later than the last that lives on, which is K if fewer than b do
+    born = torch.where(lives, numbers(count, device), filled((), never, device))
+    first_child = filled((num_groups, width), never, device).scatter_reduce(1, parents, born, "amin")
     is_other = lives & (first_child.gather(1, parents) != born)
-    last = torch.searchsorted(lives.cumsum(dim=1), filled((num_groups, 1), width, device))  # the last that lives on
+    last = torch.searchsorted(lives.cumsum(dim=1), filled((num_groups, 1), width, device))
     is_dead = first_child > last
     nth_other = torch.searchsorted(is_other.cumsum(dim=1), is_dead.cumsum(dim=1))
     return torch.where(is_dead, nth_other, first_child)

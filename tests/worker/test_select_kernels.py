@@ -1,0 +1,78 @@
+"""The kernel that selects the next beams does what its reference in torch does: on a GPU, or interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_trie.search.rank import Candidates
+from vllm_trie.search.rules import SelectRules, num_candidates
+from vllm_trie.search.slots import select_next
+from vllm_trie.search.step import packed, take_step
+from vllm_trie.worker import kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEAD = float("-inf")
+
+
+def check(num_groups: int, width: int, num_rows: int, count: int, alive: float, seed: int) -> None:
+    """Raise AssertionError unless the kernel selects, of random candidates, what torch selects, to the bit."""
+    random = torch.Generator().manual_seed(seed)
+    shape = (num_groups, count)
+    parents = torch.randint(num_rows, shape, generator=random).to(DEVICE)
+    tokens = torch.randint(1 << 17, shape, generator=random).to(DEVICE)
+    scores = -torch.rand(shape, generator=random).to(DEVICE)
+    lives = (torch.rand(shape, generator=random) < alive).to(DEVICE)
+    candidates = Candidates(parents, tokens, scores)
+    by_kernel, by_torch = (select(candidates, lives, width, num_rows) for select in (kernels.select_next, select_next))
+    for own, expected in zip(by_kernel, by_torch, strict=True):
+        assert own.dtype == expected.dtype
+        assert torch.equal(own, expected)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 3),
+    st.integers(1, 20),
+    st.booleans(),
+    st.integers(1, 50),
+    st.sampled_from([0.0, 0.2, 0.7, 1.0]),
+    st.integers(0, 1 << 31),
+)
+def test_kernel_selects_as_torch(
+    num_groups: int, width: int, is_first: bool, count: int, alive: float, seed: int
+) -> None:
+    check(num_groups, width, 1 if is_first else width, count, alive, seed)
+
+
+@pytest.mark.parametrize("width", [33, 64, 200, 512])
+@pytest.mark.parametrize("alive", [0.3, 1.0])
+def test_wide_groups_are_selected_as_in_torch(width: int, alive: float) -> None:
+    for num_rows in (1, width):
+        check(1, width, num_rows, num_candidates(width, 3), alive, seed=width)
+
+
+def test_parts_of_larger_tensors_are_selected_as_in_torch() -> None:
+    parents = torch.arange(24, device=DEVICE).view(2, 12) % 4
+    candidates = Candidates(parents[:, ::2], parents[:, 1::2], -parents.float()[:, :6])
+    lives = (parents > 0)[:, ::2]
+    for own, expected in zip(
+        kernels.select_next(candidates, lives, 4, 4), select_next(candidates, lives, 4, 4), strict=True
+    ):
+        assert torch.equal(own, expected)
+
+
+@pytest.mark.parametrize("semantics", ["hf", "vllm", "tridecode"])
+def test_step_with_the_kernel_is_the_step_without(semantics: str) -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 5, 40, generator=random).bfloat16().to(DEVICE)
+    scores = -torch.rand(3, 5, generator=random).to(DEVICE)
+    scores[0, 1:] = scores[1] = DEAD
+    rules = SelectRules(5, semantics, (1, 7), (), True, None, False)
+    by_kernel, by_torch = (
+        packed(take_step(rules, logits, scores, select_next=one)) for one in (kernels.select_next, select_next)
+    )
+    assert by_kernel[1] == by_torch[1]
+    assert torch.equal(by_kernel[0], by_torch[0])
