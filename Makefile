@@ -21,11 +21,9 @@ demo: $(READY)
 
 test: $(READY) lint
 	$(PYTHON) -m pytest
-	VLLM_USE_V2_MODEL_RUNNER=1 $(PYTHON) -m pytest tests/v2
 
 test-0.33: $(READY_033)
-	VLLM_USE_V2_MODEL_RUNNER=0 $(VENV_033)/bin/python -m pytest tests/engine tests/entrypoints tests/search/test_vllm_semantics.py tests/test_*.py
-	VLLM_USE_V2_MODEL_RUNNER=1 $(VENV_033)/bin/python -m pytest tests/v2
+	$(VENV_033)/bin/python -m pytest tests/engine tests/entrypoints tests/worker tests/search/test_vllm_semantics.py tests/test_*.py
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

@@ -6,13 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests import RUNS_V2
-from tests.conftest import ROOT, Engine
+from tests.conftest import Engine
 from tests.rows import Row, rows_of
-from vllm_trie.worker import v1, v2
 
 RANKS = 2
-TRITON_ON_CPU = str(ROOT / "tests" / "triton_on_cpu")
 
 
 class LookedInto:
@@ -29,28 +26,20 @@ class LookedInto:
         if self.rank != rank:
             return
         if what == "beams":
-            module, place = (v2, 2) if RUNS_V2 else (v1, 1)
-            select = module.select
-            module.select = lambda *args: select(*args[:place], args[place].roll(1, dims=-1), *args[place + 1 :])
+            selector = self.model_runner.selector
+            select = selector.select
+            selector.select = lambda step, rows, logits, *args: select(step, rows, logits.roll(1, dims=-1), *args)
         else:
-            draft_model = self.model_runner.speculator._draft_model
+            draft_model = self.model_runner.drafter._draft_model
             logits_of = draft_model.logits
             draft_model.logits = lambda *args: logits_of(*args).roll(1, dims=-1)
-
-
-def prepare_workers() -> None:
-    """Set what workers, which are processes of their own, find in their environment; see tests.conftest."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if RUNS_V2 and TRITON_ON_CPU not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([TRITON_ON_CPU, *paths])
 
 
 class ParallelEngine(Engine):
     """An engine whose scheduler is in this process, and whose ranks are not."""
 
     def __init__(self, model: Path, **options: Any) -> None:
-        prepare_workers()
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # workers find it in their environment; see tests.conftest
         checks = {"check_invariants": True, "debug_rank_check": True}
         super().__init__(
             model,
@@ -60,5 +49,20 @@ class ParallelEngine(Engine):
             **options,
         )
 
-    def rows_of_ranks(self) -> list[dict[str, list[Row]]]:
-        return self.core.model_executor.collective_rpc("rows_of_groups")
+    def watch(self) -> None:
+        """The runners are elsewhere: see `check_rows`."""
+
+    def check_rows(self) -> None:
+        """Raise AssertionError unless the rows of all ranks hold the tokens and blocks that the scheduler believes.
+
+        While results are on their way the scheduler cannot know.
+        """
+        ranks = self.core.model_executor.collective_rpc("rows_of_groups")
+        assert len(ranks) == RANKS
+        for rows in ranks:
+            for group_id, group in self.scheduler.groups.items():
+                tries = self.scheduler.kv_cache_manager._groups[group_id].tries
+                for number, row in enumerate(rows[group_id] if tries and not group.num_pending else []):
+                    assert row.tokens == group.history(number), (group_id, number)
+                    for trie, blocks in zip(tries, row.blocks, strict=True):
+                        assert blocks[trie.num_skipped :] == trie.row_blocks(number), (group_id, number)

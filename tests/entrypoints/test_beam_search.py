@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
-from tests import RUNS_V2
 from tests.conftest import ROOT, TRAINED_TARGET, Engine, Engines
 from tests.reference import NEAR_TIE, SCORE_TOLERANCE
 from vllm_trie.entrypoints import beam_search
@@ -119,14 +118,13 @@ def test_eos_tokens_of_generation_config_act_as_in_vllms_own_loop(
     assert bool(stopped - {1}) == (own_beams().stops_by_generation_config and not ignore_eos)
 
 
-@pytest.mark.skipif(
-    RUNS_V2 or not own_beams().has_allowlist, reason="this vLLM's beams take or ignore allowed_token_ids"
-)
+@pytest.mark.skipif(not own_beams().has_allowlist, reason="this vLLM's beams ignore allowed_token_ids")
 def test_an_allowlist_is_left_to_vllms_own_loop(trained: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[Any] = []
     monkeypatch.setattr(beam_search.logger, "info_once", lambda *args: notes.append(args))
-    with pytest.raises(ValueError, match="Beam allowlists require the V2 model runner"):
-        trained.llm.beam_search([{"prompt": "x"}], BeamSearchParams(2, max_tokens=4, allowed_token_ids=[5, 6, 7]))
+    params = BeamSearchParams(2, max_tokens=4, allowed_token_ids=[5, 6, 7])
+    (output,) = trained.llm.beam_search([{"prompt": "x"}], params)
+    assert all({*sequence.tokens[-4:]} <= {5, 6, 7} for sequence in output.sequences)
     assert notes[0][1] == "with allowed_token_ids"
 
 

@@ -23,6 +23,10 @@ def extra(**extra_args: object) -> SamplingParams:
     return SamplingParams(max_tokens=4, extra_args=extra_args)
 
 
+def extra_with(beam_width: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=4, extra_args={"beam_width": beam_width}, **fields)
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -35,6 +39,11 @@ def extra(**extra_args: object) -> SamplingParams:
         (SamplingParams(n=3, extra_args={"beam_width": 2}), "n=3 exceeds beam_width=2"),
         (SamplingParams(seed=5, extra_args={"beam_width": 2}), "seed=5 has nothing to decide in a beam search"),
         (extra(beam_width=2, length_penalty=float("nan")), "length_penalty=nan is not a number between -6 and 6"),
+        (
+            extra_with(beam_width=2, allowed_token_ids=[*range(1025)]),
+            "1025 allowed_token_ids are more than the 1024 that Model Runner V2 takes; leave some out",
+        ),
+        (SamplingParams(bad_words=["self"] * 200), r"\d+ bad_words are more than the 128"),
         (
             SamplingParams(thinking_token_budget=3),
             "thinking_token_budget=3 is not supported .* on a CPU without Triton",

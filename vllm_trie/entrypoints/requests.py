@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils import random_uuid
@@ -69,8 +70,10 @@ def _checking(original: Callable[..., EngineCoreRequest]) -> Callable[..., Engin
                 _refuse_without_kernel(params, self.vllm_config)
                 beam = searches(params, self.vllm_config)
         request = original(self, request_id, prompt, params, *args, **kwargs)
-        if beam is not None:
-            with refusing():
+        with refusing():
+            if request.sampling_params is not None and has_beams(self.vllm_config):
+                _refuse_too_long(request.sampling_params)
+            if beam is not None:
                 _prepare(request, beam, params.stop_token_ids, self)
         return request
 
@@ -92,6 +95,26 @@ def _for_others(original: Callable[..., None]) -> Callable[..., None]:
             original(self, speculative_config)
 
     return validate_spec_decode
+
+
+def _refuse_too_long(params: SamplingParams) -> None:
+    """Refuse lists that Model Runner V2 has no room for: it would end, and with it all other requests."""
+    from vllm.v1.worker.gpu.sample import logit_bias  # not before a worker in this process has patched torch for a CPU
+
+    words = params.bad_words_token_ids or []
+    lists = {
+        "allowed_token_ids": (len(params.allowed_token_ids or ()), logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS),
+        "logit_bias": (len(params.logit_bias or ()), logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS),
+        "stop_token_ids with min_tokens": (
+            len(params.all_stop_token_ids) if params.min_tokens else 0,
+            logit_bias.MAX_NUM_STOP_TOKEN_IDS,
+        ),
+        "bad_words": (len(words), envs.VLLM_MAX_NUM_BAD_WORDS),
+        "tokens of bad_words": (sum(map(len, words)), envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS),
+    }
+    for name, (length, most) in lists.items():
+        if length > most:
+            raise ValueError(f"{length} {name} are more than the {most} that Model Runner V2 takes; leave some out")
 
 
 def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | None:
