@@ -8,7 +8,6 @@ The kernels need torch and Triton alone. Every table goes to the terminal and, a
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -20,7 +19,7 @@ from tqdm import tqdm
 from benchmarks import gpu_kernels, shared_prefix
 from benchmarks.common import console, save, show
 
-PARITY = ("tests/v2", "tests/engine/test_parity.py")
+PARITY = ("tests/worker", "tests/engine/test_parity.py")
 SPEED = ("throughput", "concurrency")
 
 
@@ -61,8 +60,7 @@ def check_searches(out: Path) -> bool:
         ["pytest", "-n", "0", "-q", *PARITY],
         ["benchmarks", "--only", *SPEED, "--out", str(out)],
     )
-    environment = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"}
-    codes = [subprocess.run([sys.executable, "-m", *command], env=environment).returncode for command in commands]
+    codes = [subprocess.run([sys.executable, "-m", *command]).returncode for command in commands]
     return not any(codes)
 
 

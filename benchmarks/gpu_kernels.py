@@ -10,21 +10,27 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.step import num_candidates
-from vllm_trie.search.warping import Warping
-from vllm_trie.worker import device_step, forks, kernels
-from vllm_trie.worker.forks import Forks, RowForks, Tables
+from vllm_trie.search.filters import log_probabilities
+from vllm_trie.search.rank import Candidates, rank_candidates
+from vllm_trie.search.rules import SelectRules, num_candidates
+from vllm_trie.search.slots import select_next
+from vllm_trie.search.step import packed, take_step
+from vllm_trie.worker import kernels, reorder
 from vllm_trie.worker.kv_blocks import KVBlocks
+from vllm_trie.worker.reorder import Reorders, RowReorder, Tables
 
 BLOCK_SIZE = 16
 WEIGHT_BYTES = 2 * 8_030_000_000  # of a Llama of 8B parameters, bfloat16
 LAYERS, KV_HEADS, HEAD_SIZE = 32, 8, 128  # of the same
 NUM_PROMPT, NUM_TOKENS = 512, 1029  # the last block partly filled
-PARTS = ("keys", "topk", "settle", "permute")
+STOP_TOKEN_ID = 2
 COLUMNS = (
     "beams x groups x vocabulary",
-    *(f"{part}{how}, us" for part in PARTS if part != "topk" for how in ("", " in torch")),
-    "topk, us",
+    "rank in torch, us",
+    "select, us",
+    "select in torch, us",
+    "reorder, us",
+    "reorder in torch, us",
     "all by kernels, us",
     "host, us",
     "share of a step, %",
@@ -56,21 +62,28 @@ SHAPES = (
 
 
 class Inputs:
-    """One step of groups in a batch: logits as coarse as bfloat16 makes them, rows in any order."""
+    """One step of groups in a batch: logits as coarse as bfloat16 makes them, rows in any slots."""
 
     def __init__(self, shape: Shape, device: torch.device, seed: int) -> None:
         random = torch.Generator(device).manual_seed(seed)
         on = {"device": device, "generator": random}
         width, num_groups, vocab_size, num_layers = shape
         num_rows, self.shape = shape.num_rows, shape
-        self.logits = torch.randn(num_rows, vocab_size, **on).mul_(3).bfloat16()
-        self.places = torch.randperm(num_rows, **on).view(num_groups, width)
+        self.logits = torch.randn(num_groups, width, vocab_size, **on).mul_(3).bfloat16()
         self.scores = torch.randn(num_groups, width, **on).sub_(20)
-        self.stop_token_ids = torch.tensor([2], device=device)
-        self.no_mask = self.stop_token_ids[:0]
+        self.rules = SelectRules(
+            width=width,
+            semantics="hf",
+            stop_token_ids=(STOP_TOKEN_ID,),
+            stop_strings=(),
+            skip_special_tokens=True,
+            num_logprobs=None,
+            is_controlled=False,
+        )
 
         num_columns = -(-NUM_TOKENS // BLOCK_SIZE)
         self.tokens = torch.randint(0, vocab_size, (num_rows, NUM_TOKENS + 1), dtype=torch.int32, **on)
+        self.tokens[:, :NUM_PROMPT] = 0  # the same in all rows of a group
         table = torch.randint(0, num_rows, (num_rows, num_columns), dtype=torch.int32, **on)
         table[:, -1] = torch.randperm(num_rows, **on)  # tails are the rows' own
         self.tables = Tables.of([table], [BLOCK_SIZE])
@@ -78,68 +91,54 @@ class Inputs:
         caches = [torch.randn(num_rows, *block, dtype=torch.bfloat16, **on) for _ in range(num_layers)]
         self.caches, self.kv_blocks = caches, KVBlocks(caches, num_rows)
 
-        self.keys = self.keys_by_torch()
-        self.ranked = self.topk()
-        parents = self.settle_by_torch()[0]
-        self.row_forks = self._forks(parents)
+        self.candidates = self.rank()
+        self.lives = self.candidates.tokens != STOP_TOKEN_ID
+        self.rows = self._reordered(self.select_by_torch().parents)
 
-    def _forks(self, parents: torch.Tensor) -> RowForks:
-        found, shape = Forks(), self.shape
+    def _reordered(self, parents: torch.Tensor) -> RowReorder:
+        found, shape = Reorders(), self.shape
         slots = np.random.default_rng(0).permutation(shape.num_rows).reshape(shape.num_groups, shape.width)
-        found.add(slots, parents, [NUM_PROMPT] * shape.num_groups, [NUM_TOKENS] * shape.num_groups, False)
-        rows = found.rows()
-        return RowForks(torch.from_numpy(rows).to(parents.device), torch.cat(found.parents), rows[3])
+        found.add(slots, parents, [NUM_PROMPT] * shape.num_groups, [NUM_TOKENS] * shape.num_groups)
+        return found.on(parents.device)
 
-    def keys_by_kernel(self) -> torch.Tensor:
-        return kernels.continuation_keys(self.logits, self.places, self.scores, 1.0, self.no_mask)
+    def rank(self) -> Candidates[torch.Tensor]:
+        return rank_candidates(log_probabilities(self.logits), self.scores, num_candidates(self.shape.width, 1))
 
-    def keys_by_torch(self) -> torch.Tensor:
-        return device_step.continuation_keys(self.logits, self.places, self.scores, Warping(), self.no_mask)
+    def select_by_kernel(self) -> Candidates[torch.Tensor]:
+        return kernels.select_next(self.candidates, self.lives, self.shape.width, self.shape.width)
 
-    def topk(self) -> torch.Tensor:
-        return self.keys.topk(min(num_candidates(self.shape.width, 1), self.keys.shape[1]), dim=1).values
+    def select_by_torch(self) -> Candidates[torch.Tensor]:
+        return select_next(self.candidates, self.lives, self.shape.width, self.shape.width)
 
-    def settle_by_kernel(self) -> torch.Tensor:
-        return kernels.settle(self.ranked, *self._rules())
+    def reorder_by_kernel(self) -> None:
+        kernels.copy_histories(self.rows, self.tokens, self.tables)
+        kernels.copy_tails(self.rows, self.tables, self.kv_blocks.segments)
 
-    def settle_by_torch(self) -> torch.Tensor:
-        return device_step.settle(self.ranked, *self._rules())
-
-    def _rules(self) -> tuple[int, int, torch.Tensor, int, bool]:
-        return self.shape.width, self.shape.vocab_size, self.stop_token_ids, self.shape.width, False
-
-    def permute_by_kernel(self) -> None:
-        kernels.permute_rows(self.row_forks, self.tokens, self.tables)
-        kernels.copy_tails(self.row_forks, self.tables, self.kv_blocks.segments)
-
-    def permute_by_torch(self) -> None:
-        forks.permute_rows(self.row_forks, self.tokens, self.tables)
-        forks.copy_tails(self.row_forks, self.tables, self.kv_blocks)
+    def reorder_by_torch(self) -> None:
+        reorder.copy_histories(self.rows, self.tokens, self.tables)
+        reorder.copy_tails(self.rows, self.tables, self.kv_blocks)
 
     def take_by_kernels(self) -> None:
         """All of it, as the runner does it."""
-        keys = self.keys_by_kernel()
-        ranked = keys.topk(min(num_candidates(self.shape.width, 1), keys.shape[1]), dim=1).values
-        kernels.settle(ranked, *self._rules())
-        self.permute_by_kernel()
+        step = take_step(self.rules, self.logits, self.scores, select_next=kernels.select_next)
+        packed(step)
+        self._reordered(step.parents)
+        self.reorder_by_kernel()
 
 
 def check(inputs: Inputs) -> None:
     """Raise AssertionError where a kernel and its reference differ."""
-    (index, score), (own_index, own_score) = map(device_step.from_keys, (inputs.keys, inputs.keys_by_kernel()))
-    assert torch.equal(own_index, index), "keys are in another order than in torch"
-    torch.testing.assert_close(own_score, score, rtol=1e-6, atol=2e-5, msg=lambda m: f"scores differ from torch: {m}")
-    assert torch.equal(inputs.keys_by_kernel(), inputs.keys_by_kernel()), "keys differ from run to run"
-    assert torch.equal(inputs.settle_by_kernel(), inputs.settle_by_torch()), "beams settle otherwise than in torch"
+    by_kernel, by_torch = inputs.select_by_kernel(), inputs.select_by_torch()
+    assert all(map(torch.equal, by_kernel, by_torch)), "other beams are selected than in torch"
     state = (inputs.tokens, *inputs.tables.tables, *inputs.caches)
     before = [part.clone() for part in state]
-    inputs.permute_by_kernel()
+    inputs.reorder_by_kernel()
     after = [part.clone() for part in state]
     for part, was in zip(state, before, strict=True):
         part.copy_(was)
-    inputs.permute_by_torch()
-    assert all(map(torch.equal, state, after)), "rows permute otherwise than in torch"
-    assert not all(map(torch.equal, state, before)) or inputs.shape.width == 1, "nothing was permuted"
+    inputs.reorder_by_torch()
+    assert all(map(torch.equal, state, after)), "rows are reordered otherwise than in torch"
+    assert not all(map(torch.equal, state, before)) or inputs.shape.width == 1, "nothing was reordered"
 
 
 def device_us(runs: list[Callable[[], object]], repeats: int = 15) -> float:
@@ -190,18 +189,12 @@ def on_real_shapes(device: torch.device, num_inputs: int) -> Iterator[tuple[Any,
         inputs = [Inputs(shape, device, seed) for seed in range(num_inputs)]
         for one in inputs:
             check(one)
-        timed = [
-            device_us([getattr(one, f"{part}_by_{how}") for one in inputs])
-            for part in PARTS
-            if part != "topk"
-            for how in ("kernel", "torch")
-        ]
+        parts = ("rank", "select_by_kernel", "select_by_torch", "reorder_by_kernel", "reorder_by_torch")
         whole = [one.take_by_kernels for one in inputs]
         everything = device_us(whole)
         yield (
             f"{shape.width} x {shape.num_groups} x {shape.vocab_size}",
-            *timed,
-            device_us([one.topk for one in inputs]),
+            *(device_us([getattr(one, part) for one in inputs]) for part in parts),
             everything,
             host_us(whole),
             100 * everything / step_us(shape, speed),
