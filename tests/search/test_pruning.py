@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import loop
-from vllm_trie.search.pruning import Pruning, pruned
-from vllm_trie.search.warping import log_probabilities
+from vllm_trie.search.filters import Pruning, log_probabilities, pruned
 
 DEAD = float("-inf")
 GROUPS, ROWS, VOCAB_SIZE = 2, 4, 9
@@ -29,7 +28,7 @@ def problem(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities [G, r, V] with ties and impossible tokens, and scores [G, r], some of dead rows."""
     random = torch.Generator().manual_seed(seed)
     logits = torch.randint(6, (GROUPS, ROWS, VOCAB_SIZE), generator=random) * 0.8
-    logprobs = log_probabilities(logits, masked_token_ids=[4])
+    logprobs = log_probabilities(logits, masked_token_ids=(4,))
     scores = -torch.randint(5, (GROUPS, ROWS), generator=random) / 4
     scores[0, torch.randint(ROWS, (1,), generator=random)] = DEAD
     return logprobs, scores

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from tests.search.exhaustive import drawn_pair_law
-from vllm_trie.search.sampling import draw, draw_cells, generator, joint, sampled_step, uniforms
-from vllm_trie.search.warping import Warping
+from vllm_trie.search.filters import LogitsFilters
+from vllm_trie.search.rules import BeamSampling, SelectRules
+from vllm_trie.search.sampling import draw, draw_cells, draw_continuations, generator, joint_probabilities, uniforms
+from vllm_trie.search.step import Layout, Step, best_of, packed, take_step, unpacked
 
 DEAD = float("-inf")
 
@@ -57,16 +59,77 @@ def test_where_nothing_may_be_drawn_some_impossible_token_stands_for_it() -> Non
     assert drawn.tolist() == [[[3]]]
 
 
+SAMPLED = SelectRules(3, "hf", (1,), (), True, None, False, samples=True)
+
+
+def sampled(rules: SelectRules, logits: torch.Tensor, chances: torch.Tensor) -> list[Step]:
+    tensor, layout = packed(take_step(rules, logits, torch.zeros(logits.shape[:2]), chances))
+    return unpacked(tensor.numpy(), layout)
+
+
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_a_beam_that_stops_finishes_and_leaves_its_slot_dead(num_rows: int) -> None:
-    tokens, scores = np.array([[7, 1, 7]]), np.array([[-1.0, -2.0, -3.0]], dtype=np.float32)
-    step = sampled_step(tokens, scores, tokens == 1, num_rows, is_last=False).group(0)
+    logits = torch.zeros(1, num_rows, 4)
+    logits[..., 2:] = DEAD
+    chances = torch.tensor([[0.1, 0.9, 0.2]]).double()
+    (step,) = sampled(SAMPLED, logits, chances)
     assert step.parents.tolist() == ([0, 0, 0] if num_rows == 1 else [0, 1, 2])
-    assert step.tokens.tolist() == [7, 1, 7]
-    assert step.scores.tolist() == [-1.0, DEAD, -3.0]
+    assert step.tokens.tolist() == [0, 1, 0]
+    assert (step.scores > DEAD).tolist() == [True, False, True]
     assert step.finished.tokens.tolist() == [1]
-    last = sampled_step(tokens, scores, tokens == 1, num_rows, is_last=True).group(0)
-    assert last.finished.scores.tolist() == [-1.0, -2.0, -3.0]
+    (last,) = sampled(SAMPLED._replace(is_last=True), logits, chances)
+    assert last.finished.tokens.tolist() == [0, 1, 0]
+
+
+def test_a_row_that_may_take_nothing_neither_goes_on_nor_finishes() -> None:
+    logits = torch.zeros(1, 3, 4)
+    logits[0, 1] = DEAD
+    rules = SAMPLED._replace(is_controlled=True, is_last=True)
+    (step,) = sampled(rules, logits, torch.full((1, 3), 0.9).double())
+    assert (step.scores > DEAD).tolist() == [True, False, True]
+    assert step.finished.parents.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_groups_that_draw_do_not_see_each_other(replacement: bool) -> None:
+    logits = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0))
+    scores = -torch.rand(3, 4, generator=torch.Generator().manual_seed(1))
+    scores[1, 2] = DEAD
+    rules = SelectRules(4, "hf", (1, 2), (), True, 2, False, law=BeamSampling(replacement, 1, None, False))
+
+    def steps(of: range) -> list[Step]:
+        rngs = [generator(at, 5) for at in of]
+        tensor, layout = packed(take_step(rules, logits[of], scores[of], rngs))
+        return unpacked(tensor.numpy(), layout)
+
+    together = steps(range(3))
+    for at in range(3):
+        (alone,) = steps(range(at, at + 1))
+        assert repr(alone) == repr(together[at])
+
+
+def test_only_the_best_drawn_beam_goes_on_where_one_is_kept() -> None:
+    logits = torch.randn(2, 4, 50, generator=torch.Generator().manual_seed(0))
+    rules = SelectRules(4, "hf", (1,), (), True, 3, False, law=BeamSampling(False, 1, None, False))
+    rngs = [[generator(at, 5) for at in range(2)] for _ in range(2)]
+    every = take_step(rules, logits, torch.zeros(2, 4), rngs[0])
+    assert rules.law is not None
+    kept = take_step(rules._replace(law=rules.law._replace(keeps_one=True)), logits, torch.zeros(2, 4), rngs[1])
+    best = every.scores.argmax(dim=1, keepdim=True)
+    for one, other in zip(kept[:3], every[:3], strict=True):
+        assert torch.equal(one, other.gather(1, best))
+    assert kept.beam_logprobs is not None
+    assert every.beam_logprobs is not None
+    assert torch.equal(kept.beam_logprobs.ranks, every.beam_logprobs.ranks.gather(1, best))
+    for at, step in enumerate(unpacked(*as_packed(every))):
+        on_host = best_of(step)
+        assert on_host.tokens.tolist() == kept.tokens[at].tolist()
+        assert on_host.scores.tolist() == kept.scores[at].tolist()
+
+
+def as_packed(step: Step) -> tuple[np.ndarray, Layout]:
+    tensor, layout = packed(step)
+    return tensor.numpy(), layout
 
 
 def beams(num_rows: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +140,7 @@ def beams(num_rows: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_the_joint_law_is_over_all_continuations_of_all_beams() -> None:
     scores, logprobs = beams(4, 1000)
-    p = joint(scores, logprobs, Warping())
+    p = joint_probabilities(scores, logprobs, LogitsFilters())
     assert p.dtype == torch.float64
     assert float(p.sum()) == pytest.approx(1, abs=1e-13)
     torch.testing.assert_close(p.sum(dim=1), scores.double().softmax(-1), rtol=1e-5, atol=0)
@@ -86,15 +149,15 @@ def test_the_joint_law_is_over_all_continuations_of_all_beams() -> None:
 
 def test_the_temperature_of_the_joint_law_divides_cumulative_sums() -> None:
     scores, logprobs = beams(2, 3)
-    p = joint(scores, logprobs, Warping(temperature=0.5))
+    p = joint_probabilities(scores, logprobs, LogitsFilters(temperature=0.5))
     weights = (2 * (scores[:, None] + logprobs).double()).flatten().softmax(-1)
     torch.testing.assert_close(p.flatten(), weights, rtol=1e-4, atol=0)
 
 
 def test_filters_apply_once_to_the_joint_law() -> None:
     scores, logprobs = torch.tensor([0.0, 0.0]), torch.tensor([[0.5, 0.3, 0.2], [0.9, 0.06, 0.04]]).log()
-    for warping in (Warping(top_k=2), Warping(top_p=0.6), Warping(min_p=0.5)):
-        p = joint(scores, logprobs, warping).flatten()
+    for filters in (LogitsFilters(top_k=2), LogitsFilters(top_p=0.6), LogitsFilters(min_p=0.5)):
+        p = joint_probabilities(scores, logprobs, filters).flatten()
         assert p.nonzero().flatten().tolist() == [0, 3]
         torch.testing.assert_close(p[[0, 3]], torch.tensor([5 / 14, 9 / 14]).double())
 
@@ -102,10 +165,10 @@ def test_filters_apply_once_to_the_joint_law() -> None:
 def test_dead_rows_have_no_mass() -> None:
     scores, logprobs = beams(3, 5)
     scores[1] = DEAD
-    p = joint(scores, logprobs, Warping(temperature=0.7, top_k=20))
+    p = joint_probabilities(scores, logprobs, LogitsFilters(temperature=0.7, top_k=20))
     assert p[1].sum() == 0
     assert float(p.sum()) == pytest.approx(1)
-    nothing = joint(torch.full((3,), DEAD), logprobs, Warping(top_p=0.9))
+    nothing = joint_probabilities(torch.full((3,), DEAD), logprobs, LogitsFilters(top_p=0.9))
     assert not nothing.any()
     assert [len(draw_cells(nothing, 2, replacement, generator(0, 0))) for replacement in (True, False)] == [0, 0]
 
@@ -122,6 +185,14 @@ def test_cells_are_drawn_by_their_law_in_order(replacement: bool) -> None:
     assert ((counts[law > 0] - expected) ** 2 / expected).sum() < (37.7 if replacement else 31.3)  # 15 and 11 degrees
 
 
+@pytest.mark.parametrize("replacement", [True, False])
+def test_what_is_not_possible_is_marked(replacement: bool) -> None:
+    p = torch.tensor([[0.0, 0.5, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]]).double()
+    cells, is_possible = draw_continuations(p, 3, replacement, [generator(0, 1), generator(0, 2)])
+    assert is_possible.sum(dim=1).tolist() == [3 if replacement else 2, 0]
+    assert set(cells[is_possible].tolist()) <= {1, 2}
+
+
 def test_without_replacement_there_are_no_more_cells_than_are_possible() -> None:
     p = torch.tensor([[0.0, 0.5], [0.5, 0.0]]).double()
     assert sorted(draw_cells(p, 5, False, generator(0, 1))) == [1, 2]
@@ -132,6 +203,6 @@ def test_without_replacement_a_cold_draw_is_beam_search() -> None:
     scores = torch.tensor([0.0, -0.5, -3.25])
     logprobs = -torch.randperm(100, generator=torch.Generator().manual_seed(0)).float().expand(3, 100)
     best = (scores[:, None] + logprobs).flatten().topk(8).indices.tolist()
-    cold, warm = (joint(scores, logprobs, Warping(temperature)) for temperature in (0.01, 1.0))
+    cold, warm = (joint_probabilities(scores, logprobs, LogitsFilters(temperature)) for temperature in (0.01, 1.0))
     assert all(draw_cells(cold, 8, False, generator(seed, 1)).tolist() == best for seed in range(20))
     assert not any(draw_cells(warm, 8, False, generator(seed, 1)).tolist() == best for seed in range(20))

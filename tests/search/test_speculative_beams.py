@@ -12,9 +12,9 @@ import torch
 
 from tests.search.exhaustive import drawn_pair_law, random_pair
 from vllm_trie.search import speculation
-from vllm_trie.search.sampling import generator, joint
+from vllm_trie.search.filters import LogitsFilters
+from vllm_trie.search.sampling import generator, joint_probabilities
 from vllm_trie.search.speculation import DraftRules, Drafts, Verified, drafted, verified_layers, verify
-from vllm_trie.search.warping import Warping
 
 BOTH_LAWS = pytest.mark.parametrize("replacement", [True, False])
 
@@ -103,7 +103,7 @@ def score(model: Model, beam: Beam) -> float:
 
 
 def law_of(model: Model, beams: list[Beam], scores: list[float]) -> torch.Tensor:
-    return joint(torch.tensor(scores), torch.stack([model[beam] for beam in beams]), Warping())
+    return joint_probabilities(torch.tensor(scores), torch.stack([model[beam] for beam in beams]), LogitsFilters())
 
 
 def children(beams: list[Beam], cells: np.ndarray) -> list[Beam]:

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
 from tests.loop import allowed
-from vllm_trie.search.warping import Warping, filtered, log_probabilities, running_sum
+from vllm_trie.search.filters import LogitsFilters, filtered, log_probabilities, running_sum
 
 ROWS, VOCAB_SIZE = 6, 40
 property_test = settings(max_examples=300, deadline=None, derandomize=True)
-warpings = st.builds(
-    Warping,
+filters_of = st.builds(
+    LogitsFilters,
     min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
     top_k=st.sampled_from([0, 1, 2, 7, VOCAB_SIZE, VOCAB_SIZE + 5]),
     top_p=st.sampled_from([1e-6, 0.2, 0.7, 0.999, 1.0]),
@@ -24,33 +24,33 @@ warpings = st.builds(
 def logprobs_of(seed: int, spread: float = 2.0) -> torch.Tensor:
     """[2, ROWS, VOCAB_SIZE], all different; some rows may take few tokens, one none at all."""
     logits = spread * torch.randn(2, ROWS, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
-    logprobs = log_probabilities(logits, masked_token_ids=[3, 5])
+    logprobs = log_probabilities(logits, masked_token_ids=(3, 5))
     logprobs[0, 1, 2:] = float("-inf")
     logprobs[0, 2] = float("-inf")
     return logprobs
 
 
 @property_test
-@given(st.integers(0, 1 << 32), warpings)
-def test_a_row_keeps_what_a_loop_keeps(seed: int, warping: Warping) -> None:
+@given(st.integers(0, 1 << 32), filters_of)
+def test_a_row_keeps_what_a_loop_keeps(seed: int, filters: LogitsFilters) -> None:
     logprobs = logprobs_of(seed)
     before = logprobs.clone()
-    found = filtered(logprobs, warping)
+    found = filtered(logprobs, filters)
     assert torch.equal(logprobs, before)
-    expected = [allowed(row, **warping._asdict()) for row in logprobs.flatten(0, 1)]
+    expected = [allowed(row, **filters._asdict()) for row in logprobs.flatten(0, 1)]
     assert torch.equal(found.flatten(0, 1), torch.stack(expected))
 
 
 @property_test
-@given(st.integers(0, 1 << 32), warpings, st.sampled_from([0.5, 1.0, 2.0]))
-def test_a_row_keeps_what_vllm_keeps(seed: int, warping: Warping, temperature: float) -> None:
+@given(st.integers(0, 1 << 32), filters_of, st.sampled_from([0.5, 1.0, 2.0]))
+def test_a_row_keeps_what_vllm_keeps(seed: int, filters: LogitsFilters, temperature: float) -> None:
     logits = torch.randn(ROWS, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
     probabilities = (logits / temperature).softmax(-1)
     scaled = logits / temperature
-    scaled[probabilities < warping.min_p * probabilities.amax(-1, keepdim=True)] = float("-inf")  # vLLM's min_p
-    top_k = torch.full((ROWS,), min(warping.top_k or VOCAB_SIZE, VOCAB_SIZE))
-    theirs = apply_top_k_top_p_pytorch(scaled, top_k, torch.full((ROWS,), warping.top_p))
-    ours = filtered(log_probabilities(logits, temperature=temperature), warping)
+    scaled[probabilities < filters.min_p * probabilities.amax(-1, keepdim=True)] = float("-inf")  # vLLM's min_p
+    top_k = torch.full((ROWS,), min(filters.top_k or VOCAB_SIZE, VOCAB_SIZE))
+    theirs = apply_top_k_top_p_pytorch(scaled, top_k, torch.full((ROWS,), filters.top_p))
+    ours = filtered(log_probabilities(logits, temperature=temperature), filters)
     assert torch.equal(ours > float("-inf"), theirs > float("-inf"))
 
 
@@ -60,14 +60,14 @@ def test_flat_rows_of_a_large_vocabulary_keep_what_a_sort_keeps(top_p: float) ->
     best_first, tokens = logprobs.double().sort(dim=-1, descending=True)
     behind = best_first.exp().cumsum(-1) - best_first.exp() >= top_p
     expected = torch.ones_like(behind).scatter(-1, tokens, ~behind)
-    differing = (filtered(logprobs, Warping(top_p=top_p)) > float("-inf")) != expected
+    differing = (filtered(logprobs, LogitsFilters(top_p=top_p)) > float("-inf")) != expected
     assert differing.sum() <= 2 * 6, "more than rounding at the edge"
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
 def test_what_remains_keeps_its_log_probability(temperature: float) -> None:
     logits = torch.randn(3, VOCAB_SIZE, dtype=torch.bfloat16)
-    found = filtered(log_probabilities(logits, temperature=temperature), Warping(top_k=5, top_p=0.8))
+    found = filtered(log_probabilities(logits, temperature=temperature), LogitsFilters(top_k=5, top_p=0.8))
     exact = (logits.double() / temperature).log_softmax(-1)
     kept = found > float("-inf")
     assert 0 < kept.sum() < kept.numel()
@@ -75,13 +75,13 @@ def test_what_remains_keeps_its_log_probability(temperature: float) -> None:
 
 
 def test_equal_log_probabilities_fall_to_top_p_by_token() -> None:
-    found = filtered(log_probabilities(torch.zeros(1, 8)), Warping(top_p=0.4))
+    found = filtered(log_probabilities(torch.zeros(1, 8)), LogitsFilters(top_p=0.4))
     assert (found[0] > float("-inf")).tolist() == [True] * 4 + [False] * 4
 
 
 def test_nothing_to_filter_costs_no_copy() -> None:
     logprobs = logprobs_of(0)
-    assert filtered(logprobs, Warping(temperature=0.5)) is logprobs
+    assert filtered(logprobs, LogitsFilters(temperature=0.5)) is logprobs
 
 
 @pytest.mark.parametrize("shape", [(7,), (1, 7), (1, 1, 7), (3, 7), (2, 3, 7)])
