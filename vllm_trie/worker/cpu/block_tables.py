@@ -14,19 +14,11 @@ from vllm_trie.worker.cpu.replace import replaces
 @replaces("buffer_utils:StagedWriteTensor.apply_write")
 def apply_write(self: Any) -> None:
     """Write all that is staged into rows of a tensor [S] or [S, L]."""
-    rows, starts, contents = self._staged_write_indices, self._staged_write_starts, self._staged_write_contents
-    if not rows:
-        return
-    values = self.gpu.numpy()
-    if values.ndim == 1:
-        values[np.add(rows, starts)] = contents
-    elif len(contents) == len(rows):  # one element each
-        values[rows, starts] = contents
-    else:
-        first = 0
-        for row, start, end in zip(rows, starts, self._staged_write_cu_lens, strict=True):
-            values[row, start : start + end - first] = contents[first:end]
-            first = end
+    values, contents, first = self.gpu.numpy().reshape(len(self.gpu), -1), self._staged_write_contents, 0
+    staged = self._staged_write_indices, self._staged_write_starts, self._staged_write_cu_lens
+    for row, start, end in zip(*staged, strict=True):
+        values[row, start : start + end - first] = contents[first:end]
+        first = end
     self.clear_staged_writes()
 
 

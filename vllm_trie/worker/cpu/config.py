@@ -55,37 +55,15 @@ def configure_engines_on_cpu(has_beams: HasBeams) -> None:
 
     if check_and_update_config.is_applied or not current_platform.is_cpu():
         return
-    _keep_async_scheduling(has_beams)
-    if needs_cpu_kernels():
-        _run_v2_model_runner(has_beams)
-
-
-def _keep_async_scheduling(has_beams: HasBeams) -> None:
-    from vllm.platforms.cpu import CpuPlatform
-
-    stock = CpuPlatform.check_and_update_config.__func__
 
     def keep_async_scheduling(platform: Any, vllm_config: VllmConfig) -> None:
         chosen = vllm_config.scheduler_config.async_scheduling
-        stock(platform, vllm_config)
+        check_and_update_config.original.__func__(platform, vllm_config)
         if has_beams(vllm_config):
             vllm_config.scheduler_config.async_scheduling = chosen
 
     check_and_update_config.apply(classmethod(keep_async_scheduling))
-
-
-def _run_v2_model_runner(has_beams: HasBeams) -> None:
-    from vllm.config import VllmConfig
-
-    stock: Any = VllmConfig.use_v2_model_runner.fget
-    stock_validate = VllmConfig._validate_v2_model_runner
-
-    def runs_v2(self: VllmConfig) -> bool:
-        return has_beams(self) or stock(self)
-
-    def validate(self: VllmConfig) -> None:
-        if not has_beams(self):  # the plugin has its own check
-            stock_validate(self)
-
-    use_v2_model_runner.apply(property(runs_v2))
-    validate_v2_model_runner.apply(validate)
+    if needs_cpu_kernels():
+        v2, check = use_v2_model_runner, validate_v2_model_runner
+        v2.apply(property(lambda config: has_beams(config) or v2.original.fget(config)))
+        check.apply(lambda config: None if has_beams(config) else check.original(config))  # the plugin has its own

@@ -41,10 +41,7 @@ def prepare_pos_seq_lens(
     lengths, num_tokens = np.diff(starts), int(starts[-1])
     seq_lens[:num_rows] = computed + lengths
     seq_lens[num_rows:] = 0
-    if num_tokens == num_rows:
-        pos[:num_rows] = computed
-    else:
-        pos[:num_tokens] = np.repeat(computed - starts[:-1], lengths) + np.arange(num_tokens)
+    pos[:num_tokens] = np.repeat(computed - starts[:-1], lengths) + np.arange(num_tokens)
 
 
 @kernel("input_batch:_combine_sampled_and_draft_tokens_kernel")
@@ -57,10 +54,6 @@ def combine_sampled_and_draft_tokens(
     ends, lengths, prefill = query_start_loc[1 : num_rows + 1], seq_lens[:num_rows], prefill_len[idx_mapping]
     newest = last_sampled_tokens.reshape(len(last_sampled_tokens))
     decodes = lengths > prefill
-    if cu_num_logits[num_rows] == num_rows:  # there are no drafts
-        logits_indices[:] = ends - 1
-        input_ids[ends[decodes] - 1] = newest[idx_mapping[decodes]]
-        return
     num_logits = np.diff(cu_num_logits[: num_rows + 1])
     starts, local = ends - num_logits, positions_within(num_logits)
     logits_indices[:] = np.repeat(starts, num_logits) + local
