@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.search.steps import rules_of, steps_of
 from vllm_trie.search.forest import ROOT, Forest, Layer, RowFork, affordable, grow, least_affordable
-from vllm_trie.search.ranking import rank_candidates
-from vllm_trie.search.step import Step, hf_step, num_candidates
+from vllm_trie.search.step import Step
 from vllm_trie.search.stopping import HfPool
 
 EOS, VOCABULARY = 0, 24
@@ -67,11 +67,10 @@ class Search:
         return finished, self.beams, self.scores.tolist()
 
     def step(self) -> Step:
-        count = num_candidates(self.width, 1)
-        scores = torch.from_numpy(self.scores)[None]
-        candidates = rank_candidates(self.target.logprobs(self.beams)[None], scores, count).candidates
         self.length += 1
-        step = hf_step(candidates, candidates.tokens == EOS, self.width, self.length == self.max_length).group(0)
+        rules = rules_of(self.width, stops=(EOS,), is_last=self.length == self.max_length)
+        logits, scores = self.target.logprobs(self.beams)[None], torch.from_numpy(self.scores)[None]
+        (step,) = steps_of(rules, logits, scores)
         for parent, token, score in zip(*step.finished, strict=True):
             self.found.append((*self.beams[parent], int(token)))
             self.pool.add(float(score), self.length, int(token), len(self.found) - 1)

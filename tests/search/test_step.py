@@ -1,215 +1,226 @@
-"""One step of beam search decides what a loop over the candidates decides."""
+"""One step of the search decides what its rules say, read one by one and without tensors."""
 
 from __future__ import annotations
 
-import random
 from collections import Counter
+from collections.abc import Collection
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_trie.search.step import (
-    Candidates,
-    Step,
-    Tops,
-    assign_slots,
-    hf_step,
-    num_candidates,
-    tridecode_step,
-    vllm_step,
-)
-
-Candidate = tuple[int, int, float]  # parent, token, score
+from tests.search.steps import rules_of, shortcuts, steps_of
+from vllm_trie.search.filters import log_probabilities
+from vllm_trie.search.rank import Candidates
+from vllm_trie.search.rules import SelectRules, num_candidates
+from vllm_trie.search.step import Step, packed, take_cells, take_step
 
 DEAD = float("-inf")
-property_test = settings(max_examples=500, deadline=None, derandomize=True)
-widths = st.integers(1, 9)
-stop_rates = st.sampled_from([0.0, 0.1, 0.4, 0.7, 1.0])
-seeds = st.integers(0, 1 << 32)
+Continuation = tuple[int, int, float]  # parent, token, score
 
 
-def random_candidates(choose: random.Random, groups: int, width: int, count: int) -> Candidates:
-    """Different continuations in total order, with many ties; some or all of them may be impossible."""
-    ranked = []
-    for _ in range(groups):
-        num_rows, vocab_size = choose.choice([(1, count), (width, 20)])
-        pairs = choose.sample([*product(range(num_rows), range(vocab_size))], count)
-        num_dead = choose.choice([0, 0, choose.randint(0, count)])
-        scores = [DEAD] * num_dead + [-choose.randrange(2 * count) / 2 for _ in pairs[num_dead:]]
-        scored = zip(scores, pairs, strict=True)
-        ranked.append(sorted(((score, *pair) for score, pair in scored), key=lambda c: (-c[0], *c[1:])))
-    scores, parents, tokens = np.moveaxis(np.array(ranked), -1, 0)
-    return Candidates(parents.astype(np.int64), tokens.astype(np.int64), scores.astype(np.float32))
+class Case(NamedTuple):
+    """One step of some groups."""
+
+    rules: SelectRules
+    logits: torch.Tensor  # [G, r, V]
+    scores: torch.Tensor  # [G, r]
+    completing: frozenset[tuple[int, int]] | None  # parent and token of what completes a stop string
 
 
-def random_mask(choose: random.Random, like: np.ndarray, rate: float) -> np.ndarray:
-    return np.array([choose.random() < rate for _ in range(like.size)]).reshape(like.shape)
+class Decision(NamedTuple):
+    """What a step of one group must decide."""
+
+    slots: list[tuple[int, int | None, float]]  # no token where there is no beam
+    finished: list[Continuation]
 
 
-def listed(candidates: Candidates) -> list[Candidate]:
-    """Those of one group that are possible at all."""
-    return [c for c in zip(*(field.tolist() for field in candidates), strict=True) if c[-1] > DEAD]
+def decide(case: Case, group: int) -> Decision:
+    """The rules of README's table of semantics, and of the slots."""
+    rules, width = case.rules, case.rules.width
+    masked = rules.stop_token_ids if rules.masks_stops else ()
+    logprobs = log_probabilities(case.logits[group], masked)
+    total = (logprobs + case.scores[group, :, None]).tolist()
+    num_rows, vocab_size = logprobs.shape
+    ranked = sorted((-total[p][t], p, t) for p, t in product(range(num_rows), range(vocab_size)))
+    every = [(parent, token, -loss) for loss, parent, token in ranked if -loss > DEAD]
+
+    def stops(parent: int, token: int) -> bool:
+        return token in rules.stop_token_ids or (not rules.masks_stops and (parent, token) in (case.completing or ()))
+
+    going_on = [c for c in every if not stops(*c[:2])]
+    count = num_candidates(width, len(rules.stop_token_ids))
+
+    def is_rows_best(parent: int, token: int) -> bool:
+        row = logprobs[parent].tolist()
+        return sum(other > row[token] for other in row) < count
+
+    if rules.semantics == "hf":
+        finished = [c for c in every[:width] if stops(*c[:2]) or rules.is_last]
+    elif rules.semantics == "tridecode":
+        before_last = every if len(going_on) < width else every[: every.index(going_on[width - 1])]
+        finished = [c for c in before_last if stops(*c[:2])]
+        if rules.is_last:
+            finished = sorted(finished + going_on[:width], key=every.index)
+    else:
+        if rules.eos_score_factor is not None:
+            eos, factor = rules.eos_score_factor
+            others = [(score, 0, at, c) for at, c in enumerate(going_on) if c[1] != eos for score in c[2:]]
+            others = others[:count]
+            own = [(factor * c[2], 1, c[0], c) for c in going_on if c[1] == eos and is_rows_best(*c[:2])]
+            going_on = [c for *_, c in sorted(others + own, key=lambda one: (-one[0], *one[1:3]))]
+        finished = sorted((c for c in every if stops(*c[:2]) and is_rows_best(*c[:2])), key=lambda c: c[:2])
+        finished += going_on[:width] if rules.is_last else []
+
+    slots: list = [None] * width
+    later = []
+    for beam in going_on[:width]:
+        if slots[beam[0]] is None:
+            slots[beam[0]] = beam
+        else:
+            later.append(beam)
+    for slot in range(width):
+        if slots[slot] is None:
+            slots[slot] = later.pop(0) if later else (min(slot, num_rows - 1), None, DEAD)
+    return Decision(slots, finished)
 
 
-def best_by_loop(candidates: list[Candidate], keys: list[float], barred: list[bool], width: int) -> list[Candidate]:
-    """The `width` with the greatest keys among those not barred, the earlier one on a tie."""
-    allowed = [i for i in range(len(candidates)) if not barred[i] and keys[i] > DEAD]
-    return [candidates[i] for i in sorted(allowed, key=lambda i: -keys[i])[:width]]
+def listed(step: Step | Candidates) -> list[Continuation]:
+    return [*zip(*(field.tolist() for field in step[:3]), strict=True)]
 
 
-def check_beams(step: Step, live: list[Candidate], width: int) -> None:
-    """One group's beams are `live`, best first, each first child in its parent's slot; all other slots are dead."""
-    assert step.scores.shape == (width,)
-    assert step.scores.dtype == np.float32
-    assert Counter(listed(Candidates(step.parents, step.tokens, step.scores))) == Counter(live)
-    for place, (parent, token, _) in enumerate(live):
-        if parent not in [earlier[0] for earlier in live[:place]]:
-            assert (step.parents[parent], step.tokens[parent]) == (parent, token)
-    assert set(step.parents.tolist()) <= set(range(width))
-    destinations = {slot for slot, parent in enumerate(step.parents.tolist()) if slot != parent}
-    assert destinations.isdisjoint(step.parents.tolist()), "a row would be overwritten before it is copied"
+def check(case: Case) -> None:
+    """Raise AssertionError unless the step decides that, whether it looks at tensors or not."""
+    completing = case.completing
+
+    def completes(candidates: Candidates) -> np.ndarray:
+        pairs = zip(candidates.parents.ravel().tolist(), candidates.tokens.ravel().tolist(), strict=True)
+        return np.array([pair in completing for pair in pairs]).reshape(candidates.tokens.shape)
+
+    for allowed in (True, False):
+        with shortcuts(allowed):
+            how = None if completing is None else completes
+            steps = steps_of(case.rules, case.logits, case.scores, completes=how)
+        for group, step in enumerate(steps):
+            expected = decide(case, group)
+            beams = [(p, token if score > DEAD else None, score) for p, token, score in listed(step)]
+            assert beams == expected.slots
+            assert step.num_beams == sum(token is not None for _, token, _ in expected.slots)
+            if completing is None or case.rules.semantics != "vllm":
+                assert listed(step.finished) == expected.finished
+            else:  # in the order of each row's best
+                assert Counter(listed(step.finished)) == Counter(expected.finished)
+            destinations = {slot for slot, parent in enumerate(step.parents.tolist()) if slot != parent}
+            assert len(step.parents) == 1 or case.logits.shape[1] == 1 or not destinations & set(step.parents.tolist())
+            check_logprobs(case, group, step)
 
 
-@property_test
-@given(seeds, st.integers(1, 3), widths, st.integers(0, 3), stop_rates, st.booleans())
-def test_hf_step_decides_what_a_loop_decides(
-    seed: int, groups: int, width: int, num_stops: int, rate: float, is_last: bool
-) -> None:
-    choose = random.Random(seed)
-    candidates = random_candidates(choose, groups, width, num_candidates(width, num_stops))
-    stops = random_mask(choose, candidates.tokens, rate)
-    steps = hf_step(candidates, stops, width, is_last)
-    for group in range(groups):
-        step = steps.group(group)
-        every = [*zip(*(field[group].tolist() for field in candidates), strict=True)]
-        barred = stops[group].tolist()
-        assert step.is_finished.all()
-        assert listed(step.finished) == [
-            c for c, stop in zip(every[:width], barred, strict=False) if (stop or is_last) and c[-1] > DEAD
-        ]
-        check_beams(step, best_by_loop(every, [c[-1] for c in every], barred, width), width)
+def check_logprobs(case: Case, group: int, step: Step) -> None:
+    rules = case.rules
+    if rules.num_logprobs is None:
+        assert step[4:] == (None, None, None)
+        return
+    logprobs = log_probabilities(case.logits[group], rules.stop_token_ids if rules.masks_stops else ()).tolist()
+    assert step.top_logprobs is not None
+    for row, tokens, best in zip(logprobs, *(field.tolist() for field in step.top_logprobs), strict=True):
+        assert best == sorted(row, reverse=True)[: rules.num_logprobs]
+        assert len(set(tokens)) == len(tokens)
+        assert [row[token] for token in tokens] == best
+    for continuations, own in ((step, step.beam_logprobs), (step.finished, step.finished_logprobs)):
+        assert own is not None
+        for (parent, token, score), value, place in zip(
+            listed(continuations), own.logprobs.tolist(), own.ranks.tolist(), strict=True
+        ):
+            if score > DEAD:
+                assert value == logprobs[parent][token]
+                assert place == sum(other >= value for other in logprobs[parent])
 
 
-@property_test
-@given(seeds, st.integers(1, 3), widths, stop_rates, st.sampled_from([0.5, 1.0, 1.5]), st.booleans())
-def test_vllm_step_decides_what_a_loop_decides(
-    seed: int, groups: int, width: int, rate: float, factor: float, is_last: bool
-) -> None:
-    choose = random.Random(seed)
-    candidates = random_candidates(choose, groups, width, 2 * width)
-    stopping = random_candidates(choose, groups, width, width + choose.randint(0, 5))
-    merits = np.where(candidates.tokens % 3 == 0, np.float32(factor), np.float32(1)) * candidates.scores
-    stops, is_stopping = (random_mask(choose, c.tokens, rate) for c in (candidates, stopping))
-    steps = vllm_step(candidates, merits, stops, stopping, is_stopping, width, is_last)
-    for group in range(groups):
-        step = steps.group(group)
-        every = [*zip(*(field[group].tolist() for field in candidates), strict=True)]
-        live = best_by_loop(every, merits[group].tolist(), stops[group].tolist(), width)
-        offered = zip(*(field[group].tolist() for field in (*stopping, is_stopping)), strict=True)
-        ended = [tuple(candidate) for *candidate, stop in offered if stop]
-        check_beams(step, live, width)
-        assert step.is_finished.all()
-        finished = [*zip(*(field.tolist() for field in step.finished), strict=True)]
-        assert finished[: len(ended)] == ended
-        ended_by_length = finished[len(ended) :]
-        assert Counter(ended_by_length) == Counter(live if is_last else [])
-        assert [c[-1] for c in ended_by_length] == sorted((c[-1] for c in ended_by_length), reverse=True)
-
-
-@property_test
-@given(seeds, st.integers(2, 4), widths, stop_rates, st.booleans())
-def test_groups_do_not_see_each_other(seed: int, groups: int, width: int, rate: float, is_last: bool) -> None:
-    choose = random.Random(seed)
-    candidates = random_candidates(choose, groups, width, 2 * width)
-    stops = random_mask(choose, candidates.tokens, rate)
-
-    def steps(of: slice) -> list[Step]:
-        part, part_stops = Candidates(*(field[of] for field in candidates)), stops[of]
-        in_vllm = vllm_step(part, part.scores, part_stops, part, part_stops, width, is_last)
-        return [step(part, part_stops, width, is_last) for step in (hf_step, tridecode_step)] + [in_vllm]
-
-    for group in range(groups):
-        for together, alone in zip(steps(slice(None)), steps(slice(group, group + 1)), strict=True):
-            for one, other in zip(flat(together.group(group)), flat(alone.group(0)), strict=True):
-                np.testing.assert_array_equal(one, other)
-
-
-def flat(step: Step) -> tuple[np.ndarray, ...]:
-    return (step.parents, step.tokens, step.scores, *step.finished, step.is_finished)
+def logits_of(draw: st.DrawFn, width: int, may_tie: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Few levels, so that many continuations tie; some are impossible, some rows are dead."""
+    num_groups, num_rows = draw(st.integers(1, 3)), draw(st.sampled_from([1, width]))
+    vocab_size = draw(st.integers(1, 14))
+    random = torch.Generator().manual_seed(draw(st.integers(0, 1 << 32)))
+    levels = draw(st.sampled_from([1, 2, 4, 1000]))
+    logits = torch.randint(levels, (num_groups, num_rows, vocab_size), generator=random) * (6 / levels)
+    if not may_tie:
+        logits = torch.randn(logits.shape, generator=random)
+    if draw(st.booleans()):
+        logits[torch.rand(logits.shape, generator=random) < 0.3] = DEAD
+        logits[..., 0] = 1.0
+    scores = -torch.randint(draw(st.sampled_from([1, 3])), (num_groups, num_rows), generator=random) / 2
+    if draw(st.booleans()):
+        scores[torch.rand(scores.shape, generator=random) < 0.4] = DEAD
+    return logits, scores + 0.0
 
 
 @st.composite
-def parents_of_groups(draw: st.DrawFn) -> np.ndarray:
-    width = draw(widths)
-    group = st.lists(st.integers(0, width - 1), min_size=width, max_size=width)
-    return np.array(draw(st.lists(group, min_size=1, max_size=3)))
+def cases(draw: st.DrawFn) -> Case:
+    width = draw(st.integers(1, 7))
+    semantics, has_strings = draw(st.sampled_from(["hf", "vllm", "tridecode"])), draw(st.booleans())
+    logits, scores = logits_of(draw, width, may_tie=not (semantics == "vllm" and has_strings))
+    tokens = st.integers(0, logits.shape[-1] - 1)
+    stops = tuple(sorted(draw(st.sets(tokens, max_size=3))))
+    factor = completing = None
+    if semantics == "vllm" and not has_strings and draw(st.booleans()):
+        eos = draw(tokens)
+        factor = (eos, draw(st.sampled_from([0.5, 1.5]))) if eos not in stops else None
+    if has_strings:
+        completing = frozenset(draw(st.lists(st.tuples(st.integers(0, width - 1), tokens), max_size=20)))
+    rules = rules_of(
+        width,
+        semantics,
+        stops,
+        num_logprobs=draw(st.sampled_from([None, 0, 1, 5, 20])),
+        masks_stops=draw(st.booleans()),
+        is_last=draw(st.booleans()),
+        eos_score_factor=factor,
+    )
+    return Case(rules, logits, scores, completing)
 
 
-@property_test
-@given(parents_of_groups())
-def test_slots_are_a_permutation(parents: np.ndarray) -> None:
-    for slots in assign_slots(parents):
-        assert sorted(slots) == [*range(parents.shape[1])]
+@settings(max_examples=1500, deadline=None, derandomize=True)
+@given(cases())
+def test_step_decides_what_its_rules_say(case: Case) -> None:
+    check(case)
 
 
-@property_test
-@given(parents_of_groups())
-def test_first_child_stays_and_others_take_dead_slots_in_ascending_order(parents: np.ndarray) -> None:
-    for slots, group in zip(assign_slots(parents).tolist(), parents.tolist(), strict=True):
-        first = [group.index(parent) == child for child, parent in enumerate(group)]
-        assert all(slot == parent for slot, parent, stays in zip(slots, group, first, strict=True) if stays)
-        moved = [slot for slot, stays in zip(slots, first, strict=True) if not stays]
-        assert moved == sorted(set(range(len(group))) - set(group))
+@pytest.mark.parametrize("semantics", ["hf", "vllm", "tridecode"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_step_from_coarse_logits_of_a_large_vocabulary(dtype: torch.dtype, semantics: str) -> None:
+    random = torch.Generator().manual_seed(7)
+    logits = (4 * torch.randn(2, 6, 900, generator=random)).to(dtype)
+    check(Case(rules_of(6, semantics, (5, 17), num_logprobs=3), logits, -3 * torch.rand(2, 6, generator=random), None))
 
 
-@pytest.mark.parametrize("rank", range(6))
-def test_stop_finishes_only_among_the_best_width(rank: int) -> None:
-    tokens = [10, 11, 12, 13, 14, 15]
-    tokens[rank] = 1
-    step = step_of(parents=[0, 1, 2, 0, 1, 2], tokens=tokens, width=3)
-    assert step.finished.tokens.tolist() == [1] * (rank < 3)
-    assert sorted(step.tokens) == [token for token in tokens if token != 1][:3]
+def test_wide_groups_decide_what_narrow_ones_do() -> None:
+    random = torch.Generator().manual_seed(3)
+    logits = (3 * torch.randn(1, 70, 150, generator=random)).bfloat16()
+    for spread in (0.0, 50.0):  # many rows have beams, or few have all
+        check(Case(rules_of(70, "hf", (1,)), logits, -spread * torch.rand(1, 70, generator=random), None))
 
 
-def test_in_the_last_step_the_best_width_finish_and_no_other() -> None:
-    step = step_of(parents=[0, 1, 1, 0], tokens=[10, 1, 12, 13], width=2, is_last=True)
-    assert step.finished.tokens.tolist() == [10, 1]
+def test_groups_do_not_see_each_other() -> None:
+    random = torch.Generator().manual_seed(0)
+    logits, scores = torch.randn(4, 3, 50, generator=random).bfloat16(), -torch.rand(4, 3, generator=random)
+    for semantics in ("hf", "vllm", "tridecode"):
+        rules = rules_of(3, semantics, (1, 2), num_logprobs=2)
+        together = steps_of(rules, logits, scores)
+        for group in range(4):
+            (alone,) = steps_of(rules, logits[group, None], scores[group, None])
+            assert repr(alone) == repr(together[group])
 
 
-def test_beams_go_on_when_all_the_best_finish() -> None:
-    step = step_of(parents=[2, 0, 1, 2, 2, 0], tokens=[1, 1, 1, 7, 8, 9], width=3)
-    assert step.finished.parents.tolist() == [2, 0, 1]
-    assert step.tokens.tolist() == [9, 8, 7]
-    assert step.parents.tolist() == [0, 2, 2]
-
-
-def test_one_beam_takes_the_best_that_does_not_stop() -> None:
-    step = step_of(parents=[0, 0], tokens=[1, 7], width=1)
-    assert (step.parents.tolist(), step.tokens.tolist(), step.finished.tokens.tolist()) == ([0], [7], [1])
-
-
-def test_slots_are_dead_where_too_few_go_on() -> None:
-    step = step_of(parents=[0, 1, 2, 1, 0, 2], tokens=[1, 1, 1, 7, 1, 1], width=3)
-    assert step.scores.tolist() == [DEAD, -3.0, DEAD]
-    assert step.tokens[1] == 7
-
-
-def test_whatever_is_alive_displaces_the_dead() -> None:
-    scores = np.array([[-1.0, -2.0, DEAD, DEAD]], dtype=np.float32)  # both children of the only live beam
-    candidates = Candidates(np.array([[1, 1, 0, 0]]), np.array([[5, 6, 7, 8]]), scores)
-    step = hf_step(candidates, np.zeros((1, 4), dtype=bool), 2, False).group(0)
-    assert (step.parents.tolist(), step.tokens.tolist(), step.scores.tolist()) == ([1, 1], [6, 5], [-2.0, -1.0])
-
-
-def test_group_carries_the_tops_it_is_given() -> None:
-    tops = Tops(np.zeros((1, 2), dtype=np.int32), np.zeros((1, 2), dtype=np.float32))
-    candidates = Candidates(np.zeros((1, 2), dtype=int), np.array([[1, 2]]), np.zeros((1, 2), dtype=np.float32))
-    step = hf_step(candidates, np.zeros((1, 2), dtype=bool), 1, False)
-    assert step.group(0, tops).tops is tops
-    assert step.group(0).tops is None
+def test_row_that_may_take_no_token_has_no_child() -> None:
+    logits = torch.zeros(1, 2, 8)
+    logits[0, 0] = DEAD
+    (step,) = steps_of(rules_of(2, is_controlled=True), logits, torch.tensor([[0.0, -5.0]]))
+    assert step.parents.tolist() == [1, 1]
+    assert step.num_beams == 2
 
 
 @pytest.mark.parametrize(("num_stops", "expected"), [(0, 6), (1, 6), (2, 9), (3, 12)])
@@ -218,8 +229,41 @@ def test_candidates_leave_width_beams_whatever_stops(num_stops: int, expected: i
     assert expected - 3 * num_stops >= 3
 
 
-def step_of(parents: list[int], tokens: list[int], width: int, is_last: bool = False) -> Step:
-    """transformers' step of one group; token 1 stops, and each candidate scores one less than the one before."""
-    scores = -np.arange(len(tokens), dtype=np.float32)
-    candidates = Candidates(np.array([parents]), np.array([tokens]), scores[None])
-    return hf_step(candidates, candidates.tokens == 1, width, is_last).group(0)
+def test_logits_are_left_as_they_were() -> None:
+    logits = torch.randn(1, 2, 9)
+    before = logits.clone()
+    take_step(rules_of(2, stops=(1,), masks_stops=True, is_controlled=True), logits, torch.zeros(1, 2))
+    assert torch.equal(logits, before)
+
+
+def drawn_step(cells: Collection[int], stops: tuple[int, ...], is_last: bool = False) -> tuple[Step, list[int]]:
+    logprobs = torch.zeros(4, 10).log_softmax(-1)
+    rules = rules_of(4, stops=stops, is_last=is_last)
+    step, slots = take_cells(rules, logprobs, -torch.arange(4.0), torch.tensor(list(cells), dtype=torch.int64))
+    assert packed(step)[0].shape[0] == 1
+    return step, slots.tolist()
+
+
+def test_what_is_drawn_stays_in_its_parents_slot_or_takes_a_dead_one() -> None:
+    step, slots = drawn_step([25, 23, 31, 2], stops=())
+    assert slots == [2, 1, 3, 0]
+    assert step.parents.tolist() == [[0, 2, 2, 3]]
+    assert step.tokens.tolist() == [[2, 3, 5, 1]]
+    assert (step.finished.scores == DEAD).all()
+
+
+def test_what_is_drawn_and_stops_has_no_slot() -> None:
+    step, slots = drawn_step([25, 23, 31], stops=(5,))
+    assert slots == [-1, 2, 3]
+    assert (step.scores > DEAD).tolist() == [[False, False, True, True]]
+    assert step.parents.tolist() == [[0, 1, 2, 3]], "a slot without a beam continues itself"
+    assert step.finished.tokens[step.finished.scores > DEAD].tolist() == [5]
+    last, _ = drawn_step([25, 23, 31], stops=(5,), is_last=True)
+    assert last.finished.tokens[last.finished.scores > DEAD].tolist() == [5, 3, 1]
+
+
+def test_nothing_drawn_is_a_step_without_beams() -> None:
+    step, slots = drawn_step([], stops=())
+    assert slots == []
+    assert (step.scores == DEAD).all()
+    assert (step.finished.scores == DEAD).all()

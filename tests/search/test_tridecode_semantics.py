@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.search.steps import rules_of, steps_of
 from tests.search.test_vllm_semantics import EOS, NEAR_TIE, SEARCHES, TOLERANCE, Found, Problem, gap
-from vllm_trie.search.ranking import rank_candidates
-from vllm_trie.search.step import num_candidates, tridecode_step
 from vllm_trie.search.stopping import TridecodePool
-from vllm_trie.search.warping import log_probabilities
 
 
 def tridecode_search(problem: Problem, length_penalty: float) -> tuple[list[Found], int, float]:
@@ -47,11 +45,9 @@ def our_search(problem: Problem, length_penalty: float) -> tuple[list[Found], in
     pool = TridecodePool(width, length_penalty, problem.length)
     rows, scores, ended = [problem.prompt], np.zeros(1, dtype=np.float32), []
     for length in range(1, problem.length + 1):
-        logprobs = log_probabilities(torch.stack([problem.logits(row) for row in rows])[None])
-        count = min(num_candidates(width, 1), logprobs.numel())
-        candidates = rank_candidates(logprobs, torch.from_numpy(scores)[None], count).candidates
-        stops = (candidates.tokens == EOS) & (length > 1)
-        step = tridecode_step(candidates, stops, width, length == problem.length).group(0)
+        logits = torch.stack([problem.logits(row) for row in rows])[None]
+        rules = rules_of(width, "tridecode", (EOS,) if length > 1 else (), is_last=length == problem.length)
+        (step,) = steps_of(rules, logits, torch.from_numpy(scores)[None])
         for parent, token, score in zip(*(field.tolist() for field in step.finished), strict=True):
             pool.add(score, length, token, node=len(ended))
             ended.append([*rows[parent], token])

@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.entrypoints.generate.beam_search.utils import get_beam_search_score
 
-from vllm_trie.search.ranking import rank_candidates
-from vllm_trie.search.step import num_candidates, vllm_step
+from tests.search.steps import rules_of, steps_of
 from vllm_trie.search.stopping import VllmPool
-from vllm_trie.search.warping import log_probabilities
 from vllm_trie.versions import own_beams
 
 EOS, TOKEN = 1, 7
@@ -83,7 +81,7 @@ def vllm_search(problem: Problem, length_penalty: float, counts_prompt: bool) ->
 
 def our_search(problem: Problem, length_penalty: float, counts_prompt: bool) -> tuple[list[Found], int]:
     """The best hypotheses, and how many steps it took to find them."""
-    width, count = problem.width, num_candidates(problem.width, 1)
+    width = problem.width
     uneven = (len(problem.prompt), frozenset({EOS})) if counts_prompt else (0, frozenset())
     pool = VllmPool(width, length_penalty, problem.length, *uneven)
     rows, scores = [problem.prompt], np.zeros(1, dtype=np.float32)
@@ -91,11 +89,8 @@ def our_search(problem: Problem, length_penalty: float, counts_prompt: bool) -> 
     for length in range(1, problem.length + 1):
         row_scores = torch.from_numpy(scores)[None]
         logits = torch.stack([problem.logits(row) for row in rows])[None]
-        ranking = rank_candidates(log_probabilities(logits), row_scores, count)
-        candidates, is_last = ranking.candidates, length == problem.length
-        stopping = ranking.proposals([EOS], row_scores, count)
-        stops = candidates.tokens == EOS
-        step = vllm_step(candidates, candidates.scores, stops, *stopping, width, is_last).group(0)
+        is_last = length == problem.length
+        (step,) = steps_of(rules_of(width, "vllm", (EOS,), is_last=is_last), logits, row_scores)
         for parent, token, score in zip(*(field.tolist() for field in step.finished), strict=True):
             pool.add(score, length, token, node=len(ended))
             ended.append([*rows[parent], token])

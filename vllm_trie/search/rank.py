@@ -60,14 +60,14 @@ def _unambiguous(
     total: torch.Tensor, tokens: torch.Tensor, vocab_size: int, count: int
 ) -> Candidates[torch.Tensor] | None:
     """What `_merged` returns, if it does not depend on what the rows have left."""
-    per_row = total.shape[-1]
-    scores, places = total.flatten(1).topk(min(count, total[0].numel()), dim=1)
+    scores, places = total.flatten(1).topk(min(count + 1, total[0].numel()), dim=1)
     in_order, lasts = scores.tolist(), total[..., -1].tolist()
-    if any(max(of_rows) >= max(of_group[-1], LEAST) for of_rows, of_group in zip(lasts, in_order, strict=True)):
+    if any(max(of_rows) >= max(best[:count][-1], LEAST) for of_rows, best in zip(lasts, in_order, strict=True)):
         return None
-    if any(one == other for of_group in in_order for one, other in pairwise(of_group)):
+    if any(one == other for best in in_order for one, other in pairwise(best)):
         return _merged(total, tokens, vocab_size, count)
-    return Candidates(places // per_row, tokens.flatten(1).gather(1, places), scores)
+    scores, places = scores[:, :count], places[:, :count]
+    return Candidates(places // total.shape[-1], tokens.flatten(1).gather(1, places), scores)
 
 
 def _lowest_of_ties(every: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -11,19 +11,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_trie.messages import SelectRules
-from vllm_trie.search.ranking import Ranking, rank_candidates
-from vllm_trie.search.warping import log_probabilities
+from tests.search.steps import shortcuts
+from vllm_trie.search.filters import log_probabilities
+from vllm_trie.search.rank import Candidates, rank_candidates
 
 TOLERANCE = 1e-5
 DEAD = float("-inf")  # which of the impossible continuations fill up the ranking does not matter
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def rank(
-    logits: torch.Tensor, scores: torch.Tensor, count: int, masked: Sequence[int] = (), row_count: int = 0
-) -> Ranking:
-    return rank_candidates(log_probabilities(logits, masked), scores, count, row_count)
+def rank(logits: torch.Tensor, scores: torch.Tensor, count: int, masked: Sequence[int] = ()) -> Candidates:
+    """The candidates on the host, which are the same whether the search looks at tensors or not."""
+    found = []
+    for allowed in (True, False):
+        with shortcuts(allowed):
+            ranked = rank_candidates(log_probabilities(logits, tuple(masked)), scores, count)
+        found.append(Candidates(*(field.numpy() for field in ranked)))
+    possible = found[0].scores > DEAD
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one[possible], other[possible])
+    return found[0]
 
 
 def every_score(logits: torch.Tensor, scores: torch.Tensor, masked: Sequence[int]) -> torch.Tensor:
@@ -36,7 +43,7 @@ def every_score(logits: torch.Tensor, scores: torch.Tensor, masked: Sequence[int
 def check_against_sorting_everything(
     logits: torch.Tensor, scores: torch.Tensor, count: int, masked: Sequence[int] = ()
 ) -> None:
-    ranked = rank(logits, scores, count, masked).candidates
+    ranked = rank(logits, scores, count, masked)
     assert ranked.scores.dtype == np.float32
     total = every_score(logits, scores, masked)
     for table, *group in zip(total.tolist(), *ranked, strict=True):
@@ -87,7 +94,7 @@ def test_scores_are_log_softmax_plus_the_rows_score(dtype: torch.dtype, offset: 
     random = torch.Generator().manual_seed(0)
     logits = (4 * torch.randn(3, 8, 5000, generator=random) + offset).to(dtype)
     scores = -torch.rand(3, 8, generator=random)
-    ranked = rank(logits, scores, 100).candidates
+    ranked = rank(logits, scores, 100)
     exact = (logits.double().log_softmax(-1) + scores[..., None]).numpy()
     groups = np.arange(3)[:, None]
     np.testing.assert_allclose(ranked.scores, exact[groups, ranked.parents, ranked.tokens], rtol=0, atol=TOLERANCE)
@@ -118,7 +125,7 @@ def test_masked_token_ranks_last_and_keeps_its_share() -> None:
     free = rank(logits, scores, 4)
     masked = rank(logits, scores, 4, [0])
     assert places(masked) == [(0, 2), (0, 3), (0, 1), (0, 0)]
-    assert masked.candidates.scores[0].tolist() == [*free.candidates.scores[0, 1:].tolist(), DEAD]
+    assert masked.scores[0].tolist() == [*free.scores[0, 1:].tolist(), DEAD]
 
 
 def test_groups_do_not_see_each_other() -> None:
@@ -128,7 +135,7 @@ def test_groups_do_not_see_each_other() -> None:
     together = rank(logits, scores, 20)
     for group in range(5):
         alone = rank(logits[group, None], scores[group, None], 20)
-        for one, other in zip(together.candidates, alone.candidates, strict=True):
+        for one, other in zip(together, alone, strict=True):
             np.testing.assert_array_equal(one[group], other[0])
 
 
@@ -138,69 +145,9 @@ def test_logits_are_left_as_they_were() -> None:
     assert logits.flatten().tolist() == [*range(12)]
 
 
-def row_logprobs(logits: torch.Tensor, masked: Sequence[int]) -> list[list[list[float]]]:
-    """Log-probability of every token, by group and row."""
-    return every_score(logits, torch.zeros(logits.shape[:2]), masked).tolist()
-
-
-@settings(max_examples=500, deadline=None, derandomize=True)
-@given(problems(), st.integers(1, 45), st.integers(0, 45))
-def test_tops_are_each_rows_own_best(
-    problem: tuple[torch.Tensor, torch.Tensor, int, list[int]], count: int, row_count: int
-) -> None:
-    logits, scores, ranked, masked = problem
-    ranking = rank(logits, scores, ranked, masked, row_count)
-    count = min(count, max(ranked, row_count))
-    for group, rows in enumerate(row_logprobs(logits, masked)):
-        tops = ranking.tops(group, count)
-        assert (tops.tokens.dtype, tops.logprobs.dtype) == (np.int32, np.float32)
-        assert tops.logprobs.tolist() == [sorted(row, reverse=True)[:count] for row in rows]
-        for row, tokens, logprobs in zip(rows, tops.tokens.tolist(), tops.logprobs.tolist(), strict=True):
-            assert len(set(tokens)) == len(tokens)
-            assert [row[token] for token in tokens] == logprobs
-
-
-@settings(max_examples=500, deadline=None, derandomize=True)
-@given(problems(), st.integers(1, 45), st.integers(0, 45), st.data())
-def test_proposals_are_every_rows_own_and_know_whether_they_are_among_its_best(
-    problem: tuple[torch.Tensor, torch.Tensor, int, list[int]], count: int, row_count: int, data: st.DataObject
-) -> None:
-    logits, scores, ranked, masked = problem
-    token_ids = data.draw(st.lists(st.integers(0, logits.shape[-1] - 1), max_size=4, unique=True))
-    ranking = rank(logits, scores, ranked, masked, row_count)
-    count = min(count, max(ranked, row_count))
-    proposals, is_top = ranking.proposals(token_ids, scores, count)
-    total = every_score(logits, scores, masked).tolist()
-    for group, rows in enumerate(row_logprobs(logits, masked)):
-        expected, expected_top = [], []
-        for parent, row in enumerate(rows):
-            worst = sorted(row, reverse=True)[:count][-1]
-            for token in token_ids:
-                expected.append((parent, token, total[group][parent][token]))
-                expected_top.append(row[token] >= worst and row[token] > DEAD)
-        assert [*zip(*(field[group].tolist() for field in proposals), strict=True)] == expected
-        assert is_top[group].tolist() == expected_top
-
-
-@pytest.mark.parametrize("vocab_size", [3, 4])
-def test_vocabulary_smaller_than_what_is_wanted_of_a_row_gives_all_of_it(vocab_size: int) -> None:
-    logits = torch.arange(float(vocab_size)).expand(1, 2, vocab_size)
-    ranking = rank(logits, torch.zeros(1, 2), 4, row_count=9)
-    assert ranking.tops(0, 9).tokens.tolist() == 2 * [[*range(vocab_size)][::-1]]
-    _, is_top = ranking.proposals(range(vocab_size), torch.zeros(1, 2), 9)
-    assert is_top.all()
-
-
-def test_masked_token_is_never_among_the_best_of_a_row() -> None:
-    ranking = rank(torch.tensor([[[5.0, 1.0]]]), torch.zeros(1, 1), 2, [0])
-    proposals, is_top = ranking.proposals([0, 1], torch.zeros(1, 1), 2)
-    assert is_top.tolist() == [[False, True]]
-    assert proposals.scores[0, 0] == DEAD
-
-
-def places(ranking: Ranking) -> list[tuple[int, int]]:
+def places(ranked: Candidates) -> list[tuple[int, int]]:
     """(parent, token) of the only group's candidates."""
-    return [*zip(ranking.candidates.parents[0].tolist(), ranking.candidates.tokens[0].tolist(), strict=True)]
+    return [*zip(ranked.parents[0].tolist(), ranked.tokens[0].tolist(), strict=True)]
 
 
 @pytest.mark.parametrize("spread", [0.0, 3.0, 60.0])
@@ -208,17 +155,7 @@ def test_wide_groups_rank_the_best_however_many_of_them_one_row_has(spread: floa
     """Scores far apart let one row have all of them, equal ones let all rows have some; ties are drawn in, too."""
     random = torch.Generator().manual_seed(int(spread))
     logits = (torch.randn(2, 100, 300, generator=random) * 3).round(decimals=1)
-    scores = torch.rand(2, 100, generator=random) * spread
+    scores = -torch.rand(2, 100, generator=random) * spread
     scores[1, 50:] = DEAD
     check_against_sorting_everything(logits, scores, 200)
     check_against_sorting_everything(logits, scores, 25_000)
-
-
-def test_wide_groups_keep_the_best_of_each_row_where_these_are_wanted() -> None:
-    logits = torch.randn(1, 100, 300, generator=torch.Generator().manual_seed(0))
-    assert rank(logits, torch.zeros(1, 100), 200).row_logprobs.shape[-1] < 200
-    assert rank(logits, torch.zeros(1, 100), 200, row_count=1).row_logprobs.shape[-1] == 201
-    rules = SelectRules(100, "hf", (), (), True, None, False)
-    assert not rules.wants_rows
-    assert rules._replace(num_logprobs=0).wants_rows
-    assert rules._replace(semantics="vllm").wants_rows

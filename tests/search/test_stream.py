@@ -1,0 +1,88 @@
+"""The search never waits for its device: it runs on tensors without content, and uploads nothing a second time."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from tests.search.steps import rules_of
+from vllm_trie.search import gumbel, sampling
+from vllm_trie.search.filters import LogitsFilters, Pruning
+from vllm_trie.search.rules import BeamSampling, SelectRules
+from vllm_trie.search.sampling import generator
+from vllm_trie.search.step import joint_distribution, packed, take_cells, take_step
+
+NOWHERE = torch.device("meta")
+WIDTH = 4
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "controlled": {"is_controlled": True},
+    "masked": {"masks_stops": True},
+    "last": {"is_last": True},
+    "log-probabilities": {"num_logprobs": 3},
+    "filters": {"filters": LogitsFilters(0.7, 0.1, 20, 0.9)},
+    "pruning": {"pruning": Pruning(0.1, 2.0, 0.1, 2)},
+    "sampled": {"samples": True, "filters": LogitsFilters(0.7, 0.1, 20, 0.9)},
+    "drawn": {"law": BeamSampling(False, 1, None, False), "filters": LogitsFilters(0.7, 0.1, 20, 0.9)},
+    "drawn with replacement": {"law": BeamSampling(True, 1, None, False), "num_logprobs": 3},
+    "drawn and one kept": {"law": BeamSampling(False, 1, None, True), "num_logprobs": 3},
+}
+
+
+def step(rules: SelectRules, num_groups: int, num_rows: int, vocab_size: int) -> tuple[torch.Size, Any]:
+    logits = torch.empty(num_groups, num_rows, vocab_size, dtype=torch.bfloat16, device=NOWHERE)
+    scores = torch.empty(num_groups, num_rows, device=NOWHERE)
+    random: Any = None
+    if rules.samples:
+        random = torch.empty(num_groups, rules.width, dtype=torch.float64, device=NOWHERE)
+    elif rules.law is not None:
+        random = [generator(0, group) for group in range(num_groups)]
+    tensor, layout = packed(take_step(rules, logits, scores, random))
+    return tensor.shape, layout
+
+
+@pytest.fixture(autouse=True)
+def _no_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (gumbel, sampling):
+        monkeypatch.setattr(module, "on_device", lambda *_: None)  # there are none for tensors without content
+
+
+@pytest.mark.parametrize("semantics", ["hf", "vllm", "tridecode"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_step_waits_for_nothing_and_uploads_nothing_twice(semantics: str, options: dict[str, Any]) -> None:
+    rules = rules_of(WIDTH, semantics, (1, 2), **options)
+    if semantics == "vllm" and rules.law is None and not rules.samples:
+        rules = rules._replace(eos_score_factor=(3, 1.5))
+    for num_rows, vocab_size in ((1, 300), (WIDTH, 300), (WIDTH, 3)):
+        expected = step(rules, 3, num_rows, vocab_size)
+        with patch.object(torch, "tensor", None), patch.object(torch, "from_numpy", None):
+            assert step(rules, 3, num_rows, vocab_size) == expected
+
+
+def test_going_on_with_what_was_drawn_waits_for_nothing() -> None:
+    rules = rules_of(WIDTH, stops=(1, 2), num_logprobs=2)
+    logits, scores = torch.empty(WIDTH, 30, device=NOWHERE), torch.empty(WIDTH, device=NOWHERE)
+    p, logprobs = joint_distribution(rules, logits, scores)
+    assert (p.dtype, logprobs.dtype) == (torch.float64, torch.float32)
+    taken, slots = take_cells(rules, logprobs, scores, torch.empty(3, dtype=torch.int64, device=NOWHERE))
+    assert taken.parents.shape == (1, WIDTH)
+    assert slots.shape == (3,)
+
+
+def test_only_stop_strings_are_looked_for_on_the_host() -> None:
+    asked = []
+
+    def completes(candidates: Any) -> np.ndarray:
+        asked.append(candidates)
+        return np.zeros(candidates.tokens.shape, dtype=bool)
+
+    rules = rules_of(WIDTH, stops=(1,))
+    take_step(rules, torch.randn(2, WIDTH, 30), torch.zeros(2, WIDTH), completes=completes)
+    (candidates,) = asked
+    assert all(isinstance(field, np.ndarray) for field in candidates)
+    take_step(rules._replace(masks_stops=True), torch.randn(2, WIDTH, 30), torch.zeros(2, WIDTH), completes=completes)
+    assert len(asked) == 1, "no hypothesis may stop, so none is looked at"
