@@ -13,5 +13,3 @@ import torch  # reads some of these
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # for our own kernels; vLLM's it leaves without Triton, which has no CPU driver
-
-RUNS_V2 = True  # every engine with beams runs Model Runner V2

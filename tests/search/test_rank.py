@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.search.steps import shortcuts
 from vllm_trie.search.filters import log_probabilities
-from vllm_trie.search.rank import Candidates, rank_candidates
+from vllm_trie.search.rank import MIN_TILES, TILE, Candidates, rank_candidates, topk
 
 TOLERANCE = 1e-5
 DEAD = float("-inf")  # which of the impossible continuations fill up the ranking does not matter
@@ -159,3 +159,23 @@ def test_wide_groups_rank_the_best_however_many_of_them_one_row_has(spread: floa
     scores[1, 50:] = DEAD
     check_against_sorting_everything(logits, scores, 200)
     check_against_sorting_everything(logits, scores, 25_000)
+
+
+@pytest.mark.parametrize("levels", [1, 3, 1000, 1 << 24])
+@pytest.mark.parametrize("more", [0, 1, TILE - 1])
+def test_the_best_of_a_large_vocabulary_are_found_by_tiles(levels: int, more: int) -> None:
+    random = torch.Generator().manual_seed(levels)
+    values = torch.randint(levels, (2, 3, MIN_TILES * TILE + more), generator=random) / levels
+    values[0, 0, :-5] = DEAD
+    values[0, 1, -more - 1 :] = 2.0
+    for count in (1, 9, MIN_TILES // 4):
+        best, tokens = topk(values, count)
+        assert torch.equal(best, values.topk(count, dim=-1).values)
+        assert torch.equal(best, values.gather(-1, tokens))
+        assert all(len(set(row)) == count for row in tokens.flatten(0, 1).tolist())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ties_of_a_large_vocabulary_go_to_the_lowest(dtype: torch.dtype) -> None:
+    logits = (2 * torch.randn(1, 4, MIN_TILES * TILE + 9, generator=torch.Generator().manual_seed(0))).to(dtype)
+    check_against_sorting_everything(logits.round(), torch.zeros(1, 4), 12)

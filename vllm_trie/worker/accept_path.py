@@ -70,9 +70,7 @@ def accept_path(selector: Selector, one: ForestStep, steps: list[Step], beams: l
         ]
         selector.reorder_controls(*on_device)
     one.group.num_drafted = one.start + min(count, one.num_layers)
-    forest, last = one.forest, steps[-1].tokens.tolist()
-    of_rows = [[forest.tokens[n] for n in forest.path(node)[1:]] + [t] for node, t in zip(newest, last, strict=True)]
-    return np.array(of_rows)
+    return np.stack([step.tokens[beam] for step, beam in zip(steps, reversed(ancestors[:-1]), strict=True)], axis=1)
 
 
 def _block_with(one: ForestStep, table: np.ndarray, node: int, row: int, column: int) -> int:

@@ -20,8 +20,10 @@ from vllm_trie.messages import Decided
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.sampling import generator, uniforms
+from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import Layout, packed, take_step, unpacked
 from vllm_trie.search.stop_strings import CONTEXT
+from vllm_trie.worker import kernels
 from vllm_trie.worker.kv_blocks import KVBlocks
 from vllm_trie.worker.reorder import Reorders, Tables, reorder_rows
 from vllm_trie.worker.row_options import stop_strings_of
@@ -85,6 +87,7 @@ class Selector:
                 scores,
                 random=self._random(rules, draws),
                 completes=self.completes(rules, lambda group, row: self.history(groups[group], row)),  # noqa: B023
+                select_next=kernels.select_next if kernels.run_on(logits.device) else select_next,
             )
             selected.append(Selected(group_ids, *packed(step)))
             tokens = step.tokens.long()

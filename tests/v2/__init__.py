@@ -1,1 +1,0 @@
-"""The V2 model runner and async scheduling, on a CPU by Triton's interpreter."""

@@ -1,0 +1,68 @@
+"""Compiles every kernel for a GPU that need not be there, and prints as JSON what each takes of it.
+
+Run by a test, in a process of its own: where Triton interprets, it compiles nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from vllm_trie.worker import kernels
+
+HOPPER = GPUTarget("cuda", 90, 32)
+INT, LONG, LONGS, FLOATS = "i32", "i64", "*i64", "*fp32"
+ROWS = dict.fromkeys(["slots", "sources", "num_tokens"], LONGS)
+TABLES = {"table_pointers": "*u64", "table_strides": LONGS, "block_sizes": LONGS}
+CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
+    *(
+        (
+            kernels._select_next,
+            dict.fromkeys(["parents", "tokens", "next_parents", "next_tokens"], LONGS)
+            | {"scores": FLOATS, "next_scores": FLOATS, "lives": "*i8"}
+            | dict.fromkeys(["count", "width", "num_rows"], INT),
+            {"slots": slots, "chunk": kernels.candidates_at_a_time(slots)},
+            kernels.warps_to_select(slots),
+        )
+        for slots in (4, 64, 512)
+    ),
+    (
+        kernels._copy_histories,
+        ROWS | TABLES | {"num_common": LONGS, "tokens": "*i32", "tokens_stride": INT},
+        {"tile_size": kernels.COPY_TILE},
+        4,
+    ),
+    (
+        kernels._copy_tails,
+        ROWS | TABLES | {"num_tables": INT, "pointers": "*u64", "strides": LONGS, "words": LONGS},
+        {"word": tl.int64, "tile_size": kernels.COPY_TILE},
+        4,
+    ),
+]
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int) -> dict[str, Any]:
+    """Bytes of shared memory, whether there are atomics, and what is said of registers, stack and local memory."""
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    code = triton.compile(ASTSource(kernel, signature, values), HOPPER, {"num_warps": num_warps})
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "cubin"
+        cubin.write_bytes(code.asm["cubin"])
+        dump = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
+        usage = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
+    has_atomics = bool(re.search(r"\b(atom|red)\.", code.asm["ptx"]))
+    return {"name": kernel.__name__, "shared": code.metadata.shared, "atomics": has_atomics, "usage": usage}
+
+
+if __name__ == "__main__":
+    print(json.dumps([compiled(*case) for case in CASES]))
