@@ -208,7 +208,7 @@ def test_another_vllm_is_compared_with_the_record_of_its_version(
 def test_a_version_without_a_record_is_compared_with_the_installed_one_and_can_be_recorded(
     copied_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(patching, "_RECORDS", tmp_path / "patches")
+    monkeypatch.setattr(patching, "RECORDS", tmp_path / "patches")
     (copied_vllm / "vllm" / "_version.py").write_text("__version__ = version = '0.99.1'\n")
     assert run(monkeypatch, "--against", copied_vllm) == 0
     assert f"vLLM 0.99.1 against the installed vLLM {installed_vllm().version}:" in capsys.readouterr().out

@@ -1,7 +1,7 @@
 """Changing vLLM from outside, without surprises.
 
 vLLM has official seams (`scheduler_cls`, `worker_cls`); whatever goes beyond them is a `Patch`. Every
-piece of vLLM that a patch replaces or a subclass overrides is listed in `vllm_trie/touched.py` and
+piece of vLLM that a patch replaces or a subclass overrides is listed in `patches/touched.toml` and
 recorded with the hash of its source under `patches/<version>/`. If the installed vLLM differs from
 the record, the plugin refuses to start and names the piece.
 
@@ -28,7 +28,7 @@ from vllm_trie.sources import PatchError, Sources, installed_vllm
 
 SUPPORTED_VERSIONS = ("0.32", "0.33")
 _HERE = Path(__file__).resolve().parent
-_RECORDS = next(p for p in (_HERE / "patches", _HERE.parent / "patches") if p.is_dir())
+RECORDS = next(p for p in (_HERE / "patches", _HERE.parent / "patches") if p.is_dir())
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def minor(version: str) -> str:
 
 
 def _record_path(version: str) -> Path:
-    return _RECORDS / minor(version) / "touched.json"
+    return RECORDS / minor(version) / "touched.json"
 
 
 def _show(found: Comparison, sources: Sources, with_what: str) -> None:

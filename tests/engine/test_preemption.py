@@ -150,7 +150,7 @@ def test_an_abort_between_execution_and_results_leaves_nothing(
 def test_a_resumed_group_computes_what_its_rows_have_in_common_once(
     engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engines(random_model("gqa"), enable_prefix_caching=False)
+    engine = engines(random_model("gqa"), enable_prefix_caching=False, async_scheduling=False)
     computed = []
     stock = type(engine.runner).prepare_inputs
 

@@ -174,7 +174,7 @@ def test_wrong_fields_are_refused_and_the_engine_goes_on(engine: Engine, prompts
         with pytest.raises(ValueError, match=message):
             engine.generate(prompts[:1], altered(drawn, **fields))
         engine.check_nothing_is_left()
-    with pytest.raises(ValueError, match="not yet supported with speculative decoding"):  # vLLM's own word
+    with pytest.raises(VLLMValidationError, match="not yet supported with speculative decoding"):  # vLLM's own word
         engine.generate(prompts[:1], SamplingParams(max_tokens=4, logit_bias={5: 1.0}))
     with pytest.raises(ValueError, match="seed=7 has nothing to decide in a beam search"):
         engine.generate(prompts[:1], altered(beam_params(WIDTH, max_tokens=4), seed=7))
