@@ -12,6 +12,8 @@ from vllm_trie.search.devices import numbers, sees
 Array = TypeVar("Array")  # torch.Tensor, or np.ndarray on the host
 
 WIDE = 128  # candidates from which on few are asked of each row at first: seldom do many of the best come from one
+TILE = 64  # tokens
+MIN_TILES = 256  # fewer are no gain
 SCORE_UNIT = 1 << 31  # of an order key; a group has fewer continuations
 LEAST = torch.finfo(torch.float32).min
 
@@ -45,7 +47,7 @@ def rank_candidates(logprobs: torch.Tensor, scores: torch.Tensor, count: int) ->
     if looks and most >= WIDE:
         per_row = max(WIDE // 4, -(-most // num_rows))
     while True:
-        best, tokens = logprobs.topk(per_row, dim=-1)
+        best, tokens = topk(logprobs, per_row)
         total = best + scores[..., None]
         if looks and (ranked := _unambiguous(total, tokens, vocab_size, count)) is not None:
             return ranked
@@ -54,6 +56,23 @@ def rank_candidates(logprobs: torch.Tensor, scores: torch.Tensor, count: int) ->
         per_row = min(4 * per_row, most)
     tokens = _lowest_of_ties(logprobs + scores[..., None], total, tokens)
     return _merged(total, tokens, vocab_size, count)
+
+
+def topk(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `torch.topk` returns of [..., V]; in a large vocabulary it ranks tiles, and then what the best of them hold."""
+    vocab_size = values.shape[-1]
+    num_tiles = vocab_size // TILE
+    if num_tiles < max(MIN_TILES, 4 * count):
+        best, tokens = values.topk(count, dim=-1)
+        return best, tokens
+    rest = num_tiles * TILE
+    in_tiles = values[..., :rest].view(*values.shape[:-1], num_tiles, TILE)
+    tiles = in_tiles.amax(dim=-1).topk(count, dim=-1).indices[..., None].expand(*values.shape[:-1], count, TILE)
+    some = torch.cat([in_tiles.gather(-2, tiles).flatten(-2), values[..., rest:]], dim=-1)
+    tokens = (TILE * tiles + numbers(TILE, values.device)).flatten(-2)
+    tokens = torch.cat([tokens, numbers(vocab_size, values.device)[rest:].expand(*values.shape[:-1], -1)], dim=-1)
+    best, places = some.topk(count, dim=-1)
+    return best, tokens.gather(-1, places)
 
 
 def _unambiguous(
@@ -74,7 +93,7 @@ def _lowest_of_ties(every: torch.Tensor, best: torch.Tensor, tokens: torch.Tenso
     """The `tokens` [..., k] of the `best` [..., k] of `every` [..., V], the lowest that tie for the last place."""
     last, count = best[..., -1:], best.shape[-1]
     from_end = torch.arange(every.shape[-1], 0, -1, dtype=torch.int32, device=every.device)
-    ties = ((every == last) * from_end).topk(count, dim=-1).indices
+    _, ties = topk((every == last) * from_end, count)
     is_above = best > last
     nth_tie = torch.arange(count, device=every.device) - is_above.sum(dim=-1, keepdim=True)
     return torch.where(is_above, tokens, ties.gather(-1, nth_tie.clamp(min=0)))

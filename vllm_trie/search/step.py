@@ -15,7 +15,7 @@ import torch
 
 from vllm_trie.search.devices import NEVER, constant, numbers
 from vllm_trie.search.filters import filtered, log_probabilities, pruned
-from vllm_trie.search.rank import Array, Candidates, rank_candidates
+from vllm_trie.search.rank import Array, Candidates, rank_candidates, topk
 from vllm_trie.search.rules import SelectRules, num_candidates
 from vllm_trie.search.sampling import draw, draw_continuations, joint_probabilities
 from vllm_trie.search.slots import choose, in_slots, select_next
@@ -236,7 +236,7 @@ def _own_stops(
     if completes is None:
         return _own_continuations(rules, allowed, scores, rules.stop_token_ids)
     count = num_candidates(rules.width, len(rules.stop_token_ids))
-    best, tokens = allowed.topk(min(count, allowed.shape[-1]), dim=-1)
+    best, tokens = topk(allowed, min(count, allowed.shape[-1]))
     own = _by_row(tokens, best + scores[..., None])
     return own._replace(scores=own.scores.where(_stops(rules, own, completes), NEVER))
 
@@ -349,7 +349,7 @@ def _reported(rules: SelectRules, step: Step[torch.Tensor], logprobs: torch.Tens
         return step
     vocab_size = logprobs.shape[-1]
     num_tops = vocab_size if rules.num_logprobs < 0 else min(rules.num_logprobs, vocab_size)
-    best, tokens = logprobs.topk(num_tops, dim=-1)
+    best, tokens = topk(logprobs, num_tops)
     return step._replace(
         top_logprobs=TopLogprobs(tokens, best),
         beam_logprobs=_token_logprobs(logprobs, step.parents, step.tokens),
