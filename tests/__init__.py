@@ -12,4 +12,6 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 import torch  # reads some of these
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # for our own kernels; vLLM's it leaves without Triton, which has no CPU driver
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # for our own kernels; vLLM's it leaves without Triton, which has no CPU driver
+    )

@@ -54,7 +54,6 @@ class GroupStep:
     selects: bool  # False as long as tokens are computed that are known already
     decodes: bool = False  # the group runs as `width` rows; until then as one
     draw: tuple[int, int] | None = None  # seed and step, where something is drawn
-    settled: list[int] | None = None  # on resumption, for the one row: what it computes beyond the prompt
     rows: list[RowBlocks] | None = None  # on widening: the KV blocks of each row
     resumed: Resumed | None = None  # on widening after a preemption; else the worker knows it all
     new_blocks: list[RowBlocks] | None = None  # at a block boundary: the next blocks of each row

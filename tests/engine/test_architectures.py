@@ -13,8 +13,8 @@ from vllm.sampling_params import BeamSearchParams
 
 from tests import models
 from tests.conftest import BLOCK_SIZE, TRAINED_TARGET, Engines
-from tests.engine.test_speculation import NOISE
 from tests.engine.test_scheduling import prompt_of
+from tests.engine.test_speculation import NOISE
 from tests.reference import agree, engine_answers, transformers_beams, transformers_greedy
 from vllm_trie import beam_params
 from vllm_trie.entrypoints.beam_search import beam_search
@@ -28,9 +28,7 @@ MOST_TIES = 0.02
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_those_of_transformers(
-    engines: Engines, random_model: Callable[[str], Path], kind: str
-) -> None:
+def test_answers_are_those_of_transformers(engines: Engines, random_model: Callable[[str], Path], kind: str) -> None:
     model = random_model(kind)
     engine = engines(model, max_num_batched_tokens=64)
     engine.watched.restart()

@@ -48,7 +48,8 @@ class Spaced(LogitsProcessor):
         return self.favoured[req_idx] is not None
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        for row, (slot, drafts) in enumerate(zip(ctx.expanded_idx_mapping.tolist(), ctx.expanded_local_pos.tolist())):
+        slots = ctx.expanded_idx_mapping.tolist()
+        for row, (slot, drafts) in enumerate(zip(slots, ctx.expanded_local_pos.tolist(), strict=True)):
             if self.favoured.get(slot) is not None:
                 length, end = int(self.states.prompt_len.np[slot]), int(self.states.total_len.gpu[slot])
                 tokens = self.states.all_token_ids.gpu[slot, :end].tolist()
@@ -58,7 +59,7 @@ class Spaced(LogitsProcessor):
 
 
 class Counting(LogitsProcessor):
-    """Bars the tokens that a request has been fed an even number of times, by counts of its own."""
+    """Bars the tokens that a request has been fed an odd number of times, by counts of its own."""
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
         self.counts = torch.zeros(req_states.max_num_reqs, req_states.vocab_size, dtype=torch.int64)
@@ -73,7 +74,7 @@ class Counting(LogitsProcessor):
         slots = ctx.expanded_idx_mapping
         self.counts[slots, ctx.input_ids.long()] += 1
         counts = self.counts[slots]
-        return logits.masked_fill_(self.asked[slots][:, None] & (counts > 0) & (counts % 2 == 0), NEVER)
+        return logits.masked_fill_(self.asked[slots][:, None] & (counts % 2 == 1), NEVER)
 
     def reorder_rows(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
         self.counts[slots] = self.counts[sources]
@@ -133,7 +134,7 @@ def adjustment(request: dict[str, Any]) -> Callable[..., torch.Tensor]:
             logits = spaced(logits, prompt, generated, request["favoured"])
         if "counting" in request:  # what one row computes: the last token of the prompt, and all later ones
             counts = Counter([prompt[-1], *generated])
-            logits[[token for token, count in counts.items() if count % 2 == 0]] = NEVER
+            logits[[token for token, count in counts.items() if count % 2 == 1]] = NEVER
         if "cut" in request:
             logits = cut(logits, request["cut"])
         return logits / request.get("temperature", 1.0)

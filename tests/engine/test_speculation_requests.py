@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 
 from tests.conftest import TRAINED_TARGET, Engine, Engines

@@ -116,12 +116,21 @@ class Workload:
     ],
 )
 def test_a_random_workload_ends_with_every_answer_right(
-    engines: Engines, random_pair: Callable[[str, float], tuple[Path, Path]], kind: str, policy: str, speculates: bool,
+    engines: Engines,
+    random_pair: Callable[[str, float], tuple[Path, Path]],
+    kind: str,
+    policy: str,
+    speculates: bool,
     is_async: bool,
 ) -> None:
     (model, draft), choose = random_pair(kind, NOISE), random.Random(policy)
     jobs = jobs_of(model, choose)
-    options: dict[str, Any] = {"async_scheduling": is_async, "max_num_seqs": 20, "max_num_batched_tokens": 96, "scheduling_policy": policy}
+    options: dict[str, Any] = {
+        "async_scheduling": is_async,
+        "max_num_seqs": 20,
+        "max_num_batched_tokens": 96,
+        "scheduling_policy": policy,
+    }
     num_blocks = {"gqa": 34, "gemma2": 60}[kind]  # two KV cache groups take blocks each
     if speculates:
         num_blocks *= 2  # which have layers of both models

@@ -58,7 +58,9 @@ def test_rows_take_over_tokens_and_full_blocks_as_in_torch(num_tokens: Sequence[
     for seed in range(8):
         rows = some_reorder(num_tokens, seed)
         tokens = torch.arange(LENGTH, dtype=torch.int32, device=DEVICE).repeat(NUM_SLOTS, 1)
-        tokens[rows.slots] += (torch.arange(LENGTH, device=DEVICE) >= rows.num_common[:, None]) * rows.slots[:, None].int()
+        tokens[rows.slots] += (torch.arange(LENGTH, device=DEVICE) >= rows.num_common[:, None]) * rows.slots[
+            :, None
+        ].int()
         results = []
         for copy_histories in (kernels.copy_histories, reorder.copy_histories):
             own_tokens, tables = tokens.clone(), some_tables()

@@ -90,7 +90,7 @@ class BeamGroup:
 
     @property
     def waits(self) -> bool:
-        """Whether results must be in before a step can be scheduled: a forest makes histories longer by what it holds."""
+        """Whether results must be in before a step is scheduled: a forest makes histories longer by what it holds."""
         return self.num_pending > 0 and self.is_speculative and self.planned_length >= self.params.sample_first
 
     @property

@@ -219,7 +219,6 @@ class BeamScheduler(Scheduler):
 
     def _group_steps(self, output: SchedulerOutput) -> dict[str, GroupStep]:
         steps = {}
-        resumed = output.scheduled_cached_reqs.resumed_req_ids
         for group_id, group in self.groups.items():
             if group_id not in output.num_scheduled_tokens:
                 continue
@@ -229,8 +228,6 @@ class BeamScheduler(Scheduler):
             if update := self.kv_cache_manager.take_update(group_id):
                 step.decodes, step.rows, step.new_blocks = True, update.rows, update.new_blocks
                 step.resumed = group.resumed() if update.rows is not None else None
-            elif group_id in resumed:
-                step.settled = group.history(0)[: group.num_settled]
             steps[group_id] = step
         return steps
 

@@ -59,7 +59,7 @@ def rank_candidates(logprobs: torch.Tensor, scores: torch.Tensor, count: int) ->
 
 
 def topk(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `torch.topk` returns of [..., V]; in a large vocabulary it ranks tiles, and then what the best of them hold."""
+    """As `torch.topk` of [..., V], which of a large vocabulary needs but the tiles with the greatest maxima."""
     vocab_size = values.shape[-1]
     num_tiles = vocab_size // TILE
     if num_tiles < max(MIN_TILES, 4 * count):

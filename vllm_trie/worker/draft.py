@@ -69,7 +69,7 @@ class ForestStep:
 
     def fork(self, fork: RowFork, number: int) -> list[tuple[int, int]]:
         """Let a row begin as a copy of another, at layer `number`. Returns the blocks to copy."""
-        copies = []
+        copies = list[tuple[int, int]]()
         for table, column, block_size in zip(self.blocks, self.columns, self.block_sizes, strict=True):
             source, destination = table[fork.source], table[fork.destination]
             destination[:column] = source[:column]

@@ -66,7 +66,7 @@ def expand(
             new_requests += _fan_out(group, step.rows, step.resumed, num_computed[at], device)
         else:
             num_others = len(group.row_ids) - 1
-            blocks = step.new_blocks or [None] * (1 + num_others)
+            blocks: list[RowBlocks | None] = [*step.new_blocks] if step.new_blocks else [None] * (1 + num_others)
             new_block_ids[at] = blocks[0]
             request_ids += group.row_ids[1:]
             new_block_ids += blocks[1:]

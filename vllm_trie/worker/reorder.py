@@ -28,7 +28,11 @@ class Reorders:
     num_tokens: list[np.ndarray] = field(default_factory=list)
 
     def add(
-        self, slots: np.ndarray, parents: torch.Tensor, num_common: Sequence[int], num_tokens: Sequence[int] | np.ndarray
+        self,
+        slots: np.ndarray,
+        parents: torch.Tensor,
+        num_common: Sequence[int],
+        num_tokens: Sequence[int] | np.ndarray,
     ) -> None:
         """Let rows of G groups continue rows of their own group.
 
@@ -65,7 +69,8 @@ class RowReorder(NamedTuple):
     def moving(self) -> RowReorder:
         """The rows alone that continue another one: for where it costs nothing to look at the device."""
         moved = (self.slots != self.sources).nonzero()[:, 0]
-        return RowReorder(*(field[moved] for field in self[:4]), self.num_tokens_on_host[moved.numpy()])
+        slots, sources, num_common, num_tokens = (field[moved] for field in self[:4])
+        return RowReorder(slots, sources, num_common, num_tokens, self.num_tokens_on_host[moved.numpy()])
 
 
 @dataclass(frozen=True, slots=True)

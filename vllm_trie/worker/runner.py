@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from vllm_trie.messages import Decided, attach_results
+from vllm_trie.messages import attach_results
 from vllm_trie.worker.draft import Drafter
 from vllm_trie.worker.expand import expand, take_in_rows
 from vllm_trie.worker.rank_check import rank_check
@@ -77,7 +77,7 @@ class BeamModelRunner(GPUModelRunner):
     def sample(self, hidden_states: torch.Tensor, input_batch: InputBatch, grammar_output: Any) -> Any:
         if not self.step.steps:
             return super().sample(hidden_states, input_batch, grammar_output)
-        stock = self.sampler, self.rejection_sampler
+        stock: tuple[Any, Any] = self.sampler, self.rejection_sampler  # type: ignore[has-type]
         self.sampler = self.rejection_sampler = partial(self._sample_beside_beams, *stock)  # one of them is called
         try:
             return super().sample(hidden_states, input_batch, grammar_output)
@@ -111,8 +111,8 @@ class BeamModelRunner(GPUModelRunner):
             if of_ordinary.logprobs_tensors is not None:
                 of_ordinary.logprobs_tensors = among_all(of_ordinary.logprobs_tensors, of_smaller, batch)
 
-        num_steps = step.most_steps if of_ordinary is None else max(
-            step.most_steps, of_ordinary.sampled_token_ids.shape[1]
+        num_steps = (
+            step.most_steps if of_ordinary is None else max(step.most_steps, of_ordinary.sampled_token_ids.shape[1])
         )
         sampled = torch.zeros(batch.num_reqs, num_steps, dtype=torch.int64, device=self.device)
         num_sampled = np.zeros((2, batch.num_reqs), dtype=np.int32)  # and how many tokens of the row were for nothing

@@ -1,6 +1,7 @@
 """Between forward and sampling: every group's next beams, groups with equal rules together.
 
-Called by `runner` where vLLM would sample. Nothing waits for the device, but stop strings, which are looked for in text.
+Called by `runner` where vLLM would sample. Nothing waits for the device but stop strings, which are looked for in
+text.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.sampling import generator, uniforms
 from vllm_trie.search.slots import select_next
-from vllm_trie.search.step import Layout, packed, take_step, unpacked
+from vllm_trie.search.step import Completes, Layout, Random, packed, take_step, unpacked
 from vllm_trie.search.stop_strings import CONTEXT
 from vllm_trie.worker import kernels
 from vllm_trie.worker.kv_blocks import KVBlocks
@@ -72,8 +73,8 @@ class Selector:
         alike = defaultdict(list)
         for group_id in context.selecting:
             if group_id not in context.forests:
-                step = context.steps[group_id]
-                alike[step.rules, step.decodes].append(group_id)
+                asked = context.steps[group_id]
+                alike[asked.rules, asked.decodes].append(group_id)
         selected, reorders = [], Reorders()
         for (rules, decodes), group_ids in alike.items():
             groups = [self._groups[group_id] for group_id in group_ids]
@@ -147,7 +148,7 @@ class Selector:
             skip_top_k_top_p=True,
         )
 
-    def _random(self, rules: SelectRules, draws: Sequence[tuple[int, int] | None]) -> object:
+    def _random(self, rules: SelectRules, draws: Sequence[tuple[int, int] | None]) -> Random | None:
         """What `take_step` draws with, from the seed and step of each group."""
         if rules.samples:
             chances = np.stack([uniforms(*draw, rules.width) for draw in draws if draw is not None])
@@ -158,7 +159,7 @@ class Selector:
 
     def completes(
         self, rules: SelectRules, history: Callable[[int, int], tuple[list[int], list[int]]]
-    ) -> Callable[[Candidates], np.ndarray] | None:
+    ) -> Completes | None:
         """Which candidates [G, K] on the host complete a stop string; None if none can.
 
         Args:

@@ -9,7 +9,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_trie.messages import Decided, Drafted
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.speculation import Verified, verified_layers
-from vllm_trie.search.step import Step, best_of, joint_distribution, packed, take_cells, take_step, unpacked
+from vllm_trie.search.step import Completes, Step, best_of, joint_distribution, packed, take_cells, take_step, unpacked
 from vllm_trie.worker.accept_path import accept_path
 from vllm_trie.worker.draft import ForestStep
 from vllm_trie.worker.select import Selector
@@ -97,7 +97,7 @@ class _Nodes:
         step = take_step(rules, self.logits(nodes)[None], of_beams[None], completes=self.completes(rules, nodes))
         return _on_host(step)
 
-    def completes(self, rules: SelectRules, nodes: list[int]):  # noqa: ANN201
+    def completes(self, rules: SelectRules, nodes: list[int]) -> Completes | None:
         """See `Selector.completes`."""
         return self._selector.completes(rules, lambda _, beam: self._history(nodes[beam]))
 
