@@ -132,8 +132,8 @@ def adjustment(request: dict[str, Any]) -> Callable[..., torch.Tensor]:
         logits = adjusted(logits, prompt, generated, **fields)
         if "favoured" in request:
             logits = spaced(logits, prompt, generated, request["favoured"])
-        if "counting" in request:  # what one row computes: the last token of the prompt, and all later ones
-            counts = Counter([prompt[-1], *generated])
+        if "counting" in request:  # when beams begin, they are requests of their own, and are fed what is generated
+            counts = Counter(generated or prompt[-1:])
             logits[[token for token, count in counts.items() if count % 2 == 1]] = NEVER
         if "cut" in request:
             logits = cut(logits, request["cut"])

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_trie.worker import kernels
 from vllm_trie.worker.kv_blocks import KVBlocks
@@ -53,7 +52,9 @@ class Reorders:
         """All of it, on the device."""
         fields = (self.slots, self.first_rows, self.num_common, self.num_tokens)
         on_host = np.stack([np.concatenate(of_classes) for of_classes in fields]).astype(np.int64)
-        slots, first_rows, num_common, num_tokens = async_tensor_h2d(on_host, device=device)
+        rows = torch.from_numpy(on_host)
+        rows = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
+        slots, first_rows, num_common, num_tokens = rows
         return RowReorder(slots, slots[first_rows + torch.cat(self.parents)], num_common, num_tokens, on_host[3])
 
 
