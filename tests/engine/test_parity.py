@@ -126,7 +126,7 @@ def test_reclaim_interval_changes_no_answer(engines: Engines, usual: list, inter
 def test_without_the_tail_copy_the_beams_are_wrong(
     engines: Engines, usual: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_trie.worker.kv_blocks.KVBlocks.copy", lambda *_: None)
+    monkeypatch.setattr("vllm_trie.worker.kv_blocks.KVBlocks.copy_on_device", lambda *_: None)
     wrong, _ = run_cases(engines(TRAINED_TARGET), CASES, trained_prompts(CASES))
     differing = [
         case
