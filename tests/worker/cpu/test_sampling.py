@@ -32,7 +32,7 @@ def test_a_seed_draws_the_same_tokens(interpreter: Interpreter, batch: Batch) ->
         temperatures_of(batch),
         seeds_of(batch),
         batch.integers(batch.num_logits, high=2**20, dtype=torch.int64),
-        batch.flag(),  # apply_temperature
+        False,  # apply_temperature
         False,  # is_drafting
         None,
         None,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_trie.worker.cpu.inputs import steps
 from vllm_trie.worker.cpu.replace import replaces
 
 
@@ -63,7 +64,7 @@ def compute_slot_mappings(
     slots, starts = idx_mapping.numpy(), query_start_loc.numpy()
     num_tokens = int(starts[len(slots)])
     position = positions.numpy()[:num_tokens]
-    of_token = slots if num_tokens == len(slots) else np.repeat(slots, np.diff(starts[: len(slots) + 1]))
+    of_token = slots if num_tokens == len(slots) else np.repeat(slots, steps(starts[: len(slots) + 1]))
     for group, block_size in enumerate(self.block_sizes):
         mapping = slot_mappings[group].numpy()
         mapping[num_tokens : max(num_tokens_padded, num_tokens)] = -1

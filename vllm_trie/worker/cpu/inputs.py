@@ -10,6 +10,11 @@ import numpy as np
 from vllm_trie.worker.cpu.replace import Array, kernel
 
 
+def steps(values: Array) -> Array:
+    """What `np.diff` returns, in a third of the time."""
+    return values[1:] - values[:-1]
+
+
 def positions_within(lengths: Array) -> Array:
     """0, 1, ... within each of consecutive spans of these lengths."""
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -38,7 +43,7 @@ def prepare_pos_seq_lens(
     """Fill in the positions [T] of all tokens, and the lengths [S] of rows; 0 for those that are not in the batch."""
     num_rows = len(idx_mapping)
     starts, computed = query_start_loc[: num_rows + 1], num_computed_tokens[idx_mapping]
-    lengths, num_tokens = np.diff(starts), int(starts[-1])
+    lengths, num_tokens = steps(starts), int(starts[-1])
     seq_lens[:num_rows] = computed + lengths
     seq_lens[num_rows:] = 0
     pos[:num_tokens] = np.repeat(computed - starts[:-1], lengths) + np.arange(num_tokens)
@@ -54,7 +59,11 @@ def combine_sampled_and_draft_tokens(
     ends, lengths, prefill = query_start_loc[1 : num_rows + 1], seq_lens[:num_rows], prefill_len[idx_mapping]
     newest = last_sampled_tokens.reshape(len(last_sampled_tokens))
     decodes = lengths > prefill
-    num_logits = np.diff(cu_num_logits[: num_rows + 1])
+    if cu_num_logits[num_rows] == num_rows:  # there are no drafts
+        logits_indices[:] = last = ends - 1
+        input_ids[last[decodes]] = newest[idx_mapping[decodes]]
+        return
+    num_logits = steps(cu_num_logits[: num_rows + 1])
     starts, local = ends - num_logits, positions_within(num_logits)
     logits_indices[:] = np.repeat(starts, num_logits) + local
     has_sampled = decodes & (lengths - num_logits >= prefill)
@@ -69,7 +78,7 @@ def expand_idx_mapping(
     idx_mapping: Array, expanded_idx_mapping: Array, expanded_local_pos: Array, cu_num_logits: Array
 ) -> None:
     """The slot of each row of logits [N], and its place among those of its request [N]."""
-    num_logits = np.diff(cu_num_logits[: len(idx_mapping) + 1])
+    num_logits = steps(cu_num_logits[: len(idx_mapping) + 1])
     expanded_idx_mapping[:] = np.repeat(idx_mapping, num_logits)
     expanded_local_pos[:] = positions_within(num_logits)
 
@@ -82,8 +91,8 @@ def get_num_sampled_and_rejected(
     """How many of the tokens that each row [R] had logits for are not sampled; rows in their prefill sample none."""
     num_rows = len(idx_mapping)
     is_chunk = seq_lens[:num_rows] < prefill_len[idx_mapping]
-    num_sampled[is_chunk] = 0
-    num_rejected[:] = np.where(is_chunk, 0, np.diff(cu_num_logits[: num_rows + 1]) - num_sampled)
+    num_rejected[:] = steps(cu_num_logits[: num_rows + 1]) - num_sampled
+    num_sampled[is_chunk] = num_rejected[is_chunk] = 0
 
 
 @kernel("input_batch:_post_update_kernel")
@@ -93,7 +102,7 @@ def post_update(
     total_len: Array, draft_tokens: Array | None = None, draft_tokens_out: Array | None = None,
 ) -> None:  # fmt: skip
     """Append sampled tokens [R, 1 + drafts] to their slots and count them; rows in slot -1 are left out."""
-    num_queried = np.diff(query_start_loc[: len(idx_mapping) + 1]) if query_start_loc is not None else 0
+    num_queried = steps(query_start_loc[: len(idx_mapping) + 1]) if query_start_loc is not None else 0
     change, real = num_queried - num_rejected, idx_mapping >= 0
     if not real.all():
         idx_mapping, num_sampled, sampled_tokens = idx_mapping[real], num_sampled[real], sampled_tokens[real]
@@ -116,7 +125,7 @@ def post_update(
 @kernel("input_batch:_post_update_num_computed_tokens_kernel")
 def post_update_num_computed_tokens(idx_mapping: Array, num_computed_tokens: Array, query_start_loc: Array) -> None:
     """Count this step's tokens as computed, by slot [S]."""
-    num_computed_tokens[idx_mapping] += np.diff(query_start_loc[: len(idx_mapping) + 1])
+    num_computed_tokens[idx_mapping] += steps(query_start_loc[: len(idx_mapping) + 1])
 
 
 @kernel("sample.prompt_logprob:_prompt_logprobs_token_ids_kernel")
@@ -126,7 +135,7 @@ def prompt_logprobs_token_ids(
 ) -> None:  # fmt: skip
     """The token [T] that follows each token of a batch."""
     starts = query_start_loc[: len(idx_mapping) + 1]
-    lengths, num_tokens = np.diff(starts), int(starts[-1])
+    lengths, num_tokens = steps(starts), int(starts[-1])
     place = np.repeat(num_computed_tokens[idx_mapping] + 1 - starts[:-1], lengths) + np.arange(num_tokens)
     place = np.minimum(place, all_token_ids.shape[1] - 1)  # nobody asks what follows the last token
     prompt_logprobs_token_ids[:num_tokens] = all_token_ids[np.repeat(idx_mapping, lengths), place]
@@ -141,7 +150,7 @@ def prepare_draft_prefill_inputs(
     """A draft model's first inputs [T + R]: of each row the tokens that were accepted, the newest one, and padding."""
     num_rows = len(idx_mapping)
     starts = query_start_loc[: num_rows + 1]
-    lengths = np.diff(starts)
+    lengths = steps(starts)
     num_accepted, num_tokens = lengths - num_rejected[:num_rows], int(starts[-1]) + num_rows
     out_starts, local = starts[:-1] + np.arange(num_rows), positions_within(lengths + 1)
     row = np.repeat(np.arange(num_rows), lengths + 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_trie.worker.cpu.inputs import positions_within
 from vllm_trie.worker.cpu.replace import Array, kernel, replaces
-from vllm_trie.worker.cpu.sampling import draw
+from vllm_trie.worker.cpu.sampling import best_tokens, draw
 
 SMALLEST = 4.6566127342e-10  # of Triton's random numbers that are not 0
 
@@ -60,7 +60,7 @@ def rejection_sample(
     draft = torch.full_like(draft_sampled, -1, dtype=torch.int64)  # that each row of logits verifies
     draft[:-1] = draft_sampled[1:]
     draft[cu_num_logits[1:].long() - 1] = -1
-    is_taken = draft == target_logits.argmax(-1)
+    is_taken = draft == torch.from_numpy(best_tokens(target_logits))
     by_chance = ((temperatures != 0) & (draft >= 0)).nonzero()[:, 0]
     if len(by_chance):
         probability = target_logits[by_chance].float().softmax(-1).gather(1, draft[by_chance, None])[:, 0]
@@ -73,7 +73,8 @@ def rejection_sample(
     last = cu_num_logits[:-1] + num_taken
     rejected, logits = (draft[last] >= 0).nonzero()[:, 0], target_logits[last].float()
     logits[rejected, draft[last][rejected]] = float("-inf")
-    sampled[torch.arange(len(last)), num_taken] = draw(logits, temperatures[last], seeds[last], pos[last], use_fp64)
+    at_last = temperatures[last].numpy(), seeds[last].numpy(), pos[last].numpy()
+    sampled[torch.arange(len(last)), num_taken] = torch.from_numpy(draw(logits, *at_last, use_fp64))
     return sampled, (num_taken + 1).int()
 
 
