@@ -75,7 +75,7 @@ def test_rows_take_over_tokens_and_full_blocks_as_in_torch(num_tokens: Sequence[
 def test_rows_take_over_long_histories_as_in_torch() -> None:
     length = 2 * kernels.COPY_TILE + 9
     fields = ([1, 0, 2], [1, 1, 1], [3, 3, 3], [length] * 3)
-    rows = RowReorder(*(torch.tensor(field, device=DEVICE) for field in fields), np.full(3, length))
+    rows = RowReorder(torch.tensor(fields, device=DEVICE), np.full(3, length))
     tokens = torch.randint(0, 99, (3, length + 5), generator=seeded(9), dtype=torch.int32).to(DEVICE)
     expected = tokens.clone()
     expected[0, 3:length] = expected[2, 3:length] = expected[1, 3:length]

@@ -54,24 +54,40 @@ class Reorders:
         on_host = np.stack([np.concatenate(of_classes) for of_classes in fields]).astype(np.int64)
         rows = torch.from_numpy(on_host)
         rows = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
-        slots, first_rows, num_common, num_tokens = rows
-        return RowReorder(slots, slots[first_rows + torch.cat(self.parents)], num_common, num_tokens, on_host[3])
+        rows[1] = rows[0][rows[1] + torch.cat(self.parents)]  # from a place among the rows to the slot there
+        return RowReorder(rows, on_host[3])
 
 
 class RowReorder(NamedTuple):
-    """What R rows continue; on the device. All int64."""
+    """What R rows continue; on the device."""
 
-    slots: torch.Tensor  # [R], each row's own
-    sources: torch.Tensor  # [R], the slot that each row continues
-    num_common: torch.Tensor  # [R], tokens that all histories of the row's group have in common
-    num_tokens: torch.Tensor  # [R], of each history
+    rows: torch.Tensor  # [4, R] int64: its fields are the properties below
     num_tokens_on_host: np.ndarray  # [R]
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """[R], each row's own."""
+        return self.rows[0]
+
+    @property
+    def sources(self) -> torch.Tensor:
+        """[R], the slot that each row continues."""
+        return self.rows[1]
+
+    @property
+    def num_common(self) -> torch.Tensor:
+        """[R], tokens that all histories of the row's group have in common."""
+        return self.rows[2]
+
+    @property
+    def num_tokens(self) -> torch.Tensor:
+        """[R], of each history."""
+        return self.rows[3]
 
     def moving(self) -> RowReorder:
         """The rows alone that continue another one: for where it costs nothing to look at the device."""
         moved = (self.slots != self.sources).nonzero()[:, 0]
-        slots, sources, num_common, num_tokens = (field[moved] for field in self[:4])
-        return RowReorder(slots, sources, num_common, num_tokens, self.num_tokens_on_host[moved.numpy()])
+        return RowReorder(self.rows[:, moved], self.num_tokens_on_host[moved.numpy()])
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_trie.messages import attach_results
+from vllm_trie.plugin import has_logits_processors
 from vllm_trie.worker.draft import Drafter
 from vllm_trie.worker.expand import expand, take_in_rows
 from vllm_trie.worker.rank_check import rank_check
@@ -39,6 +40,7 @@ class BeamModelRunner(GPUModelRunner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.groups: dict[str, GroupRows] = {}
+        self._has_own_processors = has_logits_processors(self.vllm_config)  # which may write something in any step
         self.step = StepContext()
         self.rank_check = rank_check(self.vllm_config)
         self.selector: Selector
@@ -65,8 +67,9 @@ class BeamModelRunner(GPUModelRunner):
         return super().execute_model(scheduler_output, intermediate_tensors, dummy_run, **kwargs)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
-        super().add_requests(scheduler_output)
-        take_in_rows(self, self.step, self.groups)
+        if scheduler_output.scheduled_new_reqs or self._has_own_processors:  # else the stock runner writes nothing
+            super().add_requests(scheduler_output)
+            take_in_rows(self, self.step, self.groups)
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().update_requests(scheduler_output)
