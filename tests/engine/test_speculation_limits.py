@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -258,3 +261,26 @@ def test_a_reset_of_the_prefix_cache_amid_searches_changes_no_answer(engines: En
     options = {"beam_width": 4, "draft_width": 12, "ignore_eos": True, "max_tokens": 40}
     check_exact(engine, [(prompt_of(length), options) for length in (33, 40, 65)], reset)
     assert steps > 12
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "message"),
+    [
+        ("weights", r"the draft model '.*' of speculative_config cannot be loaded: .*; name another one, or start"),
+        ("vocabulary", r"Target and draft model should have the same vocabulary size.*=300\. Draft .*=307"),
+    ],
+)
+def test_a_draft_model_that_does_not_fit_is_one_clear_error(
+    engines: Engines, pair: Pair, tmp_path: Path, spoiled: str, message: str
+) -> None:
+    engines.close()
+    target, draft = pair
+    copy = Path(shutil.copytree(draft, tmp_path / "draft"))
+    if spoiled == "weights":
+        (copy / "model.safetensors").write_bytes(b"no weights")
+    else:
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps(config | {"vocab_size": 307}))
+    with pytest.raises(ValueError, match=message):
+        speculating(engines, (target, copy), 3)
+    assert speculating(engines, pair, 3).generate([prompt_of(5)], beam_params(2, max_tokens=3))

@@ -47,12 +47,24 @@ class BeamModelRunner(GPUModelRunner):
         self.drafter: Drafter | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        if self.speculator is not None:
+            self.speculator.load_draft_model = partial(self._load_draft_model, self.speculator.load_draft_model)
         super().load_model(*args, **kwargs)
         assert self.sampler is not None
         self.selector = Selector(self, self.groups, self.sampler)
         if self.speculator is not None:
             self.drafter = Drafter(self, self.selector, self.rank_check)
             self.speculator.propose = partial(self._propose, self.speculator.propose)
+
+    def _load_draft_model(self, stock: Any, *args: Any) -> Any:
+        try:
+            return stock(*args)
+        except Exception as error:
+            name = self.speculative_config.model
+            raise ValueError(
+                f"the draft model {name!r} of speculative_config cannot be loaded: {error}; name another one, or start "
+                f"vLLM without speculative_config"
+            ) from error
 
     def execute_model(
         self,
