@@ -124,6 +124,7 @@ class Drafter:
         self._selector = selector
         self._rank_check = rank_check
         self._draft_model = DraftModel(runner)
+        self._pads_rows = runner.device.type == "cuda"  # rows of equal length may replay a graph
 
     def draft(
         self, context: StepContext, groups: dict[str, GroupRows], output: SchedulerOutput
@@ -240,11 +241,14 @@ class Drafter:
             runner.lora_state.add_request(row_id, slot, one.group.request.lora_request)
         spare_slots = [states.req_id_to_index[row_id] for row_id in one.spare_ids]
         one.slots = np.concatenate([one.group.slots, np.array(spare_slots, dtype=np.int64)])
+        longest = 1 + one.grant.num_layers
+        is_padded = self._pads_rows and longest * len(one.slots) <= one.grant.max_tokens
         for row_id, path in zip([*one.group.row_ids, *one.spare_ids], one.forest.rows, strict=True):
-            output.total_num_scheduled_tokens += len(path) - output.num_scheduled_tokens.get(row_id, 0)
-            output.num_scheduled_tokens[row_id] = len(path)
-            if len(path) > 1:
-                output.scheduled_spec_decode_tokens[row_id] = [one.forest.tokens[node] for node in path[1:]]
+            length = longest if is_padded else len(path)
+            output.total_num_scheduled_tokens += length - output.num_scheduled_tokens.get(row_id, 0)
+            output.num_scheduled_tokens[row_id] = length
+            if length > 1:
+                output.scheduled_spec_decode_tokens[row_id] = [0] * (length - 1)  # see `_write_drafts`
 
     def _write_drafts(self, one: ForestStep) -> None:
         """Write what the target computes of every row: its root, its drafts, and the blocks for them."""
