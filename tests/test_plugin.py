@@ -152,7 +152,7 @@ ENGINES: list[tuple[dict, str]] = [  # options, and what comes of them where VLL
         drafting(num_speculative_tokens_per_batch_size=[[1, 4, 3], [5, 8, 1]]),
         "does not support num_speculative_tokens_per_batch_size; start vLLM without it or",
     ),
-    (drafting(draft_sample_method="probabilistic"), STARTS),
+    (drafting(draft_sample_method="probabilistic"), "not support draft_sample_method on a CPU without Triton; start"),
     (drafting() | {"enable_lora": True}, STARTS),
 ]
 CONFIGURE_EACH = f"""

@@ -160,6 +160,7 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     budget = scheduler.max_num_scheduled_tokens
     unsupported = {
+        "return_sampling_mask": vllm_config.model_config.return_sampling_mask,
         "enable_batch_sharded_sampling": parallel.enable_batch_sharded_sampling,
         f"max_num_scheduled_tokens={budget} below max_num_seqs={scheduler.max_num_seqs}": budget is not None
         and budget < scheduler.max_num_seqs,
@@ -198,6 +199,8 @@ def _unsupported_speculation(vllm_config: VllmConfig) -> dict[str, bool]:
         "use_heterogeneous_vocab": config.use_heterogeneous_vocab,
         "disable_padded_drafter_batch": config.disable_padded_drafter_batch,
         "enable_adaptive_verification": config.enable_adaptive_verification,
+        "data_parallel_size > 1 of experts together with speculative_config": vllm_config.model_config.is_moe
+        and vllm_config.parallel_config.data_parallel_size > 1,
         "num_speculative_tokens_per_batch_size": config.num_speculative_tokens_per_batch_size is not None,
         f"num_speculative_tokens={drafts} with block_size={block_size} (use fewer than block_size)": too_many,
     }

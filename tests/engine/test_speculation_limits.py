@@ -284,3 +284,11 @@ def test_a_draft_model_that_does_not_fit_is_one_clear_error(
     with pytest.raises(ValueError, match=message):
         speculating(engines, (target, copy), 3)
     assert speculating(engines, pair, 3).generate([prompt_of(5)], beam_params(2, max_tokens=3))
+
+
+def test_an_engine_that_measures_its_memory_runs_the_draft_model(engines: Engines, pair: Pair) -> None:
+    engine = speculating(engines, pair, 3)
+    (expected,) = run(engine, searches([(prompt_of(9), {"beam_width": 2, "max_tokens": 9})]), lambda: None)
+    engine.runner.profile_run()
+    (found,) = run(engine, searches([(prompt_of(9), {"beam_width": 2, "max_tokens": 9})]), lambda: None)
+    assert count_differing([found], [expected]) == 0

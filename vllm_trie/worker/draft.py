@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.messages import Grant, GroupStep, SelectRules
@@ -156,6 +157,7 @@ class Drafter:
             # One column more may be beyond what vLLM's tables take.
             own = np.full((num_rows, column + 1 + bool(next_blocks)), NO_BLOCK, dtype=np.int32)
             own[: len(slots), : column + 1] = table.gpu[slots, : column + 1].cpu().numpy()
+            own[:, : self._num_skipped(number, start)] = NO_BLOCK  # what has left the window may be another's by now
             if next_blocks:
                 own[: len(slots), column + 1] = next_blocks
             for row, of_row in enumerate(grant.spare_rows, start=len(slots)):
@@ -180,6 +182,13 @@ class Drafter:
             pending,
             None if step.draw is None else generator(*step.draw),
         )
+
+    def _num_skipped(self, number: int, num_computed_tokens: int) -> int:
+        """How many blocks in front of the window of a KV cache group the scheduler holds no longer."""
+        spec = self._runner.kv_cache_config.kv_cache_groups[number].kv_cache_spec
+        if not isinstance(spec, SlidingWindowSpec):
+            return 0
+        return max(num_computed_tokens + 1 - spec.sliding_window, 0) // spec.block_size
 
     def _catch_up(self, forests: dict[str, ForestStep]) -> None:
         """Compute with the draft model what plain steps have added, so that only a few tokens are left for each row."""

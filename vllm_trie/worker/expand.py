@@ -143,7 +143,7 @@ def take_in_rows(runner: GPUModelRunner, context: StepContext, groups: dict[str,
         slots, at = async_tensor_h2d(group.slots, device=runner.device, dtype=torch.int64), len(group.prompt)
         states.last_sampled_tokens[slots, 0] = group.tokens
         states.all_token_ids.gpu[slots, at] = group.tokens.int()
-        states.total_len.gpu[slots] = at + 1
+        states.total_len.gpu.index_fill_(0, slots, at + 1)  # where an assignment would wait for the device
         if context.steps[group_id].rules.is_controlled:
             assert sampler is not None
             sampler.penalties_state.output_bin_counts[slots, group.tokens] += 1

@@ -40,9 +40,13 @@ class KVBlocks:
         self.copy_on_device(*(torch.from_numpy(blocks).to(device) for blocks in (sources, destinations)))
 
     def copy_on_device(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """The same for blocks that only the device knows. A block may be copied onto itself."""
-        for layer in self._layers:
-            layer.index_copy_(0, destinations.long(), layer.index_select(0, sources.long()))
+        """The same for blocks that only the device knows. A block may be copied onto itself.
+
+        KV cache groups may lie over each other, so that layers see the same bytes: hence all are read first.
+        """
+        copies = [layer.index_select(0, sources.long()) for layer in self._layers]
+        for layer, blocks in zip(self._layers, copies, strict=True):
+            layer.index_copy_(0, destinations.long(), blocks)
 
     @cached_property
     def segments(self) -> Segments:

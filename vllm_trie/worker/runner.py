@@ -17,6 +17,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np, stream
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
@@ -139,20 +140,22 @@ class BeamModelRunner(GPUModelRunner):
             decided = step.results([selected.packed.cpu().numpy() for selected in step.selected])
             self.rank_check.compare("beams", {group_id: one.as_arrays() for group_id, one in decided.items()})
         counts, rejected = async_tensor_h2d(num_sampled, device=self.device)
+        step.decided_at.record()
+        num_nans = get_num_nans(logits[batch.cu_num_logits[:-1].long()]) if sampler.compute_nans else None
         if of_ordinary is None:
-            return SamplerOutput(sampled, None, None, counts, rejected)
+            return SamplerOutput(sampled, None, num_nans, counts, rejected)
         at = async_tensor_h2d(ordinary, device=self.device, dtype=torch.int64)
         sampled[at, : of_ordinary.sampled_token_ids.shape[1]] = of_ordinary.sampled_token_ids.long()
         counts[at], rejected[at] = of_ordinary.num_sampled.int(), of_ordinary.num_rejected.int()
-        return SamplerOutput(sampled, of_ordinary.logprobs_tensors, None, counts, rejected)
+        return SamplerOutput(sampled, of_ordinary.logprobs_tensors, num_nans, counts, rejected)
 
     def _propose(
         self,
         stock: Any,
-        batch: InputBatch,
+        input_batch: InputBatch,
         attn_metadata: Any,
         slot_mappings: Any,
-        hidden_states: Any,
+        last_hidden_states: Any,
         aux_hidden_states: Any,
         num_sampled: torch.Tensor,
         num_rejected: torch.Tensor,
@@ -162,16 +165,16 @@ class BeamModelRunner(GPUModelRunner):
         """Where vLLM drafts: for ordinary requests, and for groups that are one row yet, whose prompt it computes."""
         decoding = {row_id for group_id in self.step.decoding for row_id in self.groups[group_id].row_ids}
         decoding.update(row_id for forest_step in self.step.forests.values() for row_id in forest_step.spare_ids)
-        others = [attn_metadata, slot_mappings, hidden_states, aux_hidden_states]
+        of_forward = attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states  # a draft model reads none
         if not decoding:
-            return stock(batch, *others, num_sampled, num_rejected, *args, **kwargs)
-        rows = np.array([at for at, row_id in enumerate(batch.req_ids) if row_id not in decoding], dtype=np.int64)
-        drafts = self.req_states.draft_tokens.new_zeros(batch.num_reqs, self.num_speculative_steps)
-        if len(rows):
-            smaller, _ = sub_batch(batch, rows)
+            return stock(input_batch, *of_forward, num_sampled, num_rejected, *args, **kwargs)
+        rows = [at for at, row_id in enumerate(input_batch.req_ids) if row_id not in decoding]
+        drafts = self.req_states.draft_tokens.new_zeros(input_batch.num_reqs, self.num_speculative_steps)
+        if rows:
+            smaller, _ = sub_batch(input_batch, np.array(rows))
             self.block_tables.gather_block_tables(smaller.idx_mapping, smaller.num_reqs)  # as the drafter reads them
             at = async_tensor_h2d(rows, device=self.device, dtype=torch.int64)
-            drafts[at] = stock(smaller, *others, num_sampled[at], num_rejected[at], *args, **kwargs)
+            drafts[at] = stock(smaller, *of_forward, num_sampled[at], num_rejected[at], *args, **kwargs)
         return drafts
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -198,7 +201,7 @@ class BeamOutput(AsyncModelRunnerOutput):
         self._stock, self._step = stock, step  # which keeps what is copied from alive
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with stream(copy_stream, main_stream):
-            copy_stream.wait_stream(main_stream)
+            copy_stream.wait_event(step.decided_at)  # and not for the drafts that vLLM has computed since
             self._packed: list[np.ndarray] = [async_copy_to_np(selected.packed) for selected in step.selected]
             self._event.record(copy_stream)
 

@@ -111,7 +111,7 @@ class Selector:
         index = rows.first_logits(places)
         flat = index.ravel()
         if rules.is_controlled:
-            of_rows = self.processed(rows, logits, flat, slots.ravel(), np.zeros_like(flat))
+            of_rows = self.processed(rows, logits, flat, slots.ravel(), rows.num_tokens(places).ravel())
         elif flat[-1] - flat[0] == len(flat) - 1 and (np.diff(flat) == 1).all():
             of_rows = logits[flat[0] : flat[-1] + 1]
         else:
@@ -119,7 +119,13 @@ class Selector:
         return of_rows.view(*index.shape, -1)
 
     def processed(
-        self, rows: BatchRows, logits: torch.Tensor, index: np.ndarray, slots: np.ndarray, depths: np.ndarray
+        self,
+        rows: BatchRows,
+        logits: torch.Tensor,
+        index: np.ndarray,
+        slots: np.ndarray,
+        num_tokens: np.ndarray,
+        depths: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Logits after the penalties, biases, bans and custom processors of requests, [N, V] float32.
 
@@ -128,14 +134,15 @@ class Selector:
             logits: Of the batch, unprocessed.
             index: [N], which of them.
             slots: [N], whose options, and whose history: the tokens of the slot's request.
-            depths: [N], how many of the tokens just before in the batch come on top of that history.
+            num_tokens: [N], how many tokens come before what the logits are of.
+            depths: [N], how many of the tokens just before in the batch come on top of that history; none if left out.
         """
+        depths = np.zeros_like(slots) if depths is None else depths
         batch = rows.batch
         at, in_slots, local = (
             async_tensor_h2d(values, device=logits.device, dtype=torch.int64) for values in (index, slots, depths)
         )
         tokens = batch.logits_indices[at]
-        positions = self._runner.req_states.num_computed_tokens_np[slots] + depths
         return self._sampler.apply_sampling_params(
             logits[at],
             in_slots,
@@ -144,7 +151,7 @@ class Selector:
             batch.positions[tokens],
             batch.input_ids[tokens],
             local.int(),
-            positions + 1,
+            num_tokens,
             skip_top_k_top_p=True,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,7 +36,10 @@ class GroupRows:
 
 @dataclass(slots=True)
 class StepContext:
-    """One step of the engine, from `execute_model` to `sample_tokens`: all that one hook leaves to another."""
+    """One step of the engine, from `execute_model` to `sample_tokens`: all that one hook leaves to another.
+
+    `decided_at` is the moment in the device's stream at which all is decided.
+    """
 
     steps: dict[str, GroupStep] = field(default_factory=dict)  # of the groups in it, by id
     entered: list[str] = field(default_factory=list)  # groups that have new rows: they begin, or fan out
@@ -44,6 +47,7 @@ class StepContext:
     forests: dict[str, ForestStep] = field(default_factory=dict)  # of the groups that speculate
     selected: list[Selected] = field(default_factory=list)  # what was decided, on the device
     decided: dict[str, Decided] = field(default_factory=dict)  # what was decided on the host: of the forests
+    decided_at: Any = field(default_factory=lambda: torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     @property
     def selecting(self) -> list[str]:

@@ -79,7 +79,7 @@ class _Nodes:
         if self.rules[0].is_controlled:
             roots = [path[0] for path in self.forest.rows]
             slots, depths = np.repeat(forest_step.slots[roots], lengths), spans(np.zeros_like(lengths), lengths)
-            self._logits = selector.processed(rows, logits, index, slots, depths)
+            self._logits = selector.processed(rows, logits, index, slots, forest_step.start + 1 + depths, depths)
         else:
             self._logits = logits[async_tensor_h2d(index, device=logits.device, dtype=torch.int64)]
         # By node: where its logits are, in the first row that leads through it.

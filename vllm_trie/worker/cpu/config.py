@@ -35,9 +35,9 @@ def unsupported_without_triton(vllm_config: VllmConfig) -> dict[str, bool]:
     features = {
         "enable_prompt_embeds": model.enable_prompt_embeds,
         "enable_trace_replay": model.enable_trace_replay,
-        "return_sampling_mask": model.return_sampling_mask,
         "watermark_config": vllm_config.watermark_config is not None,
         "rejection_sample_method": speculation is not None and speculation.rejection_sample_method != "standard",
+        "draft_sample_method": speculation is not None and speculation.draft_sample_method != "greedy",
     }
     return {f"{feature} on a CPU without Triton": is_used for feature, is_used in features.items()}
 
