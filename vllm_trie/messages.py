@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vllm_trie.search.rules import BeamSampling as BeamSampling
-from vllm_trie.search.rules import SelectRules as SelectRules
+from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import Step
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_trie.engine.stats import SearchCounts
-from vllm_trie.messages import Resumed, SelectRules
+from vllm_trie.messages import Resumed
 from vllm_trie.params import BeamParams
 from vllm_trie.search.rank import Candidates
+from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import Step, TokenLogprobs, TopLogprobs
 from vllm_trie.search.stopping import HfPool, HypothesisPool, StopRules, TridecodePool, VllmPool
 from vllm_trie.trie.hypotheses import HypothesisTrie

@@ -10,8 +10,9 @@ from vllm.v1.request import Request
 
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
-from vllm_trie.messages import Grant, GroupStep, SelectRules
+from vllm_trie.messages import Grant, GroupStep
 from vllm_trie.search.forest import Room, least_affordable
+from vllm_trie.search.rules import SelectRules
 
 
 class Speculating(NamedTuple):

@@ -15,7 +15,7 @@ from vllm_trie.worker.draft import ForestStep
 from vllm_trie.worker.select import Selector
 
 
-def accept_path(selector: Selector, one: ForestStep, steps: list[Step], beams: list[list[int]]) -> np.ndarray:
+def accept_path(selector: Selector, forest_step: ForestStep, steps: list[Step], beams: list[list[int]]) -> np.ndarray:
     """Move tokens, blocks and what the draft model has computed to the group's own rows.
 
     Full blocks are taken over by reference. A block that was written in this step is copied from a row of the forest
@@ -24,14 +24,14 @@ def accept_path(selector: Selector, one: ForestStep, steps: list[Step], beams: l
 
     Args:
         selector: Moves what is on the device.
-        one: The group's forest.
+        forest_step: The group's forest.
         steps: What its search decided.
         beams: For each step the nodes that its beams were before it.
 
     Returns:
         [rows, steps] the tokens that each row has got.
     """
-    count, width = len(steps), one.num_beams
+    count, width = len(steps), forest_step.num_beams
     ancestors = [np.arange(width)]  # by steps from the last one back: the beam before it that each row comes from
     for step in reversed(steps):
         ancestors.append(step.parents[ancestors[-1]])
@@ -40,21 +40,21 @@ def accept_path(selector: Selector, one: ForestStep, steps: list[Step], beams: l
 
     copies = dict[int, int]()  # sources by destination
     tables = []
-    for table, column, block_size in zip(one.blocks, one.columns, one.block_sizes, strict=True):
-        filling = (column + 1) * block_size - one.start  # the step that fills the block of the roots
+    for table, column, block_size in zip(forest_step.blocks, forest_step.columns, forest_step.block_sizes, strict=True):
+        filling = (column + 1) * block_size - forest_step.start  # the step that fills the block of the roots
         own, tails = table[:width], np.arange(width)  # whose block each row has in the column of the roots
         if count < filling:
             for row, node in enumerate(newest):
-                copies[own[row, column]] = _block_with(one, table, node, row, column)
+                copies[own[row, column]] = _block_with(forest_step, table, node, row, column)
         else:
             # A group that keeps one row seals its block, whichever beam leads there.
             sealers = ancestors[count - filling + 1]
-            tails = sealers if len(steps[-1].parents) == one.step.rules.width else np.zeros_like(sealers)
+            tails = sealers if len(steps[-1].parents) == forest_step.step.rules.width else np.zeros_like(sealers)
             for row, sealer in set(zip(tails.tolist(), sealers.tolist(), strict=True)):
-                copies[own[row, column]] = _block_with(one, table, beams[filling - 1][sealer], row, column)
+                copies[own[row, column]] = _block_with(forest_step, table, beams[filling - 1][sealer], row, column)
         if count > filling:
             for row, node in enumerate(newest):
-                copies[own[row, column + 1]] = _block_with(one, table, node, row, column + 1)
+                copies[own[row, column + 1]] = _block_with(forest_step, table, node, row, column + 1)
         num_columns = column + 1 + (count > filling)
         rows = own[:, :num_columns].copy()
         rows[:, :column], rows[:, column] = own[slots, :column], own[tails, column]
@@ -62,18 +62,18 @@ def accept_path(selector: Selector, one: ForestStep, steps: list[Step], beams: l
     moved = np.array([(source, destination) for destination, source in copies.items() if source != destination])
     if len(moved):
         selector.kv_blocks.copy(*moved.T)
-    selector.adopt(one.group.slots, one.group.slots[slots], one.start + 1, tables)
-    if one.step.rules.is_controlled:
+    selector.adopt(forest_step.group.slots, forest_step.group.slots[slots], forest_step.start + 1, tables)
+    if forest_step.step.rules.is_controlled:
         on_device = [
-            async_tensor_h2d(rows, device=one.group.scores.device, dtype=torch.int64)
-            for rows in (one.group.slots, one.group.slots[slots])
+            async_tensor_h2d(rows, device=forest_step.group.scores.device, dtype=torch.int64)
+            for rows in (forest_step.group.slots, forest_step.group.slots[slots])
         ]
         selector.reorder_controls(*on_device)
-    one.group.num_drafted = one.start + min(count, one.num_layers)
+    forest_step.group.num_drafted = forest_step.start + min(count, forest_step.num_layers)
     return np.stack([step.tokens[beam] for step, beam in zip(steps, reversed(ancestors[:-1]), strict=True)], axis=1)
 
 
-def _block_with(one: ForestStep, table: np.ndarray, node: int, row: int, column: int) -> int:
+def _block_with(forest_step: ForestStep, table: np.ndarray, node: int, row: int, column: int) -> int:
     """A block with what leads to `node`, preferably that of `row`."""
-    holder = row if node in one.forest.rows[row] else one.forest.row_of[node]
+    holder = row if node in forest_step.forest.rows[row] else forest_step.forest.row_of[node]
     return int(table[holder, column])

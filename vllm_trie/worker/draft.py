@@ -16,9 +16,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_trie.messages import Grant, GroupStep, SelectRules
+from vllm_trie.messages import Grant, GroupStep
 from vllm_trie.search.filters import log_probabilities
 from vllm_trie.search.forest import Forest, Layer, RowFork, affordable, grow
+from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.sampling import generator
 from vllm_trie.search.speculation import DraftRules, Drafts, drafted
 from vllm_trie.search.step import joint_distribution
@@ -133,17 +134,17 @@ class Drafter:
         """A forest for every group with a grant; its rows are added to the runner's slots and to `output`."""
         forests = {group_id: self._begin(context.steps[group_id], groups[group_id]) for group_id in context.speculating}
         self._catch_up(forests)
-        for number in range(1, max(one.grant.num_layers for one in forests.values()) + 1):
+        for number in range(1, max(forest_step.grant.num_layers for forest_step in forests.values()) + 1):
             self._draft_layer(forests, number)
             if self._rank_check is not None:  # before ranks compute forests of different shapes together, and hang
-                drafts = {group_id: one.forest.as_arrays() for group_id, one in forests.items()}
+                drafts = {group_id: forest_step.forest.as_arrays() for group_id, forest_step in forests.items()}
                 self._rank_check.compare("drafts", drafts)
-        for group_id, one in forests.items():
-            self._add_rows(group_id, one, output)
+        for group_id, forest_step in forests.items():
+            self._add_rows(group_id, forest_step, output)
         self._runner.req_states.apply_staged_writes()
         self._runner.block_tables.apply_staged_writes()
-        for one in forests.values():
-            self._write_drafts(one)
+        for forest_step in forests.values():
+            self._write_drafts(forest_step)
         return forests
 
     def _begin(self, step: GroupStep, group: GroupRows) -> ForestStep:
@@ -192,27 +193,33 @@ class Drafter:
 
     def _catch_up(self, forests: dict[str, ForestStep]) -> None:
         """Compute with the draft model what plain steps have added, so that only a few tokens are left for each row."""
-        num_rows = sum(len(one.pending) for one in forests.values())
+        num_rows = sum(len(forest_step.pending) for forest_step in forests.values())
         per_row = max(self._runner.max_num_tokens // num_rows, 1)
-        for one in forests.values():
-            while len(one.pending[0]) > per_row:
-                starts = [one.start + 1 - len(row) for row in one.pending]
-                of_beams = [table[: len(starts)] for table in one.blocks]
-                self._draft_model.logits([row[:per_row] for row in one.pending], starts, of_beams)
-                one.pending = [row[per_row:] for row in one.pending]
+        for forest_step in forests.values():
+            while len(forest_step.pending[0]) > per_row:
+                starts = [forest_step.start + 1 - len(row) for row in forest_step.pending]
+                of_beams = [table[: len(starts)] for table in forest_step.blocks]
+                self._draft_model.logits([row[:per_row] for row in forest_step.pending], starts, of_beams)
+                forest_step.pending = [row[per_row:] for row in forest_step.pending]
 
     def _draft_layer(self, forests: dict[str, ForestStep], number: int) -> None:
-        active = [one for one in forests.values() if one.grant.num_layers >= number and one.layer.nodes]
+        active = [
+            forest_step
+            for forest_step in forests.values()
+            if forest_step.grant.num_layers >= number and forest_step.layer.nodes
+        ]
         if not active:
             return
         tokens, starts, rows = list[list[int]](), list[int](), list[list[int]]()
-        for one in active:
-            forest = one.forest
-            tokens += one.pending if number == 1 else [[forest.tokens[node]] for node in one.layer.nodes]
-            starts += [one.start + number - len(row) for row in tokens[len(starts) :]]
-            rows.append([forest.row_of[node] for node in one.layer.nodes])
+        for forest_step in active:
+            forest = forest_step.forest
+            tokens += (
+                forest_step.pending if number == 1 else [[forest.tokens[node]] for node in forest_step.layer.nodes]
+            )
+            starts += [forest_step.start + number - len(row) for row in tokens[len(starts) :]]
+            rows.append([forest.row_of[node] for node in forest_step.layer.nodes])
         blocks = []
-        for of_table in zip(*(one.blocks for one in active), strict=True):
+        for of_table in zip(*(forest_step.blocks for forest_step in active), strict=True):
             columns = max(table.shape[1] for table in of_table)
             blocks.append(
                 np.concatenate(
@@ -224,53 +231,65 @@ class Drafter:
             )
         logits = self._draft_model.logits(tokens, starts, blocks)
         copies = list[tuple[int, int]]()
-        for one, own in zip(active, torch.split(logits, list(map(len, rows))), strict=True):
-            rules = [one.step.rules, *one.grant.rules][number - 1]
+        for forest_step, own in zip(active, torch.split(logits, list(map(len, rows))), strict=True):
+            rules = [forest_step.step.rules, *forest_step.grant.rules][number - 1]
             if rules.law is not None:
-                forks = one.draw_layer(own, rules)
+                forks = forest_step.draw_layer(own, rules)
             else:
                 logprobs = log_probabilities(own, rules.stop_token_ids, rules.filters.temperature)
-                one.layer, forks = grow(one.forest, one.layer, logprobs, one.num_beams, one.grant.draft_width)
-            one.num_layers += bool(one.layer.nodes)
+                forest_step.layer, forks = grow(
+                    forest_step.forest,
+                    forest_step.layer,
+                    logprobs,
+                    forest_step.num_beams,
+                    forest_step.grant.draft_width,
+                )
+            forest_step.num_layers += bool(forest_step.layer.nodes)
             for fork in forks:
-                copies += one.fork(fork, number)
+                copies += forest_step.fork(fork, number)
         if copies:
             self._selector.kv_blocks.copy(*np.array(copies).T)
 
-    def _add_rows(self, group_id: str, one: ForestStep, output: SchedulerOutput) -> None:
+    def _add_rows(self, group_id: str, forest_step: ForestStep, output: SchedulerOutput) -> None:
         """Give the rows that are no beam's a slot each, and schedule all of them with their drafts."""
         runner, states = self._runner, self._runner.req_states
-        for row in range(one.num_beams, len(one.forest.rows)):
+        for row in range(forest_step.num_beams, len(forest_step.forest.rows)):
             row_id = f"{group_id}#+{row}"
-            one.spare_ids.append(row_id)
-            root = one.forest.tokens[one.forest.rows[row][0]]
-            states.add_request(row_id, 1, [root], one.start, max_tokens=1)  # its tokens are read from nowhere else
+            forest_step.spare_ids.append(row_id)
+            root = forest_step.forest.tokens[forest_step.forest.rows[row][0]]
+            states.add_request(
+                row_id, 1, [root], forest_step.start, max_tokens=1
+            )  # its tokens are read from nowhere else
             slot = states.req_id_to_index[row_id]
-            runner.block_tables.append_block_ids(slot, tuple(t[row].tolist() for t in one.blocks), overwrite=True)
-            runner.lora_state.add_request(row_id, slot, one.group.request.lora_request)
-        spare_slots = [states.req_id_to_index[row_id] for row_id in one.spare_ids]
-        one.slots = np.concatenate([one.group.slots, np.array(spare_slots, dtype=np.int64)])
-        longest = 1 + one.grant.num_layers
-        is_padded = self._pads_rows and longest * len(one.slots) <= one.grant.max_tokens
-        for row_id, path in zip([*one.group.row_ids, *one.spare_ids], one.forest.rows, strict=True):
+            runner.block_tables.append_block_ids(
+                slot, tuple(t[row].tolist() for t in forest_step.blocks), overwrite=True
+            )
+            runner.lora_state.add_request(row_id, slot, forest_step.group.request.lora_request)
+        spare_slots = [states.req_id_to_index[row_id] for row_id in forest_step.spare_ids]
+        forest_step.slots = np.concatenate([forest_step.group.slots, np.array(spare_slots, dtype=np.int64)])
+        longest = 1 + forest_step.grant.num_layers
+        is_padded = self._pads_rows and longest * len(forest_step.slots) <= forest_step.grant.max_tokens
+        for row_id, path in zip(
+            [*forest_step.group.row_ids, *forest_step.spare_ids], forest_step.forest.rows, strict=True
+        ):
             length = longest if is_padded else len(path)
             output.total_num_scheduled_tokens += length - output.num_scheduled_tokens.get(row_id, 0)
             output.num_scheduled_tokens[row_id] = length
             if length > 1:
                 output.scheduled_spec_decode_tokens[row_id] = [0] * (length - 1)  # see `_write_drafts`
 
-    def _write_drafts(self, one: ForestStep) -> None:
+    def _write_drafts(self, forest_step: ForestStep) -> None:
         """Write what the target computes of every row: its root, its drafts, and the blocks for them."""
         runner, states, tables = self._runner, self._runner.req_states, self._runner.block_tables
-        paths = np.zeros((len(one.slots), 1 + runner.num_speculative_steps), dtype=np.int64)
-        for row, path in enumerate(one.forest.rows):
-            paths[row, : len(path)] = [one.forest.tokens[node] for node in path]
-        slots, tokens = (async_tensor_h2d(of_rows, device=runner.device) for of_rows in (one.slots, paths))
+        paths = np.zeros((len(forest_step.slots), 1 + runner.num_speculative_steps), dtype=np.int64)
+        for row, path in enumerate(forest_step.forest.rows):
+            paths[row, : len(path)] = [forest_step.forest.tokens[node] for node in path]
+        slots, tokens = (async_tensor_h2d(of_rows, device=runner.device) for of_rows in (forest_step.slots, paths))
         states.last_sampled_tokens[slots, 0] = tokens[:, 0]
         states.draft_tokens[slots] = tokens[:, 1:]
-        for number, (own, column) in enumerate(zip(one.blocks, one.columns, strict=True)):
+        for number, (own, column) in enumerate(zip(forest_step.blocks, forest_step.columns, strict=True)):
             if own.shape[1] > column + 1:
-                beams = slice(one.num_beams)
+                beams = slice(forest_step.num_beams)
                 newest = async_tensor_h2d(own[beams, column + 1], device=runner.device)
                 tables.block_tables[number].gpu[slots[beams], column + 1] = newest
-                tables.num_blocks.np[number, one.group.slots] = column + 2
+                tables.num_blocks.np[number, forest_step.group.slots] = column + 2

@@ -43,18 +43,18 @@ def verify(
         What was decided, by group.
     """
     decided = {}
-    for group_id, one in context.forests.items():
-        search = _beam_search if one.step.rules.law is None else _beam_sampling
-        steps, beams, accepted = search(_Nodes(selector, rows, one, logits))
-        tokens = accept_path(selector, one, steps, beams)
-        places = rows.places(one.slots)
-        at = async_tensor_h2d(places[: one.num_beams], device=sampled.device, dtype=torch.int64)
+    for group_id, forest_step in context.forests.items():
+        search = _beam_search if forest_step.step.rules.law is None else _beam_sampling
+        steps, beams, accepted = search(_Nodes(selector, rows, forest_step, logits))
+        tokens = accept_path(selector, forest_step, steps, beams)
+        places = rows.places(forest_step.slots)
+        at = async_tensor_h2d(places[: forest_step.num_beams], device=sampled.device, dtype=torch.int64)
         sampled[at, : tokens.shape[1]] = async_tensor_h2d(tokens, device=sampled.device, dtype=torch.int64)
-        num_sampled[0, places[: one.num_beams]] = len(steps)
+        num_sampled[0, places[: forest_step.num_beams]] = len(steps)
         num_sampled[1, places] = rows.num_logits(places) - num_sampled[0, places]
-        one.group.scores = async_tensor_h2d(steps[-1].scores, device=sampled.device, dtype=torch.float32)
-        one.group.tokens = async_tensor_h2d(steps[-1].tokens, device=sampled.device, dtype=torch.int64)
-        decided[group_id] = Decided(steps, Drafted(one.forest.num_nodes - one.num_beams, accepted))
+        forest_step.group.scores = async_tensor_h2d(steps[-1].scores, device=sampled.device, dtype=torch.float32)
+        forest_step.group.tokens = async_tensor_h2d(steps[-1].tokens, device=sampled.device, dtype=torch.int64)
+        decided[group_id] = Decided(steps, Drafted(forest_step.forest.num_nodes - forest_step.num_beams, accepted))
     return decided
 
 
@@ -148,11 +148,11 @@ def _beam_search(nodes: _Nodes) -> Found:
 
 def _beam_sampling(nodes: _Nodes) -> Found:
     """Layers that are distributed as beam sampling's, until one was not drafted in full."""
-    one = nodes.forest_step
-    assert one.rng is not None
-    steps, beams, accepted = list[Step](), [list(range(one.num_beams))], list[int]()
-    slots_of_rows = np.arange(one.num_beams)  # by row of the distribution: the beam that it continues
-    scores = one.group.scores
+    forest_step = nodes.forest_step
+    assert forest_step.rng is not None
+    steps, beams, accepted = list[Step](), [list(range(forest_step.num_beams))], list[int]()
+    slots_of_rows = np.arange(forest_step.num_beams)  # by row of the distribution: the beam that it continues
+    scores = forest_step.group.scores
     logprobs: torch.Tensor
     newest: Step  # on the device
 
@@ -170,14 +170,14 @@ def _beam_sampling(nodes: _Nodes) -> Found:
         newest, slots = take_cells(rules, logprobs, scores, drawn, nodes.completes(rules, beams[-1]))
         return _on_host(newest), slots.cpu().numpy()
 
-    for verified in verified_layers(one.drafts, target, one.draft_rules, one.rng):
+    for verified in verified_layers(forest_step.drafts, target, forest_step.draft_rules, forest_step.rng):
         rows, tokens = np.divmod(verified.cells, logprobs.shape[-1])
         step, slots = take(slots_of_rows[rows] * logprobs.shape[-1] + tokens)
         steps.append(step)
         accepted.append(int((verified.drafts >= 0).sum()))
         if not verified.is_complete or step.num_beams == 0 or nodes.rules[len(steps) - 1].is_last:
             break
-        layer = one.nodes[len(steps) - 1]
+        layer = forest_step.nodes[len(steps) - 1]
         slots_of_rows, scores = np.full(len(layer), NO_SLOT), torch.from_numpy(step.scores).to(logprobs.device)
         slots_of_rows[verified.drafts] = slots
         at = {int(slot): layer[draft] for slot, draft in zip(slots, verified.drafts, strict=True) if slot >= 0}
@@ -185,7 +185,7 @@ def _beam_sampling(nodes: _Nodes) -> Found:
     if not steps:  # nothing is possible any more: the search ends
         steps.append(take(np.zeros(0, dtype=np.int64))[0])
         accepted.append(0)
-    mode = one.step.rules.law
+    mode = forest_step.step.rules.law
     if mode is not None and mode.keeps_one:
         steps[-1] = _on_host(best_of(newest))
     return steps, beams[: len(steps)], accepted
