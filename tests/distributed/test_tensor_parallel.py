@@ -109,7 +109,7 @@ def test_ray_finds_what_processes_find(
     engine = ParallelEngine(model, distributed_executor_backend=backend, **limits)
     try:
         assert type(engine.core.model_executor) is kind
-        check_same(run(engine, jobs(), engine.check_rows), found_by_processes)
+        check_same(run(engine, jobs(), lambda: None), found_by_processes)
         engine.check_nothing_is_left()
     finally:
         engine.close()
@@ -164,15 +164,15 @@ def test_two_ranks_speculate_alike_and_drafts_that_differ_end_the_engine(
     ]
     asked.append((prompt_of(9), SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=0)))
 
-    def answers(engine: Engine) -> list[Any]:
-        found = run(engine, copied(asked), lambda: None)
+    def answers(engine: Engine, after_step: Callable[[], None] = lambda: None) -> list[Any]:
+        found = run(engine, copied(asked), after_step)
         assert steps_per_forward(found[0]) > 1.2
         return found
 
     expected = answers(engines(model, speculative_config=config))
-    parallel = ParallelEngine(model, speculative_config=config)
+    parallel = ParallelEngine(model, speculative_config=config, async_scheduling=False)
     try:
-        check_same(answers(parallel), expected)
+        check_same(answers(parallel, parallel.check_rows), expected)
         parallel.check_nothing_is_left()
         parallel.llm.collective_rpc("go_astray", args=("drafts", 1))
         with pytest.raises(RuntimeError, match=r"disagree about the drafts of beam group .* \(rank 0 against rank 1\)"):
