@@ -153,7 +153,7 @@ ENGINES: list[tuple[dict, str]] = [  # options, and what comes of them where VLL
         "does not support num_speculative_tokens_per_batch_size; start vLLM without it or",
     ),
     (drafting(draft_sample_method="probabilistic"), "not support draft_sample_method on a CPU without Triton; start"),
-    (drafting() | {"enable_lora": True}, STARTS),
+    (drafting() | {"enable_lora": True}, "support enable_lora together with speculative_config; start vLLM without"),
 ]
 CONFIGURE_EACH = f"""
 import json

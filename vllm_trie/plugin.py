@@ -199,6 +199,7 @@ def _unsupported_speculation(vllm_config: VllmConfig) -> dict[str, bool]:
         "use_heterogeneous_vocab": config.use_heterogeneous_vocab,
         "disable_padded_drafter_batch": config.disable_padded_drafter_batch,
         "enable_adaptive_verification": config.enable_adaptive_verification,
+        "enable_lora together with speculative_config": vllm_config.lora_config is not None,
         "data_parallel_size > 1 of experts together with speculative_config": vllm_config.model_config.is_moe
         and vllm_config.parallel_config.data_parallel_size > 1,
         "num_speculative_tokens_per_batch_size": config.num_speculative_tokens_per_batch_size is not None,

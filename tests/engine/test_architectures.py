@@ -14,7 +14,6 @@ from vllm.sampling_params import BeamSearchParams
 from tests import models
 from tests.conftest import BLOCK_SIZE, TRAINED_TARGET, Engines
 from tests.engine.test_scheduling import prompt_of
-from tests.engine.test_speculation import NOISE
 from tests.reference import agree, engine_answers, transformers_beams, transformers_greedy
 from vllm_trie import beam_params
 from vllm_trie.entrypoints.beam_search import beam_search
@@ -57,16 +56,11 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, random_model: Callable[[s
     return found
 
 
-@pytest.mark.parametrize("speculates", [False, True])
 def test_beams_under_an_adapter_are_those_of_the_merged_model(
-    engines: Engines,
-    random_pair: Callable[[str, float], tuple[Path, Path]],
-    adapters: list[tuple[Any, Path]],
-    speculates: bool,
+    engines: Engines, random_model: Callable[[str], Path], adapters: list[tuple[Any, Path]]
 ) -> None:
-    base, draft = random_pair("gqa", NOISE)
-    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3} if speculates else None
-    engine = engines(base, enable_lora=True, max_loras=2, max_lora_rank=8, speculative_config=config)
+    base = random_model("gqa")
+    engine = engines(base, enable_lora=True, max_loras=2, max_lora_rank=8)
     # Without the base model: vLLM's CPU kernels answer its requests by an adapter's weights if one is in the batch.
     jobs = [(adapter, model, width) for adapter, model in adapters for width in (1, 5)]
     prompt = prompt_of(40)

@@ -40,7 +40,7 @@ def test_a_model_with_windows_has_a_trie_per_kv_cache_group_and_gives_back_what_
 def test_a_group_that_its_windows_leave_no_room_to_start_ends_with_an_error(
     engines: Engines, random_model: Callable[[str], Path], kind: str, num_blocks: int, budget: int
 ) -> None:
-    limits = {"max_model_len": 448, "max_num_batched_tokens": budget}
+    limits = {"max_model_len": 448, "max_num_batched_tokens": budget, "async_scheduling": False}
     engine = engines(random_model(kind), kv_cache_memory_bytes=num_blocks * BYTES_PER_BLOCK, **limits)
     jobs = [(prompt_of(400), beam_params(8, n=2, max_tokens=40)), (prompt_of(10), SamplingParams(max_tokens=3))]
     failed, fine = run(engine, jobs, lambda: None)

@@ -43,7 +43,10 @@ def extra_with(beam_width: int, **fields: Any) -> SamplingParams:
             extra_with(beam_width=2, allowed_token_ids=[*range(1025)]),
             "1025 allowed_token_ids are more than the 1024 that Model Runner V2 takes; leave some out",
         ),
-        (SamplingParams(bad_words=["self"] * 200), r"\d+ bad_words are more than the 128"),
+        (
+            SamplingParams(logit_bias={token: 1.0 for token in range(1025)}),
+            "1025 logit_bias are more than the 1024 that Model Runner V2 takes; leave some out",
+        ),
         (
             SamplingParams(thinking_token_budget=3),
             "thinking_token_budget=3 is not supported .* on a CPU without Triton",

@@ -369,7 +369,6 @@ def test_speculation_is_asked_for_over_http(parallel: Server) -> None:
         (beams(4, draft_widht=8), "unknown option draft_widht=8; did you mean draft_width?"),
         (beams(4, memory_mode=1), 'memory_mode=True means nothing where beams are not drawn; set speculation="sample"'),
         (beams(4, threshold="0.7", do_sample=1), "threshold='0.7' is not a probability"),
-        ({"logit_bias": {"13": 60}, **beams(4)}, "is not supported with beam_width on an engine with speculative_con"),
     ]:
         with pytest.raises(openai.BadRequestError) as refusal:
             found(**options)

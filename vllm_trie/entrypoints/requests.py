@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils import random_uuid
@@ -101,7 +100,6 @@ def _refuse_too_long(params: SamplingParams) -> None:
     """Refuse lists that Model Runner V2 has no room for: it would end, and with it all other requests."""
     from vllm.v1.worker.gpu.sample import logit_bias  # not before a worker in this process has patched torch for a CPU
 
-    words = params.bad_words_token_ids or []
     lists = {
         "allowed_token_ids": (len(params.allowed_token_ids or ()), logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS),
         "logit_bias": (len(params.logit_bias or ()), logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS),
@@ -109,8 +107,6 @@ def _refuse_too_long(params: SamplingParams) -> None:
             len(params.all_stop_token_ids) if params.min_tokens else 0,
             logit_bias.MAX_NUM_STOP_TOKEN_IDS,
         ),
-        "bad_words": (len(words), envs.VLLM_MAX_NUM_BAD_WORDS),
-        "tokens of bad_words": (sum(map(len, words)), envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS),
     }
     for name, (length, most) in lists.items():
         if length > most:
