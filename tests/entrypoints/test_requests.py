@@ -44,7 +44,7 @@ def extra_with(beam_width: int, **fields: Any) -> SamplingParams:
             "1025 allowed_token_ids are more than the 1024 that Model Runner V2 takes; leave some out",
         ),
         (
-            SamplingParams(logit_bias={token: 1.0 for token in range(1025)}),
+            SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0)),
             "1025 logit_bias are more than the 1024 that Model Runner V2 takes; leave some out",
         ),
         (

@@ -264,7 +264,6 @@ class Drafter:
             runner.block_tables.append_block_ids(
                 slot, tuple(t[row].tolist() for t in forest_step.blocks), overwrite=True
             )
-            runner.lora_state.add_request(row_id, slot, forest_step.group.request.lora_request)
         spare_slots = [states.req_id_to_index[row_id] for row_id in forest_step.spare_ids]
         forest_step.slots = np.concatenate([forest_step.group.slots, np.array(spare_slots, dtype=np.int64)])
         longest = 1 + forest_step.grant.num_layers
