@@ -14,6 +14,8 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProc
 
 from tests.conftest import Engine, Engines
 from tests.engine.test_limits import prompt_of
+from tests.engine.test_preemption import count_ties
+from tests.engine.test_speculation import NOISE
 from tests.loop import adjusted, loop_beams
 from tests.reference import agree, engine_answers
 from vllm_trie import beam_params
@@ -176,3 +178,21 @@ def test_vllms_own_beam_search_ignores_processors_as_it_does_in_vllm(engine: Eng
     plain = found()
     assert found(favoured=20) != plain
     assert found(favoured=20, trie_beam_from_llm=True) == plain
+
+
+def test_processors_act_on_each_node_of_a_forest(
+    engines: Engines, random_pair: Callable[[str, float], tuple[Path, Path]]
+) -> None:
+    model, draft = random_pair("gqa", NOISE)
+    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    engine = engines(model, logits_processors=[Spaced, Cut], speculative_config=config)
+    requests = [{"favoured": 20}, {"favoured": 77, "frequency_penalty": 0.4}, {"cut": 1.5}]
+    prompts = [prompt_of(25, seed) for seed in range(len(requests))]
+    found = {}
+    for speculation in ("exact", "off"):
+        params = [params_of(request) for request in requests]
+        for one in params:
+            one.extra_args["speculation"] = speculation
+        found[speculation] = engine.generate(prompts, params)
+    assert count_ties(found["exact"], found["off"]) == 0
+    assert max(output.kv_transfer_params["trie_beam"]["steps_per_forward"] for output in found["exact"]) > 1
