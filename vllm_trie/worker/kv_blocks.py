@@ -44,9 +44,10 @@ class KVBlocks:
 
         KV cache groups may lie over each other, so that layers see the same bytes: hence all are read first.
         """
-        copies = [layer.index_select(0, sources.long()) for layer in self._layers]
+        sources, destinations = sources.long(), destinations.long()
+        copies = [layer.index_select(0, sources) for layer in self._layers]
         for layer, blocks in zip(self._layers, copies, strict=True):
-            layer.index_copy_(0, destinations.long(), blocks)
+            layer.index_copy_(0, destinations, blocks)
 
     @cached_property
     def segments(self) -> Segments:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_trie.search.devices import numbers
 from vllm_trie.worker import kernels
 from vllm_trie.worker.kv_blocks import KVBlocks
 
@@ -20,11 +21,8 @@ from vllm_trie.worker.kv_blocks import KVBlocks
 class Reorders:
     """What rows of the batch continue, before it is carried out; groups of equal width come together."""
 
-    slots: list[np.ndarray] = field(default_factory=list)
-    first_rows: list[np.ndarray] = field(default_factory=list)  # of each row's group
+    rows: list[np.ndarray] = field(default_factory=list)  # [4, R]: slot, first row of the group, and two counts
     parents: list[torch.Tensor] = field(default_factory=list)
-    num_common: list[np.ndarray] = field(default_factory=list)
-    num_tokens: list[np.ndarray] = field(default_factory=list)
 
     def add(
         self,
@@ -41,17 +39,17 @@ class Reorders:
             num_common: [G], tokens that are the same in all histories of a group, the first ones.
             num_tokens: [G], of each history, all of them computed.
         """
-        (num_groups, width), num_before = slots.shape, sum(map(len, self.slots))
-        self.first_rows.append(np.repeat(num_before + width * np.arange(num_groups), width))
-        self.slots.append(slots.ravel())
+        (num_groups, width), first = slots.shape, sum(rows.shape[1] for rows in self.rows)
+        rows = np.empty((4, num_groups, width), np.int64)
+        rows[0] = slots
+        rows[1].T[:] = range(first, first + slots.size, width)
+        rows[2].T[:], rows[3].T[:] = num_common, num_tokens
+        self.rows.append(rows.reshape(4, -1))
         self.parents.append(parents.flatten())
-        self.num_common.append(np.repeat(num_common, width))
-        self.num_tokens.append(np.repeat(num_tokens, width))
 
     def on(self, device: torch.device) -> RowReorder:
         """All of it, on the device."""
-        fields = (self.slots, self.first_rows, self.num_common, self.num_tokens)
-        on_host = np.stack([np.concatenate(of_classes) for of_classes in fields]).astype(np.int64)
+        on_host = np.concatenate(self.rows, axis=1)
         rows = torch.from_numpy(on_host)
         rows = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
         rows[1] = rows[0][rows[1] + torch.cat(self.parents)]  # from a place among the rows to the slot there
@@ -86,8 +84,9 @@ class RowReorder(NamedTuple):
 
     def moving(self) -> RowReorder:
         """The rows alone that continue another one: for where it costs nothing to look at the device."""
-        moved = (self.slots != self.sources).nonzero()[:, 0]
-        return RowReorder(self.rows[:, moved], self.num_tokens_on_host[moved.numpy()])
+        rows = self.rows.numpy()
+        moving = rows[:, rows[0] != rows[1]]
+        return RowReorder(torch.from_numpy(moving), moving[3])
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +124,13 @@ def reorder_rows(rows: RowReorder, tokens: torch.Tensor, tables: Tables, kv_bloc
     by_kernels = kernels.run_on(tokens.device)
     if not by_kernels and not len((rows := rows.moving()).slots):
         return
-    has_tails = any((rows.num_tokens_on_host % block_size).any() for block_size in tables.block_sizes)
-    if by_kernels:
-        kernels.copy_histories(rows, tokens, tables)
-        if has_tails:
-            kernels.copy_tails(rows, tables, kv_blocks.segments)
-    else:
+    if not by_kernels:
         copy_histories(rows, tokens, tables)
-        if has_tails:
-            copy_tails(rows, tables, kv_blocks)
+        copy_tails(rows, tables, kv_blocks)
+        return
+    kernels.copy_histories(rows, tokens, tables)
+    if any((rows.num_tokens_on_host % block_size).any() for block_size in tables.block_sizes):
+        kernels.copy_tails(rows, tables, kv_blocks.segments)
 
 
 def copy_histories(rows: RowReorder, tokens: torch.Tensor, tables: Tables) -> None:
@@ -145,13 +142,16 @@ def copy_histories(rows: RowReorder, tokens: torch.Tensor, tables: Tables) -> No
     tokens[rows.slots, :most] = tokens[rows.sources, :most]
     for table, block_size in zip(tables.tables, tables.block_sizes, strict=True):
         columns = most // block_size
-        is_full = torch.arange(columns, device=table.device) < (rows.num_tokens // block_size)[:, None]
+        is_full = numbers(columns, table.device) < (rows.num_tokens // block_size)[:, None]
         table[rows.slots, :columns] = torch.where(is_full, table[rows.sources, :columns], table[rows.slots, :columns])
 
 
 def copy_tails(rows: RowReorder, tables: Tables, kv_blocks: KVBlocks) -> None:
     """Copy the content of each source's partly filled tail block into the row's own, in all layers."""
     for table, block_size in zip(tables.tables, tables.block_sizes, strict=True):
-        places = torch.from_numpy(np.flatnonzero(rows.num_tokens_on_host % block_size)).to(table.device)
-        column = rows.num_tokens[places] // block_size
-        kv_blocks.copy_on_device(table[rows.sources[places], column], table[rows.slots[places], column])
+        (places,) = (rows.num_tokens_on_host % block_size).nonzero()
+        if len(places) == 0:
+            continue
+        slots, sources, _, num_tokens = rows.rows[:, torch.from_numpy(places).to(table.device)]
+        columns = num_tokens // block_size
+        kv_blocks.copy_on_device(table[sources, columns], table[slots, columns])

@@ -111,12 +111,14 @@ class BeamModelRunner(GPUModelRunner):
     ) -> SamplerOutput:
         """Where vLLM samples from logits [N, V]: beam rows get their tokens by the search, the others by vLLM."""
         step, rows = self.step, BatchRows(batch, self.max_num_reqs)
-        is_of_groups = np.zeros(batch.num_reqs, dtype=bool)
-        for group_id in step.steps:
-            is_of_groups[rows.places(self.groups[group_id].slots)] = True
+        is_ordinary = np.ones(batch.num_reqs, dtype=bool)
+        num_sampled = np.zeros((2, batch.num_reqs), dtype=np.int32)  # and how many tokens of the row were for nothing
+        for group_id, group_step in step.steps.items():
+            places = rows.places(self.groups[group_id].slots)
+            is_ordinary[places], num_sampled[0, places] = False, group_step.selects
         for forest_step in step.forests.values():
-            is_of_groups[rows.places(forest_step.slots)] = True
-        ordinary, of_ordinary = np.flatnonzero(~is_of_groups), None
+            is_ordinary[rows.places(forest_step.slots)] = False
+        ordinary, of_ordinary = is_ordinary.nonzero()[0], None
         if len(ordinary):
             smaller, of_smaller = sub_batch(batch, ordinary)
             if smaller.num_draft_tokens:
@@ -131,9 +133,6 @@ class BeamModelRunner(GPUModelRunner):
             step.most_steps if of_ordinary is None else max(step.most_steps, of_ordinary.sampled_token_ids.shape[1])
         )
         sampled = torch.zeros(batch.num_reqs, num_steps, dtype=torch.int64, device=self.device)
-        num_sampled = np.zeros((2, batch.num_reqs), dtype=np.int32)  # and how many tokens of the row were for nothing
-        for group_id in step.selecting:
-            num_sampled[0, rows.places(self.groups[group_id].slots)] = 1
         step.selected = self.selector.select(step, rows, logits, sampled)
         step.decided = verify(self.selector, step, rows, logits, sampled, num_sampled)
         if self.rank_check is not None:

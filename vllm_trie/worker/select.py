@@ -99,7 +99,7 @@ class Selector:
             if decodes and places.shape[1] > 1:
                 num_tokens = rows.num_tokens(places[:, 0])
                 reorders.add(slots, step.parents, [len(group.prompt) for group in groups], num_tokens)
-        if reorders.slots:
+        if reorders.rows:
             is_controlled = any(rules.is_controlled for rules, _ in alike)
             self._reorder(reorders, is_controlled)
         return selected
@@ -112,8 +112,8 @@ class Selector:
         flat = index.ravel()
         if rules.is_controlled:
             of_rows = self.processed(rows, logits, flat, slots.ravel(), rows.num_tokens(places).ravel())
-        elif flat[-1] - flat[0] == len(flat) - 1 and (np.diff(flat) == 1).all():
-            of_rows = logits[flat[0] : flat[-1] + 1]
+        elif flat.tolist() == [*range(flat[0], flat[0] + len(flat))]:
+            of_rows = logits[flat[0] : flat[0] + len(flat)]
         else:
             of_rows = logits[async_tensor_h2d(flat, device=logits.device, dtype=torch.int64)]
         return of_rows.view(*index.shape, -1)

@@ -88,7 +88,9 @@ class Launch:
 
     def _launch(self, *arguments: Any, **constants: Any) -> None:
         values = {name: read(arguments[place]) for name, place, read in self._arguments}
-        self._function(**values, **{name: constants[constant] for name, constant in self._constants})
+        for name, constant in self._constants:
+            values[name] = constants[constant]
+        self._function(**values)
 
 
 def _as_array(tensor: torch.Tensor | None) -> Array | None:

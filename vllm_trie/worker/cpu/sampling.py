@@ -50,7 +50,7 @@ def draw(logits: Tensor, temperature: Array, seeds: Array, pos: Array, use_fp64:
 def _draw_all(logits: Tensor, seeds: Array, pos: Array, use_fp64: bool) -> Array:
     """[N]: the argmax of logits with Gumbel noise, which is -log(exponential)."""
     noise = exponentials(seeds, pos, logits.shape[1], use_fp64).log_()
-    return best_tokens(logits.to(noise.dtype) - noise)
+    return best_tokens(torch.sub(logits, noise, out=noise))
 
 
 def best_tokens(logits: Tensor) -> Array:
@@ -74,17 +74,16 @@ def murmur3_hash(seeds: Array, pos: Array, vocab_size: int, domain: int = 0) -> 
     for key in (seeds, seeds >> 32, pos):
         h ^= _scrambled((key & 0xFFFFFFFF).astype(np.uint32))
         h = _rotated(h, 13) * np.uint32(5) + np.uint32(0xE6546B64)
-    h = h[:, None] ^ _scrambled_tokens(vocab_size)
-    other = h >> np.uint32(19)  # in place from here on, for there may be millions
-    h <<= np.uint32(13)
-    h |= other
-    h *= np.uint32(5)
+    h = _rotated(h, 13)[:, None] ^ _rotated_tokens(vocab_size)
+    h *= np.uint32(5)  # in place, for there may be millions
     h += np.uint32(0xE6546B64)
     h ^= np.uint32(16)
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
-        np.right_shift(h, np.uint32(shift), out=other)
-        h ^= other
+    shifted = h >> np.uint32(16)
+    for factor, shift in ((0x85EBCA6B, 13), (0xC2B2AE35, 16)):
+        h ^= shifted
         h *= np.uint32(factor)
+        np.right_shift(h, np.uint32(shift), out=shifted)
+    h ^= shifted
     return h
 
 
@@ -97,8 +96,9 @@ def _rotated(value: Array, shift: int) -> Array:
 
 
 @cache
-def _scrambled_tokens(vocab_size: int) -> Array:
-    return _scrambled(np.arange(vocab_size, dtype=np.uint32))
+def _rotated_tokens(vocab_size: int) -> Array:
+    """By token, what rotates in the last round: bits that are rotated and combined are combined and rotated."""
+    return _rotated(_scrambled(np.arange(vocab_size, dtype=np.uint32)), 13)
 
 
 @kernel("sample.logprob:_topk_log_softmax_kernel")
