@@ -138,12 +138,17 @@ def copy_histories(rows: RowReorder, tokens: torch.Tensor, tables: Tables) -> No
 
     What tokens lie beyond a history, nobody reads.
     """
+    slots, sources, least = rows.slots, rows.sources, int(rows.num_tokens_on_host.min())
     most = int(rows.num_tokens_on_host.max())
-    tokens[rows.slots, :most] = tokens[rows.sources, :most]
+    history = tokens[:, :most]
+    history.index_copy_(0, slots, history.index_select(0, sources))
     for table, block_size in zip(tables.tables, tables.block_sizes, strict=True):
-        columns = most // block_size
-        is_full = numbers(columns, table.device) < (rows.num_tokens // block_size)[:, None]
-        table[rows.slots, :columns] = torch.where(is_full, table[rows.sources, :columns], table[rows.slots, :columns])
+        full = table[:, : most // block_size]
+        blocks = full.index_select(0, sources)
+        if least // block_size < most // block_size:  # some have fewer full blocks
+            is_full = numbers(full.shape[1], table.device) < (rows.num_tokens // block_size)[:, None]
+            blocks = torch.where(is_full, blocks, full.index_select(0, slots))
+        full.index_copy_(0, slots, blocks)
 
 
 def copy_tails(rows: RowReorder, tables: Tables, kv_blocks: KVBlocks) -> None:
