@@ -139,7 +139,7 @@ def take_times(llm: Any, repeats: int) -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import BeamSearchParams
 
-    from vllm_trie.entrypoints.beam_search import beam_search
+    from vllm_trie.entrypoints.llm import beam_search
 
     prompts = held_out_prompts(4)
     rows = []

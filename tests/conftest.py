@@ -13,7 +13,7 @@ import torch
 
 from tests import models
 from tests.rows import WatchedRows
-from vllm_trie.plugin import has_beams
+from vllm_trie.selection import has_beams
 
 torch._dynamo.config.disable = True  # engines here are eager; vLLM would still compile a kernel for log-probabilities
 

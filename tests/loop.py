@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tests.reference import Answer, load
-from vllm_trie.versions import own_beams
+from vllm_trie.compat.versions import own_beams
 
 Adjust = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]  # logits [V], prompt, generated -> logits
 Allow = Callable[[torch.Tensor], torch.Tensor]  # log-probabilities [V] -> the same, some of them impossible

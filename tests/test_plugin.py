@@ -15,8 +15,9 @@ from transformers import MambaConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.conftest import ROOT, TRAINED_TARGET
-from vllm_trie.patching import PatchError, verify_once
-from vllm_trie.plugin import has_beams, why_without_beams
+from vllm_trie.compat.fingerprint import verify_once
+from vllm_trie.compat.patch import PatchError
+from vllm_trie.selection import has_beams, why_without_beams
 
 TRAINED_DRAFT = TRAINED_TARGET.with_name("draft")
 
@@ -27,8 +28,8 @@ config = EngineArgs({str(TRAINED_TARGET)!r}, **OPTIONS).create_engine_config()
 
 STOCK = """
 import importlib
-from vllm_trie.patching import entries
-from vllm_trie.sources import installed_vllm
+from vllm_trie.compat.fingerprint import entries
+from vllm_trie.compat.fingerprint import installed_vllm
 def modules():
     for entry in entries(installed_vllm()):
         module, name = entry["target"].split(":")
@@ -158,7 +159,7 @@ ENGINES: list[tuple[dict, str]] = [  # options, and what comes of them where VLL
 CONFIGURE_EACH = f"""
 import json
 from vllm.engine.arg_utils import EngineArgs
-from vllm_trie.plugin import refuse_unsupported_engine
+from vllm_trie.selection import refuse_unsupported_engine
 for options in OPTIONS["engines"]:
     try:
         config = EngineArgs({str(TRAINED_TARGET)!r}, **options).create_engine_config()

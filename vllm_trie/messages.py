@@ -15,7 +15,26 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 
+TICKET = "trie_beam_ticket"  # its key in `extra_args`
+
 RowBlocks = tuple[list[int], ...]  # block ids, by KV cache group
+
+
+@dataclass(frozen=True)
+class GroupTicket:
+    """Put into `extra_args` before vLLM fans n outputs out into n requests, so that they find together."""
+
+    key: str
+    n: int
+    eos_token_id: int | None  # the tokenizer's, ignored or not
+    is_offline: bool = False  # asked for by `LLM.beam_search`
+
+    def index_of(self, request_id: str) -> int:
+        """Which of the n outputs a request is the return address of; 0 stands for the group itself.
+
+        For n > 1 vLLM names the requests "{index}_{parent id}", whatever the parent's id looks like.
+        """
+        return int(request_id.partition("_")[0]) if self.n > 1 else 0
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 SEMANTICS = ("hf", "vllm", "tridecode")
 MOST_PENALTY = 6  # a million tokens to this power still fit float32
-TICKET = "trie_beam_ticket"
 
 
 @dataclass(frozen=True)
@@ -175,23 +174,6 @@ class EngineLimits:
     num_blocks: int | None  # None while the engine has not sized its KV cache
     max_beam_width: int | None = None  # what the engine's user allows
     has_window: bool = False  # attention layers may forget the prompt's first blocks
-
-
-@dataclass(frozen=True)
-class GroupTicket:
-    """Put into `extra_args` before vLLM fans n outputs out into n requests, so that they find together."""
-
-    key: str
-    n: int
-    eos_token_id: int | None  # the tokenizer's, ignored or not
-    is_offline: bool = False  # asked for by `LLM.beam_search`
-
-    def index_of(self, request_id: str) -> int:
-        """Which of the n outputs a request is the return address of; 0 stands for the group itself.
-
-        For n > 1 vLLM names the requests "{index}_{parent id}", whatever the parent's id looks like.
-        """
-        return int(request_id.partition("_")[0]) if self.n > 1 else 0
 
 
 def beam_params(

@@ -12,7 +12,7 @@ from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.peers.tridecode import PublishedTrieSearch
 from benchmarks.significance import interval, paired, shown_p
 from vllm_trie import beam_params
-from vllm_trie.entrypoints.beam_search import beam_search
+from vllm_trie.entrypoints.llm import beam_search
 
 OURS = "beams in the engine"
 CLIENT_LOOP = "vLLM's LLM.beam_search"

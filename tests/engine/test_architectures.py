@@ -16,7 +16,7 @@ from tests.conftest import BLOCK_SIZE, TRAINED_TARGET, Engines
 from tests.engine.test_scheduling import prompt_of
 from tests.reference import agree, engine_answers, transformers_beams, transformers_greedy
 from vllm_trie import beam_params
-from vllm_trie.entrypoints.beam_search import beam_search
+from vllm_trie.entrypoints.llm import beam_search
 
 MAX_TOKENS = 70  # crosses two block boundaries, and leaves the first block's window
 LENGTHS = (5, BLOCK_SIZE - 1, models.WINDOW + 50)

@@ -8,7 +8,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.request import Request
 
 from vllm_trie.engine.outputs import Mailbox
-from vllm_trie.params import GroupTicket
+from vllm_trie.messages import GroupTicket
 
 TICKET = GroupTicket("key", 3, eos_token_id=1)
 

@@ -12,7 +12,7 @@ from tests.engine.test_preemption import run
 from tests.engine.test_scheduling import prompt_of
 from tests.engine.test_speculation import NOISE, Pair, speculating
 from vllm_trie import beam_params
-from vllm_trie.engine.speculation import Speculating
+from vllm_trie.engine.speculation_budget import Speculating
 
 LEAST: list[tuple[dict[str, Any], int, int]] = [  # what is asked for, and the fewest rows and tokens of use to it
     ({"beam_width": 1}, 0, 1),

@@ -20,8 +20,8 @@ from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
 from tests.conftest import ROOT, TRAINED_TARGET, Engine, Engines
 from tests.reference import NEAR_TIE, SCORE_TOLERANCE
+from vllm_trie.compat.versions import own_beams
 from vllm_trie.entrypoints import beam_search
-from vllm_trie.versions import own_beams
 
 SEVERAL_EOS = [1, *range(5, 300, 7)]  # the tokenizer's, and so many more that all of a beam's best may be of them
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm_trie.search import speculation
-from vllm_trie.search.speculation import Verified, verify
+from vllm_trie.search.rejection import Verified, verify
 
 Draw = Callable[["Branches", torch.Tensor, int, bool], np.ndarray]
 

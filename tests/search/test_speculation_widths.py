@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tests.search.exhaustive import branches, distance, random_pair, rejected_parent
-from vllm_trie.search.sampling import generator
-from vllm_trie.search.speculation import (
+from vllm_trie.search.rejection import (
     DraftRules,
     Residual,
     acceptance_law,
@@ -17,6 +16,7 @@ from vllm_trie.search.speculation import (
     expected_steps,
     verify,
 )
+from vllm_trie.search.sampling import generator
 
 
 def counts_by_brute_force(p: torch.Tensor, q: torch.Tensor, num_drafts: int) -> np.ndarray:

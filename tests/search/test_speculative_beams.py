@@ -13,8 +13,8 @@ import torch
 from tests.search.exhaustive import drawn_pair_law, random_pair
 from vllm_trie.search import speculation
 from vllm_trie.search.filters import LogitsFilters
+from vllm_trie.search.rejection import DraftRules, Drafts, Verified, drafted, verified_layers, verify
 from vllm_trie.search.sampling import generator, joint_probabilities
-from vllm_trie.search.speculation import DraftRules, Drafts, Verified, drafted, verified_layers, verify
 
 BOTH_LAWS = pytest.mark.parametrize("replacement", [True, False])
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from vllm.entrypoints.generate.beam_search.utils import get_beam_search_score
 
 from tests.search.steps import rules_of, steps_of
+from vllm_trie.compat.versions import own_beams
 from vllm_trie.search.stopping import VllmPool
-from vllm_trie.versions import own_beams
 
 EOS, TOKEN = 1, 7
 MAX_LENGTH = 14

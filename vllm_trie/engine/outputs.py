@@ -16,7 +16,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
 from vllm_trie.engine.group import Hypothesis, TokenReport
-from vllm_trie.params import GroupTicket
+from vllm_trie.messages import GroupTicket
 
 NO_HYPOTHESIS = "no further hypothesis"  # stop reason of what stands for one where there are fewer than n
 

@@ -15,17 +15,17 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, Sliding
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_trie.compat.patch import Patch
 from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
+from vllm_trie.engine.new_group import new_group
 from vllm_trie.engine.outputs import Mailbox, hypothesis_output, no_hypothesis_output
-from vllm_trie.engine.rules import new_group
-from vllm_trie.engine.speculation import Speculating, SpeculationGrants
+from vllm_trie.engine.speculation_budget import Speculating, SpeculationGrants
 from vllm_trie.engine.stats import BeamTally, SearchCounts, attach_stats, statistics_among
-from vllm_trie.messages import Decided, GroupStep, attach_group_steps, group_results
-from vllm_trie.params import TICKET, BeamParams, GroupTicket
-from vllm_trie.patching import Patch
-from vllm_trie.plugin import has_logits_processors
+from vllm_trie.messages import TICKET, Decided, GroupStep, GroupTicket, attach_group_steps, group_results
+from vllm_trie.params import BeamParams
+from vllm_trie.selection import has_logits_processors
 
 logger = init_logger("vllm.trie_beam.scheduler")
 

@@ -9,8 +9,8 @@ from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
 
+from vllm_trie.compat.patch import Patch
 from vllm_trie.config import PLUGIN_NAME
-from vllm_trie.patching import Patch
 
 add_cli_args = Patch("vllm.engine.arg_utils:EngineArgs", "add_cli_args")
 from_cli_args = Patch("vllm.engine.arg_utils:EngineArgs", "from_cli_args")

@@ -16,7 +16,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
-from vllm_trie.patching import Patch
+from vllm_trie.compat.patch import Patch
 
 update_sample_logprobs = Patch("vllm.v1.engine.logprobs:LogprobsProcessor", "_update_sample_logprobs")
 

@@ -14,14 +14,15 @@ from vllm.utils import random_uuid
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
+from vllm_trie.compat.cpu import needs_cpu_kernels
+from vllm_trie.compat.fingerprint import installed_vllm, record_of
+from vllm_trie.compat.patch import Patch
+from vllm_trie.compat.versions import own_beams
 from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
-from vllm_trie.params import TICKET, BeamParams, EngineLimits, GroupTicket, validate
-from vllm_trie.patching import Patch, record_of
-from vllm_trie.plugin import has_beams, why_without_beams
-from vllm_trie.sources import installed_vllm
+from vllm_trie.messages import TICKET, GroupTicket
+from vllm_trie.params import BeamParams, EngineLimits, validate
+from vllm_trie.selection import has_beams, why_without_beams
 from vllm_trie.speculation_options import OPTIONS, resolve
-from vllm_trie.versions import own_beams
-from vllm_trie.worker.cpu.config import needs_cpu_kernels
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig

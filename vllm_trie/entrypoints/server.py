@@ -15,10 +15,10 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.utils import random_uuid
 
+from vllm_trie.compat.patch import Patch
+from vllm_trie.compat.versions import eos_token_ids, has_allowlist
 from vllm_trie.entrypoints.requests import BeamRequestError
-from vllm_trie.patching import Patch
-from vllm_trie.plugin import has_beams, why_without_beams
-from vllm_trie.versions import eos_token_ids, has_allowlist
+from vllm_trie.selection import has_beams, why_without_beams
 
 logger = init_logger("vllm.trie_beam.server")
 

@@ -8,8 +8,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker  # patches torch for a CPU, so i
 
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner  # isort: skip
 
-from vllm_trie.patching import Patch
-from vllm_trie.worker.cpu.config import accept_v2_in_worker, needs_cpu_kernels
+from vllm_trie.compat.cpu import accept_v2_in_worker, needs_cpu_kernels
+from vllm_trie.compat.patch import Patch
 from vllm_trie.worker.runner import BeamModelRunner
 
 

@@ -19,9 +19,9 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm_trie.messages import Grant, GroupStep
 from vllm_trie.search.filters import log_probabilities
 from vllm_trie.search.forest import Forest, Layer, RowFork, affordable, grow
+from vllm_trie.search.rejection import DraftRules, Drafts, drafted
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.sampling import generator
-from vllm_trie.search.speculation import DraftRules, Drafts, drafted
 from vllm_trie.search.step import joint_distribution
 from vllm_trie.worker.draft_model import DraftModel
 from vllm_trie.worker.rank_check import RankCheck

@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_trie.messages import attach_results
-from vllm_trie.plugin import has_logits_processors
+from vllm_trie.selection import has_logits_processors
 from vllm_trie.worker.draft import Drafter
 from vllm_trie.worker.expand import expand, take_in_rows
 from vllm_trie.worker.rank_check import rank_check

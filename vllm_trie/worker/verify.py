@@ -7,8 +7,8 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_trie.messages import Decided, Drafted
+from vllm_trie.search.rejection import Verified, verified_layers
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.speculation import Verified, verified_layers
 from vllm_trie.search.step import Completes, Step, best_of, joint_distribution, packed, take_cells, take_step, unpacked
 from vllm_trie.worker.accept_path import accept_path
 from vllm_trie.worker.draft import ForestStep

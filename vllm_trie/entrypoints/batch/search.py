@@ -21,13 +21,13 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 
+from vllm_trie.compat.versions import own_beams
 from vllm_trie.engine.group import new_pool
 from vllm_trie.engine.outputs import NO_HYPOTHESIS
 from vllm_trie.entrypoints.batch.files import JobError, Prompt
 from vllm_trie.entrypoints.batch.options import Job
 from vllm_trie.entrypoints.requests import engine_limits, searches
 from vllm_trie.params import validate
-from vllm_trie.versions import own_beams
 
 CARRIED = ("VLLM_", "HF_")  # environment variables that engines on other nodes need, too
 

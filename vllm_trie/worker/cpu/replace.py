@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import torch
 
-from vllm_trie.patching import Patch
+from vllm_trie.compat.patch import Patch
 
 Array = np.ndarray
 Function = Callable[..., Any]

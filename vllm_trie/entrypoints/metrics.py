@@ -18,9 +18,9 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogge
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from vllm_trie.compat.patch import Patch
 from vllm_trie.engine.stats import REASONS, BeamStats, take_stats
-from vllm_trie.patching import Patch
-from vllm_trie.plugin import has_beams
+from vllm_trie.selection import has_beams
 
 logger = init_logger("vllm.trie_beam.metrics")
 

@@ -15,15 +15,24 @@ import pytest
 import vllm
 
 from tests.conftest import ROOT
-from vllm_trie import patching
-from vllm_trie.patching import SUPPORTED_VERSIONS, Patch, entries, main, record_of, verify
-from vllm_trie.sources import PatchError, Sources, installed_vllm
-from vllm_trie.touched import TOUCHED
+from vllm_trie.compat import fingerprint
+from vllm_trie.compat.fingerprint import (
+    SUPPORTED_VERSIONS,
+    Sources,
+    entries,
+    installed_vllm,
+    main,
+    record_of,
+    touched,
+    verify,
+)
+from vllm_trie.compat.patch import Patch, PatchError
+from vllm_trie.worker.cpu.replace import replacements
 
 
 @pytest.fixture
 def victim() -> Iterator[types.ModuleType]:
-    module = types.ModuleType("patching_victim")
+    module = types.ModuleType("patch_victim")
     module.answer = lambda: 1
     sys.modules[module.__name__] = module
     yield module
@@ -31,7 +40,7 @@ def victim() -> Iterator[types.ModuleType]:
 
 
 def test_patch_replaces_and_reverts(victim: types.ModuleType) -> None:
-    patch = Patch("patching_victim", "answer")
+    patch = Patch("patch_victim", "answer")
     patch.apply(lambda: 2)
     assert victim.answer() == 2
     patch.revert()
@@ -40,7 +49,7 @@ def test_patch_replaces_and_reverts(victim: types.ModuleType) -> None:
 
 
 def test_patching_twice_raises(victim: types.ModuleType) -> None:
-    patch = Patch("patching_victim", "answer")
+    patch = Patch("patch_victim", "answer")
     patch.apply(lambda: 2)
     with pytest.raises(PatchError, match="patched already"):
         patch.apply(lambda: 3)
@@ -48,13 +57,13 @@ def test_patching_twice_raises(victim: types.ModuleType) -> None:
 
 
 def test_patching_what_does_not_exist_raises(victim: types.ModuleType) -> None:
-    with pytest.raises(PatchError, match=r"no patching_victim\.question"):
-        Patch("patching_victim", "question").apply(None)
+    with pytest.raises(PatchError, match=r"no patch_victim\.question"):
+        Patch("patch_victim", "question").apply(None)
 
 
 def test_scoped_patch_comes_off_after_an_error(victim: types.ModuleType) -> None:
     def fail() -> None:
-        with Patch("patching_victim", "answer").applied(lambda: 2):
+        with Patch("patch_victim", "answer").applied(lambda: 2):
             raise KeyError(victim.answer())
 
     with pytest.raises(KeyError, match="2"):
@@ -74,9 +83,9 @@ def test_record_lists_exactly_what_is_touched() -> None:
 @pytest.mark.parametrize("version", SUPPORTED_VERSIONS)
 def test_every_supported_version_has_a_record_of_all_that_is_touched(version: str) -> None:
     record = json.loads(record_of(version).read_text())
-    touched = [asdict(one) for one in TOUCHED if one.only_in in ("", version)]
-    assert [{**dict.fromkeys(asdict(TOUCHED[0]), ""), **entry, "sha256": ""} for entry in record] == [
-        {**one, "sha256": ""} for one in touched
+    pieces = [asdict(piece) for piece in touched() if piece.only_in in ("", version)]
+    assert [{**dict.fromkeys(pieces[0], ""), **entry, "sha256": ""} for entry in record] == [
+        {**piece, "sha256": ""} for piece in pieces
     ]
     assert all(len(entry["sha256"]) == 64 for entry in record)
 
@@ -85,13 +94,18 @@ def test_no_record_is_left_of_a_version_that_is_not_supported() -> None:
     assert sorted(folder.name for folder in (ROOT / "patches").iterdir() if folder.is_dir()) == [*SUPPORTED_VERSIONS]
 
 
+def test_every_replacement_on_a_cpu_is_listed() -> None:
+    ours = {target: f"replaced by {function.__module__}" for target, function in replacements().items()}
+    assert ours == {piece.target: piece.how for piece in touched() if ".worker.cpu." in piece.how}
+
+
 def test_every_override_of_a_vllm_method_is_listed() -> None:
     from vllm_trie.engine.async_scheduler import AsyncBeamScheduler
     from vllm_trie.engine.kv_cache import BeamKVCacheManager
     from vllm_trie.worker.cpu_worker import BeamCPUModelRunner, BeamCPUWorker
     from vllm_trie.worker.gpu_worker import BeamGPUWorker
 
-    listed = {touched.target for touched in TOUCHED}
+    listed = {piece.target for piece in touched()}
     ends = (AsyncBeamScheduler, BeamKVCacheManager, BeamCPUModelRunner, BeamCPUWorker, BeamGPUWorker)
     ours = {cls for end in ends for cls in end.__mro__}
     for cls in {cls for cls in ours if cls.__module__.startswith("vllm_trie.")}:
@@ -118,7 +132,7 @@ def copied_vllm(tmp_path: Path) -> Path:
 @pytest.fixture
 def altered_vllm(copied_vllm: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the touched sources that `verify` takes for the installed vLLM."""
-    monkeypatch.setattr(patching, "installed_vllm", lambda: Sources(copied_vllm))
+    monkeypatch.setattr(fingerprint, "installed_vllm", lambda: Sources(copied_vllm))
     verify()
     return copied_vllm
 
@@ -146,7 +160,7 @@ def test_missing_method_is_refused_by_name(altered_vllm: Path) -> None:
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0"])
 def test_unsupported_version_is_refused(version: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(patching, "installed_vllm", lambda: Sources(tmp_path, version))
+    monkeypatch.setattr(fingerprint, "installed_vllm", lambda: Sources(tmp_path, version))
     with pytest.raises(PatchError, match=rf"does not support vLLM {version}; supported: 0\.32, 0\.33"):
         verify()
 
@@ -158,8 +172,8 @@ def test_missing_vllm_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int | str | None:
-    """`python -m vllm_trie.patching`, and its exit status."""
-    monkeypatch.setattr("sys.argv", ["patching", *map(str, arguments)])
+    """`python -m vllm_trie.compat.fingerprint`, and its exit status."""
+    monkeypatch.setattr("sys.argv", ["fingerprint", *map(str, arguments)])
     try:
         main()
     except SystemExit as ended:
@@ -208,7 +222,7 @@ def test_another_vllm_is_compared_with_the_record_of_its_version(
 def test_a_version_without_a_record_is_compared_with_the_installed_one_and_can_be_recorded(
     copied_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(patching, "RECORDS", tmp_path / "patches")
+    monkeypatch.setattr(fingerprint, "RECORDS", tmp_path / "patches")
     (copied_vllm / "vllm" / "_version.py").write_text("__version__ = version = '0.99.1'\n")
     assert run(monkeypatch, "--against", copied_vllm) == 0
     assert f"vLLM 0.99.1 against the installed vLLM {installed_vllm().version}:" in capsys.readouterr().out

@@ -9,8 +9,8 @@ from typing import Any
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
-from vllm_trie.params import TICKET, GroupTicket
-from vllm_trie.patching import Patch
+from vllm_trie.compat.patch import Patch
+from vllm_trie.messages import TICKET, GroupTicket
 
 choose_engine = Patch("vllm.v1.engine.core_client:DPLBAsyncMPClient", "get_core_engine_for_request")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_trie.patching import minor
-from vllm_trie.sources import installed_vllm
+from vllm_trie.compat.fingerprint import installed_vllm, minor
 
 if TYPE_CHECKING:
     from vllm.sampling_params import BeamSearchParams

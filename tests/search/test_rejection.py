@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.search.exhaustive import Branches, distance, draw, drawn_pair_law, pair_law, random_pair, rejected_parent
+from vllm_trie.search.rejection import Draft, DraftRules, Residual, accepts_top_k, drafted, verify
 from vllm_trie.search.sampling import generator
-from vllm_trie.search.speculation import Draft, DraftRules, Residual, accepts_top_k, drafted, verify
 
 BOTH_LAWS = pytest.mark.parametrize("replacement", [True, False])
 NUM_TOKENS, NUM_DRAFTS = 8, 4

@@ -5,30 +5,112 @@ piece of vLLM that a patch replaces or a subclass overrides is listed in `patche
 recorded with the hash of its source under `patches/<version>/`. If the installed vLLM differs from
 the record, the plugin refuses to start and names the piece.
 
-    python -m vllm_trie.patching                   compare the installed vLLM with its record
-    python -m vllm_trie.patching --against PATH    compare another one, a wheel or a folder, and list what changed
-    python -m vllm_trie.patching --record          write the record, of the installed vLLM or of --against
+    python -m vllm_trie.compat.fingerprint                 compare the installed vLLM with its record
+    python -m vllm_trie.compat.fingerprint --against PATH  compare another one, a wheel or a folder, and list changes
+    python -m vllm_trie.compat.fingerprint --record        write the record, of the installed vLLM or of --against
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
+import hashlib
 import importlib
+import importlib.util
 import json
+import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import textwrap
+import tomllib
+import zipfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from difflib import unified_diff
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_trie.sources import PatchError, Sources, installed_vllm
+from vllm_trie.compat.patch import PatchError
 
 SUPPORTED_VERSIONS = ("0.32", "0.33")
-_HERE = Path(__file__).resolve().parent
-RECORDS = next(p for p in (_HERE / "patches", _HERE.parent / "patches") if p.is_dir())
+_PACKAGE = Path(__file__).resolve().parent.parent
+RECORDS = next(p for p in (_PACKAGE / "patches", _PACKAGE.parent / "patches") if p.is_dir())
+
+
+class Sources:
+    """One vLLM's package tree.
+
+    Args:
+        path: The folder that holds the package `vllm`, or a wheel.
+        version: That of the vLLM; by default what its own `_version.py` says.
+
+    Raises:
+        PatchError: there is no vLLM at `path`.
+    """
+
+    def __init__(self, path: Path, version: str | None = None) -> None:
+        self._read = _reader(path)
+        self._parsed = cache(self._parse)
+        self.version = version or self._own_version(path)
+
+    def text(self, target: str) -> str:
+        """The source of `target`, "module:qualified.name" of a class, function or method, without its indentation.
+
+        Raises:
+            PatchError: there is no such thing.
+        """
+        module, name = target.split(":")
+        try:
+            text, node = self._parsed(module)
+        except (FileNotFoundError, KeyError):
+            raise PatchError(f"this vLLM has no module {module}") from None
+        for part in name.split("."):
+            definitions = [n for n in node.body if getattr(n, "name", None) == part]
+            if not definitions:
+                raise PatchError(f"this vLLM has no {target}")
+            node = definitions[-1]
+        return textwrap.dedent("\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno]))
+
+    def fingerprint(self, target: str) -> str:
+        """SHA-256 of the source of `target`."""
+        return hashlib.sha256(self.text(target).encode()).hexdigest()
+
+    def _parse(self, module: str) -> tuple[str, Any]:
+        text = self._read(module.replace(".", "/") + ".py")
+        return text, ast.parse(text)
+
+    def _own_version(self, path: Path) -> str:
+        try:
+            found = re.search(r"^__version__ = (?:version = )?['\"](.+?)['\"]", self._read("vllm/_version.py"), re.M)
+        except (FileNotFoundError, KeyError):
+            found = None
+        if found is None:
+            raise PatchError(f"{path} has no vLLM with a version; name a wheel, or the folder that has vllm in it")
+        return found[1]
+
+
+def _reader(path: Path) -> Callable[[str], str]:
+    """What reads a file, by its name within `path`."""
+    if path.is_dir():
+        return lambda name: (path / name).read_text(encoding="utf-8")
+    if zipfile.is_zipfile(path):
+        archive = zipfile.ZipFile(path)
+        return lambda name: archive.read(name).decode("utf-8")
+    raise PatchError(f"{path} is neither a folder nor a wheel")
+
+
+def installed_vllm() -> Sources:
+    """The installed vLLM.
+
+    Raises:
+        PatchError: vLLM is not installed.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise PatchError("vLLM is not installed; pip install 'vllm_trie[gpu]' or 'vllm_trie[cpu]'")
+    version = importlib.import_module("vllm.version").__version__
+    return Sources(Path(spec.origin).parent.parent, version)
 
 
 @dataclass(frozen=True)
@@ -50,54 +132,13 @@ class Touched:
     only_in: str = ""
 
 
-class Patch:
-    """Replaces one attribute of vLLM.
-
-    Args:
-        owner: "module" or "module:Class" that holds the attribute.
-        attribute: Its name. It must exist, and must not be patched already.
-    """
-
-    def __init__(self, owner: str, attribute: str) -> None:
-        self.owner, self.attribute = owner, attribute
-        self.original: Any = None
-
-    @property
-    def is_applied(self) -> bool:
-        return self.original is not None
-
-    def apply(self, replacement: Any) -> None:
-        """Replace the attribute for the rest of the process.
-
-        Raises:
-            PatchError: the attribute does not exist, or is patched already.
-        """
-        if self.is_applied:
-            raise PatchError(f"{self.owner}.{self.attribute} is patched already")
-        holder = self._holder()
-        if self.attribute not in vars(holder):
-            raise PatchError(f"this vLLM has no {self.owner}.{self.attribute}")
-        self.original = vars(holder)[self.attribute]
-        setattr(holder, self.attribute, replacement)
-
-    def revert(self) -> None:
-        """Put the original back."""
-        setattr(self._holder(), self.attribute, self.original)
-        self.original = None
-
-    @contextmanager
-    def applied(self, replacement: Any) -> Iterator[None]:
-        """Replace the attribute within a `with` block only."""
-        self.apply(replacement)
-        try:
-            yield
-        finally:
-            self.revert()
-
-    def _holder(self) -> Any:
-        module, _, name = self.owner.partition(":")
-        holder = importlib.import_module(module)
-        return getattr(holder, name) if name else holder
+def touched() -> list[Touched]:
+    """Every piece of vLLM that this plugin wraps, replaces, overrides or relies upon."""
+    pieces = []
+    for entry in tomllib.loads((RECORDS / "touched.toml").read_text())["touched"]:
+        for target, why in entry["why"].items():
+            pieces.append(Touched(target, entry["how"], why, entry["until"], entry.get("only_in", "")))
+    return pieces
 
 
 def record_of(version: str) -> Path:
@@ -171,17 +212,15 @@ def _compare(sources: Sources, record: list[dict[str, str]]) -> Comparison:
 
 
 def entries(sources: Sources) -> list[dict[str, str]]:
-    """What the record of a vLLM says: everything in `vllm_trie.touched` that its version has, and the hash of it.
+    """What the record of a vLLM says: everything in `touched.toml` that its version has, and the hash of it.
 
     Raises:
         PatchError: a piece is missing.
     """
-    from vllm_trie.touched import TOUCHED
-
-    touched = [one for one in TOUCHED if one.only_in in ("", minor(sources.version))]
+    present = [piece for piece in touched() if piece.only_in in ("", minor(sources.version))]
     return [
-        {name: text for name, text in asdict(one).items() if text} | {"sha256": sources.fingerprint(one.target)}
-        for one in touched
+        {name: text for name, text in asdict(piece).items() if text} | {"sha256": sources.fingerprint(piece.target)}
+        for piece in present
     ]
 
 
@@ -228,7 +267,7 @@ def _lines(sources: Sources, target: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m vllm_trie.patching",
+        prog="python -m vllm_trie.compat.fingerprint",
         description="Compare a vLLM with the record of what is touched. Exits with 1 if something differs.",
     )
     parser.add_argument(

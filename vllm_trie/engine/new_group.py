@@ -6,13 +6,14 @@ from secrets import randbits
 
 from vllm.v1.request import Request
 
+from vllm_trie.compat.versions import own_beams
 from vllm_trie.controls import is_controlled, logits_filters, stop_tokens
 from vllm_trie.engine.group import BeamGroup
-from vllm_trie.params import BeamParams, GroupTicket
+from vllm_trie.messages import GroupTicket
+from vllm_trie.params import BeamParams
 from vllm_trie.search.filters import Pruning
 from vllm_trie.search.rules import BeamSampling, SelectRules
 from vllm_trie.search.stopping import StopRules
-from vllm_trie.versions import own_beams
 
 
 def new_group(

@@ -18,10 +18,10 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from vllm_trie.compat.patch import Patch
+from vllm_trie.compat.versions import has_allowlist
 from vllm_trie.entrypoints.requests import FROM_LLM_BEAM_SEARCH
-from vllm_trie.patching import Patch
-from vllm_trie.plugin import has_beams, is_selected, why_without_beams
-from vllm_trie.versions import has_allowlist
+from vllm_trie.selection import has_beams, is_selected, why_without_beams
 
 logger = init_logger("vllm.trie_beam.beam_search")
 

@@ -19,7 +19,7 @@ from tests.conftest import BLOCK_SIZE, ROOT, Engine, Engines
 from tests.models import make_draft
 from vllm_trie import beam_params
 from vllm_trie.engine.stats import BeamStats, BeamTally, SearchCounts, attach_stats, take_stats
-from vllm_trie.metrics import COUNTERS, FINISHED, PEAKS, PREFIX, RUNNING, BeamStatLogger, describe
+from vllm_trie.entrypoints.metrics import COUNTERS, FINISHED, PEAKS, PREFIX, RUNNING, BeamStatLogger, describe
 from vllm_trie.trie.blocks import BlockCounts
 
 BYTES_PER_BLOCK = 2 * 2 * 2 * 32 * BLOCK_SIZE * 4  # layers, K and V, KV heads, head size, tokens, float32

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from vllm_trie.patching import Patch
-from vllm_trie.versions import workers_ask_for_triton
+from vllm_trie.compat.patch import Patch
+from vllm_trie.compat.versions import workers_ask_for_triton
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

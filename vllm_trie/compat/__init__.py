@@ -1,0 +1,1 @@
+"""vLLM from outside: what of it is changed, which versions fit, and where these differ."""

@@ -1,0 +1,62 @@
+"""Changing vLLM from outside: whatever goes beyond its official seams is a `Patch`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class PatchError(RuntimeError):
+    """The vLLM at hand is not the one this plugin was written for."""
+
+
+class Patch:
+    """Replaces one attribute of vLLM.
+
+    Args:
+        owner: "module" or "module:Class" that holds the attribute.
+        attribute: Its name. It must exist, and must not be patched already.
+    """
+
+    def __init__(self, owner: str, attribute: str) -> None:
+        self.owner, self.attribute = owner, attribute
+        self.original: Any = None
+
+    @property
+    def is_applied(self) -> bool:
+        return self.original is not None
+
+    def apply(self, replacement: Any) -> None:
+        """Replace the attribute for the rest of the process.
+
+        Raises:
+            PatchError: the attribute does not exist, or is patched already.
+        """
+        if self.is_applied:
+            raise PatchError(f"{self.owner}.{self.attribute} is patched already")
+        holder = self._holder()
+        if self.attribute not in vars(holder):
+            raise PatchError(f"this vLLM has no {self.owner}.{self.attribute}")
+        self.original = vars(holder)[self.attribute]
+        setattr(holder, self.attribute, replacement)
+
+    def revert(self) -> None:
+        """Put the original back."""
+        setattr(self._holder(), self.attribute, self.original)
+        self.original = None
+
+    @contextmanager
+    def applied(self, replacement: Any) -> Iterator[None]:
+        """Replace the attribute within a `with` block only."""
+        self.apply(replacement)
+        try:
+            yield
+        finally:
+            self.revert()
+
+    def _holder(self) -> Any:
+        module, _, name = self.owner.partition(":")
+        holder = importlib.import_module(module)
+        return getattr(holder, name) if name else holder
