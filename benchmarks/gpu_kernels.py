@@ -17,7 +17,7 @@ from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import packed, take_step
 from vllm_trie.worker import kernels, reorder
 from vllm_trie.worker.kv_blocks import KVBlocks
-from vllm_trie.worker.reorder import Reorders, RowReorder, Tables
+from vllm_trie.worker.row_reorder import Reorders, RowReorder, Tables
 
 BLOCK_SIZE = 16
 WEIGHT_BYTES = 2 * 8_030_000_000  # of a Llama of 8B parameters, bfloat16

@@ -16,9 +16,10 @@ from tests.engine.test_speculation import NOISE, Pair, count_differing, searches
 from tests.loop import one_thread
 from tests.reference import load
 from vllm_trie.engine.group import BeamGroup
-from vllm_trie.worker.draft import Drafter, ForestStep
+from vllm_trie.worker.draft import Drafter
 from vllm_trie.worker.draft_model import DraftModel
-from vllm_trie.worker.step_context import GroupRows
+from vllm_trie.worker.forest_step import ForestStep
+from vllm_trie.worker.rows import GroupRows
 
 TOLERANCE = 1e-3
 

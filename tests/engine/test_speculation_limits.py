@@ -26,7 +26,7 @@ from tests.engine.test_speculation import (
 )
 from vllm_trie import beam_params
 from vllm_trie.messages import Grant, group_steps
-from vllm_trie.worker.draft import ForestStep
+from vllm_trie.worker.forest_step import ForestStep
 
 BYTES_PER_PAIR_OF_BLOCKS = 2 * BYTES_PER_BLOCK  # the target's and the draft's
 

@@ -11,7 +11,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_trie.search.step import Step
-from vllm_trie.worker.draft import ForestStep
+from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.select import Selector
 
 

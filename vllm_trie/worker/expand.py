@@ -16,7 +16,8 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.messages import Resumed, RowBlocks, group_steps
 from vllm_trie.worker.row_options import row_params
-from vllm_trie.worker.step_context import GroupRows, StepContext
+from vllm_trie.worker.rows import GroupRows
+from vllm_trie.worker.step_context import StepContext
 
 
 def expand(

@@ -6,17 +6,13 @@ autotuning. So ranks of tensor parallelism agree.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from vllm_trie.search.rank import Candidates
-
-if TYPE_CHECKING:
-    from vllm_trie.worker.kv_blocks import Segments
-    from vllm_trie.worker.reorder import RowReorder, Tables
+from vllm_trie.worker.kv_blocks import Segments
+from vllm_trie.worker.row_reorder import RowReorder, Tables
 
 COPY_TILE = 1024  # words, or table entries, that one program copies at a time
 PAIRS_PER_THREAD = 32  # (slot, candidate) pairs that a thread of `_select_next` compares at a time; more would spill

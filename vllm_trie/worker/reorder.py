@@ -5,111 +5,12 @@ A row that continues another is dead itself: no row is both source and destinati
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import numpy as np
 import torch
 
 from vllm_trie.search.devices import numbers
 from vllm_trie.worker import kernels
 from vllm_trie.worker.kv_blocks import KVBlocks
-
-
-@dataclass(slots=True)
-class Reorders:
-    """What rows of the batch continue, before it is carried out; groups of equal width come together."""
-
-    rows: list[np.ndarray] = field(default_factory=list)  # [4, R]: slot, first row of the group, and two counts
-    parents: list[torch.Tensor] = field(default_factory=list)
-
-    def add(
-        self,
-        slots: np.ndarray,
-        parents: torch.Tensor,
-        num_common: Sequence[int],
-        num_tokens: Sequence[int] | np.ndarray,
-    ) -> None:
-        """Let rows of G groups continue rows of their own group.
-
-        Args:
-            slots: [G, b], where the rows are.
-            parents: [G, b] on the device, which row of its group each continues.
-            num_common: [G], tokens that are the same in all histories of a group, the first ones.
-            num_tokens: [G], of each history, all of them computed.
-        """
-        (num_groups, width), first = slots.shape, sum(rows.shape[1] for rows in self.rows)
-        rows = np.empty((4, num_groups, width), np.int64)
-        rows[0] = slots
-        rows[1].T[:] = range(first, first + slots.size, width)
-        rows[2].T[:], rows[3].T[:] = num_common, num_tokens
-        self.rows.append(rows.reshape(4, -1))
-        self.parents.append(parents.flatten())
-
-    def on(self, device: torch.device) -> RowReorder:
-        """All of it, on the device."""
-        on_host = np.concatenate(self.rows, axis=1)
-        rows = torch.from_numpy(on_host)
-        rows = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
-        rows[1] = rows[0][rows[1] + torch.cat(self.parents)]  # from a place among the rows to the slot there
-        return RowReorder(rows, on_host[3])
-
-
-class RowReorder(NamedTuple):
-    """What R rows continue; on the device."""
-
-    rows: torch.Tensor  # [4, R] int64: its fields are the properties below
-    num_tokens_on_host: np.ndarray  # [R]
-
-    @property
-    def slots(self) -> torch.Tensor:
-        """[R], each row's own."""
-        return self.rows[0]
-
-    @property
-    def sources(self) -> torch.Tensor:
-        """[R], the slot that each row continues."""
-        return self.rows[1]
-
-    @property
-    def num_common(self) -> torch.Tensor:
-        """[R], tokens that all histories of the row's group have in common."""
-        return self.rows[2]
-
-    @property
-    def num_tokens(self) -> torch.Tensor:
-        """[R], of each history."""
-        return self.rows[3]
-
-    def moving(self) -> RowReorder:
-        """The rows alone that continue another one: for where it costs nothing to look at the device."""
-        rows = self.rows.numpy()
-        moving = rows[:, rows[0] != rows[1]]
-        return RowReorder(torch.from_numpy(moving), moving[3])
-
-
-@dataclass(frozen=True, slots=True)
-class Tables:
-    """The block tables of all KV cache groups."""
-
-    tables: list[torch.Tensor]  # [slots, blocks] int32 each
-    block_sizes: list[int]
-    pointers: torch.Tensor  # [tables] uint64, on the device like the others
-    strides: torch.Tensor  # [tables] int64, from slot to slot
-    sizes: torch.Tensor  # [tables] int64, the block sizes
-
-    @classmethod
-    def of(cls, tables: Sequence[torch.Tensor], block_sizes: Sequence[int]) -> Tables:
-        """Describe tables to the device, once: they must stay where they are."""
-        device = tables[0].device
-        return cls(
-            list(tables),
-            list(block_sizes),
-            torch.tensor([table.data_ptr() for table in tables], dtype=torch.uint64, device=device),
-            torch.tensor([table.stride(0) for table in tables], dtype=torch.int64, device=device),
-            torch.tensor(block_sizes, dtype=torch.int64, device=device),
-        )
+from vllm_trie.worker.row_reorder import RowReorder, Tables
 
 
 def reorder_rows(rows: RowReorder, tokens: torch.Tensor, tables: Tables, kv_blocks: KVBlocks) -> None:

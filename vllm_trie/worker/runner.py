@@ -26,8 +26,9 @@ from vllm_trie.selection import has_logits_processors
 from vllm_trie.worker.draft import Drafter
 from vllm_trie.worker.expand import expand, take_in_rows
 from vllm_trie.worker.rank_check import rank_check
+from vllm_trie.worker.rows import BatchRows, GroupRows
 from vllm_trie.worker.select import Selector
-from vllm_trie.worker.step_context import BatchRows, GroupRows, StepContext
+from vllm_trie.worker.step_context import StepContext
 from vllm_trie.worker.sub_batch import among_all, sub_batch
 from vllm_trie.worker.verify import verify
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,31 +16,19 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_trie.messages import Decided
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.sampling import generator, uniforms
 from vllm_trie.search.slots import select_next
-from vllm_trie.search.step import Completes, Layout, Random, packed, take_step, unpacked
+from vllm_trie.search.step import Completes, Random, packed, take_step
 from vllm_trie.search.stop_strings import CONTEXT
 from vllm_trie.worker import kernels
 from vllm_trie.worker.kv_blocks import KVBlocks
-from vllm_trie.worker.reorder import Reorders, Tables, reorder_rows
+from vllm_trie.worker.reorder import reorder_rows
 from vllm_trie.worker.row_options import stop_strings_of
-from vllm_trie.worker.step_context import BatchRows, GroupRows, StepContext
-
-
-class Selected(NamedTuple):
-    """What a step of groups with equal rules decided, on the device."""
-
-    group_ids: list[str]
-    packed: torch.Tensor  # [G, n] int32
-    layout: Layout
-
-    def decided(self, on_host: np.ndarray) -> dict[str, Decided]:
-        """By group. `on_host`: a copy of `packed`."""
-        steps = unpacked(on_host, self.layout)
-        return {group_id: Decided([step]) for group_id, step in zip(self.group_ids, steps, strict=True)}
+from vllm_trie.worker.row_reorder import Reorders, Tables
+from vllm_trie.worker.rows import BatchRows, GroupRows
+from vllm_trie.worker.step_context import Selected, StepContext
 
 
 class Selector:

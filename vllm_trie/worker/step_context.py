@@ -1,37 +1,30 @@
-"""What the worker knows of beam groups, and the one object that a step hands from hook to hook."""
+"""The one object that a step hands from hook to hook."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm.v1.core.sched.output import NewRequestData
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_trie.messages import Decided, GroupStep
-
-if TYPE_CHECKING:
-    from vllm_trie.worker.draft import ForestStep
-    from vllm_trie.worker.select import Selected
+from vllm_trie.search.step import Layout, unpacked
+from vllm_trie.worker.forest_step import ForestStep
 
 
-@dataclass(slots=True)
-class GroupRows:
-    """The rows of one group, each a request with a slot of its own to vLLM's runner."""
+class Selected(NamedTuple):
+    """What a step of groups with equal rules decided, on the device."""
 
-    request: NewRequestData  # as vLLM sent it
-    row_ids: list[str]
-    scores: torch.Tensor  # [rows] float32 on the device, cumulative log-probability
-    tokens: torch.Tensor  # [rows of the next step] int64 on the device, newest token of each beam
-    slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [rows], once the runner has them
-    num_drafted: int = 0  # tokens of each row that the draft model has computed, if there is one
+    group_ids: list[str]
+    packed: torch.Tensor  # [G, n] int32
+    layout: Layout
 
-    @property
-    def prompt(self) -> list[int]:
-        return self.request.prompt_token_ids or []
+    def decided(self, on_host: np.ndarray) -> dict[str, Decided]:
+        """By group. `on_host`: a copy of `packed`."""
+        steps = unpacked(on_host, self.layout)
+        return {group_id: Decided([step]) for group_id, step in zip(self.group_ids, steps, strict=True)}
 
 
 @dataclass(slots=True)
@@ -75,33 +68,3 @@ class StepContext:
         for selected, on_host in zip(self.selected, packed, strict=True):
             decided |= selected.decided(on_host)
         return decided
-
-
-class BatchRows:
-    """Where the rows of groups are in the present batch.
-
-    Args:
-        batch: vLLM's.
-        max_num_reqs: Slots of the runner.
-    """
-
-    def __init__(self, batch: InputBatch, max_num_reqs: int) -> None:
-        self.batch = batch
-        self._place_of_slot = np.full(max_num_reqs, -1)
-        self._place_of_slot[batch.idx_mapping_np] = np.arange(batch.num_reqs)
-
-    def places(self, slots: np.ndarray) -> np.ndarray:
-        """Of any shape: where the rows in these slots are."""
-        return self._place_of_slot[slots]
-
-    def num_tokens(self, places: np.ndarray) -> np.ndarray:
-        """Of any shape: how many tokens these rows hold, this step's included."""
-        return self.batch.seq_lens_cpu_upper_bound.numpy()[places]
-
-    def first_logits(self, places: np.ndarray) -> np.ndarray:
-        """Of any shape: where the logits of these rows begin."""
-        return self.batch.cu_num_logits_np[places]
-
-    def num_logits(self, places: np.ndarray) -> np.ndarray:
-        """Of any shape: how many logits these rows have."""
-        return np.diff(self.batch.cu_num_logits_np)[places]

@@ -11,9 +11,10 @@ from vllm_trie.search.rejection import Verified, verified_layers
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import Completes, Step, best_of, joint_distribution, packed, take_cells, take_step, unpacked
 from vllm_trie.worker.accept_path import accept_path
-from vllm_trie.worker.draft import ForestStep
+from vllm_trie.worker.forest_step import ForestStep
+from vllm_trie.worker.rows import BatchRows
 from vllm_trie.worker.select import Selector
-from vllm_trie.worker.step_context import BatchRows, StepContext
+from vllm_trie.worker.step_context import StepContext
 from vllm_trie.worker.sub_batch import spans
 
 NO_SLOT = -1

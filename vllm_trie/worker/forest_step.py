@@ -1,0 +1,97 @@
+"""One group's forest in one step: it grows in `draft`, and is judged in `verify`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from vllm_trie.messages import Grant, GroupStep
+from vllm_trie.search.forest import Forest, Layer, RowFork
+from vllm_trie.search.rejection import DraftRules, Drafts, drafted
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.step import joint_distribution
+from vllm_trie.worker.rows import GroupRows
+
+NO_NODE = -1
+
+
+@dataclass(slots=True)
+class ForestStep:
+    """One group's forest in one step."""
+
+    step: GroupStep
+    grant: Grant
+    group: GroupRows
+    start: int  # position of the roots: as many tokens are computed
+    block_sizes: list[int]  # by KV cache group
+    forest: Forest
+    layer: Layer
+    blocks: list[np.ndarray]  # by KV cache group: [rows, columns] int32 of every row, up to the last it may write
+    pending: list[list[int]]  # of each beam the tokens that the draft model has not computed
+    rng: np.random.Generator | None  # of what is drawn
+    num_layers: int = 0
+    drafts: list[Drafts] = field(default_factory=list)  # by layer, where beams are drawn
+    nodes: list[list[int]] = field(default_factory=list)  # the node of each of them; NO_NODE where a hypothesis ends
+    spare_ids: list[str] = field(default_factory=list)  # of the rows that are no beam's
+    slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of all rows
+
+    @property
+    def num_beams(self) -> int:
+        """Rows that are beams' own."""
+        return len(self.group.row_ids)
+
+    @property
+    def columns(self) -> list[int]:
+        """By KV cache group: that of the block in which the roots are."""
+        return [self.start // block_size for block_size in self.block_sizes]
+
+    @property
+    def draft_rules(self) -> DraftRules:
+        """How layers are drawn and verified."""
+        law, width = self.step.rules.law, self.step.rules.width
+        assert law is not None
+        return DraftRules(self.grant.draft_width, width, law.min_width, law.threshold, law.replacement)
+
+    def fork(self, fork: RowFork, number: int) -> list[tuple[int, int]]:
+        """Let a row begin as a copy of another, at layer `number`. Returns the blocks to copy."""
+        copies = list[tuple[int, int]]()
+        for table, column, block_size in zip(self.blocks, self.columns, self.block_sizes, strict=True):
+            source, destination = table[fork.source], table[fork.destination]
+            destination[:column] = source[:column]
+            written = slice(column, (self.start + number - 1) // block_size + 1)
+            copies += zip(source[written].tolist(), destination[written].tolist(), strict=True)
+        return copies
+
+    def draw_layer(self, logits: torch.Tensor, rules: SelectRules) -> list[RowFork]:
+        """Draw a layer of drafts from the draft model's joint distribution. Returns the rows to fork for it.
+
+        Args:
+            logits: [nodes, V] of the draft model after each node of the layer before.
+        """
+        assert self.rng is not None
+        before, vocab_size = self.nodes[-1] if self.nodes else self.layer.nodes, logits.shape[-1]
+        is_alive = torch.tensor([node != NO_NODE for node in before], device=logits.device)
+        scores = torch.full((len(before),), float("-inf"), device=logits.device).masked_scatter(
+            is_alive, self.layer.scores
+        )
+        of_all = logits.new_zeros(len(before), vocab_size)
+        of_all[is_alive] = logits
+        q, logprobs = joint_distribution(rules._replace(is_controlled=False), of_all, scores)
+        drafts = drafted(q, self.draft_rules, self.rng)
+        forks, nodes = list[RowFork](), list[int]()
+        parents, tokens = np.divmod(drafts.cells, vocab_size)
+        for parent, token in zip(parents.tolist(), tokens.tolist(), strict=True):
+            if token in rules.stop_token_ids:
+                nodes.append(NO_NODE)
+                continue
+            node, fork = self.forest.add(before[parent], token)
+            nodes.append(node)
+            forks += [fork] if fork is not None else []
+        grown = scores[parents] + logprobs[parents, tokens]
+        alive = [at for at, node in enumerate(nodes) if node != NO_NODE]
+        self.layer = Layer([nodes[at] for at in alive], grown[alive], ())
+        self.drafts.append(drafts)
+        self.nodes.append(nodes)
+        return forks

@@ -1,0 +1,56 @@
+"""The rows of beam groups: each is a request with a slot of its own to vLLM's runner, and has a place in its batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+
+@dataclass(slots=True)
+class GroupRows:
+    """The rows of one group, each a request with a slot of its own to vLLM's runner."""
+
+    request: NewRequestData  # as vLLM sent it
+    row_ids: list[str]
+    scores: torch.Tensor  # [rows] float32 on the device, cumulative log-probability
+    tokens: torch.Tensor  # [rows of the next step] int64 on the device, newest token of each beam
+    slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [rows], once the runner has them
+    num_drafted: int = 0  # tokens of each row that the draft model has computed, if there is one
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.request.prompt_token_ids or []
+
+
+class BatchRows:
+    """Where the rows of groups are in the present batch.
+
+    Args:
+        batch: vLLM's.
+        max_num_reqs: Slots of the runner.
+    """
+
+    def __init__(self, batch: InputBatch, max_num_reqs: int) -> None:
+        self.batch = batch
+        self._place_of_slot = np.full(max_num_reqs, -1)
+        self._place_of_slot[batch.idx_mapping_np] = np.arange(batch.num_reqs)
+
+    def places(self, slots: np.ndarray) -> np.ndarray:
+        """Of any shape: where the rows in these slots are."""
+        return self._place_of_slot[slots]
+
+    def num_tokens(self, places: np.ndarray) -> np.ndarray:
+        """Of any shape: how many tokens these rows hold, this step's included."""
+        return self.batch.seq_lens_cpu_upper_bound.numpy()[places]
+
+    def first_logits(self, places: np.ndarray) -> np.ndarray:
+        """Of any shape: where the logits of these rows begin."""
+        return self.batch.cu_num_logits_np[places]
+
+    def num_logits(self, places: np.ndarray) -> np.ndarray:
+        """Of any shape: how many logits these rows have."""
+        return np.diff(self.batch.cu_num_logits_np)[places]
