@@ -79,7 +79,7 @@ def complete(llm: Any, prompts: list[str]) -> None:
 
 def speculate(llm: Any, prompts: list[str]) -> None:
     """Search with and without a draft, and draw beams: the same answers in fewer forwards of the model, counted."""
-    laws = {
+    modes = {
         "beam search": {"speculation": "exact"},
         "beam sampling": {"do_sample": True, "seed": 1, "temperature": 0.7},
         "beam sampling, dynamic width": {"do_sample": True, "seed": 1, "temperature": 0.7, "threshold": 0.7},
@@ -89,24 +89,24 @@ def speculate(llm: Any, prompts: list[str]) -> None:
         for output in llm.generate(prompts, beam_params(WIDTH, max_tokens=TOKENS, speculation="off"))
     ]
     rows = []
-    for law, options in laws.items():
+    for mode, options in modes.items():
         params = beam_params(WIDTH, max_tokens=TOKENS, draft_width=DRAFTS, **options)
         outputs = one_at_a_time(llm, prompts, params)
         counts = total_counts(outputs)
         same = sum(output.outputs[0].token_ids == answer for output, answer in zip(outputs, plain, strict=True))
         rows.append(
             (
-                law,
+                mode,
                 f"{counts.steps_per_forward:.2f}",
                 counts.drafted,
                 counts.accepted,
                 f"{counts.mean_width:.2f}",
-                f"{same} of {len(prompts)}" if law == "beam search" else "",
+                f"{same} of {len(prompts)}" if mode == "beam search" else "",
             )
         )
     show(
         f"Speculation: {WIDTH} beams, {DRAFTS} drafts x {LAYERS} layers",
-        ("law", "steps per forward", "drafted", "accepted", "mean width", "answers of plain beam search"),
+        ("mode", "steps per forward", "drafted", "accepted", "mean width", "answers of plain beam search"),
         rows,
         "steps per forward: tokens by which all beams grow per forward of the model",
     )

@@ -94,19 +94,19 @@ def _reclamation_by_step(axes: Any, content: Content) -> None:
 def _quality_by_speed(axes: Any, content: Content) -> None:
     families: dict[str, list[tuple[float, float]]] = {}
     for cell in content["cells"]:
-        (law,) = cell["cell"]
-        families.setdefault(_family(law), []).append(tuple(cell["series"]["point"]))
+        (mode,) = cell["cell"]
+        families.setdefault(_family(mode), []).append(tuple(cell["series"]["point"]))
     for label, points in families.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", linestyle=":", label=label)
     axes.set(xlabel="steps per forward of the target", ylabel="mean log p of the answer", title="Speed and quality")
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def _family(law: str) -> str:
-    """Of a law's name, what it shares with its neighbours on the curve."""
-    if law.startswith("dynamic"):
-        return law.rpartition(",")[0]
-    return law.rstrip("0123456789-").rstrip(", ")
+def _family(mode: str) -> str:
+    """Of a mode's name, what it shares with its neighbours on the curve."""
+    if mode.startswith("dynamic"):
+        return mode.rpartition(",")[0]
+    return mode.rstrip("0123456789-").rstrip(", ")
 
 
 PLOTS: dict[str, tuple[str, Callable[[Any, Content], None]]] = {

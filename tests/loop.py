@@ -179,7 +179,7 @@ def loop_beams(
         pool.sort(key=lambda found: -found.score)
         del pool[width:]
 
-    def is_settled(best_running: float, length: int) -> bool:
+    def is_done(best_running: float, length: int) -> bool:
         if semantics == "tridecode":
             return full_at is not None and length > full_at
         if semantics == "vllm" or len(pool) < width:
@@ -216,7 +216,7 @@ def loop_beams(
                 live.append((tokens, total))
         full_at = length if full_at is None and len(pool) == width else full_at
         beams = live
-        if not beams or is_settled(beams[0][1], length):
+        if not beams or is_done(beams[0][1], length):
             break
     for generated, total in beams if semantics == "vllm" else ():
         finish(generated, total, None)

@@ -38,7 +38,7 @@ class GroupTicket:
 
 
 @dataclass(frozen=True)
-class LentBlocks:
+class LookaheadBlocks:
     """What a group has for one step to speculate with."""
 
     num_layers: int  # for which there is room, at least one
@@ -49,7 +49,7 @@ class LentBlocks:
 
 
 @dataclass(frozen=True)
-class Grant(LentBlocks):
+class SpeculationBudget(LookaheadBlocks):
     """What this step leaves over for a group to speculate with."""
 
     draft_width: int  # drafts of a layer
@@ -72,10 +72,10 @@ class GroupStep:
     selects: bool  # False as long as tokens are computed that are known already
     decodes: bool = False  # the group runs as `width` rows; until then as one
     draw: tuple[int, int] | None = None  # seed and step, where something is drawn
-    rows: list[RowBlocks] | None = None  # on widening: the KV blocks of each row
-    resumed: Resumed | None = None  # on widening after a preemption; else the worker knows it all
+    rows: list[RowBlocks] | None = None  # where it fans out: the KV blocks of each row
+    resumed: Resumed | None = None  # where it fans out after a preemption; else the worker knows it all
     new_blocks: list[RowBlocks] | None = None  # at a block boundary: the next blocks of each row
-    grant: Grant | None = None  # to speculate
+    budget: SpeculationBudget | None = None  # to speculate
 
 
 class Drafted(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which law the beams of a request follow, and how they speculate: the options, and what is not said decided."""
+"""How the beams of a request are drawn, and how they speculate: the options, and what is not said decided."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SpeculationOptions:
         speculation: "exact" makes several steps of plain beam search per forward of the model, "sample" of beam
             sampling, by a draft model; "off" does not. By default an engine with a draft model speculates.
         do_sample: Draw the beams of each step from all continuations of all beams, by the product of their
-            probabilities, instead of taking the best. Temperature and filters act on that joint law.
+            probabilities, instead of taking the best. Temperature and filters act on that joint distribution.
         replacement: Whether the same continuation may be drawn more than once.
         memory_mode: Of the beams that one forward leads to, only the best goes on; the others need no KV blocks.
         draft_width: Drafts per layer, at least `beam_width`; by default twice as many.

@@ -36,7 +36,7 @@ class Tree:
         self.tokens: list[int] = []
         self.paths: list[list[int]] = []  # of each node, the nodes from the first to itself
         self.children: list[list[int]] = []  # of each node, in the order they were drawn
-        self.laws: dict[int, torch.Tensor] = {}  # q [V] float64, of each node that has children
+        self.distributions: dict[int, torch.Tensor] = {}  # q [V] float64, of each node that has children
 
     def add(self, token: int, parent: int | None = None) -> int:
         """Append a node and say which it is."""
@@ -94,7 +94,7 @@ class CachedModel:
 
 
 class TreeSpeculation:
-    """Sampling from a target, exactly by its law, several tokens per forward.
+    """Sampling from a target, exactly by its distribution, several tokens per forward.
 
     Args:
         target: Attends to everything before a token in every layer, and takes position ids and a mask.
@@ -155,15 +155,15 @@ class TreeSpeculation:
 
     @staticmethod
     def chance(p: float, q: float) -> float:
-        """The chance to accept a draft of probability q where the target's law gives it p; above 1 means surely."""
+        """The chance to accept a draft of probability q that has p under the target; above 1 means surely."""
         return p / q
 
     @staticmethod
     def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        """What the target's law p [V] becomes when a draft from q [V] is rejected, unnormalised."""
+        """What the target's distribution p [V] becomes when a draft from q [V] is rejected, unnormalised."""
         return (p - q).clamp_(min=0)
 
-    def _law(self, logits: torch.Tensor) -> torch.Tensor:
+    def _distribution(self, logits: torch.Tensor) -> torch.Tensor:
         return (logits.double() / self.temperature).softmax(-1)
 
     def _drafted(self, draft: CachedModel, committed: list[int], last: int, rng: np.random.Generator) -> Tree:
@@ -171,12 +171,12 @@ class TreeSpeculation:
         tree = Tree()
         layer = [tree.add(last)]
         for width in self.expansion:
-            laws = self._law(draft.logits(committed, tree)[-len(layer) :])
-            tree.laws.update(zip(layer, laws, strict=True))
+            distributions = self._distribution(draft.logits(committed, tree)[-len(layer) :])
+            tree.distributions.update(zip(layer, distributions, strict=True))
             layer = [
                 tree.add(token, node)
                 for node in layer
-                for token in draw_cells(tree.laws[node], width, True, rng).tolist()
+                for token in draw_cells(tree.distributions[node], width, True, rng).tolist()
             ]
         return tree
 
@@ -184,9 +184,9 @@ class TreeSpeculation:
         """The path of accepted nodes, from node 0, and the token drawn after them."""
         node = 0
         while True:
-            p = self._law(logp[node])
+            p = self._distribution(logp[node])
             for child in tree.children[node]:
-                q, token = tree.laws[node], tree.tokens[child]
+                q, token = tree.distributions[node], tree.tokens[child]
                 if rng.random() < self.chance(float(p[token]), float(q[token])):
                     node = child
                     break

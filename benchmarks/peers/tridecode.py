@@ -141,7 +141,7 @@ class PublishedTrieSearch:
             stop = None if length == 1 else eos_token_id  # in the first step the paper's code looks for none
             step = choose(logits, scores, stop, width, length == max_new_tokens)
             keep_finished(step, hypotheses, pool, length)
-            is_over = length == max_new_tokens or pool.is_settled(float(step.scores.max()), length)
+            is_over = length == max_new_tokens or pool.is_done(float(step.scores.max()), length)
             if not is_over:
                 trie.fork(step.parents)
                 hypotheses.advance(*(field.tolist() for field in step[:3]))

@@ -74,7 +74,7 @@ STEPS = Table(
     needs_draft=True,
 )
 
-LAWS: dict[str, tuple[int, dict[str, Any]]] = {
+MODES: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"beam sampling, {width}": (width, {"do_sample": True, "speculation": "off"}) for width in (1, 2, 4)},
     "one sequence, speculative decoding": (1, {"do_sample": True, "draft_width": 1}),
     **{
@@ -95,20 +95,20 @@ SPECINFER = "SpecInfer, tree"
 
 
 def quality_cells(setting: Setting) -> list[Cell]:
-    laws = [(law,) for law in LAWS]
+    modes = [(mode,) for mode in MODES]
     trees = [(f"{SPECINFER} {'-'.join(map(str, expansion))}",) for expansion in EXPANSIONS]
-    few = [laws[0], laws[-1], trees[0]]
-    return setting.pick(few, laws + trees, laws + trees)
+    few = [modes[0], modes[-1], trees[0]]
+    return setting.pick(few, modes + trees, modes + trees)
 
 
-def measure_quality(bench: Bench, law: str) -> Measured:
-    """Steps per forward, and the answers' log p and first lines, of one law."""
+def measure_quality(bench: Bench, mode: str) -> Measured:
+    """Steps per forward, and the answers' log p and first lines, of one mode."""
     setting = bench.setting
     num_tokens = setting.max_tokens or setting.pick(6, 24, 24)
     count = setting.pick(2, 6, 32)
     prompts = bench.prompts(count)
-    if law in LAWS:
-        width, options = LAWS[law]
+    if mode in MODES:
+        width, options = MODES[mode]
         llm = bench.engine_with_draft(QUALITY_LAYERS)
         drawn = {"seed": SEED, "temperature": TEMPERATURE} if "do_sample" in options else {}
         params = beam_params(width, max_tokens=num_tokens, **options, **drawn)
@@ -119,14 +119,14 @@ def measure_quality(bench: Bench, law: str) -> Measured:
         per_forward = 1.0 if counts is None else counts.steps_per_forward
         mean_width = float(width) if counts is None else counts.mean_width
     else:
-        logs, texts, per_forward = _specinfer(bench, law, prompts, num_tokens)
+        logs, texts, per_forward = _specinfer(bench, mode, prompts, num_tokens)
         mean_width = 1.0
     hits = [
         text.lstrip("\n").split("\n")[0].strip() == one.next_line
         for text, one in zip(texts, _known(bench, count), strict=False)
     ]
     row = (
-        law,
+        mode,
         per_forward,
         mean_width,
         str(interval(logs)),
@@ -142,12 +142,12 @@ def _known(bench: Bench, count: int) -> list[Beginning]:
 
 
 def _specinfer(
-    bench: Bench, law: str, prompts: Sequence[list[int]], num_tokens: int
+    bench: Bench, mode: str, prompts: Sequence[list[int]], num_tokens: int
 ) -> tuple[list[float], list[str], float]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(bench.setting.model)
-    expansion = [int(children) for children in law.removeprefix(SPECINFER).split("-")]
+    expansion = [int(children) for children in mode.removeprefix(SPECINFER).split("-")]
     peer = TreeSpeculation(bench.reference(), bench.reference_draft(), expansion, TEMPERATURE)
     found = [peer.generate(prompt, num_tokens, tokenizer.eos_token_id, SEED) for prompt in prompts]
     return (
@@ -159,7 +159,7 @@ def _specinfer(
 
 QUALITY = Table(
     "Speed against quality",
-    ("law", "steps per forward", "mean width", "mean log p (95 %)", "next line, %", "n"),
+    ("mode", "steps per forward", "mean width", "mean log p (95 %)", "next line, %", "n"),
     quality_cells,
     measure_quality,
     f"layers={QUALITY_LAYERS}, {QUALITY_DRAFTS} drafts in each (one sequence: 1), temperature={TEMPERATURE}; mean log "

@@ -1,4 +1,4 @@
-"""The peer samples by the target's law, and speculates."""
+"""The peer samples by the target's distribution, and speculates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class InverseRatio(TreeSpeculation):
 
 
 class NoResidual(TreeSpeculation):
-    """Wrong: after a rejection the target's law stays as it was."""
+    """Wrong: after a rejection the target's distribution stays as it was."""
 
     @staticmethod
     def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ def target() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def draft() -> PreTrainedModel:
-    """The target with a tenth of another model, which makes their laws overlap by half: both outcomes are common."""
+    """The target with a tenth of another model, so that they overlap by half: both outcomes are common."""
     model, other = toy(7), toy(8)
     with torch.no_grad():
         for weight, noise in zip(model.parameters(), other.parameters(), strict=True):
@@ -57,7 +57,7 @@ def draft() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def law(target: PreTrainedModel) -> torch.Tensor:
+def distribution(target: PreTrainedModel) -> torch.Tensor:
     """[V * V], of the first two tokens, by enumeration."""
     prompts = torch.tensor([[*PROMPT, token] for token in range(VOCABULARY)])
     with torch.inference_mode():
@@ -65,12 +65,12 @@ def law(target: PreTrainedModel) -> torch.Tensor:
     return (p[0, 0, :, None] * p[:, 1]).flatten()
 
 
-def p_value(speculation: TreeSpeculation, law: torch.Tensor, num_seeds: int) -> float:
-    """Of the first two tokens, under the target's law."""
+def p_value(speculation: TreeSpeculation, distribution: torch.Tensor, num_seeds: int) -> float:
+    """Of the first two tokens, under the target's distribution."""
     answers = (speculation.generate(PROMPT, 2, None, seed).tokens for seed in range(num_seeds))
     seen = Counter(first * VOCABULARY + second for first, second in answers)
-    observed = torch.tensor([seen[cell] for cell in range(len(law))], dtype=torch.float64)
-    expected = law * num_seeds
+    observed = torch.tensor([seen[cell] for cell in range(len(distribution))], dtype=torch.float64)
+    expected = distribution * num_seeds
     rare = expected < LEAST
     pooled = [torch.cat([counts[~rare], counts[rare].sum()[None]]).numpy() for counts in (observed, expected)]
     return float(chisquare(*pooled).pvalue)
@@ -84,16 +84,16 @@ def plain_logprobs(model: PreTrainedModel, prompt: list[int], answer: Generated)
 
 @pytest.mark.parametrize("expansion", [(1, 1), (3, 1), (2, 2)])
 def test_two_tokens_have_the_targets_law(
-    target: PreTrainedModel, draft: PreTrainedModel, law: torch.Tensor, expansion: tuple[int, ...]
+    target: PreTrainedModel, draft: PreTrainedModel, distribution: torch.Tensor, expansion: tuple[int, ...]
 ) -> None:
-    assert p_value(TreeSpeculation(target, draft, expansion, TEMPERATURE), law, SEEDS) > SIGNIFICANCE
+    assert p_value(TreeSpeculation(target, draft, expansion, TEMPERATURE), distribution, SEEDS) > SIGNIFICANCE
 
 
 @pytest.mark.parametrize("wrong", [InverseRatio, NoResidual])
 def test_wrong_verification_fails_the_same_test(
-    target: PreTrainedModel, draft: PreTrainedModel, law: torch.Tensor, wrong: type[TreeSpeculation]
+    target: PreTrainedModel, draft: PreTrainedModel, distribution: torch.Tensor, wrong: type[TreeSpeculation]
 ) -> None:
-    assert p_value(wrong(target, draft, (3, 1), TEMPERATURE), law, CONTROL_SEEDS) < SIGNIFICANCE
+    assert p_value(wrong(target, draft, (3, 1), TEMPERATURE), distribution, CONTROL_SEEDS) < SIGNIFICANCE
 
 
 def test_a_draft_that_is_the_target_is_always_accepted(target: PreTrainedModel) -> None:

@@ -6,7 +6,7 @@ import pytest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import BeamSearchParams
 
-from vllm_trie import versions
+from vllm_trie.compat import versions
 from vllm_trie.compat.fingerprint import SUPPORTED_VERSIONS
 from vllm_trie.compat.versions import eos_token_ids, has_allowlist, own_beams
 from vllm_trie.entrypoints.server import _as_vllm_returns_it

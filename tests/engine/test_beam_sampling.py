@@ -1,4 +1,4 @@
-"""Drawn beams follow beam sampling's law in the engine, with and without a draft model."""
+"""Drawn beams follow beam sampling's distribution in the engine, with and without a draft model."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ VOCAB = 16
 PROMPT = [3, 9, 14]
 SEEDS, AT_A_TIME = 1500, 50  # so that all find rows to speculate with
 LENGTH = 3  # the first token is drawn after the prompt; of the others one is drafted, and one comes on top
-TOP_K = 6  # of the joint law, so that what may come out can be enumerated
-RAREST = 1e-3  # a right law fails with this probability, a wrong one must
+TOP_K = 6  # of the joint distribution, so that what may come out can be enumerated
+RAREST = 1e-3  # a right distribution fails with this probability, a wrong one must
 
 Beam = tuple[int, ...]
-Law = dict[tuple[Beam, Beam], float]  # of both beams, in the order of their tokens
+Distribution = dict[tuple[Beam, Beam], float]  # of both beams, in the order of their tokens
 
 
 def continuations(model: Path) -> Callable[[Beam], np.ndarray]:
@@ -42,7 +42,7 @@ def continuations(model: Path) -> Callable[[Beam], np.ndarray]:
     return after
 
 
-def law_of(model: Path, replacement: bool, temperature: float = 1.0) -> Law:
+def distribution_of(model: Path, replacement: bool, temperature: float = 1.0) -> Distribution:
     """Beam sampling of two beams, written from the rules: every pair that may come out, and its probability."""
     after = continuations(model)
     states: dict[tuple[tuple[Beam, float], ...], float] = {(((), 0.0),): 1.0}
@@ -57,10 +57,10 @@ def law_of(model: Path, replacement: bool, temperature: float = 1.0) -> Law:
                 if replacement or i != j:
                     following[cells[i], cells[j]] += chance * p * (q if replacement else q / (1 - p))
         states = following
-    law: Law = defaultdict(float)
+    distribution: Distribution = defaultdict(float)
     for ((one, _), (other, _)), chance in states.items():
-        law[min(one, other), max(one, other)] += chance
-    return law
+        distribution[min(one, other), max(one, other)] += chance
+    return distribution
 
 
 def drawn(engine: Engine, **options: Any) -> Counter[tuple[Beam, Beam]]:
@@ -77,12 +77,12 @@ def drawn(engine: Engine, **options: Any) -> Counter[tuple[Beam, Beam]]:
     return Counter((one, other) for one, other in pairs)
 
 
-def fit(seen: Counter[tuple[Beam, Beam]], law: Law) -> float:
+def fit(seen: Counter[tuple[Beam, Beam]], distribution: Distribution) -> float:
     """The p-value of a chi-square test; what is rare is taken together."""
-    assert abs(sum(law.values()) - 1) < 1e-9
-    if seen.keys() - law.keys():
+    assert abs(sum(distribution.values()) - 1) < 1e-9
+    if seen.keys() - distribution.keys():
         return 0.0
-    expected = {pair: chance * seen.total() for pair, chance in law.items()}
+    expected = {pair: chance * seen.total() for pair, chance in distribution.items()}
     frequent = [pair for pair, count in expected.items() if count >= 5]
     counts = np.array([*map(seen.get, frequent, [0] * len(frequent)), 0])
     wanted = np.array([*map(expected.get, frequent), 0.0])
@@ -98,14 +98,14 @@ def draft(random_model: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 
 @pytest.mark.parametrize("replacement", [False, True])
 @pytest.mark.parametrize("speculation", ["off", "sample"])
-def test_two_drawn_beams_follow_the_law(
+def test_two_drawn_beams_follow_the_distribution(
     engines: Engines, random_model: Callable[[str], Path], draft: Path, speculation: str, replacement: bool
 ) -> None:
     speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
     engine = engines(random_model("toy"), speculative_config=speculative, max_num_seqs=256)
     seen = drawn(engine, speculation=speculation, replacement=replacement)
-    assert fit(seen, law_of(random_model("toy"), replacement)) > RAREST
-    # The test can tell laws apart.
-    assert fit(seen, law_of(random_model("toy"), not replacement)) < RAREST
-    assert fit(seen, law_of(random_model("toy"), replacement, temperature=1.3)) < RAREST
-    assert fit(seen, law_of(draft, replacement)) < RAREST
+    assert fit(seen, distribution_of(random_model("toy"), replacement)) > RAREST
+    # The test can tell distributions apart.
+    assert fit(seen, distribution_of(random_model("toy"), not replacement)) < RAREST
+    assert fit(seen, distribution_of(random_model("toy"), replacement, temperature=1.3)) < RAREST
+    assert fit(seen, distribution_of(draft, replacement)) < RAREST

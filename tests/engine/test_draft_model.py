@@ -34,7 +34,7 @@ class Alone:
         draft_layer, logits = Drafter._draft_layer, DraftModel.logits
 
         def layer_after(drafter: Drafter, forests: dict[str, ForestStep], number: int) -> None:
-            active = [one for one in forests.values() if one.grant.num_layers >= number and one.layer.nodes]
+            active = [one for one in forests.values() if one.budget.num_layers >= number and one.layer.nodes]
             self._texts = [self._text(one, node) for one in active for node in one.layer.nodes]
             draft_layer(drafter, forests, number)
             assert not self._texts

@@ -167,9 +167,9 @@ def test_a_resumed_group_computes_what_its_rows_have_in_common_once(
         if steps == 30:
             (group,) = engine.scheduler.groups.values()
             preempt_all(engine)
-            suffix = group.length - group.num_settled
+            suffix = group.length - group.num_common
             assert 1 <= suffix < group.length, "nothing is settled; choose another prompt"
-            computed[:] = [50 + group.num_settled, 6 * suffix, None]
+            computed[:] = [50 + group.num_common, 6 * suffix, None]
 
     run(engine, [(prompt_of(50), beam_params(6, max_tokens=60, ignore_eos=True))], preempt_once)
     prefix, suffixes, after = computed[0], computed[1], computed.index(None)
@@ -257,7 +257,7 @@ def test_rows_that_compute_their_histories_stay_within_the_budget(
     while not any(group.length == 12 for group in engine.scheduler.groups.values()):
         core.step()
     preempt_all(engine)
-    wide = beam_params(50, max_tokens=10, ignore_eos=True)  # widens while histories of 4 tokens a step are computed
+    wide = beam_params(50, max_tokens=10, ignore_eos=True)  # fans out while histories of 4 tokens a step are computed
     core.add_request("wide", {"prompt_token_ids": prompt_of(12, 5)}, wide)
     for seed in range(10):
         plain = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)

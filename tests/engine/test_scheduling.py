@@ -257,7 +257,7 @@ def test_copies_for_a_group_that_was_preempted_at_once_are_not_made(engines: Eng
     core.add_request("g", {"prompt_token_ids": prompt_of(40)}, beam_params(5, max_tokens=60))
     core.step()
     (request,) = engine.scheduler.running
-    assert manager.allocate_slots(request, 1) is not None  # widens the group, whose partial block is to be copied
+    assert manager.allocate_slots(request, 1) is not None  # fans the group out, whose partial block is to be copied
     manager.free(request)
     copies, _ = manager.take_kv_cache_block_copies()
     assert copies == []

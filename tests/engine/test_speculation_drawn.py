@@ -41,10 +41,10 @@ def prompts() -> list[list[int]]:
 
 
 def test_replacement_lets_the_same_beam_be_drawn_twice(engine: Engine, prompts: list[list[int]]) -> None:
-    for law in (DRAWN, {"do_sample": True, "speculation": "off", "seed": 1}):
-        (once,) = tokens(search(engine, prompts[:1], top_k=1, **law))
+    for mode in (DRAWN, {"do_sample": True, "speculation": "off", "seed": 1}):
+        (once,) = tokens(search(engine, prompts[:1], top_k=1, **mode))
         assert (len(once[0]), once[1:]) == (LENGTH, [()] * (WIDTH - 1)), "there is only one to be drawn"
-        assert tokens(search(engine, prompts[:1], top_k=1, replacement=True, **law)) == [[once[0]] * WIDTH]
+        assert tokens(search(engine, prompts[:1], top_k=1, replacement=True, **mode)) == [[once[0]] * WIDTH]
 
 
 def test_a_threshold_lets_layers_be_narrower_but_not_below_the_least_width(
@@ -74,21 +74,21 @@ def test_a_threshold_lets_layers_be_narrower_but_not_below_the_least_width(
 
 
 @pytest.mark.parametrize(
-    "law", [DRAWN, DRAWN | {"replacement": True} | WARPED, {"do_sample": True, "speculation": "off"} | WARPED]
+    "mode", [DRAWN, DRAWN | {"replacement": True} | WARPED, {"do_sample": True, "speculation": "off"} | WARPED]
 )
-def test_a_seed_decides_what_is_drawn(engine: Engine, prompts: list[list[int]], law: dict) -> None:
+def test_a_seed_decides_what_is_drawn(engine: Engine, prompts: list[list[int]], mode: dict) -> None:
     prompts = prompts[:2]
-    first, again, other = (tokens(search(engine, prompts, **law | {"seed": seed})) for seed in (5, 5, 6))
+    first, again, other = (tokens(search(engine, prompts, **mode | {"seed": seed})) for seed in (5, 5, 6))
     assert first == again
     assert all(one != another for one, another in zip(first, other, strict=True))
-    unseeded = [tokens(search(engine, prompts, **law | {"seed": None})) for _ in range(2)]
+    unseeded = [tokens(search(engine, prompts, **mode | {"seed": None})) for _ in range(2)]
     assert all(one != another for one, another in zip(*unseeded, strict=True))
-    same_prompt = tokens(search(engine, [prompts[0]] * 2, **law | {"seed": None}))
+    same_prompt = tokens(search(engine, [prompts[0]] * 2, **mode | {"seed": None}))
     assert same_prompt[0] != same_prompt[1]
 
 
 @pytest.mark.parametrize(
-    "law",
+    "mode",
     [
         {"speculation": "exact"},
         DRAWN,
@@ -99,9 +99,9 @@ def test_a_seed_decides_what_is_drawn(engine: Engine, prompts: list[list[int]], 
     ],
     ids=["exact", "sample", "warped", "narrower", "one beam", "plain"],
 )
-def test_cumulative_logprob_is_the_targets_own_sum(engine: Engine, prompts: list[list[int]], law: dict) -> None:
+def test_cumulative_logprob_is_the_targets_own_sum(engine: Engine, prompts: list[list[int]], mode: dict) -> None:
     """At temperature 1, before any filter, whatever other groups take the same step."""
-    params = [beam_params(w, n=w, max_tokens=2 * LENGTH, **law) for w in (WIDTH, 1, 7, 5)]
+    params = [beam_params(w, n=w, max_tokens=2 * LENGTH, **mode) for w in (WIDTH, 1, 7, 5)]
     outputs = run(engine, list(zip(prompts, params, strict=True)), lambda: None)
     num_checked = 0
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -112,10 +112,10 @@ def test_cumulative_logprob_is_the_targets_own_sum(engine: Engine, prompts: list
     assert num_checked >= 6
 
 
-@pytest.mark.parametrize("law", [DRAWN, {"speculation": "off", "do_sample": True, "seed": 1}], ids=["sample", "plain"])
-def test_logprobs_report_each_drawn_token_and_its_rank(engine: Engine, prompts: list[list[int]], law: dict) -> None:
+@pytest.mark.parametrize("mode", [DRAWN, {"speculation": "off", "do_sample": True, "seed": 1}], ids=["sample", "plain"])
+def test_logprobs_report_each_drawn_token_and_its_rank(engine: Engine, prompts: list[list[int]], mode: dict) -> None:
     ranks = []
-    for prompt, output in zip(prompts, search(engine, prompts, logprobs=2, **law), strict=True):
+    for prompt, output in zip(prompts, search(engine, prompts, logprobs=2, **mode), strict=True):
         for o in output.outputs:
             rows = rows_of(prompt, tuple(o.token_ids))
             for token, reported, row in zip(o.token_ids, o.logprobs, rows, strict=True):
@@ -128,16 +128,16 @@ def test_logprobs_report_each_drawn_token_and_its_rank(engine: Engine, prompts: 
             own = sum(reported[token].logprob for token, reported in zip(o.token_ids, o.logprobs, strict=True))
             assert o.cumulative_logprob == pytest.approx(own, abs=SCORE_TOLERANCE)
     assert max(ranks) > 2 * WIDTH, "something must be drawn that no search would rank"
-    (without,) = search(engine, prompts[:1], **law)
-    assert tokens([without]) == tokens(search(engine, prompts[:1], logprobs=2, **law)), "to be told changes no draw"
+    (without,) = search(engine, prompts[:1], **mode)
+    assert tokens([without]) == tokens(search(engine, prompts[:1], logprobs=2, **mode)), "to be told changes no draw"
 
 
-def preempted_at_every_step(engine: Engine, prompts: list[list[int]], law: dict[str, Any]) -> tuple[list[Any], ...]:
+def preempted_at_every_step(engine: Engine, prompts: list[list[int]], mode: dict[str, Any]) -> tuple[list[Any], ...]:
     """What is found undisturbed, and what if everything is preempted whenever a search is further."""
 
     def jobs() -> list[tuple[list[int], SamplingParams]]:
         return [
-            (prompt, beam_params(WIDTH, n=WIDTH, max_tokens=LENGTH, ignore_eos=True, **law)) for prompt in prompts[:2]
+            (prompt, beam_params(WIDTH, n=WIDTH, max_tokens=LENGTH, ignore_eos=True, **mode)) for prompt in prompts[:2]
         ]
 
     undisturbed, clumsy = run(engine, jobs(), lambda: None), Clumsy(engine)
@@ -146,18 +146,18 @@ def preempted_at_every_step(engine: Engine, prompts: list[list[int]], law: dict[
     return undisturbed, disturbed
 
 
-@pytest.mark.parametrize("law", [ONE_BEAM, {"speculation": "off", "do_sample": True, "seed": 1}], ids=["one", "plain"])
-def test_a_preempted_group_draws_what_it_would_have_drawn(engine: Engine, prompts: list[list[int]], law: dict) -> None:
-    undisturbed, disturbed = preempted_at_every_step(engine, prompts, law)
+@pytest.mark.parametrize("mode", [ONE_BEAM, {"speculation": "off", "do_sample": True, "seed": 1}], ids=["one", "plain"])
+def test_a_preempted_group_draws_what_it_would_have_drawn(engine: Engine, prompts: list[list[int]], mode: dict) -> None:
+    undisturbed, disturbed = preempted_at_every_step(engine, prompts, mode)
     assert tokens(disturbed) == tokens(undisturbed)
 
 
-@pytest.mark.parametrize("law", [DRAWN, DRAWN | {"threshold": 0.8, "min_width": 2}], ids=["sample", "narrower"])
+@pytest.mark.parametrize("mode", [DRAWN, DRAWN | {"threshold": 0.8, "min_width": 2}], ids=["sample", "narrower"])
 def test_a_preempted_group_goes_on_with_the_beams_it_has_drawn(
-    engine: Engine, prompts: list[list[int]], law: dict
+    engine: Engine, prompts: list[list[int]], mode: dict
 ) -> None:
     """Rows that compute their histories anew do not speculate, so that the seed is used otherwise."""
-    _, disturbed = preempted_at_every_step(engine, prompts, law)
+    _, disturbed = preempted_at_every_step(engine, prompts, mode)
     for prompt, output in zip(prompts, disturbed, strict=False):
         assert counts(output)["steps"] == LENGTH
         for generated, total in answer(output):

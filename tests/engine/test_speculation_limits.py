@@ -25,7 +25,7 @@ from tests.engine.test_speculation import (
     steps_per_forward,
 )
 from vllm_trie import beam_params
-from vllm_trie.messages import Grant, group_steps
+from vllm_trie.messages import SpeculationBudget, group_steps
 from vllm_trie.worker.forest_step import ForestStep
 
 BYTES_PER_PAIR_OF_BLOCKS = 2 * BYTES_PER_BLOCK  # the target's and the draft's
@@ -37,15 +37,15 @@ def pair(random_pair: Callable[[str, float], Pair]) -> Pair:
 
 
 class Watch:
-    """What every step was granted, checked against what the worker makes of it.
+    """What every step was given, checked against what the worker makes of it.
 
     Attributes:
-        grants: The group's width and its grant, None for a plain step; of each that could have speculated.
+        budgets: The group's width and its budget, None for a plain step; of each that could have speculated.
         least_free: KV blocks that were free when there were fewest.
     """
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.grants: list[tuple[int, Grant | None]] = []
+        self.budgets: list[tuple[int, SpeculationBudget | None]] = []
         self.least_free = engine.scheduler.kv_cache_manager.num_usable_blocks
         scheduler, drafter = engine.scheduler, engine.runner.drafter
         schedule, draft, manager = scheduler.schedule, drafter.draft, scheduler.kv_cache_manager
@@ -55,7 +55,7 @@ class Watch:
             for group_id, step in group_steps(output).items():
                 group = scheduler.groups[group_id]
                 if step.decodes and step.selects and group.speculates and group.num_steps_left > 1:
-                    self.grants.append((group.width, step.grant))
+                    self.budgets.append((group.width, step.budget))
             self.least_free = min(self.least_free, manager.num_usable_blocks - manager.num_used_blocks)
             return output
 
@@ -65,22 +65,22 @@ class Watch:
             assert len(counts) <= scheduler.max_num_running_reqs
             assert sum(counts) == output.total_num_scheduled_tokens <= scheduler.max_num_scheduled_tokens
             for one in forests.values():
-                assert one.num_layers > 0, "what was granted is too little to draft with"
-                assert one.forest.num_row_tokens <= one.grant.max_tokens
-                assert len(one.forest.rows) <= one.num_beams + len(one.grant.spare_rows)
+                assert one.num_layers > 0, "what was given is too little to draft with"
+                assert one.forest.num_row_tokens <= one.budget.max_tokens
+                assert len(one.forest.rows) <= one.num_beams + len(one.budget.spare_rows)
             return forests
 
         monkeypatch.setattr(scheduler, "schedule", scheduled)
         monkeypatch.setattr(drafter, "draft", drafted)
 
     def happened(self) -> set[str]:
-        given = [(width, grant) for width, grant in self.grants if grant is not None]
+        given = [(width, budget) for width, budget in self.budgets if budget is not None]
         times = {
-            "plain": len(self.grants) - len(given),
-            "no rows": sum(not grant.spare_rows for _, grant in given),
-            "some rows": sum(bool(grant.spare_rows) for _, grant in given),
-            "few tokens": sum(grant.max_tokens < 2 * width for width, grant in given),
-            "fewer layers": sum(grant.num_layers < 4 for _, grant in given),
+            "plain": len(self.budgets) - len(given),
+            "no rows": sum(not budget.spare_rows for _, budget in given),
+            "some rows": sum(bool(budget.spare_rows) for _, budget in given),
+            "few tokens": sum(budget.max_tokens < 2 * width for width, budget in given),
+            "fewer layers": sum(budget.num_layers < 4 for _, budget in given),
             "no free block": self.least_free == 0,
         }
         return {name for name, count in times.items() if count}
@@ -111,7 +111,7 @@ def test_scarcity_makes_speculation_less_and_changes_no_answer(
 
 
 @pytest.mark.parametrize("scarce", ["blocks", "all"])
-def test_drawn_searches_are_granted_a_whole_layer_or_nothing(
+def test_drawn_searches_are_given_a_whole_layer_or_nothing(
     engines: Engines, pair: Pair, scarce: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = speculating(engines, pair, 4, **SCARCE[scarce][0])

@@ -67,7 +67,7 @@ def test_every_search_says_what_it_took(engine: Engine, prompts: list[list[int]]
             took = counts(output)
             assert took["steps"] == LENGTH
             assert took["steps"] / (1 + LAYERS) <= took["target_forwards"] < LENGTH
-            assert took["prompts"] == 1
+            assert took["prefill_forwards"] == 1
             assert took["steps_per_forward"] == (LENGTH - 1) / (took["target_forwards"] - 1) > 1
             assert 0 < took["accepted"] < took["drafted"]
             assert took["mean_width"] == took["beams"] / LENGTH == WIDTH
@@ -75,15 +75,15 @@ def test_every_search_says_what_it_took(engine: Engine, prompts: list[list[int]]
         assert [output.kv_transfer_params for output in search(engine, prompts, **options)] == [None] * len(prompts)
 
 
-@pytest.mark.parametrize("law", [{"speculation": "exact"}, DRAWN], ids=["exact", "sample"])
-def test_draft_width_bounds_what_is_drafted(engine: Engine, prompts: list[list[int]], law: dict) -> None:
+@pytest.mark.parametrize("mode", [{"speculation": "exact"}, DRAWN], ids=["exact", "sample"])
+def test_draft_width_bounds_what_is_drafted(engine: Engine, prompts: list[list[int]], mode: dict) -> None:
     drafted = {}
     for draft_width in (WIDTH, 2 * WIDTH, 6 * WIDTH, engine.llm.model_config.get_vocab_size()):
-        (output,) = search(engine, prompts[:1], draft_width=draft_width, **law)
+        (output,) = search(engine, prompts[:1], draft_width=draft_width, **mode)
         drafted[draft_width] = counts(output)["drafted"] / counts(output)["target_forwards"]
         assert drafted[draft_width] <= LAYERS * draft_width
     assert list(drafted.values()) == sorted(drafted.values())
-    (default,) = search(engine, prompts[:1], **law)
+    (default,) = search(engine, prompts[:1], **mode)
     assert counts(default)["drafted"] / counts(default)["target_forwards"] == drafted[2 * WIDTH]
 
 
@@ -185,9 +185,9 @@ def test_wrong_fields_are_refused_and_the_engine_goes_on(engine: Engine, prompts
 def test_an_abort_between_two_forests_leaves_nothing(engine: Engine, prompts: list[list[int]]) -> None:
     core = engine.llm.llm_engine
     expected = tokens(search(engine, prompts[:1], **DRAWN))
-    for law in (DRAWN, ONE_BEAM, {"speculation": "exact"}):
+    for mode in (DRAWN, ONE_BEAM, {"speculation": "exact"}):
         for number in range(2):
-            params = beam_params(WIDTH, n=2, max_tokens=LENGTH, ignore_eos=True, **law)
+            params = beam_params(WIDTH, n=2, max_tokens=LENGTH, ignore_eos=True, **mode)
             core.add_request(str(number), {"prompt_token_ids": prompts[number]}, params)
         for _ in range(4):
             core.step()

@@ -220,7 +220,15 @@ def test_of_a_traceback_what_the_engine_said_is_told() -> None:
 TEXTS = [f"def {name}(self):" for name in ("close", "open", "read", "write", "__init__", "run", "stop", "get", "set")]
 TOO_LONG = "x = 1\n" * 600
 BATCH = ["--batch-size", "2", "--beam-width", "6", "--n", "3", "--max-tokens", "128", "--length-penalty", "0.5"]
-ENGINE = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", str(1 << 28)]
+ENGINE = [
+    "--dtype",
+    "float32",
+    "--enforce-eager",
+    "--max-model-len",
+    "512",
+    "--kv-cache-memory-bytes",
+    str(1 << 28),
+]
 
 
 def start_job(folder: Path, mark: str, *options: str, **variables: str) -> subprocess.Popen[str]:

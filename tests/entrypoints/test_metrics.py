@@ -80,11 +80,11 @@ def test_a_search_of_known_shape_is_counted_exactly(engine: Engine) -> None:
     engine.generate([PROMPT], beam_params(6, n=2, max_tokens=10, ignore_eos=True))
     metrics = metrics_of(engine)
     assert metrics["steps"] == metrics["target_forwards"] == 10
-    assert metrics["prompts"] == 1
+    assert metrics["prefill_forwards"] == 1
     assert (metrics["drafted"], metrics["accepted"], metrics["beams"]) == (0, 0, 60)
     assert metrics["kv_blocks_peak"] == 1 + 6, "the prompt's full block, and one block per row"
     assert metrics["kv_blocks_reclaimed"] == 0, "no row has filled a block of its own"
-    assert metrics["kv_blocks_copied"] - metrics["kv_blocks_shared"] == 5, "each fork does both, widening copies"
+    assert metrics["kv_blocks_copied"] - metrics["kv_blocks_shared"] == 5, "each fork does both, fanning out copies"
     finished = {reason: metrics[reason] for reason in ("stop", "length", "abort", "error")}
     assert finished == {"stop": 0, "length": 1, "abort": 0, "error": 0}
     assert (metrics["groups_running"], metrics["rows_running"], metrics["preemptions"]) == (0, 0, 0)
@@ -163,7 +163,7 @@ def test_one_line_per_interval_and_none_without_beams(engine: Engine, lines: lis
 
 
 def test_the_line_speaks_of_speculation_where_there_was_some() -> None:
-    counts = SearchCounts(steps=10, target_forwards=5, prompts=2, drafted=50, accepted=20, beams=35)
+    counts = SearchCounts(steps=10, target_forwards=5, prefill_forwards=2, drafted=50, accepted=20, beams=35)
     blocks = {"kv_blocks_peak": 9, "kv_blocks_shared": 1, "kv_blocks_copied": 2, "kv_blocks_reclaimed": 3}
     stats = BeamStats(**vars(counts), **blocks, groups_running=1, rows_running=4, preemptions=1)
     assert describe(stats) == (
@@ -175,10 +175,13 @@ def test_the_line_speaks_of_speculation_where_there_was_some() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "forwards", "prompts", "per_forward"), [(0, 0, 0, 1.0), (2, 2, 2, 1.0), (5, 5, 1, 1.0), (32, 11, 1, 3.1)]
+    ("steps", "forwards", "prefill_forwards", "per_forward"),
+    [(0, 0, 0, 1.0), (2, 2, 2, 1.0), (5, 5, 1, 1.0), (32, 11, 1, 3.1)],
 )
-def test_steps_per_forward_leave_prompts_out(steps: int, forwards: int, prompts: int, per_forward: float) -> None:
-    assert SearchCounts(steps, forwards, prompts).steps_per_forward == per_forward
+def test_steps_per_forward_leave_prompts_out(
+    steps: int, forwards: int, prefill_forwards: int, per_forward: float
+) -> None:
+    assert SearchCounts(steps, forwards, prefill_forwards).steps_per_forward == per_forward
 
 
 def test_no_step_is_reported_twice_or_without_need(engine: Engine) -> None:
@@ -220,7 +223,7 @@ def test_an_engine_that_was_not_asked_for_beams_shows_none(engines: Engines, mod
 
 
 def test_speculation_is_counted_as_each_request_is_told(speculating: Engine, lines: list[str]) -> None:
-    names = ("steps", "target_forwards", "prompts", "drafted", "accepted", "beams")
+    names = ("steps", "target_forwards", "prefill_forwards", "drafted", "accepted", "beams")
     params = [
         beam_params(4, n=2, max_tokens=30, ignore_eos=True),
         beam_params(2, n=2, max_tokens=20, speculation="sample", threshold=0.7, seed=1),
@@ -232,8 +235,10 @@ def test_speculation_is_counted_as_each_request_is_told(speculating: Engine, lin
     assert metrics["steps"] > metrics["target_forwards"]
     assert metrics["drafted"] > metrics["accepted"] > 0
     speculating.llm.llm_engine.do_log_stats()
-    assert metrics["prompts"] == len(params)
-    per_forward = (metrics["steps"] - metrics["prompts"]) / (metrics["target_forwards"] - metrics["prompts"])
+    assert metrics["prefill_forwards"] == len(params)
+    per_forward = (metrics["steps"] - metrics["prefill_forwards"]) / (
+        metrics["target_forwards"] - metrics["prefill_forwards"]
+    )
     mean_width = metrics["beams"] / metrics["steps"]
     assert (
         f"steps: {metrics['steps']}, per target forward: {per_forward:.2f}, drafted: {metrics['drafted']}, "
@@ -260,13 +265,13 @@ def test_stats_survive_the_way_to_another_process_and_do_not_reach_vllms_loggers
 
 def test_each_report_begins_where_the_last_one_ended() -> None:
     tally = BeamTally()
-    tally.counts.add(SearchCounts(steps=3, target_forwards=2, prompts=1, drafted=9, accepted=4, beams=12))
+    tally.counts.add(SearchCounts(steps=3, target_forwards=2, prefill_forwards=1, drafted=9, accepted=4, beams=12))
     tally.preemptions = 1
     tally.finish("stop")
     first = tally.report([4, 2], BlockCounts(10, 20, 30), 50)
     finished = {"stop": 1, "length": 0, "abort": 0, "error": 0}
     assert first == BeamStats(
-        **{"steps": 3, "target_forwards": 2, "prompts": 1, "drafted": 9, "accepted": 4, "beams": 12},
+        **{"steps": 3, "target_forwards": 2, "prefill_forwards": 1, "drafted": 9, "accepted": 4, "beams": 12},
         **{"kv_blocks_shared": 10, "kv_blocks_copied": 20, "kv_blocks_reclaimed": 30, "kv_blocks_peak": 50},
         **{"groups_running": 2, "rows_running": 6, "preemptions": 1, "groups_finished": finished},
     )

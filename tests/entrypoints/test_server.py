@@ -305,7 +305,7 @@ def test_metrics_move_by_what_a_request_must_do(server: Server) -> None:
     complete(server, [5] * 10, 12, n=3, ignore_eos=True, **beams(5))  # within one block
     server.wait_until_idle()
     moved = {name: after - before[name] for name, after in counters().items()}
-    assert moved.pop("kv_blocks_copied") >= 4, "widening copies the prompt's partly filled block"
+    assert moved.pop("kv_blocks_copied") >= 4, "fanning out copies the prompt's partly filled block"
     assert moved == {"steps": 12, "kv_blocks_shared": 0, "kv_blocks_reclaimed": 0, "preemptions": 0}
     complete(server, [5] * 60, 40, n=3, ignore_eos=True, **beams(5))
     server.wait_until_idle()

@@ -1,4 +1,4 @@
-"""The exact law of what `verify` returns: every draft, every decision and every draw in a branch of its own."""
+"""The exact distribution of what `verify` returns: each draft, each decision and each draw in a branch of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from vllm_trie.search import speculation
+from vllm_trie.search import rejection
 from vllm_trie.search.rejection import Verified, verify
 
 Draw = Callable[["Branches", torch.Tensor, int, bool], np.ndarray]
@@ -34,8 +34,8 @@ class Branches:
         self.others: list[list[int]] = []
         self.depth = self.num_beams = 0
         self.probability = 1.0
-        self.first_law: torch.Tensor | None = None
-        self.last: np.ndarray | None = None  # the law of the last cell, for which the result has a 0
+        self.first_distribution: torch.Tensor | None = None
+        self.last: np.ndarray | None = None  # the distribution of the last cell, for which the result has a 0
 
     def random(self) -> Chance:
         return Chance(self)
@@ -51,29 +51,29 @@ class Branches:
         return choice
 
     def drafts(self, q: torch.Tensor, count: int, replacement: bool) -> np.ndarray:
-        law, cells = q.flatten().tolist(), []
+        distribution, cells = q.flatten().tolist(), []
         for _ in range(count):
-            cells.append(self.take([mass / sum(law) for mass in law]))
-            law[cells[-1]] *= replacement
+            cells.append(self.take([mass / sum(distribution) for mass in distribution]))
+            distribution[cells[-1]] *= replacement
         return np.array(cells)
 
 
 def draw(rng: Branches, p: torch.Tensor, count: int, _replacement: bool) -> np.ndarray:
-    """In place of `draw_cells`, for one cell at most. The last is not branched on: its law is kept instead."""
+    """In place of `draw_cells`, for one cell at most. The last is not branched on: its distribution is kept instead."""
     if not count:
         return np.zeros(0, dtype=np.int64)
-    law = (p.flatten() / p.sum()).numpy()
+    distribution = (p.flatten() / p.sum()).numpy()
     rng.num_beams += 1
     if rng.num_beams < rng.width:
-        return np.array([rng.take(law.tolist())])
-    rng.last = law
+        return np.array([rng.take(distribution.tolist())])
+    rng.last = distribution
     return np.zeros(1, dtype=np.int64)
 
 
 def branches(run: Callable[[Branches], Verified], width: int, draw: Draw = draw) -> Iterator[tuple[Branches, Verified]]:
     """Every way through `run`, and what it returns."""
     paths: list[list[int]] = [[]]
-    with patch.object(speculation, "draw_cells", lambda p, count, replacement, rng: draw(rng, p, count, replacement)):
+    with patch.object(rejection, "draw_cells", lambda p, count, replacement, rng: draw(rng, p, count, replacement)):
         while paths:
             rng = Branches(paths.pop(), width)
             verified = run(rng)
@@ -81,7 +81,7 @@ def branches(run: Callable[[Branches], Verified], width: int, draw: Draw = draw)
             paths += rng.others
 
 
-def pair_law(
+def pair_distribution(
     p: torch.Tensor,
     q: torch.Tensor,
     num_drafts: int,
@@ -92,10 +92,10 @@ def pair_law(
     tested: torch.Tensor | None = None,
     draw: Draw = draw,
 ) -> np.ndarray:
-    """[N, N], the law of the two cells that `verify` makes of drafts from q; options are ways to do it wrong."""
+    """[N, N], the distribution of the two cells that `verify` makes of drafts from q; options do it wrong."""
     drawn = replacement if drawn_with_replacement is None else drawn_with_replacement
     tested = q if tested is None else tested
-    law = np.zeros((p.numel(), p.numel()))
+    distribution = np.zeros((p.numel(), p.numel()))
 
     def run(rng: Branches) -> Verified:
         return verify(p, tested, arranged(rng.drafts(q, num_drafts, drawn)), 2, replacement, rng)
@@ -103,14 +103,14 @@ def pair_law(
     for rng, verified in branches(run, 2, draw):
         first, second = verified.cells
         if rng.last is None:
-            law[first, second] += rng.probability
+            distribution[first, second] += rng.probability
         else:
-            law[first] += rng.probability * rng.last
-    return law
+            distribution[first] += rng.probability * rng.last
+    return distribution
 
 
 def random_pair(seed: int, shape: tuple[int, int], closeness: float = 0.5) -> tuple[torch.Tensor, torch.Tensor]:
-    """A target's and a draft model's law."""
+    """A target's and a draft model's distribution."""
     rng = np.random.default_rng(seed)
     p, other = rng.dirichlet(np.full(shape[0] * shape[1], 0.7), size=2)
     q = closeness * p + (1 - closeness) * other
@@ -124,8 +124,8 @@ def rejected_parent(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return p / p.sum(), q
 
 
-def drawn_pair_law(p: torch.Tensor, replacement: bool) -> np.ndarray:
-    """[N, N], the law of two draws from p."""
+def drawn_pair_distribution(p: torch.Tensor, replacement: bool) -> np.ndarray:
+    """[N, N], the distribution of two draws from p."""
     p = p.flatten().numpy()
     if replacement:
         return np.outer(p, p)

@@ -79,7 +79,7 @@ class Search:
         ]
         self.scores = step.scores
         best = float(step.scores.max())
-        self.is_over = self.length == self.max_length or self.pool.is_settled(best, self.length)
+        self.is_over = self.length == self.max_length or self.pool.is_done(best, self.length)
         return step
 
 
@@ -157,7 +157,7 @@ def steps_on_perfect_drafts(seed: int, width: int, draft_width: int, seen: Narro
     """Of forests of four layers drafted by the target itself: the steps that each lets be taken."""
     target, counts = Model.random(seed), []
     search = Search(target, width, 41)
-    search.pool.is_settled = lambda *_: False
+    search.pool.is_done = lambda *_: False
     search.step()
     while not search.is_over:
         counts.append(verify(search, drafted(search, target, 4, draft_width, seen=seen), 4))

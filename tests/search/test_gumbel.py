@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from tests.search.exhaustive import drawn_pair_law
+from tests.search.exhaustive import drawn_pair_distribution
 from vllm_trie.search.gumbel import gumbel_top_k, stochastic_step
 from vllm_trie.search.sampling import generator
 
 NEVER = float("-inf")
 
 
-def deviation(counts: np.ndarray, law: np.ndarray) -> float:
-    """How many standard deviations chi-square is too large, where the law is not zero."""
-    assert counts[law == 0].sum() == 0
-    expected = law[law > 0] * counts.sum()
+def deviation(counts: np.ndarray, distribution: np.ndarray) -> float:
+    """How many standard deviations chi-square is too large, where the distribution is not zero."""
+    assert counts[distribution == 0].sum() == 0
+    expected = distribution[distribution > 0] * counts.sum()
     freedom = len(expected) - 1
-    return float((((counts[law > 0] - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
+    return float((((counts[distribution > 0] - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
 
 
 def pair_counts(pairs: torch.Tensor, num_cells: int) -> np.ndarray:
@@ -37,10 +37,10 @@ def test_the_maximum_is_a_draw_whatever_the_normalisation(offset: float) -> None
 def test_the_top_two_are_drawn_one_after_the_other_without_replacement() -> None:
     logs = torch.tensor([-1.0, NEVER, -2.0, -0.5, -1.5]).double()
     (indices,), (values,) = gumbel_top_k(logs.expand(1, 20_000, 5), 2, [generator(0, 1)])
-    law = drawn_pair_law(logs.softmax(-1), replacement=False)
-    assert deviation(pair_counts(indices, 5), law) < 3
+    distribution = drawn_pair_distribution(logs.softmax(-1), replacement=False)
+    assert deviation(pair_counts(indices, 5), distribution) < 3
     as_one = np.sort(indices.numpy(), axis=1)
-    assert deviation(pair_counts(torch.from_numpy(as_one), 5), np.triu(law + law.T)) < 3
+    assert deviation(pair_counts(torch.from_numpy(as_one), 5), np.triu(distribution + distribution.T)) < 3
     assert (values[:, 0] >= values[:, 1]).all()
 
 
@@ -67,9 +67,9 @@ def test_stochastic_beams_are_leaves_without_replacement(impossible: bool) -> No
     leaves = stochastic_step(beams.scores, beams.perturbed, second[beams.cells], 2, rng)
     prefixes = beams.cells.gather(-1, leaves.cells // 3)
     sequences = 3 * prefixes + leaves.cells % 3
-    law = (first[:, None] + second).flatten()
-    assert deviation(pair_counts(sequences, 9), drawn_pair_law(law.exp(), replacement=False)) < 3
-    torch.testing.assert_close(leaves.scores, law[sequences])
+    distribution = (first[:, None] + second).flatten()
+    assert deviation(pair_counts(sequences, 9), drawn_pair_distribution(distribution.exp(), replacement=False)) < 3
+    torch.testing.assert_close(leaves.scores, distribution[sequences])
 
 
 def test_the_best_child_has_its_parents_noise() -> None:

@@ -1,4 +1,4 @@
-"""Verified drafts have beam sampling's law, exactly, and the ways that come close to it do not."""
+"""Verified drafts have beam sampling's distribution, exactly, and the ways that come close to it do not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.search.exhaustive import Branches, distance, draw, drawn_pair_law, pair_law, random_pair, rejected_parent
+from tests.search.exhaustive import (
+    Branches,
+    distance,
+    draw,
+    drawn_pair_distribution,
+    pair_distribution,
+    random_pair,
+    rejected_parent,
+)
 from vllm_trie.search.rejection import Draft, DraftRules, Residual, accepts_top_k, drafted, verify
 from vllm_trie.search.sampling import generator
 
@@ -18,60 +26,62 @@ NUM_TOKENS, NUM_DRAFTS = 8, 4
 @pytest.mark.parametrize("seed", range(2))
 def test_a_layer_has_the_targets_law(seed: int, replacement: bool) -> None:
     p, q = random_pair(seed, (1, NUM_TOKENS))
-    assert distance(pair_law(p, q, NUM_DRAFTS, replacement), drawn_pair_law(p, replacement)) < 1e-9
+    assert distance(pair_distribution(p, q, NUM_DRAFTS, replacement), drawn_pair_distribution(p, replacement)) < 1e-9
 
 
 @BOTH_LAWS
 def test_a_layer_has_the_targets_law_although_a_draft_parent_was_rejected(replacement: bool) -> None:
     p, q = rejected_parent(0)
-    assert distance(pair_law(p, q, 3, replacement), drawn_pair_law(p, replacement)) < 1e-9
+    assert distance(pair_distribution(p, q, 3, replacement), drawn_pair_distribution(p, replacement)) < 1e-9
 
 
 @BOTH_LAWS
 def test_renormalising_over_valid_parents_is_wrong(replacement: bool) -> None:
     p, q = rejected_parent(5)
     valid = q * (p.sum(dim=1, keepdim=True) > 0)
-    law = pair_law(p, q, 3, replacement, tested=valid / valid.sum())
-    assert distance(law, drawn_pair_law(p, replacement)) > 0.15
+    distribution = pair_distribution(p, q, 3, replacement, tested=valid / valid.sum())
+    assert distance(distribution, drawn_pair_distribution(p, replacement)) > 0.15
 
 
 def test_the_ratio_printed_upside_down_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = Residual.chance
     monkeypatch.setattr(Residual, "chance", lambda self, draft: 1 / max(chance(self, draft), 1e-300))
     p, q = random_pair(0, (1, NUM_TOKENS))
-    wrong = pair_law(p, q, NUM_DRAFTS, True) - drawn_pair_law(p, True)
+    wrong = pair_distribution(p, q, NUM_DRAFTS, True) - drawn_pair_distribution(p, True)
     assert distance(wrong.sum(axis=1), np.zeros(NUM_TOKENS)) > 0.4
 
 
 def test_going_on_with_the_residual_after_an_acceptance_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Residual, "accept", lambda self, cells, drawn: None)
     p, q = random_pair(0, (1, NUM_TOKENS))
-    assert distance(pair_law(p, q, NUM_DRAFTS, True), drawn_pair_law(p, True)) > 0.05
+    assert distance(pair_distribution(p, q, NUM_DRAFTS, True), drawn_pair_distribution(p, True)) > 0.05
 
 
 def test_verifying_the_likeliest_draft_first_is_wrong() -> None:
     p, q = random_pair(0, (1, NUM_TOKENS))
-    law = pair_law(p, q, NUM_DRAFTS, True, arranged=lambda drafts: drafts[(-q[0].numpy()[drafts]).argsort()])
-    assert distance(law, drawn_pair_law(p, True)) > 0.25
+    distribution = pair_distribution(
+        p, q, NUM_DRAFTS, True, arranged=lambda drafts: drafts[(-q[0].numpy()[drafts]).argsort()]
+    )
+    assert distance(distribution, drawn_pair_distribution(p, True)) > 0.25
 
 
 def test_drafts_without_replacement_are_wrong_where_they_are_verified_as_with_it() -> None:
     p, q = random_pair(0, (1, NUM_TOKENS))
-    law = pair_law(p, q, NUM_DRAFTS, True, drawn_with_replacement=False)
-    assert distance(law, drawn_pair_law(p, True)) > 0.15
-    assert distance(law, drawn_pair_law(p, False)) > 0.05
+    distribution = pair_distribution(p, q, NUM_DRAFTS, True, drawn_with_replacement=False)
+    assert distance(distribution, drawn_pair_distribution(p, True)) > 0.15
+    assert distance(distribution, drawn_pair_distribution(p, False)) > 0.05
 
 
 @pytest.mark.parametrize("source", ["residual", "target"])
-def test_filling_a_layer_from_one_law_alone_is_wrong(source: str) -> None:
+def test_filling_a_layer_from_one_distribution_alone_is_wrong(source: str) -> None:
     p, q = random_pair(0, (1, NUM_TOKENS))
 
-    def from_one_law(rng: Branches, law: torch.Tensor, count: int, replacement: bool) -> np.ndarray:
-        rng.first_law = law if rng.first_law is None and count else rng.first_law
-        return draw(rng, p if source == "target" else rng.first_law, count, replacement)
+    def from_one_distribution(rng: Branches, distribution: torch.Tensor, count: int, replacement: bool) -> np.ndarray:
+        rng.first_distribution = distribution if rng.first_distribution is None and count else rng.first_distribution
+        return draw(rng, p if source == "target" else rng.first_distribution, count, replacement)
 
-    law = pair_law(p, q, NUM_DRAFTS, True, draw=from_one_law)
-    assert distance(law, drawn_pair_law(p, True)) > 0.04
+    distribution = pair_distribution(p, q, NUM_DRAFTS, True, draw=from_one_distribution)
+    assert distance(distribution, drawn_pair_distribution(p, True)) > 0.04
 
 
 @BOTH_LAWS
@@ -86,7 +96,7 @@ def test_residuals_equal_updates_one_by_one(replacement: bool, is_defective: boo
         residual = Residual(p, q, replacement)
         dense_p, dense_q, taken, drawn = p.flatten().clone(), q.flatten().clone(), [], []
         while len(drawn) < 5 and len(dense_q.nonzero()) > 1 and not residual.is_empty:
-            torch.testing.assert_close(residual.law / residual.mass, dense_p, rtol=0, atol=1e-9)
+            torch.testing.assert_close(residual.distribution / residual.mass, dense_p, rtol=0, atol=1e-9)
             num_compared += 1
             cell = int(rng.choice(len(dense_q), p=dense_q.numpy()))
             left = 1.0 if replacement else 1 - float(q.flatten()[drawn].sum())
@@ -116,7 +126,7 @@ def test_where_rounding_alone_rejects_the_target_is_drawn_from(replacement: bool
     p, _ = random_pair(0, (2, 4))
     residual = Residual(p, p, replacement)
     assert residual.reject(1.0) < 1e-12
-    torch.testing.assert_close(residual.law, p.flatten())
+    torch.testing.assert_close(residual.distribution, p.flatten())
 
 
 @BOTH_LAWS

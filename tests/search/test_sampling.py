@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.search.exhaustive import drawn_pair_law
+from tests.search.exhaustive import drawn_pair_distribution
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rules import BeamSampling, SelectRules
 from vllm_trie.search.sampling import draw, draw_cells, draw_continuations, generator, joint_probabilities, uniforms
@@ -26,7 +26,7 @@ def test_the_same_seed_and_step_draw_the_same() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_law_is_that_of_the_row(seed: int) -> None:
+def test_the_distribution_is_that_of_the_row(seed: int) -> None:
     logprobs = torch.tensor([[[-1.0, DEAD, -2.0, -0.5, -3.0, DEAD]]])
     draws = 20_000
     drawn = draw(logprobs, torch.from_numpy(uniforms(seed, 1, draws))[None, None])
@@ -95,7 +95,7 @@ def test_groups_that_draw_do_not_see_each_other(replacement: bool) -> None:
     logits = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0))
     scores = -torch.rand(3, 4, generator=torch.Generator().manual_seed(1))
     scores[1, 2] = DEAD
-    rules = SelectRules(4, "hf", (1, 2), (), True, 2, False, law=BeamSampling(replacement, 1, None, False))
+    rules = SelectRules(4, "hf", (1, 2), (), True, 2, False, beam_sampling=BeamSampling(replacement, 1, None, False))
 
     def steps(of: range) -> list[Step]:
         rngs = [generator(at, 5) for at in of]
@@ -110,11 +110,13 @@ def test_groups_that_draw_do_not_see_each_other(replacement: bool) -> None:
 
 def test_only_the_best_drawn_beam_goes_on_where_one_is_kept() -> None:
     logits = torch.randn(2, 4, 50, generator=torch.Generator().manual_seed(0))
-    rules = SelectRules(4, "hf", (1,), (), True, 3, False, law=BeamSampling(False, 1, None, False))
+    rules = SelectRules(4, "hf", (1,), (), True, 3, False, beam_sampling=BeamSampling(False, 1, None, False))
     rngs = [[generator(at, 5) for at in range(2)] for _ in range(2)]
     every = take_step(rules, logits, torch.zeros(2, 4), rngs[0])
-    assert rules.law is not None
-    kept = take_step(rules._replace(law=rules.law._replace(keeps_one=True)), logits, torch.zeros(2, 4), rngs[1])
+    assert rules.beam_sampling is not None
+    kept = take_step(
+        rules._replace(beam_sampling=rules.beam_sampling._replace(keeps_one=True)), logits, torch.zeros(2, 4), rngs[1]
+    )
     best = every.scores.argmax(dim=1, keepdim=True)
     for one, other in zip(kept[:3], every[:3], strict=True):
         assert torch.equal(one, other.gather(1, best))
@@ -138,7 +140,7 @@ def beams(num_rows: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(num_rows, generator=rng) - 1000, logprobs
 
 
-def test_the_joint_law_is_over_all_continuations_of_all_beams() -> None:
+def test_the_joint_distribution_is_over_all_continuations_of_all_beams() -> None:
     scores, logprobs = beams(4, 1000)
     p = joint_probabilities(scores, logprobs, LogitsFilters())
     assert p.dtype == torch.float64
@@ -147,14 +149,14 @@ def test_the_joint_law_is_over_all_continuations_of_all_beams() -> None:
     torch.testing.assert_close(p[2] / p[2].sum(), logprobs[2].double().exp(), rtol=1e-5, atol=0)
 
 
-def test_the_temperature_of_the_joint_law_divides_cumulative_sums() -> None:
+def test_the_temperature_of_the_joint_distribution_divides_cumulative_sums() -> None:
     scores, logprobs = beams(2, 3)
     p = joint_probabilities(scores, logprobs, LogitsFilters(temperature=0.5))
     weights = (2 * (scores[:, None] + logprobs).double()).flatten().softmax(-1)
     torch.testing.assert_close(p.flatten(), weights, rtol=1e-4, atol=0)
 
 
-def test_filters_apply_once_to_the_joint_law() -> None:
+def test_filters_apply_once_to_the_joint_distribution() -> None:
     scores, logprobs = torch.tensor([0.0, 0.0]), torch.tensor([[0.5, 0.3, 0.2], [0.9, 0.06, 0.04]]).log()
     for filters in (LogitsFilters(top_k=2), LogitsFilters(top_p=0.6), LogitsFilters(min_p=0.5)):
         p = joint_probabilities(scores, logprobs, filters).flatten()
@@ -179,10 +181,12 @@ def test_cells_are_drawn_by_their_law_in_order(replacement: bool) -> None:
     rng, counts, num_draws = generator(0, 1), np.zeros((6, 6)), 10_000
     for _ in range(num_draws):
         counts[tuple(draw_cells(p, 2, replacement, rng))] += 1
-    law = drawn_pair_law(p / p.sum(), replacement)
-    expected = num_draws * law[law > 0]
-    assert counts[law == 0].sum() == 0
-    assert ((counts[law > 0] - expected) ** 2 / expected).sum() < (37.7 if replacement else 31.3)  # 15 and 11 degrees
+    distribution = drawn_pair_distribution(p / p.sum(), replacement)
+    expected = num_draws * distribution[distribution > 0]
+    assert counts[distribution == 0].sum() == 0
+    assert ((counts[distribution > 0] - expected) ** 2 / expected).sum() < (
+        37.7 if replacement else 31.3
+    )  # 15 and 11 degrees
 
 
 @pytest.mark.parametrize("replacement", [True, False])

@@ -10,7 +10,7 @@ from tests.search.exhaustive import branches, distance, random_pair, rejected_pa
 from vllm_trie.search.rejection import (
     DraftRules,
     Residual,
-    acceptance_law,
+    acceptance_distribution,
     drafted,
     dynamic_width,
     expected_steps,
@@ -34,9 +34,9 @@ def counts_by_brute_force(p: torch.Tensor, q: torch.Tensor, num_drafts: int) -> 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_number_accepted_has_the_law_that_widths_are_decided_by(seed: int) -> None:
     p, q = random_pair(seed, (1, 5))
-    np.testing.assert_allclose(acceptance_law(p, q, 4), counts_by_brute_force(p, q, 4), atol=1e-12)
+    np.testing.assert_allclose(acceptance_distribution(p, q, 4), counts_by_brute_force(p, q, 4), atol=1e-12)
     p, q = rejected_parent(seed)
-    np.testing.assert_allclose(acceptance_law(p, q, 3), counts_by_brute_force(p, q, 3), atol=1e-12)
+    np.testing.assert_allclose(acceptance_distribution(p, q, 3), counts_by_brute_force(p, q, 3), atol=1e-12)
 
 
 def test_the_number_accepted_in_a_large_vocabulary() -> None:
@@ -46,16 +46,16 @@ def test_the_number_accepted_in_a_large_vocabulary() -> None:
     for _ in range(num_draws):
         _, drafts = drafted(q, DraftRules(6, 6, replacement=True), rng)
         counts[(verify(p, q, drafts, 6, True, rng).drafts >= 0).sum()] += 1
-    expected = num_draws * acceptance_law(p, q, 6)
+    expected = num_draws * acceptance_distribution(p, q, 6)
     chi_square = ((counts - expected) ** 2 / expected)[expected > 5].sum()
     assert chi_square < 22.5  # at most 6 degrees of freedom, one in a thousand
 
 
 def test_updating_the_residual_twice_per_draft_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     p, q = random_pair(0, (1, 5))
-    right, reject = acceptance_law(p, q, 4), Residual.reject
+    right, reject = acceptance_distribution(p, q, 4), Residual.reject
     monkeypatch.setattr(Residual, "reject", lambda self: (reject(self), reject(self))[0])
-    assert distance(acceptance_law(p, q, 4), right) > 0.01
+    assert distance(acceptance_distribution(p, q, 4), right) > 0.01
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.7, 0.9])

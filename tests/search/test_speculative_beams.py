@@ -1,4 +1,4 @@
-"""Iterations of speculative beam sampling have the law of beam sampling, and end where they must."""
+"""Iterations of speculative beam sampling have the distribution of beam sampling, and end where they must."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.search.exhaustive import drawn_pair_law, random_pair
-from vllm_trie.search import speculation
+from tests.search.exhaustive import drawn_pair_distribution, random_pair
+from vllm_trie.search import rejection
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rejection import DraftRules, Drafts, Verified, drafted, verified_layers, verify
 from vllm_trie.search.sampling import generator, joint_probabilities
@@ -20,15 +20,15 @@ BOTH_LAWS = pytest.mark.parametrize("replacement", [True, False])
 
 
 class Layers:
-    """A target's laws, one after the other, and what they were asked for."""
+    """A target's distributions, one after the other, and what they were asked for."""
 
     def __init__(self, first: torch.Tensor, second: torch.Tensor, last: torch.Tensor) -> None:
-        self.laws = [first, second, last]
+        self.distributions = [first, second, last]
         self.asked: list[Verified | None] = []
 
     def __call__(self, verified: Verified | None) -> torch.Tensor:
         self.asked.append(verified)
-        return self.laws[len(self.asked) - 1]
+        return self.distributions[len(self.asked) - 1]
 
 
 SURE = torch.eye(6).double()[0].view(2, 3)  # all mass in cell 0
@@ -37,7 +37,7 @@ NOTHING = torch.zeros(2, 3).double()
 
 
 @pytest.mark.parametrize(
-    ("laws", "drafts"),
+    ("distributions", "drafts"),
     [
         ([SURE, SURE, OTHER], [[0], [0], [-1]]),
         ([SURE, OTHER], [[0], [-1]]),
@@ -48,27 +48,27 @@ NOTHING = torch.zeros(2, 3).double()
     ],
 )
 def test_layers_go_on_until_one_is_incomplete_or_nothing_is_possible(
-    laws: list[torch.Tensor], drafts: list[list[int]]
+    distributions: list[torch.Tensor], drafts: list[list[int]]
 ) -> None:
-    law = Layers(*[*laws, *[NOTHING] * (3 - len(laws))])
+    distribution = Layers(*[*distributions, *[NOTHING] * (3 - len(distributions))])
     rules, rng = DraftRules(1, 1), generator(0, 0)
-    layers = list(verified_layers([Drafts(SURE, np.array([0]))] * 2, law, rules, rng))
+    layers = list(verified_layers([Drafts(SURE, np.array([0]))] * 2, distribution, rules, rng))
     assert [layer.drafts.tolist() for layer in layers] == drafts
-    assert [layer.cells.tolist() for layer in layers] == [[int(p.argmax())] for p in laws if p.any()]
-    assert len(law.asked) == len(laws)
-    assert law.asked[0] is None
-    assert all(asked is layer for asked, layer in zip(law.asked[1:], layers, strict=False))
+    assert [layer.cells.tolist() for layer in layers] == [[int(p.argmax())] for p in distributions if p.any()]
+    assert len(distribution.asked) == len(distributions)
+    assert distribution.asked[0] is None
+    assert all(asked is layer for asked, layer in zip(distribution.asked[1:], layers, strict=False))
 
 
 @pytest.mark.parametrize(("threshold", "widths"), [(None, [4, 4]), (0.999, [2, 2]), (1e-9, [3, 3])])
 def test_the_layer_after_the_drafts_is_as_wide_as_the_last(threshold: float | None, widths: list[int]) -> None:
     p, q = random_pair(0, (2, 3))
     rules = DraftRules(draft_width=3, max_width=4, min_width=2, threshold=threshold, replacement=True)
-    law = Layers(p, p, p)
+    distribution = Layers(p, p, p)
     seen = set()
     for seed in range(30):
-        law.asked.clear()
-        layers = list(verified_layers([drafted(q, rules, rng := generator(seed, 0))], law, rules, rng))
+        distribution.asked.clear()
+        layers = list(verified_layers([drafted(q, rules, rng := generator(seed, 0))], distribution, rules, rng))
         assert [len(layer.cells) for layer in layers] == widths[: len(layers)]
         seen.add(len(layers))
     assert seen == ({1} if threshold is None else {1, 2})  # three drafts cannot fill four beams
@@ -102,7 +102,7 @@ def score(model: Model, beam: Beam) -> float:
     return float(sum(model[beam[:place]][token] for place, token in enumerate(beam)))
 
 
-def law_of(model: Model, beams: list[Beam], scores: list[float]) -> torch.Tensor:
+def distribution_of(model: Model, beams: list[Beam], scores: list[float]) -> torch.Tensor:
     return joint_probabilities(torch.tensor(scores), torch.stack([model[beam] for beam in beams]), LogitsFilters())
 
 
@@ -116,7 +116,7 @@ def iterated(models: tuple[Model, Model], beams: list[Beam], rules: DraftRules, 
     forest, scores = [beams], [score(target, beam) for beam in beams]  # drafts go on from the target's scores
     layers: list[Drafts] = []
     for _ in range(2):
-        layers.append(drafted(law_of(draft, forest[-1], scores), rules, rng))
+        layers.append(drafted(distribution_of(draft, forest[-1], scores), rules, rng))
         forest.append(children(forest[-1], layers[-1].cells))
         parents = layers[-1].cells // TOKENS
         scores = [
@@ -126,12 +126,14 @@ def iterated(models: tuple[Model, Model], beams: list[Beam], rules: DraftRules, 
             break
     depth = 0
 
-    def law(verified: Verified | None) -> torch.Tensor:
+    def distribution(verified: Verified | None) -> torch.Tensor:
         rows = forest[depth]
         kept = range(len(rows)) if verified is None else verified.drafts
-        return law_of(target, rows, [score(target, rows[i]) if i in kept else -np.inf for i in range(len(rows))])
+        return distribution_of(
+            target, rows, [score(target, rows[i]) if i in kept else -np.inf for i in range(len(rows))]
+        )
 
-    for verified in verified_layers(layers, law, rules, rng):
+    for verified in verified_layers(layers, distribution, rules, rng):
         beams = children(forest[depth], verified.cells)
         depth += 1
         if len(beams[0]) == LENGTH:
@@ -153,26 +155,28 @@ def counts_by_simulation(models: tuple[Model, Model], rules: DraftRules, num_run
 
 
 def exact_law(target: Model, replacement: bool) -> np.ndarray:
-    """[2, 64], the law of each beam of a beam sampling."""
+    """[2, 64], the distribution of each beam of a beam sampling."""
     states: dict[tuple[Beam, ...], float] = {((),): 1.0}
     for _ in range(LENGTH):
         following: dict[tuple[Beam, ...], float] = defaultdict(float)
         for beams, probability in states.items():
-            pairs = drawn_pair_law(law_of(target, list(beams), [score(target, beam) for beam in beams]), replacement)
+            pairs = drawn_pair_distribution(
+                distribution_of(target, list(beams), [score(target, beam) for beam in beams]), replacement
+            )
             for pair in zip(*pairs.nonzero(), strict=True):
                 following[tuple(children(list(beams), np.array(pair)))] += probability * pairs[pair]
         states = following
-    law = np.zeros((WIDTH, TOKENS**LENGTH))
+    distribution = np.zeros((WIDTH, TOKENS**LENGTH))
     for beams, probability in states.items():
         for place, beam in enumerate(beams):
-            law[place, np.ravel_multi_index(beam, (TOKENS,) * LENGTH)] += probability
-    return law
+            distribution[place, np.ravel_multi_index(beam, (TOKENS,) * LENGTH)] += probability
+    return distribution
 
 
-def deviations(counts: np.ndarray, law: np.ndarray) -> list[float]:
+def deviations(counts: np.ndarray, distribution: np.ndarray) -> list[float]:
     """Of each beam: how many standard deviations chi-square is too large, rare sequences taken together."""
     excesses = []
-    for seen, expected in zip(counts, law * counts.sum(axis=1, keepdims=True), strict=True):
+    for seen, expected in zip(counts, distribution * counts.sum(axis=1, keepdims=True), strict=True):
         rare = expected < 5
         seen = np.append(seen[~rare], seen[rare].sum())
         expected = np.append(expected[~rare], expected[rare].sum())
@@ -194,7 +198,7 @@ def test_renormalising_over_valid_parents_changes_the_law(replacement: bool, mon
         valid = q * (p.sum(dim=1, keepdim=True) > 0)
         return verify(p, valid / valid.sum(), *args)
 
-    monkeypatch.setattr(speculation, "verify", renormalised)
+    monkeypatch.setattr(rejection, "verify", renormalised)
     models = toy_models(0)
     counts = counts_by_simulation(models, RULES[replacement], 1500)
     assert max(deviations(counts, exact_law(models[0], replacement))) > 6

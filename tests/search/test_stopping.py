@@ -124,7 +124,7 @@ def search_together(width: int, length_penalty: float, early_stopping: EarlyStop
             assert is_over
             return length, outdone
         running = ranked.log_probs[~ranked.stops]
-        assert ours.is_settled(float(running[0]), length) == is_over
+        assert ours.is_done(float(running[0]), length) == is_over
         if is_over:
             return length, outdone
     raise AssertionError("the search has no end")
@@ -173,7 +173,7 @@ def test_nothing_that_runs_on_enters_a_settled_pool(
     held = pool.best(width)
     length = choose.randint(1, MAX_LENGTH - 1)
     best_running = -choose.uniform(0, 30)
-    if not pool.is_settled(best_running, length):
+    if not pool.is_done(best_running, length):
         return
     score = best_running - loss * choose.random()
     for ends_at in range(length + 1, MAX_LENGTH + 1):
@@ -227,22 +227,22 @@ def test_tie_goes_to_the_earlier_hypothesis(new_pool: PoolOf) -> None:
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 def test_pool_with_room_is_never_settled(early_stopping: EarlyStopping) -> None:
-    assert not pool_of([-1.0, -2.0], early_stopping=early_stopping).is_settled(-1000.0, 9)
-    assert not pool_of([-1.0, -2.0], vllm_pool).is_settled(-1000.0, 9)
+    assert not pool_of([-1.0, -2.0], early_stopping=early_stopping).is_done(-1000.0, 9)
+    assert not pool_of([-1.0, -2.0], vllm_pool).is_done(-1000.0, 9)
 
 
 @pytest.mark.parametrize(("early_stopping", "settled"), [(False, False), (True, True), ("never", False)])
 def test_only_early_stopping_ignores_a_better_running_beam(early_stopping: EarlyStopping, settled: bool) -> None:
-    assert pool_of([-1.0, -2.0, -3.0], early_stopping=early_stopping).is_settled(-2.5, 9) == settled
+    assert pool_of([-1.0, -2.0, -3.0], early_stopping=early_stopping).is_done(-2.5, 9) == settled
 
 
 @every_kind
 def test_running_beam_that_equals_the_worst_cannot_enter(new_pool: PoolOf) -> None:
-    assert pool_of([-1.0, -2.0, -3.0], new_pool).is_settled(-3.0, 9)
+    assert pool_of([-1.0, -2.0, -3.0], new_pool).is_done(-3.0, 9)
 
 
 @pytest.mark.parametrize(("early_stopping", "settled"), [(False, True), ("never", False)])
 def test_never_judges_by_the_longest_possible(early_stopping: EarlyStopping, settled: bool) -> None:
     pool = pool_of([-1.0, -1.0, -1.0], early_stopping=early_stopping, length_penalty=1.0)
-    assert pool.is_settled(-10.0, 9) == settled
-    assert pool.is_settled(-1.0 * MAX_LENGTH, 9)
+    assert pool.is_done(-10.0, 9) == settled
+    assert pool.is_done(-1.0 * MAX_LENGTH, 9)

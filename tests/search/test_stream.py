@@ -27,9 +27,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "filters": {"filters": LogitsFilters(0.7, 0.1, 20, 0.9)},
     "pruning": {"pruning": Pruning(0.1, 2.0, 0.1, 2)},
     "sampled": {"samples": True, "filters": LogitsFilters(0.7, 0.1, 20, 0.9)},
-    "drawn": {"law": BeamSampling(False, 1, None, False), "filters": LogitsFilters(0.7, 0.1, 20, 0.9)},
-    "drawn with replacement": {"law": BeamSampling(True, 1, None, False), "num_logprobs": 3},
-    "drawn and one kept": {"law": BeamSampling(False, 1, None, True), "num_logprobs": 3},
+    "drawn": {"beam_sampling": BeamSampling(False, 1, None, False), "filters": LogitsFilters(0.7, 0.1, 20, 0.9)},
+    "drawn with replacement": {"beam_sampling": BeamSampling(True, 1, None, False), "num_logprobs": 3},
+    "drawn and one kept": {"beam_sampling": BeamSampling(False, 1, None, True), "num_logprobs": 3},
 }
 
 
@@ -39,7 +39,7 @@ def step(rules: SelectRules, num_groups: int, num_rows: int, vocab_size: int) ->
     random: Any = None
     if rules.samples:
         random = torch.empty(num_groups, rules.width, dtype=torch.float64, device=NOWHERE)
-    elif rules.law is not None:
+    elif rules.beam_sampling is not None:
         random = [generator(0, group) for group in range(num_groups)]
     tensor, layout = packed(take_step(rules, logits, scores, random))
     return tensor.shape, layout
@@ -55,7 +55,7 @@ def _no_generators(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_step_waits_for_nothing_and_uploads_nothing_twice(semantics: str, options: dict[str, Any]) -> None:
     rules = rules_of(WIDTH, semantics, (1, 2), **options)
-    if semantics == "vllm" and rules.law is None and not rules.samples:
+    if semantics == "vllm" and rules.beam_sampling is None and not rules.samples:
         rules = rules._replace(eos_score_factor=(3, 1.5))
     for num_rows, vocab_size in ((1, 300), (WIDTH, 300), (WIDTH, 3)):
         expected = step(rules, 3, num_rows, vocab_size)

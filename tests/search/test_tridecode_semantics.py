@@ -51,7 +51,7 @@ def our_search(problem: Problem, length_penalty: float) -> tuple[list[Found], in
         for parent, token, score in zip(*(field.tolist() for field in step.finished), strict=True):
             pool.add(score, length, token, node=len(ended))
             ended.append([*rows[parent], token])
-        if pool.is_settled(float(step.scores.max()), length):
+        if pool.is_done(float(step.scores.max()), length):
             break
         rows = [[*rows[parent], token] for parent, token in zip(step.parents, step.tokens.tolist(), strict=True)]
         scores = step.scores
@@ -80,8 +80,8 @@ def test_search_finds_what_the_loop_finds(length_penalty: float) -> None:
 def test_search_goes_on_for_one_step_after_the_pool_is_full() -> None:
     pool = TridecodePool(2, 1.0, 9)
     pool.add(-1.0, 3, EOS, 0)
-    assert not pool.is_settled(-5.0, 3)
+    assert not pool.is_done(-5.0, 3)
     pool.add(-2.0, 4, EOS, 1)
-    assert not pool.is_settled(-5.0, 4)
+    assert not pool.is_done(-5.0, 4)
     assert pool.add(-0.5, 5, EOS, 2) == 1
-    assert pool.is_settled(-5.0, 5)
+    assert pool.is_done(-5.0, 5)

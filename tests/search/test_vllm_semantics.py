@@ -94,7 +94,7 @@ def our_search(problem: Problem, length_penalty: float, counts_prompt: bool) -> 
         for parent, token, score in zip(*(field.tolist() for field in step.finished), strict=True):
             pool.add(score, length, token, node=len(ended))
             ended.append([*rows[parent], token])
-        if is_last or pool.is_settled(float(step.scores.max()), length):
+        if is_last or pool.is_done(float(step.scores.max()), length):
             break
         rows = [[*rows[parent], token] for parent, token in zip(step.parents, step.tokens.tolist(), strict=True)]
         scores = step.scores
@@ -154,6 +154,6 @@ def test_pool_is_settled_as_soon_as_the_best_that_can_come_is_no_better(
     pool.add(held, held_length, TOKEN, 0)
     best_end = (MAX_LENGTH, TOKEN) if length_penalty > 0 else (length + 1, EOS)
     equal = pool.best(1)[0].score / pool.score(1.0, *best_end)  # the sum at which the best end has the same score
-    assert pool.is_settled(1.001 * equal, length)
-    assert not pool.is_settled(0.999 * equal, length)
+    assert pool.is_done(1.001 * equal, length)
+    assert not pool.is_done(0.999 * equal, length)
     assert pool.add(0.999 * equal, *best_end, 1) == 0

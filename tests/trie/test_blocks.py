@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.trie.walks import NUM_WALKS, OPERATIONS, walks
 from vllm_trie.search.slots import choose as choose_children
-from vllm_trie.trie.blocks import BlockCopy, BlockCounts, BlockTrie, blocks_to_widen
+from vllm_trie.trie.blocks import BlockCopy, BlockCounts, BlockTrie, blocks_to_fan_out
 
 MOST_TOKENS = 60  # per row; then the group ends and another begins with its blocks
 POISON = -1
@@ -92,7 +92,7 @@ class ModelledGroup:
     def live(self) -> set[int]:
         return {block for row in range(self.trie.width) for block in self.trie.row_blocks(row)}
 
-    def widen(self) -> None:
+    def fan_out(self) -> None:
         """Into rows some of which go on together for a while: a key is the history that ends there."""
         (prefix,) = self.histories
         paths: list[list[int]] = [[] for _ in range(self.width)]
@@ -103,8 +103,8 @@ class ModelledGroup:
                 branch = self.choose.randrange(2) if place < together else row
                 path.append(tokens.setdefault((*path, branch), self.num_written + len(tokens)))
         self.num_written += len(tokens)
-        needed = blocks_to_widen(len(prefix), paths, self.memory.block_size)
-        copies = self.trie.widen(paths, self.memory.allocate(needed))
+        needed = blocks_to_fan_out(len(prefix), paths, self.memory.block_size)
+        copies = self.trie.fan_out(paths, self.memory.allocate(needed))
         self.memory.copy(copies)
         self.counts.copied += len(copies)
         self.histories = [prefix + path for path in paths]
@@ -114,7 +114,7 @@ class ModelledGroup:
         assert self.trie.num_live_blocks == len(self.distinct_blocks())
 
     def distinct_blocks(self) -> set[tuple[int, ...]]:
-        """What the least number of blocks has to hold after widening: full ones by their history, tails by row."""
+        """What the least number of blocks has to hold after it fans out: full ones by their history, tails by row."""
         size, length = self.memory.block_size, len(self.histories[0])
         ends = range((self.trie.num_skipped + 1) * size, length + 1, size)
         full = {tuple(history[:end]) for history in self.histories for end in ends}
@@ -180,7 +180,7 @@ class ModelledGroup:
         if len(self.histories[0]) >= MOST_TOKENS or self.choose.random() < 0.01:
             operation = self.start_anew
         elif self.trie.width == 1 and self.choose.random() < 0.5:
-            operation = self.widen
+            operation = self.fan_out
         else:
             operation = self.choose.choices(
                 [self.grow, self.fork, self.fork_late, self.reclaim, self.skip], [50, 50, 50, 10, 1]
@@ -250,11 +250,11 @@ def test_release_gives_the_prompt_back_last() -> None:
     assert three_rows().release()[-1] == 10
 
 
-def test_rows_that_widen_share_the_blocks_of_their_common_history() -> None:
+def test_rows_that_fan_out_share_the_blocks_of_their_common_history() -> None:
     trie = BlockTrie(2, [10, 11], 3)
     paths = [[3, 4, 5, 6], [3, 4, 5, 7], [3, 8, 9, 10]]
-    assert blocks_to_widen(3, paths, 2) == 5
-    assert trie.widen(paths, [12, 13, 14, 15, 16]) == []
+    assert blocks_to_fan_out(3, paths, 2) == 5
+    assert trie.fan_out(paths, [12, 13, 14, 15, 16]) == []
     assert [trie.row_blocks(row) for row in range(3)] == [[10, 11, 12, 14], [10, 11, 12, 15], [10, 11, 13, 16]]
 
 
@@ -277,7 +277,7 @@ def test_prefix_must_fit_its_tokens() -> None:
 def three_rows() -> BlockTrie:
     """Prompt block 10, then one full block and a half-full tail per row."""
     trie = BlockTrie(2, [10], 2)
-    trie.widen([[0], [1], [2]], [11, 12, 13])
+    trie.fan_out([[0], [1], [2]], [11, 12, 13])
     trie.grow([])
     trie.fork([0, 1, 2])
     trie.grow([14, 15, 16])

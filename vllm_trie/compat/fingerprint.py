@@ -36,6 +36,7 @@ from vllm_trie.compat.patch import PatchError
 SUPPORTED_VERSIONS = ("0.32", "0.33")
 _PACKAGE = Path(__file__).resolve().parent.parent
 RECORDS = next(p for p in (_PACKAGE / "patches", _PACKAGE.parent / "patches") if p.is_dir())
+TOUCHED = RECORDS / "touched.toml"
 
 
 class Sources:
@@ -135,7 +136,7 @@ class Touched:
 def touched() -> list[Touched]:
     """Every piece of vLLM that this plugin wraps, replaces, overrides or relies upon."""
     pieces = []
-    for entry in tomllib.loads((RECORDS / "touched.toml").read_text())["touched"]:
+    for entry in tomllib.loads(TOUCHED.read_text())["touched"]:
         for target, why in entry["why"].items():
             pieces.append(Touched(target, entry["how"], why, entry["until"], entry.get("only_in", "")))
     return pieces

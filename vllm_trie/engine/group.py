@@ -120,7 +120,7 @@ class BeamGroup:
         self.hypotheses = HypothesisTrie()
         self.pool = self._new_pool()
         self.was_preempted = False  # since there have been rows
-        self.num_settled = 0  # generated tokens that all rows have in common: one computes them before widening again
+        self.num_common = 0  # generated tokens that all rows have in common: one computes them before it fans out again
 
     def preempt(self) -> None:
         """The rows' KV is lost, the search is not: it goes on from the tokens that all of them have in common."""
@@ -128,20 +128,20 @@ class BeamGroup:
         if self.was_preempted:
             columns = zip(*self.hypotheses.paths(), strict=True)
             num_common = next((i for i, nodes in enumerate(columns) if len(set(nodes)) > 1), self.length)
-            self.num_settled = min(num_common, self.length - 1)
+            self.num_common = min(num_common, self.length - 1)
 
-    def paths_to_widen(self) -> list[list[int]]:
-        """For each row a key per token to compute after widening; where keys are equal, histories are."""
+    def paths_to_fan_out(self) -> list[list[int]]:
+        """For each row a key per token to compute after it fans out; where keys are equal, histories are."""
         if self.length == 0:
             return [[row] for row in range(self.num_rows)]
-        return [path[self.num_settled :] for path in self.hypotheses.paths()]
+        return [path[self.num_common :] for path in self.hypotheses.paths()]
 
     def history(self, row: int) -> list[int]:
         """The tokens that a row has generated."""
         return self.hypotheses.tokens(self.hypotheses.rows[row])
 
     def resumed(self) -> Resumed | None:
-        """What the worker must know to widen a group that was preempted."""
+        """What the worker must know to fan out a group that was preempted."""
         if not self.was_preempted:
             return None
         return Resumed([self.history(row) for row in range(self.num_rows)], self.hypotheses.row_scores())
@@ -175,7 +175,7 @@ class BeamGroup:
             if outdone is not None:
                 self.hypotheses.drop(outdone)
         best = float(step.scores.max())
-        if self.length == self.rules.max_length or best == -np.inf or self.pool.is_settled(best, self.length):
+        if self.length == self.rules.max_length or best == -np.inf or self.pool.is_done(best, self.length):
             return True
         beams = Candidates(step.parents, step.tokens, step.scores)
         parents, tokens, scores = (field.tolist() for field in beams)
@@ -240,11 +240,11 @@ def new_pool(
 def _reports(
     continuations: Candidates[np.ndarray],
     own: TokenLogprobs[np.ndarray] | None,
-    tops: TopLogprobs[np.ndarray] | None,
+    top_logprobs: TopLogprobs[np.ndarray] | None,
 ) -> Sequence[TokenReport | None]:
     """What is returned of the newest token of each, where log-probabilities are."""
-    if own is None or tops is None:
+    if own is None or top_logprobs is None:
         return [None] * len(continuations.tokens)
-    token_ids = np.column_stack([continuations.tokens, tops.tokens[continuations.parents]])
-    logprobs = np.column_stack([own.logprobs, tops.logprobs[continuations.parents]])
+    token_ids = np.column_stack([continuations.tokens, top_logprobs.tokens[continuations.parents]])
+    logprobs = np.column_stack([own.logprobs, top_logprobs.logprobs[continuations.parents]])
     return [TokenReport(*report) for report in zip(token_ids, logprobs, own.ranks.tolist(), strict=True)]

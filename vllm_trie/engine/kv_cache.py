@@ -16,33 +16,32 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.messages import LentBlocks, RowBlocks
-from vllm_trie.trie.blocks import BlockCopy, BlockCounts, BlockTrie, blocks_to_widen
+from vllm_trie.messages import LookaheadBlocks, RowBlocks
+from vllm_trie.trie.blocks import BlockCopy, BlockCounts, BlockTrie, blocks_to_fan_out
 
 
 @dataclass(slots=True)
 class RowUpdate:
     """What the rows of a group got in this step."""
 
-    rows: list[RowBlocks] | None = None  # on widening: all blocks of each row
+    rows: list[RowBlocks] | None = None  # where it fans out: all blocks of each row
     new_blocks: list[RowBlocks] | None = None  # else, at a block boundary: the next blocks of each row
 
 
 @dataclass(slots=True)
 class _GroupBlocks:
     prefix_length: int  # tokens that the group computes as one row
-    paths: list[list[int]]  # what its rows compute after widening, see `BlockTrie.widen`
+    paths: list[list[int]]  # what its rows compute after it fans out, see `BlockTrie.fan_out`
     is_prefilling: bool = False
-    tries: list[BlockTrie] = field(default_factory=list)  # by KV cache group, once it has widened
+    tries: list[BlockTrie] = field(default_factory=list)  # by KV cache group, once it has fanned out
     steps: int = 0
     update: RowUpdate | None = None
     copies: list[BlockCopy] = field(default_factory=list)  # not yet sent
-    next_blocks: list[list[int]] = field(default_factory=list)  # lent, by KV cache group: what the rows write next,
-    # if they come that far
-    spare_blocks: list[int] = field(default_factory=list)  # lent: for rows that last one step
+    next_blocks: list[list[int]] = field(default_factory=list)  # lookahead of its rows, by KV cache group
+    spare_blocks: list[int] = field(default_factory=list)  # lookahead of rows that last one step
 
     @property
-    def num_lent(self) -> int:
+    def num_lookahead_blocks(self) -> int:
         return sum(map(len, self.next_blocks)) + len(self.spare_blocks)
 
 
@@ -74,16 +73,16 @@ class BeamKVCacheManager(KVCacheManager):
         return sum(trie.num_live_blocks for group in self._groups.values() for trie in group.tries)
 
     def announce(self, request_id: str, prefix_length: int, paths: list[list[int]]) -> int:
-        """A group will widen once `prefix_length` tokens are computed, now or after a preemption.
+        """A group will fan out once `prefix_length` tokens are computed, now or after a preemption.
 
         Args:
-            paths: What its rows compute then, see `BlockTrie.widen`.
+            paths: What its rows compute then, see `BlockTrie.fan_out`.
 
         Returns:
             How many blocks it needs to get that far.
         """
         self._groups[request_id] = _GroupBlocks(prefix_length, paths)
-        prefix = self._blocks_of_prefix(prefix_length) + self._blocks_to_widen(self._groups[request_id])
+        prefix = self._blocks_of_prefix(prefix_length) + self._blocks_to_fan_out(self._groups[request_id])
         return max(prefix, self._blocks_of_prefix(prefix_length + self.num_lookahead_tokens))
 
     def _blocks_of_prefix(self, num_tokens: int) -> int:
@@ -101,8 +100,10 @@ class BeamKVCacheManager(KVCacheManager):
         """
         return all(_skipped(m, num_tokens) <= prefix_length // m.block_size for m in self._managers)
 
-    def _blocks_to_widen(self, group: _GroupBlocks) -> int:
-        return sum(blocks_to_widen(group.prefix_length, group.paths, manager.block_size) for manager in self._managers)
+    def _blocks_to_fan_out(self, group: _GroupBlocks) -> int:
+        return sum(
+            blocks_to_fan_out(group.prefix_length, group.paths, manager.block_size) for manager in self._managers
+        )
 
     def close_group(self, request_id: str) -> None:
         """Forget a group whose blocks are freed."""
@@ -115,7 +116,9 @@ class BeamKVCacheManager(KVCacheManager):
         update, group.update = group.update, None
         return update
 
-    def lend(self, request: Request, num_layers: int, least_rows: int, most_rows: int) -> LentBlocks | None:
+    def allocate_lookahead(
+        self, request: Request, num_layers: int, least_rows: int, most_rows: int
+    ) -> LookaheadBlocks | None:
         """Blocks to speculate with in the step that `allocate_slots` has just made room for, out of what is free.
 
         Args:
@@ -136,14 +139,14 @@ class BeamKVCacheManager(KVCacheManager):
                 group.next_blocks = [self._take(len(group.paths) if needs else 0) for needs in needs_next]
                 rows = [tuple(self._take(1 + needs) for needs in needs_next) for _ in range(num_rows)]
                 group.spare_blocks = [block for row in rows for blocks in row for block in blocks]
-                return LentBlocks(most_layers, rows, [list(blocks) for blocks in group.next_blocks])
+                return LookaheadBlocks(most_layers, rows, [list(blocks) for blocks in group.next_blocks])
         return None
 
-    def commit(self, request_id: str, forks: list[list[int]], num_tokens: int) -> None:
+    def replay_forks(self, request_id: str, forks: list[list[int]], num_tokens: int) -> None:
         """Replay the forks of one or more steps. The worker has made their copies already.
 
         Args:
-            forks: For each step the parent of each row. Steps after the first write into lent blocks, and what is
+            forks: For each step the parent of each row. Steps after the first write into lookahead blocks, and what is
                 left of these goes back.
             num_tokens: That each row held at the first of these forks. Rows may have grown since.
         """
@@ -152,9 +155,9 @@ class BeamKVCacheManager(KVCacheManager):
             group.steps += 1
             for number, trie in enumerate(group.tries):
                 if index > 0:
-                    lent, count = group.next_blocks[number], trie.blocks_to_grow()
-                    trie.grow(lent[:count])
-                    del lent[:count]
+                    lookahead, count = group.next_blocks[number], trie.blocks_to_grow()
+                    trie.grow(lookahead[:count])
+                    del lookahead[:count]
                 trie.fork(parents, num_tokens + index)
                 if group.steps % self.reclaim_interval == 0:
                     self._reclaim(trie)
@@ -163,13 +166,13 @@ class BeamKVCacheManager(KVCacheManager):
     def allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
         group = self._groups.get(request.request_id)
         if group is not None and request.num_computed_tokens >= group.prefix_length:
-            has_room = self._grow(request, num_new_tokens, group) if group.tries else self._widen(request, group)
+            has_room = self._grow(request, num_new_tokens, group) if group.tries else self._fan_out(request, group)
             return self.empty_kv_cache_blocks if has_room else None
         if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-            about_to_widen = [g for g in self._groups.values() if g.is_prefilling]
+            about_to_fan_out = [g for g in self._groups.values() if g.is_prefilling]
             if group is not None:
-                about_to_widen.append(group)
-            reserved = sum(map(self._blocks_to_widen, about_to_widen))
+                about_to_fan_out.append(group)
+            reserved = sum(map(self._blocks_to_fan_out, about_to_fan_out))
             kwargs["reserved_blocks"] = kwargs.get("reserved_blocks", 0) + reserved
         blocks = super().allocate_slots(request, num_new_tokens, *args, **kwargs)
         if blocks is None and self._reclaim_all():
@@ -222,8 +225,8 @@ class BeamKVCacheManager(KVCacheManager):
     def check_invariants(self) -> None:
         """Raise AssertionError unless every block a trie holds is held once by the pool, for it alone."""
         tries = [trie for group in self._groups.values() for trie in group.tries]
-        num_lent = sum(group.num_lent for group in self._groups.values())
-        assert self.num_group_blocks == num_lent + sum(trie.num_live_blocks + trie.num_garbage for trie in tries)
+        num_held = sum(trie.num_live_blocks + trie.num_garbage for trie in tries)
+        assert self.num_group_blocks == num_held + sum(group.num_lookahead_blocks for group in self._groups.values())
         for request_id, group in self._groups.items():
             assert not group.tries or not any(m.req_to_blocks.get(request_id) for m in self._managers)
             for trie in group.tries:
@@ -236,11 +239,11 @@ class BeamKVCacheManager(KVCacheManager):
     def _managers(self) -> tuple[SingleTypeKVCacheManager, ...]:
         return self.coordinator.single_type_managers
 
-    def _widen(self, request: Request, group: _GroupBlocks) -> bool:
+    def _fan_out(self, request: Request, group: _GroupBlocks) -> bool:
         """Let the one row become all rows, with room for what they compute. Returns False if blocks are short."""
         num_tokens = request.num_computed_tokens
         self.coordinator.remove_skipped_blocks(request.request_id, num_tokens)
-        new_blocks = self._new_blocks(blocks_to_widen(num_tokens, group.paths, m.block_size) for m in self._managers)
+        new_blocks = self._new_blocks(blocks_to_fan_out(num_tokens, group.paths, m.block_size) for m in self._managers)
         if new_blocks is None:
             return False
         for manager, blocks in zip(self._managers, new_blocks, strict=True):
@@ -251,7 +254,7 @@ class BeamKVCacheManager(KVCacheManager):
             num_skipped = next((i for i, block in enumerate(held) if not block.is_null), len(held))
             trie = BlockTrie(manager.block_size, [block.block_id for block in held], num_tokens, num_skipped)
             self._count(trie.num_live_blocks)
-            group.copies += trie.widen(group.paths, blocks)
+            group.copies += trie.fan_out(group.paths, blocks)
             group.tries.append(trie)
         self.coordinator.pop_blocks_for_free(request.request_id)
         group.is_prefilling = False

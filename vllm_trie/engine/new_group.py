@@ -46,7 +46,7 @@ def new_group(
         is_controlled(params) or (has_logits_processors and not ticket.is_offline),
         logits_filters(params),
         _pruning(beam, stop_rules),
-        law=_law(beam),
+        beam_sampling=_beam_sampling(beam),
     )
     seed = randbits(64) if params.seed is None else params.seed
     return BeamGroup(
@@ -69,7 +69,7 @@ def _pruning(beam: BeamParams, rules: StopRules) -> Pruning:
     return beam.pruning
 
 
-def _law(beam: BeamParams) -> BeamSampling | None:
+def _beam_sampling(beam: BeamParams) -> BeamSampling | None:
     if not beam.do_sample:
         return None
     min_width = beam.min_width or (beam.beam_width if beam.threshold is None else 1)

@@ -28,7 +28,7 @@ class _Delivery:
     ticket: GroupTicket
     group_id: str
     waiting: dict[int, Request] = field(default_factory=dict)  # by index
-    num_settled: int = 0  # sent or withdrawn
+    num_delivered: int = 0  # sent or withdrawn
     outputs: list[EngineCoreOutput] | None = None
 
 
@@ -79,7 +79,7 @@ class Mailbox:
             return request_id
         delivery, index = self._addresses.pop(request_id)
         del delivery.waiting[index]
-        delivery.num_settled += 1
+        delivery.num_delivered += 1
         if delivery.waiting:
             return None
         self._close(delivery)
@@ -131,9 +131,9 @@ class Mailbox:
         for index, request in delivery.waiting.items():
             self._send(request, delivery.outputs[index])
             del self._addresses[request.request_id]
-        delivery.num_settled += len(delivery.waiting)
+        delivery.num_delivered += len(delivery.waiting)
         delivery.waiting.clear()
-        if delivery.num_settled == delivery.ticket.n:
+        if delivery.num_delivered == delivery.ticket.n:
             self._close(delivery)
 
     def _send(self, request: Request, output: EngineCoreOutput) -> None:

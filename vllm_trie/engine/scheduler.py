@@ -21,7 +21,7 @@ from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.new_group import new_group
 from vllm_trie.engine.outputs import Mailbox, hypothesis_output, no_hypothesis_output
-from vllm_trie.engine.speculation_budget import Speculating, SpeculationGrants
+from vllm_trie.engine.speculation_budget import Speculating, SpeculationBudgets
 from vllm_trie.engine.stats import BeamTally, SearchCounts, attach_stats, statistics_among
 from vllm_trie.messages import TICKET, Decided, GroupStep, GroupTicket, attach_group_steps, group_results
 from vllm_trie.params import BeamParams
@@ -48,7 +48,7 @@ class BeamScheduler(Scheduler):
         _refuse_unsupported_kv_cache(self.kv_cache_config)
         self.beam_config = TrieBeamConfig.from_additional_config(self.vllm_config.additional_config)
         self._has_logits_processors = has_logits_processors(self.vllm_config)
-        self._grants = None if speculative is None else SpeculationGrants(speculative, self.kv_cache_manager)
+        self._budgets = None if speculative is None else SpeculationBudgets(speculative, self.kv_cache_manager)
         self.kv_cache_manager.reclaim_interval = self.beam_config.reclaim_interval
         self.kv_cache_manager.num_lookahead_tokens = self.num_lookahead_tokens
         self.groups: dict[str, BeamGroup] = {}  # by the request that stands for the group
@@ -81,7 +81,7 @@ class BeamScheduler(Scheduler):
 
     def _open_group(self, request: Request, params: BeamParams, ticket: GroupTicket) -> None:
         group = new_group(request, params, ticket, self.max_model_len, self._has_logits_processors)
-        needed = self.kv_cache_manager.announce(group.request_id, request.num_prompt_tokens, group.paths_to_widen())
+        needed = self.kv_cache_manager.announce(group.request_id, request.num_prompt_tokens, group.paths_to_fan_out())
         usable, refusal = self.kv_cache_manager.num_usable_blocks, None
         if group.num_rows > self.max_num_running_reqs:
             refusal = f"exceeds max_num_seqs={self.max_num_running_reqs}; lower it, or raise --max-num-seqs"
@@ -140,8 +140,8 @@ class BeamScheduler(Scheduler):
         self._give_up_on_a_group_that_starves_alone(output)
         self._drop_padding(output)
         steps = self._group_steps(output)
-        if self._grants is not None:
-            self._grant_speculation(self._grants, output, steps)
+        if self._budgets is not None:
+            self._share_out_budget(self._budgets, output, steps)
         for group_id, step in steps.items():
             self.groups[group_id].num_pending += step.selects
         attach_group_steps(output, steps)
@@ -167,15 +167,15 @@ class BeamScheduler(Scheduler):
         for group_id, step in steps.items():
             if step.decodes:
                 num_tokens += output.num_scheduled_tokens[group_id] * (self.groups[group_id].num_rows - 1)
-            if step.grant is not None:
-                num_rows += len(step.grant.spare_rows)
-                num_tokens += step.grant.max_tokens - self.groups[group_id].num_rows
+            if step.budget is not None:
+                num_rows += len(step.budget.spare_rows)
+                num_tokens += step.budget.max_tokens - self.groups[group_id].num_rows
         return num_rows, num_tokens
 
-    def _grant_speculation(
-        self, grants: SpeculationGrants, output: SchedulerOutput, steps: dict[str, GroupStep]
+    def _share_out_budget(
+        self, budgets: SpeculationBudgets, output: SchedulerOutput, steps: dict[str, GroupStep]
     ) -> None:
-        eager = [
+        candidates = [
             Speculating(group, self.requests[group_id], step)
             for group_id, step in steps.items()
             if step.decodes
@@ -185,7 +185,7 @@ class BeamScheduler(Scheduler):
             and output.num_scheduled_tokens[group_id] == 1
         ]
         num_rows, num_tokens = self._rows_and_tokens(output, steps)
-        grants.share_out(eager, self.max_num_running_reqs - num_rows, self.max_num_scheduled_tokens - num_tokens)
+        budgets.share_out(candidates, self.max_num_running_reqs - num_rows, self.max_num_scheduled_tokens - num_tokens)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         super().update_draft_token_ids(draft_token_ids)
@@ -234,7 +234,7 @@ class BeamScheduler(Scheduler):
     @staticmethod
     def _is_decoding(request: Request, group: BeamGroup) -> bool:
         """Whether all that the group computes as one row is scheduled, so that it runs as b rows from now on."""
-        return request.num_computed_tokens >= request.num_prompt_tokens + group.num_settled
+        return request.num_computed_tokens >= request.num_prompt_tokens + group.num_common
 
     def _rows(self, request: Request) -> int:
         group = self.groups.get(request.request_id)
@@ -262,13 +262,13 @@ class BeamScheduler(Scheduler):
     def _plan_to_resume(self, request: Request, group: BeamGroup) -> None:
         """Once all results of a preempted group are in: what it computes again."""
         group.preempt()
-        prefix_length = request.num_prompt_tokens + group.num_settled
+        prefix_length = request.num_prompt_tokens + group.num_common
         if not self.kv_cache_manager.can_resume(prefix_length, request.num_prompt_tokens + group.length):
             group.restart()
-        _rewrite(request, group.history(0)[: group.num_settled])
+        _rewrite(request, group.history(0)[: group.num_common])
         if self._hash_blocks is not None:
             request.block_hashes.extend(self._hash_blocks(request))
-        needed = self.kv_cache_manager.announce(group.request_id, request.num_tokens, group.paths_to_widen())
+        needed = self.kv_cache_manager.announce(group.request_id, request.num_tokens, group.paths_to_fan_out())
         if needed > self.kv_cache_manager.num_usable_blocks:
             self._fail(group, needed)
 
@@ -365,7 +365,7 @@ class BeamScheduler(Scheduler):
             if not group.num_pending:
                 self._plan_to_resume(request, group)
         elif was_decoding:
-            self.kv_cache_manager.commit(request.request_id, forks, num_tokens)
+            self.kv_cache_manager.replay_forks(request.request_id, forks, num_tokens)
         return over
 
     def _end_group(self, request: Request, group: BeamGroup, outputs: dict[int, EngineCoreOutputs]) -> None:

@@ -1,4 +1,4 @@
-"""What a step leaves over is granted to the groups that speculate: rows, tokens and KV blocks, down to a plain step."""
+"""Shares out what a step leaves over to groups that speculate: rows, tokens and KV blocks, down to a plain step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.v1.request import Request
 
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
-from vllm_trie.messages import Grant, GroupStep
+from vllm_trie.messages import GroupStep, SpeculationBudget
 from vllm_trie.search.forest import Room, least_affordable
 from vllm_trie.search.rules import SelectRules
 
@@ -23,7 +23,7 @@ class Speculating(NamedTuple):
     step: GroupStep
 
 
-class SpeculationGrants:
+class SpeculationBudgets:
     """Shares out what a step leaves over.
 
     Args:
@@ -36,35 +36,35 @@ class SpeculationGrants:
         self._draft_max_model_len = config.draft_model_config.max_model_len
         self._kv_cache_manager = kv_cache_manager
 
-    def share_out(self, eager: Sequence[Speculating], spare_rows: int, spare_tokens: int) -> None:
+    def share_out(self, candidates: Sequence[Speculating], spare_rows: int, spare_tokens: int) -> None:
         """Give each group an equal share; what one cannot use is left to those after it.
 
         Args:
-            eager: Scheduled to compute one token per row in this step.
+            candidates: Scheduled to compute one token per row in this step.
             spare_rows: Rows of the batch that nobody takes.
             spare_tokens: Tokens of the step's budget that nobody computes.
         """
-        for position, (group, request, step) in enumerate(eager):
+        for position, (group, request, step) in enumerate(candidates):
             # What the draft model sees of a sequence may be shorter.
             within_draft = self._draft_max_model_len - request.num_computed_tokens
             num_layers = min(self._num_layers, group.num_steps_left - 1, within_draft)
-            share, least = len(eager) - position, least_room(step.rules)
+            share, least = len(candidates) - position, least_room(step.rules)
             most_rows = min(spare_rows // share, num_layers * (group.draft_width - 1))
             most_tokens = spare_tokens // share
             if num_layers < 1 or most_rows < least.rows or most_tokens < least.tokens:
                 continue
-            lent = self._kv_cache_manager.lend(request, num_layers, least.rows, most_rows)
-            if lent is None:
+            lookahead = self._kv_cache_manager.allocate_lookahead(request, num_layers, least.rows, most_rows)
+            if lookahead is None:
                 continue
-            step.grant = Grant(
-                lent.num_layers,
-                lent.spare_rows,
-                lent.next_blocks,
+            step.budget = SpeculationBudget(
+                lookahead.num_layers,
+                lookahead.spare_rows,
+                lookahead.next_blocks,
                 draft_width=group.draft_width,
                 max_tokens=group.num_rows + most_tokens,
-                rules=[group.next_rules(ahead) for ahead in range(1, lent.num_layers + 1)],
+                rules=[group.next_rules(ahead) for ahead in range(1, lookahead.num_layers + 1)],
             )
-            spare_rows -= len(lent.spare_rows)
+            spare_rows -= len(lookahead.spare_rows)
             spare_tokens -= most_tokens
 
 
@@ -74,6 +74,6 @@ def least_room(rules: SelectRules) -> Room:
     Layers that are drawn have a least width. A search goes on where all that lives on was drafted, if it need be
     after each root, or with one draft alone where others are too bad to matter.
     """
-    if rules.law is not None:
+    if rules.beam_sampling is not None:
         return least_affordable(rules.width)
     return Room(0, 1 if rules.ranks_together else rules.width)

@@ -28,9 +28,9 @@ REASONS = ("stop", "length", "abort", "error")
 class SearchCounts:
     """What one search, or all of them, took."""
 
-    steps: int = 0  # committed: each makes the beams one token longer
+    steps: int = 0  # taken: each makes the beams one token longer
     target_forwards: int = 0  # that led to them
-    prompts: int = 0  # of these forwards, those that led to first beams: a prompt's last
+    prefill_forwards: int = 0  # of these forwards, those that led to first beams: a prompt's last
     drafted: int = 0  # tokens that the draft model proposed
     accepted: int = 0  # of these, those that became beams
     beams: int = 0  # that all steps together led to
@@ -40,11 +40,11 @@ class SearchCounts:
         """What one target forward came to.
 
         Args:
-            num_steps: So many of its steps, the first ones, were committed.
+            num_steps: So many of its steps, the first ones, were replayed.
             is_prompt: It led to the group's first beams.
         """
         beams = sum(step.num_beams for step in decided.steps[:num_steps])
-        counts = cls(steps=num_steps, target_forwards=1, prompts=int(is_prompt), beams=beams)
+        counts = cls(steps=num_steps, target_forwards=1, prefill_forwards=int(is_prompt), beams=beams)
         if decided.drafted is not None:
             counts.drafted = decided.drafted.num_drafts
             counts.accepted = sum(decided.drafted.num_accepted[:num_steps])
@@ -52,9 +52,9 @@ class SearchCounts:
 
     @property
     def steps_per_forward(self) -> float:
-        """Committed per target forward, 1.0 without speculation. Those of prompts are left out: they are one to one."""
-        forwards = self.target_forwards - self.prompts
-        return (self.steps - self.prompts) / forwards if forwards else 1.0
+        """Taken per target forward, 1.0 without speculation. Those of prompts are left out: they are one to one."""
+        forwards = self.target_forwards - self.prefill_forwards
+        return (self.steps - self.prefill_forwards) / forwards if forwards else 1.0
 
     @property
     def mean_width(self) -> float:

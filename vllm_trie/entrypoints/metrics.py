@@ -36,9 +36,9 @@ COUNTERS = {
     "kv_blocks_reclaimed": "KV blocks given back during a search because no beam led to them any more.",
     "steps": "Steps of beam groups: each takes one per token.",
     "target_forwards": "Forwards of the model that these steps took; speculation makes them fewer.",
-    "prompts": (
+    "prefill_forwards": (
         "Of these, those that led to a group's first beams. Without them, which take one step each, "
-        "(steps - prompts) / (target_forwards - prompts) is the steps per forward."
+        "(steps - prefill_forwards) / (target_forwards - prefill_forwards) is the steps per forward."
     ),
     "drafted": "Tokens that the draft model proposed to beam groups.",
     "accepted": "Of these, those that became the newest token of a beam.",
@@ -47,7 +47,7 @@ COUNTERS = {
 }
 FINISHED = "groups_finished"
 _FINISHED_DOCUMENTATION = (
-    "Beam groups that ended: stop, settled before max_tokens; length, at max_tokens; abort, by the client; "
+    "Beam groups that ended: stop, done before max_tokens; length, at max_tokens; abort, by the client; "
     "error, for want of rows or KV blocks."
 )
 

@@ -31,7 +31,7 @@ class StochasticBeams(NamedTuple):
 def gumbel_top_k(logs: torch.Tensor, count: int, rngs: Sequence[np.random.Generator]) -> Perturbed:
     """Draws without replacement from the log-weights of each group, [G, N], in the order they were drawn.
 
-    The same law as drawing one after the other and renormalising what is left.
+    The same distribution as drawing one after the other and renormalising what is left.
     Source: Vieira 2014, Gumbel-max trick and weighted reservoir sampling.
 
     Args:

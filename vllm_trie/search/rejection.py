@@ -1,4 +1,4 @@
-"""Speculative beam sampling: accept, of what the draft model drew, what keeps the target's law exact."""
+"""Speculative beam sampling: accept, of what the draft model drew, what keeps the target's distribution exact."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEGLIGIBLE = 1e-12  # a chance so small that what has it is rounding
 
 
 class DraftRules(NamedTuple):
-    """How wide drafts and layers are, and which of beam sampling's two laws the layers follow."""
+    """How wide drafts and layers are, and which of beam sampling's two distributions the layers follow."""
 
     draft_width: int  # W_S
     max_width: int  # W_L
@@ -33,14 +33,14 @@ class DraftRules(NamedTuple):
 class Drafts(NamedTuple):
     """One layer of drafts."""
 
-    q: torch.Tensor  # [I, V] float64, the law they were drawn from
+    q: torch.Tensor  # [I, V] float64, the distribution they were drawn from
     cells: np.ndarray  # [S] flat cells, in the order they were drawn
 
 
 class Verified(NamedTuple):
-    """One layer of beams, drawn from the target's law."""
+    """One layer of beams, drawn from the target's distribution."""
 
-    cells: np.ndarray  # [W] flat cells, in the order of the law's draws
+    cells: np.ndarray  # [W] flat cells, in the order of the distribution's draws
     drafts: np.ndarray  # [W], which draft each is; -1 if it was drawn from the target
 
     @property
@@ -50,31 +50,31 @@ class Verified(NamedTuple):
 
 
 def drafted(q: torch.Tensor, rules: DraftRules, rng: np.random.Generator) -> Drafts:
-    """Draw a layer of drafts from exactly the law they will be verified against."""
+    """Draw a layer of drafts from exactly the distribution they will be verified against."""
     return Drafts(q, draw_cells(q, rules.draft_width, rules.replacement, rng))
 
 
 def verified_layers(
     layers: Sequence[Drafts],
-    law: Callable[[Verified | None], torch.Tensor],
+    distribution: Callable[[Verified | None], torch.Tensor],
     rules: DraftRules,
     rng: np.random.Generator,
 ) -> Iterator[Verified]:
     """Verify layers of drafts until one is incomplete; after the last, draw one more from the target.
 
-    Each layer has beam sampling's law given the one before it. The iteration ends early where nothing is possible.
-    Source: DSBD paper.
+    Each layer has beam sampling's distribution given the one before it. The iteration ends early where nothing is
+    possible. Source: DSBD paper.
 
     Args:
         layers: Of one iteration, the first drawn from the input beams, each other from all drafts before it.
-        law: The target's joint law: of None, over the input beams; of a complete layer, with a row for each of *its
-            drafts*, zero for those that were not accepted or have finished.
+        distribution: The target's joint one: of None, over the input beams; of a complete layer, with a row for each
+            of *its drafts*, zero for those that were not accepted or have finished.
         rules: The width of a layer.
         rng: Independent of what the drafts were drawn with.
     """
     verified, width = None, rules.max_width
     for q, drafts in layers:
-        p = law(verified)
+        p = distribution(verified)
         if not p.any():
             return
         width = rules.width(p, q, len(drafts))
@@ -82,7 +82,7 @@ def verified_layers(
         yield verified
         if not verified.is_complete:
             return
-    cells = draw_cells(law(verified), width, rules.replacement, rng)
+    cells = draw_cells(distribution(verified), width, rules.replacement, rng)
     if len(cells):
         yield Verified(cells, np.full(len(cells), -1))
 
@@ -98,9 +98,9 @@ def verify(
     Args:
         p: [I, V] float64, normalised, with mass. Rows of draft parents that were rejected are zero.
         q: [I, V] float64, as the drafts were drawn: neither masked nor renormalised over valid parents.
-        drafts: [S] flat cells in the order they were drawn, and drawn by the same law as is asked for here.
+        drafts: [S] flat cells in the order they were drawn, and drawn by the same distribution as is asked for here.
         width: W; without replacement fewer cells come back if fewer are possible.
-        replacement: Which law.
+        replacement: Which distribution.
         rng: Independent of what the drafts were drawn with.
     """
     residual = Residual(p, q, replacement)
@@ -117,9 +117,9 @@ def verify(
             residual.reject(draft.left)
     num_filled = width - len(cells)
     if num_filled and not residual.is_empty:
-        first = draw_cells(residual.law, 1, replacement, rng)
+        first = draw_cells(residual.distribution, 1, replacement, rng)
         residual.accept(first, drafts)
-        cells += [*first, *draw_cells(residual.law, num_filled - 1, replacement, rng)]
+        cells += [*first, *draw_cells(residual.distribution, num_filled - 1, replacement, rng)]
     accepted += [-1] * (len(cells) - len(accepted))
     return Verified(np.array(cells, dtype=np.int64), np.array(accepted, dtype=np.int64))
 
@@ -134,10 +134,10 @@ class Draft(NamedTuple):
 
 
 class Residual:
-    """p': what the target's law for the next beam has become after the drafts seen so far.
+    """p': what the target's distribution for the next beam has become after the drafts seen so far.
 
-    A rejection makes p' = norm(max(p' - q', 0)), q' being the law of the rejected draft, and an acceptance makes
-    p' = p again; without replacement, p without the accepted cells. All updates between two acceptances together
+    A rejection makes p' = norm(max(p' - q', 0)), q' being what the rejected draft was drawn from, and an acceptance
+    makes p' = p again; without replacement, p without the accepted cells. All updates between two acceptances together
     subtract a multiple of q, so p' = norm(max(p - debt * q, 0)): a rejection costs one pass and keeps no copy.
 
     q needs no mask where a parent was rejected: p is zero there, and so is the maximum. Renormalising q over valid
@@ -151,7 +151,7 @@ class Residual:
         replacement: Whether a cell may be drawn again.
     """
 
-    mass: float  # of `law`
+    mass: float  # of `distribution`
     debt: float
 
     def __init__(self, p: torch.Tensor, q: torch.Tensor, replacement: bool) -> None:
@@ -166,7 +166,7 @@ class Residual:
         return self.mass == 0
 
     @property
-    def law(self) -> torch.Tensor:
+    def distribution(self) -> torch.Tensor:
         """p' [I * V], unnormalised."""
         return self.target.sub(self.proposal, alpha=self.debt).clamp_(min=0) if self.debt else self.target
 
@@ -186,7 +186,7 @@ class Residual:
         """Take off p' what the rejected draft had the chance to be: the probability that a draft is rejected here."""
         before = self.mass
         self.debt += before / left
-        self.mass = float(self.law.sum())
+        self.mass = float(self.distribution.sum())
         rejected = self.mass / before
         if self.mass < NEGLIGIBLE * self.whole:  # p' = q', and only rounding rejects
             self._restart()
@@ -197,8 +197,8 @@ class Residual:
         self.mass = self.whole = float(self.target.sum())
 
 
-def acceptance_law(p: torch.Tensor, q: torch.Tensor, num_drafts: int) -> np.ndarray:
-    """P(S, k) for k = 0..S: the law of how many of S drafts with replacement are accepted if none is enough.
+def acceptance_distribution(p: torch.Tensor, q: torch.Tensor, num_drafts: int) -> np.ndarray:
+    """P(S, k) for k = 0..S: the distribution of how many of S drafts with replacement are accepted if none is enough.
 
     A run of drafts up to its next acceptance begins anew after each, so the counts are a convolution.
     Source: DSBD paper, whose M_S is S.
@@ -206,10 +206,10 @@ def acceptance_law(p: torch.Tensor, q: torch.Tensor, num_drafts: int) -> np.ndar
     residual = Residual(p, q, replacement=True)
     none = np.cumprod([1.0] + [residual.reject() for _ in range(num_drafts)])  # [S + 1], P(i, 0)
     first = np.concatenate([[0.0], none[:-1] - none[1:]])  # the first accepted is the i-th
-    law = [none]
+    distribution = [none]
     for _ in range(num_drafts):
-        law.append(np.convolve(first, law[-1])[: num_drafts + 1])
-    return np.array(law)[:, -1]
+        distribution.append(np.convolve(first, distribution[-1])[: num_drafts + 1])
+    return np.array(distribution)[:, -1]
 
 
 def dynamic_width(
@@ -217,10 +217,10 @@ def dynamic_width(
 ) -> int:
     """The widest layer that drafts fill with a probability of at least `threshold`, within bounds.
 
-    It is derived for drafts with replacement, and used for both laws: whatever the rule, as long as it looks at p and
-    q and not at the drafts, the layer's law stays exact. Source: DSBD paper.
+    It is derived for drafts with replacement, and used without it too: whatever the rule, as long as it looks at p
+    and q and not at the drafts, the layer's distribution stays exact. Source: DSBD paper.
     """
-    at_least = acceptance_law(p, q, num_drafts)[::-1].cumsum()[::-1]  # [S + 1], P(>= K), which is 1 at K = 0
+    at_least = acceptance_distribution(p, q, num_drafts)[::-1].cumsum()[::-1]  # [S + 1], P(>= K), which is 1 at K = 0
     widest = int(np.flatnonzero(at_least >= threshold - NEGLIGIBLE)[-1])
     return min(max_width, max(min_width, widest))
 
@@ -234,7 +234,7 @@ def expected_steps(accept_rates: Sequence[float]) -> float:
 
 
 def accepts_top_k(p: torch.Tensor, drafts: np.ndarray, k: int) -> np.ndarray:
-    """Which drafts [S] are among the target's best k cells: more are accepted, and the law is **biased**.
+    """Which drafts [S] are among the target's best k cells: more are accepted, and the distribution is **biased**.
 
     What comes out follows q inside the target's top k, whatever p says there. Lossless only for k = 1 and a target
     that is greedy. Ties go to the lower cell.

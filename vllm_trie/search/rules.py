@@ -32,7 +32,7 @@ class SelectRules(NamedTuple):
     is_last: bool = False  # the length is reached: all hypotheses end here
     samples: bool = False  # each beam takes a token that is drawn for it
     eos_score_factor: tuple[int, float] | None = None  # token, and the factor of the score by which it is compared
-    law: BeamSampling | None = None  # beams are drawn from it; None: the best go on
+    beam_sampling: BeamSampling | None = None  # how beams are drawn; None: the best go on
 
     @property
     def ranks_together(self) -> bool:

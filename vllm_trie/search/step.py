@@ -61,7 +61,7 @@ class Layout(NamedTuple):
 
     ints: list[int]
     floats: list[int]
-    tops: torch.Size | None  # [r, N], if log-probabilities are reported
+    top_shape: torch.Size | None  # [r, N], if log-probabilities are reported
 
 
 def take_step(
@@ -82,15 +82,15 @@ def take_step(
         completes: Tells of candidates on the host which complete a stop string, where there are stop strings.
         select_next: `slots.select_next`, or what does the same on this device.
     """
-    if rules.law is not None:
+    if rules.beam_sampling is not None:
         assert isinstance(random, Sequence), "beams are drawn without a generator for each group"
         p, logprobs = joint_distribution(rules, logits, scores)
-        cells, is_possible = draw_continuations(p.flatten(1), rules.width, rules.law.replacement, random)
+        cells, is_possible = draw_continuations(p.flatten(1), rules.width, rules.beam_sampling.replacement, random)
         drawn = _drawn(logprobs, scores, cells, is_possible)
         stops = _stops(rules, drawn, completes)
         beams = select_next(drawn, _alive(drawn, stops), rules.width, scores.shape[1])
         step = Step(*beams, _ended(rules, drawn, stops))
-        return _reported(rules, best_of(step) if rules.law.keeps_one else step, logprobs)
+        return _reported(rules, best_of(step) if rules.beam_sampling.keeps_one else step, logprobs)
     logits, scores = _without_barred_rows(rules, logits, scores)
     logprobs = log_probabilities(logits, _masked(rules), rules.filters.temperature)
     if rules.samples:
@@ -159,14 +159,14 @@ def best_of(step: Step[Any]) -> Step[Any]:
 
 def packed(step: Step[torch.Tensor]) -> tuple[torch.Tensor, Layout]:
     """All of a step as one tensor [G, n] int32, to be copied to the host at once; floats keep their bits."""
-    parents, tokens, scores, finished, tops, of_beams, of_finished = step
+    parents, tokens, scores, finished, top_logprobs, of_beams, of_finished = step
     ints, floats = [parents, tokens, finished.parents, finished.tokens], [scores, finished.scores]
-    if tops and of_beams and of_finished:
-        ints += [of_beams.ranks, of_finished.ranks, tops.tokens.flatten(1)]
-        floats += [of_beams.logprobs, of_finished.logprobs, tops.logprobs.flatten(1)]
+    if top_logprobs and of_beams and of_finished:
+        ints += [of_beams.ranks, of_finished.ranks, top_logprobs.tokens.flatten(1)]
+        floats += [of_beams.logprobs, of_finished.logprobs, top_logprobs.logprobs.flatten(1)]
     words = torch.cat([torch.cat(ints, dim=1).int(), torch.cat(floats, dim=1).view(torch.int32)], dim=1)
     sizes = [[field.shape[1] for field in fields] for fields in (ints, floats)]
-    return words, Layout(sizes[0], sizes[1], tops and tops.tokens.shape[1:])
+    return words, Layout(sizes[0], sizes[1], top_logprobs and top_logprobs.tokens.shape[1:])
 
 
 def unpacked(array: np.ndarray, layout: Layout) -> list[Step[np.ndarray]]:
@@ -179,9 +179,9 @@ def unpacked(array: np.ndarray, layout: Layout) -> list[Step[np.ndarray]]:
         which = at, ends[at] if is_ending else NONE
         finished = Candidates(ended_by[which], ended_in[which], ended_with[which])
         step = Step(parents[at], tokens[at], scores[at], finished)
-        if layout.tops is not None:
+        if layout.top_shape is not None:
             step = step._replace(
-                top_logprobs=TopLogprobs(*(field[2][at].reshape(layout.tops) for field in (reported, logprobs))),
+                top_logprobs=TopLogprobs(*(field[2][at].reshape(layout.top_shape) for field in (reported, logprobs))),
                 beam_logprobs=TokenLogprobs(logprobs[0][at], reported[0][at]),
                 finished_logprobs=TokenLogprobs(logprobs[1][which], reported[1][which]),
             )

@@ -51,7 +51,7 @@ class HypothesisPool(ABC):
         """What a finished hypothesis of `length` generated tokens, the last one counted, competes by."""
 
     @abstractmethod
-    def is_settled(self, best_running: float, length: int) -> bool:
+    def is_done(self, best_running: float, length: int) -> bool:
         """Whether no running beam may enter the pool any more.
 
         Args:
@@ -88,7 +88,7 @@ class HfPool(HypothesisPool):
     def score(self, sum_logprobs: float, length: int, last_token: int = -1) -> float:
         return float(np.float32(sum_logprobs) / np.float32(length**self.length_penalty))
 
-    def is_settled(self, best_running: float, length: int) -> bool:
+    def is_done(self, best_running: float, length: int) -> bool:
         if len(self) < self.width:
             return False
         if self.early_stopping is True:
@@ -117,7 +117,7 @@ class TridecodePool(HypothesisPool):
             self._full_at = length
         return outdone
 
-    def is_settled(self, best_running: float, length: int) -> bool:
+    def is_done(self, best_running: float, length: int) -> bool:
         return self._full_at is not None and length > self._full_at
 
 
@@ -145,7 +145,7 @@ class VllmPool(HypothesisPool):
         counted = self.prompt_length + length - (last_token in self.uncounted)
         return self._over(sum_logprobs, counted)
 
-    def is_settled(self, best_running: float, length: int) -> bool:
+    def is_done(self, best_running: float, length: int) -> bool:
         if len(self) < self.width:
             return False
         # Sums only fall, and are negative: the best that can come is as long, or as short, as possible.

@@ -36,8 +36,8 @@ def least_blocks_to_start(num_prompt_tokens: int, width: int, block_size: int) -
     return num_prompt_tokens // block_size + width
 
 
-def blocks_to_widen(num_tokens: int, paths: Sequence[Sequence[int]], block_size: int) -> int:
-    """New blocks that `BlockTrie.widen(paths, ...)` takes from a prefix of `num_tokens` tokens."""
+def blocks_to_fan_out(num_tokens: int, paths: Sequence[Sequence[int]], block_size: int) -> int:
+    """New blocks that `BlockTrie.fan_out(paths, ...)` takes from a prefix of `num_tokens` tokens."""
     end = num_tokens + len(paths[0])
     count = len(paths) if end % block_size else 0
     for block_end in range((num_tokens // block_size + 1) * block_size, end + 1, block_size):
@@ -106,19 +106,19 @@ class BlockTrie:
     def width(self) -> int:
         return len(self.rows)
 
-    def widen(self, paths: Sequence[Sequence[int]], new_blocks: Sequence[int]) -> list[BlockCopy]:
+    def fan_out(self, paths: Sequence[Sequence[int]], new_blocks: Sequence[int]) -> list[BlockCopy]:
         """Let one row become many that go on from it, and make room for their tokens.
 
         Args:
             paths: For each row a key per token beyond the prefix, equally many. Where two rows have the
                 same key, their histories are the same up to that token, and so are their full blocks.
-            new_blocks: As many as `blocks_to_widen` says.
+            new_blocks: As many as `blocks_to_fan_out` says.
 
         Returns:
             The copies to make before any row writes.
         """
         (first,) = self.rows
-        assert len(new_blocks) == blocks_to_widen(self.num_tokens, paths, self.block_size)
+        assert len(new_blocks) == blocks_to_fan_out(self.num_tokens, paths, self.block_size)
         self._seal(self.num_tokens // self.block_size)
         self.rows = [_Row(NO_NODE) for _ in paths]
         for row in self.rows:

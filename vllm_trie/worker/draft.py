@@ -1,8 +1,8 @@
-"""Speculation of the groups that were granted some: draft a forest, and lay it out as rows.
+"""Draft a forest for every group that has a budget to speculate, and lay it out as rows.
 
 Every path from a root of the forest to a leaf is a row with draft tokens, as vLLM has them, so that it gives logits
-at each node. The first rows are the beams' own; others get a slot that lasts one step, with blocks that were lent
-for it. Next: `verify`, then `accept_path`.
+at each node. The first rows are the beams' own; others get a slot that lasts one step, with lookahead
+blocks of its own. Next: `verify`, then `accept_path`.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Drafter:
     def draft(
         self, context: StepContext, groups: dict[str, GroupRows], output: SchedulerOutput
     ) -> dict[str, ForestStep]:
-        """A forest for every group with a grant; its rows are added to the runner's slots and to `output`."""
+        """A forest for every group with a budget; its rows are added to the runner's slots and to `output`."""
         forests = {group_id: self._begin(context.steps[group_id], groups[group_id]) for group_id in context.speculating}
         self._catch_up(forests)
-        for number in range(1, max(forest_step.grant.num_layers for forest_step in forests.values()) + 1):
+        for number in range(1, max(forest_step.budget.num_layers for forest_step in forests.values()) + 1):
             self._draft_layer(forests, number)
             if self._rank_check is not None:  # before ranks compute forests of different shapes together, and hang
                 drafts = {group_id: forest_step.forest.as_arrays() for group_id, forest_step in forests.items()}
@@ -66,36 +66,38 @@ class Drafter:
         return forests
 
     def _begin(self, step: GroupStep, group: GroupRows) -> ForestStep:
-        runner, grant = self._runner, step.grant
-        assert grant is not None
+        runner, budget = self._runner, step.budget
+        assert budget is not None
         states, tables = runner.req_states, runner.block_tables
-        start, num_rows = int(states.num_computed_tokens_np[group.slots[0]]), len(group.slots) + len(grant.spare_rows)
+        start, num_rows = int(states.num_computed_tokens_np[group.slots[0]]), len(group.slots) + len(budget.spare_rows)
         slots, blocks = async_tensor_h2d(group.slots, device=runner.device, dtype=torch.int64), []
         for number, (table, block_size) in enumerate(zip(tables.block_tables, tables.block_sizes, strict=True)):
-            column, next_blocks = start // block_size, grant.next_blocks[number]
+            column, next_blocks = start // block_size, budget.next_blocks[number]
             # One column more may be beyond what vLLM's tables take.
             own = np.full((num_rows, column + 1 + bool(next_blocks)), NO_BLOCK, dtype=np.int32)
             own[: len(slots), : column + 1] = table.gpu[slots, : column + 1].cpu().numpy()
             own[:, : self._num_skipped(number, start)] = NO_BLOCK  # what has left the window may be another's by now
             if next_blocks:
                 own[: len(slots), column + 1] = next_blocks
-            for row, of_row in enumerate(grant.spare_rows, start=len(slots)):
+            for row, of_row in enumerate(budget.spare_rows, start=len(slots)):
                 own[row, column : column + len(of_row[number])] = of_row[number]
             blocks.append(own)
         roots = group.tokens.tolist()
-        num_layers, draft_width = grant.num_layers, grant.draft_width
-        if step.rules.law is not None:
+        num_layers, draft_width = budget.num_layers, budget.draft_width
+        if step.rules.beam_sampling is not None:
             least = step.rules.width
-            num_layers, draft_width = affordable(len(roots), num_rows, grant.max_tokens, num_layers, draft_width, least)
+            num_layers, draft_width = affordable(
+                len(roots), num_rows, budget.max_tokens, num_layers, draft_width, least
+            )
         pending = states.all_token_ids.gpu[slots, group.num_drafted : start + 1].tolist()
         group.num_drafted = start
         return ForestStep(
             step,
-            replace(grant, num_layers=num_layers, draft_width=draft_width),
+            replace(budget, num_layers=num_layers, draft_width=draft_width),
             group,
             start,
             tables.block_sizes,
-            Forest(roots, num_rows, grant.max_tokens),
+            Forest(roots, num_rows, budget.max_tokens),
             Layer(list(range(len(roots))), group.scores, range(len(roots))),
             blocks,
             pending,
@@ -124,7 +126,7 @@ class Drafter:
         active = [
             forest_step
             for forest_step in forests.values()
-            if forest_step.grant.num_layers >= number and forest_step.layer.nodes
+            if forest_step.budget.num_layers >= number and forest_step.layer.nodes
         ]
         if not active:
             return
@@ -150,8 +152,8 @@ class Drafter:
         logits = self._draft_model.logits(tokens, starts, blocks)
         copies = list[tuple[int, int]]()
         for forest_step, own in zip(active, torch.split(logits, list(map(len, rows))), strict=True):
-            rules = [forest_step.step.rules, *forest_step.grant.rules][number - 1]
-            if rules.law is not None:
+            rules = [forest_step.step.rules, *forest_step.budget.rules][number - 1]
+            if rules.beam_sampling is not None:
                 forks = forest_step.draw_layer(own, rules)
             else:
                 logprobs = log_probabilities(own, rules.stop_token_ids, rules.filters.temperature)
@@ -160,7 +162,7 @@ class Drafter:
                     forest_step.layer,
                     logprobs,
                     forest_step.num_beams,
-                    forest_step.grant.draft_width,
+                    forest_step.budget.draft_width,
                 )
             forest_step.num_layers += bool(forest_step.layer.nodes)
             for fork in forks:
@@ -184,8 +186,8 @@ class Drafter:
             )
         spare_slots = [states.req_id_to_index[row_id] for row_id in forest_step.spare_ids]
         forest_step.slots = np.concatenate([forest_step.group.slots, np.array(spare_slots, dtype=np.int64)])
-        longest = 1 + forest_step.grant.num_layers
-        is_padded = self._pads_rows and longest * len(forest_step.slots) <= forest_step.grant.max_tokens
+        longest = 1 + forest_step.budget.num_layers
+        is_padded = self._pads_rows and longest * len(forest_step.slots) <= forest_step.budget.max_tokens
         for row_id, path in zip(
             [*forest_step.group.row_ids, *forest_step.spare_ids], forest_step.forest.rows, strict=True
         ):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from vllm_trie.messages import Grant, GroupStep
+from vllm_trie.messages import GroupStep, SpeculationBudget
 from vllm_trie.search.forest import Forest, Layer, RowFork
 from vllm_trie.search.rejection import DraftRules, Drafts, drafted
 from vllm_trie.search.rules import SelectRules
@@ -22,7 +22,7 @@ class ForestStep:
     """One group's forest in one step."""
 
     step: GroupStep
-    grant: Grant
+    budget: SpeculationBudget
     group: GroupRows
     start: int  # position of the roots: as many tokens are computed
     block_sizes: list[int]  # by KV cache group
@@ -50,9 +50,9 @@ class ForestStep:
     @property
     def draft_rules(self) -> DraftRules:
         """How layers are drawn and verified."""
-        law, width = self.step.rules.law, self.step.rules.width
-        assert law is not None
-        return DraftRules(self.grant.draft_width, width, law.min_width, law.threshold, law.replacement)
+        sampling, width = self.step.rules.beam_sampling, self.step.rules.width
+        assert sampling is not None
+        return DraftRules(self.budget.draft_width, width, sampling.min_width, sampling.threshold, sampling.replacement)
 
     def fork(self, fork: RowFork, number: int) -> list[tuple[int, int]]:
         """Let a row begin as a copy of another, at layer `number`. Returns the blocks to copy."""

@@ -147,7 +147,7 @@ class Selector:
         if rules.samples:
             chances = np.stack([uniforms(*draw, rules.width) for draw in draws if draw is not None])
             return async_tensor_h2d(chances, device=self._runner.device, dtype=torch.float64)
-        if rules.law is not None:
+        if rules.beam_sampling is not None:
             return [generator(*draw) for draw in draws if draw is not None]
         return None
 

@@ -55,7 +55,7 @@ class StepContext:
     @property
     def speculating(self) -> list[str]:
         """Groups that may draft in this step."""
-        return [group_id for group_id, step in self.steps.items() if step.grant is not None]
+        return [group_id for group_id, step in self.steps.items() if step.budget is not None]
 
     @property
     def most_steps(self) -> int:

@@ -45,7 +45,7 @@ def verify(
     """
     decided = {}
     for group_id, forest_step in context.forests.items():
-        search = _beam_search if forest_step.step.rules.law is None else _beam_sampling
+        search = _beam_search if forest_step.step.rules.beam_sampling is None else _beam_sampling
         steps, beams, accepted = search(_Nodes(selector, rows, forest_step, logits))
         tokens = accept_path(selector, forest_step, steps, beams)
         places = rows.places(forest_step.slots)
@@ -72,7 +72,7 @@ class _Nodes:
     def __init__(self, selector: Selector, rows: BatchRows, forest_step: ForestStep, logits: torch.Tensor) -> None:
         self.forest_step = forest_step
         self.forest = forest_step.forest
-        self.rules = [forest_step.step.rules, *forest_step.grant.rules]  # by step
+        self.rules = [forest_step.step.rules, *forest_step.budget.rules]  # by step
         self._selector = selector
         lengths = np.array([len(path) for path in self.forest.rows])
         starts = lengths.cumsum() - lengths
@@ -186,7 +186,7 @@ def _beam_sampling(nodes: _Nodes) -> Found:
     if not steps:  # nothing is possible any more: the search ends
         steps.append(take(np.zeros(0, dtype=np.int64))[0])
         accepted.append(0)
-    mode = forest_step.step.rules.law
-    if mode is not None and mode.keeps_one:
+    sampling = forest_step.step.rules.beam_sampling
+    if sampling is not None and sampling.keeps_one:
         steps[-1] = _on_host(best_of(newest))
     return steps, beams[: len(steps)], accepted

@@ -1,4 +1,4 @@
-"""What is granted to a search suffices to speculate with, to the row and the token."""
+"""What budget a search is given suffices to speculate with, to the row and the token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEAST: list[tuple[dict[str, Any], int, int]] = [  # what is asked for, and the f
 
 
 @pytest.mark.parametrize(("options", "rows", "tokens"), LEAST)
-def test_the_least_of_use_is_granted_and_nothing_less(
+def test_the_least_of_use_is_given_and_nothing_less(
     engines: Engines,
     random_pair: Callable[[str, float], Pair],
     options: dict,
@@ -36,25 +36,25 @@ def test_the_least_of_use_is_granted_and_nothing_less(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = speculating(engines, random_pair("gqa", NOISE), 4)
-    share_out = engine.scheduler._grants.share_out
+    share_out = engine.scheduler._budgets.share_out
     jobs = [(prompt_of(length), beam_params(**options, max_tokens=60, ignore_eos=True)) for length in (20, 21, 22)]
 
     def searched(spare_rows: int, spare_tokens: int) -> tuple[int, int]:
-        """How often searches, one at a time, were granted something, and how many forwards they saved by it."""
-        num_granted = 0
+        """How often searches, one at a time, were given a budget, and how many forwards they saved by it."""
+        num_budgets = 0
 
-        def share(eager: Sequence[Speculating], *_: int) -> None:
-            nonlocal num_granted
-            share_out(eager, spare_rows, spare_tokens)
-            num_granted += sum(one.step.grant is not None for one in eager)
+        def share(candidates: Sequence[Speculating], *_: int) -> None:
+            nonlocal num_budgets
+            share_out(candidates, spare_rows, spare_tokens)
+            num_budgets += sum(one.step.budget is not None for one in candidates)
 
-        monkeypatch.setattr(engine.scheduler._grants, "share_out", share)
+        monkeypatch.setattr(engine.scheduler._budgets, "share_out", share)
         outputs = [run(engine, [(prompt, params.clone())], lambda: None)[0] for prompt, params in jobs]
         told = [output.kv_transfer_params["trie_beam"] for output in outputs]
-        return num_granted, sum(one["steps"] - one["target_forwards"] for one in told)
+        return num_budgets, sum(one["steps"] - one["target_forwards"] for one in told)
 
-    num_granted, num_saved = searched(rows, tokens)
-    assert num_granted > 0
+    num_budgets, num_saved = searched(rows, tokens)
+    assert num_budgets > 0
     assert num_saved > 0, "so little is of no use"
     assert searched(rows, tokens - 1) == (0, 0)
     if rows > 0:
