@@ -27,6 +27,8 @@ class TrieBeamConfig(SpeculationOptions):
         check_invariants: Check every trie after every step; for tests and bug reports, slow.
         debug_rank_check: Let tensor parallel ranks compare what they decide in every step, and end the engine if they
             differ; for tests and bug reports, slow.
+        vllm_check: What a vLLM that differs from the recorded one leads to: "strict", to a refusal; "warn", to a
+            warning where what differs may still fit; "off", to nothing. None: what VLLM_TRIE_CHECK says, else "warn".
     """
 
     reclaim_interval: int = 15
@@ -34,6 +36,7 @@ class TrieBeamConfig(SpeculationOptions):
     semantics: str = "hf"
     check_invariants: bool = False
     debug_rank_check: bool = False
+    vllm_check: str | None = None
 
     def __post_init__(self) -> None:
         interval = self.reclaim_interval

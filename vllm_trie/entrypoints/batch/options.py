@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.plugins import load_general_plugins
 from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.entrypoints.cli import plugin_name
 from vllm_trie.params import SEMANTICS, beam_params
-from vllm_trie.plugin import register
 
 PROGRAM = "python -m vllm_trie.entrypoints.batch"
 EARLY_STOPPING = {"true": True, "false": False, "never": "never"}
@@ -48,7 +48,7 @@ class _Parser(FlexibleArgumentParser):
 
 def parse(arguments: Sequence[str] | None = None) -> Job:
     """Read the command line; what is wrong with it ends the process with a sentence and status 2."""
-    register()
+    load_general_plugins()  # whose flag the parser must know
     parser = _parser()
     args = parser.parse_args(arguments)
     try:
