@@ -11,7 +11,7 @@ help:
 	@echo "make demo       beam search on real code prompts, measured (a first run sets everything up)"
 	@echo "make test       linters, type checks and all tests"
 	@echo "make test-0.33  the tests that run vLLM, on vLLM 0.33 (its set-up downloads 340 MB more)"
-	@echo "make lint       linters and type checks alone"
+	@echo "make lint       linters, type checks and import contracts alone"
 	@echo "make bench      the papers' tables in small, about nine minutes"
 	@echo "make bench-full all tables, more of each, as long as it takes; interrupted, it goes on when run again"
 	@echo "make clean      remove the virtual environments and caches"
@@ -29,6 +29,7 @@ lint: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	$(VENV)/bin/lint-imports
 
 bench: $(READY)
 	$(PYTHON) -m benchmarks
