@@ -199,6 +199,8 @@ class BeamScheduler(Scheduler):
         anew, as many tokens at a time as the budget allows after what runs before it.
         """
         others = 0
+        if not self.groups:
+            return others
         spare = self.max_num_scheduled_tokens - sum(map(self._rows, self.running))
         most = self.scheduler_config.long_prefill_token_threshold or self.max_num_scheduled_tokens
         for request in self.running:
