@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from vllm_trie.config import TrieBeamConfig
 from vllm_trie.speculation_options import OPTIONS
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 from vllm import SamplingParams
-
-from vllm_trie import BeamParams, beam_params
 from vllm_trie.controls import is_controlled, logits_filters, stop_tokens
 from vllm_trie.params import EngineLimits, validate
+
+from vllm_trie import BeamParams, beam_params
 from vllm_trie.search.filters import LogitsFilters
 
 LIMITS = EngineLimits(max_num_seqs=64, max_model_len=512, vocab_size=300, block_size=32, num_blocks=1000)

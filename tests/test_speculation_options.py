@@ -8,9 +8,9 @@ from itertools import product
 from typing import Any
 
 import pytest
+from vllm_trie.speculation_options import FLAGS, OPTIONS, SpeculationOptions, resolve
 
 from vllm_trie import BeamParams, beam_params
-from vllm_trie.speculation_options import FLAGS, OPTIONS, SpeculationOptions, resolve
 
 LAWS = [None, False, True]
 SPECULATIONS = [None, "off", "exact", "sample"]
