@@ -40,7 +40,7 @@ def with_tables(page: str) -> str:
         "names": markdown_names(),
     }
     for name, table in tables.items():
-        page = re.sub(rf"(?<=<!-- {name} -->\n\n).*?(?=\n\n|\Z)", lambda _, table=table: table, page, flags=re.DOTALL)
+        page = re.sub(rf"(?<=<!-- {name} -->\n\n).*?(?=\n\n|\n\Z)", lambda _, table=table: table, page, flags=re.DOTALL)
     return page
 
 
