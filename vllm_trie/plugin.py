@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_trie.compat.cpu import configure_engines_on_cpu
 from vllm_trie.compat.fingerprint import verify_once
 from vllm_trie.compat.patch import Patch
-from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.entrypoints.cli import add_plugin_flag
+from vllm_trie.options import PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.selection import (
     ASYNC_SCHEDULER,
     SCHEDULER,

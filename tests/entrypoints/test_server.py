@@ -24,6 +24,7 @@ from tests.conftest import ROOT
 from tests.test_readme import CLIENT as README_ASKS
 from tests.test_readme import SERVE as README_SERVES
 from tests.test_readme import run_example
+from vllm_trie.entrypoints.requests import BeamRequestError
 from vllm_trie.entrypoints.server import serve_beams
 
 PROMPTS = ["def is_prime(number):", "class Foo:\n    def close(self):", "import os\n", "    return"]
@@ -191,7 +192,19 @@ def test_what_the_request_says_of_sampling_counts_and_served_defaults_do_not(kin
         (beams("8"), "beam_width='8' is not a whole number of beams"),
         (beams("many"), "beam_width='many' is not a whole number of beams"),
         (beams(10**6), "beam_width=1000000 exceeds max_num_seqs=64; lower it, or raise --max-num-seqs"),
-        ({"use_beam_search": True, "n": 65}, "beam_width=65 exceeds max_num_seqs=64"),
+        ({"use_beam_search": True, "n": 65}, "use_beam_search with n=65 exceeds max_num_seqs=64; lower it, or raise"),
+        ({"use_beam_search": True, "n": 2, **beams(65)}, "beam_width=65 exceeds max_num_seqs=64; lower it, or raise"),
+        ({"use_beam_search": True, "prompt_logprobs": 1}, "prompt_logprobs=1 is not supported together with use_beam"),
+        (beams(4, num_beams=4), "unknown option num_beams=4; did you mean beam_width?"),
+        (beams(4, best_of=4), "unknown option best_of=4; beam_width is how many beams are searched, n how many"),
+        (
+            {"use_beam_search": True, "vllm_xargs": {"diversity_penalty": 0.5}},
+            "unknown option diversity_penalty=0.5; no",
+        ),
+        ({"num_beams": 4, **beams(4)}, "unknown option num_beams=4; did you mean beam_width?"),
+        ({"use_beam_search": True, "num_beams": 4}, "num_beams=4; did you mean use_beam_search with n?"),
+        ({"use_beam_search": True, "early_stopping": True}, "early_stopping=True is no field of a request; pass it in"),
+        ({"beam_width": 4}, 'beam_width=4 is no field of a request; pass it in "vllm_xargs"'),
         ({"n": 5, **beams(4)}, "n=5 exceeds beam_width=4"),
         (beams(4, length_penalty="nan"), "length_penalty='nan' is not a number between -6 and 6"),
         ({"use_beam_search": True, "length_penalty": "nan"}, "length_penalty=nan is not a number"),
@@ -202,7 +215,7 @@ def test_what_the_request_says_of_sampling_counts_and_served_defaults_do_not(kin
         ({"prompt": [5] * 513, **beams(4)}, "maximum context length is 512"),
         ({"n": 2, "temperature": 0, **beams(4)}, "n must be 1 when using greedy sampling"),
         ({"seed": 1, **beams(4)}, "seed=1 has nothing to decide in a beam search"),
-        ({"use_beam_search": True, "response_format": {"type": "json_object"}}, "structured_outputs="),
+        ({"use_beam_search": True, "response_format": {"type": "json_object"}}, "together with use_beam_search"),
         ({"stream": True, **beams(4)}, "stream=true is not supported together with beam_width"),
         ({"stream": True, "use_beam_search": True}, "not currently supported with beam search"),
     ],
@@ -212,6 +225,20 @@ def test_a_bad_request_is_a_400_that_names_the_option(server: Server, options: d
         complete(server, **options)
     assert message in refusal.value.message
     assert server.gauge("vllm:num_requests_running") == 0
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
+def test_fields_by_names_of_other_systems_are_refused_beside_beams_and_left_alone_otherwise(kind: type) -> None:
+    serve_beams()
+    asked: dict[str, Any] = {"prompt": "x"} if kind is CompletionRequest else {"messages": []}
+    others = {"num_beams": 4, "best_of": 2, "early_stopping": True}
+    assert kind(**asked, **others).to_sampling_params(8, {}).n == 1
+    assert kind(**asked, num_beams=None, **beams(4)).to_sampling_params(8, {}).extra_args == {"beam_width": 4}
+    for name, value in others.items():
+        with pytest.raises(BeamRequestError, match=f"{name}="):
+            kind(**asked, **{name: value}, **beams(4)).to_sampling_params(8, {})
+        with pytest.raises(BeamRequestError, match=f"{name}="):
+            kind(**asked, **{name: value}, use_beam_search=True).to_beam_search_params(8, {})
 
 
 @pytest.mark.parametrize("options", [beams(4), {"use_beam_search": True}])
@@ -225,7 +252,7 @@ def test_a_prompt_just_below_the_limit_has_room_for_one_token(server: Server) ->
 
 
 def test_keys_of_others_pass_and_our_own_marks_cannot_be_forged(server: Server) -> None:
-    for forged in ({}, {"trie_beam_from_llm": "x", "trie_beam_ticket": "y"}, {"trie_beam_from_llm": 1}):
+    for forged in ({}, {"trie_beam_caller": "LLM.beam_search", "trie_beam_ticket": "y"}, {"trie_beam_caller": 1}):
         choice = complete(server, vllm_xargs={"beam_width": 2, "somebody_elses": "x", **forged}).choices[0]
         assert choice.text
         assert choice.logprobs is None

@@ -16,15 +16,14 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.compat.patch import Patch
-from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.new_group import new_group
 from vllm_trie.engine.outputs import Mailbox, hypothesis_output, no_hypothesis_output
 from vllm_trie.engine.speculation_budget import Speculating, SpeculationBudgets
 from vllm_trie.engine.stats import BeamTally, SearchCounts, attach_stats, statistics_among
-from vllm_trie.messages import TICKET, Decided, GroupStep, GroupTicket, attach_group_steps, group_results
-from vllm_trie.params import BeamParams
+from vllm_trie.messages import Decided, GroupStep, GroupTicket, attach_group_steps, group_results
+from vllm_trie.options import PLUGIN_NAME, BeamParams, TrieBeamConfig
 from vllm_trie.selection import has_logits_processors
 
 logger = init_logger("vllm.trie_beam.scheduler")
@@ -64,20 +63,16 @@ class BeamScheduler(Scheduler):
     # Requests come and go.
 
     def add_request(self, request: Request) -> None:
-        extra_args = (request.sampling_params and request.sampling_params.extra_args) or {}
-        try:
-            params = BeamParams.from_extra_args(extra_args)
-        except ValueError as error:
-            self.mailbox.refuse(request, str(error))
-            return
-        if params is None or request.request_id in self.requests:  # the latter feeds an ordinary streaming session
+        ticket = GroupTicket.of(request.sampling_params)
+        if request.request_id in self.requests:  # it feeds an ordinary streaming session
             super().add_request(request)
-        elif TICKET not in extra_args:
+        elif ticket is not None:
+            if self.mailbox.register(ticket, request):
+                self._open_group(request, BeamParams.model_construct(**ticket.options), ticket)
+        elif _asks_for_beams(request):
             self.mailbox.refuse(request, "the front end let this beam request through without checking it")
         else:
-            ticket = GroupTicket(**extra_args[TICKET])
-            if self.mailbox.register(ticket, request):
-                self._open_group(request, params, ticket)
+            super().add_request(request)
 
     def _open_group(self, request: Request, params: BeamParams, ticket: GroupTicket) -> None:
         group = new_group(request, params, ticket, self.max_model_len, self._has_logits_processors)
@@ -88,7 +83,7 @@ class BeamScheduler(Scheduler):
         elif needed > usable:
             refusal = (
                 f"with a prompt of {request.num_prompt_tokens} tokens needs {needed} KV blocks to start and the engine "
-                f"has {usable}; lower beam_width or give the KV cache more memory"
+                f"has {usable}; lower it or give the KV cache more memory"
             )
         if refusal is not None:
             self.kv_cache_manager.close_group(group.request_id)
@@ -288,7 +283,7 @@ class BeamScheduler(Scheduler):
     def _fail(self, group: BeamGroup, needed: int) -> None:
         self._failed[group.request_id] = (
             f"beam_width={group.width} needs at least {needed} KV blocks after {group.length} tokens and the engine "
-            f"has {self.kv_cache_manager.num_usable_blocks}; lower beam_width or max_tokens, or give the KV cache "
+            f"has {self.kv_cache_manager.num_usable_blocks}; lower it or max_tokens, or give the KV cache "
             f"more memory"
         )
 
@@ -408,6 +403,14 @@ def _rewrite(request: Request, generated: list[int]) -> None:
     """Make vLLM believe that the request has generated these tokens."""
     request._output_token_ids[:] = generated
     request._all_token_ids[request.num_prompt_tokens :] = generated
+
+
+def _asks_for_beams(request: Request) -> bool:
+    params = request.sampling_params
+    try:
+        return params is not None and BeamParams.from_extra_args(params.extra_args) is not None
+    except ValueError:
+        return True
 
 
 def _refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig) -> None:

@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from vllm_trie.compat.patch import Patch
-from vllm_trie.config import PLUGIN_NAME
+from vllm_trie.options import PLUGIN_NAME
 
 add_cli_args = Patch("vllm.engine.arg_utils:EngineArgs", "add_cli_args")
 from_cli_args = Patch("vllm.engine.arg_utils:EngineArgs", "from_cli_args")

@@ -10,7 +10,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from vllm_trie.compat.patch import Patch
-from vllm_trie.messages import TICKET, GroupTicket
+from vllm_trie.messages import GroupTicket
 
 choose_engine = Patch("vllm.v1.engine.core_client:DPLBAsyncMPClient", "get_core_engine_for_request")
 
@@ -26,10 +26,9 @@ def _by_group(original: Callable[..., bytes]) -> Callable[..., bytes]:
 
     @functools.wraps(original)
     def get_core_engine_for_request(self: Any, request: EngineCoreRequest) -> bytes:
-        extra_args = (request.sampling_params and request.sampling_params.extra_args) or {}
-        if TICKET not in extra_args:
+        ticket = GroupTicket.of(request.sampling_params)
+        if ticket is None:
             return original(self, request)
-        ticket = GroupTicket(**extra_args[TICKET])
         if ticket.key in ranks:
             request.data_parallel_rank = ranks[ticket.key].pop()
         engine = original(self, request)
