@@ -15,8 +15,9 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_trie.compat.cpu import needs_cpu_kernels
-from vllm_trie.compat.fingerprint import installed_vllm, record_of
+from vllm_trie.compat.fingerprint import record_of
 from vllm_trie.compat.patch import Patch
+from vllm_trie.compat.sources import installed_vllm
 from vllm_trie.compat.versions import own_beams
 from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.messages import TICKET, GroupTicket
