@@ -29,8 +29,6 @@ def main() -> None:
     parser.add_argument("--diff", action="store_true", help="with --against: show what differs from the installed vLLM")
     parser.add_argument("--record", action="store_true", help="write the record of that vLLM instead")
     arguments = parser.parse_args()
-    if arguments.diff and (arguments.against is None or arguments.record):
-        parser.error("--diff shows how another vLLM differs; name it by --against, without --record")
     try:
         sources = installed_vllm() if arguments.against is None else Sources(arguments.against)
         if arguments.record:

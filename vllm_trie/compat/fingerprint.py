@@ -118,37 +118,30 @@ class Comparison(NamedTuple):
 def compare(sources: Sources, record: dict[str, Any]) -> Comparison:
     """Compare a vLLM with a record. A module whose file is the recorded one is not looked into."""
     found, pieces = Comparison({}, [], []), touched()
-    unchanged = {module for module, digest in record["modules"].items() if _has(sources, module, digest)}
+    unchanged = {module for module, digest in record["modules"].items() if sources.digest(module) == digest}
     for target, recorded in record["pieces"].items():
         if _module(target) in unchanged:
             found.same.append(target)
-        elif problem := _problem(pieces[target], recorded, sources):
+            continue
+        try:
+            now = _fingerprint(pieces[target], sources)
+        except PatchError:
+            found.refused[target] = "is gone"
+            continue
+        if problem := _problem(pieces[target], recorded, now, sources):
             found.refused[target] = problem
         else:
-            is_same = body_digest(sources.node(target)) == recorded["body"]
-            (found.same if is_same else found.changed).append(target)
+            (found.same if now["body"] == recorded["body"] else found.changed).append(target)
     return found
 
 
-def _has(sources: Sources, module: str, digest: str) -> bool:
-    try:
-        return sources.digest(module) == digest
-    except PatchError:
-        return False
-
-
-def _problem(piece: Touched, recorded: dict[str, str], sources: Sources) -> str:
-    try:
-        node = sources.node(piece.target)
-    except PatchError:
-        return "is gone"
-    now = _fingerprint(piece, sources)
+def _problem(piece: Touched, recorded: dict[str, str], now: dict[str, str], sources: Sources) -> str:
     if piece.grade == "replaced":
-        return "" if now["body"] == recorded["body"] else "does something else than what trie_beam puts in its place"
-    if piece.fields:
-        owner = node if isinstance(node, ast.ClassDef) else sources.node(piece.target.rpartition(".")[0])
-        if lost := [name for name in piece.fields if name not in fields(owner)]:
-            return f"has lost {', '.join(map(repr, lost))}"
+        return "" if now["body"] == recorded["body"] else "is not what trie_beam stands in for"
+    owner = piece.target if isinstance(sources.node(piece.target), ast.ClassDef) else piece.target.rpartition(".")[0]
+    there = fields(sources.node(owner)) if piece.fields else ()
+    if lost := [name for name in piece.fields if name not in there]:
+        return f"has lost {', '.join(map(repr, lost))}"
     return misfit(recorded["signature"], now["signature"]) if "signature" in recorded else ""
 
 

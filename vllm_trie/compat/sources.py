@@ -30,21 +30,18 @@ class Sources:
     def __init__(self, path: Path) -> None:
         self._read = cache(_reader(path))
         self._parsed = cache(lambda module: ast.parse(self._text(module)))
-        try:
+        found = None
+        with suppress(PatchError):
             found = re.search(r"^__version__ = (?:version = )?['\"](.+?)['\"]", self._text("vllm._version"), re.M)
-        except PatchError:
-            found = None
         if found is None:
             raise PatchError(f"{path} has no vLLM with a version; name a wheel, or the folder that has vllm in it")
         self.version = found[1]
 
-    def digest(self, module: str) -> str:
-        """SHA-256 of the file of `module`.
-
-        Raises:
-            PatchError: there is no such module.
-        """
-        return hashlib.sha256(self._text(module).encode()).hexdigest()
+    def digest(self, module: str) -> str | None:
+        """SHA-256 of the file of `module`; None if there is none."""
+        with suppress(PatchError):
+            return hashlib.sha256(self._text(module).encode()).hexdigest()
+        return None
 
     def node(self, target: str) -> Any:
         """The syntax tree of `target`, "module:qualified.name" of a class, function or method.

@@ -39,61 +39,43 @@ def _only_tells(statement: Any) -> bool:
 
 
 def signature(node: Any) -> str:
-    """How a function is called: "classmethod (cls, args, *, strict=...)". Of a class, the fields it is made with."""
+    """How a function is called: "classmethod(cls, args, *strict=)", * before what is passed by name, / only by place.
+
+    Of a class, the fields that it is made with.
+    """
     if isinstance(node, ast.ClassDef):
         declared = [one for one in node.body if isinstance(one, ast.AnnAssign)]
-        names, defaults = [ast.arg(ast.unparse(one.target)) for one in declared], [one.value for one in declared]
-        return f"class ({ast.unparse(ast.arguments([], [], None, names, list(map(_default, defaults)), None, []))})"
+        return f"class({', '.join(ast.unparse(one.target) + '=' * (one.value is not None) for one in declared)})"
     kinds = ["async"] if isinstance(node, ast.AsyncFunctionDef) else []
     kinds += sorted(name for decorator in node.decorator_list if (name := ast.unparse(decorator)) in _KINDS)
-    given = node.args
-    bare = ast.arguments(
-        posonlyargs=list(map(_bare, given.posonlyargs)),
-        args=list(map(_bare, given.args)),
-        vararg=given.vararg and _bare(given.vararg),
-        kwonlyargs=list(map(_bare, given.kwonlyargs)),
-        kw_defaults=list(map(_default, given.kw_defaults)),
-        kwarg=given.kwarg and _bare(given.kwarg),
-        defaults=list(map(_default, given.defaults)),
-    )
-    return " ".join([*kinds, f"({ast.unparse(bare)})"])
-
-
-def _bare(parameter: ast.arg) -> ast.arg:
-    return ast.arg(parameter.arg)
-
-
-def _default(value: ast.expr | None) -> Any:
-    return value and ast.Constant(...)
+    given, names = node.args, [f"/{one.arg}" for one in node.args.posonlyargs] + [one.arg for one in node.args.args]
+    listed = [name + "=" * (at >= len(names) - len(given.defaults)) for at, name in enumerate(names)]
+    listed += ["*"] * (given.vararg is not None)
+    by_name = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    listed += [f"*{one.arg}" + "=" * (default is not None) for one, default in by_name]
+    listed += ["**"] * (given.kwarg is not None)
+    return f"{' '.join(kinds)}({', '.join(listed)})"
 
 
 def misfit(recorded: str, found: str) -> str:
     """Why what fits one signature does not fit another; empty if it does."""
-    (was_kind, was), (kind, now) = _parameters(recorded), _parameters(found)
+    (was_kind, was), (kind, now) = map(_parameters, (recorded, found))
     if kind != was_kind:
         return f"is {kind or 'a plain function'}, no longer {was_kind or 'a plain function'}"
-    for name, (how, required) in was.items():
+    for name, parameter in was.items():
         if name not in now:
             return f"has lost {name!r}"
-        if now[name][0] != how or now[name][1] > required:
+        if now[name] not in (parameter, f"{parameter}="):
             return f"takes {name!r} differently"
-    if added := [name for name, (_, required) in now.items() if required and name not in was]:
+    if added := [name for name in now if name not in was and not now[name].endswith(("=", "*"))]:
         return f"wants {added[0]!r}, too"
-    orders = [[n for n, (how, _) in one.items() if kind == "class" or "positional" in how] for one in (was, now)]
+    orders = [[name for name, parameter in one.items() if not parameter.startswith("*")] for one in (was, now)]
     return "" if orders[1][: len(orders[0])] == orders[0] else "takes its parameters in another order"
 
 
-def _parameters(text: str) -> tuple[str, dict[str, tuple[str, bool]]]:
-    """The kind of function; by name how a parameter is passed, and whether it has to be."""
-    kind, _, listed = text.partition("(")
-    given = ast.parse(f"def f({listed}: 0").body[0].args  # type: ignore[attr-defined]
-    in_order = [*given.posonlyargs, *given.args]
-    num_required, by_name = len(in_order) - len(given.defaults), zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    found = {one.arg: ("positional", at < num_required) for at, one in enumerate(in_order)}
-    found |= {one.arg: ("positional only", found[one.arg][1]) for one in given.posonlyargs}
-    found |= {one.arg: ("by name", default is None) for one, default in by_name}
-    found |= {stars: ("all others", False) for stars, one in (("*", given.vararg), ("**", given.kwarg)) if one}
-    return kind.strip(), found
+def _parameters(text: str) -> tuple[str, dict[str, str]]:
+    kind, _, listed = text.removesuffix(")").partition("(")
+    return kind, {one.strip("*/=") or one: one for one in listed.split(", ") if one}
 
 
 def fields(node: ast.ClassDef) -> set[str]:

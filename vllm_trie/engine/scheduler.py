@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, Sliding
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_trie.compat.fingerprint import steps_to_check
 from vllm_trie.compat.patch import Patch
 from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.engine.group import BeamGroup
@@ -47,6 +49,8 @@ class BeamScheduler(Scheduler):
         speculative = self.vllm_config.speculative_config
         _refuse_unsupported_kv_cache(self.kv_cache_config)
         self.beam_config = TrieBeamConfig.from_additional_config(self.vllm_config.additional_config)
+        checks_all = self.beam_config.check_invariants
+        self._steps_to_check = math.inf if checks_all else steps_to_check(self.beam_config.vllm_check)
         self._has_logits_processors = has_logits_processors(self.vllm_config)
         self._budgets = None if speculative is None else SpeculationBudgets(speculative, self.kv_cache_manager)
         self.kv_cache_manager.reclaim_interval = self.beam_config.reclaim_interval
@@ -145,7 +149,7 @@ class BeamScheduler(Scheduler):
         for group_id, step in steps.items():
             self.groups[group_id].num_pending += step.selects
         attach_group_steps(output, steps)
-        if self.beam_config.check_invariants:
+        if self._steps_to_check > 0:
             self.check_invariants()
             num_rows, num_tokens = self._rows_and_tokens(output, steps)
             assert num_rows <= self.max_num_running_reqs, f"{num_rows} rows in one step"
@@ -312,8 +316,9 @@ class BeamScheduler(Scheduler):
                 outputs[client_index].finished_requests = finished | {output.request_id}
         if self.groups or self.tally.has_news:
             self._report(outputs)
-        if self.beam_config.check_invariants:
+        if self._steps_to_check > 0:
             self.check_invariants()
+            self._steps_to_check -= bool(self._results)
         return outputs
 
     def _report(self, outputs: dict[int, EngineCoreOutputs]) -> None:

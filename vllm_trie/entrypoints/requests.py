@@ -15,9 +15,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_trie.compat.cpu import needs_cpu_kernels
-from vllm_trie.compat.fingerprint import record_of
 from vllm_trie.compat.patch import Patch
-from vllm_trie.compat.sources import installed_vllm
 from vllm_trie.compat.versions import own_beams
 from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.messages import TICKET, GroupTicket
@@ -49,13 +47,8 @@ validate_spec_decode = Patch("vllm.sampling_params:SamplingParams", "_validate_s
 
 
 def check_requests() -> None:
-    """From now on, check the requests of every engine in this process.
-
-    Raises:
-        PatchError: this version of vLLM is not supported.
-    """
+    """From now on, check the requests of every engine in this process."""
     if not process_inputs.is_applied:
-        record_of(installed_vllm().version)
         process_inputs.apply(_checking(InputProcessor.process_inputs))
         validate_spec_decode.apply(_for_others(SamplingParams._validate_spec_decode))
 
