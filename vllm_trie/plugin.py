@@ -13,7 +13,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from vllm_trie.compat.cpu import configure_engines_on_cpu
+from vllm_trie.compat.cpu import configure_engines_on_cpu, needs_cpu_kernels
 from vllm_trie.compat.fingerprint import CHECKED_STEPS, verify
 from vllm_trie.compat.patch import Patch
 from vllm_trie.compat.sources import installed_vllm
@@ -55,7 +55,7 @@ def _selecting(original: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]
         if not is_selected(self.additional_config):
             return original(self, *args, **kwargs)
         config = TrieBeamConfig.from_additional_config(self.additional_config)
-        changed = verify(config.vllm_check)
+        changed = verify(config.vllm_check, needs_cpu_kernels())
         _refuse_v1_model_runner()
         own = self.scheduler_cls, self.worker_cls
         _take_over(self)

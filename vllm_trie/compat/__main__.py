@@ -67,7 +67,7 @@ def show(sources: Sources, with_diff: bool) -> bool:
     print(", ".join(f"{len(targets)} {state}" for state, targets in found._asdict().items()))
     for target in [*found.refused, *found.changed] if with_diff else ():
         _show_diff(target, installed_vllm(), sources)
-    return bool(found.problems(check_mode(None)))
+    return check_mode(None) != "off" and bool(found.problems(check_mode(None)))
 
 
 def _show_diff(target: str, installed: Sources, other: Sources) -> None:

@@ -53,6 +53,10 @@ class Touched:
     fields: tuple[str, ...] = ()
     only_in: str = ""
 
+    @property
+    def is_for_cpu(self) -> bool:
+        return " by vllm_trie.worker.cpu" in self.how and self.grade == "replaced"
+
 
 def touched() -> dict[str, Touched]:
     """Every piece of vLLM that this plugin wraps, replaces, overrides or relies upon, by target."""
@@ -109,10 +113,17 @@ class Comparison(NamedTuple):
     changed: list[str]  # targets that are called, and do something else
     same: list[str]
 
-    def problems(self, mode: str) -> dict[str, str]:
-        """By target: why an engine does not start. `mode`: one of `CHECKS`."""
-        changed = dict.fromkeys(self.changed, "differs from the record") if mode == "strict" else {}
-        return {} if mode == "off" else self.refused | changed
+    def problems(self, mode: str, needs_kernels: bool = True) -> dict[str, str]:
+        """By target: why an engine does not start.
+
+        Args:
+            mode: "strict" or "warn".
+            needs_kernels: Whether it runs on a CPU without Triton; no other uses vllm_trie.worker.cpu.
+        """
+        if mode == "strict":
+            return self.refused | dict.fromkeys(self.changed, "differs from the record")
+        pieces = touched()
+        return {t: problem for t, problem in self.refused.items() if needs_kernels or not pieces[t].is_for_cpu}
 
 
 def compare(sources: Sources, record: dict[str, Any]) -> Comparison:
@@ -164,11 +175,12 @@ def compare_installed() -> Comparison:
     return compare(installed, json.loads(record_of(installed.version).read_text()))
 
 
-def verify(option: str | None = None) -> list[str]:
+def verify(option: str | None = None, needs_kernels: bool = True) -> list[str]:
     """Compare the installed vLLM with its record. Returns the pieces that differ and may still fit.
 
     Args:
         option: The engine's `vllm_check`.
+        needs_kernels: See `Comparison.problems`.
 
     Raises:
         PatchError: vLLM is missing, unsupported, or does not fit; the message names every piece.
@@ -179,11 +191,12 @@ def verify(option: str | None = None) -> list[str]:
     if mode == "off":
         return []
     found = compare_installed()
-    if problems := found.problems(mode):
+    if problems := found.problems(mode, needs_kernels):
         pieces = "; ".join(f"{target} {problem}" for target, problem in problems.items())
+        enough = "off" if found.problems("warn", needs_kernels) else "warn"
         raise PatchError(
             f"trie_beam does not fit this vLLM {version}: {pieces}. Install vLLM {' or '.join(RECORDED_VERSIONS)} or a "
-            f'newer trie_beam; vllm_check="{"off" if found.refused else "warn"}" starts all the same'
+            f'newer trie_beam; vllm_check="{enough}" starts all the same'
         )
     return found.changed
 

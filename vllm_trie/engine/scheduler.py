@@ -67,7 +67,7 @@ class BeamScheduler(Scheduler):
 
     # Requests come and go.
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, **kwargs: Any) -> None:
         extra_args = (request.sampling_params and request.sampling_params.extra_args) or {}
         try:
             params = BeamParams.from_extra_args(extra_args)
@@ -75,7 +75,7 @@ class BeamScheduler(Scheduler):
             self.mailbox.refuse(request, str(error))
             return
         if params is None or request.request_id in self.requests:  # the latter feeds an ordinary streaming session
-            super().add_request(request)
+            super().add_request(request, **kwargs)
         elif TICKET not in extra_args:
             self.mailbox.refuse(request, "the front end let this beam request through without checking it")
         else:
@@ -104,7 +104,9 @@ class BeamScheduler(Scheduler):
         self.groups[group.request_id] = group
         super().add_request(request)
 
-    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus, **kwargs: Any
+    ) -> list[Request]:
         siblings = []
         if request_ids is None:
             siblings = self.mailbox.withdraw_all()
@@ -113,7 +115,7 @@ class BeamScheduler(Scheduler):
         else:
             ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
             request_ids = [ends for request_id in ids if (ends := self.mailbox.withdraw(request_id)) is not None]
-        finished = super().finish_requests(request_ids, finished_status)
+        finished = super().finish_requests(request_ids, finished_status, **kwargs)
         for request in finished:
             if request.request_id in self.groups:
                 is_error = finished_status == RequestStatus.FINISHED_ERROR
@@ -126,16 +128,16 @@ class BeamScheduler(Scheduler):
         self._failed.pop(group_id, None)
         self.kv_cache_manager.close_group(group_id)
 
-    def has_requests(self) -> bool:
-        return super().has_requests() or bool(self.mailbox)
+    def has_requests(self, **kwargs: Any) -> bool:
+        return super().has_requests(**kwargs) or bool(self.mailbox)
 
     # One step: schedule.
 
-    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+    def schedule(self, throttle_prefills: bool = False, **kwargs: Any) -> SchedulerOutput:
         budget_of_other_rows = self._plan_rows()
         self.max_num_scheduled_tokens -= budget_of_other_rows
         try:
-            output = super().schedule(throttle_prefills)
+            output = super().schedule(throttle_prefills, **kwargs)
         finally:
             self.max_num_scheduled_tokens += budget_of_other_rows
             self.max_num_active_reqs = self._admission_limit
@@ -191,8 +193,8 @@ class BeamScheduler(Scheduler):
         num_rows, num_tokens = self._rows_and_tokens(output, steps)
         budgets.share_out(candidates, self.max_num_running_reqs - num_rows, self.max_num_scheduled_tokens - num_tokens)
 
-    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        super().update_draft_token_ids(draft_token_ids)
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds, **kwargs: Any) -> None:
+        super().update_draft_token_ids(draft_token_ids, **kwargs)
         for group_id in self.groups:  # they have a forest of their own
             self.requests[group_id].spec_token_ids = []
 
@@ -244,16 +246,16 @@ class BeamScheduler(Scheduler):
         group = self.groups.get(request.request_id)
         return group.num_rows if group is not None else 1
 
-    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+    def _handle_blocked_waiting_request(self, request: Request, **kwargs: Any) -> bool:
         if not self.groups or sum(map(self._rows, self.running)) + self._rows(request) <= self.max_num_running_reqs:
-            return super()._handle_blocked_waiting_request(request)
+            return super()._handle_blocked_waiting_request(request, **kwargs)
         # No rows left: a limit that everybody exceeds ends this step's admission, and the queue keeps its order.
         self.max_num_active_reqs = NO_ADMISSION
         self._held_back.append(request)
         return False
 
-    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
-        super()._preempt_request(request, timestamp, drop_stale_output)
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
         group = self.groups.get(request.request_id)
         if group is None:
             return
@@ -297,10 +299,10 @@ class BeamScheduler(Scheduler):
     # One step: results.
 
     def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, **kwargs: Any
     ) -> dict[int, EngineCoreOutputs]:
         self._results = group_results(model_runner_output)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output, **kwargs)
         for request, group in self._over:
             self._end_group(request, group, outputs)
         self._over.clear()
@@ -330,11 +332,11 @@ class BeamScheduler(Scheduler):
         attach_stats(statistics, self.tally.report(widths, manager.total_counts(), manager.peak_group_blocks))
 
     def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False, **kwargs: Any
     ) -> tuple[list[int], bool]:
         group = self.groups.get(request.request_id)
         if group is None:
-            return super()._update_request_with_output(request, new_token_ids, is_stale)
+            return super()._update_request_with_output(request, new_token_ids, is_stale, **kwargs)
         if request.request_id not in self._results:  # computed what was known already
             return [], False
         return [], self._replay(request, group, self._results[request.request_id], is_stale)

@@ -25,14 +25,14 @@ def _by_group(original: Callable[..., bytes]) -> Callable[..., bytes]:
     ranks: dict[str, list[int]] = {}  # by ticket key: the rank, once for each request that is yet to come
 
     @functools.wraps(original)
-    def get_core_engine_for_request(self: Any, request: EngineCoreRequest) -> bytes:
+    def get_core_engine_for_request(self: Any, request: EngineCoreRequest, **kwargs: Any) -> bytes:
         extra_args = (request.sampling_params and request.sampling_params.extra_args) or {}
         if TICKET not in extra_args:
-            return original(self, request)
+            return original(self, request, **kwargs)
         ticket = GroupTicket(**extra_args[TICKET])
         if ticket.key in ranks:
             request.data_parallel_rank = ranks[ticket.key].pop()
-        engine = original(self, request)
+        engine = original(self, request, **kwargs)
         if ticket.key not in ranks:
             ranks[ticket.key] = [self.core_engines.index(engine)] * (ticket.n - 1)
         if not ranks[ticket.key]:
