@@ -25,13 +25,13 @@ def _by_group(original: Callable[..., bytes]) -> Callable[..., bytes]:
     ranks: dict[str, list[int]] = {}  # by ticket key: the rank, once for each request that is yet to come
 
     @functools.wraps(original)
-    def get_core_engine_for_request(self: Any, request: EngineCoreRequest) -> bytes:
+    def get_core_engine_for_request(self: Any, request: EngineCoreRequest, **kwargs: Any) -> bytes:
         ticket = GroupTicket.of(request.sampling_params)
         if ticket is None:
-            return original(self, request)
+            return original(self, request, **kwargs)
         if ticket.key in ranks:
             request.data_parallel_rank = ranks[ticket.key].pop()
-        engine = original(self, request)
+        engine = original(self, request, **kwargs)
         if ticket.key not in ranks:
             ranks[ticket.key] = [self.core_engines.index(engine)] * (ticket.n - 1)
         if not ranks[ticket.key]:

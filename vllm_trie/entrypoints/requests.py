@@ -15,7 +15,6 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_trie.compat.cpu import needs_cpu_kernels
-from vllm_trie.compat.fingerprint import installed_vllm, record_of
 from vllm_trie.compat.patch import Patch
 from vllm_trie.compat.versions import own_beams
 from vllm_trie.entrypoints.limits import engine_limits, validate
@@ -47,13 +46,8 @@ validate_spec_decode = Patch("vllm.sampling_params:SamplingParams", "_validate_s
 
 
 def check_requests() -> None:
-    """From now on, check the requests of every engine in this process.
-
-    Raises:
-        PatchError: this version of vLLM is not supported.
-    """
+    """From now on, check the requests of every engine in this process."""
     if not process_inputs.is_applied:
-        record_of(installed_vllm().version)
         process_inputs.apply(_checking(InputProcessor.process_inputs))
         validate_spec_decode.apply(_for_others(SamplingParams._validate_spec_decode))
 
@@ -125,6 +119,8 @@ def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | No
     Raises:
         ValueError: naming the option, its value and what would work.
     """
+    if TICKET in (params.extra_args or {}):
+        raise ValueError(f"extra_args may not contain {TICKET!r}, which the engine adds; leave it out")
     beam = BeamParams.from_extra_args(params.extra_args)
     if beam is None:
         return None

@@ -51,16 +51,16 @@ def _with_beams(original: Callable[..., SamplingParams]) -> Callable[..., Sampli
 
     @functools.wraps(original)
     def to_sampling_params(
-        self: Any, max_tokens: int, default_sampling_params: dict[str, Any] | None = None
+        self: Any, max_tokens: int, default_sampling_params: dict[str, Any] | None = None, **kwargs: Any
     ) -> SamplingParams:
         xargs = self.vllm_xargs or {}
         if "beam_width" not in xargs and "beam_width" not in (self.model_extra or {}):
-            return original(self, max_tokens, default_sampling_params or {})
+            return original(self, max_tokens, default_sampling_params or {}, **kwargs)
         _refuse_fields(self, BEAM_WIDTH)
         if "length_penalty" in self.model_fields_set:
             xargs = {"length_penalty": self.length_penalty, **xargs}
         defaults = {k: v for k, v in (default_sampling_params or {}).items() if k == "stop_token_ids"}
-        return original(self.model_copy(update={"vllm_xargs": dict(xargs)}), max_tokens, defaults)
+        return original(self.model_copy(update={"vllm_xargs": dict(xargs)}), max_tokens, defaults, **kwargs)
 
     return to_sampling_params
 
