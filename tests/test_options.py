@@ -607,6 +607,7 @@ def test_what_half_a_request_lacks_is_said_once_the_engine_has_been_asked(
     [
         *({"semantics": semantics} for semantics in ("vllm", "tridecode")),
         {"prune_relative": 0.5},
+        {"prune_absolute": 0},
         {"max_candidates_per_parent": 2},
         {"sample_first": 3},
     ],

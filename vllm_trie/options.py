@@ -207,11 +207,14 @@ class BeamParams(SpeculationOptions):
         why = 'is not supported under semantics="vllm", which does as vLLM does; leave it out, or use semantics="hf"'
         self._refuse(semantics == "vllm", _PLAIN, why)
 
+    def asks_for(self, goes_with: str) -> dict[str, Any]:
+        """Of the options that go with something, those that are given, and not as what holds without them."""
+        values = {name: getattr(self, name) for name in _that_go_with(goes_with)}
+        return {n: v for n, v in values.items() if v is not False and v != type(self).model_fields[n].default}
+
     def _refuse(self, applies: bool | None, goes_with: str, why: str) -> None:
-        for name, field in type(self).model_fields.items() if applies else ():
-            value = getattr(self, name)
-            if about(field, "goes_with") == goes_with and value is not False and value != field.default:
-                raise ValueError(f"{name}={value!r} {why}")
+        for name, value in self.asks_for(goes_with).items() if applies else ():
+            raise ValueError(f"{name}={value!r} {why}")
 
 
 _COMMON_WORDS = {"threshold", "replacement"}  # that may be options of others, where there is no beam_width
@@ -291,7 +294,7 @@ def resolve(beam: BeamParams, defaults: TrieBeamConfig, has_drafts: bool) -> Bea
     if speculation in ("exact", "sample"):
         do_sample = speculation == "sample"
     elif do_sample is None:
-        may_draw = semantics == "hf" and not any(getattr(beam, name) for name in _that_go_with(_PLAIN))
+        may_draw = semantics == "hf" and not beam.asks_for(_PLAIN)
         do_sample = may_draw and (bool(defaults.do_sample) or defaults.speculation == "sample")
     if speculation is None:
         is_on = has_drafts and defaults.speculation != "off"
