@@ -270,7 +270,7 @@ def test_a_build_that_differs_is_one_warning_and_a_word_in_the_line(
     (warning,), (line,) = told["warning"], told["info"]
     assert "The first 100 steps of groups are checked. What differs: vllm.a:one, vllm.b:Two.three" in warning
     assert f"trie_beam on vLLM {installed_vllm().version} (2 pieces differ from the record), Model" in line
-    with pytest.raises(PatchError, match="vllm.a:one differs from the record"):  # strict, as all tests
+    with pytest.raises(PatchError, match=r"vllm\.a:one differs from the record"):  # strict, as all tests
         EngineArgs(str(TRAINED_TARGET), **SELECTING).create_engine_config()
 
 
