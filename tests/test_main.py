@@ -26,7 +26,8 @@ def hide(name):
         raise ModuleNotFoundError(name)
 if "vllm" in hidden:
     import importlib.util
-    importlib.util.find_spec = lambda name: None
+    stock = importlib.util.find_spec
+    importlib.util.find_spec = lambda name: None if name == "vllm" else stock(name)
 sys.argv = ["vllm_trie"]
 runpy.run_module("vllm_trie", run_name="__main__")
 """
