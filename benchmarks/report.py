@@ -26,7 +26,7 @@ MEASURED = ROOT / "benchmarks" / "measured"
 PAGES = ROOT / "docs" / "results"
 RESULTS = ROOT / "RESULTS.md"
 PLACE = re.compile(r"(<!-- table: (\w+)(?:, (.+?) by (.+?))?((?:; .+?)*) -->\n).*?(<!-- end -->)", re.DOTALL)
-SPREAD = {name: ("times our time (95 %)", "tokens/s (95 %)") for name in ("throughput", "concurrency")}  # by search
+SPREAD = dict.fromkeys(("throughput", "concurrency"), ("times our time (95 %)", "tokens/s (95 %)"))  # by search
 PICTURES = {
     "memory": ("memory_by_step", "overlap_by_width"),
     "throughput": ("throughput_by_width",),
@@ -89,8 +89,8 @@ def write_pages(folder: Path, pages: Path) -> None:
         (pages / f"{path.stem}.md").write_text("\n\n".join(part.rstrip("\n") for part in parts) + "\n")
     links = "\n".join(f"- [{title}]({name}.md)" for name, title in titles.items())
     intro = (
-        "All rows of the tables of [RESULTS.md](../../RESULTS.md). `python -m benchmarks.report` makes these pages from "
-        "the JSON in benchmarks/measured/."
+        "All rows of the tables of [RESULTS.md](../../RESULTS.md). `python -m benchmarks.report` makes these pages "
+        "from the JSON in benchmarks/measured/. Plots are of the same runs."
     )
     (pages / "README.md").write_text(f"# Measured tables\n\n{intro}\n\n{links}\n")
 
