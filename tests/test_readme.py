@@ -104,12 +104,14 @@ def test_all_blocks_of_code_are_of_kinds_that_are_run() -> None:
 @pytest.mark.parametrize(("document", "command"), COMMANDS, ids=lambda value: value if isinstance(value, str) else "")
 def test_a_command_is_understood(document: str, command: list[str]) -> None:
     if command[:2] == ["vllm", "serve"]:
-        from vllm.entrypoints.openai.cli_args import make_arg_parser
+        from vllm.entrypoints.cli.serve import ServeSubcommand
         from vllm.plugins import load_general_plugins
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
         load_general_plugins()  # whose flag the parser must know
-        args = make_arg_parser(FlexibleArgumentParser()).parse_args(command[2:])
+        parser = FlexibleArgumentParser()
+        ServeSubcommand().subparser_init(parser.add_subparsers(required=True))
+        args = parser.parse_args(command[1:])
         assert (ROOT / args.model_tag).is_dir()
     else:
         module, arguments = command[2], command[3:]
