@@ -25,7 +25,7 @@ DOCUMENTS = {
 PACKAGE = ROOT / "vllm_trie"
 PENDING = {"options.md", "versions.md", "options.py", "beam_params.py", "test-fast", "check-vllm"}  # not written yet
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
-NAME = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
+NAME = re.compile(r"`([\w/]+\.py):\s+([\w.]+)`")
 FILE = re.compile(r"`((?:[\w-]+/)+[\w-]+\.(?:py|toml)|[\w-]+/)`")
 
 
