@@ -73,8 +73,12 @@ def with_shared_engines(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> No
     """`LLM` gives an engine in this process that lives on; no example minds that it counts."""
     import vllm
 
+    stock = vllm.LLM
+
     def make(model: str, **options: Any) -> Any:
-        return engines(ROOT / model, **{"disable_log_stats": False, **options}).llm
+        with monkeypatch.context() as for_engines:
+            for_engines.setattr(vllm, "LLM", stock)
+            return engines(ROOT / model, **{"disable_log_stats": False, **options}).llm
 
     monkeypatch.setattr(vllm, "LLM", make)
 
