@@ -27,7 +27,7 @@ from vllm_trie.entrypoints.batch.options import parse
 from vllm_trie.entrypoints.batch.search import reason
 
 SECONDS = 600
-README = (ROOT / "README.md").read_text()
+DOCUMENT = (ROOT / "docs/batch.md").read_text()
 MARK = "TRIE_BATCH_TEST"  # an environment variable that all processes of a job inherit
 
 
@@ -183,8 +183,8 @@ def test_a_mistake_is_one_sentence_before_any_engine_starts(
     assert ended.value.code != 0
 
 
-def test_the_command_of_the_readme_is_understood() -> None:
-    (command,) = re.findall(r"```bash\n(python -m vllm_trie\.entrypoints\.batch .*?)```", README, re.DOTALL)
+def test_the_command_of_the_document_is_understood() -> None:
+    (command,) = re.findall(r"```bash\n(python -m vllm_trie\.entrypoints\.batch .*?)```", DOCUMENT, re.DOTALL)
     job = parse(shlex.split(command.replace("\\\n", " "))[3:])
     assert (job.params.n, job.num_engines, job.engine_args.max_model_len) == (4, 2, 1024)
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,9 +19,9 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from benchmarks.common import TARGET
 from benchmarks.server import Server, serving
 from tests.conftest import ROOT
-from tests.test_readme import CLIENT as README_ASKS
+from tests.test_readme import CLIENT as EXAMPLES
 from tests.test_readme import SERVE as README_SERVES
-from tests.test_readme import run_example
+from tests.test_readme import Example, run_here
 from vllm_trie.entrypoints.requests import BeamRequestError
 from vllm_trie.entrypoints.server import serve_beams
 
@@ -33,7 +31,7 @@ PROMPTS = ["def is_prime(number):", "class Foo:\n    def close(self):", "import 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The README's command, with the settings of the tests."""
-    with serving(tmp_path_factory.mktemp("server") / "log", command=shlex.split(README_SERVES)) as server:
+    with serving(tmp_path_factory.mktemp("server") / "log", command=README_SERVES) as server:
         yield server
 
 
@@ -78,9 +76,10 @@ def as_seen(response: Any) -> list[Any]:
     return [*choices, response.usage.model_dump()]
 
 
-@pytest.mark.parametrize("example", README_ASKS)
-def test_examples_of_the_readme_run(server: Server, example: str, tmp_path: Path) -> None:
-    assert len(run_example(example.replace("http://localhost:8000", server.url), tmp_path)) == 6
+@pytest.mark.parametrize("example", EXAMPLES, ids=str)
+def test_an_example_of_a_client_runs(server: Server, example: Example, capsys: pytest.CaptureFixture[str]) -> None:
+    run_here(example, **{"http://localhost:8000": server.url})
+    assert len(capsys.readouterr().out.splitlines()) >= 3
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -343,8 +342,10 @@ def test_metrics_move_by_what_a_request_must_do(server: Server) -> None:
     assert server.gauge("vllm:trie_beam_groups_running") == server.gauge("vllm:trie_beam_rows_running") == 0
 
 
-def test_metrics_are_those_of_the_readme_and_none_without_the_plugin(server: Server, stock: Server) -> None:
-    documented = re.findall(r"^\| `(vllm:trie_beam_\w+)` \| (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+def test_metrics_are_those_of_the_documents_and_none_without_the_plugin(server: Server, stock: Server) -> None:
+    documented = re.findall(
+        r"^\| `(vllm:trie_beam_\w+)` \| (\w+)", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE
+    )
     shown = re.findall(r"^# TYPE (vllm:trie_beam_\w+) (\w+)", server.metrics(), re.MULTILINE)
     created = [(name, kind) for name, kind in shown if name.endswith("_created")]  # when, beside each counter
     assert sorted(set(shown) - set(created)) == sorted(documented)
