@@ -19,9 +19,9 @@ from tests import models
 from tests.conftest import BLOCK_SIZE, Engine, Engines
 from tests.distributed.engines import RANKS, ParallelEngine
 from tests.distributed.ray_on_cpu import local_ray
-from tests.engine.test_preemption import MOST_TIES, count_ties, preempt_all, run
-from tests.engine.test_scheduling import prompt_of
-from tests.engine.test_speculation import NOISE, steps_per_forward
+from tests.engine.disturb import preempt_all
+from tests.engine.pairs import NOISE, steps_per_forward
+from tests.engine.running import MOST_TIES, count_ties, prompt_of, run
 from vllm_trie import beam_params
 
 Job = tuple[list[int], SamplingParams]
@@ -76,7 +76,7 @@ def parallel(model: Path) -> Iterator[ParallelEngine]:
 @pytest.fixture(scope="module")
 def found_by_processes(parallel: ParallelEngine) -> list[Any]:
     """What two ranks, each a process, find when nothing disturbs them."""
-    return run(parallel, jobs(), lambda: None)
+    return run(parallel, jobs())
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def check_same(outputs: list[Any], expected: list[Any]) -> None:
 def test_two_ranks_find_what_one_finds(
     engines: Engines, model: Path, parallel: ParallelEngine, found_by_processes: list[Any]
 ) -> None:
-    expected = run(engines(model, max_num_batched_tokens=MAX_BATCHED), jobs(), lambda: None)
+    expected = run(engines(model, max_num_batched_tokens=MAX_BATCHED), jobs())
     stops = [hypothesis.finish_reason for output in expected for hypothesis in output.outputs]
     assert {"stop", "length"} <= {*stops}
     check_same(found_by_processes, expected)
@@ -109,7 +109,7 @@ def test_ray_finds_what_processes_find(
     engine = ParallelEngine(model, distributed_executor_backend=backend, **limits)
     try:
         assert type(engine.core.model_executor) is kind
-        check_same(run(engine, jobs(), lambda: None), found_by_processes)
+        check_same(run(engine, jobs()), found_by_processes)
         engine.check_nothing_is_left()
     finally:
         engine.close()
@@ -139,7 +139,7 @@ def test_an_abort_on_the_way_leaves_nothing(parallel: ParallelEngine) -> None:
     for _ in range(5):
         core.step()
     core.abort_request(["gone"])
-    check_same(run(parallel, jobs()[:2], lambda: None), run(parallel, jobs()[:2], lambda: None))
+    check_same(run(parallel, jobs()[:2]), run(parallel, jobs()[:2]))
     parallel.check_nothing_is_left()
 
 
@@ -177,6 +177,6 @@ def test_two_ranks_speculate_alike_and_drafts_that_differ_end_the_engine(
         parallel.check_nothing_is_left()
         parallel.llm.collective_rpc("go_astray", args=("drafts", 1))
         with pytest.raises(RuntimeError, match=r"disagree about the drafts of beam group .* \(rank 0 against rank 1\)"):
-            run(parallel, copied(asked[:3]), lambda: None)
+            run(parallel, copied(asked[:3]))
     finally:
         parallel.close()

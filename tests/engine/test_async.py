@@ -11,8 +11,8 @@ import pytest
 from vllm import SamplingParams
 
 from tests.conftest import BLOCK_SIZE, Engines
-from tests.engine.test_scheduling import prompt_of
-from tests.engine.test_speculation import NOISE
+from tests.engine.pairs import NOISE
+from tests.engine.running import prompt_of
 from tests.reference import agree, engine_answers, transformers_beams, transformers_greedy
 from vllm_trie import beam_params
 

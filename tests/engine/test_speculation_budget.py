@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import Engines
-from tests.engine.test_preemption import run
-from tests.engine.test_scheduling import prompt_of
-from tests.engine.test_speculation import NOISE, Pair, speculating
+from tests.engine.pairs import NOISE, Pair, speculating
+from tests.engine.running import prompt_of, run
 from vllm_trie import beam_params
 from vllm_trie.engine.speculation_budget import Speculating
 
@@ -49,7 +48,7 @@ def test_the_least_of_use_is_given_and_nothing_less(
             num_budgets += sum(one.step.budget is not None for one in candidates)
 
         monkeypatch.setattr(engine.scheduler._budgets, "share_out", share)
-        outputs = [run(engine, [(prompt, params.clone())], lambda: None)[0] for prompt, params in jobs]
+        outputs = [run(engine, [(prompt, params.clone())])[0] for prompt, params in jobs]
         told = [output.kv_transfer_params["trie_beam"] for output in outputs]
         return num_budgets, sum(one["steps"] - one["target_forwards"] for one in told)
 
