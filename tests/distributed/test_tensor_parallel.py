@@ -20,6 +20,7 @@ from tests.conftest import BLOCK_SIZE, Engine, Engines
 from tests.distributed.engines import RANKS, ParallelEngine
 from tests.distributed.ray_on_cpu import local_ray
 from tests.engine.disturb import preempt_all
+from tests.engine.options import DRAWN, WITHOUT_TEXT
 from tests.engine.pairs import NOISE, steps_per_forward
 from tests.engine.running import MOST_TIES, count_ties, prompt_of, run
 from vllm_trie import beam_params
@@ -27,32 +28,20 @@ from vllm_trie import beam_params
 Job = tuple[list[int], SamplingParams]
 MAX_TOKENS = BLOCK_SIZE + 9
 MAX_BATCHED = 256  # tokens of a step
-CONTROLS: list[dict[str, Any]] = [
-    {},
-    {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2, "logprobs": 3},
-    {"logit_bias": {30: 2.0}, "stop_token_ids": [13, 15], "min_tokens": 6, "early_stopping": "never"},
-    {"temperature": 1.7, "top_k": 12, "top_p": 0.8, "prune_relative": 0.01},
-    {"sample_first": 9, "seed": 5},
-    {"do_sample": True, "seed": 3, "temperature": 0.7},
-    {"do_sample": True, "seed": 4, "temperature": 0.7, "replacement": True},
-    {"semantics": "vllm", "length_penalty": 2.0},
-    {"semantics": "tridecode"},
-]
 
 
 def jobs() -> list[Job]:
     """Groups of several widths, with and without EOS, on both sides of a block boundary, and ordinary ones beside."""
     asked = []
     for number, length in enumerate([1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE + 20]):
-        for width in (2, 5):
-            for ignore_eos in (False, True):
-                params = beam_params(width, n=width, max_tokens=MAX_TOKENS, ignore_eos=ignore_eos)
-                asked.append((prompt_of(length, number), params))
+        for width, ignore_eos in ((2, True), (5, False)):
+            params = beam_params(width, n=width, max_tokens=MAX_TOKENS, ignore_eos=ignore_eos)
+            asked.append((prompt_of(length, number), params))
         greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=2)
         asked.append((prompt_of(length, number), greedy))
-    for number, options in enumerate(CONTROLS):
-        params = beam_params(5, n=5, max_tokens=MAX_TOKENS, **options)
-        asked.append((prompt_of(20 + number, 100 + number), params))
+    for number, options in enumerate([*WITHOUT_TEXT, *DRAWN]):
+        params = beam_params(**{"beam_width": 5, "n": 5, "max_tokens": 14} | options)
+        asked.append((prompt_of(20 + number % 9, 100 + number), params))
     return asked
 
 

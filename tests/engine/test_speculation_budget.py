@@ -36,7 +36,7 @@ def test_the_least_of_use_is_given_and_nothing_less(
 ) -> None:
     engine = speculating(engines, random_pair("gqa", NOISE), 4)
     share_out = engine.scheduler._budgets.share_out
-    jobs = [(prompt_of(length), beam_params(**options, max_tokens=60, ignore_eos=True)) for length in (20, 21, 22)]
+    jobs = [(prompt_of(length), beam_params(**options, max_tokens=40, ignore_eos=True)) for length in (20, 21)]
 
     def searched(spare_rows: int, spare_tokens: int) -> tuple[int, int]:
         """How often searches, one at a time, were given a budget, and how many forwards they saved by it."""
