@@ -105,13 +105,13 @@ def test_a_search_goes_on_from_the_tokens_that_it_sampled_first(engine: Engine) 
 
 def test_a_cached_prompt_changes_no_answer_and_hypotheses_can_be_gone_on_with(engine: Engine) -> None:
     assert engine.llm.llm_engine.reset_prefix_cache()
-    jobs = [(PROMPTS[2], params(max_tokens=2 * BLOCK_SIZE, ignore_eos=True))]
+    jobs = [(PROMPTS[2], params(max_tokens=BLOCK_SIZE + 9, ignore_eos=True))]
     (first,), (again,) = run(engine, jobs), run(engine, jobs)
     assert (first.num_cached_tokens, again.num_cached_tokens) == (0, BLOCK_SIZE)
     assert count_ties([again], [first]) == 0
     history = [*PROMPTS[2], *first.outputs[-1].token_ids]
     (greedy,) = run(engine, [(history, SamplingParams(temperature=0, max_tokens=5))])
-    assert greedy.num_cached_tokens > len(PROMPTS[2])
+    assert greedy.num_cached_tokens >= len(PROMPTS[2])
     assert is_greedy(TRAINED_TARGET, history, [*greedy.outputs[0].token_ids], 5)
 
 
