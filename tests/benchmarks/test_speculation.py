@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.stdlib_pair.corpus import held_out_prompts
 from benchmarks.watch import total_counts
 from tests.conftest import Engines
-from tests.engine.test_speculation import TRAINED, speculating
+from tests.engine.pairs import TRAINED, speculating
 from vllm_trie import beam_params
 
 

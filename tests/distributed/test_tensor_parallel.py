@@ -19,40 +19,29 @@ from tests import models
 from tests.conftest import BLOCK_SIZE, Engine, Engines
 from tests.distributed.engines import RANKS, ParallelEngine
 from tests.distributed.ray_on_cpu import local_ray
-from tests.engine.test_preemption import MOST_TIES, count_ties, preempt_all, run
-from tests.engine.test_scheduling import prompt_of
-from tests.engine.test_speculation import NOISE, steps_per_forward
+from tests.engine.disturb import preempt_all
+from tests.engine.options import DRAWN, WITHOUT_TEXT
+from tests.engine.pairs import NOISE, steps_per_forward
+from tests.engine.running import MOST_TIES, count_ties, prompt_of, run
 from vllm_trie import beam_params
 
 Job = tuple[list[int], SamplingParams]
 MAX_TOKENS = BLOCK_SIZE + 9
 MAX_BATCHED = 256  # tokens of a step
-CONTROLS: list[dict[str, Any]] = [
-    {},
-    {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2, "logprobs": 3},
-    {"logit_bias": {30: 2.0}, "stop_token_ids": [13, 15], "min_tokens": 6, "early_stopping": "never"},
-    {"temperature": 1.7, "top_k": 12, "top_p": 0.8, "prune_relative": 0.01},
-    {"sample_first": 9, "seed": 5},
-    {"do_sample": True, "seed": 3, "temperature": 0.7},
-    {"do_sample": True, "seed": 4, "temperature": 0.7, "replacement": True},
-    {"semantics": "vllm", "length_penalty": 2.0},
-    {"semantics": "tridecode"},
-]
 
 
 def jobs() -> list[Job]:
     """Groups of several widths, with and without EOS, on both sides of a block boundary, and ordinary ones beside."""
     asked = []
     for number, length in enumerate([1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE + 20]):
-        for width in (2, 5):
-            for ignore_eos in (False, True):
-                params = beam_params(width, n=width, max_tokens=MAX_TOKENS, ignore_eos=ignore_eos)
-                asked.append((prompt_of(length, number), params))
+        for width, ignore_eos in ((2, True), (5, False)):
+            params = beam_params(width, n=width, max_tokens=MAX_TOKENS, ignore_eos=ignore_eos)
+            asked.append((prompt_of(length, number), params))
         greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=2)
         asked.append((prompt_of(length, number), greedy))
-    for number, options in enumerate(CONTROLS):
-        params = beam_params(5, n=5, max_tokens=MAX_TOKENS, **options)
-        asked.append((prompt_of(20 + number, 100 + number), params))
+    for number, options in enumerate([*WITHOUT_TEXT, *DRAWN]):
+        params = beam_params(**{"beam_width": 5, "n": 5, "max_tokens": 14} | options)
+        asked.append((prompt_of(20 + number % 9, 100 + number), params))
     return asked
 
 
@@ -76,7 +65,7 @@ def parallel(model: Path) -> Iterator[ParallelEngine]:
 @pytest.fixture(scope="module")
 def found_by_processes(parallel: ParallelEngine) -> list[Any]:
     """What two ranks, each a process, find when nothing disturbs them."""
-    return run(parallel, jobs(), lambda: None)
+    return run(parallel, jobs())
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +81,7 @@ def check_same(outputs: list[Any], expected: list[Any]) -> None:
 def test_two_ranks_find_what_one_finds(
     engines: Engines, model: Path, parallel: ParallelEngine, found_by_processes: list[Any]
 ) -> None:
-    expected = run(engines(model, max_num_batched_tokens=MAX_BATCHED), jobs(), lambda: None)
+    expected = run(engines(model, max_num_batched_tokens=MAX_BATCHED), jobs())
     stops = [hypothesis.finish_reason for output in expected for hypothesis in output.outputs]
     assert {"stop", "length"} <= {*stops}
     check_same(found_by_processes, expected)
@@ -109,7 +98,7 @@ def test_ray_finds_what_processes_find(
     engine = ParallelEngine(model, distributed_executor_backend=backend, **limits)
     try:
         assert type(engine.core.model_executor) is kind
-        check_same(run(engine, jobs(), lambda: None), found_by_processes)
+        check_same(run(engine, jobs()), found_by_processes)
         engine.check_nothing_is_left()
     finally:
         engine.close()
@@ -139,7 +128,7 @@ def test_an_abort_on_the_way_leaves_nothing(parallel: ParallelEngine) -> None:
     for _ in range(5):
         core.step()
     core.abort_request(["gone"])
-    check_same(run(parallel, jobs()[:2], lambda: None), run(parallel, jobs()[:2], lambda: None))
+    check_same(run(parallel, jobs()[:2]), run(parallel, jobs()[:2]))
     parallel.check_nothing_is_left()
 
 
@@ -177,6 +166,6 @@ def test_two_ranks_speculate_alike_and_drafts_that_differ_end_the_engine(
         parallel.check_nothing_is_left()
         parallel.llm.collective_rpc("go_astray", args=("drafts", 1))
         with pytest.raises(RuntimeError, match=r"disagree about the drafts of beam group .* \(rank 0 against rank 1\)"):
-            run(parallel, copied(asked[:3]), lambda: None)
+            run(parallel, copied(asked[:3]))
     finally:
         parallel.close()

@@ -13,7 +13,7 @@ from vllm.sampling_params import BeamSearchParams
 
 from tests import models
 from tests.conftest import BLOCK_SIZE, TRAINED_TARGET, Engines
-from tests.engine.test_scheduling import prompt_of
+from tests.engine.running import prompt_of
 from tests.reference import agree, engine_answers, transformers_beams, transformers_greedy
 from vllm_trie import beam_params
 from vllm_trie.entrypoints.llm import beam_search

@@ -1,114 +1,185 @@
-"""Under async scheduling, whatever takes rows away while steps are on their way, the answers stay what they are."""
+"""Whatever takes rows and KV blocks away from searches, and whenever, they go on where they were, in every mode."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
 
 from tests.conftest import Engine, Engines
-from tests.engine.test_preemption import count_ties
-from tests.engine.test_scheduling import prompt_of
+from tests.engine.disturb import AbortWithin, Clumsy, pending
+from tests.engine.options import DRAWN, OPTIONS, WITHOUT_TEXT
+from tests.engine.pairs import NOISE, TRAINED, Pair, drafting
+from tests.engine.running import MOST_TIES, Job, count_ties, prompt_of, run, trained_prompts
+from tests.engine.trained_pair import own_sum
+from tests.reference import SCORE_TOLERANCE
 from vllm_trie import beam_params
 
-MAX_TOKENS = 8
+MAX_TOKENS = 12
 PROMPT = 29  # a few tokens before a block boundary
-ASKED: list[dict[str, Any]] = [
-    {"ignore_eos": True},
-    {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2},
-    {"min_tokens": 6, "stop_token_ids": [13, 15], "logprobs": 2},
-    {"temperature": 1.7, "min_p": 0.02, "top_k": 12, "logit_bias": {30: 2.0}},
-    {"semantics": "vllm", "length_penalty": 2.0},
-    {"sample_first": 3, "seed": 5},
-    {"do_sample": True, "seed": 3},
+LAYERS = 3
+LIMITS = {"max_model_len": 128, "max_num_batched_tokens": 128}
+LONG = [  # forks lie more than a block apart when histories are computed anew
+    {"beam_width": 1, "max_tokens": 40, "ignore_eos": True, "prompt": 20},
+    {"beam_width": 6, "max_tokens": 40, "ignore_eos": True, "prompt": 20},
+    {"beam_width": 4, "max_tokens": 40, "prompt": 70, "logprobs": 2},
 ]
+FEW = [{"min_tokens": 6, "stop_token_ids": [13, 15]}, {"frequency_penalty": 0.4, "temperature": 0.9}]
+DRAWN_PLAINLY = [options | {"speculation": "off"} for options in DRAWN]
 
 
-def jobs() -> list[tuple[list[int], SamplingParams]]:
-    searches = [beam_params(3, n=3, max_tokens=MAX_TOKENS, **asked) for asked in ASKED]
-    ordinary = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    return [(prompt_of(PROMPT + at), params) for at, params in enumerate([*searches, ordinary])]
+@dataclass(frozen=True)
+class Mode:
+    """An engine, and what is searched in it.
+
+    Attributes:
+        kind: Of model; "trained" for the trained one.
+        options: Of the engine.
+        asked: Options of each search.
+        num_layers: Drafted by a draft model, if there is one.
+        draws_anew: Rows that compute their histories anew do not speculate, and use the seed otherwise.
+    """
+
+    kind: str
+    options: dict[str, Any]
+    asked: Sequence[dict[str, Any]] = field(repr=False)
+    num_layers: int = 0
+    draws_anew: bool = False
+
+    @property
+    def is_trained(self) -> bool:
+        return self.kind == "trained"
+
+    @property
+    def overlaps(self) -> bool:
+        """Steps of a search are scheduled while others are on their way."""
+        speculates = any(options.get("speculation", "off") != "off" for options in self.asked)
+        return self.options.get("async_scheduling", True) and not speculates
+
+    def start(self, engines: Engines, random_pair: Callable[[str, float], Pair]) -> Engine:
+        target, draft = TRAINED if self.is_trained else random_pair(self.kind, NOISE)
+        drafts = drafting(draft, self.num_layers) if self.num_layers else {}
+        return engines(target, **LIMITS, **self.options, **drafts)
+
+    def jobs(self) -> list[Job]:
+        """The searches, and an ordinary request."""
+        lengths = [options.get("prompt", PROMPT + number % 5) for number, options in enumerate(self.asked)]
+        prompts = trained_prompts(lengths) if self.is_trained else [prompt_of(n, n) for n in lengths]
+        jobs = []
+        for prompt, options in zip(prompts, self.asked, strict=True):
+            options = {"beam_width": 3, "max_tokens": MAX_TOKENS} | options
+            options.pop("prompt", None)
+            options.setdefault("n", options["beam_width"])
+            jobs.append((prompt, beam_params(**options)))
+        ordinary = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        return [*jobs, (prompts[0], ordinary)]
 
 
-@pytest.fixture
-def engine(engines: Engines, random_model: Callable[[str], Path]) -> Engine:
-    return engines(random_model("gqa"), max_model_len=128, max_num_batched_tokens=64, async_scheduling=True)
+def each(asked: Sequence[dict[str, Any]], **more: Any) -> list[dict[str, Any]]:
+    return [options | more for options in asked]
 
 
-def run(engine: Engine, after_step: Callable[[int], None]) -> list[Any]:
-    """All answers, in order; None of requests that were aborted. `after_step` gets the step's number."""
-    core, finished, number = engine.llm.llm_engine, {}, 0
-    for request_id, (prompt, params) in enumerate(jobs()):
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-        core.add_request(str(request_id), {"prompt_token_ids": prompt}, params)
-    while core.has_unfinished_requests():
-        finished.update({int(output.request_id): output for output in core.step()})
-        number += 1
-        after_step(number)
-    return [finished.get(request_id) for request_id in range(len(jobs()))]
+EXACT = [*each(LONG, speculation="exact", draft_width=16), *each(FEW, speculation="exact")]
+SAMPLED = each([{}, {"beam_width": 1}, {"replacement": True}], speculation="sample", seed=1, max_tokens=24)
+SAMPLED += [SAMPLED[0] | {"threshold": 0.8, "min_width": 2}]
+PLAIN = [*LONG, *WITHOUT_TEXT, *DRAWN]
+MODES = {
+    "sync": Mode("gqa", {"async_scheduling": False, "enable_prefix_caching": False}, PLAIN),
+    "async": Mode("gqa", {}, PLAIN),
+    "windows": Mode("gemma2", {"enable_prefix_caching": False}, [*LONG, *FEW, *DRAWN]),
+    "strings": Mode("trained", {}, OPTIONS[:6]),
+    "exact": Mode("gqa", {"enable_prefix_caching": False}, EXACT, LAYERS),
+    "exact with windows": Mode("gemma2", {}, EXACT, LAYERS),
+    "exact with strings": Mode("trained", {}, each(OPTIONS[:6], speculation="exact"), LAYERS),
+    "drawn": Mode("trained", {}, each(DRAWN_PLAINLY, max_tokens=24), LAYERS),
+    "sample": Mode("trained", {}, SAMPLED, LAYERS, draws_anew=True),
+    "memory": Mode("trained", {}, each(SAMPLED[:2], memory_mode=True), LAYERS),
+}
+
+
+@pytest.fixture(scope="module", params=MODES.values(), ids=MODES)
+def mode(request: pytest.FixtureRequest) -> Mode:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def undisturbed(_engines: Engines, random_model: Callable[[str], Path]) -> list[Any]:
-    engine = _engines(random_model("gqa"), max_model_len=128, max_num_batched_tokens=64, async_scheduling=False)
-    return run(engine, lambda _: None)
+def undisturbed(mode: Mode, _engines: Engines, random_pair: Callable[[str, float], Pair]) -> list[Any]:
+    """What is found in the mode; under "async", what steps find of which each waits for the one before."""
+    reference = MODES["sync"] if mode.asked is PLAIN else mode
+    return run(reference.start(_engines, random_pair), reference.jobs())
 
 
-def test_async_steps_answer_as_synchronous_ones(
-    undisturbed: list[Any], engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def engine(mode: Mode, undisturbed: list[Any], engines: Engines, random_pair: Callable[[str, float], Pair]) -> Engine:
+    engine = mode.start(engines, random_pair)
     engine.watched.restart()
-    assert count_ties(run(engine, lambda _: None), undisturbed) == 0
-    assert engine.watched.most_pending == 2
-    assert engine.watched.num_compared >= 3 * (MAX_TOKENS - 1) * 4
+    return engine
 
 
-def test_preemption_with_steps_on_their_way(
-    undisturbed: list[Any], engine: Engine, monkeypatch: pytest.MonkeyPatch
+def check(mode: Mode, found: list[Any], expected: list[Any]) -> None:
+    """Raise AssertionError unless all is found that was, or, where it is drawn anew, is what the target says of it."""
+    if not mode.draws_anew:
+        assert count_ties(found, expected) <= MOST_TIES * sum(len(output.outputs) for output in expected)
+        return
+    for output, other in zip(found, expected, strict=True):
+        assert len(output.outputs) == len(other.outputs)
+        for hypothesis in output.outputs:
+            if hypothesis.cumulative_logprob is not None and len(output.outputs) > 1:
+                tokens = tuple(hypothesis.token_ids)
+                sums = own_sum(output.prompt_token_ids, tokens)
+                assert hypothesis.cumulative_logprob == pytest.approx(sums, abs=SCORE_TOLERANCE * len(tokens))
+
+
+def test_searches_that_overlap_or_whose_prompts_are_cached_find_the_same(
+    mode: Mode, undisturbed: list[Any], engine: Engine
 ) -> None:
-    scheduler, seen, preempted_with = engine.scheduler, dict[str, int](), list[int]()
-    engine.watched.restart()
-
-    def preempt_whenever_a_search_is_further(_: int) -> None:
-        lengths = {group_id: group.length for group_id, group in scheduler.groups.items()}
-        if any(length > seen.get(group_id, 0) for group_id, length in lengths.items()):
-            preempted_with.extend(group.num_pending for group in scheduler.groups.values())
-            while scheduler.running:
-                scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
-            seen.update(lengths)
-
-    assert count_ties(run(engine, preempt_whenever_a_search_is_further), undisturbed) == 0
-    assert any(preempted_with), "nothing was on its way"
-    assert engine.watched.num_compared
+    check(mode, run(engine, mode.jobs()), undisturbed)
+    assert engine.watched.num_compared > 0
+    assert engine.watched.most_pending == 1 + mode.overlaps
 
 
-def test_a_reset_with_steps_on_their_way(undisturbed: list[Any], engine: Engine) -> None:
-    resets = []
-
-    def reset(number: int) -> None:
-        if number % 4 == 0 and engine.scheduler.groups:
-            resets.append(max(group.num_pending for group in engine.scheduler.groups.values()))
-            assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-
-    assert count_ties(run(engine, reset), undisturbed) == 0
-    assert len(resets) > 2
-    assert any(resets)
+def test_groups_preempted_whenever_they_are_further_go_on_where_they_were(
+    mode: Mode, undisturbed: list[Any], engine: Engine
+) -> None:
+    clumsy, jobs = Clumsy(engine), mode.jobs()
+    check(mode, run(engine, jobs, clumsy.preempt_whenever_a_search_is_further), undisturbed)
+    longest = max(params.max_tokens for _, params in jobs)
+    assert clumsy.num_preempted >= (longest - 1) / (1 + mode.num_layers)
+    assert clumsy.num_steps < 16 * longest, "preempted groups hardly get on"
+    assert clumsy.most_pending or not mode.overlaps, "nothing was on its way"
 
 
-def test_aborts_with_steps_on_their_way(undisturbed: list[Any], engine: Engine) -> None:
-    core, aborted = engine.llm.llm_engine, [0, 3]
+def test_resets_of_the_prefix_cache_change_no_answer(mode: Mode, undisturbed: list[Any], engine: Engine) -> None:
+    num_steps, on_their_way = 0, []
 
-    def abort(number: int) -> None:
-        if number == 6:
-            assert any(group.num_pending for group in engine.scheduler.groups.values())
-            core.abort_request([str(request_id) for request_id in aborted])
+    def reset() -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps % 4 == 0 and engine.scheduler.groups:
+            on_their_way.append(pending(engine))
+            assert engine.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
 
-    answers = run(engine, abort)
-    assert [at for at, answer in enumerate(answers) if answer is None] == aborted
-    others = [at for at in range(len(answers)) if at not in aborted]
-    assert count_ties([answers[at] for at in others], [undisturbed[at] for at in others]) == 0
+    check(mode, run(engine, mode.jobs(), reset), undisturbed)
+    assert len(on_their_way) > 1
+    assert any(on_their_way) or not mode.overlaps
+
+
+def test_aborts_between_and_within_steps_leave_nothing_and_disturb_nobody(
+    mode: Mode, undisturbed: list[Any], engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, core = mode.jobs(), engine.llm.llm_engine
+    within, aborted = AbortWithin(engine, monkeypatch, "1", 3), {0: 2, 1: 3}  # in which step
+
+    def abort() -> None:
+        if within.num_steps == aborted[0]:
+            core.abort_request(["0"])
+
+    found = run(engine, jobs, abort)
+    assert [at for at, answer in enumerate(found) if answer is None] == [*aborted]
+    check(mode, found[len(aborted) :], undisturbed[len(aborted) :])
+    core.step()  # tells the worker
+    assert not engine.runner.groups
+    assert not engine.runner.req_states.req_id_to_index

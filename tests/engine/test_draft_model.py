@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.conftest import BLOCK_SIZE, Engine, Engines
-from tests.engine.test_preemption import preempt_all, run
-from tests.engine.test_scheduling import prompt_of
-from tests.engine.test_speculation import NOISE, Pair, count_differing, searches, speculating
+from tests.engine.disturb import preempt_all
+from tests.engine.pairs import NOISE, Pair, count_differing, searches, speculating
+from tests.engine.running import prompt_of, run
 from tests.loop import one_thread
 from tests.reference import load
 from vllm_trie.engine.group import BeamGroup
@@ -89,7 +89,7 @@ def search(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], 
     """What speculation finds, with plain steps and a preemption in between, and what plain steps find."""
     options = {"ignore_eos": True, "max_tokens": MAX_TOKENS}
     asked = [(prompt_of(25 + w, w), {"beam_width": w, "draft_width": 3 * w, **options}) for w in WIDTHS]
-    plain = run(engine, searches(asked, "off"), lambda: None)
+    plain = run(engine, searches(asked, "off"))
     steps, is_on = 0, True
 
     def after_step() -> None:

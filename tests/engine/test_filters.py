@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TRAINED_TARGET, Engine, Engines
-from tests.engine.test_controls import EOS, WARPINGS, Case, grid_of, num_changed, prompted, run
-from tests.engine.test_limits import prompt_of
+from tests.engine.cases import EOS, WARPINGS, Case, grid_of, num_changed, prompted, run
+from tests.engine.running import prompt_of
 from vllm_trie import beam_params
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from benchmarks.stdlib_pair.corpus import held_out_text
 from tests.conftest import TRAINED_TARGET, Engine, Engines
+from tests.engine.running import prompt_of
 from tests.loop import loop_beams
 from tests.reference import agree, engine_answers, transformers_beams
 from vllm_trie import beam_params
@@ -25,11 +25,6 @@ def model(random_model: Callable[[str], Path]) -> Path:
 @pytest.fixture
 def engine(engines: Engines, model: Path) -> Engine:
     return engines(model)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    shuffled = random.Random(seed)
-    return [shuffled.randrange(2, 300) for _ in range(length)]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 31, 32, 33])

@@ -13,9 +13,8 @@ from vllm import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
 from tests.conftest import Engine, Engines
-from tests.engine.test_limits import prompt_of
-from tests.engine.test_preemption import count_ties
-from tests.engine.test_speculation import NOISE
+from tests.engine.pairs import NOISE
+from tests.engine.running import count_ties, prompt_of
 from tests.loop import adjusted, loop_beams
 from tests.reference import agree, engine_answers
 from vllm_trie import beam_params

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import BLOCK_SIZE, Engine, Engines
-from tests.engine.test_preemption import run
+from tests.engine.running import run
 from tests.engine.trained_pair import DRAWN, LENGTH, ONE_BEAM, WIDTH, counts, held_out, search, tokens, trained_pair
 from vllm_trie import beam_params
 
@@ -46,7 +46,7 @@ def test_memory_mode_holds_one_beam_between_forwards(engine: Engine, prompts: li
 def keeping_one(engine: Engine, prompts: list[list[int]], **options: Any) -> list[Any]:
     """Memory mode, rows checked after every step."""
     fields = {"n": WIDTH, "max_tokens": LENGTH, **ONE_BEAM, **options}
-    return run(engine, [(prompt, beam_params(WIDTH, **fields)) for prompt in prompts], lambda: None)
+    return run(engine, [(prompt, beam_params(WIDTH, **fields)) for prompt in prompts])
 
 
 def test_memory_mode_ends_hypotheses_as_any_search_does(engine: Engine, prompts: list[list[int]]) -> None:

@@ -13,16 +13,16 @@ from allpairspy import AllPairs
 from vllm import SamplingParams
 
 from tests.conftest import BLOCK_SIZE, TRAINED_TARGET, Engines
+from tests.engine.cases import LENGTH_PENALTIES
+from tests.engine.running import MOST_TIES, trained_prompts
 from tests.reference import agree, engine_answers, is_greedy, transformers_beams
 from vllm_trie import beam_params
 
 WIDTHS = [1, 2, 3, 5, 8, 15]
-LENGTH_PENALTIES = [-1.0, 0.0, 1.0, 2.0]
 EARLY_STOPPING = [False, True, "never"]
 EOS_OCCURS = [True, False]
 PROMPT_LENGTHS = [1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE + 5]
 MAX_TOKENS = 3 * BLOCK_SIZE + 4  # crosses at least three block boundaries
-MOST_TIES = 0.02  # share of cases that near-ties may cut short
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Case:
 
 GRID = [WIDTHS, LENGTH_PENALTIES, EARLY_STOPPING, EOS_OCCURS, PROMPT_LENGTHS]
 CASES = [Case(*values) for values in AllPairs(GRID)]  # every pair of values at least once
-MORE_CASES = CASES + random.Random(0).sample([Case(*values) for values in itertools.product(*GRID)], 50)
+MORE_CASES = CASES + random.Random(0).sample([Case(*values) for values in itertools.product(*GRID)], 25)
+PROMPTS = trained_prompts([case.prompt_length for case in CASES])
 
 
 def run_cases(engine, cases: list[Case], prompts: list[list[int]]) -> tuple[list, list]:
@@ -63,9 +64,10 @@ def run_cases(engine, cases: list[Case], prompts: list[list[int]]) -> tuple[list
     return outputs[::2], outputs[1::2]
 
 
-def check_cases(engine, model: Path, cases: list[Case], prompts: list[list[int]]) -> tuple[int, int]:
+def check_cases(
+    model: Path, cases: list[Case], prompts: list[list[int]], beams: list, ordinary: list
+) -> tuple[int, int]:
     """Compare every case with transformers. Returns how many agree to the last token, and how many saw EOS."""
-    beams, ordinary = run_cases(engine, cases, prompts)
     in_full = with_eos = 0
     for case, prompt, output, beside in zip(cases, prompts, beams, ordinary, strict=True):
         theirs = transformers_beams(
@@ -84,65 +86,53 @@ def check_cases(engine, model: Path, cases: list[Case], prompts: list[list[int]]
     return in_full, with_eos
 
 
-@pytest.mark.parametrize("kind", ["gqa", "mha"])
-def test_random_model_finds_the_beams_of_transformers(engines: Engines, random_model: Callable, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "cases"), [("gqa", MORE_CASES), ("mha", CASES)], ids=["gqa", "mha"])
+def test_random_model_finds_the_beams_of_transformers(
+    engines: Engines, random_model: Callable, kind: str, cases: list[Case]
+) -> None:
     model = random_model(kind)
-    prompts = [case.prompt(300) for case in MORE_CASES]
-    in_full, with_eos = check_cases(engines(model), model, MORE_CASES, prompts)
-    assert in_full >= (1 - MOST_TIES) * len(MORE_CASES)
-    assert with_eos >= len(MORE_CASES) // 4, "EOS must really occur"
+    prompts = [case.prompt(300) for case in cases]
+    in_full, with_eos = check_cases(model, cases, prompts, *run_cases(engines(model), cases, prompts))
+    assert in_full >= (1 - MOST_TIES) * len(cases)
+    assert with_eos >= len(cases) // 4, "EOS must really occur"
 
 
-def test_trained_model_finds_the_beams_of_transformers_to_the_last_token(engines: Engines) -> None:
-    prompts = trained_prompts(CASES)
-    in_full, with_eos = check_cases(engines(TRAINED_TARGET), TRAINED_TARGET, CASES, prompts)
+@pytest.fixture(scope="module")
+def usual(_engines: Engines) -> tuple[list, list]:
+    """What the trained model finds when nothing is changed, for beams and beside them."""
+    return run_cases(_engines(TRAINED_TARGET), CASES, PROMPTS)
+
+
+def test_trained_model_finds_the_beams_of_transformers_to_the_last_token(usual: tuple[list, list]) -> None:
+    in_full, with_eos = check_cases(TRAINED_TARGET, CASES, PROMPTS, *usual)
     assert in_full == len(CASES)
     assert with_eos >= len(CASES) // 4, "EOS must really occur"
 
 
-@pytest.fixture(scope="module")
-def usual(_engines: Engines) -> list:
-    """What the trained model finds when nothing is changed."""
-    found, _ = run_cases(_engines(TRAINED_TARGET), CASES, trained_prompts(CASES))
-    return found
-
-
 @pytest.mark.parametrize("interval", [1, 1000])
-def test_reclaim_interval_changes_no_answer(engines: Engines, usual: list, interval: int) -> None:
-    prompts = trained_prompts(CASES)
+def test_reclaim_interval_changes_no_answer(engines: Engines, usual: tuple[list, list], interval: int) -> None:
     engine = engines(TRAINED_TARGET)
     manager = engine.scheduler.kv_cache_manager
     before, manager.reclaim_interval = manager.reclaim_interval, interval
     try:
-        other, _ = run_cases(engine, CASES, prompts)
+        other, _ = run_cases(engine, CASES, PROMPTS)
     finally:
         manager.reclaim_interval = before
-    for a, b in zip(usual, other, strict=True):
+    for a, b in zip(usual[0], other, strict=True):
         assert [(o.token_ids, o.cumulative_logprob) for o in a.outputs] == [
             (o.token_ids, o.cumulative_logprob) for o in b.outputs
         ]
 
 
 def test_without_the_tail_copy_the_beams_are_wrong(
-    engines: Engines, usual: list, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, usual: tuple[list, list], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_trie.worker.kv_blocks.KVBlocks.copy_on_device", lambda *_: None)
-    wrong, _ = run_cases(engines(TRAINED_TARGET), CASES, trained_prompts(CASES))
+    wrong, _ = run_cases(engines(TRAINED_TARGET), CASES, PROMPTS)
     differing = [
         case
-        for case, a, b in zip(CASES, usual, wrong, strict=True)
+        for case, a, b in zip(CASES, usual[0], wrong, strict=True)
         if [o.token_ids for o in a.outputs] != [o.token_ids for o in b.outputs]
     ]
     assert len(differing) > len(CASES) // 4
     assert all(case.width > 1 for case in differing)
-
-
-def trained_prompts(cases: list[Case]) -> list[list[int]]:
-    """Held-out code, cut to each case's prompt length."""
-    from transformers import AutoTokenizer
-
-    from benchmarks.stdlib_pair.corpus import held_out_text
-
-    tokens = AutoTokenizer.from_pretrained(TRAINED_TARGET)(held_out_text()[:200_000])["input_ids"]
-    starts = [1 + index * len(tokens) // (len(cases) + 1) for index in range(len(cases))]
-    return [tokens[:1] + tokens[s : s + case.prompt_length - 1] for case, s in zip(cases, starts, strict=True)]

@@ -11,140 +11,11 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from tests.conftest import TRAINED_TARGET, Engine, Engines
-from tests.engine.test_parity import Case, trained_prompts
-from tests.engine.test_scheduling import BYTES_PER_BLOCK, prompt_of
-from tests.reference import NEAR_TIE, SCORE_TOLERANCE, transformers_greedy
+from tests.conftest import Engines
+from tests.engine.disturb import preempt_all
+from tests.engine.running import BYTES_PER_BLOCK, MOST_TIES, count_ties, prompt_of, run
+from tests.reference import transformers_greedy
 from vllm_trie import beam_params
-
-FINAL = RequestOutputKind.FINAL_ONLY
-MOST_TIES = 0.02
-
-
-def preempt_all(engine: Engine) -> None:
-    """As vLLM does it when blocks run out: last come, first preempted."""
-    while engine.scheduler.running:
-        engine.scheduler._preempt_request(engine.scheduler.running.pop(), time.monotonic())
-
-
-def run(engine: Engine, jobs: list[tuple[list[int], SamplingParams]], after_step: Callable[[], None]) -> list[Any]:
-    """All answers, in order. Rows are checked after every step."""
-    core, finished = engine.llm.llm_engine, {}
-    for number, (prompt, params) in enumerate(jobs):
-        params.output_kind = FINAL
-        core.add_request(str(number), {"prompt_token_ids": prompt}, params, priority=-number)
-    while core.has_unfinished_requests():
-        finished.update({int(output.request_id): output for output in core.step()})
-        after_step()
-    return [finished[number] for number in range(len(jobs))]
-
-
-def count_ties(outputs: list[Any], expected: list[Any]) -> int:
-    """How many answers differ, each by a near-tie only.
-
-    Raises:
-        AssertionError: an answer differs otherwise.
-    """
-    ties = 0
-    for output, other in zip(outputs, expected, strict=True):
-        assert len(output.outputs) == len(other.outputs)
-        for ours, theirs in zip(output.outputs, other.outputs, strict=True):
-            assert ours.finish_reason == theirs.finish_reason
-            if ours.cumulative_logprob is not None and ours.token_ids != theirs.token_ids:
-                assert abs(ours.cumulative_logprob - theirs.cumulative_logprob) < NEAR_TIE * len(ours.token_ids)
-                ties += 1
-            elif ours.cumulative_logprob is not None:
-                assert abs(ours.cumulative_logprob - theirs.cumulative_logprob) < SCORE_TOLERANCE * len(ours.token_ids)
-    return ties
-
-
-class Clumsy:
-    """Preempts everything as soon as any search has taken a step."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.num_preempted = self.num_steps = 0
-        self._seen: dict[str, int] = {}
-
-    def preempt_whenever_a_search_is_further(self) -> None:
-        self.num_steps += 1
-        lengths = {group_id: group.length for group_id, group in self.engine.scheduler.groups.items()}
-        if any(length > self._seen.get(group_id, 0) for group_id, length in lengths.items()):
-            preempt_all(self.engine)
-            self._seen.update(lengths)
-            self.num_preempted += 1
-
-
-class AbortWithin:
-    """Aborts a request between execution and results of a step of the engine, counted from now on."""
-
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, request_id: str, step: int) -> None:
-        self.num_steps = 0
-        update = engine.scheduler.update_from_output
-
-        def aborting(*args: Any) -> Any:
-            self.num_steps += 1
-            if self.num_steps == step:
-                engine.llm.llm_engine.abort_request([request_id])
-            return update(*args)
-
-        monkeypatch.setattr(engine.scheduler, "update_from_output", aborting)
-
-
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("kind", ["trained", "gqa", "gemma2"])
-def test_a_group_preempted_at_every_step_goes_on_where_it_was(
-    engines: Engines, random_model: Callable[[str], Path], kind: str, caching: bool
-) -> None:
-    model = TRAINED_TARGET if kind == "trained" else random_model(kind)
-    engine = engines(model, enable_prefix_caching=caching, max_num_batched_tokens=128)
-    lengths, max_tokens = (20, 70), 40
-    widths = {1: True, 4: False, 7: True}  # and whether EOS is ignored
-    params = [beam_params(w, n=w, max_tokens=max_tokens, ignore_eos=ignore) for w, ignore in widths.items()]
-    jobs = [(prompt_of(length), one.clone()) for length in lengths for one in params]
-    jobs[1][1].logprobs = 2
-    jobs.append((prompt_of(50), SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)))
-    undisturbed = run(engine, [(prompt, params.clone()) for prompt, params in jobs], lambda: None)
-
-    clumsy = Clumsy(engine)
-    disturbed = run(engine, jobs, clumsy.preempt_whenever_a_search_is_further)
-    assert clumsy.num_preempted >= max_tokens - 1
-    assert clumsy.num_steps < 12 * max_tokens, "preempted groups hardly get on"
-    assert count_ties(disturbed, undisturbed) <= MOST_TIES * sum(params.n for _, params in jobs)
-
-
-def test_whatever_was_asked_of_hypotheses_holds_when_they_go_on(engines: Engines) -> None:
-    engine = engines(TRAINED_TARGET)
-    asked: list[dict[str, Any]] = [
-        {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2, "logprobs": 3},
-        {"bad_words": ["self", " return"], "stop": ["\n\n", "):"], "min_tokens": 6},
-        {"logit_bias": {30: 2.0}, "stop_token_ids": [13, 15], "early_stopping": "never"},
-        {"temperature": 1.7, "top_k": 12, "top_p": 0.8},
-        {"prune_relative": 0.05, "max_candidates_per_parent": 2, "length_penalty": 0.3},
-        {"sample_first": 9, "seed": 5, "temperature": 0.9},
-        {"semantics": "vllm", "length_penalty": 2.0},
-        {"semantics": "tridecode"},
-    ]
-    prompts = trained_prompts([Case(5, 1.0, False, True, 40)] * len(asked))
-    params = [beam_params(5, n=5, max_tokens=30, **options) for options in asked]
-    jobs = list(zip(prompts, params, strict=True))
-    undisturbed = run(engine, [(prompt, params.clone()) for prompt, params in jobs], lambda: None)
-    clumsy = Clumsy(engine)
-    assert count_ties(run(engine, jobs, clumsy.preempt_whenever_a_search_is_further), undisturbed) == 0
-    assert clumsy.num_preempted >= 29
-
-
-def test_an_abort_between_execution_and_results_leaves_nothing(
-    engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = engines(random_model("gqa"))
-    jobs = [(prompt_of(40), beam_params(4, n=4, max_tokens=30, ignore_eos=True))]
-    expected = run(engine, [(prompt, params.clone()) for prompt, params in jobs], lambda: None)
-    within = AbortWithin(engine, monkeypatch, "gone", 8)
-    gone = beam_params(6, max_tokens=40, output_kind=FINAL)
-    engine.llm.llm_engine.add_request("gone", {"prompt_token_ids": prompt_of(50)}, gone)
-    assert count_ties(run(engine, jobs, lambda: None), expected) == 0
-    assert within.num_steps > 8
 
 
 def test_a_resumed_group_computes_what_its_rows_have_in_common_once(
@@ -176,8 +47,7 @@ def test_a_resumed_group_computes_what_its_rows_have_in_common_once(
     assert computed[after + 1 : after + 4] == [prefix, suffixes, 6]
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(("policy", "caching"), [("fcfs", True), ("priority", False)])
 def test_a_pool_too_small_for_all_preempts_some_and_changes_no_answer(
     engines: Engines,
     random_model: Callable[[str], Path],
@@ -188,7 +58,7 @@ def test_a_pool_too_small_for_all_preempts_some_and_changes_no_answer(
     model = random_model("gqa")
     jobs = [(prompt_of(40, w), beam_params(w, n=w, max_tokens=90, ignore_eos=True)) for w in (6, 4, 1, 6, 5)]
     jobs += [(prompt_of(30, seed), SamplingParams(temperature=0, max_tokens=60)) for seed in (7, 8)]
-    roomy = run(engines(model), [(prompt, params.clone()) for prompt, params in jobs], lambda: None)
+    roomy = run(engines(model), jobs)
     options = {"scheduling_policy": policy, "enable_prefix_caching": caching}
     engine = engines(model, kv_cache_memory_bytes=26 * BYTES_PER_BLOCK, **options)
     num_preempted, num_steps = 0, 0
@@ -219,7 +89,7 @@ def test_a_pause_holds_groups_where_they_are(
 ) -> None:
     engine = engines(random_model("gqa"))
     jobs = [(prompt_of(40), beam_params(5, n=5, max_tokens=30, ignore_eos=True))]
-    expected = run(engine, [(prompt, params.clone()) for prompt, params in jobs], lambda: None)
+    expected = run(engine, jobs)
     steps = 0
 
     def pause() -> None:
@@ -251,8 +121,8 @@ def test_rows_that_compute_their_histories_stay_within_the_budget(
     limits = {"max_num_batched_tokens": 64, "long_prefill_token_threshold": 4}
     engine = engines(random_model("gqa"), long_prefill_token_threshold_adaptive=False, **limits)
     core, params = engine.llm.llm_engine, beam_params(4, n=4, max_tokens=40, sample_first=30, seed=1, ignore_eos=True)
-    params.output_kind = FINAL
-    (expected,) = run(engine, [(prompt_of(4), params.clone())], lambda: None)
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    (expected,) = run(engine, [(prompt_of(4), params.clone())])
     core.add_request("drawn apart", {"prompt_token_ids": prompt_of(4)}, params)
     while not any(group.length == 12 for group in engine.scheduler.groups.values()):
         core.step()

@@ -11,8 +11,8 @@ import torch
 from vllm import SamplingParams
 
 from tests.conftest import BLOCK_SIZE, Engine, Engines
-from tests.engine.test_preemption import preempt_all, run
-from tests.engine.test_scheduling import prompt_of
+from tests.engine.disturb import preempt_all
+from tests.engine.running import prompt_of, run
 from tests.reference import transformers_greedy
 from vllm_trie import beam_params
 

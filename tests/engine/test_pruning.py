@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.conftest import Engines
-from tests.engine.test_controls import EOS, PRUNINGS, grid_of, num_changed, prompted, run
+from tests.engine.cases import EOS, PRUNINGS, grid_of, num_changed, prompted, run
 
 
 def test_pruned_beams_are_the_loops_and_disturb_nobody(engines: Engines, random_model: Callable[[str], Path]) -> None:

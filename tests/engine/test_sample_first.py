@@ -13,8 +13,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.conftest import Engine, Engines
-from tests.engine.test_limits import prompt_of
-from tests.engine.test_scheduling import BYTES_PER_BLOCK
+from tests.engine.running import BYTES_PER_BLOCK, prompt_of
 from tests.loop import adjusted, allowed, loop_beams, one_thread
 from tests.reference import SCORE_TOLERANCE, agree, engine_answers, load
 from vllm_trie import beam_params

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,92 +11,27 @@ from allpairspy import AllPairs
 from vllm import SamplingParams
 from vllm.sampling_params import BeamSearchParams
 
-from tests.conftest import BLOCK_SIZE, ROOT, TRAINED_TARGET, Engine, Engines
-from tests.engine.test_parity import Case, trained_prompts
-from tests.engine.test_preemption import MOST_TIES, run
-from tests.engine.test_scheduling import prompt_of
-from tests.reference import NEAR_TIE, SCORE_TOLERANCE
+from tests.conftest import BLOCK_SIZE, Engines
+from tests.engine.options import OPTIONS
+from tests.engine.pairs import (
+    NOISE,
+    TRAINED,
+    Asked,
+    Pair,
+    check_exact,
+    count_differing,
+    searches,
+    speculating,
+    steps_per_forward,
+)
+from tests.engine.running import prompt_of, run, trained_prompts
 from vllm_trie import beam_params
 from vllm_trie.worker import verify
 
-TRAINED = (TRAINED_TARGET, ROOT / "benchmarks" / "stdlib_pair" / "draft")
 BESIDE = [
     (prompt_of(length, length), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0))
     for length in (5, BLOCK_SIZE - 1, 50)
 ]
-NOISE = 0.012  # about half of the drafts of one beam are accepted
-
-Pair = tuple[Path, Path]
-Asked = tuple[list[int], dict[str, Any]]  # a prompt, and the options of a search
-
-
-def speculating(engines: Engines, pair: Pair, num_layers: int, **options: Any) -> Engine:
-    """An engine with a draft model, that drafts `num_layers` tokens."""
-    target, draft = pair
-    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": num_layers}
-    return engines(target, speculative_config=config, **options)
-
-
-def searches(asked: Iterable[Asked], speculation: str = "exact") -> list[tuple[list[int], SamplingParams]]:
-    """The same searches, speculating or not."""
-    jobs = []
-    for prompt, options in asked:
-        own = {name: value for name, value in options.items() if speculation != "off" or name != "draft_width"}
-        own.setdefault("n", own["beam_width"])
-        jobs.append((prompt, beam_params(**own, speculation=speculation)))
-    return jobs
-
-
-def steps_per_forward(output: Any) -> float:
-    return output.kv_transfer_params["trie_beam"]["steps_per_forward"]
-
-
-def count_differing(outputs: list[Any], expected: list[Any]) -> int:
-    """How many hypotheses differ, each by a near-tie only.
-
-    Raises:
-        AssertionError: one differs otherwise, in anything that is reported of it.
-    """
-    ties = 0
-    for number, (output, other) in enumerate(zip(outputs, expected, strict=True)):
-        for rank, (ours, theirs) in enumerate(zip(output.outputs, other.outputs, strict=True)):
-            where = (number, rank, ours, theirs)
-            if ours.cumulative_logprob is None:
-                assert (ours.token_ids, ours.stop_reason) == (theirs.token_ids, theirs.stop_reason), where
-                continue
-            difference = abs(ours.cumulative_logprob - theirs.cumulative_logprob)
-            assert difference <= NEAR_TIE * len(ours.token_ids), where
-            if ours.token_ids != theirs.token_ids:
-                ties += 1
-                continue
-            assert (ours.text, ours.finish_reason) == (theirs.text, theirs.finish_reason), where
-            assert ours.stop_reason == theirs.stop_reason, where
-            for place, same_place in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
-                found, plain = ({t: e.logprob for t, e in entries.items()} for entries in (place, same_place))
-                assert found == pytest.approx(plain, abs=SCORE_TOLERANCE), where
-                assert [e.rank for e in place.values()] == [e.rank for e in same_place.values()], where
-    return ties
-
-
-def check_exact(
-    engine: Engine,
-    asked: list[Asked],
-    after_step: Callable[[], None] = lambda: None,
-    beside: Sequence[tuple[list[int], SamplingParams]] = (),
-) -> list[Any]:
-    """Search in both ways, and compare all that comes back. Returns what speculation found.
-
-    Args:
-        beside: Ordinary requests, that must answer as they do alone.
-    """
-    plain = run(engine, searches(asked, "off"), lambda: None)
-    alone = run(engine, [(prompt, params.clone()) for prompt, params in beside], lambda: None)
-    jobs = [*searches(asked), *((prompt, params.clone()) for prompt, params in beside)]
-    outputs = run(engine, jobs, after_step)
-    assert count_differing(outputs[len(asked) :], alone) == 0
-    ties = count_differing(outputs[: len(asked)], plain)
-    assert ties <= MOST_TIES * sum(len(output.outputs) for output in plain)
-    return outputs[: len(asked)]
 
 
 def watch_accepted_paths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
@@ -158,46 +93,16 @@ def test_rows_of_equal_length_as_on_a_gpu_find_what_plain_steps_find(
 
 def test_the_trained_pair_finds_what_plain_steps_find(engines: Engines) -> None:
     engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
-    prompts = trained_prompts([Case(1, 1.0, False, True, 2 * BLOCK_SIZE)] * 40)
+    prompts = trained_prompts([2 * BLOCK_SIZE] * 40)
     outputs = check_exact(engine, grid(prompts, max_tokens=BLOCK_SIZE + 6), beside=BESIDE)
     assert sum(steps_per_forward(output) > 1.5 for output in outputs) > len(outputs) // 3
-
-
-OPTIONS: list[dict[str, Any]] = [
-    {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2, "logprobs": 3},
-    {"presence_penalty": -0.4, "frequency_penalty": -0.3, "repetition_penalty": 0.9, "min_tokens": 5},
-    {"bad_words": ["self", " return"], "stop": ["\n\n", "):"], "min_tokens": 6},
-    {"stop": ["self.", "f(x", "t(s", "e("], "include_stop_str_in_output": True, "early_stopping": True},
-    {"stop": list(" estia_(.rn"), "logprobs": 1},
-    {"allowed_token_ids": [*range(1, 300)], "stop_token_ids": [13, 15], "early_stopping": "never"},
-    {"allowed_token_ids": [1, 7, 8, 9], "logprobs": 0},
-    {"allowed_token_ids": [9], "ignore_eos": True},
-    {"temperature": 1.7, "top_k": 12, "top_p": 0.8},
-    {"temperature": 0.6, "logprobs": 2},
-    {"min_p": 0.05, "logit_bias": {7: 2.0, 30: -3.0}},
-    {"min_p": 0.2, "logprobs": 1, "frequency_penalty": 0.5, "ignore_eos": True},
-    {"top_k": 1},
-    {"prune_relative": 0.05, "max_candidates_per_parent": 2, "length_penalty": 0.3},
-    {"prune_absolute": 1.5, "prune_relative_local": 0.3, "ignore_eos": True},
-    {"max_candidates_per_parent": 1, "ignore_eos": True},
-    {"sample_first": 9, "seed": 5, "temperature": 0.9, "logprobs": 2},
-    {"semantics": "vllm", "length_penalty": 2.0, "logprobs": 2},
-    {"semantics": "vllm", "length_penalty": 0.5, "ignore_eos": True, "frequency_penalty": 0.6},
-    {"semantics": "tridecode", "min_tokens": 3},
-    {"early_stopping": True, "length_penalty": -1.0, "ignore_eos": True, "stop_token_ids": [1, 13]},
-    {"early_stopping": "never", "length_penalty": 2.0, "min_tokens": 12},
-    {"max_tokens": 1, "logprobs": 2},
-    {"max_tokens": 2, "ignore_eos": True},
-    {"max_tokens": 3, "ignore_eos": True, "stop_token_ids": [13]},
-    {"n": 1},
-]
 
 
 def test_whatever_acts_on_a_search_acts_on_each_step_of_it(engines: Engines) -> None:
     engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
     asked = []
     for width, draft_width in ((1, 3), (4, 12)):
-        prompts = trained_prompts([Case(width, 1.0, False, True, BLOCK_SIZE - 9)] * len(OPTIONS))
+        prompts = trained_prompts([BLOCK_SIZE - 9] * len(OPTIONS))
         widths = {"beam_width": width, "draft_width": draft_width}
         asked += [(p, {"max_tokens": 36, **widths, **one}) for p, one in zip(prompts, OPTIONS, strict=True)]
     outputs = check_exact(engine, asked, beside=BESIDE)
@@ -229,14 +134,14 @@ def test_searches_of_every_kind_share_a_batch(engines: Engines) -> None:
         {"speculation": "sample", "seed": 2, "memory_mode": True},
         {"speculation": "exact", "beam_width": 1},
     ]
-    prompts = trained_prompts([Case(4, 1.0, False, True, 30)] * len(kinds))
+    prompts = trained_prompts([30] * len(kinds))
     jobs = [
         (p, beam_params(**{"beam_width": 4, "max_tokens": 34, **one})) for p, one in zip(prompts, kinds, strict=True)
     ]
     jobs += [(prompt, SamplingParams(temperature=0, max_tokens=40)) for prompt in prompts]
 
     def found() -> list[Any]:
-        return run(engine, [(prompt, params.clone()) for prompt, params in jobs], lambda: None)
+        return run(engine, jobs)
 
     outputs = found()
     assert count_differing(found(), outputs) == 0
@@ -244,8 +149,8 @@ def test_searches_of_every_kind_share_a_batch(engines: Engines) -> None:
     asked = [(prompts[at], {"beam_width": 4, "max_tokens": 34, "n": 1, **kinds[at]}) for at in exact]
     for _, one in asked:
         del one["speculation"]
-    count_differing([outputs[at] for at in exact], run(engine, searches(asked, "off"), lambda: None))
-    alone = run(engine, [(prompt, params.clone()) for prompt, params in jobs[len(kinds) :]], lambda: None)
+    count_differing([outputs[at] for at in exact], run(engine, searches(asked, "off")))
+    alone = run(engine, jobs[len(kinds) :])
     assert [o.outputs[0].token_ids for o in outputs[len(kinds) :]] == [o.outputs[0].token_ids for o in alone]
 
 
@@ -254,7 +159,7 @@ def test_beam_search_of_the_llm_finds_the_same(engines: Engines, width: int, mon
     engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
     commits = watch_accepted_paths(monkeypatch)
     defaults = engine.llm.llm_engine.vllm_config.additional_config["trie_beam"]
-    prompts = [{"prompt_token_ids": p} for p in trained_prompts([Case(width, 1.0, False, True, 40)] * 3)]
+    prompts = [{"prompt_token_ids": p} for p in trained_prompts([40] * 3)]
     for params in (
         BeamSearchParams(beam_width=width, max_tokens=40),
         BeamSearchParams(beam_width=width, max_tokens=30, ignore_eos=True, length_penalty=2.0),

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import Engines
-from tests.engine.test_preemption import run
-from tests.engine.test_scheduling import prompt_of
-from tests.engine.test_speculation import NOISE, Pair, speculating
+from tests.engine.pairs import NOISE, Pair, speculating
+from tests.engine.running import prompt_of, run
 from vllm_trie import beam_params
 from vllm_trie.engine.speculation_budget import Speculating
 
@@ -37,7 +36,7 @@ def test_the_least_of_use_is_given_and_nothing_less(
 ) -> None:
     engine = speculating(engines, random_pair("gqa", NOISE), 4)
     share_out = engine.scheduler._budgets.share_out
-    jobs = [(prompt_of(length), beam_params(**options, max_tokens=60, ignore_eos=True)) for length in (20, 21, 22)]
+    jobs = [(prompt_of(length), beam_params(**options, max_tokens=40, ignore_eos=True)) for length in (20, 21)]
 
     def searched(spare_rows: int, spare_tokens: int) -> tuple[int, int]:
         """How often searches, one at a time, were given a budget, and how many forwards they saved by it."""
@@ -49,7 +48,7 @@ def test_the_least_of_use_is_given_and_nothing_less(
             num_budgets += sum(one.step.budget is not None for one in candidates)
 
         monkeypatch.setattr(engine.scheduler._budgets, "share_out", share)
-        outputs = [run(engine, [(prompt, params.clone())], lambda: None)[0] for prompt, params in jobs]
+        outputs = [run(engine, [(prompt, params.clone())])[0] for prompt, params in jobs]
         told = [output.kv_transfer_params["trie_beam"] for output in outputs]
         return num_budgets, sum(one["steps"] - one["target_forwards"] for one in told)
 

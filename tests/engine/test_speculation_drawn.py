@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllm.sampling_params import SamplingParams
 
 from tests.conftest import Engine, Engines
-from tests.engine.test_preemption import Clumsy, run
+from tests.engine.running import run
 from tests.engine.trained_pair import (
     DRAWN,
-    LAYERS,
     LENGTH,
-    ONE_BEAM,
     WARPED,
     WIDTH,
     answer,
@@ -102,7 +99,7 @@ def test_a_seed_decides_what_is_drawn(engine: Engine, prompts: list[list[int]], 
 def test_cumulative_logprob_is_the_targets_own_sum(engine: Engine, prompts: list[list[int]], mode: dict) -> None:
     """At temperature 1, before any filter, whatever other groups take the same step."""
     params = [beam_params(w, n=w, max_tokens=2 * LENGTH, **mode) for w in (WIDTH, 1, 7, 5)]
-    outputs = run(engine, list(zip(prompts, params, strict=True)), lambda: None)
+    outputs = run(engine, list(zip(prompts, params, strict=True)))
     num_checked = 0
     for prompt, output in zip(prompts, outputs, strict=True):
         for generated, total in answer(output):
@@ -130,36 +127,3 @@ def test_logprobs_report_each_drawn_token_and_its_rank(engine: Engine, prompts: 
     assert max(ranks) > 2 * WIDTH, "something must be drawn that no search would rank"
     (without,) = search(engine, prompts[:1], **mode)
     assert tokens([without]) == tokens(search(engine, prompts[:1], logprobs=2, **mode)), "to be told changes no draw"
-
-
-def preempted_at_every_step(engine: Engine, prompts: list[list[int]], mode: dict[str, Any]) -> tuple[list[Any], ...]:
-    """What is found undisturbed, and what if everything is preempted whenever a search is further."""
-
-    def jobs() -> list[tuple[list[int], SamplingParams]]:
-        return [
-            (prompt, beam_params(WIDTH, n=WIDTH, max_tokens=LENGTH, ignore_eos=True, **mode)) for prompt in prompts[:2]
-        ]
-
-    undisturbed, clumsy = run(engine, jobs(), lambda: None), Clumsy(engine)
-    disturbed = run(engine, jobs(), clumsy.preempt_whenever_a_search_is_further)
-    assert clumsy.num_preempted >= LENGTH / (1 + LAYERS) - 1
-    return undisturbed, disturbed
-
-
-@pytest.mark.parametrize("mode", [ONE_BEAM, {"speculation": "off", "do_sample": True, "seed": 1}], ids=["one", "plain"])
-def test_a_preempted_group_draws_what_it_would_have_drawn(engine: Engine, prompts: list[list[int]], mode: dict) -> None:
-    undisturbed, disturbed = preempted_at_every_step(engine, prompts, mode)
-    assert tokens(disturbed) == tokens(undisturbed)
-
-
-@pytest.mark.parametrize("mode", [DRAWN, DRAWN | {"threshold": 0.8, "min_width": 2}], ids=["sample", "narrower"])
-def test_a_preempted_group_goes_on_with_the_beams_it_has_drawn(
-    engine: Engine, prompts: list[list[int]], mode: dict
-) -> None:
-    """Rows that compute their histories anew do not speculate, so that the seed is used otherwise."""
-    _, disturbed = preempted_at_every_step(engine, prompts, mode)
-    for prompt, output in zip(prompts, disturbed, strict=False):
-        assert counts(output)["steps"] == LENGTH
-        for generated, total in answer(output):
-            if total is not None:
-                assert total == pytest.approx(own_sum(prompt, generated), abs=SCORE_TOLERANCE * len(generated))

@@ -12,9 +12,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.conftest import BLOCK_SIZE, Engine, Engines
-from tests.engine.test_preemption import FINAL, AbortWithin, Clumsy, run
-from tests.engine.test_scheduling import BYTES_PER_BLOCK, prompt_of
-from tests.engine.test_speculation import (
+from tests.engine.pairs import (
     NOISE,
     Asked,
     Pair,
@@ -24,6 +22,7 @@ from tests.engine.test_speculation import (
     speculating,
     steps_per_forward,
 )
+from tests.engine.running import BYTES_PER_BLOCK, prompt_of, run
 from vllm_trie import beam_params
 from vllm_trie.messages import SpeculationBudget, group_steps
 from vllm_trie.worker.forest_step import ForestStep
@@ -121,22 +120,9 @@ def test_drawn_searches_are_given_a_whole_layer_or_nothing(
         for seed, width in enumerate((4, 3, 5, 2))
     ]
     watch = Watch(engine, monkeypatch)
-    outputs = run(engine, jobs, lambda: None)
+    outputs = run(engine, jobs)
     assert max(map(steps_per_forward, outputs)) > 1.1
     assert {"plain", "some rows"} <= watch.happened()
-
-
-@pytest.mark.parametrize("caching", [True, False])
-def test_groups_preempted_whenever_they_are_further_find_the_same(engines: Engines, pair: Pair, caching: bool) -> None:
-    engine = speculating(engines, pair, 3, max_num_batched_tokens=192, enable_prefix_caching=caching)
-    widths = {1: True, 3: False, 6: True}  # and whether EOS is ignored
-    options = [{"beam_width": w, "ignore_eos": ignore, "draft_width": 3 * w} for w, ignore in widths.items()]
-    asked = [(prompt_of(length, length), {"max_tokens": 45, **one}) for length in (20, 70) for one in options]
-    clumsy = Clumsy(engine)
-    outputs = check_exact(engine, asked, clumsy.preempt_whenever_a_search_is_further)
-    assert steps_per_forward(outputs[0]) > 3, "nothing speculated between preemptions"
-    assert clumsy.num_preempted > 30
-    assert clumsy.num_steps < 6 * clumsy.num_preempted, "preempted groups hardly get on"
 
 
 def test_logprobs_of_a_request_that_joins_a_speculating_batch_are_its_own(engines: Engines, pair: Pair) -> None:
@@ -227,42 +213,6 @@ def test_prompts_that_are_cached_to_the_last_token_find_the_same(
     check_exact(engine, asked, beside=beside)
 
 
-def test_aborts_between_and_within_steps_leave_nothing(
-    engines: Engines, pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = speculating(engines, pair, 4)
-    options = {"beam_width": 4, "draft_width": 12, "ignore_eos": True, "max_tokens": 40}
-    (job,) = searches([(prompt_of(40), options)])
-    (expected,) = run(engine, [(job[0], job[1].clone())], lambda: None)
-    core, within = engine.llm.llm_engine, AbortWithin(engine, monkeypatch, "within", 5)
-    for name in ("within", "between"):
-        ((prompt, params),) = searches([(prompt_of(50), options | {"beam_width": 6})])
-        params.output_kind = FINAL
-        core.add_request(name, {"prompt_token_ids": prompt}, params)
-
-    def abort() -> None:
-        if within.num_steps == 7:
-            core.abort_request(["between"])
-
-    assert count_differing(run(engine, [job], abort), [expected]) == 0
-    assert within.num_steps > 7
-
-
-def test_a_reset_of_the_prefix_cache_amid_searches_changes_no_answer(engines: Engines, pair: Pair) -> None:
-    engine = speculating(engines, pair, 4)
-    steps = 0
-
-    def reset() -> None:
-        nonlocal steps
-        steps += 1
-        if steps % 4 == 0:
-            assert engine.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
-
-    options = {"beam_width": 4, "draft_width": 12, "ignore_eos": True, "max_tokens": 40}
-    check_exact(engine, [(prompt_of(length), options) for length in (33, 40, 65)], reset)
-    assert steps > 12
-
-
 @pytest.mark.parametrize(
     ("spoiled", "message"),
     [
@@ -288,7 +238,7 @@ def test_a_draft_model_that_does_not_fit_is_one_clear_error(
 
 def test_an_engine_that_measures_its_memory_runs_the_draft_model(engines: Engines, pair: Pair) -> None:
     engine = speculating(engines, pair, 3)
-    (expected,) = run(engine, searches([(prompt_of(9), {"beam_width": 2, "max_tokens": 9})]), lambda: None)
+    (expected,) = run(engine, searches([(prompt_of(9), {"beam_width": 2, "max_tokens": 9})]))
     engine.runner.profile_run()
-    (found,) = run(engine, searches([(prompt_of(9), {"beam_width": 2, "max_tokens": 9})]), lambda: None)
+    (found,) = run(engine, searches([(prompt_of(9), {"beam_width": 2, "max_tokens": 9})]))
     assert count_differing([found], [expected]) == 0

@@ -10,7 +10,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 
 from tests.conftest import TRAINED_TARGET, Engine, Engines
-from tests.engine.test_preemption import preempt_all, run
+from tests.engine.disturb import preempt_all
+from tests.engine.running import run
 from tests.engine.trained_pair import (
     DRAWN,
     LAYERS,
@@ -120,7 +121,7 @@ def test_groups_of_every_kind_run_side_by_side(engine: Engine, prompts: list[lis
     ]
     greedy = SamplingParams(temperature=0, max_tokens=LENGTH)
     jobs = [(prompts[i % 4], beam_params(3, n=3, max_tokens=LENGTH, **options)) for i, options in enumerate(asked)]
-    (alone,) = run(engine, [(prompts[0], greedy.clone())], lambda: None)
+    (alone,) = run(engine, [(prompts[0], greedy.clone())])
     steps = 0
 
     def disturb() -> None:
@@ -179,22 +180,6 @@ def test_wrong_fields_are_refused_and_the_engine_goes_on(engine: Engine, prompts
         engine.generate(prompts[:1], SamplingParams(max_tokens=4, logit_bias={5: 1.0}))
     with pytest.raises(ValueError, match="seed=7 has nothing to decide in a beam search"):
         engine.generate(prompts[:1], altered(beam_params(WIDTH, max_tokens=4), seed=7))
-    assert tokens(search(engine, prompts[:1], **DRAWN)) == expected
-
-
-def test_an_abort_between_two_forests_leaves_nothing(engine: Engine, prompts: list[list[int]]) -> None:
-    core = engine.llm.llm_engine
-    expected = tokens(search(engine, prompts[:1], **DRAWN))
-    for mode in (DRAWN, ONE_BEAM, {"speculation": "exact"}):
-        for number in range(2):
-            params = beam_params(WIDTH, n=2, max_tokens=LENGTH, ignore_eos=True, **mode)
-            core.add_request(str(number), {"prompt_token_ids": prompts[number]}, params)
-        for _ in range(4):
-            core.step()
-        core.abort_request(["0"])
-        while core.has_unfinished_requests():
-            core.step()
-        engine.check_nothing_is_left()
     assert tokens(search(engine, prompts[:1], **DRAWN)) == expected
 
 

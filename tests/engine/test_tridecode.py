@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.conftest import TRAINED_TARGET, Engines
-from tests.engine.test_controls import COMMA, DOT, EOS, Case, grid_of, num_changed, prompted, run
+from tests.engine.cases import COMMA, DOT, EOS, Case, grid_of, num_changed, prompted, run
 
 TRIDECODE = {"semantics": ["tridecode"], "early_stopping": [False]}
 

@@ -10,8 +10,8 @@ from vllm import SamplingParams
 
 from tests import models
 from tests.conftest import BLOCK_SIZE, Engines
-from tests.engine.test_preemption import count_ties, preempt_all, run
-from tests.engine.test_scheduling import BYTES_PER_BLOCK, prompt_of
+from tests.engine.disturb import preempt_all
+from tests.engine.running import BYTES_PER_BLOCK, count_ties, prompt_of, run
 from vllm_trie import beam_params
 
 
@@ -43,7 +43,7 @@ def test_a_group_that_its_windows_leave_no_room_to_start_ends_with_an_error(
     limits = {"max_model_len": 448, "max_num_batched_tokens": budget, "async_scheduling": False}
     engine = engines(random_model(kind), kv_cache_memory_bytes=num_blocks * BYTES_PER_BLOCK, **limits)
     jobs = [(prompt_of(400), beam_params(8, n=2, max_tokens=40)), (prompt_of(10), SamplingParams(max_tokens=3))]
-    failed, fine = run(engine, jobs, lambda: None)
+    failed, fine = run(engine, jobs)
     assert {o.finish_reason for o in failed.outputs} == {"error"}
     assert "KV blocks" in failed.outputs[0].stop_reason
     assert fine.outputs[0].token_ids
@@ -55,7 +55,7 @@ def test_a_group_whose_histories_reach_behind_the_window_searches_anew(
     engine = engines(random_model("mistral"), kv_cache_memory_bytes=30 * BYTES_PER_BLOCK)
     params = beam_params(6, n=6, max_tokens=160, sample_first=120, seed=4, ignore_eos=True)
     jobs = [(prompt_of(40), params)]
-    expected = run(engine, [(prompt, one.clone()) for prompt, one in jobs], lambda: None)
+    expected = run(engine, [(prompt, one.clone()) for prompt, one in jobs])
     steps = 0
 
     def preempt_once() -> None:

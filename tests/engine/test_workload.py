@@ -14,8 +14,8 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from tests.conftest import Engine, Engines
-from tests.engine.test_scheduling import BYTES_PER_BLOCK, prompt_of
-from tests.engine.test_speculation import NOISE
+from tests.engine.pairs import NOISE
+from tests.engine.running import BYTES_PER_BLOCK, prompt_of
 from tests.reference import Answer, agree, engine_answers, transformers_beams
 from vllm_trie import beam_params
 

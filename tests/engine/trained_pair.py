@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from tests.conftest import TRAINED_TARGET, Engine, Engines
-from tests.engine.test_parity import Case, trained_prompts
-from tests.engine.test_speculation import TRAINED, speculating
+from tests.engine.pairs import TRAINED, speculating
+from tests.engine.running import trained_prompts
 from tests.loop import one_thread
 from tests.reference import load
 from vllm_trie import beam_params
@@ -27,7 +27,7 @@ def trained_pair(engines: Engines) -> Engine:
 
 def held_out() -> list[list[int]]:
     """Four prompts."""
-    return trained_prompts([Case(WIDTH, 1.0, False, True, LENGTH)] * 4)
+    return trained_prompts([LENGTH] * 4)
 
 
 def search(engine: Engine, prompts: list[list[int]], width: int = WIDTH, **options: Any) -> list[Any]:

@@ -44,7 +44,7 @@ class Reorders:
         """All of it, on the device."""
         on_host = np.concatenate(self.rows, axis=1)
         rows = torch.from_numpy(on_host)
-        rows = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
+        rows = (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
         rows[1] = rows[0][rows[1] + torch.cat(self.parents)]  # from a place among the rows to the slot there
         return RowReorder(rows, on_host[3])
 

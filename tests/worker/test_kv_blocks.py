@@ -1,0 +1,27 @@
+"""Copies between KV blocks, where layers of several KV cache groups lie over each other."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vllm_trie.worker.kv_blocks import KVBlocks
+
+NUM_BLOCKS = 5
+
+
+def test_layers_that_lie_over_each_other_are_all_read_before_any_is_written() -> None:
+    """A group's blocks may be sources while another's are destinations, in one and the same copy."""
+    memory = torch.arange(NUM_BLOCKS * 64, dtype=torch.float32)
+    views = [memory.view(NUM_BLOCKS, 2, 4, 8), memory.view(NUM_BLOCKS, 8, 8), memory.view(4 * NUM_BLOCKS, 16)]
+    strided = memory.view(NUM_BLOCKS, 4, 2, 8).transpose(1, 2)
+    before = memory.view(NUM_BLOCKS, -1).clone()
+    KVBlocks([*views, strided], NUM_BLOCKS).copy(np.array([0, 1, 2]), np.array([1, 2, 4]))
+    assert memory.view(NUM_BLOCKS, -1).equal(before[[0, 0, 1, 3, 2]])
+
+
+def test_a_block_that_is_copied_onto_itself_stays() -> None:
+    memory = torch.arange(NUM_BLOCKS * 8, dtype=torch.int64)
+    before = memory.clone()
+    KVBlocks([memory.view(NUM_BLOCKS, 8)], NUM_BLOCKS).copy(np.array([3, 1]), np.array([3, 1]))
+    assert memory.equal(before)

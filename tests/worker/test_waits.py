@@ -1,0 +1,136 @@
+"""The worker never waits for its device around a step: it runs on tensors without content, as the search does."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.search.steps import rules_of
+from vllm_trie.messages import GroupStep
+from vllm_trie.search import gumbel, sampling
+from vllm_trie.search.filters import LogitsFilters, Pruning
+from vllm_trie.search.rules import BeamSampling, SelectRules
+from vllm_trie.worker import kernels
+from vllm_trie.worker.expand import take_in_rows
+from vllm_trie.worker.kv_blocks import Segments
+from vllm_trie.worker.row_reorder import Tables
+from vllm_trie.worker.rows import BatchRows, GroupRows
+from vllm_trie.worker.select import Selector
+from vllm_trie.worker.step_context import StepContext
+
+NOWHERE = torch.device("meta")
+NUM_SLOTS, LENGTH, VOCAB_SIZE, WIDTH, BLOCK_SIZES = 16, 64, 300, 3, (16, 32)
+PROMPT = list(range(20))
+RULES: dict[str, SelectRules] = {
+    "plain": rules_of(WIDTH),
+    "controlled": rules_of(WIDTH, "vllm", (1, 2), is_controlled=True),
+    "filters": rules_of(WIDTH, stops=(1,), filters=LogitsFilters(0.7, 0.1, 20, 0.9), pruning=Pruning(0.1, 2.0, 0.1, 2)),
+    "log-probabilities": rules_of(WIDTH, "tridecode", (1,), num_logprobs=2),
+    "sampled": rules_of(WIDTH, samples=True),
+    "drawn": rules_of(WIDTH, beam_sampling=BeamSampling(False, 1, None, False)),
+}
+
+
+class Launches:
+    """In the place of a kernel: notes that it was launched."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getitem__(self, grid: object) -> Any:
+        def launch(*args: object, **options: object) -> None:
+            self.count += 1
+
+        return launch
+
+
+def nowhere(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """A tensor of which nobody can look at the content."""
+    return torch.empty(shape, dtype=dtype, device=NOWHERE)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launches]:
+    """As on a GPU, kernels do the work."""
+    found = {name: Launches() for name in ("_select_next", "_copy_histories", "_copy_tails")}
+    for name, kernel in found.items():
+        monkeypatch.setattr(kernels, name, kernel)
+    monkeypatch.setattr(kernels, "run_on", lambda _: True)
+    for module in (gumbel, sampling):
+        monkeypatch.setattr(module, "on_device", lambda *_: None)  # there are no generators without content
+    return found
+
+
+def runner_of(sampler: Any) -> Any:
+    states = SimpleNamespace(
+        all_token_ids=SimpleNamespace(gpu=nowhere(NUM_SLOTS, LENGTH, dtype=torch.int32)),
+        total_len=SimpleNamespace(gpu=nowhere(NUM_SLOTS, dtype=torch.int32)),
+        last_sampled_tokens=nowhere(NUM_SLOTS, 1),
+        req_id_to_index={str(slot): slot for slot in range(NUM_SLOTS)},
+    )
+    return SimpleNamespace(device=NOWHERE, model_config=None, req_states=states, sampler=sampler)
+
+
+def sampler_of() -> Any:
+    """vLLM's, which is not ours to test."""
+    return SimpleNamespace(
+        apply_sampling_params=lambda logits, *args, **options: logits.float(),
+        penalties_state=SimpleNamespace(output_bin_counts=nowhere(NUM_SLOTS, VOCAB_SIZE, dtype=torch.int32)),
+        logits_processors=[],
+    )
+
+
+def batch_of(slots: np.ndarray) -> Any:
+    """One token of each row."""
+    count = len(slots)
+    return SimpleNamespace(
+        num_reqs=count,
+        idx_mapping_np=slots,
+        cu_num_logits_np=np.arange(count + 1),
+        seq_lens_cpu_upper_bound=torch.from_numpy(np.arange(count) % 2 + 25),
+        logits_indices=nowhere(count),
+        positions=nowhere(count),
+        input_ids=nowhere(count, dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_rows_are_taken_in_selected_and_reordered_without_waiting(
+    launches: dict[str, Launches], rules: SelectRules
+) -> None:
+    sampler = sampler_of()
+    runner = runner_of(sampler)
+    slots = np.random.default_rng(0).permutation(NUM_SLOTS)[: 2 * WIDTH]
+    groups: dict[str, GroupRows] = {}
+    for number, own in enumerate(slots.reshape(2, WIDTH)):
+        request: Any = SimpleNamespace(prompt_token_ids=PROMPT)
+        scores = nowhere(WIDTH, dtype=torch.float32)
+        groups[str(number)] = GroupRows(request, [str(slot) for slot in own], scores, nowhere(WIDTH))
+    steps = {group_id: GroupStep(rules, selects=True, decodes=True, draw=(3, 5)) for group_id in groups}
+    context = StepContext(steps, entered=[*groups], new_tokens_unknown=[*groups], decided_at=None)
+
+    take_in_rows(runner, context, groups)
+    selector = Selector(runner, groups, sampler)
+    tables = [nowhere(NUM_SLOTS, LENGTH // size, dtype=torch.int32) for size in BLOCK_SIZES]
+    selector.tables = Tables(tables, [*BLOCK_SIZES], nowhere(2, dtype=torch.uint64), nowhere(2), nowhere(2))
+    selector.kv_blocks = SimpleNamespace(
+        segments=Segments(nowhere(2, dtype=torch.uint64), nowhere(2), nowhere(2), 99, 8)
+    )
+    rows = BatchRows(batch_of(slots), NUM_SLOTS)
+    logits = nowhere(2 * WIDTH, VOCAB_SIZE, dtype=torch.bfloat16)
+    sampled = nowhere(2 * WIDTH, 1)
+    (selected,) = selector.select(context, rows, logits, sampled)
+
+    assert selected.group_ids == [*groups]
+    assert (selected.packed.device.type, len(selected.packed)) == ("meta", 2)
+    assert launches["_copy_histories"].count == launches["_copy_tails"].count == 1
+
+
+def test_a_look_at_the_device_would_be_seen() -> None:
+    for look in (torch.Tensor.item, torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.nonzero, bool):
+        with pytest.raises((RuntimeError, TypeError)):
+            look(nowhere(1))
