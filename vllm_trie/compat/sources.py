@@ -6,7 +6,6 @@ import ast
 import hashlib
 import importlib.util
 import re
-import textwrap
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -57,15 +56,6 @@ class Sources:
                 raise PatchError(f"this vLLM has no {target}")
             node = definitions[-1]
         return node
-
-    def text(self, target: str) -> str:
-        """The source of `target`, without its indentation.
-
-        Raises:
-            PatchError: there is no such thing.
-        """
-        node, lines = self.node(target), self._text(target.split(":")[0]).splitlines()
-        return textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
 
     def _text(self, module: str) -> str:
         path = module.replace(".", "/")
