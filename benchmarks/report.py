@@ -1,8 +1,8 @@
 """Measured tables as Markdown: `python -m benchmarks.report` makes docs/results/ and fills in RESULTS.md.
 
 Both come from the JSON that is kept in benchmarks/measured/. `--results FOLDER` first takes over what a run of
-`python -m benchmarks` left there, `--against FILE` what `python -m benchmarks.against` did. Pages have all rows of a
-table. RESULTS.md names what it shows of one:
+`python -m benchmarks` left there, `--against FILE...` what launches of `python -m benchmarks.against` did. Pages have
+all rows of a table. RESULTS.md names what it shows of one:
 
     <!-- table: NAME; COLUMN = VALUE or VALUE; show COLUMN + COLUMN -->
     <!-- table: NAME, COLUMN by KEY; COLUMN = VALUE -->
@@ -107,17 +107,24 @@ def take_over(results: Path, folder: Path) -> None:
             copy(results / f"{name}.png", ROOT / "docs")
 
 
-def take_over_against(measured: Path, folder: Path) -> None:
-    """Keep what `benchmarks.against` measured of beams and of ordinary requests, as the table `runner`."""
-    content, kept = json.loads(measured.read_text()), json.loads((folder / "runner.json").read_text())
-    rows = []
+def take_over_against(launches: list[Path], folder: Path) -> None:
+    """Keep what `benchmarks.against` measured of beams and of ordinary requests, as the table `runner`.
+
+    Args:
+        launches: Its files. A process may be a few percent slow from its start to its end, so several know more.
+        folder: Where the tables are kept.
+    """
+    contents = [json.loads(path.read_text()) for path in launches]
+    content, kept, rows = contents[0], json.loads((folder / "runner.json").read_text()), []
     for section, told in (("beams", "beams"), ("ordinary", "rows")):
         found = []
-        for case in content.get(section, ()):
-            first, *others = case["ms"]["wall"]
-            found.append([case["ratios"]["wall"][side] for side in others])
-            ms = statistics.median(case["ms"]["wall"][first])
-            rows.append([case["case"], f"{ms:.3g}", *(f"{ratio:.3f}" for ratio in found[-1])])
+        for of_launches in zip(*(content.get(section, ()) for content in contents), strict=True):
+            times = [case["ms"]["wall"] for case in of_launches]  # by side
+            first, *others = times[0]
+            ratios = ((b / a for of in times for a, b in zip(of[first], of[side], strict=True)) for side in others)
+            found.append(list(map(statistics.median, ratios)))
+            ms = statistics.median(one for of in times for one in of[first])
+            rows.append([of_launches[0]["case"], f"{ms:.3g}", *(f"{ratio:.3f}" for ratio in found[-1])])
         if found:
             means = map(statistics.geometric_mean, zip(*found, strict=True))
             rows.append([f"geometric mean of {told}", "", *(f"{mean:.3f}" for mean in means)])
@@ -197,7 +204,7 @@ def _shown(cell: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, help="first take over the tables and plots of this folder")
-    parser.add_argument("--against", type=Path, help="first take over this file of benchmarks.against")
+    parser.add_argument("--against", type=Path, nargs="+", help="first take over files of benchmarks.against")
     args = parser.parse_args()
     if args.results is not None:
         take_over(args.results, MEASURED)

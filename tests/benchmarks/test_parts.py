@@ -175,7 +175,7 @@ def test_times_against_another_commit_are_taken_over(tmp_path: Path) -> None:
     case = {"case": "1 x 4 beams", "ms": {"wall": ms}, "ratios": {"wall": {"older, again": 1.0, "newer": 2.0}}}
     machine = {"cores": 2, "processor": "P", "vllm": "1", "engine": "E"}
     (tmp_path / "against.json").write_text(json.dumps({"revision": "abc1234", "machine": machine, "beams": [case]}))
-    report.take_over_against(tmp_path / "against.json", tmp_path)
+    report.take_over_against([tmp_path / "against.json"], tmp_path)
     taken = json.loads((tmp_path / "runner.json").read_text())
     rows = [["1 x 4 beams", "4.5", "1.000", "2.000"], ["geometric mean of beams", "", "1.000", "2.000"]]
     assert taken["cells"] == [{"rows": rows}]
