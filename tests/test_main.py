@@ -79,6 +79,11 @@ def test_a_build_that_differs_is_told_piece_by_piece(rows, monkeypatch: pytest.M
     assert rows()["vLLM"].is_fatal
 
 
+def test_what_is_not_compared_is_not_called_as_recorded(rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_TRIE_CHECK", "off")
+    assert rows()["vLLM"].advice == "not compared: VLLM_TRIE_CHECK=off"
+
+
 def test_a_gpu_build_needs_a_gpu_and_triton(rows, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "_version", lambda package: {"vllm": "0.33.0", "triton": "3.9.0"}.get(package, ""))
     monkeypatch.setattr(table, "_gpus", lambda: ["NVIDIA H200"] * 2)

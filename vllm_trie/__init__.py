@@ -1,5 +1,6 @@
 """Beam search inside vLLM's engine."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,11 +10,11 @@ if TYPE_CHECKING:
 __all__ = ["BeamParams", "beam_params"]
 __version__ = "0.1.0"
 
+_HOMES = {"BeamParams": "vllm_trie.options", "beam_params": "vllm_trie.entrypoints.beam_params"}
+
 
 def __getattr__(name: str) -> Any:
-    """`__all__`, on first use: vLLM imports this package in every process, and `python -m vllm_trie` without torch."""
-    if name not in __all__:
+    """`__all__`, on first use: `python -m vllm_trie` imports this package where torch may be missing."""
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import vllm_trie.entrypoints.beam_params as defining  # which imports BeamParams, too
-
-    return getattr(defining, name)
+    return getattr(import_module(_HOMES[name]), name)

