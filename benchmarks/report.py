@@ -1,8 +1,14 @@
-"""Measured tables as Markdown; `python -m benchmarks.report RESULTS.md` puts them where that file names them.
+"""Measured tables as Markdown: `python -m benchmarks.report` makes docs/results/ and fills in RESULTS.md.
 
-A place is a line `<!-- table: NAME -->`, or `<!-- table: NAME, VALUE by COLUMN -->` for that value alone, in one column
-for each of what COLUMN holds. All up to the next `<!-- end -->` is replaced. Plots that the file shows are copied to
-where it looks for them.
+Both come from the JSON that is kept in benchmarks/measured/. `--results FOLDER` first takes over what a run of
+`python -m benchmarks` left there, `--against FILE...` what launches of `python -m benchmarks.against` did. Pages have
+all rows of a table. RESULTS.md names what it shows of one:
+
+    <!-- table: NAME; COLUMN = VALUE or VALUE; show COLUMN + COLUMN -->
+    <!-- table: NAME, COLUMN by KEY; COLUMN = VALUE -->
+
+The first form keeps rows and columns. The second has a row for all rows alike in the columns before KEY, and a column
+for each of what KEY holds. All up to the next `<!-- end -->` is replaced.
 """
 
 from __future__ import annotations
@@ -10,19 +16,33 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 from pathlib import Path
 from shutil import copy
 from typing import Any
 
-PICTURES = "docs"
-PLACE = re.compile(r"(<!-- table: (\w+)(?:, (.+?) by (.+?))? -->\n).*?(<!-- end -->)", re.DOTALL)
+ROOT = Path(__file__).resolve().parent.parent
+MEASURED = ROOT / "benchmarks" / "measured"
+PAGES = ROOT / "docs" / "results"
+RESULTS = ROOT / "RESULTS.md"
+PLACE = re.compile(r"(<!-- table: (\w+)(?:, (.+?) by (.+?))?((?:; .+?)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+SPREAD = dict.fromkeys(("throughput", "concurrency"), ("times our time (95 %)", "tokens/s (95 %)"))  # by search
+PICTURES = {
+    "memory": ("memory_by_step", "overlap_by_width"),
+    "throughput": ("throughput_by_width",),
+    "reclamation": ("reclamation_by_step",),
+    "quality": ("quality_by_speed",),
+}
+CONSTANT = 1  # values of a column that a filter leaves out
+
+Content = dict[str, Any]
 
 
 def as_markdown(folder: Path) -> Path:
     """Write all tables of a folder of results to its `tables.md`."""
     contents = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     target = folder / "tables.md"
-    target.write_text("\n".join(f"## {one['title']}\n\n{_markdown(one)}" for one in contents if "cells" in one))
+    target.write_text("\n".join(f"## {one['title']}\n\n{_whole(one)}" for one in contents if "cells" in one))
     return target
 
 
@@ -31,39 +51,150 @@ def fill_in(text: str, folder: Path) -> str:
 
     Raises:
         FileNotFoundError: a table is named that the folder lacks.
-        ValueError: a column is named that the table lacks.
+        ValueError: a column is named that the table lacks, or a value that no row has.
     """
 
     def measured(place: re.Match) -> str:
-        start, name, value, by, end = place.groups()
+        start, name, value, by, conditions, end = place.groups()
         content = json.loads((folder / f"{name}.json").read_text())
+        kept = []
+        for condition in conditions.split("; ")[1:]:
+            if condition.startswith("show "):
+                content = _shown_columns(content, condition.removeprefix("show ").split(" + "))
+            else:
+                column, _, values = condition.partition(" = ")
+                content = _filtered(content, column, values.split(" or "))
+                if column not in content["columns"]:
+                    kept.append(f"{column}: {values}")
         if value is not None:
-            content |= _spread(content, value, by)
-        return f"{start}{_markdown(content)}{end}"
+            content = _spread(content, value, by)
+            kept.insert(0, value)
+        about = "; ".join(kept)
+        about = f"{about[0].upper()}{about[1:]}. " if about else ""
+        return f"{start}{_table(content)}\n\n{about}`{content['command']}` ([all rows](docs/results/{name}.md))\n{end}"
 
     return PLACE.sub(measured, text)
 
 
-def _spread(content: dict[str, Any], value: str, by: str) -> dict[str, Any]:
+def write_pages(folder: Path, pages: Path) -> None:
+    """Write a page of all rows for each table of a folder, and a list of pages."""
+    pages.mkdir(parents=True, exist_ok=True)
+    titles = {}
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text())
+        titles[path.stem] = content["title"]
+        views = [_spread(content, value, "search") for value in SPREAD.get(path.stem, ())] or [content]
+        parts = [f"# {content['title']}", *map(_whole, views)]
+        parts += [f"![{name.replace('_', ' ')}](../{name}.png)\n" for name in PICTURES.get(path.stem, ())]
+        (pages / f"{path.stem}.md").write_text("\n\n".join(part.rstrip("\n") for part in parts) + "\n")
+    links = "\n".join(f"- [{title}]({name}.md)" for name, title in titles.items())
+    intro = (
+        "All rows of the tables of [RESULTS.md](../../RESULTS.md). `python -m benchmarks.report` makes these pages "
+        "from the JSON in benchmarks/measured/. Plots are of the same runs."
+    )
+    (pages / "README.md").write_text(f"# Measured tables\n\n{intro}\n\n{links}\n")
+
+
+def take_over(results: Path, folder: Path) -> None:
+    """Keep the rows of what a run of the benchmarks measured, and the pictures that pages show."""
+    for path in sorted(results.glob("*.json")):
+        content = json.loads(path.read_text())
+        if "cells" in content:
+            rows = [row for cell in content["cells"] for row in cell["rows"]]
+            _keep(folder / path.name, content | {"cells": [{"rows": rows}]})
+    for name in (name for names in PICTURES.values() for name in names):
+        if (results / f"{name}.png").exists():
+            copy(results / f"{name}.png", ROOT / "docs")
+
+
+def take_over_against(launches: list[Path], folder: Path) -> None:
+    """Keep what `benchmarks.against` measured of beams and of ordinary requests, as the table `runner`.
+
+    Args:
+        launches: Its files. A process may be a few percent slow from its start to its end, so several know more.
+        folder: Where the tables are kept.
+    """
+    contents = [json.loads(path.read_text()) for path in launches]
+    content, kept, rows = contents[0], json.loads((folder / "runner.json").read_text()), []
+    for section, told in (("beams", "beams"), ("ordinary", "rows")):
+        found = []
+        for of_launches in zip(*(content.get(section, ()) for content in contents), strict=True):
+            times = [case["ms"]["wall"] for case in of_launches]  # by side
+            first, *others = times[0]
+            ratios = ((b / a for of in times for a, b in zip(of[first], of[side], strict=True)) for side in others)
+            found.append(list(map(statistics.median, ratios)))
+            ms = statistics.median(one for of in times for one in of[first])
+            rows.append([of_launches[0]["case"], f"{ms:.3g}", *(f"{ratio:.3f}" for ratio in found[-1])])
+        if found:
+            means = map(statistics.geometric_mean, zip(*found, strict=True))
+            rows.append([f"geometric mean of {told}", "", *(f"{mean:.3f}" for mean in means)])
+    known = re.sub(r"commit \w+", f"commit {content['revision']}", kept["note"])
+    command = re.sub(r"(against) \w+", rf"\1 {content['revision']}", kept["command"])
+    changed = {"machine": content["machine"], "note": known, "command": command, "cells": [{"rows": rows}]}
+    _keep(folder / "runner.json", kept | changed)
+
+
+def _keep(path: Path, content: Content) -> None:
+    """Write a table as JSON, a row to a line."""
+    kept = {key: content[key] for key in ("title", "note", "columns", "command", "machine") if key in content}
+    rows = [row for cell in content["cells"] for row in cell["rows"]]
+    lines = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    head = json.dumps(kept, indent=1, ensure_ascii=False)[:-2]
+    path.write_text(f'{head},\n "cells": [{{"rows": [\n  {lines}\n ]}}]\n}}\n')
+
+
+def _filtered(content: Content, column: str, values: list[str]) -> Content:
+    """The rows that hold one of these values in a column, which goes if it is one value."""
+    at = content["columns"].index(column)
+    rows = [row for cell in content["cells"] for row in cell["rows"] if _shown(row[at]) in values]
+    if not rows:
+        raise ValueError(f"no row has {column} = {' or '.join(values)}")
+    columns = content["columns"]
+    if len(values) == CONSTANT:
+        rows, columns = [[*row[:at], *row[at + 1 :]] for row in rows], [*columns[:at], *columns[at + 1 :]]
+    return content | {"columns": columns, "cells": [{"rows": rows}]}
+
+
+def _shown_columns(content: Content, columns: list[str]) -> Content:
+    at = [content["columns"].index(column) for column in columns]
+    rows = [[row[place] for place in at] for cell in content["cells"] for row in cell["rows"]]
+    return content | {"columns": columns, "cells": [{"rows": rows}]}
+
+
+def _spread(content: Content, value: str, by: str) -> Content:
     """One row for all rows alike in the columns before `by`: `value`, in a column for each of what `by` holds."""
     at, at_value = content["columns"].index(by), content["columns"].index(value)
     spread: dict[tuple[Any, ...], dict[Any, Any]] = {}
     for row in (row for cell in content["cells"] for row in cell["rows"] if row[at_value] != ""):
         spread.setdefault(tuple(row[:at]), {})[row[at]] = row[at_value]
     held = list(dict.fromkeys(key for values in spread.values() for key in values))
+    held = sorted(held) if all(isinstance(key, int) for key in held) else held
     rows = [[*common, *(values.get(key, "") for key in held)] for common, values in spread.items()]
-    named = [key if isinstance(key, str) else f"{key} {by}" for key in held]
+    named = [key if isinstance(key, str) else f"{key} {by}" if by.endswith("s") else f"{by} {key}" for key in held]
     note = f"{value} of each; {content['note']}"
-    return {"columns": [*content["columns"][:at], *named], "cells": [{"rows": rows}], "note": note}
+    return content | {"columns": [*content["columns"][:at], *named], "cells": [{"rows": rows}], "note": note}
 
 
-def _markdown(content: dict[str, Any]) -> str:
-    machine = content["machine"]
+def _whole(content: Content) -> str:
+    """A table with all that its note says."""
+    engine = content["machine"]["engine"] if "machine" in content else ""
+    note, where = content["note"], _where(content)
+    about = f"{note[0].upper()}{note[1:]}. {where}{f' Engine: {engine}.' if engine else ''}".rstrip()
+    return f"{_table(content)}\n\n{about}\n"
+
+
+def _table(content: Content) -> str:
     lines = ["| " + " | ".join(map(_shown, content["columns"])) + " |", "|" + "---|" * len(content["columns"])]
     lines += ["| " + " | ".join(map(_shown, row)) + " |" for cell in content["cells"] for row in cell["rows"]]
-    where = f"{machine['cores']} cores of {machine['processor']}; vLLM {machine['vllm']}, {machine['engine']}"
-    about = f"{content['note']}. `{content['command']}`, {where}."
-    return "\n".join(lines) + f"\n\n{about[0].upper()}{about[1:]}\n"
+    return "\n".join(lines)
+
+
+def _where(content: Content) -> str:
+    """The command, and what it ran on; nothing of what others have published."""
+    if "command" not in content:
+        return ""
+    machine = content["machine"]
+    return f"`{content['command']}`, {machine['cores']} cores of {machine['processor']}, vLLM {machine['vllm']}."
 
 
 def _shown(cell: Any) -> str:
@@ -72,14 +203,15 @@ def _shown(cell: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, help="Markdown with places for tables")
-    parser.add_argument("--results", type=Path, default=Path("results"), help="folder of measured tables")
+    parser.add_argument("--results", type=Path, help="first take over the tables and plots of this folder")
+    parser.add_argument("--against", type=Path, nargs="+", help="first take over files of benchmarks.against")
     args = parser.parse_args()
-    text = fill_in(args.file.read_text(), args.results)
-    args.file.write_text(text)
-    for picture in args.results.glob("*.png"):
-        if f"({PICTURES}/{picture.name})" in text:
-            copy(picture, args.file.parent / PICTURES / picture.name)
+    if args.results is not None:
+        take_over(args.results, MEASURED)
+    if args.against is not None:
+        take_over_against(args.against, MEASURED)
+    write_pages(MEASURED, PAGES)
+    RESULTS.write_text(fill_in(RESULTS.read_text(), MEASURED))
 
 
 if __name__ == "__main__":

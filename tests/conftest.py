@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests import models
 from tests.rows import WatchedRows
 from vllm_trie.selection import has_beams
 
+os.environ.setdefault("VLLM_TRIE_CHECK", "strict")  # also in the processes that tests start
 torch._dynamo.config.disable = True  # engines here are eager; vLLM would still compile a kernel for log-probabilities
 
 ROOT = Path(__file__).resolve().parent.parent

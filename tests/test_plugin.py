@@ -15,8 +15,9 @@ from transformers import MambaConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.conftest import ROOT, TRAINED_TARGET
-from vllm_trie.compat.fingerprint import verify_once
+from vllm_trie.compat import fingerprint
 from vllm_trie.compat.patch import PatchError
+from vllm_trie.compat.sources import Sources, installed_vllm
 from vllm_trie.selection import has_beams, why_without_beams
 
 TRAINED_DRAFT = TRAINED_TARGET.with_name("draft")
@@ -28,16 +29,15 @@ config = EngineArgs({str(TRAINED_TARGET)!r}, **OPTIONS).create_engine_config()
 
 STOCK = """
 import importlib
-from vllm_trie.compat.fingerprint import entries
-from vllm_trie.compat.fingerprint import installed_vllm
+from vllm_trie.compat.fingerprint import compare_installed
 def modules():
-    for entry in entries(installed_vllm()):
-        module, name = entry["target"].split(":")
+    for listed in compare_installed().same:
+        module, name = listed.split(":")
         target = importlib.import_module(module)
         for part in name.split("."):
             target = getattr(target, part)
         target = target.fget if isinstance(target, property) else target
-        yield entry["target"], target.__module__ if isinstance(target, type) else target.__globals__["__name__"]
+        yield listed, target.__module__ if isinstance(target, type) else target.__globals__["__name__"]
 ours = [name for name, module in modules() if module.startswith("vllm_trie")]
 """
 
@@ -217,10 +217,60 @@ def test_what_model_runner_v2_cannot_do_is_refused_by_name(monkeypatch: pytest.M
         EngineArgs(str(TRAINED_TARGET), **SELECTING).create_engine_config()
 
 
-def test_another_vllm_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.version.__version__", "0.31.0")
-    verify_once.cache_clear()
+def test_another_vllm_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "_version.py").write_text("__version__ = '0.31.0'")
+    monkeypatch.setattr(fingerprint, "installed_vllm", lambda: Sources(tmp_path))
     with pytest.raises(PatchError, match=r"trie_beam does not support vLLM 0\.31\.0; supported: 0\.32, 0\.33"):
+        EngineArgs(str(TRAINED_TARGET), **SELECTING).create_engine_config()
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """What the plugin tells at the start of engines, by level."""
+    lines: dict[str, list[str]] = {"info": [], "warning": []}
+    for level, of_level in lines.items():
+        told = lambda text, *args, of_level=of_level: of_level.append(text % args)  # noqa: E731
+        monkeypatch.setattr(logging.getLogger("vllm.trie_beam"), level, told)
+    return lines
+
+
+def test_an_engine_with_beams_tells_what_it_has_in_one_line(told: dict[str, list[str]]) -> None:
+    version = installed_vllm().version
+    EngineArgs(str(TRAINED_TARGET), max_num_seqs=48, **SELECTING).create_engine_config()
+    options = {"max_beam_width": 9, "semantics": "vllm"}
+    EngineArgs(
+        str(TRAINED_TARGET), enable_prefix_caching=False, additional_config={"trie_beam": options}, **drafting()
+    ).create_engine_config()
+    EngineArgs(str(TRAINED_TARGET)).create_engine_config()
+    assert told["info"] == [
+        f"trie_beam on vLLM {version}, Model Runner V2: beams up to 48 wide, semantics hf, speculation off, "
+        f"prefix sharing on",
+        f"trie_beam on vLLM {version}, Model Runner V2: beams up to 9 wide, semantics vllm, "
+        f"speculation {TRAINED_DRAFT}, prefix sharing off",
+    ]
+    assert told["warning"] == []
+
+
+def test_of_several_servers_the_process_that_starts_them_tells(told: dict[str, list[str]]) -> None:
+    for rank in (-1, 0, 1):
+        EngineArgs(
+            str(TRAINED_TARGET), _api_process_count=2, _api_process_rank=rank, **SELECTING
+        ).create_engine_config()
+    assert len(told["info"]) == 1
+
+
+def test_a_build_that_differs_is_one_warning_and_a_word_in_the_line(
+    told: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = fingerprint.Comparison({}, ["vllm.a:one", "vllm.b:Two.three"], [])
+    monkeypatch.setattr(fingerprint, "compare_installed", lambda: found)
+    config = {"additional_config": {"trie_beam": {"vllm_check": "warn"}}}
+    EngineArgs(str(TRAINED_TARGET), **config).create_engine_config()
+    (warning,), (line,) = told["warning"], told["info"]
+    assert "The first 100 steps of groups are checked. What differs: vllm.a:one, vllm.b:Two.three" in warning
+    assert f"trie_beam on vLLM {installed_vllm().version} (2 pieces differ from the record), Model" in line
+    with pytest.raises(PatchError, match=r"vllm\.a:one differs from the record"):  # strict, as all tests
         EngineArgs(str(TRAINED_TARGET), **SELECTING).create_engine_config()
 
 

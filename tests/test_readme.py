@@ -1,42 +1,173 @@
-"""Every example of the README runs as it stands; those of the server in entrypoints/test_server.py."""
+"""README.md and docs/ are true: examples run as they stand, commands parse, links lead somewhere, names exist.
+
+Examples of a client run in entrypoints/test_server.py, the command of a batch job in entrypoints/test_batch.py.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Engines
 
-README = (ROOT / "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-OFFLINE = [example for example in EXAMPLES if "openai" not in example]
-CLIENT = [example for example in EXAMPLES if "openai" in example]
-(SERVE,) = re.findall(r"```bash\n(vllm serve .*?)```", README, re.DOTALL)
+DOCUMENTS = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/results/*.md")]
+}
+PACKAGE = ROOT / "vllm_trie"
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+NAME = re.compile(r"`([\w/]+\.py):\s+([\w.]+)`")
+FILE = re.compile(r"`((?:[\w-]+/)+[\w-]+\.(?:py|toml)|[\w-]+/)`")
 
 
-def run_example(example: str, folder: Path, **variables: str) -> list[str]:
-    """The lines of its output that begin with a score."""
-    script = folder / "example.py"
-    script.write_text(example)
-    environment = os.environ | variables
+class Example(NamedTuple):
+    """One block of code."""
+
+    document: str
+    number: int
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.document}:{self.number}"
+
+
+def examples(language: str) -> list[Example]:
+    block = re.compile(rf"```{language}\n(.*?)```", re.DOTALL)
+    return [
+        Example(document, number, code)
+        for document, text in sorted(DOCUMENTS.items())
+        for number, code in enumerate(block.findall(text), start=1)
+    ]
+
+
+CLIENT = [example for example in examples("python") if "openai" in example.code]
+OFFLINE = [example for example in examples("python") if "openai" not in example.code]
+OFFLINE.sort(key=lambda example: "speculative_config" in example.code)  # those that share an engine in a row
+COMMANDS = [
+    (example.document, shlex.split(line, comments=True))
+    for example in examples("bash")
+    for line in example.code.replace("\\\n", " ").splitlines()
+]
+(SERVE,) = [command for document, command in COMMANDS if document == "README.md"]
+
+
+def run_here(example: Example, **replaced: str) -> None:
+    """As a script, in this process. `replaced`: text for text."""
+    code = example.code
+    for old, new in replaced.items():
+        code = code.replace(old, new)
+    exec(compile(code, str(example), "exec"), {"__name__": "__main__"})
+
+
+@pytest.fixture
+def with_shared_engines(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`LLM` gives an engine in this process that lives on; no example minds that it counts."""
+    import vllm
+
+    stock = vllm.LLM
+
+    def make(model: str, **options: Any) -> Any:
+        with monkeypatch.context() as for_engines:
+            for_engines.setattr(vllm, "LLM", stock)
+            return engines(ROOT / model, **{"disable_log_stats": False, **options}).llm
+
+    monkeypatch.setattr(vllm, "LLM", make)
+
+
+@pytest.mark.parametrize("example", OFFLINE, ids=str)
+@pytest.mark.usefixtures("with_shared_engines")
+def test_an_offline_example_runs(example: Example, capsys: pytest.CaptureFixture[str]) -> None:
+    run_here(example)
+    assert capsys.readouterr().out.strip(), "it shows nothing"
+
+
+def test_the_first_example_runs_as_its_user_runs_it(tmp_path: Path) -> None:
+    """With an engine in a process of its own, compiled."""
+    script = tmp_path / "example.py"
+    script.write_text(next(example.code for example in OFFLINE if example.document == "README.md"))
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     result = subprocess.run([sys.executable, script], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
-    return [line for line in result.stdout.splitlines() if re.match(r"\s*-\d+\.\d+ ", line)]
+    assert len(re.findall(r"^ *-\d+\.\d+ ", result.stdout, re.MULTILINE)) == 2 * 3
 
 
-def test_there_are_examples_of_both_kinds() -> None:
-    assert len(OFFLINE) == 3
-    assert len(CLIENT) == 1
+def test_all_blocks_of_code_are_of_kinds_that_are_run() -> None:
+    languages = {language for text in DOCUMENTS.values() for language in re.findall(r"^```(\w+)$", text, re.MULTILINE)}
+    assert languages == {"python", "bash"}
+    assert {command[0] for _, command in COMMANDS} == {"vllm", "python"}
 
 
-@pytest.mark.parametrize(("index", "lines"), [(0, 6), (1, 6), (2, 4)])
-def test_offline_example_runs_as_pasted(index: int, lines: int, tmp_path: Path) -> None:
-    """The first as its user runs it; the others without a process of the engine's own, and nothing compiled."""
-    starts_sooner = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if index == 0 else starts_sooner
-    assert len(run_example(OFFLINE[index], tmp_path, **variables)) == lines
+@pytest.mark.parametrize(("document", "command"), COMMANDS, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_command_is_understood(document: str, command: list[str]) -> None:
+    if command[:2] == ["vllm", "serve"]:
+        from vllm.entrypoints.cli.serve import ServeSubcommand
+        from vllm.plugins import load_general_plugins
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        load_general_plugins()  # whose flag the parser must know
+        parser = FlexibleArgumentParser()
+        ServeSubcommand().subparser_init(parser.add_subparsers(required=True))
+        args = parser.parse_args(command[1:])
+        assert (ROOT / args.model_tag).is_dir()
+    else:
+        module, arguments = command[2], command[3:]
+        assert command[:2] == ["python", "-m"]
+        assert find_spec(module) is not None
+        if module == "benchmarks":
+            from benchmarks.__main__ import _parser
+
+            assert _parser().parse_args(arguments).only
+
+
+def test_named_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {
+        name for text in DOCUMENTS.values() for name in re.findall(r"(?:`|^    )make ([\w.-]+)", text, re.MULTILINE)
+    }
+    assert named <= targets
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings of a document, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", sorted(DOCUMENTS))
+def test_links_lead_somewhere(document: str) -> None:
+    broken = []
+    for file, anchor in LINK.findall(DOCUMENTS[document]):
+        target = (ROOT / document).parent / file if file else ROOT / document
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            broken.append(f"{file}#{anchor}")
+    assert broken == []
+
+
+def in_package(file: str) -> Path:
+    """A file or folder as documents name it: from the package on, or from the repository's root."""
+    return PACKAGE / file if (PACKAGE / file).exists() else ROOT / file
+
+
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/design.md", "docs/developing.md"])
+def test_named_files_and_functions_exist(document: str) -> None:
+    text = DOCUMENTS[document]
+    files = (in_package(file) for file in FILE.findall(text))
+    missing = [str(file) for file in files if not file.exists()]
+    for file, name in NAME.findall(text):
+        source = in_package(file).read_text() if in_package(file).exists() else ""
+        if not all(re.search(rf"^ *(?:def|class) {part}\b", source, re.MULTILINE) for part in name.split(".")):
+            missing.append(f"{file}: {name}")
+    assert missing == []
+
+
+@pytest.mark.parametrize(("document", "most"), [("README.md", 150), ("RESULTS.md", 200)])
+def test_a_page_stays_a_page(document: str, most: int) -> None:
+    assert DOCUMENTS[document].count("\n") <= most

@@ -1,4 +1,4 @@
-"""The README's table of SamplingParams is complete, and every row of it is true."""
+"""The table of SamplingParams in docs/semantics.md is complete, and every row of it is true."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, S
 from tests.conftest import ROOT, TRAINED_TARGET, Engine, Engines
 from vllm_trie import beam_params
 
-_, SECTION = (ROOT / "README.md").read_text().split("### Fields of `SamplingParams` in a beam request")
-ROWS = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (\w+) \|", SECTION.partition("###")[0], re.MULTILINE)
+_, SECTION = (ROOT / "docs/semantics.md").read_text().split("## Fields of `SamplingParams` in a beam request")
+ROWS = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (\w+) \|", SECTION.partition("##")[0], re.MULTILINE)
 NAMED = [(field, verdict) for names, verdict in ROWS for field in re.findall(r"`(\w+)`", names)]
 
 EOS, COMMA = 1, 13

@@ -32,7 +32,7 @@ def main() -> None:
     compile_all(python)
     drop_broken_torch_packages(python)
     alias_vllm(python)
-    run(python, "-m", "vllm_trie.compat.fingerprint")
+    run(python, Path(__file__).parent / "check_vllm.py")
 
 
 def find_python() -> str:

@@ -35,7 +35,7 @@ def main() -> None:
     write_alias(site_packages, f"{VERSION}+cpu")
     write_command(environment, python)
     run(python, "-m", "pip", "install", "-qq", *NEW_REQUIREMENTS)
-    run(python, "-m", "vllm_trie.compat.fingerprint")
+    run(python, Path(__file__).parent / "check_vllm.py")
 
 
 def site_packages_of(python: Path) -> Path:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import Step
 
 if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
 
@@ -20,6 +22,23 @@ TICKET = "trie_beam_ticket"  # its key in `extra_args`
 RowBlocks = tuple[list[int], ...]  # block ids, by KV cache group
 
 
+class Caller(NamedTuple):
+    """What the user of a search calls beam search, and the option that is its width."""
+
+    feature: str = "beam_width"
+    width: str = "beam_width"
+
+    def in_its_words(self, message: str) -> str:
+        """A refusal that speaks of `beam_width`, as this user would put it."""
+        return _BEAM_WIDTH.sub(lambda m: m[0].replace("beam_width", self[any(m.groups())]), message)
+
+
+_BEAM_WIDTH = re.compile(r"(did you mean )?\bbeam_width( <=|=| is| hypotheses)?")  # a group: the number is meant
+BEAM_WIDTH = Caller()
+USE_BEAM_SEARCH = Caller("use_beam_search", "use_beam_search with n")
+LLM_BEAM_SEARCH = Caller("LLM.beam_search", "BeamSearchParams.beam_width")
+
+
 @dataclass(frozen=True)
 class GroupTicket:
     """Put into `extra_args` before vLLM fans n outputs out into n requests, so that they find together."""
@@ -27,7 +46,19 @@ class GroupTicket:
     key: str
     n: int
     eos_token_id: int | None  # the tokenizer's, ignored or not
-    is_offline: bool = False  # asked for by `LLM.beam_search`
+    options: dict[str, Any] = field(default_factory=dict)  # the request's and its engine's `BeamParams`, checked
+    caller: Caller = BEAM_WIDTH
+
+    @classmethod
+    def of(cls, params: SamplingParams | None) -> GroupTicket | None:
+        """The ticket of a request that the front end has checked; a client of a server can send no mapping."""
+        ticket = ((params and params.extra_args) or {}).get(TICKET)
+        return cls(**{**ticket, "caller": Caller(*ticket["caller"])}) if isinstance(ticket, dict) else None
+
+    @property
+    def is_offline(self) -> bool:
+        """Whether `LLM.beam_search` asks."""
+        return self.caller == LLM_BEAM_SEARCH
 
     def index_of(self, request_id: str) -> int:
         """Which of the n outputs a request is the return address of; 0 stands for the group itself.

@@ -13,11 +13,12 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from vllm_trie.compat.cpu import configure_engines_on_cpu
-from vllm_trie.compat.fingerprint import verify_once
+from vllm_trie.compat.cpu import configure_engines_on_cpu, needs_cpu_kernels
+from vllm_trie.compat.fingerprint import CHECKED_STEPS, verify
 from vllm_trie.compat.patch import Patch
-from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
+from vllm_trie.compat.sources import installed_vllm
 from vllm_trie.entrypoints.cli import add_plugin_flag
+from vllm_trie.options import PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.selection import (
     ASYNC_SCHEDULER,
     SCHEDULER,
@@ -53,8 +54,8 @@ def _selecting(original: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]
         _refuse_near_misses(self.additional_config)
         if not is_selected(self.additional_config):
             return original(self, *args, **kwargs)
-        verify_once()
-        TrieBeamConfig.from_additional_config(self.additional_config)
+        config = TrieBeamConfig.from_additional_config(self.additional_config)
+        changed = verify(config.vllm_check, needs_cpu_kernels())
         _refuse_v1_model_runner()
         own = self.scheduler_cls, self.worker_cls
         _take_over(self)
@@ -67,10 +68,28 @@ def _selecting(original: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]
             refuse_unsupported_engine(vllm_config)
             if vllm_config.scheduler_config.async_scheduling:
                 vllm_config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
+            _tell_what_starts(vllm_config, config, changed)
         _wrap_front_end()
         return vllm_config
 
     return create_engine_config
+
+
+def _tell_what_starts(vllm_config: VllmConfig, config: TrieBeamConfig, changed: list[str]) -> None:
+    """A line of the log for this engine, and a warning of what differs in this build of vLLM."""
+    parallel, version = vllm_config.parallel_config, installed_vllm().version
+    if parallel._api_process_count > 1 and parallel._api_process_rank >= 0:
+        return  # one of several servers of an engine; what started them has told
+    if changed:
+        text = "%s was not written for this build of vLLM %s, but may fit. The first %d steps of groups are checked. %s"
+        _logger().warning(text, PLUGIN_NAME, version, CHECKED_STEPS, f"What differs: {', '.join(changed)}")
+    widest, drafts = vllm_config.scheduler_config.max_num_seqs, vllm_config.speculative_config
+    _logger().info(
+        "%s on vLLM %s%s, Model Runner V2: beams up to %d wide, semantics %s, speculation %s, prefix sharing %s",
+        *(PLUGIN_NAME, version, f" ({len(changed)} pieces differ from the record)" if changed else ""),
+        *(min(config.max_beam_width or widest, widest), config.semantics, "off" if drafts is None else drafts.model),
+        "on" if vllm_config.cache_config.enable_prefix_caching else "off",
+    )
 
 
 def _wrap_front_end() -> None:

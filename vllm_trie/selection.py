@@ -6,8 +6,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.compat.cpu import unsupported_without_triton
-from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
-from vllm_trie.speculation_options import check_drafts
+from vllm_trie.options import PLUGIN_NAME, TrieBeamConfig, check_drafts
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig

@@ -57,7 +57,7 @@ def measure_steps(bench: Bench, num_layers: int, width: int, draft_width: int) -
 
 
 STEPS = Table(
-    "Committed steps per forward of the target",
+    "Search steps per forward of the target",
     (
         "beams",
         "draft width",
@@ -237,7 +237,7 @@ def blocks_cells(setting: Setting) -> list[Cell]:
 
 
 def measure_blocks(bench: Bench, width: int) -> Measured:
-    """Peak blocks of one search, with its lent blocks."""
+    """Peak blocks of one search, lookahead blocks included."""
     setting = bench.setting
     llm = bench.engine_with_draft(QUALITY_LAYERS)
     manager = manager_of(llm)
@@ -268,7 +268,7 @@ BLOCKS = Table(
     ("search", "beams", "draft width", "peak blocks", "times plain beams"),
     blocks_cells,
     measure_blocks,
-    f"layers={QUALITY_LAYERS}; prompts of 256 tokens, peaks of all summed; blocks of the group, those lent for a step "
-    "and those not yet reclaimed included",
+    f"layers={QUALITY_LAYERS}; prompts of 256 tokens, peaks of all summed; blocks of the group, lookahead blocks and "
+    "those not yet reclaimed included",
     needs_draft=True,
 )

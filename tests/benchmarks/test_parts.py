@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import models, report
+from benchmarks import models, picture, report
 from benchmarks.common import TARGET
 from benchmarks.prompts import CODE, PromptSet
 from benchmarks.significance import interval, paired
@@ -112,7 +112,7 @@ def test_a_report_replaces_what_is_between_its_marks_and_nothing_else(tmp_path: 
     text = "before\n<!-- table: memory -->\nold\n<!-- end -->\nafter\n"
     filled = report.fill_in(text, tmp_path)
     assert filled.startswith("before\n<!-- table: memory -->\n| a | \\|b\\| |\n|---|---|\n| 1.23 | x |\n")
-    assert filled.endswith("<!-- end -->\nafter\n")
+    assert filled.endswith("\n`python -m benchmarks` ([all rows](docs/results/memory.md))\n<!-- end -->\nafter\n")
     assert "old" not in filled
     assert report.fill_in(filled, tmp_path) == filled
     with pytest.raises(FileNotFoundError):
@@ -131,9 +131,63 @@ def test_a_report_shows_one_value_in_a_column_for_each_of_what_another_holds(tmp
     (tmp_path / "memory.json").write_text(json.dumps(content))
     text = "<!-- table: memory, ratio by beams -->\n<!-- end -->"
     table = "| prompts | 3 beams | 9 beams |\n|---|---|---|\n| code | 0.5 | 0.25 |\n| GSM8K |  | 0.75 |\n"
-    assert f"{table}\nRatio of each; measured. `" in report.fill_in(text, tmp_path)
+    assert f"{table}\nRatio. `" in report.fill_in(text, tmp_path)
     with pytest.raises(ValueError, match="width"):
         report.fill_in(text.replace("beams", "width"), tmp_path)
+
+    kept = "<!-- table: memory; beams = 3 or 9; prompts = code; show ratio + beams -->\n<!-- end -->"
+    table = "| ratio | beams |\n|---|---|\n| 0.5 | 3 |\n| 0.25 | 9 |\n"
+    assert f"{table}\nPrompts: code. `" in report.fill_in(kept, tmp_path)
+    with pytest.raises(ValueError, match="no row has prompts = cod"):
+        report.fill_in(kept.replace("= code", "= cod"), tmp_path)
+
+
+def test_the_tables_of_the_repository_are_what_its_json_says(tmp_path: Path) -> None:
+    assert report.fill_in(report.RESULTS.read_text(), report.MEASURED) == report.RESULTS.read_text()
+    report.write_pages(report.MEASURED, tmp_path)
+    pages = {path.name: path.read_text() for path in report.PAGES.iterdir()}
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == pages
+
+
+def test_what_a_run_left_is_taken_over_without_its_series(tmp_path: Path) -> None:
+    results, kept = tmp_path / "results", tmp_path / "kept"
+    results.mkdir()
+    kept.mkdir()
+    content = {
+        "title": "T",
+        "note": "measured",
+        "columns": ["a", "b"],
+        "command": "python -m benchmarks",
+        "machine": {"cores": 2, "processor": "P", "vllm": "1", "engine": "E"},
+        "setting": {"size": "full"},
+        "cells": [{"cell": [n], "rows": [[n, 0.5]], "series": {"ms": [1.0]}} for n in range(2)],
+    }
+    (results / "steps.json").write_text(json.dumps(content))
+    report.take_over(results, kept)
+    taken = json.loads((kept / "steps.json").read_text())
+    assert taken["cells"] == [{"rows": [[0, 0.5], [1, 0.5]]}]
+    assert taken.keys() == content.keys() - {"setting"}
+
+
+def test_times_against_another_commit_are_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "runner.json").write_text((report.MEASURED / "runner.json").read_text())
+    ms = {"older": [4.0, 5.0], "older, again": [4.0, 5.0], "newer": [8.0, 10.0]}
+    case = {"case": "1 x 4 beams", "ms": {"wall": ms}, "ratios": {"wall": {"older, again": 1.0, "newer": 2.0}}}
+    machine = {"cores": 2, "processor": "P", "vllm": "1", "engine": "E"}
+    (tmp_path / "against.json").write_text(json.dumps({"revision": "abc1234", "machine": machine, "beams": [case]}))
+    report.take_over_against([tmp_path / "against.json"], tmp_path)
+    taken = json.loads((tmp_path / "runner.json").read_text())
+    rows = [["1 x 4 beams", "4.5", "1.000", "2.000"], ["geometric mean of beams", "", "1.000", "2.000"]]
+    assert taken["cells"] == [{"rows": rows}]
+    assert "commit abc1234," in taken["note"]
+    assert "against abc1234 " in taken["command"]
+
+
+def test_the_picture_shows_a_fork_that_copies_one_tail(tmp_path: Path) -> None:
+    _, blocks, copies = picture.search()
+    assert copies == [(blocks.row_blocks(2)[-1], blocks.row_blocks(3)[-1])]
+    picture.draw(tmp_path / "design.png")
+    assert (tmp_path / "design.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_dead_blocks_are_held_against_what_can_have_died() -> None:

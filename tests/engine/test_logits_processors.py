@@ -18,6 +18,8 @@ from tests.engine.running import count_ties, prompt_of
 from tests.loop import adjusted, loop_beams
 from tests.reference import agree, engine_answers
 from vllm_trie import beam_params
+from vllm_trie.entrypoints.requests import CALLER
+from vllm_trie.messages import LLM_BEAM_SEARCH
 
 EOS, WIDTH = 1, 5
 NEVER = float("-inf")
@@ -176,7 +178,7 @@ def test_vllms_own_beam_search_ignores_processors_as_it_does_in_vllm(engine: Eng
 
     plain = found()
     assert found(favoured=20) != plain
-    assert found(favoured=20, trie_beam_from_llm=True) == plain
+    assert found(favoured=20, **{CALLER: LLM_BEAM_SEARCH}) == plain
 
 
 def test_processors_act_on_each_node_of_a_forest(

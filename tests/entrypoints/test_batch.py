@@ -27,7 +27,7 @@ from vllm_trie.entrypoints.batch.options import parse
 from vllm_trie.entrypoints.batch.search import reason
 
 SECONDS = 600
-README = (ROOT / "README.md").read_text()
+DOCUMENT = (ROOT / "docs/batch.md").read_text()
 MARK = "TRIE_BATCH_TEST"  # an environment variable that all processes of a job inherit
 
 
@@ -152,7 +152,8 @@ def test_two_jobs_do_not_write_to_one_output(tmp_path: Path) -> None:
         (["--search-options", "[]"], "argument --search-options: '[]' is no JSON object"),
         (["--search-options", '{"n": 2}'], "--search-options says n, which has an option of its own: --n"),
         (["--search-options", '{"seed": 2}'], "seed=2 has nothing to decide in a beam search"),
-        (["--search-options", '{"prune_relativ": 2}'], "--search-options: Unexpected keyword argument 'prune_relativ'"),
+        (["--search-options", '{"prune_relativ": 2}'], "unknown option prune_relativ=2; did you mean prune_relative?"),
+        (["--search-options", '{"zzz": 2}'], "--search-options: Unexpected keyword argument 'zzz'"),
         (["--output", "out.jsonl.gz"], "--output cannot be compressed"),
         (["--num-engines", "0"], "--num-engines=0 is too few; pass at least 1"),
         (["--data-parallel-size", "2"], "--data-parallel-size=2 is not for a batch job; use --num-engines"),
@@ -182,8 +183,8 @@ def test_a_mistake_is_one_sentence_before_any_engine_starts(
     assert ended.value.code != 0
 
 
-def test_the_command_of_the_readme_is_understood() -> None:
-    (command,) = re.findall(r"```bash\n(python -m vllm_trie\.entrypoints\.batch .*?)```", README, re.DOTALL)
+def test_the_command_of_the_document_is_understood() -> None:
+    (command,) = re.findall(r"```bash\n(python -m vllm_trie\.entrypoints\.batch .*?)```", DOCUMENT, re.DOTALL)
     job = parse(shlex.split(command.replace("\\\n", " "))[3:])
     assert (job.params.n, job.num_engines, job.engine_args.max_model_len) == (4, 2, 1024)
 

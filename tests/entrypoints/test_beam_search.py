@@ -21,7 +21,7 @@ from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 from tests.conftest import ROOT, TRAINED_TARGET, Engine, Engines
 from tests.reference import NEAR_TIE, SCORE_TOLERANCE
 from vllm_trie.compat.versions import own_beams
-from vllm_trie.entrypoints import beam_search
+from vllm_trie.entrypoints import llm as beam_search
 
 SEVERAL_EOS = [1, *range(5, 300, 7)]  # the tokenizer's, and so many more that all of a beam's best may be of them
 
@@ -198,7 +198,7 @@ def test_progress_is_shown_by_prompt_also_under_a_limit(trained: Engine, capsys:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        (BeamSearchParams(65, max_tokens=4), "beam_width=65 exceeds max_num_seqs=64"),
+        (BeamSearchParams(65, max_tokens=4), r"^BeamSearchParams\.beam_width=65 exceeds max_num_seqs=64; lower it, or"),
         (BeamSearchParams(2, max_tokens=4, length_penalty=math.inf), "length_penalty=inf is not a number"),
     ],
 )

@@ -330,13 +330,15 @@ def test_several_api_servers_write_no_lines_as_each_sees_a_part(engine: Engine, 
     assert metrics_of(engine)["steps"] == 3
 
 
-def test_the_readme_names_every_metric_with_its_labels_and_shows_a_true_line(engine: Engine, lines: list[str]) -> None:
-    readme = (ROOT / "README.md").read_text()
-    documented = dict(re.findall(r"^\| `(vllm:trie_beam_\w+)` \| (\w+)", readme, re.MULTILINE))
+def test_the_document_names_every_metric_with_its_labels_and_shows_a_true_line(
+    engine: Engine, lines: list[str]
+) -> None:
+    document = (ROOT / "docs/metrics.md").read_text()
+    documented = dict(re.findall(r"^\| `(vllm:trie_beam_\w+)` \| (\w+)", document, re.MULTILINE))
     gauges, counters = ({PREFIX + name for name in names} for names in ([*RUNNING, *PEAKS], [*COUNTERS, FINISHED]))
     expected = dict.fromkeys(gauges, "gauge") | {f"{name}_total": "counter" for name in counters}
     assert documented == expected
-    (example,) = re.findall(r"^.*(Engine 000: Beam groups.*)$", readme, re.MULTILINE)
+    (example,) = re.findall(r"^.*(Engine 000: Beam groups.*)$", document, re.MULTILINE)
     engine.generate([PROMPT], beam_params(3, max_tokens=4, ignore_eos=True))
     engine.llm.llm_engine.do_log_stats()
     words = re.compile(r"[^\d, ()]+")

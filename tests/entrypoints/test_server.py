@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,9 +19,10 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from benchmarks.common import TARGET
 from benchmarks.server import Server, serving
 from tests.conftest import ROOT
-from tests.test_readme import CLIENT as README_ASKS
+from tests.test_readme import CLIENT as EXAMPLES
 from tests.test_readme import SERVE as README_SERVES
-from tests.test_readme import run_example
+from tests.test_readme import Example, run_here
+from vllm_trie.entrypoints.requests import BeamRequestError
 from vllm_trie.entrypoints.server import serve_beams
 
 PROMPTS = ["def is_prime(number):", "class Foo:\n    def close(self):", "import os\n", "    return"]
@@ -32,7 +31,7 @@ PROMPTS = ["def is_prime(number):", "class Foo:\n    def close(self):", "import 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The README's command, with the settings of the tests."""
-    with serving(tmp_path_factory.mktemp("server") / "log", command=shlex.split(README_SERVES)) as server:
+    with serving(tmp_path_factory.mktemp("server") / "log", command=README_SERVES) as server:
         yield server
 
 
@@ -77,9 +76,10 @@ def as_seen(response: Any) -> list[Any]:
     return [*choices, response.usage.model_dump()]
 
 
-@pytest.mark.parametrize("example", README_ASKS)
-def test_examples_of_the_readme_run(server: Server, example: str, tmp_path: Path) -> None:
-    assert len(run_example(example.replace("http://localhost:8000", server.url), tmp_path)) == 6
+@pytest.mark.parametrize("example", EXAMPLES, ids=str)
+def test_an_example_of_a_client_runs(server: Server, example: Example, capsys: pytest.CaptureFixture[str]) -> None:
+    run_here(example, **{"http://localhost:8000": server.url})
+    assert len(capsys.readouterr().out.splitlines()) >= 3
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -191,7 +191,19 @@ def test_what_the_request_says_of_sampling_counts_and_served_defaults_do_not(kin
         (beams("8"), "beam_width='8' is not a whole number of beams"),
         (beams("many"), "beam_width='many' is not a whole number of beams"),
         (beams(10**6), "beam_width=1000000 exceeds max_num_seqs=64; lower it, or raise --max-num-seqs"),
-        ({"use_beam_search": True, "n": 65}, "beam_width=65 exceeds max_num_seqs=64"),
+        ({"use_beam_search": True, "n": 65}, "use_beam_search with n=65 exceeds max_num_seqs=64; lower it, or raise"),
+        ({"use_beam_search": True, "n": 2, **beams(65)}, "beam_width=65 exceeds max_num_seqs=64; lower it, or raise"),
+        ({"use_beam_search": True, "prompt_logprobs": 1}, "prompt_logprobs=1 is not supported together with use_beam"),
+        (beams(4, num_beams=4), "unknown option num_beams=4; did you mean beam_width?"),
+        (beams(4, best_of=4), "unknown option best_of=4; beam_width is how many beams are searched, n how many"),
+        (
+            {"use_beam_search": True, "vllm_xargs": {"diversity_penalty": 0.5}},
+            "unknown option diversity_penalty=0.5; no",
+        ),
+        ({"num_beams": 4, **beams(4)}, "unknown option num_beams=4; did you mean beam_width?"),
+        ({"use_beam_search": True, "num_beams": 4}, "num_beams=4; did you mean use_beam_search with n?"),
+        ({"use_beam_search": True, "early_stopping": True}, "early_stopping=True is no field of a request; pass it in"),
+        ({"beam_width": 4}, 'beam_width=4 is no field of a request; pass it in "vllm_xargs"'),
         ({"n": 5, **beams(4)}, "n=5 exceeds beam_width=4"),
         (beams(4, length_penalty="nan"), "length_penalty='nan' is not a number between -6 and 6"),
         ({"use_beam_search": True, "length_penalty": "nan"}, "length_penalty=nan is not a number"),
@@ -202,7 +214,7 @@ def test_what_the_request_says_of_sampling_counts_and_served_defaults_do_not(kin
         ({"prompt": [5] * 513, **beams(4)}, "maximum context length is 512"),
         ({"n": 2, "temperature": 0, **beams(4)}, "n must be 1 when using greedy sampling"),
         ({"seed": 1, **beams(4)}, "seed=1 has nothing to decide in a beam search"),
-        ({"use_beam_search": True, "response_format": {"type": "json_object"}}, "structured_outputs="),
+        ({"use_beam_search": True, "response_format": {"type": "json_object"}}, "together with use_beam_search"),
         ({"stream": True, **beams(4)}, "stream=true is not supported together with beam_width"),
         ({"stream": True, "use_beam_search": True}, "not currently supported with beam search"),
     ],
@@ -212,6 +224,20 @@ def test_a_bad_request_is_a_400_that_names_the_option(server: Server, options: d
         complete(server, **options)
     assert message in refusal.value.message
     assert server.gauge("vllm:num_requests_running") == 0
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
+def test_fields_by_names_of_other_systems_are_refused_beside_beams_and_left_alone_otherwise(kind: type) -> None:
+    serve_beams()
+    asked: dict[str, Any] = {"prompt": "x"} if kind is CompletionRequest else {"messages": []}
+    others = {"num_beams": 4, "best_of": 2, "early_stopping": True}
+    assert kind(**asked, **others).to_sampling_params(8, {}).n == 1
+    assert kind(**asked, num_beams=None, **beams(4)).to_sampling_params(8, {}).extra_args == {"beam_width": 4}
+    for name, value in others.items():
+        with pytest.raises(BeamRequestError, match=f"{name}="):
+            kind(**asked, **{name: value}, **beams(4)).to_sampling_params(8, {})
+        with pytest.raises(BeamRequestError, match=f"{name}="):
+            kind(**asked, **{name: value}, use_beam_search=True).to_beam_search_params(8, {})
 
 
 @pytest.mark.parametrize("options", [beams(4), {"use_beam_search": True}])
@@ -225,7 +251,7 @@ def test_a_prompt_just_below_the_limit_has_room_for_one_token(server: Server) ->
 
 
 def test_keys_of_others_pass_and_our_own_marks_cannot_be_forged(server: Server) -> None:
-    for forged in ({}, {"trie_beam_from_llm": "x", "trie_beam_ticket": "y"}, {"trie_beam_from_llm": 1}):
+    for forged in ({}, {"trie_beam_caller": "LLM.beam_search", "trie_beam_ticket": "y"}, {"trie_beam_caller": 1}):
         choice = complete(server, vllm_xargs={"beam_width": 2, "somebody_elses": "x", **forged}).choices[0]
         assert choice.text
         assert choice.logprobs is None
@@ -316,8 +342,10 @@ def test_metrics_move_by_what_a_request_must_do(server: Server) -> None:
     assert server.gauge("vllm:trie_beam_groups_running") == server.gauge("vllm:trie_beam_rows_running") == 0
 
 
-def test_metrics_are_those_of_the_readme_and_none_without_the_plugin(server: Server, stock: Server) -> None:
-    documented = re.findall(r"^\| `(vllm:trie_beam_\w+)` \| (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+def test_metrics_are_those_of_the_documents_and_none_without_the_plugin(server: Server, stock: Server) -> None:
+    documented = re.findall(
+        r"^\| `(vllm:trie_beam_\w+)` \| (\w+)", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE
+    )
     shown = re.findall(r"^# TYPE (vllm:trie_beam_\w+) (\w+)", server.metrics(), re.MULTILINE)
     created = [(name, kind) for name, kind in shown if name.endswith("_created")]  # when, beside each counter
     assert sorted(set(shown) - set(created)) == sorted(documented)

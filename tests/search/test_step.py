@@ -40,7 +40,7 @@ class Decision(NamedTuple):
 
 
 def decide(case: Case, group: int) -> Decision:
-    """The rules of README's table of semantics, and of the slots."""
+    """The rules of the table of semantics in docs/semantics.md, and of the slots."""
     rules, width = case.rules, case.rules.width
     masked = rules.stop_token_ids if rules.masks_stops else ()
     logprobs = log_probabilities(case.logits[group], masked)

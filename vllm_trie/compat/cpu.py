@@ -56,9 +56,9 @@ def configure_engines_on_cpu(has_beams: HasBeams) -> None:
     if check_and_update_config.is_applied or not current_platform.is_cpu():
         return
 
-    def keep_async_scheduling(platform: Any, vllm_config: VllmConfig) -> None:
+    def keep_async_scheduling(platform: Any, /, vllm_config: VllmConfig, **kwargs: Any) -> None:
         chosen = vllm_config.scheduler_config.async_scheduling
-        check_and_update_config.original.__func__(platform, vllm_config)
+        check_and_update_config.original.__func__(platform, vllm_config, **kwargs)
         if has_beams(vllm_config):
             vllm_config.scheduler_config.async_scheduling = chosen
 

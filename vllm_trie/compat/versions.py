@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_trie.compat.fingerprint import installed_vllm, minor
+from vllm_trie.compat.sources import installed_vllm, minor
 
 if TYPE_CHECKING:
     from vllm.sampling_params import BeamSearchParams

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -19,16 +21,14 @@ class AsyncBeamScheduler(BeamScheduler, AsyncScheduler):
     while all others go on: without placeholders it has nothing to compute.
     """
 
-    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        output = super().schedule(throttle_prefills)
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output = super().schedule(*args, **kwargs)
         for group_id in self.groups:
             self._expect_pending_steps(self.requests[group_id])
         return output
 
-    def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], is_stale: bool = False
-    ) -> tuple[list[int], bool]:
-        updated = super()._update_request_with_output(request, new_token_ids, is_stale)
+    def _update_request_with_output(self, request: Request, *args: Any, **kwargs: Any) -> tuple[list[int], bool]:
+        updated = super()._update_request_with_output(request, *args, **kwargs)
         if request.request_id in self.groups:
             self._expect_pending_steps(request)
         return updated

@@ -9,7 +9,7 @@ import numpy as np
 
 from vllm_trie.engine.stats import SearchCounts
 from vllm_trie.messages import Resumed
-from vllm_trie.params import BeamParams
+from vllm_trie.options import BeamParams
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import Step, TokenLogprobs, TopLogprobs

@@ -181,10 +181,10 @@ class BeamKVCacheManager(KVCacheManager):
             group.is_prefilling = True
         return blocks
 
-    def free(self, request: Request) -> None:
+    def free(self, request: Request, **kwargs: Any) -> None:
         group = self._groups.get(request.request_id)
         if group is None or not group.tries:
-            super().free(request)
+            super().free(request, **kwargs)
         for trie in group.tries if group is not None else ():
             self._free_blocks(trie.release())
             self.counts.add(trie.counts)
@@ -192,24 +192,24 @@ class BeamKVCacheManager(KVCacheManager):
             self._take_back(group)
             self._groups[request.request_id] = _GroupBlocks(group.prefix_length, group.paths)
 
-    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+    def cache_blocks(self, request: Request, num_computed_tokens: int, **kwargs: Any) -> None:
         group = self._groups.get(request.request_id)
         if group is not None:
             if group.tries:  # which hold the prefix's blocks now; vLLM cached them when it computed them
                 return
             # Beyond the prefix a request's tokens are no row's history.
             num_computed_tokens = min(num_computed_tokens, group.prefix_length)
-        super().cache_blocks(request, num_computed_tokens)
+        super().cache_blocks(request, num_computed_tokens, **kwargs)
 
-    def estimate_cached_tokens(self, request: Request) -> int:
+    def estimate_cached_tokens(self, request: Request, **kwargs: Any) -> int:
         group = self._groups.get(request.request_id)
         if group is None or not group.tries:
-            return super().estimate_cached_tokens(request)
+            return super().estimate_cached_tokens(request, **kwargs)
         block_size = max(trie.block_size for trie in group.tries)
         return request.num_prompt_tokens // block_size * block_size if self.enable_caching else 0
 
-    def take_kv_cache_block_copies(self) -> tuple[list[KVCacheBlockCopy], list[KVCacheBlock]]:
-        copies, retained = super().take_kv_cache_block_copies()
+    def take_kv_cache_block_copies(self, **kwargs: Any) -> tuple[list[KVCacheBlockCopy], list[KVCacheBlock]]:
+        copies, retained = super().take_kv_cache_block_copies(**kwargs)
         for group in self._groups.values():
             copies += [KVCacheBlockCopy(*copy) for copy in group.copies]
             group.copies.clear()

@@ -7,10 +7,10 @@ from secrets import randbits
 from vllm.v1.request import Request
 
 from vllm_trie.compat.versions import own_beams
-from vllm_trie.controls import is_controlled, logits_filters, stop_tokens
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.messages import GroupTicket
-from vllm_trie.params import BeamParams
+from vllm_trie.options import BeamParams
+from vllm_trie.sampling_params import is_controlled, logits_filters, stop_tokens
 from vllm_trie.search.filters import Pruning
 from vllm_trie.search.rules import BeamSampling, SelectRules
 from vllm_trie.search.stopping import StopRules
@@ -38,7 +38,7 @@ def new_group(
     )
     select_rules = SelectRules(
         beam.beam_width,
-        beam.semantics,
+        beam.semantics or "hf",
         stop_rules.stop_token_ids,
         stop_rules.stop_strings,
         params.skip_special_tokens,
@@ -66,7 +66,7 @@ def _pruning(beam: BeamParams, rules: StopRules) -> Pruning:
     may_stop_otherwise = len(rules.stop_token_ids) > 1 or rules.stop_strings  # by one token only, enough of 2b go on
     if beam.semantics == "vllm" and own_beams().stops_by_generation_config and may_stop_otherwise:
         return Pruning(per_parent=2 * beam.beam_width)
-    return beam.pruning
+    return Pruning(beam.prune_relative, beam.prune_absolute, beam.prune_relative_local, beam.max_candidates_per_parent)
 
 
 def _beam_sampling(beam: BeamParams) -> BeamSampling | None:

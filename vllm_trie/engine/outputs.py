@@ -115,7 +115,7 @@ class Mailbox:
     def post_error(self, group_id: str, message: str) -> None:
         """A search cannot go on: tell every address why."""
         ticket = self._deliveries_by_group[group_id].ticket
-        self.post(group_id, [error_output(message) for _ in range(ticket.n)])
+        self.post(group_id, [error_output(ticket.caller.in_its_words(message)) for _ in range(ticket.n)])
 
     def num_outputs(self, group_id: str) -> int:
         """How many hypotheses the user of this group asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,16 +16,16 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, Sliding
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_trie.compat.fingerprint import steps_to_check
 from vllm_trie.compat.patch import Patch
-from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.new_group import new_group
 from vllm_trie.engine.outputs import Mailbox, hypothesis_output, no_hypothesis_output
 from vllm_trie.engine.speculation_budget import Speculating, SpeculationBudgets
 from vllm_trie.engine.stats import BeamTally, SearchCounts, attach_stats, statistics_among
-from vllm_trie.messages import TICKET, Decided, GroupStep, GroupTicket, attach_group_steps, group_results
-from vllm_trie.params import BeamParams
+from vllm_trie.messages import Decided, GroupStep, GroupTicket, attach_group_steps, group_results
+from vllm_trie.options import PLUGIN_NAME, BeamParams, TrieBeamConfig
 from vllm_trie.selection import has_logits_processors
 
 logger = init_logger("vllm.trie_beam.scheduler")
@@ -47,6 +48,8 @@ class BeamScheduler(Scheduler):
         speculative = self.vllm_config.speculative_config
         _refuse_unsupported_kv_cache(self.kv_cache_config)
         self.beam_config = TrieBeamConfig.from_additional_config(self.vllm_config.additional_config)
+        checks_all = self.beam_config.check_invariants
+        self._steps_to_check = math.inf if checks_all else steps_to_check(self.beam_config.vllm_check)
         self._has_logits_processors = has_logits_processors(self.vllm_config)
         self._budgets = None if speculative is None else SpeculationBudgets(speculative, self.kv_cache_manager)
         self.kv_cache_manager.reclaim_interval = self.beam_config.reclaim_interval
@@ -63,21 +66,17 @@ class BeamScheduler(Scheduler):
 
     # Requests come and go.
 
-    def add_request(self, request: Request) -> None:
-        extra_args = (request.sampling_params and request.sampling_params.extra_args) or {}
-        try:
-            params = BeamParams.from_extra_args(extra_args)
-        except ValueError as error:
-            self.mailbox.refuse(request, str(error))
-            return
-        if params is None or request.request_id in self.requests:  # the latter feeds an ordinary streaming session
-            super().add_request(request)
-        elif TICKET not in extra_args:
+    def add_request(self, request: Request, **kwargs: Any) -> None:
+        ticket = GroupTicket.of(request.sampling_params)
+        if request.request_id in self.requests:  # it feeds an ordinary streaming session
+            super().add_request(request, **kwargs)
+        elif ticket is not None:
+            if self.mailbox.register(ticket, request):
+                self._open_group(request, BeamParams.model_construct(**ticket.options), ticket)
+        elif _asks_for_beams(request):
             self.mailbox.refuse(request, "the front end let this beam request through without checking it")
         else:
-            ticket = GroupTicket(**extra_args[TICKET])
-            if self.mailbox.register(ticket, request):
-                self._open_group(request, params, ticket)
+            super().add_request(request, **kwargs)
 
     def _open_group(self, request: Request, params: BeamParams, ticket: GroupTicket) -> None:
         group = new_group(request, params, ticket, self.max_model_len, self._has_logits_processors)
@@ -88,7 +87,7 @@ class BeamScheduler(Scheduler):
         elif needed > usable:
             refusal = (
                 f"with a prompt of {request.num_prompt_tokens} tokens needs {needed} KV blocks to start and the engine "
-                f"has {usable}; lower beam_width or give the KV cache more memory"
+                f"has {usable}; lower it or give the KV cache more memory"
             )
         if refusal is not None:
             self.kv_cache_manager.close_group(group.request_id)
@@ -100,7 +99,9 @@ class BeamScheduler(Scheduler):
         self.groups[group.request_id] = group
         super().add_request(request)
 
-    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus, **kwargs: Any
+    ) -> list[Request]:
         siblings = []
         if request_ids is None:
             siblings = self.mailbox.withdraw_all()
@@ -109,7 +110,7 @@ class BeamScheduler(Scheduler):
         else:
             ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
             request_ids = [ends for request_id in ids if (ends := self.mailbox.withdraw(request_id)) is not None]
-        finished = super().finish_requests(request_ids, finished_status)
+        finished = super().finish_requests(request_ids, finished_status, **kwargs)
         for request in finished:
             if request.request_id in self.groups:
                 is_error = finished_status == RequestStatus.FINISHED_ERROR
@@ -122,16 +123,16 @@ class BeamScheduler(Scheduler):
         self._failed.pop(group_id, None)
         self.kv_cache_manager.close_group(group_id)
 
-    def has_requests(self) -> bool:
-        return super().has_requests() or bool(self.mailbox)
+    def has_requests(self, **kwargs: Any) -> bool:
+        return super().has_requests(**kwargs) or bool(self.mailbox)
 
     # One step: schedule.
 
-    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+    def schedule(self, throttle_prefills: bool = False, **kwargs: Any) -> SchedulerOutput:
         budget_of_other_rows = self._plan_rows()
         self.max_num_scheduled_tokens -= budget_of_other_rows
         try:
-            output = super().schedule(throttle_prefills)
+            output = super().schedule(throttle_prefills, **kwargs)
         finally:
             self.max_num_scheduled_tokens += budget_of_other_rows
             self.max_num_active_reqs = self._admission_limit
@@ -145,7 +146,7 @@ class BeamScheduler(Scheduler):
         for group_id, step in steps.items():
             self.groups[group_id].num_pending += step.selects
         attach_group_steps(output, steps)
-        if self.beam_config.check_invariants:
+        if self._steps_to_check > 0:
             self.check_invariants()
             num_rows, num_tokens = self._rows_and_tokens(output, steps)
             assert num_rows <= self.max_num_running_reqs, f"{num_rows} rows in one step"
@@ -187,8 +188,8 @@ class BeamScheduler(Scheduler):
         num_rows, num_tokens = self._rows_and_tokens(output, steps)
         budgets.share_out(candidates, self.max_num_running_reqs - num_rows, self.max_num_scheduled_tokens - num_tokens)
 
-    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        super().update_draft_token_ids(draft_token_ids)
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds, **kwargs: Any) -> None:
+        super().update_draft_token_ids(draft_token_ids, **kwargs)
         for group_id in self.groups:  # they have a forest of their own
             self.requests[group_id].spec_token_ids = []
 
@@ -199,6 +200,8 @@ class BeamScheduler(Scheduler):
         anew, as many tokens at a time as the budget allows after what runs before it.
         """
         others = 0
+        if not self.groups:
+            return others
         spare = self.max_num_scheduled_tokens - sum(map(self._rows, self.running))
         most = self.scheduler_config.long_prefill_token_threshold or self.max_num_scheduled_tokens
         for request in self.running:
@@ -240,16 +243,16 @@ class BeamScheduler(Scheduler):
         group = self.groups.get(request.request_id)
         return group.num_rows if group is not None else 1
 
-    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+    def _handle_blocked_waiting_request(self, request: Request, **kwargs: Any) -> bool:
         if not self.groups or sum(map(self._rows, self.running)) + self._rows(request) <= self.max_num_running_reqs:
-            return super()._handle_blocked_waiting_request(request)
+            return super()._handle_blocked_waiting_request(request, **kwargs)
         # No rows left: a limit that everybody exceeds ends this step's admission, and the queue keeps its order.
         self.max_num_active_reqs = NO_ADMISSION
         self._held_back.append(request)
         return False
 
-    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
-        super()._preempt_request(request, timestamp, drop_stale_output)
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
         group = self.groups.get(request.request_id)
         if group is None:
             return
@@ -286,17 +289,17 @@ class BeamScheduler(Scheduler):
     def _fail(self, group: BeamGroup, needed: int) -> None:
         self._failed[group.request_id] = (
             f"beam_width={group.width} needs at least {needed} KV blocks after {group.length} tokens and the engine "
-            f"has {self.kv_cache_manager.num_usable_blocks}; lower beam_width or max_tokens, or give the KV cache "
+            f"has {self.kv_cache_manager.num_usable_blocks}; lower it or max_tokens, or give the KV cache "
             f"more memory"
         )
 
     # One step: results.
 
     def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, **kwargs: Any
     ) -> dict[int, EngineCoreOutputs]:
         self._results = group_results(model_runner_output)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output, **kwargs)
         for request, group in self._over:
             self._end_group(request, group, outputs)
         self._over.clear()
@@ -312,8 +315,9 @@ class BeamScheduler(Scheduler):
                 outputs[client_index].finished_requests = finished | {output.request_id}
         if self.groups or self.tally.has_news:
             self._report(outputs)
-        if self.beam_config.check_invariants:
+        if self._steps_to_check > 0:
             self.check_invariants()
+            self._steps_to_check -= bool(self._results)
         return outputs
 
     def _report(self, outputs: dict[int, EngineCoreOutputs]) -> None:
@@ -325,11 +329,11 @@ class BeamScheduler(Scheduler):
         attach_stats(statistics, self.tally.report(widths, manager.total_counts(), manager.peak_group_blocks))
 
     def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False, **kwargs: Any
     ) -> tuple[list[int], bool]:
         group = self.groups.get(request.request_id)
         if group is None:
-            return super()._update_request_with_output(request, new_token_ids, is_stale)
+            return super()._update_request_with_output(request, new_token_ids, is_stale, **kwargs)
         if request.request_id not in self._results:  # computed what was known already
             return [], False
         return [], self._replay(request, group, self._results[request.request_id], is_stale)
@@ -406,6 +410,14 @@ def _rewrite(request: Request, generated: list[int]) -> None:
     """Make vLLM believe that the request has generated these tokens."""
     request._output_token_ids[:] = generated
     request._all_token_ids[request.num_prompt_tokens :] = generated
+
+
+def _asks_for_beams(request: Request) -> bool:
+    params = request.sampling_params
+    try:
+        return params is not None and BeamParams.from_extra_args(params.extra_args) is not None
+    except ValueError:
+        return True
 
 
 def _refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig) -> None:

@@ -17,8 +17,8 @@ from typing import Any, Self
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 
-from vllm_trie.config import PLUGIN_NAME
 from vllm_trie.messages import Decided
+from vllm_trie.options import PLUGIN_NAME
 from vllm_trie.trie.blocks import BlockCounts
 
 REASONS = ("stop", "length", "abort", "error")

@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from vllm_trie.compat.patch import Patch
-from vllm_trie.config import PLUGIN_NAME
+from vllm_trie.options import PLUGIN_NAME
 
 add_cli_args = Patch("vllm.engine.arg_utils:EngineArgs", "add_cli_args")
 from_cli_args = Patch("vllm.engine.arg_utils:EngineArgs", "from_cli_args")
@@ -45,8 +45,8 @@ def plugin_name(name: str) -> str:
 
 def _with_flag(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def add_cli_args(parser: Any) -> Any:
-        parser = original(parser)
+    def add_cli_args(parser: Any, **kwargs: Any) -> Any:
+        parser = original(parser, **kwargs)
         group = parser.add_argument_group(title="plugins", description="Plugins that act only where they are asked to.")
         group.add_argument(
             "--plugin",
@@ -62,9 +62,9 @@ def _with_flag(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _obeying_flag(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def from_cli_args(cls: type, args: argparse.Namespace) -> Any:
+    def from_cli_args(cls: type, args: argparse.Namespace, **kwargs: Any) -> Any:
         if PLUGIN_NAME in (vars(args).get("plugin") or ()):  # in `args`, which vLLM hands to its API server processes
             args.additional_config = {PLUGIN_NAME: {}, **args.additional_config}
-        return original(cls, args)
+        return original(cls, args, **kwargs)
 
     return from_cli_args

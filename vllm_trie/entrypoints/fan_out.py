@@ -10,7 +10,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from vllm_trie.compat.patch import Patch
-from vllm_trie.messages import TICKET, GroupTicket
+from vllm_trie.messages import GroupTicket
 
 choose_engine = Patch("vllm.v1.engine.core_client:DPLBAsyncMPClient", "get_core_engine_for_request")
 
@@ -25,14 +25,13 @@ def _by_group(original: Callable[..., bytes]) -> Callable[..., bytes]:
     ranks: dict[str, list[int]] = {}  # by ticket key: the rank, once for each request that is yet to come
 
     @functools.wraps(original)
-    def get_core_engine_for_request(self: Any, request: EngineCoreRequest) -> bytes:
-        extra_args = (request.sampling_params and request.sampling_params.extra_args) or {}
-        if TICKET not in extra_args:
-            return original(self, request)
-        ticket = GroupTicket(**extra_args[TICKET])
+    def get_core_engine_for_request(self: Any, request: EngineCoreRequest, **kwargs: Any) -> bytes:
+        ticket = GroupTicket.of(request.sampling_params)
+        if ticket is None:
+            return original(self, request, **kwargs)
         if ticket.key in ranks:
             request.data_parallel_rank = ranks[ticket.key].pop()
-        engine = original(self, request)
+        engine = original(self, request, **kwargs)
         if ticket.key not in ranks:
             ranks[ticket.key] = [self.core_engines.index(engine)] * (ticket.n - 1)
         if not ranks[ticket.key]:

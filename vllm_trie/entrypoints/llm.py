@@ -20,7 +20,9 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_trie.compat.patch import Patch
 from vllm_trie.compat.versions import has_allowlist
-from vllm_trie.entrypoints.requests import FROM_LLM_BEAM_SEARCH
+from vllm_trie.entrypoints.requests import CALLER, refusing
+from vllm_trie.messages import LLM_BEAM_SEARCH
+from vllm_trie.options import BeamParams
 from vllm_trie.selection import has_beams, is_selected, why_without_beams
 
 logger = init_logger("vllm.trie_beam.beam_search")
@@ -87,6 +89,8 @@ def _search(
     engine: LLMEngine = llm.llm_engine
     engine.input_processor.resolve_watermarking(params)
     tokenizer = llm.renderer.get_tokenizer()
+    with refusing(LLM_BEAM_SEARCH):
+        beam = BeamParams(beam_width=params.beam_width, length_penalty=params.length_penalty, semantics="vllm")
     sampling_params = SamplingParams(
         n=params.beam_width,
         max_tokens=params.max_tokens,
@@ -95,12 +99,7 @@ def _search(
         detokenize=False,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={
-            "beam_width": params.beam_width,
-            "length_penalty": params.length_penalty,
-            "semantics": "vllm",
-            FROM_LLM_BEAM_SEARCH: True,
-        },
+        extra_args={**beam.model_dump(exclude_unset=True), CALLER: LLM_BEAM_SEARCH},
     )
     limit = len(prompts) if concurrency_limit is None else concurrency_limit
     if limit < 1 and prompts:

@@ -70,6 +70,7 @@ def _with_beams(original: Callable[..., None]) -> Callable[..., None]:
         enable_default_loggers: bool = True,
         aggregate_engine_logging: bool = False,
         client_count: int = 1,
+        **kwargs: Any,
     ) -> None:
         original(
             self,
@@ -79,6 +80,7 @@ def _with_beams(original: Callable[..., None]) -> Callable[..., None]:
             enable_default_loggers,
             aggregate_engine_logging,
             client_count,
+            **kwargs,
         )
         if not has_beams(vllm_config):
             return

@@ -15,14 +15,12 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_trie.compat.cpu import needs_cpu_kernels
-from vllm_trie.compat.fingerprint import installed_vllm, record_of
 from vllm_trie.compat.patch import Patch
 from vllm_trie.compat.versions import own_beams
-from vllm_trie.config import PLUGIN_NAME, TrieBeamConfig
-from vllm_trie.messages import TICKET, GroupTicket
-from vllm_trie.params import BeamParams, EngineLimits, validate
+from vllm_trie.entrypoints.limits import engine_limits, validate
+from vllm_trie.messages import BEAM_WIDTH, LLM_BEAM_SEARCH, TICKET, Caller, GroupTicket
+from vllm_trie.options import PLUGIN_NAME, BeamParams, TrieBeamConfig, resolve
 from vllm_trie.selection import has_beams, why_without_beams
-from vllm_trie.speculation_options import OPTIONS, resolve
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
@@ -33,28 +31,23 @@ class BeamRequestError(VLLMValidationError, ValueError):
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
-    """Make every ValueError of the block a refusal of the request."""
+def refusing(caller: Caller = BEAM_WIDTH) -> Iterator[None]:
+    """Make every ValueError of the block a refusal of the request, in the words of who asks."""
     try:
         yield
     except ValueError as error:
-        raise BeamRequestError(str(error)) from None
+        raise BeamRequestError(caller.in_its_words(str(error))) from None
 
 
-FROM_LLM_BEAM_SEARCH = "trie_beam_from_llm"  # in `extra_args`: True, which no client of a server can send
+CALLER = "trie_beam_caller"  # in `extra_args`: a `Caller`, which no client of a server can send
 
 process_inputs = Patch("vllm.v1.engine.input_processor:InputProcessor", "process_inputs")
 validate_spec_decode = Patch("vllm.sampling_params:SamplingParams", "_validate_spec_decode")
 
 
 def check_requests() -> None:
-    """From now on, check the requests of every engine in this process.
-
-    Raises:
-        PatchError: this version of vLLM is not supported.
-    """
+    """From now on, check the requests of every engine in this process."""
     if not process_inputs.is_applied:
-        record_of(installed_vllm().version)
         process_inputs.apply(_checking(InputProcessor.process_inputs))
         validate_spec_decode.apply(_for_others(SamplingParams._validate_spec_decode))
 
@@ -64,20 +57,26 @@ def _checking(original: Callable[..., EngineCoreRequest]) -> Callable[..., Engin
     def process_inputs(
         self: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> EngineCoreRequest:
-        beam = None
+        beam, caller = None, BEAM_WIDTH
         if isinstance(params, SamplingParams):
-            with refusing():
+            caller = _caller(params)
+            with refusing(caller):
                 _refuse_without_kernel(params, self.vllm_config)
                 beam = searches(params, self.vllm_config)
         request = original(self, request_id, prompt, params, *args, **kwargs)
-        with refusing():
+        with refusing(caller):
             if request.sampling_params is not None and has_beams(self.vllm_config):
                 _refuse_too_long(request.sampling_params)
             if beam is not None:
-                _prepare(request, beam, params.stop_token_ids, self)
+                _prepare(request, beam, caller, params.stop_token_ids, self)
         return request
 
     return process_inputs
+
+
+def _caller(params: SamplingParams) -> Caller:
+    said = (params.extra_args or {}).get(CALLER)
+    return said if isinstance(said, Caller) else BEAM_WIDTH
 
 
 def _refuse_without_kernel(params: SamplingParams, vllm_config: VllmConfig) -> None:
@@ -120,18 +119,23 @@ def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | No
     Raises:
         ValueError: naming the option, its value and what would work.
     """
-    config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
-    beam = BeamParams.from_extra_args(params.extra_args, config.semantics)
+    if TICKET in (params.extra_args or {}):
+        raise ValueError(f"extra_args may not contain {TICKET!r}, which the engine adds; leave it out")
+    beam = BeamParams.from_extra_args(params.extra_args)
     if beam is None:
         return None
     if not has_beams(vllm_config):
         raise ValueError(f"beam_width={beam.beam_width} {why_without_beams(vllm_config)}")
-    has_drafts = vllm_config.speculative_config is not None
-    return resolve(beam, config, has_drafts)
+    config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
+    return resolve(beam, config, vllm_config.speculative_config is not None)
 
 
 def _prepare(
-    request: EngineCoreRequest, beam: BeamParams, own_stop_token_ids: list[int] | None, processor: InputProcessor
+    request: EngineCoreRequest,
+    beam: BeamParams,
+    caller: Caller,
+    own_stop_token_ids: list[int] | None,
+    processor: InputProcessor,
 ) -> None:
     """Refuse what beam search cannot do for this request, and give it its ticket."""
     params = request.sampling_params
@@ -149,24 +153,9 @@ def _prepare(
     if beam.semantics == "vllm" and not own_beams().stops_by_generation_config:
         params.stop_token_ids = list(own_stop_token_ids or ())
     validate(params, beam, len(request.prompt_token_ids), engine_limits(processor.vllm_config))
-    extra_args = dict(params.extra_args or {})
-    offline = extra_args.pop(FROM_LLM_BEAM_SEARCH, None) is True
-    if offline:  # as many as vLLM's own loop returns, whatever max_logprobs allows
+    if caller == LLM_BEAM_SEARCH:  # as many as vLLM's own loop returns, whatever max_logprobs allows
         params.logprobs = 2 * beam.beam_width
-    ticket = GroupTicket(random_uuid(), params.n, processor.renderer.get_eos_token_id(), offline)
-    extra_args |= {name: value for name in OPTIONS if (value := getattr(beam, name)) is not None}
-    params.extra_args = {**extra_args, "semantics": beam.semantics, TICKET: asdict(ticket)}
-
-
-def engine_limits(vllm_config: VllmConfig) -> EngineLimits:
-    """What this engine can hold."""
-    cache = vllm_config.cache_config
-    return EngineLimits(
-        max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
-        max_model_len=vllm_config.model_config.max_model_len,
-        vocab_size=vllm_config.model_config.get_vocab_size(),
-        block_size=cache.block_size,
-        num_blocks=cache.num_gpu_blocks - 1 if cache.num_gpu_blocks else None,
-        max_beam_width=TrieBeamConfig.from_additional_config(vllm_config.additional_config).max_beam_width,
-        has_window=vllm_config.model_config.get_sliding_window() is not None,
-    )
+    eos_token_id = processor.renderer.get_eos_token_id()
+    ticket = GroupTicket(random_uuid(), params.n, eos_token_id, beam.model_dump(), caller)
+    others = {name: value for name, value in (params.extra_args or {}).items() if name != CALLER}
+    params.extra_args = {**others, TICKET: asdict(ticket)}

@@ -17,7 +17,9 @@ from vllm.utils import random_uuid
 
 from vllm_trie.compat.patch import Patch
 from vllm_trie.compat.versions import eos_token_ids, has_allowlist
-from vllm_trie.entrypoints.requests import BeamRequestError
+from vllm_trie.entrypoints.requests import CALLER, BeamRequestError, refusing
+from vllm_trie.messages import BEAM_WIDTH, USE_BEAM_SEARCH, Caller
+from vllm_trie.options import BeamParams, refuse_other_names
 from vllm_trie.selection import has_beams, why_without_beams
 
 logger = init_logger("vllm.trie_beam.server")
@@ -49,16 +51,16 @@ def _with_beams(original: Callable[..., SamplingParams]) -> Callable[..., Sampli
 
     @functools.wraps(original)
     def to_sampling_params(
-        self: Any, max_tokens: int, default_sampling_params: dict[str, Any] | None = None
+        self: Any, max_tokens: int, default_sampling_params: dict[str, Any] | None = None, **kwargs: Any
     ) -> SamplingParams:
         xargs = self.vllm_xargs or {}
-        if "beam_width" not in xargs:
-            return original(self, max_tokens, default_sampling_params or {})
-        _refuse_streaming(self, "beam_width")
+        if "beam_width" not in xargs and "beam_width" not in (self.model_extra or {}):
+            return original(self, max_tokens, default_sampling_params or {}, **kwargs)
+        _refuse_fields(self, BEAM_WIDTH)
         if "length_penalty" in self.model_fields_set:
             xargs = {"length_penalty": self.length_penalty, **xargs}
         defaults = {k: v for k, v in (default_sampling_params or {}).items() if k == "stop_token_ids"}
-        return original(self.model_copy(update={"vllm_xargs": dict(xargs)}), max_tokens, defaults)
+        return original(self.model_copy(update={"vllm_xargs": dict(xargs)}), max_tokens, defaults, **kwargs)
 
     return to_sampling_params
 
@@ -68,7 +70,7 @@ def _remembering(original: Callable[..., BeamSearchParams]) -> Callable[..., Bea
 
     @functools.wraps(original)
     def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> BeamSearchParams:
-        _refuse_streaming(self, "use_beam_search")
+        _refuse_fields(self, USE_BEAM_SEARCH)
         params = original(self, *args, **kwargs)
         params.request = self
         return params
@@ -76,9 +78,16 @@ def _remembering(original: Callable[..., BeamSearchParams]) -> Callable[..., Bea
     return to_beam_search_params
 
 
-def _refuse_streaming(request: CompletionRequest | ChatCompletionRequest, option: str) -> None:
+def _refuse_fields(request: CompletionRequest | ChatCompletionRequest, caller: Caller) -> None:
+    """Refuse what a beam request says in vain: vLLM passes over fields that it does not know."""
     if request.stream:
-        raise BeamRequestError(f"stream=true is not supported together with {option}; leave it out")
+        raise BeamRequestError(f"stream=true is not supported together with {caller.feature}; leave it out")
+    unknown = {name: value for name, value in (request.model_extra or {}).items() if value is not None}
+    for name, value in unknown.items():
+        if name in BeamParams.model_fields:
+            raise BeamRequestError(f'{name}={value!r} is no field of a request; pass it in "vllm_xargs"')
+    with refusing(caller):
+        refuse_other_names(unknown)
 
 
 def _in_engine(
@@ -128,7 +137,9 @@ def _in_engine(
 
 def _sampling_params(request: CompletionRequest | ChatCompletionRequest, max_tokens: int) -> SamplingParams:
     """All of a `use_beam_search` request: its `n` is the width, unless `vllm_xargs` names another."""
-    xargs = {"beam_width": request.n or 1, "semantics": "vllm", **(request.vllm_xargs or {})}
+    xargs: dict[str, Any] = {"beam_width": request.n or 1, "semantics": "vllm", **(request.vllm_xargs or {})}
+    has_width = "beam_width" in (request.vllm_xargs or {})
+    xargs[CALLER] = USE_BEAM_SEARCH._replace(width="beam_width") if has_width else USE_BEAM_SEARCH
     xargs.setdefault("length_penalty", request.length_penalty)
     return request.model_copy(update={**_NO_SAMPLING, "vllm_xargs": xargs}).to_sampling_params(max_tokens, {})
 

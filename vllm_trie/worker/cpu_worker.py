@@ -24,10 +24,10 @@ class BeamCPUWorker(CPUWorker):
         with accept_v2_in_worker():
             super().__init__(*args, **kwargs)
 
-    def init_device(self) -> None:
+    def init_device(self, **kwargs: Any) -> None:
         if needs_cpu_kernels():
             from vllm_trie.worker.cpu.replace import install
 
             install()
         with Patch("vllm.v1.worker.cpu.model_runner", "CPUModelRunner").applied(BeamCPUModelRunner):
-            super().init_device()
+            super().init_device(**kwargs)

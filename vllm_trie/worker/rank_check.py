@@ -11,7 +11,7 @@ import torch.distributed as dist
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 
-from vllm_trie.config import TrieBeamConfig
+from vllm_trie.options import TrieBeamConfig
 
 DIGEST_BYTES = 16
 

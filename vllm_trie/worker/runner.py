@@ -80,24 +80,24 @@ class BeamModelRunner(GPUModelRunner):
             scheduler_output, self.step = expand(scheduler_output, self.groups, self.device)
         return super().execute_model(scheduler_output, intermediate_tensors, dummy_run, **kwargs)
 
-    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+    def add_requests(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> None:
         if scheduler_output.scheduled_new_reqs or self._has_own_processors:  # else the stock runner writes nothing
-            super().add_requests(scheduler_output)
+            super().add_requests(scheduler_output, **kwargs)
             take_in_rows(self, self.step, self.groups)
 
-    def update_requests(self, scheduler_output: SchedulerOutput) -> None:
-        super().update_requests(scheduler_output)
+    def update_requests(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> None:
+        super().update_requests(scheduler_output, **kwargs)
         if self.drafter is not None and self.step.speculating:
             self.block_tables.apply_staged_writes()  # the draft model reads the tables before the target does
             self.step.forests = self.drafter.draft(self.step, self.groups, scheduler_output)
 
-    def sample(self, hidden_states: torch.Tensor, input_batch: InputBatch, grammar_output: Any) -> Any:
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
         if not self.step.steps:
-            return super().sample(hidden_states, input_batch, grammar_output)
+            return super().sample(*args, **kwargs)
         stock: tuple[Any, Any] = self.sampler, self.rejection_sampler  # type: ignore[has-type]
         self.sampler = self.rejection_sampler = partial(self._sample_beside_beams, *stock)  # one of them is called
         try:
-            return super().sample(hidden_states, input_batch, grammar_output)
+            return super().sample(*args, **kwargs)
         finally:
             self.sampler, self.rejection_sampler = stock
 
@@ -177,8 +177,8 @@ class BeamModelRunner(GPUModelRunner):
             drafts[at] = stock(smaller, *of_forward, num_sampled[at], num_rejected[at], *args, **kwargs)
         return drafts
 
-    def sample_tokens(self, grammar_output: Any) -> Any:
-        output, step = super().sample_tokens(grammar_output), self.step
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output, step = super().sample_tokens(*args, **kwargs), self.step
         for forest_step in step.forests.values():
             for row_id in forest_step.spare_ids:
                 self._remove_request(row_id)

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from tests.worker.cpu.batches import MAX_LEN, NUM_SLOTS, VOCAB_SIZE, Batch, batches, few
 from tests.worker.cpu.interpreter import Interpreter
-from vllm_trie.compat.fingerprint import installed_vllm, minor
+from vllm_trie.compat.sources import installed_vllm, minor
 
 INPUT_BATCH = "vllm.v1.worker.gpu.input_batch:"
 

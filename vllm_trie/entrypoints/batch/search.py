@@ -26,8 +26,8 @@ from vllm_trie.engine.group import new_pool
 from vllm_trie.engine.outputs import NO_HYPOTHESIS
 from vllm_trie.entrypoints.batch.files import JobError, Prompt
 from vllm_trie.entrypoints.batch.options import Job
-from vllm_trie.entrypoints.requests import engine_limits, searches
-from vllm_trie.params import validate
+from vllm_trie.entrypoints.limits import engine_limits, validate
+from vllm_trie.entrypoints.requests import searches
 
 CARRIED = ("VLLM_", "HF_")  # environment variables that engines on other nodes need, too
 

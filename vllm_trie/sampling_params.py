@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_trie.search.filters import LogitsFilters
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-    from vllm_trie.params import BeamParams
+    from vllm_trie.options import BeamParams
 
 # Fields that act on the logits of each hypothesis, as vLLM's sampler applies them, if they are not zero or empty.
 _CONTROLS = ("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words")
+
+# Fields that beam search does not honour (yet).
+_REFUSED = (
+    *("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids", "structured_outputs"),
+    *("thinking_token_budget", "repetition_detection", "trace_decode_token_ids"),
+)
+# Fields that semantics="vllm" does not honour, because vLLM's beams do not, with the values that ask nothing of it.
+_NEUTRAL_AS_VLLM = {"temperature": (1.0, 0.0), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
 
 
 def stop_tokens(params: SamplingParams) -> tuple[int, ...]:
@@ -41,9 +48,16 @@ def refuse_unsupported(params: SamplingParams, beam: BeamParams) -> None:
     Raises:
         ValueError: naming the field and its value.
     """
-    _refuse_unless(_NEUTRAL, params, "is not supported together with beam_width")
-    if beam.semantics == "vllm":
-        _refuse_unless(_NEUTRAL_AS_VLLM, params, 'is not supported under semantics="vllm", whose beams ignore it')
+    for name in _REFUSED:
+        if (value := getattr(params, name)) is not None:
+            what = f"{name}={reprlib.repr(value)}"
+            raise ValueError(f"{what} is not supported together with beam_width; leave it at None")
+    for name, neutral in _NEUTRAL_AS_VLLM.items() if beam.semantics == "vllm" else ():
+        if (value := getattr(params, name)) not in neutral:
+            what, cure = f"{name}={value!r}", " or ".join(map(repr, neutral))
+            raise ValueError(
+                f'{what} is not supported under semantics="vllm", whose beams ignore it; leave it at {cure}'
+            )
     if params.seed is not None and not beam.draws:
         raise ValueError(
             f"seed={params.seed} has nothing to decide in a beam search; leave it out, or set do_sample or sample_first"
@@ -53,31 +67,3 @@ def refuse_unsupported(params: SamplingParams, beam: BeamParams) -> None:
         raise ValueError(f"temperature=0.0 leaves {what} nothing to draw; raise it")
     if params.logprobs == -1:
         raise ValueError("logprobs=-1 is not supported together with beam_width; ask for a number of tokens")
-
-
-# Fields that beam search does not honour (yet), with the values that ask nothing of it.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "prompt_logprobs": (None,),
-    "prompt_logprob_token_ids": (None,),
-    "prompt_logprob_start": (None,),
-    "logprob_token_ids": (None,),
-    "structured_outputs": (None,),
-    "thinking_token_budget": (None,),
-    "repetition_detection": (None,),
-    "trace_decode_token_ids": (None,),
-}
-# Those that semantics="vllm" does not honour, because vLLM's beams do not.
-_NEUTRAL_AS_VLLM: dict[str, tuple[Any, ...]] = {
-    "temperature": (1.0, 0.0),
-    "top_p": (1.0,),
-    "top_k": (0, -1),
-    "min_p": (0.0,),
-}
-
-
-def _refuse_unless(neutral: Mapping[str, tuple[Any, ...]], params: SamplingParams, why: str) -> None:
-    for name, values in neutral.items():
-        value = getattr(params, name)
-        if not any(value is nothing or (nothing is not None and value == nothing) for nothing in values):
-            cure = " or ".join(map(repr, values))
-            raise ValueError(f"{name}={reprlib.repr(value)} {why}; leave it at {cure}")

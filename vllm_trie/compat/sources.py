@@ -1,0 +1,92 @@
+"""Reads the sources of a vLLM, in a folder or a wheel, and imports nothing of it."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import re
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from vllm_trie.compat.patch import PatchError
+
+
+class Sources:
+    """One vLLM's package tree.
+
+    Args:
+        path: The folder that holds the package `vllm`, or a wheel.
+
+    Raises:
+        PatchError: there is no vLLM at `path`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._read = cache(_reader(path))
+        self._parsed = cache(lambda module: ast.parse(self._text(module)))
+        found = None
+        with suppress(PatchError):
+            found = re.search(r"^__version__ = (?:version = )?['\"](.+?)['\"]", self._text("vllm._version"), re.M)
+        if found is None:
+            raise PatchError(f"{path} has no vLLM with a version; name a wheel, or the folder that has vllm in it")
+        self.version = found[1]
+
+    def digest(self, module: str) -> str | None:
+        """SHA-256 of the file of `module`; None if there is none."""
+        with suppress(PatchError):
+            return hashlib.sha256(self._text(module).encode()).hexdigest()
+        return None
+
+    def node(self, target: str) -> Any:
+        """The syntax tree of `target`, "module:qualified.name" of a class, function or method.
+
+        Raises:
+            PatchError: there is no such thing.
+        """
+        module, name = target.split(":")
+        node: Any = self._parsed(module)
+        for part in name.split("."):
+            definitions = [n for n in node.body if getattr(n, "name", None) == part]
+            if not definitions:
+                raise PatchError(f"this vLLM has no {target}")
+            node = definitions[-1]
+        return node
+
+    def _text(self, module: str) -> str:
+        path = module.replace(".", "/")
+        for name in (f"{path}.py", f"{path}/__init__.py"):
+            with suppress(FileNotFoundError, KeyError):
+                return self._read(name)
+        raise PatchError(f"this vLLM has no module {module}")
+
+
+def _reader(path: Path) -> Callable[[str], str]:
+    """What reads a file, by its name within `path`."""
+    if path.is_dir():
+        return lambda name: (path / name).read_text(encoding="utf-8")
+    if zipfile.is_zipfile(path):
+        archive = zipfile.ZipFile(path)
+        return lambda name: archive.read(name).decode("utf-8")
+    raise PatchError(f"{path} is neither a folder nor a wheel")
+
+
+def installed_vllm() -> Sources:
+    """The installed vLLM.
+
+    Raises:
+        PatchError: vLLM is not installed.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise PatchError("vLLM is not installed; pip install 'vllm_trie[gpu]' or 'vllm_trie[cpu]'")
+    return Sources(Path(spec.origin).parent.parent)
+
+
+def minor(version: str) -> str:
+    """What a record is for: "0.32" of "0.32.0"."""
+    return ".".join(version.split(".")[:2])

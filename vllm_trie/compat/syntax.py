@@ -1,0 +1,90 @@
+"""What counts of a piece of source: what it does, what it takes, and which fields it has."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from typing import Any
+
+_WORDS = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}  # no part of what a body does
+_ACTS = (ast.Call, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
+_KINDS = ("cached_property", "classmethod", "property", "staticmethod")
+
+
+def body_digest(node: ast.AST) -> str:
+    """SHA-256 of a syntax tree without docstrings, comments, annotations, and what it writes to the log.
+
+    It is the same for every version of Python, which `ast.dump` is not.
+    """
+    return hashlib.sha256(repr(_essence(node)).encode()).hexdigest()
+
+
+def _essence(part: Any) -> Any:
+    if isinstance(part, ast.AST):
+        fields = [(name, value) for name, value in ast.iter_fields(part) if name not in _WORDS]
+        return type(part).__name__, *((name, _essence(value)) for name, value in fields if value not in (None, []))
+    if isinstance(part, list):
+        return [_essence(one) for one in part if not _only_tells(one)]
+    return repr(part)
+
+
+def _only_tells(statement: Any) -> bool:
+    """Whether it is a docstring, or a call of the logger whose arguments do nothing."""
+    if not isinstance(statement, ast.Expr):
+        return False
+    call = statement.value
+    if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("logger."):
+        return not any(isinstance(part, _ACTS) for part in ast.walk(call) if part is not call)
+    return isinstance(call, ast.Constant)
+
+
+def signature(node: Any) -> str:
+    """How a function is called: "classmethod(cls, args, *strict=)", * before what is passed by name, / only by place.
+
+    Of a class, the fields that it is made with.
+    """
+    if isinstance(node, ast.ClassDef):
+        declared = [one for one in node.body if isinstance(one, ast.AnnAssign)]
+        return f"class({', '.join(ast.unparse(one.target) + '=' * (one.value is not None) for one in declared)})"
+    kinds = ["async"] if isinstance(node, ast.AsyncFunctionDef) else []
+    kinds += sorted(name for decorator in node.decorator_list if (name := ast.unparse(decorator)) in _KINDS)
+    given, names = node.args, [f"/{one.arg}" for one in node.args.posonlyargs] + [one.arg for one in node.args.args]
+    listed = [name + "=" * (at >= len(names) - len(given.defaults)) for at, name in enumerate(names)]
+    listed += ["*"] * (given.vararg is not None)
+    by_name = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    listed += [f"*{one.arg}" + "=" * (default is not None) for one, default in by_name]
+    listed += ["**"] * (given.kwarg is not None)
+    return f"{' '.join(kinds)}({', '.join(listed)})"
+
+
+def misfit(recorded: str, found: str) -> str:
+    """Why what fits one signature does not fit another; empty if it does."""
+    (was_kind, was), (kind, now) = map(_parameters, (recorded, found))
+    if kind != was_kind:
+        return f"is {kind or 'a plain function'}, no longer {was_kind or 'a plain function'}"
+    for name, parameter in was.items():
+        if name not in now:
+            return f"has lost {name!r}"
+        if now[name] not in (parameter, f"{parameter}="):
+            return f"takes {name!r} differently"
+    if added := [name for name in now if name not in was and not now[name].endswith(("=", "*"))]:
+        return f"wants {added[0]!r}, too"
+    orders = [[name for name, parameter in one.items() if not parameter.startswith("*")] for one in (was, now)]
+    return "" if orders[1][: len(orders[0])] == orders[0] else "takes its parameters in another order"
+
+
+def _parameters(text: str) -> tuple[str, dict[str, str]]:
+    kind, _, listed = text.removesuffix(")").partition("(")
+    return kind, {one.strip("*/=") or one: one for one in listed.split(", ") if one}
+
+
+def fields(node: ast.ClassDef) -> set[str]:
+    """What a class and its objects have, its own: fields, methods, and what methods set."""
+    stored = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+    found = {n.attr for n in stored if ast.unparse(n.value) == "self"}
+    for statement in node.body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(statement.name)
+        else:
+            found |= {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return found

@@ -1,0 +1,66 @@
+"""`vllm_trie.beam_params`: the `SamplingParams` of a beam search, from the table of options."""
+
+from __future__ import annotations
+
+from inspect import Parameter, Signature, getdoc
+from typing import TYPE_CHECKING, Any
+
+from vllm_trie.entrypoints.limits import check_n
+from vllm_trie.options import BeamParams, SpeculationOptions, refuse_other_names
+from vllm_trie.sampling_params import refuse_unsupported
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
+
+def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> SamplingParams:
+    """Build the `SamplingParams` of a beam search. An option that is None is the engine's.
+
+    Args:
+        n: Hypotheses to return, best first; at most `beam_width`.
+        **sampling_params: Further fields of vLLM's `SamplingParams`: `max_tokens`, `min_tokens`, `stop`,
+            `stop_token_ids`, `ignore_eos`, `logprobs`, penalties, ...
+
+    Raises:
+        ValueError: an option is out of range, or one that beam search does not honour.
+        ImportError: vLLM is not installed.
+    """
+    try:
+        from vllm.sampling_params import SamplingParams
+    except ImportError as error:
+        raise ImportError("vLLM is not installed; pip install 'vllm_trie[gpu]' or 'vllm_trie[cpu]'") from error
+    from vllm_trie.entrypoints.requests import check_requests
+
+    check_requests()  # an engine without beams must refuse these params; it would sample
+    given = {name: options.pop(name) for name in BeamParams.model_fields if name in options}
+    refuse_other_names({name: options[name] for name in options if name not in SamplingParams.__struct_fields__})
+    beam = BeamParams(**{"beam_width": beam_width, **given})
+    check_n(n, beam)
+    extra_args = options.pop("extra_args", None) or {}
+    extra_args = {**extra_args, **beam.model_dump(exclude_unset=True, exclude_none=True)}
+    params = SamplingParams(n=n, extra_args=extra_args, **options)
+    refuse_unsupported(params, beam)
+    return params
+
+
+def _signature() -> Signature:
+    """The signature, with the options of the table."""
+    width, n = (Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=int) for name in ("beam_width", "n"))
+    fields = sorted(BeamParams.model_fields.items(), key=lambda row: row[0] in SpeculationOptions.model_fields)
+    options = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.annotation)
+        for name, field in fields
+        if name != "beam_width"
+    ]
+    others = Parameter("sampling_params", Parameter.VAR_KEYWORD, annotation=Any)
+    return Signature([width, n.replace(default=1), *options, others], return_annotation="SamplingParams")
+
+
+def _docstring() -> str:
+    """The docstring, with the options of the table."""
+    of_requests, of_both, own = map(getdoc, (BeamParams, SpeculationOptions, beam_params))
+    options = [(text or "").partition("Args:\n")[2] for text in (of_requests, of_both)]
+    return (own or "").replace("Args:\n", "\n".join(["Args:", *options, ""]))
+
+
+beam_params.__signature__, beam_params.__doc__ = _signature(), _docstring()  # type: ignore[attr-defined]
