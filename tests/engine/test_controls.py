@@ -116,7 +116,7 @@ def test_bad_words_and_stop_strings_of_the_trained_model_are_the_loops(engines: 
     texts = {"stop": [(), ("):\n",), ("self.", "f(x", "t(s"), ("\n", "e(", "return", ", ")]}
     texts |= {"include_stop_str_in_output": [False, True], "bad_words": [(), ("self",), ("self.__class__", "return")]}
     tokens = {"stop_token_ids": [(), (COMMA, DOT)], "ignore_eos": [False, True]}
-    cases = grid_of(14, controls=["none", "penalties", "all"], **texts, **tokens)
+    cases = grid_of(0, controls=["none", "penalties", "all"], **texts, **tokens)
     ignored_eos = Case(5, "vllm", length_penalty=2.0, controls="one token or EOS", max_tokens=3, prompt_length=2)
     cases = prompted([*cases, ignored_eos, Case(8, stop=("elf", "):\n"))])
     assert num_changed([case for case in cases if case.bad_words], bad_words=()) > 3

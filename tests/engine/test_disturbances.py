@@ -62,7 +62,7 @@ class Mode:
     def start(self, engines: Engines, random_pair: Callable[[str, float], Pair]) -> Engine:
         target, draft = TRAINED if self.is_trained else random_pair(self.kind, NOISE)
         drafts = drafting(draft, self.num_layers) if self.num_layers else {}
-        return engines(target, **LIMITS, **self.options, **drafts)
+        return engines(target, **{**LIMITS, **self.options}, **drafts)
 
     def jobs(self) -> list[Job]:
         """The searches, and an ordinary request."""
@@ -85,6 +85,7 @@ def each(asked: Sequence[dict[str, Any]], **more: Any) -> list[dict[str, Any]]:
 EXACT = [*each(LONG, speculation="exact", draft_width=16), *each(FEW, speculation="exact")]
 SAMPLED = each([{}, {"beam_width": 1}, {"replacement": True}], speculation="sample", seed=1, max_tokens=24)
 SAMPLED += [SAMPLED[0] | {"threshold": 0.8, "min_width": 2}]
+ROOMY = {"max_num_batched_tokens": 512}  # what is drawn depends on what is left over to speculate with
 PLAIN = [*LONG, *WITHOUT_TEXT, *DRAWN]
 MODES = {
     "sync": Mode("gqa", {"async_scheduling": False, "enable_prefix_caching": False}, PLAIN),
@@ -93,10 +94,10 @@ MODES = {
     "strings": Mode("trained", {}, OPTIONS[:6]),
     "exact": Mode("gqa", {"enable_prefix_caching": False}, EXACT, LAYERS),
     "exact with windows": Mode("gemma2", {}, EXACT, LAYERS),
-    "exact with strings": Mode("trained", {}, each(OPTIONS[:6], speculation="exact"), LAYERS),
-    "drawn": Mode("trained", {}, each(DRAWN_PLAINLY, max_tokens=24), LAYERS),
-    "sample": Mode("trained", {}, SAMPLED, LAYERS, draws_anew=True),
-    "memory": Mode("trained", {}, each(SAMPLED[:2], memory_mode=True), LAYERS),
+    "exact with strings": Mode("trained", ROOMY, each(OPTIONS[:6], speculation="exact"), LAYERS),
+    "drawn": Mode("trained", ROOMY, each(DRAWN_PLAINLY, max_tokens=24), LAYERS),
+    "sample": Mode("trained", ROOMY, SAMPLED, LAYERS, draws_anew=True),
+    "memory": Mode("trained", ROOMY, each(SAMPLED[:2], memory_mode=True), LAYERS),
 }
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from tests.engine.running import BYTES_PER_BLOCK, prompt_of
 from tests.reference import Answer, agree, engine_answers, transformers_beams
 from vllm_trie import beam_params
 
-STEPS = int(os.environ.get("WORKLOAD_STEPS", 1000))
+STEPS = int(os.environ.get("WORKLOAD_STEPS", 600))
 MOST_WAITING = 10
 MOST_TIES = 0.02
 
@@ -32,8 +33,9 @@ class Job(NamedTuple):
     answers: list[Answer]
 
 
-def jobs_of(model: Path, choose: random.Random) -> list[Job]:
-    shared = prompt_of(70, 1)
+@cache
+def jobs_of(model: Path, seed: str) -> list[Job]:
+    shared, choose = prompt_of(70, 1), random.Random(seed)
     jobs = []
     for number in range(24):
         width, max_tokens = choose.choice([0, 0, 1, 2, 3, 5, 8, 12]), choose.randint(1, 50)
@@ -100,7 +102,7 @@ class Workload:
             self.abort()
         if self.choose.random() < 0.03:
             self.preempt()
-        if self.choose.random() < 0.005:
+        if self.choose.random() < 0.01:
             self.reset()
         self.step()
 
@@ -124,7 +126,7 @@ def test_a_random_workload_ends_with_every_answer_right(
     is_async: bool,
 ) -> None:
     (model, draft), choose = random_pair(kind, NOISE), random.Random(policy)
-    jobs = jobs_of(model, choose)
+    jobs = jobs_of(model, policy)
     options: dict[str, Any] = {
         "async_scheduling": is_async,
         "max_num_seqs": 20,
