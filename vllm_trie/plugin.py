@@ -93,12 +93,8 @@ def _wrap_front_end() -> None:
     from vllm_trie.entrypoints.requests import check_requests
     from vllm_trie.entrypoints.server import serve_beams
 
-    check_requests()
-    accept_sums()
-    search_in_engine()
-    serve_beams()
-    keep_groups_together()
-    show_beams()
+    for wrap in (check_requests, accept_sums, search_in_engine, serve_beams, keep_groups_together, show_beams):
+        wrap()
 
 
 def _refuse_near_misses(additional_config: dict[str, Any] | None) -> None:

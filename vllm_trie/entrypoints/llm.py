@@ -69,11 +69,7 @@ class _Prompt(NamedTuple):
 
 
 def _search(
-    llm: Any,
-    prompts: list[_Prompt],
-    params: BeamSearchParams,
-    use_tqdm: bool,
-    concurrency_limit: int | None,
+    llm: Any, prompts: list[_Prompt], params: BeamSearchParams, use_tqdm: bool, concurrency_limit: int | None
 ) -> list[BeamSearchOutput]:
     engine: LLMEngine = llm.llm_engine
     engine.input_processor.resolve_watermarking(params)
@@ -94,10 +90,9 @@ def _search(
     if limit < 1 and prompts:
         raise ValueError(f"concurrency_limit={concurrency_limit} lets nothing run; pass at least 1, or None")
     if limit < len(prompts):  # the last ones would be checked only after the first ones were searched
+        tasks = engine.get_supported_tasks()
         for prompt in prompts:
-            engine.input_processor.process_inputs(
-                "check", prompt.engine_input, sampling_params, supported_tasks=engine.get_supported_tasks()
-            )
+            engine.input_processor.process_inputs("check", prompt.engine_input, sampling_params, supported_tasks=tasks)
 
     outputs: dict[str, RequestOutput] = {}
     request_ids = [str(next(llm.request_counter)) for _ in prompts]
@@ -107,13 +102,8 @@ def _search(
         while waiting or running:
             while waiting and len(running) < limit:
                 request_id, prompt = waiting.pop()
-                engine.add_request(
-                    request_id,
-                    prompt.engine_input,
-                    sampling_params,
-                    lora_request=prompt.adapter,
-                    priority=prompt.priority,
-                )
+                more = {"lora_request": prompt.adapter, "priority": prompt.priority}
+                engine.add_request(request_id, prompt.engine_input, sampling_params, **more)
                 running.add(request_id)
             for output in engine.step():
                 if output.request_id in running:

@@ -136,10 +136,9 @@ class _BeamMetrics:
         self._running = {name: gauge(name, text, multiprocess_mode="sum") for name, text in RUNNING.items()}
         self._peaks = {name: gauge(name, text, multiprocess_mode="max") for name, text in PEAKS.items()}
         self._counters = {name: counter(name, text) for name, text in COUNTERS.items()}
+        labels = [*self._labels, "finished_reason"]
         finished = prometheus._counter_cls(
-            name=PREFIX + FINISHED,
-            documentation=_FINISHED_DOCUMENTATION,
-            labelnames=[*self._labels, "finished_reason"],
+            name=PREFIX + FINISHED, documentation=_FINISHED_DOCUMENTATION, labelnames=labels
         )
         self._finished = {
             reason: {engine: finished.labels(*values, reason) for engine, values in self._engines.items()}

@@ -98,17 +98,16 @@ def _refuse_too_long(params: SamplingParams) -> None:
     """Refuse lists that Model Runner V2 has no room for: it would end, and with it all other requests."""
     from vllm.v1.worker.gpu.sample import logit_bias  # not before a worker in this process has patched torch for a CPU
 
-    lists = {
-        "allowed_token_ids": (len(params.allowed_token_ids or ()), logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS),
-        "logit_bias": (len(params.logit_bias or ()), logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS),
-        "stop_token_ids with min_tokens": (
-            len(params.all_stop_token_ids) if params.min_tokens else 0,
-            logit_bias.MAX_NUM_STOP_TOKEN_IDS,
-        ),
-    }
-    for name, (length, most) in lists.items():
-        if length > most:
-            raise ValueError(f"{length} {name} are more than the {most} that Model Runner V2 takes; leave some out")
+    masked = params.all_stop_token_ids if params.min_tokens else ()
+    for name, tokens, most in (
+        ("allowed_token_ids", params.allowed_token_ids or (), logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS),
+        ("logit_bias", params.logit_bias or (), logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS),
+        ("stop_token_ids with min_tokens", masked, logit_bias.MAX_NUM_STOP_TOKEN_IDS),
+    ):
+        if len(tokens) > most:
+            raise ValueError(
+                f"{len(tokens)} {name} are more than the {most} that Model Runner V2 takes; leave some out"
+            )
 
 
 def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | None:

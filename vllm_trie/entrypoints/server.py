@@ -24,10 +24,9 @@ logger = init_logger("vllm.trie_beam.server")
 _COMPLETION = "vllm.entrypoints.openai.completion.protocol:CompletionRequest"
 _CHAT = "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest"
 beam_search = Patch("vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin", "beam_search")
-conversions = {
-    CompletionRequest: (Patch(_COMPLETION, "to_beam_search_params"), Patch(_COMPLETION, "to_sampling_params")),
-    ChatCompletionRequest: (Patch(_CHAT, "to_beam_search_params"), Patch(_CHAT, "to_sampling_params")),
-}
+conversions = [
+    (Patch(request, "to_beam_search_params"), Patch(request, "to_sampling_params")) for request in (_COMPLETION, _CHAT)
+]
 
 # Beam search does not sample: what a client sends for that, or generation_config.json says, has no say in it.
 _NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "seed": None}
@@ -36,7 +35,7 @@ _NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "min_p": None
 def serve_beams() -> None:
     """From now on, the servers of this process search in the engine, where it has beams."""
     beam_search.wrap(_beam_search)
-    for to_beam_search_params, to_sampling_params in conversions.values():
+    for to_beam_search_params, to_sampling_params in conversions:
         to_beam_search_params.wrap(_to_beam_search_params)
         to_sampling_params.wrap(_to_sampling_params)
 
