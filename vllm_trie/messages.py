@@ -74,9 +74,7 @@ class LookaheadBlocks:
 
     num_layers: int  # for which there is room, at least one
     spare_rows: list[RowBlocks]  # for each row beyond the group's own: its blocks from the newest token's on
-    next_blocks: list[
-        list[int]
-    ]  # by KV cache group, for each of its own: the next block, if the newest may become full
+    next_blocks: list[list[int]]  # by KV cache group, of each of its own: the next one, if the newest may become full
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ worker become ours, its requests are checked, and beam search calls run in it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -41,38 +40,32 @@ create_engine_config = Patch("vllm.engine.arg_utils:EngineArgs", "create_engine_
 def register() -> None:
     """Called by vLLM in every process."""
     if not create_engine_config.is_applied:
-        from vllm.engine.arg_utils import EngineArgs
-
-        create_engine_config.apply(_selecting(EngineArgs.create_engine_config))
+        create_engine_config.wrap(_select)
         add_plugin_flag()
         configure_engines_on_cpu(has_beams)
 
 
-def _selecting(original: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
-    @functools.wraps(original)
-    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
-        _refuse_near_misses(self.additional_config)
-        if not is_selected(self.additional_config):
-            return original(self, *args, **kwargs)
-        config = TrieBeamConfig.from_additional_config(self.additional_config)
-        changed = verify(config.vllm_check, needs_cpu_kernels())
-        _refuse_v1_model_runner()
-        own = self.scheduler_cls, self.worker_cls
-        _take_over(self)
+def _select(original: Callable[..., VllmConfig], self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+    _refuse_near_misses(self.additional_config)
+    if not is_selected(self.additional_config):
+        return original(self, *args, **kwargs)
+    config = TrieBeamConfig.from_additional_config(self.additional_config)
+    changed = verify(config.vllm_check, needs_cpu_kernels())
+    _refuse_v1_model_runner()
+    own = self.scheduler_cls, self.worker_cls
+    _take_over(self)
+    vllm_config = original(self, *args, **kwargs)
+    if unsupported := unsupported_model(vllm_config):
+        _logger().warning("%s has no beams for %s: this engine stays as it is", PLUGIN_NAME, unsupported)
+        self.scheduler_cls, self.worker_cls = own
         vllm_config = original(self, *args, **kwargs)
-        if unsupported := unsupported_model(vllm_config):
-            _logger().warning("%s has no beams for %s: this engine stays as it is", PLUGIN_NAME, unsupported)
-            self.scheduler_cls, self.worker_cls = own
-            vllm_config = original(self, *args, **kwargs)
-        else:
-            refuse_unsupported_engine(vllm_config)
-            if vllm_config.scheduler_config.async_scheduling:
-                vllm_config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
-            _tell_what_starts(vllm_config, config, changed)
-        _wrap_front_end()
-        return vllm_config
-
-    return create_engine_config
+    else:
+        refuse_unsupported_engine(vllm_config)
+        if vllm_config.scheduler_config.async_scheduling:
+            vllm_config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
+        _tell_what_starts(vllm_config, config, changed)
+    _wrap_front_end()
+    return vllm_config
 
 
 def _tell_what_starts(vllm_config: VllmConfig, config: TrieBeamConfig, changed: list[str]) -> None:
@@ -100,12 +93,8 @@ def _wrap_front_end() -> None:
     from vllm_trie.entrypoints.requests import check_requests
     from vllm_trie.entrypoints.server import serve_beams
 
-    check_requests()
-    accept_sums()
-    search_in_engine()
-    serve_beams()
-    keep_groups_together()
-    show_beams()
+    for wrap in (check_requests, accept_sums, search_in_engine, serve_beams, keep_groups_together, show_beams):
+        wrap()
 
 
 def _refuse_near_misses(additional_config: dict[str, Any] | None) -> None:

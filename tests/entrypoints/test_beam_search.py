@@ -226,11 +226,10 @@ def test_vllms_own_loop_runs_what_the_engine_refuses(trained: Engine, monkeypatc
         calls.append((self, prompts, params, lora_request, use_tqdm, concurrency_limit))
         return []
 
-    wrapper = beam_search._in_engine(loop)
     monkeypatch.setattr(beam_search.logger, "info_once", lambda *args: notes.append(args))
     adapter = LoRARequest("adapter", 1, "/nowhere")
     params = BeamSearchParams(2, max_tokens=4, structured_outputs=StructuredOutputsParams(regex="[a-z]+"))
-    wrapper(trained.llm, [{"prompt": "x"}], params, adapter, True, concurrency_limit=3)
+    beam_search._beam_search(loop, trained.llm, [{"prompt": "x"}], params, adapter, True, concurrency_limit=3)
     ((llm, _, _, lora, use_tqdm, limit),) = calls
     assert (llm, lora, use_tqdm, limit) == (trained.llm, adapter, True, 3)
     refusal = "with structured_outputs"

@@ -9,7 +9,7 @@ from vllm import SamplingParams
 
 from tests.conftest import TRAINED_TARGET, Engine, Engines
 from vllm_trie import beam_params
-from vllm_trie.entrypoints.requests import _checking, process_inputs
+from vllm_trie.entrypoints.requests import _check, process_inputs
 
 PROMPT = "def main():"
 
@@ -99,7 +99,6 @@ def test_multimodal_prompts_are_refused(engine: Engine, monkeypatch: pytest.Monk
         return request
 
     processor = engine.llm.llm_engine.input_processor
-    checking = _checking(with_an_image)
     with pytest.raises(ValueError, match="beam_width does not work on multimodal prompts; send text alone"):
-        checking(processor, "0", {"type": "token", "prompt_token_ids": [5]}, beam_params(2), ("generate",))
+        _check(with_an_image, processor, "0", {"type": "token", "prompt_token_ids": [5]}, beam_params(2), ("generate",))
     engine.check_nothing_is_left()

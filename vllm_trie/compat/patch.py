@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +44,23 @@ class Patch:
         self.original = vars(holder)[self.attribute]
         setattr(holder, self.attribute, replacement)
 
+    def wrap(self, wrapper: Callable[..., Any]) -> None:
+        """Have `wrapper(original, *args, **kwargs)` called in place of a function or method.
+
+        To wrap it once more changes nothing: vLLM loads a plugin more than once.
+        """
+        if self.is_applied:
+            return
+        stock = vars(self._holder()).get(self.attribute)
+        is_bound = isinstance(stock, classmethod | staticmethod)
+        original = stock.__func__ if is_bound else stock
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        self.apply(type(stock)(wrapped) if is_bound else wrapped)
+
     def revert(self) -> None:
         """Put the original back."""
         setattr(self._holder(), self.attribute, self.original)
@@ -60,3 +79,10 @@ class Patch:
         module, _, name = self.owner.partition(":")
         holder = importlib.import_module(module)
         return getattr(holder, name) if name else holder
+
+
+def arguments(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """What each parameter of a function gets in such a call, by name: versions of vLLM differ in how many there are."""
+    call = inspect.signature(function).bind(*args, **kwargs)
+    call.apply_defaults()
+    return call.arguments

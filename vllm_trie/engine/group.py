@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ class Hypothesis(NamedTuple):
     reports: list[TokenReport] | None  # by token, if log-probabilities are returned
 
 
+@dataclass(eq=False)
 class BeamGroup:
     """The search of one request.
 
@@ -52,25 +54,16 @@ class BeamGroup:
             a stop token in the end out, as in vLLM 0.32; in 0.33 they do not.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        params: BeamParams,
-        rules: StopRules,
-        prompt_length: int,
-        select_rules: SelectRules,
-        is_offline: bool = False,
-        seed: int = 0,
-        counts_prompt: bool = True,
-    ) -> None:
-        self.request_id = request_id
-        self.params = params
-        self.rules = rules
-        self.prompt_length = prompt_length
-        self._select_rules = select_rules
-        self._is_offline = is_offline
-        self._seed = seed
-        self._counts_prompt = counts_prompt
+    request_id: str
+    params: BeamParams
+    rules: StopRules
+    prompt_length: int
+    select_rules: SelectRules
+    is_offline: bool = False
+    seed: int = 0
+    counts_prompt: bool = True
+
+    def __post_init__(self) -> None:
         self.counts = SearchCounts()
         self.num_pending = 0  # steps that are scheduled and whose results are not in yet
         self.restart()
@@ -118,7 +111,7 @@ class BeamGroup:
         """Forget the search; it will find the same again from the prompt."""
         self.length = 0  # tokens every running beam has generated
         self.hypotheses = HypothesisTrie()
-        self.pool = self._new_pool()
+        self.pool = new_pool(self.params, self.rules.max_length, *self._uneven_lengths)
         self.was_preempted = False  # since there have been rows
         self.num_common = 0  # generated tokens that all rows have in common: one computes them before it fans out again
 
@@ -150,7 +143,7 @@ class BeamGroup:
         """How the worker selects in the next step to be scheduled, or `ahead` steps later."""
         length = self.planned_length + 1 + ahead
         masks_stops = length <= self.rules.min_length
-        rules = self._select_rules
+        rules = self.select_rules
         if self.params.semantics == "tridecode" and length == 1 and not masks_stops:
             rules = rules._replace(stop_token_ids=())  # the published code does not look for EOS in the first step
         return rules._replace(
@@ -163,7 +156,7 @@ class BeamGroup:
     def next_draw(self) -> tuple[int, int] | None:
         """What decides the draws of the next step to be scheduled, if there are any."""
         length = self.planned_length + 1
-        return (self._seed, length) if self.params.do_sample or length <= self.params.sample_first else None
+        return (self.seed, length) if self.params.do_sample or length <= self.params.sample_first else None
 
     def advance(self, step: Step) -> bool:
         """Replay what the worker decided in one step. Returns whether the search is over."""
@@ -193,16 +186,13 @@ class BeamGroup:
     def _hypothesis(self, node: int) -> Hypothesis:
         tokens = self.hypotheses.tokens(node)
         stopped_by = tokens[-1] if tokens[-1] in self.rules.stop_token_ids else None
-        reports = self.hypotheses.notes(node) if self._select_rules.num_logprobs is not None else None
+        reports = self.hypotheses.notes(node) if self.select_rules.num_logprobs is not None else None
         return Hypothesis(tokens, self.hypotheses.token_logprobs(node), stopped_by, reports)
-
-    def _new_pool(self) -> HypothesisPool:
-        return new_pool(self.params, self.rules.max_length, *self._uneven_lengths)
 
     @property
     def _uneven_lengths(self) -> tuple[int, frozenset[int]]:
         """What counts in the length of a hypothesis besides its tokens, and which of them do not count in its end."""
-        if not self._counts_prompt:
+        if not self.counts_prompt:
             return 0, frozenset()
         eos = self.rules.eos_token_id
         return self.prompt_length, frozenset(self.rules.stop_token_ids) | (frozenset() if eos is None else {eos})
@@ -210,7 +200,7 @@ class BeamGroup:
     def _eos_score_factor(self, length: int) -> tuple[int, float] | None:
         """By what factor the score of a beam that goes on after an ignored EOS differs."""
         eos = self.rules.eos_token_id
-        counts_alike = not self._is_offline or not self._counts_prompt
+        counts_alike = not self.is_offline or not self.counts_prompt
         if counts_alike or eos is None or eos in self.rules.stop_token_ids:
             return None
         counted = self.prompt_length + length

@@ -41,8 +41,8 @@ class _GroupBlocks:
     spare_blocks: list[int] = field(default_factory=list)  # lookahead of rows that last one step
 
     @property
-    def num_lookahead_blocks(self) -> int:
-        return sum(map(len, self.next_blocks)) + len(self.spare_blocks)
+    def lookahead_blocks(self) -> list[int]:
+        return [block for blocks in (*self.next_blocks, self.spare_blocks) for block in blocks]
 
 
 class BeamKVCacheManager(KVCacheManager):
@@ -101,9 +101,7 @@ class BeamKVCacheManager(KVCacheManager):
         return all(_skipped(m, num_tokens) <= prefix_length // m.block_size for m in self._managers)
 
     def _blocks_to_fan_out(self, group: _GroupBlocks) -> int:
-        return sum(
-            blocks_to_fan_out(group.prefix_length, group.paths, manager.block_size) for manager in self._managers
-        )
+        return sum(blocks_to_fan_out(group.prefix_length, group.paths, m.block_size) for m in self._managers)
 
     def close_group(self, request_id: str) -> None:
         """Forget a group whose blocks are freed."""
@@ -226,7 +224,7 @@ class BeamKVCacheManager(KVCacheManager):
         """Raise AssertionError unless every block a trie holds is held once by the pool, for it alone."""
         tries = [trie for group in self._groups.values() for trie in group.tries]
         num_held = sum(trie.num_live_blocks + trie.num_garbage for trie in tries)
-        assert self.num_group_blocks == num_held + sum(group.num_lookahead_blocks for group in self._groups.values())
+        assert self.num_group_blocks == num_held + sum(len(group.lookahead_blocks) for group in self._groups.values())
         for request_id, group in self._groups.items():
             assert not group.tries or not any(m.req_to_blocks.get(request_id) for m in self._managers)
             for trie in group.tries:
@@ -298,7 +296,7 @@ class BeamKVCacheManager(KVCacheManager):
         return [block.block_id for block in self.block_pool.get_new_blocks(count)]
 
     def _take_back(self, group: _GroupBlocks) -> None:
-        self._free_blocks([block for blocks in (*group.next_blocks, group.spare_blocks) for block in blocks])
+        self._free_blocks(group.lookahead_blocks)
         group.next_blocks, group.spare_blocks = [], []
 
     def _count(self, num_new: int) -> None:

@@ -29,13 +29,9 @@ def new_group(
     """
     params = request.sampling_params
     assert params is not None
-    stop_rules = StopRules(
-        stop_tokens(params),
-        ticket.eos_token_id,
-        tuple(params.stop or ()),
-        params.min_tokens,
-        min(request.max_tokens, max_model_len - request.num_prompt_tokens),
-    )
+    stop_strings, prompt_length = tuple(params.stop or ()), request.num_prompt_tokens
+    max_length = min(request.max_tokens, max_model_len - prompt_length)
+    stop_rules = StopRules(stop_tokens(params), ticket.eos_token_id, stop_strings, params.min_tokens, max_length)
     select_rules = SelectRules(
         beam.beam_width,
         beam.semantics or "hf",
@@ -49,15 +45,9 @@ def new_group(
         beam_sampling=_beam_sampling(beam),
     )
     seed = randbits(64) if params.seed is None else params.seed
+    counts_prompt = own_beams().counts_prompt
     return BeamGroup(
-        request.request_id,
-        beam,
-        stop_rules,
-        request.num_prompt_tokens,
-        select_rules,
-        ticket.is_offline,
-        seed,
-        own_beams().counts_prompt,
+        request.request_id, beam, stop_rules, prompt_length, select_rules, ticket.is_offline, seed, counts_prompt
     )
 
 

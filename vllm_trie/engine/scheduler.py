@@ -207,7 +207,7 @@ class BeamScheduler(Scheduler):
         for request in self.running:
             group = self.groups.get(request.request_id)
             known = request.num_tokens_with_spec - request.num_computed_tokens
-            if group is None or not self._is_decoding(request, group):
+            if group is None or request.num_computed_tokens < request.num_prompt_tokens + group.num_common:
                 spare -= min(max(min(known, most) - 1, 0), spare)
                 continue
             if group.waits:  # and is not scheduled
@@ -233,11 +233,6 @@ class BeamScheduler(Scheduler):
                 step.resumed = group.resumed() if update.rows is not None else None
             steps[group_id] = step
         return steps
-
-    @staticmethod
-    def _is_decoding(request: Request, group: BeamGroup) -> bool:
-        """Whether all that the group computes as one row is scheduled, so that it runs as b rows from now on."""
-        return request.num_computed_tokens >= request.num_prompt_tokens + group.num_common
 
     def _rows(self, request: Request) -> int:
         group = self.groups.get(request.request_id)
@@ -289,8 +284,7 @@ class BeamScheduler(Scheduler):
     def _fail(self, group: BeamGroup, needed: int) -> None:
         self._failed[group.request_id] = (
             f"beam_width={group.width} needs at least {needed} KV blocks after {group.length} tokens and the engine "
-            f"has {self.kv_cache_manager.num_usable_blocks}; lower it or max_tokens, or give the KV cache "
-            f"more memory"
+            f"has {self.kv_cache_manager.num_usable_blocks}; lower it or max_tokens, or give the KV cache more memory"
         )
 
     # One step: results.
@@ -377,11 +371,9 @@ class BeamScheduler(Scheduler):
         assert request.sampling_params is not None
         stock = self._take_output(group.request_id, outputs)
         num_outputs = self.mailbox.num_outputs(group.request_id)
-        outputs_of_best = [
-            hypothesis_output(hypothesis, group.rules.eos_token_id) for hypothesis in group.best(num_outputs)
-        ]
-        missing = [no_hypothesis_output() for _ in range(num_outputs - len(outputs_of_best))]
-        outputs_of_all = [*outputs_of_best, *missing]
+        best, eos_token_id = group.best(num_outputs), group.rules.eos_token_id
+        outputs_of_all = [hypothesis_output(hypothesis, eos_token_id) for hypothesis in best]
+        outputs_of_all += [no_hypothesis_output() for _ in range(num_outputs - len(best))]
         if group.is_speculative:
             for output in outputs_of_all:  # the one open field of a request's output; there is no KV connector
                 output.kv_transfer_params = {PLUGIN_NAME: group.counts.as_dict()}
@@ -423,7 +415,5 @@ def _asks_for_beams(request: Request) -> bool:
 def _refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig) -> None:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if not specs or not all(isinstance(spec, FullAttentionSpec | SlidingWindowSpec) for spec in specs):
-        kinds = ", ".join(type(spec).__name__ for spec in specs)
-        raise ValueError(
-            f"trie_beam needs KV caches of full or sliding-window attention; this model has: {kinds or 'none'}"
-        )
+        kinds = ", ".join(type(spec).__name__ for spec in specs) or "none"
+        raise ValueError(f"trie_beam needs KV caches of full or sliding-window attention; this model has: {kinds}")

@@ -11,7 +11,7 @@ one, not totals: of several API servers each sees a part, and may be late, but t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from vllm.v1.engine import EngineCoreOutputs
@@ -63,8 +63,9 @@ class SearchCounts:
 
     def add(self, other: Self) -> None:
         """Include those of another search, or of further ones."""
-        for count in fields(SearchCounts):
-            setattr(self, count.name, getattr(self, count.name) + getattr(other, count.name))
+        for name, count in vars(other).items():
+            if isinstance(count, int):
+                setattr(self, name, getattr(self, name) + count)
 
     def as_dict(self) -> dict[str, Any]:
         """For the request's user."""
@@ -86,14 +87,9 @@ class BeamStats(SearchCounts):
 
     def add(self, other: Self) -> None:
         """Include another report."""
+        peak = max(self.kv_blocks_peak, other.kv_blocks_peak)
         super().add(other)
-        self.groups_running += other.groups_running
-        self.rows_running += other.rows_running
-        self.kv_blocks_peak = max(self.kv_blocks_peak, other.kv_blocks_peak)
-        self.kv_blocks_shared += other.kv_blocks_shared
-        self.kv_blocks_copied += other.kv_blocks_copied
-        self.kv_blocks_reclaimed += other.kv_blocks_reclaimed
-        self.preemptions += other.preemptions
+        self.kv_blocks_peak = peak
         for reason, count in other.groups_finished.items():
             self.groups_finished[reason] += count
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -18,11 +17,8 @@ from_cli_args = Patch("vllm.engine.arg_utils:EngineArgs", "from_cli_args")
 
 def add_plugin_flag() -> None:
     """From now on, parsers of engine arguments know `--plugin`."""
-    if not add_cli_args.is_applied:
-        from vllm.engine.arg_utils import EngineArgs
-
-        add_cli_args.apply(staticmethod(_with_flag(EngineArgs.add_cli_args)))
-        from_cli_args.apply(classmethod(_obeying_flag(EngineArgs.from_cli_args.__func__)))
+    add_cli_args.wrap(_add_flag)
+    from_cli_args.wrap(_obey_flag)
 
 
 def plugin_name(name: str) -> str:
@@ -43,28 +39,15 @@ def plugin_name(name: str) -> str:
     return name
 
 
-def _with_flag(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def add_cli_args(parser: Any, **kwargs: Any) -> Any:
-        parser = original(parser, **kwargs)
-        group = parser.add_argument_group(title="plugins", description="Plugins that act only where they are asked to.")
-        group.add_argument(
-            "--plugin",
-            action="append",
-            type=plugin_name,
-            metavar="NAME",
-            help=f"Use a plugin in this engine; may be repeated. {PLUGIN_NAME}: beam search inside the engine.",
-        )
-        return parser
-
-    return add_cli_args
+def _add_flag(original: Callable[..., Any], parser: Any, **kwargs: Any) -> Any:
+    parser = original(parser, **kwargs)
+    group = parser.add_argument_group(title="plugins", description="Plugins that act only where they are asked to.")
+    text = f"Use a plugin in this engine; may be repeated. {PLUGIN_NAME}: beam search inside the engine."
+    group.add_argument("--plugin", action="append", type=plugin_name, metavar="NAME", help=text)
+    return parser
 
 
-def _obeying_flag(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def from_cli_args(cls: type, args: argparse.Namespace, **kwargs: Any) -> Any:
-        if PLUGIN_NAME in (vars(args).get("plugin") or ()):  # in `args`, which vLLM hands to its API server processes
-            args.additional_config = {PLUGIN_NAME: {}, **args.additional_config}
-        return original(cls, args, **kwargs)
-
-    return from_cli_args
+def _obey_flag(original: Callable[..., Any], cls: type, args: argparse.Namespace, **kwargs: Any) -> Any:
+    if PLUGIN_NAME in (vars(args).get("plugin") or ()):  # in `args`, which vLLM hands to its API server processes
+        args.additional_config = {PLUGIN_NAME: {}, **args.additional_config}
+    return original(cls, args, **kwargs)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
-from vllm.entrypoints.common.offline import OfflineInferenceMixin
-from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.generate.beam_search.utils import BeamSearchOutput, BeamSearchSequence
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
@@ -18,7 +14,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from vllm_trie.compat.patch import Patch
+from vllm_trie.compat.patch import Patch, arguments
 from vllm_trie.compat.versions import has_allowlist
 from vllm_trie.entrypoints.requests import CALLER, refusing
 from vllm_trie.messages import LLM_BEAM_SEARCH
@@ -35,42 +31,35 @@ run_engine = Patch("vllm.entrypoints.common.offline:OfflineInferenceMixin", "_ru
 
 def search_in_engine() -> None:
     """From now on, `LLM.beam_search` runs in every engine of this process that has beams."""
-    if not beam_search.is_applied:
-        beam_search.apply(_in_engine(BeamSearchOfflineMixin.beam_search))
-        run_engine.apply(_aborting(OfflineInferenceMixin._run_engine))
+    beam_search.wrap(_beam_search)
+    run_engine.wrap(_run_engine)
 
 
-def _in_engine(original: Callable[..., list[BeamSearchOutput]]) -> Callable[..., list[BeamSearchOutput]]:
-    signature = inspect.signature(original)  # 0.33 has one argument more, the priority
-
-    @functools.wraps(original)
-    def beam_search(self: Any, *args: Any, **kwargs: Any) -> list[BeamSearchOutput]:
-        call = signature.bind(self, *args, **kwargs)
-        call.apply_defaults()
-        given = call.arguments
-        params: BeamSearchParams = given["params"]
-        vllm_config = self.llm_engine.vllm_config
-        refusal, inputs = None, []
-        if not has_beams(vllm_config):
-            refusal = why_without_beams(vllm_config)
-        elif params.structured_outputs is not None:
-            refusal = "with structured_outputs"
-        elif has_allowlist(params):
-            refusal = "with allowed_token_ids"
-        else:
-            inputs = self._preprocess_cmpl(given["prompts"])
-            if any(engine_input["type"] != "token" for engine_input in inputs):
-                refusal = "on prompts that are not text or tokens"
-        if refusal is None:
-            adapters = self._lora_request_to_seq(given["lora_request"], len(inputs))
-            priorities = self._priority_to_seq(given.get("priority"), len(inputs))
-            prompts = list(map(_Prompt, inputs, adapters, priorities))
-            return _search(self, prompts, params, given["use_tqdm"], given["concurrency_limit"])
-        if is_selected(vllm_config.additional_config):
-            logger.info_once("LLM.beam_search %s: vLLM's own client loop runs it, not the engine", refusal)
-        return original(self, *args, **kwargs)
-
-    return beam_search
+def _beam_search(
+    original: Callable[..., list[BeamSearchOutput]], self: Any, *args: Any, **kwargs: Any
+) -> list[BeamSearchOutput]:
+    given = arguments(original, self, *args, **kwargs)  # 0.33 has one more, the priority
+    params: BeamSearchParams = given["params"]
+    vllm_config = self.llm_engine.vllm_config
+    refusal, inputs = None, []
+    if not has_beams(vllm_config):
+        refusal = why_without_beams(vllm_config)
+    elif params.structured_outputs is not None:
+        refusal = "with structured_outputs"
+    elif has_allowlist(params):
+        refusal = "with allowed_token_ids"
+    else:
+        inputs = self._preprocess_cmpl(given["prompts"])
+        if any(engine_input["type"] != "token" for engine_input in inputs):
+            refusal = "on prompts that are not text or tokens"
+    if refusal is None:
+        adapters = self._lora_request_to_seq(given["lora_request"], len(inputs))
+        priorities = self._priority_to_seq(given.get("priority"), len(inputs))
+        prompts = list(map(_Prompt, inputs, adapters, priorities))
+        return _search(self, prompts, params, given["use_tqdm"], given["concurrency_limit"])
+    if is_selected(vllm_config.additional_config):
+        logger.info_once("LLM.beam_search %s: vLLM's own client loop runs it, not the engine", refusal)
+    return original(self, *args, **kwargs)
 
 
 class _Prompt(NamedTuple):
@@ -80,11 +69,7 @@ class _Prompt(NamedTuple):
 
 
 def _search(
-    llm: Any,
-    prompts: list[_Prompt],
-    params: BeamSearchParams,
-    use_tqdm: bool,
-    concurrency_limit: int | None,
+    llm: Any, prompts: list[_Prompt], params: BeamSearchParams, use_tqdm: bool, concurrency_limit: int | None
 ) -> list[BeamSearchOutput]:
     engine: LLMEngine = llm.llm_engine
     engine.input_processor.resolve_watermarking(params)
@@ -105,10 +90,9 @@ def _search(
     if limit < 1 and prompts:
         raise ValueError(f"concurrency_limit={concurrency_limit} lets nothing run; pass at least 1, or None")
     if limit < len(prompts):  # the last ones would be checked only after the first ones were searched
+        tasks = engine.get_supported_tasks()
         for prompt in prompts:
-            engine.input_processor.process_inputs(
-                "check", prompt.engine_input, sampling_params, supported_tasks=engine.get_supported_tasks()
-            )
+            engine.input_processor.process_inputs("check", prompt.engine_input, sampling_params, supported_tasks=tasks)
 
     outputs: dict[str, RequestOutput] = {}
     request_ids = [str(next(llm.request_counter)) for _ in prompts]
@@ -118,13 +102,8 @@ def _search(
         while waiting or running:
             while waiting and len(running) < limit:
                 request_id, prompt = waiting.pop()
-                engine.add_request(
-                    request_id,
-                    prompt.engine_input,
-                    sampling_params,
-                    lora_request=prompt.adapter,
-                    priority=prompt.priority,
-                )
+                more = {"lora_request": prompt.adapter, "priority": prompt.priority}
+                engine.add_request(request_id, prompt.engine_input, sampling_params, **more)
                 running.add(request_id)
             for output in engine.step():
                 if output.request_id in running:
@@ -176,15 +155,10 @@ def _logprobs(output: CompletionOutput, places: dict[Any, Any]) -> list[dict[int
     return logprobs
 
 
-def _aborting(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    @functools.wraps(original)
-    def _run_engine(self: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        if not has_beams(self.llm_engine.vllm_config):
-            return original(self, *args, **kwargs)
-        with _aborted_on_error(self.llm_engine):
-            return original(self, *args, **kwargs)
-
-    return _run_engine
+def _run_engine(original: Callable[..., list[Any]], self: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    engine: LLMEngine = self.llm_engine
+    with _aborted_on_error(engine) if has_beams(engine.vllm_config) else nullcontext():
+        return original(self, *args, **kwargs)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ that vLLM's loop over each would cost more than the search.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -23,22 +22,17 @@ update_sample_logprobs = Patch("vllm.v1.engine.logprobs:LogprobsProcessor", "_up
 
 def accept_sums() -> None:
     """From now on, take sums of log-probabilities from the engines of this process."""
-    if not update_sample_logprobs.is_applied:
-        update_sample_logprobs.apply(_accepting_sums(LogprobsProcessor._update_sample_logprobs))
+    update_sample_logprobs.wrap(_take_up)
 
 
-def _accepting_sums(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def update_sample_logprobs(self: LogprobsProcessor, logprobs_lists: LogprobsLists) -> None:
-        if logprobs_lists.logprob_token_ids.size == 0:
-            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + float(logprobs_lists.logprobs.sum())
-        elif isinstance(self.logprobs, FlatLogprobs) and self.tokenizer is None:
-            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + float(logprobs_lists.logprobs[:, 0].sum())
-            _extend(self.logprobs, logprobs_lists)
-        else:
-            original(self, logprobs_lists)
-
-    return update_sample_logprobs
+def _take_up(original: Callable[..., None], self: LogprobsProcessor, logprobs_lists: LogprobsLists) -> None:
+    if logprobs_lists.logprob_token_ids.size == 0:
+        self.cumulative_logprob = (self.cumulative_logprob or 0.0) + float(logprobs_lists.logprobs.sum())
+    elif isinstance(self.logprobs, FlatLogprobs) and self.tokenizer is None:
+        self.cumulative_logprob = (self.cumulative_logprob or 0.0) + float(logprobs_lists.logprobs[:, 0].sum())
+        _extend(self.logprobs, logprobs_lists)
+    else:
+        original(self, logprobs_lists)
 
 
 def _extend(flat: FlatLogprobs, new: LogprobsLists) -> None:

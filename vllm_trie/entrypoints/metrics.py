@@ -12,13 +12,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger, StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from vllm_trie.compat.patch import Patch
+from vllm_trie.compat.patch import Patch, arguments
 from vllm_trie.engine.stats import REASONS, BeamStats, take_stats
 from vllm_trie.selection import has_beams
 
@@ -56,40 +55,18 @@ init = Patch("vllm.v1.metrics.loggers:StatLoggerManager", "__init__")
 
 def show_beams() -> None:
     """From now on, the front ends of this process show what beam groups do, where their engine has them."""
-    if not init.is_applied:
-        init.apply(_with_beams(StatLoggerManager.__init__))
+    init.wrap(_add_beams)
 
 
-def _with_beams(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(  # noqa: N807
-        self: StatLoggerManager,
-        vllm_config: VllmConfig,
-        engine_idxs: list[int] | None = None,
-        custom_stat_loggers: list[Any] | None = None,
-        enable_default_loggers: bool = True,
-        aggregate_engine_logging: bool = False,
-        client_count: int = 1,
-        **kwargs: Any,
-    ) -> None:
-        original(
-            self,
-            vllm_config,
-            engine_idxs,
-            custom_stat_loggers,
-            enable_default_loggers,
-            aggregate_engine_logging,
-            client_count,
-            **kwargs,
-        )
-        if not has_beams(vllm_config):
-            return
-        prometheus = next(one for one in self.stat_loggers if isinstance(one, PrometheusStatLogger))
-        writes_lines = enable_default_loggers and client_count == 1  # as vLLM: several servers see a part each
-        beams = BeamStatLogger(prometheus, writes_lines, aggregate_engine_logging)
-        self.stat_loggers.insert(0, beams)  # it takes what the others must not see
-
-    return __init__
+def _add_beams(original: Callable[..., None], self: StatLoggerManager, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    given = arguments(original, self, *args, **kwargs)
+    if not has_beams(given["vllm_config"]):
+        return
+    prometheus = next(one for one in self.stat_loggers if isinstance(one, PrometheusStatLogger))
+    writes_lines = given["enable_default_loggers"] and given["client_count"] == 1  # as vLLM: several see a part each
+    beams = BeamStatLogger(prometheus, writes_lines, given["aggregate_engine_logging"])
+    self.stat_loggers.insert(0, beams)  # it takes what the others must not see
 
 
 class BeamStatLogger(AggregateStatLoggerBase):
@@ -159,10 +136,9 @@ class _BeamMetrics:
         self._running = {name: gauge(name, text, multiprocess_mode="sum") for name, text in RUNNING.items()}
         self._peaks = {name: gauge(name, text, multiprocess_mode="max") for name, text in PEAKS.items()}
         self._counters = {name: counter(name, text) for name, text in COUNTERS.items()}
+        labels = [*self._labels, "finished_reason"]
         finished = prometheus._counter_cls(
-            name=PREFIX + FINISHED,
-            documentation=_FINISHED_DOCUMENTATION,
-            labelnames=[*self._labels, "finished_reason"],
+            name=PREFIX + FINISHED, documentation=_FINISHED_DOCUMENTATION, labelnames=labels
         )
         self._finished = {
             reason: {engine: finished.labels(*values, reason) for engine, values in self._engines.items()}

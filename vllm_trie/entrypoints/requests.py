@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -47,31 +46,32 @@ validate_spec_decode = Patch("vllm.sampling_params:SamplingParams", "_validate_s
 
 def check_requests() -> None:
     """From now on, check the requests of every engine in this process."""
-    if not process_inputs.is_applied:
-        process_inputs.apply(_checking(InputProcessor.process_inputs))
-        validate_spec_decode.apply(_for_others(SamplingParams._validate_spec_decode))
+    process_inputs.wrap(_check)
+    validate_spec_decode.wrap(_validate_others)
 
 
-def _checking(original: Callable[..., EngineCoreRequest]) -> Callable[..., EngineCoreRequest]:
-    @functools.wraps(original)
-    def process_inputs(
-        self: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
-    ) -> EngineCoreRequest:
-        beam, caller = None, BEAM_WIDTH
-        if isinstance(params, SamplingParams):
-            caller = _caller(params)
-            with refusing(caller):
-                _refuse_without_kernel(params, self.vllm_config)
-                beam = searches(params, self.vllm_config)
-        request = original(self, request_id, prompt, params, *args, **kwargs)
+def _check(
+    original: Callable[..., EngineCoreRequest],
+    self: InputProcessor,
+    request_id: str,
+    prompt: Any,
+    params: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> EngineCoreRequest:
+    beam, caller = None, BEAM_WIDTH
+    if isinstance(params, SamplingParams):
+        caller = _caller(params)
         with refusing(caller):
-            if request.sampling_params is not None and has_beams(self.vllm_config):
-                _refuse_too_long(request.sampling_params)
-            if beam is not None:
-                _prepare(request, beam, caller, params.stop_token_ids, self)
-        return request
-
-    return process_inputs
+            _refuse_without_kernel(params, self.vllm_config)
+            beam = searches(params, self.vllm_config)
+    request = original(self, request_id, prompt, params, *args, **kwargs)
+    with refusing(caller):
+        if request.sampling_params is not None and has_beams(self.vllm_config):
+            _refuse_too_long(request.sampling_params)
+        if beam is not None:
+            _prepare(request, beam, caller, params.stop_token_ids, self)
+    return request
 
 
 def _caller(params: SamplingParams) -> Caller:
@@ -87,30 +87,27 @@ def _refuse_without_kernel(params: SamplingParams, vllm_config: VllmConfig) -> N
         )
 
 
-def _for_others(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def validate_spec_decode(self: SamplingParams, speculative_config: SpeculativeConfig | None) -> None:
-        if "beam_width" not in (self.extra_args or {}):  # verifying a forest, beams honour min_p and logit_bias
-            original(self, speculative_config)
-
-    return validate_spec_decode
+def _validate_others(
+    original: Callable[..., None], self: SamplingParams, speculative_config: SpeculativeConfig | None
+) -> None:
+    if "beam_width" not in (self.extra_args or {}):  # verifying a forest, beams honour min_p and logit_bias
+        original(self, speculative_config)
 
 
 def _refuse_too_long(params: SamplingParams) -> None:
     """Refuse lists that Model Runner V2 has no room for: it would end, and with it all other requests."""
     from vllm.v1.worker.gpu.sample import logit_bias  # not before a worker in this process has patched torch for a CPU
 
-    lists = {
-        "allowed_token_ids": (len(params.allowed_token_ids or ()), logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS),
-        "logit_bias": (len(params.logit_bias or ()), logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS),
-        "stop_token_ids with min_tokens": (
-            len(params.all_stop_token_ids) if params.min_tokens else 0,
-            logit_bias.MAX_NUM_STOP_TOKEN_IDS,
-        ),
-    }
-    for name, (length, most) in lists.items():
-        if length > most:
-            raise ValueError(f"{length} {name} are more than the {most} that Model Runner V2 takes; leave some out")
+    masked = params.all_stop_token_ids if params.min_tokens else ()
+    for name, tokens, most in (
+        ("allowed_token_ids", params.allowed_token_ids or (), logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS),
+        ("logit_bias", params.logit_bias or (), logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS),
+        ("stop_token_ids with min_tokens", masked, logit_bias.MAX_NUM_STOP_TOKEN_IDS),
+    ):
+        if len(tokens) > most:
+            raise ValueError(
+                f"{len(tokens)} {name} are more than the {most} that Model Runner V2 takes; leave some out"
+            )
 
 
 def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | None:

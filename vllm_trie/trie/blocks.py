@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from typing import NamedTuple
 
 NO_NODE = -1
@@ -93,7 +93,7 @@ class BlockTrie:
             raise ValueError(f"{len(self.prefix)} blocks of {self.block_size} do not hold {self.num_tokens} tokens")
         self.num_sealed = full  # blocks of each row, from the first one, that have joined the trie or are skipped
         self._nodes: dict[int, _Node] = {}
-        self._next_node = 0
+        self._keys = count()
         self._garbage: list[int] = []
         node = NO_NODE
         for index in range(self.num_skipped, full):
@@ -261,8 +261,7 @@ class BlockTrie:
         assert len(set(live + self._garbage)) == len(live) + len(self._garbage), "a block is held twice"
 
     def _add_node(self, parent: int, block: int, depth: int) -> int:
-        key = self._next_node
-        self._next_node += 1
+        key = next(self._keys)
         if parent != NO_NODE:
             self._nodes[parent].references += 1
         self._nodes[key] = _Node(parent, block, depth, 0)
