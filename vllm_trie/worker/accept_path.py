@@ -60,8 +60,8 @@ def accept_path(selector: Selector, forest_step: ForestStep, steps: list[Step], 
     moved = np.array([(source, destination) for destination, source in copies.items() if source != destination])
     if len(moved):
         selector.kv_blocks.copy(*moved.T)
-    own, sources = forest_step.group.slots, forest_step.group.slots[slots]
-    selector.adopt(own, sources, forest_step.start + 1, tables, forest_step.step.rules.is_controlled)
+    to = forest_step.group.slots
+    selector.adopt(to, to[slots], forest_step.start + 1, tables, forest_step.step.rules.is_controlled)
     forest_step.group.num_drafted = forest_step.start + min(count, forest_step.num_layers)
     return np.stack([step.tokens[beam] for step, beam in zip(steps, reversed(ancestors[:-1]), strict=True)], axis=1)
 

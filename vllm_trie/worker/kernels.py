@@ -77,10 +77,10 @@ def copy_tails(rows: RowReorder, tables: Tables, segments: Segments) -> None:
         segments: Where blocks lie, layer by layer.
     """
     num_tables, num_tiles = len(tables.tables), triton.cdiv(segments.most_words, COPY_TILE)
-    moved, lie = (rows.slots, rows.sources, rows.num_tokens), (segments.pointers, segments.strides, segments.words)
-    word = WORDS[segments.word_bytes]
+    of_rows = rows.slots, rows.sources, rows.num_tokens
+    of_segments, word = (segments.pointers, segments.strides, segments.words), WORDS[segments.word_bytes]
     _copy_tails[len(rows.slots) * num_tables, len(segments.pointers), num_tiles](
-        *moved, *tables.on_device, num_tables, *lie, word=word, tile_size=COPY_TILE, num_warps=4
+        *of_rows, *tables.on_device, num_tables, *of_segments, word=word, tile_size=COPY_TILE, num_warps=4
     )
 
 
