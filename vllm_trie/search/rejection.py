@@ -104,8 +104,7 @@ def verify(
         rng: Independent of what the drafts were drawn with.
     """
     residual = Residual(p, q, replacement)
-    cells: list[int] = []
-    accepted: list[int] = []
+    cells, accepted = list[int](), list[int]()
     for index, draft in enumerate(_as_drawn(p, q, drafts, replacement)):
         if len(cells) == width or residual.is_empty:
             break

@@ -91,8 +91,7 @@ def take_step(
         beams = select_next(drawn, _alive(drawn, stops), rules.width, scores.shape[1])
         step = Step(*beams, _ended(rules, drawn, stops))
         return _reported(rules, best_of(step) if rules.beam_sampling.keeps_one else step, logprobs)
-    logits, scores = _without_barred_rows(rules, logits, scores)
-    logprobs = log_probabilities(logits, _masked(rules), rules.filters.temperature)
+    logprobs, scores = _of_rows(rules, logits, scores, rules.filters.temperature)
     if rules.samples:
         assert isinstance(random, torch.Tensor), "each beam samples without a random number"
         step = _sampled(rules, logprobs, scores, random, completes)
@@ -114,8 +113,7 @@ def joint_distribution(
         Probabilities [..., I, V] float64, over all continuations together, and log-probabilities [..., I, V]
         float32 of each row by itself, at temperature 1.
     """
-    logits, scores = _without_barred_rows(rules, logits, scores)
-    logprobs = log_probabilities(logits, _masked(rules))
+    logprobs, scores = _of_rows(rules, logits, scores)
     return joint_probabilities(scores, logprobs, rules.filters), logprobs
 
 
@@ -274,11 +272,7 @@ def _by_row(tokens: torch.Tensor, scores: torch.Tensor) -> Candidates[torch.Tens
 
 
 def _sampled(
-    rules: SelectRules,
-    logprobs: torch.Tensor,
-    scores: torch.Tensor,
-    random: torch.Tensor,
-    completes: Completes | None,
+    rules: SelectRules, logprobs: torch.Tensor, scores: torch.Tensor, random: torch.Tensor, completes: Completes | None
 ) -> Step[torch.Tensor]:
     """Each beam takes one token that is drawn from what its row may take, or finishes with it.
 
@@ -303,18 +297,17 @@ def _drawn(
     return Candidates(parents, cells % vocab_size, total.where(is_possible, NEVER))
 
 
-def _without_barred_rows(
-    rules: SelectRules, logits: torch.Tensor, scores: torch.Tensor
+def _of_rows(
+    rules: SelectRules, logits: torch.Tensor, scores: torch.Tensor, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row that may take no token at all, which only controls can bring about, ends here."""
-    if not rules.is_controlled:
-        return logits, scores
-    is_barred = logits.amax(dim=-1) == NEVER
-    return logits.masked_fill(is_barred[..., None], 0.0), scores.masked_fill(is_barred, NEVER)
+    """Log-probabilities [..., r, V], and the rows' scores.
 
-
-def _masked(rules: SelectRules) -> tuple[int, ...]:
-    return rules.stop_token_ids if rules.masks_stops else ()
+    A row that may take no token at all, which only controls can bring about, ends here.
+    """
+    if rules.is_controlled:
+        is_barred = logits.amax(dim=-1) == NEVER
+        logits, scores = logits.masked_fill(is_barred[..., None], 0.0), scores.masked_fill(is_barred, NEVER)
+    return log_probabilities(logits, rules.stop_token_ids if rules.masks_stops else (), temperature), scores
 
 
 def _stops(rules: SelectRules, candidates: Candidates[torch.Tensor], completes: Completes | None) -> torch.Tensor:
@@ -361,8 +354,7 @@ def _token_logprobs(logprobs: torch.Tensor, parents: torch.Tensor, tokens: torch
     num_groups, num_rows, vocab_size = logprobs.shape
     own = logprobs.flatten(1).gather(1, parents * vocab_size + tokens)
     groups = torch.arange(num_groups, device=own.device)[:, None]
-    parts = zip(
-        torch.split(parents, num_rows, 1), torch.split(own, num_rows, 1), strict=True
-    )  # so much memory at a time
+    # As many at a time as there are rows, to save memory.
+    parts = zip(torch.split(parents, num_rows, 1), torch.split(own, num_rows, 1), strict=True)
     ranks = [(logprobs[groups, rows] >= of_rows[..., None]).sum(dim=-1) for rows, of_rows in parts]
     return TokenLogprobs(own, torch.cat(ranks, dim=1))

@@ -66,11 +66,11 @@ class StopStrings:
         if INCOMPLETE in alone:
             return True
         behind = self._decode([token, token])[len(alone) :]  # some tokenizers write a first token differently
-        return any(self._fits(piece, string) for piece in (alone, behind) for string in self.strings)
+        return any(_fits(piece, string) for piece in (alone, behind) for string in self.strings)
 
-    @staticmethod
-    def _fits(piece: str, string: str) -> bool:
-        return string in piece or any(string.endswith(piece[:size]) for size in range(1, len(piece) + 1))
+
+def _fits(piece: str, string: str) -> bool:
+    return string in piece or any(string.endswith(piece[:size]) for size in range(1, len(piece) + 1))
 
 
 def _num_common(a: str, b: str) -> int:

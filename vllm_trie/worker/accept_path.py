@@ -7,8 +7,6 @@ block tries, one step at a time, and knows nothing of the forest.
 from __future__ import annotations
 
 import numpy as np
-import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_trie.search.step import Step
 from vllm_trie.worker.forest_step import ForestStep
@@ -62,13 +60,8 @@ def accept_path(selector: Selector, forest_step: ForestStep, steps: list[Step], 
     moved = np.array([(source, destination) for destination, source in copies.items() if source != destination])
     if len(moved):
         selector.kv_blocks.copy(*moved.T)
-    selector.adopt(forest_step.group.slots, forest_step.group.slots[slots], forest_step.start + 1, tables)
-    if forest_step.step.rules.is_controlled:
-        on_device = [
-            async_tensor_h2d(rows, device=forest_step.group.scores.device, dtype=torch.int64)
-            for rows in (forest_step.group.slots, forest_step.group.slots[slots])
-        ]
-        selector.reorder_controls(*on_device)
+    to = forest_step.group.slots
+    selector.adopt(to, to[slots], forest_step.start + 1, tables, forest_step.step.rules.is_controlled)
     forest_step.group.num_drafted = forest_step.start + min(count, forest_step.num_layers)
     return np.stack([step.tokens[beam] for step, beam in zip(steps, reversed(ancestors[:-1]), strict=True)], axis=1)
 

@@ -17,8 +17,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.messages import GroupStep
-from vllm_trie.search.filters import log_probabilities
-from vllm_trie.search.forest import Forest, Layer, affordable, grow
+from vllm_trie.search.forest import Forest, Layer, affordable
 from vllm_trie.search.sampling import generator
 from vllm_trie.worker.draft_model import DraftModel
 from vllm_trie.worker.forest_step import ForestStep
@@ -83,26 +82,16 @@ class Drafter:
                 own[row, column : column + len(of_row[number])] = of_row[number]
             blocks.append(own)
         roots = group.tokens.tolist()
-        num_layers, draft_width = budget.num_layers, budget.draft_width
         if step.rules.beam_sampling is not None:
-            least = step.rules.width
-            num_layers, draft_width = affordable(
-                len(roots), num_rows, budget.max_tokens, num_layers, draft_width, least
-            )
+            room = len(roots), num_rows, budget.max_tokens
+            num_layers, draft_width = affordable(*room, budget.num_layers, budget.draft_width, step.rules.width)
+            budget = replace(budget, num_layers=num_layers, draft_width=draft_width)
         pending = states.all_token_ids.gpu[slots, group.num_drafted : start + 1].tolist()
         group.num_drafted = start
-        return ForestStep(
-            step,
-            replace(budget, num_layers=num_layers, draft_width=draft_width),
-            group,
-            start,
-            tables.block_sizes,
-            Forest(roots, num_rows, budget.max_tokens),
-            Layer(list(range(len(roots))), group.scores, range(len(roots))),
-            blocks,
-            pending,
-            None if step.draw is None else generator(*step.draw),
-        )
+        forest = Forest(roots, num_rows, budget.max_tokens)
+        layer = Layer(list(range(len(roots))), group.scores, range(len(roots)))
+        rng = None if step.draw is None else generator(*step.draw)
+        return ForestStep(step, budget, group, start, tables.block_sizes, forest, layer, blocks, pending, rng)
 
     def _num_skipped(self, number: int, num_computed_tokens: int) -> int:
         """How many blocks in front of the window of a KV cache group the scheduler holds no longer."""
@@ -123,49 +112,24 @@ class Drafter:
                 forest_step.pending = [row[per_row:] for row in forest_step.pending]
 
     def _draft_layer(self, forests: dict[str, ForestStep], number: int) -> None:
-        active = [
-            forest_step
-            for forest_step in forests.values()
-            if forest_step.budget.num_layers >= number and forest_step.layer.nodes
-        ]
+        active = [step for step in forests.values() if step.budget.num_layers >= number and step.layer.nodes]
         if not active:
             return
         tokens, starts, rows = list[list[int]](), list[int](), list[list[int]]()
         for forest_step in active:
-            forest = forest_step.forest
-            tokens += (
-                forest_step.pending if number == 1 else [[forest.tokens[node]] for node in forest_step.layer.nodes]
-            )
+            forest, nodes = forest_step.forest, forest_step.layer.nodes
+            tokens += forest_step.pending if number == 1 else [[forest.tokens[node]] for node in nodes]
             starts += [forest_step.start + number - len(row) for row in tokens[len(starts) :]]
-            rows.append([forest.row_of[node] for node in forest_step.layer.nodes])
+            rows.append([forest.row_of[node] for node in nodes])
         blocks = []
         for of_table in zip(*(forest_step.blocks for forest_step in active), strict=True):
             columns = max(table.shape[1] for table in of_table)
-            blocks.append(
-                np.concatenate(
-                    [
-                        np.pad(table[of_group], ((0, 0), (0, columns - table.shape[1])))
-                        for table, of_group in zip(of_table, rows, strict=True)
-                    ]
-                )
-            )
+            own = [table[of_group] for table, of_group in zip(of_table, rows, strict=True)]
+            blocks.append(np.concatenate([np.pad(table, ((0, 0), (0, columns - table.shape[1]))) for table in own]))
         logits = self._draft_model.logits(tokens, starts, blocks)
         copies = list[tuple[int, int]]()
-        for forest_step, own in zip(active, torch.split(logits, list(map(len, rows))), strict=True):
-            rules = [forest_step.step.rules, *forest_step.budget.rules][number - 1]
-            if rules.beam_sampling is not None:
-                forks = forest_step.draw_layer(own, rules)
-            else:
-                logprobs = log_probabilities(own, rules.stop_token_ids, rules.filters.temperature)
-                forest_step.layer, forks = grow(
-                    forest_step.forest,
-                    forest_step.layer,
-                    logprobs,
-                    forest_step.num_beams,
-                    forest_step.budget.draft_width,
-                )
-            forest_step.num_layers += bool(forest_step.layer.nodes)
-            for fork in forks:
+        for forest_step, of_rows in zip(active, torch.split(logits, list(map(len, rows))), strict=True):
+            for fork in forest_step.add_layer(of_rows, number):
                 copies += forest_step.fork(fork, number)
         if copies:
             self._selector.kv_blocks.copy(*np.array(copies).T)
@@ -177,20 +141,16 @@ class Drafter:
             row_id = f"{group_id}#+{row}"
             forest_step.spare_ids.append(row_id)
             root = forest_step.forest.tokens[forest_step.forest.rows[row][0]]
-            states.add_request(
-                row_id, 1, [root], forest_step.start, max_tokens=1
-            )  # its tokens are read from nowhere else
-            slot = states.req_id_to_index[row_id]
-            runner.block_tables.append_block_ids(
-                slot, tuple(t[row].tolist() for t in forest_step.blocks), overwrite=True
-            )
+            # Its tokens are read from nowhere else.
+            states.add_request(row_id, 1, [root], forest_step.start, max_tokens=1)
+            block_ids = tuple(table[row].tolist() for table in forest_step.blocks)
+            runner.block_tables.append_block_ids(states.req_id_to_index[row_id], block_ids, overwrite=True)
         spare_slots = [states.req_id_to_index[row_id] for row_id in forest_step.spare_ids]
         forest_step.slots = np.concatenate([forest_step.group.slots, np.array(spare_slots, dtype=np.int64)])
         longest = 1 + forest_step.budget.num_layers
         is_padded = self._pads_rows and longest * len(forest_step.slots) <= forest_step.budget.max_tokens
-        for row_id, path in zip(
-            [*forest_step.group.row_ids, *forest_step.spare_ids], forest_step.forest.rows, strict=True
-        ):
+        row_ids = [*forest_step.group.row_ids, *forest_step.spare_ids]
+        for row_id, path in zip(row_ids, forest_step.forest.rows, strict=True):
             length = longest if is_padded else len(path)
             output.total_num_scheduled_tokens += length - output.num_scheduled_tokens.get(row_id, 0)
             output.num_scheduled_tokens[row_id] = length

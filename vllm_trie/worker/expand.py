@@ -6,12 +6,13 @@ whose tokens and blocks lie on the device. What beams a group has, only the devi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.messages import Resumed, RowBlocks, group_steps
@@ -48,45 +49,36 @@ def expand(
         new_requests.append(request)
 
     cached = output.scheduled_cached_reqs
-    position = {request_id: i for i, request_id in enumerate(cached.req_ids)}
-    request_ids, new_block_ids = list(cached.req_ids), list(cached.new_block_ids)
-    num_computed, num_output = list(cached.num_computed_tokens), list(cached.num_output_tokens)
+    fields = zip(cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True)
+    entries = dict(zip(cached.req_ids, fields, strict=True))
     num_scheduled: dict[str, int] = {}
-    fanning_out = set()
     for request_id, num_tokens in output.num_scheduled_tokens.items():
         num_scheduled[request_id] = num_tokens
         step = steps.get(request_id)
         if step is None or not step.decodes:
             continue
-        group, at = groups[request_id], position[request_id]
+        group, (_, num_computed, num_output) = groups[request_id], entries[request_id]
         if step.rows is not None:
-            fanning_out.add(at)
+            del entries[request_id]  # its rows are new requests
             context.entered.append(request_id)
             if step.resumed is None:
                 context.new_tokens_unknown.append(request_id)
-            new_requests += _fan_out(group, step.rows, step.resumed, num_computed[at], device)
+            new_requests += _fan_out(group, step.rows, step.resumed, num_computed, device)
         else:
-            num_others = len(group.row_ids) - 1
-            blocks: list[RowBlocks | None] = [*step.new_blocks] if step.new_blocks else [None] * (1 + num_others)
-            new_block_ids[at] = blocks[0]
-            request_ids += group.row_ids[1:]
-            new_block_ids += blocks[1:]
-            num_computed += [num_computed[at]] * num_others
-            num_output += [num_output[at]] * num_others
+            blocks: Sequence[RowBlocks | None] = step.new_blocks or [None] * len(group.row_ids)
+            for row_id, of_row in zip(group.row_ids, blocks, strict=True):
+                entries[row_id] = of_row, num_computed, num_output
         num_scheduled |= dict.fromkeys(group.row_ids[1:], num_tokens)
 
-    staying = [i for i in range(len(request_ids)) if i not in fanning_out]
     expanded = replace(
         output,
         scheduled_new_reqs=new_requests,
-        scheduled_cached_reqs=CachedRequestData(
-            req_ids=[request_ids[i] for i in staying],
-            resumed_req_ids=cached.resumed_req_ids,
-            new_token_ids=cached.new_token_ids,
-            all_token_ids=cached.all_token_ids,
-            new_block_ids=[new_block_ids[i] for i in staying],
-            num_computed_tokens=[num_computed[i] for i in staying],
-            num_output_tokens=[num_output[i] for i in staying],
+        scheduled_cached_reqs=replace(
+            cached,
+            req_ids=[*entries],
+            new_block_ids=[of_row for of_row, _, _ in entries.values()],
+            num_computed_tokens=[num_computed for _, num_computed, _ in entries.values()],
+            num_output_tokens=[num_output for _, _, num_output in entries.values()],
         ),
         num_scheduled_tokens=num_scheduled,
         total_num_scheduled_tokens=sum(num_scheduled.values()),
@@ -118,14 +110,9 @@ def _fan_out(
         group.scores = async_tensor_h2d(resumed.scores, device=device, dtype=torch.float32)
         newest = [history[-1] for history in histories]
         group.tokens = async_tensor_h2d(newest, device=device, dtype=torch.int64)
+    of_all = replace(group.request, num_computed_tokens=num_computed_tokens)
     return [
-        replace(
-            group.request,
-            req_id=row_id,
-            prefill_token_ids=group.prompt + history,
-            block_ids=blocks,
-            num_computed_tokens=num_computed_tokens,
-        )
+        replace(of_all, req_id=row_id, prefill_token_ids=group.prompt + history, block_ids=blocks)
         for row_id, blocks, history in zip(group.row_ids, rows, histories, strict=True)
     ]
 

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from vllm_trie.messages import GroupStep, SpeculationBudget
-from vllm_trie.search.forest import Forest, Layer, RowFork
+from vllm_trie.search.devices import NEVER
+from vllm_trie.search.filters import log_probabilities
+from vllm_trie.search.forest import Forest, Layer, RowFork, grow
 from vllm_trie.search.rejection import DraftRules, Drafts, drafted
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import joint_distribution
@@ -43,6 +45,11 @@ class ForestStep:
         return len(self.group.row_ids)
 
     @property
+    def rules(self) -> list[SelectRules]:
+        """By step."""
+        return [self.step.rules, *self.budget.rules]
+
+    @property
     def columns(self) -> list[int]:
         """By KV cache group: that of the block in which the roots are."""
         return [self.start // block_size for block_size in self.block_sizes]
@@ -64,18 +71,28 @@ class ForestStep:
             copies += zip(source[written].tolist(), destination[written].tolist(), strict=True)
         return copies
 
-    def draw_layer(self, logits: torch.Tensor, rules: SelectRules) -> list[RowFork]:
-        """Draw a layer of drafts from the draft model's joint distribution. Returns the rows to fork for it.
+    def add_layer(self, logits: torch.Tensor, number: int) -> list[RowFork]:
+        """Draft layer `number` as the search will select in that step. Returns the rows to fork for it.
 
         Args:
             logits: [nodes, V] of the draft model after each node of the layer before.
         """
+        rules = self.rules[number - 1]
+        if rules.beam_sampling is not None:
+            forks = self._draw_layer(logits, rules)
+        else:
+            logprobs = log_probabilities(logits, rules.stop_token_ids, rules.filters.temperature)
+            self.layer, forks = grow(self.forest, self.layer, logprobs, self.num_beams, self.budget.draft_width)
+        self.num_layers += bool(self.layer.nodes)
+        return forks
+
+    def _draw_layer(self, logits: torch.Tensor, rules: SelectRules) -> list[RowFork]:
+        """Draw a layer of drafts from the draft model's joint distribution."""
         assert self.rng is not None
         before, vocab_size = self.nodes[-1] if self.nodes else self.layer.nodes, logits.shape[-1]
         is_alive = torch.tensor([node != NO_NODE for node in before], device=logits.device)
-        scores = torch.full((len(before),), float("-inf"), device=logits.device).masked_scatter(
-            is_alive, self.layer.scores
-        )
+        scores = torch.full((len(before),), NEVER, device=logits.device)
+        scores[is_alive] = self.layer.scores
         of_all = logits.new_zeros(len(before), vocab_size)
         of_all[is_alive] = logits
         q, logprobs = joint_distribution(rules._replace(is_controlled=False), of_all, scores)

@@ -37,22 +37,12 @@ def select_next(
     """
     num_groups, count = lives.shape
     slots = triton.next_power_of_2(width)
+    chunk, num_warps = candidates_at_a_time(slots), warps_to_select(slots)
+    ranked = *(field.contiguous() for field in candidates), lives.contiguous().view(torch.int8)
     parents, tokens = torch.empty(2, num_groups, width, dtype=torch.int64, device=lives.device)
-    scores = torch.empty(num_groups, width, dtype=torch.float32, device=lives.device)
-    _select_next[num_groups,](
-        *(field.contiguous() for field in candidates),
-        lives.contiguous().view(torch.int8),
-        count,
-        parents,
-        tokens,
-        scores,
-        width,
-        num_rows,
-        slots=slots,
-        chunk=candidates_at_a_time(slots),
-        num_warps=warps_to_select(slots),
-    )
-    return Candidates(parents, tokens, scores)
+    beams = Candidates(parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=lives.device))
+    _select_next[num_groups,](*ranked, count, *beams, width, num_rows, slots=slots, chunk=chunk, num_warps=num_warps)
+    return beams
 
 
 def warps_to_select(slots: int) -> int:
@@ -74,17 +64,7 @@ def copy_histories(rows: RowReorder, tokens: torch.Tensor, tables: Tables) -> No
         tables: Of all KV cache groups.
     """
     _copy_histories[len(rows.slots), 1 + len(tables.tables)](
-        rows.slots,
-        rows.sources,
-        rows.num_common,
-        rows.num_tokens,
-        tokens,
-        tokens.stride(0),
-        tables.pointers,
-        tables.strides,
-        tables.sizes,
-        tile_size=COPY_TILE,
-        num_warps=4,
+        *rows.rows, tokens, tokens.stride(0), *tables.on_device, tile_size=COPY_TILE, num_warps=4
     )
 
 
@@ -97,20 +77,10 @@ def copy_tails(rows: RowReorder, tables: Tables, segments: Segments) -> None:
         segments: Where blocks lie, layer by layer.
     """
     num_tables, num_tiles = len(tables.tables), triton.cdiv(segments.most_words, COPY_TILE)
+    of_rows = rows.slots, rows.sources, rows.num_tokens
+    of_segments, word = (segments.pointers, segments.strides, segments.words), WORDS[segments.word_bytes]
     _copy_tails[len(rows.slots) * num_tables, len(segments.pointers), num_tiles](
-        rows.slots,
-        rows.sources,
-        rows.num_tokens,
-        tables.pointers,
-        tables.strides,
-        tables.sizes,
-        num_tables,
-        segments.pointers,
-        segments.strides,
-        segments.words,
-        word=WORDS[segments.word_bytes],
-        tile_size=COPY_TILE,
-        num_warps=4,
+        *of_rows, *tables.on_device, num_tables, *of_segments, word=word, tile_size=COPY_TILE, num_warps=4
     )
 
 

@@ -59,13 +59,8 @@ class KVBlocks:
         def in_words(values: Iterable[int]) -> torch.Tensor:
             return torch.tensor([value // word_bytes for value in values], dtype=torch.int64, device=device)
 
-        return Segments(
-            torch.tensor(pointers, dtype=torch.uint64, device=device),
-            in_words(strides),
-            in_words(lengths),
-            max(lengths) // word_bytes,
-            word_bytes,
-        )
+        to_blocks = torch.tensor(pointers, dtype=torch.uint64, device=device)
+        return Segments(to_blocks, in_words(strides), in_words(lengths), max(lengths) // word_bytes, word_bytes)
 
 
 def _distinct(kv_caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:

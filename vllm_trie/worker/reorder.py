@@ -22,16 +22,13 @@ def reorder_rows(rows: RowReorder, tokens: torch.Tensor, tables: Tables, kv_bloc
         tables: Their blocks.
         kv_blocks: What the blocks hold.
     """
-    by_kernels = kernels.run_on(tokens.device)
-    if not by_kernels and not len((rows := rows.moving()).slots):
-        return
-    if not by_kernels:
-        copy_histories(rows, tokens, tables)
-        copy_tails(rows, tables, kv_blocks)
-        return
-    kernels.copy_histories(rows, tokens, tables)
-    if any((rows.num_tokens_on_host % block_size).any() for block_size in tables.block_sizes):
-        kernels.copy_tails(rows, tables, kv_blocks.segments)
+    if kernels.run_on(tokens.device):
+        kernels.copy_histories(rows, tokens, tables)
+        if any((rows.num_tokens_on_host % block_size).any() for block_size in tables.block_sizes):
+            kernels.copy_tails(rows, tables, kv_blocks.segments)
+    elif len((moving := rows.moving()).slots):
+        copy_histories(moving, tokens, tables)
+        copy_tails(moving, tables, kv_blocks)
 
 
 def copy_histories(rows: RowReorder, tokens: torch.Tensor, tables: Tables) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from vllm.config import ModelConfig
@@ -36,9 +36,7 @@ def stop_strings_of(model_config: ModelConfig) -> Callable[[tuple[str, ...], boo
 
     @lru_cache(maxsize=STOP_STRINGS_KEPT)
     def stop_strings(strings: tuple[str, ...], skip_special_tokens: bool) -> StopStrings:
-        def decode(tokens: list[int]) -> str:
-            return tokenizer().decode(tokens, skip_special_tokens=skip_special_tokens)
-
+        decode = partial(tokenizer().decode, skip_special_tokens=skip_special_tokens)
         return StopStrings(strings, decode, model_config.get_vocab_size())
 
     return stop_strings

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 
 @dataclass(slots=True)
@@ -17,13 +18,7 @@ class Reorders:
     rows: list[np.ndarray] = field(default_factory=list)  # [4, R]: slot, first row of the group, and two counts
     parents: list[torch.Tensor] = field(default_factory=list)
 
-    def add(
-        self,
-        slots: np.ndarray,
-        parents: torch.Tensor,
-        num_common: Sequence[int],
-        num_tokens: Sequence[int] | np.ndarray,
-    ) -> None:
+    def add(self, slots: np.ndarray, parents: torch.Tensor, num_common: Sequence[int], num_tokens: ArrayLike) -> None:
         """Let rows of G groups continue rows of their own group.
 
         Args:
@@ -92,14 +87,16 @@ class Tables:
     strides: torch.Tensor  # [tables] int64, from slot to slot
     sizes: torch.Tensor  # [tables] int64, the block sizes
 
+    @property
+    def on_device(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What a kernel must know of them."""
+        return self.pointers, self.strides, self.sizes
+
     @classmethod
     def of(cls, tables: Sequence[torch.Tensor], block_sizes: Sequence[int]) -> Tables:
         """Describe tables to the device, once: they must stay where they are."""
         device = tables[0].device
-        return cls(
-            list(tables),
-            list(block_sizes),
-            torch.tensor([table.data_ptr() for table in tables], dtype=torch.uint64, device=device),
-            torch.tensor([table.stride(0) for table in tables], dtype=torch.int64, device=device),
-            torch.tensor(block_sizes, dtype=torch.int64, device=device),
-        )
+        pointers = torch.tensor([table.data_ptr() for table in tables], dtype=torch.uint64, device=device)
+        strides = torch.tensor([table.stride(0) for table in tables], dtype=torch.int64, device=device)
+        sizes = torch.tensor(block_sizes, dtype=torch.int64, device=device)
+        return cls(list(tables), list(block_sizes), pointers, strides, sizes)

@@ -69,16 +69,12 @@ class BeamModelRunner(GPUModelRunner):
             ) from error
 
     def execute_model(
-        self,
-        scheduler_output: SchedulerOutput,
-        intermediate_tensors: Any = None,
-        dummy_run: bool = False,
-        **kwargs: Any,
+        self, scheduler_output: SchedulerOutput, *args: Any, dummy_run: bool = False, **kwargs: Any
     ) -> Any:
         self.step = StepContext()
         if not dummy_run:
             scheduler_output, self.step = expand(scheduler_output, self.groups, self.device)
-        return super().execute_model(scheduler_output, intermediate_tensors, dummy_run, **kwargs)
+        return super().execute_model(scheduler_output, *args, dummy_run=dummy_run, **kwargs)
 
     def add_requests(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> None:
         if scheduler_output.scheduled_new_reqs or self._has_own_processors:  # else the stock runner writes nothing
@@ -130,12 +126,10 @@ class BeamModelRunner(GPUModelRunner):
             if of_ordinary.logprobs_tensors is not None:
                 of_ordinary.logprobs_tensors = among_all(of_ordinary.logprobs_tensors, of_smaller, batch)
 
-        num_steps = (
-            step.most_steps if of_ordinary is None else max(step.most_steps, of_ordinary.sampled_token_ids.shape[1])
-        )
-        sampled = torch.zeros(batch.num_reqs, num_steps, dtype=torch.int64, device=self.device)
+        of_others = 1 if of_ordinary is None else of_ordinary.sampled_token_ids.shape[1]
+        sampled = torch.zeros(batch.num_reqs, max(step.most_steps, of_others), dtype=torch.int64, device=self.device)
         step.selected = self.selector.select(step, rows, logits, sampled)
-        step.decided = verify(self.selector, step, rows, logits, sampled, num_sampled)
+        step.decided = verify(self.selector, step, rows, logits, sampled, num_sampled) if step.forests else {}
         if self.rank_check is not None:
             decided = step.results([selected.packed.cpu().numpy() for selected in step.selected])
             self.rank_check.compare("beams", {group_id: one.as_arrays() for group_id, one in decided.items()})
@@ -149,32 +143,21 @@ class BeamModelRunner(GPUModelRunner):
         counts[at], rejected[at] = of_ordinary.num_sampled.int(), of_ordinary.num_rejected.int()
         return SamplerOutput(sampled, of_ordinary.logprobs_tensors, num_nans, counts, rejected)
 
-    def _propose(
-        self,
-        stock: Any,
-        input_batch: InputBatch,
-        attn_metadata: Any,
-        slot_mappings: Any,
-        last_hidden_states: Any,
-        aux_hidden_states: Any,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def _propose(self, stock: Any, input_batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Where vLLM drafts: for ordinary requests, and for groups that are one row yet, whose prompt it computes."""
         decoding = {row_id for group_id in self.step.decoding for row_id in self.groups[group_id].row_ids}
         decoding.update(row_id for forest_step in self.step.forests.values() for row_id in forest_step.spare_ids)
-        of_forward = attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states  # a draft model reads none
         if not decoding:
-            return stock(input_batch, *of_forward, num_sampled, num_rejected, *args, **kwargs)
+            return stock(input_batch, *args, **kwargs)
+        # Metadata, slots and hidden states of the forward: a draft model reads none.
+        *of_forward, num_sampled, num_rejected = args[:6]
         rows = [at for at, row_id in enumerate(input_batch.req_ids) if row_id not in decoding]
         drafts = self.req_states.draft_tokens.new_zeros(input_batch.num_reqs, self.num_speculative_steps)
         if rows:
             smaller, _ = sub_batch(input_batch, np.array(rows))
             self.block_tables.gather_block_tables(smaller.idx_mapping, smaller.num_reqs)  # as the drafter reads them
             at = async_tensor_h2d(rows, device=self.device, dtype=torch.int64)
-            drafts[at] = stock(smaller, *of_forward, num_sampled[at], num_rejected[at], *args, **kwargs)
+            drafts[at] = stock(smaller, *of_forward, num_sampled[at], num_rejected[at], *args[6:], **kwargs)
         return drafts
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:

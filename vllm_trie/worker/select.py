@@ -58,24 +58,20 @@ class Selector:
             sampled: [R, ...] int64, receives the newest token of every row of a group.
         """
         alike = defaultdict(list)
-        for group_id in context.selecting:
-            if group_id not in context.forests:
-                asked = context.steps[group_id]
+        for group_id, asked in context.steps.items():
+            if asked.selects and group_id not in context.forests:
                 alike[asked.rules, asked.decodes].append(group_id)
         selected, reorders = [], Reorders()
+        into_slots = kernels.select_next if kernels.run_on(logits.device) else select_next
         for (rules, decodes), group_ids in alike.items():
             groups = [self._groups[group_id] for group_id in group_ids]
             slots = np.array([group.slots for group in groups])
             places = rows.places(slots)
             scores = torch.stack([group.scores for group in groups])
-            draws = [context.steps[group_id].draw for group_id in group_ids]
+            random = self._random(rules, [context.steps[group_id].draw for group_id in group_ids])
+            completes = self.completes(rules, lambda group, row: self.history(groups[group], row))  # noqa: B023
             step = take_step(
-                rules,
-                self._logits(rules, rows, logits, slots, places),
-                scores,
-                random=self._random(rules, draws),
-                completes=self.completes(rules, lambda group, row: self.history(groups[group], row)),  # noqa: B023
-                select_next=kernels.select_next if kernels.run_on(logits.device) else select_next,
+                rules, self._logits(rules, rows, logits, slots, places), scores, random, completes, into_slots
             )
             selected.append(Selected(group_ids, *packed(step)))
             tokens = step.tokens.long()
@@ -87,8 +83,10 @@ class Selector:
                 num_tokens = rows.num_tokens(places[:, 0])
                 reorders.add(slots, step.parents, [len(group.prompt) for group in groups], num_tokens)
         if reorders.rows:
-            is_controlled = any(rules.is_controlled for rules, _ in alike)
-            self._reorder(reorders, is_controlled)
+            moved = reorders.on(self._runner.device)
+            reorder_rows(moved, self._runner.req_states.all_token_ids.gpu, self.tables, self.kv_blocks)
+            if any(rules.is_controlled for rules, _ in alike):
+                self._reorder_controls(moved.slots, moved.sources)
         return selected
 
     def _logits(
@@ -129,17 +127,10 @@ class Selector:
         at, in_slots, local = (
             async_tensor_h2d(values, device=logits.device, dtype=torch.int64) for values in (index, slots, depths)
         )
-        tokens = batch.logits_indices[at]
+        newest = batch.logits_indices[at]
+        positions, tokens = batch.positions[newest], batch.input_ids[newest]
         return self._sampler.apply_sampling_params(
-            logits[at],
-            in_slots,
-            in_slots,
-            slots,
-            batch.positions[tokens],
-            batch.input_ids[tokens],
-            local.int(),
-            num_tokens,
-            skip_top_k_top_p=True,
+            logits[at], in_slots, in_slots, slots, positions, tokens, local.int(), num_tokens, skip_top_k_top_p=True
         )
 
     def _random(self, rules: SelectRules, draws: Sequence[tuple[int, int] | None]) -> Random | None:
@@ -179,13 +170,16 @@ class Selector:
         generated = states.all_token_ids.gpu[slot, len(prompt) : int(states.total_len.gpu[slot])]
         return prompt[-CONTEXT:], generated.tolist()
 
-    def adopt(self, slots: np.ndarray, sources: np.ndarray, num_tokens: int, tables: list[np.ndarray]) -> None:
+    def adopt(
+        self, slots: np.ndarray, sources: np.ndarray, num_tokens: int, tables: list[np.ndarray], is_controlled: bool
+    ) -> None:
         """Let rows continue the histories of others, with these blocks.
 
         Args:
             slots, sources: [b] slots of rows.
             num_tokens: Of the histories.
             tables: By KV cache group: [b, columns] the blocks that each row has then.
+            is_controlled: Whether they also take over what the processors of their logits know.
         """
         states, block_tables = self._runner.req_states, self._runner.block_tables
         to, source = (
@@ -196,14 +190,10 @@ class Selector:
             blocks = async_tensor_h2d(table, device=self._runner.device, dtype=torch.int32)
             block_tables.block_tables[number].gpu[to, : table.shape[1]] = blocks
             block_tables.num_blocks.np[number, slots] = table.shape[1]
-
-    def _reorder(self, reorders: Reorders, is_controlled: bool) -> None:
-        rows = reorders.on(self._runner.device)
-        reorder_rows(rows, self._runner.req_states.all_token_ids.gpu, self.tables, self.kv_blocks)
         if is_controlled:
-            self.reorder_controls(rows.slots, rows.sources)
+            self._reorder_controls(to, source)
 
-    def reorder_controls(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
+    def _reorder_controls(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
         """Let rows take over what the processors of their logits know of those that they continue.
 
         Args:

@@ -21,11 +21,6 @@ class Selected(NamedTuple):
     packed: torch.Tensor  # [G, n] int32
     layout: Layout
 
-    def decided(self, on_host: np.ndarray) -> dict[str, Decided]:
-        """By group. `on_host`: a copy of `packed`."""
-        steps = unpacked(on_host, self.layout)
-        return {group_id: Decided([step]) for group_id, step in zip(self.group_ids, steps, strict=True)}
-
 
 @dataclass(slots=True)
 class StepContext:
@@ -41,11 +36,6 @@ class StepContext:
     selected: list[Selected] = field(default_factory=list)  # what was decided, on the device
     decided: dict[str, Decided] = field(default_factory=dict)  # what was decided on the host: of the forests
     decided_at: Any = field(default_factory=lambda: torch.cuda.Event())  # type: ignore[no-untyped-call]
-
-    @property
-    def selecting(self) -> list[str]:
-        """Groups that have reached the end of what is known, and search."""
-        return [group_id for group_id, step in self.steps.items() if step.selects]
 
     @property
     def decoding(self) -> list[str]:
@@ -66,5 +56,6 @@ class StepContext:
         """All that was decided, by group. `packed`: copies of what is on the device."""
         decided = dict(self.decided)
         for selected, on_host in zip(self.selected, packed, strict=True):
-            decided |= selected.decided(on_host)
+            steps = zip(selected.group_ids, unpacked(on_host, selected.layout), strict=True)
+            decided |= {group_id: Decided([step]) for group_id, step in steps}
         return decided

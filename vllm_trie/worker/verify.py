@@ -72,7 +72,7 @@ class _Nodes:
     def __init__(self, selector: Selector, rows: BatchRows, forest_step: ForestStep, logits: torch.Tensor) -> None:
         self.forest_step = forest_step
         self.forest = forest_step.forest
-        self.rules = [forest_step.step.rules, *forest_step.budget.rules]  # by step
+        self.rules = forest_step.rules
         self._selector = selector
         lengths = np.array([len(path) for path in self.forest.rows])
         starts = lengths.cumsum() - lengths
@@ -95,17 +95,18 @@ class _Nodes:
     def step(self, rules: SelectRules, nodes: list[int], scores: np.ndarray) -> Step:
         """One step of the search from beams at `nodes`, with cumulative `scores` [b], on the host."""
         of_beams = async_tensor_h2d(scores, device=self._logits.device, dtype=torch.float32)
-        step = take_step(rules, self.logits(nodes)[None], of_beams[None], completes=self.completes(rules, nodes))
-        return _on_host(step)
+        completes = self.completes(rules, nodes)
+        return _on_host(take_step(rules, self.logits(nodes)[None], of_beams[None], completes=completes))
 
     def completes(self, rules: SelectRules, nodes: list[int]) -> Completes | None:
         """See `Selector.completes`."""
-        return self._selector.completes(rules, lambda _, beam: self._history(nodes[beam]))
 
-    def _history(self, node: int) -> tuple[list[int], list[int]]:
-        root, *path = self.forest.path(node)
-        prompt, generated = self._selector.history(self.forest_step.group, root)
-        return prompt, generated + [self.forest.tokens[node] for node in path]
+        def history(_: int, beam: int) -> tuple[list[int], list[int]]:
+            root, *path = self.forest.path(nodes[beam])
+            prompt, generated = self._selector.history(self.forest_step.group, root)
+            return prompt, generated + [self.forest.tokens[node] for node in path]
+
+        return self._selector.completes(rules, history)
 
 
 def _on_host(step: Step) -> Step:
@@ -114,9 +115,8 @@ def _on_host(step: Step) -> Step:
     return of_group
 
 
-Found = tuple[
-    list[Step], list[list[int]], list[int]
-]  # steps, the nodes of the beams before each, drafts accepted by each
+# Steps, the nodes of the beams before each, and how many drafts each accepted.
+Found = tuple[list[Step], list[list[int]], list[int]]
 
 
 def _beam_search(nodes: _Nodes) -> Found:
@@ -136,9 +136,8 @@ def _beam_search(nodes: _Nodes) -> Found:
         chosen = zip(step.parents.tolist(), step.tokens.tolist(), strict=True)
         drafts = [forest.child(beams[-1][parent], token) for parent, token in chosen]
         is_seen = np.array([draft is not None for draft in drafts])
-        if rules is nodes.rules[-1] or rules.is_last or step.num_beams < len(drafts) or not is_seen.any():
-            break
-        if not is_seen.all() and not rules.ranks_together:
+        may_go_on = is_seen.any() if rules.ranks_together else is_seen.all()
+        if rules is nodes.rules[-1] or rules.is_last or step.num_beams < len(drafts) or not may_go_on:
             break
         unseen = step.scores[~is_seen].max(initial=DEAD)
         scores = np.where(is_seen, step.scores, DEAD)
