@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests import models
 from tests.rows import WatchedRows
 from vllm_trie.selection import has_beams
 
 os.environ.setdefault("VLLM_TRIE_CHECK", "strict")  # also in the processes that tests start
-torch._dynamo.config.disable = True  # engines here are eager; vLLM would still compile a kernel for log-probabilities
-
 ROOT = Path(__file__).resolve().parent.parent
 TRAINED_TARGET = ROOT / "benchmarks" / "stdlib_pair" / "target"
 BLOCK_SIZE = 32  # the smallest that vLLM's CPU attention takes
