@@ -22,11 +22,12 @@ BLOCK_SIZE = 32  # the smallest that vLLM's CPU attention takes
 KV_CACHE_BYTES = 256 << 20
 
 STARTS_ENGINES = ("engines", "_engines")  # the fixtures
-SLOW = (  # whatever else takes long: processes, servers, and files or tests with many draws
+SLOW = (  # whatever else takes long: it starts processes, or servers
     "tests/benchmarks/",
     "tests/distributed/",
     "tests/entrypoints/test_server.py",
     "tests/entrypoints/test_beam_search.py",
+    "tests/entrypoints/test_cli.py::test_a_command_other_than_serve_knows_the_flag_too",
     "tests/worker/cpu/",
     "tests/worker/test_kernels_compile.py",
     "tests/test_plugin.py",
