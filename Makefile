@@ -26,7 +26,7 @@ test: $(READY) lint
 
 test-fast: $(READY)
 	$(PYTHON) -m ruff check .
-	$(PYTHON) -m pytest -m "not slow"
+	TRIE_OPERATIONS=20000 $(PYTHON) -m pytest -m "not slow" --numprocesses 2 --ignore tests/benchmarks --ignore tests/distributed
 
 test-0.33: $(READY_033)
 	$(VENV_033)/bin/python -m pytest tests/engine tests/entrypoints tests/worker tests/compat tests/search/test_vllm_semantics.py tests/test_*.py

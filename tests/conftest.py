@@ -10,26 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests import models
 from tests.rows import WatchedRows
 from vllm_trie.selection import has_beams
 
 os.environ.setdefault("VLLM_TRIE_CHECK", "strict")  # also in the processes that tests start
-torch._dynamo.config.disable = True  # engines here are eager; vLLM would still compile a kernel for log-probabilities
-
 ROOT = Path(__file__).resolve().parent.parent
 TRAINED_TARGET = ROOT / "benchmarks" / "stdlib_pair" / "target"
 BLOCK_SIZE = 32  # the smallest that vLLM's CPU attention takes
 KV_CACHE_BYTES = 256 << 20
 
 STARTS_ENGINES = ("engines", "_engines")  # the fixtures
-SLOW = (  # whatever else takes long: processes, servers, and files or tests with many draws
+SLOW = (  # whatever else takes long: it starts processes, or servers
     "tests/benchmarks/",
     "tests/distributed/",
     "tests/entrypoints/test_server.py",
     "tests/entrypoints/test_beam_search.py",
+    "tests/entrypoints/test_cli.py::test_a_command_other_than_serve_knows_the_flag_too",
     "tests/worker/cpu/",
     "tests/worker/test_kernels_compile.py",
     "tests/test_plugin.py",

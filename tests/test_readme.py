@@ -93,7 +93,7 @@ def test_the_first_example_runs_as_its_user_runs_it(tmp_path: Path) -> None:
     """With an engine in a process of its own, compiled."""
     script = tmp_path / "example.py"
     script.write_text(next(example.code for example in OFFLINE if example.document == "README.md"))
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCHDYNAMO_DISABLE": "0"}
     result = subprocess.run([sys.executable, script], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     assert len(re.findall(r"^ *-\d+\.\d+ ", result.stdout, re.MULTILINE)) == 2 * 3

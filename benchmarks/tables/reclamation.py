@@ -132,13 +132,13 @@ def measure_cost(bench: Bench, width: int, who: str, interval_steps: int) -> Mea
     num_tokens = max(setting.max_tokens or setting.pick(48, 1000, 1000), interval_steps + 2)  # at least one falls due
     (prompt,) = bench.prompts(1)
     if who == OURS:
-        whole, reclaim, commit = _engine_steps(bench, prompt, width, interval_steps, num_tokens)
+        whole, reclaim, forks = _engine_steps(bench, prompt, width, interval_steps, num_tokens)
     else:
         found = PublishedTrieSearch(bench.reference(), interval_steps).search(prompt, width, num_tokens, None)
         whole = [1000 * seconds for seconds in found.step_seconds]
         reclaim = [0.0] * len(whole)
         reclaim[interval_steps - 1 : -1 : interval_steps] = [1000 * seconds for seconds in found.reclaim_seconds]
-        commit = reclaim
+        forks = reclaim
     each = [ms for ms in reclaim if ms]
     row = (
         width,
@@ -150,7 +150,7 @@ def measure_cost(bench: Bench, width: int, who: str, interval_steps: int) -> Mea
         max(each),
         str(interval(whole)),
         100 * sum(each) / sum(whole),
-        100 * sum(commit) / sum(whole),
+        100 * sum(forks) / sum(whole),
     )
     return Measured([row], {"whole": whole, "reclaim": reclaim})
 
@@ -163,12 +163,13 @@ def _engine_steps(
     params = beam_params(width, max_tokens=num_tokens, ignore_eos=True)
     with (
         reclaiming_every(llm, interval_steps),
-        clocked(llm, {part: (BeamKVCacheManager, part) for part in ("_reclaim", "commit")}) as clock,
+        clocked(llm, {part: (BeamKVCacheManager, part) for part in ("_reclaim", "replay_forks")}) as clock,
     ):
         generate(llm, [{"prompt_token_ids": prompt}], params)
     decoding = [step for step in clock.steps if step["whole step"]][1:]
-    whole, reclaim, commit = ([1000 * step[part] for step in decoding] for part in ("whole step", "_reclaim", "commit"))
-    return whole, reclaim, commit
+    parts = ("whole step", "_reclaim", "replay_forks")
+    whole, reclaim, forks = ([1000 * step[part] for step in decoding] for part in parts)
+    return whole, reclaim, forks
 
 
 COST = Table(

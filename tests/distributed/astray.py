@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 from vllm import LLM
 from vllm.v1.engine.exceptions import EngineDeadError

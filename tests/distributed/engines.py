@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ class ParallelEngine(Engine):
     """An engine whose scheduler is in this process, and whose ranks are not."""
 
     def __init__(self, model: Path, **options: Any) -> None:
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # workers find it in their environment; see tests.conftest
         checks = {"check_invariants": True, "debug_rank_check": True}
         super().__init__(
             model,
