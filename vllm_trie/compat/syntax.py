@@ -24,7 +24,7 @@ def _essence(part: Any) -> Any:
         fields = [(name, value) for name, value in ast.iter_fields(part) if name not in _WORDS]
         return type(part).__name__, *((name, _essence(value)) for name, value in fields if value not in (None, []))
     if isinstance(part, list):
-        return [_essence(one) for one in part if not _only_tells(one)]
+        return [_essence(item) for item in part if not _only_tells(item)]
     return repr(part)
 
 
@@ -44,15 +44,15 @@ def signature(node: Any) -> str:
     Of a class, the fields that it is made with.
     """
     if isinstance(node, ast.ClassDef):
-        declared = [one for one in node.body if isinstance(one, ast.AnnAssign)]
-        return f"class({', '.join(ast.unparse(one.target) + '=' * (one.value is not None) for one in declared)})"
+        declared = [field for field in node.body if isinstance(field, ast.AnnAssign)]
+        return f"class({', '.join(ast.unparse(field.target) + '=' * (field.value is not None) for field in declared)})"
     kinds = ["async"] if isinstance(node, ast.AsyncFunctionDef) else []
     kinds += sorted(name for decorator in node.decorator_list if (name := ast.unparse(decorator)) in _KINDS)
-    given, names = node.args, [f"/{one.arg}" for one in node.args.posonlyargs] + [one.arg for one in node.args.args]
+    given, names = node.args, [f"/{p.arg}" for p in node.args.posonlyargs] + [p.arg for p in node.args.args]
     listed = [name + "=" * (at >= len(names) - len(given.defaults)) for at, name in enumerate(names)]
     listed += ["*"] * (given.vararg is not None)
     by_name = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    listed += [f"*{one.arg}" + "=" * (default is not None) for one, default in by_name]
+    listed += [f"*{p.arg}" + "=" * (default is not None) for p, default in by_name]
     listed += ["**"] * (given.kwarg is not None)
     return f"{' '.join(kinds)}({', '.join(listed)})"
 
@@ -69,13 +69,13 @@ def misfit(recorded: str, found: str) -> str:
             return f"takes {name!r} differently"
     if added := [name for name in now if name not in was and not now[name].endswith(("=", "*"))]:
         return f"wants {added[0]!r}, too"
-    orders = [[name for name, parameter in one.items() if not parameter.startswith("*")] for one in (was, now)]
+    orders = [[name for name, parameter in of.items() if not parameter.startswith("*")] for of in (was, now)]
     return "" if orders[1][: len(orders[0])] == orders[0] else "takes its parameters in another order"
 
 
 def _parameters(text: str) -> tuple[str, dict[str, str]]:
     kind, _, listed = text.removesuffix(")").partition("(")
-    return kind, {one.strip("*/=") or one: one for one in listed.split(", ") if one}
+    return kind, {p.strip("*/=") or p: p for p in listed.split(", ") if p}
 
 
 def fields(node: ast.ClassDef) -> set[str]:

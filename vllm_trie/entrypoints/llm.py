@@ -115,7 +115,7 @@ def _search(
     for request_id, prompt in zip(request_ids, prompts, strict=True):
         places: dict[Any, Any] = {}
         found = outputs[request_id].outputs
-        sequences = [_sequence(one, prompt.engine_input, tokenizer, params, places) for one in found]
+        sequences = [_sequence(output, prompt.engine_input, tokenizer, params, places) for output in found]
         for sequence in sequences:
             sequence.lora_request = prompt.adapter
         results.append(BeamSearchOutput(sequences))

@@ -63,7 +63,7 @@ def _add_beams(original: Callable[..., None], self: StatLoggerManager, *args: An
     given = arguments(original, self, *args, **kwargs)
     if not has_beams(given["vllm_config"]):
         return
-    prometheus = next(one for one in self.stat_loggers if isinstance(one, PrometheusStatLogger))
+    prometheus = next(known for known in self.stat_loggers if isinstance(known, PrometheusStatLogger))
     writes_lines = given["enable_default_loggers"] and given["client_count"] == 1  # as vLLM: several see a part each
     beams = BeamStatLogger(prometheus, writes_lines, given["aggregate_engine_logging"])
     self.stat_loggers.insert(0, beams)  # it takes what the others must not see

@@ -130,8 +130,8 @@ def _as_vllm_returns_it(
     output: RequestOutput, eos_token_id: int | None, eos_token_ids: set[int], params: BeamSearchParams
 ) -> None:
     """vLLM's own loop names the EOS token as stop reason, and leaves it out of the tokens unless told otherwise."""
-    for one in output.outputs:
-        if one.finish_reason == "stop" and one.stop_reason is None:
-            one.stop_reason = eos_token_id
-        if one.stop_reason in eos_token_ids and not params.include_stop_str_in_output:
-            one.token_ids = one.token_ids[:-1]
+    for hypothesis in output.outputs:
+        if hypothesis.finish_reason == "stop" and hypothesis.stop_reason is None:
+            hypothesis.stop_reason = eos_token_id
+        if hypothesis.stop_reason in eos_token_ids and not params.include_stop_str_in_output:
+            hypothesis.token_ids = hypothesis.token_ids[:-1]

@@ -83,7 +83,7 @@ def _unambiguous(
     in_order, lasts = scores.tolist(), total[..., -1].tolist()
     if any(max(of_rows) >= max(best[:count][-1], LEAST) for of_rows, best in zip(lasts, in_order, strict=True)):
         return None
-    if any(one == other for best in in_order for one, other in pairwise(best)):
+    if any(score == following for best in in_order for score, following in pairwise(best)):
         return _merged(total, tokens, vocab_size, count)
     scores, places = scores[:, :count], places[:, :count]
     return Candidates(places // total.shape[-1], tokens.flatten(1).gather(1, places), scores)

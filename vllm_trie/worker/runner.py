@@ -132,7 +132,7 @@ class BeamModelRunner(GPUModelRunner):
         step.decided = verify(self.selector, step, rows, logits, sampled, num_sampled) if step.forests else {}
         if self.rank_check is not None:
             decided = step.results([selected.packed.cpu().numpy() for selected in step.selected])
-            self.rank_check.compare("beams", {group_id: one.as_arrays() for group_id, one in decided.items()})
+            self.rank_check.compare("beams", {group_id: of_group.as_arrays() for group_id, of_group in decided.items()})
         counts, rejected = async_tensor_h2d(num_sampled, device=self.device)
         step.decided_at.record()
         num_nans = get_num_nans(logits[batch.cu_num_logits[:-1].long()]) if sampler.compute_nans else None

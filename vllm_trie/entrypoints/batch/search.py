@@ -55,7 +55,7 @@ class Searcher:
         prompts = [Prompt(json.loads(own_id), str(text)) for own_id, text in zip(*batch.values(), strict=True)]
         answers = zip(prompts, self._search([prompt.prompt for prompt in prompts]), strict=True)
         objects = [{**prompt._asdict(), "search": self._asked, **answer} for prompt, answer in answers]
-        return {"line": [json.dumps(one, ensure_ascii=False) for one in objects]}
+        return {"line": [json.dumps(fields, ensure_ascii=False) for fields in objects]}
 
     def _search(self, texts: Sequence[str]) -> list[dict[str, Any]]:
         """What comes of each prompt. One that the engine refuses does not keep others from being searched."""
@@ -75,8 +75,10 @@ class Searcher:
         best = output.outputs[0]
         if best.finish_reason == "error":
             return {"hypotheses": [], "error": best.stop_reason}
-        found = [one for one in output.outputs if one.stop_reason != NO_HYPOTHESIS]
-        return {"hypotheses": [self._hypothesis(one, len(output.prompt_token_ids or ())) for one in found]}
+        found = [hypothesis for hypothesis in output.outputs if hypothesis.stop_reason != NO_HYPOTHESIS]
+        return {
+            "hypotheses": [self._hypothesis(hypothesis, len(output.prompt_token_ids or ())) for hypothesis in found]
+        }
 
     def _hypothesis(self, found: CompletionOutput, prompt_length: int) -> dict[str, Any]:
         tokens, total = list(found.token_ids), found.cumulative_logprob
