@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,33 @@ def test_patching_twice_raises(victim: types.ModuleType) -> None:
 def test_patching_what_does_not_exist_raises(victim: types.ModuleType) -> None:
     with pytest.raises(PatchError, match=r"no patch_victim\.question"):
         Patch("patch_victim", "question").apply(None)
+
+
+def test_a_wrapper_gets_the_original_once_whatever_kind_it_is(victim: types.ModuleType) -> None:
+    class Holder:
+        def method(self, number: int) -> int:
+            return number
+
+        @classmethod
+        def of_class(cls, number: int) -> tuple[type, int]:
+            return cls, number
+
+        @staticmethod
+        def alone(number: int) -> int:
+            return number
+
+    victim.Holder = Holder
+
+    def doubling(original: Callable[..., Any], *given: Any) -> Any:
+        return original(*given[:-1], 2 * given[-1])
+
+    for name in ("method", "of_class", "alone"):
+        patch = Patch("patch_victim:Holder", name)
+        patch.wrap(doubling)
+        patch.wrap(doubling)
+    assert (Holder().method(1), Holder.of_class(1), Holder.alone(1)) == (2, (Holder, 2), 2)
+    with pytest.raises(PatchError, match=r"no patch_victim:Holder\.gone"):
+        Patch("patch_victim:Holder", "gone").wrap(doubling)
 
 
 def test_scoped_patch_comes_off_after_an_error(victim: types.ModuleType) -> None:

@@ -117,7 +117,7 @@ def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | No
         ValueError: naming the option, its value and what would work.
     """
     if TICKET in (params.extra_args or {}):
-        raise ValueError(f"extra_args may not contain {TICKET!r}, which the engine adds; leave it out")
+        raise ValueError(f"{TICKET} is a mark of the front end's own; leave it out")
     beam = BeamParams.from_extra_args(params.extra_args)
     if beam is None:
         return None
