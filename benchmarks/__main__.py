@@ -18,15 +18,20 @@ from benchmarks.harness import MAX_NUM_SEQS, SIZES, Bench, Setting, Table, run
 from benchmarks.prompts import CODE, PromptSet
 from benchmarks.report import as_markdown
 from benchmarks.tables import (
+    attention,
     concurrency,
     controls,
     energy,
     fidelity,
+    grammars,
     host,
+    lookup,
     memory,
     reclamation,
+    retrieval,
     serve,
     speculation,
+    step_search,
     throughput,
     traffic,
     wide,
@@ -45,13 +50,25 @@ TABLES: dict[str, Table] = {
     "steps": speculation.STEPS,
     "quality": speculation.QUALITY,
     "cost": speculation.COST,
+    "auto": speculation.AUTO,
     "blocks": speculation.BLOCKS,
     "host": host.TABLE,
     "controls": controls.TABLE,
+    "grammars": grammars.TABLE,
     "serve": serve.TABLE,
     "latency": serve.LATENCY,
+    "catalogs": retrieval.SIZES,
+    "retrieval": retrieval.TABLE,
+    "load": retrieval.LOAD,
+    "lookup": lookup.TABLE,
+    "attention": attention.STEP,
+    "shared": attention.SEARCH,
+    "steps_scored": step_search.TABLE,
 }
-OURS_ALONE = ("host", "controls", "serve", "latency")  # no paper has them
+OURS_ALONE = (  # no paper has them
+    *("host", "controls", "grammars", "serve", "latency", "catalogs", "retrieval", "load"),
+    *("auto", "lookup", "attention", "shared", "steps_scored"),
+)
 OF_PAPERS = [name for name in TABLES if name not in OURS_ALONE]
 INTERRUPTED = 130
 DTYPES = ("float32", "bfloat16", "float16")
@@ -95,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--widths", nargs="+", type=_positive, metavar="BEAMS", help="where a table compares widths")
     parser.add_argument("--max-tokens", type=_positive, help="to generate; by default each table's own choice")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the engine and of transformers")
+    parser.add_argument("--catalog", metavar="FILE", help="that tables of retrieval search along; default: made up")
     parser.add_argument("--kv-cache-gib", type=float, default=1.0, metavar="GIB", help="for KV blocks")
     parser.add_argument("--repeats", type=_positive, default=3, help="alternations per timing; medians are shown")
     parser.add_argument("--again", action="store_true", help="measure anew what is measured already")
@@ -133,6 +151,7 @@ def _setting(args: argparse.Namespace) -> Setting:
         args.size,
         args.dtype,
         args.kv_cache_gib,
+        args.catalog,
     )
 
 

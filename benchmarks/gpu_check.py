@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks import gpu_kernels, shared_prefix
+from benchmarks import gpu_attention, gpu_kernels, shared_prefix
 from benchmarks.common import console, save, show
 
 PARITY = ("tests/worker", "tests/engine/test_parity.py")
@@ -37,12 +37,15 @@ def check_kernels(out: Path, num_inputs: int) -> None:
 
 
 def check_attention(out: Path) -> None:
-    """Time attention to a shared prefix, where xformers is there to do it."""
+    """Check and time attention over shared blocks by our kernels; also by xformers, where that is there."""
+    rows = list(gpu_attention.by_prefix(torch.device("cuda")))
+    show("Attention over shared blocks, by our kernels", gpu_attention.COLUMNS, rows, gpu_attention.NOTE)
+    save(out, "gpu_attention", gpu_attention.COLUMNS, rows, gpu_attention.NOTE)
     if find_spec("xformers") is None:
-        console.print("Attention to a shared prefix is left out: xformers is not installed.")
+        console.print("Attention to a shared prefix by xformers is left out: xformers is not installed.")
         return
     rows = list(shared_prefix.by_prefix(torch.device("cuda")))
-    show("Attention to a shared prefix", shared_prefix.COLUMNS, rows, shared_prefix.NOTE)
+    show("Attention to a shared prefix, by xformers", shared_prefix.COLUMNS, rows, shared_prefix.NOTE)
     save(out, "shared_prefix", shared_prefix.COLUMNS, rows, shared_prefix.NOTE)
 
 

@@ -45,6 +45,7 @@ class Setting:
         size: How many prompts, lengths and widths there are, of `SIZES`.
         dtype: Of the engine, and of transformers.
         kv_cache_gib: For KV blocks.
+        catalog: The file that tables of retrieval search along; None: synthetic ones.
     """
 
     model: str = str(TARGET)
@@ -56,6 +57,7 @@ class Setting:
     size: str = "quick"
     dtype: str = "float32"
     kv_cache_gib: float = 1.0
+    catalog: str | None = None
 
     def pick(self, minimal: Any, quick: Any, full: Any) -> Any:
         """The one of three that fits the size of this run."""
@@ -103,6 +105,13 @@ class Bench:
             self._made[variant] = str(models.make(variant, self.setting.model, self._folder / str(len(self._made))))
         return self._made[variant]
 
+    def file(self, name: str, write: Callable[[Path], None]) -> str:
+        """A file that is written once."""
+        path = self._folder / name.replace(" ", "-")
+        if not path.exists():
+            write(path)
+        return str(path)
+
     def engine(self, variant: str = models.AS_IT_IS, **options: Any) -> Any:
         """An `LLM` in this process, with beams.
 
@@ -113,16 +122,15 @@ class Bench:
         if self._asked != (variant, options):
             self.stop_engine()
             model = self.model(variant)
+            longest = min(MAX_MODEL_LEN, models.longest(model))
+            limits = {"max_num_seqs": MAX_NUM_SEQS, "max_logprobs": 2 * MAX_NUM_SEQS, "max_model_len": longest}
             self._engine = make_engine(
                 in_process=True,
                 model=model,
                 enforce_eager=True,
                 dtype=self.setting.dtype,
                 kv_cache_memory_bytes=int(self.setting.kv_cache_gib * (1 << 30)),
-                max_num_seqs=MAX_NUM_SEQS,
-                max_logprobs=2 * MAX_NUM_SEQS,
-                max_model_len=min(MAX_MODEL_LEN, models.longest(model)),
-                **options,
+                **limits | options,
             )
             self._asked = (variant, options)
         return self._engine

@@ -7,14 +7,24 @@ a window it forgets what is far, and with layers that change nothing it is deepe
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
+
+from benchmarks.copying import copying_model
 
 AS_IT_IS = "as it is"
 FULL_HEADS = "MHA"
 WINDOW_TOKENS = 128
 WINDOW = f"window {WINDOW_TOKENS}"
 VARIANTS = (AS_IT_IS, FULL_HEADS, WINDOW)
+RANDOM_60M = "random, 60 M"
+COPIES = "copies"
+
+
+def deeper(times: int) -> str:
+    """The variant that is so many times as deep."""
+    return AS_IT_IS if times == 1 else f"{times}x deeper"
 
 
 def variants(model: str) -> tuple[str, ...]:
@@ -49,13 +59,22 @@ def longest(model: str) -> int:
 
 
 def make(variant: str, model: str, folder: Path) -> Path:
-    """Save a variant of `VARIANTS`, or "7x deeper" and the like, in a folder."""
+    """Save a variant of `VARIANTS`, `RANDOM_60M`, `COPIES`, or "7x deeper" and the like, in a folder.
+
+    Of the last two together, as in "copies, 7x deeper", the tokenizer alone is the given model's.
+    """
     if variant == FULL_HEADS:
         changed = _with_full_heads(model)
     elif variant == WINDOW:
         changed = _with_window(model)
+    elif variant == RANDOM_60M:
+        changed = _random()
+    elif variant == COPIES:
+        changed = _copying(model)
+    elif match := re.fullmatch(rf"{COPIES}, (\d+)x deeper", variant):
+        changed = _deepened(_copying(model), int(match[1]))
     elif match := re.fullmatch(r"(\d+)x deeper", variant):
-        changed = _deepened(model, int(match[1]))
+        changed = _deepened(_load(model)[0], int(match[1]))
     else:
         raise ValueError(f"no variant {variant!r} of a model; known: {', '.join(VARIANTS)} and '<n>x deeper'")
     from transformers import AutoTokenizer
@@ -63,6 +82,29 @@ def make(variant: str, model: str, folder: Path) -> Path:
     changed.save_pretrained(folder)
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
     return folder
+
+
+def _random() -> Any:
+    """A Llama of 62 million parameters, a usual vocabulary among them, that has learnt nothing."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32_000,
+            hidden_size=512,
+            intermediate_size=2048,
+            num_hidden_layers=11,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            initializer_range=0.05,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+    )
 
 
 def _load(model: str) -> tuple[Any, Any]:
@@ -100,12 +142,22 @@ def _with_window(model: str) -> Any:
     return changed
 
 
-def _deepened(model: str, times: int) -> Any:
+def _copying(model: str) -> Any:
+    """A model with another's tokens, see `benchmarks.copying`."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    return copying_model(config.vocab_size, config.bos_token_id, config.eos_token_id)
+
+
+def _deepened(source: Any, times: int) -> Any:
     import torch
 
-    source, config = _load(model)
+    config = deepcopy(source.config)
     depth = config.num_hidden_layers
     config.num_hidden_layers = times * depth
+    if getattr(config, "layer_types", None) is not None:  # of Qwen2
+        config.layer_types = times * config.layer_types
     changed = type(source)(config)
     missing, unexpected = changed.load_state_dict(source.state_dict(), strict=False)
     assert not unexpected

@@ -43,7 +43,7 @@ def search() -> tuple[list[list[str]], BlockTrie, list[BlockCopy]]:
     copies: list[BlockCopy] = []
     for number, (parents, tokens) in enumerate(STEPS):
         if number == len(STEPS) - 1:
-            finished = hypotheses.finish(STOPPING_ROW, WORDS.index(STOP), 0.0)
+            (finished,) = hypotheses.finish([STOPPING_ROW], [WORDS.index(STOP)], [0.0])
         hypotheses.advance(parents, [WORDS.index(token) for token in tokens], [0.0] * len(tokens))
         if number == 0:
             paths = [[row] for row in range(len(parents))]

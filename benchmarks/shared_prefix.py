@@ -1,6 +1,6 @@
 """Attention of b rows that share a prefix: row by row, and the prefix once for all rows, merged; by xformers.
 
-It answers one question: what reading a shared prefix once would save. vLLM does not do it, nor do we.
+Somebody else's kernels, to tell what reading a shared prefix once saves; `gpu_attention` has ours.
 """
 
 from __future__ import annotations

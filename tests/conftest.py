@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.models import COPIES, make
 from tests import models
 from tests.rows import WatchedRows
 from vllm_trie.selection import has_beams
@@ -25,7 +26,12 @@ STARTS_ENGINES = ("engines", "_engines")  # the fixtures
 SLOW = (  # whatever else takes long: it starts processes, or servers
     "tests/benchmarks/",
     "tests/distributed/",
+    "tests/entrypoints/test_catalog_api.py",
+    "tests/entrypoints/test_async_llm.py",
     "tests/entrypoints/test_server.py",
+    "tests/entrypoints/test_streams.py",
+    "tests/entrypoints/test_transcriptions.py",
+    "tests/entrypoints/test_step_search_served.py",
     "tests/entrypoints/test_beam_search.py",
     "tests/entrypoints/test_cli.py::test_a_command_other_than_serve_knows_the_flag_too",
     "tests/worker/cpu/",
@@ -48,6 +54,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder of a tiny random model, of a kind that `tests.models` knows."""
     return cache(lambda kind: models.make(kind, tmp_path_factory.mktemp(kind)))
+
+
+@pytest.fixture(scope="session")
+def copying_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a model that goes on as its newest tokens did before, with the trained model's tokens."""
+    return make(COPIES, str(TRAINED_TARGET), tmp_path_factory.mktemp("copies"))
 
 
 @cache

@@ -155,11 +155,13 @@ def loop_beams(
     allow: Allow = allowed,
     pruning: Mapping[str, Any] | None = None,
     start: Sequence[tuple[list[int], float]] = (([], 0.0),),
+    widths: Sequence[int] | None = None,
 ) -> list[Found]:
     """The `n` best hypotheses, best first; fewer if there are fewer. `decode` gives the text of generated tokens.
 
     Args:
         start: Beams of equal length to begin with, and their sums.
+        widths: Beams after each step, where they differ; the last one goes on.
     """
     uncounted = {*stop_token_ids} | ({eos} - {None})
     stops = {*stop_token_ids} if ignore_eos else uncounted
@@ -202,17 +204,18 @@ def loop_beams(
                         finish([*generated, token], rows[-1][token].item(), by)
                 if own_beams().stops_by_generation_config:  # nothing else goes on
                     rows[-1] = torch.full_like(rows[-1], IMPOSSIBLE).index_copy(0, proposals, rows[-1][proposals])
+        step_width = width if widths is None else widths[min(length, len(widths)) - 1]
         sums = pruned(torch.stack(rows), [total for _, total in beams], **pruning) if pruning else torch.stack(rows)
         ranked, live = sums.flatten().sort(descending=True, stable=True), []
         for rank, (total, place) in enumerate(zip(*(field.tolist() for field in ranked), strict=True)):
-            if total == IMPOSSIBLE or (len(live) == width and (rank >= width or semantics == "tridecode")):
+            if total == IMPOSSIBLE or (len(live) == step_width and (rank >= step_width or semantics == "tridecode")):
                 break
             parent, token = divmod(place, len(rows[0]))
             tokens, by = [*beams[parent][0], token], stopped_by(beams[parent][0], token)
-            may_finish = semantics == "tridecode" or (semantics == "hf" and rank < width)
+            may_finish = semantics == "tridecode" or (semantics == "hf" and rank < step_width)
             if may_finish and (by is not None or length == max_tokens):
                 finish(tokens, total, by)
-            if by is None and len(live) < width:
+            if by is None and len(live) < step_width:
                 live.append((tokens, total))
         full_at = length if full_at is None and len(pool) == width else full_at
         beams = live

@@ -60,6 +60,12 @@ KINDS: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma2": lambda: Gemma2Config(
         **{**COMMON, "num_hidden_layers": 4}, sliding_window=WINDOW, query_pre_attn_scalar=32
     ),
+    "gemma2_uncapped": lambda: Gemma2Config(
+        **{**COMMON, "num_hidden_layers": 4},
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=32,
+        attn_logit_softcapping=None,
+    ),
     "mixtral": lambda: MixtralConfig(**COMMON, **EXPERTS, num_local_experts=4),
     "toy": lambda: LlamaConfig(**TOY),
     "qwen3_moe": lambda: Qwen3MoeConfig(**COMMON, **EXPERTS, num_experts=4, moe_intermediate_size=64),

@@ -38,6 +38,7 @@ def modules():
         for part in name.split("."):
             target = getattr(target, part)
         target = target.fget if isinstance(target, property) else target
+        target = target.__wrapped__ if hasattr(target, "cache_clear") else target
         yield listed, target.__module__ if isinstance(target, type) else target.__globals__["__name__"]
 ours = [name for name, module in modules() if module.startswith("vllm_trie")]
 """
@@ -101,6 +102,7 @@ def drafting(**changed: object) -> dict[str, object]:
 
 
 STARTS, STARTS_SYNC = "vllm_trie.engine.async_scheduler.AsyncBeamScheduler", "vllm_trie.engine.scheduler.BeamScheduler"
+STARTS_EITHER = "BeamScheduler"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 ENGINES: list[tuple[dict, str]] = [  # options, and what comes of them where VLLM_PLUGINS=trie_beam selects
     ({}, STARTS),
@@ -115,15 +117,38 @@ ENGINES: list[tuple[dict, str]] = [  # options, and what comes of them where VLL
     ({"additional_config": {"trie-beam": {}}}, "unknown key 'trie-beam' in additional_config; did you mean"),
     ({"scheduler_cls": "mine.Scheduler"}, "scheduler_cls='mine.Scheduler' and trie_beam exclude each other"),
     ({"worker_cls": "mine.Worker"}, "worker_cls='mine.Worker' and trie_beam exclude each other"),
-    ({"pipeline_parallel_size": 2}, "trie_beam does not support pipeline_parallel_size > 1"),
+    (
+        {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}},
+        "trie_beam does not support ec_transfer_config (encoders elsewhere); start vLLM without it",
+    ),
+    ({"pipeline_parallel_size": 2}, STARTS),
+    (
+        drafting() | {"pipeline_parallel_size": 2},
+        "does not support pipeline_parallel_size > 1 together with speculative_config; start vLLM without it or",
+    ),
     (
         {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
         "does not support distributed_executor_backend='external_launcher' with several ranks; start vLLM without",
     ),
     ({"max_num_seqs": 64, "max_num_scheduled_tokens": 16}, "max_num_scheduled_tokens=16 below max_num_seqs=64"),
+    ({"speculative_config": NGRAM}, STARTS_EITHER),  # vLLM 0.33 schedules n-grams ahead, 0.32 does not
+    ({"speculative_config": NGRAM | {"method": "ngram_gpu"}}, STARTS),
     (
-        {"speculative_config": NGRAM},
-        "does not support speculative_config with method='ngram' (use \"draft_model\"); start vLLM without it",
+        {"speculative_config": NGRAM, "additional_config": {"trie_beam": {"speculation": "sample"}}},
+        'trie_beam.speculation="sample" needs a draft model, by whose distribution drafts are accepted, and this',
+    ),
+    ({"speculative_config": NGRAM, "additional_config": {"trie_beam": {"do_sample": True}}}, STARTS_EITHER),
+    (
+        {"speculative_config": NGRAM, "additional_config": {"method": "suffix"}},
+        'does not support speculative_config with method=\'suffix\' (use "draft_model" or "ngram"); start vLLM',
+    ),
+    *(
+        (
+            {"speculative_config": NGRAM, "additional_config": {"method": method}},
+            f"does not support speculative_config with method={method!r}, whose KV of a token depends on the token "
+            'after it, where beams that share a block may differ (use "draft_model" or "ngram"); start vLLM',
+        )
+        for method in ("eagle", "eagle3", "mtp")
     ),
     (drafting(), STARTS),
     (drafting(method=None) | {"async_scheduling": False}, STARTS_SYNC),
@@ -136,7 +161,7 @@ ENGINES: list[tuple[dict, str]] = [  # options, and what comes of them where VLL
     ({"additional_config": {"trie_beam": {"do_sample": True}}}, STARTS),
     (
         {"additional_config": {"trie_beam": {"speculation": "exact"}}},
-        'trie_beam.speculation="exact" needs a draft model; start the engine with speculative_config=',
+        'trie_beam.speculation="exact" needs drafts; start the engine with speculative_config=',
     ),
     (
         drafting(num_speculative_tokens=32) | {"block_size": 32},
@@ -166,6 +191,9 @@ for options in OPTIONS["engines"]:
         config = EngineArgs({str(TRAINED_TARGET)!r}, **options).create_engine_config()
         if "adaptive" in options.get("additional_config", ()):  # V1 refuses it when it makes the configuration
             config.speculative_config.enable_adaptive_verification = True
+            refuse_unsupported_engine(config)
+        if "method" in options.get("additional_config", ()):  # of which there is no model here
+            config.speculative_config.method = options["additional_config"]["method"]
             refuse_unsupported_engine(config)
         print(json.dumps(config.scheduler_config.scheduler_cls))
     except ValueError as error:

@@ -88,12 +88,20 @@ WORKS: dict[str, tuple[Any, dict[str, Any], Callable[[Any, Any], bool]]] = {
         {"stop": ["("]},
         lambda a, b: not any("(" in o.text for o in a.outputs) and any(o.text.endswith("(") for o in b.outputs),
     ),
+    "structured_outputs": (
+        StructuredOutputsParams(regex="[a-z]{3}"),
+        {},
+        lambda a, b: all(re.fullmatch("[a-z]{3}", o.text) for o in b.outputs) and differs(a, b),
+    ),
     "extra_args": ({"length_penalty": -1.0}, {}, differs),
     "skip_reading_prefix_cache": (True, {}, lambda a, b: a.num_cached_tokens > 0 == b.num_cached_tokens),
 }
+# Of fields of a stream, which `LLM.generate` has no use for: how long its parts are with them, in tokens.
+IN_PARTS: dict[str, tuple[Any, dict[str, Any], list[int]]] = {
+    "output_kind": (RequestOutputKind.DELTA, {}, [1] * 12),
+    "stream_interval": (5, {"output_kind": RequestOutputKind.DELTA}, [1, 5, 5, 1]),
+}
 IGNORED: dict[str, Any] = {
-    "output_kind": RequestOutputKind.FINAL_ONLY,
-    "stream_interval": 7,
     "watermarking": True,
     "skip_clone": True,
     "output_text_buffer_length": 7,
@@ -104,7 +112,6 @@ REFUSED: dict[str, Any] = {
     "prompt_logprob_token_ids": [[1]],
     "prompt_logprob_start": 2,
     "logprob_token_ids": [1],
-    "structured_outputs": StructuredOutputsParams(choice=["yes", "no"]),
     "thinking_token_budget": 3,
     "repetition_detection": RepetitionDetectionParams(2, 1, 2),
     "trace_decode_token_ids": [1],
@@ -128,7 +135,7 @@ def run(engine: Engine, *params: SamplingParams) -> list[Any]:
 def test_the_table_lists_every_field_once() -> None:
     public = [field.name for field in msgspec.structs.fields(SamplingParams) if not field.name.startswith("_")]
     assert sorted(field for field, _ in NAMED) == sorted(public)
-    for verdict, cases in {"works": WORKS, "ignored": IGNORED, "refused": REFUSED}.items():
+    for verdict, cases in {"works": WORKS | IN_PARTS, "ignored": IGNORED, "refused": REFUSED}.items():
         assert {field for field, said in NAMED if said == verdict} == cases.keys(), verdict
 
 
@@ -145,11 +152,17 @@ def test_ignored_fields_change_no_answer(engine: Engine) -> None:
         assert [o.text for o in other.outputs] == [o.text for o in plain.outputs], field
 
 
-def test_a_stream_of_settled_text_is_refused(engine: Engine) -> None:
-    params = params_of(output_kind=RequestOutputKind.DELTA)  # LLM.generate would replace it
+@pytest.mark.parametrize("field", IN_PARTS)
+def test_a_field_of_a_stream_shows_in_its_parts(engine: Engine, field: str) -> None:
+    value, others, lengths = IN_PARTS[field]
+    core = engine.llm.llm_engine
     (prompt,) = engine.llm._preprocess_cmpl([PROMPT])
-    with pytest.raises(ValueError, match="hypotheses are known when the search is over"):
-        engine.llm.llm_engine.add_request("delta", prompt, params)
+    asked = {"n": 1, "max_tokens": 12, "ignore_eos": True, "extra_args": {"beam_width": 1}, **others}
+    core.add_request("stream", prompt, params_of(**asked, **{field: value}))
+    parts = []
+    while core.has_unfinished_requests():
+        parts += [len(output.outputs[0].token_ids) for output in core.step()]
+    assert parts == lengths
 
 
 def test_every_working_field_shows_in_the_answer(engine: Engine) -> None:

@@ -15,16 +15,20 @@ from tests.conftest import BLOCK_SIZE, TRAINED_TARGET, Engine, Engines
 from tests.engine.cases import EOS, Case, prompted
 from tests.engine.cases import run as check_cases
 from tests.engine.disturb import Clumsy
+from tests.engine.items import along, random_items
 from tests.engine.options import OPTIONS
 from tests.engine.pairs import TRAINED, check_exact, speculating, steps_per_forward
 from tests.engine.running import count_ties, run, trained_prompts
 from tests.engine.trained_pair import own_sum
+from tests.grammars import MATCHES, structured
 from tests.loop import loop_beams
 from tests.reference import SCORE_TOLERANCE, agree, engine_answers, is_greedy, transformers_beams
-from vllm_trie import beam_params
+from vllm_trie import beam_params, hypotheses
 from vllm_trie.entrypoints.llm import beam_search
+from vllm_trie.messages import NO_HYPOTHESIS
 
 WIDTH, MAX_TOKENS = 4, 16
+VARYING = {"beam_widths": [2, WIDTH, 3]}
 PROMPTS = trained_prompts([5, BLOCK_SIZE - 5, 2 * BLOCK_SIZE])  # the second crosses a block boundary
 
 
@@ -78,6 +82,25 @@ CASES: dict[str, list[Case]] = {
 @pytest.mark.parametrize("feature", CASES)
 def test_what_acts_on_hypotheses_acts_as_in_a_plain_loop_and_on_nobody_else(engine: Engine, feature: str) -> None:
     check_cases(engine, prompted(CASES[feature]))
+
+
+def test_beams_along_a_catalog_are_those_of_transformers_and_come_back_as_arrays(engine: Engine) -> None:
+    items = random_items(900, [2, 3, 4])
+    asked = params(allowed_sequences=[[*item] for item in items], catalog_stop=True, compact=True, n=1, max_tokens=6)
+    (output,) = run(engine, [(PROMPTS[1], asked)])
+    found = hypotheses(output)
+    along_items = along(items, PROMPTS[1])
+    theirs = transformers_beams(TRAINED_TARGET, PROMPTS[1], WIDTH, WIDTH, 6, prefix_allowed_tokens_fn=along_items)
+    assert found.scores == pytest.approx([answer.score for answer in theirs], rel=SCORE_TOLERANCE)
+    assert [list(items[own_id]) for own_id in found.item_ids] == [answer.token_ids[:-1] for answer in theirs]
+
+
+def test_hypotheses_under_a_grammar_match_and_widths_may_vary(engine: Engine) -> None:
+    asked = {"structured_outputs": structured("regex"), "max_tokens": 40}
+    for output in run(engine, [(p, params(**asked, **more)) for p in PROMPTS for more in ({}, VARYING)]):
+        ended = [o for o in output.outputs if o.finish_reason == "stop" and o.stop_reason != NO_HYPOTHESIS]
+        assert ended
+        assert [o.text for o in ended if not MATCHES["regex"](o.text)] == []
 
 
 def test_n_hypotheses_are_the_best_of_all(engine: Engine) -> None:

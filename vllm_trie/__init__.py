@@ -5,12 +5,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_trie.entrypoints.beam_params import beam_params
+    from vllm_trie.entrypoints.catalog_api import load_catalog
+    from vllm_trie.entrypoints.compact import Hypotheses, hypotheses
+    from vllm_trie.entrypoints.step_search.scorers import StepCandidate
     from vllm_trie.options import BeamParams
 
-__all__ = ["BeamParams", "beam_params"]
+__all__ = ["BeamParams", "Hypotheses", "StepCandidate", "beam_params", "hypotheses", "load_catalog"]
 __version__ = "0.1.0"
 
-_HOMES = {"BeamParams": "vllm_trie.options", "beam_params": "vllm_trie.entrypoints.beam_params"}
+_HOMES = {
+    "BeamParams": "vllm_trie.options",
+    "Hypotheses": "vllm_trie.entrypoints.compact",
+    "StepCandidate": "vllm_trie.entrypoints.step_search.scorers",
+    "beam_params": "vllm_trie.entrypoints.beam_params",
+    "hypotheses": "vllm_trie.entrypoints.compact",
+    "load_catalog": "vllm_trie.entrypoints.catalog_api",
+}
 
 
 def __getattr__(name: str) -> Any:

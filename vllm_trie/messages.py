@@ -1,4 +1,4 @@
-"""The two messages between scheduler and worker, each one extra attribute of vLLM's own message."""
+"""The messages between scheduler and worker, each one extra attribute of vLLM's own message."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step import Step
+from vllm_trie.search.step_result import Step
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
 
 
 TICKET = "trie_beam_ticket"  # its key in `extra_args`
+FORK = "trie_beam_fork"  # the key of a `ForkTicket`, likewise
+NO_HYPOTHESIS = "no further hypothesis"  # stop reason of what stands for one where there are fewer than n
 
 RowBlocks = tuple[list[int], ...]  # block ids, by KV cache group
 
@@ -48,6 +50,8 @@ class GroupTicket:
     eos_token_id: int | None  # the tokenizer's, ignored or not
     options: dict[str, Any] = field(default_factory=dict)  # the request's and its engine's `BeamParams`, checked
     caller: Caller = BEAM_WIDTH
+    item_set: bytes | None = None  # a catalog of its own; sent with the request that stands for the group
+    padding: int | None = None  # the model's padding token, where it matters
 
     @classmethod
     def of(cls, params: SamplingParams | None) -> GroupTicket | None:
@@ -66,6 +70,19 @@ class GroupTicket:
         For n > 1 vLLM names the requests "{index}_{parent id}", whatever the parent's id looks like.
         """
         return int(request_id.partition("_")[0]) if self.n > 1 else 0
+
+
+class ForkTicket(NamedTuple):
+    """Put into the `extra_args` of a candidate: what it goes on from, and what others may go on from."""
+
+    key: str | None = None  # under which its KV blocks are held once it is aborted, until this key is aborted, too
+    parent: str | None = None  # the key of the one that it continues
+
+    @classmethod
+    def of(cls, params: SamplingParams | None) -> ForkTicket | None:
+        """The ticket of a candidate, which the front end let nobody else send."""
+        ticket = ((params and params.extra_args) or {}).get(FORK)
+        return cls(**ticket) if isinstance(ticket, dict) else None
 
 
 @dataclass(frozen=True)
@@ -91,6 +108,14 @@ class Resumed(NamedTuple):
 
     histories: list[list[int]]  # all that each row has generated
     scores: list[float]  # their cumulative log-probabilities
+    perturbed: list[float] | None = None  # the same with the noise of stochastic beam search, if it has some
+
+
+class NewRows(NamedTuple):
+    """What a group that fans out gives to its rows."""
+
+    tables: list[np.ndarray]  # by KV cache group: [b, blocks] int32, all blocks of each row
+    copies: np.ndarray  # [copies, 2] int64: a block, and the one that its content goes to before any row writes
 
 
 @dataclass(slots=True)
@@ -101,16 +126,29 @@ class GroupStep:
     selects: bool  # False as long as tokens are computed that are known already
     decodes: bool = False  # the group runs as `width` rows; until then as one
     draw: tuple[int, int] | None = None  # seed and step, where something is drawn
-    rows: list[RowBlocks] | None = None  # where it fans out: the KV blocks of each row
+    rows: NewRows | None = None  # where it fans out
     resumed: Resumed | None = None  # where it fans out after a preemption; else the worker knows it all
-    new_blocks: list[RowBlocks] | None = None  # at a block boundary: the next blocks of each row
+    new_blocks: list[np.ndarray] | None = None  # at a block boundary, by KV cache group: [b] the next block of each
     budget: SpeculationBudget | None = None  # to speculate
+    num_shared: list[int] | None = None  # where it decodes, by KV cache group: first tokens in blocks of all its rows
+
+
+@dataclass(frozen=True)
+class CatalogChanges:
+    """What workers must do to their catalogs before a step."""
+
+    gone: dict[str, bool] = field(default_factory=dict)  # digests of those to forget
+    new: dict[str, bytes] = field(default_factory=dict)  # by digest: the content of those that came with requests
 
 
 class Drafted(NamedTuple):
     """What a group's forest was, and what came of it."""
 
     num_drafts: int  # nodes, the roots not counted
+    num_tokens: int  # that its rows computed beyond the roots: what rows have in common, each computes
+    num_layers: int
+    draft_width: int  # drafts that a layer might have
+    seconds: float  # of drafting, for all groups of the step together
     num_accepted: list[int]  # of them, those that became beams, by step; none in the first
 
 
@@ -125,6 +163,13 @@ class Decided(NamedTuple):
         return [field for step in self.steps for field in (step.parents, step.tokens)]
 
 
+class RowMasks(NamedTuple):
+    """Which tokens the grammars of groups allow next."""
+
+    places: dict[str, slice]  # by group id: the masks of its rows
+    bits: np.ndarray  # [R, V / 32] int32, a bit per token, the lowest first
+
+
 def attach_group_steps(output: SchedulerOutput, groups: dict[str, GroupStep]) -> None:
     """Send the groups of this step along, by request id."""
     output.beam_groups = groups
@@ -135,6 +180,16 @@ def group_steps(output: SchedulerOutput) -> dict[str, GroupStep]:
     return vars(output).get("beam_groups", {})
 
 
+def attach_catalogs(output: SchedulerOutput, changes: CatalogChanges) -> None:
+    """Send along what becomes of catalogs."""
+    output.beam_catalogs = changes
+
+
+def catalog_changes(output: SchedulerOutput) -> CatalogChanges:
+    """What becomes of catalogs; nothing if vLLM made the message itself (warm-up)."""
+    return vars(output).get("beam_catalogs", CatalogChanges())
+
+
 def attach_results(output: ModelRunnerOutput, results: dict[str, Decided]) -> None:
     """Send what each group's search decided back with the step's output, by request id."""
     output.beam_results = results
@@ -143,3 +198,13 @@ def attach_results(output: ModelRunnerOutput, results: dict[str, Decided]) -> No
 def group_results(output: ModelRunnerOutput) -> dict[str, Decided]:
     """What each group's search decided, by request id."""
     return vars(output).get("beam_results", {})
+
+
+def attach_masks(output: GrammarOutput, masks: RowMasks) -> None:
+    """Send the masks of groups along with those of ordinary requests."""
+    output.beam_masks = masks
+
+
+def row_masks(output: GrammarOutput | None) -> RowMasks | None:
+    """The masks of groups, if there are any."""
+    return vars(output).get("beam_masks") if output is not None else None

@@ -61,6 +61,8 @@ def _select(original: Callable[..., VllmConfig], self: EngineArgs, *args: Any, *
         vllm_config = original(self, *args, **kwargs)
     else:
         refuse_unsupported_engine(vllm_config)
+        _check_catalogs(vllm_config)
+        _check_attention(vllm_config)
         if vllm_config.scheduler_config.async_scheduling:
             vllm_config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
         _tell_what_starts(vllm_config, config, changed)
@@ -85,15 +87,33 @@ def _tell_what_starts(vllm_config: VllmConfig, config: TrieBeamConfig, changed: 
     )
 
 
+def _check_catalogs(vllm_config: VllmConfig) -> None:
+    from vllm_trie.entrypoints.catalogs import open_catalogs
+
+    open_catalogs(vllm_config)
+
+
+def _check_attention(vllm_config: VllmConfig) -> None:
+    from vllm_trie.worker.attention.demanded import check_demanded_attention
+
+    check_demanded_attention(vllm_config)
+
+
 def _wrap_front_end() -> None:
-    from vllm_trie.entrypoints.fan_out import keep_groups_together
+    from vllm_trie.entrypoints.catalog_api import serve_catalogs
+    from vllm_trie.entrypoints.fan_out import keep_groups_together, send_inputs_once
     from vllm_trie.entrypoints.llm import search_in_engine
     from vllm_trie.entrypoints.logprobs import accept_sums
     from vllm_trie.entrypoints.metrics import show_beams
     from vllm_trie.entrypoints.requests import check_requests
     from vllm_trie.entrypoints.server import serve_beams
+    from vllm_trie.entrypoints.step_search.offline import search_by_steps
+    from vllm_trie.entrypoints.step_search.online import serve_steps
+    from vllm_trie.entrypoints.streams import stream_beams
 
-    for wrap in (check_requests, accept_sums, search_in_engine, serve_beams, keep_groups_together, show_beams):
+    of_requests = check_requests, accept_sums, search_in_engine, send_inputs_once, search_by_steps
+    of_servers = serve_beams, serve_steps, stream_beams, serve_catalogs, keep_groups_together, show_beams
+    for wrap in (*of_requests, *of_servers):
         wrap()
 
 

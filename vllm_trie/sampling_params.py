@@ -17,9 +17,11 @@ _CONTROLS = ("presence_penalty", "frequency_penalty", "logit_bias", "allowed_tok
 
 # Fields that beam search does not honour (yet).
 _REFUSED = (
-    *("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids", "structured_outputs"),
+    *("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"),
     *("thinking_token_budget", "repetition_detection", "trace_decode_token_ids"),
 )
+# Fields that act on the output of a request, which in a search by steps is one step.
+_OF_AN_OUTPUT = ("presence_penalty", "frequency_penalty", "bad_words", "min_tokens")
 # Fields that semantics="vllm" does not honour, because vLLM's beams do not, with the values that ask nothing of it.
 _NEUTRAL_AS_VLLM = {"temperature": (1.0, 0.0), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
 
@@ -42,12 +44,20 @@ def logits_filters(params: SamplingParams) -> LogitsFilters:
     return LogitsFilters(params.temperature or 1.0, params.min_p, max(params.top_k, 0), params.top_p)
 
 
+def has_grammar(params: SamplingParams) -> bool:
+    """Whether structured outputs say what hypotheses may look like."""
+    return params.structured_outputs is not None and not params.structured_outputs.all_constraints_none()
+
+
 def refuse_unsupported(params: SamplingParams, beam: BeamParams) -> None:
     """Refuse fields of `SamplingParams` that beam search does not honour.
 
     Raises:
         ValueError: naming the field and its value.
     """
+    if beam.by_steps:
+        _refuse_in_steps(params, beam)
+        return
     for name in _REFUSED:
         if (value := getattr(params, name)) is not None:
             what = f"{name}={reprlib.repr(value)}"
@@ -65,5 +75,43 @@ def refuse_unsupported(params: SamplingParams, beam: BeamParams) -> None:
     if params.temperature == 0 and beam.draws:
         what = "do_sample" if beam.sample_first == 0 else f"sample_first={beam.sample_first}"
         raise ValueError(f"temperature=0.0 leaves {what} nothing to draw; raise it")
+    if has_grammar(params) and beam.speculation not in (None, "auto", "off"):
+        raise ValueError(
+            f'speculation="{beam.speculation}" is not supported together with structured_outputs; leave one of them out'
+        )
+    for field, asks in (("n", params.n > 1), ("logprobs", params.logprobs is not None)) if beam.compact else ():
+        if asks:
+            raise ValueError(
+                f"{field}={getattr(params, field)} is not supported together with compact, which returns all in one "
+                "output; leave it out"
+            )
     if params.logprobs == -1:
         raise ValueError("logprobs=-1 is not supported together with beam_width; ask for a number of tokens")
+
+
+def _refuse_in_steps(params: SamplingParams, beam: BeamParams) -> None:
+    """Refuse fields that a search by steps does not honour.
+
+    Raises:
+        ValueError: naming the field and its value.
+    """
+    given = [name for name in _REFUSED if getattr(params, name) is not None]
+    given += [name for name in _OF_AN_OUTPUT if getattr(params, name)]
+    for name in [*given, *(["structured_outputs"] if has_grammar(params) else [])]:
+        what = f"{name}={reprlib.repr(getattr(params, name))}"
+        raise ValueError(
+            f'{what} is not supported together with unit="step", where it would see one step; leave it out'
+        )
+    if params.temperature == 0:
+        raise ValueError('temperature=0.0 leaves unit="step" nothing to draw; raise it')
+    if params.logprobs == -1:
+        raise ValueError('logprobs=-1 is not supported together with unit="step"; ask for a number of tokens')
+    if not params.detokenize:
+        raise ValueError('detokenize=False is not supported together with unit="step", which looks for delimiters')
+    for stop in params.stop or ():
+        for delimiter in beam.step_stop or ():
+            if any(delimiter.endswith(stop[:n]) or stop[:n].endswith(delimiter) for n in range(1, len(stop))):
+                raise ValueError(
+                    f"stop={stop!r} might begin in one step and end in the next, behind step_stop={delimiter!r}, where "
+                    "nobody looks for it; use another delimiter, or a stop string without it"
+                )

@@ -6,10 +6,10 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.compat.cpu import unsupported_without_triton
-from vllm_trie.options import PLUGIN_NAME, TrieBeamConfig, check_drafts
+from vllm_trie.options import PLUGIN_NAME, Drafts, TrieBeamConfig, check_drafts
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
 SCHEDULER = "vllm_trie.engine.scheduler.BeamScheduler"
 ASYNC_SCHEDULER = "vllm_trie.engine.async_scheduler.AsyncBeamScheduler"
@@ -39,15 +39,28 @@ def has_logits_processors(vllm_config: VllmConfig) -> bool:
     return bool(vllm_config.model_config.logits_processors) or bool(entry_points(group="vllm.logits_processors"))
 
 
+def drafts_of(vllm_config: VllmConfig) -> Drafts | None:
+    """What the beams of an engine that has started draft by, if they can speculate."""
+    config = vllm_config.speculative_config
+    if config is None:
+        return None
+    return "ngrams" if config.use_ngram() else "model"
+
+
+def padding_token(model_config: ModelConfig) -> int | None:
+    """The padding token of a model, where transformers' `generate` looks for it; None if it has none."""
+    of_model = getattr(model_config.hf_config, "pad_token_id", None)  # which not every kind of model has
+    token = model_config.try_get_generation_config().get("pad_token_id", of_model)
+    return token if token is not None and 0 <= token < model_config.get_vocab_size() else None
+
+
 def unsupported_model(vllm_config: VllmConfig) -> str | None:
     """What about this engine's model makes beam groups impossible, if anything."""
     model = vllm_config.model_config
     unsupported = {
         f"runner={model.runner_type!r}": model.runner_type != "generate",
-        "an encoder-decoder model": model.is_encoder_decoder,
         "a model without attention, or with Mamba or linear attention layers": model.is_attention_free
         or model.is_hybrid,
-        "a model with M-RoPE positions": model.uses_mrope,
     }
     return next((feature for feature, is_used in unsupported.items() if is_used), None)
 
@@ -58,10 +71,11 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
     Raises:
         ValueError: naming the feature and what would work.
     """
-    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    model, parallel, scheduler = vllm_config.model_config, vllm_config.parallel_config, vllm_config.scheduler_config
     budget = scheduler.max_num_scheduled_tokens
     unsupported = {
-        "return_sampling_mask": vllm_config.model_config.return_sampling_mask,
+        "return_sampling_mask": model.return_sampling_mask,
+        "video_pruning_rate on a model with M-RoPE positions": model.uses_mrope and _prunes_videos(model),
         "enable_batch_sharded_sampling": parallel.enable_batch_sharded_sampling,
         f"max_num_scheduled_tokens={budget} below max_num_seqs={scheduler.max_num_seqs}": budget is not None
         and budget < scheduler.max_num_seqs,
@@ -69,9 +83,9 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
         **dict.fromkeys(vllm_config._get_v2_model_runner_unsupported_features(), True),
         "a machine without Triton, which Model Runner V2 needs": not vllm_config.use_v2_model_runner,
         **unsupported_without_triton(vllm_config),
+        "ec_transfer_config (encoders elsewhere)": vllm_config.ec_transfer_config is not None,
         "kv_transfer_config (KV connectors)": vllm_config.kv_transfer_config is not None,
         "distributed_executor_backend='external_launcher' with several ranks": is_launched_apart(parallel),
-        "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,
         "decode_context_parallel_size > 1": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
     }
@@ -79,7 +93,12 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
         if is_used:
             raise ValueError(f"{PLUGIN_NAME} does not support {feature}; start vLLM without it or without the plugin")
     config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
-    check_drafts(config.speculation, vllm_config.speculative_config is not None, f"{PLUGIN_NAME}.")
+    check_drafts(config.speculation, drafts_of(vllm_config), f"{PLUGIN_NAME}.")
+
+
+def _prunes_videos(model: ModelConfig) -> bool:
+    """Whether vLLM drops tokens of a video once it is encoded, and computes its prompt's positions again."""
+    return model.multimodal_config is not None and model.multimodal_config.is_multimodal_pruning_enabled()
 
 
 def is_launched_apart(parallel: ParallelConfig) -> bool:
@@ -89,20 +108,26 @@ def is_launched_apart(parallel: ParallelConfig) -> bool:
 
 def _unsupported_speculation(vllm_config: VllmConfig) -> dict[str, bool]:
     """What about this engine's speculation makes beams impossible."""
-    config = vllm_config.speculative_config
+    config, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     if config is None:
         return {}
+    is_supported, why = config.use_ngram() or config.uses_draft_model(), ""
+    if config.method in ("eagle", "eagle3", "mtp"):
+        why = ", whose KV of a token depends on the token after it, where beams that share a block may differ"
     drafts, block_size = config.num_speculative_tokens, vllm_config.cache_config.block_size
     too_many = block_size is not None and drafts >= block_size
     return {
-        f'speculative_config with method={config.method!r} (use "draft_model")': config.method != "draft_model",
+        f'speculative_config with method={config.method!r}{why} (use "draft_model" or "ngram")': not is_supported,
+        "speculative_config on a model with M-RoPE positions": vllm_config.model_config.uses_mrope,
+        "speculative_config on an encoder-decoder model": vllm_config.model_config.is_encoder_decoder,
         "parallel_drafting": config.parallel_drafting,
         "use_heterogeneous_vocab": config.use_heterogeneous_vocab,
         "disable_padded_drafter_batch": config.disable_padded_drafter_batch,
         "enable_adaptive_verification": config.enable_adaptive_verification,
+        "pipeline_parallel_size > 1 together with speculative_config": parallel.pipeline_parallel_size > 1,
         "enable_lora together with speculative_config": vllm_config.lora_config is not None,
         "data_parallel_size > 1 of experts together with speculative_config": vllm_config.model_config.is_moe
-        and vllm_config.parallel_config.data_parallel_size > 1,
+        and parallel.data_parallel_size > 1,
         "num_speculative_tokens_per_batch_size": config.num_speculative_tokens_per_batch_size is not None,
         f"num_speculative_tokens={drafts} with block_size={block_size} (use fewer than block_size)": too_many,
     }

@@ -20,7 +20,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step import Step, packed, take_step, unpacked
+from vllm_trie.search.step import take_step
+from vllm_trie.search.step_result import Step, packed, unpacked
 from vllm_trie.search.stopping import TridecodePool
 from vllm_trie.trie.hypotheses import HypothesisTrie
 
@@ -182,7 +183,6 @@ def choose(
 
 def keep_finished(step: Step[np.ndarray], hypotheses: HypothesisTrie, pool: TridecodePool, length: int) -> None:
     """Offer the pool what ends in this step, and forget what it has no place for."""
-    for parent, token, score in zip(*(field.tolist() for field in step.finished), strict=True):
-        outdone = pool.add(score, length, token, hypotheses.finish(parent, token, score))
-        if outdone is not None:
-            hypotheses.drop(outdone)
+    parents, tokens, scores = (field.tolist() for field in step.finished)
+    for outdone in pool.add(scores, length, tokens, hypotheses.finish(parents, tokens, scores)):
+        hypotheses.drop(outdone.node)

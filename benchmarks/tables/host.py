@@ -28,7 +28,7 @@ def ms_by_part(llm: Any, search: Callable[[], Any], repeats: int) -> dict[str, A
         "expand": (resolve_name("vllm_trie.worker.runner"), "expand"),
         "forward": (runner.model, "forward"),
         "select": (selector, "select"),
-        "reorder": (resolve_name("vllm_trie.worker.select"), "reorder_rows"),
+        "reorder": (type(runner.selector.histories), "reorder"),
         "replay": (scheduler, "_replay"),
         "outputs": (scheduler, "_end_group"),
     }

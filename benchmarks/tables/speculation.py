@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import models
-from benchmarks.common import TARGET, alternate, generate, one_at_a_time
+from benchmarks.common import TARGET, alternate, generate, median_ratio, one_at_a_time
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.peers.specinfer import TreeSpeculation
 from benchmarks.prompts import CODE
@@ -89,7 +89,7 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
         for threshold in (0.7, 0.9)
         for least in (1, 2, 3)
     },
-    "speculative beam search, exact": (4, {"draft_width": QUALITY_DRAFTS}),
+    "speculative beam search, exact": (4, {"speculation": "exact", "draft_width": QUALITY_DRAFTS}),
 }
 SPECINFER = "SpecInfer, tree"
 
@@ -177,7 +177,7 @@ def cost_cells(setting: Setting) -> list[Cell]:
 def measure_cost(bench: Bench, num_layers: int, times: int) -> Measured:
     """What a speculative step costs against a plain one, on a target so many times deeper than the model."""
     setting = bench.setting
-    variant = models.AS_IT_IS if times == 1 else f"{times}x deeper"
+    variant = models.deeper(times)
     llm = bench.engine_with_draft(num_layers, variant=variant)
     prompts = [{"prompt_token_ids": prompt} for prompt in bench.prompts(2)]
     options = {"max_tokens": setting.max_tokens or setting.pick(6, 32, 32), "ignore_eos": True}
@@ -232,6 +232,53 @@ COST = Table(
 )
 
 
+def auto_cells(setting: Setting) -> list[Cell]:
+    depths = setting.pick((1,), (1, 4), (1, 4, 16) if setting.model == str(TARGET) else (1,))
+    widths = setting.widths or setting.pick((2,), (2, 4, 8), (2, 4, 8))
+    return [(setting.pick(QUALITY_LAYERS, 4, 4), times, width) for times in depths for width in widths]
+
+
+def measure_auto(bench: Bench, num_layers: int, times: int, width: int) -> Measured:
+    """What `speculation="auto"` takes against plain beams, and against forests that are as large as they may be."""
+    setting = bench.setting
+    llm = bench.engine_with_draft(num_layers, variant=models.deeper(times))
+    prompts = [{"prompt_token_ids": prompt} for prompt in bench.prompts(setting.pick(1, 4, 4))]
+    options = {"max_tokens": setting.max_tokens or setting.pick(12, 64, 64), "ignore_eos": True}
+    own = {speculation: beam_params(width, speculation=speculation, **options) for speculation in WAYS}
+    runs: dict[str, Callable[[], object]] = {
+        name: lambda params=params: one_at_a_time(llm, prompts, params) for name, params in own.items()
+    }
+    found = {name: one_at_a_time(llm, prompts, params) for name, params in own.items()}
+    answers = [[list(output.outputs[0].token_ids) for output in outputs] for outputs in found.values()]
+    assert answers[0] == answers[1] == answers[2], "speculation answered differently"
+    seconds = alternate(runs, max(setting.repeats, setting.pick(1, 5, 7)))
+    per_forward = [total_counts(one_at_a_time(llm, prompts, own[name])).steps_per_forward for name in WAYS[1:]]
+    of_plain = statistics.median(seconds["off"]) / (len(prompts) * options["max_tokens"])
+    ratios = [median_ratio(seconds[name], seconds["off"]) for name in WAYS[1:]]
+    return Measured([(f"{times}x", width, 1000 * of_plain, *per_forward, *ratios)])
+
+
+WAYS = ("off", "exact", "auto")
+AUTO = Table(
+    "Speculation that follows what pays",
+    (
+        "depth of the target",
+        "beams",
+        "ms, plain step",
+        "steps per forward, exact",
+        "steps per forward, auto",
+        "time, exact over plain",
+        "time, auto over plain",
+    ),
+    auto_cells,
+    measure_auto,
+    "plain beam search's answers; one search at a time; exact: forests of the default size in every step; auto goes on "
+    "from what it has learned from the searches before; in turn, medians of ratios; deeper targets have further layers "
+    "that change nothing",
+    needs_draft=True,
+)
+
+
 def blocks_cells(setting: Setting) -> list[Cell]:
     return [(width,) for width in setting.widths or setting.pick((2,), (4,), (4, 8))]
 
@@ -245,7 +292,8 @@ def measure_blocks(bench: Bench, width: int) -> Measured:
     options = {"max_tokens": setting.max_tokens or setting.pick(8, 96, 96), "ignore_eos": True}
     drawn = {"do_sample": True, "seed": 1}
     searches: list[tuple[str, dict[str, Any]]] = [("plain beams", {"speculation": "off"})]
-    searches += [("speculative, exact", {"draft_width": factor * width}) for factor in (1, 2, 4)]
+    exact = {"speculation": "exact"}
+    searches += [("speculative, exact", {**exact, "draft_width": factor * width}) for factor in (1, 2, 4)]
     searches += [
         ("beam sampling", {**drawn, "speculation": "off"}),
         ("speculative beam sampling", {**drawn, "draft_width": 2 * width}),

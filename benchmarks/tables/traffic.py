@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import statistics
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
+from benchmarks.common import generate
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.significance import interval, paired, shown_p
 from vllm_trie import beam_params
 
 ALONE, SAMPLES, BEAMS = "nothing", "sampling, n=b", "a beam search"
+SHORT, LONGEST = 64, 4096  # tokens: of an ordinary prompt, and of any request
+LONG = (32, 512), (32, 1024), (128, 1024)  # beams, and tokens of a prompt that they share
 
 
 def cells(setting: Setting) -> list[Cell]:
-    return [(width,) for width in setting.widths or setting.pick((4,), (8,), (4, 8, 32))]
+    shapes = setting.pick([(4, SHORT)], [(8, SHORT), (32, 1024)], [(4, SHORT), (8, SHORT), (32, SHORT), *LONG])
+    return [*product(setting.widths, (SHORT, 1024))] if setting.widths else shapes
 
 
-def measure(bench: Bench, width: int) -> Measured:
+def measure(bench: Bench, width: int, num_prompt: int) -> Measured:
     """Ordinary requests, one after the other, beside nothing, beside samples and beside beams, in turn."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     setting = bench.setting
     num_tokens = setting.max_tokens or setting.pick(8, 32, 32)
-    llm = bench.engine()
-    ordinary, background = bench.prompts(2)
+    limits = {"max_num_batched_tokens": 2 * LONGEST, "max_model_len": LONGEST, "max_num_seqs": 512}
+    llm = bench.engine(hf_overrides={"max_position_embeddings": LONGEST}, **limits)
+    ordinary, background = bench.prompts(2, 1000)
+    ordinary, background = ordinary[:SHORT], (background * 2)[:num_prompt]
     long: dict[str, Any] = {"max_tokens": 480 + num_tokens, "ignore_eos": True}
     long["output_kind"] = RequestOutputKind.FINAL_ONLY
     kinds: dict[str, Any] = {
@@ -39,6 +45,7 @@ def measure(bench: Bench, width: int) -> Measured:
     for number in range(1 + setting.pick(2, 10, 20)):
         for name, params in kinds.items():
             llm.reset_prefix_cache()
+            generate(llm, [{"prompt_token_ids": background}], SamplingParams(max_tokens=1))  # it is cached
             to_first, others = _latencies(llm, ordinary, num_tokens, background, params)
             if number:  # the first of each is its warm-up
                 first[name].append(to_first)
@@ -49,6 +56,7 @@ def measure(bench: Bench, width: int) -> Measured:
         rows.append(
             (
                 width,
+                num_prompt,
                 name,
                 str(interval(first[name])),
                 str(interval(between[name])),
@@ -90,6 +98,7 @@ TABLE = Table(
     "Ordinary traffic beside beams",
     (
         "beams",
+        "prompt tokens",
         "beside an ordinary request runs",
         "ms to its first token (95 %)",
         "ms per further token (95 %)",
@@ -99,6 +108,6 @@ TABLE = Table(
     ),
     cells,
     measure,
-    "one ordinary request at a time, greedy; a search and as many samples take turns in running beside it; p: paired "
-    "t-test of log milliseconds per further token",
+    f"one ordinary request at a time, greedy, of {SHORT} tokens; behind a prompt that is cached, a search and as many "
+    "samples take turns in running beside it; p: paired t-test of log milliseconds per further token",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks import gpu_attention
 from benchmarks.gpu_kernels import Inputs, Shape, check
 from vllm_trie.worker import kernels
 
@@ -29,3 +30,16 @@ def test_check_fails_where_beams_differ(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(kernels, "select_next", lambda candidates, *_: candidates)
     with pytest.raises(AssertionError, match="selected"):
         check(inputs)
+
+
+def test_check_of_attention_passes_where_kernels_and_torch_agree_and_fails_where_they_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = gpu_attention.Inputs(gpu_attention.Shape(5, 64, num_kv_heads=1, head_size=32), DEVICE, torch.float32)
+    gpu_attention.check(inputs, tolerance=1e-5)
+    monkeypatch.setattr(inputs, "once", inputs.row_by_row)
+    gpu_attention.check(inputs, tolerance=1e-5)
+    lengths = inputs.row_by_row._lengths
+    lengths -= 1  # of which the reference knows nothing
+    with pytest.raises(AssertionError, match="differs from torch"):
+        gpu_attention.check(inputs, tolerance=1e-5)

@@ -59,6 +59,11 @@ def test_models_with_full_heads_or_further_layers_compute_the_same(tmp_path: Pat
     assert models.attention_of(str(full), models.AS_IT_IS) == "MHA"
     deeper = models.make("3x deeper", str(TARGET), tmp_path / "deeper")
     torch.testing.assert_close(logits(deeper), expected, atol=1e-4, rtol=1e-4)
+    copies, deep_copies = (
+        logits(models.make(variant, str(TARGET), tmp_path / variant))
+        for variant in (models.COPIES, f"{models.COPIES}, 2x deeper")
+    )
+    torch.testing.assert_close(copies, deep_copies, atol=1e-4, rtol=1e-4)
 
 
 def test_a_model_with_a_window_computes_the_same_until_something_leaves_it(tmp_path: Path) -> None:

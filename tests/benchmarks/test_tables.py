@@ -82,6 +82,13 @@ def test_a_rerun_measures_nothing_again_and_another_setting_does(
     assert {row["beams"] for row in rows_of(tmp_path, "energy")} == {2}
 
 
+def test_searches_by_steps_answer_alike_wherever_their_kv_comes_from(tmp_path: Path, here: Callable[..., str]) -> None:
+    here(["--size", "minimal", "--only", "steps_scored", "--out", str(tmp_path)])
+    (row,) = rows_of(tmp_path, "steps_scored")
+    assert row["same answers"] == "1 of 1"
+    assert row["rounds"] > 1
+
+
 def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path, here: Callable[..., str]) -> None:
     options = ["--size", "minimal", "--only", "memory", "--widths", "2", "3", "4", "5", "--max-tokens", "32"]
     options += ["--out", str(tmp_path)]
@@ -143,3 +150,12 @@ def test_what_cannot_be_measured_is_told_and_the_rest_goes_on(
     options = [str(few) if option == few.name else option for option in options]
     assert told in " ".join(here(["--size", "minimal", "--out", str(tmp_path), *options], status=1).split())
     assert rows_of(tmp_path, "energy")
+
+
+def test_attention_over_shared_blocks_is_measured_beside_vllms_and_beside_sampling(
+    tmp_path: Path, here: Callable[..., str]
+) -> None:
+    here(["--size", "minimal", "--only", "attention", "shared", "--widths", "8", "--out", str(tmp_path)])
+    assert [row["attention"] for row in rows_of(tmp_path, "attention")] == ["MHA", "GQA 8:2"]
+    (row,) = rows_of(tmp_path, "shared")
+    assert (row["attention"], row["beams"]) == ("GQA 6:2", 8)

@@ -351,11 +351,14 @@ def ours() -> list[tuple[type, str, object, Touched | None, str]]:
     """Every override of a method of vLLM: our class, the name, the function, the piece if listed, the target."""
     from vllm_trie.engine.async_scheduler import AsyncBeamScheduler
     from vllm_trie.engine.kv_cache import BeamKVCacheManager
+    from vllm_trie.worker.attention import cpu_backend, gpu_backend
     from vllm_trie.worker.cpu_worker import BeamCPUModelRunner, BeamCPUWorker
     from vllm_trie.worker.gpu_worker import BeamGPUWorker
 
     found, listed = [], touched()
     ends = (AsyncBeamScheduler, BeamKVCacheManager, BeamCPUModelRunner, BeamCPUWorker, BeamGPUWorker)
+    for backend in (cpu_backend, gpu_backend):
+        ends += (backend.SharedPrefixBackend, backend.SharedPrefixBuilder, backend.SharedPrefixImpl)
     for cls in {cls for end in ends for cls in end.__mro__ if cls.__module__.startswith("vllm_trie.")}:
         for name, member in vars(cls).items():
             if not inspect.isfunction(inspect.unwrap(member)) or (name.startswith("__") and name != "__init__"):

@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.conftest import Engine
 from tests.rows import Row, rows_of
+from vllm_trie.search.lookup import NGrams
 
 RANKS = 2
 
@@ -20,16 +21,26 @@ class LookedInto:
     def rows_of_groups(self) -> dict[str, list[Row]]:
         return rows_of(self.model_runner)
 
+    def ignore_parents(self, rank: int) -> None:
+        """From now on, let the rows of one stage of a pipeline continue their own histories."""
+        if self.rank == rank:
+            self.model_runner.histories.reorder = lambda reorders: None
+
     def go_astray(self, what: str, rank: int) -> None:
-        """From now on, let one rank decide about "beams" or "drafts" by logits that no other rank sees."""
+        """From now on, let one rank decide about "beams" or "drafts" by logits that no other rank sees.
+
+        Or let it draft by other "n-grams".
+        """
         if self.rank != rank:
             return
         if what == "beams":
             selector = self.model_runner.selector
             select = selector.select
             selector.select = lambda step, rows, logits, *args: select(step, rows, logits.roll(1, dims=-1), *args)
+        elif what == "n-grams":
+            self.model_runner.drafter.source._ngrams = NGrams(9, 9)
         else:
-            draft_model = self.model_runner.drafter._draft_model
+            draft_model = self.model_runner.drafter.source.draft_model
             logits_of = draft_model.logits
             draft_model.logits = lambda *args: logits_of(*args).roll(1, dims=-1)
 
@@ -37,11 +48,11 @@ class LookedInto:
 class ParallelEngine(Engine):
     """An engine whose scheduler is in this process, and whose ranks are not."""
 
-    def __init__(self, model: Path, **options: Any) -> None:
+    def __init__(self, model: Path, parallel: str = "tensor", **options: Any) -> None:
         checks = {"check_invariants": True, "debug_rank_check": True}
         super().__init__(
             model,
-            tensor_parallel_size=RANKS,
+            **{f"{parallel}_parallel_size": RANKS},
             worker_extension_cls=f"{LookedInto.__module__}.{LookedInto.__name__}",
             additional_config={"trie_beam": checks},
             **options,

@@ -35,16 +35,17 @@ def test_a_server_of_two_ranks_answers_as_one_engine_and_ends_with_all_its_proce
         # A stock `vllm serve`, too, may end its engine before that answers, and then waits for the client to leave.
         def search_until_the_server_ends() -> None:
             options = {"vllm_xargs": {"beam_width": 64}, "ignore_eos": True}
-            try:
-                cut = complete(server, max_tokens=480, extra_body=options, timeout=LEAVES_AFTER_SECONDS)
-            except openai.APIError:
-                ends.append("no answer")
-            else:
-                ends.append(cut.choices[0].finish_reason)
+            while not ends or ends[-1] == "length":  # one may be over before the server has heard that it is to end
+                try:
+                    cut = complete(server, max_tokens=480, extra_body=options, timeout=LEAVES_AFTER_SECONDS)
+                except openai.APIError:
+                    ends.append("no answer")
+                else:
+                    ends.append(cut.choices[0].finish_reason)
 
         search = threading.Thread(target=search_until_the_server_ends)
         search.start()
         while not server.gauge("vllm:num_requests_running"):
             assert search.is_alive(), "the search was over before anyone saw it"
     search.join()
-    assert ends in (["no answer"], ["abort"])
+    assert ends[-1] in ("no answer", "abort")

@@ -16,37 +16,15 @@ from vllm.v1.executor.ray_executor import RayDistributedExecutor
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
 from tests import models
-from tests.conftest import BLOCK_SIZE, Engine, Engines
+from tests.conftest import BLOCK_SIZE, TRAINED_TARGET, Engine, Engines
 from tests.distributed.engines import RANKS, ParallelEngine
 from tests.distributed.ray_on_cpu import local_ray
+from tests.distributed.traffic import MAX_BATCHED, MAX_TOKENS, check_same, copied, jobs
 from tests.engine.disturb import preempt_all
-from tests.engine.options import DRAWN, WITHOUT_TEXT
-from tests.engine.pairs import NOISE, steps_per_forward
-from tests.engine.running import MOST_TIES, count_ties, prompt_of, run
+from tests.engine.pairs import NOISE, looking_up, steps_per_forward
+from tests.engine.running import prompt_of, run, trained_prompts
+from tests.grammars import GRAMMARS, structured
 from vllm_trie import beam_params
-
-Job = tuple[list[int], SamplingParams]
-MAX_TOKENS = BLOCK_SIZE + 9
-MAX_BATCHED = 256  # tokens of a step
-
-
-def jobs() -> list[Job]:
-    """Groups of several widths, with and without EOS, on both sides of a block boundary, and ordinary ones beside."""
-    asked = []
-    for number, length in enumerate([1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE + 20]):
-        for width, ignore_eos in ((2, True), (5, False)):
-            params = beam_params(width, n=width, max_tokens=MAX_TOKENS, ignore_eos=ignore_eos)
-            asked.append((prompt_of(length, number), params))
-        greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=2)
-        asked.append((prompt_of(length, number), greedy))
-    for number, options in enumerate([*WITHOUT_TEXT, *DRAWN]):
-        params = beam_params(**{"beam_width": 5, "n": 5, "max_tokens": 14} | options)
-        asked.append((prompt_of(20 + number % 9, 100 + number), params))
-    return asked
-
-
-def copied(asked: list[Job]) -> list[Job]:
-    return [(prompt, params.clone()) for prompt, params in asked]
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +50,6 @@ def found_by_processes(parallel: ParallelEngine) -> list[Any]:
 def cluster() -> Iterator[None]:
     with local_ray(num_devices=2 * RANKS):  # an engine that is gone still has those it reserved
         yield
-
-
-def check_same(outputs: list[Any], expected: list[Any]) -> None:
-    assert count_ties(outputs, expected) <= MOST_TIES * sum(len(output.outputs) for output in expected)
 
 
 def test_two_ranks_find_what_one_finds(
@@ -132,15 +106,39 @@ def test_an_abort_on_the_way_leaves_nothing(parallel: ParallelEngine) -> None:
     parallel.check_nothing_is_left()
 
 
+def test_two_ranks_follow_grammars_alike(engines: Engines) -> None:
+    prompts = trained_prompts([7, 31, 45, 20, 12, 60])
+    asked = [
+        (prompt, beam_params(4, n=4, max_tokens=16, structured_outputs=structured(name)))
+        for prompt, name in zip(prompts, GRAMMARS, strict=True)
+    ]
+    asked.append((prompts[0], SamplingParams(temperature=0, max_tokens=16, structured_outputs=structured("schema"))))
+    expected = run(engines(TRAINED_TARGET), copied(asked))
+    parallel = ParallelEngine(TRAINED_TARGET)
+    try:
+        check_same(run(parallel, copied(asked)), expected)
+        parallel.check_nothing_is_left()
+    finally:
+        parallel.close()
+
+
+def check_that_other_drafts_end(parallel: ParallelEngine, source: str, asked: list[Any]) -> None:
+    """An engine ends where one rank drafts otherwise than the others."""
+    parallel.llm.collective_rpc("go_astray", args=(source, 1))
+    with pytest.raises(RuntimeError, match=r"disagree about the drafts of beam group .* \(rank 0 against rank 1\)"):
+        run(parallel, copied(asked))
+
+
 def test_two_ranks_speculate_alike_and_drafts_that_differ_end_the_engine(
     engines: Engines, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     draft = models.make_draft(model, tmp_path_factory.mktemp("draft"), NOISE, seed=3)
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
-    kinds: list[dict[str, Any]] = [
-        {},
+    exact: dict[str, Any] = {"speculation": "exact"}  # "auto" would depend on what steps happen to cost
+    kinds = [
+        exact,
         {"speculation": "off"},
-        {"frequency_penalty": 0.4, "repetition_penalty": 1.2},
+        {**exact, "frequency_penalty": 0.4, "repetition_penalty": 1.2},
         {"do_sample": True, "seed": 3, "temperature": 0.7},
         {"do_sample": True, "seed": 3, "temperature": 0.7, "threshold": 0.7},
         {"do_sample": True, "seed": 3, "temperature": 0.7, "memory_mode": True},
@@ -164,8 +162,22 @@ def test_two_ranks_speculate_alike_and_drafts_that_differ_end_the_engine(
     try:
         check_same(answers(parallel, parallel.check_rows), expected)
         parallel.check_nothing_is_left()
-        parallel.llm.collective_rpc("go_astray", args=("drafts", 1))
-        with pytest.raises(RuntimeError, match=r"disagree about the drafts of beam group .* \(rank 0 against rank 1\)"):
-            run(parallel, copied(asked[:3]))
+        check_that_other_drafts_end(parallel, "drafts", asked[:3])
+    finally:
+        parallel.close()
+
+
+def test_two_ranks_look_up_alike_and_one_that_looks_elsewhere_ends_the_engine(
+    engines: Engines, copying_model: Path
+) -> None:
+    prompts = [[*prompt_of(length, length)] * 2 for length in (5, BLOCK_SIZE - 2)]
+    asked = [(p, beam_params(width, n=width, max_tokens=MAX_TOKENS)) for p in prompts for width in (1, 4)]
+    expected = run(engines(copying_model, **looking_up(3)), copied(asked))
+    assert max(map(steps_per_forward, expected)) > 1.2
+    parallel = ParallelEngine(copying_model, **looking_up(3))
+    try:
+        check_same(run(parallel, copied(asked), parallel.check_rows), expected)
+        parallel.check_nothing_is_left()
+        check_that_other_drafts_end(parallel, "n-grams", asked[:2])
     finally:
         parallel.close()

@@ -18,6 +18,7 @@ from vllm.tokenizers import get_tokenizer
 
 from tests.conftest import TRAINED_TARGET, Engine
 from tests.engine.running import MOST_TIES, prompt_of, trained_prompts
+from tests.grammars import may_come, structured
 from tests.loop import (
     Found,
     adjusted,
@@ -95,6 +96,7 @@ class Case:
     length_penalty: float = 1.0
     controls: str = "none"
     pruning: str = "none"
+    grammar: str = ""
     bad_words: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
@@ -115,7 +117,17 @@ class Case:
     def adjust(self) -> Callable[..., torch.Tensor]:
         words = SamplingParams(bad_words=[*self.bad_words])
         words.update_from_tokenizer(TOKENIZER)
-        return partial(adjusted, bad_words=words.bad_words_token_ids or (), **CONTROLS[self.controls])
+        adjust = partial(adjusted, bad_words=words.bad_words_token_ids or (), **CONTROLS[self.controls])
+        return partial(self._matching, adjust) if self.grammar else adjust
+
+    def _matching(
+        self, adjust: Callable[..., torch.Tensor], logits: torch.Tensor, prompt: list[int], generated: list[int]
+    ) -> torch.Tensor:
+        stops = tuple(sorted({EOS, *self.stop_token_ids}))
+        masked = torch.full_like(logits, -torch.inf)
+        may = may_come(self.grammar, tuple(generated), stops)
+        masked[may] = adjust(logits, prompt, generated)[may]
+        return masked
 
     @property
     def allow(self) -> Callable[..., torch.Tensor]:
@@ -123,7 +135,9 @@ class Case:
 
     def params(self) -> SamplingParams:
         options = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
-        for name in ("controls", "pruning", "prompt_length", "prompt", "model"):
+        if self.grammar:
+            options["structured_outputs"] = structured(self.grammar)
+        for name in ("controls", "pruning", "grammar", "prompt_length", "prompt", "model"):
             del options[name]
         return beam_params(n=self.beam_width, **options, **CONTROLS[self.controls], **PRUNINGS[self.pruning])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
@@ -36,6 +37,24 @@ class Clumsy:
             self.most_pending = max(self.most_pending, pending(self.engine))
             preempt_all(self.engine)
             self._seen.update(lengths)
+            self.num_preempted += 1
+
+
+class Unlucky:
+    """Now and then preempts what came last, if something else runs.
+
+    Args:
+        share: Of steps, in which that happens.
+    """
+
+    def __init__(self, engine: Engine, share: float) -> None:
+        self.engine, self.share, self.num_preempted = engine, share, 0
+        self._random = random.Random(0)
+
+    def preempt_the_last(self) -> None:
+        running = self.engine.scheduler.running
+        if len(running) > 1 and self._random.random() < self.share:
+            self.engine.scheduler._preempt_request(running.pop(), time.monotonic())
             self.num_preempted += 1
 
 

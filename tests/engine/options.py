@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+ITEMS = [[1 + number % 5, 7 + number % 29, *range(9, 9 + number % 3), 40 + number % 97] for number in range(300)]
 NEEDS_TEXT = ("stop", "bad_words")  # and so a tokenizer
 OPTIONS: list[dict[str, Any]] = [
     {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2, "logprobs": 3},
@@ -32,9 +33,24 @@ OPTIONS: list[dict[str, Any]] = [
     {"max_tokens": 2, "ignore_eos": True},
     {"max_tokens": 3, "ignore_eos": True, "stop_token_ids": [13]},
     {"n": 1},
+    {"no_repeat_ngram_size": 1, "logprobs": 2},
+    {"no_repeat_ngram_size": 2, "frequency_penalty": 0.4, "ignore_eos": True},
+    {"no_repeat_ngram_size": 3, "semantics": "vllm", "logprobs": 1},
+    {"num_beam_groups": 2, "diversity_penalty": 0.4, "beam_width": 4, "n": 3, "logprobs": 1},
+    {"num_beam_groups": 2, "diversity_penalty": 1.0, "beam_width": 4, "n": 4, "stop": ["self", "("], "min_p": 0.01},
+    {"beam_widths": [2, 5, 3], "beam_width": 5, "n": 3},
+    {"beam_widths": [5, 1, 4, 2], "beam_width": 5, "n": 2, "ignore_eos": True, "logprobs": 1},
+    {"allowed_sequences": ITEMS, "logprobs": 2},
+    {"allowed_sequences": [*ITEMS, *(item[:2] for item in ITEMS[::7])], "catalog_stop": True, "temperature": 0.8},
+    {"allowed_sequences": ITEMS, "catalog_items": 3, "catalog_renormalize": True, "length_penalty": 0.0},
+    {"allowed_sequences": ITEMS, "catalog_after": 13, "early_stopping": True},
+    {"allowed_sequences": ITEMS[:2], "catalog_stop": True, "min_tokens": 3, "frequency_penalty": 0.5},
 ]
 WITHOUT_TEXT = [options for options in OPTIONS if not options.keys() & {*NEEDS_TEXT}]
+PLAIN_STEPS = {"beam_widths", "num_beam_groups"}  # which do not speculate
+DRAFTED = [options for options in OPTIONS if not options.keys() & PLAIN_STEPS]
 DRAWN: list[dict[str, Any]] = [  # with or without a draft model
     {"do_sample": True, "seed": 3, "temperature": 0.7},
     {"do_sample": True, "seed": 4, "temperature": 0.7, "replacement": True},
+    {"do_sample": True, "seed": 5, "temperature": 0.9, "stochastic": True, "logprobs": 1},
 ]

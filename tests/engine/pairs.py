@@ -27,13 +27,19 @@ def drafting(draft: Path, num_layers: int, **more: Any) -> dict[str, Any]:
     return {"speculative_config": config | more}
 
 
+def looking_up(num_layers: int, shortest: int = 1, longest: int = 3, **more: Any) -> dict[str, Any]:
+    """The option of an engine that drafts `num_layers` tokens by n-grams."""
+    config = {"method": "ngram", "num_speculative_tokens": num_layers, "prompt_lookup_min": shortest}
+    return {"speculative_config": config | {"prompt_lookup_max": longest} | more}
+
+
 def speculating(engines: Engines, pair: Pair, num_layers: int, **options: Any) -> Engine:
     """An engine with a draft model, that drafts `num_layers` tokens."""
     target, draft = pair
     return engines(target, **drafting(draft, num_layers), **options)
 
 
-def searches(asked: Iterable[Asked], speculation: str = "exact") -> list[Job]:
+def searches(asked: Iterable[Asked], speculation: str | None = "exact") -> list[Job]:
     """The same searches, speculating or not."""
     jobs = []
     for prompt, options in asked:

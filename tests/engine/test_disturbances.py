@@ -15,6 +15,7 @@ from tests.engine.options import DRAWN, OPTIONS, WITHOUT_TEXT
 from tests.engine.pairs import NOISE, TRAINED, Pair, drafting
 from tests.engine.running import MOST_TIES, Job, count_ties, prompt_of, run, trained_prompts
 from tests.engine.trained_pair import own_sum
+from tests.grammars import structured
 from tests.reference import SCORE_TOLERANCE
 from vllm_trie import beam_params
 
@@ -85,6 +86,14 @@ def each(asked: Sequence[dict[str, Any]], **more: Any) -> list[dict[str, Any]]:
 EXACT = [*each(LONG, speculation="exact", draft_width=16), *each(FEW, speculation="exact")]
 SAMPLED = each([{}, {"beam_width": 1}, {"replacement": True}], speculation="sample", seed=1, max_tokens=24)
 SAMPLED += [SAMPLED[0] | {"threshold": 0.8, "min_width": 2}]
+GRAMMATICAL: list[dict[str, Any]] = [
+    {"structured_outputs": structured("schema"), "max_tokens": 24},
+    {"structured_outputs": structured("regex"), "beam_width": 5, "logprobs": 2},
+    {"structured_outputs": structured("object"), "semantics": "vllm", "frequency_penalty": 0.4},
+    {"structured_outputs": structured("grammar"), "do_sample": True, "seed": 3, "temperature": 0.7},
+    {"structured_outputs": structured("choice"), "sample_first": 2, "seed": 5},
+    {},  # beside them
+]
 ROOMY = {"max_num_batched_tokens": 512}  # what is drawn depends on what is left over to speculate with
 PLAIN = [*LONG, *WITHOUT_TEXT, *DRAWN]
 MODES = {
@@ -97,6 +106,7 @@ MODES = {
     "exact with strings": Mode("trained", ROOMY, each(OPTIONS[:6], speculation="exact"), LAYERS),
     "drawn": Mode("trained", ROOMY, each(DRAWN_PLAINLY, max_tokens=24), LAYERS),
     "sample": Mode("trained", ROOMY, SAMPLED, LAYERS, draws_anew=True),
+    "grammars": Mode("trained", {}, GRAMMATICAL),
     "memory": Mode("trained", ROOMY, each(SAMPLED[:2], memory_mode=True), LAYERS),
 }
 

@@ -17,6 +17,7 @@ from tests.loop import one_thread
 from tests.reference import load
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.worker.draft import Drafter
+from vllm_trie.worker.draft_by_model import ModelDrafts
 from vllm_trie.worker.draft_model import DraftModel
 from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.rows import GroupRows
@@ -31,12 +32,12 @@ class Alone:
         self.engine, self.model = engine, load(draft)
         self.num_compared = self.num_wrong = self.num_caught_up = 0
         self._texts: list[list[int]] = []  # of the rows of the next forward; none while rows catch up
-        draft_layer, logits = Drafter._draft_layer, DraftModel.logits
+        draft_layer, logits = ModelDrafts._draft_layer, DraftModel.logits
 
-        def layer_after(drafter: Drafter, forests: dict[str, ForestStep], number: int) -> None:
+        def layer_after(drafts: ModelDrafts, forests: dict[str, ForestStep], number: int) -> None:
             active = [one for one in forests.values() if one.budget.num_layers >= number and one.layer.nodes]
             self._texts = [self._text(one, node) for one in active for node in one.layer.nodes]
-            draft_layer(drafter, forests, number)
+            draft_layer(drafts, forests, number)
             assert not self._texts
 
         def compared(model: DraftModel, tokens: Any, starts: Any, blocks: Any) -> torch.Tensor:
@@ -48,7 +49,7 @@ class Alone:
                 self._compare(text, found[position])
             return found
 
-        monkeypatch.setattr(Drafter, "_draft_layer", layer_after)
+        monkeypatch.setattr(ModelDrafts, "_draft_layer", layer_after)
         monkeypatch.setattr(DraftModel, "logits", compared)
 
     def _text(self, one: ForestStep, node: int) -> list[int]:
@@ -116,13 +117,13 @@ def test_the_draft_model_says_what_it_says_alone(engine: Engine, alone: Alone, m
 def test_without_catching_up_it_says_something_else_and_the_search_finds_the_same(
     engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = Drafter._begin
+    plant = Drafter._plant
 
-    def begin_at_the_newest(drafter: Drafter, step: Any, group: GroupRows) -> ForestStep:
+    def plant_at_the_newest(drafter: Drafter, step: Any, group: GroupRows) -> ForestStep:
         group.num_drafted = int(engine.runner.req_states.num_computed_tokens_np[group.slots[0]])
-        return begin(drafter, step, group)
+        return plant(drafter, step, group)
 
-    monkeypatch.setattr(Drafter, "_begin", begin_at_the_newest)
+    monkeypatch.setattr(Drafter, "_plant", plant_at_the_newest)
     assert count_differing(*search(engine, monkeypatch)) == 0
     assert alone.num_wrong > alone.num_compared // 10
 
@@ -139,6 +140,6 @@ def test_without_the_copies_of_drafted_forks_it_says_something_else(
 def test_without_any_copies_of_tail_blocks_it_says_something_else(
     engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.runner.selector.kv_blocks, "copy", lambda *_: None)
+    monkeypatch.setattr(engine.runner.histories.kv_blocks, "copy", lambda *_: None)
     search(engine, monkeypatch)
     assert alone.num_wrong > 0

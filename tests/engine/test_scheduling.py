@@ -140,6 +140,25 @@ def test_a_group_that_cannot_grow_alone_ends_with_an_error_and_the_engine_goes_o
     assert agree(engine_answers(fine, 1.0), theirs)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_group_that_starves_by_itself_takes_no_other_with_it(engines: Engines, model: Path, is_async: bool) -> None:
+    """By priority, another one may be before it in the queue, and have room as soon as it is gone."""
+    engine = engines(model, num_gpu_blocks_override=25, scheduling_policy="priority", async_scheduling=is_async)
+    core, answers = engine.llm.llm_engine, dict[str, Any]()
+    asked = {"wide": (10, 450, prompt_of(20, 1)), "narrow": (2, 8, prompt_of(430, 2))}
+    for priority, (name, (width, max_tokens, prompt)) in zip((1, 0), asked.items(), strict=True):
+        params = beam_params(width, n=width, max_tokens=max_tokens, ignore_eos=True)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        core.add_request(name, {"prompt_token_ids": prompt}, params, priority=priority)
+        for _ in range(25):
+            answers |= {output.request_id: output.outputs for output in core.step()}
+    while core.has_unfinished_requests():
+        answers |= {output.request_id: output.outputs for output in core.step()}
+    assert [output.finish_reason for output in answers["narrow"]] == ["length"] * 2
+    assert {output.finish_reason for output in answers["wide"]} == {"error"}
+    assert "needs at least" in answers["wide"][0].stop_reason
+
+
 @pytest.mark.parametrize("after_steps", [0, 1, 2])
 def test_an_aborted_group_leaves_nothing_and_disturbs_nobody(engines: Engines, model: Path, after_steps: int) -> None:
     engine = engines(model)
@@ -232,6 +251,5 @@ def test_copies_for_a_group_that_was_preempted_at_once_are_not_made(engines: Eng
     (request,) = engine.scheduler.running
     assert manager.allocate_slots(request, 1) is not None  # fans the group out, whose partial block is to be copied
     manager.free(request)
-    copies, _ = manager.take_kv_cache_block_copies()
-    assert copies == []
+    assert manager.take_update(request.request_id) is None
     core.abort_request(["g"])

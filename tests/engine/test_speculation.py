@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import BeamSearchParams
 
 from tests.conftest import BLOCK_SIZE, Engines
-from tests.engine.options import OPTIONS
+from tests.engine.options import DRAFTED
 from tests.engine.pairs import (
     NOISE,
     TRAINED,
@@ -26,6 +26,7 @@ from tests.engine.pairs import (
 )
 from tests.engine.running import prompt_of, run, trained_prompts
 from vllm_trie import beam_params
+from vllm_trie.engine import kv_cache
 from vllm_trie.worker import verify
 
 BESIDE = [
@@ -102,9 +103,9 @@ def test_whatever_acts_on_a_search_acts_on_each_step_of_it(engines: Engines) -> 
     engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
     asked = []
     for width, draft_width in ((1, 3), (4, 12)):
-        prompts = trained_prompts([BLOCK_SIZE - 9] * len(OPTIONS))
+        prompts = trained_prompts([BLOCK_SIZE - 9] * len(DRAFTED))
         widths = {"beam_width": width, "draft_width": draft_width}
-        asked += [(p, {"max_tokens": 36, **widths, **one}) for p, one in zip(prompts, OPTIONS, strict=True)]
+        asked += [(p, {"max_tokens": 36, **widths, **one}) for p, one in zip(prompts, DRAFTED, strict=True)]
     outputs = check_exact(engine, asked, beside=BESIDE)
     assert sum(steps_per_forward(output) > 1.2 for output in outputs) > len(outputs) // 3
 
@@ -115,6 +116,7 @@ def test_with_the_target_as_its_own_draft_model_every_step_is_found(
     """However few drafts: those that beam search would keep come first. Blocks become full at every step of commits."""
     model, num_layers, num_forwards = random_model("gqa"), 4, 8
     engine = speculating(engines, (model, model), num_layers, max_num_seqs=512, max_num_batched_tokens=2048)
+    monkeypatch.setattr(kv_cache, "FEW_BLOCKS", 1000)  # so that nothing is left out
     commits, num_steps = watch_accepted_paths(monkeypatch), num_layers + 1
     options = {"max_tokens": 1 + num_forwards * num_steps, "ignore_eos": True}
     lengths = range(BLOCK_SIZE - num_steps, BLOCK_SIZE)

@@ -36,15 +36,16 @@ def test_the_least_of_use_is_given_and_nothing_less(
 ) -> None:
     engine = speculating(engines, random_pair("gqa", NOISE), 4)
     share_out = engine.scheduler._budgets.share_out
-    jobs = [(prompt_of(length), beam_params(**options, max_tokens=40, ignore_eos=True)) for length in (20, 21)]
+    options = {"speculation": "exact", "max_tokens": 40, "ignore_eos": True} | options
+    jobs = [(prompt_of(length), beam_params(**options)) for length in (20, 21)]
 
     def searched(spare_rows: int, spare_tokens: int) -> tuple[int, int]:
         """How often searches, one at a time, were given a budget, and how many forwards they saved by it."""
         num_budgets = 0
 
-        def share(candidates: Sequence[Speculating], *_: int) -> None:
+        def share(candidates: Sequence[Speculating], num_tokens: int, *_: int) -> None:
             nonlocal num_budgets
-            share_out(candidates, spare_rows, spare_tokens)
+            share_out(candidates, num_tokens, spare_rows, spare_tokens)
             num_budgets += sum(one.step.budget is not None for one in candidates)
 
         monkeypatch.setattr(engine.scheduler._budgets, "share_out", share)

@@ -15,6 +15,7 @@ from vllm import SamplingParams
 from tests.conftest import BLOCK_SIZE, Engine, Engines
 from tests.engine.pairs import (
     NOISE,
+    TRAINED,
     Asked,
     Pair,
     check_exact,
@@ -23,7 +24,7 @@ from tests.engine.pairs import (
     speculating,
     steps_per_forward,
 )
-from tests.engine.running import BYTES_PER_BLOCK, prompt_of, run
+from tests.engine.running import BYTES_PER_BLOCK, prompt_of, run, trained_prompts
 from vllm_trie import beam_params
 from vllm_trie.compat.sources import minor
 from vllm_trie.messages import SpeculationBudget, group_steps
@@ -109,6 +110,16 @@ def test_scarcity_makes_speculation_less_and_changes_no_answer(
     outputs = check_exact(engine, asked, beside=beside)
     assert max(map(steps_per_forward, outputs)) > 1.5
     assert must_happen <= watch.happened()
+
+
+def test_a_group_whose_next_blocks_are_all_that_it_may_take_stays_within_those_it_has(
+    engines: Engines, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = speculating(engines, pair, 4, max_num_seqs=80)
+    watch = Watch(engine, monkeypatch)
+    check_exact(engine, [(prompt_of(20), {"beam_width": 20, "draft_width": 40, "ignore_eos": True, "max_tokens": 40})])
+    assert "fewer layers" in watch.happened()
+    assert watch.least_free > engine.scheduler.kv_cache_manager.num_usable_blocks // 2
 
 
 @pytest.mark.parametrize("scarce", ["blocks", "all"])
@@ -251,3 +262,23 @@ def test_an_engine_that_measures_its_memory_runs_the_draft_model(engines: Engine
     engine.runner.profile_run()
     (found,) = run(engine, searches([(prompt_of(9), {"beam_width": 2, "max_tokens": 9})]))
     assert count_differing([found], [expected]) == 0
+
+
+@pytest.mark.parametrize(("width", "draft_width", "most"), [(4, 16, 2.0), (8, 16, 1.8)])
+def test_a_forest_lives_within_the_means_of_its_group(
+    engines: Engines, width: int, draft_width: int, most: float
+) -> None:
+    engine = speculating(engines, TRAINED, 3, max_num_seqs=128)
+    manager, (prompt,) = engine.scheduler.kv_cache_manager, trained_prompts([8 * BLOCK_SIZE])
+    peaks = {}
+    for name, own in {
+        "plain": {"speculation": "off"},
+        "exact": {"speculation": "exact", "draft_width": draft_width},
+        "sparing": {"do_sample": True, "seed": 1, "draft_width": draft_width, "memory_mode": True},
+    }.items():
+        manager.peak_group_blocks = 0
+        (output,) = run(engine, [(prompt, beam_params(width, max_tokens=96, ignore_eos=True, **own))])
+        peaks[name] = manager.peak_group_blocks
+        assert name == "plain" or steps_per_forward(output) > 1.0
+    assert peaks["plain"] < peaks["exact"] <= most * peaks["plain"]
+    assert peaks["sparing"] < peaks["plain"]

@@ -153,6 +153,8 @@ def test_two_jobs_do_not_write_to_one_output(tmp_path: Path) -> None:
         (["--search-options", '{"n": 2}'], "--search-options says n, which has an option of its own: --n"),
         (["--search-options", '{"seed": 2}'], "seed=2 has nothing to decide in a beam search"),
         (["--search-options", '{"prune_relativ": 2}'], "unknown option prune_relativ=2; did you mean prune_relative?"),
+        (["--search-options", '{"compact": true}'], "--search-options says compact, which is not for a batch job"),
+        (["--search-options", '{"unit": "step"}'], "--search-options says unit, which is not for a batch job"),
         (["--search-options", '{"zzz": 2}'], "--search-options: Unexpected keyword argument 'zzz'"),
         (["--output", "out.jsonl.gz"], "--output cannot be compressed"),
         (["--num-engines", "0"], "--num-engines=0 is too few; pass at least 1"),

@@ -17,8 +17,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
+from vllm.v1.structured_output.utils import choice_as_grammar
 
 from tests.conftest import ROOT, TRAINED_TARGET, Engine, Engines
+from tests.grammars import CHOICES, GRAMMARS, structured
 from tests.reference import NEAR_TIE, SCORE_TOLERANCE
 from vllm_trie.compat.versions import own_beams
 from vllm_trie.entrypoints import llm as beam_search
@@ -228,21 +230,41 @@ def test_vllms_own_loop_runs_what_the_engine_refuses(trained: Engine, monkeypatc
 
     monkeypatch.setattr(beam_search.logger, "info_once", lambda *args: notes.append(args))
     adapter = LoRARequest("adapter", 1, "/nowhere")
-    params = BeamSearchParams(2, max_tokens=4, structured_outputs=StructuredOutputsParams(regex="[a-z]+"))
+    params = BeamSearchParams(2, max_tokens=4, structured_outputs=structured("regex"), ignore_eos=True)
     beam_search._beam_search(loop, trained.llm, [{"prompt": "x"}], params, adapter, True, concurrency_limit=3)
     ((llm, _, _, lora, use_tqdm, limit),) = calls
     assert (llm, lora, use_tqdm, limit) == (trained.llm, adapter, True, 3)
-    refusal = "with structured_outputs"
+    refusal = "with structured_outputs and ignore_eos"
     assert notes == [("LLM.beam_search %s: vLLM's own client loop runs it, not the engine", refusal)]
 
 
-def test_structured_beams_work_as_before(trained: Engine) -> None:
-    three_letters = StructuredOutputsParams(regex="[a-c]{3}")
-    three_letters._backend = "xgrammar"
-    params = BeamSearchParams(2, max_tokens=4, structured_outputs=three_letters)
-    (output,) = trained.llm.beam_search([{"prompt": "x = '"}], params)
-    completion = [sequence.text.removeprefix("x = '") for sequence in output.sequences]
-    assert all(set(text) <= set("abc") for text in completion)
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_beams_under_a_grammar_are_those_of_vllms_own_loop(trained: Engine, name: str) -> None:
+    prompts, num_compared, num_tied = prompts_for(trained), 0, 0
+    for width, length_penalty in ((1, 1.0), (3, 0.0), (6, 2.0)):
+        params = BeamSearchParams(width, max_tokens=14, length_penalty=length_penalty)
+        params.structured_outputs = structured(name)
+        ours = trained.llm.beam_search(prompts, params)
+        params.structured_outputs = structured(name)
+        if name == "choice":  # of which vLLM's loop makes no grammar in 0.32
+            params.structured_outputs = StructuredOutputsParams(grammar=choice_as_grammar(CHOICES))
+        params.structured_outputs._backend = "xgrammar"  # nor does it choose a backend
+        for our, their in zip(ours, original(trained, prompts, params), strict=True):
+            assert len(our.sequences) == len(their.sequences)
+            for x, y in zip(our.sequences, their.sequences, strict=True):
+                num_compared += 1
+                a, b = (score(sequence, params, 1) for sequence in (x, y))
+                assert a == pytest.approx(b, rel=SCORE_TOLERANCE)
+                if x.tokens != y.tokens:
+                    assert a == pytest.approx(b, rel=NEAR_TIE)
+                    num_tied += 1
+                    continue
+                for place, same in zip(x.logprobs, y.logprobs, strict=True):
+                    best = {token: entry.logprob for token, entry in same.items() if entry.rank <= 2 * width}
+                    found = {token: place[token].logprob for token in best}
+                    assert found == pytest.approx(best, abs=SCORE_TOLERANCE)
+    assert num_compared > 12
+    assert num_tied < 0.02 * num_compared
 
 
 def test_two_engines_interrupts_and_deletion(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.conftest import BLOCK_SIZE, ROOT, Engine, Engines
 from tests.models import make_draft
 from vllm_trie import beam_params
+from vllm_trie.engine.catalogs import CatalogCounts
 from vllm_trie.engine.stats import BeamStats, BeamTally, SearchCounts, attach_stats, take_stats
 from vllm_trie.entrypoints.metrics import COUNTERS, FINISHED, PEAKS, PREFIX, RUNNING, BeamStatLogger, describe
 from vllm_trie.trie.blocks import BlockCounts
@@ -88,6 +89,12 @@ def test_a_search_of_known_shape_is_counted_exactly(engine: Engine) -> None:
     finished = {reason: metrics[reason] for reason in ("stop", "length", "abort", "error")}
     assert finished == {"stop": 0, "length": 1, "abort": 0, "error": 0}
     assert (metrics["groups_running"], metrics["rows_running"], metrics["preemptions"]) == (0, 0, 0)
+
+
+def test_blocks_of_the_answer_that_enter_the_prefix_cache_are_counted(engine: Engine) -> None:
+    assert engine.llm.llm_engine.reset_prefix_cache()
+    engine.generate([PROMPT], beam_params(4, n=2, max_tokens=60, ignore_eos=True))
+    assert metrics_of(engine)["kv_blocks_cached"] == (len(PROMPT) + 59) // BLOCK_SIZE - len(PROMPT) // BLOCK_SIZE == 2
 
 
 def test_metrics_are_the_counts_of_the_tries_whatever_happens(engine: Engine) -> None:
@@ -268,16 +275,20 @@ def test_each_report_begins_where_the_last_one_ended() -> None:
     tally.counts.add(SearchCounts(steps=3, target_forwards=2, prefill_forwards=1, drafted=9, accepted=4, beams=12))
     tally.preemptions = 1
     tally.finish("stop")
-    first = tally.report([4, 2], BlockCounts(10, 20, 30), 50)
+    first = tally.report([4, 2], BlockCounts(10, 20, 30), 50, CatalogCounts(7, 70, 1))
     finished = {"stop": 1, "length": 0, "abort": 0, "error": 0}
     assert first == BeamStats(
         **{"steps": 3, "target_forwards": 2, "prefill_forwards": 1, "drafted": 9, "accepted": 4, "beams": 12},
         **{"kv_blocks_shared": 10, "kv_blocks_copied": 20, "kv_blocks_reclaimed": 30, "kv_blocks_peak": 50},
         **{"groups_running": 2, "rows_running": 6, "preemptions": 1, "groups_finished": finished},
+        **{"catalog_items": 7, "catalog_bytes": 70, "catalog_loads": 1},
     )
     assert not tally.has_news
     second = {"kv_blocks_shared": 1, "kv_blocks_copied": 2, "kv_blocks_reclaimed": 3, "kv_blocks_peak": 50}
-    assert tally.report([4], BlockCounts(11, 22, 33), 50) == BeamStats(groups_running=-1, rows_running=-2, **second)
+    second |= {"catalog_items": 8, "catalog_bytes": 80, "catalog_loads": 2}
+    assert tally.report([4], BlockCounts(11, 22, 33), 50, CatalogCounts(8, 80, 3)) == BeamStats(
+        groups_running=-1, rows_running=-2, **second
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from vllm import SamplingParams
 
 from tests.conftest import TRAINED_TARGET, Engine, Engines
 from vllm_trie import beam_params
-from vllm_trie.entrypoints.requests import _check, process_inputs
+from vllm_trie.entrypoints.requests import _check, process_inputs, why_not_behind
 
 PROMPT = "def main():"
 
@@ -35,10 +36,13 @@ def extra_with(beam_width: int, **fields: Any) -> SamplingParams:
         (extra(beam_width=10**6), "beam_width=1000000 exceeds max_num_seqs=64; lower it, or raise"),
         (extra(beam_width=2, sample_first=5), "sample_first=5 exceeds max_tokens=4; lower it"),
         (extra(beam_width=2, prune_absolute=float("inf")), "prune_absolute=inf is not a difference"),
+        (extra(trie_beam_fork={"x": 1}), "trie_beam_fork is a mark of the front end's own; leave it out"),
         (extra(beam_widht=4), "did you mean beam_width"),
         (extra(num_beams=4), "unknown option num_beams=4; did you mean beam_width"),
-        (extra(beam_width=2, best_of=4), "unknown option best_of=4; beam_width is how many beams are searched"),
-        (extra(beam_width=2, no_repeat_ngram_size=3), "unknown option no_repeat_ngram_size=3"),
+        (extra(beam_width=2, best_of=4), "unknown option best_of=4; the width is how many beams are searched"),
+        (extra(beam_width=2, stop="x"), "stop='x' does nothing in vllm_xargs .*; it is a field of the request"),
+        (extra(beam_width=2, somebody_elses=1), "unknown option somebody_elses=1; "),
+        (extra(beam_width=2, no_repeat_ngram_size=-1), "no_repeat_ngram_size=-1 is not a number of tokens"),
         (SamplingParams(n=3, extra_args={"beam_width": 2}), "n=3 exceeds beam_width=2"),
         (SamplingParams(seed=5, extra_args={"beam_width": 2}), "seed=5 has nothing to decide in a beam search"),
         (extra(beam_width=2, length_penalty=float("nan")), "length_penalty=nan is not a number between -6 and 6"),
@@ -89,8 +93,10 @@ def test_the_callers_params_are_left_as_they_were(engine: Engine) -> None:
     assert repr(params) == before
 
 
-def test_multimodal_prompts_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one arrives from a multimodal model's processor; no such model can have been loaded here."""
+def test_images_are_refused_where_a_model_attends_them_in_both_directions(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As such a prompt arrives from a multimodal model's processor."""
     stock = process_inputs.original
 
     def with_an_image(*args: Any, **kwargs: Any) -> Any:
@@ -99,6 +105,27 @@ def test_multimodal_prompts_are_refused(engine: Engine, monkeypatch: pytest.Monk
         return request
 
     processor = engine.llm.llm_engine.input_processor
-    with pytest.raises(ValueError, match="beam_width does not work on multimodal prompts; send text alone"):
+    monkeypatch.setitem(vars(processor.vllm_config.model_config), "is_mm_prefix_lm", True)
+    with pytest.raises(ValueError, match="a model whose images are attended in both directions; send text alone"):
         _check(with_an_image, processor, "0", {"type": "token", "prompt_token_ids": [5]}, beam_params(2), ("generate",))
     engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("kind", "speculates", "is_mm_prefix_lm", "reason"),
+    [
+        ("token", True, True, None),
+        ("enc_dec", False, False, None),
+        ("embeds", False, False, "works on prompts of text or tokens, not on prompt_embeds"),
+        ("multimodal", False, False, None),
+        ("multimodal", True, False, "works on multimodal prompts only without speculation; start vLLM without it"),
+        ("multimodal", False, True, "does not work on multimodal prompts of a model whose images are attended in both"),
+    ],
+)
+def test_prompts_that_beams_do_not_work_on_are_known_by_their_kind(
+    kind: str, speculates: bool, is_mm_prefix_lm: bool, reason: str | None
+) -> None:
+    model_config = SimpleNamespace(is_mm_prefix_lm=is_mm_prefix_lm)
+    config = SimpleNamespace(speculative_config=object() if speculates else None, model_config=model_config)
+    found = why_not_behind({"type": kind}, config)
+    assert found is None if reason is None else found is not None and found.startswith(reason)

@@ -19,6 +19,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from benchmarks.common import TARGET
 from benchmarks.server import Server, serving
 from tests.conftest import ROOT
+from tests.grammars import GRAMMARS, MATCHES, SCHEMA
 from tests.test_readme import CLIENT as EXAMPLES
 from tests.test_readme import SERVE as README_SERVES
 from tests.test_readme import Example, run_here
@@ -56,6 +57,7 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def complete(server: Server, prompt: Any = PROMPTS[0], max_tokens: int = 16, **options: Any) -> Any:
     """Options that the client does not know go into the body."""
     known = {"n", "stop", "logprobs", "logit_bias", "presence_penalty", "temperature", "seed", "stream", "echo"}
+    known.add("stream_options")
     extra = {name: options.pop(name) for name in list(options) if name not in known}
     return server.client.completions.create(
         model="target", prompt=prompt, max_tokens=max_tokens, extra_body=extra, **options
@@ -130,6 +132,22 @@ def test_width_and_n_are_two_things(server: Server) -> None:
     assert wider.choices[0].text == one.choices[0].text
 
 
+def test_compact_answers_come_in_one_object(server: Server) -> None:
+    options = {"min_tokens": 4, "return_token_ids": True}
+    every = complete(server, n=8, **beams(8), **options)
+    one = complete(server, n=1, **beams(8, compact=1), **options)
+    assert one.choices[0].token_ids == every.choices[0].token_ids
+    answer = one.kv_transfer_params["trie_beam"]
+    assert answer["token_ids"] == [c.token_ids for c in every.choices]
+    assert answer["finish_reasons"] == [c.finish_reason for c in every.choices]
+    assert answer["scores"] == sorted(answer["scores"], reverse=True)
+    assert len(answer["cumulative_logprobs"]) == 8
+    chatted = chat(server, n=1, extra_body=beams(8, compact=1)).kv_transfer_params["trie_beam"]
+    assert len(chatted["token_ids"]) == 8
+    with pytest.raises(openai.BadRequestError, match="compact=1 takes one prompt, and this request has 2"):
+        complete(server, PROMPTS[:2], n=1, **beams(8, compact=1))
+
+
 def test_what_vllms_conversion_drops_is_honoured(server: Server) -> None:
     crossing = "ing of"  # tokens end in the middle of it
     free = complete(server, n=4, use_beam_search=True)
@@ -195,11 +213,21 @@ def test_what_the_request_says_of_sampling_counts_and_served_defaults_do_not(kin
         ({"use_beam_search": True, "n": 2, **beams(65)}, "beam_width=65 exceeds max_num_seqs=64; lower it, or raise"),
         ({"use_beam_search": True, "prompt_logprobs": 1}, "prompt_logprobs=1 is not supported together with use_beam"),
         (beams(4, num_beams=4), "unknown option num_beams=4; did you mean beam_width?"),
-        (beams(4, best_of=4), "unknown option best_of=4; beam_width is how many beams are searched, n how many"),
+        (beams(4, best_of=4), "unknown option best_of=4; the width is how many beams are searched, n how many"),
         (
             {"use_beam_search": True, "vllm_xargs": {"diversity_penalty": 0.5}},
-            "unknown option diversity_penalty=0.5; no",
+            "diversity_penalty=0.5 needs groups that differ; set num_beam_groups",
         ),
+        (beams(4, n=2), "n=2 does nothing in vllm_xargs (extra_args); it is a field of the request"),
+        (beams(4, catalog_name="items"), "unknown option catalog_name='items'; did you mean catalog"),
+        (beams(4, foo=1), "unknown option foo=1; known: speculation, do_sample, "),
+        (
+            beams(4, catalog="x"),
+            'this engine has none; start it with additional_config={"trie_beam": {"catalogs": {NAM',
+        ),
+        ({"echo": True, "logprobs": 1, **beams(4)}, "logprobs=1 with echo=True would tell of the prompt"),
+        ({"use_beam_search": True, "vllm_xargs": {"unit": "step"}}, 'unit="step" does not work with use_beam_search'),
+        ({"use_beam_search": True, "best_of": 2}, "best_of=2; the width is how many beams are searched, n how many"),
         ({"num_beams": 4, **beams(4)}, "unknown option num_beams=4; did you mean beam_width?"),
         ({"use_beam_search": True, "num_beams": 4}, "num_beams=4; did you mean use_beam_search with n?"),
         ({"use_beam_search": True, "early_stopping": True}, "early_stopping=True is no field of a request; pass it in"),
@@ -214,9 +242,9 @@ def test_what_the_request_says_of_sampling_counts_and_served_defaults_do_not(kin
         ({"prompt": [5] * 513, **beams(4)}, "maximum context length is 512"),
         ({"n": 2, "temperature": 0, **beams(4)}, "n must be 1 when using greedy sampling"),
         ({"seed": 1, **beams(4)}, "seed=1 has nothing to decide in a beam search"),
-        ({"use_beam_search": True, "response_format": {"type": "json_object"}}, "together with use_beam_search"),
-        ({"stream": True, **beams(4)}, "stream=true is not supported together with beam_width"),
-        ({"stream": True, "use_beam_search": True}, "not currently supported with beam search"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True, **beams(4)}, "ignore_eos=True leaves struc"),
+        ({"stream": True, **beams(65)}, "beam_width=65 exceeds max_num_seqs=64"),
+        ({"stream": True, "use_beam_search": True, "n": 65}, "use_beam_search with n=65 exceeds max_num_seqs=64"),
     ],
 )
 def test_a_bad_request_is_a_400_that_names_the_option(server: Server, options: dict[str, Any], message: str) -> None:
@@ -232,7 +260,7 @@ def test_fields_by_names_of_other_systems_are_refused_beside_beams_and_left_alon
     asked: dict[str, Any] = {"prompt": "x"} if kind is CompletionRequest else {"messages": []}
     others = {"num_beams": 4, "best_of": 2, "early_stopping": True}
     assert kind(**asked, **others).to_sampling_params(8, {}).n == 1
-    assert kind(**asked, num_beams=None, **beams(4)).to_sampling_params(8, {}).extra_args == {"beam_width": 4}
+    assert kind(**asked, num_beams=None, **beams(4)).to_sampling_params(8, {}).extra_args["beam_width"] == 4
     for name, value in others.items():
         with pytest.raises(BeamRequestError, match=f"{name}="):
             kind(**asked, **{name: value}, **beams(4)).to_sampling_params(8, {})
@@ -240,19 +268,55 @@ def test_fields_by_names_of_other_systems_are_refused_beside_beams_and_left_alon
             kind(**asked, **{name: value}, use_beam_search=True).to_beam_search_params(8, {})
 
 
-@pytest.mark.parametrize("options", [beams(4), {"use_beam_search": True}])
-def test_streaming_a_beam_chat_is_a_400(server: Server, options: dict[str, Any]) -> None:
-    with pytest.raises(openai.BadRequestError, match="stream=true is not supported together with"):
-        chat(server, stream=True, extra_body=options)
+BOTH_WAYS = pytest.mark.parametrize(
+    "options", [beams(6), {"use_beam_search": True}], ids=["beam_width", "use_beam_search"]
+)
+
+
+@BOTH_WAYS
+def test_a_schema_is_followed_by_every_hypothesis(server: Server, options: dict[str, Any]) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "any", "schema": SCHEMA}}
+    num_matches = 0
+    kinds = [("schema", {"response_format": schema})]
+    kinds += [
+        (name, {"structured_outputs": GRAMMARS[name]}) for name in ("regex", "choice", "grammar", "structural tag")
+    ]
+    for name, constraint in kinds:
+        of_text = complete(server, n=5, max_tokens=60, **constraint, **options).choices
+        of_chat = chat(server, n=5, extra_body=constraint | options).choices
+        texts = [(c.text, c.finish_reason) for c in of_text] + [(c.message.content, c.finish_reason) for c in of_chat]
+        assert {reason for _, reason in texts} <= {"stop", "length"}
+        found = [text for text, reason in texts if reason == "stop" and text]
+        assert all(MATCHES[name](text) for text in found), (name, found)
+        num_matches += len(found)
+    assert num_matches > 15
+
+
+def test_an_item_is_the_same_whoever_asks_for_it(server: Server) -> None:
+    """Token by token: `use_beam_search` leaves out an EOS that ends a hypothesis, and nothing else."""
+    asked = {"n": 3, "logprobs": 1, "return_token_ids": True, "max_tokens": 8}
+    items = {"allowed_sequences": ["return", "raise", "yield from"]}
+    by_width = complete(server, vllm_xargs={"beam_width": 3, **items}, **asked)
+    by_flag = complete(server, use_beam_search=True, vllm_xargs=items, **asked)
+    for one, other in zip(by_width.choices, by_flag.choices, strict=True):
+        assert (one.text, one.token_ids, one.stop_reason) == (other.text, other.token_ids, other.stop_reason)
+        assert one.logprobs == other.logprobs
+    assert by_width.usage == by_flag.usage
+
+
+def test_a_schema_that_vllm_refuses_is_a_400(server: Server) -> None:
+    for options in (beams(3), {"use_beam_search": True}):
+        with pytest.raises(openai.BadRequestError, match="regex"):
+            complete(server, structured_outputs={"regex": "(["}, **options)
 
 
 def test_a_prompt_just_below_the_limit_has_room_for_one_token(server: Server) -> None:
     assert complete(server, [5] * 511, 1, n=2, **beams(4)).usage.completion_tokens == 2
 
 
-def test_keys_of_others_pass_and_our_own_marks_cannot_be_forged(server: Server) -> None:
+def test_our_own_marks_cannot_be_forged(server: Server) -> None:
     for forged in ({}, {"trie_beam_caller": "LLM.beam_search"}, {"trie_beam_caller": 1}):
-        choice = complete(server, vllm_xargs={"beam_width": 2, "somebody_elses": "x", **forged}).choices[0]
+        choice = complete(server, vllm_xargs={"beam_width": 2, **forged}).choices[0]
         assert choice.text
         assert choice.logprobs is None
     for width in ({}, {"beam_width": 2}):
@@ -384,7 +448,9 @@ def test_speculation_is_asked_for_over_http(parallel: Server) -> None:
     wide, default = found(**beams(4, speculation="exact", draft_width=16)), found(**beams(4))
     assert plain[0] == exact[0] == wide[0] == default[0]
     assert plain[1] is None
-    assert wide[1]["drafted"] > exact[1]["drafted"] == default[1]["drafted"] > 0
+    drafted_per_forward = [one[1]["drafted"] / one[1]["target_forwards"] for one in (wide, exact)]
+    assert drafted_per_forward[0] > drafted_per_forward[1] > 0
+    assert default[1]["target_forwards"] > 0, "by default a search speculates as far as it pays"
     as_vllm, off = (
         found(use_beam_search=True, vllm_xargs={"speculation": speculation}) for speculation in ("exact", "off")
     )
@@ -395,7 +461,7 @@ def test_speculation_is_asked_for_over_http(parallel: Server) -> None:
     assert one[1]["mean_width"] < 4
     assert found(**drawn, **beams(4, do_sample=1))[0] != found(seed=3, **beams(4, do_sample=1))[0], "temperature counts"
     for options, message in [
-        (beams(4, speculation=1), "speculation=1 is unknown; known: 'exact', 'sample', 'off'"),
+        (beams(4, speculation=1), "speculation=1 is unknown; known: 'auto', 'exact', 'sample', 'off'"),
         (beams(4, do_sample=2), "do_sample=2 is neither true nor false"),
         (beams(4, draft_widht=8), "unknown option draft_widht=8; did you mean draft_width?"),
         (beams(4, memory_mode=1), 'memory_mode=True means nothing where beams are not drawn; set speculation="sample"'),

@@ -9,18 +9,26 @@ from unittest.mock import patch
 
 import torch
 
-from vllm_trie.search import filters, rank, slots
+from vllm_trie.search import filters, item_trie, slots, step
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step import Step, packed, take_step, unpacked
+from vllm_trie.search.step import take_step
+from vllm_trie.search.step_result import Step, packed, unpacked
+from vllm_trie.search.stopping import HypothesisPool
 
 
 @contextmanager
 def shortcuts(allowed: bool) -> Iterator[None]:
     """Within it, the search looks at tensors to save work, as on a CPU, or it does not."""
     with ExitStack() as stack:
-        for module in (filters, rank, slots):
+        for module in (filters, item_trie, slots, step):
             stack.enter_context(patch.object(module, "sees", lambda _: allowed))
         yield
+
+
+def offer(pool: HypothesisPool, total: float, length: int, last_token: int, node: int) -> int | None:
+    """One hypothesis. Returns the node that has no place in the pool (any more), if any."""
+    outdone = pool.add([total], length, [last_token], [node])
+    return outdone[0].node if outdone else None
 
 
 def rules_of(width: int, semantics: str = "hf", stops: tuple[int, ...] = (), **others: Any) -> SelectRules:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.search.steps import rules_of, steps_of
 from vllm_trie.search.forest import ROOT, Forest, Layer, RowFork, affordable, grow, least_affordable
-from vllm_trie.search.step import Step
+from vllm_trie.search.step_result import Step
 from vllm_trie.search.stopping import HfPool
 
 EOS, VOCABULARY = 0, 24
@@ -73,7 +73,7 @@ class Search:
         (step,) = steps_of(rules, logits, scores)
         for parent, token, score in zip(*step.finished, strict=True):
             self.found.append((*self.beams[parent], int(token)))
-            self.pool.add(float(score), self.length, int(token), len(self.found) - 1)
+            self.pool.add([float(score)], self.length, [int(token)], [len(self.found) - 1])
         self.beams = [
             (*self.beams[parent], int(token)) for parent, token in zip(step.parents, step.tokens, strict=True)
         ]

@@ -10,7 +10,8 @@ from tests.search.exhaustive import drawn_pair_distribution
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rules import BeamSampling, SelectRules
 from vllm_trie.search.sampling import draw, draw_cells, draw_continuations, generator, joint_probabilities, uniforms
-from vllm_trie.search.step import Layout, Step, best_of, packed, take_step, unpacked
+from vllm_trie.search.step import best_of, take_step
+from vllm_trie.search.step_result import Layout, Step, packed, unpacked
 
 DEAD = float("-inf")
 

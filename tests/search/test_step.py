@@ -17,7 +17,8 @@ from tests.search.steps import rules_of, shortcuts, steps_of
 from vllm_trie.search.filters import log_probabilities
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules, num_candidates
-from vllm_trie.search.step import Step, packed, take_cells, take_step
+from vllm_trie.search.step import take_cells, take_step
+from vllm_trie.search.step_result import Step, packed
 
 DEAD = float("-inf")
 Continuation = tuple[int, int, float]  # parent, token, score
@@ -122,7 +123,7 @@ def check(case: Case) -> None:
 def check_logprobs(case: Case, group: int, step: Step) -> None:
     rules = case.rules
     if rules.num_logprobs is None:
-        assert step[4:] == (None, None, None)
+        assert step[4:] == (None,) * 5
         return
     logprobs = log_probabilities(case.logits[group], rules.stop_token_ids if rules.masks_stops else ()).tolist()
     assert step.top_logprobs is not None

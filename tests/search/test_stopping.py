@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.utils import GenerationMixin
 
+from tests.search.steps import offer
 from vllm_trie.search.stopping import EarlyStopping, Finished, HfPool, HypothesisPool, VllmPool
 
 PROMPT_LENGTH = 5
@@ -111,12 +112,11 @@ def search_together(width: int, length_penalty: float, early_stopping: EarlyStop
     outdone = 0
     for length, ranked in enumerate(random_search(width, seed), start=1):
         held = {finished.node for finished in ours.best(width)}
-        for log_prob, stops, node in [*zip(*(field.tolist() for field in ranked), strict=True)][:width]:
-            if stops:
-                held.add(node)
-                dropped = ours.add(log_prob, length, TOKEN, node)
-                held.discard(dropped)
-                outdone += dropped is not None
+        offered = [*zip(*(field.tolist() for field in ranked), strict=True)][:width]
+        sums, nodes = [total for total, stops, _ in offered if stops], [node for _, stops, node in offered if stops]
+        dropped = ours.add(sums, length, [TOKEN] * len(sums), nodes)
+        held = held.union(nodes).difference(finished.node for finished in dropped)
+        outdone += len(dropped)
         is_over = theirs.advance(ranked)
         assert [(f.node, f.score) for f in ours.best(width)] == theirs.best_first()
         assert {finished.node for finished in ours.best(width)} == held
@@ -169,7 +169,7 @@ def test_nothing_that_runs_on_enters_a_settled_pool(
     choose = random.Random(seed)
     pool = new_pool(width, length_penalty)
     for node in range(width):
-        pool.add(-choose.uniform(0, 9), choose.randint(1, MAX_LENGTH), choose.choice([EOS, TOKEN]), node)
+        offer(pool, -choose.uniform(0, 9), choose.randint(1, MAX_LENGTH), choose.choice([EOS, TOKEN]), node)
     held = pool.best(width)
     length = choose.randint(1, MAX_LENGTH - 1)
     best_running = -choose.uniform(0, 30)
@@ -178,16 +178,16 @@ def test_nothing_that_runs_on_enters_a_settled_pool(
     score = best_running - loss * choose.random()
     for ends_at in range(length + 1, MAX_LENGTH + 1):
         score -= loss * choose.random()
-        assert pool.add(score, ends_at, EOS, 100 + ends_at) == 100 + ends_at
-        if ends_at == MAX_LENGTH:
-            assert pool.add(score, ends_at, TOKEN, 100) == 100
+        tokens = [EOS, TOKEN] if ends_at == MAX_LENGTH else [EOS]
+        outdone = pool.add([score] * len(tokens), ends_at, tokens, tokens)
+        assert {finished.node for finished in outdone} == {*tokens}
     assert pool.best(width) == held
 
 
 @pytest.mark.parametrize("last_token", [EOS, TOKEN])
 def test_score_of_transformers_counts_every_generated_token(last_token: int) -> None:
     pool = hf_pool(3, 2.0)
-    pool.add(-8.0, 4, last_token, 0)
+    offer(pool, -8.0, 4, last_token, 0)
     assert pool.best(1) == [Finished(-0.5, 0)]
 
 
@@ -197,7 +197,7 @@ def pool_of(
     """Room for three; node i has the score `scores[i]` at length 1."""
     pool = new_pool(3, options.pop("length_penalty", 0.0), **options)
     for node, score in enumerate(scores):
-        assert pool.add(score, 1, TOKEN, node) is None
+        assert offer(pool, score, 1, TOKEN, node) is None
     return pool
 
 
@@ -209,19 +209,19 @@ def test_best_hypotheses_come_first(new_pool: PoolOf) -> None:
 @every_kind
 def test_full_pool_gives_up_its_worst(new_pool: PoolOf) -> None:
     pool = pool_of([-2.0, -3.0, -1.0], new_pool)
-    assert pool.add(-2.5, 1, TOKEN, 3) == 1
+    assert offer(pool, -2.5, 1, TOKEN, 3) == 1
     assert [finished.node for finished in pool.best(3)] == [2, 0, 3]
 
 
 @every_kind
 def test_newcomer_worse_than_a_full_pool_is_given_up(new_pool: PoolOf) -> None:
-    assert pool_of([-2.0, -3.0, -1.0], new_pool).add(-4.0, 1, TOKEN, 3) == 3
+    assert offer(pool_of([-2.0, -3.0, -1.0], new_pool), -4.0, 1, TOKEN, 3) == 3
 
 
 @every_kind
 def test_tie_goes_to_the_earlier_hypothesis(new_pool: PoolOf) -> None:
     pool = pool_of([-1.0, -1.0, -1.0], new_pool)
-    assert pool.add(-1.0, 1, TOKEN, 3) == 3
+    assert offer(pool, -1.0, 1, TOKEN, 3) == 3
     assert [finished.node for finished in pool.best(3)] == [0, 1, 2]
 
 

@@ -12,12 +12,15 @@ import torch
 from tests.search.steps import rules_of
 from vllm_trie.search import gumbel, sampling
 from vllm_trie.search.filters import LogitsFilters, Pruning
-from vllm_trie.search.rules import BeamSampling, SelectRules
+from vllm_trie.search.item_trie import ItemRules, Items, ItemTrie
+from vllm_trie.search.rules import BeamGroups, BeamSampling, SelectRules
 from vllm_trie.search.sampling import generator
-from vllm_trie.search.step import joint_distribution, packed, take_cells, take_step
+from vllm_trie.search.step import joint_distribution, take_cells, take_step
+from vllm_trie.search.step_result import packed
 
 NOWHERE = torch.device("meta")
 WIDTH = 4
+STOCHASTIC = BeamSampling(False, 1, None, False, stochastic=True)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "controlled": {"is_controlled": True},
@@ -29,6 +32,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sampled": {"samples": True, "filters": LogitsFilters(0.7, 0.1, 20, 0.9)},
     "drawn": {"beam_sampling": BeamSampling(False, 1, None, False), "filters": LogitsFilters(0.7, 0.1, 20, 0.9)},
     "drawn with replacement": {"beam_sampling": BeamSampling(True, 1, None, False), "num_logprobs": 3},
+    "drawn as whole hypotheses": {"beam_sampling": STOCHASTIC, "filters": LogitsFilters(0.7, 0.1, 20, 0.9)},
+    "drawn as whole hypotheses, with log-probabilities": {"beam_sampling": STOCHASTIC, "num_logprobs": 3},
+    "n-grams": {"no_repeat_ngram_size": 2},
+    "n-grams, drawn": {"beam_sampling": BeamSampling(False, 1, None, False), "no_repeat_ngram_size": 1},
+    "groups": {"beam_groups": BeamGroups(2, 0.5, 1), "filters": LogitsFilters(0.7, 0.1, 20, 0.9)},
+    "groups, of which one is done": {"beam_groups": BeamGroups(2, 0.5, 1, (0,)), "num_logprobs": 3},
     "drawn and one kept": {"beam_sampling": BeamSampling(False, 1, None, True), "num_logprobs": 3},
 }
 
@@ -41,7 +50,8 @@ def step(rules: SelectRules, num_groups: int, num_rows: int, vocab_size: int) ->
         random = torch.empty(num_groups, rules.width, dtype=torch.float64, device=NOWHERE)
     elif rules.beam_sampling is not None:
         random = [generator(0, group) for group in range(num_groups)]
-    tensor, layout = packed(take_step(rules, logits, scores, random))
+    histories = torch.empty(num_groups, num_rows, 20, dtype=torch.int32, device=NOWHERE)
+    tensor, layout = packed(take_step(rules, logits, scores, random, histories=histories, perturbed=scores))
     return tensor.shape, layout
 
 
@@ -86,3 +96,27 @@ def test_only_stop_strings_are_looked_for_on_the_host() -> None:
     assert all(isinstance(field, np.ndarray) for field in candidates)
     take_step(rules._replace(masks_stops=True), torch.randn(2, WIDTH, 30), torch.zeros(2, WIDTH), completes=completes)
     assert len(asked) == 1, "no hypothesis may stop, so none is looked at"
+
+
+ITEM_RULES = {
+    "items": ItemRules("", 1),
+    "items and a stop": ItemRules("", 1, ends_with_stop=True, renormalizes=True),
+    "several items after a token": ItemRules("", 3, after=7),
+}
+
+
+@pytest.mark.parametrize("length", [None, 1])
+@pytest.mark.parametrize("item_rules", ITEM_RULES.values(), ids=ITEM_RULES)
+def test_step_along_a_catalog_waits_for_nothing(item_rules: ItemRules, length: int | None) -> None:
+    first_child, tokens = (torch.empty(size, dtype=torch.int32, device=NOWHERE) for size in (41, 40))
+    trie = ItemTrie(first_child, tokens, torch.empty(40, dtype=torch.bool, device=NOWHERE), [8, 5, 2, 1])
+    rules = rules_of(WIDTH, stops=(1, 2), items=item_rules, num_logprobs=2)
+    for num_rows in (1, WIDTH):
+        logits = torch.empty(3, num_rows, 300, dtype=torch.bfloat16, device=NOWHERE)
+        states = torch.empty(3, num_rows, dtype=torch.int64, device=NOWHERE)
+        items = Items(trie, states, length)
+        found = take_step(rules, logits, torch.empty(3, num_rows, device=NOWHERE), items=items)
+        assert found.states is not None
+        assert found.states.shape == found.tokens.shape == (3, WIDTH)
+        assert trie.advance(item_rules, found.states, found.tokens).shape == (3, WIDTH)
+        packed(found)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.search.steps import rules_of, steps_of
+from tests.search.steps import offer, rules_of, steps_of
 from tests.search.test_vllm_semantics import EOS, NEAR_TIE, SEARCHES, TOLERANCE, Found, Problem, gap
 from vllm_trie.search.stopping import TridecodePool
 
@@ -49,7 +49,7 @@ def our_search(problem: Problem, length_penalty: float) -> tuple[list[Found], in
         rules = rules_of(width, "tridecode", (EOS,) if length > 1 else (), is_last=length == problem.length)
         (step,) = steps_of(rules, logits, torch.from_numpy(scores)[None])
         for parent, token, score in zip(*(field.tolist() for field in step.finished), strict=True):
-            pool.add(score, length, token, node=len(ended))
+            offer(pool, score, length, token, len(ended))
             ended.append([*rows[parent], token])
         if pool.is_done(float(step.scores.max()), length):
             break
@@ -79,9 +79,9 @@ def test_search_finds_what_the_loop_finds(length_penalty: float) -> None:
 
 def test_search_goes_on_for_one_step_after_the_pool_is_full() -> None:
     pool = TridecodePool(2, 1.0, 9)
-    pool.add(-1.0, 3, EOS, 0)
+    offer(pool, -1.0, 3, EOS, 0)
     assert not pool.is_done(-5.0, 3)
-    pool.add(-2.0, 4, EOS, 1)
+    offer(pool, -2.0, 4, EOS, 1)
     assert not pool.is_done(-5.0, 4)
-    assert pool.add(-0.5, 5, EOS, 2) == 1
+    assert offer(pool, -0.5, 5, EOS, 2) == 1
     assert pool.is_done(-5.0, 5)

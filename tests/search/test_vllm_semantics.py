@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.entrypoints.generate.beam_search.utils import get_beam_search_score
 
-from tests.search.steps import rules_of, steps_of
+from tests.search.steps import offer, rules_of, steps_of
 from vllm_trie.compat.versions import own_beams
 from vllm_trie.search.stopping import VllmPool
 
@@ -92,7 +92,7 @@ def our_search(problem: Problem, length_penalty: float, counts_prompt: bool) -> 
         is_last = length == problem.length
         (step,) = steps_of(rules_of(width, "vllm", (EOS,), is_last=is_last), logits, row_scores)
         for parent, token, score in zip(*(field.tolist() for field in step.finished), strict=True):
-            pool.add(score, length, token, node=len(ended))
+            offer(pool, score, length, token, node=len(ended))
             ended.append([*rows[parent], token])
         if is_last or pool.is_done(float(step.scores.max()), length):
             break
@@ -151,9 +151,9 @@ def test_pool_is_settled_as_soon_as_the_best_that_can_come_is_no_better(
     prompt_length: int, length: int, held_length: int, held: float, length_penalty: float
 ) -> None:
     pool = VllmPool(1, length_penalty, MAX_LENGTH, prompt_length, frozenset({EOS}))
-    pool.add(held, held_length, TOKEN, 0)
+    offer(pool, held, held_length, TOKEN, 0)
     best_end = (MAX_LENGTH, TOKEN) if length_penalty > 0 else (length + 1, EOS)
     equal = pool.best(1)[0].score / pool.score(1.0, *best_end)  # the sum at which the best end has the same score
     assert pool.is_done(1.001 * equal, length)
     assert not pool.is_done(0.999 * equal, length)
-    assert pool.add(0.999 * equal, *best_end, 1) == 0
+    assert offer(pool, 0.999 * equal, *best_end, 1) == 0

@@ -68,6 +68,7 @@ class ModelledGroup:
         self.width = width
         self.memory = Memory(block_size, choose)
         self.num_written = 0
+        self.seen: tuple[BlockTrie | None, int, int] = None, 0, 0
         self.begin()
 
     def begin(self) -> None:
@@ -190,12 +191,27 @@ class ModelledGroup:
 
     def check(self) -> None:
         self.trie.check_invariants()
+        self.check_common()
         for row, history in enumerate(self.histories):
             in_window = history[self.trie.num_skipped * self.memory.block_size :]
             assert self.memory.read(self.trie.row_blocks(row))[: len(in_window)] == in_window
         assert self.trie.num_live_blocks == len(self.live())
         assert self.trie.num_live_blocks + self.trie.num_garbage == len(self.memory.held)
         assert self.trie.counts == self.counts
+
+    def check_common(self) -> None:
+        """What is known to be shared is; where blocks have just joined the trie, all that is shared is known."""
+        rows = [self.trie.row_blocks(row) for row in range(self.trie.width)]
+        num_common, (trie, num_sealed, known) = self.trie.num_common(), self.seen
+        assert all(row[:num_common] == rows[0][:num_common] for row in rows)
+        self.seen = self.trie, self.trie.num_sealed, num_common
+        if self.trie.num_skipped:
+            assert num_common == 0
+        elif trie is not self.trie or num_sealed < self.trie.num_sealed:
+            full = zip(*(row[: self.trie.num_sealed] for row in rows), strict=True)
+            assert num_common == sum(len(set(blocks)) == 1 for blocks in full)
+        else:
+            assert num_common == known
 
 
 def random_parents(choose: random.Random, width: int) -> list[int]:

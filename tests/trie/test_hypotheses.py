@@ -6,14 +6,15 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from tests.trie.walks import NUM_WALKS, OPERATIONS, walks
-from vllm_trie.trie.hypotheses import HypothesisTrie
+from vllm_trie.trie.hypotheses import ROOT, HypothesisTrie
 
 
 class Token(NamedTuple):
@@ -23,6 +24,12 @@ class Token(NamedTuple):
     token: int
     logprob: float
     note: object
+
+
+def finished(trie: HypothesisTrie, row: int, token: int, score: float, note: Any = None) -> int:
+    """Keep one hypothesis."""
+    (node,) = trie.finish([row], [token], [score], [note])
+    return node
 
 
 class ModelledTrie:
@@ -58,7 +65,7 @@ class ModelledTrie:
     def finish(self) -> None:
         row = self.choose.randrange(len(self.rows))
         history = [*self.rows[row], self.new_token(self.choose.choice([None, "finished"]))]
-        node = self.trie.finish(row, history[-1].token, total_logprob(history), history[-1].note)
+        node = finished(self.trie, row, history[-1].token, total_logprob(history), history[-1].note)
         assert node not in self.kept
         self.kept[node] = history
         self.most_nodes = max(self.most_nodes, len(self.live()))
@@ -84,10 +91,30 @@ class ModelledTrie:
         held = [*zip(self.trie.rows, self.rows, strict=True), *self.kept.items()]
         node, history = self.choose.choice(held)
         self.check_reads_back(node, history)
+        self.check_common(held)
+
+    def check_common(self, held: list[tuple[int, list[Token]]]) -> None:
+        """From the root, and from anywhere on the way, the trie finds what all histories begin with."""
+        columns = zip(*(history for _, history in held), strict=False)
+        num_common = len([*takewhile(lambda column: len(set(column)) == 1, columns)])
+        common, history = self.trie.deepest_common(ROOT), self.rows[0]
+        assert self.trie.tokens(common) == [token.token for token in history[:num_common]]
+        start = common
+        for _ in range(self.choose.randint(0, num_common)):
+            start = self.trie.parent(start)
+        assert self.trie.deepest_common(start) == common
+        dead = self.choose.sample(range(len(self.rows)), self.choose.randrange(len(self.rows)))
+        live = [[*row] for number, row in enumerate(self.rows) if number not in dead] + [*self.kept.values()]
+        columns = zip(*live, strict=False)
+        num_of_live = len([*takewhile(lambda column: len(set(column)) == 1, columns)])
+        assert self.trie.tokens(self.trie.deepest_common(start, dead)) == [t.token for t in live[0][:num_of_live]]
+        num_before = len(self.trie.tokens(start))
+        assert self.trie.tokens(self.trie.rows[0], start) == [token.token for token in history[num_before:]]
+        assert self.trie.notes(self.trie.rows[0], start) == [token.note for token in history[num_before:]]
 
     def check_reads_back(self, node: int, history: list[Token]) -> None:
         assert self.trie.tokens(node) == [token.token for token in history]
-        assert self.trie.token_logprobs(node) == [token.logprob for token in history]
+        assert self.trie.score(node) == total_logprob(history)
         assert self.trie.notes(node) == [token.note for token in history]
 
     def end(self) -> None:
@@ -122,13 +149,6 @@ def test_trie_answers_what_plain_lists_answer() -> None:
     assert operations >= OPERATIONS
 
 
-def test_token_logprobs_are_the_steps_of_the_score() -> None:
-    trie = HypothesisTrie()
-    trie.advance([0], [7], [-0.5])
-    trie.advance([0], [8], [-1.75])
-    assert trie.token_logprobs(trie.rows[0]) == [-0.5, -1.25]
-
-
 def test_common_prefix_is_held_once() -> None:
     trie = three_rows()
     for token in range(100):
@@ -138,7 +158,7 @@ def test_common_prefix_is_held_once() -> None:
 
 def test_finished_hypothesis_survives_its_row() -> None:
     trie = three_rows()
-    node = trie.finish(2, 9, -4.0)
+    node = finished(trie, 2, 9, -4.0)
     trie.advance([0, 0, 1], [4, 5, 6], [-5.0, -6.0, -7.0])
     assert trie.tokens(node) == [3, 9]
     trie.check_invariants()
@@ -146,31 +166,40 @@ def test_finished_hypothesis_survives_its_row() -> None:
 
 def test_dropped_hypothesis_leaves_its_prefix_to_the_row() -> None:
     trie = three_rows()
-    trie.drop(trie.finish(1, 9, -4.0))
+    trie.drop(finished(trie, 1, 9, -4.0))
     assert [trie.tokens(row) for row in trie.rows] == [[1], [2], [3]]
     assert trie.num_nodes == 3
 
 
+def test_only_what_is_asked_for_stays_kept() -> None:
+    trie = three_rows()
+    nodes = [finished(trie, row, 9, -4.0) for row in range(3)]
+    trie.keep_only(nodes[1])
+    assert trie.num_nodes == 3 + 1
+    assert trie.tokens(nodes[1]) == [2, 9]
+    trie.check_invariants()
+
+
 def test_dropped_node_is_the_next_one_used() -> None:
     trie = three_rows()
-    node = trie.finish(0, 9, -4.0)
+    node = finished(trie, 0, 9, -4.0)
     trie.drop(node)
-    assert trie.finish(1, 8, -5.0) == node
+    assert finished(trie, 1, 8, -5.0) == node
 
 
 def test_notes_go_to_the_new_rows_and_are_none_without() -> None:
     trie = three_rows()
     trie.advance([2, 2, 0], [4, 5, 6], [-4.0, -5.0, -6.0], ["first", "second", "third"])
     assert [trie.notes(row) for row in trie.rows] == [[None, "first"], [None, "second"], [None, "third"]]
-    assert trie.notes(trie.finish(1, 9, -7.0, "end")) == [None, "second", "end"]
-    assert trie.notes(trie.finish(1, 9, -7.0)) == [None, "second", None]
+    assert trie.notes(finished(trie, 1, 9, -7.0, "end")) == [None, "second", "end"]
+    assert trie.notes(finished(trie, 1, 9, -7.0)) == [None, "second", None]
 
 
 def test_reused_node_does_not_carry_the_note_of_the_one_before() -> None:
     trie = three_rows()
-    node = trie.finish(0, 9, -4.0, "old")
+    node = finished(trie, 0, 9, -4.0, "old")
     trie.drop(node)
-    assert trie.finish(1, 8, -5.0) == node
+    assert finished(trie, 1, 8, -5.0) == node
     assert trie.notes(node) == [None, None]
 
 
@@ -182,7 +211,7 @@ def test_note_goes_with_the_last_node_that_carries_it() -> None:
     trie = three_rows()
     of_step, of_end = Note(), Note()
     trie.advance([0, 0, 1], [4, 5, 6], [-4.0, -5.0, -6.0], [None, of_step, None])
-    node = trie.finish(1, 9, -7.0, of_end)
+    node = finished(trie, 1, 9, -7.0, of_end)
     seen_step, seen_end = weakref.ref(of_step), weakref.ref(of_end)
     del of_step, of_end
     trie.advance([2, 2, 2], [7, 8, 9], [-7.0, -8.0, -9.0])

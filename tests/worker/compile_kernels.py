@@ -18,12 +18,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_trie.worker import kernels
+from vllm_trie.worker.attention import triton_kernels
 
 HOPPER = GPUTarget("cuda", 90, 32)
 INT, LONG, LONGS, FLOATS = "i32", "i64", "*i64", "*fp32"
 ROWS = dict.fromkeys(["slots", "sources", "num_tokens"], LONGS)
 TABLES = {"table_pointers": "*u64", "table_strides": LONGS, "block_sizes": LONGS}
-CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
+ATTENTION = (
+    dict.fromkeys(["queries", "outputs", "cache"], "*bf16")
+    | dict.fromkeys(["query_stride", "output_stride", "block_stride", "head_stride", "token_stride"], INT)
+    | dict.fromkeys(["tables", "places", "rows", "num_shared", "lengths", "first_tokens", "end_tokens"], "*i32")
+    | dict.fromkeys(["table_stride", "num_parts", "count", "num_kv_heads"], INT)
+    | {"sums": FLOATS, "logs": FLOATS, "scale": "fp32"}
+)
+HEADS = {"heads": 4, "head_size": 128, "padded_size": 128, "block_size": 16, "keys_at_a_time": triton_kernels.KEYS}
+STAGES = triton_kernels.NUM_WARPS, triton_kernels.NUM_STAGES
+CASES: list[tuple[Any, ...]] = [
     *(
         (
             kernels._select_next,
@@ -33,7 +43,7 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
             {"slots": slots, "chunk": kernels.candidates_at_a_time(slots)},
             kernels.warps_to_select(slots),
         )
-        for slots in (4, 64, 512)
+        for slots in (4, 64, 512, kernels.MOST_SLOTS)
     ),
     (
         kernels._copy_histories,
@@ -47,14 +57,19 @@ CASES: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
         {"word": tl.int64, "tile_size": kernels.COPY_TILE},
         4,
     ),
+    (triton_kernels._attend_to_shared, ATTENTION, HEADS | {"tile": triton_kernels.TILE}, *STAGES),
+    (triton_kernels._attend_to_own, ATTENTION, HEADS | {"padded_heads": triton_kernels.LEAST_QUERIES}, *STAGES),
 ]
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int) -> dict[str, Any]:
+def compiled(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int, num_stages: int = 3
+) -> dict[str, Any]:
     """Bytes of shared memory, whether there are atomics, and what is said of registers, stack and local memory."""
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    code = triton.compile(ASTSource(kernel, signature, values), HOPPER, {"num_warps": num_warps})
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    code = triton.compile(ASTSource(kernel, signature, values), HOPPER, options)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "cubin"
         cubin.write_bytes(code.asm["cubin"])

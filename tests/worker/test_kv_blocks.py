@@ -25,3 +25,13 @@ def test_a_block_that_is_copied_onto_itself_stays() -> None:
     before = memory.clone()
     KVBlocks([memory.view(NUM_BLOCKS, 8)], NUM_BLOCKS).copy(np.array([3, 1]), np.array([3, 1]))
     assert memory.equal(before)
+
+
+def test_many_blocks_are_copied_piece_by_piece() -> None:
+    memory = torch.randint(99, (40, 3, 1 << 12), generator=torch.Generator().manual_seed(0)).bfloat16()
+    layers = [memory[:, 0], memory[:, 2]]  # whose blocks do not lie one after the other
+    sources, destinations = np.repeat(np.arange(10), 3), np.arange(10, 40)
+    expected = memory.clone()
+    expected[10:, ::2] = memory[:10, ::2].repeat_interleave(3, dim=0)
+    KVBlocks(layers, 40).copy_to_others(torch.from_numpy(sources), torch.from_numpy(destinations))
+    assert memory.equal(expected)

@@ -8,7 +8,7 @@ import pytest
 from vllm_trie.messages import Decided
 from vllm_trie.search.forest import Forest
 from vllm_trie.search.rank import Candidates
-from vllm_trie.search.step import Step
+from vllm_trie.search.step_result import Step
 from vllm_trie.worker.rank_check import _digest, disputes
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules, num_candidates
 from vllm_trie.search.slots import select_next
-from vllm_trie.search.step import packed, take_step
+from vllm_trie.search.step import take_step
+from vllm_trie.search.step_result import packed
 from vllm_trie.worker import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,7 +48,7 @@ def test_kernel_selects_as_torch(
     check(num_groups, width, 1 if is_first else width, count, alive, seed)
 
 
-@pytest.mark.parametrize("width", [33, 64, 200, 512])
+@pytest.mark.parametrize("width", [33, 64, 200, 512, 1024, 5000])
 @pytest.mark.parametrize("alive", [0.3, 1.0])
 def test_wide_groups_are_selected_as_in_torch(width: int, alive: float) -> None:
     for num_rows in (1, width):

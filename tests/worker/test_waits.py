@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from tests.search.steps import rules_of
-from vllm_trie.messages import GroupStep
+from vllm_trie.messages import GroupStep, NewRows, Resumed
 from vllm_trie.search import gumbel, sampling
 from vllm_trie.search.filters import LogitsFilters, Pruning
-from vllm_trie.search.rules import BeamSampling, SelectRules
+from vllm_trie.search.item_trie import ItemRules, ItemTrie
+from vllm_trie.search.rules import BeamGroups, BeamSampling, SelectRules
 from vllm_trie.worker import kernels
-from vllm_trie.worker.expand import take_in_rows
-from vllm_trie.worker.kv_blocks import Segments
+from vllm_trie.worker.catalogs import DeviceCatalogs
+from vllm_trie.worker.histories import Histories
+from vllm_trie.worker.kv_blocks import KVBlocks, Segments
+from vllm_trie.worker.new_rows import add_blocks, add_copies, take_in_rows
 from vllm_trie.worker.row_reorder import Tables
 from vllm_trie.worker.rows import BatchRows, GroupRows
 from vllm_trie.worker.select import Selector
@@ -30,8 +33,11 @@ RULES: dict[str, SelectRules] = {
     "controlled": rules_of(WIDTH, "vllm", (1, 2), is_controlled=True),
     "filters": rules_of(WIDTH, stops=(1,), filters=LogitsFilters(0.7, 0.1, 20, 0.9), pruning=Pruning(0.1, 2.0, 0.1, 2)),
     "log-probabilities": rules_of(WIDTH, "tridecode", (1,), num_logprobs=2),
+    "along a catalog": rules_of(WIDTH, stops=(1,), items=ItemRules("items", 2, after=7, ends_with_stop=True)),
     "sampled": rules_of(WIDTH, samples=True),
     "drawn": rules_of(WIDTH, beam_sampling=BeamSampling(False, 1, None, False)),
+    "in groups": rules_of(WIDTH, beam_groups=BeamGroups(WIDTH, 0.5, 0)),
+    "no n-gram twice": rules_of(WIDTH, no_repeat_ngram_size=2),
 }
 
 
@@ -109,15 +115,21 @@ def test_rows_are_taken_in_selected_and_reordered_without_waiting(
     for number, own in enumerate(slots.reshape(2, WIDTH)):
         request: Any = SimpleNamespace(prompt_token_ids=PROMPT)
         scores = nowhere(WIDTH, dtype=torch.float32)
-        groups[str(number)] = GroupRows(request, [str(slot) for slot in own], scores, nowhere(WIDTH))
+        groups[str(number)] = GroupRows(request, [str(slot) for slot in own], scores, nowhere(WIDTH), scores)
     steps = {group_id: GroupStep(rules, selects=True, decodes=True, draw=(3, 5)) for group_id in groups}
     context = StepContext(steps, entered=[*groups], new_tokens_unknown=[*groups], decided_at=None)
 
-    take_in_rows(runner, context, groups)
-    selector = Selector(runner, groups, sampler)
+    catalogs = DeviceCatalogs(NOWHERE, [])
+    parts = nowhere(41, dtype=torch.int32), nowhere(40, dtype=torch.int32), nowhere(40, dtype=torch.bool)
+    catalogs._tries["items"] = ItemTrie(*parts, [8, 5, 2])
+    take_in_rows(runner, context, groups, catalogs)
+    for group in groups.values():
+        group.states = nowhere(WIDTH)
+    histories = Histories(runner)
+    selector = Selector(runner, groups, sampler, catalogs, histories)
     tables = [nowhere(NUM_SLOTS, LENGTH // size, dtype=torch.int32) for size in BLOCK_SIZES]
-    selector.tables = Tables(tables, [*BLOCK_SIZES], nowhere(2, dtype=torch.uint64), nowhere(2), nowhere(2))
-    selector.kv_blocks = SimpleNamespace(
+    histories.tables = Tables(tables, [*BLOCK_SIZES], nowhere(2, dtype=torch.uint64), nowhere(2), nowhere(2))
+    histories.kv_blocks = SimpleNamespace(
         segments=Segments(nowhere(2, dtype=torch.uint64), nowhere(2), nowhere(2), 99, 8)
     )
     rows = BatchRows(batch_of(slots), NUM_SLOTS)
@@ -134,3 +146,41 @@ def test_a_look_at_the_device_would_be_seen() -> None:
     for look in (torch.Tensor.item, torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.nonzero, bool):
         with pytest.raises((RuntimeError, TypeError)):
             look(nowhere(1))
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+@pytest.mark.parametrize("has_mrope", [False, True])
+def test_rows_are_made_and_get_their_blocks_without_waiting(is_resumed: bool, has_mrope: bool) -> None:
+    runner = runner_of(sampler_of())
+    states, counts = runner.req_states, np.full((2, NUM_SLOTS), 2, np.int32)
+    states.free_indices, states.req_id_to_index, states.index_to_req_id = [*range(3, NUM_SLOTS)], {"g": 2}, {2: "g"}
+    states.prefill_len = SimpleNamespace(np=np.zeros(NUM_SLOTS, np.int32))
+    states.num_computed_prefill_tokens, states.num_computed_tokens_np = np.zeros((2, NUM_SLOTS), np.int32)
+    states.num_computed_tokens = SimpleNamespace(gpu=nowhere(NUM_SLOTS, dtype=torch.int32))
+    states.draft_tokens = nowhere(NUM_SLOTS, 2)
+    tables = [SimpleNamespace(gpu=nowhere(NUM_SLOTS, LENGTH // size, dtype=torch.int32)) for size in BLOCK_SIZES]
+    runner.block_tables = SimpleNamespace(block_tables=tables, num_blocks=SimpleNamespace(np=counts))
+    runner.max_num_reqs, runner.prompt_logprobs_worker, runner.lora_state = NUM_SLOTS, None, None
+    runner.encoder_cache = None
+    deltas, positions = np.arange(NUM_SLOTS, dtype=np.int32), nowhere(3 * NUM_SLOTS, LENGTH, dtype=torch.int32)
+    parts = {"prefill_delta": SimpleNamespace(np=deltas), "prefill_positions": SimpleNamespace(gpu=positions)}
+    runner.model_state = SimpleNamespace(
+        rope_state=SimpleNamespace(max_num_reqs=NUM_SLOTS, num_dims=3, **parts) if has_mrope else None
+    )
+
+    request: Any = SimpleNamespace(prompt_token_ids=PROMPT, lora_request=None)
+    group = GroupRows(request, ["g", "g#1", "g#2"], *(nowhere(WIDTH) for _ in range(3)))
+    step = GroupStep(RULES["plain"], selects=True, decodes=True)
+    blocks = [np.ones((WIDTH, 2), np.int32), np.ones((WIDTH, 1), np.int32)]
+    step.rows = NewRows(blocks, np.array([[3, 4], [3, 5]]))
+    step.resumed = Resumed([[7, 8]] * WIDTH, [-1.0] * WIDTH) if is_resumed else None
+    context = StepContext({"g": step}, copied=["g"], decided_at=None)
+    add_copies(runner, context, {"g": group})
+    assert states.req_id_to_index.keys() == {"g", "g#1", "g#2"}
+    group.slots = np.array([states.req_id_to_index[row_id] for row_id in group.row_ids])
+    assert counts[:, group.slots[1:]].tolist() == [[2, 2], [1, 1]]
+    assert not has_mrope or deltas[group.slots].tolist() == [2, 2, 2]
+
+    step.new_blocks = [np.arange(WIDTH, dtype=np.int32), np.zeros(0, np.int32)]
+    add_blocks(runner, context, {"g": group}, KVBlocks([nowhere(9, 4)], 9))
+    assert counts[:, group.slots].tolist() == [[3, 3, 3], [2, 1, 1]]

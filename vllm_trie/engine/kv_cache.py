@@ -7,25 +7,38 @@ blocks over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy
-from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import CrossAttentionManager, SingleTypeKVCacheManager
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.messages import LookaheadBlocks, RowBlocks
+from vllm_trie.engine.held_blocks import HeldBlocks
+from vllm_trie.messages import ForkTicket, LookaheadBlocks, NewRows
 from vllm_trie.trie.blocks import BlockCopy, BlockCounts, BlockTrie, blocks_to_fan_out
+from vllm_trie.trie.encoder_blocks import EncoderBlocks
+
+LOOKAHEAD_SHARE = 0.75  # of the blocks that a group holds, the most that it is lent to speculate with
+SPARING_SHARE = 1.5  # of the rows that it must be lent at least, likewise, where it is to spare memory
+FEW_BLOCKS = 16  # are lent to any other group, however few it holds
+
+
+def most_lookahead(num_held: int) -> int:
+    """The most blocks that a group is lent for a step."""
+    return max(int(LOOKAHEAD_SHARE * num_held), FEW_BLOCKS)
 
 
 @dataclass(slots=True)
 class RowUpdate:
     """What the rows of a group got in this step."""
 
-    rows: list[RowBlocks] | None = None  # where it fans out: all blocks of each row
-    new_blocks: list[RowBlocks] | None = None  # else, at a block boundary: the next blocks of each row
+    rows: NewRows | None = None  # where it fans out
+    new_blocks: list[np.ndarray] | None = None  # else, at a block boundary: see `GroupStep`
 
 
 @dataclass(slots=True)
@@ -36,13 +49,17 @@ class _GroupBlocks:
     tries: list[BlockTrie] = field(default_factory=list)  # by KV cache group, once it has fanned out
     steps: int = 0
     update: RowUpdate | None = None
-    copies: list[BlockCopy] = field(default_factory=list)  # not yet sent
     next_blocks: list[list[int]] = field(default_factory=list)  # lookahead of its rows, by KV cache group
     spare_blocks: list[int] = field(default_factory=list)  # lookahead of rows that last one step
 
     @property
     def lookahead_blocks(self) -> list[int]:
         return [block for blocks in (*self.next_blocks, self.spare_blocks) for block in blocks]
+
+    @property
+    def num_tokens(self) -> int:
+        """For which each row has room, once the group has fanned out."""
+        return next(trie.num_tokens for trie in self.tries if not isinstance(trie, EncoderBlocks))
 
 
 class BeamKVCacheManager(KVCacheManager):
@@ -56,6 +73,7 @@ class BeamKVCacheManager(KVCacheManager):
         self._groups: dict[str, _GroupBlocks] = {}
         self.num_group_blocks = 0  # that tries hold, their garbage included
         self.peak_group_blocks = 0
+        self.held = HeldBlocks(self.block_pool)
 
     @property
     def num_usable_blocks(self) -> int:
@@ -72,8 +90,8 @@ class BeamKVCacheManager(KVCacheManager):
         """Blocks that rows of decoding groups lead to; what else groups hold waits to be reclaimed."""
         return sum(trie.num_live_blocks for group in self._groups.values() for trie in group.tries)
 
-    def announce(self, request_id: str, prefix_length: int, paths: list[list[int]]) -> int:
-        """A group will fan out once `prefix_length` tokens are computed, now or after a preemption.
+    def announce(self, request: Request, paths: list[list[int]]) -> int:
+        """A group will fan out once all tokens of its request are computed, now or after a preemption.
 
         Args:
             paths: What its rows compute then, see `BlockTrie.fan_out`.
@@ -81,14 +99,17 @@ class BeamKVCacheManager(KVCacheManager):
         Returns:
             How many blocks it needs to get that far.
         """
-        self._groups[request_id] = _GroupBlocks(prefix_length, paths)
-        prefix = self._blocks_of_prefix(prefix_length) + self._blocks_to_fan_out(self._groups[request_id])
-        return max(prefix, self._blocks_of_prefix(prefix_length + self.num_lookahead_tokens))
+        self._groups[request.request_id] = group = _GroupBlocks(request.num_tokens, paths)
+        num_encoded = sum(map(request.get_num_encoder_embeds, range(len(request.mm_features))))
+        prefix = self._blocks_of_prefix(request.num_tokens, num_encoded) + self._blocks_to_fan_out(group)
+        return max(prefix, self._blocks_of_prefix(request.num_tokens + self.num_lookahead_tokens, num_encoded))
 
-    def _blocks_of_prefix(self, num_tokens: int) -> int:
+    def _blocks_of_prefix(self, num_tokens: int, num_encoded: int) -> int:
+        """Of a request with so many tokens, and beside the decoder so many that an encoder makes of something else."""
         total = 0
         for manager in self._managers:
-            blocks = -(-num_tokens // manager.block_size)
+            num_held = num_encoded if isinstance(manager, CrossAttentionManager) else num_tokens
+            blocks = -(-num_held // manager.block_size)
             most = manager.max_admission_blocks_per_request  # of a window and the chunk that is computed
             total += blocks if most is None else min(blocks, most)
         return total
@@ -101,7 +122,7 @@ class BeamKVCacheManager(KVCacheManager):
         return all(_skipped(m, num_tokens) <= prefix_length // m.block_size for m in self._managers)
 
     def _blocks_to_fan_out(self, group: _GroupBlocks) -> int:
-        return sum(blocks_to_fan_out(group.prefix_length, group.paths, m.block_size) for m in self._managers)
+        return sum(_blocks_beyond(m, group.prefix_length, group.paths) for m in self._managers)
 
     def close_group(self, request_id: str) -> None:
         """Forget a group whose blocks are freed."""
@@ -114,25 +135,50 @@ class BeamKVCacheManager(KVCacheManager):
         update, group.update = group.update, None
         return update
 
+    def num_shared_tokens(self, request_id: str) -> list[int]:
+        """By KV cache group: how many tokens, the first ones, lie in blocks that all rows of a decoding group share.
+
+        None do where attention sees a window only.
+        """
+        return [
+            trie.num_common() * trie.block_size if isinstance(manager.kv_cache_spec, FullAttentionSpec) else 0
+            for trie, manager in zip(self._groups[request_id].tries, self._managers, strict=True)
+        ]
+
     def allocate_lookahead(
-        self, request: Request, num_layers: int, least_rows: int, most_rows: int
+        self, request: Request, num_layers: int, least_rows: int, most_rows: int, is_sparing: bool = False
     ) -> LookaheadBlocks | None:
         """Blocks to speculate with in the step that `allocate_slots` has just made room for, out of what is free.
+
+        That is no more than `most_lookahead` allows, the next blocks of the group's own rows included, unless not even
+        one layer and `least_rows` can be had for it.
 
         Args:
             num_layers: Tokens that each row may compute beyond its newest one.
             least_rows, most_rows: Rows beyond the group's own.
+            is_sparing: Take half as many blocks again as `least_rows` at most, which is less than as many rows of plain
+                beams would hold. Where a row would need two, in the last step of a block, the step is a plain one.
 
         Returns:
             As much of it as there is; None if the rows cannot even grow, or `least_rows` cannot come with them.
         """
         group = self._groups[request.request_id]
+        most_blocks = most_lookahead(sum(trie.num_live_blocks + trie.num_garbage for trie in group.tries))
+        if is_sparing:
+            most_blocks = int(SPARING_SHARE * least_rows) * len(group.tries)
         left = [-trie.num_tokens % trie.block_size for trie in group.tries]  # tokens for which the rows have room
         num_free = self.block_pool.get_num_free_blocks()
-        for most_layers in sorted({num_layers, *(n for n in left if 0 < n < num_layers)}, reverse=True):
+        numbers = sorted({num_layers, *(n for n in left if 0 < n < num_layers)}, reverse=True)
+        for most_layers in numbers:
             needs_next = [most_layers > n for n in left]
             num_next = len(group.paths) * sum(needs_next)
-            num_rows = min(most_rows, (num_free - num_next) // (len(left) + sum(needs_next)))
+            if num_next > most_blocks and most_layers > numbers[-1]:
+                continue
+            per_row = len(left) + sum(needs_next)
+            within_means = (most_blocks - num_next) // per_row
+            if not is_sparing:
+                within_means = max(within_means, least_rows)
+            num_rows = min(most_rows, within_means, (num_free - num_next) // per_row)
             if num_rows >= least_rows and num_next <= num_free:
                 group.next_blocks = [self._take(len(group.paths) if needs else 0) for needs in needs_next]
                 rows = [tuple(self._take(1 + needs) for needs in needs_next) for _ in range(num_rows)]
@@ -161,6 +207,15 @@ class BeamKVCacheManager(KVCacheManager):
                     self._reclaim(trie)
         self._take_back(group)
 
+    def get_computed_blocks(self, request: Request, *args: Any, **kwargs: Any) -> tuple[KVCacheBlocks, int, int]:
+        is_bounded = any(bound is not None for bound in (*args, *kwargs.values()))  # 0.33, where other outputs are kept
+        ticket = ForkTicket.of(request.sampling_params) if self.held and not is_bounded else None
+        if ticket is not None and ticket.parent is not None:
+            found = self.held.blocks_for(ticket.parent, request, self._managers[0].block_size)
+            if found is not None:
+                return self.create_kv_cache_blocks(found[0]), found[1], 0
+        return super().get_computed_blocks(request, *args, **kwargs)
+
     def allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
         group = self._groups.get(request.request_id)
         if group is not None and request.num_computed_tokens >= group.prefix_length:
@@ -181,6 +236,8 @@ class BeamKVCacheManager(KVCacheManager):
 
     def free(self, request: Request, **kwargs: Any) -> None:
         group = self._groups.get(request.request_id)
+        if group is None and self._holds(request):
+            return
         if group is None or not group.tries:
             super().free(request, **kwargs)
         for trie in group.tries if group is not None else ():
@@ -189,6 +246,23 @@ class BeamKVCacheManager(KVCacheManager):
         if group is not None:
             self._take_back(group)
             self._groups[request.request_id] = _GroupBlocks(group.prefix_length, group.paths)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        self.held.release_all()  # what goes on from it would go on with KV of old weights
+        return super().reset_prefix_cache(*args, **kwargs)
+
+    def _holds(self, request: Request) -> bool:
+        """Keep the blocks of a candidate that came to its delimiter, which the front end finds: so it is aborted."""
+        ticket = ForkTicket.of(request.sampling_params)
+        if ticket is None or ticket.key is None or request.status != RequestStatus.FINISHED_ABORTED:
+            return False
+        is_full = all(isinstance(manager.kv_cache_spec, FullAttentionSpec) for manager in self._managers)
+        is_full = is_full and len({manager.block_size for manager in self._managers}) == 1
+        if not (is_full and self.enable_caching) or self.num_lookahead_tokens:
+            return False  # vLLM goes on within a block only where it caches prefixes; a draft model may lag behind
+        blocks = tuple(manager.pop_blocks_for_free(request.request_id) for manager in self._managers)
+        self.held.hold(ticket.key, request, blocks)
+        return True
 
     def cache_blocks(self, request: Request, num_computed_tokens: int, **kwargs: Any) -> None:
         group = self._groups.get(request.request_id)
@@ -199,19 +273,41 @@ class BeamKVCacheManager(KVCacheManager):
             num_computed_tokens = min(num_computed_tokens, group.prefix_length)
         super().cache_blocks(request, num_computed_tokens, **kwargs)
 
+    def cache_row(self, request_id: str, row: int, num_tokens: int, history: Callable[[], Request]) -> None:
+        """Enter the full blocks of a row of a decoding group into vLLM's prefix cache, as far as they are not in it.
+
+        Args:
+            request_id: The group.
+            row: Of its rows, as its tries know them.
+            num_tokens: So many tokens of the row, the first ones, are computed.
+            history: Makes a request whose tokens begin with these, hashed. It is called if there is such a block.
+        """
+        tries = self._groups[request_id].tries
+        paths = [self._full_blocks(trie, row, num_tokens) for trie in tries]
+        if all(block.is_null or block.block_hash is not None for path in paths for block in path):
+            return
+        for manager, path in zip(self._managers, paths, strict=True):  # as if vLLM had given them to a request
+            hashed = [number for number, block in enumerate(path, 1) if block.block_hash is not None]
+            manager.req_to_blocks[request_id], manager.num_cached_block[request_id] = path, max(hashed, default=0)
+        before = list(map(_num_hashed, paths))
+        super().cache_blocks(history(), num_tokens)
+        for trie, path, num_hashed in zip(tries, paths, before, strict=True):
+            trie.counts.cached += _num_hashed(path) - num_hashed
+        self.coordinator.pop_blocks_for_free(request_id)
+
+    def _full_blocks(self, trie: BlockTrie, row: int, num_tokens: int) -> list[KVCacheBlock]:
+        """The blocks of a row that its first `num_tokens` tokens fill, null where they have left its window."""
+        num_full = num_tokens // trie.block_size
+        held = trie.row_blocks(row)[: max(num_full - trie.num_skipped, 0)]
+        skipped = [self.block_pool.null_block] * min(trie.num_skipped, num_full)
+        return skipped + [self.block_pool.blocks[block_id] for block_id in held]
+
     def estimate_cached_tokens(self, request: Request, **kwargs: Any) -> int:
         group = self._groups.get(request.request_id)
         if group is None or not group.tries:
             return super().estimate_cached_tokens(request, **kwargs)
         block_size = max(trie.block_size for trie in group.tries)
         return request.num_prompt_tokens // block_size * block_size if self.enable_caching else 0
-
-    def take_kv_cache_block_copies(self, **kwargs: Any) -> tuple[list[KVCacheBlockCopy], list[KVCacheBlock]]:
-        copies, retained = super().take_kv_cache_block_copies(**kwargs)
-        for group in self._groups.values():
-            copies += [KVCacheBlockCopy(*copy) for copy in group.copies]
-            group.copies.clear()
-        return copies, retained
 
     def total_counts(self) -> BlockCounts:
         """What all tries, ended or not, have done so far."""
@@ -241,28 +337,30 @@ class BeamKVCacheManager(KVCacheManager):
         """Let the one row become all rows, with room for what they compute. Returns False if blocks are short."""
         num_tokens = request.num_computed_tokens
         self.coordinator.remove_skipped_blocks(request.request_id, num_tokens)
-        new_blocks = self._new_blocks(blocks_to_fan_out(num_tokens, group.paths, m.block_size) for m in self._managers)
+        new_blocks = self._new_blocks(_blocks_beyond(m, num_tokens, group.paths) for m in self._managers)
         if new_blocks is None:
             return False
+        null, tables, copies = self.block_pool.null_block.block_id, [], list[BlockCopy]()
         for manager, blocks in zip(self._managers, new_blocks, strict=True):
-            held = manager.req_to_blocks[request.request_id]
-            num_held = -(-num_tokens // manager.block_size)
-            self.block_pool.free_blocks(held[num_held:])  # vLLM keeps room for the drafts of ordinary requests
-            del held[num_held:]
-            num_skipped = next((i for i, block in enumerate(held) if not block.is_null), len(held))
-            trie = BlockTrie(manager.block_size, [block.block_id for block in held], num_tokens, num_skipped)
+            trie = self._trie_of(manager, manager.req_to_blocks[request.request_id], num_tokens)
             self._count(trie.num_live_blocks)
-            group.copies += trie.fan_out(group.paths, blocks)
+            copies += trie.fan_out(group.paths, blocks)
             group.tries.append(trie)
+            tables.append(np.pad(trie.table(), ((0, 0), (trie.num_skipped, 0)), constant_values=null))
         self.coordinator.pop_blocks_for_free(request.request_id)
         group.is_prefilling = False
-        null = self.block_pool.null_block.block_id
-        rows = [
-            tuple([null] * trie.num_skipped + trie.row_blocks(row) for trie in group.tries)
-            for row in range(len(group.paths))
-        ]
-        group.update = RowUpdate(rows=rows)
+        group.update = RowUpdate(NewRows(tables, np.array(copies, np.int64).reshape(-1, 2)))
         return True
+
+    def _trie_of(self, manager: SingleTypeKVCacheManager, held: list[KVCacheBlock], num_tokens: int) -> BlockTrie:
+        """The blocks that a group holds whose first tokens are computed, and that is one row yet."""
+        if isinstance(manager, CrossAttentionManager):
+            return EncoderBlocks.of([block.block_id for block in held], manager.block_size)
+        num_held = -(-num_tokens // manager.block_size)
+        self.block_pool.free_blocks(held[num_held:])  # vLLM keeps room for the drafts of ordinary requests
+        del held[num_held:]
+        num_skipped = next((i for i, block in enumerate(held) if not block.is_null), len(held))
+        return BlockTrie(manager.block_size, [block.block_id for block in held], num_tokens, num_skipped)
 
     def _grow(self, request: Request, num_new_tokens: int, group: _GroupBlocks) -> bool:
         """Make room for the next tokens of every row. Returns False if blocks are short."""
@@ -270,7 +368,7 @@ class BeamKVCacheManager(KVCacheManager):
         for trie, manager in zip(group.tries, self._managers, strict=True):
             trie.skip(_skipped(manager, num_tokens))
         group.update = update = RowUpdate()
-        if num_tokens + num_new_tokens <= group.tries[0].num_tokens:
+        if num_tokens + num_new_tokens <= group.num_tokens:
             return True  # after a preemption rows compute what there was room for from the start
         new_blocks = self._new_blocks(trie.blocks_to_grow() for trie in group.tries)
         if new_blocks is None:
@@ -278,8 +376,7 @@ class BeamKVCacheManager(KVCacheManager):
         for trie, blocks in zip(group.tries, new_blocks, strict=True):
             trie.grow(blocks)
         if any(new_blocks):
-            by_row = [[blocks[row : row + 1] for blocks in new_blocks] for row in range(len(group.paths))]
-            update.new_blocks = [tuple(row) for row in by_row]
+            update.new_blocks = [np.array(blocks, np.int32) for blocks in new_blocks]
         return True
 
     def _new_blocks(self, needs: Iterable[int]) -> list[list[int]] | None:
@@ -309,13 +406,38 @@ class BeamKVCacheManager(KVCacheManager):
         return len(blocks)
 
     def _reclaim_all(self) -> int:
-        return sum(self._reclaim(trie) for group in self._groups.values() for trie in group.tries)
+        reclaimed = sum(self._reclaim(trie) for group in self._groups.values() for trie in group.tries)
+        return reclaimed + self.held.release_all()  # what goes on from these computes a bit again
 
     def _free_blocks(self, block_ids: list[int]) -> None:
         self.num_group_blocks -= len(block_ids)
         self.block_pool.free_blocks([self.block_pool.blocks[block_id] for block_id in block_ids])
 
 
+def _num_hashed(blocks: Iterable[KVCacheBlock]) -> int:
+    return sum(block.block_hash is not None for block in blocks)
+
+
 def _skipped(manager: SingleTypeKVCacheManager, num_computed_tokens: int) -> int:
     """How many blocks in front of the next token's window a manager holds no longer."""
     return manager.get_num_skipped_tokens(num_computed_tokens) // manager.block_size
+
+
+def _blocks_beyond(manager: SingleTypeKVCacheManager, num_tokens: int, paths: list[list[int]]) -> int:
+    """New blocks that rows take from a prefix of `num_tokens` on. Of what an encoder made, they all hold the same."""
+    return 0 if isinstance(manager, CrossAttentionManager) else blocks_to_fan_out(num_tokens, paths, manager.block_size)
+
+
+def refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig) -> None:
+    """Refuse a model whose KV cache is of another kind.
+
+    Raises:
+        ValueError: naming the kinds that it has.
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    known = FullAttentionSpec | SlidingWindowSpec | CrossAttentionSpec
+    if not specs or not all(isinstance(spec, known) for spec in specs):
+        kinds = ", ".join(type(spec).__name__ for spec in specs) or "none"
+        raise ValueError(
+            f"trie_beam needs KV caches of full, sliding-window or cross attention; this model has: {kinds}"
+        )

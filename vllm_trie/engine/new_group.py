@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from secrets import randbits
 
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import Request
 
 from vllm_trie.compat.versions import own_beams
+from vllm_trie.engine.grammar import RowMatchers
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.messages import GroupTicket
 from vllm_trie.options import BeamParams
 from vllm_trie.sampling_params import is_controlled, logits_filters, stop_tokens
 from vllm_trie.search.filters import Pruning
-from vllm_trie.search.rules import BeamSampling, SelectRules
+from vllm_trie.search.item_trie import ItemRules
+from vllm_trie.search.rules import BeamGroups, BeamSampling, SelectRules
 from vllm_trie.search.stopping import StopRules
 
 
 def new_group(
-    request: Request, beam: BeamParams, ticket: GroupTicket, max_model_len: int, has_logits_processors: bool
+    request: Request,
+    beam: BeamParams,
+    ticket: GroupTicket,
+    max_model_len: int,
+    has_logits_processors: bool,
+    catalog: str | None = None,
 ) -> BeamGroup:
     """The search that a request asks for.
 
@@ -26,6 +34,7 @@ def new_group(
         beam: Its beam options.
         max_model_len: Tokens of the longest hypothesis, its prompt included.
         has_logits_processors: Custom processors act on the logits of the engine's requests.
+        catalog: Digest of the catalog along which it goes.
     """
     params = request.sampling_params
     assert params is not None
@@ -43,11 +52,27 @@ def new_group(
         logits_filters(params),
         _pruning(beam, stop_rules),
         beam_sampling=_beam_sampling(beam),
+        items=None if catalog is None else _item_rules(beam, catalog),
+        beam_groups=_beam_groups(beam, stop_rules, ticket.padding),
+        no_repeat_ngram_size=beam.no_repeat_ngram_size,
     )
     seed = randbits(64) if params.seed is None else params.seed
     counts_prompt = own_beams().counts_prompt
+    grammar = request.structured_output_request
     return BeamGroup(
-        request.request_id, beam, stop_rules, prompt_length, select_rules, ticket.is_offline, seed, counts_prompt
+        request.request_id,
+        beam,
+        stop_rules,
+        prompt_length,
+        select_rules,
+        ticket.is_offline,
+        seed,
+        counts_prompt,
+        None if grammar is None else RowMatchers(grammar),
+        streams=ticket.n == 1
+        and params.output_kind is not RequestOutputKind.FINAL_ONLY
+        # Of these the answer is not known before the end.
+        and not (beam.compact or beam.stochastic or beam.num_beam_groups > 1),
     )
 
 
@@ -59,8 +84,32 @@ def _pruning(beam: BeamParams, rules: StopRules) -> Pruning:
     return Pruning(beam.prune_relative, beam.prune_absolute, beam.prune_relative_local, beam.max_candidates_per_parent)
 
 
+def _item_rules(beam: BeamParams, catalog: str) -> ItemRules:
+    after = beam.catalog_after
+    assert not isinstance(after, str), "the front end has not looked up the token of catalog_after"
+    return ItemRules(catalog, beam.catalog_items, after, beam.catalog_stop, beam.catalog_renormalize)
+
+
+def _beam_groups(beam: BeamParams, rules: StopRules, padding: int | None) -> BeamGroups | None:
+    """How beams are in groups. Where a model has no padding token, transformers pads with EOS."""
+    if beam.num_beam_groups == 1:
+        return None
+    if padding is None and rules.stop_token_ids:
+        padding = rules.eos_token_id if rules.eos_token_id in rules.stop_token_ids else rules.stop_token_ids[0]
+    return BeamGroups(beam.num_beam_groups, float(beam.diversity_penalty), padding)
+
+
 def _beam_sampling(beam: BeamParams) -> BeamSampling | None:
     if not beam.do_sample:
         return None
     min_width = beam.min_width or (beam.beam_width if beam.threshold is None else 1)
-    return BeamSampling(bool(beam.replacement), min_width, beam.threshold, bool(beam.memory_mode))
+    return BeamSampling(bool(beam.replacement), min_width, beam.threshold, bool(beam.memory_mode), beam.stochastic)
+
+
+def is_unchecked(request: Request) -> bool:
+    """Whether a request without a ticket asks for beams."""
+    params = request.sampling_params
+    try:
+        return params is not None and BeamParams.from_extra_args(params.extra_args) is not None
+    except ValueError:
+        return True

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, FinishReason
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
-from vllm_trie.engine.group import Hypothesis, TokenReport
-from vllm_trie.messages import GroupTicket
-
-NO_HYPOTHESIS = "no further hypothesis"  # stop reason of what stands for one where there are fewer than n
+from vllm_trie.engine.hypothesis import Hypothesis
+from vllm_trie.engine.stream import Part
+from vllm_trie.messages import NO_HYPOTHESIS, GroupTicket
 
 
 @dataclass
@@ -97,6 +97,10 @@ class Mailbox:
         """Send a request back that cannot become part of a group."""
         self._send(request, error_output(message))
 
+    def post_part(self, group_id: str, output: EngineCoreOutput) -> None:
+        """Send the next part of a search's one output."""
+        self._send(self._deliveries_by_group[group_id].waiting[0], output)
+
     def post(self, group_id: str, outputs: list[EngineCoreOutput], stock: EngineCoreOutput | None = None) -> None:
         """A search is over: send its n outputs, to late addresses when they arrive.
 
@@ -146,6 +150,12 @@ class Mailbox:
         del self._deliveries_by_group[delivery.group_id]
 
 
+def outputs_of(best: Sequence[Hypothesis], count: int, eos_token_id: int | None) -> list[EngineCoreOutput]:
+    """So many outputs of a search, not addressed yet; some stand for none where there are fewer hypotheses."""
+    outputs = [hypothesis_output(hypothesis, eos_token_id) for hypothesis in best[:count]]
+    return outputs + [no_hypothesis_output() for _ in range(count - len(best))]
+
+
 def hypothesis_output(hypothesis: Hypothesis, eos_token_id: int | None) -> EngineCoreOutput:
     """One finished hypothesis as vLLM's front end expects it, not addressed yet.
 
@@ -157,11 +167,44 @@ def hypothesis_output(hypothesis: Hypothesis, eos_token_id: int | None) -> Engin
     return EngineCoreOutput(
         request_id="",
         new_token_ids=hypothesis.token_ids,
-        new_logprobs=_sum_alone(hypothesis) if hypothesis.reports is None else _logprobs(hypothesis.reports),
+        new_logprobs=_logprobs(hypothesis),
         # Where a stop string ended it, the front end finds that string in the text, and says so.
-        finish_reason=FinishReason.LENGTH if stopped_by is None else FinishReason.STOP,
+        finish_reason=FinishReason.STOP if _has_ended(hypothesis) else FinishReason.LENGTH,
         stop_reason=None if stopped_by == eos_token_id else stopped_by,
     )
+
+
+def part_output(part: Part, request: Request, num_cached_tokens: int) -> EngineCoreOutput:
+    """The next tokens of a search's one output, not addressed yet; with the first come timing and counts, as in vLLM.
+
+    Args:
+        num_cached_tokens: Of the request's prompt, those that the prefix cache holds now.
+    """
+    if (prefill_stats := request.take_prefill_stats()) is not None:
+        prefill_stats.finalize(num_cached_tokens)
+    return EngineCoreOutput(
+        request_id="",
+        new_token_ids=part.token_ids,
+        new_logprobs=_logprobs(part),
+        events=request.take_events(),
+        prefill_stats=prefill_stats,
+    )
+
+
+def compact_answer(hypotheses: Sequence[Hypothesis], max_length: int) -> dict[str, list[Any]]:
+    """All hypotheses of a search as lists, best first, for its one output: see `entrypoints.compact`."""
+    ended = [_has_ended(hypothesis) or len(hypothesis.token_ids) < max_length for hypothesis in hypotheses]
+    return {
+        "token_ids": [hypothesis.token_ids for hypothesis in hypotheses],
+        "cumulative_logprobs": [hypothesis.sum_logprobs for hypothesis in hypotheses],
+        "scores": [hypothesis.score for hypothesis in hypotheses],
+        "finish_reasons": ["stop" if has_ended else "length" for has_ended in ended],
+    }
+
+
+def _has_ended(hypothesis: Hypothesis) -> bool:
+    """By a token, or with its items."""
+    return hypothesis.stopped_by is not None or hypothesis.is_complete
 
 
 def no_hypothesis_output() -> EngineCoreOutput:
@@ -174,12 +217,19 @@ def error_output(message: str) -> EngineCoreOutput:
     return EngineCoreOutput(request_id="", new_token_ids=[], finish_reason=FinishReason.ERROR, stop_reason=message)
 
 
-def _sum_alone(hypothesis: Hypothesis) -> LogprobsLists:
-    """The sum of the log-probabilities (see `entrypoints.logprobs`)."""
-    nothing = np.zeros((0, 0), dtype=np.int32)
-    return LogprobsLists(nothing, np.array([[sum(hypothesis.token_logprobs)]]), nothing)
-
-
-def _logprobs(reports: Sequence[TokenReport]) -> LogprobsLists:
-    token_ids, logprobs, ranks = zip(*reports, strict=True)
+def _logprobs(of: Hypothesis | Part) -> LogprobsLists:
+    """What is reported of each token, or their sum alone (see `entrypoints.logprobs`)."""
+    if not of.reports:
+        nothing = np.zeros((0, 0), dtype=np.int32)
+        return LogprobsLists(nothing, np.array([[of.sum_logprobs]]), nothing)
+    token_ids, logprobs, ranks = zip(*of.reports, strict=True)
     return LogprobsLists(np.stack(token_ids), np.stack(logprobs), np.array(ranks, dtype=np.int32))
+
+
+def take_output(request_id: str, outputs: dict[int, EngineCoreOutputs]) -> EngineCoreOutput:
+    """Take from among all outputs that of a request that has finished."""
+    for of_client in outputs.values():
+        for index, output in enumerate(of_client.outputs):
+            if output.request_id == request_id:
+                return of_client.outputs.pop(index)
+    raise LookupError(f"vLLM made no output for the finished group {request_id}")

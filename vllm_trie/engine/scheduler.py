@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.compat.fingerprint import steps_to_check
 from vllm_trie.compat.patch import Patch
+from vllm_trie.engine.answers import AnswerCache
+from vllm_trie.engine.catalogs import EngineCatalogs, take_new_catalogs
+from vllm_trie.engine.grammar import GrammarError, fill_masks
 from vllm_trie.engine.group import BeamGroup
-from vllm_trie.engine.kv_cache import BeamKVCacheManager
-from vllm_trie.engine.new_group import new_group
-from vllm_trie.engine.outputs import Mailbox, hypothesis_output, no_hypothesis_output
+from vllm_trie.engine.kv_cache import BeamKVCacheManager, refuse_unsupported_kv_cache
+from vllm_trie.engine.new_group import is_unchecked, new_group
+from vllm_trie.engine.outputs import Mailbox, compact_answer, outputs_of, part_output, take_output
 from vllm_trie.engine.speculation_budget import Speculating, SpeculationBudgets
 from vllm_trie.engine.stats import BeamTally, SearchCounts, attach_stats, statistics_among
-from vllm_trie.messages import Decided, GroupStep, GroupTicket, attach_group_steps, group_results
+from vllm_trie.engine.stream import AnswerChangedError
+from vllm_trie.messages import (
+    Decided,
+    GroupStep,
+    GroupTicket,
+    attach_catalogs,
+    attach_group_steps,
+    attach_masks,
+    group_results,
+    group_steps,
+)
 from vllm_trie.options import PLUGIN_NAME, BeamParams, TrieBeamConfig
-from vllm_trie.selection import has_logits_processors
+from vllm_trie.selection import drafts_of, has_logits_processors
 
 logger = init_logger("vllm.trie_beam.scheduler")
 
@@ -41,12 +53,13 @@ class BeamScheduler(Scheduler):
     """
 
     kv_cache_manager: BeamKVCacheManager
+    max_num_active_reqs: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with Patch("vllm.v1.core.sched.scheduler", "KVCacheManager").applied(BeamKVCacheManager):
             super().__init__(*args, **kwargs)
         speculative = self.vllm_config.speculative_config
-        _refuse_unsupported_kv_cache(self.kv_cache_config)
+        refuse_unsupported_kv_cache(self.kv_cache_config)
         self.beam_config = TrieBeamConfig.from_additional_config(self.vllm_config.additional_config)
         checks_all = self.beam_config.check_invariants
         self._steps_to_check = math.inf if checks_all else steps_to_check(self.beam_config.vllm_check)
@@ -56,13 +69,17 @@ class BeamScheduler(Scheduler):
         self.kv_cache_manager.num_lookahead_tokens = self.num_lookahead_tokens
         self.groups: dict[str, BeamGroup] = {}  # by the request that stands for the group
         self.mailbox = Mailbox()
-        self._hash_blocks: Callable[[Request], list[BlockHash]] | None = None  # None without prefix caching
+        self._answers = AnswerCache(self.kv_cache_manager, has_draft_kv=drafts_of(self.vllm_config) == "model")
         self.tally = BeamTally()
         self._admission_limit: int = self.max_num_active_reqs
         self._held_back: list[Request] = []  # found no rows in this step
+        self.catalogs = EngineCatalogs(self.beam_config.catalogs)
+        take_new_catalogs()
         self._results: dict[str, Decided] = {}  # of this step
         self._over: list[tuple[Request, BeamGroup]] = []  # ended in this step
         self._failed: dict[str, str] = {}  # group id -> why it cannot go on
+        self._last_preempted: Request | None = None  # in this step
+        self._has_released = False  # held blocks since the last step, of which a step must tell
 
     # Requests come and go.
 
@@ -73,14 +90,16 @@ class BeamScheduler(Scheduler):
         elif ticket is not None:
             if self.mailbox.register(ticket, request):
                 self._open_group(request, BeamParams.model_construct(**ticket.options), ticket)
-        elif _asks_for_beams(request):
+        elif is_unchecked(request):
             self.mailbox.refuse(request, "the front end let this beam request through without checking it")
         else:
             super().add_request(request, **kwargs)
 
     def _open_group(self, request: Request, params: BeamParams, ticket: GroupTicket) -> None:
-        group = new_group(request, params, ticket, self.max_model_len, self._has_logits_processors)
-        needed = self.kv_cache_manager.announce(group.request_id, request.num_prompt_tokens, group.paths_to_fan_out())
+        has_items = params.catalog is not None or ticket.item_set is not None
+        catalog = self.catalogs.acquire(params.catalog, ticket.item_set) if has_items else None
+        group = new_group(request, params, ticket, self.max_model_len, self._has_logits_processors, catalog)
+        needed = self.kv_cache_manager.announce(request, group.paths_to_fan_out())
         usable, refusal = self.kv_cache_manager.num_usable_blocks, None
         if group.num_rows > self.max_num_running_reqs:
             refusal = f"exceeds max_num_seqs={self.max_num_running_reqs}; lower it, or raise --max-num-seqs"
@@ -90,27 +109,29 @@ class BeamScheduler(Scheduler):
                 f"has {usable}; lower it or give the KV cache more memory"
             )
         if refusal is not None:
-            self.kv_cache_manager.close_group(group.request_id)
-            self.tally.finish("error")
-            self.mailbox.post_error(group.request_id, f"beam_width={group.width} {refusal}")
+            reason = f"beam_width={group.width} {refusal}"
+            logger.error("Beam group %s was refused: %s", group.request_id, reason)
+            self._forget(group, "error")
+            self.mailbox.post_error(group.request_id, reason)
             return
-        # The prompt is hashed already; what vLLM appends is no row's history.
-        self._hash_blocks, request._block_hasher = request._block_hasher, None
+        self._answers.open(request)
         self.groups[group.request_id] = group
         super().add_request(request)
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus, **kwargs: Any
     ) -> list[Request]:
-        siblings = []
+        siblings, keys = [], None
         if request_ids is None:
             siblings = self.mailbox.withdraw_all()
             for request in siblings:
                 request.status = finished_status
         else:
-            ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-            request_ids = [ends for request_id in ids if (ends := self.mailbox.withdraw(request_id)) is not None]
+            keys = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+            request_ids = [ends for request_id in keys if (ends := self.mailbox.withdraw(request_id)) is not None]
         finished = super().finish_requests(request_ids, finished_status, **kwargs)
+        if held := self.kv_cache_manager.held:  # whose keys end like requests, after the requests of the same names
+            self._has_released |= bool(held.release(keys) if keys is not None else held.release_all())
         for request in finished:
             if request.request_id in self.groups:
                 is_error = finished_status == RequestStatus.FINISHED_ERROR
@@ -118,17 +139,22 @@ class BeamScheduler(Scheduler):
         return finished + siblings
 
     def _close_group(self, group_id: str, reason: str) -> None:
-        self.tally.finish(reason)
-        del self.groups[group_id]
+        self._forget(self.groups.pop(group_id), reason)
         self._failed.pop(group_id, None)
-        self.kv_cache_manager.close_group(group_id)
+
+    def _forget(self, group: BeamGroup, reason: str) -> None:
+        self.tally.finish(reason)
+        self.kv_cache_manager.close_group(group.request_id)
+        if group.catalog is not None:
+            self.catalogs.release(group.catalog)
 
     def has_requests(self, **kwargs: Any) -> bool:
-        return super().has_requests(**kwargs) or bool(self.mailbox)
+        return super().has_requests(**kwargs) or bool(self.mailbox) or self._has_released
 
     # One step: schedule.
 
     def schedule(self, throttle_prefills: bool = False, **kwargs: Any) -> SchedulerOutput:
+        self._has_released, self._last_preempted = False, None
         budget_of_other_rows = self._plan_rows()
         self.max_num_scheduled_tokens -= budget_of_other_rows
         try:
@@ -146,6 +172,7 @@ class BeamScheduler(Scheduler):
         for group_id, step in steps.items():
             self.groups[group_id].num_pending += step.selects
         attach_group_steps(output, steps)
+        attach_catalogs(output, self.catalogs.take_changes())
         if self._steps_to_check > 0:
             self.check_invariants()
             num_rows, num_tokens = self._rows_and_tokens(output, steps)
@@ -186,7 +213,12 @@ class BeamScheduler(Scheduler):
             and output.num_scheduled_tokens[group_id] == 1
         ]
         num_rows, num_tokens = self._rows_and_tokens(output, steps)
-        budgets.share_out(candidates, self.max_num_running_reqs - num_rows, self.max_num_scheduled_tokens - num_tokens)
+        spare_rows, spare_tokens = self.max_num_running_reqs - num_rows, self.max_num_scheduled_tokens - num_tokens
+        budgets.share_out(candidates, num_tokens, spare_rows, spare_tokens)
+        drafts = output.scheduled_spec_decode_tokens
+        is_steady = all(n == 1 + len(drafts.get(id_, ())) for id_, n in output.num_scheduled_tokens.items())
+        if output.num_scheduled_tokens:  # else vLLM had nothing to do but wait for results
+            budgets.adaptive.scheduled(num_tokens, is_steady)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds, **kwargs: Any) -> None:
         super().update_draft_token_ids(draft_token_ids, **kwargs)
@@ -202,9 +234,11 @@ class BeamScheduler(Scheduler):
         others = 0
         if not self.groups:
             return others
-        spare = self.max_num_scheduled_tokens - sum(map(self._rows, self.running))
+        # Stages of a pipeline take turns: vLLM, which counts this step later, passes over those whose turn it is not.
+        running = [request for request in self.running if request.next_decode_eligible_step <= self.current_step + 1]
+        spare = self.max_num_scheduled_tokens - sum(map(self._rows, running))
         most = self.scheduler_config.long_prefill_token_threshold or self.max_num_scheduled_tokens
-        for request in self.running:
+        for request in running:
             group = self.groups.get(request.request_id)
             known = request.num_tokens_with_spec - request.num_computed_tokens
             if group is None or request.num_computed_tokens < request.num_prompt_tokens + group.num_common:
@@ -230,6 +264,7 @@ class BeamScheduler(Scheduler):
             step = GroupStep(group.next_rules(), selects, draw=group.next_draw())
             if update := self.kv_cache_manager.take_update(group_id):
                 step.decodes, step.rows, step.new_blocks = True, update.rows, update.new_blocks
+                step.num_shared = self.kv_cache_manager.num_shared_tokens(group_id)
                 step.resumed = group.resumed() if update.rows is not None else None
             steps[group_id] = step
         return steps
@@ -238,7 +273,33 @@ class BeamScheduler(Scheduler):
         group = self.groups.get(request.request_id)
         return group.num_rows if group is not None else 1
 
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> GrammarOutput | None:
+        steps = group_steps(scheduler_output)
+        matchers = {
+            group_id: group.matchers
+            for group_id in steps
+            if (group := self.groups.get(group_id)) is not None and group.matchers is not None
+        }
+        if not matchers:
+            return super().get_grammar_bitmask(scheduler_output, **kwargs)
+        others = {id_: n for id_, n in scheduler_output.num_scheduled_tokens.items() if id_ not in matchers}
+        output = super().get_grammar_bitmask(replace(scheduler_output, num_scheduled_tokens=others), **kwargs)
+        selecting = {group_id: of_group for group_id, of_group in matchers.items() if steps[group_id].selects}
+        if not selecting:
+            return output
+        assert all(self.groups[group_id].num_pending == 1 for group_id in selecting), "masks of a step not yet known"
+        backend = self.structured_output_manager.backend
+        assert backend is not None
+        masks = fill_masks(backend, selecting)
+        output = output or GrammarOutput([], masks.bits[:0], [])
+        attach_masks(output, masks)
+        return output
+
     def _handle_blocked_waiting_request(self, request: Request, **kwargs: Any) -> bool:
+        is_group, grammar = request.request_id in self.groups, request.structured_output_request
+        if is_group and grammar is not None and isinstance(grammar.grammar, Exception):
+            self._failed[request.request_id] = f"structured_outputs cannot be compiled: {grammar.grammar}"
+            return False
         if not self.groups or sum(map(self._rows, self.running)) + self._rows(request) <= self.max_num_running_reqs:
             return super()._handle_blocked_waiting_request(request, **kwargs)
         # No rows left: a limit that everybody exceeds ends this step's admission, and the queue keeps its order.
@@ -248,6 +309,7 @@ class BeamScheduler(Scheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
+        self._last_preempted = request
         group = self.groups.get(request.request_id)
         if group is None:
             return
@@ -264,9 +326,8 @@ class BeamScheduler(Scheduler):
         if not self.kv_cache_manager.can_resume(prefix_length, request.num_prompt_tokens + group.length):
             group.restart()
         _rewrite(request, group.history(0)[: group.num_common])
-        if self._hash_blocks is not None:
-            request.block_hashes.extend(self._hash_blocks(request))
-        needed = self.kv_cache_manager.announce(group.request_id, request.num_tokens, group.paths_to_fan_out())
+        self._answers.rehash(request)
+        needed = self.kv_cache_manager.announce(request, group.paths_to_fan_out())
         if needed > self.kv_cache_manager.num_usable_blocks:
             self._fail(group, needed)
 
@@ -276,7 +337,9 @@ class BeamScheduler(Scheduler):
             return
         if self.pause_state != PauseState.UNPAUSED or self.num_waiting_for_streaming_input:
             return
-        request = self.waiting.peek_request()  # what vLLM preempts last is first in the queue
+        request = self._last_preempted or self.waiting.peek_request()  # by priority, others may be first in the queue
+        if request.num_stale_output_tokens or request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            return
         group = self.groups.get(request.request_id)
         if group is not None and not group.num_pending and group.request_id not in self._failed:
             self._fail(group, self.kv_cache_manager.num_usable_blocks + 1)
@@ -287,12 +350,23 @@ class BeamScheduler(Scheduler):
             f"has {self.kv_cache_manager.num_usable_blocks}; lower it or max_tokens, or give the KV cache more memory"
         )
 
+    def _fail_groups_of_other_images(self) -> None:
+        """Groups that vLLM, which knows nothing of their n addresses, would end for a UUID that it knows otherwise."""
+        for group_id in self.groups.keys() & self.encoder_cache_mismatch_reqs:
+            self.encoder_cache_mismatch_reqs.remove(group_id)
+            self._failed[group_id] = (
+                "beam_width: one of multi_modal_uuids is that of other data, which is encoded; give each its own"
+            )
+
     # One step: results.
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, **kwargs: Any
     ) -> dict[int, EngineCoreOutputs]:
         self._results = group_results(model_runner_output)
+        self._fail_groups_of_other_images()
+        if self._budgets is not None and scheduler_output.num_scheduled_tokens:
+            self._budgets.adaptive.finished(self._results.values())
         outputs = super().update_from_output(scheduler_output, model_runner_output, **kwargs)
         for request, group in self._over:
             self._end_group(request, group, outputs)
@@ -304,10 +378,10 @@ class BeamScheduler(Scheduler):
             self.mailbox.post_error(group_id, reason)
         for client_index, output in self.mailbox.empty():
             outputs.setdefault(client_index, EngineCoreOutputs()).outputs.append(output)
-            if self.finished_req_ids_dict is not None:
+            if self.finished_req_ids_dict is not None and output.finished:
                 finished = outputs[client_index].finished_requests or set()
                 outputs[client_index].finished_requests = finished | {output.request_id}
-        if self.groups or self.tally.has_news:
+        if self.groups or self.tally.has_news or self.catalogs.has_news:
             self._report(outputs)
         if self._steps_to_check > 0:
             self.check_invariants()
@@ -320,7 +394,8 @@ class BeamScheduler(Scheduler):
         of_groups = ((self.requests[group_id].status, group.num_rows) for group_id, group in self.groups.items())
         widths = [width for status, width in of_groups if status == RequestStatus.RUNNING]
         manager = self.kv_cache_manager
-        attach_stats(statistics, self.tally.report(widths, manager.total_counts(), manager.peak_group_blocks))
+        blocks, peak, catalogs = manager.total_counts(), manager.peak_group_blocks, self.catalogs.counts()
+        attach_stats(statistics, self.tally.report(widths, blocks, peak, catalogs))
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False, **kwargs: Any
@@ -340,12 +415,17 @@ class BeamScheduler(Scheduler):
             decided: The steps it took.
             is_stale: The group was preempted since; its rows are gone.
         """
-        was_decoding = group.length > 0
-        num_tokens = request.num_prompt_tokens + group.length  # that each row held
+        length, was_decoding = group.length, group.length > 0
+        num_tokens = request.num_prompt_tokens + length  # that each row held, all of them computed
         group.num_pending -= 1
+        if decided.drafted is not None:
+            group.drafted_length = length
         over, forks = False, []
         for step in decided.steps:
-            over = group.advance(step)
+            try:
+                over = group.advance(step)
+            except GrammarError as error:
+                self._failed[group.request_id] = str(error)
             forks.append([0] if group.num_rows == 1 else step.parents.tolist())  # one row needs no forks
             # vLLM counts tokens; whose they are, it cannot know.
             request.append_output_token_ids(int(step.tokens[0]))
@@ -353,9 +433,16 @@ class BeamScheduler(Scheduler):
                 break
         if not is_stale:  # else nothing is computed any more
             request.num_computed_tokens += len(forks) - 1
+        learns = group.params.speculation == "auto" and not over
+        if self._budgets is not None and decided.drafted is not None and learns:
+            self._budgets.adaptive.learn(group, decided.drafted, len(forks))
         counts = SearchCounts.of(decided, len(forks), is_prompt=not was_decoding)
         self.tally.counts.add(counts)
         group.counts.add(counts)
+        if group.stream is not None and not over and group.request_id not in self._failed:
+            self._send_part(request, group)
+        if was_decoding and not is_stale:
+            self._answers.enter(request, group, decided.steps, length)
         if over:
             request.status = RequestStatus.FINISHED_STOPPED
             self._over.append((request, group))
@@ -366,27 +453,38 @@ class BeamScheduler(Scheduler):
             self.kv_cache_manager.replay_forks(request.request_id, forks, num_tokens)
         return over
 
+    def _send_part(self, request: Request, group: BeamGroup) -> None:
+        """Send what is new of the answer, if anything."""
+        try:
+            part = group.next_part()
+        except AnswerChangedError as error:
+            self._failed[group.request_id] = str(error)
+            return
+        if part is not None:
+            num_cached_tokens = self.kv_cache_manager.estimate_cached_tokens(request)
+            self.mailbox.post_part(group.request_id, part_output(part, request, num_cached_tokens))
+
     def _end_group(self, request: Request, group: BeamGroup, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Replace the empty output that vLLM made for the group's request by the group's hypotheses."""
         assert request.sampling_params is not None
-        stock = self._take_output(group.request_id, outputs)
+        stock = take_output(group.request_id, outputs)
         num_outputs = self.mailbox.num_outputs(group.request_id)
-        best, eos_token_id = group.best(num_outputs), group.rules.eos_token_id
-        outputs_of_all = [hypothesis_output(hypothesis, eos_token_id) for hypothesis in best]
-        outputs_of_all += [no_hypothesis_output() for _ in range(num_outputs - len(best))]
-        if group.is_speculative:
-            for output in outputs_of_all:  # the one open field of a request's output; there is no KV connector
-                output.kv_transfer_params = {PLUGIN_NAME: group.counts.as_dict()}
+        try:
+            best = group.best(group.width if group.params.compact else num_outputs)
+        except AnswerChangedError as error:
+            self.mailbox.post_error(group.request_id, str(error))
+            self._close_group(group.request_id, "error")
+            return
+        outputs_of_all = outputs_of(best, num_outputs, group.rules.eos_token_id)
+        said = group.counts.as_dict() if group.is_speculative else {}
+        if group.params.compact:
+            said |= compact_answer(best, group.rules.max_length)
+            if (rules := group.select_rules.items) is not None:
+                said["item_ids"] = self.catalogs.item_ids(rules, group.rules.stop_token_ids, said["token_ids"])
+        for output in outputs_of_all if said else ():  # the one open field of an output; there is no KV connector
+            output.kv_transfer_params = {PLUGIN_NAME: said}
         self.mailbox.post(group.request_id, outputs_of_all, stock)
         self._close_group(group.request_id, "length" if group.length == group.rules.max_length else "stop")
-
-    @staticmethod
-    def _take_output(request_id: str, outputs: dict[int, EngineCoreOutputs]) -> EngineCoreOutput:
-        for of_client in outputs.values():
-            for index, output in enumerate(of_client.outputs):
-                if output.request_id == request_id:
-                    return of_client.outputs.pop(index)
-        raise LookupError(f"vLLM made no output for the finished group {request_id}")
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless tries, pool and vLLM's own books agree."""
@@ -402,18 +500,3 @@ def _rewrite(request: Request, generated: list[int]) -> None:
     """Make vLLM believe that the request has generated these tokens."""
     request._output_token_ids[:] = generated
     request._all_token_ids[request.num_prompt_tokens :] = generated
-
-
-def _asks_for_beams(request: Request) -> bool:
-    params = request.sampling_params
-    try:
-        return params is not None and BeamParams.from_extra_args(params.extra_args) is not None
-    except ValueError:
-        return True
-
-
-def _refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig) -> None:
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    if not specs or not all(isinstance(spec, FullAttentionSpec | SlidingWindowSpec) for spec in specs):
-        kinds = ", ".join(type(spec).__name__ for spec in specs) or "none"
-        raise ValueError(f"trie_beam needs KV caches of full or sliding-window attention; this model has: {kinds}")

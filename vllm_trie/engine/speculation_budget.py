@@ -8,10 +8,12 @@ from typing import NamedTuple
 from vllm.config import SpeculativeConfig
 from vllm.v1.request import Request
 
+from vllm_trie.engine.adaptive_forests import AdaptiveForests
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.messages import GroupStep, SpeculationBudget
 from vllm_trie.search.forest import Room, least_affordable
+from vllm_trie.search.forest_size import ForestSize
 from vllm_trie.search.rules import SelectRules
 
 
@@ -35,32 +37,39 @@ class SpeculationBudgets:
         self._num_layers = config.num_speculative_tokens
         self._draft_max_model_len = config.draft_model_config.max_model_len
         self._kv_cache_manager = kv_cache_manager
+        self.adaptive = AdaptiveForests(config.num_speculative_tokens)
 
-    def share_out(self, candidates: Sequence[Speculating], spare_rows: int, spare_tokens: int) -> None:
+    def share_out(self, candidates: Sequence[Speculating], num_tokens: int, spare_rows: int, spare_tokens: int) -> None:
         """Give each group an equal share; what one cannot use is left to those after it.
 
         Args:
             candidates: Scheduled to compute one token per row in this step.
+            num_tokens: That the step computes without forests.
             spare_rows: Rows of the batch that nobody takes.
             spare_tokens: Tokens of the step's budget that nobody computes.
         """
         for position, (group, request, step) in enumerate(candidates):
             # What the draft model sees of a sequence may be shorter.
             within_draft = self._draft_max_model_len - request.num_computed_tokens
-            num_layers = min(self._num_layers, group.num_steps_left - 1, within_draft)
+            size = ForestSize(min(self._num_layers, group.num_steps_left - 1, within_draft), group.draft_width)
+            if group.params.speculation == "auto" and size.num_layers > 0:
+                size = self.adaptive.choose(group, size.num_layers, num_tokens)
+            num_layers, draft_width = size
             share, least = len(candidates) - position, least_room(step.rules)
-            most_rows = min(spare_rows // share, num_layers * (group.draft_width - 1))
+            most_rows = min(spare_rows // share, num_layers * (draft_width - 1))
             most_tokens = spare_tokens // share
             if num_layers < 1 or most_rows < least.rows or most_tokens < least.tokens:
                 continue
-            lookahead = self._kv_cache_manager.allocate_lookahead(request, num_layers, least.rows, most_rows)
+            lookahead = self._kv_cache_manager.allocate_lookahead(
+                request, num_layers, least.rows, most_rows, is_sparing=bool(group.params.memory_mode)
+            )
             if lookahead is None:
                 continue
             step.budget = SpeculationBudget(
                 lookahead.num_layers,
                 lookahead.spare_rows,
                 lookahead.next_blocks,
-                draft_width=group.draft_width,
+                draft_width=draft_width,
                 max_tokens=group.num_rows + most_tokens,
                 rules=[group.next_rules(ahead) for ahead in range(1, lookahead.num_layers + 1)],
             )

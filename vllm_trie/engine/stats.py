@@ -17,6 +17,7 @@ from typing import Any, Self
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 
+from vllm_trie.engine.catalogs import CatalogCounts
 from vllm_trie.messages import Decided
 from vllm_trie.options import PLUGIN_NAME
 from vllm_trie.trie.blocks import BlockCounts
@@ -82,14 +83,18 @@ class BeamStats(SearchCounts):
     kv_blocks_shared: int = 0
     kv_blocks_copied: int = 0
     kv_blocks_reclaimed: int = 0
+    kv_blocks_cached: int = 0
     preemptions: int = 0
+    catalog_items: int = 0  # not a change, nor are bytes
+    catalog_bytes: int = 0
+    catalog_loads: int = 0
     groups_finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
 
     def add(self, other: Self) -> None:
         """Include another report."""
         peak = max(self.kv_blocks_peak, other.kv_blocks_peak)
         super().add(other)
-        self.kv_blocks_peak = peak
+        self.kv_blocks_peak, self.catalog_items, self.catalog_bytes = peak, other.catalog_items, other.catalog_bytes
         for reason, count in other.groups_finished.items():
             self.groups_finished[reason] += count
 
@@ -104,19 +109,21 @@ class BeamTally:
         self._finished = dict.fromkeys(REASONS, 0)
         self._running = (0, 0)  # groups and rows, as reported
         self._blocks = BlockCounts()  # likewise
+        self._catalog_loads = 0  # likewise
 
     def finish(self, reason: str) -> None:
         """A group has ended, for one of `REASONS`."""
         self._finished[reason] += 1
         self.has_news = True
 
-    def report(self, widths: Sequence[int], blocks: BlockCounts, peak: int) -> BeamStats:
+    def report(self, widths: Sequence[int], blocks: BlockCounts, peak: int, catalogs: CatalogCounts) -> BeamStats:
         """All since the last report.
 
         Args:
             widths: Rows of each running group.
             blocks: What all tries have done so far.
             peak: Most KV blocks that groups have held so far.
+            catalogs: What there is of them.
         """
         running = len(widths), sum(widths)
         stats = BeamStats(
@@ -127,10 +134,14 @@ class BeamTally:
             kv_blocks_shared=blocks.shared - self._blocks.shared,
             kv_blocks_copied=blocks.copied - self._blocks.copied,
             kv_blocks_reclaimed=blocks.reclaimed - self._blocks.reclaimed,
+            kv_blocks_cached=blocks.cached - self._blocks.cached,
             preemptions=self.preemptions,
+            catalog_items=catalogs.items,
+            catalog_bytes=catalogs.bytes,
+            catalog_loads=catalogs.loads - self._catalog_loads,
             groups_finished=self._finished,
         )
-        self._running, self._blocks = running, blocks
+        self._running, self._blocks, self._catalog_loads = running, blocks, catalogs.loads
         self.counts, self.preemptions = SearchCounts(), 0
         self._finished = dict.fromkeys(REASONS, 0)
         self.has_news = False

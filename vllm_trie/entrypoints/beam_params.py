@@ -37,7 +37,9 @@ def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> Sa
     beam = BeamParams(**{"beam_width": beam_width, **given})
     check_n(n, beam)
     extra_args = options.pop("extra_args", None) or {}
-    extra_args = {**extra_args, **beam.model_dump(exclude_unset=True, exclude_none=True)}
+    extra_args = {**extra_args, **beam.model_dump(exclude_unset=True, exclude_none=True, exclude={"scorer"})}
+    if beam.scorer is not None:
+        extra_args["scorer"] = beam.scorer  # the object itself
     params = SamplingParams(n=n, extra_args=extra_args, **options)
     refuse_unsupported(params, beam)
     return params

@@ -1,17 +1,23 @@
-"""Data parallel serving: the n requests of one group go to one engine."""
+"""The n requests that vLLM makes of one group: they go to one engine, and one of them carries the images for all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from copy import copy
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.engine import EngineCoreRequest
 
 from vllm_trie.compat.patch import Patch
-from vllm_trie.messages import GroupTicket
+from vllm_trie.messages import TICKET, GroupTicket
 
+if TYPE_CHECKING:
+    from vllm.v1.engine.output_processor import OutputProcessor
+    from vllm.v1.engine.parallel_sampling import ParentRequest
+
+add_request = Patch("vllm.v1.engine.output_processor:OutputProcessor", "add_request")
 choose_engine = Patch("vllm.v1.engine.core_client:DPLBAsyncMPClient", "get_core_engine_for_request")
-
 
 _ranks: dict[str, list[int]] = {}  # by ticket key: the rank, once for each request that is yet to come
 
@@ -19,6 +25,31 @@ _ranks: dict[str, list[int]] = {}  # by ticket key: the rank, once for each requ
 def keep_groups_together() -> None:
     """From now on, the load balancers of this process choose one engine per group."""
     choose_engine.wrap(_choose_by_group)
+
+
+def send_inputs_once() -> None:
+    """From now on, of a group's requests only the one that stands for it carries images, and a set of items."""
+    add_request.wrap(_without_inputs)
+
+
+def _without_inputs(
+    original: Callable[..., None],
+    self: OutputProcessor,
+    request: EngineCoreRequest,
+    prompt: str | None,
+    parent: ParentRequest | None = None,
+    index: int = 0,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    params = request.sampling_params
+    if index > 0 and (ticket := GroupTicket.of(params)) is not None:
+        request.mm_features = None
+        if ticket.item_set is not None:
+            params = copy(params)
+            params.extra_args = {**(params.extra_args or {}), TICKET: asdict(replace(ticket, item_set=None))}
+            request.sampling_params = params
+    original(self, request, prompt, parent, index, *args, **kwargs)
 
 
 def _choose_by_group(original: Callable[..., bytes], self: Any, request: EngineCoreRequest, **kwargs: Any) -> bytes:

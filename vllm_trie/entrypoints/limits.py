@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_trie.options import BeamParams, TrieBeamConfig
-from vllm_trie.sampling_params import refuse_unsupported, stop_tokens
-from vllm_trie.search.rules import num_candidates
+from vllm_trie.sampling_params import refuse_unsupported
 from vllm_trie.trie.blocks import least_blocks_to_start
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
+
+MOST_WAITING = 16  # candidates of a round of steps, for each row of the engine
 
 
 @dataclass(frozen=True)
@@ -40,37 +41,25 @@ def engine_limits(vllm_config: VllmConfig) -> EngineLimits:
     )
 
 
-def validate(params: SamplingParams, beam: BeamParams, prompt_len: int, limits: EngineLimits) -> None:
+def validate(
+    params: SamplingParams, beam: BeamParams, prompt_len: int, limits: EngineLimits, num_encoded: int = 0
+) -> None:
     """Check one request against its engine, before anything is scheduled.
 
     Args:
         params: The request's own copy, `max_tokens` and stop tokens filled in.
         beam: Its beam options.
         prompt_len: Tokens of the prompt.
+        num_encoded: Of an encoder-decoder model: what its encoder makes, which has KV blocks, too.
 
     Raises:
         ValueError: naming the option, its value and what would work.
     """
     refuse_unsupported(params, beam)
-    check_n(params.n, beam)
+    check_widths(params.n, beam, limits)
     width = beam.beam_width
-    if width > limits.max_num_seqs and not beam.memory_mode:
-        raise ValueError(
-            f"beam_width={width} exceeds max_num_seqs={limits.max_num_seqs}; lower it, or raise --max-num-seqs"
-        )
-    if limits.max_beam_width is not None and width > limits.max_beam_width:
-        raise ValueError(
-            f"beam_width={width} exceeds max_beam_width={limits.max_beam_width}, which this engine was started with"
-        )
     if params.max_tokens is not None and beam.sample_first > params.max_tokens:
         raise ValueError(f"sample_first={beam.sample_first} exceeds max_tokens={params.max_tokens}; lower it")
-    needed = num_candidates(width, len(stop_tokens(params)))
-    if needed > limits.vocab_size:
-        widest = limits.vocab_size // num_candidates(1, len(stop_tokens(params)))
-        raise ValueError(
-            f"beam_width={width} ranks {needed} candidates but the vocabulary has {limits.vocab_size} tokens; "
-            f"use beam_width <= {widest}"
-        )
     if beam.draft_width is not None and beam.draft_width > limits.vocab_size:
         raise ValueError(
             f"draft_width={beam.draft_width} exceeds the vocabulary of {limits.vocab_size} tokens; lower it"
@@ -78,11 +67,30 @@ def validate(params: SamplingParams, beam: BeamParams, prompt_len: int, limits: 
     if limits.num_blocks is not None:
         rows = 1 if beam.memory_mode else width
         blocks = least_blocks_to_start(0 if limits.has_window else prompt_len, rows, limits.block_size)
+        blocks += -(-num_encoded // limits.block_size)
         if blocks > limits.num_blocks:
+            encoded = f" and {num_encoded} of the encoder's" if num_encoded else ""
             raise ValueError(
-                f"beam_width={width} with a prompt of {prompt_len} tokens needs at least {blocks} KV blocks, the "
-                f"engine has {limits.num_blocks}; lower it or give the KV cache more memory"
+                f"beam_width={width} with a prompt of {prompt_len} tokens{encoded} needs at least {blocks} KV blocks, "
+                f"the engine has {limits.num_blocks}; lower it or give the KV cache more memory"
             )
+
+
+def check_widths(n: int, beam: BeamParams, limits: EngineLimits) -> None:
+    """Refuse more beams or candidates than this engine serves, and to return more hypotheses than there are beams."""
+    check_n(n, beam)
+    width, rows = beam.beam_width, limits.max_num_seqs
+    if width > rows and not beam.memory_mode:
+        raise ValueError(f"beam_width={width} exceeds max_num_seqs={rows}; lower it, or raise --max-num-seqs")
+    if limits.max_beam_width is not None and width > limits.max_beam_width:
+        raise ValueError(
+            f"beam_width={width} exceeds max_beam_width={limits.max_beam_width}, which this engine was started with"
+        )
+    if beam.by_steps and width * beam.candidates > MOST_WAITING * rows:
+        raise ValueError(
+            f"candidates={beam.candidates} for each of beam_width={width} exceed {MOST_WAITING} times "
+            f"max_num_seqs={rows} in all; lower one of them, or raise --max-num-seqs"
+        )
 
 
 def check_n(n: int, beam: BeamParams) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -16,8 +16,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_trie.compat.patch import Patch, arguments
 from vllm_trie.compat.versions import has_allowlist
-from vllm_trie.entrypoints.requests import CALLER, refusing
-from vllm_trie.messages import LLM_BEAM_SEARCH
+from vllm_trie.entrypoints.requests import CALLER, forget_unsent, refusing, why_not_behind
+from vllm_trie.messages import LLM_BEAM_SEARCH, NO_HYPOTHESIS
 from vllm_trie.options import BeamParams
 from vllm_trie.selection import has_beams, is_selected, why_without_beams
 
@@ -41,25 +41,42 @@ def _beam_search(
     given = arguments(original, self, *args, **kwargs)  # 0.33 has one more, the priority
     params: BeamSearchParams = given["params"]
     vllm_config = self.llm_engine.vllm_config
-    refusal, inputs = None, []
+    refusal, inputs = None, None
     if not has_beams(vllm_config):
         refusal = why_without_beams(vllm_config)
-    elif params.structured_outputs is not None:
-        refusal = "with structured_outputs"
+    elif params.structured_outputs is not None and params.ignore_eos:
+        refusal = "with structured_outputs and ignore_eos"
     elif has_allowlist(params):
         refusal = "with allowed_token_ids"
     else:
         inputs = self._preprocess_cmpl(given["prompts"])
-        if any(engine_input["type"] != "token" for engine_input in inputs):
-            refusal = "on prompts that are not text or tokens"
+        refusals = (why_not_behind(engine_input, vllm_config) for engine_input in inputs)
+        refusal = next(filter(None, refusals), None)
     if refusal is None:
+        assert inputs is not None
         adapters = self._lora_request_to_seq(given["lora_request"], len(inputs))
         priorities = self._priority_to_seq(given.get("priority"), len(inputs))
         prompts = list(map(_Prompt, inputs, adapters, priorities))
-        return _search(self, prompts, params, given["use_tqdm"], given["concurrency_limit"])
+        try:
+            return _search(self, prompts, params, given["use_tqdm"], given["concurrency_limit"])
+        except BaseException:
+            for engine_input in inputs:
+                forget_unsent(self.llm_engine.input_processor, engine_input)
+            raise
     if is_selected(vllm_config.additional_config):
         logger.info_once("LLM.beam_search %s: vLLM's own client loop runs it, not the engine", refusal)
-    return original(self, *args, **kwargs)
+    with _rendered(self, inputs) if inputs is not None else nullcontext():
+        return original(self, *args, **kwargs)
+
+
+@contextmanager
+def _rendered(llm: Any, inputs: Sequence[Any]) -> Iterator[None]:
+    """Let vLLM's own loop find its prompts rendered: an image that is rendered once more, vLLM takes for sent."""
+    llm._preprocess_cmpl = lambda prompts: inputs
+    try:
+        yield
+    finally:
+        del llm._preprocess_cmpl
 
 
 class _Prompt(NamedTuple):
@@ -83,6 +100,7 @@ def _search(
         watermarking=False,
         detokenize=False,
         flat_logprobs=True,
+        structured_outputs=params.structured_outputs,
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args={**beam.model_dump(exclude_unset=True), CALLER: LLM_BEAM_SEARCH},
     )
@@ -114,7 +132,7 @@ def _search(
     results = []
     for request_id, prompt in zip(request_ids, prompts, strict=True):
         places: dict[Any, Any] = {}
-        found = outputs[request_id].outputs
+        found = [output for output in outputs[request_id].outputs if output.stop_reason != NO_HYPOTHESIS]
         sequences = [_sequence(output, prompt.engine_input, tokenizer, params, places) for output in found]
         for sequence in sequences:
             sequence.lora_request = prompt.adapter
@@ -130,7 +148,8 @@ def _sequence(
     Args:
         places: Log-probabilities by what comes before them; hypotheses share them as they share prefixes.
     """
-    tokens = [*engine_input["prompt_token_ids"], *output.token_ids]
+    prompt = engine_input["decoder_prompt"] if engine_input["type"] == "enc_dec" else engine_input
+    tokens = [*prompt["prompt_token_ids"], *output.token_ids]
     failed = output.finish_reason in ("abort", "error")
     return BeamSearchSequence(
         orig_prompt=engine_input,

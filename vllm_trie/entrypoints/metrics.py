@@ -28,11 +28,16 @@ RUNNING = {
     "groups_running": "Beam groups that run.",
     "rows_running": "Rows of max_num_seqs that running beam groups take.",
 }
-PEAKS = {"kv_blocks_peak": "Most KV blocks that decoding beam groups have held at a time, so far."}
+PEAKS = {
+    "kv_blocks_peak": "Most KV blocks that decoding beam groups have held at a time, so far.",
+    "catalog_items": "Items of all catalogs that workers hold, sets that came with requests among them.",
+    "catalog_bytes": "Bytes that these catalogs take on each device.",
+}
 COUNTERS = {
     "kv_blocks_shared": "Full KV blocks that forks took over by reference.",
     "kv_blocks_copied": "Partly filled KV blocks that forks copied.",
     "kv_blocks_reclaimed": "KV blocks given back during a search because no beam led to them any more.",
+    "kv_blocks_cached": "Full KV blocks of answers, the best hypotheses of searches, that entered the prefix cache.",
     "steps": "Steps of beam groups: each takes one per token.",
     "target_forwards": "Forwards of the model that these steps took; speculation makes them fewer.",
     "prefill_forwards": (
@@ -43,6 +48,7 @@ COUNTERS = {
     "accepted": "Of these, those that became the newest token of a beam.",
     "beams": "Beams that all steps together led to; divided by the steps, the mean width.",
     "preemptions": "Preemptions of beam groups.",
+    "catalog_loads": "Catalog files that were loaded: at the start, and as new versions.",
 }
 FINISHED = "groups_finished"
 _FINISHED_DOCUMENTATION = (

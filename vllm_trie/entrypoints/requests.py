@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import SamplingParams
 from vllm.utils import random_uuid
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
@@ -16,10 +16,13 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm_trie.compat.cpu import needs_cpu_kernels
 from vllm_trie.compat.patch import Patch
 from vllm_trie.compat.versions import own_beams
+from vllm_trie.entrypoints.catalogs import resolve_items
+from vllm_trie.entrypoints.grammars import prepare_grammar, without_drafts
 from vllm_trie.entrypoints.limits import engine_limits, validate
-from vllm_trie.messages import BEAM_WIDTH, LLM_BEAM_SEARCH, TICKET, Caller, GroupTicket
-from vllm_trie.options import PLUGIN_NAME, BeamParams, TrieBeamConfig, resolve
-from vllm_trie.selection import has_beams, why_without_beams
+from vllm_trie.messages import BEAM_WIDTH, FORK, LLM_BEAM_SEARCH, TICKET, Caller, ForkTicket, GroupTicket
+from vllm_trie.options import PLUGIN_NAME, BeamParams, TrieBeamConfig, asks_for_beams, resolve
+from vllm_trie.sampling_params import has_grammar
+from vllm_trie.selection import drafts_of, has_beams, has_logits_processors, padding_token, why_without_beams
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
@@ -40,6 +43,9 @@ def refusing(caller: Caller = BEAM_WIDTH) -> Iterator[None]:
 
 CALLER = "trie_beam_caller"  # in `extra_args`: a `Caller`, which no client of a server can send
 
+_MARKS = {CALLER, TICKET, FORK}  # of the front end's own, in `extra_args`
+_READ_BY_VLLM = {"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"}  # likewise
+
 process_inputs = Patch("vllm.v1.engine.input_processor:InputProcessor", "process_inputs")
 validate_spec_decode = Patch("vllm.sampling_params:SamplingParams", "_validate_spec_decode")
 
@@ -59,18 +65,39 @@ def _check(
     *args: Any,
     **kwargs: Any,
 ) -> EngineCoreRequest:
+    try:
+        request = _checked(original, self, request_id, prompt, params, *args, **kwargs)
+    except Exception:
+        forget_unsent(self, prompt)
+        raise
+    own = request.sampling_params
+    if own is not None and isinstance(ticket := (own.extra_args or {}).get(FORK), ForkTicket):
+        own.extra_args = {**(own.extra_args or {}), FORK: ticket._asdict()}  # as the engine's process reads it
+    return request
+
+
+def _checked(
+    original: Callable[..., EngineCoreRequest],
+    processor: InputProcessor,
+    request_id: str,
+    prompt: Any,
+    params: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> EngineCoreRequest:
+    """What vLLM makes of a request, with its ticket if it asks for beams."""
     beam, caller = None, BEAM_WIDTH
     if isinstance(params, SamplingParams):
         caller = _caller(params)
         with refusing(caller):
-            _refuse_without_kernel(params, self.vllm_config)
-            beam = searches(params, self.vllm_config)
-    request = original(self, request_id, prompt, params, *args, **kwargs)
+            _refuse_without_kernel(params, processor.vllm_config)
+            beam = searches(params, processor.vllm_config)
+    request = original(processor, request_id, prompt, params, *args, **kwargs)
     with refusing(caller):
-        if request.sampling_params is not None and has_beams(self.vllm_config):
+        if request.sampling_params is not None and has_beams(processor.vllm_config):
             _refuse_too_long(request.sampling_params)
         if beam is not None:
-            _prepare(request, beam, caller, params.stop_token_ids, self)
+            _prepare(request, beam, caller, params.stop_token_ids, processor)
     return request
 
 
@@ -90,7 +117,7 @@ def _refuse_without_kernel(params: SamplingParams, vllm_config: VllmConfig) -> N
 def _validate_others(
     original: Callable[..., None], self: SamplingParams, speculative_config: SpeculativeConfig | None
 ) -> None:
-    if "beam_width" not in (self.extra_args or {}):  # verifying a forest, beams honour min_p and logit_bias
+    if not asks_for_beams(self.extra_args or {}):  # verifying a forest, beams honour min_p and logit_bias
         original(self, speculative_config)
 
 
@@ -116,15 +143,69 @@ def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | No
     Raises:
         ValueError: naming the option, its value and what would work.
     """
-    if TICKET in (params.extra_args or {}):
-        raise ValueError(f"{TICKET} is a mark of the front end's own; leave it out")
+    marks = {name: mark for name, mark in (params.extra_args or {}).items() if name in (TICKET, FORK)}
+    for name, mark in marks.items():
+        if not isinstance(mark, ForkTicket):  # which no client can send
+            raise ValueError(f"{name} is a mark of the front end's own; leave it out")
     beam = BeamParams.from_extra_args(params.extra_args)
     if beam is None:
         return None
     if not has_beams(vllm_config):
         raise ValueError(f"beam_width={beam.beam_width} {why_without_beams(vllm_config)}")
+    if beam.by_steps:
+        raise ValueError('unit="step" works in LLM.generate, LLM.chat and the endpoints for completions, not here')
+    refuse_unknown(params.extra_args or {}, vllm_config)
     config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
-    return resolve(beam, config, vllm_config.speculative_config is not None)
+    return resolve(without_drafts(params, beam), config, drafts_of(vllm_config))
+
+
+def refuse_unknown(extra_args: Mapping[str, Any], vllm_config: VllmConfig) -> None:
+    """Refuse what nobody reads in a beam request's `extra_args`; logits processors may read what is unknown here.
+
+    Raises:
+        ValueError: naming the key, its value and what would work.
+    """
+    known = BeamParams.model_fields.keys() | _MARKS | _READ_BY_VLLM
+    for name, value in extra_args.items():
+        if name in SamplingParams.__struct_fields__:
+            raise ValueError(f"{name}={value!r} does nothing in vllm_xargs (extra_args); it is a field of the request")
+        if name not in known and not has_logits_processors(vllm_config):
+            raise ValueError(f"unknown option {name}={value!r}; {BeamParams.cure(name)}")
+
+
+def why_not_behind(engine_input: Any, vllm_config: VllmConfig) -> str | None:
+    """Why this engine does not search behind such a prompt, as vLLM's renderer returns it; None if it does.
+
+    Returns:
+        What follows the name of what was asked for.
+    """
+    kind = engine_input["type"]
+    if kind == "multimodal":
+        return _why_without_images(vllm_config)
+    return None if kind in ("token", "enc_dec") else "works on prompts of text or tokens, not on prompt_embeds"
+
+
+def _why_without_images(vllm_config: VllmConfig) -> str | None:
+    """Why rows of beams would not see what a multimodal prompt shows its own row, if they would not."""
+    if vllm_config.speculative_config is not None:
+        return "works on multimodal prompts only without speculation; start vLLM without it"
+    if vllm_config.model_config.is_mm_prefix_lm:
+        return (
+            "does not work on multimodal prompts of a model whose images are attended in both directions; send text "
+            "alone"
+        )
+    return None
+
+
+def forget_unsent(processor: InputProcessor, engine_input: Any) -> None:
+    """Let a refused prompt's images, which the renderer takes for sent, be sent with the next prompt that has them."""
+    cache = processor.renderer.mm_processor_cache
+    if cache is None or not isinstance(engine_input, dict) or engine_input.get("type") != "multimodal":
+        return
+    for modality, hashes in engine_input["mm_hashes"].items():
+        for item, mm_hash in zip(engine_input["mm_kwargs"][modality], hashes, strict=True):
+            if item is not None:  # else the engine has it
+                cache.invalidate(mm_hash)
 
 
 def _prepare(
@@ -140,19 +221,31 @@ def _prepare(
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         raise ValueError("beam_width works on prompts of text or tokens, not on prompt_embeds")
     if request.mm_features:
-        raise ValueError("beam_width does not work on multimodal prompts; send text alone")
+        if refusal := _why_without_images(processor.vllm_config):
+            raise ValueError(f"beam_width {refusal}")
+    elif processor.vllm_config.model_config.is_encoder_decoder:
+        raise ValueError("beam_width needs something for this model's encoder; add multi_modal_data to the prompt")
     if request.resumable:
         raise ValueError("beam_width does not work with streaming input; send the prompt in one piece")
-    if params.output_kind is RequestOutputKind.DELTA:
-        raise ValueError("beam_width does not work with stream=true: hypotheses are known when the search is over")
     if params.stop and processor.tokenizer is None:
         raise ValueError("stop strings need a tokenizer; start the engine without skip_tokenizer_init")
     if beam.semantics == "vllm" and not own_beams().stops_by_generation_config:
         params.stop_token_ids = list(own_stop_token_ids or ())
-    validate(params, beam, len(request.prompt_token_ids), engine_limits(processor.vllm_config))
+    if beam.has_items and not beam.catalog_stop:
+        params.include_stop_str_in_output = True  # an item's last token ends it, and is part of its text
+    beam, item_set = resolve_items(params, beam, processor.vllm_config, processor.tokenizer)
+    if has_grammar(params):
+        config = processor.vllm_config.structured_outputs_config
+        prepare_grammar(params, request.prompt_token_ids, config, processor.tokenizer)
+    positions = (feature.mm_position for feature in request.mm_features or ())
+    has_encoder = processor.vllm_config.model_config.is_encoder_decoder
+    num_encoded = sum(position.get_num_embeds() for position in positions) if has_encoder else 0
+    validate(params, beam, len(request.prompt_token_ids), engine_limits(processor.vllm_config), num_encoded)
     if caller == LLM_BEAM_SEARCH:  # as many as vLLM's own loop returns, whatever max_logprobs allows
         params.logprobs = 2 * beam.beam_width
     eos_token_id = processor.renderer.get_eos_token_id()
-    ticket = GroupTicket(random_uuid(), params.n, eos_token_id, beam.model_dump(), caller)
-    others = {name: value for name, value in (params.extra_args or {}).items() if name != CALLER}
+    padding = None if beam.num_beam_groups == 1 else padding_token(processor.vllm_config.model_config)
+    ticket = GroupTicket(random_uuid(), params.n, eos_token_id, beam.model_dump(), caller, item_set, padding)
+    dropped = {CALLER, "allowed_sequences"}  # which the ticket has
+    others = {name: value for name, value in (params.extra_args or {}).items() if name not in dropped}
     params.extra_args = {**others, TICKET: asdict(ticket)}

@@ -1,12 +1,19 @@
-"""Beams over HTTP: `use_beam_search`, and `vllm_xargs={"beam_width": ...}`, at the OpenAI endpoints."""
+"""Beams over HTTP: `use_beam_search`, and `vllm_xargs={"beam_width": ...}`, at the OpenAI endpoints.
+
+Of transcriptions and translations vLLM answers the best hypothesis alone: their `n` is a width, and nothing else.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from contextlib import aclosing
+from typing import Any, TypeAlias
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest
+from vllm.entrypoints.speech_to_text.translation.protocol import TranslationRequest
+from vllm.exceptions import GenerationError
 from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
@@ -14,22 +21,30 @@ from vllm.utils import random_uuid
 
 from vllm_trie.compat.patch import Patch, arguments
 from vllm_trie.compat.versions import eos_token_ids, has_allowlist
-from vllm_trie.entrypoints.requests import CALLER, BeamRequestError, refusing
+from vllm_trie.entrypoints.requests import CALLER, BeamRequestError, refusing, why_not_behind
 from vllm_trie.messages import BEAM_WIDTH, USE_BEAM_SEARCH, Caller
-from vllm_trie.options import BeamParams, refuse_other_names
+from vllm_trie.options import BeamParams, asks_for_beams, refuse_other_names
 from vllm_trie.selection import has_beams, why_without_beams
 
 logger = init_logger("vllm.trie_beam.server")
 
+TextRequest: TypeAlias = CompletionRequest | ChatCompletionRequest
+SpeechRequest: TypeAlias = TranscriptionRequest | TranslationRequest
+
 _COMPLETION = "vllm.entrypoints.openai.completion.protocol:CompletionRequest"
 _CHAT = "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest"
+_TRANSCRIPTION = "vllm.entrypoints.speech_to_text.transcription.protocol:TranscriptionRequest"
+_TRANSLATION = "vllm.entrypoints.speech_to_text.translation.protocol:TranslationRequest"
 beam_search = Patch("vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin", "beam_search")
 conversions = [
-    (Patch(request, "to_beam_search_params"), Patch(request, "to_sampling_params")) for request in (_COMPLETION, _CHAT)
+    (Patch(request, "to_beam_search_params"), Patch(request, "to_sampling_params"))
+    for request in (_COMPLETION, _CHAT, _TRANSCRIPTION, _TRANSLATION)
 ]
 
 # Beam search does not sample: what a client sends for that, or generation_config.json says, has no say in it.
 _NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "seed": None}
+
+_AS_SAMPLING = "trie_beam_as_sampling"  # in `vllm_xargs`, with a `Caller`, which no client can send
 
 
 def serve_beams() -> None:
@@ -46,16 +61,34 @@ def _to_sampling_params(
     max_tokens: int,
     default_sampling_params: dict[str, Any] | None = None,
     **kwargs: Any,
-) -> SamplingParams:
-    """Convert a request that may name a beam width in `vllm_xargs`."""
+) -> SamplingParams | BeamSearchParams:
+    """Convert a request that may name a beam width in `vllm_xargs`, or be one of `as_sampling_request`."""
     xargs = self.vllm_xargs or {}
-    if "beam_width" not in xargs and "beam_width" not in (self.model_extra or {}):
+    if isinstance(xargs.get(_AS_SAMPLING), Caller):
+        own = {name: value for name, value in xargs.items() if name != _AS_SAMPLING}
+        request = self.model_copy(update={"use_beam_search": True, "vllm_xargs": own})
+        return request.to_beam_search_params(max_tokens, default_sampling_params or {})
+    if not asks_for_beams(xargs) and not asks_for_beams(self.model_extra or {}):
         return original(self, max_tokens, default_sampling_params or {}, **kwargs)
     _refuse_fields(self, BEAM_WIDTH)
+    _refuse_several_prompts(self)
     if "length_penalty" in self.model_fields_set:
         xargs = {"length_penalty": self.length_penalty, **xargs}
-    defaults = {k: v for k, v in (default_sampling_params or {}).items() if k == "stop_token_ids"}
-    return original(self.model_copy(update={"vllm_xargs": dict(xargs)}), max_tokens, defaults, **kwargs)
+    draws_steps = xargs.get("unit") == "step"  # by vLLM's own sampler
+    defaults = {k: v for k, v in (default_sampling_params or {}).items() if draws_steps or k == "stop_token_ids"}
+    xargs = {**xargs} if draws_steps else {CALLER: BEAM_WIDTH, **xargs}
+    params = original(self.model_copy(update={"vllm_xargs": xargs}), max_tokens, defaults, **kwargs)
+    if isinstance(self, SpeechRequest):
+        params.skip_clone = False  # a long recording is several prompts, which vLLM gives the same object
+    return params
+
+
+def as_sampling_request(request: TextRequest) -> Any:
+    """The request as vLLM streams it: one of `use_beam_search` it refuses, before it makes parameters of it."""
+    if not request.use_beam_search:
+        return request
+    xargs = {**(request.vllm_xargs or {}), _AS_SAMPLING: USE_BEAM_SEARCH}
+    return request.model_copy(update={"use_beam_search": False, "vllm_xargs": xargs})
 
 
 def _to_beam_search_params(
@@ -63,15 +96,20 @@ def _to_beam_search_params(
 ) -> BeamSearchParams:
     """Convert a `use_beam_search` request, and keep what vLLM's own parameters have no room for."""
     _refuse_fields(self, USE_BEAM_SEARCH)
+    if (self.vllm_xargs or {}).get("unit") == "step":
+        raise BeamRequestError('unit="step" does not work with use_beam_search; put beam_width into vllm_xargs instead')
     params = original(self, *args, **kwargs)
     params.request = self
     return params
 
 
-def _refuse_fields(request: CompletionRequest | ChatCompletionRequest, caller: Caller) -> None:
+def _refuse_fields(request: TextRequest | SpeechRequest, caller: Caller) -> None:
     """Refuse what a beam request says in vain: vLLM passes over fields that it does not know."""
-    if request.stream:
-        raise BeamRequestError(f"stream=true is not supported together with {caller.feature}; leave it out")
+    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
+        raise BeamRequestError(
+            f"logprobs={request.logprobs} with echo=True would tell of the prompt, where beams report nothing; leave "
+            "one of them out"
+        )
     unknown = {name: value for name, value in (request.model_extra or {}).items() if value is not None}
     for name, value in unknown.items():
         if name in BeamParams.model_fields:
@@ -80,21 +118,48 @@ def _refuse_fields(request: CompletionRequest | ChatCompletionRequest, caller: C
         refuse_other_names(unknown)
 
 
+def _refuse_several_prompts(request: TextRequest | SpeechRequest) -> None:
+    """Of a response to several prompts vLLM fills the field that holds compact answers for the first one alone."""
+    prompt = request.prompt if isinstance(request, CompletionRequest) else None
+    is_several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    if (request.vllm_xargs or {}).get("compact") and isinstance(prompt, list) and is_several:
+        raise BeamRequestError(f"compact=1 takes one prompt, and this request has {len(prompt)}; send each by itself")
+
+
+def is_served(params: Any) -> bool:
+    """Whether these are the parameters of a beam request that came to a server."""
+    return isinstance(params, SamplingParams) and CALLER in (params.extra_args or {})
+
+
+async def raise_errors(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+    """The outputs of a beam request that came to a server, which would not tell why one failed, or not even that.
+
+    Raises:
+        GenerationError: it failed; the server answers with the reason.
+    """
+    async with aclosing(outputs):
+        async for output in outputs:
+            for hypothesis in output.outputs:
+                if hypothesis.finish_reason == "error":
+                    raise GenerationError(str(hypothesis.stop_reason or "Internal server error"))
+            yield output
+
+
 async def _beam_search(
     original: Callable[..., AsyncGenerator[RequestOutput, None]], self: Any, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[RequestOutput, None]:
     given = arguments(original, self, *args, **kwargs)  # 0.33 has one more, the request's priority
     prompt, params = given["prompt"], given["params"]
-    request: CompletionRequest | ChatCompletionRequest | None = vars(params).get("request")
+    request: TextRequest | SpeechRequest | None = vars(params).get("request")
     refusal = None
     if not has_beams(self.engine_client.vllm_config):
         refusal = why_without_beams(self.engine_client.vllm_config)
     elif request is None:
         refusal = "at this endpoint"
-    elif prompt["type"] != "token":
-        refusal = "on prompts that are not text or tokens"
     elif has_allowlist(params):
         refusal = "with allowed_token_ids"
+    else:
+        refusal = why_not_behind(prompt, self.engine_client.vllm_config)
     if refusal is not None:
         logger.info_once("use_beam_search %s: vLLM's own client loop runs it, not the engine", refusal)
         outputs = original(self, *args, **kwargs)
@@ -102,11 +167,11 @@ async def _beam_search(
         assert request is not None
         outputs = self.engine_client.generate(
             prompt,
-            _sampling_params(request, params.max_tokens),
+            _sampling_params(request, params),
             f"{given['request_id']}-{random_uuid()}",
             lora_request=given["lora_request"],
             trace_headers=given["trace_headers"],
-            priority=request.priority,
+            priority=0 if isinstance(request, SpeechRequest) else request.priority,
             session_id=given["session_id"],
         )
     async for output in outputs:
@@ -117,13 +182,21 @@ async def _beam_search(
         yield output
 
 
-def _sampling_params(request: CompletionRequest | ChatCompletionRequest, max_tokens: int) -> SamplingParams:
+def _sampling_params(request: TextRequest | SpeechRequest, params: BeamSearchParams) -> SamplingParams:
     """All of a `use_beam_search` request: its `n` is the width, unless `vllm_xargs` names another."""
-    xargs: dict[str, Any] = {"beam_width": request.n or 1, "semantics": "vllm", **(request.vllm_xargs or {})}
-    has_width = "beam_width" in (request.vllm_xargs or {})
+    xargs: dict[str, Any] = dict(request.vllm_xargs or {})
+    if not (has_width := asks_for_beams(xargs)):
+        xargs["beam_width"] = request.n or 1
+    if not xargs.keys() & {"catalog", "allowed_sequences", "beam_widths"}:  # which vLLM's rules know nothing of
+        xargs.setdefault("semantics", "vllm")
     xargs[CALLER] = USE_BEAM_SEARCH._replace(width="beam_width") if has_width else USE_BEAM_SEARCH
     xargs.setdefault("length_penalty", request.length_penalty)
-    return request.model_copy(update={**_NO_SAMPLING, "vllm_xargs": xargs}).to_sampling_params(max_tokens, {})
+    copied = request.model_copy(update={**_NO_SAMPLING, "vllm_xargs": xargs})
+    sampling_params = copied.to_sampling_params(params.max_tokens, {})
+    if isinstance(request, SpeechRequest):
+        sampling_params.temperature = 1.0  # where vLLM's default is to take the likeliest token
+        sampling_params.logprobs = vars(params).get("logprobs")  # for the segments of a verbose answer
+    return sampling_params
 
 
 def _as_vllm_returns_it(
@@ -131,7 +204,16 @@ def _as_vllm_returns_it(
 ) -> None:
     """vLLM's own loop names the EOS token as stop reason, and leaves it out of the tokens unless told otherwise."""
     for hypothesis in output.outputs:
+        if not hypothesis.token_ids or hypothesis.token_ids[-1] not in eos_token_ids:  # it ends with an item, say
+            continue
         if hypothesis.finish_reason == "stop" and hypothesis.stop_reason is None:
             hypothesis.stop_reason = eos_token_id
         if hypothesis.stop_reason in eos_token_ids and not params.include_stop_str_in_output:
-            hypothesis.token_ids = hypothesis.token_ids[:-1]
+            hypothesis.token_ids = _Tokens(hypothesis.token_ids[:-1])
+
+
+class _Tokens(list[int]):
+    """Tokens of a stream's last part, of which there may be none: vLLM takes what is false for no part at all."""
+
+    def __bool__(self) -> bool:
+        return True

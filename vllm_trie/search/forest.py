@@ -1,4 +1,4 @@
-"""The forest of a speculative step: continuations that a draft model proposes, and the rows that compute them.
+"""The forest of a speculative step: continuations that are proposed, and the rows that compute them.
 
 A node is a token after its parent; the first nodes, the roots, are the beams' newest tokens. Rows are
 paths from a root to a leaf, so any attention that is causal along a row verifies the forest. Rows repeat
@@ -7,6 +7,7 @@ the nodes they have in common; how many rows and tokens that may cost is given.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -39,8 +40,13 @@ class Forest:
         self.row_of = list(range(len(roots)))  # by node: the first row that leads through it
         self.num_row_tokens = len(roots)
         self._children: dict[tuple[int, int], int] = {}
-        self._max_rows = max_rows
+        self._most_rows = self._max_rows = max_rows
         self._max_tokens = max_tokens
+
+    def open_rows(self, share: float) -> None:
+        """Let only this share of the rows that are no root's be used, until more are opened."""
+        num_roots = self.parents.count(ROOT)
+        self._max_rows = num_roots + math.ceil(share * (self._most_rows - num_roots))
 
     @property
     def num_nodes(self) -> int:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from vllm_trie.search.devices import numbers, sees
+from vllm_trie.search.devices import numbers
 
 Array = TypeVar("Array")  # torch.Tensor, or np.ndarray on the host
 
-WIDE = 128  # candidates from which on few are asked of each row at first: seldom do many of the best come from one
 TILE = 64  # tokens
 MIN_TILES = 256  # fewer are no gain
 SCORE_UNIT = 1 << 31  # of an order key; a group has fewer continuations
-LEAST = torch.finfo(torch.float32).min
+NO_KEY = (1 << 63) - 1  # comes last
 
 
 class Candidates(NamedTuple, Generic[Array]):
@@ -29,9 +27,10 @@ class Candidates(NamedTuple, Generic[Array]):
 def rank_candidates(logprobs: torch.Tensor, scores: torch.Tensor, count: int) -> Candidates[torch.Tensor]:
     """The best `count` continuations of each group by cumulative log-probability; fewer if there are fewer.
 
-    Each row gives its best, and these are merged. Equal scores are common with bfloat16 logits, and `topk` breaks
-    ties arbitrarily: so of those that tie for a row's last place the lowest tokens are looked up. Which of the
-    impossible continuations fill up the ranking does not matter.
+    The best `count` lie in the `count` tiles of tokens whose best ones are best, by the same total order: before
+    whatever is in another tile come as many continuations, one of each of these. Equal scores are common with bfloat16
+    logits, so order keys hold the place, too. Which of the impossible continuations fill up the ranking does not
+    matter.
 
     Args:
         logprobs: [G, r, V] float32; r rows of each of G groups; -inf where a row may not take a token.
@@ -42,20 +41,42 @@ def rank_candidates(logprobs: torch.Tensor, scores: torch.Tensor, count: int) ->
         [G, K], the best first.
     """
     _, num_rows, vocab_size = logprobs.shape
-    looks = sees(logprobs.device)
-    most = per_row = min(count + looks, vocab_size)  # one more shows whether a row's last place is contested
-    if looks and most >= WIDE:
-        per_row = max(WIDE // 4, -(-most // num_rows))
-    while True:
-        best, tokens = topk(logprobs, per_row)
-        total = best + scores[..., None]
-        if looks and (ranked := _unambiguous(total, tokens, vocab_size, count)) is not None:
-            return ranked
-        if per_row == most:
-            break
-        per_row = min(4 * per_row, most)
-    tokens = _lowest_of_ties(logprobs + scores[..., None], total, tokens)
-    return _merged(total, tokens, vocab_size, count)
+    count, per_row = min(count, num_rows * vocab_size), -(-vocab_size // TILE)
+    if num_rows * per_row <= MIN_TILES:
+        total = (logprobs + scores[..., None]).flatten(1)
+        places = _first(_order_keys(total, numbers(total.shape[1], total.device)), count)
+        return Candidates(places // vocab_size, places % vocab_size, total.gather(1, places))
+    best = _in_tiles(logprobs).amax(dim=-1)
+    if per_row > best.shape[-1]:  # the last tile has fewer tokens
+        best = torch.cat([best, logprobs[..., best.shape[-1] * TILE :].amax(dim=-1, keepdim=True)], dim=-1)
+    keys = _order_keys((best + scores[..., None]).flatten(1), numbers(num_rows * per_row, best.device))
+    tiles = _first(keys, min(count, keys.shape[1]))
+    rows, tokens = tiles // per_row, (tiles % per_row * TILE)[..., None] + numbers(TILE, tiles.device)
+    places = (rows * vocab_size)[..., None] + tokens
+    of_tokens = logprobs.flatten(1).gather(1, places.clamp(max=num_rows * vocab_size - 1).flatten(1)).view(tokens.shape)
+    total = of_tokens + scores.gather(1, rows)[..., None]
+    keys = _order_keys(total, places)
+    if vocab_size % TILE:
+        keys = keys.where(tokens < vocab_size, NO_KEY)
+    chosen = _first(keys.flatten(1), count)
+    places, total = (field.flatten(1).gather(1, chosen) for field in (places, total))
+    return Candidates(places // vocab_size, places % vocab_size, total)
+
+
+def _order_keys(total: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Unique int64 keys, lower for a better score and, where scores are equal, for a lower place."""
+    worse_is_more = total.abs().view(torch.int32)  # bits of floats without a sign compare as the floats do
+    return torch.add(places, worse_is_more, alpha=SCORE_UNIT)
+
+
+def _first(keys: torch.Tensor, count: int) -> torch.Tensor:
+    return keys.topk(count, dim=1, largest=False).indices
+
+
+def _in_tiles(values: torch.Tensor) -> torch.Tensor:
+    """[..., V] as [..., T, TILE], without what remains."""
+    num_tiles = values.shape[-1] // TILE
+    return values[..., : num_tiles * TILE].view(*values.shape[:-1], num_tiles, TILE)
 
 
 def topk(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,44 +87,10 @@ def topk(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         best, tokens = values.topk(count, dim=-1)
         return best, tokens
     rest = num_tiles * TILE
-    in_tiles = values[..., :rest].view(*values.shape[:-1], num_tiles, TILE)
+    in_tiles = _in_tiles(values)
     tiles = in_tiles.amax(dim=-1).topk(count, dim=-1).indices[..., None].expand(*values.shape[:-1], count, TILE)
     some = torch.cat([in_tiles.gather(-2, tiles).flatten(-2), values[..., rest:]], dim=-1)
     tokens = (TILE * tiles + numbers(TILE, values.device)).flatten(-2)
     tokens = torch.cat([tokens, numbers(vocab_size, values.device)[rest:].expand(*values.shape[:-1], -1)], dim=-1)
     best, places = some.topk(count, dim=-1)
     return best, tokens.gather(-1, places)
-
-
-def _unambiguous(
-    total: torch.Tensor, tokens: torch.Tensor, vocab_size: int, count: int
-) -> Candidates[torch.Tensor] | None:
-    """What `_merged` returns, if it does not depend on what the rows have left."""
-    scores, places = total.flatten(1).topk(min(count + 1, total[0].numel()), dim=1)
-    in_order, lasts = scores.tolist(), total[..., -1].tolist()
-    if any(max(of_rows) >= max(best[:count][-1], LEAST) for of_rows, best in zip(lasts, in_order, strict=True)):
-        return None
-    if any(score == following for best in in_order for score, following in pairwise(best)):
-        return _merged(total, tokens, vocab_size, count)
-    scores, places = scores[:, :count], places[:, :count]
-    return Candidates(places // total.shape[-1], tokens.flatten(1).gather(1, places), scores)
-
-
-def _lowest_of_ties(every: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The `tokens` [..., k] of the `best` [..., k] of `every` [..., V], the lowest that tie for the last place."""
-    last, count = best[..., -1:], best.shape[-1]
-    from_end = torch.arange(every.shape[-1], 0, -1, dtype=torch.int32, device=every.device)
-    _, ties = topk((every == last) * from_end, count)
-    is_above = best > last
-    nth_tie = torch.arange(count, device=every.device) - is_above.sum(dim=-1, keepdim=True)
-    return torch.where(is_above, tokens, ties.gather(-1, nth_tie.clamp(min=0)))
-
-
-def _merged(total: torch.Tensor, tokens: torch.Tensor, vocab_size: int, count: int) -> Candidates[torch.Tensor]:
-    """The best `count` of the rows' continuations [G, r, k]. Their keys are unique, so nothing breaks ties."""
-    _, num_rows, per_row = total.shape
-    row_starts = vocab_size * numbers(num_rows, total.device)[:, None]
-    worse_is_more = total.abs().view(torch.int32)  # bits of floats without a sign compare as the floats do
-    keys = torch.add(tokens + row_starts, worse_is_more, alpha=SCORE_UNIT).flatten(1)
-    places = keys.topk(min(count, keys.shape[1]), dim=1, largest=False).indices
-    return Candidates(places // per_row, tokens.flatten(1).gather(1, places), total.flatten(1).gather(1, places))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from vllm_trie.search.filters import LogitsFilters, Pruning
+from vllm_trie.search.item_trie import ItemRules
 
 
 class BeamSampling(NamedTuple):
@@ -14,6 +15,16 @@ class BeamSampling(NamedTuple):
     min_width: int  # of a layer that is verified, in beams
     threshold: float | None  # how probably as many beams as that must be accepted; None: always all beams
     keeps_one: bool  # of the beams that one target forward leads to, only the best goes on
+    stochastic: bool = False  # stochastic beam search: hypotheses are drawn without replacement, not continuations
+
+
+class BeamGroups(NamedTuple):
+    """Group beam search: how many groups the beams are in, and what the later ones of them avoid."""
+
+    number: int
+    penalty: float  # that each earlier beam that took a token takes off its log-probability
+    padding: int | None  # the token that beams take of a group that is done; None: none
+    done: tuple[int, ...] = ()  # which groups are
 
 
 class SelectRules(NamedTuple):
@@ -33,6 +44,10 @@ class SelectRules(NamedTuple):
     samples: bool = False  # each beam takes a token that is drawn for it
     eos_score_factor: tuple[int, float] | None = None  # token, and the factor of the score by which it is compared
     beam_sampling: BeamSampling | None = None  # how beams are drawn; None: the best go on
+    num_beams: int | None = None  # that go on at most; None: one for each slot
+    items: ItemRules | None = None  # the catalog along which they go
+    beam_groups: BeamGroups | None = None  # in which they are; None: all in one
+    no_repeat_ngram_size: int = 0  # tokens of the n-grams that no history may have twice; 0: it may repeat any
 
     @property
     def ranks_together(self) -> bool:
@@ -43,10 +58,13 @@ class SelectRules(NamedTuple):
         return self.semantics in ("hf", "tridecode") and self.pruning == Pruning()
 
 
-def num_candidates(width: int, num_stop_tokens: int) -> int:
+def num_candidates(width: int, num_stop_tokens: int, num_parents: int = 0) -> int:
     """How many candidates must be ranked so that `width` of them can go on.
 
     Each of the b beams can propose every stop token once, so (1 + stop tokens) * b always leave b
     others. transformers ranks at least 2b; so do we.
+
+    Args:
+        num_parents: Beams that propose, if these may be more.
     """
-    return max(2, 1 + num_stop_tokens) * width
+    return max(2 * width, width + num_stop_tokens * max(width, num_parents))

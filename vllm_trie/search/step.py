@@ -7,61 +7,25 @@ nothing that only the device knows, so the host never waits, except to judge sto
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import Any, Generic, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_trie.search.devices import NEVER, constant, numbers
-from vllm_trie.search.filters import filtered, log_probabilities, pruned
-from vllm_trie.search.rank import Array, Candidates, rank_candidates, topk
+from vllm_trie.search.beam_groups import step_in_groups
+from vllm_trie.search.devices import NEVER, constant, numbers, sees
+from vllm_trie.search.filters import among_best, filtered, log_probabilities, pruned
+from vllm_trie.search.gumbel import stochastic_step
+from vllm_trie.search.item_trie import Items, Outcomes, log_probabilities_of
+from vllm_trie.search.ngrams import without_repeats
+from vllm_trie.search.rank import Candidates, rank_candidates, topk
 from vllm_trie.search.rules import SelectRules, num_candidates
 from vllm_trie.search.sampling import draw, draw_continuations, joint_probabilities
 from vllm_trie.search.slots import choose, in_slots, select_next
+from vllm_trie.search.step_result import Completes, PerturbedScores, Step, TokenLogprobs, TopLogprobs
 
-Completes = Callable[[Candidates[np.ndarray]], np.ndarray]  # of candidates [G, K] which do, [G, K] bool
-NONE = slice(0)
 Random = torch.Tensor | Sequence[np.random.Generator]
-
-
-class TopLogprobs(NamedTuple, Generic[Array]):
-    """The best tokens of each row, best first: tensors [G, r, N]; on the host [r, N]."""
-
-    tokens: Array
-    logprobs: Array  # float32
-
-
-class TokenLogprobs(NamedTuple, Generic[Array]):
-    """What continuations report of their newest tokens: tensors [G, n]; on the host [n]."""
-
-    logprobs: Array  # float32
-    ranks: Array  # how many tokens of its row are at least as probable
-
-
-class Step(NamedTuple, Generic[Array]):
-    """What one step decided: tensors [G, b] and [G, F]; on the host [b] and [F], of a single group."""
-
-    parents: Array  # by slot: the slot whose beam this slot continues
-    tokens: Array  # by slot
-    scores: Array  # by slot, float32; -inf where there is no beam
-    finished: Candidates[Array]  # hypotheses that end here, in the order in which they are kept on equal scores
-    top_logprobs: TopLogprobs[Array] | None = None  # by parent; this and the others if log-probabilities are reported
-    beam_logprobs: TokenLogprobs[Array] | None = None  # by slot
-    finished_logprobs: TokenLogprobs[Array] | None = None
-
-    @property
-    def num_beams(self) -> int:
-        """Beams that live on, of a single group."""
-        return int((np.asarray(self.scores) > NEVER).sum())
-
-
-class Layout(NamedTuple):
-    """How a step is packed: columns of each of its fields, integers first, then floats."""
-
-    ints: list[int]
-    floats: list[int]
-    top_shape: torch.Size | None  # [r, N], if log-probabilities are reported
 
 
 def take_step(
@@ -71,6 +35,10 @@ def take_step(
     random: Random | None = None,
     completes: Completes | None = None,
     select_next: Callable[..., Candidates[torch.Tensor]] = select_next,
+    items: Items | None = None,
+    may_come: torch.Tensor | None = None,
+    histories: torch.Tensor | None = None,
+    perturbed: torch.Tensor | None = None,
 ) -> Step[torch.Tensor]:
     """Take one step of G groups.
 
@@ -81,39 +49,62 @@ def take_step(
         random: Where each beam samples, [G, b] float64 in [0, 1); where beams are drawn together, by group what draws.
         completes: Tells of candidates on the host which complete a stop string, where there are stop strings.
         select_next: `slots.select_next`, or what does the same on this device.
+        items: The catalog along which they go, if `rules.items` says so.
+        may_come: [G, r, V] bool, what the grammar of each row allows next. The others' log-probabilities are those of a
+            model that knows of nothing else, but for semantics="vllm", which does not renormalise.
+        histories: [G, r, L], the tokens of each row, its prompt's among them, if `rules.no_repeat_ngram_size` is not 0;
+            see `ngrams.repeating`.
+        perturbed: [G, r] float32, the scores of beams with noise, as the last step had them, in stochastic beam search;
+            0 for the prompt.
     """
     if rules.beam_sampling is not None:
         assert isinstance(random, Sequence), "beams are drawn without a generator for each group"
-        p, logprobs = joint_distribution(rules, logits, scores)
+        if rules.beam_sampling.stochastic:
+            assert perturbed is not None, "a stochastic beam search without noise"
+            of_rows = _of_rows(rules, logits, scores, may_come, histories, rules.filters.temperature)
+            return _stochastic(rules, *of_rows, perturbed, random, completes, select_next)
+        p, logprobs = joint_distribution(rules, logits, scores, may_come, histories)
         cells, is_possible = draw_continuations(p.flatten(1), rules.width, rules.beam_sampling.replacement, random)
         drawn = _drawn(logprobs, scores, cells, is_possible)
         stops = _stops(rules, drawn, completes)
         beams = select_next(drawn, _alive(drawn, stops), rules.width, scores.shape[1])
         step = Step(*beams, _ended(rules, drawn, stops))
         return _reported(rules, best_of(step) if rules.beam_sampling.keeps_one else step, logprobs)
-    logprobs, scores = _of_rows(rules, logits, scores, rules.filters.temperature)
-    if rules.samples:
+    logprobs, scores = _of_rows(rules, logits, scores, may_come, histories, rules.filters.temperature)
+    if rules.items is not None:
+        assert items is not None, "beams go along a catalog without one"
+        step = _best_of_items(rules, logprobs, scores, items, select_next)
+    elif rules.samples:
         assert isinstance(random, torch.Tensor), "each beam samples without a random number"
         step = _sampled(rules, logprobs, scores, random, completes)
+    elif rules.beam_groups is not None:
+        best = partial(_best, select_next=select_next, may_come=None)
+        step, logprobs = step_in_groups(rules, logprobs, scores, completes, best)
     else:
-        step = _best(rules, logprobs, scores, completes, select_next)
+        step = _best(rules, logprobs, scores, completes, select_next, may_come)
     return _reported(rules, step, logprobs)
 
 
 def joint_distribution(
-    rules: SelectRules, logits: torch.Tensor, scores: torch.Tensor
+    rules: SelectRules,
+    logits: torch.Tensor,
+    scores: torch.Tensor,
+    may_come: torch.Tensor | None = None,
+    histories: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What beam sampling draws the next beams of a group from.
 
     Args:
         logits: [..., I, V], as for `take_step`.
         scores: [..., I].
+        may_come: [..., I, V], likewise.
+        histories: [..., I, L], likewise.
 
     Returns:
         Probabilities [..., I, V] float64, over all continuations together, and log-probabilities [..., I, V]
         float32 of each row by itself, at temperature 1.
     """
-    logprobs, scores = _of_rows(rules, logits, scores)
+    logprobs, scores = _of_rows(rules, logits, scores, may_come, histories)
     return joint_probabilities(scores, logprobs, rules.filters), logprobs
 
 
@@ -155,54 +146,24 @@ def best_of(step: Step[Any]) -> Step[Any]:
     return step._replace(parents=parents, tokens=tokens, scores=scores, beam_logprobs=reported)
 
 
-def packed(step: Step[torch.Tensor]) -> tuple[torch.Tensor, Layout]:
-    """All of a step as one tensor [G, n] int32, to be copied to the host at once; floats keep their bits."""
-    parents, tokens, scores, finished, top_logprobs, of_beams, of_finished = step
-    ints, floats = [parents, tokens, finished.parents, finished.tokens], [scores, finished.scores]
-    if top_logprobs and of_beams and of_finished:
-        ints += [of_beams.ranks, of_finished.ranks, top_logprobs.tokens.flatten(1)]
-        floats += [of_beams.logprobs, of_finished.logprobs, top_logprobs.logprobs.flatten(1)]
-    words = torch.cat([torch.cat(ints, dim=1).int(), torch.cat(floats, dim=1).view(torch.int32)], dim=1)
-    sizes = [[field.shape[1] for field in fields] for fields in (ints, floats)]
-    return words, Layout(sizes[0], sizes[1], top_logprobs and top_logprobs.tokens.shape[1:])
-
-
-def unpacked(array: np.ndarray, layout: Layout) -> list[Step[np.ndarray]]:
-    """The step of each group that `packed` has packed; `finished` without what does not finish."""
-    parents, tokens, ended_by, ended_in, *reported = _split(array, layout.ints)
-    scores, ended_with, *logprobs = _split(array[:, sum(layout.ints) :].view(np.float32), layout.floats)
-    ends = ended_with > NEVER
-    steps = []
-    for at, is_ending in enumerate(map(any, ends.tolist())):
-        which = at, ends[at] if is_ending else NONE
-        finished = Candidates(ended_by[which], ended_in[which], ended_with[which])
-        step = Step(parents[at], tokens[at], scores[at], finished)
-        if layout.top_shape is not None:
-            step = step._replace(
-                top_logprobs=TopLogprobs(*(field[2][at].reshape(layout.top_shape) for field in (reported, logprobs))),
-                beam_logprobs=TokenLogprobs(logprobs[0][at], reported[0][at]),
-                finished_logprobs=TokenLogprobs(logprobs[1][which], reported[1][which]),
-            )
-        steps.append(step)
-    return steps
-
-
-def _split(array: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
-    return [array[:, end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
-
-
 def _best(
     rules: SelectRules,
     logprobs: torch.Tensor,
     scores: torch.Tensor,
     completes: Completes | None,
     select_next: Callable[..., Candidates[torch.Tensor]],
+    may_come: torch.Tensor | None,
+    penalties: torch.Tensor | None = None,
 ) -> Step[torch.Tensor]:
-    """The best continuations become beams, or finish by the rules of `semantics`."""
+    """The best continuations, less penalties [G, V], become beams, or finish by the rules of `semantics`."""
     _, num_rows, vocab_size = logprobs.shape
-    width, count = rules.width, num_candidates(rules.width, len(rules.stop_token_ids))
+    width = rules.num_beams or rules.width
+    count = num_candidates(width, len(rules.stop_token_ids), rules.width)
+    if may_come is not None and rules.semantics == "vllm":
+        logprobs = among_best(logprobs, may_come, 2 * width)
     while True:
-        allowed = pruned(filtered(logprobs, rules.filters, count), scores, rules.pruning)
+        allowed = filtered(logprobs, rules.filters, count if penalties is None else None)
+        allowed = pruned(allowed if penalties is None else allowed - penalties[:, None], scores, rules.pruning)
         candidates = rank_candidates(allowed, scores, count)
         stops = _stops(rules, candidates, completes)
         if completes is None or count >= num_rows * vocab_size or ((~stops).sum(dim=1) >= width).all():
@@ -221,7 +182,48 @@ def _best(
             lives = _alive(candidates, stops)
             ended = _ended(rules, candidates, stops, lives & (lives.cumsum(dim=1) <= width))
             finished = Candidates(*(torch.cat(pair, dim=1) for pair in zip(finished, ended, strict=True)))
-    return Step(*select_next(candidates, _alive(candidates, stops), width, num_rows), finished)
+    return Step(*select_next(candidates, _going_on(rules, candidates, stops), rules.width, num_rows), finished)
+
+
+def _best_of_items(
+    rules: SelectRules,
+    logprobs: torch.Tensor,
+    scores: torch.Tensor,
+    items: Items,
+    select_next: Callable[..., Candidates[torch.Tensor]],
+) -> Step[torch.Tensor]:
+    """The best ways along a catalog become beams, and those among the best b that complete their items finish.
+
+    A way may do both, where an item is the beginning of another: so what finishes and what goes on are ranked
+    apart. Rows have a few children each, which are ranked like a vocabulary of that size.
+    """
+    assert rules.items is not None
+    num_rows, vocab_size, width = *logprobs.shape[1:], rules.num_beams or rules.width
+    ways = items.trie.ways(rules.items, items.states, rules.stop_token_ids, vocab_size, items.length)
+    of_ways = log_probabilities_of(logprobs, ways, rules.items.renormalizes)
+    allowed = pruned(filtered(of_ways, rules.filters, width), scores, rules.pruning)
+
+    def outcomes(candidates: Candidates[torch.Tensor]) -> Outcomes:
+        return items.trie.outcomes(item_rules, ways.targets.flatten(1).gather(1, candidates.tokens))
+
+    item_rules, tokens = rules.items, ways.tokens.flatten(1)
+    over = live = _best_ways(allowed, scores, width)
+    of_over = of_live = outcomes(over)
+    if not (sees(scores.device) and bool((of_over.goes_on | (over.scores == NEVER)).all())):
+        leads_on = items.trie.outcomes(item_rules, ways.targets).goes_on
+        live = _best_ways(allowed.where(leads_on, NEVER), scores, width)
+        of_live = outcomes(live)
+    ends = (of_over.is_complete if rules.is_last else of_over.ends) & (not rules.masks_stops)
+    finished = over._replace(tokens=tokens.gather(1, over.tokens), scores=over.scores.where(ends, NEVER))
+    beams = select_next(live, _going_on(rules, live, ~of_live.goes_on), rules.width, num_rows)
+    states = outcomes(beams).states
+    return Step(beams.parents, tokens.gather(1, beams.tokens), beams.scores, finished, states=states)
+
+
+def _best_ways(allowed: torch.Tensor, scores: torch.Tensor, count: int) -> Candidates[torch.Tensor]:
+    """The best `count` of ways [G, r, B]; in `tokens` stand their places among all of a group."""
+    ranked = rank_candidates(allowed, scores, count)
+    return ranked._replace(tokens=ranked.parents * allowed.shape[-1] + ranked.tokens)
 
 
 def _own_stops(
@@ -287,6 +289,37 @@ def _sampled(
     return Step(*beams, _ended(rules, drawn, stops))
 
 
+def _stochastic(
+    rules: SelectRules,
+    logprobs: torch.Tensor,
+    scores: torch.Tensor,
+    perturbed: torch.Tensor,
+    rngs: Sequence[np.random.Generator],
+    completes: Completes | None,
+    select_next: Callable[..., Candidates[torch.Tensor]],
+) -> Step[torch.Tensor]:
+    """The best continuations after noise become beams, or finish, drawn from what each row may take.
+
+    Those that finish compete with all that is still running by their noise, and keep it. Source: Kool et al. 2019.
+    """
+    allowed = filtered(logprobs, rules.filters)
+    total = allowed.logsumexp(dim=-1, keepdim=True)
+    allowed = (allowed - total).where(total > NEVER, NEVER)
+    of_groups = [
+        stochastic_step(*of_rows[:3], rules.width, of_rows[3])
+        for of_rows in zip(scores, perturbed, allowed, rngs, strict=True)
+    ]
+    cells, sums, noisy = (torch.stack(fields) for fields in zip(*of_groups, strict=True))
+    noisy = noisy.float()
+    vocab_size = logprobs.shape[-1]
+    drawn = Candidates(cells // vocab_size, cells % vocab_size, sums.float().where(noisy > NEVER, NEVER))
+    stops = _stops(rules, drawn, completes)
+    of_slots = _alive(drawn, stops), rules.width, scores.shape[1]
+    beams = PerturbedScores(select_next(drawn._replace(scores=noisy), *of_slots).scores, noisy)
+    step = Step(*select_next(drawn, *of_slots), _ended(rules, drawn, stops), perturbed=beams)
+    return _reported(rules, step, allowed)
+
+
 def _drawn(
     logprobs: torch.Tensor, scores: torch.Tensor, cells: torch.Tensor, is_possible: torch.Tensor
 ) -> Candidates[torch.Tensor]:
@@ -298,16 +331,28 @@ def _drawn(
 
 
 def _of_rows(
-    rules: SelectRules, logits: torch.Tensor, scores: torch.Tensor, temperature: float = 1.0
+    rules: SelectRules,
+    logits: torch.Tensor,
+    scores: torch.Tensor,
+    may_come: torch.Tensor | None,
+    histories: torch.Tensor | None,
+    temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities [..., r, V], and the rows' scores.
 
-    A row that may take no token at all, which only controls can bring about, ends here.
+    A row that may take no token at all, which only controls and grammars can bring about, ends here.
     """
-    if rules.is_controlled:
+    if may_come is not None and rules.semantics != "vllm":
+        logits = torch.where(may_come, logits, NEVER)
+    if rules.is_controlled or may_come is not None:
         is_barred = logits.amax(dim=-1) == NEVER
-        logits, scores = logits.masked_fill(is_barred[..., None], 0.0), scores.masked_fill(is_barred, NEVER)
-    return log_probabilities(logits, rules.stop_token_ids if rules.masks_stops else (), temperature), scores
+        if not sees(logits.device) or is_barred.any():
+            logits, scores = logits.masked_fill(is_barred[..., None], 0.0), scores.masked_fill(is_barred, NEVER)
+    logprobs = log_probabilities(logits, rules.stop_token_ids if rules.masks_stops else (), temperature)
+    if rules.no_repeat_ngram_size:
+        assert histories is not None, "n-grams are not to be repeated of histories that are not there"
+        logprobs = without_repeats(logprobs, histories, rules.no_repeat_ngram_size)
+    return logprobs, scores
 
 
 def _stops(rules: SelectRules, candidates: Candidates[torch.Tensor], completes: Completes | None) -> torch.Tensor:
@@ -325,6 +370,12 @@ def _stops(rules: SelectRules, candidates: Candidates[torch.Tensor], completes: 
 
 def _alive(candidates: Candidates[torch.Tensor], stops: torch.Tensor) -> torch.Tensor:
     return (candidates.scores > NEVER) > stops  # that is, and not
+
+
+def _going_on(rules: SelectRules, candidates: Candidates[torch.Tensor], stops: torch.Tensor) -> torch.Tensor:
+    """The candidates that may become beams."""
+    lives = _alive(candidates, stops)
+    return lives if rules.num_beams is None else lives & (lives.cumsum(dim=1) <= rules.num_beams)
 
 
 def _ended(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import insort
+from collections.abc import Sequence
+from itertools import compress
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 EarlyStopping = bool | Literal["never"]
+NO_TOKEN = -1
 
 
 class StopRules(NamedTuple):
@@ -28,7 +30,49 @@ class Finished(NamedTuple):
     node: int  # its last token in the hypothesis trie
 
 
-class HypothesisPool(ABC):
+class Ended(NamedTuple):
+    """Hypotheses that end in the same step."""
+
+    sums: list[float]  # cumulative log-probabilities
+    last_tokens: list[int]
+    nodes: list[int]  # in the hypothesis trie
+    rows: list[int]  # the beams that they continue
+
+    def some(self, which: np.ndarray) -> Ended:
+        """Those where `which` [K] is true."""
+        tokens, nodes, rows = (list(compress(field, which)) for field in self[1:])
+        return Ended(list(compress(self.sums, which)), tokens, nodes, rows)
+
+
+def _worse_is_more(finished: Finished) -> float:
+    return -finished.score
+
+
+class Pool(ABC):
+    """Where finished hypotheses compete, and when the search for them is over."""
+
+    @abstractmethod
+    def advance(self, ended: Ended, running: np.ndarray, length: int) -> tuple[list[Finished], bool]:
+        """Take in what one step has led to.
+
+        Args:
+            ended: Hypotheses of `length` generated tokens.
+            running: [b] cumulative log-probabilities of beams as long; -inf where there is none.
+
+        Returns:
+            What has no place among the finished (any more), and whether no running beam may enter any more.
+        """
+
+    @abstractmethod
+    def score(self, sum_logprobs: float, length: int, last_token: int) -> float:
+        """What a finished hypothesis of `length` generated tokens, the last one counted, competes by."""
+
+    @abstractmethod
+    def best(self, count: int) -> list[Finished]:
+        """The best `count`, best first; ties go to the earlier one."""
+
+
+class HypothesisPool(Pool):
     """The best `width` finished hypotheses of one search.
 
     Args:
@@ -46,9 +90,9 @@ class HypothesisPool(ABC):
     def __len__(self) -> int:
         return len(self._best_first)
 
-    @abstractmethod
-    def score(self, sum_logprobs: float, length: int, last_token: int) -> float:
-        """What a finished hypothesis of `length` generated tokens, the last one counted, competes by."""
+    def scores(self, sums: Sequence[float], length: int, last_tokens: Sequence[int]) -> list[float]:
+        """The scores of several."""
+        return [self.score(total, length, token) for total, token in zip(sums, last_tokens, strict=True)]
 
     @abstractmethod
     def is_done(self, best_running: float, length: int) -> bool:
@@ -59,13 +103,37 @@ class HypothesisPool(ABC):
             length: Tokens the running beams have generated.
         """
 
-    def add(self, sum_logprobs: float, length: int, last_token: int, node: int) -> int | None:
-        """Offer one hypothesis. Returns the node that has no place in the pool (any more), if any."""
-        insort(self._best_first, Finished(self.score(sum_logprobs, length, last_token), node), key=lambda f: -f.score)
-        return self._best_first.pop().node if len(self._best_first) > self.width else None
+    def bound(self, sum_logprobs: float, length: int) -> float:
+        """The most that what descends from a running beam can compete by.
+
+        Sums only fall, and are negative: the best that can come is as long, or as short, as possible.
+        """
+        return self.score(sum_logprobs, self.max_length if self.length_penalty > 0 else length, NO_TOKEN)
+
+    def is_decided(self, best_running: float, length: int) -> bool:
+        """Whether no running beam can beat the best of a pool that is not empty: of equal ones the earlier is better.
+
+        Args:
+            best_running, length: As for `is_done`.
+        """
+        return self.bound(best_running, length) <= self._best_first[0].score
+
+    def add(
+        self, sums: Sequence[float], length: int, last_tokens: Sequence[int], nodes: Sequence[int]
+    ) -> list[Finished]:
+        """Offer hypotheses of equal length. Returns what has no place in the pool (any more)."""
+        self._best_first += map(Finished, self.scores(sums, length, last_tokens), nodes)
+        self._best_first.sort(key=_worse_is_more)  # equal scores keep their order
+        outdone = self._best_first[self.width :]
+        del self._best_first[self.width :]
+        return outdone
+
+    def advance(self, ended: Ended, running: np.ndarray, length: int) -> tuple[list[Finished], bool]:
+        outdone = self.add(ended.sums, length, ended.last_tokens, ended.nodes) if ended.nodes else []
+        best = float(running.max())
+        return outdone, best == -np.inf or self.is_done(best, length)
 
     def best(self, count: int) -> list[Finished]:
-        """The best `count`, best first; ties go to the earlier one."""
         return self._best_first[:count]
 
 
@@ -85,17 +153,19 @@ class HfPool(HypothesisPool):
         super().__init__(width, length_penalty, max_length)
         self.early_stopping = early_stopping
 
-    def score(self, sum_logprobs: float, length: int, last_token: int = -1) -> float:
-        return float(np.float32(sum_logprobs) / np.float32(length**self.length_penalty))
+    def score(self, sum_logprobs: float, length: int, last_token: int = NO_TOKEN) -> float:
+        return self.scores([sum_logprobs], length, [last_token])[0]
+
+    def scores(self, sums: Sequence[float], length: int, last_tokens: Sequence[int]) -> list[float]:
+        return (np.array(sums, np.float32) / np.float32(length**self.length_penalty)).tolist()
 
     def is_done(self, best_running: float, length: int) -> bool:
         if len(self) < self.width:
             return False
         if self.early_stopping is True:
             return True
-        if self.early_stopping == "never" and self.length_penalty > 0:
-            length = self.max_length
-        return self.score(best_running, length) <= self._best_first[-1].score
+        bound = self.bound if self.early_stopping == "never" else self.score
+        return bound(best_running, length) <= self._best_first[-1].score
 
 
 class TridecodePool(HypothesisPool):
@@ -108,17 +178,33 @@ class TridecodePool(HypothesisPool):
 
     _full_at: int | None = None  # length at which `width` hypotheses were finished
 
-    def score(self, sum_logprobs: float, length: int, last_token: int = -1) -> float:
+    def score(self, sum_logprobs: float, length: int, last_token: int = NO_TOKEN) -> float:
         return float(sum_logprobs / length**self.length_penalty)
 
-    def add(self, sum_logprobs: float, length: int, last_token: int, node: int) -> int | None:
-        outdone = super().add(sum_logprobs, length, last_token, node)
+    def add(
+        self, sums: Sequence[float], length: int, last_tokens: Sequence[int], nodes: Sequence[int]
+    ) -> list[Finished]:
+        outdone = super().add(sums, length, last_tokens, nodes)
         if self._full_at is None and len(self) == self.width:
             self._full_at = length
         return outdone
 
     def is_done(self, best_running: float, length: int) -> bool:
         return self._full_at is not None and length > self._full_at
+
+
+class StochasticPool(HypothesisPool):
+    """Hypotheses compete by their log-probabilities with noise, whatever their lengths: they are drawn.
+
+    A running beam has the noise of the best hypothesis that it leads to. Source: Kool et al. 2019, Stochastic Beams and
+    Where to Find Them.
+    """
+
+    def score(self, sum_logprobs: float, length: int, last_token: int) -> float:
+        return sum_logprobs
+
+    def is_done(self, best_running: float, length: int) -> bool:
+        return len(self) == self.width and best_running <= self._best_first[-1].score
 
 
 class VllmPool(HypothesisPool):
@@ -143,14 +229,9 @@ class VllmPool(HypothesisPool):
 
     def score(self, sum_logprobs: float, length: int, last_token: int) -> float:
         counted = self.prompt_length + length - (last_token in self.uncounted)
-        return self._over(sum_logprobs, counted)
+        return float(sum_logprobs / max(counted, 1) ** self.length_penalty)
 
     def is_done(self, best_running: float, length: int) -> bool:
         if len(self) < self.width:
             return False
-        # Sums only fall, and are negative: the best that can come is as long, or as short, as possible.
-        generated = self.max_length if self.length_penalty > 0 else length
-        return self._over(best_running, self.prompt_length + generated) <= self._best_first[-1].score
-
-    def _over(self, sum_logprobs: float, counted: int) -> float:
-        return float(sum_logprobs / max(counted, 1) ** self.length_penalty)
+        return self.bound(best_running, length) <= self._best_first[-1].score

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import NamedTuple
 
+import numpy as np
+
 NO_NODE = -1
 
 
@@ -24,11 +26,13 @@ class BlockCounts:
     shared: int = 0  # full blocks a fork took over by reference
     copied: int = 0  # tail blocks whose content a fork copied
     reclaimed: int = 0  # blocks given back because no row led to them any more
+    cached: int = 0  # full blocks beyond the prompt that entered the prefix cache
 
     def add(self, other: BlockCounts) -> None:
         self.shared += other.shared
         self.copied += other.copied
         self.reclaimed += other.reclaimed
+        self.cached += other.cached
 
 
 def least_blocks_to_start(num_prompt_tokens: int, width: int, block_size: int) -> int:
@@ -92,6 +96,7 @@ class BlockTrie:
         if len(self.prefix) != full + bool(partial):
             raise ValueError(f"{len(self.prefix)} blocks of {self.block_size} do not hold {self.num_tokens} tokens")
         self.num_sealed = full  # blocks of each row, from the first one, that have joined the trie or are skipped
+        self._common = 0, 0  # blocks that all rows share, as found when so many were sealed
         self._nodes: dict[int, _Node] = {}
         self._keys = count()
         self._garbage: list[int] = []
@@ -120,10 +125,9 @@ class BlockTrie:
         (first,) = self.rows
         assert len(new_blocks) == blocks_to_fan_out(self.num_tokens, paths, self.block_size)
         self._seal(self.num_tokens // self.block_size)
-        self.rows = [_Row(NO_NODE) for _ in paths]
-        for row in self.rows:
-            self._point(row, first.node)
-        self._point(first, NO_NODE)
+        self.rows = [_Row(first.node) for _ in paths]
+        if first.node != NO_NODE:
+            self._nodes[first.node].references += len(paths) - 1
         new, tail, copies = iter(new_blocks), next(iter(first.tails), None), []
         start, end = self.num_tokens, self.num_tokens + len(paths[0])
         for depth in range(start // self.block_size + 1, -(-end // self.block_size) + 1):
@@ -171,12 +175,13 @@ class BlockTrie:
         num_full, partial = divmod(self.num_tokens if num_tokens is None else num_tokens, self.block_size)
         self._seal(num_full)
         copies = []
-        for row, parent in zip(self.rows, parents, strict=True):
-            source = self.rows[parent]
-            if row is source:
+        for (index, row), parent in zip(enumerate(self.rows), parents, strict=True):
+            if index == parent:
                 continue
-            self._point(row, source.node)
-            self.counts.shared += self._nodes[row.node].depth - self.num_skipped if row.node != NO_NODE else 0
+            source = self.rows[parent]
+            if row.node != source.node:
+                self._point(row, source.node)
+            self.counts.shared += self.num_sealed - self.num_skipped if row.node != NO_NODE else 0
             if partial:
                 copies.append(BlockCopy(source.tails[0], row.tails[0]))
         self.counts.copied += len(copies)
@@ -204,6 +209,19 @@ class BlockTrie:
             if row.node not in self._nodes:
                 row.node = NO_NODE
 
+    def num_common(self) -> int:
+        """How many blocks, the first ones, all rows are known to share. None where some are skipped.
+
+        It never decreases. It is looked up anew whenever blocks have joined the trie.
+        """
+        _, looked_at = self._common
+        if looked_at < self.num_sealed:
+            nodes, depth = {row.node for row in self.rows}, self.num_sealed
+            while len(nodes) > 1:
+                nodes, depth = {self._nodes[node].parent if node != NO_NODE else NO_NODE for node in nodes}, depth - 1
+            self._common = depth, self.num_sealed
+        return 0 if self.num_skipped else self._common[0]
+
     def reclaim(self) -> list[int]:
         """Hand back the blocks that no row leads to."""
         garbage, self._garbage = self._garbage, []
@@ -225,8 +243,18 @@ class BlockTrie:
 
     def row_blocks(self, row: int) -> list[int]:
         """The blocks that one row holds, first to last, its tails included."""
-        blocks = self.rows[row].tails[::-1]
-        node = self.rows[row].node
+        return self._path(self.rows[row].node) + self.rows[row].tails
+
+    def table(self) -> np.ndarray:
+        """[rows, blocks] int32: what `row_blocks` returns, of all rows."""
+        nodes = [row.node for row in self.rows]
+        paths = {node: self._path(node) for node in dict.fromkeys(nodes)}
+        number = dict(zip(paths, range(len(paths)), strict=True))
+        full = np.array([*paths.values()], np.int32)[[number[node] for node in nodes]]
+        return np.hstack([full, np.array([row.tails for row in self.rows], np.int32)])
+
+    def _path(self, node: int) -> list[int]:
+        blocks = []
         while node != NO_NODE:
             blocks.append(self._nodes[node].block)
             node = self._nodes[node].parent

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Collection, Sequence
+from itertools import takewhile
 from typing import Any
 
 ROOT = 0
@@ -44,30 +44,63 @@ class HypothesisTrie:
             notes: What each new row carries.
         """
         old = self.rows
-        of_rows = zip(parents, tokens, scores, notes or [None] * len(parents), strict=True)
-        self.rows = [self._add(old[parent], token, score, note) for parent, token, score, note in of_rows]
+        self.rows = self._add([old[parent] for parent in parents], tokens, scores, notes)
         for node in old:
             self._release(node)
 
-    def finish(self, row: int, token: int, score: float, note: Any = None) -> int:
-        """Keep the hypothesis that `token` ends in `row`, until `drop`. Returns its node."""
-        node = self._add(self.rows[row], token, score, note)
-        self._kept.add(node)
-        return node
+    def finish(
+        self, rows: Sequence[int], tokens: Sequence[int], scores: Sequence[float], notes: Sequence[Any] | None = None
+    ) -> list[int]:
+        """Keep the hypotheses that `tokens` end in `rows`, until `drop`. Returns their nodes."""
+        nodes = self._add([self.rows[row] for row in rows], tokens, scores, notes)
+        self._kept.update(nodes)
+        return nodes
+
+    def keep_only(self, node: int) -> None:
+        """Give up all kept hypotheses but one."""
+        for other in self._kept - {node}:
+            self.drop(other)
 
     def drop(self, node: int) -> None:
         """Give up a kept hypothesis."""
         self._kept.remove(node)
         self._release(node)
 
-    def tokens(self, node: int) -> list[int]:
-        """The tokens from the root to `node`."""
-        return [self._tokens[n] for n in self._path(node)]
+    def score(self, node: int) -> float:
+        """The cumulative log-probability of the hypothesis that ends in `node`."""
+        return self._scores[node]
 
-    def token_logprobs(self, node: int) -> list[float]:
-        """The log-probability of each of those tokens; their sum is the score of `node`."""
-        scores = [0.0, *(self._scores[n] for n in self._path(node))]
-        return [after - before for before, after in pairwise(scores)]
+    def parent(self, node: int) -> int:
+        """The node before `node`."""
+        return self._parents[node]
+
+    def deepest_common(self, start: int, dead: Collection[int] = ()) -> int:
+        """The deepest node that every row and every kept hypothesis goes through, or ends in if it is the only one.
+
+        Where that is `start` still, this costs nothing; else a walk from a row up to `start`. Where rows are left out,
+        it is a walk from each of the others.
+
+        Args:
+            start: A node that all go through, as they do through the root.
+            dead: Rows that do not count; not all.
+        """
+        if dead:
+            ends = [*(node for row, node in enumerate(self.rows) if row not in dead), *self._kept]
+            columns = zip(*(self._path(node, start) for node in ends), strict=False)
+            common = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
+            return common[-1] if common else start
+        if self._references[start] > 1:
+            return start
+        deepest = start
+        for node in self._path(self.rows[0], start):
+            deepest = node
+            if self._references[node] > 1:
+                break
+        return deepest
+
+    def tokens(self, node: int, below: int = ROOT) -> list[int]:
+        """The tokens from `below`, or the root, to `node`: its own is the last, that of `below` is left out."""
+        return [self._tokens[n] for n in self._path(node, below)]
 
     def paths(self) -> list[list[int]]:
         """Of each row the nodes from the root to it: one per token, equal where histories are equal."""
@@ -77,9 +110,9 @@ class HypothesisTrie:
         """The cumulative log-probability of each row."""
         return [self._scores[node] for node in self.rows]
 
-    def notes(self, node: int) -> list[Any]:
-        """What each of those tokens carries."""
-        return [self._notes[n] for n in self._path(node)]
+    def notes(self, node: int, below: int = ROOT) -> list[Any]:
+        """What each of these tokens carries."""
+        return [self._notes[n] for n in self._path(node, below)]
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless every reference is accounted for and nothing leaks."""
@@ -97,19 +130,26 @@ class HypothesisTrie:
             assert node == ROOT or counted == held, f"node {node}: {held} references held, {counted} found"
             assert node == ROOT or node in unused or counted > 0, f"node {node} leaks"
 
-    def _add(self, parent: int, token: int, score: float, note: Any) -> int:
-        self._references[parent] += 1
-        if self._unused:
-            node = self._unused.pop()
+    def _add(
+        self, parents: Sequence[int], tokens: Sequence[int], scores: Sequence[float], notes: Sequence[Any] | None
+    ) -> list[int]:
+        """Nodes below `parents`, unused ones as far as there are any."""
+        count, notes = len(parents), notes or [None] * len(parents)
+        assert count == len(tokens) == len(scores) == len(notes)
+        nodes = [self._unused.pop() for _ in range(min(count, len(self._unused)))]
+        for node, parent, token, score, note in zip(nodes, parents, tokens, scores, notes, strict=False):
             self._parents[node], self._tokens[node], self._scores[node] = parent, token, score
             self._references[node], self._notes[node] = 1, note
-            return node
-        self._parents.append(parent)
-        self._tokens.append(token)
-        self._scores.append(score)
-        self._notes.append(note)
-        self._references.append(1)
-        return len(self._parents) - 1
+        first_new = len(nodes)
+        nodes += range(len(self._parents), len(self._parents) + count - first_new)
+        self._parents += parents[first_new:]
+        self._tokens += tokens[first_new:]
+        self._scores += scores[first_new:]
+        self._notes += notes[first_new:]
+        self._references += [1] * (count - first_new)
+        for parent in parents:
+            self._references[parent] += 1
+        return nodes
 
     def _release(self, node: int) -> None:
         references = self._references
@@ -120,9 +160,9 @@ class HypothesisTrie:
             node = self._parents[node]
             references[node] -= 1
 
-    def _path(self, node: int) -> list[int]:
+    def _path(self, node: int, below: int = ROOT) -> list[int]:
         path = []
-        while node != ROOT:
+        while node != below:
             path.append(node)
             node = self._parents[node]
         return path[::-1]

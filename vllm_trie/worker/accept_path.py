@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_trie.search.step import Step
+from vllm_trie.search.step_result import Step
 from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.select import Selector
 
@@ -59,7 +59,7 @@ def accept_path(selector: Selector, forest_step: ForestStep, steps: list[Step], 
         tables.append(rows)
     moved = np.array([(source, destination) for destination, source in copies.items() if source != destination])
     if len(moved):
-        selector.kv_blocks.copy(*moved.T)
+        selector.histories.kv_blocks.copy(*moved.T)
     to = forest_step.group.slots
     selector.adopt(to, to[slots], forest_step.start + 1, tables, forest_step.step.rules.is_controlled)
     forest_step.group.num_drafted = forest_step.start + min(count, forest_step.num_layers)

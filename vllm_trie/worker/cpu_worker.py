@@ -10,6 +10,8 @@ from vllm.v1.worker.cpu.model_runner import CPUModelRunner  # isort: skip
 
 from vllm_trie.compat.cpu import accept_v2_in_worker, needs_cpu_kernels
 from vllm_trie.compat.patch import Patch
+from vllm_trie.worker.attention.cpu_backend import use_shared_prefixes
+from vllm_trie.worker.catalogs import TakesCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
 
 
@@ -17,7 +19,7 @@ class BeamCPUModelRunner(BeamModelRunner, CPUModelRunner):
     """vLLM's CPU runner with beam groups."""
 
 
-class BeamCPUWorker(CPUWorker):
+class BeamCPUWorker(TakesCatalogs, CPUWorker):
     """`CPUWorker` names its runner class inside `init_device`; there is no other seam."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -29,5 +31,6 @@ class BeamCPUWorker(CPUWorker):
             from vllm_trie.worker.cpu.replace import install
 
             install()
+        use_shared_prefixes()
         with Patch("vllm.v1.worker.cpu.model_runner", "CPUModelRunner").applied(BeamCPUModelRunner):
             super().init_device(**kwargs)

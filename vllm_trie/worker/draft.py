@@ -1,13 +1,15 @@
-"""Draft a forest for every group that has a budget to speculate, and lay it out as rows.
+"""Lay out what is drafted for groups that speculate: a forest each, from a draft model or from lookup, as rows.
 
 Every path from a root of the forest to a leaf is a row with draft tokens, as vLLM has them, so that it gives logits
 at each node. The first rows are the beams' own; others get a slot that lasts one step, with lookahead
-blocks of its own. Next: `verify`, then `accept_path`.
+blocks of its own. Drafts come from `draft_by_model` or `draft_by_lookup`. Next: `verify`, then `accept_path`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,43 +21,50 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm_trie.messages import GroupStep
 from vllm_trie.search.forest import Forest, Layer, affordable
 from vllm_trie.search.sampling import generator
-from vllm_trie.worker.draft_model import DraftModel
 from vllm_trie.worker.forest_step import ForestStep
-from vllm_trie.worker.rank_check import RankCheck
 from vllm_trie.worker.rows import GroupRows
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext
 
 NO_BLOCK = 0
 
+Plant = Callable[[GroupStep, GroupRows], ForestStep]
+
+
+class DraftSource(Protocol):
+    """Where drafts come from."""
+
+    def forests(self, context: StepContext, groups: dict[str, GroupRows], plant: Plant) -> dict[str, ForestStep]:
+        """A forest for every group with a budget; for none of those that it has no drafts for.
+
+        Args:
+            context: The step's.
+            groups: Of the runner.
+            plant: Makes a forest of a group's roots, to be called in the order of the groups.
+        """
+        ...
+
 
 class Drafter:
     """Drafts for the groups of one runner.
 
     Args:
-        runner: vLLM's, with a draft model.
+        runner: vLLM's.
         selector: Knows its KV blocks.
-        rank_check: Compares forests between ranks; None if they are not to be compared.
+        source: Where drafts come from.
     """
 
-    def __init__(self, runner: GPUModelRunner, selector: Selector, rank_check: RankCheck | None) -> None:
+    def __init__(self, runner: GPUModelRunner, selector: Selector, source: DraftSource) -> None:
         self._runner = runner
         self._selector = selector
-        self._rank_check = rank_check
-        self._draft_model = DraftModel(runner)
+        self.source = source
         self._pads_rows = runner.device.type == "cuda"  # rows of equal length may replay a graph
 
     def draft(
         self, context: StepContext, groups: dict[str, GroupRows], output: SchedulerOutput
     ) -> dict[str, ForestStep]:
-        """A forest for every group with a budget; its rows are added to the runner's slots and to `output`."""
-        forests = {group_id: self._begin(context.steps[group_id], groups[group_id]) for group_id in context.speculating}
-        self._catch_up(forests)
-        for number in range(1, max(forest_step.budget.num_layers for forest_step in forests.values()) + 1):
-            self._draft_layer(forests, number)
-            if self._rank_check is not None:  # before ranks compute forests of different shapes together, and hang
-                drafts = {group_id: forest_step.forest.as_arrays() for group_id, forest_step in forests.items()}
-                self._rank_check.compare("drafts", drafts)
+        """The forests of groups that speculate; their rows are added to the runner's slots and to `output`."""
+        forests = self.source.forests(context, groups, self._plant)
         for group_id, forest_step in forests.items():
             self._add_rows(group_id, forest_step, output)
         self._runner.req_states.apply_staged_writes()
@@ -64,7 +73,7 @@ class Drafter:
             self._write_drafts(forest_step)
         return forests
 
-    def _begin(self, step: GroupStep, group: GroupRows) -> ForestStep:
+    def _plant(self, step: GroupStep, group: GroupRows) -> ForestStep:
         runner, budget = self._runner, step.budget
         assert budget is not None
         states, tables = runner.req_states, runner.block_tables
@@ -86,12 +95,14 @@ class Drafter:
             room = len(roots), num_rows, budget.max_tokens
             num_layers, draft_width = affordable(*room, budget.num_layers, budget.draft_width, step.rules.width)
             budget = replace(budget, num_layers=num_layers, draft_width=draft_width)
-        pending = states.all_token_ids.gpu[slots, group.num_drafted : start + 1].tolist()
-        group.num_drafted = start
         forest = Forest(roots, num_rows, budget.max_tokens)
         layer = Layer(list(range(len(roots))), group.scores, range(len(roots)))
         rng = None if step.draw is None else generator(*step.draw)
-        return ForestStep(step, budget, group, start, tables.block_sizes, forest, layer, blocks, pending, rng)
+        trie = self._selector.catalogs.trie(step.rules.items)
+        histories = states.all_token_ids.gpu[slots, : start + 1] if step.rules.no_repeat_ngram_size else None
+        return ForestStep(
+            step, budget, group, start, tables.block_sizes, forest, layer, blocks, rng, trie, group.states, histories
+        )
 
     def _num_skipped(self, number: int, num_computed_tokens: int) -> int:
         """How many blocks in front of the window of a KV cache group the scheduler holds no longer."""
@@ -99,40 +110,6 @@ class Drafter:
         if not isinstance(spec, SlidingWindowSpec):
             return 0
         return max(num_computed_tokens + 1 - spec.sliding_window, 0) // spec.block_size
-
-    def _catch_up(self, forests: dict[str, ForestStep]) -> None:
-        """Compute with the draft model what plain steps have added, so that only a few tokens are left for each row."""
-        num_rows = sum(len(forest_step.pending) for forest_step in forests.values())
-        per_row = max(self._runner.max_num_tokens // num_rows, 1)
-        for forest_step in forests.values():
-            while len(forest_step.pending[0]) > per_row:
-                starts = [forest_step.start + 1 - len(row) for row in forest_step.pending]
-                of_beams = [table[: len(starts)] for table in forest_step.blocks]
-                self._draft_model.logits([row[:per_row] for row in forest_step.pending], starts, of_beams)
-                forest_step.pending = [row[per_row:] for row in forest_step.pending]
-
-    def _draft_layer(self, forests: dict[str, ForestStep], number: int) -> None:
-        active = [step for step in forests.values() if step.budget.num_layers >= number and step.layer.nodes]
-        if not active:
-            return
-        tokens, starts, rows = list[list[int]](), list[int](), list[list[int]]()
-        for forest_step in active:
-            forest, nodes = forest_step.forest, forest_step.layer.nodes
-            tokens += forest_step.pending if number == 1 else [[forest.tokens[node]] for node in nodes]
-            starts += [forest_step.start + number - len(row) for row in tokens[len(starts) :]]
-            rows.append([forest.row_of[node] for node in nodes])
-        blocks = []
-        for of_table in zip(*(forest_step.blocks for forest_step in active), strict=True):
-            columns = max(table.shape[1] for table in of_table)
-            own = [table[of_group] for table, of_group in zip(of_table, rows, strict=True)]
-            blocks.append(np.concatenate([np.pad(table, ((0, 0), (0, columns - table.shape[1]))) for table in own]))
-        logits = self._draft_model.logits(tokens, starts, blocks)
-        copies = list[tuple[int, int]]()
-        for forest_step, of_rows in zip(active, torch.split(logits, list(map(len, rows))), strict=True):
-            for fork in forest_step.add_layer(of_rows, number):
-                copies += forest_step.fork(fork, number)
-        if copies:
-            self._selector.kv_blocks.copy(*np.array(copies).T)
 
     def _add_rows(self, group_id: str, forest_step: ForestStep, output: SchedulerOutput) -> None:
         """Give the rows that are no beam's a slot each, and schedule all of them with their drafts."""

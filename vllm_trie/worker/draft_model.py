@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappin
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from vllm_trie.worker.sub_batch import spans
+from vllm_trie.search.spans import spans
 
 
 class DraftModel:

@@ -6,23 +6,20 @@ whose tokens and blocks lie on the device. What beams a group has, only the devi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_trie.messages import Resumed, RowBlocks, group_steps
+from vllm_trie.messages import GroupStep, group_steps
 from vllm_trie.worker.row_options import row_params
 from vllm_trie.worker.rows import GroupRows
 from vllm_trie.worker.step_context import StepContext
 
 
 def expand(
-    output: SchedulerOutput, groups: dict[str, GroupRows], device: torch.device
+    output: SchedulerOutput, groups: dict[str, GroupRows], device: torch.device, copies_rows: bool = False
 ) -> tuple[SchedulerOutput, StepContext]:
     """The message with b entries per decoding group, and what the step's later hooks need of it.
 
@@ -32,6 +29,8 @@ def expand(
         output: The scheduler's, with one entry per group.
         groups: All groups of the runner; those that come and go are entered and struck out.
         device: Where their scores are.
+        copies_rows: Rows of a group that fans out may become copies of the first one (see `new_rows`), unless vLLM
+            counts or masks tokens for each.
     """
     context = StepContext(group_steps(output))
     steps = context.steps
@@ -44,7 +43,7 @@ def expand(
         if request.req_id in steps:
             request = replace(request, sampling_params=row_params(request.sampling_params))
             zeros = torch.zeros(1, device=device)
-            groups[request.req_id] = GroupRows(request, [request.req_id], zeros, zeros.long())
+            groups[request.req_id] = GroupRows(request, [request.req_id], zeros, zeros.long(), zeros)
             context.entered.append(request.req_id)
         new_requests.append(request)
 
@@ -63,11 +62,13 @@ def expand(
             context.entered.append(request_id)
             if step.resumed is None:
                 context.new_tokens_unknown.append(request_id)
-            new_requests += _fan_out(group, step.rows, step.resumed, num_computed, device)
+            num_rows = len(step.rows.tables[0])
+            if copies_rows and num_rows > 1 and not step.rules.is_controlled:
+                context.copied.append(request_id)
+                num_rows = 1
+            new_requests += _fan_out(group, step, num_rows, num_computed, device)
         else:
-            blocks: Sequence[RowBlocks | None] = step.new_blocks or [None] * len(group.row_ids)
-            for row_id, of_row in zip(group.row_ids, blocks, strict=True):
-                entries[row_id] = of_row, num_computed, num_output
+            entries |= dict.fromkeys(group.row_ids, (None, num_computed, num_output))
         num_scheduled |= dict.fromkeys(group.row_ids[1:], num_tokens)
 
     expanded = replace(
@@ -98,40 +99,24 @@ def _with_their_rows(groups: dict[str, GroupRows], request_ids: set[str]) -> set
 
 
 def _fan_out(
-    group: GroupRows, rows: list[RowBlocks], resumed: Resumed | None, num_computed_tokens: int, device: torch.device
+    group: GroupRows, step: GroupStep, num_requests: int, num_computed_tokens: int, device: torch.device
 ) -> list[NewRequestData]:
-    """A request per beam, its first row anew among them."""
-    first_id = group.request.req_id
-    group.row_ids = [first_id, *(f"{first_id}#{row}" for row in range(1, len(rows)))]
+    """The first beams as requests, the group's first row anew among them; note what is known of all beams."""
+    assert step.rows is not None
+    first_id, num_rows = group.request.req_id, len(step.rows.tables[0])
+    group.row_ids = [first_id, *(f"{first_id}#{row}" for row in range(1, num_rows))]
     group.num_drafted = num_computed_tokens
-    histories: list[list[int]] = [[] for _ in rows]
-    if resumed is not None:
-        histories = resumed.histories
-        group.scores = async_tensor_h2d(resumed.scores, device=device, dtype=torch.float32)
+    histories: list[list[int]] = [[]] * num_rows
+    if step.resumed is not None:
+        histories = step.resumed.histories
+        group.scores = async_tensor_h2d(step.resumed.scores, device=device, dtype=torch.float32)
+        if step.resumed.perturbed is not None:
+            group.perturbed = async_tensor_h2d(step.resumed.perturbed, device=device, dtype=torch.float32)
         newest = [history[-1] for history in histories]
         group.tokens = async_tensor_h2d(newest, device=device, dtype=torch.int64)
     of_all = replace(group.request, num_computed_tokens=num_computed_tokens)
+    blocks = zip(*(table[:num_requests].tolist() for table in step.rows.tables), strict=True)
     return [
-        replace(of_all, req_id=row_id, prefill_token_ids=group.prompt + history, block_ids=blocks)
-        for row_id, blocks, history in zip(group.row_ids, rows, histories, strict=True)
+        replace(of_all, req_id=row_id, prefill_token_ids=group.prompt + history, block_ids=of_row)
+        for row_id, of_row, history in zip(group.row_ids, blocks, histories, strict=False)
     ]
-
-
-def take_in_rows(runner: GPUModelRunner, context: StepContext, groups: dict[str, GroupRows]) -> None:
-    """After the runner has taken in new requests: note the slots of new rows, and write what the device alone knows.
-
-    That is the first token of each row of a group that was one row until now.
-    """
-    states, sampler = runner.req_states, runner.sampler
-    for group_id in context.entered:
-        group = groups[group_id]
-        group.slots = np.array([states.req_id_to_index[row_id] for row_id in group.row_ids])
-    for group_id in context.new_tokens_unknown:
-        group = groups[group_id]
-        slots, at = async_tensor_h2d(group.slots, device=runner.device, dtype=torch.int64), len(group.prompt)
-        states.last_sampled_tokens[slots, 0] = group.tokens
-        states.all_token_ids.gpu[slots, at] = group.tokens.int()
-        states.total_len.gpu.index_fill_(0, slots, at + 1)  # where an assignment would wait for the device
-        if context.steps[group_id].rules.is_controlled:
-            assert sampler is not None
-            sampler.penalties_state.output_bin_counts[slots, group.tokens] += 1

@@ -11,11 +11,13 @@ import triton
 import triton.language as tl
 
 from vllm_trie.search.rank import Candidates
+from vllm_trie.search.slots import select_next as select_next_in_torch
 from vllm_trie.worker.kv_blocks import Segments
 from vllm_trie.worker.row_reorder import RowReorder, Tables
 
 COPY_TILE = 1024  # words, or table entries, that one program copies at a time
 PAIRS_PER_THREAD = 32  # (slot, candidate) pairs that a thread of `_select_next` compares at a time; more would spill
+MOST_SLOTS = 1024  # of a program of `_select_next`; of more it would spill, and its work grows with their square
 WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
@@ -27,7 +29,7 @@ def run_on(device: torch.device) -> bool:
 def select_next(
     candidates: Candidates[torch.Tensor], lives: torch.Tensor, width: int, num_rows: int
 ) -> Candidates[torch.Tensor]:
-    """What `search.slots.select_next` does, by one program per group.
+    """What `search.slots.select_next` does, by one program per group; by torch itself where groups are too wide.
 
     Args:
         candidates: [G, K], the best first.
@@ -35,6 +37,8 @@ def select_next(
         width: Beams per group, b.
         num_rows: Rows per group that they continue: 1, or b.
     """
+    if width > MOST_SLOTS:
+        return select_next_in_torch(candidates, lives, width, num_rows)
     num_groups, count = lives.shape
     slots = triton.next_power_of_2(width)
     chunk, num_warps = candidates_at_a_time(slots), warps_to_select(slots)

@@ -11,6 +11,11 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from vllm_trie.search.devices import sees
+
+PIECE_BYTES = 1 << 18  # that a host copies at a time: what stays in a core's cache
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 @dataclass(frozen=True, slots=True)
 class Segments:
@@ -49,6 +54,22 @@ class KVBlocks:
         for layer, blocks in zip(self._layers, copies, strict=True):
             layer.index_copy_(0, destinations, blocks)
 
+    def copy_to_others(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """The same where no block is both source and destination: so there is no need to hold copies of all of them.
+
+        In a host's memory they cost more to have than to fill.
+        """
+        sources, destinations = sources.long(), destinations.long()
+        for layer in self._layers:
+            if not sees(layer.device):
+                layer.index_copy_(0, destinations, layer.index_select(0, sources))
+                continue
+            blocks, read, written = layer.numpy(), sources.numpy(), destinations.numpy()
+            at_a_time = max(PIECE_BYTES // blocks[0].nbytes, 1)
+            for first in range(0, len(sources), at_a_time):
+                piece = slice(first, first + at_a_time)
+                blocks[written[piece]] = blocks[read[piece]]
+
     @cached_property
     def segments(self) -> Segments:
         """What a kernel must know to copy blocks."""
@@ -69,14 +90,15 @@ def _distinct(kv_caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _blocks(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """[num_blocks, ...] view of a cache; of machine words if its blocks lie one after the other."""
+    """[num_blocks, ...] view of a cache; of machine words if its blocks lie one after the other, else of integers."""
     if cache.shape[0] % num_blocks:
         raise ValueError(f"a KV cache of shape {tuple(cache.shape)} does not consist of {num_blocks} blocks")
     if cache.is_contiguous():
         block_bytes = cache.numel() * cache.element_size() // num_blocks
         if block_bytes % 8 == 0:
             return cache.view(-1).view(torch.int64).view(num_blocks, -1)
-    return torch.unflatten(cache, 0, (num_blocks, cache.shape[0] // num_blocks))
+    words = cache.view(WORDS[cache.element_size()])
+    return torch.unflatten(words, 0, (num_blocks, cache.shape[0] // num_blocks))
 
 
 def _segments(blocks: torch.Tensor) -> Iterator[tuple[int, int, int]]:

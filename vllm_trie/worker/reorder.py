@@ -34,11 +34,12 @@ def reorder_rows(rows: RowReorder, tokens: torch.Tensor, tables: Tables, kv_bloc
 def copy_histories(rows: RowReorder, tokens: torch.Tensor, tables: Tables) -> None:
     """Copy tokens, and full blocks of all tables, from each row's source.
 
-    What tokens lie beyond a history, nobody reads.
+    What tokens lie beyond a history, nobody reads; on the earlier stages of a pipeline, where vLLM may have written the
+    next ones by now, nobody reads generated tokens at all.
     """
     slots, sources, least = rows.slots, rows.sources, int(rows.num_tokens_on_host.min())
     most = int(rows.num_tokens_on_host.max())
-    history = tokens[:, :most]
+    history = tokens[:, int(rows.num_common.min()) : most]
     history.index_copy_(0, slots, history.index_select(0, sources))
     for table, block_size in zip(tables.tables, tables.block_sizes, strict=True):
         full = table[:, : most // block_size]
@@ -57,4 +58,4 @@ def copy_tails(rows: RowReorder, tables: Tables, kv_blocks: KVBlocks) -> None:
             continue
         slots, sources, _, num_tokens = rows.rows[:, torch.from_numpy(places).to(table.device)]
         columns = num_tokens // block_size
-        kv_blocks.copy_on_device(table[sources, columns], table[slots, columns])
+        kv_blocks.copy_to_others(table[sources, columns], table[slots, columns])

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_trie.search.lookup import Patience, PromptIndex
+
+
+class NextBeams(NamedTuple):
+    """What the last stage of a pipeline has selected for a group, as an earlier one receives it."""
+
+    parents: torch.Tensor  # [b] int32, on the device
+    tokens: torch.Tensor  # [b] int32, likewise
+    num_tokens: int  # that the group's rows held then, all of them computed
+    have_rows: bool  # already; else they get them in their next step
+    received: Any  # the event of its stream after which they are there
 
 
 @dataclass(slots=True)
@@ -18,8 +31,13 @@ class GroupRows:
     row_ids: list[str]
     scores: torch.Tensor  # [rows] float32 on the device, cumulative log-probability
     tokens: torch.Tensor  # [rows of the next step] int64 on the device, newest token of each beam
+    perturbed: torch.Tensor  # [rows] float32 on the device, the scores with noise, in stochastic beam search
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [rows], once the runner has them
+    states: torch.Tensor | None = None  # [rows] int64 on the device, of beams that go along a catalog
     num_drafted: int = 0  # tokens of each row that the draft model has computed, if there is one
+    next_beams: NextBeams | None = None  # on an earlier stage of a pipeline, until the next step
+    prompt_index: PromptIndex | None = None  # in which drafts are looked up
+    patience: Patience = field(default_factory=Patience)  # with such drafts
 
     @property
     def prompt(self) -> list[int]:

@@ -1,30 +1,44 @@
 """vLLM's model runner with beam groups: where a step of theirs hooks into a step of vLLM's.
 
-A step comes here in this order: `execute_model` lets the runner see b rows per group, `add_requests` gives new rows
-what the device alone knows, `update_requests` drafts for groups that speculate, `sample` selects, or verifies, where
-vLLM would sample, `sample_tokens` sends what was decided to the host.
+A step comes here in this order: `execute_model` lets the runner see b rows per group, `update_pp_decode_requests` lets
+those of a pipeline's earlier stages continue what the last stage selected, `add_requests` gives new rows what the
+device alone knows, `update_requests` drafts for groups that speculate, `prepare_attn` tells attention which
+rows share blocks, `sample` selects, or verifies, where vLLM would sample, `sample_tokens` sends what was decided to the
+host.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import time
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np, stream
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from vllm_trie.messages import attach_results
+from vllm_trie.messages import attach_results, catalog_changes, row_masks
+from vllm_trie.options import TrieBeamConfig
 from vllm_trie.selection import has_logits_processors
+from vllm_trie.worker.attention.demanded import check_demanded_layers
+from vllm_trie.worker.attention.tell_builders import reads_shared_blocks_once, tell_builders
+from vllm_trie.worker.catalogs import DeviceCatalogs
 from vllm_trie.worker.draft import Drafter
-from vllm_trie.worker.expand import expand, take_in_rows
+from vllm_trie.worker.draft_by_lookup import LookupDrafts
+from vllm_trie.worker.draft_by_model import ModelDrafts
+from vllm_trie.worker.expand import expand
+from vllm_trie.worker.histories import Histories
+from vllm_trie.worker.new_rows import add_blocks, add_copies, may_copy_rows, refuse_own_state, take_in_rows
+from vllm_trie.worker.pipeline import Stages
 from vllm_trie.worker.rank_check import rank_check
 from vllm_trie.worker.rows import BatchRows, GroupRows
 from vllm_trie.worker.select import Selector
@@ -45,17 +59,32 @@ class BeamModelRunner(GPUModelRunner):
         self._has_own_processors = has_logits_processors(self.vllm_config)  # which may write something in any step
         self.step = StepContext()
         self.rank_check = rank_check(self.vllm_config)
+        self.histories = Histories(self)
+        self.stages: Stages | None = None
+        self.catalogs: DeviceCatalogs
         self.selector: Selector
         self.drafter: Drafter | None = None
 
+    @cached_property
+    def _copies_rows(self) -> bool:
+        return may_copy_rows(self) and not self._has_own_processors
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        if self.speculator is not None:
+        if isinstance(self.speculator, DraftModelSpeculator):
             self.speculator.load_draft_model = partial(self._load_draft_model, self.speculator.load_draft_model)
         super().load_model(*args, **kwargs)
-        assert self.sampler is not None
-        self.selector = Selector(self, self.groups, self.sampler)
+        refuse_own_state(self.model_state)
+        if self.pp_handler is not None:
+            self.stages = Stages(self.pp_handler, self.groups, self.histories, self.device, self.max_num_reqs)
+        config = TrieBeamConfig.from_additional_config(self.vllm_config.additional_config)
+        device = None if self.sampler is None else self.device  # the last stage of a pipeline has the sampler
+        self.catalogs = DeviceCatalogs(device, config.catalogs.values())  # so that profiling counts their memory
+        if self.sampler is None:
+            return
+        self.selector = Selector(self, self.groups, self.sampler, self.catalogs, self.histories)
         if self.speculator is not None:
-            self.drafter = Drafter(self, self.selector, self.rank_check)
+            source = LookupDrafts if self.speculative_config.use_ngram() else ModelDrafts
+            self.drafter = Drafter(self, self.selector, source(self, self.selector, self.rank_check))
             self.speculator.propose = partial(self._propose, self.speculator.propose)
 
     def _load_draft_model(self, stock: Any, *args: Any) -> Any:
@@ -68,24 +97,49 @@ class BeamModelRunner(GPUModelRunner):
                 f"vLLM without speculative_config"
             ) from error
 
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)
+        check_demanded_layers(self.vllm_config, chain.from_iterable(self.attn_groups))
+
     def execute_model(
         self, scheduler_output: SchedulerOutput, *args: Any, dummy_run: bool = False, **kwargs: Any
     ) -> Any:
         self.step = StepContext()
         if not dummy_run:
-            scheduler_output, self.step = expand(scheduler_output, self.groups, self.device)
+            self.catalogs.apply(catalog_changes(scheduler_output))
+            scheduler_output, self.step = expand(scheduler_output, self.groups, self.device, self._copies_rows)
         return super().execute_model(scheduler_output, *args, dummy_run=dummy_run, **kwargs)
+
+    def update_pp_decode_requests(self, *args: Any, **kwargs: Any) -> None:
+        if self.stages is not None:
+            self.stages.continue_histories(self.step)
+        super().update_pp_decode_requests(*args, **kwargs)
 
     def add_requests(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> None:
         if scheduler_output.scheduled_new_reqs or self._has_own_processors:  # else the stock runner writes nothing
+            add_copies(self, self.step, self.groups)
             super().add_requests(scheduler_output, **kwargs)
-            take_in_rows(self, self.step, self.groups)
+            take_in_rows(self, self.step, self.groups, self.catalogs)
 
     def update_requests(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> None:
         super().update_requests(scheduler_output, **kwargs)
+        if self.step.steps:
+            add_blocks(self, self.step, self.groups, self.histories.kv_blocks)
         if self.drafter is not None and self.step.speculating:
             self.block_tables.apply_staged_writes()  # the draft model reads the tables before the target does
+            start = time.perf_counter()
             self.step.forests = self.drafter.draft(self.step, self.groups, scheduler_output)
+            self.step.draft_seconds = time.perf_counter() - start
+
+    def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
+        state, uniform_token_count = super().gather_batch_req_state(*args, **kwargs)
+        if reads_shared_blocks_once(self, self.step, self.groups):  # full graphs of decoding steps do not
+            uniform_token_count = None
+        return state, uniform_token_count
+
+    def prepare_attn(self, input_batch: InputBatch, **kwargs: Any) -> Any:
+        tell_builders(self, self.step, self.groups, input_batch)
+        return super().prepare_attn(input_batch, **kwargs)
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         if not self.step.steps:
@@ -93,9 +147,12 @@ class BeamModelRunner(GPUModelRunner):
         stock: tuple[Any, Any] = self.sampler, self.rejection_sampler  # type: ignore[has-type]
         self.sampler = self.rejection_sampler = partial(self._sample_beside_beams, *stock)  # one of them is called
         try:
-            return super().sample(*args, **kwargs)
+            sampled = super().sample(*args, **kwargs)
         finally:
             self.sampler, self.rejection_sampler = stock
+        if self.stages is not None:
+            self.stages.send(self.step)
+        return sampled
 
     def _sample_beside_beams(
         self,
@@ -149,7 +206,7 @@ class BeamModelRunner(GPUModelRunner):
         decoding.update(row_id for forest_step in self.step.forests.values() for row_id in forest_step.spare_ids)
         if not decoding:
             return stock(input_batch, *args, **kwargs)
-        # Metadata, slots and hidden states of the forward: a draft model reads none.
+        # Metadata, slots and hidden states of the forward: neither a draft model nor a lookup reads them.
         *of_forward, num_sampled, num_rejected = args[:6]
         rows = [at for at, row_id in enumerate(input_batch.req_ids) if row_id not in decoding]
         drafts = self.req_states.draft_tokens.new_zeros(input_batch.num_reqs, self.num_speculative_steps)
@@ -160,8 +217,13 @@ class BeamModelRunner(GPUModelRunner):
             drafts[at] = stock(smaller, *of_forward, num_sampled[at], num_rejected[at], *args[6:], **kwargs)
         return drafts
 
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        output, step = super().sample_tokens(*args, **kwargs), self.step
+    def sample_tokens(self, grammar_output: GrammarOutput | None, *args: Any, **kwargs: Any) -> Any:
+        if (masks := row_masks(grammar_output)) is not None:
+            bits = async_tensor_h2d(masks.bits, device=self.device)
+            self.step.masks = {group_id: bits[place] for group_id, place in masks.places.items()}
+        if self.stages is not None and not self.is_last_pp_rank and self.execute_model_state is not None:
+            self.stages.receive(self.step, self.execute_model_state.input_batch)
+        output, step = super().sample_tokens(grammar_output, *args, **kwargs), self.step
         for forest_step in step.forests.values():
             for row_id in forest_step.spare_ids:
                 self._remove_request(row_id)

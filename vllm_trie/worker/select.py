@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -16,17 +15,21 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from vllm_trie.search.filters import unpacked_mask
+from vllm_trie.search.item_trie import Items
+from vllm_trie.search.ngrams import flush_right
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.sampling import generator, uniforms
 from vllm_trie.search.slots import select_next
-from vllm_trie.search.step import Completes, Random, packed, take_step
+from vllm_trie.search.step import Random, take_step
+from vllm_trie.search.step_result import Completes, packed
 from vllm_trie.search.stop_strings import CONTEXT
 from vllm_trie.worker import kernels
-from vllm_trie.worker.kv_blocks import KVBlocks
-from vllm_trie.worker.reorder import reorder_rows
+from vllm_trie.worker.catalogs import DeviceCatalogs
+from vllm_trie.worker.histories import Histories
 from vllm_trie.worker.row_options import stop_strings_of
-from vllm_trie.worker.row_reorder import Reorders, Tables
+from vllm_trie.worker.row_reorder import Reorders
 from vllm_trie.worker.rows import BatchRows, GroupRows
 from vllm_trie.worker.step_context import Selected, StepContext
 
@@ -38,12 +41,23 @@ class Selector:
         runner: vLLM's, which holds the rows' tokens and blocks.
         groups: Its groups; their scores and newest tokens are updated.
         sampler: vLLM's, which processes logits, and holds what penalties count.
+        catalogs: On its device.
+        histories: Of its rows.
     """
 
-    def __init__(self, runner: GPUModelRunner, groups: dict[str, GroupRows], sampler: Sampler) -> None:
+    def __init__(
+        self,
+        runner: GPUModelRunner,
+        groups: dict[str, GroupRows],
+        sampler: Sampler,
+        catalogs: DeviceCatalogs,
+        histories: Histories,
+    ) -> None:
         self._runner = runner
         self._groups = groups
         self._sampler = sampler
+        self.catalogs = catalogs
+        self.histories = histories
         self._stop_strings = stop_strings_of(runner.model_config)
 
     def select(
@@ -60,34 +74,58 @@ class Selector:
         alike = defaultdict(list)
         for group_id, asked in context.steps.items():
             if asked.selects and group_id not in context.forests:
-                alike[asked.rules, asked.decodes].append(group_id)
+                alike[asked.rules, asked.decodes, group_id in context.masks].append(group_id)
         selected, reorders = [], Reorders()
         into_slots = kernels.select_next if kernels.run_on(logits.device) else select_next
-        for (rules, decodes), group_ids in alike.items():
+        for (rules, decodes, has_grammar), group_ids in alike.items():
             groups = [self._groups[group_id] for group_id in group_ids]
             slots = np.array([group.slots for group in groups])
             places = rows.places(slots)
             scores = torch.stack([group.scores for group in groups])
             random = self._random(rules, [context.steps[group_id].draw for group_id in group_ids])
             completes = self.completes(rules, lambda group, row: self.history(groups[group], row))  # noqa: B023
-            step = take_step(
-                rules, self._logits(rules, rows, logits, slots, places), scores, random, completes, into_slots
-            )
+            num_tokens = rows.num_tokens(places[:, 0])
+            items = self._items(rules, groups, num_tokens)
+            of_rows, may_come = self._logits(rules, rows, logits, slots, places), None
+            if has_grammar:
+                may_come = unpacked_mask(torch.stack([context.masks[g] for g in group_ids]), of_rows.shape[-1])
+            histories = self._histories(slots, num_tokens) if rules.no_repeat_ngram_size else None
+            perturbed = torch.stack([group.perturbed for group in groups]) if rules.beam_sampling is not None else None
+            known = items, may_come, histories, perturbed
+            step = take_step(rules, of_rows, scores, random, completes, into_slots, *known)
             selected.append(Selected(group_ids, *packed(step)))
             tokens = step.tokens.long()
             for group, of_tokens, of_scores in zip(groups, tokens, step.scores, strict=True):
                 group.tokens, group.scores = of_tokens, of_scores
+            if step.perturbed is not None:
+                for group, of_beams in zip(groups, step.perturbed.beams, strict=True):
+                    group.perturbed = of_beams
+            if step.states is not None:
+                for group, of_states in zip(groups, step.states, strict=True):
+                    group.states = of_states
             at = async_tensor_h2d(places, device=logits.device, dtype=torch.int64)
             sampled[at, 0] = tokens[:, : places.shape[1]]
             if decodes and places.shape[1] > 1:
-                num_tokens = rows.num_tokens(places[:, 0])
                 reorders.add(slots, step.parents, [len(group.prompt) for group in groups], num_tokens)
         if reorders.rows:
-            moved = reorders.on(self._runner.device)
-            reorder_rows(moved, self._runner.req_states.all_token_ids.gpu, self.tables, self.kv_blocks)
-            if any(rules.is_controlled for rules, _ in alike):
+            moved = self.histories.reorder(reorders)
+            if any(rules.is_controlled for rules, *_ in alike):
                 self._reorder_controls(moved.slots, moved.sources)
         return selected
+
+    def _items(self, rules: SelectRules, groups: Sequence[GroupRows], num_tokens: np.ndarray) -> Items | None:
+        """The catalog of groups with these rules, and where their beams are in it."""
+        trie = self.catalogs.trie(rules.items)
+        if trie is None:
+            return None
+        lengths = {int(total) - len(group.prompt) for total, group in zip(num_tokens, groups, strict=True)}
+        states = torch.stack([group.states for group in groups if group.states is not None])
+        return Items(trie, states, lengths.pop() if len(lengths) == 1 else None)
+
+    def _histories(self, slots: np.ndarray, num_tokens: np.ndarray) -> torch.Tensor:
+        """[G, r, L] int32, the tokens of rows in `slots` [G, r], of which each group's have `num_tokens` [G]."""
+        at = async_tensor_h2d(slots, device=self._runner.device, dtype=torch.int64)
+        return flush_right(self._runner.req_states.all_token_ids.gpu[at, : int(num_tokens.max())], num_tokens)
 
     def _logits(
         self, rules: SelectRules, rows: BatchRows, logits: torch.Tensor, slots: np.ndarray, places: np.ndarray
@@ -204,14 +242,3 @@ class Selector:
         for processor in self._sampler.logits_processors:
             if (reorder := getattr(processor, "reorder_rows", None)) is not None:  # ours to offer, not vLLM's
                 reorder(slots, sources)
-
-    @cached_property
-    def tables(self) -> Tables:
-        """The runner's block tables."""
-        tables = self._runner.block_tables
-        return Tables.of([table.gpu for table in tables.block_tables], tables.block_sizes)
-
-    @cached_property
-    def kv_blocks(self) -> KVBlocks:
-        """The runner's KV caches, a draft model's among them."""
-        return KVBlocks(self._runner.kv_caches, self._runner.kv_cache_config.num_blocks)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vllm_trie.messages import Decided, GroupStep
-from vllm_trie.search.step import Layout, unpacked
+from vllm_trie.search.step_result import Layout, unpacked
 from vllm_trie.worker.forest_step import ForestStep
 
 
@@ -31,8 +31,11 @@ class StepContext:
 
     steps: dict[str, GroupStep] = field(default_factory=dict)  # of the groups in it, by id
     entered: list[str] = field(default_factory=list)  # groups that have new rows: they begin, or fan out
+    copied: list[str] = field(default_factory=list)  # of those: whose further rows are copies of the first
     new_tokens_unknown: list[str] = field(default_factory=list)  # of those: whose newest tokens the device alone knows
     forests: dict[str, ForestStep] = field(default_factory=dict)  # of the groups that speculate
+    draft_seconds: float = 0.0  # that it took to draft them
+    masks: dict[str, torch.Tensor] = field(default_factory=dict)  # [rows, V / 32] of groups with a grammar, packed
     selected: list[Selected] = field(default_factory=list)  # what was decided, on the device
     decided: dict[str, Decided] = field(default_factory=dict)  # what was decided on the host: of the forests
     decided_at: Any = field(default_factory=lambda: torch.cuda.Event())  # type: ignore[no-untyped-call]
@@ -41,6 +44,11 @@ class StepContext:
     def decoding(self) -> list[str]:
         """Groups that run with all their rows."""
         return [group_id for group_id, step in self.steps.items() if step.decodes]
+
+    @property
+    def selecting(self) -> list[str]:
+        """Groups whose next beams are selected in it."""
+        return [group_id for group_id, step in self.steps.items() if step.selects]
 
     @property
     def speculating(self) -> list[str]:

@@ -10,11 +10,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-
-def spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """start, start + 1, ... for each of some spans, one after the other."""
-    ends = lengths.cumsum()
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+from vllm_trie.search.spans import spans
 
 
 def sub_batch(batch: InputBatch, rows: np.ndarray) -> tuple[InputBatch, torch.Tensor]:

@@ -7,15 +7,17 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_trie.messages import Decided, Drafted
+from vllm_trie.search.item_trie import Items
 from vllm_trie.search.rejection import Verified, verified_layers
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step import Completes, Step, best_of, joint_distribution, packed, take_cells, take_step, unpacked
+from vllm_trie.search.spans import spans
+from vllm_trie.search.step import best_of, joint_distribution, take_cells, take_step
+from vllm_trie.search.step_result import Completes, Step, packed, unpacked
 from vllm_trie.worker.accept_path import accept_path
 from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.rows import BatchRows
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext
-from vllm_trie.worker.sub_batch import spans
 
 NO_SLOT = -1
 DEAD = np.float32(-np.inf)
@@ -55,7 +57,13 @@ def verify(
         num_sampled[1, places] = rows.num_logits(places) - num_sampled[0, places]
         forest_step.group.scores = async_tensor_h2d(steps[-1].scores, device=sampled.device, dtype=torch.float32)
         forest_step.group.tokens = async_tensor_h2d(steps[-1].tokens, device=sampled.device, dtype=torch.int64)
-        decided[group_id] = Decided(steps, Drafted(forest_step.forest.num_nodes - forest_step.num_beams, accepted))
+        forest_step.group.patience.note(len(steps) > 1)
+        forest_step.group.states = None if steps[-1].states is None else steps[-1].states[0]
+        steps = [step._replace(states=None) for step in steps]  # which stay on the device
+        forest, num_beams = forest_step.forest, forest_step.num_beams
+        size = forest.num_nodes - num_beams, forest.num_row_tokens - num_beams, forest_step.num_layers
+        drafted = Drafted(*size, forest_step.budget.draft_width, context.draft_seconds, accepted)
+        decided[group_id] = Decided(steps, drafted)
     return decided
 
 
@@ -96,7 +104,19 @@ class _Nodes:
         """One step of the search from beams at `nodes`, with cumulative `scores` [b], on the host."""
         of_beams = async_tensor_h2d(scores, device=self._logits.device, dtype=torch.float32)
         completes = self.completes(rules, nodes)
-        return _on_host(take_step(rules, self.logits(nodes)[None], of_beams[None], completes=completes))
+        items, (trie, states) = None, (self.forest_step.trie, self.forest_step.states)
+        if trie is not None and states is not None:
+            items = Items(trie, states[nodes][None])
+        histories = self.forest_step.histories_of(nodes)
+        step = take_step(
+            rules,
+            self.logits(nodes)[None],
+            of_beams[None],
+            completes=completes,
+            items=items,
+            histories=None if histories is None else histories[None],
+        )
+        return _on_host(step)._replace(states=step.states)
 
     def completes(self, rules: SelectRules, nodes: list[int]) -> Completes | None:
         """See `Selector.completes`."""
@@ -159,7 +179,8 @@ def _beam_sampling(nodes: _Nodes) -> Found:
     def target(verified: Verified | None) -> torch.Tensor:
         """The target's joint distribution; after the first layer with a row for each draft of the layer before."""
         nonlocal logprobs
-        of_beams, logprobs = joint_distribution(nodes.rules[len(steps)], nodes.logits(beams[-1]), scores)
+        rules, histories = nodes.rules[len(steps)], forest_step.histories_of(beams[-1])
+        of_beams, logprobs = joint_distribution(rules, nodes.logits(beams[-1]), scores, histories=histories)
         of_rows = of_beams[np.maximum(slots_of_rows, 0)]
         of_rows[slots_of_rows < 0] = 0.0
         return of_rows

@@ -80,6 +80,7 @@ def _call(target: str, arguments: Sequence[Any]) -> Outcome:
 
 def _serve(pipe: Connection) -> None:
     runpy.run_path(str(SHIM))
+    _let_masks_come_of_reductions()
     import vllm.v1.worker.cpu.shm  # noqa: F401  patches torch for a CPU
 
     while True:
@@ -89,3 +90,16 @@ def _serve(pipe: Connection) -> None:
         except Exception as error:
             outcome = error
         pipe.send_bytes(pickle.dumps(outcome))
+
+
+def _let_masks_come_of_reductions() -> None:
+    """What a comparison with a reduction results in is a number to Triton's interpreter, which it takes for no mask."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    load = InterpreterBuilder.create_masked_load
+
+    def load_where(self: Any, pointers: Any, mask: Any, *args: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return load(self, pointers, mask, *args)
+
+    InterpreterBuilder.create_masked_load = load_where

@@ -42,6 +42,38 @@ def test_positions_go_on_where_a_row_has_been_computed_to(interpreter: Interpret
     )
 
 
+def rope_positions(
+    prefill_positions: torch.Tensor, deltas: torch.Tensor, positions: torch.Tensor, *arguments: torch.Tensor
+) -> torch.Tensor:
+    """What a batch sees of the positions that lie in the slots."""
+    from vllm.v1.worker.gpu.mm.rope import RopeState
+
+    num_dims, num_tokens = prefill_positions.shape[1], positions.shape[1]
+    state = RopeState(num_dims, NUM_SLOTS, num_tokens - 1, MAX_LEN, torch.device("cpu"))
+    state.prefill_positions.gpu.copy_(prefill_positions.flatten(0, 1))
+    state.prefill_delta.np[:] = deltas
+    state.apply_staged_writes()
+    state.positions.copy_(positions)
+    state.prepare_positions(*arguments)
+    return state.positions
+
+
+@few
+@given(batches())
+def test_positions_of_a_prompt_are_given_and_go_on_from_their_last(interpreter: Interpreter, batch: Batch) -> None:
+    num_dims = 3 + batch.flag()
+    interpreter.check(
+        "tests.worker.cpu.test_inputs:rope_positions",
+        batch.integers(NUM_SLOTS, num_dims, MAX_LEN),
+        batch.integers(NUM_SLOTS, low=-9, high=9),
+        batch.integers(num_dims, batch.num_tokens + 3, dtype=torch.int64),
+        batch.idx_mapping,
+        batch.query_start_loc,
+        batch.integers(NUM_SLOTS, low=3, high=20),
+        batch.integers(NUM_SLOTS, low=9, high=30),
+    )
+
+
 @few
 @given(batches())
 def test_decoding_rows_get_their_newest_token_and_drafts(interpreter: Interpreter, batch: Batch) -> None:

@@ -23,11 +23,11 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_trie.compat.versions import own_beams
 from vllm_trie.engine.group import new_pool
-from vllm_trie.engine.outputs import NO_HYPOTHESIS
 from vllm_trie.entrypoints.batch.files import JobError, Prompt
 from vllm_trie.entrypoints.batch.options import Job
 from vllm_trie.entrypoints.limits import engine_limits, validate
 from vllm_trie.entrypoints.requests import searches
+from vllm_trie.messages import NO_HYPOTHESIS
 
 CARRIED = ("VLLM_", "HF_")  # environment variables that engines on other nodes need, too
 

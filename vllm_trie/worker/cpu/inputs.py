@@ -49,6 +49,22 @@ def prepare_pos_seq_lens(
     pos[:num_tokens] = np.repeat(computed - starts[:-1], lengths) + np.arange(num_tokens)
 
 
+@kernel("mm.rope:_prepare_rope_positions_kernel")
+def prepare_rope_positions(
+    positions: Array, prefill_positions: Array, prefill_delta: Array, idx_mapping: Array, query_start_loc: Array,
+    prefill_lens: Array, num_computed_tokens: Array, num_dims: int,
+) -> None:  # fmt: skip
+    """M-RoPE positions [D, T]: those of a prompt lie in prefill_positions [S * D, L], what follows goes on evenly."""
+    starts, computed = query_start_loc[: len(idx_mapping) + 1], num_computed_tokens[idx_mapping]
+    lengths, num_tokens = steps(starts), int(starts[-1])
+    places = np.repeat(computed - starts[:-1], lengths) + np.arange(num_tokens)
+    positions[:, :num_tokens] = places + np.repeat(prefill_delta[idx_mapping], lengths)
+    for row in np.flatnonzero(computed < prefill_lens[idx_mapping]):
+        of_slot = slice(num_dims * idx_mapping[row], num_dims * (idx_mapping[row] + 1))
+        start, end, first = starts[row], starts[row + 1], computed[row]
+        positions[:, start:end] = prefill_positions[of_slot, first : first + end - start]
+
+
 @kernel("input_batch:_combine_sampled_and_draft_tokens_kernel")
 def combine_sampled_and_draft_tokens(
     input_ids: Array, idx_mapping: Array, last_sampled_tokens: Array, query_start_loc: Array, seq_lens: Array,

@@ -22,7 +22,7 @@ from vllm_trie.compat.patch import Patch
 Array = np.ndarray
 Function = Callable[..., Any]
 
-_MODULES = ("block_tables", "inputs", "logits", "rejection", "sampling")
+_MODULES = ("block_tables", "inputs", "logits", "ngram", "rejection", "sampling")
 _V2 = "vllm.v1.worker.gpu."
 _kernels: dict[str, Function] = {}
 _functions: dict[str, Function] = {}
@@ -56,6 +56,7 @@ def install() -> None:
 
     triton.next_power_of_2 = next_power_of_2  # which vLLM's placeholder for Triton lacks
     replacements()
+    Patch(_V2 + "spec_decode.ngram.speculator", "HAS_TRITON").apply(True)  # else there is no n-gram speculation
     for target, function in _kernels.items():
         module, name = target.split(":")
         Patch(module, name).apply(Launch(getattr(importlib.import_module(module), name), function))

@@ -1,0 +1,113 @@
+"""Items are read from JSON lines and from text, and a line that is none is named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import TRAINED_TARGET
+from vllm_trie.catalog import lines
+from vllm_trie.catalog.items import Items
+from vllm_trie.catalog.lines import read_items
+from vllm_trie.catalog.tokenizer import load_tokenizer, tokenizer_digest
+
+
+def read(path: Path, *rows: str | bytes, **options: object) -> Items:
+    path.write_bytes(b"".join((row if isinstance(row, bytes) else row.encode()) + b"\n" for row in rows))
+    return read_items(path, **{"tokenizer": None, "vocab_size": None, "progress": lambda num_bytes: None, **options})
+
+
+def sequences(items: Items) -> list[list[int]]:
+    return [part.tolist() for part in np.split(items.tokens, items.lengths.cumsum()[:-1])]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> object:
+    return load_tokenizer(str(TRAINED_TARGET))
+
+
+def test_lines_are_lists_texts_and_objects(tmp_path: Path, tokenizer: object) -> None:
+    rows = ["[1, 2]", '"def main"', '{"tokens": [3], "id": 70, "title": "x"}', "", '{"text": " self"}', "[1,2]\r"]
+    items = read(tmp_path / "items.jsonl", *rows, tokenizer=tokenizer)
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
+    assert sequences(items) == [[1, 2], encode("def main"), [3], encode(" self"), [1, 2]]
+    assert items.ids.tolist() == [0, 1, 70, 4, 5]
+
+
+def test_text_is_an_item_per_line_as_it_stands(tmp_path: Path, tokenizer: object) -> None:
+    items = read(tmp_path / "items.txt", "def main", "  ", " self\r", "für", tokenizer=tokenizer)
+    assert [tokenizer.decode(tokens) for tokens in sequences(items)] == ["def main", " self", "für"]
+    assert items.ids.tolist() == [0, 2, 3]
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 20, 1000])
+def test_chunks_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
+    monkeypatch.setattr(lines, "CHUNK_BYTES", chunk_bytes)
+    seen = list[int]()
+    rows = [f"[{n}, {n + 1}]" for n in range(50)] + ["", '{"tokens": [7], "id": 8}']
+    items = read(tmp_path / "items.jsonl", *rows, progress=seen.append)
+    assert sequences(items) == [[n, n + 1] for n in range(50)] + [[7]]
+    assert items.ids.tolist() == [*range(50), 8]
+    assert sum(seen) == (tmp_path / "items.jsonl").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("[1, 2", ", line 3: Input data was truncated; write [1, 2], "),
+        ("[1] [2]", ", line 3: JSON is malformed: trailing characters"),
+        ("[1, 2.5]", ", line 3: Expected `int`, got `float`"),
+        ("[1, true]", ", line 3: Expected `int`, got `bool`"),
+        ("7", ", line 3: Expected "),
+        ('{"tokens": "a"}', ", line 3: Expected "),
+        ('{"tokens": [1], "id": "a"}', ", line 3: Expected "),
+        (b'"\xff"', ", line 3: 'utf-8' codec can't decode byte 0xff"),
+        ("[]", ", line 3 has no tokens"),
+        ('{"tokens": []}', ", line 3 has no tokens"),
+        ("[1, -1]", ", line 3 has token -1; tokens are 0 to 99"),
+        ("[1, 100]", ", line 3 has token 100; tokens are 0 to 99"),
+        ("[99999999999999999999]", ", line 3 is no list of token ids but [99999999999999999999]"),
+        ('{"tokens": [1], "id": -1}', ", line 3 has id -1; ids are integers from 0 to 2**63 - 1"),
+        ("{}", ', line 3 needs either "tokens" or "text"'),
+        ('{"tokens": [1], "text": "a"}', ', line 3 needs either "tokens" or "text"'),
+        ('"a"', ", line 3 is a text; say by --tokenizer what makes tokens of it"),
+        ('{"text": "a"}', ", line 3 is a text; say by --tokenizer"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, row: str | bytes, message: str) -> None:
+    path = tmp_path / "items.jsonl"
+    with pytest.raises(ValueError, match="^" + re.escape(f"{path}{message}")):
+        read(path, "[1]", "", row, "[2]", vocab_size=100)
+
+
+def test_a_text_of_no_tokens_is_named(tmp_path: Path, tokenizer: object) -> None:
+    with pytest.raises(ValueError, match="line 2 has no tokens"):
+        read(tmp_path / "items.jsonl", '"a"', '""', tokenizer=tokenizer)
+
+
+def test_text_that_is_no_text_is_named(tmp_path: Path, tokenizer: object) -> None:
+    with pytest.raises(ValueError, match="line 2: 'utf-8' codec can't decode"):
+        read(tmp_path / "items.txt", "a", b"\xff", tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("rows", [(), ("", "  ")])
+def test_a_file_without_items_is_refused(tmp_path: Path, rows: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="has no items; write one per line: "):
+        read(tmp_path / "items.jsonl", *rows)
+
+
+def test_a_tokenizers_digest_is_that_of_its_vocabulary(tokenizer: object) -> None:
+    digest = tokenizer_digest(tokenizer)
+    assert re.fullmatch("[0-9a-f]{16}", digest)
+    other = load_tokenizer(str(TRAINED_TARGET))
+    assert tokenizer_digest(other) == digest
+    other.add_tokens("<item_0>")
+    assert tokenizer_digest(other) != digest
+
+
+def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"--tokenizer={tmp_path} cannot be loaded: "):
+        load_tokenizer(str(tmp_path))

@@ -1,0 +1,30 @@
+"""Items for beams to go along, and what transformers must be told of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+
+EOS = 1
+Item = tuple[int, ...]
+
+
+def random_items(count: int, lengths: Sequence[int], seed: int = 0, tokens: tuple[int, int] = (2, 300)) -> list[Item]:
+    """Different ones. A few first tokens begin many of them."""
+    choose, items = random.Random(seed), set[Item]()
+    while len(items) < count:
+        rest = (choose.randrange(*tokens) for _ in range(choose.choice(lengths) - 1))
+        items.add((choose.randrange(tokens[0], tokens[0] + 40), *rest))
+    return sorted(items)
+
+
+def along(items: Sequence[Item], prompt: list[int], ends: int | None = EOS) -> Callable[[int, torch.Tensor], list[int]]:
+    """What transformers' `generate` asks for: the tokens that may follow."""
+    children: dict[Item, set[int]] = {}
+    for item in items:
+        for length, token in enumerate(item):
+            children.setdefault(item[:length], set()).add(token)
+        children.setdefault(item, set()).update([] if ends is None else [ends])
+    return lambda _, tokens: sorted(children.get(tuple(tokens[len(prompt) :].tolist()), {EOS})) or [EOS]

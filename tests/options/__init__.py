@@ -1,0 +1,1 @@
+"""Options, each by itself, and together."""

@@ -1,0 +1,273 @@
+"""Options of one request."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from vllm import SamplingParams
+
+from vllm_trie import BeamParams, beam_params
+from vllm_trie.entrypoints.limits import EngineLimits, validate
+from vllm_trie.options import TrieBeamConfig, resolve
+from vllm_trie.sampling_params import is_controlled, logits_filters, stop_tokens
+from vllm_trie.search.filters import LogitsFilters
+
+LIMITS = EngineLimits(max_num_seqs=64, vocab_size=300, block_size=32, num_blocks=1000)
+
+
+def check(limits: EngineLimits = LIMITS, prompt_len: int = 10, num_encoded: int = 0, **options: object) -> None:
+    params = beam_params(**options)
+    beam = BeamParams.from_extra_args(params.extra_args)
+    assert beam is not None
+    validate(params, beam, prompt_len, limits, num_encoded)
+
+
+@pytest.mark.parametrize("width", [0, -1, 2.5, "8", "many", True, None])
+def test_beam_width_must_be_a_positive_integer(width: object) -> None:
+    with pytest.raises(ValueError, match=f"beam_width={width!r}"):
+        beam_params(width)
+
+
+@pytest.mark.parametrize("penalty", [math.nan, math.inf, -math.inf, 1e5, -500, 10**400, "1", None, True])
+def test_length_penalty_must_be_a_number_that_float32_can_raise_lengths_to(penalty: object) -> None:
+    with pytest.raises(ValueError, match="length_penalty="):
+        beam_params(2, length_penalty=penalty)
+
+
+@pytest.mark.parametrize("early_stopping", ["always", "False", 2, 1.0, None])
+def test_early_stopping_must_be_one_of_three(early_stopping: object) -> None:
+    with pytest.raises(ValueError, match="early_stopping="):
+        beam_params(2, early_stopping=early_stopping)
+
+
+def test_unknown_semantics_are_refused() -> None:
+    with pytest.raises(ValueError, match="semantics='tree' is unknown; known: 'hf', 'vllm', 'tridecode'"):
+        beam_params(2, semantics="tree")
+
+
+def test_a_request_that_names_no_semantics_gets_the_engines() -> None:
+    engine = TrieBeamConfig(semantics="vllm")
+    for own, found in ((None, "vllm"), ("hf", "hf")):
+        assert resolve(BeamParams(beam_width=2, semantics=own), engine, drafts=None).semantics == found
+
+
+@pytest.mark.parametrize("semantics", ["vllm", "tridecode"])
+@pytest.mark.parametrize("early_stopping", [True, "never"])
+def test_early_stopping_is_refused_where_it_means_nothing(early_stopping: object, semantics: str) -> None:
+    with pytest.raises(ValueError, match=f'early_stopping=.* means nothing under semantics="{semantics}"'):
+        beam_params(2, semantics=semantics, early_stopping=early_stopping)
+
+
+def test_n_above_the_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="n=4 exceeds beam_width=3"):
+        beam_params(3, n=4)
+
+
+@pytest.mark.parametrize(
+    "typo", ["beam_widht", "beamwidth", "num_beams", "early_stop", "length_penalti", "early_stoping", "semantic"]
+)
+def test_a_near_miss_is_refused_without_a_width_too(typo: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown option {typo}=.*did you mean (beam_width|length|early|sem)"):
+        BeamParams.from_extra_args({typo: 8})
+
+
+def test_options_of_others_pass() -> None:
+    assert BeamParams.from_extra_args({"kv_transfer_params": {}, "ec_transfer_params": 1, "width": 8}) is None
+    assert BeamParams.from_extra_args({"kv_transfer_params": {}, "beam_width": 2}) == BeamParams(beam_width=2)
+    assert BeamParams.from_extra_args(None) is None
+
+
+def test_options_without_a_width_are_refused() -> None:
+    with pytest.raises(ValueError, match="length_penalty given without beam_width"):
+        BeamParams.from_extra_args({"length_penalty": 1.0})
+
+
+def test_booleans_that_became_numbers_on_the_way_are_booleans_again() -> None:
+    assert BeamParams.from_extra_args({"beam_width": 2, "early_stopping": 1}) == BeamParams(
+        beam_width=2, early_stopping=True
+    )
+    parsed = BeamParams.from_extra_args({"beam_width": 2, "early_stopping": 0})
+    assert parsed is not None
+    assert parsed.early_stopping is False
+
+
+def test_width_above_the_engines_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="beam_width=65 exceeds max_num_seqs=64; lower it, or raise --max-num-seqs"):
+        check(beam_width=65)
+    check(beam_width=64)
+
+
+def test_width_above_the_engines_own_limit_is_refused() -> None:
+    limits = replace(LIMITS, max_beam_width=16)
+    with pytest.raises(ValueError, match="beam_width=17 exceeds max_beam_width=16, which this engine was started with"):
+        check(limits, beam_width=17)
+    check(limits, beam_width=16)
+
+
+def test_width_may_exceed_the_vocabulary() -> None:
+    check(EngineLimits(max_num_seqs=1000, vocab_size=300, block_size=32, num_blocks=10_000), beam_width=1000)
+
+
+def test_width_that_the_pool_cannot_hold_is_refused() -> None:
+    small = EngineLimits(max_num_seqs=64, vocab_size=300, block_size=32, num_blocks=12)
+    with pytest.raises(ValueError, match="beam_width=8 with a prompt of 200 tokens needs at least 14 KV blocks"):
+        check(small, prompt_len=200, beam_width=8)
+    check(small, prompt_len=200, beam_width=6)
+    with pytest.raises(
+        ValueError, match="with a prompt of 4 tokens and 150 of the encoder's needs at least 13 KV blocks"
+    ):
+        check(small, prompt_len=4, num_encoded=150, beam_width=8)
+    check(small, prompt_len=4, num_encoded=128, beam_width=8)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt_logprobs", 0),
+        ("logprob_token_ids", [1]),
+        ("thinking_token_budget", 3),
+        ("trace_decode_token_ids", [1]),
+        ("prompt_logprob_token_ids", [[1]]),
+    ],
+)
+def test_fields_that_beam_search_does_not_honour_are_refused(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{field}=.* is not supported together with beam_width"):
+        beam_params(2, **{field: value})
+
+
+@pytest.mark.parametrize(("field", "value"), [("temperature", 0.7), ("top_p", 0.9), ("top_k", 40), ("min_p", 0.1)])
+def test_fields_that_vllms_beams_ignore_are_refused_under_its_semantics(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f'{field}={value} is not supported under semantics="vllm"'):
+        beam_params(2, semantics="vllm", **{field: value})
+    assert logits_filters(beam_params(2, **{field: value})) == LogitsFilters(**{field: value})
+
+
+def test_no_temperature_and_no_limit_are_no_filters() -> None:
+    assert logits_filters(SamplingParams(temperature=0.0, top_k=-1)) == LogitsFilters()
+
+
+def test_logprobs_of_the_whole_vocabulary_are_refused() -> None:
+    with pytest.raises(ValueError, match="logprobs=-1 is not supported together with beam_width"):
+        beam_params(2, logprobs=-1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "controlled"),
+    [
+        ({}, False),
+        ({"stop": ["x"], "logprobs": 3, "min_tokens": 2}, False),
+        ({"logit_bias": {}, "bad_words": [], "allowed_token_ids": None}, False),
+        ({"presence_penalty": -0.5}, True),
+        ({"frequency_penalty": 0.5}, True),
+        ({"repetition_penalty": 0.9}, True),
+        ({"logit_bias": {1: 2.0}}, True),
+        ({"allowed_token_ids": [1]}, True),
+        ({"bad_words": ["x"]}, True),
+    ],
+)
+def test_only_what_acts_on_the_logits_costs_their_processing(fields: dict, controlled: bool) -> None:
+    assert is_controlled(beam_params(2, **fields)) is controlled
+
+
+def test_helper_builds_what_a_user_would_write_by_hand() -> None:
+    params = beam_params(8, n=3, length_penalty=0.5, early_stopping="never", max_tokens=7, extra_args={"mine": 1})
+    assert isinstance(params, SamplingParams)
+    assert (params.n, params.max_tokens, params.temperature) == (3, 7, 1.0)
+    assert params.extra_args == {
+        "mine": 1,
+        "beam_width": 8,
+        "length_penalty": 0.5,
+        "early_stopping": "never",
+    }
+    assert beam_params(2, semantics="vllm").extra_args["semantics"] == "vllm"
+
+
+def test_helper_takes_no_extra_args_for_none() -> None:
+    assert beam_params(2, extra_args=None).extra_args["beam_width"] == 2
+
+
+def test_stop_tokens_are_eos_and_stop_token_ids() -> None:
+    params = SamplingParams(stop_token_ids=[9, 4])
+    params.update_from_generation_config({}, eos_token_id=2)
+    assert stop_tokens(params) == (2, 4, 9)
+    params = SamplingParams(stop_token_ids=[9, 4], ignore_eos=True)
+    params.update_from_generation_config({}, eos_token_id=2)
+    assert stop_tokens(params) == (4, 9)
+
+
+@pytest.mark.parametrize("ratio", [0, -0.1, 1.5, math.nan, "0.5", True])
+@pytest.mark.parametrize("option", ["prune_relative", "prune_relative_local"])
+def test_a_relative_bound_must_be_a_ratio(option: str, ratio: object) -> None:
+    with pytest.raises(ValueError, match=f"{option}={ratio!r} is not a ratio of probabilities"):
+        beam_params(2, **{option: ratio})
+
+
+@pytest.mark.parametrize("trail", [-1, math.nan, "1", True])
+def test_an_absolute_bound_must_be_a_difference(trail: object) -> None:
+    with pytest.raises(ValueError, match=f"prune_absolute={trail!r} is not a difference of log-probabilities"):
+        beam_params(2, prune_absolute=trail)
+
+
+@pytest.mark.parametrize("most", [0, -2, 1.5, True])
+def test_candidates_per_parent_must_be_a_positive_integer(most: object) -> None:
+    with pytest.raises(ValueError, match=f"max_candidates_per_parent={most!r} is not a number of continuations"):
+        beam_params(2, max_candidates_per_parent=most)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("prune_relative", 0.5),
+        ("prune_absolute", 2),
+        ("prune_relative_local", 0.5),
+        ("max_candidates_per_parent", 3),
+        ("sample_first", 3),
+    ],
+)
+def test_what_vllms_beams_do_not_have_is_refused_under_its_semantics(option: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f'{option}={value} is not supported under semantics="vllm"'):
+        beam_params(2, semantics="vllm", **{option: value})
+    assert beam_params(2, **{option: value}).extra_args[option] == value
+
+
+@pytest.mark.parametrize("drawn", [-1, 1.5, True, "2"])
+def test_sample_first_must_be_a_number_of_tokens(drawn: object) -> None:
+    with pytest.raises(ValueError, match=f"sample_first={drawn!r} is not a number of tokens"):
+        beam_params(2, sample_first=drawn)
+
+
+def test_a_seed_is_refused_where_nothing_is_drawn() -> None:
+    with pytest.raises(ValueError, match="seed=1 has nothing to decide in a beam search"):
+        beam_params(2, seed=1)
+    assert beam_params(2, seed=1, sample_first=2).seed == 1
+
+
+def test_no_temperature_leaves_nothing_to_draw() -> None:
+    with pytest.raises(ValueError, match=r"temperature=0\.0 leaves sample_first=2 nothing to draw"):
+        beam_params(2, temperature=0.0, sample_first=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"beam_widths": []}, r"beam_widths=\[\] is not a list of numbers of beams"),
+        ({"beam_widths": [3, 0]}, "is not a list of numbers of beams"),
+        ({"beam_widths": "3"}, "is not a list of numbers of beams"),
+        ({"beam_widths": [2, 3], "beam_width": 4}, "beam_width=4 is not the greatest of beam_widths"),
+        ({"beam_widths": [2, 3], "do_sample": True}, "not supported together with do_sample"),
+        ({"beam_widths": [2, 3], "sample_first": 1}, "not supported together with sample_first=1"),
+        ({"beam_widths": [2, 3], "speculation": "exact"}, 'not supported together with speculation="exact"'),
+        ({"beam_widths": [2, 3], "semantics": "tridecode"}, 'not supported together with semantics="tridecode"'),
+    ],
+)
+def test_what_widths_do_not_go_with_is_refused(options: dict[str, object], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        BeamParams(**options)
+
+
+def test_an_engine_that_speculates_does_not_with_several_widths() -> None:
+    asked, engine = BeamParams(beam_widths=[2, 3]), TrieBeamConfig(speculation="exact", semantics="vllm")
+    resolved = resolve(asked, engine, drafts="model")
+    assert (resolved.beam_width, resolved.speculation, resolved.semantics) == (3, "off", "hf")

@@ -1,0 +1,82 @@
+"""Options of a search by steps: by themselves, and together with others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vllm_trie import BeamParams, beam_params
+
+STEPS: dict[str, Any] = {"unit": "step", "step_stop": ["\n\n"], "scorer": "prm"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"unit": "word"}, "unit='word' is unknown; known: 'token', 'step'"),
+        ({"step_stop": []}, r"step_stop=\[\] is not a list of delimiters; pass strings"),
+        ({"step_stop": [""]}, r"step_stop=\[''\] is not a list of delimiters; pass strings"),
+        ({"step_stop": "\n"}, "is not a list of delimiters; pass strings"),
+        ({"candidates": 0}, "candidates=0 is not a number of candidates; pass an integer >= 1"),
+        ({"max_steps": 0}, "max_steps=0 is not a number of steps; pass an integer >= 1"),
+        ({"scorer": None}, 'unit="step" needs scorer; pass one'),
+        ({"step_stop": None}, 'unit="step" needs step_stop; pass one'),
+        ({"early_stopping": "never"}, 'early_stopping="never" means nothing under unit="step"'),
+        *(
+            ({name: value}, f'{name}.* is not supported together with unit="step", which draws steps; leave it out')
+            for name, value in {
+                **{"beam_widths": [2, 4], "length_penalty": 0.0, "semantics": "hf", "prune_relative": 0.5},
+                **{"prune_absolute": 0, "prune_relative_local": 0.5, "max_candidates_per_parent": 2},
+                **{"sample_first": 1, "compact": True, "do_sample": True, "speculation": "exact", "draft_width": 8},
+                **{"catalog": "items", "allowed_sequences": ["a"], "catalog_items": 2, "memory_mode": True},
+            }.items()
+        ),
+    ],
+)
+def test_what_a_search_by_steps_cannot_have_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        beam_params(4, **STEPS | options)
+    with pytest.raises(ValueError, match=message):
+        BeamParams.from_extra_args({"beam_width": 4, **STEPS, **options})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), {"step_stop": ["\n"], "scorer": len, "candidates": 2, "max_steps": 3}.items()
+)
+def test_what_steps_have_is_refused_for_tokens(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f'{name}=.* needs unit="step"; add it, or leave it out'):
+        beam_params(4, **{name: value})
+
+
+def test_what_a_search_by_steps_can_have_passes_with_the_scorer_itself() -> None:
+    options = STEPS | {"scorer": len, "candidates": 2, "max_steps": 3, "early_stopping": True}
+    assert beam_params(4, **options).extra_args == {"beam_width": 4, **options}
+    beam_params(4, **STEPS, do_sample=False, speculation="off")  # which it is
+
+
+def test_words_that_others_may_use_pass_where_there_are_no_beams() -> None:
+    assert BeamParams.from_extra_args({"unit": "kg", "scorer": "rouge", "candidates": 3, "max_steps": 9}) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("presence_penalty", 0.5), ("frequency_penalty", 0.5), ("bad_words", ["a"]), ("min_tokens", 3)),
+        *(("prompt_logprobs", 1), ("detokenize", False), ("logprobs", -1), ("temperature", 0.0)),
+    ],
+)
+def test_fields_that_would_act_on_one_step_alone_are_refused(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f'{field}=.*unit="step"'):
+        beam_params(4, **STEPS, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("stop", "is_refused"), [("\n\nQ", True), ("\nQ", True), ("a\n\n\n", True), ("Q:", False), ("\n\n", True)]
+)
+def test_a_stop_string_that_two_steps_might_share_is_refused(stop: str, is_refused: bool) -> None:
+    if is_refused:
+        with pytest.raises(ValueError, match="might begin in one step and end in the next, behind step_stop="):
+            beam_params(4, **STEPS, stop=[stop])
+    else:
+        assert beam_params(4, **STEPS, stop=[stop]).stop == [stop]

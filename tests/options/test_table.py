@@ -1,0 +1,63 @@
+"""What comes from the table of options."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tools.options_tables import PAGE, markdown_names, markdown_table, with_tables
+from vllm_trie import BeamParams, beam_params
+from vllm_trie.options import TrieBeamConfig, choices
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        (BeamParams, {"beam_width": "8"}),
+        (BeamParams, {}),
+        (BeamParams, {"beam_width": 2, "zzz": 1}),
+        (TrieBeamConfig, {"semantics": []}),
+    ],
+)
+def test_a_refusal_is_one_sentence_of_ours(kind: Any, given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"beam_width|zzz|semantics") as refused:
+        kind(**given)
+    assert type(refused.value) is ValueError
+    assert "\n" not in str(refused.value)
+    assert "pydantic" not in str(refused.value)
+
+
+def test_every_option_has_a_meaning_and_says_what_is_wrong_with_a_value() -> None:
+    for kind in (BeamParams, TrieBeamConfig):
+        for name, field in kind.model_fields.items():
+            assert field.description, name
+            assert choices(field) or field.json_schema_extra["wrong"], name
+
+
+def test_options_do_not_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        BeamParams(beam_width=2).beam_width = 3
+
+
+def test_the_helper_has_the_signature_and_the_docstring_of_the_table() -> None:
+    signature = inspect.signature(beam_params)
+    assert [*signature.parameters][:2] == ["beam_width", "n"]
+    assert signature.parameters.keys() == {*BeamParams.model_fields, "n", "sampling_params"}
+    documented = re.findall(r"^    (\w+): ", inspect.getdoc(beam_params), re.MULTILINE)
+    assert {*documented} >= {*BeamParams.model_fields, "n"}
+    for name, field in BeamParams.model_fields.items():
+        parameter = signature.parameters[name]
+        assert parameter.annotation == field.annotation
+        assert parameter.default == (inspect.Parameter.empty if field.is_required() else field.default)
+
+
+def test_the_page_of_options_holds_the_tables() -> None:
+    page = PAGE.read_text()
+    for table in (markdown_table(BeamParams), markdown_table(TrieBeamConfig), markdown_names()):
+        assert f"\n{table}\n" in page, "run python -m tools.options_tables"
+    assert with_tables(page) == page
+    assert PAGE.parent.parent == ROOT

@@ -1,0 +1,118 @@
+"""Groups of beams search by themselves, but for what the groups before them have taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from tests.search.steps import rules_of, steps_of
+from vllm_trie.search.group_pools import GroupPools
+from vllm_trie.search.rank import Candidates
+from vllm_trie.search.rules import BeamGroups
+from vllm_trie.search.step_result import Step
+from vllm_trie.search.stopping import Ended, HfPool
+
+NUM_SEARCHES, NUM_GROUPS, WIDTH, VOCAB = 3, 2, 3, 11
+STOPS = (1, 4)
+
+
+def completing(first: int) -> Callable[[Candidates[np.ndarray]], np.ndarray]:
+    """Some continuations of slots, which are counted from `first` on, complete a stop string."""
+    return lambda candidates: (candidates.parents + first + candidates.tokens) % 4 == 0
+
+
+def continued(step: Step[np.ndarray], first: int) -> list[list[tuple[int, int, float]]]:
+    """What goes on and what finishes, with parents counted from slot `first` on."""
+    both = (step.parents, step.tokens, step.scores), step.finished
+    return [[(p + first, t, s) for p, t, s in zip(*map(np.ndarray.tolist, fields), strict=True)] for fields in both]
+
+
+@pytest.mark.parametrize("has_strings", [False, True])
+@pytest.mark.parametrize("num_logprobs", [None, 2])
+def test_groups_without_a_penalty_are_searches_of_their_own(has_strings: bool, num_logprobs: int | None) -> None:
+    seeded = torch.Generator().manual_seed(0)
+    logits = torch.randn(NUM_SEARCHES, NUM_GROUPS * WIDTH, VOCAB, generator=seeded)
+    scores = -torch.rand(NUM_SEARCHES, NUM_GROUPS * WIDTH, generator=seeded)
+    strings = {"stop_strings": ("x",)} if has_strings else {}
+    rules = rules_of(NUM_GROUPS * WIDTH, "hf", STOPS, num_logprobs=num_logprobs, **strings)
+    rules = rules._replace(beam_groups=BeamGroups(NUM_GROUPS, 0.0, None))
+    together = steps_of(rules, logits, scores, completes=completing(0) if has_strings else None)
+    for first in range(0, NUM_GROUPS * WIDTH, WIDTH):
+        of_group, own = slice(first, first + WIDTH), rules._replace(width=WIDTH, beam_groups=None)
+        completes = completing(first) if has_strings else None
+        alone = steps_of(own, logits[:, of_group], scores[:, of_group], completes=completes)
+        for step, one in zip(together, alone, strict=True):
+            ended = step.finished.parents // WIDTH == first // WIDTH
+            finished = Candidates(*(field[ended] for field in step.finished))
+            part = step._replace(
+                parents=step.parents[of_group], tokens=step.tokens[of_group], scores=step.scores[of_group]
+            )
+            assert continued(part._replace(finished=finished), 0) == continued(one, first)
+            if num_logprobs is not None:
+                assert step.beam_logprobs is not None
+                assert one.beam_logprobs is not None
+                assert (step.beam_logprobs.logprobs[of_group] == one.beam_logprobs.logprobs).all()
+
+
+@pytest.mark.parametrize(("done", "padding"), [((), 2), ((0,), 2), ((0,), None)])
+def test_each_beam_before_takes_a_penalty_off_its_token(done: tuple[int, ...], padding: int | None) -> None:
+    """Of the prompt's four continuations the first group takes the best two, the second group all but the worst two."""
+    logits, penalty = torch.tensor([[[3.0, 2.9, 2.8, 2.7]]]), 0.25
+    rules = rules_of(4, is_controlled=False)._replace(beam_groups=BeamGroups(2, penalty, padding, done))
+    (step,) = steps_of(rules, logits, torch.zeros(1, 1))
+    logprobs = logits[0, 0].log_softmax(-1)
+    if done:
+        assert (step.scores[:2] == -np.inf).all()
+        logprobs[2] -= 0 if padding is None else 2 * penalty
+    else:
+        assert step.tokens[:2].tolist() == [0, 1]
+        logprobs[:2] -= penalty
+    best = logprobs.topk(2)
+    assert step.tokens[2:].tolist() == best.indices.tolist()
+    np.testing.assert_allclose(step.scores[2:], best.values, rtol=1e-6)
+
+
+# Pools.
+
+
+def pools(early_stopping: bool = False) -> GroupPools:
+    return GroupPools([HfPool(2, 0.0, 3, early_stopping) for _ in range(2)], 2, stop_token_ids=(1,))
+
+
+def test_a_group_that_is_done_takes_in_nothing_more() -> None:
+    found = pools()
+    ended, running = Ended([-1.0, -1.0], [1, 1], [10, 11], [0, 1]), np.array([-3.0, -4.0, -0.5, -0.6])
+    assert found.advance(ended, running, 1) == ([], False)
+    assert found.done == (0,)
+    outdone, is_over = found.advance(Ended([-0.1, -0.7], [1, 1], [12, 13], [0, 2]), running, 2)
+    assert [one.node for one in outdone] == [12]
+    assert not is_over
+    assert [one.node for one in found.best(4)] == [13, 10, 11]
+
+
+def test_a_group_goes_on_while_a_candidate_that_stops_is_better_than_its_worst() -> None:
+    found = pools()
+    assert found.advance(Ended([-1.0], [1], [10], [0]), np.array([-2.0, -3.0, -1.0, -1.0]), 1) == ([], False)
+    assert found.done == ()
+    found.advance(Ended([-0.5], [1], [11], [0]), np.array([-9.0, -9.0, -1.0, -1.0]), 2)
+    assert found.done == (), "the best candidate, -0.5, beats -1.0"
+
+
+@pytest.mark.parametrize(("early_stopping", "nodes"), [(True, [10, 11, 14]), (False, [12, 10, 14])])
+def test_what_runs_out_of_length_counts_unless_its_group_is_done(early_stopping: bool, nodes: list[int]) -> None:
+    found = pools(early_stopping)
+    found.advance(Ended([-1.0], [1], [10], [0]), np.array([-2.0, -3.0, -1.0, -1.0]), 2)
+    ended = Ended([-0.5, -2.0, -3.0], [7, 1, 7], [12, 11, 14], [0, 1, 3])
+    outdone, _ = found.advance(ended, np.array([-0.5, -5.0, -3.0, -4.0]), 3)
+    assert [one.node for one in found.best(4)] == nodes
+    assert {one.node for one in outdone} == {10, 11, 12} - {*nodes}
+
+
+def test_a_search_is_over_when_every_group_is_done_or_has_no_beam() -> None:
+    found = pools(early_stopping=True)
+    running = np.array([-3.0, -4.0, -np.inf, -np.inf])
+    assert found.advance(Ended([], [], [], []), running, 1) == ([], False)
+    assert found.advance(Ended([-1.0, -2.0], [1, 1], [10, 11], [0, 1]), running, 2) == ([], True)

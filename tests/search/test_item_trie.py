@@ -1,0 +1,210 @@
+"""Ways along a catalog are those of a trie of dictionaries, and steps along it those of a plain loop over it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.search.steps import rules_of, shortcuts
+from vllm_trie.catalog import Catalog
+from vllm_trie.search.item_trie import ItemRules, Items, ItemTrie
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.step import take_step
+
+VOCAB = 12
+STOP, OTHER_STOP = 10, 11
+AFTER = 3
+Sequence = tuple[int, ...]
+
+
+def trie_of(sequences: list[Sequence]) -> ItemTrie:
+    catalog = Catalog.from_sequences(sequences)
+    arrays = (torch.tensor(array) for array in (catalog.first_child, catalog.tokens, catalog.is_item))
+    return ItemTrie(*arrays, catalog.most_children)
+
+
+class Plain:
+    """What a hypothesis may be, from the definition: no trie."""
+
+    def __init__(self, sequences: list[Sequence], rules: ItemRules, stops: tuple[int, ...]) -> None:
+        self.items, self.rules, self.stops = set(sequences), rules, stops
+
+    def parts(self, tokens: Sequence) -> Iterator[tuple[int, Sequence]]:
+        """Each way to read these tokens: how many items are complete, and what has come of the next one."""
+        if self.rules.after is not None:
+            if self.rules.after not in tokens:
+                return
+            tokens = tokens[tokens.index(self.rules.after) + 1 :]
+        yield from self._split(tokens, 0)
+
+    def _split(self, tokens: Sequence, done: int) -> Iterator[tuple[int, Sequence]]:
+        yield done, tokens
+        for end in range(1, len(tokens) + 1):
+            if tokens[:end] in self.items:
+                yield from self._split(tokens[end:], done + 1)
+
+    def is_complete(self, tokens: Sequence) -> bool:
+        return any(done == self.rules.num_items and not rest for done, rest in self.parts(tokens))
+
+    def begins(self, tokens: Sequence) -> bool:
+        """Whether a hypothesis, but for a stop token, begins so."""
+        if self.rules.after is not None and self.rules.after not in tokens:
+            return not {*tokens} & {*self.stops}
+        return any(
+            (done < self.rules.num_items and any(item[: len(rest)] == rest for item in self.items))
+            or (done == self.rules.num_items and not rest)
+            for done, rest in self.parts(tokens)
+        )
+
+    def ways(self, tokens: Sequence) -> set[int]:
+        ways = {token for token in range(VOCAB) if self.begins((*tokens, token))}
+        if self.rules.ends_with_stop and self.is_complete(tokens):
+            ways |= {*self.stops}
+        return ways
+
+
+tokens_of_items = st.integers(0, 6)
+item_sets = st.lists(st.lists(tokens_of_items, min_size=1, max_size=4).map(tuple), min_size=1, max_size=12)
+
+
+def prefix_free(items: list[Sequence]) -> list[Sequence]:
+    return [item for item in items if not any(item != other and other == item[: len(other)] for other in items)]
+
+
+@st.composite
+def searches(draw: Any) -> tuple[list[Sequence], ItemRules]:
+    num_items, items = draw(st.integers(1, 3)), draw(item_sets)
+    after = draw(st.sampled_from([None, AFTER]))
+    rules = ItemRules("", num_items, after, draw(st.booleans()), draw(st.booleans()))
+    return (prefix_free(items) if num_items > 1 else items), rules
+
+
+@settings(max_examples=150, deadline=None)
+@given(searches(), st.lists(st.integers(0, VOCAB - 3), max_size=9), st.booleans())
+def test_ways_and_states_are_those_of_the_definition(
+    search: tuple[list[Sequence], ItemRules], choices: list[int], looks: bool
+) -> None:
+    (items, rules), stops = search, (STOP, OTHER_STOP)
+    trie, plain, path = trie_of(items), Plain(items, rules, stops), ()
+    state = trie.begin(rules, 1)
+    for choice in choices:
+        with shortcuts(looks):
+            ways = trie.ways(rules, state[None], stops, VOCAB)
+        outcomes = trie.outcomes(rules, ways.targets)
+        exist = ways.exist[0, 0].nonzero()[:, 0].tolist()
+        tokens = [int(ways.tokens[0, 0, place]) for place in exist]
+        assert len(set(tokens)) == len(tokens)
+        assert set(tokens) == plain.ways(path), path
+        for place, token in zip(exist, tokens, strict=True):
+            complete = token in stops if rules.ends_with_stop and token in stops else plain.is_complete((*path, token))
+            assert bool(outcomes.is_complete[0, 0, place]) == complete
+            assert bool(outcomes.ends[0, 0, place]) == (complete and (token in stops or not rules.ends_with_stop))
+            assert bool(outcomes.goes_on[0, 0, place]) == (token not in stops and bool(plain.ways((*path, token))))
+        on = [place for place in exist if outcomes.goes_on[0, 0, place]]
+        if not on:
+            return
+        place = on[choice % len(on)]
+        path = (*path, int(ways.tokens[0, 0, place]))
+        state, advanced = outcomes.states[0, :, place], trie.advance(rules, state, ways.tokens[0, :, place])
+        assert state.tolist() == advanced.tolist(), path
+
+
+@settings(max_examples=60, deadline=None)
+@given(searches(), st.integers(0, 1000))
+def test_masked_log_probabilities_are_those_of_ways_that_go_on(
+    search: tuple[list[Sequence], ItemRules], seed: int
+) -> None:
+    (items, rules), stops = search, (STOP, OTHER_STOP)
+    trie, plain = trie_of(items), Plain(items, rules, stops)
+    logprobs = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
+    masked = trie.masked(rules, trie.begin(rules, 1), logprobs, stops)
+    may = [token not in stops and plain.begins((token,)) and bool(plain.ways((token,))) for token in range(VOCAB)]
+    expected = logprobs.where(torch.tensor([may]), -math.inf)
+    assert torch.equal(masked, expected)
+
+
+class Beam(NamedTuple):
+    tokens: Sequence
+    score: float
+
+
+def plain_step(
+    plain: Plain, rules: SelectRules, beams: list[Beam], logprobs: list[torch.Tensor]
+) -> tuple[list[Beam], list[Beam]]:
+    """The next beams, and the hypotheses that finish, from sorted lists."""
+    assert rules.items is not None
+    over, live = [], []
+    for parent, (beam, of_row) in enumerate(zip(beams, logprobs, strict=True)):
+        ways = sorted(plain.ways(beam.tokens), key=lambda token: (token in rules.stop_token_ids, token))
+        if rules.items.renormalizes:
+            of_row = of_row - of_row[ways].logsumexp(0)
+        for token in ways:
+            path = (*beam.tokens, token)
+            stops = token in rules.stop_token_ids
+            score = float(of_row[token] + torch.tensor(beam.score))
+            complete = stops or plain.is_complete(path)
+            ends = complete and (rules.is_last or stops or not rules.items.ends_with_stop) and not rules.masks_stops
+            key = (-score, parent, stops, token)
+            over.append((key, Beam(path, score), ends))
+            if not stops and plain.ways(path):
+                live.append((key, Beam(path, score)))
+    over, live = sorted(over)[: rules.width], sorted(live)[: rules.width]
+    return [beam for _, beam in live], [beam for _, beam, ends in over if ends]
+
+
+@settings(max_examples=120, deadline=None)
+@given(searches(), st.integers(1, 6), st.integers(0, 1000), st.booleans())
+def test_steps_are_those_of_a_plain_loop(
+    search: tuple[list[Sequence], ItemRules], width: int, seed: int, looks: bool
+) -> None:
+    items, item_rules = search
+    stops = (STOP, OTHER_STOP)
+    trie, plain, random = trie_of(items), Plain(items, item_rules, stops), torch.Generator().manual_seed(seed)
+    rules = rules_of(width, stops=stops, items=item_rules)
+    beams, states, scores = [Beam((), 0.0)], trie.begin(item_rules, 1)[None], torch.zeros(1, 1)
+    slots: list[Beam | None] = [*beams]
+    for number in range(8):
+        rules = rules._replace(is_last=number == 7)
+        logits = torch.randn(1, len(slots), VOCAB, generator=random)
+        by_beam = {beam: row for row, beam in enumerate(slots) if beam is not None}
+        in_slots = sorted(by_beam, key=by_beam.__getitem__)
+        logprobs = [logits[0, by_beam[beam]].log_softmax(-1) for beam in in_slots]
+        expected, ended = plain_step(plain, rules, in_slots, logprobs)
+        with shortcuts(looks):
+            step = take_step(rules, logits, scores, items=Items(trie, states))
+        finished = zip(*(field[0].tolist() for field in step.finished), strict=True)
+        paths = [(slots[parent], token, score) for parent, token, score in finished if score > -math.inf]
+        assert [(*(beam.tokens if beam else ()), token) for beam, token, _ in paths] == [b.tokens for b in ended]
+        assert [score for *_, score in paths] == pytest.approx([b.score for b in ended], abs=1e-5)
+        fields = zip(step.parents[0].tolist(), step.tokens[0].tolist(), step.scores[0].tolist(), strict=True)
+        grown = [
+            None if score == -math.inf else Beam((*slots[parent].tokens, token), score)  # type: ignore[union-attr]
+            for parent, token, score in fields
+        ]
+        found = sorted((beam for beam in grown if beam is not None), key=lambda beam: -beam.score)
+        assert {beam.tokens for beam in found} == {beam.tokens for beam in expected}
+        assert [b.score for b in found] == pytest.approx([b.score for b in expected], abs=1e-5)
+        if not found:
+            return
+        assert step.states is not None
+        slots, states, scores = grown, step.states, step.scores
+
+
+def test_a_bound_by_depth_is_enough_where_the_device_is_not_looked_at() -> None:
+    items = [(1, 2, 3), (1, 4, 5), (1, 4, 6), (1, 4, 7), (2, 2, 2)]
+    trie, rules = trie_of(items), ItemRules("")
+    with shortcuts(False):
+        for length, path in enumerate([(), (1,), (1, 4)]):
+            state = trie.begin(rules, 1)
+            for token in path:
+                state = trie.advance(rules, state, torch.tensor([token]))
+            ways = trie.ways(rules, state[None], (), VOCAB, length)
+            assert ways.tokens.shape[-1] == trie.most_children[length]
+            exist = ways.tokens[0, 0][ways.exist[0, 0]].tolist()
+            assert exist == sorted({item[length] for item in items if item[:length] == path})

@@ -1,0 +1,50 @@
+"""What would repeat an n-gram is what transformers' processor says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import NoRepeatNGramLogitsProcessor
+
+from vllm_trie.search.ngrams import NOTHING, flush_right, is_repeated, without_repeats
+
+VOCAB = 4
+
+
+def texts(num_texts: int, length: int) -> torch.Tensor:
+    return torch.randint(VOCAB, (num_texts, length), generator=torch.Generator().manual_seed(length), dtype=torch.int32)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 30])
+def test_it_is_what_transformers_bans(size: int, length: int) -> None:
+    histories, logprobs = texts(50, length), torch.randn(50, VOCAB).log_softmax(-1)
+    expected = NoRepeatNGramLogitsProcessor(size)(histories.long(), logprobs)
+    assert torch.equal(without_repeats(logprobs, histories, size), expected)
+    assert length < size or size > 3 or (expected == -torch.inf).any()
+    for token in range(VOCAB):
+        bans = is_repeated(histories, torch.full((50,), token), size)
+        assert torch.equal(bans, expected[:, token] == -torch.inf)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_histories_of_several_lengths_are_looked_through_together(size: int) -> None:
+    lengths = np.array([9, 2, 1, 5])
+    tokens, logprobs = texts(8, 9).view(4, 2, 9), torch.zeros(4, 2, VOCAB)
+    found = without_repeats(logprobs, flush_right(tokens, lengths), size)
+    for number, length in enumerate(lengths):
+        alone = without_repeats(logprobs[number], tokens[number, :, :length], size)
+        assert torch.equal(found[number], alone)
+
+
+def test_nothing_in_front_of_a_history_repeats_nothing() -> None:
+    histories = torch.tensor([[NOTHING, NOTHING, NOTHING, 2], [NOTHING, 1, 3, 1]])
+    found = without_repeats(torch.zeros(2, VOCAB), histories, 2)
+    assert (found == -torch.inf).nonzero().tolist() == [[1, 3]]
+    assert (without_repeats(torch.zeros(2, VOCAB), histories, 4) == 0).all()
+
+
+def test_histories_of_equal_length_are_not_copied() -> None:
+    tokens = texts(4, 6).view(2, 2, 6)
+    assert flush_right(tokens, np.array([6, 6])) is tokens

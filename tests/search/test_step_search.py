@@ -1,0 +1,166 @@
+"""Search by steps, against a plain loop, on texts that a hash makes up."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.search.step_reference import Drawn, search
+from vllm_trie.search.step_search import (
+    DrawnStep,
+    ScorerError,
+    StepHypothesis,
+    StepRules,
+    StepSearch,
+    checked_scores,
+    derived_seed,
+)
+
+DELIMITER, EOS = 0, 1
+
+
+def drawn(tokens: tuple[int, ...], seed: int, most: int, stops_at_delimiter: bool) -> Drawn:
+    """A step of letters, which the tokens so far and the seed decide."""
+    draw, new = random.Random(repr((tokens, seed))), list[int]()
+    while len(new) < most:
+        new.append(draw.choice([DELIMITER, EOS, 2, 3]))
+        if new[-1] == EOS:
+            return Drawn(text_of(new[:-1]), (*new,), "stop")
+        if new[-1] == DELIMITER and stops_at_delimiter:
+            return Drawn(text_of(new), (*new,), None)
+    return Drawn(text_of(new), (*new,), "length")
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join("|?ab"[token] for token in tokens)
+
+
+def few_scores(text: str) -> float:
+    """A score that many texts share, so that there are ties."""
+    return float(random.Random(text).randrange(5))
+
+
+def run(rules: StepRules, score: Any = few_scores) -> StepSearch:
+    state, is_over = StepSearch(rules), False
+    while not is_over:
+        steps = []
+        for beam, seed, most, stops in state.draws():
+            text, tokens, reason = drawn(beam.token_ids, seed, most, stops)
+            steps.append(DrawnStep(text, tokens, -1.0 * len(tokens), reason))
+        is_over = state.judge([score(candidate.text) for candidate in state.take(steps)])
+    return state
+
+
+RULES = st.builds(
+    StepRules,
+    width=st.integers(1, 4),
+    candidates=st.integers(1, 3),
+    max_tokens=st.integers(1, 12),
+    max_steps=st.none() | st.integers(1, 4),
+    stops_early=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(RULES)
+def test_it_finds_what_a_plain_loop_finds(rules: StepRules) -> None:
+    state = run(rules)
+    asked = rules.width, rules.candidates, rules.max_tokens, rules.max_steps, rules.stops_early, rules.seed
+    theirs = search(drawn, few_scores, *asked)
+    assert [(h.text, h.token_ids, h.score, h.finish_reason) for h in state.finished] == [(*f,) for f in theirs]
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(RULES)
+def test_what_is_returned_is_as_it_was_drawn(rules: StepRules) -> None:
+    state = run(rules)
+    assert 1 <= len(state.finished) <= rules.width
+    assert len({hypothesis.text for hypothesis in state.finished}) == len(state.finished)
+    for hypothesis in state.finished:
+        assert len(hypothesis.token_ids) <= rules.max_tokens
+        assert len(hypothesis.scores) == len(hypothesis.steps) <= state.num_rounds
+        assert hypothesis.scores == tuple(
+            few_scores("".join(hypothesis.steps[: i + 1])) for i in range(len(hypothesis.steps))
+        )
+        assert hypothesis.sum_logprobs == -len(hypothesis.token_ids)
+    assert state.num_drawn == state.num_rounds * rules.width * rules.candidates
+    if rules.max_steps is not None:
+        assert state.num_rounds <= rules.max_steps
+
+
+def test_a_round_is_dealt_out_evenly_over_its_beams_best_first() -> None:
+    state = StepSearch(StepRules(width=2, candidates=3, max_tokens=10, max_steps=None, stops_early=False, seed=0))
+    assert [draw.beam for draw in state.draws()] == [StepHypothesis()] * 6
+    state.take([DrawnStep(text, [2]) for text in "abcdef"])
+    state.judge([0, 5, 1, 7, 2, 3])
+    assert [draw.beam.text for draw in state.draws()] == ["d", "b"] * 3
+    assert len({draw.seed for draw in state.draws()}) == 6
+
+
+def test_equal_texts_are_one_candidate_but_for_one_that_has_ended() -> None:
+    state = StepSearch(StepRules(width=3, candidates=2, max_tokens=10, max_steps=None, stops_early=False, seed=0))
+    state.draws()
+    drawn_steps = [
+        DrawnStep("a", [2]),
+        DrawnStep("b", [3]),
+        DrawnStep("a", [9, 9]),
+        DrawnStep("a", [2, 1], 0.0, "stop"),
+    ]
+    asked = state.take([*drawn_steps, drawn_steps[1], drawn_steps[3]])
+    assert [(c.text, c.token_ids, c.is_finished) for c in asked] == [
+        ("a", (2,), False),
+        ("b", (3,), False),
+        ("a", (2, 1), True),
+    ]
+    state.judge([1, 2, 3])
+    assert [beam.text for beam in state.beams] == ["b", "a"]  # there are no three
+    assert len(state.draws()) == 6
+
+
+def test_ties_go_to_the_earlier_candidate() -> None:
+    state = StepSearch(StepRules(width=2, candidates=2, max_tokens=10, max_steps=None, stops_early=False, seed=0))
+    state.draws()
+    state.take([DrawnStep(text, [2]) for text in "dcba"])
+    state.judge([1, 1, 1, 1])
+    assert [beam.text for beam in state.beams] == ["d", "c"]
+
+
+def test_the_last_step_goes_on_to_the_end() -> None:
+    state = StepSearch(StepRules(width=1, candidates=1, max_tokens=10, max_steps=2, stops_early=False, seed=0))
+    assert [draw.stops_at_delimiter for draw in state.draws()] == [True]
+    state.take([DrawnStep("a|", [2, 0])])
+    state.judge([1.0])
+    assert [(draw.stops_at_delimiter, draw.max_tokens) for draw in state.draws()] == [(False, 8)]
+
+
+@pytest.mark.parametrize(
+    ("scores", "why"),
+    [
+        ([1.0], "returned 1 scores for 2 candidates; return one for each"),
+        ([1.0, math.nan], "returned nan for candidate 1 of 2; return finite numbers"),
+        ([math.inf, 1.0], "returned inf for candidate 0 of 2; return finite numbers"),
+        ([1.0, -math.inf], "returned -inf for candidate 1 of 2; return finite numbers"),
+        ([1.0, None], "returned what are no scores"),
+        (None, "returned what are no scores"),
+        (["high", 1], "returned what are no scores"),
+    ],
+)
+def test_what_are_no_scores_is_refused(scores: Any, why: str) -> None:
+    with pytest.raises(ScorerError, match=why):
+        checked_scores(scores, 2)
+
+
+def test_scores_may_be_any_finite_numbers() -> None:
+    torch = pytest.importorskip("torch")
+    assert checked_scores(torch.tensor([1.5, -3e38]), 2) == [1.5, torch.tensor(-3e38).item()]
+
+
+def test_seeds_are_the_same_everywhere_and_fit_where_vllm_puts_them() -> None:
+    assert derived_seed(1, 2, 3, 4) == 3197974782137503471
+    assert all(0 <= derived_seed(seed) < 2**63 for seed in range(100))

@@ -1,0 +1,167 @@
+"""The compiled kernel computes attention as float64 does, whatever rows share, and leaves all other rows alone."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+
+from tests.worker.attention.sharing import Batch, Group, any_groups
+from vllm_trie.worker.attention import compiled
+from vllm_trie.worker.attention.cpu_backend import SharedPrefixBuilder
+
+UNTOUCHED = 123.0
+
+if not current_platform.is_cpu():
+    pytest.skip("the kernel is for vLLM's CPU backend", allow_module_level=True)
+if shutil.which(os.environ.get("CXX", "g++")) is None:
+    pytest.skip("no C++ compiler is here, and the kernel is compiled at the start", allow_module_level=True)
+current_platform.import_kernels()
+
+
+def attended(batch: Batch) -> torch.Tensor:
+    """The kernel's outputs, on a cache that vLLM has written."""
+    num_kv_heads, head_size = batch.keys.shape[1:]
+    cache = torch.empty(batch.num_blocks, num_kv_heads, batch.block_size, 2 * head_size)
+    halves = cache.view(batch.num_blocks, num_kv_heads, 2 * batch.block_size, head_size).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(batch.keys, batch.values, *halves, torch.arange(len(batch.keys)), "vec")
+    outputs = torch.full_like(batch.queries, UNTOUCHED)
+    # As a model has them: queries beside keys and values.
+    queries = torch.cat([batch.queries, torch.full_like(batch.queries, torch.nan)], dim=1)
+    plan = compiled.Plan(batch.shared, batch.tables)
+    plan.attend(queries[:, : outputs.shape[1]], outputs, cache, batch.scale)
+    return outputs
+
+
+def check(batch: Batch) -> None:
+    """Raise AssertionError unless rows of groups are as in float64, and others untouched."""
+    batch.forget_unused()
+    found, of_groups = attended(batch), batch.of_groups()
+    assert (found[~of_groups] == UNTOUCHED).all()
+    torch.testing.assert_close(found[of_groups].double(), batch.reference()[of_groups], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (6, 3), (16, 1), (3, 1)], ids=str)
+@pytest.mark.parametrize("head_size", [32, 64, 96, 128, 256])
+def test_heads_of_any_kind(heads: tuple[int, int], head_size: int) -> None:
+    group = Group(13, 3, [1 + row for row in range(13)], [1] * 13)
+    check(Batch([group], *heads, head_size, block_size=32))
+
+
+@pytest.mark.parametrize("block_size", [32, 64, 96, 128, 512])
+def test_blocks_of_any_size_and_prefixes_of_many(block_size: int) -> None:
+    groups = [Group(5, blocks, [1, 31, 32, 33, 300], [1] * 5) for blocks in (1, 2, 7)]
+    check(Batch(groups, 4, 2, 32, block_size))
+
+
+def test_groups_of_many_rows_are_shared_out_among_threads() -> None:
+    threads = torch.get_num_threads()
+    try:
+        for torch_threads in (1, 3):
+            torch.set_num_threads(torch_threads)
+            check(Batch([Group(700, 2, [5] * 700, [1] * 700), Group(1, 1, [3], [1])], 2, 1, 32, 32, others=2))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_rows_that_compute_several_tokens_see_only_what_came_before_each() -> None:
+    check(Batch([Group(6, 2, [1, 4, 9, 33, 40, 64], [1, 4, 5, 33, 2, 64])], 4, 2, 32, 32, others=3))
+
+
+def test_blocks_that_are_shared_but_not_known_to_be_are_read_row_by_row() -> None:
+    check(
+        Batch(
+            [Group(4, 5, [3] * 4, [1] * 4, known_blocks=2), Group(3, 4, [8] * 3, [2] * 3, known_blocks=0)], 4, 2, 32, 32
+        )
+    )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_batch(data: st.DataObject) -> None:
+    groups = data.draw(any_groups(4, 30, 100, 8, 20))
+    num_kv_heads = data.draw(st.integers(1, 3))
+    num_heads = num_kv_heads * data.draw(st.integers(1, 5))
+    others, seed = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 99))
+    check(Batch(groups, num_heads, num_kv_heads, 32 * data.draw(st.integers(1, 3)), 32, others, seed))
+
+
+def test_great_scores_are_no_harm() -> None:
+    batch = Batch([Group(9, 4, [5] * 9, [1] * 9)], 2, 2, 32, 32)
+    batch.queries *= 300
+    check(batch)
+
+
+def test_vllms_kernel_agrees() -> None:
+    compiled.check.__wrapped__(num_heads=6, num_kv_heads=2, head_size=64, block_size=32)
+
+
+def test_a_cache_that_is_laid_out_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = ops.cpu_attention_with_kv_cache
+    monkeypatch.setattr(
+        ops, "cpu_attention_with_kv_cache", lambda q, k, v, *rest: attention(q, k, v.flip(-1).contiguous(), *rest)
+    )
+    with pytest.raises(compiled.CompilerError, match="lays its KV cache out otherwise"):
+        compiled.check.__wrapped__(num_heads=2, num_kv_heads=2, head_size=32, block_size=32)
+
+
+@pytest.fixture
+def _no_kernel_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path / "trie_beam")
+    monkeypatch.setattr(compiled, "_library", compiled._library.__wrapped__)
+
+
+@pytest.mark.usefixtures("_no_kernel_yet")
+def test_the_kernel_is_compiled_once_and_finds_the_openmp_of_torch(tmp_path: Path) -> None:
+    compiled.kernel.__wrapped__()
+    (library,) = (tmp_path / "trie_beam").iterdir()
+    written = library.stat().st_mtime_ns
+    compiled.kernel.__wrapped__()
+    assert [file.stat().st_mtime_ns for file in (tmp_path / "trie_beam").iterdir()] == [written]
+    needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+    assert "omp" not in needed
+    runtimes = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp.so" in line}
+    assert len(runtimes) == 1
+
+
+@pytest.mark.usefixtures("_no_kernel_yet")
+def test_without_a_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(compiled.CompilerError, match="no-such-compiler does not run"):
+        compiled.kernel.__wrapped__()
+
+
+@pytest.mark.usefixtures("_no_kernel_yet")
+@pytest.mark.parametrize(("says", "why"), [("echo in file >&2; echo error: bad >&2", "error: bad"), ("", "status 1")])
+def test_a_compiler_that_fails_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, says: str, why: str
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\n{says}\nexit 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", os.fspath(compiler))
+    with pytest.raises(compiled.CompilerError, match=f"does not compile its kernel: {why}"):
+        compiled.kernel.__wrapped__()
+    assert not [*(tmp_path / "trie_beam").iterdir()]
+
+
+@pytest.mark.usefixtures("_no_kernel_yet")
+def test_a_folder_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path / "file" / "trie_beam")
+    with pytest.raises(compiled.CompilerError, match=r"cannot be written: .*; set VLLM_CACHE_ROOT"):
+        compiled.kernel.__wrapped__()
+
+
+def test_builders_are_called_as_vllm_calls_its_own() -> None:
+    """vLLM derives builders from those of a backend, and calls theirs by position."""
+    inspect.signature(SharedPrefixBuilder.build).bind(None, 0, None, False)

@@ -1,0 +1,26 @@
+"""What the rows of groups compute is laid out so that a kernel reads it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_trie.worker.attention.shared_rows import SharedRows, tokens_of
+
+
+def test_tokens_of_groups_come_one_group_after_the_other_and_each_sees_what_came_before() -> None:
+    starts, lengths = np.array([0, 1, 4, 5, 7]), np.array([70, 73, 200, 66])
+    groups = [SharedRows(np.array([3, 0]), 64), SharedRows(np.array([1]), 32)]
+    shared = tokens_of(groups, starts, lengths, block_size=32)
+    assert shared.places.tolist() == [5, 6, 0, 1, 2, 3]
+    assert shared.rows.tolist() == [3, 3, 0, 1, 1, 1]
+    assert shared.lengths.tolist() == [65, 66, 70, 71, 72, 73]
+    assert shared.starts.tolist() == [0, 3, 6]
+    assert shared.num_shared.tolist() == [64, 32]
+    assert {array.dtype for array in shared} == {np.dtype(np.int32)}
+
+
+def test_no_token_sees_shared_blocks_that_come_after_it() -> None:
+    """Rows that compute their histories anew know of blocks that they have yet to fill."""
+    shared = tokens_of([SharedRows(np.array([0, 1]), 96)], np.array([0, 40, 80]), np.array([100, 100]), block_size=32)
+    assert shared.lengths.min() == 61
+    assert shared.num_shared.tolist() == [32]

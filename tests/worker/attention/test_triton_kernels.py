@@ -1,0 +1,69 @@
+"""The Triton kernels compute attention as float64 does, whatever rows share: on a GPU, or interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.worker.attention.sharing import Batch, Group, any_groups
+from vllm_trie.worker.attention import triton_kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+UNTOUCHED = 123.0
+
+
+def check(batch: Batch, dtype: torch.dtype = torch.float32, rtol: float = 1e-5, heads_first: bool = True) -> None:
+    """Raise AssertionError unless rows of groups are as in float64, and others untouched."""
+    batch.forget_unused()
+    num_kv_heads, head_size = batch.keys.shape[1:]
+    by_block = (-1, batch.block_size, num_kv_heads, head_size)
+    cache = torch.cat([part.view(by_block) for part in (batch.keys, batch.values)], dim=-1).transpose(1, 2)
+    cache = (cache.contiguous() if heads_first else cache).to(DEVICE, dtype)
+    outputs = torch.full_like(batch.queries, UNTOUCHED, device=DEVICE, dtype=dtype)
+    queries = torch.cat([batch.queries, torch.full_like(batch.queries, torch.nan)], dim=1).to(DEVICE, dtype)
+    shared, heads = batch.shared, (batch.queries.shape[1], num_kv_heads)
+    plan = triton_kernels.Plan(shared, torch.from_numpy(shared.lengths).to(DEVICE), batch.tables.to(DEVICE), heads)
+    plan.attend(queries[:, : heads[0]], outputs, cache, batch.scale)
+    found, of_groups = outputs.cpu(), batch.of_groups()
+    assert (found[~of_groups] == UNTOUCHED).all()
+    torch.testing.assert_close(found[of_groups].double(), batch.reference()[of_groups], rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (6, 3), (32, 1), (7, 1)], ids=str)
+@pytest.mark.parametrize("head_size", [32, 64, 80])
+def test_heads_of_any_kind(heads: tuple[int, int], head_size: int) -> None:
+    check(Batch([Group(11, 2, [1 + row for row in range(11)], [1] * 11)], *heads, head_size, block_size=16))
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 48, 128])
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_blocks_of_any_size_and_layout(block_size: int, heads_first: bool) -> None:
+    groups = [Group(3, blocks, [1, 31, 70], [1] * 3) for blocks in (1, 5)]
+    check(Batch(groups, 4, 2, 32, block_size, others=2), heads_first=heads_first)
+
+
+def test_long_prefixes_are_read_in_parts() -> None:
+    batch = Batch([Group(2, 40, [1, 5], [1, 5]), Group(3, 1, [4] * 3, [1] * 3)], 2, 1, 32, 32)
+    heads = 2, 1
+    plan = triton_kernels.Plan(batch.shared, torch.from_numpy(batch.shared.lengths), batch.tables, heads)
+    assert plan._num_parts > 1
+    check(batch)
+
+
+def test_half_precision_is_as_exact_as_its_numbers() -> None:
+    batch = Batch([Group(9, 6, [5] * 9, [1] * 9)], 4, 2, 64, 16)
+    batch.queries, batch.keys, batch.values = (
+        part.half().float() for part in (batch.queries, batch.keys, batch.values)
+    )
+    check(batch, torch.float16, rtol=3e-3)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_batch(data: st.DataObject) -> None:
+    groups = data.draw(any_groups(3, 10, 60, 4, 12))
+    num_kv_heads = data.draw(st.integers(1, 2))
+    num_heads = num_kv_heads * data.draw(st.integers(1, 4))
+    check(Batch(groups, num_heads, num_kv_heads, 32, 16, data.draw(st.integers(0, 2)), data.draw(st.integers(0, 99))))

@@ -1,0 +1,125 @@
+"""Make catalogs, and look into them: `python -m vllm_trie.catalog --help`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tqdm import tqdm
+
+from vllm_trie.catalog.arrays import level_starts
+from vllm_trie.catalog.catalog import Catalog
+from vllm_trie.catalog.lines import read_items
+from vllm_trie.catalog.structure import check_structure
+from vllm_trie.catalog.tokenizer import load_tokenizer, tokenizer_digest
+
+PROGRAM = "python -m vllm_trie.catalog"
+INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """One sentence for a mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the three commands."""
+    commands = _Parser(prog=PROGRAM, description="Catalogs of items for beams to go along, as files.")
+    add = commands.add_subparsers(dest="command", required=True, metavar="COMMAND").add_parser
+    build = add("build", help="Make a catalog.")
+    build.add_argument("input", type=Path, metavar="INPUT", help="An item per line: .jsonl or .json, or else text.")
+    build.add_argument("output", type=Path, metavar="OUTPUT", help="The catalog; what was there is replaced.")
+    inspect = add("inspect", help="Show what a catalog holds.")
+    inspect.add_argument("--items", type=_positive, default=0, metavar="N", help="Show the first N items instead.")
+    check = add("check", help="Verify a catalog; status 1 if something is wrong with it.")
+    for command in (inspect, check):
+        command.add_argument("catalog", type=Path, metavar="FILE")
+    for command in (build, check):
+        command.add_argument("--tokenizer", metavar="MODEL", help="Folder or name of the model to be searched with.")
+        command.add_argument(
+            "--vocab-size", type=_positive, metavar="N", help="Its tokens; the tokenizer's, if left out."
+        )
+    return commands
+
+
+def main() -> None:
+    """Run one command. Ends with status 1, and one sentence, if it fails."""
+    args = parser().parse_args()
+    try:
+        {"build": _build, "inspect": _inspect, "check": _check}[args.command](args)
+    except (ValueError, OSError) as error:
+        sys.exit(f"{PROGRAM}: {error}")
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted; no file is half written", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
+def _build(args: argparse.Namespace) -> None:
+    if not args.output.absolute().parent.is_dir():
+        raise ValueError(f"{args.output} cannot be written: there is no folder {args.output.parent}")
+    tokenizer, digest, vocab_size = _vocabulary(args)
+    with tqdm(desc="Reading items", total=args.input.stat().st_size, unit="B", unit_scale=True) as bar:
+        items = read_items(args.input, tokenizer, vocab_size, bar.update)
+    catalog = Catalog.from_items(items, vocab_size, digest, lambda depths: tqdm(depths, "Sorting", unit=" levels"))
+    catalog.save(args.output)
+    num_duplicates = len(items.ids) - catalog.num_items
+    print(f"{args.output}: {catalog.num_items:,} items, {num_duplicates:,} duplicates left out")
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    catalog = Catalog.open(args.catalog)
+    if args.items:
+        for index, own_id in enumerate(catalog.item_ids[: args.items].tolist()):
+            print(json.dumps({"tokens": catalog.sequence(index), "id": own_id}))
+        return
+    vocabulary = f"of {catalog.vocab_size:,} tokens, " if catalog.vocab_size else ""
+    on_device = catalog.num_bytes_on_device
+    for name, value in (
+        ("items", f"{catalog.num_items:,}, of {catalog.shortest} to {catalog.longest} tokens"),
+        ("prefixes", "none is a prefix of another" if catalog.is_prefix_free else "some are prefixes of others"),
+        ("on a device", f"{on_device:,} bytes, {on_device / catalog.num_items:.1f} an item"),
+        ("vocabulary", f"{vocabulary}highest token {catalog.max_token:,}"),
+        ("tokenizer", catalog.tokenizer or "not known"),
+        ("digest", catalog.digest),
+    ):
+        print(f"{name:12} {value}")
+    print(f"\n{'depth':>5} {'nodes':>12} {'items':>12} {'most children':>14}")
+    levels = zip(pairwise(level_starts(catalog.first_child)), [*catalog.most_children, 0], strict=True)
+    for depth, ((start, end), most) in enumerate(levels):
+        print(f"{depth:5} {end - start:12,} {catalog.is_item[start:end].sum():12,} {most:14,}")
+
+
+def _check(args: argparse.Namespace) -> None:
+    catalog = Catalog.open(args.catalog)
+    check_structure(catalog)
+    _, digest, vocab_size = _vocabulary(args)
+    if vocab_size is not None:
+        catalog.check_fits(vocab_size, digest)
+    print(f"{args.catalog} is as it was built: {catalog.num_items:,} items")
+
+
+def _vocabulary(args: argparse.Namespace) -> tuple[Any, str | None, int | None]:
+    """The tokenizer, its digest and the number of tokens, as far as they are given."""
+    if args.tokenizer is None:
+        return None, None, args.vocab_size
+    tokenizer = load_tokenizer(args.tokenizer)
+    return tokenizer, tokenizer_digest(tokenizer), args.vocab_size or len(tokenizer)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # what is piped into head ends with it
+    main()

@@ -1,0 +1,192 @@
+"""A catalog: a set of items, each a sequence of tokens, as a trie that devices and hosts look up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from vllm_trie.catalog.arrays import build_arrays
+from vllm_trie.catalog.file_format import AGAIN, Header, pack, unpack
+from vllm_trie.catalog.items import Items
+
+NO_NODE = NO_ITEM = -1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Catalog(Header):
+    """Token sequences as a trie in compressed rows; immutable.
+
+    Node 0 is the root. Nodes are numbered level by level, the children of a node one after the other, ascending
+    by token: those of node s are `first_child[s]` to `first_child[s + 1] - 1`.
+    """
+
+    name: str  # in errors: its path
+    digest: str  # of the whole content, in hex
+    item_ids: np.ndarray  # [items] int64, in the order of their nodes: an item's own id, else the index of its line
+    first_child: np.ndarray  # [nodes + 1] int32
+    tokens: np.ndarray  # [nodes] int32, the token by which a node is entered; -1 at the root
+    is_item: np.ndarray  # [nodes] bool, an item ends here
+    data: memoryview  # the whole content, of which all arrays are views
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """A catalog in a file, which is mapped into memory. The file may be replaced meanwhile, but not written to.
+
+        Raises:
+            ValueError: it cannot be read, or is no catalog, or is not as it was written.
+        """
+        try:
+            with open(path, "rb") as file:
+                is_empty = not os.fstat(file.fileno()).st_size
+                data = b"" if is_empty else mmap(file.fileno(), 0, access=ACCESS_READ)  # nothing cannot be mapped
+        except OSError as error:
+            raise ValueError(f"catalog {path} cannot be read: {error.strerror}; pass what build has written") from None
+        return cls._of(memoryview(data), str(path))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str = "(in memory)") -> Self:
+        """What `to_bytes` has given. Raises as `open` does."""
+        return cls._of(memoryview(data), name)
+
+    @classmethod
+    def from_sequences(
+        cls,
+        sequences: Iterable[Sequence[int]],
+        ids: Sequence[int] | None = None,
+        vocab_size: int | None = None,
+        tokenizer: str | None = None,
+    ) -> Self:
+        """A catalog of sequences. Of equal ones the first one counts; one may be a prefix of another.
+
+        Args:
+            ids: By sequence, not negative. If None, a sequence's index.
+            vocab_size: Token ids are below.
+            tokenizer: `tokenizer_digest` of the tokenizer that the ids come from.
+
+        Raises:
+            ValueError: a sequence is empty or has a token that is none; there are no sequences.
+        """
+        rows = list(sequences)
+        numbers = np.arange(len(rows)) if ids is None else ids
+        return cls.from_items(Items.of(rows, numbers, vocab_size, "sequence {}".format), vocab_size, tokenizer)
+
+    @classmethod
+    def from_items(
+        cls,
+        items: Items,
+        vocab_size: int | None,
+        tokenizer: str | None,
+        progress: Callable[[range], Iterable[int]] = iter,
+    ) -> Self:
+        """A catalog of items that have been checked; `progress` as in `build_arrays`."""
+        arrays = build_arrays(items, progress)
+        return cls.from_bytes(pack(Header.of(arrays, vocab_size, tokenizer), arrays))
+
+    @classmethod
+    def _of(cls, data: memoryview, name: str) -> Self:
+        digest, header, arrays = unpack(data, name)
+        return cls(**vars(header), **arrays._asdict(), name=name, digest=digest, data=data)
+
+    @property
+    def num_bytes_on_device(self) -> int:
+        """What `first_child`, `tokens` and `is_item` take."""
+        return self.first_child.nbytes + self.tokens.nbytes + self.is_item.nbytes
+
+    def to_bytes(self) -> bytes:
+        return bytes(self.data)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file, or replace one: whoever opens it sees the old content or the new one, whole."""
+        target = Path(path)
+        part = target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            with part.open("wb") as file:
+                file.write(self.data)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def find(self, token_ids: np.ndarray) -> np.ndarray:
+        """Which items some sequences are.
+
+        Args:
+            token_ids: [n, longest] int, each row padded with -1.
+
+        Returns:
+            [n] int64 ids, -1 for what is no item.
+        """
+        nodes = np.zeros(len(token_ids), np.int64)
+        for tokens in token_ids.T:
+            nodes = np.where(tokens < 0, nodes, self._children(nodes, tokens))
+        is_item = (nodes >= 0) & self.is_item[nodes]
+        return np.where(is_item, self.item_ids[self._item_indices[nodes]], NO_ITEM)
+
+    def find_in_a_row(self, token_ids: np.ndarray, count: int) -> np.ndarray:
+        """Which items follow one another in some sequences, where no item begins another one.
+
+        Args:
+            token_ids: [n, longest] int, each row padded with -1.
+            count: Items of each.
+
+        Returns:
+            [n, count] int64 ids, -1 for what is no item.
+        """
+        found = np.full((len(token_ids), count), NO_ITEM, np.int64)
+        nodes, num_found = np.zeros(len(token_ids), np.int64), np.zeros(len(token_ids), np.int64)
+        for tokens in token_ids.T:
+            nodes = np.where(tokens < 0, NO_NODE, self._children(nodes, tokens))
+            (ended,) = ((nodes >= 0) & self.is_item[nodes] & (num_found < count)).nonzero()
+            found[ended, num_found[ended]] = self.item_ids[self._item_indices[nodes[ended]]]
+            num_found[ended] += 1
+            nodes[ended] = 0
+        return found
+
+    def sequence(self, index: int) -> list[int]:
+        """Token ids of an item, by its index in `item_ids`."""
+        node, tokens = np.searchsorted(self._item_indices, np.int32(index)), list[int]()
+        while node:
+            tokens.append(int(self.tokens[node]))
+            node = np.searchsorted(self.first_child, np.int32(node), side="right") - 1  # int64 would copy first_child
+        return tokens[::-1]
+
+    def check_fits(self, vocab_size: int, tokenizer: str | None) -> None:
+        """Raise ValueError if this was built for another vocabulary.
+
+        Args:
+            vocab_size: Of the model.
+            tokenizer: `tokenizer_digest` of the model's tokenizer; None if it is not known.
+        """
+        if self.max_token >= vocab_size:
+            reason = f"token {self.max_token} is in it, and the model has {vocab_size} tokens"
+        elif tokenizer is not None and self.tokenizer not in (None, tokenizer):
+            reason = f"its tokenizer's is {self.tokenizer}, and the model's {tokenizer}"
+        elif self.tokenizer is None and self.vocab_size is not None and self.vocab_size > vocab_size:
+            reason = f"of {self.vocab_size} tokens, and the model has {vocab_size}"
+        else:
+            return
+        raise ValueError(f"catalog {self.name} was built for another vocabulary: {reason}; {AGAIN} --tokenizer MODEL")
+
+    @cached_property
+    def _item_indices(self) -> np.ndarray:
+        """[nodes] int32, indices in `item_ids`, right where an item ends."""
+        return np.cumsum(self.is_item, dtype=np.int32) - np.int32(1)
+
+    def _children(self, nodes: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """[n] the child of each node by a token, -1 if there is none; -1 has no children."""
+        low, end = self.first_child[nodes].astype(np.int64), self.first_child[nodes + 1]
+        high = end.astype(np.int64)  # for node -1 this is below `low`
+        for _ in range(int((high - low).max(initial=0)).bit_length()):
+            middle = (low + high) >> 1
+            is_right = (low < high) & (self.tokens[np.minimum(middle, self.num_nodes - 1)] < tokens)
+            low, high = np.where(is_right, middle + 1, low), np.where(is_right, high, middle)
+        is_child = (low < end) & (self.tokens[np.minimum(low, self.num_nodes - 1)] == tokens)
+        return np.where(is_child, low, NO_NODE)

@@ -1,0 +1,116 @@
+r"""The format of a catalog, in a file and between processes; all numbers are little-endian.
+
+| bytes | content |
+|---|---|
+| 0 to 7 | `b"TRIECAT\n"` |
+| 8 to 11 | version of the format |
+| 12 to 15 | h, the length of the header in bytes |
+| 16 to 23 | length of all in bytes |
+| 24 to 55 | SHA-256 of bytes 8 to 23 and of all from byte 56 on |
+| 56 to 55 + h | `Header` in JSON, and spaces |
+| from a multiple of 64 on | `Arrays`, one after the other |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from vllm_trie.catalog.arrays import Arrays, level_starts
+
+MAGIC, VERSION = b"TRIECAT\n", 1
+PREAMBLE, ALIGNMENT = struct.Struct("<8sIIQ"), 64
+START = PREAMBLE.size + hashlib.sha256().digest_size  # of the header
+AGAIN = "build it again by python -m vllm_trie.catalog build"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a catalog says of itself."""
+
+    num_items: int
+    num_nodes: int
+    vocab_size: int | None  # token ids are below, as far as whoever built it knew
+    tokenizer: str | None  # `tokenizer_digest` of the tokenizer that it was built with
+    shortest: int  # tokens of an item
+    longest: int
+    most_children: list[int]  # by depth, from the root's 0 to longest - 1
+    is_prefix_free: bool  # no item goes on as another one
+    max_token: int
+
+    @classmethod
+    def of(cls, arrays: Arrays, vocab_size: int | None, tokenizer: str | None) -> Header:
+        starts = level_starts(arrays.first_child)
+        num_children = np.diff(arrays.first_child)
+        return cls(
+            num_items=len(arrays.item_ids),
+            num_nodes=len(arrays.tokens),
+            vocab_size=vocab_size,
+            tokenizer=tokenizer,
+            shortest=int(np.searchsorted(starts, arrays.is_item.argmax(), side="right")) - 1,
+            longest=len(starts) - 2,
+            most_children=[int(num_children[level].max()) for level in map(slice, starts[:-2], starts[1:-1])],
+            is_prefix_free=not num_children[arrays.is_item].any(),
+            max_token=int(arrays.tokens.max()),
+        )
+
+
+class Content(NamedTuple):
+    """A catalog that was read."""
+
+    digest: str
+    header: Header
+    arrays: Arrays  # views
+
+
+def pack(header: Header, arrays: Arrays) -> bytes:
+    """A catalog in this format."""
+    text = msgspec.json.encode(header)
+    text += b" " * (-(START + len(text)) % ALIGNMENT)
+    body = [memoryview(text), *(array.data for array in arrays)]
+    preamble = PREAMBLE.pack(MAGIC, VERSION, len(text), START + sum(part.nbytes for part in body))
+    return b"".join([preamble, _digest(preamble, *body), *body])
+
+
+def unpack(data: memoryview, name: str) -> Content:
+    """Views of a catalog's parts.
+
+    Args:
+        name: What to call it in an error.
+
+    Raises:
+        ValueError: it is no catalog, or of another version, or not as it was written.
+    """
+    if len(data) < START or data[: len(MAGIC)] != MAGIC:
+        raise ValueError(f"{name} is no catalog; make one by python -m vllm_trie.catalog build")
+    _, version, length, size = PREAMBLE.unpack_from(data)
+    if version != VERSION:
+        raise ValueError(f"{name} is a catalog of format {version}, and this vllm_trie reads {VERSION}; {AGAIN}")
+    if size != len(data):
+        raise ValueError(f"{name} is cut short or damaged: {len(data)} bytes of {size}; copy it again, or {AGAIN}")
+    if _digest(data[: PREAMBLE.size], data[START:]) != (digest := data[PREAMBLE.size : START]):
+        raise ValueError(f"{name} is damaged: its checksum is wrong; copy it again, or {AGAIN}")
+    start = START + length
+    header = msgspec.json.decode(data[START:start], type=Header)
+    views = []
+    for dtype, count in (
+        (np.int64, header.num_items),
+        (np.int32, header.num_nodes + 1),
+        (np.int32, header.num_nodes),
+        (np.bool_, header.num_nodes),
+    ):
+        views.append(np.frombuffer(data, dtype, count, start))
+        start += views[-1].nbytes
+    return Content(digest.hex(), header, Arrays(*views))
+
+
+def _digest(preamble: bytes | memoryview, *body: memoryview) -> bytes:
+    hashed = hashlib.sha256(preamble[len(MAGIC) :])
+    for part in body:
+        hashed.update(part)
+    return hashed.digest()

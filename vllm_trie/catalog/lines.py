@@ -1,0 +1,101 @@
+"""Input of a catalog: a file with an item per line, as JSON or as plain text. Blank lines count, and are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vllm_trie.catalog.items import Items
+
+CHUNK_BYTES = 1 << 20
+JSON_SUFFIXES = (".json", ".jsonl")
+FORMS = '[1, 2], "text", {"tokens": [1, 2]} or {"text": "text"}, these two with an "id" or not'
+
+
+class Line(msgspec.Struct):
+    """A line that is a JSON object; what else it has does not matter."""
+
+    tokens: list[int] | None = None
+    text: str | None = None
+    id: int | None = None
+
+
+Row = list[int] | str | Line
+
+
+def read_items(path: Path, tokenizer: Any, vocab_size: int | None, progress: Callable[[int], object]) -> Items:
+    """All items of a file, those that are texts as tokens; an item's id is its own, or else its line's index.
+
+    Args:
+        path: JSON if its name says so, or else text.
+        tokenizer: Of transformers; None if there are no texts.
+        vocab_size: Token ids are below.
+        progress: Is called with numbers of bytes, once they are dealt with.
+
+    Raises:
+        ValueError: naming the line, and what is wrong with it.
+        OSError: the file cannot be read.
+    """
+    decode = msgspec.json.Decoder(Row).decode if path.suffix.lower() in JSON_SUFFIXES else _text
+    parts, num_lines = list[Items](), 0
+    with path.open("rb") as file:
+        while lines := file.readlines(CHUNK_BYTES):
+            numbers, rows = _decode(lines, num_lines, decode, path)
+            parts.append(_items(rows, numbers, path, tokenizer, vocab_size))
+            num_lines += len(lines)
+            progress(sum(map(len, lines)))
+    if not sum(len(part.ids) for part in parts):
+        raise ValueError(f"{path} has no items; write one per line: {FORMS}")
+    return Items.joined(parts)
+
+
+def _text(line: bytes) -> str:
+    if not line.strip():
+        raise ValueError("it is blank")
+    return line.decode().rstrip("\r\n")
+
+
+def _decode(
+    lines: Sequence[bytes], start: int, decode: Callable[[bytes], Row], path: Path
+) -> tuple[Sequence[int], list[Row]]:
+    """Indices of the lines that are not blank, and what they hold."""
+    try:
+        return range(start, start + len(lines)), list(map(decode, lines))
+    except ValueError:
+        numbers, rows = [], []
+    for number, line in enumerate(lines, start):
+        if line.strip():
+            try:
+                rows.append(decode(line))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number + 1}: {error}; write {FORMS}") from None
+            numbers.append(number)
+    return numbers, rows
+
+
+def _items(rows: list[Row], numbers: Sequence[int], path: Path, tokenizer: Any, vocab_size: int | None) -> Items:
+    def name(index: int) -> str:
+        return f"{path}, line {numbers[index] + 1}"
+
+    if set(map(type, rows)) == {list}:
+        return Items.of(rows, numbers, vocab_size, name)  # type: ignore[arg-type]
+    ids, sequences = list(numbers), list[Any]()
+    for index, row in enumerate(rows):
+        if isinstance(row, Line):
+            if (row.tokens is None) == (row.text is None):
+                raise ValueError(f'{name(index)} needs either "tokens" or "text"')
+            ids[index] = ids[index] if row.id is None else row.id
+            sequences.append(row.text if row.tokens is None else row.tokens)
+        else:
+            sequences.append(row)
+    texts = [index for index, sequence in enumerate(sequences) if isinstance(sequence, str)]
+    if texts and tokenizer is None:
+        raise ValueError(f"{name(texts[0])} is a text; say by --tokenizer what makes tokens of it")
+    if texts:
+        found = tokenizer([sequences[index] for index in texts], add_special_tokens=False, verbose=False)["input_ids"]
+        for index, tokens in zip(texts, found, strict=True):
+            sequences[index] = tokens
+    return Items.of(sequences, ids, vocab_size, name)

@@ -1,0 +1,151 @@
+"""The catalogs of one engine as its scheduler sees them: named ones, and sets that came with requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from vllm_trie.catalog import Catalog
+from vllm_trie.compat.patch import Patch, arguments
+from vllm_trie.messages import CatalogChanges
+from vllm_trie.search.item_trie import ItemRules
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
+NO_TOKEN = -1
+MOST_INLINE = 32  # sets of requests that are kept on the device while nobody uses them
+
+
+LOAD_CATALOG = "load_catalog"  # the workers' method, and what the engine does beside them
+
+collective_rpc = Patch("vllm.v1.engine.core:EngineCore", "collective_rpc")
+
+
+def take_new_catalogs() -> None:
+    """From now on, the scheduler of an engine in this process knows what its workers are told to load."""
+    collective_rpc.wrap(_load)
+
+
+def _load(original: Callable[..., list[Any]], self: EngineCore, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    results = original(self, method, *args, **kwargs)
+    if method == LOAD_CATALOG:
+        name, path = arguments(original, self, method, *args, **kwargs)["args"]
+        digest = self.scheduler.catalogs.load(name, path)
+        if set(results) != {digest}:
+            raise RuntimeError(f"catalog {path} changed while it was loaded; write a new file, and load that")
+    return results
+
+
+class CatalogCounts(NamedTuple):
+    """What workers hold."""
+
+    items: int
+    bytes: int  # on each device
+    loads: int  # of named ones, so far
+
+
+class EngineCatalogs:
+    """Which catalogs there are, and who uses them.
+
+    A search goes on with the version that it began with. What nobody uses any more, and no name stands for, leaves the
+    workers with the next step.
+
+    Args:
+        paths: Files, by name.
+    """
+
+    def __init__(self, paths: Mapping[str, str]) -> None:
+        self._num_loads = 0
+        self._names: dict[str, str] = {}  # digests
+        self._catalogs: dict[str, Catalog] = {}  # by digest
+        self._inline: list[str] = []  # digests of sets that came with requests, the one that was used last at the end
+        self._users: Counter[str] = Counter()
+        self._changes = CatalogChanges()
+        self.has_news = False  # since `counts`
+        for name, path in paths.items():
+            self.load(name, path)
+
+    def counts(self) -> CatalogCounts:
+        """What there is now, as it was reported."""
+        self.has_news, catalogs = False, self._catalogs.values()
+        num_bytes = sum(catalog.num_bytes_on_device for catalog in catalogs)
+        return CatalogCounts(sum(catalog.num_items for catalog in catalogs), num_bytes, self._num_loads)
+
+    def load(self, name: str, path: str) -> str:
+        """Let a name stand for a file from now on, which the workers have loaded. Returns its digest."""
+        old, catalog = self._names.get(name), Catalog.open(path)
+        self._add(catalog)
+        self._names[name] = catalog.digest
+        self._num_loads += 1
+        self.has_news = True
+        if old is not None:
+            self._drop_unused(old)
+        return catalog.digest
+
+    def acquire(self, name: str | None, content: bytes | None) -> str:
+        """Digest of the catalog that a new search goes along: a name's present one, or what came with the request."""
+        if content is None:
+            assert name is not None
+            digest = self._names[name]
+        else:
+            catalog = Catalog.from_bytes(content)
+            digest = catalog.digest
+            if digest not in self._catalogs and not self._add(catalog):
+                self._changes.new[digest] = content
+            if digest in self._inline:
+                self._inline.remove(digest)
+            self._inline.append(digest)
+        self._users[digest] += 1
+        return digest
+
+    def release(self, digest: str) -> None:
+        """A search is over."""
+        self._users[digest] -= 1
+        while len(self._inline) > MOST_INLINE:
+            self._drop_unused(self._inline.pop(0))
+        self._drop_unused(digest)
+
+    def take_changes(self) -> CatalogChanges:
+        """What workers must do before the next step."""
+        changes, self._changes = self._changes, CatalogChanges()
+        return changes
+
+    def item_ids(self, rules: ItemRules, stops: tuple[int, ...], sequences: Sequence[list[int]]) -> list[Any]:
+        """The items of some hypotheses: of each its id, or a list of them where there are several.
+
+        Args:
+            rules: How they went along the catalog.
+            stops: Stop tokens.
+            sequences: Tokens of each.
+        """
+        items = [self._of_items(rules, stops, tokens) for tokens in sequences]
+        padded = np.full((len(items), max(map(len, items), default=0)), NO_TOKEN, np.int32)
+        for row, tokens in zip(padded, items, strict=True):
+            row[: len(tokens)] = tokens
+        catalog = self._catalogs[rules.catalog]
+        found = catalog.find(padded) if rules.num_items == 1 else catalog.find_in_a_row(padded, rules.num_items)
+        return list(found.tolist())
+
+    @staticmethod
+    def _of_items(rules: ItemRules, stops: tuple[int, ...], tokens: list[int]) -> list[int]:
+        """The tokens of a hypothesis that are its items'."""
+        start = 0 if rules.after is None else tokens.index(rules.after) + 1
+        return tokens[start : len(tokens) - (rules.ends_with_stop and tokens[-1] in stops)]
+
+    def _add(self, catalog: Catalog) -> bool:
+        """Know a catalog. Returns whether workers were about to forget it, and now are not."""
+        self._catalogs[catalog.digest] = catalog
+        self.has_news = True
+        return self._changes.gone.pop(catalog.digest, False)
+
+    def _drop_unused(self, digest: str) -> None:
+        is_kept = self._users[digest] or digest in self._inline or digest in self._names.values()
+        if not is_kept and digest in self._catalogs:
+            del self._catalogs[digest], self._users[digest]
+            self.has_news = True
+            if self._changes.new.pop(digest, None) is None:  # else no worker has it yet
+                self._changes.gone[digest] = True

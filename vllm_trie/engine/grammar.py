@@ -1,0 +1,118 @@
+"""Grammars of beam groups: a matcher per row, which forks where its beam does, and the masks of all rows at once.
+
+A matcher is vLLM's `StructuredOutputGrammar`. Those of xgrammar and guidance can be copied with the state they are in;
+a search under another backend is refused in the front end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+from vllm.v1.structured_output.backend_types import StructuredOutputBackend, StructuredOutputGrammar
+from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
+
+from vllm_trie.messages import RowMasks
+
+if TYPE_CHECKING:
+    from vllm.v1.structured_output.request import StructuredOutputRequest
+    from xgrammar import BatchGrammarMatcher, GrammarMatcher
+
+
+class GrammarError(ValueError):
+    """What a backend's masks allow, its matcher refuses: a fault of the backend."""
+
+
+class RowMatchers:
+    """What each row of one group has matched of the group's grammar.
+
+    Args:
+        request: vLLM's, which has the grammar once it is compiled. Its own matcher stays at the beginning.
+    """
+
+    def __init__(self, request: StructuredOutputRequest) -> None:
+        self._request = request
+        self.restart()
+
+    def restart(self) -> None:
+        """Match from the beginning again, in one row."""
+        self._rows: list[StructuredOutputGrammar | None] | None = None
+
+    @property
+    def rows(self) -> list[StructuredOutputGrammar | None]:
+        """By row; None for one that has no beam."""
+        if self._rows is None:
+            grammar = self._request.grammar
+            assert isinstance(grammar, StructuredOutputGrammar), "no step is scheduled before the grammar is compiled"
+            self._rows = [_fork(grammar)]
+        return self._rows
+
+    def advance(self, parents: Sequence[int], tokens: Sequence[int], scores: Sequence[float]) -> None:
+        """Follow one step of the search.
+
+        Args:
+            parents: By row, the row whose beam it continues.
+            tokens: By row, what it continues it with.
+            scores: By row; -inf where there is no beam.
+
+        Raises:
+            GrammarError: the grammar does not take a token that its mask allowed.
+        """
+        before = self.rows
+        lives = [score > -np.inf for score in scores]
+        last_child = {parent: row for row, parent in enumerate(parents) if lives[row]}
+        after: list[StructuredOutputGrammar | None] = [None] * len(parents)
+        for row, (parent, token) in enumerate(zip(parents, tokens, strict=True)):
+            if not lives[row]:
+                continue
+            matcher = before[parent]
+            assert matcher is not None, f"row {row} continues row {parent}, which has no beam"
+            # The last child need not leave its parent's own matcher to anybody.
+            after[row] = matcher = matcher if last_child[parent] == row else _fork(matcher)
+            if not matcher.accept_tokens("", [token]):
+                raise GrammarError(f"the grammar of structured_outputs does not take token {token}, which it allowed")
+        self._rows = after
+        return
+
+
+def _fork(grammar: StructuredOutputGrammar) -> StructuredOutputGrammar:
+    if isinstance(grammar, XgrammarGrammar):
+        return replace(grammar, matcher=grammar.matcher.fork())
+    from vllm.v1.structured_output.backend_guidance import GuidanceGrammar  # an import that most engines never need
+
+    assert isinstance(grammar, GuidanceGrammar), f"a search under {type(grammar).__name__} is refused before"
+    return replace(grammar, ll_matcher=grammar.ll_matcher.deep_copy())
+
+
+def fill_masks(backend: StructuredOutputBackend, groups: Mapping[str, RowMatchers]) -> RowMasks:
+    """Which tokens may come next in each row of these groups, by id. A row without a beam may take any."""
+    places, matchers = {}, list[StructuredOutputGrammar | None]()
+    for group_id, of_group in groups.items():
+        places[group_id] = slice(len(matchers), len(matchers) + len(of_group.rows))
+        matchers += of_group.rows
+    bits = backend.allocate_token_bitmask(len(matchers))
+    bits.fill_(-1)
+    together: list[tuple[int, GrammarMatcher]] = []
+    for row, matcher in enumerate(matchers):
+        if matcher is None:
+            continue
+        if matcher.is_terminated():  # the grammar is over, although the hypothesis did not finish: nothing follows
+            bits[row] = 0
+        elif isinstance(matcher, XgrammarGrammar):
+            together.append((row, matcher.matcher))
+        else:
+            matcher.fill_bitmask(bits, row)
+    if together:
+        rows, of_xgrammar = map(list, zip(*together, strict=True))
+        _xgrammar_batch().batch_fill_next_token_bitmask(of_xgrammar, bits, rows)
+    return RowMasks(places, bits.numpy())
+
+
+@cache
+def _xgrammar_batch() -> BatchGrammarMatcher:
+    from xgrammar import BatchGrammarMatcher
+
+    return BatchGrammarMatcher()

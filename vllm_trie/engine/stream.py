@@ -1,0 +1,88 @@
+"""The beginning of an answer, sent while its search goes on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vllm_trie.engine.hypothesis import Hypothesis, TokenReport
+from vllm_trie.trie.hypotheses import ROOT, HypothesisTrie
+
+
+class AnswerChangedError(Exception):
+    """A search that began anew does not find what was sent of its answer."""
+
+
+class Part(NamedTuple):
+    """Tokens of an answer, as they are sent."""
+
+    token_ids: list[int]
+    sum_logprobs: float  # of these
+    reports: list[TokenReport] | None  # by token, if log-probabilities are returned
+
+
+class AnswerStream:
+    """What has been sent of the one answer of a search: a prefix of whatever the search may still return.
+
+    Args:
+        reports: Whether log-probabilities are returned.
+    """
+
+    def __init__(self, reports: bool) -> None:
+        self._reports = reports
+        self._sent: list[int] = []
+        self._sum = 0.0  # of their log-probabilities
+        self.restart()
+
+    def restart(self) -> None:
+        """The search begins anew, with a new trie. What was sent remains sent."""
+        self.node, self._length = ROOT, 0  # how far the present trie is known to agree with what is sent
+        self.is_decided = False  # the best finished hypothesis is the answer, and `node` all but its end
+
+    def extend(self, hypotheses: HypothesisTrie, node: int) -> Part | None:
+        """Send what leads to `node`. Returns what of it is new, if anything.
+
+        Args:
+            node: Of the trie; it descends from `self.node`.
+
+        Raises:
+            AnswerChangedError: something else was sent already.
+        """
+        if node == self.node:
+            return None
+        tokens = hypotheses.tokens(node, self.node)
+        num_known = self._check(tokens)
+        reports = hypotheses.notes(node, self.node)[num_known:] if self._reports else None
+        self.node, self._length = node, self._length + len(tokens)
+        if num_known == len(tokens):
+            return None
+        before, self._sum = self._sum, hypotheses.score(node)
+        self._sent += tokens[num_known:]
+        return Part(tokens[num_known:], self._sum - before, reports)
+
+    def rest(self, answer: Hypothesis) -> Hypothesis:
+        """The answer without what has been sent of it.
+
+        Raises:
+            AnswerChangedError: something else was sent.
+        """
+        self._length = 0
+        count = self._check(answer.token_ids)
+        if count < len(self._sent):
+            raise _changed()
+        reports = answer.reports and answer.reports[count:]
+        rest = answer.token_ids[count:]
+        return answer._replace(token_ids=rest, sum_logprobs=answer.sum_logprobs - self._sum, reports=reports)
+
+    def _check(self, tokens: list[int]) -> int:
+        """How many of the next tokens have been sent already."""
+        known = self._sent[self._length : self._length + len(tokens)]
+        if tokens[: len(known)] != known:
+            raise _changed()
+        return len(known)
+
+
+def _changed() -> AnswerChangedError:
+    return AnswerChangedError(
+        "after a preemption this search found another answer, by a near-tie, than the one whose beginning was sent; "
+        "send the request again without stream=true, or give the KV cache more memory"
+    )

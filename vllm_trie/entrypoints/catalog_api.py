@@ -1,0 +1,95 @@
+"""New versions of catalogs for a running engine: `/v1/catalogs` of the server, and `vllm_trie.load_catalog` offline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, FastAPI, HTTPException, Request
+from pydantic import BaseModel, ConfigDict
+
+from vllm_trie.catalog import Catalog
+from vllm_trie.compat.patch import Patch
+from vllm_trie.engine.catalogs import LOAD_CATALOG
+from vllm_trie.entrypoints.catalogs import keep, new_version, open_catalogs
+from vllm_trie.selection import has_beams, why_without_beams
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.config import VllmConfig
+
+register_routers = Patch("vllm.entrypoints.serve", "register_vllm_serve_api_routers")
+router = APIRouter(prefix="/v1/catalogs")  # what begins with /v1 needs the server's API key
+
+
+def serve_catalogs() -> None:
+    """From now on, the servers of this process have the routes below."""
+    register_routers.wrap(_add_routes)
+
+
+def _add_routes(original: Callable[[FastAPI], None], app: FastAPI) -> None:
+    original(app)
+    app.include_router(router)
+
+
+def load_catalog(llm: LLM, name: str, file: str) -> dict[str, Any]:
+    """Let an engine take a new version of a catalog; searches under way keep the old one.
+
+    Args:
+        llm: Whose engine was started with `catalogs` and a `catalog_folder`.
+        name: Of the catalog.
+        file: In that folder.
+
+    Returns:
+        What the catalog is now: name, items, bytes, digest.
+
+    Raises:
+        ValueError: there is no such catalog, or the engine may not take this file.
+    """
+    vllm_config = llm.llm_engine.vllm_config
+    _refuse_without_beams(vllm_config)
+    path, catalog = new_version(vllm_config, name, file)
+    llm.collective_rpc(LOAD_CATALOG, args=(name, path))
+    keep(vllm_config, name, catalog)
+    return _described(name, catalog)
+
+
+class NewVersion(BaseModel):
+    """What a client posts."""
+
+    model_config = ConfigDict(extra="forbid")
+    file: str
+
+
+@router.get("")
+async def list_catalogs(request: Request) -> list[dict[str, Any]]:
+    """What there is, as this server knows it."""
+    vllm_config = request.app.state.vllm_config
+    if not has_beams(vllm_config):
+        return []
+    return [_described(name, catalog) for name, catalog in open_catalogs(vllm_config).items()]
+
+
+@router.post("/{name}")
+async def load(name: str, version: NewVersion, request: Request) -> dict[str, Any]:
+    """Take a new version of one."""
+    state = request.app.state
+    try:
+        _refuse_without_beams(state.vllm_config)
+        path, catalog = await asyncio.to_thread(new_version, state.vllm_config, name, version.file)
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from None
+    await state.engine_client.collective_rpc(LOAD_CATALOG, args=(name, path))
+    keep(state.vllm_config, name, catalog)
+    return _described(name, catalog)
+
+
+def _refuse_without_beams(vllm_config: VllmConfig) -> None:
+    if not has_beams(vllm_config):
+        raise ValueError(f"there are no catalogs {why_without_beams(vllm_config)}")
+
+
+def _described(name: str, catalog: Catalog) -> dict[str, Any]:
+    num_bytes = catalog.num_bytes_on_device
+    return {"name": name, "items": catalog.num_items, "bytes": num_bytes, "digest": catalog.digest}

@@ -1,0 +1,165 @@
+"""Catalogs in the front end: what requests may name, sets that come with requests, and new versions of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.tokenizers import cached_tokenizer_from_config
+
+from vllm_trie.catalog import Catalog, tokenizer_digest
+from vllm_trie.options import PLUGIN_NAME, BeamParams, TrieBeamConfig
+from vllm_trie.sampling_params import stop_tokens
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.sampling_params import SamplingParams
+
+Sequences = tuple[str, ...] | tuple[tuple[int, ...], ...]
+
+_opened: dict[str, dict[str, Catalog]] = {}  # by engine, by name: as this process knows them
+
+
+def open_catalogs(vllm_config: VllmConfig) -> Mapping[str, Catalog]:
+    """The catalogs that an engine starts with, checked.
+
+    Raises:
+        ValueError: a file is no catalog, or for another vocabulary.
+    """
+    known = _opened.get(vllm_config.instance_id)
+    if known is None:
+        config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
+        known = {name: _checked(path, vllm_config.model_config) for name, path in config.catalogs.items()}
+        _opened[vllm_config.instance_id] = known
+    return known
+
+
+def new_version(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, Catalog]:
+    """A file that is to become a catalog of a running engine, and what is in it.
+
+    Raises:
+        ValueError: there is no such catalog, or the engine may not take this file.
+    """
+    config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
+    _refuse_unknown(name, config.catalogs)
+    if config.catalog_folder is None:
+        raise ValueError(
+            f"this engine takes no new catalogs; start it with {PLUGIN_NAME}.catalog_folder set to the folder of them"
+        )
+    folder = Path(config.catalog_folder).resolve()
+    path = (folder / file).resolve()
+    if path.parent != folder:
+        raise ValueError(f"file={file!r} is not in {PLUGIN_NAME}.catalog_folder; pass the name of a file there")
+    return str(path), _checked(str(path), vllm_config.model_config)
+
+
+def keep(vllm_config: VllmConfig, name: str, catalog: Catalog) -> None:
+    """An engine has taken a new version: check requests by it."""
+    _opened.setdefault(vllm_config.instance_id, {})[name] = catalog
+
+
+def resolve_items(
+    params: SamplingParams, beam: BeamParams, vllm_config: VllmConfig, tokenizer: Any
+) -> tuple[BeamParams, bytes | None]:
+    """What a request's catalog is, checked.
+
+    Args:
+        params: The request's own copy, `max_tokens` and stop tokens filled in.
+        beam: Its options.
+        tokenizer: None if the engine has none.
+
+    Returns:
+        The options with ids in place of text, and the content of a set that comes with the request.
+
+    Raises:
+        ValueError: naming the option, its value and what would work.
+    """
+    if not beam.has_items:
+        return beam, None
+    vocab_size, content = vllm_config.model_config.get_vocab_size(), None
+    if beam.allowed_sequences is not None:
+        sequences = tuple(item if isinstance(item, str) else tuple(item) for item in beam.allowed_sequences)
+        catalog, content = _inline(sequences, vocab_size, tokenizer)
+        what = "allowed_sequences"
+    else:
+        known = open_catalogs(vllm_config)
+        _refuse_unknown(beam.catalog, known)
+        catalog, what = known[str(beam.catalog)], f"catalog={beam.catalog!r}"
+    after = _token(beam.catalog_after, vocab_size, tokenizer)
+    _check_fits(params, beam, catalog, what)
+    return beam.model_copy(update={"allowed_sequences": None, "catalog_after": after}), content
+
+
+def _check_fits(params: SamplingParams, beam: BeamParams, catalog: Catalog, what: str) -> None:
+    """Refuse a request that this catalog, or any, cannot answer."""
+    needed = beam.catalog_items * catalog.shortest + (beam.catalog_after is not None)
+    if params.max_tokens is not None and params.max_tokens < needed:
+        raise ValueError(
+            f"max_tokens={params.max_tokens} has no room for {what}, whose shortest hypothesis has {needed} tokens; "
+            f"raise it"
+        )
+    if beam.catalog_items > 1 and not catalog.is_prefix_free:
+        raise ValueError(
+            f"catalog_items={beam.catalog_items} does not work with {what}, in which an item begins another one: "
+            f"where one ends would be open; end each item with a token of its own"
+        )
+    if beam.catalog_stop and not stop_tokens(params):
+        raise ValueError("catalog_stop=True needs a stop token; leave ignore_eos out, or add stop_token_ids")
+    if beam.catalog_renormalize and params.logprobs is not None:
+        raise ValueError(
+            f"logprobs={params.logprobs} are the model's own, and catalog_renormalize=True scores by others; leave one "
+            f"of them out"
+        )
+    if params.structured_outputs is not None:
+        raise ValueError(f"structured_outputs are not supported together with {what}, which ends hypotheses by itself")
+    if params.stop:
+        raise ValueError(f"stop={params.stop!r} is not supported together with {what}, whose items end hypotheses")
+
+
+def _refuse_unknown(name: str | None, known: Mapping[str, Any]) -> None:
+    if name not in known:
+        start = f'start it with additional_config={{"{PLUGIN_NAME}": {{"catalogs": {{NAME: FILE}}}}}}'
+        names = f"known: {', '.join(known)}" if known else f"this engine has none; {start}"
+        raise ValueError(f"catalog={name!r} is unknown; {names}")
+
+
+def _token(token: int | str | None, vocab_size: int, tokenizer: Any) -> int | None:
+    """The token of `catalog_after`."""
+    if isinstance(token, str):
+        if tokenizer is None:
+            raise ValueError(f"catalog_after={token!r} needs a tokenizer; pass the token's id")
+        ids = tokenizer.encode(token, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ValueError(f"catalog_after={token!r} is {len(ids)} tokens; pass text that is one token, or its id")
+        return int(ids[0])
+    if token is not None and not 0 <= token < vocab_size:
+        raise ValueError(f"catalog_after={token} is no token; the vocabulary has {vocab_size}")
+    return token
+
+
+@lru_cache(maxsize=64)
+def _inline(sequences: Sequences, vocab_size: int, tokenizer: Any) -> tuple[Catalog, bytes]:
+    """A set that comes with a request, once for equal ones."""
+    rows: Sequence[Sequence[int]]
+    if isinstance(sequences[0], str):
+        if tokenizer is None:
+            raise ValueError("allowed_sequences of strings need a tokenizer; pass lists of token ids")
+        rows = tokenizer(list(sequences), add_special_tokens=False)["input_ids"]
+    else:
+        rows = sequences
+    try:
+        catalog = Catalog.from_sequences(rows, vocab_size=vocab_size)
+    except ValueError as error:
+        raise ValueError(f"allowed_sequences: {error}") from None
+    return catalog, catalog.to_bytes()
+
+
+def _checked(path: str, model_config: ModelConfig) -> Catalog:
+    catalog = Catalog.open(path)
+    digest = None
+    if catalog.tokenizer is not None and not model_config.skip_tokenizer_init:
+        digest = tokenizer_digest(cached_tokenizer_from_config(model_config))
+    catalog.check_fits(model_config.get_vocab_size(), digest)
+    return catalog

@@ -1,0 +1,64 @@
+"""All hypotheses of a search as arrays: what `compact=True` puts into the one output of its request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm_trie.options import PLUGIN_NAME
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class Hypotheses:
+    """The hypotheses of one search, best first.
+
+    Args:
+        token_ids: [n, L] int32, followed by -1 where a hypothesis is shorter than the longest.
+        lengths: [n] int64, of each in tokens.
+        cumulative_logprobs: [n] float64.
+        scores: [n] float64, what they compete by.
+        finish_reasons: Of each "stop" or, at the greatest length, "length", even if a stop string ends there, too.
+        item_ids: [n] int64, of each its item in the catalog along which it went, if there was one; [n, items] where it
+            has several.
+    """
+
+    token_ids: np.ndarray
+    lengths: np.ndarray
+    cumulative_logprobs: np.ndarray
+    scores: np.ndarray
+    finish_reasons: list[str]
+    item_ids: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+def hypotheses(output: RequestOutput) -> Hypotheses:
+    """The hypotheses of a request with `compact=True`.
+
+    Args:
+        output: As `LLM.generate` returns it.
+
+    Raises:
+        ValueError: the request was none with `compact=True`, or ended in an error.
+    """
+    answer = (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
+    if "token_ids" not in answer:
+        (first, *_) = output.outputs
+        why = first.stop_reason if first.finish_reason == "error" else "it did not ask for them; pass compact=True"
+        raise ValueError(f"request {output.request_id} returned no hypotheses as arrays: {why}")
+    tokens = answer["token_ids"]
+    lengths = np.array([len(of_one) for of_one in tokens], np.int64)
+    token_ids = np.full((len(tokens), lengths.max(initial=0)), NO_TOKEN, np.int32)
+    token_ids[np.arange(token_ids.shape[1]) < lengths[:, None]] = [*chain.from_iterable(tokens)]
+    sums, scores = (np.array(answer[name], np.float64) for name in ("cumulative_logprobs", "scores"))
+    items = np.array(answer["item_ids"], np.int64) if "item_ids" in answer else None
+    return Hypotheses(token_ids, lengths, sums, scores, answer["finish_reasons"], items)

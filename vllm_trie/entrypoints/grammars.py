@@ -1,0 +1,57 @@
+"""Requests with structured outputs: which of them a search can follow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.sampling_params import SamplingParams
+
+from vllm_trie.options import BeamParams
+from vllm_trie.sampling_params import has_grammar, stop_tokens
+
+if TYPE_CHECKING:
+    from vllm.config import StructuredOutputsConfig
+    from vllm.tokenizers import TokenizerLike
+
+_BACKENDS = ("xgrammar", "guidance")  # whose state can be copied
+
+
+def without_drafts(params: SamplingParams, beam: BeamParams) -> BeamParams:
+    """What a request asks for, whatever its engine says of speculation: drafts know no grammar."""
+    if has_grammar(params) and beam.speculation in (None, "auto"):
+        return BeamParams(**{**beam.model_dump(exclude_unset=True), "speculation": "off"})
+    return beam
+
+
+def prepare_grammar(
+    params: SamplingParams, prompt: list[int], config: StructuredOutputsConfig, tokenizer: TokenizerLike | None
+) -> None:
+    """Let a grammar end by what ends a hypothesis.
+
+    Args:
+        params: The request's own. vLLM has checked them, and chosen a backend; they are changed.
+        prompt: Its tokens.
+        config: The engine's.
+        tokenizer: The engine's.
+
+    Raises:
+        ValueError: the search cannot follow the grammar; naming the option, its value and what would work.
+    """
+    assert params.structured_outputs is not None
+    if (backend := params.structured_outputs._backend) not in _BACKENDS:
+        raise ValueError(
+            f'structured_outputs of the backend "{backend}" cannot follow beams, for which its state would have to '
+            f"fork; start the engine with structured_outputs_config.backend={' or '.join(_BACKENDS)}"
+        )
+    if params.ignore_eos:
+        raise ValueError("ignore_eos=True leaves structured_outputs nothing to end a hypothesis by; leave it out")
+    if config.reasoning_parser and not config.enable_in_reasoning:
+        from vllm.reasoning import ReasoningParserManager  # which most engines never need
+
+        parser = ReasoningParserManager.get_reasoning_parser(config.reasoning_parser)(tokenizer)
+        if not parser.is_reasoning_end(prompt):
+            raise ValueError(
+                f'structured_outputs cannot begin after reasoning (reasoning_parser="{config.reasoning_parser}") in a '
+                "beam search; switch reasoning off in the prompt, or leave one of the two out"
+            )
+    params._all_stop_token_ids = set(stop_tokens(params))

@@ -1,0 +1,186 @@
+"""Searches by steps in an `LLMEngine`: to its callers each is one request, to the engine's core one per candidate.
+
+All searches draw at once, and one whose candidates are in does not wait for the others. While the scorer runs, an
+engine in a process of its own goes on with these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from vllm_trie.compat.patch import Patch, arguments
+from vllm_trie.entrypoints.requests import refusing
+from vllm_trie.entrypoints.step_search.request import DrawError, StepRequest, asks_for_steps, open_request
+from vllm_trie.entrypoints.step_search.scorers import Scorer, StepCandidate
+from vllm_trie.search.step_search import checked_scores
+from vllm_trie.selection import has_beams
+
+ENGINE = "vllm.v1.engine.llm_engine:LLMEngine"
+add_request = Patch(ENGINE, "add_request")
+step = Patch(ENGINE, "step")
+abort_request = Patch(ENGINE, "abort_request")
+count_unfinished = Patch(ENGINE, "get_num_unfinished_requests")
+
+
+def search_by_steps() -> None:
+    """From now on, the engines of this process that have beams search by steps."""
+    add_request.wrap(_add_request)
+    step.wrap(_step)
+    abort_request.wrap(_abort_request)
+    count_unfinished.wrap(_count_unfinished)
+
+
+@dataclass
+class _Running:
+    """A search whose candidates are being drawn."""
+
+    request: StepRequest
+    options: dict[str, Any]  # of vLLM's `add_request`, the same for all candidates
+    outputs: dict[str, RequestOutput | None] = field(default_factory=dict)  # of this round's requests, by their ids
+
+    @property
+    def is_drawn(self) -> bool:
+        return None not in self.outputs.values()
+
+
+Asking: TypeAlias = tuple[_Running, list[StepCandidate]]
+OF_ONE_REQUEST = {"self", "request_id", "prompt", "params", "prompt_text", "arrival_time"}
+_searches: WeakKeyDictionary[LLMEngine, dict[str, _Running]] = WeakKeyDictionary()  # by the id of a candidate not drawn
+
+
+def _add_request(
+    original: Callable[..., str], self: LLMEngine, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+) -> str:
+    if not asks_for_steps(params) or not has_beams(self.vllm_config):
+        return original(self, request_id, prompt, params, *args, **kwargs)
+    with refusing():
+        given = arguments(original, self, request_id, prompt, params, *args, **kwargs)
+        request = open_request(request_id, prompt, params, self, True, given.get("tokenization_kwargs"))
+    options = {name: given[name] for name in given if name not in OF_ONE_REQUEST}
+    _draw(self, _Running(request, options))
+    return request.own_id
+
+
+def _draw(engine: LLMEngine, running: _Running) -> None:
+    """Send the candidates of a round to the engine: all of them, or none if it refuses one."""
+    running.outputs = {}
+    try:
+        for candidate_id, (prompt, params) in running.request.requests().items():
+            add_request.original(engine, candidate_id, prompt, params, **running.options)
+            running.outputs[candidate_id] = None
+    except BaseException:
+        abort_request.original(engine, list(running.outputs))
+        running.request.end()
+        _release(engine, running)
+        raise
+    _searches.setdefault(engine, {}).update(dict.fromkeys(running.outputs, running))
+
+
+def _step(original: Callable[..., list[Any]], self: LLMEngine, *args: Any, **kwargs: Any) -> list[Any]:
+    outputs = original(self, *args, **kwargs)
+    if not (searches := _searches.get(self)):
+        return outputs
+    others, drawn = [], []
+    for output in outputs:
+        running = searches.pop(output.request_id, None)
+        if running is None:
+            others.append(output)
+            continue
+        running.outputs[output.request_id] = output
+        if running.is_drawn:
+            drawn.append(running)
+    try:
+        return [*others, *_next_rounds(self, drawn)]
+    except BaseException:  # the user interrupts
+        for running in drawn:
+            running.request.end()
+            _release(self, running)
+        raise
+
+
+def _next_rounds(engine: LLMEngine, drawn: list[_Running]) -> list[RequestOutput]:
+    """Score what was drawn, and draw again. Returns the answers of searches that are over."""
+    answers, asking = [], []
+    for running in drawn:
+        try:
+            asking.append((running, running.request.take([o for o in running.outputs.values() if o is not None])))
+        except DrawError as error:
+            answers.append(running.request.failure(error))
+            _release(engine, running)
+    for running, scores in _scored(asking):
+        try:
+            if isinstance(scores, Exception):
+                raise scores
+            if running.request.judge(scores):
+                answers.append(running.request.answer())
+            else:
+                _draw(engine, running)
+        except Exception as error:  # the scorer's, or of a request that the engine refuses: it ends this search alone
+            answers.append(running.request.failure(error))
+        _release(engine, running)
+    return answers
+
+
+def _release(engine: LLMEngine, running: _Running) -> None:
+    if keys := running.request.take_released():
+        engine.engine_core.abort_requests(keys)
+
+
+def _scored(asking: list[Asking]) -> Iterator[tuple[_Running, list[float] | Exception]]:
+    """Ask each scorer once for all searches that have it; where that fails, for each search by itself."""
+    by_scorer: dict[Any, list[Asking]] = {}
+    for running, candidates in asking:
+        said = running.request.beam.scorer
+        by_scorer.setdefault(said if isinstance(said, str) else id(said), []).append((running, candidates))
+    for together in by_scorer.values():
+        all_candidates = [candidate for _, candidates in together for candidate in candidates]
+        scores = _ask(together[0][0].request.scorer, all_candidates)
+        for running, candidates in together:
+            if isinstance(scores, list):
+                yield running, scores[: len(candidates)]
+                scores = scores[len(candidates) :]
+            else:
+                yield running, scores if len(together) == 1 else _ask(running.request.scorer, candidates)
+
+
+def _ask(scorer: Scorer, candidates: list[StepCandidate]) -> list[float] | Exception:
+    try:
+        return checked_scores(scorer(list(candidates)), len(candidates))
+    except Exception as error:
+        return error
+
+
+def _abort_request(
+    original: Callable[..., None], self: LLMEngine, request_ids: Iterable[str], *args: Any, **kwargs: Any
+) -> None:
+    """End searches, too, whether the ids are theirs or those of their candidates, as the engine calls them."""
+    request_ids = list(request_ids)
+    if searches := _searches.get(self):
+        states = self.output_processor.request_states
+        named = {*request_ids, *(states[id_].external_req_id for id_ in request_ids if id_ in states)}
+        ended = {
+            id(running)
+            for candidate_id, running in searches.items()
+            if named & {candidate_id, running.request.own_id, running.request.request_id}
+        }
+        ending = {candidate_id: running for candidate_id, running in searches.items() if id(running) in ended}
+        for candidate_id in ending:
+            del searches[candidate_id]
+        original(self, list(ending))
+        for running in ending.values():
+            running.request.end()
+            _release(self, running)
+    original(self, request_ids, *args, **kwargs)
+
+
+def _count_unfinished(original: Callable[..., int], self: LLMEngine, *args: Any, **kwargs: Any) -> int:
+    """Each search counts as the outputs that it will have."""
+    searches = _searches.get(self) or {}
+    running = {id(running): running.request.params.n for running in searches.values()}
+    return original(self, *args, **kwargs) - len(searches) + sum(running.values())

@@ -1,0 +1,132 @@
+"""Searches by steps in an `AsyncLLM`, which servers have: one request of a client, many of the engine's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from vllm.exceptions import GenerationError
+from vllm.logger import init_logger
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from vllm_trie.compat.patch import Patch, arguments
+from vllm_trie.entrypoints.requests import refusing
+from vllm_trie.entrypoints.server import is_served, raise_errors
+from vllm_trie.entrypoints.step_search.request import DrawError, StepRequest, asks_for_steps, open_request
+from vllm_trie.entrypoints.step_search.scorers import HttpScorer, StepCandidate
+from vllm_trie.search.step_search import checked_scores
+from vllm_trie.selection import has_beams
+
+logger = init_logger("vllm.trie_beam.step_search")
+
+Draw = Callable[..., AsyncGenerator[RequestOutput, None]]
+
+ENGINE = "vllm.v1.engine.async_llm:AsyncLLM"
+generate = Patch(ENGINE, "generate")
+abort = Patch(ENGINE, "abort")
+
+_searches: WeakKeyDictionary[AsyncLLM, dict[asyncio.Task[RequestOutput], str]] = WeakKeyDictionary()  # and their ids
+
+
+def serve_steps() -> None:
+    """From now on, the servers of this process search by steps."""
+    generate.wrap(_generate)
+    abort.wrap(_abort)
+
+
+def _generate(
+    original: Draw, self: AsyncLLM, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
+) -> AsyncGenerator[RequestOutput, None]:
+    if not asks_for_steps(sampling_params) or not has_beams(self.vllm_config):
+        outputs = original(self, prompt, sampling_params, request_id, *args, **kwargs)
+        return raise_errors(outputs) if is_served(sampling_params) else outputs
+    with refusing():
+        given = arguments(original, self, prompt, sampling_params, request_id, *args, **kwargs)
+        request = open_request(request_id, prompt, sampling_params, self, False, given.get("tokenization_kwargs"))
+    options = {name: value for name, value in kwargs.items() if name != "prompt_text"}
+
+    def draw(candidate_id: str, prompt: Any, params: Any) -> AsyncGenerator[RequestOutput, None]:
+        return original(self, prompt, params, candidate_id, *args, **options)
+
+    return _search(self, request, draw)
+
+
+async def _search(engine: AsyncLLM, request: StepRequest, draw: Draw) -> AsyncGenerator[RequestOutput, None]:
+    """The one output of a search. If who waits for it goes away, or aborts it, its candidates are aborted.
+
+    Raises:
+        GenerationError: the scorer failed.
+    """
+    searching = asyncio.ensure_future(_answer(engine, request, draw))
+    searches = _searches.setdefault(engine, {})
+    searches[searching] = request.request_id
+    try:
+        await asyncio.wait([searching])
+        yield request.aborted() if searching.cancelled() else searching.result()
+    finally:
+        del searches[searching]
+        searching.cancel()
+        await asyncio.wait([searching])
+        request.end()
+        await _release(engine, request)
+
+
+async def _answer(engine: AsyncLLM, request: StepRequest, draw: Draw) -> RequestOutput:
+    is_over = False
+    while not is_over:
+        requests = request.requests()
+        drawn = await _all([_last(draw(candidate_id, *asked)) for candidate_id, asked in requests.items()])
+        try:
+            candidates = request.take(drawn)
+            is_over = request.judge(await _scores(request, candidates))
+        except Exception as error:
+            why = request.failure(error).outputs[0].stop_reason
+            logger.error("Search %s ended: %s", request.request_id, why)
+            raise GenerationError(str(why)) from error
+        await _release(engine, request)
+    return request.answer()
+
+
+async def _abort(
+    original: Callable[..., Awaitable[None]], self: AsyncLLM, request_id: str | Iterable[str], *args: Any, **kwargs: Any
+) -> None:
+    """End searches, too, which the engine knows nothing of."""
+    ids = [request_id] if isinstance(request_id, str) else list(request_id)
+    for searching, of_search in _searches.get(self, {}).items():
+        if of_search in ids:
+            searching.cancel()
+    await original(self, ids, *args, **kwargs)
+
+
+async def _release(engine: AsyncLLM, request: StepRequest) -> None:
+    if keys := request.take_released():
+        await engine.engine_core.abort_requests_async(keys)
+
+
+async def _all(drawing: list[Any]) -> list[RequestOutput]:
+    """What all of them return; if one fails, the others are cancelled, and its error is raised."""
+    tasks = [asyncio.ensure_future(one) for one in drawing]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _last(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+    last = None
+    async for output in outputs:
+        last = output
+    if last is None:
+        raise DrawError("the engine returned no output")
+    return last
+
+
+async def _scores(request: StepRequest, candidates: list[StepCandidate]) -> list[float]:
+    if isinstance(request.scorer, HttpScorer):
+        return checked_scores(await request.scorer.ask(candidates), len(candidates))
+    return checked_scores(await asyncio.to_thread(request.scorer, candidates), len(candidates))

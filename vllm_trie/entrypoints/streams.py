@@ -1,0 +1,149 @@
+"""`stream=true` with beams.
+
+A search with one answer streams it as vLLM streams any other: the engine sends what all beams have in common as soon as
+they do (`engine/stream.py`). Several answers, arrays of all hypotheses, searches by steps, and tool calls, which are
+parsed from a whole text, are known when the search is over: each choice is one chunk then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing
+from typing import Any, TypeAlias
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.completion.protocol import (
+    CompletionRequest,
+    CompletionResponse,
+    CompletionStreamResponse,
+)
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import should_include_usage
+
+from vllm_trie.compat.patch import Patch
+from vllm_trie.entrypoints.server import as_sampling_request
+from vllm_trie.messages import NO_HYPOTHESIS
+from vllm_trie.options import asks_for_beams
+from vllm_trie.selection import has_beams
+
+Request: TypeAlias = CompletionRequest | ChatCompletionRequest
+Response: TypeAlias = CompletionResponse | ChatCompletionResponse
+
+DATA = "data: "
+DONE = f"{DATA}[DONE]"
+
+endpoints = [
+    Patch("vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion", "create_completion"),
+    Patch("vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat", "create_chat_completion"),
+]
+
+
+def stream_beams() -> None:
+    """From now on, the servers of this process stream the answers of beam requests."""
+    for endpoint in endpoints:
+        endpoint.wrap(_create)
+
+
+async def _create(
+    original: Callable[..., Awaitable[Any]], self: Any, request: Request, *args: Any, **kwargs: Any
+) -> Any:
+    is_search = request.use_beam_search or asks_for_beams(request.vllm_xargs or {})
+    if not (request.stream and is_search and has_beams(self.engine_client.vllm_config)):
+        return await original(self, request, *args, **kwargs)
+    if _is_known_early(request):
+        events = await original(self, as_sampling_request(request), *args, **kwargs)
+        return await _after_refusals(events, request) if isinstance(events, AsyncGenerator) else events
+    whole = request.model_copy(update={"stream": False, "stream_options": None})
+    response = await original(self, whole, *args, **kwargs)
+    if not isinstance(response, Response):  # an error
+        return response
+    return _events(response, *should_include_usage(request.stream_options, self.enable_force_include_usage))
+
+
+def _is_known_early(request: Request) -> bool:
+    """Whether the answer is sent while the search goes on."""
+    calls_tools = isinstance(request, ChatCompletionRequest) and request.tools and request.tool_choice != "none"
+    asked = request.vllm_xargs or {}
+    return (request.n or 1) == 1 and not (asked.get("compact") or asked.get("unit") == "step" or calls_tools)
+
+
+async def _after_refusals(
+    events: AsyncGenerator[str, None], request: Request
+) -> AsyncGenerator[str, None] | ErrorResponse:
+    """The events of a stream, or the error that is its first: so a refusal is a 400, as without a stream.
+
+    Awaits the first event, before which there is nothing to send.
+    """
+    first = await anext(events)
+    event = _parsed(first)
+    if "error" in event:
+        await events.aclose()
+        return ErrorResponse.model_validate(event)
+    return _with_every_end(first, events, request)
+
+
+async def _with_every_end(first: str, events: AsyncGenerator[str, None], request: Request) -> AsyncGenerator[str, None]:
+    """The events of a stream, and an end for each search of which vLLM says none, as it sent and found nothing."""
+    without_end = {*range(_num_prompts(request))}
+    async with aclosing(events):  # a client that vanishes takes its search with it
+        event = first
+        while True:
+            if '"finish_reason":"' in event:
+                without_end -= {choice["index"] for choice in _parsed(event)["choices"]}
+            elif event.startswith(f'{DATA}{{"error"'):
+                without_end = set()
+            elif '"choices":[]' in event or event.startswith(DONE):
+                for index in sorted(without_end):
+                    yield _end_of_nothing(index, _parsed(first), request)
+                without_end = set()
+            yield event
+            try:
+                event = await anext(events)
+            except StopAsyncIteration:
+                return
+
+
+def _num_prompts(request: Request) -> int:
+    several = isinstance(request, CompletionRequest) and isinstance(request.prompt, list)
+    return len(request.prompt) if several and not isinstance(request.prompt[0], int) else 1
+
+
+def _end_of_nothing(index: int, first: dict[str, Any], request: Request) -> str:
+    """The one chunk of a choice for which there is no hypothesis."""
+    end = {"index": index, "logprobs": None, "finish_reason": "stop", "stop_reason": NO_HYPOTHESIS}
+    if isinstance(request, ChatCompletionRequest):
+        chunk = {**first, "choices": [{**end, "delta": {}}]}
+    else:
+        of_all = CompletionStreamResponse(model=request.model or "", choices=[]).model_dump(exclude_none=True)
+        chunk = {**of_all, **first, "choices": [{**end, "text": ""}]}
+    chunk.pop("usage", None)
+    return f"{DATA}{json.dumps(chunk, ensure_ascii=False)}\n\n"
+
+
+def _parsed(event: str) -> dict[str, Any]:
+    content = event.removeprefix(DATA)
+    return json.loads(content) if content.startswith("{") else {}
+
+
+async def _events(response: Response, has_usage: bool, has_usage_in_chunks: bool) -> AsyncGenerator[str, None]:
+    """The response as server-sent events: a chunk per choice, and maybe one that has the usage alone."""
+    for chunk in _chunks(response, has_usage, has_usage_in_chunks):
+        yield f"{DATA}{json.dumps(chunk, ensure_ascii=False)}\n\n"
+    yield f"{DONE}\n\n"
+
+
+def _chunks(response: Response, has_usage: bool, has_usage_in_chunks: bool) -> Iterator[dict[str, Any]]:
+    of_all = response.model_dump(mode="json", exclude={"choices", "usage"}, exclude_none=True)
+    usage = response.usage.model_dump(mode="json", exclude_none=True)
+    if isinstance(response, ChatCompletionResponse):
+        of_all["object"] = "chat.completion.chunk"
+    for choice in response.choices:
+        chunk = choice.model_dump(mode="json")
+        if (message := chunk.pop("message", None)) is not None:
+            chunk["delta"] = {name: value for name, value in message.items() if value is not None}
+            for index, call in enumerate(chunk["delta"].get("tool_calls", ())):
+                call["index"] = index
+        yield {**of_all, "choices": [chunk], **({"usage": usage} if has_usage_in_chunks else {})}
+    if has_usage:
+        yield {**of_all, "choices": [], "usage": usage}

@@ -1,0 +1,72 @@
+"""The options of one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from vllm_trie.options.other_names import meant_by
+from vllm_trie.options.request import BeamParams, Semantics
+from vllm_trie.options.speculation import SpeculationOptions
+from vllm_trie.options.table import NO_BEAMS, option
+
+PLUGIN_NAME = "trie_beam"
+
+
+class TrieBeamConfig(SpeculationOptions):
+    """The options of one engine.
+
+    Those of `SpeculationOptions` are for requests that say nothing of them, as far as they apply to what these ask for.
+
+    Args:
+        reclaim_interval: Steps between two returns of a group's dead blocks to vLLM's pool. They go back earlier when
+            free blocks run low, and in any case when the group ends.
+        max_beam_width: The widest search a request may ask for; `max_num_seqs` limits it in any case.
+        semantics: What requests get that name no semantics.
+        check_invariants: Check every trie after every step; for tests and bug reports, slow.
+        debug_rank_check: Let tensor parallel ranks compare what they decide in every step, and end the engine if they
+            differ; for tests and bug reports, slow.
+        catalogs: Files of catalogs, by the names that requests use; `python -m vllm_trie.catalog build` makes them.
+        catalog_folder: The folder from which a running engine may take new versions of its catalogs.
+        scorers: Endpoints that score steps, by the names that requests use: a client of a server can name no other.
+        shared_prefix_attention: Attention reads the KV blocks that all beams share once for all of them: "auto" where
+            that was measured to be faster, in float32 on CPUs; "on" wherever it can, also on GPUs, in layers of
+            FlashAttention; "off" never.
+        vllm_check: What a vLLM that differs from the recorded one leads to: "strict", to a refusal; "warn", to a
+            warning where what differs may still fit; "off", to nothing. By default what `VLLM_TRIE_CHECK` says, else
+            "warn".
+    """
+
+    prefix: ClassVar[str] = f"{PLUGIN_NAME}."
+    reclaim_interval: int = option(15, "is not a number of steps; pass an integer >= 1", ge=1)
+    max_beam_width: int | None = option(None, NO_BEAMS, ge=1)
+    semantics: Semantics = option("hf")
+    check_invariants: bool = option(False)
+    debug_rank_check: bool = option(False)
+    catalogs: dict[str, str] = option({}, 'is not a mapping of names to files; pass {"items": "items.catalog"}')
+    catalog_folder: str | None = option(None, "is not a folder; pass its path")
+    scorers: dict[str, Annotated[str, Field(pattern="^https?://")]] = option(
+        {}, 'is not a mapping of names to URLs; pass {"prm": "http://host:8000/classify"}'
+    )
+    shared_prefix_attention: Literal["auto", "on", "off"] = option("auto")
+    vllm_check: Literal["strict", "warn", "off"] | None = option(None)
+
+    @classmethod
+    def from_additional_config(cls, additional_config: Mapping[str, Any] | None) -> TrieBeamConfig:
+        """Parse `additional_config["trie_beam"]`.
+
+        Raises:
+            ValueError: an unknown option, or a value out of range.
+        """
+        options = (additional_config or {}).get(PLUGIN_NAME, {})
+        if not isinstance(options, Mapping):
+            raise ValueError(f'additional_config["{PLUGIN_NAME}"]={options!r} is not a mapping of options; pass {{}}')
+        return cls(**{str(name): value for name, value in options.items()})
+
+    @classmethod
+    def cure(cls, name: str) -> str:
+        meant = meant_by(name, [*cls.model_fields, *BeamParams.model_fields], cutoff=0.6)
+        is_of_requests = meant is not None and " " not in meant and meant not in cls.model_fields
+        return f"{meant} is for requests, each of which has its own" if is_of_requests else super().cure(name)

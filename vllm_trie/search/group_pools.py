@@ -1,0 +1,54 @@
+"""Where the hypotheses of group beam search compete: each group has a pool of its own, and is done by itself."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+
+from vllm_trie.search.stopping import Ended, Finished, HfPool, Pool
+
+
+class GroupPools(Pool):
+    """The pools of all groups; in the end all their hypotheses compete.
+
+    A group is done, or not, by the best of its candidates, those that stop among them. What runs out of length in the
+    last step counts only if it is not. Source: transformers 4.56 `BeamSearchScorer`.
+
+    Args:
+        pools: By group.
+        width: Beams of a group.
+        stop_token_ids: Which end a hypothesis.
+    """
+
+    def __init__(self, pools: list[HfPool], width: int, stop_token_ids: tuple[int, ...]) -> None:
+        self.pools = pools
+        self.width = width
+        self.stop_token_ids = stop_token_ids
+        self.done: tuple[int, ...] = ()  # which groups are
+
+    def advance(self, ended: Ended, running: np.ndarray, length: int) -> tuple[list[Finished], bool]:
+        outdone, is_over = list[Finished](), True
+        groups = np.array(ended.rows, dtype=np.int64) // self.width
+        stops = np.isin(ended.last_tokens, self.stop_token_ids) | (length < self.pools[0].max_length)
+        for number, (pool, of_group) in enumerate(zip(self.pools, np.split(running, len(self.pools)), strict=True)):
+            too_late = ended.some(groups == number)
+            if number not in self.done:
+                stopped, too_late = too_late.some(stops[groups == number]), too_late.some(~stops[groups == number])
+                outdone += pool.add(stopped.sums, length, stopped.last_tokens, stopped.nodes)
+                best = float(of_group.max())
+                if pool.is_done(max([best, *stopped.sums]), length):
+                    self.done += (number,)
+                else:
+                    outdone += pool.add(too_late.sums, length, too_late.last_tokens, too_late.nodes)
+                    is_over = is_over and best == -np.inf
+                    continue
+            outdone += map(Finished, too_late.sums, too_late.nodes)
+        return outdone, is_over
+
+    def score(self, sum_logprobs: float, length: int, last_token: int) -> float:
+        return self.pools[0].score(sum_logprobs, length, last_token)
+
+    def best(self, count: int) -> list[Finished]:
+        found = chain(*(pool.best(self.width) for pool in self.pools))
+        return sorted(found, key=lambda finished: -finished.score)[:count]

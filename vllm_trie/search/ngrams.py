@@ -1,0 +1,68 @@
+"""No n-gram twice: what would complete an n-gram that stands in a row's history already.
+
+Source: transformers 5.19 `NoRepeatNGramLogitsProcessor`, which looks through the prompt as well.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vllm_trie.search.devices import NEVER, numbers
+
+NOTHING = -1  # where a history has no token
+
+
+def flush_right(tokens: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
+    """Histories of several lengths that end in the same column; `NOTHING` stands in front of the shorter ones.
+
+    Args:
+        tokens: [G, r, L], flush left; L is the greatest length.
+        lengths: [G], of all rows of each group.
+    """
+    longest = tokens.shape[-1]
+    if (lengths == longest).all():
+        return tokens
+    missing = torch.from_numpy(longest - lengths).to(tokens.device, non_blocking=True)[:, None, None]
+    at = (numbers(longest, tokens.device) - missing).expand(tokens.shape)
+    return tokens.gather(-1, at.clamp(min=0)).where(at >= 0, NOTHING)
+
+
+def repeating(histories: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last tokens of all n-grams of each history, and which of these n-grams one more token might repeat.
+
+    Args:
+        histories: [..., L] of any integer type, with `NOTHING` where there is no token.
+        size: Tokens of an n-gram, n.
+
+    Returns:
+        Tokens [..., L - n + 1], and bools, true where the n - 1 tokens in front of one are the history's newest.
+    """
+    num_ngrams = max(histories.shape[-1] - size + 1, 0)
+    last = histories[..., size - 1 :]
+    repeats = last >= 0
+    for place in range(size - 1 if num_ngrams else 0):
+        newest = histories[..., num_ngrams + place, None]
+        repeats = repeats & (histories[..., place : place + num_ngrams] == newest) & (newest >= 0)
+    return last, repeats
+
+
+def without_repeats(logprobs: torch.Tensor, histories: torch.Tensor, size: int) -> torch.Tensor:
+    """Log-probabilities [..., V] with -inf for what would repeat an n-gram; the others stay as they are.
+
+    Args:
+        logprobs: Of the next token.
+        histories: [..., L], of the same rows; see `repeating`.
+        size: Tokens of an n-gram.
+    """
+    last, repeats = repeating(histories, size)
+    if not last.shape[-1]:
+        return logprobs
+    bounds = torch.where(repeats, NEVER, -NEVER).to(logprobs.dtype)
+    return logprobs.scatter_reduce(-1, last.clamp(min=0).long(), bounds, "amin")
+
+
+def is_repeated(histories: torch.Tensor, tokens: torch.Tensor, size: int) -> torch.Tensor:
+    """Whether `tokens` [...], each after its history [..., L], would repeat an n-gram; bools [...]."""
+    last, repeats = repeating(histories, size)
+    return (repeats & (last == tokens[..., None])).any(dim=-1)

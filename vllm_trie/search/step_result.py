@@ -1,0 +1,104 @@
+"""What one step of beam search decides, and how it travels to the host: as one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Generic, NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_trie.search.devices import NEVER
+from vllm_trie.search.rank import Array, Candidates
+
+Completes = Callable[[Candidates[np.ndarray]], np.ndarray]  # of candidates [G, K] which do, [G, K] bool
+NONE = slice(0)
+
+
+class TopLogprobs(NamedTuple, Generic[Array]):
+    """The best tokens of each row, best first: tensors [G, r, N]; on the host [r, N]."""
+
+    tokens: Array
+    logprobs: Array  # float32
+
+
+class TokenLogprobs(NamedTuple, Generic[Array]):
+    """What continuations report of their newest tokens: tensors [G, n]; on the host [n]."""
+
+    logprobs: Array  # float32
+    ranks: Array  # how many tokens of its row are at least as probable
+
+
+class PerturbedScores(NamedTuple, Generic[Array]):
+    """Scores with the noise of stochastic beam search: float32 tensors [G, b] and [G, F]; on the host [b] and [F]."""
+
+    beams: Array
+    finished: Array
+
+
+class Step(NamedTuple, Generic[Array]):
+    """What one step decided: tensors [G, b] and [G, F]; on the host [b] and [F], of a single group."""
+
+    parents: Array  # by slot: the slot whose beam this slot continues
+    tokens: Array  # by slot
+    scores: Array  # by slot, float32; -inf where there is no beam
+    finished: Candidates[Array]  # hypotheses that end here, in the order in which they are kept on equal scores
+    top_logprobs: TopLogprobs[Array] | None = None  # by parent; this and the others if log-probabilities are reported
+    beam_logprobs: TokenLogprobs[Array] | None = None  # by slot
+    finished_logprobs: TokenLogprobs[Array] | None = None
+    perturbed: PerturbedScores[Array] | None = None  # by which hypotheses compete, in stochastic beam search
+    states: torch.Tensor | None = None  # by slot, where beams are in a catalog: [G, b] on the device
+
+    @property
+    def num_beams(self) -> int:
+        """Beams that live on, of a single group."""
+        return int((np.asarray(self.scores) > NEVER).sum())
+
+
+class Layout(NamedTuple):
+    """How a step is packed: columns of each of its fields, integers first, then floats."""
+
+    ints: list[int]
+    floats: list[int]
+    top_shape: torch.Size | None  # [r, N], if log-probabilities are reported
+    has_perturbed: bool
+
+
+def packed(step: Step[torch.Tensor]) -> tuple[torch.Tensor, Layout]:
+    """All of a step as one tensor [G, n] int32, to be copied to the host at once; floats keep their bits."""
+    parents, tokens, scores, finished, top_logprobs, of_beams, of_finished, perturbed, _ = step
+    ints, floats = [parents, tokens, finished.parents, finished.tokens], [scores, finished.scores]
+    if top_logprobs and of_beams and of_finished:
+        ints += [of_beams.ranks, of_finished.ranks, top_logprobs.tokens.flatten(1)]
+        floats += [of_beams.logprobs, of_finished.logprobs, top_logprobs.logprobs.flatten(1)]
+    floats += perturbed or ()
+    words = torch.cat([torch.cat(ints, dim=1).int(), torch.cat(floats, dim=1).view(torch.int32)], dim=1)
+    sizes = [[field.shape[1] for field in fields] for fields in (ints, floats)]
+    return words, Layout(sizes[0], sizes[1], top_logprobs and top_logprobs.tokens.shape[1:], perturbed is not None)
+
+
+def unpacked(array: np.ndarray, layout: Layout) -> list[Step[np.ndarray]]:
+    """The step of each group that `packed` has packed; `finished` without what does not finish."""
+    parents, tokens, ended_by, ended_in, *reported = _split(array, layout.ints)
+    scores, ended_with, *logprobs = _split(array[:, sum(layout.ints) :].view(np.float32), layout.floats)
+    ends = ended_with > NEVER
+    steps = []
+    for at, is_ending in enumerate(map(any, ends.tolist())):
+        which = at, ends[at] if is_ending else NONE
+        finished = Candidates(ended_by[which], ended_in[which], ended_with[which])
+        step = Step(parents[at], tokens[at], scores[at], finished)
+        if layout.top_shape is not None:
+            step = step._replace(
+                top_logprobs=TopLogprobs(*(field[2][at].reshape(layout.top_shape) for field in (reported, logprobs))),
+                beam_logprobs=TokenLogprobs(logprobs[0][at], reported[0][at]),
+                finished_logprobs=TokenLogprobs(logprobs[1][which], reported[1][which]),
+            )
+        if layout.has_perturbed:
+            step = step._replace(perturbed=PerturbedScores(logprobs[-2][at], logprobs[-1][which]))
+        steps.append(step)
+    return steps
+
+
+def _split(array: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
+    return [array[:, end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]

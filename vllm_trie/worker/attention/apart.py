@@ -1,0 +1,135 @@
+"""Rows that share blocks, set apart from the others of a batch, which are described as if there were none but these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import AttentionBackend, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.selector import _cached_get_attn_backend
+
+NO_WINDOW = (-1, (-1, -1))  # as vLLM's backends write it
+
+
+def stand_for(stock: AttentionBackendEnum, backend: type[AttentionBackend]) -> None:
+    """Let engines of this process find a backend of ours where they look for one of vLLM's."""
+    path = f"{backend.__module__}.{backend.__qualname__}"
+    if stock.get_path() != path:
+        register_backend(stock, path)
+        _cached_get_attn_backend.cache_clear()
+
+
+class OtherRows(NamedTuple):
+    """Rows without those of some groups."""
+
+    common: CommonAttentionMetadata
+    tokens: torch.Tensor  # [M] int64 on the device, where in the batch their tokens are
+
+
+def others_than(rows: np.ndarray, common: CommonAttentionMetadata) -> OtherRows | None:
+    """What is left of a batch; None if nothing is.
+
+    Args:
+        rows: That are left out.
+        common: The batch; its rows attend to all that came before each token.
+    """
+    is_other = np.ones(common.num_reqs, dtype=bool)
+    is_other[rows] = False
+    if not is_other.any():
+        return None
+    device, of_all = common.seq_lens.device, np.diff(common.query_start_loc_cpu.numpy())
+    others, counts = is_other.nonzero()[0], of_all[is_other]
+    tokens = async_tensor_h2d(np.repeat(is_other, of_all).nonzero()[0], device=device, dtype=torch.int64)
+    starts = torch.from_numpy(np.append(0, counts.cumsum()).astype(np.int32))
+    at, on_host = async_tensor_h2d(others, device=device, dtype=torch.int64), torch.from_numpy(others)
+    bounds, is_prefilling = common.seq_lens_cpu_upper_bound, common.is_prefilling
+    of_others = replace(
+        common,
+        query_start_loc=async_tensor_h2d(starts.numpy(), device=device, dtype=torch.int32),
+        query_start_loc_cpu=starts,
+        seq_lens=common.seq_lens[at],
+        seq_lens_cpu_upper_bound=None if bounds is None else bounds[on_host],
+        num_reqs=len(others),
+        num_actual_tokens=len(tokens),
+        max_query_len=int(counts.max()),
+        block_table_tensor=common.block_table_tensor[at],
+        slot_mapping=common.slot_mapping[tokens],
+        positions=None if common.positions is None else common.positions[tokens],
+        is_prefilling=None if is_prefilling is None else is_prefilling[on_host],
+        req_idx=None if common.req_idx is None else common.req_idx[others],
+    )
+    return OtherRows(of_others, tokens)
+
+
+class Plan(Protocol):
+    """Attention of the rows that share blocks, as it was laid out for one step."""
+
+    def attend(self, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor, scale: float) -> None:
+        """Compute it for one layer: [N, H, D] of the whole batch, of which these rows' tokens are read and written."""
+        ...
+
+
+@dataclass
+class SetApart:
+    """Metadata of a step in which rows share blocks, beside what a backend's own has.
+
+    Args:
+        plan: Attention of these rows.
+        others: vLLM's metadata of all other rows; None if there are none.
+        other_tokens: [M] int64, where in the batch their tokens are.
+    """
+
+    plan: Plan | None = None
+    others: Any | None = None
+    other_tokens: torch.Tensor | None = None
+
+
+class AttendsApart:
+    """A layer's attention: of rows that share blocks by their plan, of all others as the backend has it."""
+
+    scale: float
+    attn_type: str
+    alibi_slopes: Any
+    sliding_window: Any
+    logits_soft_cap: float | None
+    sinks: Any
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """See vLLM's `AttentionImpl.forward`."""
+        stock = super().forward  # type: ignore[misc]
+        if not isinstance(attn_metadata, SetApart) or attn_metadata.plan is None:
+            return stock(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        attn_metadata.plan.attend(query, output, kv_cache, self.scale)
+        if attn_metadata.others is not None:
+            at = attn_metadata.other_tokens
+            queries, of_others = query[at], torch.empty_like(output[at])
+            stock(layer, queries, key, value, kv_cache, attn_metadata.others, of_others, *args, **kwargs)
+            output[at] = of_others
+        return output
+
+
+def is_plain(impl: Any) -> bool:
+    """Whether a layer's attention is what our kernels compute: causal, of all keys, by their softmax alone."""
+    return (
+        isinstance(impl, AttendsApart)
+        and impl.attn_type == AttentionType.DECODER
+        and impl.alibi_slopes is None
+        and impl.sliding_window in NO_WINDOW
+        and not impl.logits_soft_cap
+        and impl.sinks is None
+    )

@@ -1,0 +1,189 @@
+"""Compiles shared_prefix.cpp for the CPU at hand, once for all processes, and calls it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import vllm.envs as envs
+from vllm import _custom_ops as ops
+
+from vllm_trie.worker.attention.shared_rows import SharedRows, SharedTokens, tokens_of
+
+SOURCE = Path(__file__).with_name("shared_prefix.cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-fopenmp")
+HEAD_SIZES = 32  # are multiples of this, and so are block sizes
+
+
+class CompilerError(RuntimeError):
+    """There is no kernel for this machine; says why."""
+
+
+class _Batch(ctypes.Structure):
+    """`Batch` of shared_prefix.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("queries", "outputs")),
+        *((name, ctypes.c_int64) for name in ("query_stride", "output_stride")),
+        ("cache", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("block_stride", "head_stride")),
+        ("tables", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("tokens", "rows", "lengths", "starts", "num_shared")),
+        *((name, ctypes.c_int32) for name in ("num_groups", "block_size", "head_size", "num_heads", "num_kv_heads")),
+        ("num_threads", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+    )
+
+
+class Plan:
+    """Attention of the tokens of groups, in one step; whatever is the same in all layers is prepared once.
+
+    Args:
+        shared: The tokens.
+        tables: [rows of the batch, blocks] int32.
+
+    Raises:
+        CompilerError: there is no kernel for this machine.
+    """
+
+    def __init__(self, shared: SharedTokens, tables: torch.Tensor) -> None:
+        assert tables.dtype == torch.int32
+        assert tables.stride(1) == 1
+        assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in shared)
+        self._kernel, self._kept = kernel(), (shared, tables)  # whose memory the kernel reads
+        self._batch = batch = _Batch(tables=tables.data_ptr(), table_stride=tables.stride(0))
+        batch.tokens, batch.rows, batch.lengths = (a.ctypes.data for a in (shared.places, shared.rows, shared.lengths))
+        batch.starts, batch.num_shared = shared.starts.ctypes.data, shared.num_shared.ctypes.data
+        batch.num_groups, batch.num_threads = len(shared.num_shared), torch.get_num_threads()
+
+    @property
+    def shared(self) -> SharedTokens:
+        """The tokens."""
+        return self._kept[0]
+
+    def attend(self, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor, scale: float) -> None:
+        """Causal attention in one layer. Outputs of what else is in the batch stay as they are.
+
+        Args:
+            queries: [tokens of the batch, heads, head size] float32, the last two dimensions dense.
+            outputs: The same, written.
+            kv_cache: [blocks, KV heads, block size, 2 * head size] float32, as vLLM's CPU backend lays it out in
+                blocks of 32 tokens or multiples of that ("vec").
+            scale: Of the scores.
+        """
+        block_stride, head_stride, *dense = kv_cache.stride()
+        _, num_kv_heads, block_size, _ = kv_cache.shape
+        _, num_heads, head_size = queries.shape
+        assert queries.dtype == outputs.dtype == kv_cache.dtype == torch.float32
+        assert queries.stride()[1:] == outputs.stride()[1:] == (head_size, 1)
+        assert dense == [2 * head_size, 1]
+        assert block_size % HEAD_SIZES == head_size % HEAD_SIZES == num_heads % num_kv_heads == 0
+        batch = self._batch
+        batch.queries, batch.outputs, batch.cache = queries.data_ptr(), outputs.data_ptr(), kv_cache.data_ptr()
+        batch.query_stride, batch.output_stride = queries.stride(0), outputs.stride(0)
+        batch.block_stride, batch.head_stride, batch.scale = block_stride, head_stride, scale
+        batch.block_size, batch.head_size = block_size, head_size
+        batch.num_heads, batch.num_kv_heads = num_heads, num_kv_heads
+        self._kernel(ctypes.byref(batch))
+
+
+@cache
+def check(num_heads: int, num_kv_heads: int, head_size: int, block_size: int) -> None:
+    """Compare the kernel with vLLM's own on a small cache that vLLM has written.
+
+    Raises:
+        CompilerError: there is no kernel for this machine, or it computes something else.
+    """
+    generator = torch.Generator().manual_seed(0)
+    num_shared, num_rows = 2, 3
+    num_blocks, num_tokens = num_shared + num_rows, (num_shared + num_rows) * block_size
+    keys, values = torch.randn(2, num_tokens, num_kv_heads, head_size, generator=generator)
+    queries = torch.randn(num_rows, num_heads, head_size, generator=generator)
+    cache = torch.zeros(num_blocks, num_kv_heads, block_size, 2 * head_size)
+    halves = cache.view(num_blocks, num_kv_heads, 2 * block_size, head_size).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(keys, values, *halves, torch.arange(num_tokens), "vec")
+    tables = torch.tensor([[*range(num_shared), num_shared + row] for row in range(num_rows)], dtype=torch.int32)
+    lengths = torch.arange(num_rows, dtype=torch.int32) + num_shared * block_size + 1
+    starts, scale = torch.arange(num_rows + 1, dtype=torch.int32), head_size**-0.5
+    ours, theirs = torch.empty(2, *queries.shape)
+    rows = SharedRows(np.arange(num_rows), num_shared * block_size)
+    plan = Plan(tokens_of([rows], starts.numpy(), lengths.numpy(), block_size), tables)
+    plan.attend(queries, ours, cache, scale)
+    of_heads = num_rows, num_heads, num_kv_heads, head_size
+    schedule = ops.cpu_attn_get_scheduler_metadata(*of_heads, lengths, torch.float32, starts, True, -1, "vec", True)
+    ops.cpu_attention_with_kv_cache(
+        *(queries, *halves, theirs, starts, lengths, scale, True, None, -1, tables, 0.0, schedule, None)
+    )
+    if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4):
+        raise CompilerError("its kernel differs from vLLM's: this vLLM lays its KV cache out otherwise")
+
+
+@cache
+def kernel() -> Callable[[Any], None]:
+    """The compiled function.
+
+    Raises:
+        CompilerError: there is no compiler, or what it makes does not run here.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise CompilerError(f"there is no kernel for {platform.machine()}")
+    library = _library()
+    try:
+        if not library.exists():
+            _compile(library)
+    except OSError as error:
+        raise CompilerError(f"{_folder()} cannot be written: {error}; set VLLM_CACHE_ROOT") from error
+    try:  # it finds the OpenMP runtime that torch has loaded
+        function = ctypes.CDLL(str(library)).attend_to_shared_prefixes
+    except OSError as error:
+        raise CompilerError(f"the kernel that {_compiler()} made cannot be loaded: {error}") from error
+    function.argtypes, function.restype = [ctypes.c_void_p], None
+    return function
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")
+
+
+@cache
+def _library() -> Path:
+    """Where it lies: named for all that it depends on."""
+    try:
+        version = subprocess.run([_compiler(), "--version"], capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise CompilerError(f"its kernel is compiled at the start, and {_compiler()} does not run: {error}") from error
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "model name"))]
+    made_of = [SOURCE.read_bytes(), version, *(line.encode() for line in sorted(set(cpu))), *map(str.encode, FLAGS)]
+    name = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
+    return _folder() / f"shared_prefix-{name}.so"
+
+
+def _folder() -> Path:
+    return Path(envs.VLLM_CACHE_ROOT) / "trie_beam"
+
+
+def _compile(library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # another process may compile it, too
+        compiled, linked = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
+        # -fopenmp is for the compiler alone: the linker would bring in a second runtime beside torch's.
+        for command in (
+            [*FLAGS, "-c", str(SOURCE), "-o", str(compiled)],
+            ["-shared", str(compiled), "-o", str(linked)],
+        ):
+            done = subprocess.run([_compiler(), *command], capture_output=True, text=True)
+            if done.returncode:
+                why = next((line for line in done.stderr.splitlines() if "error" in line), f"status {done.returncode}")
+                raise CompilerError(f"{_compiler()} does not compile its kernel: {why}")
+        linked.rename(library)

@@ -1,0 +1,123 @@
+"""vLLM's CPU attention backend, whose layers read shared blocks once where that pays.
+
+`use_shared_prefixes` puts it in the place of CPU_ATTN. In every step the runner tells the metadata builders of its
+layers which rows share what; a builder that cannot use it, as one that cannot at all, leaves everything to vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_trie.options import TrieBeamConfig
+from vllm_trie.selection import has_beams
+from vllm_trie.worker.attention import compiled
+from vllm_trie.worker.attention.apart import AttendsApart, SetApart, is_plain, others_than, stand_for
+from vllm_trie.worker.attention.compiled import Plan
+from vllm_trie.worker.attention.shared_rows import SharesPrefixes, tokens_of
+
+logger = init_logger("vllm.trie_beam.attention")
+
+
+def use_shared_prefixes() -> None:
+    """Let engines of this process find this backend where they look for CPU_ATTN."""
+    stand_for(AttentionBackendEnum.CPU_ATTN, SharedPrefixBackend)
+
+
+@dataclass
+class SharedPrefixMetadata(SetApart, CPUAttentionMetadata):
+    """A step in which rows share blocks."""
+
+
+class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
+    """Sets the rows apart that share blocks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.option = TrieBeamConfig.from_additional_config(self.vllm_config.additional_config).shared_prefix_attention
+        # vLLM derives builders of its own from this one, for batches that are not the runner's.
+        is_asked = has_beams(self.vllm_config) and self.option != "off" and type(self) is SharedPrefixBuilder
+        self.can_share = is_asked and self._can_share()
+
+    def _can_share(self) -> bool:
+        """Whether all layers of this builder can read shared blocks once."""
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
+        is_known_kind = all(is_plain(layer.impl) and not layer.impl.is_fp8_kv_cache for layer in layers.values())
+        is_known_shape = self.isa == "vec" and self.dtype == torch.float32 and self.head_dim % compiled.HEAD_SIZES == 0
+        if not (is_known_kind and is_known_shape) or self.is_cross_attention:
+            return False
+        try:
+            compiled.check(self.num_heads, self.num_kv_heads, self.head_dim, self.block_size)
+        except compiled.CompilerError as error:
+            if self.option == "on":
+                raise ValueError(f'shared_prefix_attention="on" cannot be: {error}; use "auto"') from error
+            logger.warning_once("Attention reads shared blocks once for each row, as vLLM does: %s", error)
+            return False
+        return True
+
+    def takes(self, num_rows: int, num_shared: int) -> bool:
+        """See `SharesPrefixes`."""
+        heads = self.num_heads // self.num_kv_heads
+        return self.can_share and num_shared > 0 and (self.option == "on" or pays(num_rows, num_shared, heads))
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args: Any, **kwargs: Any
+    ) -> CPUAttentionMetadata:
+        groups, self.groups, common = self.groups, (), common_attn_metadata
+        if not groups or common.causal is not True:
+            return super().build(common_prefix_len, common, *args, **kwargs)
+        shared = tokens_of(groups, common.query_start_loc.numpy(), common.seq_lens.numpy(), self.block_size)
+        others = others_than(shared.rows, common)
+        return SharedPrefixMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            query_start_loc=common.query_start_loc,
+            max_seq_len=common.max_seq_len,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            scheduler_metadata=None,
+            plan=Plan(shared, common.block_table_tensor),
+            others=None if others is None else super().build(0, others.common, *args, **kwargs),
+            other_tokens=None if others is None else others.tokens,
+        )
+
+
+class SharedPrefixImpl(AttendsApart, CPUAttentionBackendImpl):
+    """Attention of rows that share blocks, and beside them of all others."""
+
+
+class SharedPrefixBackend(CPUAttentionBackend):
+    """Stands for CPU_ATTN."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        return SharedPrefixImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        return SharedPrefixBuilder
+
+
+# From so many query heads per KV head on: rows, and tokens that they share, from which on it was measured to be faster,
+# with heads of 32 and 64. With several query heads vLLM reads a key once for all of these already.
+PAYS_FROM = {1: (8, 64), 4: (16, 256)}
+
+
+def pays(num_rows: int, num_shared: int, heads_per_kv_head: int) -> bool:
+    """Whether it is faster to read shared blocks once."""
+    least_rows, least_shared = PAYS_FROM[max(heads for heads in PAYS_FROM if heads <= heads_per_kv_head)]
+    return num_rows >= least_rows and num_shared >= least_shared

@@ -1,0 +1,72 @@
+"""Refuses engines that demand what their machine or model does not allow, before they serve anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_trie.options import TrieBeamConfig
+from vllm_trie.selection import has_beams
+from vllm_trie.worker.attention.shared_rows import SharesPrefixes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.utils import AttentionGroup
+
+logger = init_logger("vllm.trie_beam.attention")
+
+HAS_NO_EFFECT = (
+    'shared_prefix_attention="on" has no effect on %d layers, whose attention (%s) is of a kind that our kernels '
+    "do not compute: vLLM reads shared blocks once for each row there"
+)
+
+
+def check_demanded_attention(vllm_config: VllmConfig) -> None:
+    """Check what an engine on a CPU needs for `shared_prefix_attention="on"`.
+
+    Raises:
+        ValueError: naming what is in the way, and what would work.
+    """
+    from vllm.platforms import current_platform
+
+    config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
+    if config.shared_prefix_attention != "on" or not current_platform.is_cpu():
+        return
+    from vllm_trie.worker.attention.compiled import CompilerError, kernel
+
+    try:
+        if vllm_config.model_config.dtype != torch.float32:
+            raise CompilerError(f'its kernel takes dtype="float32" alone, not {vllm_config.model_config.dtype}')
+        kernel()
+    except CompilerError as error:
+        raise ValueError(f'shared_prefix_attention="on" cannot be: {error}; use "auto"') from error
+
+
+def check_demanded_layers(vllm_config: VllmConfig, attn_groups: Iterable[AttentionGroup]) -> None:
+    """Check what the layers of a model need for `shared_prefix_attention="on"`, once it is known who computes them.
+
+    Raises:
+        ValueError: if no layer reads shared blocks once.
+    """
+    config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
+    if config.shared_prefix_attention != "on" or not has_beams(vllm_config):
+        return
+    can_share, stock = False, list["AttentionGroup"]()
+    for group in attn_groups:
+        builder = group.get_metadata_builder(0)
+        if isinstance(builder, SharesPrefixes) and builder.can_share:
+            can_share = True
+        else:
+            stock.append(group)
+    num_layers = sum(len(group.layer_names) for group in stock)
+    backends = ", ".join(sorted({group.backend.get_name() for group in stock}))
+    if stock and not can_share:
+        raise ValueError(
+            f'shared_prefix_attention="on" cannot be: no layer of this model has attention that our kernels compute '
+            f'({num_layers} by {backends}); use "auto"'
+        )
+    if stock:
+        logger.warning_once(HAS_NO_EFFECT, num_layers, backends)

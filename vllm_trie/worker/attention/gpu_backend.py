@@ -1,0 +1,119 @@
+"""vLLM's FlashAttention backend, whose layers read shared blocks once by kernels of ours, where an engine asks for it.
+
+`use_shared_prefixes` puts it in the place of FLASH_ATTN; layers that another backend computes stay as they are. Steps
+without such rows replay full CUDA graphs as ever, steps with them piecewise ones: attention is not in those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.config import get_layers_from_vllm_config
+from vllm.config.compilation import CUDAGraphMode
+from vllm.model_executor.layers.attention import Attention
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_trie.options import TrieBeamConfig
+from vllm_trie.selection import has_beams
+from vllm_trie.worker.attention.apart import AttendsApart, SetApart, is_plain, others_than, stand_for
+from vllm_trie.worker.attention.shared_rows import SharesPrefixes, tokens_of
+from vllm_trie.worker.attention.triton_kernels import MOST_HEAD_SIZE, TILE, Plan
+
+
+def use_shared_prefixes() -> None:
+    """Let engines of this process find this backend where they look for FLASH_ATTN."""
+    stand_for(AttentionBackendEnum.FLASH_ATTN, SharedPrefixBackend)
+
+
+@dataclass
+class SharedPrefixMetadata(SetApart, FlashAttentionMetadata):
+    """A step in which rows share blocks."""
+
+
+class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
+    """Sets the rows apart that share blocks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = TrieBeamConfig.from_additional_config(self.vllm_config.additional_config)
+        # vLLM derives builders of its own from this one, for batches that are not the runner's.
+        is_asked = has_beams(self.vllm_config) and config.shared_prefix_attention == "on"
+        self.can_share = is_asked and type(self) is SharedPrefixBuilder and self._can_share()
+
+    def _can_share(self) -> bool:
+        """Whether all layers of this builder can read shared blocks once."""
+        mode = self.compilation_config.cudagraph_mode
+        if mode.mixed_mode() == CUDAGraphMode.FULL:
+            raise ValueError(
+                f'shared_prefix_attention="on" and cudagraph_mode={mode.name} exclude each other, as full graphs hold '
+                f"vLLM's attention; use FULL_AND_PIECEWISE, or leave shared_prefix_attention out"
+            )
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
+        return (
+            all(is_plain(layer.impl) for layer in layers.values())
+            and self.kv_cache_dtype == self.model_config.dtype
+            and self.headdim % 16 == 0
+            and self.headdim <= MOST_HEAD_SIZE
+            and self.num_heads_q // self.num_heads_kv <= TILE
+            and self.rswa_window is None
+            and not self.model_config.is_mm_prefix_lm
+            and not self.parallel_config.use_ubatching
+            and not envs.VLLM_BATCH_INVARIANT
+        )
+
+    def takes(self, num_rows: int, num_shared: int) -> bool:
+        """See `SharesPrefixes`."""
+        return self.can_share and num_shared > 0
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args: Any, **kwargs: Any
+    ) -> FlashAttentionMetadata:
+        groups, self.groups, common = self.groups, (), common_attn_metadata
+        if not groups or common.causal is not True:
+            return super().build(common_prefix_len, common, *args, **kwargs)
+        assert common.seq_lens_cpu_upper_bound is not None
+        bounds, tables = common.seq_lens_cpu_upper_bound.numpy(), common.block_table_tensor
+        shared = tokens_of(groups, common.query_start_loc_cpu.numpy(), bounds, self.block_size)
+        behind = async_tensor_h2d(bounds[shared.rows] - shared.lengths, device=self.device, dtype=torch.int32)
+        rows = async_tensor_h2d(shared.rows, device=self.device, dtype=torch.int64)
+        plan = Plan(shared, common.seq_lens[rows] - behind, tables, (self.num_heads_q, self.num_heads_kv))
+        others = others_than(shared.rows, common)
+        stock = super().build(common_prefix_len, common if others is None else others.common, *args, **kwargs)
+        of_all = {field.name: getattr(stock, field.name) for field in fields(stock)} | {
+            "num_actual_tokens": common.num_actual_tokens,
+            "max_query_len": common.max_query_len,
+            "query_start_loc": common.query_start_loc,
+            "seq_lens": common.seq_lens,
+            "block_table": tables,
+            "slot_mapping": common.slot_mapping,
+        }
+        if others is None:
+            return SharedPrefixMetadata(**of_all, plan=plan)
+        return SharedPrefixMetadata(**of_all, plan=plan, others=stock, other_tokens=others.tokens)
+
+
+class SharedPrefixImpl(AttendsApart, FlashAttentionImpl):
+    """Attention of rows that share blocks, and beside them of all others."""
+
+
+class SharedPrefixBackend(FlashAttentionBackend):
+    """Stands for FLASH_ATTN."""
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        return SharedPrefixImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
+        return SharedPrefixBuilder

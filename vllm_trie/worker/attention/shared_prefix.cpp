@@ -1,0 +1,288 @@
+// Attention of rows that share their first KV blocks, in float32, on the KV cache of vLLM's CPU backend.
+//
+// The queries of a group are multiplied together with the blocks that all of its rows share, a tile of them at a time,
+// as in a matrix product; then each row's queries go on over the row's own blocks. One softmax runs through both, so
+// there is nothing to merge. A block holds, for each KV head, its keys as [head_size, block_size], then its values as
+// [block_size, head_size]. Compiled and called by compiled.py.
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#ifdef __AVX512F__
+constexpr int LANES = 16;
+#define TILES 12, 8, 4, 2, 1  // queries that are multiplied together: as many as there are registers for
+#else
+constexpr int LANES = 8;
+#define TILES 4, 2, 1
+#endif
+constexpr int COLUMNS = 2 * LANES;  // that a tile computes at a time; block and head sizes are multiples of it
+constexpr int CHUNK = 256;          // keys between two rescalings of the sums; their blocks fit a core's second cache
+constexpr int MOST_TILE = 12;
+constexpr int MOST_QUERIES = 256;  // of one piece of work: so their sums stay in that cache, too
+constexpr int LINE = 16;           // floats of a cache line
+constexpr float LOWEST = -1e30f;
+constexpr float LOG2_E = 1.44269504088896341f;
+
+typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+static inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
+static inline void store(float* to, Floats x) { *reinterpret_cast<Floats*>(to) = x; }
+
+// The greatest of the numbers, or their sum.
+template <bool IS_SUM>
+static inline float reduced(Floats x) {
+  Ints lane;
+  for (int i = 0; i < LANES; ++i) lane[i] = i;
+#pragma GCC unroll 4
+  for (int apart = LANES / 2; apart > 0; apart /= 2) {
+    const Floats other = __builtin_shuffle(x, lane ^ apart);
+    x = IS_SUM ? x + other : other > x ? other : x;
+  }
+  return x[0];
+}
+
+// 2 to the power of x <= 0, to a few parts in 10^7; below 2^-126 it stays there.
+static inline Floats exp2(Floats x) {
+  const Floats least = Floats{} - 126.0f, round = Floats{} + 12582912.0f;  // 1.5 * 2^23: what is added is rounded
+  x = x > least ? x : least;
+  const Floats shifted = x + round, f = x - (shifted - round);
+  Floats y = Floats{} + 1.5403530e-4f;
+  y = y * f + 1.3333558e-3f;
+  y = y * f + 9.6181291e-3f;
+  y = y * f + 5.5504109e-2f;
+  y = y * f + 2.4022651e-1f;
+  y = y * f + 6.9314718e-1f;
+  y = y * f + 1.0f;
+  return (Floats)((Ints)y + ((Ints)shifted << 23));
+}
+
+// sum [R, COLUMNS] += a [R, depth] times b [depth, COLUMNS]; rows of a and b lie a_row and b_row floats apart.
+template <int R>
+static inline __attribute__((always_inline)) void multiply(const float* a, int64_t a_row, const float* b, int64_t b_row,
+                                                           int depth, Floats (&sum)[R][2]) {
+  constexpr int PARTS = R >= 4 ? 1 : 4 / R;  // of the depth: few rows are too few sums to hide the latency of each
+  Floats part[PARTS][R][2] = {};
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < 2; ++v) part[0][r][v] = sum[r][v];
+  int k = 0;
+  for (; k + PARTS <= depth; k += PARTS)
+#pragma GCC unroll 4
+    for (int p = 0; p < PARTS; ++p) {
+      const Floats b0 = load(b + (k + p) * b_row), b1 = load(b + (k + p) * b_row + LANES);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const float x = a[r * a_row + k + p];
+        part[p][r][0] += x * b0;
+        part[p][r][1] += x * b1;
+      }
+    }
+  for (; k < depth; ++k)
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < 2; ++v) part[0][r][v] += a[r * a_row + k] * load(b + k * b_row + v * LANES);
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < 2; ++v) {
+      sum[r][v] = part[0][r][v];
+      for (int p = 1; p < PARTS; ++p) sum[r][v] += part[p][r][v];
+    }
+}
+
+// One KV head of the cache.
+struct Head {
+  const float* cache;
+  int64_t block_stride;
+  int block_size, head_size;
+
+  const float* keys(int32_t block) const { return cache + block * block_stride; }
+  const float* values(int32_t block) const { return keys(block) + block_size * head_size; }
+
+  // Bring floats [first, last) of a block into the second cache.
+  void prefetch(int32_t block, int64_t first, int64_t last) const {
+    for (int64_t at = first; at < last; at += LINE) __builtin_prefetch(keys(block) + at, 0, 2);
+  }
+  int64_t size() const { return int64_t(2) * block_size * head_size; }
+};
+
+// Queries of one head, and their softmax so far: the sum of values, the greatest score, the sum of weights.
+struct Queries {
+  float *queries, *sums, *top, *total;
+  int head_size;
+
+  Queries from(int first) const {
+    return {queries + first * head_size, sums + first * head_size, top + first, total + first, head_size};
+  }
+};
+
+// Keys [first, last) of a sequence that lies in these blocks; not more than CHUNK of them.
+struct Keys {
+  const int32_t* blocks;
+  int first, last;
+};
+
+// What will be read next comes from memory while this is computed: of each block, one part of so many.
+struct Ahead {
+  Head head;
+  Keys keys;
+  int first = 0, last = 0, parts = 1;
+
+  Ahead part(int from, int to, int of) const { return {head, keys, from, to, of}; }
+  void fetch(int passed) const {
+    const int at = keys.first + passed;
+    if (at >= keys.last || at % head.block_size >= COLUMNS) return;
+    head.prefetch(keys.blocks[at / head.block_size], head.size() * first / parts, head.size() * last / parts);
+  }
+};
+
+// Let R queries attend to some keys. `scores` has room for [R, CHUNK].
+template <int R>
+static void attend(const Head& head, const Queries& of, const Keys& keys, const Ahead& ahead, float* scores) {
+  const int D = head.head_size, B = head.block_size, count = keys.last - keys.first;
+  const int padded = (count + LANES - 1) / LANES * LANES;
+  for (int t = 0; t < count; t += COLUMNS) {
+    const int at = keys.first + t;
+    ahead.fetch(t);
+    Floats sum[R][2] = {};
+    multiply<R>(of.queries, D, head.keys(keys.blocks[at / B]) + at % B, B, D, sum);
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < 2; ++v) store(scores + r * CHUNK + t + v * LANES, sum[r][v]);
+  }
+  float rescaled[R];
+  for (int r = 0; r < R; ++r) {
+    float* row = scores + r * CHUNK;
+    std::fill(row + count, row + padded, LOWEST);  // whatever lies beyond the last key
+    Floats tops = load(row);
+    for (int t = LANES; t < padded; t += LANES) tops = load(row + t) > tops ? load(row + t) : tops;
+    const float top = std::max(of.top[r], reduced<false>(tops));
+    Floats totals = {};
+    for (int t = 0; t < padded; t += LANES) {
+      const Floats weights = exp2(load(row + t) - top);
+      totals += weights;
+      store(row + t, weights);
+    }
+    rescaled[r] = exp2(Floats{} + (of.top[r] - top))[0];
+    of.total[r] = of.total[r] * rescaled[r] + reduced<true>(totals);
+    of.top[r] = top;
+  }
+  for (int column = 0; column < D; column += COLUMNS) {
+    Floats sum[R][2];
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < 2; ++v) sum[r][v] = load(of.sums + r * D + column + v * LANES) * rescaled[r];
+    for (int t = 0, run; t < count; t += run) {
+      const int at = keys.first + t;
+      run = std::min(B - at % B, count - t);
+      multiply<R>(scores + t, CHUNK, head.values(keys.blocks[at / B]) + at % B * D + column, D, run, sum);
+    }
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < 2; ++v) store(of.sums + r * D + column + v * LANES, sum[r][v]);
+  }
+}
+
+// Let `count` queries attend to some keys, in the largest tiles that they fill. `next` are those that come after.
+template <int... SIZES>
+static void attend_in_tiles(const Head& head, const Queries& of, int count, const Keys& keys, const Ahead& next,
+                            float* scores, std::integer_sequence<int, SIZES...>) {
+  int done = 0;
+  const auto tiles_of = [&]<int R>(std::integral_constant<int, R>) {
+    for (; done + R <= count; done += R) {
+      attend<R>(head, of.from(done), keys, next.part(done, done + R, count), scores);
+    }
+  };
+  (tiles_of(std::integral_constant<int, SIZES>{}), ...);
+}
+
+extern "C" {
+
+// What the queries of a step are. A token is one of the batch that a group's row computes.
+struct Batch {
+  const float* queries;  // [tokens of the batch, num_heads, head_size]
+  float* outputs;        // the same
+  int64_t query_stride, output_stride;  // from token to token, in floats
+  const float* cache;
+  int64_t block_stride, head_stride;  // in floats
+  const int32_t* tables;              // [rows of the batch, blocks]
+  int64_t table_stride;
+  const int32_t *tokens, *rows, *lengths;  // by token of a group: its place in the batch, its row, the keys it sees
+  const int32_t *starts, *num_shared;      // by group: its first token, with an end; keys that all of its rows share
+  int32_t num_groups, block_size, head_size, num_heads, num_kv_heads, num_threads;
+  float scale;
+};
+
+void attend_to_shared_prefixes(const Batch* given) {
+  const Batch& b = *given;
+  const int D = b.head_size, heads = b.num_heads / b.num_kv_heads;
+  constexpr std::integer_sequence<int, TILES> tiles;
+  struct Work {
+    int group, kv_head, first, last;  // tokens
+  };
+  const auto head_of = [&](const Work& work) {
+    return Head{b.cache + work.kv_head * b.head_stride, b.block_stride, b.block_size, D};
+  };
+  const auto blocks_of = [&](int token) { return b.tables + b.rows[token] * b.table_stride; };
+  std::vector<Work> works;
+  int most_queries = 0;
+  for (int group = 0; group < b.num_groups; ++group) {
+    const int first = b.starts[group], count = b.starts[group + 1] - first, pieces = b.num_groups * b.num_kv_heads;
+    int parts = (count * heads + MOST_QUERIES - 1) / MOST_QUERIES;
+    if (b.num_threads > 1) parts = std::max(parts, (2 * b.num_threads + pieces - 1) / pieces);
+    const int step = std::max((count + parts - 1) / parts, 1);
+    most_queries = std::max(most_queries, step * heads);
+    for (int kv_head = 0; kv_head < b.num_kv_heads; ++kv_head)
+      for (int t = first; t < first + count; t += step)
+        works.push_back({group, kv_head, t, std::min(t + step, first + count)});
+  }
+#pragma omp parallel num_threads(b.num_threads)
+  {
+    static thread_local std::vector<float> memory;  // kept, as it costs more to have than to fill
+    memory.resize(std::max(memory.size(), size_t(most_queries) * (2 * D + 2) + MOST_TILE * CHUNK + LINE));
+    const uintptr_t line = LINE * sizeof(float), start = (reinterpret_cast<uintptr_t>(memory.data()) + line - 1) / line;
+    float* scores = reinterpret_cast<float*>(start * line);
+    Queries all = {scores + MOST_TILE * CHUNK, nullptr, nullptr, nullptr, D};
+    all.sums = all.queries + most_queries * D;
+    all.top = all.sums + most_queries * D;
+    all.total = all.top + most_queries;
+#pragma omp for schedule(dynamic) nowait
+    for (int index = 0; index < int(works.size()); ++index) {
+      const Work& work = works[index];
+      const int count = (work.last - work.first) * heads, shared = b.num_shared[work.group];
+      const Head head = head_of(work);
+      for (int j = 0; j < count; ++j) {
+        const int64_t token = b.tokens[work.first + j / heads];
+        const float* query = b.queries + token * b.query_stride + (work.kv_head * heads + j % heads) * D;
+        for (int d = 0; d < D; ++d) all.queries[j * D + d] = query[d] * (b.scale * LOG2_E);
+      }
+      std::fill(all.sums, all.sums + count * D, 0.0f);
+      std::fill(all.top, all.top + count, LOWEST);
+      std::fill(all.total, all.total + count, 0.0f);
+
+      // The work that, if all take equally long, comes after this one in this thread.
+      const Work& after = works[std::min<int>(index + b.num_threads, works.size() - 1)];
+      const Keys first_keys = {blocks_of(after.first), 0, std::min(CHUNK, b.num_shared[after.group])};
+      const Ahead first_of_next = {head_of(after), first_keys};
+      const int32_t* blocks = blocks_of(work.first);
+      for (int t = 0; t < shared; t += CHUNK) {
+        const Keys keys = {blocks, t, std::min(t + CHUNK, shared)};
+        const Ahead next = {head, {blocks, keys.last, std::min(keys.last + CHUNK, shared)}};
+        attend_in_tiles(head, all, count, keys, keys.last < shared ? next : first_of_next, scores, tiles);
+      }
+      for (int token = work.first; token < work.last; ++token) {
+        const Queries own = all.from((token - work.first) * heads);
+        if (token + 1 < work.last && b.lengths[token + 1] > shared) {
+          const int32_t block = blocks_of(token + 1)[shared / b.block_size];
+          head.prefetch(block, 0, int64_t(b.block_size + std::min(b.block_size, b.lengths[token + 1] - shared)) * D);
+        }
+        for (int t = shared; t < b.lengths[token]; t += CHUNK) {
+          const Keys keys = {blocks_of(token), t, std::min(t + CHUNK, b.lengths[token])};
+          attend_in_tiles(head, own, heads, keys, {head, {}}, scores, tiles);
+        }
+        for (int j = 0; j < heads; ++j) {
+          float* output = b.outputs + b.tokens[token] * b.output_stride + (work.kv_head * heads + j) * D;
+          const float share = 1 / own.total[j];
+          for (int d = 0; d < D; ++d) output[d] = own.sums[j * D + d] * share;
+        }
+      }
+    }
+  }
+}
+}

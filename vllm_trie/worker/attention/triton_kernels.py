@@ -1,0 +1,284 @@
+"""Attention over shared blocks by Triton kernels.
+
+The first kernel goes over the blocks that all rows of a group share, with a tile of their queries at a time, in parts
+that run side by side; the second goes over each token's own blocks, and begins with the sums that the first one left.
+No autotuning and no atomics: ranks that compute the same get the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from vllm_trie.worker.attention.shared_rows import SharedTokens
+
+MOST_HEAD_SIZE = 256
+TILE = 64  # queries that a program of the first kernel takes
+KEYS = 32  # that both kernels read at a time
+LEAST_QUERIES = 16  # that tensor cores multiply
+MOST_PARTS, LEAST_PART = 16, 512  # of the shared keys; keys of one
+NUM_WARPS, NUM_STAGES = 4, 2
+LOG2_E = 1.4426950408889634
+
+
+class Plan:
+    """Attention of the tokens of groups, in one step; whatever is the same in all layers is prepared once.
+
+    Args:
+        shared: The tokens; N of them. `lengths` may be upper bounds.
+        lengths: [N] int32 on the device, keys that each token sees.
+        tables: [rows of the batch, blocks] int32, on the device.
+        heads: Query heads, and KV heads.
+    """
+
+    def __init__(
+        self, shared: SharedTokens, lengths: torch.Tensor, tables: torch.Tensor, heads: tuple[int, int]
+    ) -> None:
+        device, (num_heads, num_kv_heads) = tables.device, heads
+        self.shared, self._lengths, self._tables = shared, lengths, tables
+        per_tile = TILE // (num_heads // num_kv_heads)
+        counts = np.diff(shared.starts)
+        num_tiles = -(-counts // per_tile)
+        of_group = np.repeat(np.arange(len(counts)), num_tiles)
+        within = np.arange(len(of_group)) - np.repeat(num_tiles.cumsum() - num_tiles, num_tiles)
+        first = shared.starts[:-1][of_group] + within * per_tile
+        tiles = np.stack(
+            [first, np.minimum(first + per_tile, shared.starts[1:][of_group]), shared.num_shared[of_group]]
+        )
+        of_tokens = np.stack([shared.places, shared.rows, np.repeat(shared.num_shared, counts)])
+        self._tiles, self._tokens = _on(device, tiles), _on(device, of_tokens)
+        programs, most = len(first) * num_kv_heads, int(shared.num_shared.max())
+        wanted = -(-2 * _num_processors(device) // programs)
+        self._num_parts = max(min(MOST_PARTS, wanted, -(-most // LEAST_PART)), 1)
+
+    def attend(self, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor, scale: float) -> None:
+        """Causal attention in one layer. Outputs of what else is in the batch stay as they are.
+
+        Args:
+            queries: [tokens of the batch, heads, head size], the last two dimensions dense.
+            outputs: The same, written.
+            kv_cache: [blocks, KV heads, block size, 2 * head size] of the same type, keys before values, the last
+                dimension dense.
+            scale: Of the scores.
+        """
+        _, num_kv_heads, block_size, _ = kv_cache.shape
+        _, num_heads, head_size = queries.shape
+        assert queries.dtype == outputs.dtype == kv_cache.dtype
+        assert queries.stride()[1:] == outputs.stride()[1:] == (head_size, 1)
+        assert kv_cache.stride(3) == self._tables.stride(1) == 1
+        count, heads = len(self.shared.places), num_heads // num_kv_heads
+        sums = torch.empty(self._num_parts, count, num_heads, head_size, dtype=torch.float32, device=queries.device)
+        logs = torch.empty(self._num_parts, count, num_heads, dtype=torch.float32, device=queries.device)
+        cache = kv_cache, *kv_cache.stride()[:3], self._tables, self._tables.stride(0)
+        of_both: dict[str, Any] = {
+            "heads": heads,
+            "head_size": head_size,
+            "padded_size": triton.next_power_of_2(head_size),
+            "block_size": block_size,
+            "keys_at_a_time": KEYS,
+            "num_warps": NUM_WARPS,
+            "num_stages": NUM_STAGES,
+        }
+        counts = self._num_parts, count, num_kv_heads
+        _attend_to_shared[self._tiles.shape[1], num_kv_heads, self._num_parts](
+            *(queries, queries.stride(0), *cache, *self._tiles, *self._tokens[:2], sums, logs),
+            *(*counts, scale * LOG2_E),
+            tile=TILE,
+            **of_both,
+        )
+        _attend_to_own[count, num_kv_heads](
+            *(queries, queries.stride(0), outputs, outputs.stride(0), *cache, *self._tokens, self._lengths, sums, logs),
+            *(*counts, scale * LOG2_E),
+            padded_heads=max(triton.next_power_of_2(heads), LEAST_QUERIES),
+            **of_both,
+        )
+
+
+def _on(device: torch.device, array: np.ndarray) -> torch.Tensor:
+    on_host = torch.from_numpy(array.astype(np.int32))
+    return (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
+
+
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@triton.jit
+def _attend(
+    query,  # [M, padded_size]
+    top,  # [M] float32
+    total,  # [M] float32
+    sums,  # [M, padded_size] float32
+    start,
+    end,
+    cache,  # at the KV head
+    block_stride,
+    token_stride,
+    table,  # at the row
+    scale,
+    head_size: tl.constexpr,
+    padded_size: tl.constexpr,
+    block_size: tl.constexpr,
+    keys_at_a_time: tl.constexpr,
+):
+    """Go on with a softmax, over keys [start, end)."""
+    column = tl.arange(0, padded_size)
+    in_head = column < head_size
+    for first in range(start, end, keys_at_a_time):
+        key = first + tl.arange(0, keys_at_a_time)
+        is_key = key < end
+        block = tl.load(table + key // block_size, mask=is_key, other=0).to(tl.int64)
+        at = cache + block * block_stride + (key % block_size) * token_stride
+        is_there = is_key[:, None] & in_head[None, :]
+        keys = tl.load(at[:, None] + column[None, :], mask=is_there, other=0.0)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        weights, rescaled = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
+        values = tl.load(at[:, None] + head_size + column[None, :], mask=is_there, other=0.0)
+        sums = sums * rescaled[:, None]
+        sums = tl.dot(weights.to(values.dtype), values, acc=sums, input_precision="ieee")
+        total, top = total * rescaled + tl.sum(weights, axis=1), new_top
+    return top, total, sums
+
+
+@triton.jit(do_not_specialize=["num_parts", "count", "num_kv_heads"])
+def _attend_to_shared(
+    queries,  # [tokens, heads, head_size]
+    query_stride,
+    cache,  # [blocks, KV heads, block_size, 2 * head_size]
+    block_stride,
+    head_stride,
+    token_stride,
+    tables,  # [rows, blocks]
+    table_stride,
+    first_tokens,  # [tiles], among those of groups
+    end_tokens,  # [tiles]
+    num_shared,  # [tiles]
+    places,  # [N], of tokens in the batch
+    rows,  # [N]
+    sums,  # [parts, N, heads, head_size]
+    logs,  # [parts, N, heads], of the sums' weights, to base 2
+    num_parts,
+    count,
+    num_kv_heads,
+    scale,
+    heads: tl.constexpr,
+    head_size: tl.constexpr,
+    padded_size: tl.constexpr,
+    block_size: tl.constexpr,
+    keys_at_a_time: tl.constexpr,
+    tile: tl.constexpr,
+):
+    kv_head, part = tl.program_id(1), tl.program_id(2)
+    first, end = tl.load(first_tokens + tl.program_id(0)), tl.load(end_tokens + tl.program_id(0))
+    shared = tl.load(num_shared + tl.program_id(0))
+    query = tl.arange(0, tile)
+    token, head = first + query // heads, kv_head * heads + query % heads
+    is_query = token < end
+    column = tl.arange(0, padded_size)
+    is_there = is_query[:, None] & (column < head_size)[None, :]
+    place = tl.load(places + token, mask=is_query, other=0).to(tl.int64)
+    at = place * query_stride + head * head_size
+    of_tile = tl.load(queries + at[:, None] + column[None, :], mask=is_there, other=0.0)
+    top = tl.zeros([tile], tl.float32) - 1e30
+    total = tl.zeros([tile], tl.float32)
+    sum_of_tile = tl.zeros([tile, padded_size], tl.float32)
+    table = tables + tl.load(rows + first).to(tl.int64) * table_stride
+    per_part = tl.cdiv(tl.cdiv(shared, num_parts), keys_at_a_time) * keys_at_a_time
+    start = part * per_part
+    top, total, sum_of_tile = _attend(
+        of_tile,
+        top,
+        total,
+        sum_of_tile,
+        start,
+        tl.minimum(start + per_part, shared),
+        cache + kv_head * head_stride,
+        block_stride,
+        token_stride,
+        table,
+        scale,
+        head_size,
+        padded_size,
+        block_size,
+        keys_at_a_time,
+    )
+    is_empty = total == 0.0
+    to = (part * count + token).to(tl.int64) * (num_kv_heads * heads) + head
+    share = 1.0 / tl.where(is_empty, 1.0, total)
+    tl.store(sums + to[:, None] * head_size + column[None, :], sum_of_tile * share[:, None], mask=is_there)
+    tl.store(logs + to, tl.where(is_empty, -1e30, top + tl.log2(tl.where(is_empty, 1.0, total))), mask=is_query)
+
+
+@triton.jit(do_not_specialize=["num_parts", "count", "num_kv_heads"])
+def _attend_to_own(
+    queries,  # [tokens, heads, head_size]
+    query_stride,
+    outputs,  # the same
+    output_stride,
+    cache,  # [blocks, KV heads, block_size, 2 * head_size]
+    block_stride,
+    head_stride,
+    token_stride,
+    tables,  # [rows, blocks]
+    table_stride,
+    places,  # [N], of tokens in the batch
+    rows,  # [N]
+    num_shared,  # [N]
+    lengths,  # [N]
+    sums,  # [parts, N, heads, head_size]
+    logs,  # [parts, N, heads]
+    num_parts,
+    count,
+    num_kv_heads,
+    scale,
+    heads: tl.constexpr,
+    head_size: tl.constexpr,
+    padded_size: tl.constexpr,
+    block_size: tl.constexpr,
+    keys_at_a_time: tl.constexpr,
+    padded_heads: tl.constexpr,
+):
+    token, kv_head = tl.program_id(0), tl.program_id(1)
+    query = tl.arange(0, padded_heads)
+    head, column = kv_head * heads + query, tl.arange(0, padded_size)
+    is_query = query < heads
+    is_there = is_query[:, None] & (column < head_size)[None, :]
+    place = tl.load(places + token).to(tl.int64)
+    at = head[:, None] * head_size + column[None, :]
+    of_token = tl.load(queries + place * query_stride + at, mask=is_there, other=0.0)
+    top = tl.zeros([padded_heads], tl.float32) - 1e30
+    total = tl.zeros([padded_heads], tl.float32)
+    sum_of_token = tl.zeros([padded_heads, padded_size], tl.float32)
+    for part in range(num_parts):
+        of_part = (part * count + token).to(tl.int64) * (num_kv_heads * heads)
+        log = tl.load(logs + of_part + head, mask=is_query, other=-1e30)
+        new_top = tl.maximum(top, log)
+        rescaled, weight = tl.exp2(top - new_top), tl.exp2(log - new_top)
+        part_sum = tl.load(sums + of_part * head_size + at, mask=is_there, other=0.0)
+        sum_of_token = sum_of_token * rescaled[:, None] + part_sum * weight[:, None]
+        total, top = total * rescaled + weight, new_top
+    top, total, sum_of_token = _attend(
+        of_token,
+        top,
+        total,
+        sum_of_token,
+        tl.load(num_shared + token),
+        tl.load(lengths + token),
+        cache + kv_head * head_stride,
+        block_stride,
+        token_stride,
+        tables + tl.load(rows + token).to(tl.int64) * table_stride,
+        scale,
+        head_size,
+        padded_size,
+        block_size,
+        keys_at_a_time,
+    )
+    found = sum_of_token / total[:, None]
+    tl.store(outputs + place * output_stride + at, found.to(outputs.dtype.element_ty), mask=is_there)

@@ -1,0 +1,73 @@
+"""The catalogs of one worker, on its device. Called by `runner`; which there are, the scheduler decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from vllm_trie.catalog import Catalog
+from vllm_trie.messages import CatalogChanges, Resumed
+from vllm_trie.search.item_trie import ItemRules, ItemTrie
+
+
+class TakesCatalogs:
+    """A worker that is told to load catalogs, see `vllm_trie.engine.catalogs`."""
+
+    model_runner: Any
+
+    def load_catalog(self, name: str, path: str) -> str:
+        """Load a file for a name, which the scheduler alone knows. Returns its digest."""
+        return str(self.model_runner.catalogs.load(path))
+
+
+class DeviceCatalogs:
+    """Item tries by the digest of their catalog.
+
+    Args:
+        device: Where the search is; None on the earlier stages of a pipeline, which have no part in it, and hold none.
+        paths: Files of the catalogs that the engine starts with.
+    """
+
+    def __init__(self, device: torch.device | None, paths: Iterable[str]) -> None:
+        self._device = device
+        self._tries: dict[str, ItemTrie] = {}
+        for path in paths:
+            self.load(path)
+
+    def load(self, path: str) -> str:
+        """Take in a file. Returns its digest."""
+        return self._add(Catalog.open(path))
+
+    def apply(self, changes: CatalogChanges) -> None:
+        """Do what the scheduler says, before a step."""
+        if self._device is None:
+            return
+        for digest in changes.gone:
+            del self._tries[digest]
+        for content in changes.new.values():
+            self._add(Catalog.from_bytes(content))
+
+    def trie(self, rules: ItemRules | None) -> ItemTrie | None:
+        """The trie that these rules speak of."""
+        return None if rules is None or self._device is None else self._tries[rules.catalog]
+
+    def states(self, rules: ItemRules | None, resumed: Resumed | None) -> torch.Tensor | None:
+        """Where rows are that enter: one without a token, or all that go on after a preemption."""
+        trie = self.trie(rules)
+        if trie is None or rules is None:
+            return None
+        states = trie.begin(rules, 1 if resumed is None else len(resumed.histories))
+        if resumed is not None:
+            for tokens in torch.tensor(resumed.histories, device=self._device).unbind(dim=1):
+                states = trie.advance(rules, states, tokens)
+        return states
+
+    def _add(self, catalog: Catalog) -> str:
+        if self._device is None or catalog.digest in self._tries:
+            return catalog.digest
+        arrays = catalog.first_child, catalog.tokens, catalog.is_item
+        first_child, tokens, is_item = (torch.tensor(array, device=self._device) for array in arrays)
+        self._tries[catalog.digest] = ItemTrie(first_child, tokens, is_item, catalog.most_children)
+        return catalog.digest

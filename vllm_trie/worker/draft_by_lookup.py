@@ -1,0 +1,121 @@
+"""Forests without a draft model: how the newest tokens of beams went on in the prompt and in the group's histories.
+
+Nothing is computed on the device. Where nothing is found, a group takes a plain step, and so it does for a while where
+what was found has led nowhere.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_trie.messages import GroupStep
+from vllm_trie.search.devices import NEVER
+from vllm_trie.search.lookup import Continuations, NGrams, PromptIndex, continuations
+from vllm_trie.search.ngrams import is_repeated
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.worker.draft import Plant
+from vllm_trie.worker.forest_step import ForestStep
+from vllm_trie.worker.rank_check import RankCheck
+from vllm_trie.worker.rows import GroupRows
+from vllm_trie.worker.select import Selector
+from vllm_trie.worker.step_context import StepContext
+
+MOST_OF_BEAM = 4  # different continuations of a beam
+NO_TOKEN = -1
+
+
+class LookupDrafts:
+    """A `DraftSource`: what the group knows already.
+
+    Args:
+        runner: vLLM's, whose engine speculates by n-grams.
+        selector: Knows its KV blocks and catalogs.
+        rank_check: Compares forests between ranks; None if they are not to be compared.
+    """
+
+    def __init__(self, runner: GPUModelRunner, selector: Selector, rank_check: RankCheck | None) -> None:
+        self._runner = runner
+        self._selector = selector
+        self._rank_check = rank_check
+        config = runner.speculative_config
+        self._ngrams = NGrams(config.prompt_lookup_min, config.prompt_lookup_max)
+
+    def forests(self, context: StepContext, groups: dict[str, GroupRows], plant: Plant) -> dict[str, ForestStep]:
+        """See `DraftSource`."""
+        forests, copies = {}, list[tuple[int, int]]()
+        for group_id in context.speculating:
+            step, group = context.steps[group_id], groups[group_id]
+            if group.patience.take_rest():
+                continue
+            found, scores = self._look_up(step, group), group.scores.cpu().numpy()
+            found.tokens[scores[found.beams] == NEVER] = NO_TOKEN
+            if _may_lead_on(found, step.rules, scores):
+                forests[group_id] = plant(step, group)
+                copies += forests[group_id].add_layers(found)
+        if copies:
+            self._selector.histories.kv_blocks.copy(*np.array(copies).T)
+        if self._rank_check is not None:  # before ranks compute forests of different shapes together, and hang
+            drafts = {group_id: forest_step.forest.as_arrays() for group_id, forest_step in forests.items()}
+            self._rank_check.compare("drafts", drafts)
+        return forests
+
+    def _look_up(self, step: GroupStep, group: GroupRows) -> Continuations:
+        """How the beams of a group may go on. Waits for the device."""
+        states, budget = self._runner.req_states, step.budget
+        assert budget is not None
+        if group.prompt_index is None:
+            group.prompt_index = PromptIndex(group.prompt)
+        slots = async_tensor_h2d(group.slots, device=self._runner.device, dtype=torch.int64)
+        end = int(states.num_computed_tokens_np[group.slots[0]]) + 1
+        generated = states.all_token_ids.gpu[slots, len(group.prompt) : end].cpu().numpy()
+        found = continuations(group.prompt_index, generated, self._ngrams, budget.num_layers, MOST_OF_BEAM)
+        found.tokens[np.isin(found.tokens, step.rules.stop_token_ids)] = NO_TOKEN  # no beam goes on after it
+        if step.rules.items is not None and len(found.beams):
+            self._keep_to_catalog(found, step.rules, group)
+        if step.rules.no_repeat_ngram_size:
+            _end_before_repeats(found, group.prompt_index.tokens, generated, step.rules.no_repeat_ngram_size)
+        return found
+
+    def _keep_to_catalog(self, found: Continuations, rules: SelectRules, group: GroupRows) -> None:
+        """End continuations where they leave the catalog."""
+        trie = self._selector.catalogs.trie(rules.items)
+        assert trie is not None
+        assert rules.items is not None
+        assert group.states is not None
+        beams, tokens = (async_tensor_h2d(a, device=self._runner.device, dtype=torch.int64) for a in found)
+        states, vocab_size = group.states[beams], self._runner.vocab_size
+        leads_on = torch.ones_like(tokens, dtype=torch.bool)
+        for depth, of_layer in enumerate(tokens.clamp(min=0).T):
+            leads_on[:, depth] = trie.lead_on(rules.items, states, of_layer, rules.stop_token_ids, vocab_size)
+            states = trie.advance(rules.items, states, of_layer)
+        found.tokens[~leads_on.cpu().numpy()] = NO_TOKEN
+
+
+def _end_before_repeats(found: Continuations, prompt: np.ndarray, generated: np.ndarray, size: int) -> None:
+    """End continuations before a token by which their beam would repeat an n-gram of `size` tokens.
+
+    Args:
+        found: Some.
+        prompt: [P].
+        generated: [b, G], by all beams.
+    """
+    prompts = np.broadcast_to(prompt, (len(found.beams), len(prompt)))
+    texts = torch.from_numpy(np.concatenate([prompts, generated[found.beams], found.tokens], axis=1))
+    start = texts.shape[1] - found.tokens.shape[1]
+    for depth in range(found.tokens.shape[1]):
+        repeats = is_repeated(texts[:, : start + depth], texts[:, start + depth], size)
+        found.tokens[repeats.numpy(), depth] = NO_TOKEN
+
+
+def _may_lead_on(found: Continuations, rules: SelectRules, scores: np.ndarray) -> bool:
+    """Whether a second step may come of these drafts: the best beam has one, or each has where all of them count.
+
+    Args:
+        scores: [b], of the beams; `NEVER` of one that is dead.
+    """
+    has_draft = np.zeros(len(scores), dtype=bool)
+    has_draft[found.beams[found.tokens[:, 0] >= 0]] = True
+    return bool(has_draft[scores.argmax()] and (rules.ranks_together or has_draft[scores > NEVER].all()))

@@ -1,0 +1,94 @@
+"""Pipeline parallelism: the last stage selects, and the earlier ones let their rows continue the same histories.
+
+vLLM's own broadcast brings them the tokens of the rows that were in the batch. This one brings parents, and the tokens
+of beams that get their rows in the next step only. A stage receives beside its forwards, as vLLM's does, and carries it
+out when the group's next step comes: until then nothing reads or writes what is the group's own.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.pp_utils import PPHandler
+
+from vllm_trie.worker.histories import Histories
+from vllm_trie.worker.row_reorder import Reorders
+from vllm_trie.worker.rows import BatchRows, GroupRows, NextBeams
+from vllm_trie.worker.step_context import StepContext
+
+
+class Stages:
+    """One stage of a pipeline, as it speaks to the others.
+
+    Args:
+        handler: vLLM's, whose streams and process group these broadcasts take, before vLLM's own of the same step.
+        groups: Of the stage's runner; the earlier stages update their newest tokens.
+        histories: Of the same runner.
+        device: Of the same runner.
+        max_num_reqs: Slots of the same runner.
+    """
+
+    def __init__(
+        self,
+        handler: PPHandler,
+        groups: dict[str, GroupRows],
+        histories: Histories,
+        device: torch.device,
+        max_num_reqs: int,
+    ) -> None:
+        self._handler = handler
+        self._groups = groups
+        self._histories = histories
+        self._device = device
+        self._max_num_reqs = max_num_reqs
+
+    def send(self, step: StepContext) -> None:
+        """From the last stage, once it has selected: the parents and tokens of all next beams."""
+        if not step.selecting:
+            return
+        beams_of: dict[str, torch.Tensor] = {}
+        for selected in step.selected:
+            num_beams = selected.layout.ints[0]
+            beams_of |= dict(zip(selected.group_ids, selected.packed[:, : 2 * num_beams].unbind(), strict=True))
+        beams = torch.cat([beams_of[group_id] for group_id in step.selecting])
+        self._broadcast(beams)
+        beams.record_stream(self._handler.broadcast_stream)
+
+    def receive(self, step: StepContext, batch: InputBatch) -> None:
+        """On an earlier stage, after the forward: what `send` sends."""
+        if not step.selecting:
+            return
+        rows = BatchRows(batch, self._max_num_reqs)
+        sizes = [2 * step.steps[group_id].rules.width for group_id in step.selecting]
+        with torch.cuda.stream(self._handler.broadcast_stream):
+            beams = torch.empty(sum(sizes), dtype=torch.int32, device=self._device)
+        self._broadcast(beams)
+        received = self._handler.broadcast_stream.record_event()
+        beams.record_stream(self._handler.main_stream)
+        for group_id, of_group in zip(step.selecting, torch.split(beams, sizes), strict=True):
+            group = self._groups[group_id]
+            (num_tokens,) = rows.num_tokens(rows.places(group.slots[:1])).tolist()
+            parents, tokens = of_group.view(2, -1).unbind()
+            group.next_beams = NextBeams(parents, tokens, num_tokens, step.steps[group_id].decodes, received)
+
+    def continue_histories(self, step: StepContext) -> None:
+        """On an earlier stage, before a step: carry out what came of the last one of each group in it."""
+        reorders = Reorders()
+        for group_id in step.steps:
+            group = self._groups[group_id]
+            beams, group.next_beams = group.next_beams, None
+            if beams is None:
+                continue
+            self._handler.main_stream.wait_event(beams.received)
+            group.tokens = beams.tokens.long()
+            if beams.have_rows and len(group.slots) > 1:
+                parents = beams.parents[None]
+                reorders.add(group.slots[None], parents, [len(group.prompt)], [beams.num_tokens])
+        if reorders.rows:
+            self._histories.reorder(reorders)
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        handler = self._handler
+        with torch.cuda.stream(handler.broadcast_stream):
+            handler.broadcast_stream.wait_stream(handler.main_stream)
+            torch.distributed.broadcast(tensor, src=handler.last_rank, group=handler.broadcast_group)
