@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from tests.search.steps import rules_of
 from vllm_trie.messages import GroupStep, NewRows, Resumed
@@ -164,9 +165,9 @@ def test_rows_are_made_and_get_their_blocks_without_waiting(is_resumed: bool, ha
     runner.encoder_cache = None
     deltas, positions = np.arange(NUM_SLOTS, dtype=np.int32), nowhere(3 * NUM_SLOTS, LENGTH, dtype=torch.int32)
     parts = {"prefill_delta": SimpleNamespace(np=deltas), "prefill_positions": SimpleNamespace(gpu=positions)}
-    runner.model_state = SimpleNamespace(
-        rope_state=SimpleNamespace(max_num_reqs=NUM_SLOTS, num_dims=3, **parts) if has_mrope else None
-    )
+    runner.model_state = object.__new__(DefaultModelState)
+    rope_state = SimpleNamespace(max_num_reqs=NUM_SLOTS, num_dims=3, **parts)
+    runner.model_state.rope_state = rope_state if has_mrope else None
 
     request: Any = SimpleNamespace(prompt_token_ids=PROMPT, lora_request=None)
     group = GroupRows(request, ["g", "g#1", "g#2"], *(nowhere(WIDTH) for _ in range(3)))
