@@ -10,11 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
+import httpx
 import numpy as np
 import openai
 import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from benchmarks.common import TARGET
 from benchmarks.server import Server, serving
@@ -120,6 +122,38 @@ def test_chat_answers_as_without_the_plugin(server: Server, stock: Server) -> No
     assert ours.usage == theirs.usage
 
 
+@pytest.mark.parametrize("length_penalty", [1.0, 0.0])
+def test_responses_and_messages_are_completions_and_chats(server: Server, length_penalty: float) -> None:
+    options = beams(8, length_penalty=length_penalty)
+    by_completion, by_chat = complete(server, n=1, **options), chat(server, n=1, extra_body=options)
+    asked: dict[str, Any] = {"model": "target", "input": PROMPTS[0], "max_output_tokens": 16, "extra_body": options}
+    assert server.client.responses.create(**asked).output_text == by_completion.choices[0].text
+    events = server.client.responses.create(**asked, stream=True)
+    parts = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(parts) == by_completion.choices[0].text
+    message = {"model": "target", "messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 12, **options}
+    answer: Any = server.client.post("/messages", body=message, cast_to=object)
+    assert [part["text"] for part in answer["content"]] == [by_chat.choices[0].message.content]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["responses", "messages"])
+def test_responses_and_messages_refuse_as_completions_do(server: Server, path: str, stream: bool) -> None:
+    asked = {"model": "target", "input": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
+    answer = httpx.post(f"{server.url}/v1/{path}", json={**asked, "stream": stream, **beams(10000)})
+    assert "beam_width=10000 exceeds max_num_seqs=64; lower it, or raise --max-num-seqs" in answer.text
+    is_event = path == "messages" and stream and answer.text.startswith("event: error")  # as vLLM 0.33 has it
+    assert answer.status_code == 400 or is_event
+
+
+def test_messages_that_cannot_come_in_parts_are_refused_as_a_stream(server: Server) -> None:
+    asked = {"model": "target", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9, **beams(4, compact=1)}
+    answer = httpx.post(f"{server.url}/v1/messages", json={**asked, "stream": True})
+    assert (answer.status_code, "leave stream out" in answer.text) == (400, True)
+    whole = httpx.post(f"{server.url}/v1/messages", json=asked).json()
+    assert len(whole["kv_transfer_params"]["trie_beam"]["token_ids"]) == 4
+
+
 def test_width_and_n_are_two_things(server: Server) -> None:
     one = complete(server, n=1, **beams(16), return_token_ids=True)
     three = complete(server, n=3, **beams(16, early_stopping="never"), return_token_ids=True)
@@ -186,14 +220,21 @@ def test_logprobs_come_for_every_token(server: Server) -> None:
     assert all(len(token.top_logprobs) == 2 for token in first.logprobs.content)
 
 
-@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
-def test_what_the_request_says_of_sampling_counts_and_served_defaults_do_not(kind: type) -> None:
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [
+        (CompletionRequest, {"prompt": "x"}),
+        (ChatCompletionRequest, {"messages": []}),
+        (ResponsesRequest, {"input": "x"}),
+    ],
+)
+def test_what_the_request_says_of_sampling_counts_and_served_defaults_do_not(kind: type, asked: dict[str, Any]) -> None:
     serve_beams()
-    asked = {"prompt": "x"} if kind is CompletionRequest else {"messages": []}
     served = {"temperature": 0.3, "top_p": 0.5, "repetition_penalty": 1.5, "stop_token_ids": [7]}
     with_beams = kind(**asked, **beams(4)).to_sampling_params(8, served)
     assert (with_beams.temperature, with_beams.top_p, with_beams.repetition_penalty) == (1.0, 1.0, 1.0)
-    assert with_beams.stop_token_ids == [7]
+    if kind is not ResponsesRequest:  # where vLLM takes those of the request alone
+        assert with_beams.stop_token_ids == [7]
     own = kind(**asked, temperature=0.7, top_k=9, seed=3, **beams(4, sample_first=2)).to_sampling_params(8, served)
     assert (own.temperature, own.top_k, own.seed, own.top_p) == (0.7, 9, 3, 1.0)
     without = kind(**asked).to_sampling_params(8, served)

@@ -1,6 +1,7 @@
 """Beams over HTTP: `use_beam_search`, and `vllm_xargs={"beam_width": ...}`, at the OpenAI endpoints.
 
-Of transcriptions and translations vLLM answers the best hypothesis alone: their `n` is a width, and nothing else.
+Responses take the latter alone; messages, as Anthropic has them, are chats to vLLM. Of transcriptions and translations
+vLLM answers the best hypothesis alone: their `n` is a width, and nothing else.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, TypeAlias
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest
 from vllm.entrypoints.speech_to_text.translation.protocol import TranslationRequest
 from vllm.exceptions import GenerationError
@@ -35,10 +37,13 @@ _COMPLETION = "vllm.entrypoints.openai.completion.protocol:CompletionRequest"
 _CHAT = "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest"
 _TRANSCRIPTION = "vllm.entrypoints.speech_to_text.transcription.protocol:TranscriptionRequest"
 _TRANSLATION = "vllm.entrypoints.speech_to_text.translation.protocol:TranslationRequest"
+_RESPONSES = "vllm.entrypoints.openai.responses.protocol:ResponsesRequest"
 beam_search = Patch("vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin", "beam_search")
-conversions = [
-    (Patch(request, "to_beam_search_params"), Patch(request, "to_sampling_params"))
-    for request in (_COMPLETION, _CHAT, _TRANSCRIPTION, _TRANSLATION)
+to_beam_search_params = [
+    Patch(request, "to_beam_search_params") for request in (_COMPLETION, _CHAT, _TRANSCRIPTION, _TRANSLATION)
+]
+to_sampling_params = [
+    Patch(request, "to_sampling_params") for request in (_COMPLETION, _CHAT, _TRANSCRIPTION, _TRANSLATION, _RESPONSES)
 ]
 
 # Beam search does not sample: what a client sends for that, or generation_config.json says, has no say in it.
@@ -50,9 +55,10 @@ _AS_SAMPLING = "trie_beam_as_sampling"  # in `vllm_xargs`, with a `Caller`, whic
 def serve_beams() -> None:
     """From now on, the servers of this process search in the engine, where it has beams."""
     beam_search.wrap(_beam_search)
-    for to_beam_search_params, to_sampling_params in conversions:
-        to_beam_search_params.wrap(_to_beam_search_params)
-        to_sampling_params.wrap(_to_sampling_params)
+    for conversion in to_beam_search_params:
+        conversion.wrap(_to_beam_search_params)
+    for conversion in to_sampling_params:
+        conversion.wrap(_to_sampling_params)
 
 
 def _to_sampling_params(
@@ -103,7 +109,7 @@ def _to_beam_search_params(
     return params
 
 
-def _refuse_fields(request: TextRequest | SpeechRequest, caller: Caller) -> None:
+def _refuse_fields(request: TextRequest | ResponsesRequest | SpeechRequest, caller: Caller) -> None:
     """Refuse what a beam request says in vain: vLLM passes over fields that it does not know."""
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
         raise BeamRequestError(
@@ -118,7 +124,7 @@ def _refuse_fields(request: TextRequest | SpeechRequest, caller: Caller) -> None
         refuse_other_names(unknown)
 
 
-def _refuse_several_prompts(request: TextRequest | SpeechRequest) -> None:
+def _refuse_several_prompts(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
     """Of a response to several prompts vLLM fills the field that holds compact answers for the first one alone."""
     prompt = request.prompt if isinstance(request, CompletionRequest) else None
     is_several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)

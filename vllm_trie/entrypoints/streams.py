@@ -12,16 +12,19 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import Any, TypeAlias
 
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import (
     CompletionRequest,
     CompletionResponse,
     CompletionStreamResponse,
 )
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 
 from vllm_trie.compat.patch import Patch
+from vllm_trie.entrypoints.requests import BeamRequestError
 from vllm_trie.entrypoints.server import as_sampling_request
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import asks_for_beams
@@ -37,12 +40,14 @@ endpoints = [
     Patch("vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion", "create_completion"),
     Patch("vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat", "create_chat_completion"),
 ]
+create_responses = Patch("vllm.entrypoints.openai.responses.serving:OpenAIServingResponses", "create_responses")
 
 
 def stream_beams() -> None:
     """From now on, the servers of this process stream the answers of beam requests."""
     for endpoint in endpoints:
         endpoint.wrap(_create)
+    create_responses.wrap(_respond)
 
 
 async def _create(
@@ -54,11 +59,31 @@ async def _create(
     if _is_known_early(request):
         events = await original(self, as_sampling_request(request), *args, **kwargs)
         return await _after_refusals(events, request) if isinstance(events, AsyncGenerator) else events
+    if isinstance(self, AnthropicServingMessages):
+        raise BeamRequestError('messages with compact, unit="step" or tools come whole beside beams; leave stream out')
     whole = request.model_copy(update={"stream": False, "stream_options": None})
     response = await original(self, whole, *args, **kwargs)
     if not isinstance(response, Response):  # an error
         return response
     return _events(response, *should_include_usage(request.stream_options, self.enable_force_include_usage))
+
+
+async def _respond(
+    original: Callable[..., Awaitable[Any]], self: Any, request: ResponsesRequest, *args: Any, **kwargs: Any
+) -> Any:
+    """Hold back the two events that vLLM sends before it asks the engine, which may refuse: that is a 400 then."""
+    events = await original(self, request, *args, **kwargs)
+    if not asks_for_beams(request.vllm_xargs or {}) or not isinstance(events, AsyncGenerator) or request.background:
+        return events
+    return _chained([await anext(events) for _ in ("created", "in progress", "of the answer")], events)
+
+
+async def _chained(first: list[Any], others: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    async with aclosing(others):
+        for event in first:
+            yield event
+        async for event in others:
+            yield event
 
 
 def _is_known_early(request: Request) -> bool:
