@@ -137,7 +137,7 @@ class GroupStep:
 class CatalogChanges:
     """What workers must do to their catalogs before a step."""
 
-    gone: dict[str, bool] = field(default_factory=dict)  # digests of those to forget
+    gone: dict[str, bool] = field(default_factory=dict)  # by digest of what to forget: whether all have it
     new: dict[str, bytes] = field(default_factory=dict)  # by digest: the content of those that came with requests
 
 

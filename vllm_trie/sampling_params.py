@@ -108,10 +108,3 @@ def _refuse_in_steps(params: SamplingParams, beam: BeamParams) -> None:
         raise ValueError('logprobs=-1 is not supported together with unit="step"; ask for a number of tokens')
     if not params.detokenize:
         raise ValueError('detokenize=False is not supported together with unit="step", which looks for delimiters')
-    for stop in params.stop or ():
-        for delimiter in beam.step_stop or ():
-            if any(delimiter.endswith(stop[:n]) or stop[:n].endswith(delimiter) for n in range(1, len(stop))):
-                raise ValueError(
-                    f"stop={stop!r} might begin in one step and end in the next, behind step_stop={delimiter!r}, where "
-                    "nobody looks for it; use another delimiter, or a stop string without it"
-                )

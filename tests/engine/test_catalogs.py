@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from tests.engine.running import MOST_TIES, prompt_of, trained_prompts
 from tests.reference import Answer, agree, engine_answers, load, transformers_beams, transformers_greedy
 from vllm_trie import beam_params, hypotheses, load_catalog
 from vllm_trie.catalog import Catalog
+from vllm_trie.engine import catalogs as catalogs_of_engine
+from vllm_trie.entrypoints import catalogs as catalogs_of_requests
 from vllm_trie.entrypoints.requests import BeamRequestError
 
 
@@ -195,6 +198,30 @@ def test_a_new_version_is_taken_and_a_search_under_way_keeps_the_old_one(
     assert {tuple(o.token_ids) for o in engine.generate([prompt], params)[0].outputs} <= {*new}
 
 
+def test_a_load_that_fails_leaves_the_old_version_to_all(engines: Engines, model: Path, tmp_path: Path) -> None:
+    old, new = random_items(50, [4], 1), random_items(70, [4], 2)
+    Catalog.from_sequences(old).save(tmp_path / "items.catalog")
+    newer = Catalog.from_sequences(new, vocab_size=300)  # as if it came with a request
+    newer.save(tmp_path / "newer.catalog")
+    engine, prompt = with_catalogs(engines, model, tmp_path), prompt_of(30)
+    params, tries = beam_params(4, n=4, catalog="items", max_tokens=6), engine.runner.catalogs._tries
+    known = [*tries]
+    engine.runner.catalogs.load(str(tmp_path / "newer.catalog"))  # as if one worker had it, and others not
+    core = engine.llm.llm_engine.engine_core.engine_core
+    file = str(tmp_path / "newer.catalog")
+    with pytest.raises(RuntimeError, match="is not the same to all who load it"):
+        core.collective_rpc("load_catalog", args=("items", file, "another one"))
+    broken = mock.patch.object(core.model_executor, "collective_rpc", side_effect=OSError("no such file"))
+    with broken, pytest.raises(OSError, match="no such file"):
+        core.collective_rpc("load_catalog", args=("items", file, newer.digest))
+    inline = beam_params(4, n=4, allowed_sequences=[[*item] for item in new], max_tokens=6)
+    for asked, items in ((params, old), (inline, new), (params, old)):
+        assert {tuple(o.token_ids) for o in engine.generate([prompt], asked)[0].outputs} <= {*items}
+    assert {*known} < {*tries}
+    load_catalog(engine.llm, "items", "newer.catalog")
+    assert {tuple(o.token_ids) for o in engine.generate([prompt], params)[0].outputs} <= {*new}
+
+
 def test_a_set_travels_with_one_of_n_requests(engines: Engines, model: Path) -> None:
     engine, sets = engines(model), []
     register = engine.scheduler.mailbox.register
@@ -224,6 +251,25 @@ def test_a_set_travels_once_and_leaves_when_others_come(engines: Engines, model:
         catalogs.take_changes = take
     assert len(engine.runner.catalogs._tries) == len(catalogs._catalogs) <= 33
     assert sum(len(changes.gone) for changes in sent) >= 8
+
+
+def test_sets_that_nobody_uses_have_a_bound_in_bytes(
+    engines: Engines, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, prompt = engines(model), prompt_of(20)
+    monkeypatch.setattr(catalogs_of_engine, "MOST_INLINE_BYTES", 200)
+    for number in range(6):
+        sequences = [[5, 6 + number, token] for token in range(10, 20)]
+        engine.generate([prompt], beam_params(2, allowed_sequences=sequences, max_tokens=4))
+    engine.generate([prompt], beam_params(2, max_tokens=2))
+    assert engine.scheduler.catalogs._num_inline_bytes() <= 200
+    assert len(engine.runner.catalogs._tries) == len(engine.scheduler.catalogs._catalogs) < 3
+
+
+def test_a_set_of_too_many_tokens_is_refused(engines: Engines, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogs_of_requests, "MOST_SEQUENCE_TOKENS", 8)
+    with pytest.raises(BeamRequestError, match="allowed_sequences have 9 tokens, and a request may bring 8; build a"):
+        engines(model).generate([prompt_of(20)], beam_params(2, allowed_sequences=[[7, 8, 9]] * 3, max_tokens=4))
 
 
 WRONG = {

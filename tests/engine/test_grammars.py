@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import vllm
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -16,6 +17,7 @@ from tests.engine.running import answers, trained_prompts
 from tests.grammars import EOS, GRAMMARS, MATCHES, may_come, structured
 from tests.reference import agree, engine_answers, transformers_beams
 from vllm_trie import beam_params
+from vllm_trie.compat.sources import minor
 from vllm_trie.engine import grammar
 
 
@@ -203,3 +205,24 @@ def test_one_beam_is_the_ordinary_request_at_temperature_zero(engine: Engine) ->
     outputs = engine.generate([prompt] * 2 * len(GRAMMARS), [*ordinary, *beams])
     found = [output.outputs[0].text for output in outputs]
     assert found[: len(GRAMMARS)] == found[len(GRAMMARS) :]
+
+
+@pytest.mark.skipif(minor(vllm.__version__) != "0.32", reason="from vLLM 0.33 on vLLM refuses such a request itself")
+def test_an_engine_bound_to_another_backend_ends_the_search_alone(engines: Engines) -> None:
+    engine = engines(TRAINED_TARGET, max_num_seqs=9)
+    pattern = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "patternProperties": {"^x": {"type": "null"}},
+    }
+    ordinary = SamplingParams(structured_outputs=StructuredOutputsParams(json=pattern), max_tokens=4)
+    engine.generate([[5] * 9], ordinary)
+    assert ordinary.structured_outputs is not None
+    assert ordinary.structured_outputs._backend == "outlines"
+    params = beam_params(3, structured_outputs=StructuredOutputsParams(regex="[a-z]+"), max_tokens=4)
+    (failed,) = engine.generate([[5] * 9], params)
+    assert failed.outputs[0].finish_reason == "error"
+    assert "an earlier request has bound the engine to a backend" in failed.outputs[0].stop_reason
+    (found,) = engine.generate([[5] * 9], beam_params(3, max_tokens=4))
+    assert len(found.outputs[0].token_ids) == 4
+    engines.close()  # nobody else is to meet this backend

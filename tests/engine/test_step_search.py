@@ -125,6 +125,26 @@ def test_a_stop_string_ends_a_hypothesis_and_is_cut(engine: Engine) -> None:
     assert all("(" not in o.text and o.finish_reason == "stop" for o in ended)
 
 
+@pytest.mark.parametrize("is_included", [False, True])
+def test_a_stop_string_is_found_across_steps(engine: Engine, is_included: bool) -> None:
+    options = {"beam_width": 1, "candidates": 1, "max_steps": None, "n": 1, "include_stop_str_in_output": is_included}
+    (free,) = engine.generate(PROMPTS[:1], params(**options, logprobs=0))
+    (whole,) = free.outputs
+    first_line = whole.text.index("\n", 3)
+    stop = whole.text[first_line - 2 : first_line + 7]
+    (output,) = engine.generate(PROMPTS[:1], params(**options, logprobs=0, stop=["no such text", stop]))
+    (cut,) = output.outputs
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    assert cut.text == whole.text[: whole.text.index(stop) + is_included * len(stop)]
+    count = len(cut.token_ids)
+    assert cut.token_ids == whole.token_ids[:count]
+    decode = partial(engine.llm.get_tokenizer().decode, skip_special_tokens=True)
+    assert stop in decode(cut.token_ids)
+    assert stop not in decode(cut.token_ids[:-1])
+    logprobs = [of[token].logprob for token, of in zip(cut.token_ids, cut.logprobs, strict=True)]
+    assert cut.cumulative_logprob == pytest.approx(sum(logprobs), abs=1e-4)
+
+
 def test_a_scorer_sees_the_prompt_all_steps_and_what_it_said_before(engine: Engine) -> None:
     seen = list[StepCandidate]()
 
@@ -209,7 +229,6 @@ def test_an_interrupt_ends_searches(engine: Engine, monkeypatch: pytest.MonkeyPa
         ({"presence_penalty": 1.0}, 'presence_penalty=1.0 is not supported together with unit="step"'),
         ({"temperature": 0.0, "n": 1}, 'temperature=0.0 leaves unit="step" nothing to draw; raise it'),
         ({"min_tokens": 3}, 'min_tokens=3 is not supported together with unit="step"'),
-        ({"stop": ["\nQ"]}, "might begin in one step and end in the next, behind step_stop="),
     ],
 )
 def test_what_a_search_by_steps_cannot_do_is_refused(engine: Engine, options: dict[str, Any], why: str) -> None:

@@ -69,14 +69,3 @@ def test_words_that_others_may_use_pass_where_there_are_no_beams() -> None:
 def test_fields_that_would_act_on_one_step_alone_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f'{field}=.*unit="step"'):
         beam_params(4, **STEPS, **{field: value})
-
-
-@pytest.mark.parametrize(
-    ("stop", "is_refused"), [("\n\nQ", True), ("\nQ", True), ("a\n\n\n", True), ("Q:", False), ("\n\n", True)]
-)
-def test_a_stop_string_that_two_steps_might_share_is_refused(stop: str, is_refused: bool) -> None:
-    if is_refused:
-        with pytest.raises(ValueError, match="might begin in one step and end in the next, behind step_stop="):
-            beam_params(4, **STEPS, stop=[stop])
-    else:
-        assert beam_params(4, **STEPS, stop=[stop]).stop == [stop]

@@ -177,7 +177,7 @@ def test_steps_are_those_of_a_plain_loop(
         logprobs = [logits[0, by_beam[beam]].log_softmax(-1) for beam in in_slots]
         expected, ended = plain_step(plain, rules, in_slots, logprobs)
         with shortcuts(looks):
-            step = take_step(rules, logits, scores, items=Items(trie, states))
+            step = take_step(rules, logits, scores, items=Items(trie, states, number))
         finished = zip(*(field[0].tolist() for field in step.finished), strict=True)
         paths = [(slots[parent], token, score) for parent, token, score in finished if score > -math.inf]
         assert [(*(beam.tokens if beam else ()), token) for beam, token, _ in paths] == [b.tokens for b in ended]
@@ -208,3 +208,17 @@ def test_a_bound_by_depth_is_enough_where_the_device_is_not_looked_at() -> None:
             assert ways.tokens.shape[-1] == trie.most_children[length]
             exist = ways.tokens[0, 0][ways.exist[0, 0]].tolist()
             assert exist == sorted({item[length] for item in items if item[:length] == path})
+
+
+@pytest.mark.parametrize("ends_with_stop", [False, True])
+def test_behind_the_last_token_of_an_item_there_is_a_stop_token_or_nothing(ends_with_stop: bool) -> None:
+    """A step is scheduled before the host knows that the one before it ended the search."""
+    trie, rules = trie_of([(1, 2, 3)]), ItemRules("", ends_with_stop=ends_with_stop)
+    states = trie.begin(rules, 1)
+    for token in (1, 2, 3):
+        states = trie.advance(rules, states, torch.tensor([token]))
+    for looks in (False, True):
+        for length in (3, 4):
+            with shortcuts(looks):
+                ways = trie.ways(rules, states[None], (STOP,), VOCAB, length)
+            assert ways.tokens[ways.exist].tolist() == [STOP] * ends_with_stop

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
 NO_TOKEN = -1
-MOST_INLINE = 32  # sets of requests that are kept on the device while nobody uses them
+# Sets of requests that are kept on the device while nobody uses them.
+MOST_INLINE, MOST_INLINE_BYTES = 32, 64 << 20
 
 
 LOAD_CATALOG = "load_catalog"  # the workers' method, and what the engine does beside them
@@ -31,12 +32,19 @@ def take_new_catalogs() -> None:
 
 
 def _load(original: Callable[..., list[Any]], self: EngineCore, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
-    results = original(self, method, *args, **kwargs)
-    if method == LOAD_CATALOG:
-        name, path = arguments(original, self, method, *args, **kwargs)["args"]
-        digest = self.scheduler.catalogs.load(name, path)
+    """A name stands for a new version once all workers have it, and for the old one if any of them has not."""
+    if method != LOAD_CATALOG:
+        return original(self, method, *args, **kwargs)
+    catalogs = self.scheduler.catalogs
+    name, path, digest = arguments(original, self, method, *args, **kwargs)["args"]
+    try:
+        results = original(self, method, *args, **kwargs)
         if set(results) != {digest}:
-            raise RuntimeError(f"catalog {path} changed while it was loaded; write a new file, and load that")
+            raise RuntimeError(f"catalog {path} is not the same to all who load it; write a new file, and load that")
+        catalogs.load(name, path, digest)
+    except Exception:
+        catalogs.take_back(digest)
+        raise
     return results
 
 
@@ -75,16 +83,29 @@ class EngineCatalogs:
         num_bytes = sum(catalog.num_bytes_on_device for catalog in catalogs)
         return CatalogCounts(sum(catalog.num_items for catalog in catalogs), num_bytes, self._num_loads)
 
-    def load(self, name: str, path: str) -> str:
-        """Let a name stand for a file from now on, which the workers have loaded. Returns its digest."""
+    def load(self, name: str, path: str, digest: str | None = None) -> None:
+        """Let a name stand for a file from now on, which the workers have loaded.
+
+        Args:
+            digest: What they have loaded; None before they have begun.
+
+        Raises:
+            RuntimeError: the file has changed since then.
+        """
         old, catalog = self._names.get(name), Catalog.open(path)
+        if digest not in (None, catalog.digest):
+            raise RuntimeError(f"catalog {path} changed while it was loaded; write a new file, and load that")
         self._add(catalog)
         self._names[name] = catalog.digest
         self._num_loads += 1
         self.has_news = True
         if old is not None:
             self._drop_unused(old)
-        return catalog.digest
+
+    def take_back(self, digest: str) -> None:
+        """Some workers may have loaded this, and others not: let them forget it, unless all of them have it anyway."""
+        if digest not in self._catalogs:
+            self._changes.gone[digest] = False
 
     def acquire(self, name: str | None, content: bytes | None) -> str:
         """Digest of the catalog that a new search goes along: a name's present one, or what came with the request."""
@@ -105,7 +126,7 @@ class EngineCatalogs:
     def release(self, digest: str) -> None:
         """A search is over."""
         self._users[digest] -= 1
-        while len(self._inline) > MOST_INLINE:
+        while len(self._inline) > MOST_INLINE or self._num_inline_bytes() > MOST_INLINE_BYTES:
             self._drop_unused(self._inline.pop(0))
         self._drop_unused(digest)
 
@@ -141,6 +162,9 @@ class EngineCatalogs:
         self._catalogs[catalog.digest] = catalog
         self.has_news = True
         return self._changes.gone.pop(catalog.digest, False)
+
+    def _num_inline_bytes(self) -> int:
+        return sum(self._catalogs[digest].num_bytes_on_device for digest in self._inline)
 
     def _drop_unused(self, digest: str) -> None:
         is_kept = self._users[digest] or digest in self._inline or digest in self._names.values()

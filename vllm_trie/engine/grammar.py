@@ -1,7 +1,8 @@
 """Grammars of beam groups: a matcher per row, which forks where its beam does, and the masks of all rows at once.
 
-A matcher is vLLM's `StructuredOutputGrammar`. Those of xgrammar and guidance can be copied with the state they are in;
-a search under another backend is refused in the front end.
+A matcher is vLLM's `StructuredOutputGrammar`. Those of xgrammar and guidance can be copied with the state they are in.
+A request for another backend is refused in the front end; but an engine has one backend, that of its first request with
+structured outputs, whatever later ones were checked for.
 """
 
 from __future__ import annotations
@@ -18,12 +19,32 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 from vllm_trie.messages import RowMasks
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+    from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
     from vllm.v1.structured_output.request import StructuredOutputRequest
     from xgrammar import BatchGrammarMatcher, GrammarMatcher
 
 
 class GrammarError(ValueError):
     """What a backend's masks allow, its matcher refuses: a fault of the backend."""
+
+
+def why_not_along(compiled: StructuredOutputGrammar | Exception) -> str | None:
+    """Why no search can go along what vLLM has made of a request's `structured_outputs`, if so."""
+    if isinstance(compiled, Exception):
+        return f"structured_outputs cannot be compiled: {compiled}"
+    if isinstance(compiled, XgrammarGrammar) or _is_of_guidance(compiled):
+        return None
+    return (
+        "structured_outputs cannot follow beams here: an earlier request has bound the engine to a backend whose state "
+        f"cannot fork ({type(compiled).__name__}); start it with structured_outputs_config.backend=xgrammar or guidance"
+    )
+
+
+def _is_of_guidance(grammar: StructuredOutputGrammar) -> TypeIs[GuidanceGrammar]:
+    from vllm.v1.structured_output.backend_guidance import GuidanceGrammar  # an import that most engines never need
+
+    return isinstance(grammar, GuidanceGrammar)
 
 
 class RowMatchers:
@@ -81,9 +102,7 @@ class RowMatchers:
 def _fork(grammar: StructuredOutputGrammar) -> StructuredOutputGrammar:
     if isinstance(grammar, XgrammarGrammar):
         return replace(grammar, matcher=grammar.matcher.fork())
-    from vllm.v1.structured_output.backend_guidance import GuidanceGrammar  # an import that most engines never need
-
-    assert isinstance(grammar, GuidanceGrammar), f"a search under {type(grammar).__name__} is refused before"
+    assert _is_of_guidance(grammar), f"a search under {type(grammar).__name__} is refused before"
     return replace(grammar, ll_matcher=grammar.ll_matcher.deep_copy())
 
 

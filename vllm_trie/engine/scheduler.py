@@ -19,7 +19,7 @@ from vllm_trie.compat.fingerprint import steps_to_check
 from vllm_trie.compat.patch import Patch
 from vllm_trie.engine.answers import AnswerCache
 from vllm_trie.engine.catalogs import EngineCatalogs, take_new_catalogs
-from vllm_trie.engine.grammar import GrammarError, fill_masks
+from vllm_trie.engine.grammar import GrammarError, fill_masks, why_not_along
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager, refuse_unsupported_kv_cache
 from vllm_trie.engine.new_group import is_unchecked, new_group
@@ -296,10 +296,13 @@ class BeamScheduler(Scheduler):
         return output
 
     def _handle_blocked_waiting_request(self, request: Request, **kwargs: Any) -> bool:
-        is_group, grammar = request.request_id in self.groups, request.structured_output_request
-        if is_group and grammar is not None and isinstance(grammar.grammar, Exception):
-            self._failed[request.request_id] = f"structured_outputs cannot be compiled: {grammar.grammar}"
-            return False
+        grammar = request.structured_output_request if request.request_id in self.groups else None
+        if grammar is not None:
+            if (compiled := grammar.grammar) is None:  # yet
+                return False
+            if (why := why_not_along(compiled)) is not None:
+                self._failed[request.request_id] = why
+                return False
         if not self.groups or sum(map(self._rows, self.running)) + self._rows(request) <= self.max_num_running_reqs:
             return super()._handle_blocked_waiting_request(request, **kwargs)
         # No rows left: a limit that everybody exceeds ends this step's admission, and the queue keeps its order.

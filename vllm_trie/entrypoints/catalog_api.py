@@ -50,7 +50,7 @@ def load_catalog(llm: LLM, name: str, file: str) -> dict[str, Any]:
     vllm_config = llm.llm_engine.vllm_config
     _refuse_without_beams(vllm_config)
     path, catalog = new_version(vllm_config, name, file)
-    llm.collective_rpc(LOAD_CATALOG, args=(name, path))
+    llm.collective_rpc(LOAD_CATALOG, args=(name, path, catalog.digest))
     keep(vllm_config, name, catalog)
     return _described(name, catalog)
 
@@ -80,7 +80,7 @@ async def load(name: str, version: NewVersion, request: Request) -> dict[str, An
         path, catalog = await asyncio.to_thread(new_version, state.vllm_config, name, version.file)
     except ValueError as error:
         raise HTTPException(400, str(error)) from None
-    await state.engine_client.collective_rpc(LOAD_CATALOG, args=(name, path))
+    await state.engine_client.collective_rpc(LOAD_CATALOG, args=(name, path, catalog.digest))
     keep(state.vllm_config, name, catalog)
     return _described(name, catalog)
 

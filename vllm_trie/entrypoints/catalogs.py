@@ -11,6 +11,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_trie.catalog import Catalog, tokenizer_digest
 from vllm_trie.options import PLUGIN_NAME, BeamParams, TrieBeamConfig
+from vllm_trie.options.request import MOST_SEQUENCE_TOKENS
 from vllm_trie.sampling_params import stop_tokens
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def _token(token: int | str | None, vocab_size: int, tokenizer: Any) -> int | No
     return token
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _inline(sequences: Sequences, vocab_size: int, tokenizer: Any) -> tuple[Catalog, bytes]:
     """A set that comes with a request, once for equal ones."""
     rows: Sequence[Sequence[int]]
@@ -149,6 +150,11 @@ def _inline(sequences: Sequences, vocab_size: int, tokenizer: Any) -> tuple[Cata
         rows = tokenizer(list(sequences), add_special_tokens=False)["input_ids"]
     else:
         rows = sequences
+    if (num_tokens := sum(map(len, rows))) > MOST_SEQUENCE_TOKENS:
+        raise ValueError(
+            f"allowed_sequences have {num_tokens} tokens, and a request may bring {MOST_SEQUENCE_TOKENS}; build a "
+            "catalog of them, by python -m vllm_trie.catalog build"
+        )
     try:
         catalog = Catalog.from_sequences(rows, vocab_size=vocab_size)
     except ValueError as error:

@@ -31,7 +31,7 @@ from vllm_trie.search.stopping import EarlyStopping
 
 MOST_PENALTY = 6  # a million tokens to this power still fit float32
 MOST_NGRAM = 64  # tokens, which are compared one by one in every step
-MOST_SEQUENCES = 100_000  # in a request; more make a catalog
+MOST_SEQUENCES, MOST_SEQUENCE_TOKENS = 100_000, 2_000_000  # in a request; more make a catalog
 
 Semantics = Literal["hf", "vllm", "tridecode"]
 
@@ -85,7 +85,7 @@ class BeamParams(SpeculationOptions):
             `vllm_trie.hypotheses` reads.
         catalog: The engine's catalog along whose items beams go; each hypothesis is one of them. See docs/catalogs.md.
         allowed_sequences: The items themselves, strings or lists of token ids, instead of a catalog's name; also as a
-            JSON text.
+            JSON text. 2,000,000 tokens in all at most.
         catalog_items: Items of a hypothesis, one after the other.
         catalog_after: Let hypotheses begin freely; the items come after this token, an id or its text.
         catalog_stop: Whether a stop token must follow the last item, with its log-probability; otherwise the item

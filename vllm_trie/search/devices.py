@@ -22,7 +22,7 @@ def constant(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=1024)
 def numbers(count: int, device: torch.device, last: int | None = None) -> torch.Tensor:
-    """0, 1, ... [count], and `last` instead of what is greater."""
+    """0, 1, ... [count], and `last` instead of what is greater. Kept: for counts of which there are few."""
     return torch.arange(count, device=device).clamp(max=count if last is None else last)
 
 

@@ -131,7 +131,10 @@ class ItemTrie:
         if looks:
             return max(int((end - start).max()), 1)
         one_depth = length is not None and rules.num_items == 1 and rules.after is None
-        return max(self.most_children[length : length + 1] if one_depth and length is not None else self.most_children)
+        if not one_depth or length is None:
+            return max(self.most_children)
+        # Behind the leaves, where a stop token may follow, or a step that is scheduled before the host knows the end.
+        return self.most_children[length] if length < len(self.most_children) else 1
 
     def advance(self, rules: ItemRules, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The states after one more token each; of any shape. Where a token is not possible, any state."""

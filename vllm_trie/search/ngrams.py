@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vllm_trie.search.devices import NEVER, numbers
+from vllm_trie.search.devices import NEVER
 
 NOTHING = -1  # where a history has no token
 
@@ -24,7 +24,7 @@ def flush_right(tokens: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
     if (lengths == longest).all():
         return tokens
     missing = torch.from_numpy(longest - lengths).to(tokens.device, non_blocking=True)[:, None, None]
-    at = (numbers(longest, tokens.device) - missing).expand(tokens.shape)
+    at = (torch.arange(longest, device=tokens.device) - missing).expand(tokens.shape)
     return tokens.gather(-1, at.clamp(min=0)).where(at >= 0, NOTHING)
 
 

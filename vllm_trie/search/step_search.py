@@ -97,6 +97,7 @@ class DrawnStep(NamedTuple):
 
     Args:
         finish_reason: "stop" or "length" where the hypothesis ends; None where only the step does.
+        taken_back: Characters of earlier steps that belong to a stop string, which this step completes.
     """
 
     text: str
@@ -105,6 +106,7 @@ class DrawnStep(NamedTuple):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     note: Any = None
+    taken_back: int = 0
 
 
 @dataclass
@@ -192,7 +194,7 @@ def derived_seed(*numbers: int) -> int:
 
 def _extended(beam: StepHypothesis, step: DrawnStep) -> StepHypothesis:
     return StepHypothesis(
-        (*beam.steps, step.text),
+        (*_without_end(beam.steps, step.taken_back), step.text),
         (*beam.token_ids, *step.token_ids),
         beam.scores,
         beam.sum_logprobs + step.sum_logprobs,
@@ -200,6 +202,14 @@ def _extended(beam: StepHypothesis, step: DrawnStep) -> StepHypothesis:
         step.stop_reason,
         (*beam.notes, step.note),
     )
+
+
+def _without_end(steps: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """The steps without their last `count` characters; no step is dropped, and one may be empty."""
+    if not count:
+        return steps
+    *others, last = steps
+    return (*_without_end(tuple(others), max(count - len(last), 0)), last[: max(len(last) - count, 0)])
 
 
 def _distinct(candidates: Iterable[StepHypothesis]) -> list[StepHypothesis]:

@@ -17,9 +17,9 @@ class TakesCatalogs:
 
     model_runner: Any
 
-    def load_catalog(self, name: str, path: str) -> str:
-        """Load a file for a name, which the scheduler alone knows. Returns its digest."""
-        return str(self.model_runner.catalogs.load(path))
+    def load_catalog(self, name: str, path: str, digest: str) -> str:
+        """Load a file for a name, which the scheduler alone knows, if its digest is this one. Returns what it is."""
+        return str(self.model_runner.catalogs.load(path, digest))
 
 
 class DeviceCatalogs:
@@ -36,16 +36,19 @@ class DeviceCatalogs:
         for path in paths:
             self.load(path)
 
-    def load(self, path: str) -> str:
-        """Take in a file. Returns its digest."""
-        return self._add(Catalog.open(path))
+    def load(self, path: str, digest: str | None = None) -> str:
+        """Take in a file, unless its digest is another one than this. Returns what it is."""
+        catalog = Catalog.open(path)
+        if digest in (None, catalog.digest):
+            self._add(catalog)
+        return catalog.digest
 
     def apply(self, changes: CatalogChanges) -> None:
         """Do what the scheduler says, before a step."""
         if self._device is None:
             return
         for digest in changes.gone:
-            del self._tries[digest]
+            self._tries.pop(digest, None)  # which not every worker has after a load that failed
         for content in changes.new.values():
             self._add(Catalog.from_bytes(content))
 
@@ -64,10 +67,9 @@ class DeviceCatalogs:
                 states = trie.advance(rules, states, tokens)
         return states
 
-    def _add(self, catalog: Catalog) -> str:
+    def _add(self, catalog: Catalog) -> None:
         if self._device is None or catalog.digest in self._tries:
-            return catalog.digest
+            return
         arrays = catalog.first_child, catalog.tokens, catalog.is_item
         first_child, tokens, is_item = (torch.tensor(array, device=self._device) for array in arrays)
         self._tries[catalog.digest] = ItemTrie(first_child, tokens, is_item, catalog.most_children)
-        return catalog.digest

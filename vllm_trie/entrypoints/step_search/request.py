@@ -71,13 +71,14 @@ class StepRequest:
         self.own_params = _for_candidates(self.params)
         self.own_id = f"steps-{random_uuid()}"  # what the ids of its candidates begin with
         self._drawing: dict[str, tuple[dict[str, Any], SamplingParams]] = {}
+        self._continued: list[StepHypothesis] = []  # by each of these
         self._held: set[str] = set()  # keys of KV blocks that the engine may hold
         self._is_over = False
         self.first: RequestOutput | None = None  # of all that the engine returned
 
     def requests(self) -> dict[str, tuple[dict[str, Any], SamplingParams]]:
         """Prompt and parameters of each candidate of the next round, by the id of its request, in their order."""
-        self._drawing = {}
+        self._drawing, self._continued = {}, []
         stop, step_stop = list(self.params.stop or ()), list(self.beam.step_stop or ())
         for index, draw in enumerate(self.search.draws()):
             candidate_id = f"{self.own_id}-{self.search.num_rounds}-{index}"
@@ -93,6 +94,7 @@ class StepRequest:
             if draw.beam.steps:
                 prompt.pop("prompt", None)
             self._drawing[candidate_id] = prompt, params
+            self._continued.append(draw.beam)
         return self._drawing
 
     def take_released(self) -> list[str]:
@@ -112,7 +114,7 @@ class StepRequest:
         self.first = self.first or outputs[0]
         ended = zip(self._drawing, outputs, strict=True)
         self._held.update(id_ for id_, output in ended if isinstance(output.outputs[0].stop_reason, str))
-        drawn = [self._step(*of_one) for of_one in zip(self._drawing, outputs, strict=True)]
+        drawn = [self._step(*of_one) for of_one in zip(self._drawing, self._continued, outputs, strict=True)]
         self._drawing = {}
         return [
             StepCandidate(self.prompt, c.steps, c.token_ids, c.scores, c.is_finished) for c in self.search.take(drawn)
@@ -183,19 +185,44 @@ class StepRequest:
             stop_reason=hypothesis.stop_reason,
         )
 
-    def _step(self, candidate_id: str, output: RequestOutput) -> DrawnStep:
+    def _step(self, candidate_id: str, beam: StepHypothesis, output: RequestOutput) -> DrawnStep:
         (drawn,) = output.outputs
         if drawn.finish_reason not in ("stop", "length"):
             raise DrawError(f"the engine ended a candidate: {drawn.finish_reason}, {drawn.stop_reason}")
         is_delimiter = isinstance(drawn.stop_reason, str) and drawn.stop_reason not in (self.params.stop or ())
         assert output.prompt_token_ids is not None
-        return DrawnStep(
-            self._text(output.prompt_token_ids[-CONTEXT:], drawn),
+        context = output.prompt_token_ids[-CONTEXT:]
+        step = DrawnStep(
+            self._text(context, drawn),
             drawn.token_ids,
             drawn.cumulative_logprob or 0.0,
             None if is_delimiter else drawn.finish_reason,
             None if is_delimiter else drawn.stop_reason,
             _Note(candidate_id, drawn.logprobs),
+        )
+        return self._ended_across_steps(context, beam, step)
+
+    def _ended_across_steps(self, context: list[int], beam: StepHypothesis, step: DrawnStep) -> DrawnStep:
+        """The step up to a stop string that began in earlier ones, where vLLM does not look for it."""
+        stops = self.params.stop or ()
+        earlier = beam.text[-max(max(map(len, stops), default=1) - 1, 1) :]
+        found = [(start, stop) for stop in stops if 0 <= (start := (earlier + step.text).find(stop)) < len(earlier)]
+        if not found:
+            return step
+        start, stop = min(found, key=lambda of_one: of_one[0] + len(of_one[1]))
+        end, tokens = start + len(stop) - len(earlier), step.token_ids
+        count = next(n for n in range(1, len(tokens) + 1) if len(self._decoded(context, tokens[:n])) >= end)
+        logprobs = step.note.logprobs[:count]
+        sum_logprobs = sum(of[token].logprob for token, of in zip(tokens[:count], logprobs, strict=True))
+        is_included = self.params.include_stop_str_in_output
+        return DrawnStep(
+            step.text[:end] if is_included else "",
+            tokens[:count],
+            sum_logprobs,
+            "stop",
+            stop,
+            step.note._replace(logprobs=logprobs),
+            0 if is_included else len(earlier) - start,
         )
 
     def _text(self, context: list[int], drawn: CompletionOutput) -> str:
@@ -204,13 +231,18 @@ class StepRequest:
         stops_by_token = drawn.finish_reason == "stop" and not isinstance(drawn.stop_reason, str)
         if stops_by_token and not includes_stop:
             tokens.pop()
-        skips = self.params.skip_special_tokens
-        before = self.tokenizer.decode(context, skip_special_tokens=skips)
-        text: str = self.tokenizer.decode(context + tokens, skip_special_tokens=skips)[len(before) :]
+        text = self._decoded(context, tokens)
         if isinstance(drawn.stop_reason, str) and drawn.stop_reason in (self.params.stop or ()):
             end = text.find(drawn.stop_reason)
             text = text[: end + includes_stop * len(drawn.stop_reason)]
         return text
+
+    def _decoded(self, context: list[int], tokens: Sequence[int]) -> str:
+        """What tokens say behind others."""
+        skips = self.params.skip_special_tokens
+        before = self.tokenizer.decode(context, skip_special_tokens=skips)
+        text: str = self.tokenizer.decode([*context, *tokens], skip_special_tokens=skips)
+        return text[len(before) :]
 
 
 def asks_for_steps(params: Any) -> bool:
