@@ -32,6 +32,7 @@ LLM_WIDTH = "BeamSearchParams.beam_width"
             "num_beams=2; did you mean use_beam_search with n?",
             "num_beams=2; did",
         ),
+        ("beam_widths=[0] is no list", "beam_widths=[0] is no list", "beam_widths=[0] is no list"),
         ("max_beam_width=2 is the limit", "max_beam_width=2 is the limit", "max_beam_width=2 is the limit"),
     ],
 )

@@ -43,6 +43,12 @@ def test_text_is_an_item_per_line_as_it_stands(tmp_path: Path, tokenizer: object
     assert items.ids.tolist() == [0, 2, 3]
 
 
+@pytest.mark.parametrize(("name", "row"), [("items.txt", "def"), ("items.jsonl", '"def"')])
+def test_a_byte_order_mark_is_no_part_of_an_item(tmp_path: Path, tokenizer: object, name: str, row: str) -> None:
+    items = read(tmp_path / name, f"\ufeff{row}", row, tokenizer=tokenizer)
+    assert sequences(items) == [tokenizer.encode("def", add_special_tokens=False)] * 2
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 20, 1000])
 def test_chunks_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
     monkeypatch.setattr(lines, "CHUNK_BYTES", chunk_bytes)

@@ -59,6 +59,8 @@ def test_prompts_have_their_own_ids_or_the_numbers_of_their_lines(tmp_path: Path
         (['{"prompt": "a", "id": 1.5}'], 'line 1: "id" is neither a number nor a text but 1.5'),
         (['{"prompt": "a", "id": true}'], 'line 1: "id" is neither a number nor a text but true'),
         (['{"prompt": "a"}', '{"prompt": "b", "id": 1}'], "line 2 has the same id as line 1, 1; ids must differ"),
+        (['{"prompt": "a"}', '{"prompt": "b \\ud83d"}'], "line 2 has half a character, '\\ud83d'; mend or remove it"),
+        (['{"prompt": "a", "id": "\\udc00"}'], "line 1 has half a character, '\\udc00'; mend or remove it"),
         (["", " "], "has no prompts"),
     ],
 )
@@ -85,11 +87,11 @@ def line_of(own_id: int | str, prompt: str, **searched: Any) -> str:
 
 
 def test_whole_lines_count_and_a_half_written_one_is_gone(tmp_path: Path) -> None:
-    whole = line_of("x", "b") + line_of(1, "a")
+    whole = line_of("x", "b") + line_of(1, "a").replace("[]}", '[], "error": "too long"}')
     path = tmp_path / "out.jsonl"
     path.write_text(whole + '{"id": 3, "prompt": "c", "hypoth')
     with open_output(path, PROMPTS, ASKED) as (file, answered):
-        assert answered == {"x", 1}
+        assert answered == {"x": True, 1: False}
         file.write("more\n")
     assert path.read_text() == whole + "more\n"
 
@@ -156,6 +158,9 @@ def test_two_jobs_do_not_write_to_one_output(tmp_path: Path) -> None:
         (["--search-options", '{"compact": true}'], "--search-options says compact, which is not for a batch job"),
         (["--search-options", '{"unit": "step"}'], "--search-options says unit, which is not for a batch job"),
         (["--search-options", '{"zzz": 2}'], "--search-options: Unexpected keyword argument 'zzz'"),
+        (["--search-options", '{"stop_token_ids": "x"}'], "--search-options: "),
+        (["--search-options", '{"logit_bias": {"x": 1}}'], "invalid literal for int"),
+        (["--search-options", '{"structured_outputs": {"regexp": "a"}}'], "--search-options: "),
         (["--output", "out.jsonl.gz"], "--output cannot be compressed"),
         (["--num-engines", "0"], "--num-engines=0 is too few; pass at least 1"),
         (["--data-parallel-size", "2"], "--data-parallel-size=2 is not for a batch job; use --num-engines"),
@@ -183,6 +188,31 @@ def test_a_mistake_is_one_sentence_before_any_engine_starts(
     assert message in said
     assert said.count("\n") == 1
     assert ended.value.code != 0
+
+
+def test_a_job_that_is_whole_ends_as_it_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "in.jsonl", '{"prompt": "a"}', '{"prompt": "b"}')
+    usual = ["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
+    monkeypatch.setattr(sys, "argv", ["batch", *usual])
+    asked = parse(usual).asked
+    answers = [{"id": 1, "prompt": "a", "search": asked, "hypotheses": []}]
+    answers += [{"id": 2, "prompt": "b", "search": asked, "hypotheses": [], "error": "too long"}]
+    write_lines(tmp_path / "out.jsonl", *map(json.dumps, answers))
+    with pytest.raises(SystemExit, match=r'1 prompts could not be searched; see "error" in out\.jsonl'):
+        main()
+
+
+def test_options_come_as_json_has_them() -> None:
+    usual = ["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
+    given = {"logit_bias": {"5": 1.0}, "structured_outputs": {"regex": "a+"}}
+    job = parse([*usual, "--search-options", json.dumps(given)])
+    assert job.params.logit_bias == {5: 1.0}
+    assert job.params.structured_outputs is not None
+    assert job.params.structured_outputs.regex == "a+"
+    assert {name: job.asked[name] for name in given} == given
 
 
 def test_the_command_of_the_document_is_understood() -> None:

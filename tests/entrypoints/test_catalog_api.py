@@ -71,6 +71,7 @@ def test_what_is_wrong_is_a_400_that_says_what_would_work(server: Server) -> Non
         ({"catalog": "lines", "allowed_sequences": ["x"]}, "exclude each other"),
         ({"catalog": "lines", "catalog_after": "two words"}, "pass text that is one token"),
         ({"allowed_sequences": "[[1, 2"}, "is not a list of 1 to 100,000 strings"),
+        ({"allowed_sequences": "[" * 100_000}, "is not a list of 1 to 100,000 strings"),
     ):
         with pytest.raises(openai.BadRequestError, match=re.escape(why)):
             complete(server, 1, **xargs)

@@ -365,6 +365,12 @@ def test_our_own_marks_cannot_be_forged(server: Server) -> None:
             complete(server, vllm_xargs={"trie_beam_ticket": "y", **width})
 
 
+@pytest.mark.parametrize("options", [{"vllm_xargs": {"beam_width": 2}}, {"use_beam_search": True, "vllm_xargs": {}}])
+def test_a_session_that_vllm_looks_for_is_no_unknown_option(server: Server, options: dict[str, Any]) -> None:
+    asked = {**options, "vllm_xargs": {**options["vllm_xargs"], "session_id": "abc"}}
+    assert complete(server, n=2, **asked).choices[0].text == complete(server, n=2, **options).choices[0].text
+
+
 def test_beams_and_ordinary_requests_run_side_by_side(server: Server) -> None:
     """Streaming, greedy, sampled and beam requests at once answer what they answer alone."""
 

@@ -75,6 +75,14 @@ def test_chats_and_streams_work(server: Server) -> None:
     assert f'"text": {json.dumps(texts[0])}' in ask(server, {}, stream=True, n=1).text
 
 
+def test_several_prompts_are_refused_as_scores_are_told_of_one(server: Server) -> None:
+    response = ask(server, {}, prompt=["x", "y"])
+    assert response.status_code == 400
+    why = 'unit="step" takes one prompt, and this request has 2; send each by itself'
+    assert response.json()["error"]["message"] == why
+    assert ask(server, {}, prompt=["x"]).status_code == 200
+
+
 def test_a_word_of_others_is_no_search(server: Server) -> None:
     body = {"model": "target", "prompt": "x", "max_tokens": 2, "vllm_xargs": {"unit": "step"}}
     assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
@@ -99,9 +107,8 @@ def test_a_request_that_fails_says_why_and_the_server_goes_on(
 
 
 def test_a_client_that_leaves_takes_its_candidates_along(server: Server) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        ask(server, {"beam_width": 8, "step_stop": ["no such line"]}, timeout=0.7, max_tokens=450, ignore_eos=True)
-    server.wait_until_idle()
-    with pytest.raises(httpx.ReadTimeout):  # while blocks are held
-        ask(server, {"beam_width": 8, "max_steps": 100}, timeout=1.5, max_tokens=450, ignore_eos=True)
-    server.wait_until_idle()
+    long: dict[str, Any] = {"max_tokens": 450, "ignore_eos": True}
+    for seconds, xargs in ((0.7, {"step_stop": ["no such line"]}), (1.5, {"max_steps": 100})):  # then, blocks are held
+        with pytest.raises(httpx.ReadTimeout):
+            pytest.fail(f"it was over in {seconds} s: {ask(server, {'beam_width': 8, **xargs}, seconds, **long).text}")
+        server.wait_until_idle()

@@ -120,7 +120,7 @@ def test_rows_are_taken_in_selected_and_reordered_without_waiting(
     steps = {group_id: GroupStep(rules, selects=True, decodes=True, draw=(3, 5)) for group_id in groups}
     context = StepContext(steps, entered=[*groups], new_tokens_unknown=[*groups], decided_at=None)
 
-    catalogs = DeviceCatalogs(NOWHERE, [])
+    catalogs = DeviceCatalogs(NOWHERE)
     parts = nowhere(41, dtype=torch.int32), nowhere(40, dtype=torch.int32), nowhere(40, dtype=torch.bool)
     catalogs._tries["items"] = ItemTrie(*parts, [8, 5, 2])
     take_in_rows(runner, context, groups, catalogs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,13 @@ def read_items(path: Path, tokenizer: Any, vocab_size: int | None, progress: Cal
     parts, num_lines = list[Items](), 0
     with path.open("rb") as file:
         while lines := file.readlines(CHUNK_BYTES):
+            num_bytes = sum(map(len, lines))
+            if num_lines == 0:
+                lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
             numbers, rows = _decode(lines, num_lines, decode, path)
             parts.append(_items(rows, numbers, path, tokenizer, vocab_size))
             num_lines += len(lines)
-            progress(sum(map(len, lines)))
+            progress(num_bytes)
     if not sum(len(part.ids) for part in parts):
         raise ValueError(f"{path} has no items; write one per line: {FORMS}")
     return Items.joined(parts)

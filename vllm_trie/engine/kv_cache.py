@@ -15,7 +15,13 @@ import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import CrossAttentionManager, SingleTypeKVCacheManager
-from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    RSWASpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.engine.held_blocks import HeldBlocks
@@ -436,8 +442,14 @@ def refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig) -> None:
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     known = FullAttentionSpec | SlidingWindowSpec | CrossAttentionSpec
-    if not specs or not all(isinstance(spec, known) for spec in specs):
+    # R-SWA frees blocks in the middle of a row.
+    if not specs or any(isinstance(spec, RSWASpec) or not isinstance(spec, known) for spec in specs):
         kinds = ", ".join(type(spec).__name__ for spec in specs) or "none"
         raise ValueError(
             f"trie_beam needs KV caches of full, sliding-window or cross attention; this model has: {kinds}"
+        )
+    if kv_cache_config.has_mixed_precision_kv_cache:  # where vLLM zeroes blocks that it gives to requests
+        raise ValueError(
+            "trie_beam needs KV caches of one precision; leave out kv_cache_dtype_skip_layers, or start vLLM without "
+            "the plugin"
         )

@@ -44,7 +44,7 @@ def refusing(caller: Caller = BEAM_WIDTH) -> Iterator[None]:
 CALLER = "trie_beam_caller"  # in `extra_args`: a `Caller`, which no client of a server can send
 
 _MARKS = {CALLER, TICKET, FORK}  # of the front end's own, in `extra_args`
-_READ_BY_VLLM = {"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"}  # likewise
+_READ_BY_VLLM = {"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", "session_id"}  # likewise
 
 process_inputs = Patch("vllm.v1.engine.input_processor:InputProcessor", "process_inputs")
 validate_spec_decode = Patch("vllm.sampling_params:SamplingParams", "_validate_spec_decode")

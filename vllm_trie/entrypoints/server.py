@@ -119,17 +119,20 @@ def _refuse_fields(request: TextRequest | ResponsesRequest | SpeechRequest, call
     unknown = {name: value for name, value in (request.model_extra or {}).items() if value is not None}
     for name, value in unknown.items():
         if name in BeamParams.model_fields:
-            raise BeamRequestError(f'{name}={value!r} is no field of a request; pass it in "vllm_xargs"')
+            at_batches = ", but not at /v1/chat/completions/batch, which has no beams" * (name == "early_stopping")
+            raise BeamRequestError(f'{name}={value!r} is no field of a request; pass it in "vllm_xargs"{at_batches}')
     with refusing(caller):
         refuse_other_names(unknown)
 
 
 def _refuse_several_prompts(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
-    """Of a response to several prompts vLLM fills the field that holds compact answers for the first one alone."""
+    """Of several prompts vLLM's response has the field of compact answers and scores of steps for the first alone."""
     prompt = request.prompt if isinstance(request, CompletionRequest) else None
     is_several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-    if (request.vllm_xargs or {}).get("compact") and isinstance(prompt, list) and is_several:
-        raise BeamRequestError(f"compact=1 takes one prompt, and this request has {len(prompt)}; send each by itself")
+    asked = request.vllm_xargs or {}
+    what = "compact=1" if asked.get("compact") else 'unit="step"' if asked.get("unit") == "step" else None
+    if what is not None and isinstance(prompt, list) and is_several:
+        raise BeamRequestError(f"{what} takes one prompt, and this request has {len(prompt)}; send each by itself")
 
 
 def is_served(params: Any) -> bool:

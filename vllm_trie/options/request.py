@@ -177,7 +177,7 @@ class BeamParams(SpeculationOptions):
             if type(value) is int and True in choices(cls.model_fields[name]):  # so the OpenAI server sends booleans
                 given[name] = {0: False, 1: True}.get(value, value)
         if isinstance(sequences := given.get("allowed_sequences"), str):  # there it sends no lists of lists
-            with suppress(json.JSONDecodeError):
+            with suppress(ValueError, RecursionError):
                 given["allowed_sequences"] = json.loads(sequences)
         return cls(**given)
 

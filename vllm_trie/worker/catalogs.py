@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from vllm_trie.catalog import Catalog
 from vllm_trie.messages import CatalogChanges, Resumed
+from vllm_trie.options import TrieBeamConfig
 from vllm_trie.search.item_trie import ItemRules, ItemTrie
 
 
@@ -16,6 +16,16 @@ class TakesCatalogs:
     """A worker that is told to load catalogs, see `vllm_trie.engine.catalogs`."""
 
     model_runner: Any
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Load the model, and then the engine's catalogs: beside its weights, which `sleep` may discard.
+
+        Profiling counts their memory, as it comes later.
+        """
+        super().load_model(**kwargs)  # type: ignore[misc]
+        config = TrieBeamConfig.from_additional_config(self.model_runner.vllm_config.additional_config)
+        for path in config.catalogs.values():
+            self.model_runner.catalogs.load(path)
 
     def load_catalog(self, name: str, path: str, digest: str) -> str:
         """Load a file for a name, which the scheduler alone knows, if its digest is this one. Returns what it is."""
@@ -27,14 +37,11 @@ class DeviceCatalogs:
 
     Args:
         device: Where the search is; None on the earlier stages of a pipeline, which have no part in it, and hold none.
-        paths: Files of the catalogs that the engine starts with.
     """
 
-    def __init__(self, device: torch.device | None, paths: Iterable[str]) -> None:
+    def __init__(self, device: torch.device | None) -> None:
         self._device = device
         self._tries: dict[str, ItemTrie] = {}
-        for path in paths:
-            self.load(path)
 
     def load(self, path: str, digest: str | None = None) -> str:
         """Take in a file, unless its digest is another one than this. Returns what it is."""

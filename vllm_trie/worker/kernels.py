@@ -95,7 +95,10 @@ def _first_alive(lives, rank, count, num_alive, width):
     return alive & (num_alive + tl.cumsum(alive.to(tl.int32), axis=0) <= width)
 
 
-@triton.jit(do_not_specialize=["count", "width", "num_rows"])
+# A kernel is compiled anew where the alignment of an argument changes; those of packed tensors change with the batch.
+
+
+@triton.jit(do_not_specialize=["count", "width", "num_rows"], do_not_specialize_on_alignment=["next_tokens"])
 def _select_next(
     parents,  # [G, K] int64
     tokens,  # [G, K] int64
@@ -161,7 +164,7 @@ def _copy(source, destination, start, end, tile_size: tl.constexpr):
         tl.store(destination + index, tl.load(source + index, mask=index < end), mask=index < end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "sources", "num_common", "num_tokens"])
 def _copy_histories(
     slots,  # [R]
     sources,  # [R]
@@ -188,7 +191,7 @@ def _copy_histories(
         _copy(table + source * stride, table + slot * stride, 0, length // tl.load(block_sizes + part - 1), tile_size)
 
 
-@triton.jit(do_not_specialize=["num_tables"])
+@triton.jit(do_not_specialize=["num_tables"], do_not_specialize_on_alignment=["slots", "sources", "num_tokens"])
 def _copy_tails(
     slots,  # [R]
     sources,  # [R]

@@ -27,7 +27,6 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_trie.messages import attach_results, catalog_changes, row_masks
-from vllm_trie.options import TrieBeamConfig
 from vllm_trie.selection import has_logits_processors
 from vllm_trie.worker.attention.demanded import check_demanded_layers
 from vllm_trie.worker.attention.tell_builders import reads_shared_blocks_once, tell_builders
@@ -76,9 +75,8 @@ class BeamModelRunner(GPUModelRunner):
         refuse_own_state(self.model_state)
         if self.pp_handler is not None:
             self.stages = Stages(self.pp_handler, self.groups, self.histories, self.device, self.max_num_reqs)
-        config = TrieBeamConfig.from_additional_config(self.vllm_config.additional_config)
-        device = None if self.sampler is None else self.device  # the last stage of a pipeline has the sampler
-        self.catalogs = DeviceCatalogs(device, config.catalogs.values())  # so that profiling counts their memory
+        # The last stage of a pipeline has the sampler.
+        self.catalogs = DeviceCatalogs(None if self.sampler is None else self.device)
         if self.sampler is None:
             return
         self.selector = Selector(self, self.groups, self.sampler, self.catalogs, self.histories)

@@ -27,7 +27,8 @@ def main() -> None:
         prompts = read_prompts(job.input, job.field)
         with open_output(job.output, prompts, job.asked) as (file, answered):
             pending = [prompt for prompt in prompts if prompt.id not in answered]
-            num_failed = _search(job, pending, len(answered), file) if pending else 0
+            num_failed = sum(not is_found for is_found in answered.values())
+            num_failed += _search(job, pending, len(answered), file) if pending else 0
     except JobError as error:
         sys.exit(f"{PROGRAM}: {error}")
     except KeyboardInterrupt:

@@ -40,6 +40,8 @@ def read_prompts(path: Path, field: str) -> list[Prompt]:
             raise JobError(f"{where}: {field!r} is no text but {json.dumps(text)[:40]}")
         if not isinstance(own_id, int | str) or isinstance(own_id, bool):
             raise JobError(f'{where}: "id" is neither a number nor a text but {json.dumps(own_id)[:40]}')
+        if half := _half_character(f"{text}{own_id}"):
+            raise JobError(f"{where} has half a character, {half}; mend or remove it")
         if own_id in line_of:
             raise JobError(f"{where} has the same id as line {line_of[own_id]}, {own_id!r}; ids must differ")
         line_of[own_id] = number
@@ -49,9 +51,18 @@ def read_prompts(path: Path, field: str) -> list[Prompt]:
     return prompts
 
 
+def _half_character(text: str) -> str | None:
+    """The first lone surrogate, if there is one: JSON can hold it, and no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return repr(text[error.start])
+    return None
+
+
 @contextmanager
-def open_output(path: Path, prompts: list[Prompt], asked: dict[str, Any]) -> Iterator[tuple[IO[str], set[Id]]]:
-    """The output, to append lines to, and which of the prompts have theirs already.
+def open_output(path: Path, prompts: list[Prompt], asked: dict[str, Any]) -> Iterator[tuple[IO[str], dict[Id, bool]]]:
+    """The output, to append lines to, and which of the prompts have theirs already: whether they could be searched.
 
     A job may end at any time: what is a whole line counts, and what was half written is gone.
 
@@ -77,8 +88,8 @@ def open_output(path: Path, prompts: list[Prompt], asked: dict[str, Any]) -> Ite
             yield file, answered
 
 
-def _answered(path: Path, texts: dict[Id, str], asked: dict[str, Any]) -> set[Id]:
-    answered = set[Id]()
+def _answered(path: Path, texts: dict[Id, str], asked: dict[str, Any]) -> dict[Id, bool]:
+    answered = dict[Id, bool]()
     for number, row in _objects(path, is_output=True):
         own_id = row.get("id")
         where, instead = f"{path}, line {number}", "name another --output, or move the file away"
@@ -87,7 +98,7 @@ def _answered(path: Path, texts: dict[Id, str], asked: dict[str, Any]) -> set[Id
             raise JobError(f"{where} answers no prompt of this job; {instead}")
         if differing := _differing(row.get("search"), asked):
             raise JobError(f"{where} was searched with {differing}; {instead}")
-        answered.add(own_id)
+        answered[own_id] = "error" not in row
     return answered
 
 

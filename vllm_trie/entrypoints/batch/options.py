@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.plugins import load_general_plugins
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_trie.entrypoints.beam_params import beam_params
@@ -129,9 +130,19 @@ def _asked(args: argparse.Namespace) -> dict[str, Any]:
 
 def _search(asked: dict[str, Any]) -> SamplingParams:
     try:
-        return beam_params(**asked)
-    except TypeError as error:  # a name that neither beams nor vLLM know
+        return beam_params(**{**asked, **_of_json(asked)})
+    except (TypeError, VLLMValidationError) as error:  # a name that neither beams nor vLLM know, or a wrong value
         raise ValueError(f"--search-options: {error}") from None
+
+
+def _of_json(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that JSON cannot hold as they are."""
+    found: dict[str, Any] = {}
+    if isinstance(biases := asked.get("logit_bias"), dict):
+        found["logit_bias"] = {int(token): bias for token, bias in biases.items()}
+    if isinstance(outputs := asked.get("structured_outputs"), dict):
+        found["structured_outputs"] = StructuredOutputsParams(**outputs)
+    return found
 
 
 def _engine_args(args: argparse.Namespace) -> EngineArgs:

@@ -146,7 +146,13 @@ def _attend(
     return top, total, sums
 
 
-@triton.jit(do_not_specialize=["num_parts", "count", "num_kv_heads"])
+# A kernel is compiled anew where the alignment of an argument changes; those of packed tensors change with the batch.
+
+
+@triton.jit(
+    do_not_specialize=["num_parts", "count", "num_kv_heads"],
+    do_not_specialize_on_alignment=["first_tokens", "end_tokens", "num_shared", "places", "rows"],
+)
 def _attend_to_shared(
     queries,  # [tokens, heads, head_size]
     query_stride,
@@ -215,7 +221,10 @@ def _attend_to_shared(
     tl.store(logs + to, tl.where(is_empty, -1e30, top + tl.log2(tl.where(is_empty, 1.0, total))), mask=is_query)
 
 
-@triton.jit(do_not_specialize=["num_parts", "count", "num_kv_heads"])
+@triton.jit(
+    do_not_specialize=["num_parts", "count", "num_kv_heads"],
+    do_not_specialize_on_alignment=["places", "rows", "num_shared"],
+)
 def _attend_to_own(
     queries,  # [tokens, heads, head_size]
     query_stride,
