@@ -114,9 +114,12 @@ def test_a_stream_that_nobody_reads_any_more_ends_its_search(llm: AsyncLLM, loop
     endless = beam_params(2, max_tokens=480, ignore_eos=True)
 
     async def leave() -> None:
-        async with aclosing(asked(llm, PROMPTS[0], endless, RequestOutputKind.DELTA)) as outputs:
-            first = await anext(outputs)
-            assert not first.finished
+        for _ in range(20):  # again where the search was over before its first part was read: busy machines do that
+            async with aclosing(asked(llm, PROMPTS[0], endless, RequestOutputKind.DELTA)) as outputs:
+                first = await anext(outputs)
+            if not first.finished:
+                break
+        assert not first.finished
         assert not llm.output_processor.has_unfinished_requests()
         (again,) = await all_of(asked(llm, PROMPTS[0], beam_params(2, max_tokens=4), RequestOutputKind.FINAL_ONLY))
         assert again.outputs[0].token_ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -395,26 +395,32 @@ def test_beams_and_ordinary_requests_run_side_by_side(server: Server) -> None:
     assert together == alone
 
 
+def abort_by(server: Server, vanish: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Let a client vanish, again where its search was over before that: it is a race, which a busy machine decides."""
+    for _ in range(20):
+        server.wait_until_idle()
+        aborted = finished_groups(server)["abort"]
+        asyncio.run(vanish())
+        server.wait_until_idle()
+        if finished_groups(server)["abort"] == aborted + 1:
+            return
+    pytest.fail("no search ended with its client")
+
+
 @pytest.mark.parametrize("options", [beams(64), {"use_beam_search": True, **beams(64)}])
 def test_a_client_that_vanishes_takes_its_search_with_it(server: Server, options: dict[str, Any]) -> None:
-    server.wait_until_idle()  # those before us may still show
-    aborted = finished_groups(server)["abort"]
-
-    async def vanish() -> float:
+    async def vanish() -> None:
         client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         body = {"ignore_eos": True, **options}
         asked = client.completions.create(model="target", prompt=[5] * 16, max_tokens=480, n=8, extra_body=body)
-        search = asyncio.create_task(asked)
-        while not (running := await asyncio.to_thread(server.gauge, "vllm:num_requests_running")):
-            assert not search.done(), "the search was over before anyone saw it"
+        search, running = asyncio.create_task(asked), 0.0
+        while not running and not search.done():
+            running = await asyncio.to_thread(server.gauge, "vllm:num_requests_running")
         search.cancel()
         await asyncio.wait([search])
-        assert search.cancelled()
-        return running
+        assert running <= 1, "one search of 64 beams is one running request"
 
-    assert asyncio.run(vanish()) == 1, "one search of 64 beams is one running request"
-    server.wait_until_idle()
-    assert finished_groups(server)["abort"] == aborted + 1
+    abort_by(server, vanish)
     assert complete(server, max_tokens=4).choices[0].text
 
 

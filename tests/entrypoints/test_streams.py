@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.common import TARGET
 from benchmarks.server import VLLM, Server, serving
-from tests.entrypoints.test_server import BOTH_WAYS, PROMPTS, beams, chat, complete, finished_groups
+from tests.entrypoints.test_server import BOTH_WAYS, PROMPTS, abort_by, beams, chat, complete
 from tests.grammars import SCHEMA
 from tests.test_readme import SERVE as README_SERVES
 from vllm_trie.messages import NO_HYPOTHESIS
@@ -174,9 +174,6 @@ def test_a_stream_ends_as_the_protocol_says(server: Server) -> None:
 def test_a_client_that_vanishes_within_a_stream_takes_its_search_with_it(
     server: Server, options: dict[str, Any]
 ) -> None:
-    server.wait_until_idle()
-    aborted = finished_groups(server)["abort"]
-
     async def vanish() -> None:
         client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         asked: dict[str, Any] = {"model": "target", "prompt": PROMPTS[0], "max_tokens": 480}
@@ -186,9 +183,7 @@ def test_a_client_that_vanishes_within_a_stream_takes_its_search_with_it(
             assert (await anext(aiter(stream))).choices[0].text
         slow.cancel()
 
-    asyncio.run(vanish())
-    server.wait_until_idle()
-    assert finished_groups(server)["abort"] == aborted + 1
+    abort_by(server, vanish)
 
 
 def test_a_benchmark_sees_tokens_come(server: Server, tmp_path: Path) -> None:
