@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 START_SECONDS = 600
 END_SECONDS = 120
 ROOT = Path(__file__).resolve().parent.parent
+PORTS_FOR_ANYBODY = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class Server:
@@ -67,6 +69,19 @@ class Server:
             time.sleep(0.1)
 
 
+def free_port() -> int:
+    """A port on which nobody listens, below those that the system gives to whoever asks for any.
+
+    So it is still free when a process that takes seconds to start listens on it.
+    """
+    end = int(PORTS_FOR_ANYBODY.read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(end // 2, end)  # vLLM seeds the other alike in all processes
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+
+
 @contextmanager
 def serving(log: Path, *options: str, command: Sequence[str] = SERVE) -> Iterator[Server]:
     """Serve the trained target, with the settings of the tests, on a free port.
@@ -78,9 +93,7 @@ def serving(log: Path, *options: str, command: Sequence[str] = SERVE) -> Iterato
         options: Of `vllm serve`, after those settings.
         command: The command before them.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     where = ["--host", "127.0.0.1", "--port", str(port)]
     limits = ["--max-model-len", "512", "--max-num-seqs", "64", "--kv-cache-memory-bytes", str(1 << 28)]
     engine = ["--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE), *limits]

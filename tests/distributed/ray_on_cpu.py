@@ -1,7 +1,8 @@
 """A Ray cluster of this machine on which vLLM's CPU build runs workers.
 
 vLLM 0.32 refuses Ray on a CPU for one reason alone: its CPU platform does not say what Ray calls the device. Here it
-is called a GPU, of which Ray is told that there are some.
+is called a GPU, of which Ray is told that there are some. vLLM's older executor for Ray asks for any free port seconds
+before a worker listens on it, and other processes get that one meanwhile: here its port is out of their reach.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from contextlib import contextmanager
 
 import ray
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.executor import ray_executor
+
+from benchmarks.server import free_port
 
 DEVICE = "GPU"
 
@@ -22,7 +26,8 @@ def give_cpu_platform_a_device() -> None:
 @contextmanager
 def local_ray(num_devices: int) -> Iterator[None]:
     """A cluster for as long as the block lasts; nothing of it is left afterwards."""
-    had = CpuPlatform.ray_device_key
+    had = CpuPlatform.ray_device_key, ray_executor.get_open_port
+    ray_executor.get_open_port = free_port
     give_cpu_platform_a_device()
     ray.init(
         num_cpus=4,
@@ -35,4 +40,4 @@ def local_ray(num_devices: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-        CpuPlatform.ray_device_key = had
+        CpuPlatform.ray_device_key, ray_executor.get_open_port = had
