@@ -128,11 +128,6 @@ def competing_score(
     return total / max(length, 1) ** length_penalty
 
 
-def num_proposals(width: int, num_stop_tokens: int) -> int:
-    """Among how many of its best continuations a beam of semantics="vllm" may stop."""
-    return 2 * width if own_beams().stops_by_generation_config else max(2, 1 + num_stop_tokens) * width
-
-
 @one_thread()
 @torch.inference_mode()
 def loop_beams(
@@ -198,7 +193,7 @@ def loop_beams(
             masked = stops if length <= min_tokens else ()
             rows.append(total + allow(masked_logprobs(adjust(row, prompt, generated), masked)).double())
             if semantics == "vllm":  # whatever stops among a beam's own best finishes
-                proposals = rows[-1].topk(num_proposals(width, len(stops))).indices
+                proposals = rows[-1].topk(2 * width).indices  # among which a beam of semantics="vllm" may stop
                 for token in proposals.tolist():
                     if rows[-1][token] > IMPOSSIBLE and (by := stopped_by(generated, token)) is not None:
                         finish([*generated, token], rows[-1][token].item(), by)

@@ -32,6 +32,11 @@ LLM_WIDTH = "BeamSearchParams.beam_width"
             "num_beams=2; did you mean use_beam_search with n?",
             "num_beams=2; did",
         ),
+        (
+            "x=1; known: threshold, beam_width, n",
+            "x=1; known: threshold, beam_width, n",
+            "x=1; known: threshold, beam_width",
+        ),
         ("beam_widths=[0] is no list", "beam_widths=[0] is no list", "beam_widths=[0] is no list"),
         ("max_beam_width=2 is the limit", "max_beam_width=2 is the limit", "max_beam_width=2 is the limit"),
     ],

@@ -121,6 +121,10 @@ ENGINES: list[tuple[dict, str]] = [  # options, and what comes of them where VLL
         {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}},
         "trie_beam does not support ec_transfer_config (encoders elsewhere); start vLLM without it",
     ),
+    (
+        {"additional_config": {"routed": 1}},
+        "trie_beam does not support enable_return_routed_experts; start vLLM without it or without the plugin",
+    ),
     ({"pipeline_parallel_size": 2}, STARTS),
     (
         drafting() | {"pipeline_parallel_size": 2},
@@ -191,6 +195,9 @@ for options in OPTIONS["engines"]:
         config = EngineArgs({str(TRAINED_TARGET)!r}, **options).create_engine_config()
         if "adaptive" in options.get("additional_config", ()):  # V1 refuses it when it makes the configuration
             config.speculative_config.enable_adaptive_verification = True
+            refuse_unsupported_engine(config)
+        if "routed" in options.get("additional_config", ()):  # of which only some models tell
+            config.aux_output_config.enable_return_routed_experts = True
             refuse_unsupported_engine(config)
         if "method" in options.get("additional_config", ()):  # of which there is no model here
             config.speculative_config.method = options["additional_config"]["method"]

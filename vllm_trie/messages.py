@@ -35,7 +35,8 @@ class Caller(NamedTuple):
         return _BEAM_WIDTH.sub(lambda m: m[0].replace("beam_width", self[any(m.groups())]), message)
 
 
-_BEAM_WIDTH = re.compile(r"(did you mean )?\bbeam_width\b( <=|=| is| hypotheses)?")  # a group: the number is meant
+# Not where all options are listed. A group: the number is meant.
+_BEAM_WIDTH = re.compile(r"(did you mean )?(?<!, )\bbeam_width\b( <=|=| is| hypotheses)?")
 BEAM_WIDTH = Caller()
 USE_BEAM_SEARCH = Caller("use_beam_search", "use_beam_search with n")
 LLM_BEAM_SEARCH = Caller("LLM.beam_search", "BeamSearchParams.beam_width")

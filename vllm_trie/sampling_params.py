@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_trie.search.filters import LogitsFilters
 
@@ -60,20 +60,20 @@ def refuse_unsupported(params: SamplingParams, beam: BeamParams) -> None:
         return
     for name in _REFUSED:
         if (value := getattr(params, name)) is not None:
-            what = f"{name}={reprlib.repr(value)}"
-            raise ValueError(f"{what} is not supported together with beam_width; leave it at None")
+            raise ValueError(f"{_shown(name, value)} is not supported together with beam_width; leave it at None")
     for name, neutral in _NEUTRAL_AS_VLLM.items() if beam.semantics == "vllm" else ():
         if (value := getattr(params, name)) not in neutral:
             what, cure = f"{name}={value!r}", " or ".join(map(repr, neutral))
             raise ValueError(
                 f'{what} is not supported under semantics="vllm", whose beams ignore it; leave it at {cure}'
             )
-    if params.seed is not None and not beam.draws:
+    may_draw = beam.draws or (beam.do_sample is None and beam.speculation != "exact")  # None: the engine says so
+    if params.seed is not None and not may_draw:
         raise ValueError(
             f"seed={params.seed} has nothing to decide in a beam search; leave it out, or set do_sample or sample_first"
         )
     if params.temperature == 0 and beam.draws:
-        what = "do_sample" if beam.sample_first == 0 else f"sample_first={beam.sample_first}"
+        what = beam.drawn_by if beam.sample_first == 0 else f"sample_first={beam.sample_first}"
         raise ValueError(f"temperature=0.0 leaves {what} nothing to draw; raise it")
     if has_grammar(params) and beam.speculation not in (None, "auto", "off"):
         raise ValueError(
@@ -89,6 +89,11 @@ def refuse_unsupported(params: SamplingParams, beam: BeamParams) -> None:
         raise ValueError("logprobs=-1 is not supported together with beam_width; ask for a number of tokens")
 
 
+def _shown(name: str, value: Any) -> str:
+    """A field and its value; of an object its name alone."""
+    return f"{name}={reprlib.repr(value)}" if isinstance(value, int | float | str | list | dict) else name
+
+
 def _refuse_in_steps(params: SamplingParams, beam: BeamParams) -> None:
     """Refuse fields that a search by steps does not honour.
 
@@ -98,7 +103,7 @@ def _refuse_in_steps(params: SamplingParams, beam: BeamParams) -> None:
     given = [name for name in _REFUSED if getattr(params, name) is not None]
     given += [name for name in _OF_AN_OUTPUT if getattr(params, name)]
     for name in [*given, *(["structured_outputs"] if has_grammar(params) else [])]:
-        what = f"{name}={reprlib.repr(getattr(params, name))}"
+        what = _shown(name, getattr(params, name))
         raise ValueError(
             f'{what} is not supported together with unit="step", where it would see one step; leave it out'
         )

@@ -75,6 +75,7 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
     budget = scheduler.max_num_scheduled_tokens
     unsupported = {
         "return_sampling_mask": model.return_sampling_mask,
+        "enable_return_routed_experts": vllm_config.aux_output_config.enable_return_routed_experts,
         "video_pruning_rate on a model with M-RoPE positions": model.uses_mrope and _prunes_videos(model),
         "enable_batch_sharded_sampling": parallel.enable_batch_sharded_sampling,
         f"max_num_scheduled_tokens={budget} below max_num_seqs={scheduler.max_num_seqs}": budget is not None

@@ -338,3 +338,6 @@ def test_a_compact_answer_names_the_items(engines: Engines, model: Path) -> None
         assert len(found) > 0
         for tokens, length, ids in zip(found.token_ids, found.lengths, found.item_ids, strict=True):
             assert [sequences[own_id] for own_id in np.atleast_1d(ids)] == items_of(tokens[:length].tolist())
+        plain = beam_params(9, n=9, allowed_sequences=sequences, **{"max_tokens": 8} | options)
+        (output,) = engines(model).generate([prompt], plain)
+        assert output.kv_transfer_params["trie_beam"]["item_ids"] == found.item_ids.tolist()

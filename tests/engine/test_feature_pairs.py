@@ -48,7 +48,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "ignore_eos": {"ignore_eos": True},
     "min_tokens": {"min_tokens": LEAST},
     "logprobs": {"logprobs": 2},
-    "repetition_penalty": {"repetition_penalty": 1.3, "frequency_penalty": 0.3},
+    "frequency_penalty": {"repetition_penalty": 1.3, "frequency_penalty": 0.3},
     "logit_bias": {"logit_bias": {20: 3.0, 25: -2.0}},
     "allowed_token_ids": {"allowed_token_ids": [token for token in range(500) if token not in BANNED]},
     "temperature": {"temperature": 1.4, "top_k": 20},
@@ -68,10 +68,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "num_beam_groups": {"num_beam_groups": 2, "diversity_penalty": 0.7},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": NGRAM},
     'unit="step"': {"unit": "step", "step_stop": ["\n"], "scorer": score, "candidates": 2, "max_steps": 3},
-    "stream=true": {"n": 1, "output_kind": RequestOutputKind.DELTA},
+    "output_kind=DELTA": {"n": 1, "output_kind": RequestOutputKind.DELTA},
 }
 DRAWN = {"do_sample", "replacement", "stochastic", "sample_first", 'speculation="sample"', "memory_mode", 'unit="step"'}
-ALTERS_LOGPROBS = DRAWN | {"repetition_penalty", "logit_bias", "allowed_token_ids", "min_tokens", "temperature"}
+ALTERS_LOGPROBS = DRAWN | {"frequency_penalty", "logit_bias", "allowed_token_ids", "min_tokens", "temperature"}
 ALTERS_LOGPROBS |= {"structured_outputs", "num_beam_groups"}
 
 

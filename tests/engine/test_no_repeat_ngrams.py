@@ -89,9 +89,11 @@ def test_where_nothing_is_left_to_take_hypotheses_are_fewer(
     engines: Engines, random_model: Callable[[str], Path]
 ) -> None:
     """Each of the 16 tokens may come once."""
-    params = beam_params(3, n=3, no_repeat_ngram_size=1, max_tokens=20, ignore_eos=True)
-    (output,) = engines(random_model("toy")).generate([[*range(14)]], params)
-    assert [o.stop_reason for o in output.outputs] == ["no further hypothesis"] * 3
+    for logprobs in (None, 1):
+        params = beam_params(3, n=3, no_repeat_ngram_size=1, max_tokens=20, ignore_eos=True, logprobs=logprobs)
+        (output,) = engines(random_model("toy")).generate([[*range(14)]], params)
+        assert [o.stop_reason for o in output.outputs] == ["no further hypothesis"] * 3
+        assert [o.cumulative_logprob for o in output.outputs] == [None] * 3
     params = beam_params(3, n=3, no_repeat_ngram_size=1, max_tokens=2, ignore_eos=True)
     (output,) = engines(random_model("toy")).generate([[*range(14)]], params)
     assert sorted(o.token_ids for o in output.outputs) == [[], [14, 15], [15, 14]]

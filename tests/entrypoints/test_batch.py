@@ -20,11 +20,11 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT, TRAINED_TARGET, Engines
-from vllm_trie import beam_params
+from vllm_trie import BeamParams, beam_params
 from vllm_trie.entrypoints.batch.__main__ import INTERRUPTED, main
 from vllm_trie.entrypoints.batch.files import JobError, Prompt, open_output, read_prompts
 from vllm_trie.entrypoints.batch.options import parse
-from vllm_trie.entrypoints.batch.search import reason
+from vllm_trie.entrypoints.batch.search import Searcher, reason
 
 SECONDS = 600
 DOCUMENT = (ROOT / "docs/batch.md").read_text()
@@ -153,14 +153,19 @@ def test_two_jobs_do_not_write_to_one_output(tmp_path: Path) -> None:
         (["--search-options", "{"], "argument --search-options: '{' is no JSON"),
         (["--search-options", "[]"], "argument --search-options: '[]' is no JSON object"),
         (["--search-options", '{"n": 2}'], "--search-options says n, which has an option of its own: --n"),
-        (["--search-options", '{"seed": 2}'], "seed=2 has nothing to decide in a beam search"),
+        (["--search-options", '{"seed": 2, "do_sample": false}'], "seed=2 has nothing to decide in a beam search"),
         (["--search-options", '{"prune_relativ": 2}'], "unknown option prune_relativ=2; did you mean prune_relative?"),
         (["--search-options", '{"compact": true}'], "--search-options says compact, which is not for a batch job"),
         (["--search-options", '{"unit": "step"}'], "--search-options says unit, which is not for a batch job"),
-        (["--search-options", '{"zzz": 2}'], "--search-options: Unexpected keyword argument 'zzz'"),
+        (["--search-options", '{"zzz": 2}'], "unknown option zzz=2; known: speculation, "),
         (["--search-options", '{"stop_token_ids": "x"}'], "--search-options: "),
-        (["--search-options", '{"logit_bias": {"x": 1}}'], "invalid literal for int"),
-        (["--search-options", '{"structured_outputs": {"regexp": "a"}}'], "--search-options: "),
+        (["--search-options", '{"logit_bias": {"x": 1}}'], "logit_bias has a key that is no token id: 'x'"),
+        (["--search-options", '{"min_tokens": "x"}'], "min_tokens='x' is of the wrong type: "),
+        (
+            ["--search-options", '{"structured_outputs": {"regexp": "a"}}'],
+            "structured_outputs has no 'regexp'; it has: json, regex, choice, ",
+        ),
+        (["--max-tokens", "0"], "--max-tokens: max_tokens must be at least 1"),
         (["--output", "out.jsonl.gz"], "--output cannot be compressed"),
         (["--num-engines", "0"], "--num-engines=0 is too few; pass at least 1"),
         (["--data-parallel-size", "2"], "--data-parallel-size=2 is not for a batch job; use --num-engines"),
@@ -228,6 +233,17 @@ def test_what_is_required_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: 
         with pytest.raises(SystemExit):
             main()
         assert missing in capsys.readouterr().err
+
+
+def test_a_hypothesis_along_a_catalog_has_the_id_of_its_item(engines: Engines) -> None:
+    searcher, items = object.__new__(Searcher), ["return", "raise", "yield from"]
+    searcher._llm = engines(TRAINED_TARGET).llm
+    searcher._params = beam_params(4, n=4, allowed_sequences=items, max_tokens=6)
+    searcher._beam = BeamParams(beam_width=4)
+    (answer,) = searcher._search(["def close(self):\n    "])
+    found = answer["hypotheses"]
+    assert sorted(hypothesis["text"] for hypothesis in found) == sorted(items)
+    assert [items[hypothesis["item_id"]] for hypothesis in found] == [hypothesis["text"] for hypothesis in found]
 
 
 TRACEBACK = """\

@@ -274,7 +274,7 @@ def test_what_the_request_says_of_sampling_counts_and_served_defaults_do_not(kin
         ({"use_beam_search": True, "early_stopping": True}, "early_stopping=True is no field of a request; pass it in"),
         ({"beam_width": 4}, 'beam_width=4 is no field of a request; pass it in "vllm_xargs"'),
         ({"n": 5, **beams(4)}, "n=5 exceeds beam_width=4"),
-        (beams(4, length_penalty="nan"), "length_penalty='nan' is not a number between -6 and 6"),
+        (beams(4, length_penalty="nan"), "length_penalty='nan' is not a number above -6 and below 6"),
         ({"use_beam_search": True, "length_penalty": "nan"}, "length_penalty=nan is not a number"),
         ({"use_beam_search": True, "length_penalty": "Infinity"}, "length_penalty=inf is not a number"),
         ({"vllm_xargs": {"beam_widht": 4}}, "unknown option beam_widht=4; did you mean beam_width?"),
@@ -282,6 +282,10 @@ def test_what_the_request_says_of_sampling_counts_and_served_defaults_do_not(kin
         ({"prompt": [5] * 512, **beams(4)}, "max_tokens must be at least 1"),
         ({"prompt": [5] * 513, **beams(4)}, "maximum context length is 512"),
         ({"n": 2, "temperature": 0, **beams(4)}, "n must be 1 when using greedy sampling"),
+        (
+            {"length_penalty": 1.5, **beams(4, length_penalty=0.5)},
+            "length_penalty=1.5 of the request is 0.5 in vllm_xargs; leave one of them out",
+        ),
         ({"seed": 1, **beams(4)}, "seed=1 has nothing to decide in a beam search"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True, **beams(4)}, "ignore_eos=True leaves struc"),
         ({"stream": True, **beams(65)}, "beam_width=65 exceeds max_num_seqs=64"),
@@ -293,6 +297,24 @@ def test_a_bad_request_is_a_400_that_names_the_option(server: Server, options: d
         complete(server, **options)
     assert message in refusal.value.message
     assert server.gauge("vllm:num_requests_running") == 0
+
+
+def test_several_chats_in_one_request_have_no_beams(server: Server) -> None:
+    chats = {"model": "target", "messages": [[{"role": "user", "content": "x"}]] * 2, "max_tokens": 4}
+    where = f"{server.url}/v1/chat/completions/batch"
+    assert len(httpx.post(where, json=chats).json()["choices"]) == 2
+    for asked in (beams(4), {"beam_width": 4}):
+        refusal = httpx.post(where, json=chats | asked)
+        assert refusal.status_code == 400
+        why = "beam_width does not work at /v1/chat/completions/batch; send each chat to /v1/chat/completions"
+        assert why in refusal.json()["error"]["message"]
+
+
+def test_use_beam_search_has_groups(server: Server) -> None:
+    groups = {"num_beam_groups": 2, "diversity_penalty": 0.9}
+    by_width = complete(server, n=4, **beams(4, **groups))
+    by_n = complete(server, n=4, use_beam_search=True, vllm_xargs=groups)
+    assert [choice.text for choice in by_n.choices] == [choice.text for choice in by_width.choices]
 
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])

@@ -131,9 +131,18 @@ def test_an_endpoint_that_is_not_there_is_named() -> None:
             ask(HttpScorer("http://127.0.0.1:9/prm"))
 
 
+def test_clients_hear_no_more_of_an_engines_scorer_than_its_name(endpoint: Callable[..., Any]) -> None:
+    url, _ = endpoint("/prm", {"error": "secret"}, 500)
+    more = "; the log of the engine's front end says more"
+    for where, why in ((url, "answered 500"), ("http://me:secret@127.0.0.1:9/prm", "cannot be reached")):
+        with pytest.raises(ScorerError) as failed:
+            HttpScorer(where, "prm")(CANDIDATES)
+        assert str(failed.value) == f"the scorer 'prm' {why}{more}"
+
+
 def test_a_client_can_name_the_engines_scorers_alone() -> None:
     known = TrieBeamConfig(scorers={"prm": "http://host/prm"}).scorers
-    assert scorer_of("prm", known, is_offline=False) == HttpScorer("http://host/prm")
+    assert scorer_of("prm", known, is_offline=False) == HttpScorer("http://host/prm", "prm")
     assert scorer_of("http://other/prm", known, is_offline=True) == HttpScorer("http://other/prm")
     with pytest.raises(ValueError, match="scorer='http://other/prm' is no scorer of this engine, which knows: prm"):
         scorer_of("http://other/prm", known, is_offline=False)

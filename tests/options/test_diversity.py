@@ -45,7 +45,7 @@ GROUPED = {"num_beam_groups": 2, "diversity_penalty": 0.5}
             (GROUPED | other, f"num_beam_groups=2 is not supported together with {what}; leave one of them out")
             for other, what in [
                 ({"do_sample": True}, "do_sample"),
-                ({"speculation": "sample"}, "do_sample"),
+                ({"speculation": "sample"}, 'speculation="sample"'),
                 ({"speculation": "exact"}, 'speculation="exact"'),
                 ({"sample_first": 2}, "sample_first=2"),
                 ({"semantics": "vllm"}, 'semantics="vllm"'),

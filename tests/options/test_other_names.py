@@ -47,8 +47,18 @@ def test_a_helper_called_by_another_name_says_ours() -> None:
         beam_params(num_beams=8)
     with refusal("unknown option length_penalti=1.0; did you mean length_penalty?"):
         beam_params(8, length_penalti=1.0)
-    with pytest.raises(TypeError, match="zzz"):  # as vLLM says it
+    with refusal("unknown option max_token=3; did you mean max_tokens?"):
+        beam_params(8, max_token=3)
+    with refusal("unknown option zzz=1; known: speculation, "):
         beam_params(8, zzz=1)
+
+
+def test_a_helper_takes_each_option_once() -> None:
+    with refusal("beam_width is in extra_args; pass it as an argument of its own"):
+        beam_params(4, extra_args={"beam_width": 3})
+    for n in ("2", None, 2.0, True):
+        with refusal(f"n={n!r} is not a number of hypotheses; pass an integer from 1 to beam_width"):
+            beam_params(4, n=n)
 
 
 @pytest.mark.parametrize(

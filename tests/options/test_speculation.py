@@ -10,7 +10,7 @@ import pytest
 
 from tests.options.asking import refusal, resolved
 from vllm_trie import BeamParams, beam_params
-from vllm_trie.options import Drafts, SpeculationOptions
+from vllm_trie.options import Drafts, SpeculationOptions, TrieBeamConfig, resolve
 
 DO_SAMPLE = [None, False, True]
 SPECULATIONS = [None, "off", "auto", "exact", "sample"]
@@ -108,6 +108,7 @@ def test_a_server_does_not_turn_numbers_into_booleans() -> None:
 
 SAMPLE, EXACT = {"speculation": "sample"}, {"speculation": "exact"}
 DRAWN, NOT_DRAWN = {"do_sample": True}, {"do_sample": False}
+DRAW = {"do_sample": DRAWN, 'speculation="sample"': SAMPLE}
 
 
 @pytest.mark.parametrize(
@@ -118,12 +119,12 @@ DRAWN, NOT_DRAWN = {"do_sample": True}, {"do_sample": False}
         (NOT_DRAWN | {"replacement": True}, "replacement=True has nothing to draw; set do_sample=True"),
         (EXACT | {"replacement": True}, "replacement=True has nothing to draw; set do_sample=True"),
         *(
-            (how | {"semantics": semantics}, f'semantics="{semantics}" does not draw beams; leave do_sample out, or')
-            for how, semantics in product((DRAWN, SAMPLE), ("vllm", "tridecode"))
+            (how | {"semantics": semantics}, f'semantics="{semantics}" does not draw beams; leave {drawn_by} out, or')
+            for (drawn_by, how), semantics in product(DRAW.items(), ("vllm", "tridecode"))
         ),
         *(
-            (how | {name: value}, f"{name}={value!r} is not supported together with do_sample; leave one of them out")
-            for how in (DRAWN, SAMPLE)
+            (how | {name: value}, f"{name}={value!r} is not supported together with {drawn_by}; leave one of them out")
+            for drawn_by, how in DRAW.items()
             for name, value in {
                 "prune_relative": 0.5,
                 "prune_absolute": 2.0,
@@ -170,11 +171,12 @@ def test_what_can_go_together_passes(options: dict) -> None:
 
 
 def test_a_seed_and_a_temperature_belong_to_what_is_drawn() -> None:
-    for options in (DRAWN, SAMPLE):
+    for drawn_by, options in DRAW.items():
         assert beam_params(4, seed=1, **options).seed == 1
-        with refusal("temperature=0.0 leaves do_sample nothing to draw; raise it"):
+        with refusal(f"temperature=0.0 leaves {drawn_by} nothing to draw; raise it"):
             beam_params(4, temperature=0.0, **options)
-    for options in ({}, EXACT, NOT_DRAWN):
+    assert beam_params(4, seed=1).seed == 1  # the engine may draw by default
+    for options in (EXACT, NOT_DRAWN):
         with refusal("seed=1 has nothing to decide in a beam search; leave it out, or set do_sample or sample_first"):
             beam_params(4, seed=1, **options)
         assert beam_params(4, temperature=0.0, **options).temperature == 0.0
@@ -246,6 +248,18 @@ def test_what_the_request_says_outweighs_the_engine() -> None:
     own = {"replacement": False, "memory_mode": False, "draft_width": 9, "min_width": 1, "threshold": 0.2}
     beam = resolved(SAMPLE | own, **DEFAULTS)
     assert {name: getattr(beam, name) for name in own} == own
+
+
+def test_a_greedy_request_is_not_drawn_because_the_engine_draws() -> None:
+    for says in ({"do_sample": True}, {"speculation": "sample"}):
+        beam = resolve(BeamParams(beam_width=4), TrieBeamConfig(**says), "model", is_greedy=True)
+        assert (beam.do_sample, beam.speculation) == (False, "auto")
+
+
+def test_a_refusal_by_the_engines_semantics_names_what_the_request_says() -> None:
+    for drawn_by, how in DRAW.items():
+        with refusal(f'semantics="tridecode" does not draw beams; leave {drawn_by} out, or use "hf"'):
+            resolved(how, "model", semantics="tridecode")
 
 
 def test_the_engines_widths_fit_themselves_to_the_requests() -> None:

@@ -58,7 +58,7 @@ def decide(case: Case, group: int) -> Decision:
 
     def is_rows_best(parent: int, token: int) -> bool:
         row = logprobs[parent].tolist()
-        return sum(other > row[token] for other in row) < count
+        return sum(other > row[token] for other in row) < 2 * width
 
     if rules.semantics == "hf":
         finished = [c for c in every[:width] if stops(*c[:2]) or rules.is_last]

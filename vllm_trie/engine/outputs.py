@@ -7,6 +7,7 @@ search is over, and be aborted one by one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +67,11 @@ class Mailbox:
         if delivery.outputs is not None:
             self._send_outputs(delivery)
         return index == 0
+
+    def waiting(self, request_id: str) -> Request | None:
+        """The request of this id, if it waits for an output."""
+        delivery, index = self._addresses.get(request_id, (None, 0))
+        return delivery.waiting[index] if delivery is not None else None
 
     def withdraw(self, request_id: str) -> str | None:
         """An address is gone. Returns the request that ends with it in vLLM's scheduler, if any.
@@ -209,7 +215,13 @@ def _has_ended(hypothesis: Hypothesis) -> bool:
 
 def no_hypothesis_output() -> EngineCoreOutput:
     """What stands for a hypothesis that does not exist, where bans leave fewer than the user asked for."""
-    return EngineCoreOutput(request_id="", new_token_ids=[], finish_reason=FinishReason.STOP, stop_reason=NO_HYPOTHESIS)
+    return EngineCoreOutput(
+        request_id="",
+        new_token_ids=[],
+        new_logprobs=_sum_alone(math.nan),
+        finish_reason=FinishReason.STOP,
+        stop_reason=NO_HYPOTHESIS,
+    )
 
 
 def error_output(message: str) -> EngineCoreOutput:
@@ -220,8 +232,7 @@ def error_output(message: str) -> EngineCoreOutput:
 def _logprobs(of: Hypothesis | Part) -> LogprobsLists:
     """What is reported of each token, or their sum alone (see `entrypoints.logprobs`)."""
     if not of.reports:
-        nothing = np.zeros((0, 0), dtype=np.int32)
-        return LogprobsLists(nothing, np.array([[of.sum_logprobs]]), nothing)
+        return _sum_alone(of.sum_logprobs)
     token_ids, logprobs, ranks = zip(*of.reports, strict=True)
     return LogprobsLists(np.stack(token_ids), np.stack(logprobs), np.array(ranks, dtype=np.int32))
 
@@ -233,3 +244,9 @@ def take_output(request_id: str, outputs: dict[int, EngineCoreOutputs]) -> Engin
             if output.request_id == request_id:
                 return of_client.outputs.pop(index)
     raise LookupError(f"vLLM made no output for the finished group {request_id}")
+
+
+def _sum_alone(total: float) -> LogprobsLists:
+    """A sum of log-probabilities, none of which is reported; NaN where there is none (see `entrypoints.logprobs`)."""
+    nothing = np.zeros((0, 0), dtype=np.int32)
+    return LogprobsLists(nothing, np.array([[total]]), nothing)

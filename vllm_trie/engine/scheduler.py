@@ -123,12 +123,15 @@ class BeamScheduler(Scheduler):
     ) -> list[Request]:
         siblings, keys = [], None
         if request_ids is None:
-            siblings = self.mailbox.withdraw_all()
+            siblings = gone = self.mailbox.withdraw_all()
             for request in siblings:
                 request.status = finished_status
         else:
             keys = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+            gone = [request for request_id in keys if (request := self.mailbox.waiting(request_id)) is not None]
             request_ids = [ends for request_id in keys if (ends := self.mailbox.withdraw(request_id)) is not None]
+        for request in gone if self.finished_req_ids_dict is not None else ():  # which a load balancer counts
+            self.finished_req_ids_dict[request.client_index].add(request.request_id)
         finished = super().finish_requests(request_ids, finished_status, **kwargs)
         if held := self.kv_cache_manager.held:  # whose keys end like requests, after the requests of the same names
             self._has_released |= bool(held.release(keys) if keys is not None else held.release_all())
@@ -191,7 +194,7 @@ class BeamScheduler(Scheduler):
 
     def _rows_and_tokens(self, output: SchedulerOutput, steps: dict[str, GroupStep]) -> tuple[int, int]:
         """What the worker's batch holds at most in this step."""
-        num_rows, num_tokens = sum(map(self._rows, self.running)), output.total_num_scheduled_tokens
+        num_rows, num_tokens = self._num_rows(), output.total_num_scheduled_tokens
         for group_id, step in steps.items():
             if step.decodes:
                 num_tokens += output.num_scheduled_tokens[group_id] * (self.groups[group_id].num_rows - 1)
@@ -273,6 +276,14 @@ class BeamScheduler(Scheduler):
         group = self.groups.get(request.request_id)
         return group.num_rows if group is not None else 1
 
+    def _num_rows(self) -> int:
+        """Rows of the worker's batch that are taken."""
+        return sum(map(self._rows, self.running)) + self._num_sessions()
+
+    def _num_sessions(self) -> int:
+        """Streaming sessions that wait, for input or to go on: they keep their rows."""
+        return sum(map(self._holds_kv_blocks, {*self.kv_holding_waiting, *self.deferred_waiting}))
+
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> GrammarOutput | None:
         steps = group_steps(scheduler_output)
         matchers = {
@@ -303,8 +314,11 @@ class BeamScheduler(Scheduler):
             if (why := why_not_along(compiled)) is not None:
                 self._failed[request.request_id] = why
                 return False
-        if not self.groups or sum(map(self._rows, self.running)) + self._rows(request) <= self.max_num_running_reqs:
+        needed = 0 if self._holds_kv_blocks(request) else self._rows(request)
+        if not self.groups or self._num_rows() + needed <= self.max_num_running_reqs:
             return super()._handle_blocked_waiting_request(request, **kwargs)
+        if self._num_sessions() + needed > self.max_num_running_reqs:  # others need not wait until clients leave
+            return False
         # No rows left: a limit that everybody exceeds ends this step's admission, and the queue keeps its order.
         self.max_num_active_reqs = NO_ADMISSION
         self._held_back.append(request)
@@ -482,8 +496,9 @@ class BeamScheduler(Scheduler):
         said = group.counts.as_dict() if group.is_speculative else {}
         if group.params.compact:
             said |= compact_answer(best, group.rules.max_length)
-            if (rules := group.select_rules.items) is not None:
-                said["item_ids"] = self.catalogs.item_ids(rules, group.rules.stop_token_ids, said["token_ids"])
+        if (rules := group.select_rules.items) is not None:
+            found = [hypothesis.token_ids for hypothesis in best]
+            said["item_ids"] = self.catalogs.item_ids(rules, group.rules.stop_token_ids, found)
         for output in outputs_of_all if said else ():  # the one open field of an output; there is no KV connector
             output.kv_transfer_params = {PLUGIN_NAME: said}
         self.mailbox.post(group.request_id, outputs_of_all, stock)
@@ -496,7 +511,7 @@ class BeamScheduler(Scheduler):
             group.check_invariants()
             request = self.requests[group_id]
             assert request.num_output_tokens <= group.length, f"{request.num_output_tokens} > {group.length} tokens"
-        assert sum(map(self._rows, self.running)) <= self.max_num_running_reqs
+        assert self._num_rows() <= self.max_num_running_reqs
 
 
 def _rewrite(request: Request, generated: list[int]) -> None:

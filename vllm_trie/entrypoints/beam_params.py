@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from inspect import Parameter, Signature, getdoc
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.entrypoints.limits import check_n
-from vllm_trie.options import BeamParams, SpeculationOptions, refuse_other_names
+from vllm_trie.options import BeamParams, SpeculationOptions, did_you_mean, meant_by, refuse_other_names
 from vllm_trie.sampling_params import refuse_unsupported
 
 if TYPE_CHECKING:
@@ -33,16 +34,44 @@ def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> Sa
 
     check_requests()  # an engine without beams must refuse these params; it would sample
     given = {name: options.pop(name) for name in BeamParams.model_fields if name in options}
-    refuse_other_names({name: options[name] for name in options if name not in SamplingParams.__struct_fields__})
+    _refuse_unknown(options, SamplingParams.__struct_fields__)
     beam = BeamParams(**{"beam_width": beam_width, **given})
     check_n(n, beam)
     extra_args = options.pop("extra_args", None) or {}
+    for name in extra_args:
+        if name in BeamParams.model_fields:
+            raise ValueError(f"{name} is in extra_args; pass it as an argument of its own")
     extra_args = {**extra_args, **beam.model_dump(exclude_unset=True, exclude_none=True, exclude={"scorer"})}
     if beam.scorer is not None:
         extra_args["scorer"] = beam.scorer  # the object itself
-    params = SamplingParams(n=n, extra_args=extra_args, **options)
+    try:
+        params = SamplingParams(n=n, extra_args=extra_args, **options)
+    except TypeError:
+        _refuse_wrong_type(options)
+        raise
     refuse_unsupported(params, beam)
     return params
+
+
+def _refuse_unknown(options: Mapping[str, Any], fields: Sequence[str]) -> None:
+    """Refuse what is neither a beam option nor a field of `SamplingParams`."""
+    unknown = {name: value for name, value in options.items() if name not in fields}
+    refuse_other_names(unknown)
+    for name, value in unknown.items():
+        meant = meant_by(name, fields, cutoff=0.6)
+        cure = did_you_mean(meant) if meant is not None else BeamParams.cure(name)
+        raise ValueError(f"unknown option {name}={value!r}; {cure}")
+
+
+def _refuse_wrong_type(options: Mapping[str, Any]) -> None:
+    """Say which field vLLM could not take."""
+    from vllm.sampling_params import SamplingParams
+
+    for name, value in options.items():
+        try:
+            SamplingParams(**{name: value})
+        except TypeError as error:
+            raise ValueError(f"{name}={value!r} is of the wrong type: {error}") from None
 
 
 def _signature() -> Signature:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 add_request = Patch("vllm.v1.engine.output_processor:OutputProcessor", "add_request")
 choose_engine = Patch("vllm.v1.engine.core_client:DPLBAsyncMPClient", "get_core_engine_for_request")
 
+MOST_RANKS = 4096  # of groups whose requests are on their way; a client that leaves may keep some from coming
+
 _ranks: dict[str, list[int]] = {}  # by ticket key: the rank, once for each request that is yet to come
 
 
@@ -63,4 +65,6 @@ def _choose_by_group(original: Callable[..., bytes], self: Any, request: EngineC
         _ranks[ticket.key] = [self.core_engines.index(engine)] * (ticket.n - 1)
     if not _ranks[ticket.key]:
         del _ranks[ticket.key]
+    if len(_ranks) > MOST_RANKS:
+        del _ranks[next(iter(_ranks))]
     return engine

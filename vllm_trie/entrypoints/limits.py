@@ -95,6 +95,8 @@ def check_widths(n: int, beam: BeamParams, limits: EngineLimits) -> None:
 
 def check_n(n: int, beam: BeamParams) -> None:
     """Refuse to return more hypotheses than there are beams."""
+    if type(n) is not int:
+        raise ValueError(f"n={n!r} is not a number of hypotheses; pass an integer from 1 to beam_width")
     if n > beam.beam_width:
         raise ValueError(
             f"n={n} exceeds beam_width={beam.beam_width}; a search returns at most one hypothesis per beam"

@@ -8,6 +8,7 @@ that vLLM's loop over each would cost more than the search.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -27,7 +28,8 @@ def accept_sums() -> None:
 
 def _take_up(original: Callable[..., None], self: LogprobsProcessor, logprobs_lists: LogprobsLists) -> None:
     if logprobs_lists.logprob_token_ids.size == 0:
-        self.cumulative_logprob = (self.cumulative_logprob or 0.0) + float(logprobs_lists.logprobs.sum())
+        total = (self.cumulative_logprob or 0.0) + float(logprobs_lists.logprobs.sum())
+        self.cumulative_logprob = None if math.isnan(total) else total  # NaN: there is no hypothesis
     elif isinstance(self.logprobs, FlatLogprobs) and self.tokenizer is None:
         self.cumulative_logprob = (self.cumulative_logprob or 0.0) + float(logprobs_lists.logprobs[:, 0].sum())
         _extend(self.logprobs, logprobs_lists)

@@ -35,6 +35,7 @@ SpeechRequest: TypeAlias = TranscriptionRequest | TranslationRequest
 
 _COMPLETION = "vllm.entrypoints.openai.completion.protocol:CompletionRequest"
 _CHAT = "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest"
+_CHATS = "vllm.entrypoints.openai.chat_completion.protocol:BatchChatCompletionRequest"
 _TRANSCRIPTION = "vllm.entrypoints.speech_to_text.transcription.protocol:TranscriptionRequest"
 _TRANSLATION = "vllm.entrypoints.speech_to_text.translation.protocol:TranslationRequest"
 _RESPONSES = "vllm.entrypoints.openai.responses.protocol:ResponsesRequest"
@@ -45,9 +46,13 @@ to_beam_search_params = [
 to_sampling_params = [
     Patch(request, "to_sampling_params") for request in (_COMPLETION, _CHAT, _TRANSCRIPTION, _TRANSLATION, _RESPONSES)
 ]
+to_chat_completion_request = Patch(_CHATS, "to_chat_completion_request")
 
 # Beam search does not sample: what a client sends for that, or generation_config.json says, has no say in it.
 _NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "seed": None}
+
+# Options that vLLM's rules know nothing of.
+_UNKNOWN_TO_VLLM = {"catalog", "allowed_sequences", "beam_widths", "num_beam_groups"}
 
 _AS_SAMPLING = "trie_beam_as_sampling"  # in `vllm_xargs`, with a `Caller`, which no client can send
 
@@ -59,6 +64,7 @@ def serve_beams() -> None:
         conversion.wrap(_to_beam_search_params)
     for conversion in to_sampling_params:
         conversion.wrap(_to_sampling_params)
+    to_chat_completion_request.wrap(_single_chat)
 
 
 def _to_sampling_params(
@@ -78,6 +84,7 @@ def _to_sampling_params(
         return original(self, max_tokens, default_sampling_params or {}, **kwargs)
     _refuse_fields(self, BEAM_WIDTH)
     _refuse_several_prompts(self)
+    _refuse_two_penalties(self)
     if "length_penalty" in self.model_fields_set:
         xargs = {"length_penalty": self.length_penalty, **xargs}
     draws_steps = xargs.get("unit") == "step"  # by vLLM's own sampler
@@ -102,6 +109,7 @@ def _to_beam_search_params(
 ) -> BeamSearchParams:
     """Convert a `use_beam_search` request, and keep what vLLM's own parameters have no room for."""
     _refuse_fields(self, USE_BEAM_SEARCH)
+    _refuse_two_penalties(self)
     if (self.vllm_xargs or {}).get("unit") == "step":
         raise BeamRequestError('unit="step" does not work with use_beam_search; put beam_width into vllm_xargs instead')
     params = original(self, *args, **kwargs)
@@ -119,10 +127,30 @@ def _refuse_fields(request: TextRequest | ResponsesRequest | SpeechRequest, call
     unknown = {name: value for name, value in (request.model_extra or {}).items() if value is not None}
     for name, value in unknown.items():
         if name in BeamParams.model_fields:
-            at_batches = ", but not at /v1/chat/completions/batch, which has no beams" * (name == "early_stopping")
-            raise BeamRequestError(f'{name}={value!r} is no field of a request; pass it in "vllm_xargs"{at_batches}')
+            raise BeamRequestError(f'{name}={value!r} is no field of a request; pass it in "vllm_xargs"')
     with refusing(caller):
         refuse_other_names(unknown)
+
+
+def _refuse_two_penalties(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
+    """Refuse a field of the request that `vllm_xargs` contradicts."""
+    xargs = request.vllm_xargs or {}
+    if CALLER in xargs or "length_penalty" not in request.model_fields_set & xargs.keys():  # the one became the other
+        return
+    own, other = request.length_penalty, xargs["length_penalty"]
+    if other != own:
+        raise BeamRequestError(f"length_penalty={own} of the request is {other!r} in vllm_xargs; leave one of them out")
+
+
+def _single_chat(original: Callable[..., ChatCompletionRequest], self: Any, *args: Any) -> ChatCompletionRequest:
+    """Convert one chat of several."""
+    fields = self.model_extra or {}
+    xargs = fields.get("vllm_xargs")
+    if asks_for_beams(fields) or (isinstance(xargs, dict) and asks_for_beams(xargs)):
+        raise BeamRequestError(
+            "beam_width does not work at /v1/chat/completions/batch; send each chat to /v1/chat/completions"
+        )
+    return original(self, *args)
 
 
 def _refuse_several_prompts(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
@@ -196,7 +224,7 @@ def _sampling_params(request: TextRequest | SpeechRequest, params: BeamSearchPar
     xargs: dict[str, Any] = dict(request.vllm_xargs or {})
     if not (has_width := asks_for_beams(xargs)):
         xargs["beam_width"] = request.n or 1
-    if not xargs.keys() & {"catalog", "allowed_sequences", "beam_widths"}:  # which vLLM's rules know nothing of
+    if not xargs.keys() & _UNKNOWN_TO_VLLM:
         xargs.setdefault("semantics", "vllm")
     xargs[CALLER] = USE_BEAM_SEARCH._replace(width="beam_width") if has_width else USE_BEAM_SEARCH
     xargs.setdefault("length_penalty", request.length_penalty)

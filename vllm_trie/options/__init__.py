@@ -5,7 +5,7 @@ From this table come the checks of requests (`BeamParams`) and of engines (`Trie
 """
 
 from vllm_trie.options.engine import PLUGIN_NAME, TrieBeamConfig
-from vllm_trie.options.other_names import OTHER_NAMES
+from vllm_trie.options.other_names import OTHER_NAMES, did_you_mean, meant_by
 from vllm_trie.options.request import NO_SCORER, BeamParams, asks_for_beams, refuse_other_names
 from vllm_trie.options.resolve import resolve
 from vllm_trie.options.speculation import Drafts, SpeculationOptions, check_drafts
@@ -23,6 +23,8 @@ __all__ = [
     "asks_for_beams",
     "check_drafts",
     "choices",
+    "did_you_mean",
+    "meant_by",
     "refuse_other_names",
     "resolve",
 ]

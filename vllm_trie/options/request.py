@@ -43,7 +43,7 @@ _NGRAM = f"is not a number of tokens; pass an integer from 0 to {MOST_NGRAM}"
 _TOKENS = "is not a number of tokens; pass an integer >= 0"
 _SEQUENCES = f"is not a list of 1 to {MOST_SEQUENCES:,} strings, or lists of token ids"
 NO_SCORER = "is not a scorer; pass a callable, an `LLM` of a pooling model, or the name or URL of an endpoint"
-_EXPONENT = f"is not a number between -{MOST_PENALTY} and {MOST_PENALTY}; 1.0 compares means, 0.0 sums"
+_EXPONENT = f"is not a number above -{MOST_PENALTY} and below {MOST_PENALTY}; 1.0 compares means, 0.0 sums"
 
 # That may be options of others, where there is no beam_width.
 _COMMON_WORDS = {"threshold", "replacement", "unit", "scorer", "candidates", "max_steps"}
@@ -84,8 +84,8 @@ class BeamParams(SpeculationOptions):
         compact: Return all hypotheses, `beam_width` of them, as arrays in the one output of the request (`n=1`), which
             `vllm_trie.hypotheses` reads.
         catalog: The engine's catalog along whose items beams go; each hypothesis is one of them. See docs/catalogs.md.
-        allowed_sequences: The items themselves, strings or lists of token ids, instead of a catalog's name; also as a
-            JSON text. 2,000,000 tokens in all at most.
+        allowed_sequences: The items themselves, strings or lists of token ids, instead of a catalog's name; in
+            `extra_args` and `vllm_xargs` also as a JSON text. 2,000,000 tokens in all at most.
         catalog_items: Items of a hypothesis, one after the other.
         catalog_after: Let hypotheses begin freely; the items come after this token, an id or its text.
         catalog_stop: Whether a stop token must follow the last item, with its log-probability; otherwise the item
@@ -147,6 +147,11 @@ class BeamParams(SpeculationOptions):
         return bool(self.sample_first or self.do_sample or self.speculation == "sample")
 
     @property
+    def drawn_by(self) -> str:
+        """The option that makes beams be drawn together, where they are."""
+        return "do_sample" if self.do_sample else 'speculation="sample"'
+
+    @property
     def by_steps(self) -> bool:
         """Whether beams grow by steps."""
         return self.unit == "step"
@@ -192,8 +197,8 @@ class BeamParams(SpeculationOptions):
         never_draws = self.do_sample is False or self.speculation == "exact"
         self._refuse(never_draws, DRAWN, "has nothing to draw; set do_sample=True")
         if draws and semantics not in (None, "hf"):
-            raise ValueError(f'semantics="{semantics}" does not draw beams; leave do_sample out, or use "hf"')
-        self._refuse(draws, PLAIN, "is not supported together with do_sample; leave one of them out")
+            raise ValueError(f'semantics="{semantics}" does not draw beams; leave {self.drawn_by} out, or use "hf"')
+        self._refuse(draws, PLAIN, f"is not supported together with {self.drawn_by}; leave one of them out")
         for drafts in (DRAFTS, DRAWN_DRAFTS):
             why = "has no drafts to act on: this search does not speculate; leave it out"
             self._refuse(self.speculation == "off", drafts, why)
@@ -267,12 +272,12 @@ class BeamParams(SpeculationOptions):
             raise ValueError(
                 f"beam_width={self.beam_width} is not the greatest of beam_widths={self.beam_widths}; leave it out"
             )
-        others = {"do_sample": draws, f"sample_first={self.sample_first}": self.sample_first > 0}
+        others = {self.drawn_by: draws, f"sample_first={self.sample_first}": self.sample_first > 0}
         others[f'semantics="{self.semantics}"'] = self.semantics not in (None, "hf")
         for name, value in self.asks_for(BEST_OF_HF).items():
             what = name if name == "allowed_sequences" else f"{name}={value!r}"
             if name in ("beam_widths", "num_beam_groups"):
-                others[f'speculation="{self.speculation}"'] = self.speculation == "exact"
+                others['speculation="exact"'] = self.speculation == "exact"
             if name == "num_beam_groups":
                 others |= {"beam_widths": self.beam_widths is not None, "a catalog": self.has_items}
             for other in (other for other, is_given in others.items() if is_given):

@@ -8,7 +8,7 @@ from vllm_trie.options.speculation import Drafts, Speculation, check_drafts
 from vllm_trie.options.table import BEST_OF_HF, DRAFTS, DRAWN, DRAWN_DRAFTS, PLAIN
 
 
-def resolve(beam: BeamParams, defaults: TrieBeamConfig, drafts: Drafts | None) -> BeamParams:
+def resolve(beam: BeamParams, defaults: TrieBeamConfig, drafts: Drafts | None, is_greedy: bool = False) -> BeamParams:
     """What a request and its engine together ask for.
 
     Args:
@@ -16,6 +16,7 @@ def resolve(beam: BeamParams, defaults: TrieBeamConfig, drafts: Drafts | None) -
         defaults: What the engine says. Where its word to draw meets a search that cannot, that search remains what
             it is.
         drafts: What the engine drafts by.
+        is_greedy: Whether the request's temperature of 0 leaves nothing to draw.
 
     Raises:
         ValueError: the request wants drafts that there are none of, or says how to draw, or how wide layers are,
@@ -24,11 +25,12 @@ def resolve(beam: BeamParams, defaults: TrieBeamConfig, drafts: Drafts | None) -
     check_drafts(beam.speculation, drafts)
     is_best_of_hf = bool(beam.asks_for(BEST_OF_HF))
     semantics = beam.semantics or ("hf" if is_best_of_hf else defaults.semantics)
+    beam.model_copy(update={"semantics": semantics}).check_together()  # a refusal names what the request says
     do_sample, speculation = beam.do_sample, beam.speculation
     if speculation in ("exact", "sample"):
         do_sample = speculation == "sample"
     elif do_sample is None:
-        may_draw = semantics == "hf" and not beam.asks_for(PLAIN) and not is_best_of_hf
+        may_draw = semantics == "hf" and not (is_greedy or beam.asks_for(PLAIN) or is_best_of_hf)
         do_sample = may_draw and (bool(defaults.do_sample) or defaults.speculation == "sample")
     if speculation in (None, "auto"):
         wanted = speculation or defaults.speculation

@@ -229,14 +229,13 @@ def _best_ways(allowed: torch.Tensor, scores: torch.Tensor, count: int) -> Candi
 def _own_stops(
     rules: SelectRules, allowed: torch.Tensor, scores: torch.Tensor, completes: Completes | None
 ) -> Candidates[torch.Tensor]:
-    """What stops among each beam's own best continuations finishes, however it ranks among all; else -inf.
+    """What stops among each beam's own best 2b continuations finishes, however it ranks among all; else -inf.
 
     Source: vLLM 0.32 `BeamSearchOfflineMixin._beam_search_step`.
     """
     if completes is None:
         return _own_continuations(rules, allowed, scores, rules.stop_token_ids)
-    count = num_candidates(rules.width, len(rules.stop_token_ids))
-    best, tokens = topk(allowed, min(count, allowed.shape[-1]))
+    best, tokens = topk(allowed, min(2 * rules.width, allowed.shape[-1]))
     own = _by_row(tokens, best + scores[..., None])
     return own._replace(scores=own.scores.where(_stops(rules, own, completes), NEVER))
 
@@ -259,12 +258,11 @@ def _ranked_with_factor(
 def _own_continuations(
     rules: SelectRules, allowed: torch.Tensor, scores: torch.Tensor, token_ids: tuple[int, ...]
 ) -> Candidates[torch.Tensor]:
-    """Each row's continuation by each of `token_ids`; -inf unless it is among the row's best."""
-    count = num_candidates(rules.width, len(rules.stop_token_ids))
+    """Each row's continuation by each of `token_ids`; -inf unless it is among the row's best 2b."""
     tokens = constant(token_ids, allowed.device)
     own = allowed.index_select(-1, tokens)
     num_better = (allowed[:, :, None] > own[..., None]).sum(dim=-1)
-    return _by_row(tokens.expand_as(own), (own + scores[..., None]).where(num_better < count, NEVER))
+    return _by_row(tokens.expand_as(own), (own + scores[..., None]).where(num_better < 2 * rules.width, NEVER))
 
 
 def _by_row(tokens: torch.Tensor, scores: torch.Tensor) -> Candidates[torch.Tensor]:

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -131,16 +131,23 @@ def _asked(args: argparse.Namespace) -> dict[str, Any]:
 def _search(asked: dict[str, Any]) -> SamplingParams:
     try:
         return beam_params(**{**asked, **_of_json(asked)})
-    except (TypeError, VLLMValidationError) as error:  # a name that neither beams nor vLLM know, or a wrong value
-        raise ValueError(f"--search-options: {error}") from None
+    except (TypeError, VLLMValidationError) as error:  # of vLLM's own, for a wrong value
+        name = getattr(error, "parameter", None)
+        flag = f"--{name.replace('_', '-')}" if name in SEARCH else "--search-options"
+        raise ValueError(f"{flag}: {error}") from None
 
 
 def _of_json(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Options that JSON cannot hold as they are."""
     found: dict[str, Any] = {}
     if isinstance(biases := asked.get("logit_bias"), dict):
+        if words := [token for token in biases if not token.isdecimal()]:
+            raise ValueError(f"logit_bias has a key that is no token id: {words[0]!r}")
         found["logit_bias"] = {int(token): bias for token, bias in biases.items()}
     if isinstance(outputs := asked.get("structured_outputs"), dict):
+        known = [field.name for field in fields(StructuredOutputsParams) if field.init]
+        if unknown := [name for name in outputs if name not in known]:
+            raise ValueError(f"structured_outputs has no {unknown[0]!r}; it has: {', '.join(known)}")
         found["structured_outputs"] = StructuredOutputsParams(**outputs)
     return found
 

@@ -28,6 +28,7 @@ from vllm_trie.entrypoints.batch.options import Job
 from vllm_trie.entrypoints.limits import engine_limits, validate
 from vllm_trie.entrypoints.requests import searches
 from vllm_trie.messages import NO_HYPOTHESIS
+from vllm_trie.options import PLUGIN_NAME
 
 CARRIED = ("VLLM_", "HF_")  # environment variables that engines on other nodes need, too
 
@@ -76,9 +77,11 @@ class Searcher:
         if best.finish_reason == "error":
             return {"hypotheses": [], "error": best.stop_reason}
         found = [hypothesis for hypothesis in output.outputs if hypothesis.stop_reason != NO_HYPOTHESIS]
-        return {
-            "hypotheses": [self._hypothesis(hypothesis, len(output.prompt_token_ids or ())) for hypothesis in found]
-        }
+        hypotheses = [self._hypothesis(hypothesis, len(output.prompt_token_ids or ())) for hypothesis in found]
+        said = (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
+        for hypothesis, item_id in zip(hypotheses, said.get("item_ids", ()), strict=False):  # where there is a catalog
+            hypothesis["item_id"] = item_id
+        return {"hypotheses": hypotheses}
 
     def _hypothesis(self, found: CompletionOutput, prompt_length: int) -> dict[str, Any]:
         tokens, total = list(found.token_ids), found.cumulative_logprob

@@ -11,9 +11,12 @@ from urllib.parse import urlsplit
 
 import httpx
 from vllm import LLM
+from vllm.logger import init_logger
 
 from vllm_trie.options import NO_SCORER
 from vllm_trie.search.step_search import ScorerError
+
+logger = init_logger("vllm.trie_beam.scorers")
 
 TIMEOUT = 600.0  # seconds that an endpoint may take for the candidates of a round
 
@@ -58,7 +61,7 @@ def scorer_of(said: Any, known: Mapping[str, str], is_offline: bool) -> Scorer:
     """
     if isinstance(said, str):
         if said in known:
-            return HttpScorer(known[said])
+            return HttpScorer(known[said], said)
         if is_offline and said.startswith(("http://", "https://")):
             return HttpScorer(said)
         names = ", ".join(known) or "none"
@@ -104,9 +107,14 @@ class HttpScorer:
     Where the path ends with /classify, /pooling or /score, it is one of vLLM's, and the score the last number that it
     returns for a candidate. Any other gets `{"candidates": [{"prompt", "text", "steps", "token_ids", "scores",
     "is_finished"}, ...]}` and returns `{"scores": [number, ...]}`.
+
+    Args:
+        url: Where it is.
+        name: What the engine's clients call it, who hear of nothing else when it fails.
     """
 
     url: str
+    name: str | None = None
 
     def __call__(self, candidates: list[StepCandidate]) -> list[Any]:
         return self.values(self._sent(httpx.post, candidates))
@@ -117,17 +125,23 @@ class HttpScorer:
             try:
                 response = await client.post(self.url, json=self.question(candidates))
             except httpx.HTTPError as error:
-                raise self._failed(error) from None
+                raise self._unreachable(error) from None
         return self.values(response)
 
     def _sent(self, post: Callable[..., httpx.Response], candidates: list[StepCandidate]) -> httpx.Response:
         try:
             return post(self.url, json=self.question(candidates), timeout=TIMEOUT)
         except httpx.HTTPError as error:
-            raise self._failed(error) from None
+            raise self._unreachable(error) from None
 
-    def _failed(self, error: httpx.HTTPError) -> ScorerError:
-        return ScorerError(f"the scorer at {self.url} cannot be reached: {error or type(error).__name__}")
+    def _unreachable(self, error: httpx.HTTPError) -> ScorerError:
+        return self._failed("cannot be reached", str(error) or type(error).__name__)
+
+    def _failed(self, what: str, detail: str) -> ScorerError:
+        if self.name is None:
+            return ScorerError(f"the scorer at {self.url} {what}: {detail}")
+        logger.error("The scorer %s at %s %s: %s", self.name, self.url, what, detail)
+        return ScorerError(f"the scorer {self.name!r} {what}; the log of the engine's front end says more")
 
     @property
     def _endpoint(self) -> str:
@@ -148,7 +162,7 @@ class HttpScorer:
             ScorerError: there are none.
         """
         if response.is_error:
-            raise ScorerError(f"the scorer at {self.url} answered {response.status_code}: {response.text[:200]}")
+            raise self._failed(f"answered {response.status_code}", response.text[:200])
         field = {"score": "score", "classify": "probs", "pooling": "data"}.get(self._endpoint)
         try:
             body = response.json()
@@ -158,8 +172,7 @@ class HttpScorer:
                 _last_number(of_candidate[field]) for of_candidate in sorted(body["data"], key=lambda d: d["index"])
             ]
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise ScorerError(f"the scorer at {self.url} answered without scores: {why}") from None
+            raise self._failed("answered without scores", f"{type(error).__name__}: {error}") from None
 
 
 @cache
