@@ -141,7 +141,7 @@ def test_the_table_lists_every_field_once() -> None:
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_a_refused_field_is_refused_by_name(field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field}=.* is not supported together with beam_width"):
+    with pytest.raises(ValueError, match=f"{field}(=.*)? is not supported together with beam_width"):
         beam_params(2, **{field: REFUSED[field]})
 
 

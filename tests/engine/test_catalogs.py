@@ -341,3 +341,14 @@ def test_a_compact_answer_names_the_items(engines: Engines, model: Path) -> None
         plain = beam_params(9, n=9, allowed_sequences=sequences, **{"max_tokens": 8} | options)
         (output,) = engines(model).generate([prompt], plain)
         assert output.kv_transfer_params["trie_beam"]["item_ids"] == found.item_ids.tolist()
+
+
+def test_an_item_that_ends_with_a_stop_token_is_told_where_no_stop_follows(engines: Engines) -> None:
+    sequences = [[370, 78, 503], [370, 78, 87]]
+    options = {"catalog_stop": True, "stop_token_ids": [503], "allowed_sequences": sequences}
+    (output,) = engines(TRAINED_TARGET).generate(
+        [trained_prompts([31])[0]], beam_params(2, n=2, max_tokens=3, **options)
+    )
+    found = [sequences[own_id] for own_id in output.kv_transfer_params["trie_beam"]["item_ids"]]
+    assert found == [list(hypothesis.token_ids) for hypothesis in output.outputs]
+    assert sorted(found) == sorted(sequences)

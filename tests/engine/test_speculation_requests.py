@@ -170,7 +170,7 @@ def test_wrong_fields_are_refused_and_the_engine_goes_on(engine: Engine, prompts
     expected = tokens(search(engine, prompts[:1], **DRAWN))
     drawn = beam_params(WIDTH, max_tokens=LENGTH, **DRAWN)
     for fields, message in [
-        ({"temperature": 0.0}, "temperature=0.0 leaves do_sample nothing to draw; raise it"),
+        ({"temperature": 0.0}, 'temperature=0.0 leaves speculation="sample" nothing to draw; raise it'),
         ({"prompt_logprobs": 1}, "prompt_logprobs=1 is not supported together with beam_width"),
     ]:
         with pytest.raises(ValueError, match=message):

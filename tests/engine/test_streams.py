@@ -143,6 +143,23 @@ def test_several_answers_and_arrays_come_in_one_part_each(engine: Engine) -> Non
     assert [len(part.kv_transfer_params["trie_beam"]["token_ids"]) for part in of_arrays] == [4]
 
 
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE], ids=["delta", "cumulative"])
+def test_streams_tell_the_item_that_they_end_with(engine: Engine, kind: RequestOutputKind) -> None:
+    items = [[370, 78, 503], [370, 78, 87, 906]]  # begin alike, so that much is sent early
+    after = {"catalog_after": 200, "logit_bias": {200: 30.0}, "max_tokens": 12}
+    jobs = [
+        (prompt, beam_params(2, allowed_sequences=items, **{"max_tokens": 8} | options))
+        for prompt in PROMPTS
+        for options in ({}, {"catalog_stop": True}, {"catalog_items": 2}, after)
+    ]
+    expected = run(engine, jobs)
+    parts = run_streams(engine, jobs, kind=kind)
+    assert max(map(len, parts)) > 2
+    told = [of_one[-1].kv_transfer_params["trie_beam"]["item_ids"] for of_one in parts]
+    assert told == [output.kv_transfer_params["trie_beam"]["item_ids"] for output in expected]
+    assert {id for ids in told[::4] for id in ids} <= {0, 1}
+
+
 def test_a_stream_may_be_coarser(engine: Engine) -> None:
     params = beam_params(1, max_tokens=20, ignore_eos=True, stream_interval=7)
     (parts,) = run_streams(engine, [(PROMPTS[0], params)])

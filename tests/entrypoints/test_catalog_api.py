@@ -17,6 +17,8 @@ from benchmarks.common import TARGET
 from benchmarks.server import Server, serving
 from vllm_trie.catalog import Catalog, tokenizer_digest
 
+JSON = {"Content-Type": "application/json"}
+
 TITLES = ["return self", "raise ValueError", "yield from items", "import os", "pass"]
 NEWER = ["assert value", "break", "continue"]
 PROMPT = "def close(self):\n    "
@@ -34,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "lines.catalog", TITLES)
     write(folder / "newer.catalog", NEWER)
     Catalog.from_sequences([[5, 6]], tokenizer="another one").save(folder / "foreign.catalog")
+    (folder / "loop.catalog").symlink_to("loop.catalog")
     return folder
 
 
@@ -77,6 +80,18 @@ def test_what_is_wrong_is_a_400_that_says_what_would_work(server: Server) -> Non
             complete(server, 1, **xargs)
 
 
+def test_half_a_character_is_refused(server: Server) -> None:
+    for name, xargs in (
+        ("catalog_after", {"catalog": "lines", "catalog_after": "\ud800"}),
+        ("allowed_sequences", {"allowed_sequences": ["x", "\ud800"]}),
+        ("allowed_sequences", {"allowed_sequences": '["\\ud800"]'}),
+    ):
+        body = {"model": "target", "prompt": PROMPT, "vllm_xargs": {"beam_width": 2, **xargs}}
+        refusal = httpx.post(f"{server.url}/v1/completions", content=json.dumps(body), headers=JSON)  # in escapes
+        assert refusal.status_code == 400
+        assert f"{name} has half a character, " in refusal.text
+
+
 def test_a_new_version_is_taken_and_counted(server: Server) -> None:
     complete(server, 1, catalog="lines")
     loads = server.gauge("vllm:trie_beam_catalog_loads_total")
@@ -85,6 +100,8 @@ def test_a_new_version_is_taken_and_counted(server: Server) -> None:
         ("log", "log"),
         ("foreign.catalog", "was built for another vocabulary"),
         ("none.catalog", "cannot be read"),
+        ("loop.catalog", "cannot be read"),
+        ("a\0b", "cannot be read"),
     ):
         refusal = load(server, "lines", file=file)
         assert (refusal.status_code, why in refusal.text) == (400, True), refusal.text

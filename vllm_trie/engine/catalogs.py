@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vllm_trie.catalog import Catalog
+from vllm_trie.catalog import NO_ITEM, Catalog
 from vllm_trie.compat.patch import Patch, arguments
 from vllm_trie.messages import CatalogChanges
 from vllm_trie.search.item_trie import ItemRules
@@ -141,21 +141,25 @@ class EngineCatalogs:
         Args:
             rules: How they went along the catalog.
             stops: Stop tokens.
-            sequences: Tokens of each.
+            sequences: All tokens of each.
         """
-        items = [self._of_items(rules, stops, tokens) for tokens in sequences]
+        if rules.after is not None:
+            sequences = [tokens[tokens.index(rules.after) + 1 :] for tokens in sequences]
+        if not rules.ends_with_stop:
+            return list(self._found(rules, sequences).tolist())
+        found = self._found(rules, [tokens[:-1] if tokens[-1] in stops else tokens for tokens in sequences])
+        # At max_tokens items need no stop, and their own last token may be one.
+        is_whole = (found == NO_ITEM).reshape(len(found), -1).any(axis=1)
+        found[is_whole] = self._found(rules, [sequences[row] for row in np.flatnonzero(is_whole)])
+        return list(found.tolist())
+
+    def _found(self, rules: ItemRules, items: Sequence[list[int]]) -> np.ndarray:
+        """[n] ids of items, or [n, items] where several come one after the other; -1 where there is none."""
         padded = np.full((len(items), max(map(len, items), default=0)), NO_TOKEN, np.int32)
         for row, tokens in zip(padded, items, strict=True):
             row[: len(tokens)] = tokens
         catalog = self._catalogs[rules.catalog]
-        found = catalog.find(padded) if rules.num_items == 1 else catalog.find_in_a_row(padded, rules.num_items)
-        return list(found.tolist())
-
-    @staticmethod
-    def _of_items(rules: ItemRules, stops: tuple[int, ...], tokens: list[int]) -> list[int]:
-        """The tokens of a hypothesis that are its items'."""
-        start = 0 if rules.after is None else tokens.index(rules.after) + 1
-        return tokens[start : len(tokens) - (rules.ends_with_stop and tokens[-1] in stops)]
+        return catalog.find(padded) if rules.num_items == 1 else catalog.find_in_a_row(padded, rules.num_items)
 
     def _add(self, catalog: Catalog) -> bool:
         """Know a catalog. Returns whether workers were about to forget it, and now are not."""

@@ -266,10 +266,9 @@ class BeamGroup:
         best = [self._hypothesis(*finished) for finished in self.pool.best(count)]
         return best if self.stream is None else [self.stream.rest(hypothesis) for hypothesis in best]
 
-    def best_tokens(self) -> list[int]:
-        """The tokens of the best finished hypothesis."""
-        (best,) = self.pool.best(1)
-        return self.hypotheses.tokens(best.node)
+    def best_tokens(self, count: int = 1) -> list[list[int]]:
+        """All tokens of the best finished hypotheses, best first."""
+        return [self.hypotheses.tokens(best.node) for best in self.pool.best(count)]
 
     def check_invariants(self) -> None:
         self.hypotheses.check_invariants()

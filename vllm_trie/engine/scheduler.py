@@ -486,8 +486,9 @@ class BeamScheduler(Scheduler):
         assert request.sampling_params is not None
         stock = take_output(group.request_id, outputs)
         num_outputs = self.mailbox.num_outputs(group.request_id)
+        count = group.width if group.params.compact else num_outputs
         try:
-            best = group.best(group.width if group.params.compact else num_outputs)
+            best = group.best(count)
         except AnswerChangedError as error:
             self.mailbox.post_error(group.request_id, str(error))
             self._close_group(group.request_id, "error")
@@ -497,8 +498,7 @@ class BeamScheduler(Scheduler):
         if group.params.compact:
             said |= compact_answer(best, group.rules.max_length)
         if (rules := group.select_rules.items) is not None:
-            found = [hypothesis.token_ids for hypothesis in best]
-            said["item_ids"] = self.catalogs.item_ids(rules, group.rules.stop_token_ids, found)
+            said["item_ids"] = self.catalogs.item_ids(rules, group.rules.stop_token_ids, group.best_tokens(count))
         for output in outputs_of_all if said else ():  # the one open field of an output; there is no KV connector
             output.kv_transfer_params = {PLUGIN_NAME: said}
         self.mailbox.post(group.request_id, outputs_of_all, stock)

@@ -50,7 +50,10 @@ def new_version(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, Cat
             f"this engine takes no new catalogs; start it with {PLUGIN_NAME}.catalog_folder set to the folder of them"
         )
     folder = Path(config.catalog_folder).resolve()
-    path = (folder / file).resolve()
+    try:
+        path = (folder / file).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, say
+        raise ValueError(f"file={file!r} cannot be read: {error}") from None
     if path.parent != folder:
         raise ValueError(f"file={file!r} is not in {PLUGIN_NAME}.catalog_folder; pass the name of a file there")
     return str(path), _checked(str(path), vllm_config.model_config)
@@ -131,6 +134,7 @@ def _token(token: int | str | None, vocab_size: int, tokenizer: Any) -> int | No
     if isinstance(token, str):
         if tokenizer is None:
             raise ValueError(f"catalog_after={token!r} needs a tokenizer; pass the token's id")
+        _refuse_half_characters("catalog_after", [token])
         ids = tokenizer.encode(token, add_special_tokens=False)
         if len(ids) != 1:
             raise ValueError(f"catalog_after={token!r} is {len(ids)} tokens; pass text that is one token, or its id")
@@ -140,6 +144,15 @@ def _token(token: int | str | None, vocab_size: int, tokenizer: Any) -> int | No
     return token
 
 
+def _refuse_half_characters(name: str, texts: Sequence[str]) -> None:
+    """Refuse lone surrogates, which JSON can hold and no tokenizer takes."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name} has half a character, {text[error.start]!r}; mend or remove it") from None
+
+
 @lru_cache(maxsize=16)
 def _inline(sequences: Sequences, vocab_size: int, tokenizer: Any) -> tuple[Catalog, bytes]:
     """A set that comes with a request, once for equal ones."""
@@ -147,7 +160,9 @@ def _inline(sequences: Sequences, vocab_size: int, tokenizer: Any) -> tuple[Cata
     if isinstance(sequences[0], str):
         if tokenizer is None:
             raise ValueError("allowed_sequences of strings need a tokenizer; pass lists of token ids")
-        rows = tokenizer(list(sequences), add_special_tokens=False)["input_ids"]
+        texts = [text for text in sequences if isinstance(text, str)]
+        _refuse_half_characters("allowed_sequences", texts)
+        rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
     else:
         rows = sequences
     if (num_tokens := sum(map(len, rows))) > MOST_SEQUENCE_TOKENS:
