@@ -160,6 +160,17 @@ def test_streams_tell_the_item_that_they_end_with(engine: Engine, kind: RequestO
     assert {id for ids in told[::4] for id in ids} <= {0, 1}
 
 
+@pytest.mark.parametrize("num_items", [1, 2])
+def test_a_search_along_a_catalog_that_finds_nothing_tells_no_items(engine: Engine, num_items: int) -> None:
+    along = {"allowed_sequences": [[370, 78], [371, 78]], "catalog_after": 200, "catalog_items": num_items}
+    along |= {"catalog_stop": True, "allowed_token_ids": [64], "max_tokens": 7}
+    compact, plain = beam_params(2, compact=True, **along), beam_params(2, n=1, **along)
+    for kind in (RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA):
+        for parts in run_streams(engine, [(PROMPTS[0], compact), (PROMPTS[1], plain)], kind=kind):
+            assert parts[-1].kv_transfer_params["trie_beam"]["item_ids"] == []
+            assert parts[-1].outputs[0].stop_reason == NO_HYPOTHESIS
+
+
 def test_a_stream_may_be_coarser(engine: Engine) -> None:
     params = beam_params(1, max_tokens=20, ignore_eos=True, stream_interval=7)
     (parts,) = run_streams(engine, [(PROMPTS[0], params)])

@@ -94,6 +94,16 @@ def test_the_answer_is_transformers_best_hypothesis(server: Server, model: Path,
     assert num_searched(server) == before + 2
 
 
+def test_a_penalty_may_stand_in_either_place(server: Server) -> None:
+    """The form has one in any case: its default."""
+    options = {"use_beam_search": True, "n": WIDTH}
+    as_option = transcribe(server, 3, **options, vllm_xargs={"length_penalty": 3.0})
+    as_field = transcribe(server, 3, **options, length_penalty=3.0)
+    assert as_option.text == as_field.text
+    with pytest.raises(openai.BadRequestError, match=r"length_penalty=3\.0 of the request is 2\.0 in vllm_xargs"):
+        transcribe(server, 3, **options, length_penalty=3.0, vllm_xargs={"length_penalty": 2.0})
+
+
 def test_each_part_of_a_long_recording_is_searched(server: Server, model: Path) -> None:
     before, seconds = num_searched(server), 1.8
     parts = split_audio(recording(5, seconds)[1], SAMPLING_RATE, 1.0, 1.0, 1600)  # as vLLM cuts it

@@ -51,6 +51,8 @@ def test_a_helper_called_by_another_name_says_ours() -> None:
         beam_params(8, max_token=3)
     with refusal("unknown option zzz=1; known: speculation, "):
         beam_params(8, zzz=1)
+    with refusal("temperature='hot' is of the wrong type: "):  # and not min_tokens, which needs max_tokens
+        beam_params(8, min_tokens=20, max_tokens=64, temperature="hot")
 
 
 def test_a_helper_takes_each_option_once() -> None:

@@ -149,7 +149,7 @@ class EngineCatalogs:
             return list(self._found(rules, sequences).tolist())
         found = self._found(rules, [tokens[:-1] if tokens[-1] in stops else tokens for tokens in sequences])
         # At max_tokens items need no stop, and their own last token may be one.
-        is_whole = (found == NO_ITEM).reshape(len(found), -1).any(axis=1)
+        is_whole = (found == NO_ITEM).any(axis=tuple(range(1, found.ndim)))
         found[is_whole] = self._found(rules, [sequences[row] for row in np.flatnonzero(is_whole)])
         return list(found.tolist())
 

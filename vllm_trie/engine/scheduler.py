@@ -73,6 +73,7 @@ class BeamScheduler(Scheduler):
         self.tally = BeamTally()
         self._admission_limit: int = self.max_num_active_reqs
         self._held_back: list[Request] = []  # found no rows in this step
+        self._sessions: list[Request] = []  # when this step began: waited, for input or to go on, and kept their rows
         self.catalogs = EngineCatalogs(self.beam_config.catalogs)
         take_new_catalogs()
         self._results: dict[str, Decided] = {}  # of this step
@@ -158,6 +159,7 @@ class BeamScheduler(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False, **kwargs: Any) -> SchedulerOutput:
         self._has_released, self._last_preempted = False, None
+        self._sessions = [*self.kv_holding_waiting]
         budget_of_other_rows = self._plan_rows()
         self.max_num_scheduled_tokens -= budget_of_other_rows
         try:
@@ -277,12 +279,12 @@ class BeamScheduler(Scheduler):
         return group.num_rows if group is not None else 1
 
     def _num_rows(self) -> int:
-        """Rows of the worker's batch that are taken."""
+        """Rows of the worker's batch that are taken while a step is scheduled."""
         return sum(map(self._rows, self.running)) + self._num_sessions()
 
     def _num_sessions(self) -> int:
-        """Streaming sessions that wait, for input or to go on: they keep their rows."""
-        return sum(map(self._holds_kv_blocks, {*self.kv_holding_waiting, *self.deferred_waiting}))
+        """Streaming sessions that still wait."""
+        return sum(request.status != RequestStatus.RUNNING for request in self._sessions)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> GrammarOutput | None:
         steps = group_steps(scheduler_output)
@@ -317,10 +319,9 @@ class BeamScheduler(Scheduler):
         needed = 0 if self._holds_kv_blocks(request) else self._rows(request)
         if not self.groups or self._num_rows() + needed <= self.max_num_running_reqs:
             return super()._handle_blocked_waiting_request(request, **kwargs)
-        if self._num_sessions() + needed > self.max_num_running_reqs:  # others need not wait until clients leave
-            return False
-        # No rows left: a limit that everybody exceeds ends this step's admission, and the queue keeps its order.
-        self.max_num_active_reqs = NO_ADMISSION
+        if self._num_sessions() + needed <= self.max_num_running_reqs:  # else others need not wait until clients leave
+            # No rows left: a limit that everybody exceeds ends this step's admission, and the queue keeps its order.
+            self.max_num_active_reqs = NO_ADMISSION
         self._held_back.append(request)
         return False
 
@@ -511,7 +512,7 @@ class BeamScheduler(Scheduler):
             group.check_invariants()
             request = self.requests[group_id]
             assert request.num_output_tokens <= group.length, f"{request.num_output_tokens} > {group.length} tokens"
-        assert self._num_rows() <= self.max_num_running_reqs
+        assert sum(map(self._rows, self.running)) + len(self.kv_holding_waiting) <= self.max_num_running_reqs
 
 
 def _rewrite(request: Request, generated: list[int]) -> None:

@@ -65,6 +65,7 @@ def _refuse_unknown(options: Mapping[str, Any], fields: Sequence[str]) -> None:
 
 def _refuse_wrong_type(options: Mapping[str, Any]) -> None:
     """Say which field vLLM could not take."""
+    from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
 
     for name, value in options.items():
@@ -72,6 +73,8 @@ def _refuse_wrong_type(options: Mapping[str, Any]) -> None:
             SamplingParams(**{name: value})
         except TypeError as error:
             raise ValueError(f"{name}={value!r} is of the wrong type: {error}") from None
+        except (ValueError, VLLMValidationError):  # it needs another one
+            continue
 
 
 def _signature() -> Signature:

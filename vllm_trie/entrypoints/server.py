@@ -51,8 +51,8 @@ to_chat_completion_request = Patch(_CHATS, "to_chat_completion_request")
 # Beam search does not sample: what a client sends for that, or generation_config.json says, has no say in it.
 _NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "seed": None}
 
-# Options that vLLM's rules know nothing of.
-_UNKNOWN_TO_VLLM = {"catalog", "allowed_sequences", "beam_widths", "num_beam_groups"}
+# Options that vLLM's rules know nothing of, and what asks nothing of them.
+_UNKNOWN_TO_VLLM = {"catalog": None, "allowed_sequences": None, "beam_widths": None, "num_beam_groups": 1}
 
 _AS_SAMPLING = "trie_beam_as_sampling"  # in `vllm_xargs`, with a `Caller`, which no client can send
 
@@ -135,16 +135,17 @@ def _refuse_fields(request: TextRequest | ResponsesRequest | SpeechRequest, call
 def _refuse_two_penalties(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
     """Refuse a field of the request that `vllm_xargs` contradicts."""
     xargs = request.vllm_xargs or {}
-    if CALLER in xargs or "length_penalty" not in request.model_fields_set & xargs.keys():  # the one became the other
+    if CALLER in xargs or isinstance(request, ResponsesRequest):  # the one became the other, or there is no such field
         return
-    own, other = request.length_penalty, xargs["length_penalty"]
-    if other != own:
+    own = request.length_penalty
+    other = xargs.get("length_penalty", own)
+    if own not in (other, type(request).model_fields["length_penalty"].default):  # which forms fill in
         raise BeamRequestError(f"length_penalty={own} of the request is {other!r} in vllm_xargs; leave one of them out")
 
 
 def _single_chat(original: Callable[..., ChatCompletionRequest], self: Any, *args: Any) -> ChatCompletionRequest:
     """Convert one chat of several."""
-    fields = self.model_extra or {}
+    fields = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
     xargs = fields.get("vllm_xargs")
     if asks_for_beams(fields) or (isinstance(xargs, dict) and asks_for_beams(xargs)):
         raise BeamRequestError(
@@ -224,7 +225,7 @@ def _sampling_params(request: TextRequest | SpeechRequest, params: BeamSearchPar
     xargs: dict[str, Any] = dict(request.vllm_xargs or {})
     if not (has_width := asks_for_beams(xargs)):
         xargs["beam_width"] = request.n or 1
-    if not xargs.keys() & _UNKNOWN_TO_VLLM:
+    if all(xargs.get(name, neutral) == neutral for name, neutral in _UNKNOWN_TO_VLLM.items()):
         xargs.setdefault("semantics", "vllm")
     xargs[CALLER] = USE_BEAM_SEARCH._replace(width="beam_width") if has_width else USE_BEAM_SEARCH
     xargs.setdefault("length_penalty", request.length_penalty)
