@@ -192,8 +192,8 @@ def loop_beams(
         for (generated, total), row in zip(beams, logits, strict=True):
             masked = stops if length <= min_tokens else ()
             rows.append(total + allow(masked_logprobs(adjust(row, prompt, generated), masked)).double())
-            if semantics == "vllm":  # whatever stops among a beam's own best finishes
-                proposals = rows[-1].topk(2 * width).indices  # among which a beam of semantics="vllm" may stop
+            if semantics == "vllm":  # whatever stops among a beam's own best 2b finishes
+                proposals = rows[-1].topk(2 * width).indices
                 for token in proposals.tolist():
                     if rows[-1][token] > IMPOSSIBLE and (by := stopped_by(generated, token)) is not None:
                         finish([*generated, token], rows[-1][token].item(), by)

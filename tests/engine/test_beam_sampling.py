@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import Engine, Engines
+from tests.conftest import TRAINED_TARGET, Engine, Engines
+from tests.engine.running import answers, trained_prompts
 from tests.loop import one_thread
 from tests.models import make_draft
 from vllm_trie import beam_params
@@ -109,3 +110,14 @@ def test_two_drawn_beams_follow_the_distribution(
     assert fit(seen, distribution_of(random_model("toy"), not replacement)) < RAREST
     assert fit(seen, distribution_of(random_model("toy"), replacement, temperature=1.3)) < RAREST
     assert fit(seen, distribution_of(draft, replacement)) < RAREST
+
+
+def test_a_greedy_request_is_searched_where_the_engine_draws(engines: Engines) -> None:
+    config = {"trie_beam": {"do_sample": True, "check_invariants": True}}
+    engine, prompts = engines(TRAINED_TARGET, additional_config=config), trained_prompts([30, 40])
+    greedy = engine.generate(prompts, beam_params(4, n=1, max_tokens=12, temperature=0.0))
+    plain = engine.generate(prompts, beam_params(4, n=1, max_tokens=12, do_sample=False))
+    assert answers(greedy) == answers(plain)
+    drawn = engine.generate(prompts, beam_params(4, n=4, max_tokens=12, seed=3))  # whose seed the engine's word allows
+    again = engine.generate(prompts, beam_params(4, n=4, max_tokens=12, seed=3, do_sample=True))
+    assert answers(drawn) == answers(again)

@@ -66,6 +66,8 @@ def test_hypotheses_are_items_and_requests_may_bring_their_own(server: Server) -
     body = {"use_beam_search": True, "vllm_xargs": {"catalog": "lines"}}
     answer = server.client.completions.create(model="target", prompt=PROMPT, max_tokens=16, n=5, extra_body=body)
     assert sorted(choice.text for choice in answer.choices) == sorted(TITLES)
+    item_ids = answer.kv_transfer_params["trie_beam"]["item_ids"]
+    assert [TITLES[own_id] for own_id in item_ids] == [choice.text for choice in answer.choices]
 
 
 def test_what_is_wrong_is_a_400_that_says_what_would_work(server: Server) -> None:

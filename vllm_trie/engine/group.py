@@ -258,17 +258,21 @@ class BeamGroup:
         return parents if len(self.hypotheses.rows) > 1 else [0] * len(parents)
 
     def best(self, count: int) -> list[Hypothesis]:
-        """The best `count` finished hypotheses, best first; fewer if there are fewer. Of a stream what is not sent yet.
+        """The best `count` finished hypotheses, best first; fewer if there are fewer."""
+        return [self._hypothesis(*finished) for finished in self.pool.best(count)]
+
+    def unsent(self, best: list[Hypothesis]) -> list[Hypothesis]:
+        """Of these, in a stream, what is not sent yet.
 
         Raises:
             AnswerChangedError: something else was sent before a preemption.
         """
-        best = [self._hypothesis(*finished) for finished in self.pool.best(count)]
         return best if self.stream is None else [self.stream.rest(hypothesis) for hypothesis in best]
 
-    def best_tokens(self, count: int = 1) -> list[list[int]]:
-        """All tokens of the best finished hypotheses, best first."""
-        return [self.hypotheses.tokens(best.node) for best in self.pool.best(count)]
+    def best_tokens(self) -> list[int]:
+        """The tokens of the best finished hypothesis."""
+        (best,) = self.pool.best(1)
+        return self.hypotheses.tokens(best.node)
 
     def check_invariants(self) -> None:
         self.hypotheses.check_invariants()

@@ -487,19 +487,20 @@ class BeamScheduler(Scheduler):
         assert request.sampling_params is not None
         stock = take_output(group.request_id, outputs)
         num_outputs = self.mailbox.num_outputs(group.request_id)
-        count = group.width if group.params.compact else num_outputs
+        best = group.best(group.width if group.params.compact else num_outputs)
         try:
-            best = group.best(count)
+            unsent = group.unsent(best)
         except AnswerChangedError as error:
             self.mailbox.post_error(group.request_id, str(error))
             self._close_group(group.request_id, "error")
             return
-        outputs_of_all = outputs_of(best, num_outputs, group.rules.eos_token_id)
+        outputs_of_all = outputs_of(unsent, num_outputs, group.rules.eos_token_id)
         said = group.counts.as_dict() if group.is_speculative else {}
         if group.params.compact:
             said |= compact_answer(best, group.rules.max_length)
         if (rules := group.select_rules.items) is not None:
-            said["item_ids"] = self.catalogs.item_ids(rules, group.rules.stop_token_ids, group.best_tokens(count))
+            found = [hypothesis.token_ids for hypothesis in best]
+            said["item_ids"] = self.catalogs.item_ids(rules, group.rules.stop_token_ids, found)
         for output in outputs_of_all if said else ():  # the one open field of an output; there is no KV connector
             output.kv_transfer_params = {PLUGIN_NAME: said}
         self.mailbox.post(group.request_id, outputs_of_all, stock)

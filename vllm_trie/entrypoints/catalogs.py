@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_trie.catalog import Catalog, tokenizer_digest
+from vllm_trie.entrypoints.texts import half_character
 from vllm_trie.options import PLUGIN_NAME, BeamParams, TrieBeamConfig
 from vllm_trie.options.request import MOST_SEQUENCE_TOKENS
 from vllm_trie.sampling_params import stop_tokens
@@ -134,7 +135,7 @@ def _token(token: int | str | None, vocab_size: int, tokenizer: Any) -> int | No
     if isinstance(token, str):
         if tokenizer is None:
             raise ValueError(f"catalog_after={token!r} needs a tokenizer; pass the token's id")
-        _refuse_half_characters("catalog_after", [token])
+        _refuse_half_characters("catalog_after", token)
         ids = tokenizer.encode(token, add_special_tokens=False)
         if len(ids) != 1:
             raise ValueError(f"catalog_after={token!r} is {len(ids)} tokens; pass text that is one token, or its id")
@@ -144,13 +145,9 @@ def _token(token: int | str | None, vocab_size: int, tokenizer: Any) -> int | No
     return token
 
 
-def _refuse_half_characters(name: str, texts: Sequence[str]) -> None:
-    """Refuse lone surrogates, which JSON can hold and no tokenizer takes."""
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{name} has half a character, {text[error.start]!r}; mend or remove it") from None
+def _refuse_half_characters(name: str, text: str) -> None:
+    if half := half_character(text):
+        raise ValueError(f"{name} has half a character, {half}; mend or remove it")
 
 
 @lru_cache(maxsize=16)
@@ -161,7 +158,7 @@ def _inline(sequences: Sequences, vocab_size: int, tokenizer: Any) -> tuple[Cata
         if tokenizer is None:
             raise ValueError("allowed_sequences of strings need a tokenizer; pass lists of token ids")
         texts = [text for text in sequences if isinstance(text, str)]
-        _refuse_half_characters("allowed_sequences", texts)
+        _refuse_half_characters("allowed_sequences", "".join(texts))
         rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
     else:
         rows = sequences
