@@ -5,10 +5,11 @@ READY := $(VENV)/.ready
 VENV_033 := .venv-0.33
 READY_033 := $(VENV_033)/.ready
 
-.PHONY: demo test test-fast test-0.33 bench bench-full soak lint check-vllm clean help
+.PHONY: model demo test test-fast test-0.33 bench bench-full soak lint check-vllm clean help
 
 help:
 	@echo "make demo       beam search on real code prompts, measured (a first run sets everything up)"
+	@echo "make model      fetch the real model of demo, benchmarks and tests; they do so themselves if need be"
 	@echo "make test       linters, type checks and all tests, about half an hour"
 	@echo "make test-fast  ruff, the tests of pure logic, and every feature once in an engine, about three minutes"
 	@echo "make test-0.33  the tests that run vLLM, on vLLM 0.33 (its set-up downloads 340 MB more)"
@@ -18,6 +19,9 @@ help:
 	@echo "make bench-full all tables, more of each, as long as it takes; interrupted, it goes on when run again"
 	@echo "make soak       a server under an hour of mixed traffic: memory, answers, errors; SOAK_MINUTES=10 for less"
 	@echo "make clean      remove the virtual environments and caches"
+
+model: $(READY)
+	$(PYTHON) -m benchmarks.smollm2
 
 demo: $(READY)
 	$(PYTHON) -m benchmarks.demo
