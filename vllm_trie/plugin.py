@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 CPU_WORKER = "vllm_trie.worker.cpu_worker.BeamCPUWorker"
 GPU_WORKER = "vllm_trie.worker.gpu_worker.BeamGPUWorker"
+DRAFT_ARCHITECTURE = "DraftVocabularyLlama"
+DRAFT_CLASS = f"vllm_trie.worker.draft_vocabulary:{DRAFT_ARCHITECTURE}"
 
 create_engine_config = Patch("vllm.engine.arg_utils:EngineArgs", "create_engine_config")
 
@@ -43,6 +45,13 @@ def register() -> None:
         create_engine_config.wrap(_select)
         add_plugin_flag()
         configure_engines_on_cpu(has_beams)
+        _make_draft_architecture_known()
+
+
+def _make_draft_architecture_known() -> None:
+    from vllm.model_executor.models import ModelRegistry
+
+    ModelRegistry.register_model(DRAFT_ARCHITECTURE, DRAFT_CLASS)  # imported by engines that load it
 
 
 def _select(original: Callable[..., VllmConfig], self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
