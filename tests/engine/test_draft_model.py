@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +27,8 @@ TOLERANCE = 1e-3
 class Alone:
     """Compares every row of logits that is drafted from with the draft model run alone on the row's whole text."""
 
-    def __init__(self, engine: Engine, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.engine, self.model = engine, load(draft)
+    def __init__(self, engine: Engine, draft_alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engine, self.model = engine, draft_alone
         self.num_compared = self.num_wrong = self.num_caught_up = 0
         self._texts: list[list[int]] = []  # of the rows of the next forward; none while rows catch up
         draft_layer, logits = ModelDrafts._draft_layer, DraftModel.logits
@@ -79,7 +78,7 @@ def engine(engines: Engines, pair: Pair) -> Engine:
 
 @pytest.fixture
 def alone(engine: Engine, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Alone:
-    return Alone(engine, pair[1], monkeypatch)
+    return Alone(engine, load(pair[1]), monkeypatch)
 
 
 WIDTHS = (1, 4, 6)
