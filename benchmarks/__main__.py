@@ -17,6 +17,7 @@ from benchmarks.common import PAIR, TARGET, console
 from benchmarks.harness import MAX_NUM_SEQS, SIZES, Bench, Setting, Table, run
 from benchmarks.prompts import CODE, PromptSet
 from benchmarks.report import as_markdown
+from benchmarks.smollm2 import get
 from benchmarks.tables import (
     attention,
     concurrency,
@@ -32,6 +33,7 @@ from benchmarks.tables import (
     serve,
     speculation,
     step_search,
+    tasks,
     throughput,
     traffic,
     wide,
@@ -64,10 +66,12 @@ TABLES: dict[str, Table] = {
     "attention": attention.STEP,
     "shared": attention.SEARCH,
     "steps_scored": step_search.TABLE,
+    "tasks": tasks.TABLE,
 }
+REAL = "smollm2"
 OURS_ALONE = (  # no paper has them
     *("host", "controls", "grammars", "serve", "latency", "catalogs", "retrieval", "load"),
-    *("auto", "lookup", "attention", "shared", "steps_scored"),
+    *("auto", "lookup", "attention", "shared", "steps_scored", "tasks"),
 )
 OF_PAPERS = [name for name in TABLES if name not in OURS_ALONE]
 INTERRUPTED = 130
@@ -104,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=TABLES, metavar="TABLE", help=f"of: {' '.join(TABLES)}")
     parser.add_argument("--size", choices=SIZES, default="quick", help="how many prompts, lengths and widths")
-    parser.add_argument("--model", default=str(TARGET), help="folder or name; the trained target by default")
+    parser.add_argument("--model", default=str(TARGET), help=f"folder or name; {REAL!r}: {get.NAME}; default: the toy")
     parser.add_argument("--draft", help="its draft model; without one, other models have no tables of speculation")
     told = "JSON Lines, .gz or not; 'code', the default, names the built-in ones"
     parser.add_argument("--prompts", nargs="+", type=Path, metavar="FILE", default=[Path(CODE.name)], help=told)
@@ -133,7 +137,7 @@ def _setting(args: argparse.Namespace) -> Setting:
         own.insert(0, CODE)
     if len({prompts.name for prompts in own}) < len(args.prompts):
         sys.exit("--prompts: two sets of one name; leave one out, or rename it")
-    draft = args.draft or (str(PAIR / "draft") if args.model == str(TARGET) else None)
+    model, draft = _models(args)
     widths = tuple(args.widths) if args.widths else None
     if max(widths or (1,)) > MAX_NUM_SEQS:
         sys.exit(f"--widths: {max(widths)} beams are more than the {MAX_NUM_SEQS} rows of the engine")
@@ -142,7 +146,7 @@ def _setting(args: argparse.Namespace) -> Setting:
     if args.kv_cache_gib <= 0:
         sys.exit(f"--kv-cache-gib {args.kv_cache_gib}: more than 0 is needed")
     return Setting(
-        args.model,
+        model,
         draft,
         tuple(own),
         widths,
@@ -152,7 +156,18 @@ def _setting(args: argparse.Namespace) -> Setting:
         args.dtype,
         args.kv_cache_gib,
         args.catalog,
+        get.NAME if args.model == REAL else None,
     )
+
+
+def _models(args: argparse.Namespace) -> tuple[str, str | None]:
+    """Folders or names of the model and of its draft model."""
+    if args.model == REAL:
+        try:
+            return str(get.target()), args.draft or str(get.draft())
+        except get.UnavailableError as error:
+            sys.exit(str(error))
+    return args.model, args.draft or (str(PAIR / "draft") if args.model == str(TARGET) else None)
 
 
 def _positive(text: str) -> int:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 PAIR = Path(__file__).parent / "stdlib_pair"
 TARGET = PAIR / "target"
 BLOCK_SIZE = 32
-TEXT_COLUMNS = ("completion", "ended by")
+TEXT_COLUMNS = ("answer",)
 console = Console(width=None if os.isatty(1) else 120)
 
 
@@ -53,10 +53,12 @@ def make_engine(in_process: bool = False, model: str | Path = TARGET, **options:
     )
 
 
-def engine_with_draft(num_layers: int, **options: Any) -> Any:
-    """The trained pair, in this process."""
-    draft = {"method": "draft_model", "model": str(PAIR / "draft"), "num_speculative_tokens": num_layers}
-    return make_engine(in_process=True, enforce_eager=True, speculative_config=draft, **options)
+def cpu_dtype() -> str:
+    """bfloat16 where this machine's CPU multiplies it by instructions of its own, else float32."""
+    import torch
+
+    found = torch.cpu.get_capabilities()
+    return "bfloat16" if any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")) else "float32"
 
 
 def stop(llm: Any) -> None:
@@ -85,12 +87,6 @@ def one_at_a_time(llm: Any, prompts: Sequence[Any], params: Any) -> list[Any]:
     return [generate(llm, [prompt], params)[0] for prompt in tqdm(prompts, leave=False, mininterval=1)]
 
 
-def settings(**more: Any) -> str:
-    """The settings every table states."""
-    stated = {"dtype": "float32", "max_num_seqs": 256, "max_logprobs": 256, "block_size": BLOCK_SIZE, **more}
-    return ", ".join(f"{name}={value}" for name, value in stated.items())
-
-
 def timed(run: Callable[[], object]) -> float:
     """Seconds that one call takes."""
     start = time.perf_counter()
@@ -116,7 +112,7 @@ def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], note: str = "") -> None:
     """Print one table."""
-    table = Table(title=title, caption=note or None, title_justify="left", caption_justify="left")
+    table = Table(title=title or None, caption=note or None, title_justify="left", caption_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 or column in TEXT_COLUMNS else "right")
     for row in rows:

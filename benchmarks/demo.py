@@ -1,125 +1,206 @@
-"""`make demo`: beam search inside vLLM on real code prompts, with everything measured on the spot.
-
-Prompts are beginnings of functions from files of the Python standard library that the tiny model has
-never seen.
-"""
+"""`make demo`: beam search inside vLLM on a real model, beside what vLLM has, all of it measured on the spot."""
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import textwrap
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.common import (
     BLOCK_SIZE,
-    TARGET,
     alternate,
     console,
-    engine_with_draft,
     make_engine,
     median_ratio,
     one_at_a_time,
-    settings,
     show,
     stop,
+    timed,
 )
-from benchmarks.prompts import CODE
-from benchmarks.stdlib_pair.corpus import held_out_prompts
+from benchmarks.demo_prompts import Subject, Task, real, toy
+from benchmarks.smollm2.get import UnavailableError
 from benchmarks.watch import total_counts, watched
 from vllm_trie import beam_params
 
+WIDTH = 4
+SHOWN = 2  # hypotheses of a search
 WIDTHS = (1, 4, 8)
-SHOWN = 3  # hypotheses per search
-TOKENS = 48
-BLOCKS_PROMPT, BLOCKS_TOKENS = 256, 96
-WIDTH, DRAFTS, LAYERS = 4, 16, 4
+TIMED_TOKENS = 32
+BLOCKS_PROMPT, BLOCKS_TOKENS = 256, 64
+LAYERS = 4
+LONGEST_SHOWN = 240  # characters of a question
+INTERRUPTED = 130
+ENGINE = {"in_process": True, "enforce_eager": True, "max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 30}
+# Without it the model fills a JSON answer with blanks.
+GRAMMARS = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=3, help="prompts to complete")
-    parser.add_argument("--repeats", type=int, default=5, help="alternations per timing; medians are shown")
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
+    parser.add_argument("--toy", action="store_true", help="run on the toy model that comes along, and fetch nothing")
+    parser.add_argument("--tasks", type=int, help="prompts to answer; all by default")
+    parser.add_argument("--repeats", type=int, default=3, help="alternations per timing; medians are shown")
     args = parser.parse_args()
+    try:
+        demonstrate(toy() if args.toy else _real_or_toy(), args.tasks, args.repeats)
+    except KeyboardInterrupt:
+        console.print("Interrupted.")
+        return INTERRUPTED
+    return 0
 
-    console.print("Starting vLLM on a Llama of 3.1 M parameters trained on the standard library ...")
-    llm = make_engine(in_process=True, enforce_eager=True)
-    complete(llm, held_out_prompts(args.prompts))
-    count_blocks(llm)
-    take_times(llm, args.repeats)
+
+def _real_or_toy() -> Subject:
+    try:
+        return real()
+    except UnavailableError as error:
+        console.print(
+            f"{error}\nThe demo goes on with a toy model. What it writes looks like Python and means nothing."
+        )
+        return toy()
+
+
+def demonstrate(subject: Subject, num_tasks: int | None, repeats: int) -> None:
+    """Answer the tasks, count blocks, take times, and speculate."""
+    tasks = subject.tasks[:num_tasks]
+    say(f"The model is {subject.told}.", "Starting vLLM with it ...")
+    llm = make_engine(model=subject.model, dtype=subject.dtype, **ENGINE, **GRAMMARS)
+    say(
+        f"1. ANSWERS. Greedy decoding takes the likeliest token each time. Beam search keeps the {WIDTH} likeliest "
+        "beginnings of an answer instead, and finds answers that are likelier as a whole. vLLM itself has a beam "
+        "search that runs outside its engine, in a loop of requests; this project runs it inside.",
+        "log p is the logarithm of the probability that the model gives to the whole answer: nearer to 0 is likelier. "
+        "Beam search ranks answers by log p per token, so that long ones are not at a disadvantage. An answer that is "
+        "broken off has reached its limit of tokens. ms: the time of a second, warm call.",
+    )
+    for task in tasks:
+        answer(llm, task)
+    say(
+        f"2. MEMORY. Beams have most of their text in common. In the engine they share the blocks of the KV cache, "
+        f"{BLOCK_SIZE} tokens each, in which that text lies."
+    )
+    count_blocks(llm, tasks)
+    say(
+        f"3. TIME. {len(tasks)} prompts at once, {TIMED_TOKENS} tokens each. Sampling as many answers as there are "
+        "beams takes as many forwards of the model, and searches nothing: it is what beam search should cost."
+    )
+    take_times(llm, tasks, repeats)
+    stop(llm)
+    say(
+        "4. A DRAFT MODEL. A small model guesses the next tokens of all beams, and the large one checks several "
+        "guesses in one forward. The answers are those of plain beam search. Whether it saves time depends on how "
+        "much cheaper the small model is, and on how many of its guesses are right.",
+        "Starting vLLM with a draft model ...",
+    )
+    draft = {"method": "draft_model", "model": str(subject.draft), "num_speculative_tokens": LAYERS}
+    llm = make_engine(model=subject.model, dtype=subject.dtype, speculative_config=draft, **ENGINE, **GRAMMARS)
+    speculate(llm, [task for task in tasks if task.schema is None], repeats)
     stop(llm)
 
-    console.print("\nStarting vLLM on the same model with its draft model ...")
-    speculate(engine_with_draft(LAYERS), held_out_prompts(args.prompts))
+
+def say(*paragraphs: str) -> None:
+    """Explain what comes next."""
+    for text in paragraphs:
+        console.print(f"\n{text}", highlight=False, markup=False)
 
 
-def complete(llm: Any, prompts: list[str]) -> None:
-    """Complete every prompt with every width, all in one batch."""
-    batch = [(prompt, width) for prompt in prompts for width in WIDTHS]
-    params = [beam_params(width, n=min(width, SHOWN), max_tokens=TOKENS) for _, width in batch]
-    outputs = llm.generate([prompt for prompt, _ in batch], params)
-    for prompt in prompts:
-        rows = []
-        for (searched, width), output in zip(batch, outputs, strict=True):
-            if searched is prompt:
-                for rank, hypothesis in enumerate(output.outputs, start=1):
-                    score = hypothesis.cumulative_logprob / len(hypothesis.token_ids)
-                    rows.append((width, rank, f"{score:.4f}", hypothesis.finish_reason, _shown(hypothesis.text)))
-        console.print(f"\n[bold]Prompt[/bold] ({len(prompt)} characters, held out), its end:", highlight=False)
-        console.print("".join(prompt.splitlines(keepends=True)[-4:]), style="cyan", markup=False, highlight=False)
-        show(
-            "Hypotheses, best first",
-            ("beams", "rank", "score", "ended by", "completion"),
-            rows,
-            "score: log-probability per token (length_penalty=1); more beams compare more hypotheses by their sums, "
-            "which does not always raise the best score",
-        )
+class Found(NamedTuple):
+    """One answer: what found it, its log p and tokens, seconds of the search, its text."""
+
+    way: str
+    logprob: float
+    num_tokens: int
+    seconds: float
+    text: str
 
 
-def speculate(llm: Any, prompts: list[str]) -> None:
-    """Search with and without a draft, and draw beams: the same answers in fewer forwards of the model, counted."""
-    modes = {
-        "beam search": {"speculation": "exact"},
-        "beam sampling": {"do_sample": True, "seed": 1, "temperature": 0.7},
-        "beam sampling, dynamic width": {"do_sample": True, "seed": 1, "temperature": 0.7, "threshold": 0.7},
-    }
-    plain = [
-        output.outputs[0].token_ids
-        for output in llm.generate(prompts, beam_params(WIDTH, max_tokens=TOKENS, speculation="off"))
-    ]
-    rows = []
-    for mode, options in modes.items():
-        params = beam_params(WIDTH, max_tokens=TOKENS, draft_width=DRAFTS, **options)
-        outputs = one_at_a_time(llm, prompts, params)
-        counts = total_counts(outputs)
-        same = sum(output.outputs[0].token_ids == answer for output, answer in zip(outputs, plain, strict=True))
-        rows.append(
-            (
-                mode,
-                f"{counts.steps_per_forward:.2f}",
-                counts.drafted,
-                counts.accepted,
-                f"{counts.mean_width:.2f}",
-                f"{same} of {len(prompts)}" if mode == "beam search" else "",
-            )
-        )
+def answer(llm: Any, task: Task) -> None:
+    """Answer one prompt in three ways, one after the other."""
+    prompt = task.prompt(llm.get_tokenizer())
+    found = [*_greedy(llm, task, prompt), *_in_the_engine(llm, task, prompt), _own_loop(llm, task, prompt)]
+    beginning = textwrap.shorten(task.text, LONGEST_SHOWN) if task.is_chat else task.text.rstrip()
+    say(f"Asked for {task.name}: {beginning}")
     show(
-        f"Speculation: {WIDTH} beams, {DRAFTS} drafts x {LAYERS} layers",
-        ("mode", "steps per forward", "drafted", "accepted", "mean width", "answers of plain beam search"),
-        rows,
-        "steps per forward: tokens by which all beams grow per forward of the model",
+        "",
+        ("way", "log p", "tokens", "log p per token", "ms", "answer"),
+        [
+            (
+                one.way,
+                f"{one.logprob:.2f}",
+                one.num_tokens,
+                f"{one.logprob / one.num_tokens:.3f}",
+                _ms(one),
+                _shown(one),
+            )
+            for one in found
+        ],
     )
 
 
-def _shown(text: str, lines: int = 6) -> str:
-    kept = textwrap.dedent(text.strip("\n")).split("\n")
+def _ms(found: Found) -> str:
+    return f"{1000 * found.seconds:.0f}" if found.seconds else ""
+
+
+def _shown(found: Found, lines: int = 8) -> str:
+    kept = textwrap.dedent(found.text.strip()).split("\n")
     return "\n".join(kept[:lines] + (["..."] if len(kept) > lines else []))
 
 
-def count_blocks(llm: Any) -> None:
+def _structure(task: Task) -> dict[str, Any]:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return {} if task.schema is None else {"structured_outputs": StructuredOutputsParams(json=task.schema)}
+
+
+def _measured(run: Callable[[], Any]) -> tuple[Any, float]:
+    """What a second call returns, and its seconds: the first one warms up."""
+    run()
+    results = []
+    seconds = timed(lambda: results.append(run()))
+    return results[0], seconds
+
+
+def _greedy(llm: Any, task: Task, prompt: str) -> list[Found]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=task.max_tokens, logprobs=0, **_structure(task))
+    (output,), seconds = _measured(lambda: llm.generate([prompt], params, use_tqdm=False))
+    best = output.outputs[0]
+    return [Found("greedy", best.cumulative_logprob, len(best.token_ids), seconds, best.text)]
+
+
+def _in_the_engine(llm: Any, task: Task, prompt: str) -> list[Found]:
+    params = beam_params(WIDTH, n=SHOWN, max_tokens=task.max_tokens, **_structure(task))
+    (output,), seconds = _measured(lambda: llm.generate([prompt], params, use_tqdm=False))
+    names, times = (f"{WIDTH} beams in the engine", "  second best"), (seconds, 0.0)
+    return [
+        Found(name, one.cumulative_logprob, len(one.token_ids), time, one.text)
+        for name, time, one in zip(names, times, output.outputs, strict=True)
+    ]
+
+
+def _own_loop(llm: Any, task: Task, prompt: str) -> Found:
+    from vllm.sampling_params import BeamSearchParams
+
+    from vllm_trie.entrypoints.llm import beam_search
+
+    params = BeamSearchParams(beam_width=WIDTH, max_tokens=task.max_tokens, **_structure(task))
+    (output,), seconds = _measured(lambda: beam_search.original(llm, [{"prompt": prompt}], params))
+    best = output.sequences[0]
+    tokenizer = llm.get_tokenizer()
+    tokens = best.tokens[len(tokenizer(prompt)["input_ids"]) :]
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    return Found(f"{WIDTH} beams, vLLM's own loop", best.cum_logprob, len(tokens), seconds, text)
+
+
+def count_blocks(llm: Any, tasks: Sequence[Task]) -> None:
     """Peak KV blocks of one search, from vLLM's own pool, against rows that share nothing."""
-    (prompt,) = CODE.tokens(str(TARGET), 1, BLOCKS_PROMPT)
+    tokenizer = llm.get_tokenizer()
+    tokens = [token for task in tasks for token in tokenizer(task.prompt(tokenizer))["input_ids"]]
+    prompt = (tokens * BLOCKS_PROMPT)[:BLOCKS_PROMPT]
     rows = []
     for width in WIDTHS:
         params = beam_params(width, max_tokens=BLOCKS_TOKENS, ignore_eos=True)
@@ -127,49 +208,78 @@ def count_blocks(llm: Any) -> None:
         unshared = width * -(-(BLOCKS_PROMPT + BLOCKS_TOKENS - 1) // BLOCK_SIZE)
         rows.append((width, peak, unshared, f"{peak / unshared:.2f}"))
     show(
-        f"KV blocks at the peak, prompt of {BLOCKS_PROMPT} tokens, {BLOCKS_TOKENS} new ones",
-        ("beams", "in the trie", "unshared", "ratio"),
+        f"KV blocks at the peak, behind a prompt of {BLOCKS_PROMPT} tokens, {BLOCKS_TOKENS} new ones",
+        ("beams", "held", "beams apart would hold", "ratio"),
         rows,
-        "in the trie: read from vLLM's BlockPool in every step; unshared: b rows of their own",
+        "held: counted in vLLM's own pool of blocks in every step",
     )
 
 
-def take_times(llm: Any, repeats: int) -> None:
+def take_times(llm: Any, tasks: Sequence[Task], repeats: int) -> None:
     """Time against vLLM's own beam loop and against plain sampling of as many sequences and tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import BeamSearchParams
 
     from vllm_trie.entrypoints.llm import beam_search
 
-    prompts = held_out_prompts(4)
+    prompts = [task.prompt(llm.get_tokenizer()) for task in tasks]
     rows = []
     for width in WIDTHS[1:]:
-        options = {"max_tokens": TOKENS, "ignore_eos": True}
+        options = {"max_tokens": TIMED_TOKENS, "ignore_eos": True}
         client = BeamSearchParams(beam_width=width, **options)
         seconds = alternate(
             {
-                "client": partial(beam_search.original, llm, [{"prompt": prompt} for prompt in prompts], client),
+                "loop": partial(beam_search.original, llm, [{"prompt": prompt} for prompt in prompts], client),
                 "sampling": partial(llm.generate, prompts, SamplingParams(n=width, **options), use_tqdm=False),
                 "engine": partial(llm.generate, prompts, beam_params(width, n=width, **options), use_tqdm=False),
             },
             repeats,
         )
-        engine = seconds["engine"]
-        rows.append(
-            (
-                width,
-                *(f"{statistics.median(seconds[name]):.3f}" for name in ("engine", "sampling", "client")),
-                f"{median_ratio(engine, seconds['sampling']):.2f}",
-                f"{median_ratio(seconds['client'], engine):.1f}",
-            )
-        )
+        medians = (f"{statistics.median(seconds[name]):.2f}" for name in ("engine", "sampling", "loop"))
+        ratios = (median_ratio(seconds[name], seconds["engine"]) for name in ("sampling", "loop"))
+        rows.append((width, *medians, *(f"{ratio:.2f}" for ratio in ratios)))
     show(
-        f"Seconds for {len(prompts)} prompts x {TOKENS} tokens",
-        ("beams", "in the engine", "plain sampling", "vLLM's own loop", "engine / sampling", "times faster"),
+        "Seconds",
+        ("beams", "in the engine", "sampling", "vLLM's own loop", "sampling, times ours", "loop, times ours"),
         rows,
-        f"{settings(enforce_eager=True)}; medians of {repeats} alternations",
+        f"medians of {repeats} alternations",
     )
 
 
+def speculate(llm: Any, tasks: Sequence[Task], repeats: int) -> None:
+    """Search with and without a draft: the same answers in fewer forwards of the model, counted and timed."""
+    prompts = [task.prompt(llm.get_tokenizer()) for task in tasks]
+    ways = {"plain beams": "off", "with drafts in every step": "exact", "with drafts where they pay": "auto"}
+    params = {way: beam_params(WIDTH, max_tokens=TIMED_TOKENS, speculation=own) for way, own in ways.items()}
+    found = {way: one_at_a_time(llm, prompts, own) for way, own in params.items()}
+    seconds = alternate({way: partial(one_at_a_time, llm, prompts, own) for way, own in params.items()}, repeats)
+    plain, *_ = found.values()
+    rows = []
+    for way, outputs in found.items():
+        is_plain = outputs is plain
+        same = sum(_tokens(one) == _tokens(other) for one, other in zip(outputs, plain, strict=True))
+        counts = None if is_plain else total_counts(outputs)
+        rows.append(
+            (
+                way,
+                "1.00" if counts is None else f"{counts.steps_per_forward:.2f}",
+                "" if counts is None else f"{counts.accepted} of {counts.drafted}",
+                f"{statistics.median(seconds[way]):.2f}",
+                "" if is_plain else f"{median_ratio(seconds[way], seconds['plain beams']):.2f}",
+                "" if is_plain else f"{same} of {len(prompts)}",
+            )
+        )
+    show(
+        f"{WIDTH} beams, one search at a time, {TIMED_TOKENS} tokens at most",
+        ("way", "steps per forward", "drafts accepted", "s", "times plain", "the same answer"),
+        rows,
+        "steps per forward: tokens by which all beams grow in one forward of the large model",
+    )
+
+
+def _tokens(output: Any) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

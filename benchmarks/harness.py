@@ -24,7 +24,9 @@ from tqdm import tqdm
 
 from benchmarks import models
 from benchmarks.common import BLOCK_SIZE, PAIR, TARGET, console, make_engine, show, stop
+from benchmarks.peers.ctranslate2 import CTranslate2Search
 from benchmarks.prompts import CODE, PromptSet
+from benchmarks.smollm2.draft_model import ARCHITECTURE, DraftInTransformers
 
 Cell = tuple[Any, ...]  # of what JSON can hold
 
@@ -46,6 +48,7 @@ class Setting:
         dtype: Of the engine, and of transformers.
         kv_cache_gib: For KV blocks.
         catalog: The file that tables of retrieval search along; None: synthetic ones.
+        model_name: What results call the model, if not by its folder; its draft likewise.
     """
 
     model: str = str(TARGET)
@@ -58,6 +61,12 @@ class Setting:
     dtype: str = "float32"
     kv_cache_gib: float = 1.0
     catalog: str | None = None
+    model_name: str | None = None
+
+    @property
+    def is_toy(self) -> bool:
+        """Whether it is the model that comes along, of which some tables make deeper ones."""
+        return self.model == str(TARGET)
 
     def pick(self, minimal: Any, quick: Any, full: Any) -> Any:
         """The one of three that fits the size of this run."""
@@ -79,8 +88,8 @@ class Setting:
         """As JSON holds it; runs that state the same can continue each other."""
         stated = asdict(self)
         shipped = {str(TARGET): "the trained target", str(PAIR / "draft"): "its draft"}
-        stated["model"] = shipped.get(self.model, self.model)
-        stated["draft"] = shipped.get(self.draft or "", self.draft)
+        stated["model"] = self.model_name or shipped.get(self.model, self.model)
+        stated["draft"] = f"{self.model_name}'s draft" if self.model_name else shipped.get(self.draft or "", self.draft)
         return json.loads(json.dumps(stated, default=str))
 
 
@@ -93,6 +102,7 @@ class Bench:
         self._folder = Path(self._closing.enter_context(tempfile.TemporaryDirectory()))
         self._made: dict[str, str] = {}
         self._references: dict[str, Any] = {}
+        self._converted: dict[str, CTranslate2Search] = {}
         self._said: set[str] = set()
         self._engine: Any = None
         self._asked: tuple[str, dict[str, Any]] | None = None
@@ -153,14 +163,27 @@ class Bench:
         assert self.setting.draft is not None
         return self._reference(self.setting.draft)
 
+    def ctranslate2(self, variant: str = models.AS_IT_IS) -> CTranslate2Search:
+        """The same model in CTranslate2.
+
+        Raises:
+            ValueError: it has none.
+        """
+        folder = self._folder / f"ctranslate2-{len(self._converted)}"
+        if variant not in self._converted:
+            self._converted[variant] = CTranslate2Search(self.model(variant), folder)
+        return self._converted[variant]
+
     def _reference(self, folder: str) -> Any:
         if folder not in self._references:
             import torch
-            from transformers import AutoModelForCausalLM, GenerationConfig
+            from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
             device = "cuda" if torch.cuda.is_available() else "cpu"
             dtype = getattr(torch, self.setting.dtype)
-            reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
+            is_draft = ARCHITECTURE in (AutoConfig.from_pretrained(folder).architectures or ())
+            kind = DraftInTransformers if is_draft else AutoModelForCausalLM
+            reference = kind.from_pretrained(folder, dtype=dtype).eval().to(device)
             # No penalties of the model's own, and only who asks for it stops at EOS.
             reference.generation_config = GenerationConfig(pad_token_id=0)
             self._references[folder] = reference

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from benchmarks.stdlib_pair.corpus import held_out_prompts, held_out_text
 
@@ -37,19 +38,29 @@ class PromptSet:
         """
         if self.path is None:
             return held_out_prompts(count)
-        texts = list(islice(self._all_texts(self.path), count))
+        texts = list(islice(self._all_texts(), count))
         if len(texts) < count:
             raise ValueError(f"--prompts {self.path}: {len(texts)} prompts, and this run needs {count}")
         return texts
 
-    def _all_texts(self, path: Path) -> Iterator[str]:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+    def objects(self) -> Iterator[dict[str, Any]]:
+        """What its file holds, line by line; nothing of the built-in set.
+
+        Raises:
+            ValueError: a line has no such field.
+        """
+        if self.path is None:
+            return
+        with gzip.open(self.path, "rt") if self.path.suffix == ".gz" else self.path.open() as lines:
             for number, line in enumerate(lines, start=1):
-                one = json.loads(line)
-                if self.prompt_field not in one:
-                    told = f"line {number} of {path} has {', '.join(one)} and no such field"
+                found = json.loads(line)
+                if self.prompt_field not in found:
+                    told = f"line {number} of {self.path} has {', '.join(found)} and no such field"
                     raise ValueError(f"--field {self.prompt_field}: {told}")
-                yield one[self.prompt_field]
+                yield found
+
+    def _all_texts(self) -> Iterator[str]:
+        return (found[self.prompt_field] for found in self.objects())
 
     def tokens(self, model: str, count: int, num_tokens: int | None = None) -> list[list[int]]:
         """Token ids of `count` prompts.
@@ -75,7 +86,7 @@ class PromptSet:
         if self.path is None:
             return held_out_text()[:num_characters]
         texts: list[str] = []
-        for text in self._all_texts(self.path):
+        for text in self._all_texts():
             texts.append(text)
             num_characters -= len(text)
             if num_characters <= 0:

@@ -52,6 +52,20 @@ def total_counts(outputs: Sequence[Any]) -> SearchCounts:
     return total
 
 
+def same_answers(outputs: Sequence[Any], plain: Sequence[Any], dtype: str) -> str:
+    """How many best answers are those of plain beams, as tables show it.
+
+    In half precision a token that is verified in another batch may be rounded otherwise, which changes answers.
+
+    Raises:
+        AssertionError: one differs in float32.
+    """
+    pairs = zip(outputs, plain, strict=True)
+    same = sum(ours.outputs[0].token_ids == theirs.outputs[0].token_ids for ours, theirs in pairs)
+    assert same == len(plain) or dtype != "float32", "speculation answered differently"
+    return f"{same} of {len(plain)}"
+
+
 @contextmanager
 def reclaiming_every(llm: Any, interval: int) -> Iterator[None]:
     """Give dead blocks back every `interval` steps."""

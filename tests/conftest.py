@@ -33,6 +33,7 @@ SLOW = (  # whatever else takes long: it starts processes, or servers
     "tests/entrypoints/test_transcriptions.py",
     "tests/entrypoints/test_step_search_served.py",
     "tests/entrypoints/test_beam_search.py",
+    "tests/real_model/",
     "tests/entrypoints/test_cli.py::test_a_command_other_than_serve_knows_the_flag_too",
     "tests/worker/cpu/",
     "tests/worker/test_kernels_compile.py",
@@ -81,12 +82,12 @@ class Engine:
         options.setdefault("max_model_len", 512)
         options.setdefault("max_num_seqs", 64)
         options.setdefault("kv_cache_memory_bytes", KV_CACHE_BYTES)
+        options.setdefault("dtype", "float32")
         has_tokenizer = (model / "tokenizer.json").exists()
         _find_kernels_once()
         gc.freeze()  # vLLM collects garbage five times at a start, half a second each if it looks at all it imported
         self.llm = LLM(
             str(model),
-            dtype="float32",
             enforce_eager=True,
             block_size=BLOCK_SIZE,
             skip_tokenizer_init=not has_tokenizer,

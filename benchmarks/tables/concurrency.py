@@ -8,9 +8,9 @@ from benchmarks import models
 from benchmarks.common import timed
 from benchmarks.harness import MAX_NUM_SEQS, Bench, Cell, Measured, Setting, Table
 from benchmarks.significance import interval, paired, shown_p
-from benchmarks.tables.throughput import CLIENT_LOOP, OURS, SAMPLING, TRANSFORMERS, searches
+from benchmarks.tables.throughput import CLIENT_LOOP, CTRANSLATE2, OURS, SAMPLING, TRANSFORMERS, searches
 
-PEERS = (OURS, SAMPLING, TRANSFORMERS, CLIENT_LOOP)
+PEERS = (OURS, SAMPLING, TRANSFORMERS, CTRANSLATE2, CLIENT_LOOP)
 MOST_CLIENT_ROWS = 128  # beyond them its loop takes minutes
 
 
@@ -25,10 +25,11 @@ def measure(bench: Bench, groups: int, width: int) -> Measured:
     num_tokens = setting.max_tokens or setting.pick(4, 16, 16)
     prompts = bench.prompts(groups, 64)
     llm, runs = bench.engine(), searches(bench, models.AS_IT_IS, width, num_tokens)
-    seconds: dict[str, list[float]] = {name: [] for name in PEERS}
+    peers = [name for name in PEERS if name in runs]
+    seconds: dict[str, list[float]] = {name: [] for name in peers}
     without = {CLIENT_LOOP: "not run"} if groups * width > MOST_CLIENT_ROWS else {}
     for _ in range(1 + setting.repeats):
-        for name in PEERS:
+        for name in peers:
             if name in without:
                 continue
             llm.reset_prefix_cache()
@@ -37,7 +38,7 @@ def measure(bench: Bench, groups: int, width: int) -> Measured:
             except Exception as error:
                 without[name] = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:60]}"
     rows: list[Cell] = []
-    for name in PEERS:
+    for name in peers:
         if name in without:
             rows.append((groups, width, name, without[name], without[name], "", ""))
             continue
@@ -55,7 +56,7 @@ TABLE = Table(
     cells,
     measure,
     f"prompts of 64 tokens, all at once, {MAX_NUM_SEQS} rows at a time in the engine; answers' tokens: groups x tokens "
-    "of one hypothesis; all of vLLM's return b answers, transformers the best; the peers take turns; times: geometric "
-    f"mean of ratios; p: paired t-test of log seconds; {CLIENT_LOOP} is not run beyond {MOST_CLIENT_ROWS} rows; EOS "
-    "ignored",
+    "of one hypothesis; all of vLLM's return b answers, transformers and CTranslate2 (in float32, whatever the others "
+    f"have) the best; the peers take turns; times: geometric mean of ratios; p: paired t-test of log "
+    f"seconds; {CLIENT_LOOP} is not run beyond {MOST_CLIENT_ROWS} rows; EOS ignored",
 )

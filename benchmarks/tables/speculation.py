@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import models
-from benchmarks.common import TARGET, alternate, generate, median_ratio, one_at_a_time
+from benchmarks.common import alternate, generate, median_ratio, one_at_a_time
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.peers.specinfer import TreeSpeculation
 from benchmarks.prompts import CODE
 from benchmarks.significance import interval, paired
 from benchmarks.stdlib_pair.corpus import Beginning, held_out_beginnings
-from benchmarks.watch import manager_of, total_counts
+from benchmarks.watch import manager_of, same_answers, total_counts
 from vllm_trie import beam_params
 
 TEMPERATURE, SEED, QUALITY_LAYERS, QUALITY_DRAFTS = 0.7, 1, 3, 6
@@ -170,7 +170,7 @@ QUALITY = Table(
 
 
 def cost_cells(setting: Setting) -> list[Cell]:
-    depths = setting.pick((1,), (1,), (1, 4, 16) if setting.model == str(TARGET) else (1,))
+    depths = setting.pick((1,), (1,), (1, 4, 16)) if setting.is_toy else (1,)
     return [(setting.pick(QUALITY_LAYERS, 4, 4), times) for times in depths]
 
 
@@ -189,8 +189,7 @@ def measure_cost(bench: Bench, num_layers: int, times: int) -> Measured:
         name: lambda params=params: one_at_a_time(llm, prompts, params) for name, params in own.items()
     }
     outputs = {name: run() for name, run in runs.items()}
-    answers = [[list(output.outputs[0].token_ids) for output in found] for found in outputs.values()]
-    assert answers[0] == answers[1], "speculation answered differently"
+    same = same_answers(outputs["speculative"], outputs["plain"], setting.dtype)
     counts = total_counts(outputs["speculative"])
     seconds = alternate(runs, setting.repeats)
     steps_per_forward = counts.steps / counts.target_forwards
@@ -207,6 +206,7 @@ def measure_cost(bench: Bench, num_layers: int, times: int) -> Measured:
         per_speculative / per_plain,
         str(paired(seconds["plain"], seconds["speculative"]).ratio),
         steps_per_forward / (1 + num_layers * ratio),
+        same,
     )
     return Measured([row])
 
@@ -223,6 +223,7 @@ COST = Table(
         "break-even steps per forward",
         "speed-up here (95 %)",
         "speed-up if memory-bound (modelled)",
+        "same answers",
     ),
     cost_cells,
     measure_cost,
@@ -233,7 +234,7 @@ COST = Table(
 
 
 def auto_cells(setting: Setting) -> list[Cell]:
-    depths = setting.pick((1,), (1, 4), (1, 4, 16) if setting.model == str(TARGET) else (1,))
+    depths = setting.pick((1,), (1, 4), (1, 4, 16)) if setting.is_toy else (1,)
     widths = setting.widths or setting.pick((2,), (2, 4, 8), (2, 4, 8))
     return [(setting.pick(QUALITY_LAYERS, 4, 4), times, width) for times in depths for width in widths]
 
@@ -249,13 +250,12 @@ def measure_auto(bench: Bench, num_layers: int, times: int, width: int) -> Measu
         name: lambda params=params: one_at_a_time(llm, prompts, params) for name, params in own.items()
     }
     found = {name: one_at_a_time(llm, prompts, params) for name, params in own.items()}
-    answers = [[list(output.outputs[0].token_ids) for output in outputs] for outputs in found.values()]
-    assert answers[0] == answers[1] == answers[2], "speculation answered differently"
+    same = [same_answers(found[name], found["off"], setting.dtype) for name in WAYS[1:]]
     seconds = alternate(runs, max(setting.repeats, setting.pick(1, 5, 7)))
     per_forward = [total_counts(one_at_a_time(llm, prompts, own[name])).steps_per_forward for name in WAYS[1:]]
     of_plain = statistics.median(seconds["off"]) / (len(prompts) * options["max_tokens"])
     ratios = [median_ratio(seconds[name], seconds["off"]) for name in WAYS[1:]]
-    return Measured([(f"{times}x", width, 1000 * of_plain, *per_forward, *ratios)])
+    return Measured([(f"{times}x", width, 1000 * of_plain, *per_forward, *ratios, *same)])
 
 
 WAYS = ("off", "exact", "auto")
@@ -269,6 +269,8 @@ AUTO = Table(
         "steps per forward, auto",
         "time, exact over plain",
         "time, auto over plain",
+        "same answers, exact",
+        "same answers, auto",
     ),
     auto_cells,
     measure_auto,

@@ -18,6 +18,7 @@ OURS = "beams in the engine"
 CLIENT_LOOP = "vLLM's LLM.beam_search"
 TRANSFORMERS = "transformers generate"
 SAMPLING = "vLLM sampling, n=b"
+CTRANSLATE2 = "CTranslate2"
 PUBLISHED = "trie paper's algorithm"
 GREEDY = "vLLM greedy"
 
@@ -96,6 +97,12 @@ def searches(bench: Bench, variant: str, width: int, num_tokens: int) -> dict[st
         TRANSFORMERS: transformers,
     }
     try:
+        engine = bench.ctranslate2(variant)
+    except ValueError as error:
+        bench.say_once(f"{CTRANSLATE2} is left out: {error}")
+    else:
+        found[CTRANSLATE2] = lambda prompts: engine.search(prompts, width, num_tokens)
+    try:
         published = PublishedTrieSearch(reference)
     except ValueError as error:
         bench.say_once(f"{PUBLISHED} is left out: {error}")
@@ -112,7 +119,8 @@ TABLE = Table(
     ("attention", "prompts", "prompt tokens", "beams", "search", "tokens/s (95 %)", "times our time (95 %)", "n", "p"),
     cells,
     measure,
-    "tokens of the best answer over the whole call, prompt included; all of vLLM's return b answers, transformers and "
-    "the trie paper's algorithm (flat trie, dense mask, reclamation every 15 steps) the best one; the peers take turns "
-    "on every prompt; times: geometric mean of ratios; p: paired t-test of log seconds; EOS ignored",
+    "tokens of the best answer over the whole call, prompt included; all of vLLM's return b answers, transformers, "
+    "CTranslate2 (in float32, whatever the others have) and the trie paper's algorithm (flat trie, dense mask, "
+    "reclamation every 15 steps) the best one; the peers take turns on every prompt; times: geometric mean of ratios; "
+    "p: paired t-test of log seconds; EOS ignored",
 )

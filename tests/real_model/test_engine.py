@@ -1,0 +1,108 @@
+"""Beams of the real model are transformers' and those of vLLM's own loop, however they are found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
+
+from benchmarks.demo_prompts import PERSON, REAL_TASKS
+from tests.conftest import Engine, Engines
+from tests.engine.disturb import Clumsy
+from tests.engine.pairs import drafting
+from tests.engine.running import MOST_TIES, count_ties, run
+from tests.reference import agree, engine_answers, transformers_beams
+from vllm_trie import beam_params
+from vllm_trie.entrypoints.llm import beam_search
+
+EOS = 2
+WIDTH = 4
+TOKENS = 32
+MOST_BFLOAT16 = 0.1  # nats per token by which sums of log-probabilities in bfloat16 differ from transformers' own
+
+
+@pytest.fixture
+def engine(engines: Engines, model: Path, draft: Path) -> Engine:
+    """In float32, with the draft model; searches speculate if they say so."""
+    grammars = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
+    return engines(model, **drafting(draft, 4), **grammars)
+
+
+def search(**options: Any) -> Any:
+    return beam_params(WIDTH, n=WIDTH, **{"max_tokens": TOKENS, "speculation": "off", **options})
+
+
+def test_beams_are_those_of_transformers(engine: Engine, model: Path, prompts: list[list[int]]) -> None:
+    outputs = run(engine, [(prompt, search()) for prompt in prompts])
+    same = 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        theirs = transformers_beams(model, prompt, WIDTH, WIDTH, TOKENS, eos_token_id=EOS)
+        same += agree(engine_answers(output, 1.0), theirs)
+    assert same == len(prompts)
+    assert {hypothesis.finish_reason for output in outputs for hypothesis in output.outputs} == {"stop", "length"}
+
+
+def test_forests_find_what_plain_steps_find(engine: Engine, prompts: list[list[int]]) -> None:
+    plain = run(engine, [(prompt, search()) for prompt in prompts])
+    for speculation in ("exact", "auto"):
+        outputs = run(engine, [(prompt, search(speculation=speculation)) for prompt in prompts])
+        assert count_ties(outputs, plain) <= MOST_TIES * WIDTH * len(prompts)
+    counts = [run(engine, [(prompt, search(speculation="exact"))])[0] for prompt in prompts]
+    per_forward = [one.kv_transfer_params["trie_beam"]["steps_per_forward"] for one in counts]
+    assert sum(per_forward) / len(per_forward) > 1.2, "its draft model was trained to do better"
+
+
+def test_drawn_beams_follow_their_seed_with_drafts_too(engine: Engine, prompts: list[list[int]]) -> None:
+    drawn = search(do_sample=True, temperature=0.7, seed=5, speculation="sample")
+    first, again = (run(engine, [(prompts[0], drawn)])[0] for _ in range(2))
+    other = run(engine, [(prompts[0], search(do_sample=True, temperature=0.7, seed=6, speculation="sample"))])[0]
+    tokens = [[list(hypothesis.token_ids) for hypothesis in output.outputs] for output in (first, again, other)]
+    assert tokens[0] == tokens[1] != tokens[2]
+    assert first.kv_transfer_params["trie_beam"]["accepted"] > 0
+
+
+def test_every_hypothesis_under_a_schema_fits_it(engine: Engine) -> None:
+    (task,) = (task for task in REAL_TASKS if task.schema is not None)
+    tokenizer = engine.llm.get_tokenizer()
+    prompt = tokenizer(task.prompt(tokenizer))["input_ids"]
+    schema = StructuredOutputsParams(json=PERSON)
+    (output,) = run(engine, [(prompt, search(max_tokens=40, structured_outputs=schema))])
+    assert [hypothesis.finish_reason for hypothesis in output.outputs] == ["stop"] * WIDTH
+    people = [json.loads(hypothesis.text) for hypothesis in output.outputs]
+    assert all({*person} == {*PERSON["properties"]} and isinstance(person["age"], int) for person in people)
+    assert people[0] == {"name": "Anna", "age": 34, "city": "Lyon"}
+    client = BeamSearchParams(WIDTH, max_tokens=40, structured_outputs=schema)
+    (theirs,) = beam_search.original(engine.llm, [{"prompt_token_ids": prompt}], client)
+    assert theirs.sequences[0].tokens[len(prompt) :] == list(output.outputs[0].token_ids)
+
+
+def test_preempted_searches_find_the_same(engine: Engine, prompts: list[list[int]]) -> None:
+    jobs = [(prompt, search(max_tokens=12)) for prompt in prompts[:3]]
+    quiet, clumsy = run(engine, jobs), Clumsy(engine)
+    outputs = run(engine, jobs, clumsy.preempt_whenever_a_search_is_further)
+    assert clumsy.num_preempted > 3
+    assert count_ties(outputs, quiet) == 0
+
+
+def test_beams_in_bfloat16_are_those_of_vllms_own_loop(engines: Engines, model: Path, prompts: list[list[int]]) -> None:
+    engine = engines(model, dtype="bfloat16")
+    outputs = run(engine, [(prompt, search(ignore_eos=True)) for prompt in prompts])
+    client = BeamSearchParams(WIDTH, max_tokens=TOKENS, ignore_eos=True)
+    theirs = beam_search.original(engine.llm, [{"prompt_token_ids": prompt} for prompt in prompts], client)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    for prompt, output, loop in zip(prompts, outputs, theirs, strict=True):
+        best, other = output.outputs[0], loop.sequences[0]
+        print(abs(best.cumulative_logprob - other.cum_logprob), list(best.token_ids) == other.tokens[len(prompt) :])
+        print(abs(forced(reference, prompt, list(best.token_ids)) - best.cumulative_logprob) / TOKENS)
+
+
+@torch.inference_mode()
+def forced(model: Any, prompt: list[int], answer: list[int]) -> float:
+    """The sum of log-probabilities of an answer, by one forward of it alone."""
+    logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None]).sum().item()
