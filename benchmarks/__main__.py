@@ -67,11 +67,12 @@ TABLES: dict[str, Table] = {
     "shared": attention.SEARCH,
     "steps_scored": step_search.TABLE,
     "tasks": tasks.TABLE,
+    "parity": fidelity.PARITY,
 }
 REAL = "smollm2"
 OURS_ALONE = (  # no paper has them
     *("host", "controls", "grammars", "serve", "latency", "catalogs", "retrieval", "load"),
-    *("auto", "lookup", "attention", "shared", "steps_scored", "tasks"),
+    *("auto", "lookup", "attention", "shared", "steps_scored", "tasks", "parity"),
 )
 OF_PAPERS = [name for name in TABLES if name not in OURS_ALONE]
 INTERRUPTED = 130

@@ -7,6 +7,8 @@ all rows of a table. RESULTS.md names what it shows of one:
     <!-- table: NAME; COLUMN = VALUE or VALUE; show COLUMN + COLUMN -->
     <!-- table: NAME, COLUMN by KEY; COLUMN = VALUE -->
 
+NAME is that of a table on the toy, or as in "smollm2/memory" of one on the real model.
+
 The first form keeps rows and columns. The second has a row for all rows alike in the columns before KEY, and a column
 for each of what KEY holds. All up to the next `<!-- end -->` is replaced.
 """
@@ -21,11 +23,14 @@ from pathlib import Path
 from shutil import copy
 from typing import Any
 
+from benchmarks.smollm2 import get
+
 ROOT = Path(__file__).resolve().parent.parent
+OF_REAL_MODEL = "smollm2"  # the folder beside the toy's tables
 MEASURED = ROOT / "benchmarks" / "measured"
 PAGES = ROOT / "docs" / "results"
 RESULTS = ROOT / "RESULTS.md"
-PLACE = re.compile(r"(<!-- table: (\w+)(?:, (.+?) by (.+?))?((?:; .+?)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- table: ([\w/]+)(?:, (.+?) by (.+?))?((?:; .+?)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 SPREAD = dict.fromkeys(("throughput", "concurrency"), ("times our time (95 %)", "tokens/s (95 %)"))  # by search
 PICTURES = {
     "memory": ("memory_by_step", "overlap_by_width"),
@@ -78,33 +83,48 @@ def fill_in(text: str, folder: Path) -> str:
 
 def write_pages(folder: Path, pages: Path) -> None:
     """Write a page of all rows for each table of a folder, and a list of pages."""
-    pages.mkdir(parents=True, exist_ok=True)
-    titles = {}
-    for path in sorted(folder.glob("*.json")):
-        content = json.loads(path.read_text())
-        titles[path.stem] = content["title"]
-        views = [_spread(content, value, "search") for value in SPREAD.get(path.stem, ())] or [content]
-        parts = [f"# {content['title']}", *map(_whole, views)]
-        parts += [f"![{name.replace('_', ' ')}](../{name}.png)\n" for name in PICTURES.get(path.stem, ())]
-        (pages / f"{path.stem}.md").write_text("\n\n".join(part.rstrip("\n") for part in parts) + "\n")
-    links = "\n".join(f"- [{title}]({name}.md)" for name, title in titles.items())
     intro = (
         "All rows of the tables of [RESULTS.md](../../RESULTS.md). `python -m benchmarks.report` makes these pages "
         "from the JSON in benchmarks/measured/. Plots are of the same runs."
     )
-    (pages / "README.md").write_text(f"# Measured tables\n\n{intro}\n\n{links}\n")
+    parts = [f"# Measured tables\n\n{intro}\n"]
+    for told, place in (("On SmolLM2-135M-Instruct", OF_REAL_MODEL), ("On the toy", ".")):
+        titles = {path.stem: _write_page(path, pages / place) for path in sorted((folder / place).glob("*.json"))}
+        links = "\n".join(f"- [{title}]({Path(place) / name}.md)" for name, title in titles.items())
+        parts += [f"## {told}\n\n{links}\n"] if titles else []
+    (pages / "README.md").write_text("\n".join(parts))
+
+
+def _write_page(path: Path, folder: Path) -> str:
+    """Write the page of one table, and return its title."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = json.loads(path.read_text())
+    views = [_spread(content, value, "search") for value in SPREAD.get(path.stem, ())] or [content]
+    parts = [f"# {content['title']}", *map(_whole, views)]
+    pictures = (name for name in PICTURES.get(path.stem, ()) if (_pictures(folder) / f"{name}.png").exists())
+    parts += [f"![{name.replace('_', ' ')}](../{name}.png)\n" for name in pictures]
+    (folder / f"{path.stem}.md").write_text("\n\n".join(part.rstrip("\n") for part in parts) + "\n")
+    return content["title"]
+
+
+def _pictures(pages: Path) -> Path:
+    """Where the plots that a folder of pages shows are kept."""
+    return pages.parent
 
 
 def take_over(results: Path, folder: Path) -> None:
-    """Keep the rows of what a run of the benchmarks measured, and the pictures that pages show."""
+    """Keep the rows of what a run of the benchmarks measured, and the plots that pages show."""
+    place = "."
     for path in sorted(results.glob("*.json")):
         content = json.loads(path.read_text())
         if "cells" in content:
             rows = [row for cell in content["cells"] for row in cell["rows"]]
-            _keep(folder / path.name, content | {"cells": [{"rows": rows}]})
+            place = OF_REAL_MODEL if content["setting"]["model"] == get.NAME else "."
+            (folder / place).mkdir(parents=True, exist_ok=True)
+            _keep(folder / place / path.name, content | {"cells": [{"rows": rows}]})
     for name in (name for names in PICTURES.values() for name in names):
         if (results / f"{name}.png").exists():
-            copy(results / f"{name}.png", ROOT / "docs")
+            copy(results / f"{name}.png", _pictures(PAGES / place))
 
 
 def take_over_against(launches: list[Path], folder: Path) -> None:

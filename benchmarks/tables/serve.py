@@ -12,13 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import BLOCK_SIZE, TARGET, alternate, median_ratio
+from benchmarks.common import BLOCK_SIZE, alternate, median_ratio
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.server import VLLM, Server, serving
 from benchmarks.stdlib_pair.corpus import held_out_prompts
 
 BEAM_TRAFFIC = ((4, 1), (4, 8), (8, 8))  # beams, requests at a time
 BEAM_REQUESTS, BEAM_TOKENS = 16, 32
+KV_CACHE_BYTES = 1 << 29
 ORDINARY = {"num-prompts": 64, "random-input-len": 64, "random-output-len": 32, "max-concurrency": 8}
 
 LATENCY_SHAPES = ((4, 1), (4, 8), (8, 4))
@@ -32,13 +33,15 @@ def cells(setting: Setting) -> list[Cell]:
 def measure(bench: Bench, _: str) -> Measured:
     """One server with the plugin between two without: ordinary traffic, then `use_beam_search`."""
     bench.stop_engine()
-    repeats = bench.setting.repeats
+    repeats, model = bench.setting.repeats, bench.setting.model
+    command = ("vllm", "serve", model, "--served-model-name", "target")
+    engine = ("--dtype", bench.setting.dtype, "--kv-cache-memory-bytes", str(KV_CACHE_BYTES))
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         servers = {
-            name: running.enter_context(serving(Path(folder) / name, *options))
+            name: running.enter_context(serving(Path(folder) / name, *engine, *options, command=command))
             for name, options in {"without": (), "with": ("--plugin", "trie_beam"), "again": ()}.items()
         }
-        seconds = _alternating(servers, partial(_ordinary_traffic, folder=Path(folder)), repeats)
+        seconds = _alternating(servers, partial(_ordinary_traffic, model=model, folder=Path(folder)), repeats)
         rows = [_row("ordinary: vllm bench serve, 8 at a time", seconds)]
         for width, at_a_time in BEAM_TRAFFIC:
             seconds = alternate(
@@ -55,16 +58,17 @@ def latency_cells(setting: Setting) -> list[Cell]:
 def measure_latency(bench: Bench, width: int, num_prompts: int) -> Measured:
     """`vllm bench latency --use-beam-search`, as its users run it."""
     bench.stop_engine()
-    medians = []
+    setting, medians = bench.setting, []
+    # Its prompts are random tokens below 10,000.
+    larger = ["--hf-overrides", '{"vocab_size": 16384}', "--load-format", "dummy"] if setting.is_toy else []
     for options in ([], ["--plugin", "trie_beam"]):
         with tempfile.NamedTemporaryFile(suffix=".json") as result:
             _run(
-                *["bench", "latency", "--model", TARGET, "--load-format", "dummy", "--dtype", "float32"],
-                # its prompts are random tokens below 10,000
-                *["--hf-overrides", '{"vocab_size": 16384}', "--enforce-eager", "--block-size", BLOCK_SIZE],
-                *["--max-model-len", 512, "--kv-cache-memory-bytes", 1 << 28, "--output-json", result.name],
+                *["bench", "latency", "--model", setting.model, "--dtype", setting.dtype, *larger],
+                *["--enforce-eager", "--block-size", BLOCK_SIZE, "--max-model-len", 512],
+                *["--kv-cache-memory-bytes", KV_CACHE_BYTES, "--output-json", result.name],
                 *["--input-len", LATENCY_TOKENS, "--output-len", LATENCY_TOKENS, "--batch-size", num_prompts],
-                *["--n", width, "--use-beam-search", "--num-iters", bench.setting.repeats, "--num-iters-warmup", 1],
+                *["--n", width, "--use-beam-search", "--num-iters", setting.repeats, "--num-iters-warmup", 1],
                 *options,
             )
             medians.append(statistics.median(json.load(result)["latencies"]))
@@ -79,12 +83,12 @@ def _alternating(servers: dict[str, Server], measure: Any, repeats: int) -> dict
     return seconds
 
 
-def _ordinary_traffic(server: Server, folder: Path) -> float:
+def _ordinary_traffic(server: Server, model: str, folder: Path) -> float:
     """Seconds that `vllm bench serve` measures for its requests, one of them as warm-up."""
     result = folder / "serve.json"
     _run(
         *["bench", "serve", "--backend", "openai", "--base-url", server.url, "--model", "target"],
-        *["--tokenizer", TARGET, "--dataset-name", "random", "--ignore-eos", "--seed", 0, "--num-warmups", 8],
+        *["--tokenizer", model, "--dataset-name", "random", "--ignore-eos", "--seed", 0, "--num-warmups", 8],
         *["--save-result", "--result-dir", folder, "--result-filename", result.name],
         *(argument for name, value in ORDINARY.items() for argument in (f"--{name}", value)),
     )
@@ -126,12 +130,12 @@ TABLE = Table(
     ("traffic", "without, s", "with, s", "times faster", "A/A"),
     cells,
     measure,
-    "the trained target, max_num_seqs=64; medians of alternations; A/A: a second server without against the first",
+    "max_num_seqs=64; medians of alternations; A/A: a second server without against the first",
 )
 LATENCY = Table(
     f"vllm bench latency --use-beam-search, {LATENCY_TOKENS} tokens after {LATENCY_TOKENS}",
     ("beams x prompts", "without, s", "with, s", "times faster"),
     latency_cells,
     measure_latency,
-    "the trained target's shape with dummy weights; medians",
+    "eager; the toy has dummy weights and a larger vocabulary; medians",
 )

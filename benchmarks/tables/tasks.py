@@ -136,7 +136,7 @@ TABLE = Table(
     cells,
     measure,
     f"at most {NUM_TOKENS} tokens; the best hypothesis counts; HumanEval: the prompt is completed, up to the end of "
-    "the function, and runs with its tests in a process with limits; GSM8K: a turn of a chat, the number behind ####, or "
-    "the last one; alone: tasks that this search solves and greedy search does not; p: McNemar's exact test; beam "
+    "the function, and runs with its tests in a process with limits; GSM8K: a turn of a chat, the number behind ####, "
+    "or the last one; alone: tasks that this search solves and greedy search does not; p: McNemar's exact test; beam "
     f"sampling: temperature {TEMPERATURE}, seed {SEED}",
 )

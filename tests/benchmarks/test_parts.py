@@ -15,6 +15,7 @@ from benchmarks import models, picture, report
 from benchmarks.common import TARGET
 from benchmarks.prompts import CODE, PromptSet
 from benchmarks.significance import interval, paired
+from benchmarks.smollm2 import get
 from benchmarks.tables.energy import meters
 from benchmarks.tables.reclamation import most_dead
 from benchmarks.watch import Steps
@@ -150,11 +151,15 @@ def test_a_report_shows_one_value_in_a_column_for_each_of_what_another_holds(tmp
 def test_the_tables_of_the_repository_are_what_its_json_says(tmp_path: Path) -> None:
     assert report.fill_in(report.RESULTS.read_text(), report.MEASURED) == report.RESULTS.read_text()
     report.write_pages(report.MEASURED, tmp_path)
-    pages = {path.name: path.read_text() for path in report.PAGES.iterdir()}
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == pages
+    assert _texts(tmp_path) == _texts(report.PAGES)
 
 
-def test_what_a_run_left_is_taken_over_without_its_series(tmp_path: Path) -> None:
+def _texts(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.md")}
+
+
+@pytest.mark.parametrize(("model", "place"), [("the trained target", "."), (get.NAME, report.OF_REAL_MODEL)])
+def test_what_a_run_left_is_taken_over_without_its_series(tmp_path: Path, model: str, place: str) -> None:
     results, kept = tmp_path / "results", tmp_path / "kept"
     results.mkdir()
     kept.mkdir()
@@ -164,12 +169,12 @@ def test_what_a_run_left_is_taken_over_without_its_series(tmp_path: Path) -> Non
         "columns": ["a", "b"],
         "command": "python -m benchmarks",
         "machine": {"cores": 2, "processor": "P", "vllm": "1", "engine": "E"},
-        "setting": {"size": "full"},
+        "setting": {"size": "full", "model": model},
         "cells": [{"cell": [n], "rows": [[n, 0.5]], "series": {"ms": [1.0]}} for n in range(2)],
     }
     (results / "steps.json").write_text(json.dumps(content))
     report.take_over(results, kept)
-    taken = json.loads((kept / "steps.json").read_text())
+    taken = json.loads((kept / place / "steps.json").read_text())
     assert taken["cells"] == [{"rows": [[0, 0.5], [1, 0.5]]}]
     assert taken.keys() == content.keys() - {"setting"}
 
