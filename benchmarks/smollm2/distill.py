@@ -30,7 +30,7 @@ LENGTH = 256  # tokens of a row
 HELD_OUT_ROWS = 64
 BATCH = 8  # rows
 PEAK_RATE = 1e-3
-TOKENS, EPOCHS, SEED = 1_000_000, 4, 0
+TOKENS, EPOCHS, SEED = 500_000, 4, 0
 
 
 def main() -> None:

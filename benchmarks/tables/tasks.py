@@ -20,7 +20,7 @@ ASKED = "{}\nSolve this step by step. Write the answer as a number in the last l
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 GREEDY = "greedy"
 TEMPERATURE, SEED = 0.7, 1
-NUM_TOKENS = 192
+NUM_TOKENS = 160
 
 
 def params_by_search(num_tokens: int, stop: Sequence[str]) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def measure(bench: Bench, set_name: str) -> Measured:
     """All searches on the same tasks, each in one batch."""
     setting = bench.setting
     prompts = setting.prompt_set(set_name)
-    tasks = [task for task, _ in zip(prompts.objects(), range(setting.pick(2, 40, 200)), strict=False)]
+    tasks = [task for task, _ in zip(prompts.objects(), range(setting.pick(2, 40, 164)), strict=False)]
     kind = next((kind for kind in KINDS if kind.fields <= tasks[0].keys()), None)
     if kind is None:
         raise ValueError(
