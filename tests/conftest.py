@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.models import COPIES, make
+from benchmarks.smollm2 import get
 from tests import models
 from tests.rows import WatchedRows
 from vllm_trie.selection import has_beams
@@ -61,6 +62,27 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 def copying_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a model that goes on as its newest tokens did before, with the trained model's tokens."""
     return make(COPIES, str(TRAINED_TARGET), tmp_path_factory.mktemp("copies"))
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """Folder of SmolLM2-135M-Instruct. Skips where it cannot be had, but for continuous integration, which must have it."""
+    return _had(get.target)
+
+
+@pytest.fixture(scope="session")
+def real_draft(real_model: Path) -> Path:
+    """Folder of its draft model."""
+    return _had(get.draft)
+
+
+def _had(get_folder: Callable[[], Path]) -> Path:
+    try:
+        return get_folder()
+    except get.UnavailableError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
 
 
 @cache

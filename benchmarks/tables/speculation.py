@@ -195,7 +195,7 @@ def measure_cost(bench: Bench, num_layers: int, times: int) -> Measured:
     steps_per_forward = counts.steps / counts.target_forwards
     per_plain = statistics.median(seconds["plain"]) / counts.steps
     per_speculative = statistics.median(seconds["speculative"]) / counts.target_forwards
-    ratio = bench.reference_draft().num_parameters() / bench.reference(variant).num_parameters()
+    ratio = _num_read(bench.reference_draft()) / _num_read(bench.reference(variant))
     row = (
         f"{times}x",
         num_layers,
@@ -209,6 +209,13 @@ def measure_cost(bench: Bench, num_layers: int, times: int) -> Measured:
         same,
     )
     return Measured([row])
+
+
+def _num_read(model: Any) -> int:
+    """Parameters that a forward reads: of input embeddings that are nothing else it reads a row for each token."""
+    embeddings = model.get_input_embeddings().weight
+    is_output_too = embeddings is model.get_output_embeddings().weight
+    return model.num_parameters() - (0 if is_output_too else embeddings.numel())
 
 
 COST = Table(

@@ -1,25 +1,89 @@
-"""`make demo` runs to the end and shows what it promises."""
+"""`make demo` runs to the end and shows what it promises, on the real model and on the toy."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from typing import Any
 
 import pytest
 
+from benchmarks import demo
+from benchmarks.demo_prompts import REAL_TASKS, Subject, toy
+from benchmarks.smollm2.get import UnavailableError
 from tests.conftest import ROOT
 
+COMMAND = [sys.executable, "-m", "benchmarks.demo"]
+PROMISED = (
+    "1. ANSWERS",
+    "greedy",
+    "4 beams in the engine",
+    "4 beams, vLLM's own loop",
+    "2. MEMORY",
+    "beams apart would hold",
+    "3. TIME",
+    "loop, times ours",
+    "4. A DRAFT MODEL",
+    "steps per forward",
+)
 
-def test_demo_shows_hypotheses_blocks_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
-    command = [sys.executable, "-m", "benchmarks.demo", "--prompts", "1", "--repeats", "1"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+@pytest.fixture(autouse=True)
+def _engines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+
+
+@pytest.mark.parametrize("options", [["--toy", "--tasks", "1"], ["--tasks", "1"]], ids=["toy", "real"])
+@pytest.mark.usefixtures("_model_if_asked_for")
+def test_demo_shows_answers_blocks_times_and_drafts(options: list[str]) -> None:
+    result = subprocess.run([*COMMAND, "--repeats", "1", *options], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
-    for promised in (
-        "Hypotheses, best first",
-        "KV blocks at the peak",
-        "own loop",
-        "plain sampling",
-        "steps per forward",
-    ):
-        assert promised in result.stdout
+    assert [promised for promised in PROMISED if promised not in result.stdout] == []
+    if "--toy" not in options:
+        assert "Paris" in result.stdout
+
+
+@pytest.fixture
+def _model_if_asked_for(request: pytest.FixtureRequest) -> None:
+    if "real" in request.node.callspec.id:
+        request.getfixturevalue("real_draft")
+
+
+def test_where_the_model_cannot_be_had_one_sentence_says_why_and_the_toy_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = list[tuple[Any, ...]]()
+
+    def missing() -> Subject:
+        raise UnavailableError("the model cannot be had: no network")
+
+    monkeypatch.setattr(demo, "real", missing)
+    monkeypatch.setattr(demo, "demonstrate", lambda *args: shown.append(args))
+    monkeypatch.setattr(sys, "argv", ["demo"])
+    assert demo.main() == 0
+    assert shown == [(toy(), None, 3)]
+    assert "cannot be had: no network" in capsys.readouterr().out
+
+
+def test_the_prompts_are_of_the_kinds_that_people_send() -> None:
+    assert [task.name for task in REAL_TASKS] == [
+        *("a fact", "a translation", "a summary", "a function", "JSON by a schema", "a chat"),
+    ]
+
+
+def test_an_interrupt_ends_it_without_a_traceback() -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "--toy"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    assert process.stdout is not None
+    while "Starting vLLM" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == demo.INTERRUPTED, err[-2000:]
+    assert "Interrupted." in out
+    assert "Traceback" not in err

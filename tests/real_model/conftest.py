@@ -1,16 +1,13 @@
-"""The real model's folders, and prompts of the kinds that people send."""
+"""Prompts of the kinds that people send."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from benchmarks.demo_prompts import NEWS, Task
-from benchmarks.smollm2 import get
 
 TASKS = (
     Task("a fact", "The capital of France is", 32, is_chat=False),
@@ -25,27 +22,7 @@ TASKS = (
 
 
 @pytest.fixture(scope="session")
-def model() -> Path:
-    """Skips where the model cannot be had, but for continuous integration, which must have it."""
-    return _had(get.target)
-
-
-@pytest.fixture(scope="session")
-def draft(model: Path) -> Path:
-    return _had(get.draft)
-
-
-def _had(get_folder: Callable[[], Path]) -> Path:
-    try:
-        return get_folder()
-    except get.UnavailableError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="session")
-def prompts(model: Path) -> list[list[int]]:
+def prompts(real_model: Path) -> list[list[int]]:
     """Token ids of `TASKS`."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(real_model)
     return [tokenizer(task.prompt(tokenizer))["input_ids"] for task in TASKS]
