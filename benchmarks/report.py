@@ -89,20 +89,22 @@ def write_pages(folder: Path, pages: Path) -> None:
     )
     parts = [f"# Measured tables\n\n{intro}\n"]
     for told, place in (("On SmolLM2-135M-Instruct", OF_REAL_MODEL), ("On the toy", ".")):
-        titles = {path.stem: _write_page(path, pages / place) for path in sorted((folder / place).glob("*.json"))}
+        pictures = _pictures(PAGES / place)
+        measured = sorted((folder / place).glob("*.json"))
+        titles = {path.stem: _write_page(path, pages / place, pictures) for path in measured}
         links = "\n".join(f"- [{title}]({Path(place) / name}.md)" for name, title in titles.items())
         parts += [f"## {told}\n\n{links}\n"] if titles else []
     (pages / "README.md").write_text("\n".join(parts))
 
 
-def _write_page(path: Path, folder: Path) -> str:
-    """Write the page of one table, and return its title."""
+def _write_page(path: Path, folder: Path, pictures: Path) -> str:
+    """Write the page of one table, with those pictures that there are, and return its title."""
     folder.mkdir(parents=True, exist_ok=True)
     content = json.loads(path.read_text())
     views = [_spread(content, value, "search") for value in SPREAD.get(path.stem, ())] or [content]
     parts = [f"# {content['title']}", *map(_whole, views)]
-    pictures = (name for name in PICTURES.get(path.stem, ()) if (_pictures(folder) / f"{name}.png").exists())
-    parts += [f"![{name.replace('_', ' ')}](../{name}.png)\n" for name in pictures]
+    shown = (name for name in PICTURES.get(path.stem, ()) if (pictures / f"{name}.png").exists())
+    parts += [f"![{name.replace('_', ' ')}](../{name}.png)\n" for name in shown]
     (folder / f"{path.stem}.md").write_text("\n\n".join(part.rstrip("\n") for part in parts) + "\n")
     return content["title"]
 

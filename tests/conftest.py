@@ -66,7 +66,7 @@ def copying_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def real_model() -> Path:
-    """Folder of SmolLM2-135M-Instruct. Skips where it cannot be had, but for continuous integration, which must have it."""
+    """Folder of SmolLM2-135M-Instruct. Skips where it cannot be had, but not in continuous integration."""
     return _had(get.target)
 
 

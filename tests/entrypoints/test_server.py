@@ -22,19 +22,17 @@ from benchmarks.common import TARGET
 from benchmarks.server import Server, serving
 from tests.conftest import ROOT
 from tests.grammars import GRAMMARS, MATCHES, SCHEMA
-from tests.test_readme import CLIENT as EXAMPLES
-from tests.test_readme import SERVE as README_SERVES
-from tests.test_readme import Example, run_here
+from tests.test_readme import CLIENT, README_CLIENT, Example, run_here
 from vllm_trie.entrypoints.requests import BeamRequestError
 from vllm_trie.entrypoints.server import serve_beams
 
+EXAMPLES = [example for example in CLIENT if example != README_CLIENT]
 PROMPTS = ["def is_prime(number):", "class Foo:\n    def close(self):", "import os\n", "    return"]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The README's command, with the settings of the tests."""
-    with serving(tmp_path_factory.mktemp("server") / "log", command=README_SERVES) as server:
+    with serving(tmp_path_factory.mktemp("server") / "log", "--plugin", "trie_beam") as server:
         yield server
 
 
