@@ -18,15 +18,14 @@ from benchmarks.common import TARGET
 from benchmarks.server import VLLM, Server, serving
 from tests.entrypoints.test_server import BOTH_WAYS, PROMPTS, abort_by, beams, chat, complete
 from tests.grammars import SCHEMA
-from tests.test_readme import SERVE as README_SERVES
 from vllm_trie.messages import NO_HYPOTHESIS
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One that looks for tool calls in what chats answer."""
-    options = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    with serving(tmp_path_factory.mktemp("server") / "log", *options, command=README_SERVES) as server:
+    options = ["--plugin", "trie_beam", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    with serving(tmp_path_factory.mktemp("server") / "log", *options) as server:
         yield server
 
 
