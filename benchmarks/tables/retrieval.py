@@ -27,7 +27,6 @@ from vllm_trie.entrypoints.llm import beam_search
 NUM_LEVELS, SEED, FIRST_CODE = 4, 0, 2
 PROMPT_TOKENS = 1000
 MOST_CLIENT_ROWS = MOST_TRANSFORMERS_ROWS = 128  # beyond them a search takes minutes
-MODELS = (models.AS_IT_IS, models.RANDOM_60M)
 
 
 def synthetic(num_items: int, vocab_size: int) -> np.ndarray:
@@ -62,12 +61,22 @@ def engine_of(bench: Bench, variant: str, widest: int, sizes: Sequence[int]) -> 
     return bench.engine(variant, additional_config={"trie_beam": {"catalogs": catalogs}}, **limits)
 
 
+def variants(setting: Setting) -> tuple[str, ...]:
+    """The model itself, and beside the toy a larger one."""
+    return (models.AS_IT_IS, models.RANDOM_60M) if setting.is_toy else (models.AS_IT_IS,)
+
+
+def is_itself(variant: str) -> bool:
+    """Whether it is the model, not a larger one."""
+    return variant == models.AS_IT_IS
+
+
 # A step with catalogs of several sizes.
 
 
 def size_cells(setting: Setting) -> list[Cell]:
     sizes = setting.pick((10**3,), (10**3, 10**5, 10**6), (10**3, 10**5, 10**7))
-    return [(variant, setting.pick(16, 128, 128), list(sizes)) for variant in MODELS]
+    return [(variant, setting.pick(16, 128, 128), list(sizes)) for variant in variants(setting)]
 
 
 def measure_sizes(bench: Bench, variant: str, width: int, sizes: list[int]) -> Measured:
@@ -98,7 +107,7 @@ SIZES = Table(
 
 def cells(setting: Setting) -> list[Cell]:
     widths = setting.widths or setting.pick((16,), (128, 512), (128, 512, 2048, 5000))
-    return [(variant, width) for variant in MODELS for width in widths if variant == models.AS_IT_IS or width < 5000]
+    return [(variant, width) for variant in variants(setting) for width in widths if width < 5000 or is_itself(variant)]
 
 
 def along(catalog: Catalog, prompt_length: int) -> Callable[[int, Any], list[int]]:
@@ -130,7 +139,7 @@ def searches(bench: Bench, llm: Any, variant: str, width: int, catalog: str, pro
     found[SAMPLING] = partial(generate, llm, prompts, SamplingParams(n=width, temperature=1.0, **options))
     if width <= MOST_CLIENT_ROWS:
         found[CLIENT_LOOP] = partial(beam_search.original, llm, prompts, BeamSearchParams(beam_width=width, **options))
-    if width <= MOST_TRANSFORMERS_ROWS and variant == models.AS_IT_IS:  # of the larger model it takes minutes, too
+    if width <= MOST_TRANSFORMERS_ROWS and bench.setting.is_toy and is_itself(variant):  # with others it takes minutes
         reference, ids = bench.reference(variant), torch.tensor([prompt])
 
         def transformers() -> Any:
@@ -212,7 +221,9 @@ TABLE = Table(
 
 def load_cells(setting: Setting) -> list[Cell]:
     numbers = setting.pick((2,), (1, 8), (1, 8, 32))
-    return [(variant, number) for variant in MODELS for number in numbers if variant == models.AS_IT_IS or number < 32]
+    return [
+        (variant, number) for variant in variants(setting) for number in numbers if number < 32 or is_itself(variant)
+    ]
 
 
 def measure_load(bench: Bench, variant: str, groups: int) -> Measured:
