@@ -1,8 +1,7 @@
 """Measured tables as Markdown: `python -m benchmarks.report` makes docs/results/ and fills in RESULTS.md.
 
 Both come from the JSON that is kept in benchmarks/measured/. `--results FOLDER` first takes over what a run of
-`python -m benchmarks` left there, `--against FILE...` what launches of `python -m benchmarks.against` did. Pages have
-all rows of a table. RESULTS.md names what it shows of one:
+`python -m benchmarks` left there. Pages have all rows of a table. RESULTS.md names what it shows of one:
 
     <!-- table: NAME; COLUMN = VALUE or VALUE; show COLUMN + COLUMN -->
     <!-- table: NAME, COLUMN by KEY; COLUMN = VALUE -->
@@ -18,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import statistics
 from pathlib import Path
 from shutil import copy
 from typing import Any
@@ -129,33 +127,6 @@ def take_over(results: Path, folder: Path) -> None:
             copy(results / f"{name}.png", _pictures(PAGES / place))
 
 
-def take_over_against(launches: list[Path], folder: Path) -> None:
-    """Keep what `benchmarks.against` measured of beams and of ordinary requests, as the table `runner`.
-
-    Args:
-        launches: Its files. A process may be a few percent slow from its start to its end, so several know more.
-        folder: Where the tables are kept.
-    """
-    contents = [json.loads(path.read_text()) for path in launches]
-    content, kept, rows = contents[0], json.loads((folder / "runner.json").read_text()), []
-    for section, told in (("beams", "beams"), ("ordinary", "rows")):
-        found = []
-        for of_launches in zip(*(content.get(section, ()) for content in contents), strict=True):
-            times = [case["ms"]["wall"] for case in of_launches]  # by side
-            first, *others = times[0]
-            ratios = ((b / a for of in times for a, b in zip(of[first], of[side], strict=True)) for side in others)
-            found.append(list(map(statistics.median, ratios)))
-            ms = statistics.median(one for of in times for one in of[first])
-            rows.append([of_launches[0]["case"], f"{ms:.3g}", *(f"{ratio:.3f}" for ratio in found[-1])])
-        if found:
-            means = map(statistics.geometric_mean, zip(*found, strict=True))
-            rows.append([f"geometric mean of {told}", "", *(f"{mean:.3f}" for mean in means)])
-    known = re.sub(r"commit \w+", f"commit {content['revision']}", kept["note"])
-    command = re.sub(r"(against) \w+", rf"\1 {content['revision']}", kept["command"])
-    changed = {"machine": content["machine"], "note": known, "command": command, "cells": [{"rows": rows}]}
-    _keep(folder / "runner.json", kept | changed)
-
-
 def _keep(path: Path, content: Content) -> None:
     """Write a table as JSON, a row to a line."""
     kept = {key: content[key] for key in ("title", "note", "columns", "command", "machine") if key in content}
@@ -226,12 +197,9 @@ def _shown(cell: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, help="first take over the tables and plots of this folder")
-    parser.add_argument("--against", type=Path, nargs="+", help="first take over files of benchmarks.against")
     args = parser.parse_args()
     if args.results is not None:
         take_over(args.results, MEASURED)
-    if args.against is not None:
-        take_over_against(args.against, MEASURED)
     write_pages(MEASURED, PAGES)
     RESULTS.write_text(fill_in(RESULTS.read_text(), MEASURED))
 

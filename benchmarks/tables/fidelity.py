@@ -71,17 +71,27 @@ Beams = tuple[list[list[int]], list[float]]  # hypotheses of a prompt, best firs
 
 
 def reference_beams(bench: Bench, prompts: Sequence[list[int]], width: int, num_tokens: int) -> list[Beams]:
-    """transformers' hypotheses of each prompt, searched in one batch, without padding."""
+    """transformers' hypotheses of each prompt, searched in one batch, without padding.
+
+    All of the prompts but their last tokens is computed once; `generate` by itself would compute it for every beam.
+    """
     import torch
+    from transformers import DynamicCache
 
     model, eos = bench.reference(), bench.eos_token_ids
     longest = max(map(len, prompts))
     ids = torch.tensor([[eos[0]] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.inference_mode():
+        computed = DynamicCache()
+        before = {"attention_mask": mask[:, :-1], "position_ids": positions[:, :-1], "past_key_values": computed}
+        model(ids[:, :-1], **before, logits_to_keep=1)
+        computed.batch_repeat_interleave(width)
         found = model.generate(
             ids,
             attention_mask=mask,
+            past_key_values=computed,
             num_beams=width,
             num_return_sequences=width,
             max_new_tokens=num_tokens,

@@ -179,20 +179,6 @@ def test_what_a_run_left_is_taken_over_without_its_series(tmp_path: Path, model:
     assert taken.keys() == content.keys() - {"setting"}
 
 
-def test_times_against_another_commit_are_taken_over(tmp_path: Path) -> None:
-    (tmp_path / "runner.json").write_text((report.MEASURED / "runner.json").read_text())
-    ms = {"older": [4.0, 5.0], "older, again": [4.0, 5.0], "newer": [8.0, 10.0]}
-    case = {"case": "1 x 4 beams", "ms": {"wall": ms}, "ratios": {"wall": {"older, again": 1.0, "newer": 2.0}}}
-    machine = {"cores": 2, "processor": "P", "vllm": "1", "engine": "E"}
-    (tmp_path / "against.json").write_text(json.dumps({"revision": "abc1234", "machine": machine, "beams": [case]}))
-    report.take_over_against([tmp_path / "against.json"], tmp_path)
-    taken = json.loads((tmp_path / "runner.json").read_text())
-    rows = [["1 x 4 beams", "4.5", "1.000", "2.000"], ["geometric mean of beams", "", "1.000", "2.000"]]
-    assert taken["cells"] == [{"rows": rows}]
-    assert "commit abc1234," in taken["note"]
-    assert "against abc1234 " in taken["command"]
-
-
 def test_the_picture_shows_a_fork_that_copies_one_tail(tmp_path: Path) -> None:
     _, blocks, copies = picture.search()
     assert copies == [(blocks.row_blocks(2)[-1], blocks.row_blocks(3)[-1])]
