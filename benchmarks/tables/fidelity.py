@@ -84,7 +84,7 @@ def reference_beams(bench: Bench, prompts: Sequence[list[int]], width: int, num_
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.inference_mode():
-        computed = DynamicCache()
+        computed = DynamicCache(config=model.config)
         before = {"attention_mask": mask[:, :-1], "position_ids": positions[:, :-1], "past_key_values": computed}
         model(ids[:, :-1], **before, logits_to_keep=1)
         computed.batch_repeat_interleave(width)
