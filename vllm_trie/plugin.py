@@ -21,6 +21,7 @@ from vllm_trie.options import PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.selection import (
     ASYNC_SCHEDULER,
     SCHEDULER,
+    config_of,
     has_beams,
     is_selected,
     refuse_unsupported_engine,
@@ -56,10 +57,10 @@ def _make_draft_architecture_known() -> None:
 
 def _select(original: Callable[..., VllmConfig], self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
     _refuse_near_misses(self.additional_config)
-    if not is_selected(self.additional_config):
+    if not is_selected(self):
         return original(self, *args, **kwargs)
-    config = TrieBeamConfig.from_additional_config(self.additional_config)
-    changed = verify(config.vllm_check, needs_cpu_kernels())
+    options = TrieBeamConfig.from_additional_config(self.additional_config)
+    changed = verify(options.vllm_check, needs_cpu_kernels())
     _refuse_v1_model_runner()
     own = self.scheduler_cls, self.worker_cls
     _take_over(self)
@@ -74,14 +75,14 @@ def _select(original: Callable[..., VllmConfig], self: EngineArgs, *args: Any, *
         _check_attention(vllm_config)
         if vllm_config.scheduler_config.async_scheduling:
             vllm_config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
-        _tell_what_starts(vllm_config, config, changed)
+        _tell_what_starts(vllm_config, changed)
     _wrap_front_end()
     return vllm_config
 
 
-def _tell_what_starts(vllm_config: VllmConfig, config: TrieBeamConfig, changed: list[str]) -> None:
+def _tell_what_starts(vllm_config: VllmConfig, changed: list[str]) -> None:
     """A line of the log for this engine, and a warning of what differs in this build of vLLM."""
-    parallel, version = vllm_config.parallel_config, installed_vllm().version
+    config, parallel, version = config_of(vllm_config), vllm_config.parallel_config, installed_vllm().version
     if parallel._api_process_count > 1 and parallel._api_process_rank >= 0:
         return  # one of several servers of an engine; what started them has told
     if changed:

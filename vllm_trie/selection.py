@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_trie.compat.cpu import unsupported_without_triton
 from vllm_trie.options import PLUGIN_NAME, Drafts, TrieBeamConfig, check_drafts
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 SCHEDULER = "vllm_trie.engine.scheduler.BeamScheduler"
 ASYNC_SCHEDULER = "vllm_trie.engine.async_scheduler.AsyncBeamScheduler"
+CONFIG = "trie_beam_config"  # an attribute more of vLLM's own configuration, which takes it to all processes
 
 
-def is_selected(additional_config: dict[str, Any] | None) -> bool:
-    """Whether an engine with this `additional_config` shall have beam groups."""
+def is_selected(engine: EngineArgs | VllmConfig) -> bool:
+    """Whether this engine shall have beam groups."""
     import vllm.envs as envs
 
-    return PLUGIN_NAME in (envs.VLLM_PLUGINS or ()) or PLUGIN_NAME in (additional_config or {})
+    return PLUGIN_NAME in (envs.VLLM_PLUGINS or ()) or PLUGIN_NAME in (engine.additional_config or {})
+
+
+def config_of(vllm_config: VllmConfig) -> TrieBeamConfig:
+    """The options of an engine, which are parsed once."""
+    attributes = vars(vllm_config)
+    if CONFIG not in attributes:
+        attributes[CONFIG] = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
+    return attributes[CONFIG]
 
 
 def has_beams(vllm_config: VllmConfig) -> bool:
@@ -29,7 +39,7 @@ def has_beams(vllm_config: VllmConfig) -> bool:
 
 def why_without_beams(vllm_config: VllmConfig) -> str:
     """Why this engine has no beam groups, to follow the name of what was asked of it."""
-    if is_selected(vllm_config.additional_config):
+    if is_selected(vllm_config):
         return f"with {unsupported_model(vllm_config)}, for which {PLUGIN_NAME} has no beams"
     return f'on an engine without beam search; start it with additional_config={{"{PLUGIN_NAME}": {{}}}}'
 
@@ -93,8 +103,7 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
     for feature, is_used in unsupported.items():
         if is_used:
             raise ValueError(f"{PLUGIN_NAME} does not support {feature}; start vLLM without it or without the plugin")
-    config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
-    check_drafts(config.speculation, drafts_of(vllm_config), f"{PLUGIN_NAME}.")
+    check_drafts(config_of(vllm_config).speculation, drafts_of(vllm_config), f"{PLUGIN_NAME}.")
 
 
 def _prunes_videos(model: ModelConfig) -> bool:

@@ -15,7 +15,7 @@ from tests.engine.disturb import Clumsy
 from tests.engine.items import random_items
 from tests.engine.options import DRAFTED
 from tests.engine.pairs import Asked, check_exact, count_differing, looking_up, searches, steps_per_forward
-from tests.engine.running import answers, prompt_of, run, trained_prompts
+from tests.engine.running import answers, prompt_of, run, start_with, trained_prompts
 from tests.engine.test_speculation import BESIDE, grid
 from vllm_trie import beam_params
 from vllm_trie.worker.draft import Drafter
@@ -170,11 +170,10 @@ def test_beams_that_are_drawn_do_not_speculate(engine: Engine) -> None:
 
 
 def test_beam_search_of_the_llm_speculates(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = engine.llm.llm_engine.vllm_config.additional_config["trie_beam"]
     prompts = [{"prompt_token_ids": prompt} for prompt in copies(3)]
     found = []
     for speculation in ("off", "exact"):
-        monkeypatch.setitem(defaults, "speculation", speculation)
+        start_with(engine, monkeypatch, speculation=speculation)
         outputs = engine.llm.beam_search(prompts, BeamSearchParams(beam_width=4, max_tokens=30))
         found.append([[(s.tokens, s.text, round(s.cum_logprob, 3)) for s in o.sequences] for o in outputs])
     assert found[0] == found[1]

@@ -24,7 +24,7 @@ from tests.engine.pairs import (
     speculating,
     steps_per_forward,
 )
-from tests.engine.running import prompt_of, run, trained_prompts
+from tests.engine.running import prompt_of, run, start_with, trained_prompts
 from vllm_trie import beam_params
 from vllm_trie.engine import kv_cache
 from vllm_trie.worker import verify
@@ -160,7 +160,6 @@ def test_searches_of_every_kind_share_a_batch(engines: Engines) -> None:
 def test_beam_search_of_the_llm_finds_the_same(engines: Engines, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
     commits = watch_accepted_paths(monkeypatch)
-    defaults = engine.llm.llm_engine.vllm_config.additional_config["trie_beam"]
     prompts = [{"prompt_token_ids": p} for p in trained_prompts([40] * 3)]
     for params in (
         BeamSearchParams(beam_width=width, max_tokens=40),
@@ -168,7 +167,7 @@ def test_beam_search_of_the_llm_finds_the_same(engines: Engines, width: int, mon
     ):
         found = []
         for speculation in ("off", "exact"):
-            monkeypatch.setitem(defaults, "speculation", speculation)
+            start_with(engine, monkeypatch, speculation=speculation)
             outputs = engine.llm.beam_search(prompts, params)
             found.append([[(s.tokens, s.text, round(s.cum_logprob, 3)) for s in o.sequences] for o in outputs])
         assert found[0] == found[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams
 
 from tests.conftest import TRAINED_TARGET, Engine, Engines
 from tests.engine.disturb import preempt_all
-from tests.engine.running import run
+from tests.engine.running import run, start_with
 from tests.engine.trained_pair import (
     DRAWN,
     LAYERS,
@@ -43,12 +44,7 @@ def prompts() -> list[list[int]]:
 @pytest.fixture
 def says(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Lets the engine have been started with these options for requests that say nothing of them."""
-
-    def say(**options: Any) -> None:
-        for name, value in options.items():
-            monkeypatch.setitem(engine.llm.llm_engine.vllm_config.additional_config["trie_beam"], name, value)
-
-    return say
+    return partial(start_with, engine, monkeypatch)
 
 
 def altered(params: SamplingParams, **fields: Any) -> SamplingParams:

@@ -37,8 +37,8 @@ from vllm_trie.messages import (
     group_results,
     group_steps,
 )
-from vllm_trie.options import PLUGIN_NAME, BeamParams, TrieBeamConfig
-from vllm_trie.selection import drafts_of, has_logits_processors
+from vllm_trie.options import PLUGIN_NAME, BeamParams
+from vllm_trie.selection import config_of, drafts_of, has_logits_processors
 
 logger = init_logger("vllm.trie_beam.scheduler")
 
@@ -60,7 +60,7 @@ class BeamScheduler(Scheduler):
             super().__init__(*args, **kwargs)
         speculative = self.vllm_config.speculative_config
         refuse_unsupported_kv_cache(self.kv_cache_config)
-        self.beam_config = TrieBeamConfig.from_additional_config(self.vllm_config.additional_config)
+        self.beam_config = config_of(self.vllm_config)
         checks_all = self.beam_config.check_invariants
         self._steps_to_check = math.inf if checks_all else steps_to_check(self.beam_config.vllm_check)
         self._has_logits_processors = has_logits_processors(self.vllm_config)

@@ -11,9 +11,10 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_trie.catalog import Catalog, tokenizer_digest
 from vllm_trie.entrypoints.texts import half_character
-from vllm_trie.options import PLUGIN_NAME, BeamParams, TrieBeamConfig
+from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.options.request import MOST_SEQUENCE_TOKENS
 from vllm_trie.sampling_params import stop_tokens
+from vllm_trie.selection import config_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -32,8 +33,8 @@ def open_catalogs(vllm_config: VllmConfig) -> Mapping[str, Catalog]:
     """
     known = _opened.get(vllm_config.instance_id)
     if known is None:
-        config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
-        known = {name: _checked(path, vllm_config.model_config) for name, path in config.catalogs.items()}
+        files = config_of(vllm_config).catalogs
+        known = {name: _checked(path, vllm_config.model_config) for name, path in files.items()}
         _opened[vllm_config.instance_id] = known
     return known
 
@@ -44,7 +45,7 @@ def new_version(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, Cat
     Raises:
         ValueError: there is no such catalog, or the engine may not take this file.
     """
-    config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
+    config = config_of(vllm_config)
     _refuse_unknown(name, config.catalogs)
     if config.catalog_folder is None:
         raise ValueError(

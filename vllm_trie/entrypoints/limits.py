@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_trie.options import BeamParams, TrieBeamConfig
+from vllm_trie.options import BeamParams
 from vllm_trie.sampling_params import refuse_unsupported
+from vllm_trie.selection import config_of
 from vllm_trie.trie.blocks import least_blocks_to_start
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def engine_limits(vllm_config: VllmConfig) -> EngineLimits:
         vocab_size=vllm_config.model_config.get_vocab_size(),
         block_size=cache.block_size,
         num_blocks=cache.num_gpu_blocks - 1 if cache.num_gpu_blocks else None,
-        max_beam_width=TrieBeamConfig.from_additional_config(vllm_config.additional_config).max_beam_width,
+        max_beam_width=config_of(vllm_config).max_beam_width,
         has_window=vllm_config.model_config.get_sliding_window() is not None,
     )
 

@@ -63,7 +63,7 @@ def _beam_search(
             for engine_input in inputs:
                 forget_unsent(self.llm_engine.input_processor, engine_input)
             raise
-    if is_selected(vllm_config.additional_config):
+    if is_selected(vllm_config):
         logger.info_once("LLM.beam_search %s: vLLM's own client loop runs it, not the engine", refusal)
     with _rendered(self, inputs) if inputs is not None else nullcontext():
         return original(self, *args, **kwargs)

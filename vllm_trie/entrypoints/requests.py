@@ -20,9 +20,9 @@ from vllm_trie.entrypoints.catalogs import resolve_items
 from vllm_trie.entrypoints.grammars import prepare_grammar, without_drafts
 from vllm_trie.entrypoints.limits import engine_limits, validate
 from vllm_trie.messages import BEAM_WIDTH, FORK, LLM_BEAM_SEARCH, TICKET, Caller, ForkTicket, GroupTicket
-from vllm_trie.options import PLUGIN_NAME, BeamParams, TrieBeamConfig, asks_for_beams, resolve
+from vllm_trie.options import PLUGIN_NAME, BeamParams, asks_for_beams, resolve
 from vllm_trie.sampling_params import has_grammar, refuse_unsupported
-from vllm_trie.selection import drafts_of, has_beams, has_logits_processors, padding_token, why_without_beams
+from vllm_trie.selection import config_of, drafts_of, has_beams, has_logits_processors, padding_token, why_without_beams
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
@@ -156,8 +156,8 @@ def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | No
         raise ValueError('unit="step" works in LLM.generate, LLM.chat and the endpoints for completions, not here')
     refuse_unknown(params.extra_args or {}, vllm_config)
     refuse_unsupported(params, beam)  # before the engine's defaults: a refusal names what the request says
-    config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
-    return resolve(without_drafts(params, beam), config, drafts_of(vllm_config), params.temperature == 0)
+    defaults, is_greedy = config_of(vllm_config), params.temperature == 0
+    return resolve(without_drafts(params, beam), defaults, drafts_of(vllm_config), is_greedy)
 
 
 def refuse_unknown(extra_args: Mapping[str, Any], vllm_config: VllmConfig) -> None:

@@ -8,8 +8,8 @@ import torch
 
 from vllm_trie.catalog import Catalog
 from vllm_trie.messages import CatalogChanges, Resumed
-from vllm_trie.options import TrieBeamConfig
 from vllm_trie.search.item_trie import ItemRules, ItemTrie
+from vllm_trie.selection import config_of
 
 
 class TakesCatalogs:
@@ -23,8 +23,7 @@ class TakesCatalogs:
         Profiling counts their memory, as it comes later.
         """
         super().load_model(**kwargs)  # type: ignore[misc]
-        config = TrieBeamConfig.from_additional_config(self.model_runner.vllm_config.additional_config)
-        for path in config.catalogs.values():
+        for path in config_of(self.model_runner.vllm_config).catalogs.values():
             self.model_runner.catalogs.load(path)
 
     def load_catalog(self, name: str, path: str, digest: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_trie.options import TrieBeamConfig
+from vllm_trie.selection import config_of
 from vllm_trie.worker.catalogs import TakesCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
 
@@ -13,8 +13,7 @@ class BeamGPUWorker(TakesCatalogs, Worker):
     """Makes the runner with beam groups."""
 
     def _make_model_runner(self) -> BeamModelRunner:
-        config = TrieBeamConfig.from_additional_config(self.vllm_config.additional_config)
-        if config.shared_prefix_attention == "on":
+        if config_of(self.vllm_config).shared_prefix_attention == "on":
             from vllm_trie.worker.attention.gpu_backend import use_shared_prefixes
 
             use_shared_prefixes()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 
-from vllm_trie.options import TrieBeamConfig
+from vllm_trie.selection import config_of
 
 DIGEST_BYTES = 16
 
@@ -66,8 +66,7 @@ def disputes(of_ranks: Sequence[Mapping[str, bytes]]) -> list[str]:
 
 def rank_check(vllm_config: VllmConfig) -> RankCheck | None:
     """For a worker of this engine, once vLLM's process groups are there; None unless it is asked for and has peers."""
-    config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
-    if not config.debug_rank_check or vllm_config.parallel_config.tensor_parallel_size == 1:
+    if not config_of(vllm_config).debug_rank_check or vllm_config.parallel_config.tensor_parallel_size == 1:
         return None
     return RankCheck(get_tp_group().cpu_group)
 

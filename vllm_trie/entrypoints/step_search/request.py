@@ -18,9 +18,10 @@ from vllm_trie.entrypoints.limits import check_widths, engine_limits
 from vllm_trie.entrypoints.requests import refuse_unknown
 from vllm_trie.entrypoints.step_search.scorers import Scorer, StepCandidate, scorer_of
 from vllm_trie.messages import FORK, ForkTicket
-from vllm_trie.options import PLUGIN_NAME, BeamParams, TrieBeamConfig, asks_for_beams
+from vllm_trie.options import PLUGIN_NAME, BeamParams, asks_for_beams
 from vllm_trie.sampling_params import refuse_unsupported
 from vllm_trie.search.step_search import DrawnStep, ScorerError, StepHypothesis, StepRules, StepSearch
+from vllm_trie.selection import config_of
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -293,8 +294,7 @@ def open_request(
         stops_early=beam.early_stopping is True,
         seed=random.getrandbits(63) if params.seed is None else params.seed,
     )
-    known = TrieBeamConfig.from_additional_config(vllm_config.additional_config).scorers
-    scorer = scorer_of(beam.scorer, known, is_offline)
+    scorer = scorer_of(beam.scorer, config_of(vllm_config).scorers, is_offline)
     forks = vllm_config.parallel_config.data_parallel_size == 1  # else candidates go to any engine
     tokenizer = engine.renderer.tokenizer
     return StepRequest(request_id, engine_input, params, beam, tokenizer, scorer, StepSearch(rules), forks)

@@ -22,8 +22,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_trie.options import TrieBeamConfig
-from vllm_trie.selection import has_beams
+from vllm_trie.selection import config_of, has_beams
 from vllm_trie.worker.attention import compiled
 from vllm_trie.worker.attention.apart import AttendsApart, SetApart, is_plain, others_than, stand_for
 from vllm_trie.worker.attention.compiled import Plan
@@ -47,7 +46,7 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.option = TrieBeamConfig.from_additional_config(self.vllm_config.additional_config).shared_prefix_attention
+        self.option = config_of(self.vllm_config).shared_prefix_attention
         # vLLM derives builders of its own from this one, for batches that are not the runner's.
         is_asked = has_beams(self.vllm_config) and self.option != "off" and type(self) is SharedPrefixBuilder
         self.can_share = is_asked and self._can_share()

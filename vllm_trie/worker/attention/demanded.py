@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.logger import init_logger
 
-from vllm_trie.options import TrieBeamConfig
-from vllm_trie.selection import has_beams
+from vllm_trie.selection import config_of, has_beams
 from vllm_trie.worker.attention.shared_rows import SharesPrefixes
 
 if TYPE_CHECKING:
@@ -32,8 +31,7 @@ def check_demanded_attention(vllm_config: VllmConfig) -> None:
     """
     from vllm.platforms import current_platform
 
-    config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
-    if config.shared_prefix_attention != "on" or not current_platform.is_cpu():
+    if config_of(vllm_config).shared_prefix_attention != "on" or not current_platform.is_cpu():
         return
     from vllm_trie.worker.attention.compiled import CompilerError, kernel
 
@@ -51,8 +49,7 @@ def check_demanded_layers(vllm_config: VllmConfig, attn_groups: Iterable[Attenti
     Raises:
         ValueError: if no layer reads shared blocks once.
     """
-    config = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
-    if config.shared_prefix_attention != "on" or not has_beams(vllm_config):
+    if config_of(vllm_config).shared_prefix_attention != "on" or not has_beams(vllm_config):
         return
     can_share, stock = False, list["AttentionGroup"]()
     for group in attn_groups:

@@ -24,8 +24,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_trie.options import TrieBeamConfig
-from vllm_trie.selection import has_beams
+from vllm_trie.selection import config_of, has_beams
 from vllm_trie.worker.attention.apart import AttendsApart, SetApart, is_plain, others_than, stand_for
 from vllm_trie.worker.attention.shared_rows import SharesPrefixes, tokens_of
 from vllm_trie.worker.attention.triton_kernels import MOST_HEAD_SIZE, TILE, Plan
@@ -46,7 +45,7 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = TrieBeamConfig.from_additional_config(self.vllm_config.additional_config)
+        config = config_of(self.vllm_config)
         # vLLM derives builders of its own from this one, for batches that are not the runner's.
         is_asked = has_beams(self.vllm_config) and config.shared_prefix_attention == "on"
         self.can_share = is_asked and type(self) is SharedPrefixBuilder and self._can_share()
