@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,18 +24,12 @@ RowBlocks = tuple[list[int], ...]  # block ids, by KV cache group
 
 
 class Caller(NamedTuple):
-    """What the user of a search calls beam search, and the option that is its width."""
+    """What the user of a search calls beam search, and the option that is its width: refusals speak of these."""
 
     feature: str = "beam_width"
     width: str = "beam_width"
 
-    def in_its_words(self, message: str) -> str:
-        """A refusal that speaks of `beam_width`, as this user would put it."""
-        return _BEAM_WIDTH.sub(lambda m: m[0].replace("beam_width", self[any(m.groups())]), message)
 
-
-# Not where all options are listed. A group: the number is meant.
-_BEAM_WIDTH = re.compile(r"(did you mean )?(?<!, )\bbeam_width\b( <=|=| is| hypotheses)?")
 BEAM_WIDTH = Caller()
 USE_BEAM_SEARCH = Caller("use_beam_search", "use_beam_search with n")
 LLM_BEAM_SEARCH = Caller("LLM.beam_search", "BeamSearchParams.beam_width")

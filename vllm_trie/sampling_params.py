@@ -49,7 +49,7 @@ def has_grammar(params: SamplingParams) -> bool:
     return params.structured_outputs is not None and not params.structured_outputs.all_constraints_none()
 
 
-def refuse_unsupported(params: SamplingParams, beam: BeamParams) -> None:
+def refuse_unsupported(params: SamplingParams, beam: BeamParams, feature: str = "beam_width") -> None:
     """Refuse fields of `SamplingParams` that beam search does not honour.
 
     Raises:
@@ -60,7 +60,7 @@ def refuse_unsupported(params: SamplingParams, beam: BeamParams) -> None:
         return
     for name in _REFUSED:
         if (value := getattr(params, name)) is not None:
-            raise ValueError(f"{_shown(name, value)} is not supported together with beam_width; leave it at None")
+            raise ValueError(f"{_shown(name, value)} is not supported together with {feature}; leave it at None")
     for name, neutral in _NEUTRAL_AS_VLLM.items() if beam.semantics == "vllm" else ():
         if (value := getattr(params, name)) not in neutral:
             what, cure = f"{name}={value!r}", " or ".join(map(repr, neutral))
@@ -86,7 +86,7 @@ def refuse_unsupported(params: SamplingParams, beam: BeamParams) -> None:
                 "output; leave it out"
             )
     if params.logprobs == -1:
-        raise ValueError("logprobs=-1 is not supported together with beam_width; ask for a number of tokens")
+        raise ValueError(f"logprobs=-1 is not supported together with {feature}; ask for a number of tokens")
 
 
 def _shown(name: str, value: Any) -> str:

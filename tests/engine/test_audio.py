@@ -214,7 +214,7 @@ def test_a_group_that_is_preempted_and_aborted_leaves_nothing(engine: Engine) ->
 
 def test_a_prompt_without_a_sound_is_refused(engine: Engine) -> None:
     """vLLM's own answer to it is made of NaNs."""
-    with pytest.raises(ValueError, match="beam_width needs something for this model's encoder; add multi_modal_data"):
+    with pytest.raises(ValueError, match="beam_width needs data for this model's encoder; add multi_modal_data"):
         engine.llm.generate([{"prompt_token_ids": PROMPT}], beam_params(2), use_tqdm=False)
 
 

@@ -8,7 +8,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.request import Request
 
 from vllm_trie.engine.outputs import Mailbox
-from vllm_trie.messages import USE_BEAM_SEARCH, GroupTicket
+from vllm_trie.messages import GroupTicket
 
 TICKET = GroupTicket("key", 3, eos_token_id=1)
 
@@ -90,14 +90,6 @@ def test_a_single_output_is_the_group_whatever_its_id_looks_like(request_id: str
     mailbox.post(request_id, outputs(1))
     assert sent(mailbox) == [(0, request_id, [0])]
     assert mailbox.num_open == 0
-
-
-def test_a_group_that_cannot_go_on_ends_in_the_words_of_who_asked() -> None:
-    mailbox = Mailbox()
-    mailbox.register(GroupTicket("key", 1, eos_token_id=1, caller=USE_BEAM_SEARCH), request("p"))
-    mailbox.post_error("p", "beam_width=4 needs 9 KV blocks; lower it")
-    ((_, output),) = mailbox.empty()
-    assert output.stop_reason == "use_beam_search with n=4 needs 9 KV blocks; lower it"
 
 
 def test_children_of_a_parent_with_an_odd_id_are_told_apart() -> None:

@@ -268,7 +268,7 @@ def test_what_the_request_says_of_sampling_counts_and_served_defaults_do_not(kin
         ({"use_beam_search": True, "vllm_xargs": {"unit": "step"}}, 'unit="step" does not work with use_beam_search'),
         ({"use_beam_search": True, "best_of": 2}, "best_of=2; the width is how many beams are searched, n how many"),
         ({"num_beams": 4, **beams(4)}, "unknown option num_beams=4; did you mean beam_width?"),
-        ({"use_beam_search": True, "num_beams": 4}, "num_beams=4; did you mean use_beam_search with n?"),
+        ({"use_beam_search": True, "num_beams": 4}, "num_beams=4; did you mean beam_width?"),
         ({"use_beam_search": True, "early_stopping": True}, "early_stopping=True is no field of a request; pass it in"),
         ({"beam_width": 4}, 'beam_width=4 is no field of a request; pass it in "vllm_xargs"'),
         ({"n": 5, **beams(4)}, "n=5 exceeds beam_width=4"),

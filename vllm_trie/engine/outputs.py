@@ -124,12 +124,11 @@ class Mailbox:
 
     def post_error(self, group_id: str, message: str) -> None:
         """A search cannot go on: tell every address why."""
-        ticket = self._deliveries_by_group[group_id].ticket
-        self.post(group_id, [error_output(ticket.caller.in_its_words(message)) for _ in range(ticket.n)])
+        self.post(group_id, [error_output(message) for _ in range(self.ticket(group_id).n)])
 
-    def num_outputs(self, group_id: str) -> int:
-        """How many hypotheses the user of this group asked for."""
-        return self._deliveries_by_group[group_id].ticket.n
+    def ticket(self, group_id: str) -> GroupTicket:
+        """The ticket of a group's request."""
+        return self._deliveries_by_group[group_id].ticket
 
     def empty(self) -> list[tuple[int, EngineCoreOutput]]:
         """Take everything there is to send, as (client index, output)."""

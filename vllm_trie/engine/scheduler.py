@@ -110,7 +110,7 @@ class BeamScheduler(Scheduler):
                 f"has {usable}; lower it or give the KV cache more memory"
             )
         if refusal is not None:
-            reason = f"beam_width={group.width} {refusal}"
+            reason = f"{ticket.caller.width}={group.width} {refusal}"
             logger.error("Beam group %s was refused: %s", group.request_id, reason)
             self._forget(group, "error")
             self.mailbox.post_error(group.request_id, reason)
@@ -363,17 +363,19 @@ class BeamScheduler(Scheduler):
             self._fail(group, self.kv_cache_manager.num_usable_blocks + 1)
 
     def _fail(self, group: BeamGroup, needed: int) -> None:
+        what, usable = self.mailbox.ticket(group.request_id).caller.width, self.kv_cache_manager.num_usable_blocks
         self._failed[group.request_id] = (
-            f"beam_width={group.width} needs at least {needed} KV blocks after {group.length} tokens and the engine "
-            f"has {self.kv_cache_manager.num_usable_blocks}; lower it or max_tokens, or give the KV cache more memory"
+            f"{what}={group.width} needs at least {needed} KV blocks after {group.length} tokens and the engine has "
+            f"{usable}; lower it or max_tokens, or give the KV cache more memory"
         )
 
     def _fail_groups_of_other_images(self) -> None:
         """Groups that vLLM, which knows nothing of their n addresses, would end for a UUID that it knows otherwise."""
         for group_id in self.groups.keys() & self.encoder_cache_mismatch_reqs:
             self.encoder_cache_mismatch_reqs.remove(group_id)
+            what = self.mailbox.ticket(group_id).caller.feature
             self._failed[group_id] = (
-                "beam_width: one of multi_modal_uuids is that of other data, which is encoded; give each its own"
+                f"{what}: one of multi_modal_uuids is that of other data, which is encoded; give each its own"
             )
 
     # One step: results.
@@ -486,7 +488,7 @@ class BeamScheduler(Scheduler):
         """Replace the empty output that vLLM made for the group's request by the group's hypotheses."""
         assert request.sampling_params is not None
         stock = take_output(group.request_id, outputs)
-        num_outputs = self.mailbox.num_outputs(group.request_id)
+        num_outputs = self.mailbox.ticket(group.request_id).n
         best = group.best(group.width if group.params.compact else num_outputs)
         try:
             unsent = group.unsent(best)

@@ -43,7 +43,12 @@ def engine_limits(vllm_config: VllmConfig) -> EngineLimits:
 
 
 def validate(
-    params: SamplingParams, beam: BeamParams, prompt_len: int, limits: EngineLimits, num_encoded: int = 0
+    params: SamplingParams,
+    beam: BeamParams,
+    prompt_len: int,
+    limits: EngineLimits,
+    num_encoded: int = 0,
+    name: str = "beam_width",
 ) -> None:
     """Check one request against its engine, before anything is scheduled.
 
@@ -52,12 +57,13 @@ def validate(
         beam: Its beam options.
         prompt_len: Tokens of the prompt.
         num_encoded: Of an encoder-decoder model: what its encoder makes, which has KV blocks, too.
+        name: What the user calls its width, in refusals.
 
     Raises:
         ValueError: naming the option, its value and what would work.
     """
     refuse_unsupported(params, beam)
-    check_widths(params.n, beam, limits)
+    check_widths(params.n, beam, limits, name)
     width = beam.beam_width
     if params.max_tokens is not None and beam.sample_first > params.max_tokens:
         raise ValueError(f"sample_first={beam.sample_first} exceeds max_tokens={params.max_tokens}; lower it")
@@ -72,33 +78,31 @@ def validate(
         if blocks > limits.num_blocks:
             encoded = f" and {num_encoded} of the encoder's" if num_encoded else ""
             raise ValueError(
-                f"beam_width={width} with a prompt of {prompt_len} tokens{encoded} needs at least {blocks} KV blocks, "
-                f"the engine has {limits.num_blocks}; lower it or give the KV cache more memory"
+                f"{name}={width} with a prompt of {prompt_len} tokens{encoded} needs at least {blocks} KV blocks, the "
+                f"engine has {limits.num_blocks}; lower it or give the KV cache more memory"
             )
 
 
-def check_widths(n: int, beam: BeamParams, limits: EngineLimits) -> None:
+def check_widths(n: int, beam: BeamParams, limits: EngineLimits, name: str = "beam_width") -> None:
     """Refuse more beams or candidates than this engine serves, and to return more hypotheses than there are beams."""
-    check_n(n, beam)
+    check_n(n, beam, name)
     width, rows = beam.beam_width, limits.max_num_seqs
     if width > rows and not beam.memory_mode:
-        raise ValueError(f"beam_width={width} exceeds max_num_seqs={rows}; lower it, or raise --max-num-seqs")
+        raise ValueError(f"{name}={width} exceeds max_num_seqs={rows}; lower it, or raise --max-num-seqs")
     if limits.max_beam_width is not None and width > limits.max_beam_width:
         raise ValueError(
-            f"beam_width={width} exceeds max_beam_width={limits.max_beam_width}, which this engine was started with"
+            f"{name}={width} exceeds max_beam_width={limits.max_beam_width}, which this engine was started with"
         )
     if beam.by_steps and width * beam.candidates > MOST_WAITING * rows:
         raise ValueError(
-            f"candidates={beam.candidates} for each of beam_width={width} exceed {MOST_WAITING} times "
+            f"candidates={beam.candidates} for each of {name}={width} exceed {MOST_WAITING} times "
             f"max_num_seqs={rows} in all; lower one of them, or raise --max-num-seqs"
         )
 
 
-def check_n(n: int, beam: BeamParams) -> None:
+def check_n(n: int, beam: BeamParams, name: str = "beam_width") -> None:
     """Refuse to return more hypotheses than there are beams."""
     if type(n) is not int:
-        raise ValueError(f"n={n!r} is not a number of hypotheses; pass an integer from 1 to beam_width")
+        raise ValueError(f"n={n!r} is not a number of hypotheses; pass an integer from 1 to {name}")
     if n > beam.beam_width:
-        raise ValueError(
-            f"n={n} exceeds beam_width={beam.beam_width}; a search returns at most one hypothesis per beam"
-        )
+        raise ValueError(f"n={n} exceeds {name}={beam.beam_width}; a search returns at most one hypothesis per beam")

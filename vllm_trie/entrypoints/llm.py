@@ -91,7 +91,7 @@ def _search(
     engine: LLMEngine = llm.llm_engine
     engine.input_processor.resolve_watermarking(params)
     tokenizer = llm.renderer.get_tokenizer()
-    with refusing(LLM_BEAM_SEARCH):
+    with refusing():
         beam = BeamParams(beam_width=params.beam_width, length_penalty=params.length_penalty, semantics="vllm")
     sampling_params = SamplingParams(
         n=params.beam_width,

@@ -33,12 +33,12 @@ class BeamRequestError(VLLMValidationError, ValueError):
 
 
 @contextmanager
-def refusing(caller: Caller = BEAM_WIDTH) -> Iterator[None]:
-    """Make every ValueError of the block a refusal of the request, in the words of who asks."""
+def refusing() -> Iterator[None]:
+    """Make every ValueError of the block a refusal of the request."""
     try:
         yield
     except ValueError as error:
-        raise BeamRequestError(caller.in_its_words(str(error))) from None
+        raise BeamRequestError(str(error)) from None
 
 
 CALLER = "trie_beam_caller"  # in `extra_args`: a `Caller`, which no client of a server can send
@@ -86,18 +86,17 @@ def _checked(
     **kwargs: Any,
 ) -> EngineCoreRequest:
     """What vLLM makes of a request, with its ticket if it asks for beams."""
-    beam, caller = None, BEAM_WIDTH
+    beam = None
     if isinstance(params, SamplingParams):
-        caller = _caller(params)
-        with refusing(caller):
+        with refusing():
             _refuse_without_kernel(params, processor.vllm_config)
             beam = searches(params, processor.vllm_config)
     request = original(processor, request_id, prompt, params, *args, **kwargs)
-    with refusing(caller):
+    with refusing():
         if request.sampling_params is not None and has_beams(processor.vllm_config):
             _refuse_too_long(request.sampling_params)
         if beam is not None:
-            _prepare(request, beam, caller, params.stop_token_ids, processor)
+            _prepare(request, beam, _caller(params), params.stop_token_ids, processor)
     return request
 
 
@@ -150,12 +149,13 @@ def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | No
     beam = BeamParams.from_extra_args(params.extra_args)
     if beam is None:
         return None
+    caller = _caller(params)
     if not has_beams(vllm_config):
-        raise ValueError(f"beam_width={beam.beam_width} {why_without_beams(vllm_config)}")
+        raise ValueError(f"{caller.width}={beam.beam_width} {why_without_beams(vllm_config)}")
     if beam.by_steps:
         raise ValueError('unit="step" works in LLM.generate, LLM.chat and the endpoints for completions, not here')
     refuse_unknown(params.extra_args or {}, vllm_config)
-    refuse_unsupported(params, beam)  # before the engine's defaults: a refusal names what the request says
+    refuse_unsupported(params, beam, caller.feature)  # first, as a refusal names what the request says
     defaults, is_greedy = config_of(vllm_config), params.temperature == 0
     return resolve(without_drafts(params, beam), defaults, drafts_of(vllm_config), is_greedy)
 
@@ -220,14 +220,14 @@ def _prepare(
     params = request.sampling_params
     assert params is not None
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
-        raise ValueError("beam_width works on prompts of text or tokens, not on prompt_embeds")
+        raise ValueError(f"{caller.feature} works on prompts of text or tokens, not on prompt_embeds")
     if request.mm_features:
         if refusal := _why_without_images(processor.vllm_config):
-            raise ValueError(f"beam_width {refusal}")
+            raise ValueError(f"{caller.feature} {refusal}")
     elif processor.vllm_config.model_config.is_encoder_decoder:
-        raise ValueError("beam_width needs something for this model's encoder; add multi_modal_data to the prompt")
+        raise ValueError(f"{caller.feature} needs data for this model's encoder; add multi_modal_data to the prompt")
     if request.resumable:
-        raise ValueError("beam_width does not work with streaming input; send the prompt in one piece")
+        raise ValueError(f"{caller.feature} does not work with streaming input; send the prompt in one piece")
     if params.stop and processor.tokenizer is None:
         raise ValueError("stop strings need a tokenizer; start the engine without skip_tokenizer_init")
     if beam.semantics == "vllm" and not own_beams().stops_by_generation_config:
@@ -241,7 +241,8 @@ def _prepare(
     positions = (feature.mm_position for feature in request.mm_features or ())
     has_encoder = processor.vllm_config.model_config.is_encoder_decoder
     num_encoded = sum(position.get_num_embeds() for position in positions) if has_encoder else 0
-    validate(params, beam, len(request.prompt_token_ids), engine_limits(processor.vllm_config), num_encoded)
+    limits = engine_limits(processor.vllm_config)
+    validate(params, beam, len(request.prompt_token_ids), limits, num_encoded, caller.width)
     if caller == LLM_BEAM_SEARCH:  # as many as vLLM's own loop returns, whatever max_logprobs allows
         params.logprobs = 2 * beam.beam_width
     eos_token_id = processor.renderer.get_eos_token_id()

@@ -82,7 +82,7 @@ def _to_sampling_params(
         return request.to_beam_search_params(max_tokens, default_sampling_params or {})
     if not asks_for_beams(xargs) and not asks_for_beams(self.model_extra or {}):
         return original(self, max_tokens, default_sampling_params or {}, **kwargs)
-    _refuse_fields(self, BEAM_WIDTH)
+    _refuse_fields(self)
     _refuse_several_prompts(self)
     _refuse_two_penalties(self)
     if "length_penalty" in self.model_fields_set:
@@ -108,7 +108,7 @@ def _to_beam_search_params(
     original: Callable[..., BeamSearchParams], self: Any, *args: Any, **kwargs: Any
 ) -> BeamSearchParams:
     """Convert a `use_beam_search` request, and keep what vLLM's own parameters have no room for."""
-    _refuse_fields(self, USE_BEAM_SEARCH)
+    _refuse_fields(self)
     _refuse_two_penalties(self)
     if (self.vllm_xargs or {}).get("unit") == "step":
         raise BeamRequestError('unit="step" does not work with use_beam_search; put beam_width into vllm_xargs instead')
@@ -117,7 +117,7 @@ def _to_beam_search_params(
     return params
 
 
-def _refuse_fields(request: TextRequest | ResponsesRequest | SpeechRequest, caller: Caller) -> None:
+def _refuse_fields(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
     """Refuse what a beam request says in vain: vLLM passes over fields that it does not know."""
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
         raise BeamRequestError(
@@ -128,7 +128,7 @@ def _refuse_fields(request: TextRequest | ResponsesRequest | SpeechRequest, call
     for name, value in unknown.items():
         if name in BeamParams.model_fields:
             raise BeamRequestError(f'{name}={value!r} is no field of a request; pass it in "vllm_xargs"')
-    with refusing(caller):
+    with refusing():
         refuse_other_names(unknown)
 
 
