@@ -138,7 +138,7 @@ class Engine:
         assert not self.scheduler.groups
         assert not self.scheduler.requests
         assert not self.scheduler.mailbox
-        assert self.scheduler.mailbox.num_open == 0, "a delivery was never completed"
+        assert not self.scheduler.mailbox._deliveries, "a delivery was never completed"
         assert not self.llm.llm_engine.has_unfinished_requests()
 
     def close(self) -> None:

@@ -263,13 +263,12 @@ def test_candidates_go_on_with_the_blocks_of_what_they_continue(
         return stock(self, outputs)
 
     monkeypatch.setattr(StepRequest, "take", take)
-    held = engine.scheduler.kv_cache_manager.held
-    before = held.num_forks
+    forks = watch_forks(monkeypatch)
     outputs = engine.generate(PROMPTS, params())
     later = [num_computed for number, num_computed in cached if number > 0]
     assert later
     assert set(later) == {1}
-    assert held.num_forks == before + len(later)
+    assert len(forks) - forks.count(None) == len(later)
     monkeypatch.undo()
     assert [found(output) for output in outputs] == [reference(engine, prompt) for prompt in PROMPTS]
 
@@ -281,6 +280,13 @@ def test_a_scorer_that_fails_later_gives_held_blocks_back(engine: Engine) -> Non
     outputs = engine.generate(PROMPTS, params(scorer=fails_on_the_second_step))
     assert {o.finish_reason for output in outputs for o in output.outputs} == {"error"}
     engine.check_nothing_is_left()
+
+
+def watch_forks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What requests that go on from held blocks find there from now on; None for nothing."""
+    forks, stock = list[Any](), HeldBlocks.blocks_for
+    monkeypatch.setattr(HeldBlocks, "blocks_for", lambda *args: forks.append(stock(*args)) or forks[-1])
+    return forks
 
 
 def until_blocks_are_held(engine: Engine, request_id: str) -> tuple[Any, HeldBlocks]:
@@ -307,10 +313,10 @@ def test_after_new_weights_nothing_held_is_gone_on_with(engine: Engine) -> None:
     engine.check_nothing_is_left()
 
 
-def test_a_ticket_for_other_tokens_gets_no_blocks(engine: Engine) -> None:
+def test_a_ticket_for_other_tokens_gets_no_blocks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if two searches had the same key."""
     core, held = until_blocks_are_held(engine, "9004")
-    before, (key, *_) = held.num_forks, held._held
+    forks, (key, *_) = watch_forks(monkeypatch), held._held
     asked = SamplingParams(temperature=0, max_tokens=5)
     forged = SamplingParams(temperature=0, max_tokens=5, extra_args={FORK: ForkTicket(parent=key)})
     core.add_request("9005", {"type": "token", "prompt_token_ids": PROMPTS[1]}, forged)
@@ -318,7 +324,7 @@ def test_a_ticket_for_other_tokens_gets_no_blocks(engine: Engine) -> None:
     while not answers:
         answers = [output for output in core.step() if output.request_id == "9005"]
     core.abort_request(["9004"])
-    assert held.num_forks == before
+    assert set(forks) == {None}
     assert answers[0].outputs[0].token_ids == engine.generate(PROMPTS[1:2], asked)[0].outputs[0].token_ids
 
 
@@ -335,5 +341,6 @@ def test_short_of_memory_or_without_a_prefix_cache_it_finds_the_same(
     assert sum(given_back), "it was never short of memory"
     tight.check_nothing_is_left()
     without = engines(TRAINED_TARGET, max_num_seqs=16, enable_prefix_caching=False)
+    forks = watch_forks(monkeypatch)
     assert [found(output) for output in without.generate(prompts, wide)] == ample
-    assert without.scheduler.kv_cache_manager.held.num_forks == 0
+    assert not any(forks)

@@ -15,7 +15,7 @@ from tests.search.exhaustive import (
     random_pair,
     rejected_parent,
 )
-from vllm_trie.search.rejection import Draft, DraftRules, Residual, accepts_top_k, drafted, verify
+from vllm_trie.search.rejection import Draft, DraftRules, Residual, drafted, verify
 from vllm_trie.search.sampling import generator
 
 BOTH_LAWS = pytest.mark.parametrize("replacement", [True, False])
@@ -163,18 +163,3 @@ def test_nearly_certain_drafts_leave_the_rest_of_the_law_intact() -> None:
     p = torch.tensor([[1 - 2e-17, 1.5e-17, 0.5e-17]]).double()
     verified = [verify(p, p, np.array([0, 1]), 2, False, generator(seed, 0)) for seed in range(50)]
     assert all(v.cells.tolist() == [0, 1] for v in verified)
-
-
-def top_k_law(p: torch.Tensor, q: torch.Tensor, k: int) -> np.ndarray:
-    """What one draft becomes if the target's top k are accepted, and others are drawn anew from the target."""
-    accepted = q.flatten().numpy() * accepts_top_k(p, np.arange(p.numel()), k)
-    return accepted + (1 - accepted.sum()) * p.flatten().numpy()
-
-
-def test_accepting_the_top_k_is_biased_unless_greedy() -> None:
-    p, q = random_pair(0, (2, 4))
-    greedy = torch.zeros_like(p).view(-1).index_fill(0, p.argmax(), 1.0).view_as(p)
-    assert distance(top_k_law(p, q, 2), p.flatten().numpy()) > 0.05
-    assert distance(top_k_law(greedy, q, 1), greedy.flatten().numpy()) == 0
-    assert accepts_top_k(p, np.array([int(p.argmax()), int(p.argmin())]), 2).tolist() == [True, False]
-    assert accepts_top_k(greedy, np.arange(8), 8).sum() == 1  # none that is impossible

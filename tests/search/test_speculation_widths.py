@@ -13,7 +13,6 @@ from vllm_trie.search.rejection import (
     acceptance_distribution,
     drafted,
     dynamic_width,
-    expected_steps,
     verify,
 )
 from vllm_trie.search.sampling import generator
@@ -84,10 +83,3 @@ def test_widths_stay_within_their_bounds() -> None:
     assert dynamic_width(p, p, 6, 1.0, 1, 8) == 6
     assert dynamic_width(p, p, 6, 0.9, 1, 4) == 4
     assert dynamic_width(p, q, 6, 1.0, 2, 4) == 2
-
-
-def test_expected_steps_count_the_layers_before_the_first_incomplete_one() -> None:
-    assert expected_steps([]) == 1
-    assert expected_steps([0.5, 0.5, 0.2]) == pytest.approx(1 + 0.5 + 0.25 + 0.05)
-    a, gamma = 0.7, 3
-    assert expected_steps([a] * gamma) == pytest.approx((1 - a ** (gamma + 1)) / (1 - a))

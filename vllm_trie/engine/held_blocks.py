@@ -28,7 +28,6 @@ class HeldBlocks:
     """What is kept, by the keys that front ends gave to the requests. The pool counts each block as used."""
 
     block_pool: BlockPool
-    num_forks: int = 0
     _held: dict[str, _Held] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -49,7 +48,6 @@ class HeldBlocks:
         held, count = self._held.get(key), request.num_prompt_tokens - 1
         if held is None or count < 1 or held.token_ids[:count] != request.all_token_ids[:count]:
             return None
-        self.num_forks += 1
         return tuple(blocks[: -(-count // block_size)] for blocks in held.blocks), count
 
     def release(self, keys: Iterable[str]) -> int:

@@ -46,11 +46,6 @@ class Mailbox:
         """Whether there is something to send."""
         return bool(self._outbox)
 
-    @property
-    def num_open(self) -> int:
-        """Deliveries that still have outputs to send or addresses to hear from."""
-        return len(self._deliveries)
-
     def register(self, ticket: GroupTicket, request: Request) -> bool:
         """A request of a group has arrived. Returns whether it is the one that stands for the group."""
         index = ticket.index_of(request.request_id)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.filters import best, running_sum
+from vllm_trie.search.filters import running_sum
 from vllm_trie.search.sampling import draw_cells
 
 NEGLIGIBLE = 1e-12  # a chance so small that what has it is rounding
@@ -222,25 +222,6 @@ def dynamic_width(
     at_least = acceptance_distribution(p, q, num_drafts)[::-1].cumsum()[::-1]  # [S + 1], P(>= K), which is 1 at K = 0
     widest = int(np.flatnonzero(at_least >= threshold - NEGLIGIBLE)[-1])
     return min(max_width, max(min_width, widest))
-
-
-def expected_steps(accept_rates: Sequence[float]) -> float:
-    """Layers per target forward: 1 + a_1 + a_1 a_2 + ..., a_l being the chance of layer l given those before.
-
-    Source: DSBD paper, whose closed form for equal rates is a lower bound.
-    """
-    return 1.0 + float(np.cumprod(np.asarray(accept_rates, dtype=np.float64)).sum())
-
-
-def accepts_top_k(p: torch.Tensor, drafts: np.ndarray, k: int) -> np.ndarray:
-    """Which drafts [S] are among the target's best k cells: more are accepted, and the distribution is **biased**.
-
-    What comes out follows q inside the target's top k, whatever p says there. Lossless only for k = 1 and a target
-    that is greedy. Ties go to the lower cell.
-    """
-    flat = p.flatten()
-    last = flat.topk(min(k, len(flat))).values[-1:]
-    return (best(flat, k, last) & (flat > 0))[torch.from_numpy(drafts).to(p.device)].cpu().numpy()
 
 
 def _as_drawn(p: torch.Tensor, q: torch.Tensor, drafts: np.ndarray, replacement: bool) -> list[Draft]:
