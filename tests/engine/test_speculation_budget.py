@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from tests.conftest import Engines
 from tests.engine.pairs import NOISE, Pair, speculating
 from tests.engine.running import prompt_of, run
-from vllm_trie import beam_params
-from vllm_trie.engine.speculation_budget import Speculating
+from vllm_trie import BeamParams, beam_params
+from vllm_trie.engine.speculation_budget import Speculating, SpeculationBudgets
+from vllm_trie.messages import Drafted
 
 LEAST: list[tuple[dict[str, Any], int, int]] = [  # what is asked for, and the fewest rows and tokens of use to it
     ({"beam_width": 1}, 0, 1),
@@ -23,6 +25,17 @@ LEAST: list[tuple[dict[str, Any], int, int]] = [  # what is asked for, and the f
     ({"beam_width": 3, "speculation": "sample", "seed": 1}, 2, 5),
     ({"beam_width": 3, "speculation": "sample", "seed": 1, "memory_mode": True}, 2, 5),
 ]
+
+
+def test_after_drafts_that_led_nowhere_a_group_rests_longer_each_time_until_some_lead_on() -> None:
+    config: Any = SimpleNamespace(
+        num_speculative_tokens=3, draft_model_config=SimpleNamespace(max_model_len=64), use_ngram=lambda: True
+    )
+    budgets, rests = SpeculationBudgets(config, None), list[int]()
+    group: Any = SimpleNamespace(params=BeamParams(beam_width=2, speculation="exact"), num_failed=0, rest=rests.append)
+    for num_steps in [1] * 9 + [2, 1, 1, 1]:
+        budgets.learn(group, Drafted(4, 4, 2, 4, 0.0, []), num_steps)
+    assert rests == [0, 0, 1, 2, 4, 8, 16, 16, 16, 0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(("options", "rows", "tokens"), LEAST)

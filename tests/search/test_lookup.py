@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_trie.search import lookup
 from vllm_trie.search.forest import Forest
-from vllm_trie.search.lookup import Continuations, NGrams, Patience, PromptIndex, add_drafts, continuations
+from vllm_trie.search.lookup import Continuations, NGrams, PromptIndex, add_drafts, continuations
 
 MANY = 1000
 Found = list[tuple[int, ...]]
@@ -130,18 +130,6 @@ def test_a_beam_goes_on_as_its_newest_tokens_did(generated: list, shortest: int,
 def test_the_longest_match_comes_first_then_the_latest() -> None:
     prompt = [1, 2, 3, 50, 0, 2, 3, 60, 0, 9, 3, 70, 0, 8, 3, 80]
     assert found(prompt, [[1, 2, 3]], NGrams(1, 3), 1) == [[(50,), (60,), (80,), (70,)]]
-
-
-def test_after_drafts_that_led_nowhere_a_group_rests_longer_each_time_until_some_lead_on() -> None:
-    patience = Patience()
-
-    def steps_until_it_drafts(leads_on: bool) -> int:
-        patience.note(leads_on)
-        return next(number for number in range(MANY) if not patience.take_rest())
-
-    assert not patience.take_rest()
-    assert [steps_until_it_drafts(leads_on=False) for _ in range(9)] == [0, 0, 1, 2, 4, 8, 16, 16, 16]
-    assert [steps_until_it_drafts(leads_on) for leads_on in (True, False, False, False)] == [0, 0, 0, 1]
 
 
 # What becomes of them.

@@ -132,7 +132,7 @@ class BeamGroup:
     def restart(self) -> None:
         """Forget the search; it will find the same again from the prompt."""
         self.length = 0  # tokens every running beam has generated
-        self._rested_at = self.num_rested = 0
+        self._rested_at = self.num_rested = self.num_failed = 0  # forests in a row that led nowhere, where that counts
         self.hypotheses = HypothesisTrie()
         stop_token_ids, max_length = self.rules.stop_token_ids, self.rules.max_length
         self.pool = new_pool(self.params, max_length, *self._uneven_lengths, stop_token_ids=stop_token_ids)

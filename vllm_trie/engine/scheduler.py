@@ -453,9 +453,8 @@ class BeamScheduler(Scheduler):
                 break
         if not is_stale:  # else nothing is computed any more
             request.num_computed_tokens += len(forks) - 1
-        learns = group.params.speculation == "auto" and not over
-        if self._budgets is not None and decided.drafted is not None and learns:
-            self._budgets.adaptive.learn(group, decided.drafted, len(forks))
+        if self._budgets is not None and decided.drafted is not None and not over:
+            self._budgets.learn(group, decided.drafted, len(forks))
         counts = SearchCounts.of(decided, len(forks), is_prompt=not was_decoding)
         self.tally.counts.add(counts)
         group.counts.add(counts)

@@ -11,10 +11,12 @@ from vllm.v1.request import Request
 from vllm_trie.engine.adaptive_forests import AdaptiveForests
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
-from vllm_trie.messages import GroupStep, SpeculationBudget
+from vllm_trie.messages import Drafted, GroupStep, SpeculationBudget
 from vllm_trie.search.forest import Room, least_affordable
 from vllm_trie.search.forest_size import ForestSize
 from vllm_trie.search.rules import SelectRules
+
+MOST_REST = 16  # steps, of a group that drafts by n-grams
 
 
 class Speculating(NamedTuple):
@@ -34,7 +36,7 @@ class SpeculationBudgets:
     """
 
     def __init__(self, config: SpeculativeConfig, kv_cache_manager: BeamKVCacheManager) -> None:
-        self._num_layers = config.num_speculative_tokens
+        self._num_layers, self._by_ngrams = config.num_speculative_tokens, config.use_ngram()
         self._draft_max_model_len = config.draft_model_config.max_model_len
         self._kv_cache_manager = kv_cache_manager
         self.adaptive = AdaptiveForests(config.num_speculative_tokens)
@@ -75,6 +77,18 @@ class SpeculationBudgets:
             )
             spare_rows -= len(lookahead.spare_rows)
             spare_tokens -= most_tokens
+
+    def learn(self, group: BeamGroup, forest: Drafted, num_steps: int) -> None:
+        """What came of a forest: so many steps of its group's search.
+
+        It costs more than a plain step, and where texts do not repeat themselves n-grams draft in vain: after three in
+        a row that led nowhere, a group rests for one step, then for 2, 4, ...
+        """
+        if group.params.speculation == "auto":
+            self.adaptive.learn(group, forest, num_steps)
+        elif self._by_ngrams:
+            group.num_failed = 0 if num_steps > 1 else group.num_failed + 1
+            group.rest(min(2**group.num_failed // 8, MOST_REST))
 
 
 def least_room(rules: SelectRules) -> Room:

@@ -18,7 +18,6 @@ from vllm_trie.search.spans import spans
 Array = np.ndarray
 
 MOST_PAIRS = 1 << 14  # of a beam and a place; where there are more, each beam looks into its own history alone
-MOST_PAUSE = 16  # steps
 MOST_PLACES = 1 << 15  # that are looked at, for all beams together: else long prompts of few words hold everyone up
 # What makes one number of a continuation: odd, so that no token is lost, and large.
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -29,26 +28,6 @@ class NGrams(NamedTuple):
 
     shortest: int
     longest: int
-
-
-class Patience:
-    """Lets a group rest after drafts that led nowhere three times in a row: for one step, then for 2, 4, ...
-
-    A forest costs more than a plain step, and where texts do not repeat themselves its drafts are of no use.
-    """
-
-    def __init__(self) -> None:
-        self._num_failed = self._num_left = 0
-
-    def note(self, leads_on: bool) -> None:
-        """Note whether drafts have led to a second step."""
-        self._num_failed = 0 if leads_on else self._num_failed + 1
-        self._num_left = min(2**self._num_failed // 8, MOST_PAUSE)
-
-    def take_rest(self) -> bool:
-        """Whether to draft nothing in this step, which is asked once in each."""
-        self._num_left -= 1
-        return self._num_left >= 0
 
 
 class PromptIndex:

@@ -1,7 +1,6 @@
 """Forests without a draft model: how the newest tokens of beams went on in the prompt and in the group's histories.
 
-Nothing is computed on the device. Where nothing is found, a group takes a plain step, and so it does for a while where
-what was found has led nowhere.
+Nothing is computed on the device. Where nothing is found, a group takes a plain step.
 """
 
 from __future__ import annotations
@@ -48,8 +47,6 @@ class LookupDrafts:
         forests, copies = {}, list[tuple[int, int]]()
         for group_id in context.speculating:
             step, group = context.steps[group_id], groups[group_id]
-            if group.patience.take_rest():
-                continue
             found, scores = self._look_up(step, group), group.scores.cpu().numpy()
             found.tokens[scores[found.beams] == NEVER] = NO_TOKEN
             if _may_lead_on(found, step.rules, scores):

@@ -10,7 +10,7 @@ import torch
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_trie.search.lookup import Patience, PromptIndex
+from vllm_trie.search.lookup import PromptIndex
 
 
 class NextBeams(NamedTuple):
@@ -37,7 +37,6 @@ class GroupRows:
     num_drafted: int = 0  # tokens of each row that the draft model has computed, if there is one
     next_beams: NextBeams | None = None  # on an earlier stage of a pipeline, until the next step
     prompt_index: PromptIndex | None = None  # in which drafts are looked up
-    patience: Patience = field(default_factory=Patience)  # with such drafts
 
     @property
     def prompt(self) -> list[int]:

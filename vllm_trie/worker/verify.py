@@ -57,7 +57,6 @@ def verify(
         num_sampled[1, places] = rows.num_logits(places) - num_sampled[0, places]
         forest_step.group.scores = async_tensor_h2d(steps[-1].scores, device=sampled.device, dtype=torch.float32)
         forest_step.group.tokens = async_tensor_h2d(steps[-1].tokens, device=sampled.device, dtype=torch.int64)
-        forest_step.group.patience.note(len(steps) > 1)
         forest_step.group.states = None if steps[-1].states is None else steps[-1].states[0]
         steps = [step._replace(states=None) for step in steps]  # which stay on the device
         forest, num_beams = forest_step.forest, forest_step.num_beams
