@@ -75,12 +75,12 @@ def _select(original: Callable[..., VllmConfig], self: EngineArgs, *args: Any, *
         _check_attention(vllm_config)
         if vllm_config.scheduler_config.async_scheduling:
             vllm_config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
-        _tell_what_starts(vllm_config, changed)
+        _log_startup(vllm_config, changed)
     _wrap_front_end()
     return vllm_config
 
 
-def _tell_what_starts(vllm_config: VllmConfig, changed: list[str]) -> None:
+def _log_startup(vllm_config: VllmConfig, changed: list[str]) -> None:
     """A line of the log for this engine, and a warning of what differs in this build of vLLM."""
     config, parallel, version = config_of(vllm_config), vllm_config.parallel_config, installed_vllm().version
     if parallel._api_process_count > 1 and parallel._api_process_rank >= 0:
@@ -104,7 +104,7 @@ def _check_catalogs(vllm_config: VllmConfig) -> None:
 
 
 def _check_attention(vllm_config: VllmConfig) -> None:
-    from vllm_trie.worker.attention.demanded import check_demanded_attention
+    from vllm_trie.worker.attention.check_attention import check_demanded_attention
 
     check_demanded_attention(vllm_config)
 

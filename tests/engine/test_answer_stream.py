@@ -17,9 +17,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import Request
 
 from tests.search.steps import steps_of
+from vllm_trie.engine.answer_prefix import AnswerChangedError, Part
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.new_group import new_group
-from vllm_trie.engine.stream import AnswerChangedError, Part
 from vllm_trie.messages import GroupTicket
 from vllm_trie.options import BeamParams
 from vllm_trie.search.sampling import generator, uniforms

@@ -17,7 +17,7 @@ from tests.engine.disturb import preempt_all
 from tests.engine.pairs import NOISE, TRAINED, count_differing, drafting
 from tests.engine.running import MOST_TIES, Job, prompt_of, run, trained_prompts
 from vllm_trie import beam_params
-from vllm_trie.worker.attention import compiled, cpu_backend, demanded
+from vllm_trie.worker.attention import check_attention, compiled, cpu_backend
 from vllm_trie.worker.attention.cpu_backend import SharedPrefixImpl, SharedPrefixMetadata
 from vllm_trie.worker.attention.shared_rows import SharedTokens
 from vllm_trie.worker.runner import BeamModelRunner
@@ -204,7 +204,7 @@ def test_layers_that_cannot_stay_vllms_and_are_named(
     engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warnings: list[str] = []
-    monkeypatch.setattr(demanded.logger, "warning_once", lambda text, *given: warnings.append(text % given))
+    monkeypatch.setattr(check_attention.logger, "warning_once", lambda text, *given: warnings.append(text % given))
     engines(random_model("gemma2_uncapped"), **option("on"), max_num_seqs=61)
     (warning,) = warnings
     assert 'shared_prefix_attention="on" has no effect on 2 layers, whose attention (CPU_ATTN)' in warning

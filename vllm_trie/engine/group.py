@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_trie.engine.answer_prefix import AnswerStream, Part
 from vllm_trie.engine.grammar import RowMatchers
 from vllm_trie.engine.hypothesis import Hypothesis, TokenReport
 from vllm_trie.engine.stats import SearchCounts
-from vllm_trie.engine.stream import AnswerStream, Part
 from vllm_trie.messages import Resumed
 from vllm_trie.options import BeamParams
 from vllm_trie.search.forest_size import Acceptance

@@ -17,8 +17,8 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutp
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
+from vllm_trie.engine.answer_prefix import Part
 from vllm_trie.engine.hypothesis import Hypothesis
-from vllm_trie.engine.stream import Part
 from vllm_trie.messages import NO_HYPOTHESIS, GroupTicket
 
 

@@ -17,16 +17,16 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.compat.fingerprint import steps_to_check
 from vllm_trie.compat.patch import Patch
-from vllm_trie.engine.answers import AnswerCache
+from vllm_trie.engine.answer_prefix import AnswerChangedError
 from vllm_trie.engine.catalogs import EngineCatalogs, take_new_catalogs
 from vllm_trie.engine.grammar import GrammarError, fill_masks, why_not_along
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.kv_cache import BeamKVCacheManager, refuse_unsupported_kv_cache
 from vllm_trie.engine.new_group import is_unchecked, new_group
 from vllm_trie.engine.outputs import Mailbox, compact_answer, outputs_of, part_output, take_output
+from vllm_trie.engine.prefix_publishing import AnswerCache
 from vllm_trie.engine.speculation_budget import Speculating, SpeculationBudgets
 from vllm_trie.engine.stats import BeamTally, SearchCounts, attach_stats, statistics_among
-from vllm_trie.engine.stream import AnswerChangedError
 from vllm_trie.messages import (
     Decided,
     GroupStep,

@@ -1,8 +1,8 @@
 """`stream=true` with beams.
 
 A search with one answer streams it as vLLM streams any other: the engine sends what all beams have in common as soon as
-they do (`engine/stream.py`). Several answers, arrays of all hypotheses, searches by steps, and tool calls, which are
-parsed from a whole text, are known when the search is over: each choice is one chunk then.
+they do (`engine/answer_prefix.py`). Several answers, arrays of all hypotheses, searches by steps, and tool calls, which
+are parsed from a whole text, are known when the search is over: each choice is one chunk then.
 """
 
 from __future__ import annotations

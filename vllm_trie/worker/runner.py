@@ -28,8 +28,8 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_trie.messages import attach_results, catalog_changes, row_masks
 from vllm_trie.selection import has_logits_processors
-from vllm_trie.worker.attention.demanded import check_demanded_layers
-from vllm_trie.worker.attention.tell_builders import reads_shared_blocks_once, tell_builders
+from vllm_trie.worker.attention.announce_shared_rows import announce_shared_rows, reads_shared_blocks_once
+from vllm_trie.worker.attention.check_attention import check_demanded_layers
 from vllm_trie.worker.catalogs import DeviceCatalogs
 from vllm_trie.worker.draft import Drafter
 from vllm_trie.worker.draft_by_lookup import LookupDrafts
@@ -42,7 +42,7 @@ from vllm_trie.worker.rank_check import rank_check
 from vllm_trie.worker.rows import BatchRows, GroupRows
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext
-from vllm_trie.worker.sub_batch import among_all, sub_batch
+from vllm_trie.worker.sub_batch import scatter_logprobs, sub_batch
 from vllm_trie.worker.verify import verify
 
 
@@ -136,7 +136,7 @@ class BeamModelRunner(GPUModelRunner):
         return state, uniform_token_count
 
     def prepare_attn(self, input_batch: InputBatch, **kwargs: Any) -> Any:
-        tell_builders(self, self.step, self.groups, input_batch)
+        announce_shared_rows(self, self.step, self.groups, input_batch)
         return super().prepare_attn(input_batch, **kwargs)
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +179,7 @@ class BeamModelRunner(GPUModelRunner):
             else:
                 of_ordinary = sampler(logits[of_smaller], smaller)
             if of_ordinary.logprobs_tensors is not None:
-                of_ordinary.logprobs_tensors = among_all(of_ordinary.logprobs_tensors, of_smaller, batch)
+                of_ordinary.logprobs_tensors = scatter_logprobs(of_ordinary.logprobs_tensors, of_smaller, batch)
 
         of_others = 1 if of_ordinary is None else of_ordinary.sampled_token_ids.shape[1]
         sampled = torch.zeros(batch.num_reqs, max(step.most_steps, of_others), dtype=torch.int64, device=self.device)

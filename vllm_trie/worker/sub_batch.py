@@ -74,7 +74,7 @@ def sub_batch(batch: InputBatch, rows: np.ndarray) -> tuple[InputBatch, torch.Te
     return smaller, logits
 
 
-def among_all(tensors: LogprobsTensors, logits: torch.Tensor, batch: InputBatch) -> LogprobsTensors:
+def scatter_logprobs(tensors: LogprobsTensors, logits: torch.Tensor, batch: InputBatch) -> LogprobsTensors:
     """What vLLM reports of some logits [N], as what it reports of all logits of the batch; of the others, nothing.
 
     Args:

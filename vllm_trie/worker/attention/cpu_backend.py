@@ -24,16 +24,16 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_trie.selection import config_of, has_beams
 from vllm_trie.worker.attention import compiled
-from vllm_trie.worker.attention.apart import AttendsApart, SetApart, is_plain, others_than, stand_for
 from vllm_trie.worker.attention.compiled import Plan
 from vllm_trie.worker.attention.shared_rows import SharesPrefixes, tokens_of
+from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_plain, others_than, replace_backend
 
 logger = init_logger("vllm.trie_beam.attention")
 
 
 def use_shared_prefixes() -> None:
     """Let engines of this process find this backend where they look for CPU_ATTN."""
-    stand_for(AttentionBackendEnum.CPU_ATTN, SharedPrefixBackend)
+    replace_backend(AttentionBackendEnum.CPU_ATTN, SharedPrefixBackend)
 
 
 @dataclass

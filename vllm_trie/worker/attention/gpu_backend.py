@@ -25,14 +25,14 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_trie.selection import config_of, has_beams
-from vllm_trie.worker.attention.apart import AttendsApart, SetApart, is_plain, others_than, stand_for
 from vllm_trie.worker.attention.shared_rows import SharesPrefixes, tokens_of
+from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_plain, others_than, replace_backend
 from vllm_trie.worker.attention.triton_kernels import MOST_HEAD_SIZE, TILE, Plan
 
 
 def use_shared_prefixes() -> None:
     """Let engines of this process find this backend where they look for FLASH_ATTN."""
-    stand_for(AttentionBackendEnum.FLASH_ATTN, SharedPrefixBackend)
+    replace_backend(AttentionBackendEnum.FLASH_ATTN, SharedPrefixBackend)
 
 
 @dataclass

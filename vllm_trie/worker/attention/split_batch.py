@@ -15,7 +15,7 @@ from vllm.v1.attention.selector import _cached_get_attn_backend
 NO_WINDOW = (-1, (-1, -1))  # as vLLM's backends write it
 
 
-def stand_for(stock: AttentionBackendEnum, backend: type[AttentionBackend]) -> None:
+def replace_backend(stock: AttentionBackendEnum, backend: type[AttentionBackend]) -> None:
     """Let engines of this process find a backend of ours where they look for one of vLLM's."""
     path = f"{backend.__module__}.{backend.__qualname__}"
     if stock.get_path() != path:

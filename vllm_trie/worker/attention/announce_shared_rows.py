@@ -12,7 +12,7 @@ from vllm_trie.worker.rows import BatchRows, GroupRows
 from vllm_trie.worker.step_context import StepContext
 
 
-def tell_builders(
+def announce_shared_rows(
     runner: GPUModelRunner, context: StepContext, groups: Mapping[str, GroupRows], batch: InputBatch
 ) -> None:
     """Hand the rows of all decoding groups, those of forests included, to the builders of the target model's layers."""
