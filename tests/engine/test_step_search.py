@@ -145,6 +145,31 @@ def test_a_stop_string_is_found_across_steps(engine: Engine, is_included: bool) 
     assert cut.cumulative_logprob == pytest.approx(sum(logprobs), abs=1e-4)
 
 
+@pytest.mark.parametrize("is_included", [False, True])
+def test_a_stop_string_ends_a_hypothesis_though_its_token_has_a_delimiter_before_it(
+    engine: Engine, is_included: bool
+) -> None:
+    stop, seen = "\n    ", list[StepCandidate]()  # in one token, as a line's end and the next one's indent
+
+    def watching(candidates: list[StepCandidate]) -> list[float]:
+        seen.extend(candidates)
+        return score(candidates)
+
+    options = {"beam_width": 4, "n": 4, "max_steps": None, "include_stop_str_in_output": is_included, "logprobs": 0}
+    (output,) = engine.generate(PROMPTS[:1], params(stop=[stop], scorer=watching, **options))
+    assert not any(stop in candidate.text for candidate in seen if not candidate.is_finished)
+    ended = [o for o in output.outputs if o.stop_reason == stop]
+    assert ended, "no hypothesis came to the stop string"
+    decode = partial(engine.llm.get_tokenizer().decode, skip_special_tokens=True)
+    for hypothesis in ended:
+        assert hypothesis.finish_reason == "stop"
+        whole = decode(hypothesis.token_ids)
+        assert stop in whole
+        assert hypothesis.text == whole[: whole.index(stop) + is_included * len(stop)]
+        logprobs = [of[token].logprob for token, of in zip(hypothesis.token_ids, hypothesis.logprobs, strict=True)]
+        assert hypothesis.cumulative_logprob == pytest.approx(sum(logprobs), abs=1e-4)
+
+
 def test_a_scorer_sees_the_prompt_all_steps_and_what_it_said_before(engine: Engine) -> None:
     seen = list[StepCandidate]()
 

@@ -201,42 +201,39 @@ class StepRequest:
             None if is_delimiter else drawn.stop_reason,
             _Note(candidate_id, drawn.logprobs),
         )
-        return self._ended_across_steps(context, beam, step)
+        return self._ended_by_stop_string(context, beam, step)
 
-    def _ended_across_steps(self, context: list[int], beam: StepHypothesis, step: DrawnStep) -> DrawnStep:
-        """The step up to a stop string that began in earlier ones, where vLLM does not look for it."""
+    def _ended_by_stop_string(self, context: list[int], beam: StepHypothesis, step: DrawnStep) -> DrawnStep:
+        """The step up to the first stop string, which may have begun in earlier ones, or behind a delimiter."""
         stops = self.params.stop or ()
         earlier = beam.text[-max(max(map(len, stops), default=1) - 1, 1) :]
-        found = [(start, stop) for stop in stops if 0 <= (start := (earlier + step.text).find(stop)) < len(earlier)]
+        text = earlier + step.text
+        found = [(text.find(stop, max(len(earlier) - len(stop) + 1, 0)), stop) for stop in stops]
+        found = [(start - len(earlier), stop) for start, stop in found if start >= 0]
         if not found:
             return step
         start, stop = min(found, key=lambda of_one: of_one[0] + len(of_one[1]))
-        end, tokens = start + len(stop) - len(earlier), step.token_ids
-        count = next(n for n in range(1, len(tokens) + 1) if len(self._decoded(context, tokens[:n])) >= end)
+        end, tokens = start + len(stop), step.token_ids
+        lengths, whole = range(len(tokens), 0, -1), step.text[:end]
+        count = next(n for n in lengths if not self._decoded(context, tokens[: n - 1]).startswith(whole))
         logprobs = step.note.logprobs[:count]
         sum_logprobs = sum(of[token].logprob for token, of in zip(tokens[:count], logprobs, strict=True))
         is_included = self.params.include_stop_str_in_output
         return DrawnStep(
-            step.text[:end] if is_included else "",
+            step.text[: end if is_included else max(start, 0)],
             tokens[:count],
             sum_logprobs,
             "stop",
             stop,
             step.note._replace(logprobs=logprobs),
-            0 if is_included else len(earlier) - start,
+            0 if is_included else max(-start, 0),
         )
 
     def _text(self, context: list[int], drawn: CompletionOutput) -> str:
         """What its tokens say: vLLM cuts the text at the delimiter, though the last token may go beyond it."""
-        tokens, includes_stop = list(drawn.token_ids), self.params.include_stop_str_in_output
         stops_by_token = drawn.finish_reason == "stop" and not isinstance(drawn.stop_reason, str)
-        if stops_by_token and not includes_stop:
-            tokens.pop()
-        text = self._decoded(context, tokens)
-        if isinstance(drawn.stop_reason, str) and drawn.stop_reason in (self.params.stop or ()):
-            end = text.find(drawn.stop_reason)
-            text = text[: end + includes_stop * len(drawn.stop_reason)]
-        return text
+        is_cut = stops_by_token and not self.params.include_stop_str_in_output
+        return self._decoded(context, drawn.token_ids[: len(drawn.token_ids) - is_cut])
 
     def _decoded(self, context: list[int], tokens: Sequence[int]) -> str:
         """What tokens say behind others."""
