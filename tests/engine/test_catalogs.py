@@ -283,6 +283,14 @@ WRONG = {
     "empty": ({"allowed_sequences": [[5], []]}, "allowed_sequences: "),
     "ambiguous": ({"allowed_sequences": [[5], [5, 6]], "catalog_items": 2}, "an item begins another one"),
     "after": ({"catalog": "items", "catalog_after": 100_000}, "catalog_after=100000 is no token"),
+    "after a stop": (
+        {"catalog": "items", "catalog_after": 7, "stop_token_ids": [9, 7]},
+        "catalog_after=7 is a stop token, .* leave it out of stop_token_ids",
+    ),
+    "after EOS": (
+        {"catalog": "items", "catalog_after": EOS},
+        f"catalog_after={EOS} is a stop token, .* set ignore_eos=True",
+    ),
     "no stop": ({"catalog": "items", "catalog_stop": True, "ignore_eos": True}, "catalog_stop=True needs a stop token"),
     "reported": (
         {"catalog": "items", "catalog_renormalize": True, "logprobs": 1},
@@ -300,7 +308,8 @@ def test_what_a_catalog_cannot_do_is_refused_and_the_next_request_served(
     folder.mkdir(exist_ok=True)
     Catalog.from_sequences(random_items(50, [4], 1)).save(folder / "items.catalog")
     engine, (options, why) = with_catalogs(engines, model, folder), WRONG[case]
-    of_vllm = {name: options[name] for name in ("ignore_eos", "max_tokens", "logprobs", "stop") if name in options}
+    fields = ("ignore_eos", "max_tokens", "logprobs", "stop", "stop_token_ids")
+    of_vllm = {name: options[name] for name in fields if name in options}
     params = beam_params(2, **{"max_tokens": 8} | of_vllm)
     params.extra_args = {"beam_width": 2} | {name: options[name] for name in options if name not in of_vllm}
     with pytest.raises(BeamRequestError, match=why):

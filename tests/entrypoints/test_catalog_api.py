@@ -75,6 +75,7 @@ def test_what_is_wrong_is_a_400_that_says_what_would_work(server: Server) -> Non
         ({"catalog": "books"}, "catalog='books' is unknown; known: lines"),
         ({"catalog": "lines", "allowed_sequences": ["x"]}, "exclude each other"),
         ({"catalog": "lines", "catalog_after": "two words"}, "pass text that is one token"),
+        ({"catalog": "lines", "catalog_after": "</s>"}, "catalog_after='</s>' is a stop token"),
         ({"allowed_sequences": "[[1, 2"}, "is not a list of 1 to 100,000 strings"),
         ({"allowed_sequences": "[" * 100_000}, "is not a list of 1 to 100,000 strings"),
     ):

@@ -94,6 +94,11 @@ def resolve_items(
         _refuse_unknown(beam.catalog, known)
         catalog, what = known[str(beam.catalog)], f"catalog={beam.catalog!r}"
     after = _token(beam.catalog_after, vocab_size, tokenizer)
+    if after in stop_tokens(params):
+        raise ValueError(
+            f"catalog_after={beam.catalog_after!r} is a stop token, which ends hypotheses before their items; pass "
+            "another one, or leave it out of stop_token_ids, or if it is an EOS token set ignore_eos=True"
+        )
     _check_fits(params, beam, catalog, what)
     return beam.model_copy(update={"allowed_sequences": None, "catalog_after": after}), content
 
