@@ -112,6 +112,7 @@ def _check_attention(vllm_config: VllmConfig) -> None:
 def _wrap_front_end() -> None:
     from vllm_trie.entrypoints.catalog_api import serve_catalogs
     from vllm_trie.entrypoints.fan_out import keep_groups_together, send_inputs_once
+    from vllm_trie.entrypoints.half_characters import keep_prompts_out_of_answers
     from vllm_trie.entrypoints.llm import search_in_engine
     from vllm_trie.entrypoints.logprobs import accept_sums
     from vllm_trie.entrypoints.metrics import show_beams
@@ -121,9 +122,10 @@ def _wrap_front_end() -> None:
     from vllm_trie.entrypoints.step_search.online import serve_steps
     from vllm_trie.entrypoints.streams import stream_beams
 
-    of_requests = check_requests, accept_sums, search_in_engine, send_inputs_once, search_by_steps
+    of_requests = check_requests, search_in_engine, send_inputs_once, search_by_steps
+    of_answers = accept_sums, keep_prompts_out_of_answers
     of_servers = serve_beams, serve_steps, stream_beams, serve_catalogs, keep_groups_together, show_beams
-    for wrap in (*of_requests, *of_servers):
+    for wrap in (*of_requests, *of_answers, *of_servers):
         wrap()
 
 

@@ -47,19 +47,13 @@ class StopStrings:
         while True:
             window = [int(t) for t in generated[-span:]]
             rest = [*prompt, *generated[: max(len(generated) - span, 0)]]
-            context = [int(t) for t in rest[-CONTEXT:]]
-            while (before := self._decode(context)).startswith(INCOMPLETE):
-                context = context[1:]
-            text = self._text_after(before, [*context, *window]).rstrip(INCOMPLETE)
+            context, before = context_of(rest, self._decode)
+            text = text_after(before, self._decode([*context, *window])).rstrip(INCOMPLETE)
             if (len(text) >= self._longest and INCOMPLETE not in before + text) or span >= len(generated):
                 break
             span *= 2
-        extended = self._text_after(before, [*context, *window, token])
+        extended = text_after(before, self._decode([*context, *window, token]))
         return any(extended.find(s, max(len(text) - len(s) + 1, 0)) >= 0 for s in self.strings)
-
-    def _text_after(self, before: str, tokens: list[int]) -> str:
-        text = self._decode(tokens)
-        return text[_num_common(before, text) :]  # `before` may end within a character
 
     def _is_suspect(self, token: int) -> bool:
         alone = self._decode([token])
@@ -73,6 +67,15 @@ def _fits(piece: str, string: str) -> bool:
     return string in piece or any(string.endswith(piece[:size]) for size in range(1, len(piece) + 1))
 
 
-def _num_common(a: str, b: str) -> int:
-    """Characters in which two texts agree from their beginning on."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def context_of(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> tuple[list[int], str]:
+    """The last few of some tokens, and their text, which does not begin within a character."""
+    context = [int(token) for token in tokens[-CONTEXT:]]
+    while (text := decode(context)).startswith(INCOMPLETE):
+        context = context[1:]
+    return context, text
+
+
+def text_after(before: str, text: str) -> str:
+    """What a text goes on with; `before` may end within a character, and then this begins with the whole of it."""
+    num_common = next((i for i, (x, y) in enumerate(zip(before, text, strict=False)) if x != y), len(before))
+    return text[num_common:]

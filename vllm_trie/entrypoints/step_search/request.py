@@ -21,6 +21,7 @@ from vllm_trie.messages import FORK, ForkTicket
 from vllm_trie.options import PLUGIN_NAME, BeamParams, asks_for_beams
 from vllm_trie.sampling_params import refuse_unsupported
 from vllm_trie.search.step_search import DrawnStep, ScorerError, StepHypothesis, StepRules, StepSearch
+from vllm_trie.search.stop_strings import INCOMPLETE, text_after
 from vllm_trie.selection import config_of
 
 if TYPE_CHECKING:
@@ -84,10 +85,10 @@ class StepRequest:
         for index, draw in enumerate(self.search.draws()):
             candidate_id = f"{self.own_id}-{self.search.num_rounds}-{index}"
             parent = draw.beam.notes[-1].candidate_id if draw.beam.notes else None
-            ticket = ForkTicket(candidate_id if draw.stops_at_delimiter else None, parent)
+            key = candidate_id if draw.stops_at_delimiter else None
+            ticket = ForkTicket(key, parent) if self.forks else ForkTicket()
             params = self.own_params.clone()
-            if self.forks:
-                params.extra_args = {**(params.extra_args or {}), FORK: ticket}
+            params.extra_args = {**(params.extra_args or {}), FORK: ticket}
             params.seed, params.max_tokens = draw.seed, draw.max_tokens
             params.stop = [*stop, *step_stop] if draw.stops_at_delimiter else stop
             params.include_stop_str_in_output = draw.stops_at_delimiter or self.params.include_stop_str_in_output
@@ -236,11 +237,11 @@ class StepRequest:
         return self._decoded(context, drawn.token_ids[: len(drawn.token_ids) - is_cut])
 
     def _decoded(self, context: list[int], tokens: Sequence[int]) -> str:
-        """What tokens say behind others."""
+        """What tokens say behind others, but for a character that they leave open."""
         skips = self.params.skip_special_tokens
         before = self.tokenizer.decode(context, skip_special_tokens=skips)
-        text: str = self.tokenizer.decode([*context, *tokens], skip_special_tokens=skips)
-        return text[len(before) :]
+        text = self.tokenizer.decode([*context, *tokens], skip_special_tokens=skips)
+        return text_after(before, text).rstrip(INCOMPLETE)
 
 
 def asks_for_steps(params: Any) -> bool:

@@ -1,0 +1,64 @@
+"""The text of an answer whose prompt ends within a character.
+
+vLLM's detokenizer would begin it with the whole prompt, and find stop strings there that a search does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+
+from vllm_trie.compat.patch import Patch
+from vllm_trie.messages import FORK, TICKET
+from vllm_trie.search.stop_strings import CONTEXT, INCOMPLETE, context_of, text_after
+
+begin = Patch("vllm.v1.engine.detokenizer:FastIncrementalDetokenizer", "__init__")
+
+
+def keep_prompts_out_of_answers() -> None:
+    """From now on, answers of searches in this process begin behind their prompts."""
+    begin.wrap(_begin)
+
+
+def _begin(
+    original: Callable[..., None], self: FastIncrementalDetokenizer, tokenizer: object, request: EngineCoreRequest
+) -> None:
+    original(self, tokenizer, request)
+    extra_args = (request.sampling_params and request.sampling_params.extra_args) or {}
+    if not extra_args.keys() & {TICKET, FORK}:
+        return
+    decode, prompt = (
+        partial(self.tokenizer.decode, skip_special_tokens=self.skip_special_tokens),
+        request.prompt_token_ids,
+    )
+    if prompt and decode(prompt[-CONTEXT:]).endswith(INCOMPLETE):
+        self.stream = _BehindHalfCharacter(*context_of(prompt, decode), self.skip_special_tokens)
+
+
+class _BehindHalfCharacter:
+    """In place of vLLM's stream: begins with the character that the prompt leaves open, as stop strings are judged.
+
+    Args:
+        context: The last tokens of the prompt.
+        before: Their text.
+    """
+
+    def __init__(self, context: list[int], before: str, skip_special_tokens: bool) -> None:
+        self._tokens, self._before, self._skips = context, before, skip_special_tokens
+        self._stream: DecodeStream | None = None  # once the text is one of whole characters
+
+    def step(self, tokenizer: Tokenizer, token: int) -> str | None:
+        """The text of one more token, None as long as a character is open."""
+        if self._stream is not None:
+            return self._stream.step(tokenizer, token)
+        self._tokens.append(token)
+        text = tokenizer.decode(self._tokens, skip_special_tokens=self._skips)
+        if text.endswith(INCOMPLETE):
+            return None
+        self._stream = DecodeStream(ids=self._tokens, skip_special_tokens=self._skips)
+        return text_after(self._before, text)
