@@ -25,9 +25,17 @@ def config_of(*specs: KVCacheSpec) -> KVCacheConfig:
     return KVCacheConfig(9, [], [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)])
 
 
+def refusal_of(*specs: KVCacheSpec) -> str | None:
+    try:
+        refuse_unsupported_kv_cache(config_of(*specs))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def test_full_attention_and_windows_of_one_precision_are_supported() -> None:
-    refuse_unsupported_kv_cache(config_of(FULL))
-    refuse_unsupported_kv_cache(config_of(FULL, WINDOW))
+    assert refusal_of(FULL) is None
+    assert refusal_of(FULL, WINDOW) is None
 
 
 @pytest.mark.parametrize(
@@ -42,5 +50,4 @@ def test_full_attention_and_windows_of_one_precision_are_supported() -> None:
     ],
 )
 def test_others_are_refused(specs: tuple[KVCacheSpec, ...], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        refuse_unsupported_kv_cache(config_of(*specs))
+    assert why in (refusal_of(*specs) or "it is not")

@@ -164,4 +164,5 @@ def test_a_folder_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch
 
 def test_builders_are_called_as_vllm_calls_its_own() -> None:
     """vLLM derives builders from those of a backend, and calls theirs by position."""
-    inspect.signature(SharedPrefixBuilder.build).bind(None, 0, None, False)
+    bound = inspect.signature(SharedPrefixBuilder.build).bind(None, 0, None, False)
+    assert [*bound.arguments] == ["self", "common_prefix_len", "common_attn_metadata", "args"]
