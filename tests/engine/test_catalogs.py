@@ -22,6 +22,7 @@ from vllm_trie.catalog import Catalog
 from vllm_trie.engine import catalogs as catalogs_of_engine
 from vllm_trie.entrypoints import catalogs as catalogs_of_requests
 from vllm_trie.entrypoints.requests import BeamRequestError
+from vllm_trie.messages import NO_HYPOTHESIS
 
 
 @pytest.fixture(scope="module")
@@ -270,6 +271,16 @@ def test_a_set_of_too_many_tokens_is_refused(engines: Engines, model: Path, monk
     monkeypatch.setattr(catalogs_of_requests, "MOST_SEQUENCE_TOKENS", 8)
     with pytest.raises(BeamRequestError, match="allowed_sequences have 9 tokens, and a request may bring 8; build a"):
         engines(model).generate([prompt_of(20)], beam_params(2, allowed_sequences=[[7, 8, 9]] * 3, max_tokens=4))
+
+
+def test_beams_that_cannot_live_need_no_memory(engines: Engines, model: Path) -> None:
+    engine, item = engines(model, num_gpu_blocks_override=24), prompt_of(40, 3)  # with a row per beam it starves
+    params = beam_params(16, n=3, allowed_sequences=[item], max_tokens=48)
+    for output in engine.generate([prompt_of(9)] * 4, params):
+        assert [list(o.token_ids) for o in output.outputs] == [item, [], []]
+        assert [o.stop_reason for o in output.outputs] == [None, NO_HYPOTHESIS, NO_HYPOTHESIS]
+    (output,) = engine.generate([prompt_of(9)], beam_params(64, n=2, allowed_sequences=[item], max_tokens=48))
+    assert list(output.outputs[0].token_ids) == item
 
 
 WRONG = {

@@ -271,3 +271,24 @@ def test_an_engine_that_speculates_does_not_with_several_widths() -> None:
     asked, engine = BeamParams(beam_widths=[2, 3]), TrieBeamConfig(speculation="exact", semantics="vllm")
     resolved = resolve(asked, engine, drafts="model")
     assert (resolved.beam_width, resolved.speculation, resolved.semantics) == (3, "off", "hf")
+
+
+@pytest.mark.parametrize(
+    ("options", "num_items", "num_stops", "expected"),
+    [
+        ({}, 1, 1, 1),
+        ({}, 3, 2, 3),
+        ({}, 17, 1, 16),
+        ({"catalog_stop": True}, 3, 2, 6),
+        ({"catalog_items": 2}, 3, 1, 9),
+        ({"catalog_items": 2, "catalog_stop": True}, 2, 3, 12),
+        ({"catalog_items": 1 << 40}, 2, 1, 16),
+        ({"catalog_items": 1 << 40}, 1, 1, 1),
+        ({"catalog_after": 7}, 1, 1, 16),
+    ],
+)
+def test_as_many_beams_live_along_a_catalog_as_there_are_hypotheses(
+    options: dict[str, object], num_items: int, num_stops: int, expected: int
+) -> None:
+    beam = BeamParams(beam_width=16, catalog="items", **options)
+    assert beam.num_beams_along(num_items, num_stops) == expected

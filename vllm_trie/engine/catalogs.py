@@ -123,6 +123,10 @@ class EngineCatalogs:
         self._users[digest] += 1
         return digest
 
+    def num_items(self, digest: str) -> int:
+        """Of a catalog that a search goes along."""
+        return self._catalogs[digest].num_items
+
     def release(self, digest: str) -> None:
         """A search is over."""
         self._users[digest] -= 1

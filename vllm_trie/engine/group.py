@@ -72,7 +72,8 @@ class BeamGroup:
 
     @property
     def width(self) -> int:
-        return self.params.beam_width
+        """Beams side by side: `beam_width`, or where fewer can live as many."""
+        return self.select_rules.width
 
     @property
     def catalog(self) -> str | None:

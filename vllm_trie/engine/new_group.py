@@ -26,6 +26,7 @@ def new_group(
     max_model_len: int,
     has_logits_processors: bool,
     catalog: str | None = None,
+    num_items: int = 0,
 ) -> BeamGroup:
     """The search that a request asks for.
 
@@ -35,14 +36,16 @@ def new_group(
         max_model_len: Tokens of the longest hypothesis, its prompt included.
         has_logits_processors: Custom processors act on the logits of the engine's requests.
         catalog: Digest of the catalog along which it goes.
+        num_items: Of that catalog.
     """
     params = request.sampling_params
     assert params is not None
     stop_strings, prompt_length = tuple(params.stop or ()), request.num_prompt_tokens
     max_length = min(request.max_tokens, max_model_len - prompt_length)
     stop_rules = StopRules(stop_tokens(params), ticket.eos_token_id, stop_strings, params.min_tokens, max_length)
+    num_stops = len(stop_rules.stop_token_ids)
     select_rules = SelectRules(
-        beam.beam_width,
+        beam.beam_width if catalog is None else beam.num_beams_along(num_items, num_stops),
         beam.semantics or "hf",
         stop_rules.stop_token_ids,
         stop_rules.stop_strings,

@@ -99,7 +99,8 @@ class BeamScheduler(Scheduler):
     def _open_group(self, request: Request, params: BeamParams, ticket: GroupTicket) -> None:
         has_items = params.catalog is not None or ticket.item_set is not None
         catalog = self.catalogs.acquire(params.catalog, ticket.item_set) if has_items else None
-        group = new_group(request, params, ticket, self.max_model_len, self._has_logits_processors, catalog)
+        num_items = 0 if catalog is None else self.catalogs.num_items(catalog)
+        group = new_group(request, params, ticket, self.max_model_len, self._has_logits_processors, catalog, num_items)
         needed = self.kv_cache_manager.announce(request, group.paths_to_fan_out())
         usable, refusal = self.kv_cache_manager.num_usable_blocks, None
         if group.num_rows > self.max_num_running_reqs:
@@ -110,7 +111,7 @@ class BeamScheduler(Scheduler):
                 f"has {usable}; lower it or give the KV cache more memory"
             )
         if refusal is not None:
-            reason = f"{ticket.caller.width}={group.width} {refusal}"
+            reason = f"{ticket.caller.width}={params.beam_width} {refusal}"
             logger.error("Beam group %s was refused: %s", group.request_id, reason)
             self._forget(group, "error")
             self.mailbox.post_error(group.request_id, reason)
@@ -365,8 +366,8 @@ class BeamScheduler(Scheduler):
     def _fail(self, group: BeamGroup, needed: int) -> None:
         what, usable = self.mailbox.ticket(group.request_id).caller.width, self.kv_cache_manager.num_usable_blocks
         self._failed[group.request_id] = (
-            f"{what}={group.width} needs at least {needed} KV blocks after {group.length} tokens and the engine has "
-            f"{usable}; lower it or max_tokens, or give the KV cache more memory"
+            f"{what}={group.params.beam_width} needs at least {needed} KV blocks after {group.length} tokens and the "
+            f"engine has {usable}; lower it or max_tokens, or give the KV cache more memory"
         )
 
     def _fail_groups_of_other_images(self) -> None:

@@ -68,7 +68,7 @@ def keep(vllm_config: VllmConfig, name: str, catalog: Catalog) -> None:
 
 def resolve_items(
     params: SamplingParams, beam: BeamParams, vllm_config: VllmConfig, tokenizer: Any
-) -> tuple[BeamParams, bytes | None]:
+) -> tuple[BeamParams, bytes | None, int | None]:
     """What a request's catalog is, checked.
 
     Args:
@@ -77,13 +77,14 @@ def resolve_items(
         tokenizer: None if the engine has none.
 
     Returns:
-        The options with ids in place of text, and the content of a set that comes with the request.
+        The options with ids in place of text, the content of a set that comes with the request, and how many beams can
+        live, if there is a catalog.
 
     Raises:
         ValueError: naming the option, its value and what would work.
     """
     if not beam.has_items:
-        return beam, None
+        return beam, None, None
     vocab_size, content = vllm_config.model_config.get_vocab_size(), None
     if beam.allowed_sequences is not None:
         sequences = tuple(item if isinstance(item, str) else tuple(item) for item in beam.allowed_sequences)
@@ -100,7 +101,8 @@ def resolve_items(
             "another one, or leave it out of stop_token_ids, or if it is an EOS token set ignore_eos=True"
         )
     _check_fits(params, beam, catalog, what)
-    return beam.model_copy(update={"allowed_sequences": None, "catalog_after": after}), content
+    beam = beam.model_copy(update={"allowed_sequences": None, "catalog_after": after})
+    return beam, content, beam.num_beams_along(catalog.num_items, len(stop_tokens(params)))
 
 
 def _check_fits(params: SamplingParams, beam: BeamParams, catalog: Catalog, what: str) -> None:

@@ -49,6 +49,7 @@ def validate(
     limits: EngineLimits,
     num_encoded: int = 0,
     name: str = "beam_width",
+    num_beams: int | None = None,
 ) -> None:
     """Check one request against its engine, before anything is scheduled.
 
@@ -58,6 +59,7 @@ def validate(
         prompt_len: Tokens of the prompt.
         num_encoded: Of an encoder-decoder model: what its encoder makes, which has KV blocks, too.
         name: What the user calls its width, in refusals.
+        num_beams: That can live, if not as many as `beam_width`.
 
     Raises:
         ValueError: naming the option, its value and what would work.
@@ -72,7 +74,7 @@ def validate(
             f"draft_width={beam.draft_width} exceeds the vocabulary of {limits.vocab_size} tokens; lower it"
         )
     if limits.num_blocks is not None:
-        rows = 1 if beam.memory_mode else width
+        rows = 1 if beam.memory_mode else num_beams or width
         blocks = least_blocks_to_start(0 if limits.has_window else prompt_len, rows, limits.block_size)
         blocks += -(-num_encoded // limits.block_size)
         if blocks > limits.num_blocks:

@@ -234,7 +234,7 @@ def _prepare(
         params.stop_token_ids = list(own_stop_token_ids or ())
     if beam.has_items and not beam.catalog_stop:
         params.include_stop_str_in_output = True  # an item's last token ends it, and is part of its text
-    beam, item_set = resolve_items(params, beam, processor.vllm_config, processor.tokenizer)
+    beam, item_set, num_beams = resolve_items(params, beam, processor.vllm_config, processor.tokenizer)
     if has_grammar(params):
         config = processor.vllm_config.structured_outputs_config
         prepare_grammar(params, request.prompt_token_ids, config, processor.tokenizer)
@@ -242,7 +242,7 @@ def _prepare(
     has_encoder = processor.vllm_config.model_config.is_encoder_decoder
     num_encoded = sum(position.get_num_embeds() for position in positions) if has_encoder else 0
     limits = engine_limits(processor.vllm_config)
-    validate(params, beam, len(request.prompt_token_ids), limits, num_encoded, caller.width)
+    validate(params, beam, len(request.prompt_token_ids), limits, num_encoded, caller.width, num_beams)
     if caller == LLM_BEAM_SEARCH:  # as many as vLLM's own loop returns, whatever max_logprobs allows
         params.logprobs = 2 * beam.beam_width
     eos_token_id = processor.renderer.get_eos_token_id()

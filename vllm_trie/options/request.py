@@ -151,6 +151,19 @@ class BeamParams(SpeculationOptions):
         """The option that makes beams be drawn together, where they are."""
         return "do_sample" if self.do_sample else 'speculation="sample"'
 
+    def num_beams_along(self, num_items: int, num_stop_tokens: int) -> int:
+        """How many beams can live along a catalog, at most `beam_width`: no two of them are alike.
+
+        Args:
+            num_items: Of the catalog.
+            num_stop_tokens: One of which follows the last item, under `catalog_stop`.
+        """
+        if self.catalog_after is not None:
+            return self.beam_width
+        exponent = min(self.catalog_items, self.beam_width.bit_length())  # with which 2 exceeds beam_width
+        num_hypotheses = num_items**exponent
+        return min(self.beam_width, num_hypotheses * (num_stop_tokens if self.catalog_stop else 1))
+
     @property
     def by_steps(self) -> bool:
         """Whether beams grow by steps."""
