@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from vllm_trie.search.beams import Beams
 from vllm_trie.search.filters import log_probabilities
 from vllm_trie.search.rank import Candidates, rank_candidates
 from vllm_trie.search.rules import SelectRules, num_candidates
@@ -121,7 +122,7 @@ class Inputs:
 
     def take_by_kernels(self) -> None:
         """All of it, as the runner does it."""
-        step = take_step(self.rules, self.logits, self.scores, select_next=kernels.select_next)
+        step = take_step(self.rules, self.logits, Beams(self.scores), select_next=kernels.select_next)
         packed(step)
         self._reordered(step.parents)
         self.reorder_by_kernel()

@@ -19,6 +19,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from vllm_trie.search.beams import Beams
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Step, packed, unpacked
@@ -176,7 +177,8 @@ def choose(
         is_controlled=False,
         is_last=is_last,
     )
-    on_device, layout = packed(take_step(rules, logits[None], torch.from_numpy(scores).to(logits.device)[None]))
+    beams = Beams(torch.from_numpy(scores).to(logits.device)[None])
+    on_device, layout = packed(take_step(rules, logits[None], beams))
     (step,) = unpacked(on_device.cpu().numpy(), layout)
     return step
 

@@ -9,7 +9,10 @@ from unittest.mock import patch
 
 import torch
 
-from vllm_trie.search import filters, item_trie, slots, step
+from vllm_trie.search import filters, slots, step
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints import catalog, grammar
+from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Step, packed, unpacked
@@ -20,7 +23,7 @@ from vllm_trie.search.stopping import HypothesisPool
 def shortcuts(allowed: bool) -> Iterator[None]:
     """Within it, the search looks at tensors to save work, as on a CPU, or it does not."""
     with ExitStack() as stack:
-        for module in (filters, item_trie, slots, step):
+        for module in (filters, catalog, grammar, slots, step):
             stack.enter_context(patch.object(module, "sees", lambda _: allowed))
         yield
 
@@ -37,7 +40,9 @@ def rules_of(width: int, semantics: str = "hf", stops: tuple[int, ...] = (), **o
     return SelectRules(width=width, semantics=semantics, stop_token_ids=stops, **(defaults | others))
 
 
-def steps_of(rules: SelectRules, logits: torch.Tensor, scores: torch.Tensor, **others: Any) -> list[Step]:
-    """The step of each group, on the host."""
-    tensor, layout = packed(take_step(rules, logits, scores, **others))
+def steps_of(
+    rules: SelectRules, logits: torch.Tensor, scores: torch.Tensor, *under: tuple[Constraint, torch.Tensor], **how: Any
+) -> list[Step]:
+    """The step of each group, on the host; `under`: constraints, with the states of rows."""
+    tensor, layout = packed(take_step(rules, logits, Beams(scores, states=dict(under)), **how))
     return unpacked(tensor.numpy(), layout)

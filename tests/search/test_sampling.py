@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.search.exhaustive import drawn_pair_distribution
+from vllm_trie.search.beams import Beams
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rules import BeamSampling, SelectRules
 from vllm_trie.search.sampling import draw, draw_cells, draw_continuations, generator, joint_probabilities, uniforms
@@ -64,7 +65,7 @@ SAMPLED = SelectRules(3, "hf", (1,), (), True, None, False, samples=True)
 
 
 def sampled(rules: SelectRules, logits: torch.Tensor, chances: torch.Tensor) -> list[Step]:
-    tensor, layout = packed(take_step(rules, logits, torch.zeros(logits.shape[:2]), chances))
+    tensor, layout = packed(take_step(rules, logits, Beams(torch.zeros(logits.shape[:2])), chances))
     return unpacked(tensor.numpy(), layout)
 
 
@@ -100,7 +101,7 @@ def test_groups_that_draw_do_not_see_each_other(replacement: bool) -> None:
 
     def steps(of: range) -> list[Step]:
         rngs = [generator(at, 5) for at in of]
-        tensor, layout = packed(take_step(rules, logits[of], scores[of], rngs))
+        tensor, layout = packed(take_step(rules, logits[of], Beams(scores[of]), rngs))
         return unpacked(tensor.numpy(), layout)
 
     together = steps(range(3))
@@ -113,10 +114,13 @@ def test_only_the_best_drawn_beam_goes_on_where_one_is_kept() -> None:
     logits = torch.randn(2, 4, 50, generator=torch.Generator().manual_seed(0))
     rules = SelectRules(4, "hf", (1,), (), True, 3, False, beam_sampling=BeamSampling(False, 1, None, False))
     rngs = [[generator(at, 5) for at in range(2)] for _ in range(2)]
-    every = take_step(rules, logits, torch.zeros(2, 4), rngs[0])
+    every = take_step(rules, logits, Beams(torch.zeros(2, 4)), rngs[0])
     assert rules.beam_sampling is not None
     kept = take_step(
-        rules._replace(beam_sampling=rules.beam_sampling._replace(keeps_one=True)), logits, torch.zeros(2, 4), rngs[1]
+        rules._replace(beam_sampling=rules.beam_sampling._replace(keeps_one=True)),
+        logits,
+        Beams(torch.zeros(2, 4)),
+        rngs[1],
     )
     best = every.scores.argmax(dim=1, keepdim=True)
     for one, other in zip(kept[:3], every[:3], strict=True):

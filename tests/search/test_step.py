@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.search.steps import rules_of, shortcuts, steps_of
+from vllm_trie.search.beams import Beams
 from vllm_trie.search.filters import log_probabilities
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules, num_candidates
@@ -233,7 +234,7 @@ def test_candidates_leave_width_beams_whatever_stops(num_stops: int, expected: i
 def test_logits_are_left_as_they_were() -> None:
     logits = torch.randn(1, 2, 9)
     before = logits.clone()
-    take_step(rules_of(2, stops=(1,), masks_stops=True, is_controlled=True), logits, torch.zeros(1, 2))
+    take_step(rules_of(2, stops=(1,), masks_stops=True, is_controlled=True), logits, Beams(torch.zeros(1, 2)))
     assert torch.equal(logits, before)
 
 

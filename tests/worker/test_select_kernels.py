@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_trie.search.beams import Beams
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules, num_candidates
 from vllm_trie.search.slots import select_next
@@ -73,7 +74,7 @@ def test_step_with_the_kernel_is_the_step_without(semantics: str) -> None:
     scores[0, 1:] = scores[1] = DEAD
     rules = SelectRules(5, semantics, (1, 7), (), True, None, False)
     by_kernel, by_torch = (
-        packed(take_step(rules, logits, scores, select_next=one)) for one in (kernels.select_next, select_next)
+        packed(take_step(rules, logits, Beams(scores), select_next=one)) for one in (kernels.select_next, select_next)
     )
     assert by_kernel[1] == by_torch[1]
     assert torch.equal(by_kernel[0], by_torch[0])

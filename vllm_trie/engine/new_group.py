@@ -13,8 +13,11 @@ from vllm_trie.engine.group import BeamGroup
 from vllm_trie.messages import GroupTicket
 from vllm_trie.options import BeamParams
 from vllm_trie.sampling_params import is_controlled, logits_filters, stop_tokens
+from vllm_trie.search.constraints.catalog import ItemRules
+from vllm_trie.search.constraints.constraint import Constraint
+from vllm_trie.search.constraints.grammar import Grammar
+from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.search.filters import Pruning
-from vllm_trie.search.item_trie import ItemRules
 from vllm_trie.search.rules import BeamGroups, BeamSampling, SelectRules
 from vllm_trie.search.stopping import StopRules
 
@@ -44,6 +47,7 @@ def new_group(
     max_length = min(request.max_tokens, max_model_len - prompt_length)
     stop_rules = StopRules(stop_tokens(params), ticket.eos_token_id, stop_strings, params.min_tokens, max_length)
     num_stops = len(stop_rules.stop_token_ids)
+    grammar = request.structured_output_request
     select_rules = SelectRules(
         beam.beam_width if catalog is None else beam.num_beams_along(num_items, num_stops),
         beam.semantics or "hf",
@@ -57,11 +61,10 @@ def new_group(
         beam_sampling=_beam_sampling(beam),
         items=None if catalog is None else _item_rules(beam, catalog),
         beam_groups=_beam_groups(beam, stop_rules, ticket.padding),
-        no_repeat_ngram_size=beam.no_repeat_ngram_size,
+        constraints=_constraints(beam, has_grammar=grammar is not None),
     )
     seed = randbits(64) if params.seed is None else params.seed
     counts_prompt = own_beams().counts_prompt
-    grammar = request.structured_output_request
     return BeamGroup(
         request.request_id,
         beam,
@@ -91,6 +94,14 @@ def _item_rules(beam: BeamParams, catalog: str) -> ItemRules:
     after = beam.catalog_after
     assert not isinstance(after, str), "the front end has not looked up the token of catalog_after"
     return ItemRules(catalog, beam.catalog_items, after, beam.catalog_stop, beam.catalog_renormalize)
+
+
+def _constraints(beam: BeamParams, has_grammar: bool) -> tuple[Constraint, ...]:
+    """What else rows may not take."""
+    found: list[Constraint] = [NoRepeats(beam.no_repeat_ngram_size)] if beam.no_repeat_ngram_size else []
+    if has_grammar:
+        found.append(Grammar(2 * beam.beam_width if beam.semantics == "vllm" else None))
+    return tuple(found)
 
 
 def _beam_groups(beam: BeamParams, rules: StopRules, padding: int | None) -> BeamGroups | None:

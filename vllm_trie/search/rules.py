@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from vllm_trie.search.constraints.catalog import ItemRules
+from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.filters import LogitsFilters, Pruning
-from vllm_trie.search.item_trie import ItemRules
 
 
 class BeamSampling(NamedTuple):
@@ -47,7 +48,7 @@ class SelectRules(NamedTuple):
     num_beams: int | None = None  # that go on at most; None: one for each slot
     items: ItemRules | None = None  # the catalog along which they go
     beam_groups: BeamGroups | None = None  # in which they are; None: all in one
-    no_repeat_ngram_size: int = 0  # tokens of the n-grams that no history may have twice; 0: it may repeat any
+    constraints: tuple[Constraint, ...] = ()  # under which rows go besides
 
     @property
     def ranks_together(self) -> bool:

@@ -7,6 +7,7 @@ nothing that only the device knows, so the host never waits, except to judge sto
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,11 @@ import numpy as np
 import torch
 
 from vllm_trie.search.beam_groups import step_in_groups
+from vllm_trie.search.beams import Beams, States
+from vllm_trie.search.constraints.catalog import AlongItems, Outcomes, log_probabilities_of
 from vllm_trie.search.devices import NEVER, constant, numbers, sees
-from vllm_trie.search.filters import among_best, filtered, log_probabilities, pruned
+from vllm_trie.search.filters import filtered, log_probabilities, pruned
 from vllm_trie.search.gumbel import stochastic_step
-from vllm_trie.search.item_trie import Items, Outcomes, log_probabilities_of
-from vllm_trie.search.ngrams import without_repeats
 from vllm_trie.search.rank import Candidates, rank_candidates, topk
 from vllm_trie.search.rules import SelectRules, num_candidates
 from vllm_trie.search.sampling import draw, draw_continuations, joint_probabilities
@@ -31,81 +32,65 @@ Random = torch.Tensor | Sequence[np.random.Generator]
 def take_step(
     rules: SelectRules,
     logits: torch.Tensor,
-    scores: torch.Tensor,
+    beams: Beams,
     random: Random | None = None,
     completes: Completes | None = None,
     select_next: Callable[..., Candidates[torch.Tensor]] = select_next,
-    items: Items | None = None,
-    may_come: torch.Tensor | None = None,
-    histories: torch.Tensor | None = None,
-    perturbed: torch.Tensor | None = None,
 ) -> Step[torch.Tensor]:
     """Take one step of G groups.
 
     Args:
         rules: Theirs.
         logits: [G, r, V] of any floating point type, processed ones if `rules.is_controlled`.
-        scores: [G, r] float32, cumulative log-probability of each row, at most 0; -inf for a row that is dead.
+        beams: What their rows carry.
         random: Where each beam samples, [G, b] float64 in [0, 1); where beams are drawn together, by group what draws.
         completes: Tells of candidates on the host which complete a stop string, where there are stop strings.
         select_next: `slots.select_next`, or what does the same on this device.
-        items: The catalog along which they go, if `rules.items` says so.
-        may_come: [G, r, V] bool, what the grammar of each row allows next. The others' log-probabilities are those of a
-            model that knows of nothing else, but for semantics="vllm", which does not renormalise.
-        histories: [G, r, L], the tokens of each row, its prompt's among them, if `rules.no_repeat_ngram_size` is not 0;
-            see `ngrams.repeating`.
-        perturbed: [G, r] float32, the scores of beams with noise, as the last step had them, in stochastic beam search;
-            0 for the prompt.
     """
     if rules.beam_sampling is not None:
         assert isinstance(random, Sequence), "beams are drawn without a generator for each group"
         if rules.beam_sampling.stochastic:
-            assert perturbed is not None, "a stochastic beam search without noise"
-            of_rows = _of_rows(rules, logits, scores, may_come, histories, rules.filters.temperature)
-            return _stochastic(rules, *of_rows, perturbed, random, completes, select_next)
-        p, logprobs = joint_distribution(rules, logits, scores, may_come, histories)
+            logprobs, beams = _of_rows(rules, logits, beams, rules.filters.temperature)
+            return _stochastic(rules, logprobs, beams, random, completes, select_next)
+        p, logprobs = joint_distribution(rules, logits, beams)
         cells, is_possible = draw_continuations(p.flatten(1), rules.width, rules.beam_sampling.replacement, random)
-        drawn = _drawn(logprobs, scores, cells, is_possible)
+        drawn = _drawn(logprobs, beams.scores, cells, is_possible)
         stops = _stops(rules, drawn, completes)
-        beams = select_next(drawn, _alive(drawn, stops), rules.width, scores.shape[1])
-        step = Step(*beams, _ended(rules, drawn, stops))
+        going_on = select_next(drawn, _alive(drawn, stops), rules.width, beams.scores.shape[1])
+        step = Step(*going_on, _ended(rules, drawn, stops))
         return _reported(rules, best_of(step) if rules.beam_sampling.keeps_one else step, logprobs)
-    logprobs, scores = _of_rows(rules, logits, scores, may_come, histories, rules.filters.temperature)
+    logprobs, beams = _of_rows(rules, logits, beams, rules.filters.temperature)
     if rules.items is not None:
-        assert items is not None, "beams go along a catalog without one"
-        step = _best_of_items(rules, logprobs, scores, items, select_next)
+        step = _best_of_items(rules, logprobs, beams, select_next)
     elif rules.samples:
         assert isinstance(random, torch.Tensor), "each beam samples without a random number"
-        step = _sampled(rules, logprobs, scores, random, completes)
+        step = _sampled(rules, beams.narrow(logprobs), beams.scores, random, completes)
     elif rules.beam_groups is not None:
-        best = partial(_best, select_next=select_next, may_come=None)
-        step, logprobs = step_in_groups(rules, logprobs, scores, completes, best)
+        best = partial(_best, select_next=select_next)
+        step, logprobs = step_in_groups(rules, logprobs, beams.scores, completes, best)
     else:
-        step = _best(rules, logprobs, scores, completes, select_next, may_come)
+        step = _best(rules, beams.narrow(logprobs), beams.scores, completes, select_next)
     return _reported(rules, step, logprobs)
 
 
-def joint_distribution(
-    rules: SelectRules,
-    logits: torch.Tensor,
-    scores: torch.Tensor,
-    may_come: torch.Tensor | None = None,
-    histories: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def joint_distribution(rules: SelectRules, logits: torch.Tensor, beams: Beams) -> tuple[torch.Tensor, torch.Tensor]:
     """What beam sampling draws the next beams of a group from.
 
     Args:
-        logits: [..., I, V], as for `take_step`.
-        scores: [..., I].
-        may_come: [..., I, V], likewise.
-        histories: [..., I, L], likewise.
+        rules, logits, beams: As for `take_step`.
 
     Returns:
-        Probabilities [..., I, V] float64, over all continuations together, and log-probabilities [..., I, V]
+        Probabilities [G, r, V] float64, over all continuations of a group together, and log-probabilities [G, r, V]
         float32 of each row by itself, at temperature 1.
     """
-    logprobs, scores = _of_rows(rules, logits, scores, may_come, histories)
-    return joint_probabilities(scores, logprobs, rules.filters), logprobs
+    logprobs, beams = _of_rows(rules, logits, beams)
+    return joint_probabilities(beams.scores, beams.narrow(logprobs), rules.filters), logprobs
+
+
+def draft_logprobs(rules: SelectRules, logits: torch.Tensor, beams: Beams) -> torch.Tensor:
+    """Log-probabilities [G, r, V] of a draft model, with -inf for whatever does not go on after the next step."""
+    logprobs = log_probabilities(logits, rules.stop_token_ids, rules.filters.temperature)
+    return beams.narrow(beams.restrict(logprobs))
 
 
 def take_cells(
@@ -152,15 +137,12 @@ def _best(
     scores: torch.Tensor,
     completes: Completes | None,
     select_next: Callable[..., Candidates[torch.Tensor]],
-    may_come: torch.Tensor | None,
     penalties: torch.Tensor | None = None,
 ) -> Step[torch.Tensor]:
     """The best continuations, less penalties [G, V], become beams, or finish by the rules of `semantics`."""
     _, num_rows, vocab_size = logprobs.shape
     width = rules.num_beams or rules.width
     count = num_candidates(width, len(rules.stop_token_ids), rules.width)
-    if may_come is not None and rules.semantics == "vllm":
-        logprobs = among_best(logprobs, may_come, 2 * width)
     while True:
         allowed = filtered(logprobs, rules.filters, count if penalties is None else None)
         allowed = pruned(allowed if penalties is None else allowed - penalties[:, None], scores, rules.pruning)
@@ -188,8 +170,7 @@ def _best(
 def _best_of_items(
     rules: SelectRules,
     logprobs: torch.Tensor,
-    scores: torch.Tensor,
-    items: Items,
+    beams: Beams,
     select_next: Callable[..., Candidates[torch.Tensor]],
 ) -> Step[torch.Tensor]:
     """The best ways along a catalog become beams, and those among the best b that complete their items finish.
@@ -197,27 +178,27 @@ def _best_of_items(
     A way may do both, where an item is the beginning of another: so what finishes and what goes on are ranked
     apart. Rows have a few children each, which are ranked like a vocabulary of that size.
     """
-    assert rules.items is not None
-    num_rows, vocab_size, width = *logprobs.shape[1:], rules.num_beams or rules.width
-    ways = items.trie.ways(rules.items, items.states, rules.stop_token_ids, vocab_size, items.length)
-    of_ways = log_probabilities_of(logprobs, ways, rules.items.renormalizes)
+    (num_rows, vocab_size), width, scores = logprobs.shape[1:], rules.num_beams or rules.width, beams.scores
+    items = next(constraint for constraint in beams.states if isinstance(constraint, AlongItems))
+    ways = items.ways(beams.states[items], vocab_size, beams.length)
+    of_ways = log_probabilities_of(beams.narrow(logprobs, items), ways, items.rules.renormalizes)
     allowed = pruned(filtered(of_ways, rules.filters, width), scores, rules.pruning)
 
     def outcomes(candidates: Candidates[torch.Tensor]) -> Outcomes:
-        return items.trie.outcomes(item_rules, ways.targets.flatten(1).gather(1, candidates.tokens))
+        return items.outcomes(ways.targets.flatten(1).gather(1, candidates.tokens))
 
-    item_rules, tokens = rules.items, ways.tokens.flatten(1)
+    tokens = ways.tokens.flatten(1)
     over = live = _best_ways(allowed, scores, width)
     of_over = of_live = outcomes(over)
     if not (sees(scores.device) and bool((of_over.goes_on | (over.scores == NEVER)).all())):
-        leads_on = items.trie.outcomes(item_rules, ways.targets).goes_on
+        leads_on = items.outcomes(ways.targets).goes_on
         live = _best_ways(allowed.where(leads_on, NEVER), scores, width)
         of_live = outcomes(live)
     ends = (of_over.is_complete if rules.is_last else of_over.ends) & (not rules.masks_stops)
     finished = over._replace(tokens=tokens.gather(1, over.tokens), scores=over.scores.where(ends, NEVER))
-    beams = select_next(live, _going_on(rules, live, ~of_live.goes_on), rules.width, num_rows)
-    states = outcomes(beams).states
-    return Step(beams.parents, tokens.gather(1, beams.tokens), beams.scores, finished, states=states)
+    going_on = select_next(live, _going_on(rules, live, ~of_live.goes_on), rules.width, num_rows)
+    states: States = {items: outcomes(going_on).states}
+    return Step(going_on.parents, tokens.gather(1, going_on.tokens), going_on.scores, finished, states=states)
 
 
 def _best_ways(allowed: torch.Tensor, scores: torch.Tensor, count: int) -> Candidates[torch.Tensor]:
@@ -290,8 +271,7 @@ def _sampled(
 def _stochastic(
     rules: SelectRules,
     logprobs: torch.Tensor,
-    scores: torch.Tensor,
-    perturbed: torch.Tensor,
+    beams: Beams,
     rngs: Sequence[np.random.Generator],
     completes: Completes | None,
     select_next: Callable[..., Candidates[torch.Tensor]],
@@ -300,7 +280,9 @@ def _stochastic(
 
     Those that finish compete with all that is still running by their noise, and keep it. Source: Kool et al. 2019.
     """
-    allowed = filtered(logprobs, rules.filters)
+    scores, vocab_size = beams.scores, logprobs.shape[-1]
+    perturbed = torch.zeros_like(scores) if beams.perturbed is None else beams.perturbed
+    allowed = filtered(beams.narrow(logprobs), rules.filters)
     total = allowed.logsumexp(dim=-1, keepdim=True)
     allowed = (allowed - total).where(total > NEVER, NEVER)
     of_groups = [
@@ -309,12 +291,11 @@ def _stochastic(
     ]
     cells, sums, noisy = (torch.stack(fields) for fields in zip(*of_groups, strict=True))
     noisy = noisy.float()
-    vocab_size = logprobs.shape[-1]
     drawn = Candidates(cells // vocab_size, cells % vocab_size, sums.float().where(noisy > NEVER, NEVER))
     stops = _stops(rules, drawn, completes)
     of_slots = _alive(drawn, stops), rules.width, scores.shape[1]
-    beams = PerturbedScores(select_next(drawn._replace(scores=noisy), *of_slots).scores, noisy)
-    step = Step(*select_next(drawn, *of_slots), _ended(rules, drawn, stops), perturbed=beams)
+    with_noise = PerturbedScores(select_next(drawn._replace(scores=noisy), *of_slots).scores, noisy)
+    step = Step(*select_next(drawn, *of_slots), _ended(rules, drawn, stops), perturbed=with_noise)
     return _reported(rules, step, allowed)
 
 
@@ -329,28 +310,20 @@ def _drawn(
 
 
 def _of_rows(
-    rules: SelectRules,
-    logits: torch.Tensor,
-    scores: torch.Tensor,
-    may_come: torch.Tensor | None,
-    histories: torch.Tensor | None,
-    temperature: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities [..., r, V], and the rows' scores.
+    rules: SelectRules, logits: torch.Tensor, beams: Beams, temperature: float = 1.0
+) -> tuple[torch.Tensor, Beams]:
+    """Log-probabilities [G, r, V], and the rows with their scores.
 
     A row that may take no token at all, which only controls and grammars can bring about, ends here.
     """
-    if may_come is not None and rules.semantics != "vllm":
-        logits = torch.where(may_come, logits, NEVER)
-    if rules.is_controlled or may_come is not None:
-        is_barred = logits.amax(dim=-1) == NEVER
+    masked = beams.mask(logits)
+    if rules.is_controlled or masked is not logits:
+        is_barred = masked.amax(dim=-1) == NEVER
         if not sees(logits.device) or is_barred.any():
-            logits, scores = logits.masked_fill(is_barred[..., None], 0.0), scores.masked_fill(is_barred, NEVER)
-    logprobs = log_probabilities(logits, rules.stop_token_ids if rules.masks_stops else (), temperature)
-    if rules.no_repeat_ngram_size:
-        assert histories is not None, "n-grams are not to be repeated of histories that are not there"
-        logprobs = without_repeats(logprobs, histories, rules.no_repeat_ngram_size)
-    return logprobs, scores
+            masked = masked.masked_fill(is_barred[..., None], 0.0)
+            beams = replace(beams, scores=beams.scores.masked_fill(is_barred, NEVER))
+    logprobs = log_probabilities(masked, rules.stop_token_ids if rules.masks_stops else (), temperature)
+    return beams.restrict(logprobs), beams
 
 
 def _stops(rules: SelectRules, candidates: Candidates[torch.Tensor], completes: Completes | None) -> torch.Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_trie.messages import Decided, Drafted
-from vllm_trie.search.item_trie import Items
+from vllm_trie.search.beams import Beams
 from vllm_trie.search.rejection import Verified, verified_layers
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.spans import spans
@@ -48,17 +50,14 @@ def verify(
     decided = {}
     for group_id, forest_step in context.forests.items():
         search = _beam_search if forest_step.step.rules.beam_sampling is None else _beam_sampling
-        steps, beams, accepted = search(_Nodes(selector, rows, forest_step, logits))
+        steps, beams, accepted, forest_step.group.beams = search(_Nodes(selector, rows, forest_step, logits))
         tokens = accept_path(selector, forest_step, steps, beams)
         places = rows.places(forest_step.slots)
         at = async_tensor_h2d(places[: forest_step.num_beams], device=sampled.device, dtype=torch.int64)
         sampled[at, : tokens.shape[1]] = async_tensor_h2d(tokens, device=sampled.device, dtype=torch.int64)
         num_sampled[0, places[: forest_step.num_beams]] = len(steps)
         num_sampled[1, places] = rows.num_logits(places) - num_sampled[0, places]
-        forest_step.group.scores = async_tensor_h2d(steps[-1].scores, device=sampled.device, dtype=torch.float32)
         forest_step.group.tokens = async_tensor_h2d(steps[-1].tokens, device=sampled.device, dtype=torch.int64)
-        forest_step.group.states = None if steps[-1].states is None else steps[-1].states[0]
-        steps = [step._replace(states=None) for step in steps]  # which stay on the device
         forest, num_beams = forest_step.forest, forest_step.num_beams
         size = forest.num_nodes - num_beams, forest.num_row_tokens - num_beams, forest_step.num_layers
         drafted = Drafted(*size, forest_step.budget.draft_width, context.draft_seconds, accepted)
@@ -99,23 +98,12 @@ class _Nodes:
         at = async_tensor_h2d(self._at[nodes], device=self._logits.device, dtype=torch.int64)
         return self._logits[at]
 
-    def step(self, rules: SelectRules, nodes: list[int], scores: np.ndarray) -> Step:
-        """One step of the search from beams at `nodes`, with cumulative `scores` [b], on the host."""
+    def step(self, rules: SelectRules, nodes: list[int], scores: np.ndarray) -> tuple[Step[np.ndarray], Beams]:
+        """One step of the search from beams at `nodes`, with cumulative `scores` [b], and what its beams carry."""
         of_beams = async_tensor_h2d(scores, device=self._logits.device, dtype=torch.float32)
-        completes = self.completes(rules, nodes)
-        items, (trie, states) = None, (self.forest_step.trie, self.forest_step.states)
-        if trie is not None and states is not None:
-            items = Items(trie, states[nodes][None])
-        histories = self.forest_step.histories_of(nodes)
-        step = take_step(
-            rules,
-            self.logits(nodes)[None],
-            of_beams[None],
-            completes=completes,
-            items=items,
-            histories=None if histories is None else histories[None],
-        )
-        return _on_host(step)._replace(states=step.states)
+        beams = self.forest_step.beams_at(nodes, of_beams)
+        step = take_step(rules, self.logits(nodes)[None], beams, completes=self.completes(rules, nodes))
+        return _on_host(step), beams.after(step)
 
     def completes(self, rules: SelectRules, nodes: list[int]) -> Completes | None:
         """See `Selector.completes`."""
@@ -134,8 +122,13 @@ def _on_host(step: Step) -> Step:
     return of_group
 
 
-# Steps, the nodes of the beams before each, and how many drafts each accepted.
-Found = tuple[list[Step], list[list[int]], list[int]]
+class Found(NamedTuple):
+    """What came of a forest."""
+
+    steps: list[Step[np.ndarray]]
+    beams: list[list[int]]  # the nodes of the beams before each step
+    accepted: list[int]  # how many drafts each accepted
+    carried: Beams  # by the beams after the last
 
 
 def _beam_search(nodes: _Nodes) -> Found:
@@ -144,14 +137,16 @@ def _beam_search(nodes: _Nodes) -> Found:
     A beam that was not drafted bounds the score of everything that descends from it: as long as whatever lives on is
     better, no step depends on it.
     """
-    forest, scores = nodes.forest, nodes.forest_step.group.scores.cpu().numpy()
+    forest, carried = nodes.forest, nodes.forest_step.group.beams
+    scores = carried.scores[0].cpu().numpy()
     steps, beams, accepted = list[Step](), [list(range(len(scores)))], [0]
     unseen = DEAD
     for rules in nodes.rules:
-        step = nodes.step(rules, beams[-1], scores)
+        step, after = nodes.step(rules, beams[-1], scores)
         if unseen > DEAD and not (step.num_beams == rules.width and step.scores.min() > unseen):
             break
         steps.append(step)
+        carried = after
         chosen = zip(step.parents.tolist(), step.tokens.tolist(), strict=True)
         drafts = [forest.child(beams[-1][parent], token) for parent, token in chosen]
         is_seen = np.array([draft is not None for draft in drafts])
@@ -162,7 +157,7 @@ def _beam_search(nodes: _Nodes) -> Found:
         scores = np.where(is_seen, step.scores, DEAD)
         beams.append([ROOT_OF_DEAD if draft is None else draft for draft in drafts])
         accepted.append(int(is_seen.sum()))
-    return steps, beams[: len(steps)], accepted[: len(steps)]
+    return Found(steps, beams[: len(steps)], accepted[: len(steps)], carried)
 
 
 def _beam_sampling(nodes: _Nodes) -> Found:
@@ -171,16 +166,18 @@ def _beam_sampling(nodes: _Nodes) -> Found:
     assert forest_step.rng is not None
     steps, beams, accepted = list[Step](), [list(range(forest_step.num_beams))], list[int]()
     slots_of_rows = np.arange(forest_step.num_beams)  # by row of the distribution: the beam that it continues
-    scores = forest_step.group.scores
-    logprobs: torch.Tensor
-    newest: Step  # on the device
+    before = forest_step.group.beams
+    scores = before.scores[0]
+    logprobs: torch.Tensor  # of the beams before the newest step
+    newest: Step[torch.Tensor]
 
     def target(verified: Verified | None) -> torch.Tensor:
         """The target's joint distribution; after the first layer with a row for each draft of the layer before."""
-        nonlocal logprobs
-        rules, histories = nodes.rules[len(steps)], forest_step.histories_of(beams[-1])
-        of_beams, logprobs = joint_distribution(rules, nodes.logits(beams[-1]), scores, histories=histories)
-        of_rows = of_beams[np.maximum(slots_of_rows, 0)]
+        nonlocal before, logprobs
+        before = forest_step.beams_at(beams[-1], scores)
+        joint, of_beams = joint_distribution(nodes.rules[len(steps)], nodes.logits(beams[-1])[None], before)
+        logprobs = of_beams[0]
+        of_rows = joint[0][np.maximum(slots_of_rows, 0)]
         of_rows[slots_of_rows < 0] = 0.0
         return of_rows
 
@@ -206,6 +203,7 @@ def _beam_sampling(nodes: _Nodes) -> Found:
         steps.append(take(np.zeros(0, dtype=np.int64))[0])
         accepted.append(0)
     sampling = forest_step.step.rules.beam_sampling
-    if sampling is not None and sampling.keeps_one:
-        steps[-1] = _on_host(best_of(newest))
-    return steps, beams[: len(steps)], accepted
+    if sampling is None or not sampling.keeps_one:
+        return Found(steps, beams[: len(steps)], accepted, before.after(newest))
+    kept = best_of(newest)
+    return Found([*steps[:-1], _on_host(kept)], beams[: len(steps)], accepted, before.after(kept))
