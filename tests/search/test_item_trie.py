@@ -148,15 +148,17 @@ def plain_step(
     assert rules.items is not None
     over, live = [], []
     for parent, (beam, of_row) in enumerate(zip(beams, logprobs, strict=True)):
-        ways = sorted(plain.ways(beam.tokens), key=lambda token: (token in rules.stop_token_ids, token))
+        ways = sorted(plain.ways(beam.tokens), key=lambda token: (token in rules.stops.token_ids, token))
         if rules.items.renormalizes:
             of_row = of_row - of_row[ways].logsumexp(0)
         for token in ways:
             path = (*beam.tokens, token)
-            stops = token in rules.stop_token_ids
+            stops = token in rules.stops.token_ids
             score = float(of_row[token] + torch.tensor(beam.score))
             complete = stops or plain.is_complete(path)
-            ends = complete and (rules.is_last or stops or not rules.items.ends_with_stop) and not rules.masks_stops
+            ends = (
+                complete and (rules.is_last or stops or not rules.items.ends_with_stop) and not rules.stops.are_barred
+            )
             key = (-score, parent, stops, token)
             over.append((key, Beam(path, score), ends))
             if not stops and plain.ways(path):

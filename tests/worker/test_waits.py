@@ -18,7 +18,7 @@ from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import ItemRules, ItemTrie
 from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.search.filters import LogitsFilters, Pruning
-from vllm_trie.search.rules import BeamGroups, BeamSampling, SelectRules
+from vllm_trie.search.rules import Drawn, InGroups, SampledEach, SelectRules
 from vllm_trie.worker import kernels
 from vllm_trie.worker.catalogs import DeviceCatalogs
 from vllm_trie.worker.histories import Histories
@@ -39,9 +39,9 @@ RULES: dict[str, SelectRules] = {
     "filters": rules_of(WIDTH, stops=(1,), filters=LogitsFilters(0.7, 0.1, 20, 0.9), pruning=Pruning(0.1, 2.0, 0.1, 2)),
     "log-probabilities": rules_of(WIDTH, "tridecode", (1,), num_logprobs=2),
     "along a catalog": rules_of(WIDTH, stops=(1,), items=ItemRules("items", 2, after=7, ends_with_stop=True)),
-    "sampled": rules_of(WIDTH, samples=True),
-    "drawn": rules_of(WIDTH, beam_sampling=BeamSampling(False, 1, None, False)),
-    "in groups": rules_of(WIDTH, beam_groups=BeamGroups(WIDTH, 0.5, 0)),
+    "sampled": rules_of(WIDTH, strategy=SampledEach()),
+    "drawn": rules_of(WIDTH, strategy=Drawn(False, 1, None, False)),
+    "in groups": rules_of(WIDTH, strategy=InGroups(WIDTH, 0.5, 0)),
     "no n-gram twice": rules_of(WIDTH, constraints=(NoRepeats(2),)),
 }
 

@@ -17,8 +17,9 @@ from vllm_trie.search.constraints.catalog import ItemRules
 from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.constraints.grammar import Grammar
 from vllm_trie.search.constraints.ngrams import NoRepeats
+from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import Pruning
-from vllm_trie.search.rules import BeamGroups, BeamSampling, SelectRules
+from vllm_trie.search.rules import Best, Drawn, InGroups, SelectRules, Stochastic, Strategy
 from vllm_trie.search.stopping import StopRules
 
 
@@ -50,18 +51,14 @@ def new_group(
     grammar = request.structured_output_request
     select_rules = SelectRules(
         beam.beam_width if catalog is None else beam.num_beams_along(num_items, num_stops),
-        beam.semantics or "hf",
-        stop_rules.stop_token_ids,
-        stop_rules.stop_strings,
-        params.skip_special_tokens,
+        _strategy(beam, stop_rules, ticket.padding),
+        Stops(stop_rules.stop_token_ids, stop_rules.stop_strings, params.skip_special_tokens),
         params.logprobs,
         is_controlled(params) or (has_logits_processors and not ticket.is_offline),
         logits_filters(params),
         _pruning(beam, stop_rules),
-        beam_sampling=_beam_sampling(beam),
-        items=None if catalog is None else _item_rules(beam, catalog),
-        beam_groups=_beam_groups(beam, stop_rules, ticket.padding),
-        constraints=_constraints(beam, has_grammar=grammar is not None),
+        None if catalog is None else _item_rules(beam, catalog),
+        _constraints(beam, has_grammar=grammar is not None),
     )
     seed = randbits(64) if params.seed is None else params.seed
     counts_prompt = own_beams().counts_prompt
@@ -104,20 +101,17 @@ def _constraints(beam: BeamParams, has_grammar: bool) -> tuple[Constraint, ...]:
     return tuple(found)
 
 
-def _beam_groups(beam: BeamParams, rules: StopRules, padding: int | None) -> BeamGroups | None:
-    """How beams are in groups. Where a model has no padding token, transformers pads with EOS."""
+def _strategy(beam: BeamParams, rules: StopRules, padding: int | None) -> Strategy:
+    """How beams are chosen. Where a model has no padding token, transformers pads groups that are done with EOS."""
+    if beam.do_sample:
+        min_width = beam.min_width or (beam.beam_width if beam.threshold is None else 1)
+        drawn = Drawn(bool(beam.replacement), min_width, beam.threshold, bool(beam.memory_mode))
+        return Stochastic() if beam.stochastic else drawn
     if beam.num_beam_groups == 1:
-        return None
+        return Best(beam.semantics or "hf")
     if padding is None and rules.stop_token_ids:
         padding = rules.eos_token_id if rules.eos_token_id in rules.stop_token_ids else rules.stop_token_ids[0]
-    return BeamGroups(beam.num_beam_groups, float(beam.diversity_penalty), padding)
-
-
-def _beam_sampling(beam: BeamParams) -> BeamSampling | None:
-    if not beam.do_sample:
-        return None
-    min_width = beam.min_width or (beam.beam_width if beam.threshold is None else 1)
-    return BeamSampling(bool(beam.replacement), min_width, beam.threshold, bool(beam.memory_mode), beam.stochastic)
+    return InGroups(beam.num_beam_groups, float(beam.diversity_penalty), padding)
 
 
 def is_unchecked(request: Request) -> bool:

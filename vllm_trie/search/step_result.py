@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Generic, NamedTuple
 
@@ -13,7 +13,6 @@ from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.rank import Array, Candidates
 
-Completes = Callable[[Candidates[np.ndarray]], np.ndarray]  # of candidates [G, K] which do, [G, K] bool
 NONE = slice(0)
 
 

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.messages import GroupStep
 from vllm_trie.search.forest import Forest, Layer, affordable
+from vllm_trie.search.rules import Drawn
 from vllm_trie.search.sampling import generator
 from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.rows import GroupRows
@@ -91,7 +92,7 @@ class Drafter:
                 own[row, column : column + len(of_row[number])] = of_row[number]
             blocks.append(own)
         roots = group.tokens.tolist()
-        if step.rules.beam_sampling is not None:
+        if isinstance(step.rules.strategy, Drawn):
             room = len(roots), num_rows, budget.max_tokens
             num_layers, draft_width = affordable(*room, budget.num_layers, budget.draft_width, step.rules.width)
             budget = replace(budget, num_layers=num_layers, draft_width=draft_width)

@@ -69,7 +69,7 @@ class LookupDrafts:
         end = int(states.num_computed_tokens_np[group.slots[0]]) + 1
         generated = states.all_token_ids.gpu[slots, len(group.prompt) : end].cpu().numpy()
         found = continuations(group.prompt_index, generated, self._ngrams, budget.num_layers, MOST_OF_BEAM)
-        found.tokens[np.isin(found.tokens, step.rules.stop_token_ids)] = NO_TOKEN  # no beam goes on after it
+        found.tokens[np.isin(found.tokens, step.rules.stops.token_ids)] = NO_TOKEN  # no beam goes on after it
         beams = self._selector.row_beams.before_drafts(step.rules, group, end, budget.num_layers)
         if beams.states and len(found.beams):
             self._keep_to_constraints(found, beams)

@@ -16,7 +16,7 @@ from vllm_trie.search.devices import NEVER
 from vllm_trie.search.forest import Forest, Layer, RowFork, grow
 from vllm_trie.search.lookup import Continuations, add_drafts
 from vllm_trie.search.rejection import DraftRules, Drafts, drafted
-from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.rules import Drawn, SelectRules
 from vllm_trie.search.step import draft_logprobs, joint_distribution
 from vllm_trie.worker.rows import GroupRows
 
@@ -62,9 +62,9 @@ class ForestStep:
     @property
     def draft_rules(self) -> DraftRules:
         """How layers are drawn and verified."""
-        sampling, width = self.step.rules.beam_sampling, self.step.rules.width
-        assert sampling is not None
-        return DraftRules(self.budget.draft_width, width, sampling.min_width, sampling.threshold, sampling.replacement)
+        strategy, width = self.step.rules.strategy, self.step.rules.width
+        assert isinstance(strategy, Drawn)
+        return DraftRules(self.budget.draft_width, width, strategy.min_width, strategy.threshold, strategy.replacement)
 
     def beams_at(self, nodes: Sequence[int], scores: torch.Tensor) -> Beams:
         """Beams that have come to these nodes with these scores [nodes]."""
@@ -93,7 +93,7 @@ class ForestStep:
             logits: [nodes, V] of the draft model after each node of the layer before.
         """
         rules = self.rules[number - 1]
-        if rules.beam_sampling is not None:
+        if isinstance(rules.strategy, Drawn):
             forks = self._draw_layer(logits, rules)
         else:
             (logprobs,) = draft_logprobs(rules, logits[None], self.beams_at(self.layer.nodes, self.layer.scores))
@@ -142,7 +142,7 @@ class ForestStep:
         forks, nodes = list[RowFork](), list[int]()
         parents, tokens = np.divmod(drafts.cells, vocab_size)
         for parent, token in zip(parents.tolist(), tokens.tolist(), strict=True):
-            if token in rules.stop_token_ids:
+            if token in rules.stops.token_ids:
                 nodes.append(NO_NODE)
                 continue
             node, fork = self.forest.add(before[parent], token)

@@ -90,7 +90,7 @@ class RowBeams:
         trie = self._catalogs.trie(rules.items)
         if rules.items is None or trie is None:
             return [*rules.constraints]
-        return [AlongItems(rules.items, trie, rules.stop_token_ids), *rules.constraints]
+        return [AlongItems(rules.items, trie, rules.stops.token_ids), *rules.constraints]
 
     def _tokens(self, slots: np.ndarray, num_tokens: np.ndarray) -> torch.Tensor:
         """[G, r, L] int32, the tokens of rows in `slots` [G, r], of which each group's have `num_tokens` [G]."""

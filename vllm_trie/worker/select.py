@@ -15,13 +15,14 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.rank import Candidates, Completes
+from vllm_trie.search.rules import SampledEach, SelectRules
 from vllm_trie.search.sampling import generator, uniforms
 from vllm_trie.search.slots import select_next
-from vllm_trie.search.step import Random, take_step
-from vllm_trie.search.step_result import Completes, packed
+from vllm_trie.search.step import take_step
+from vllm_trie.search.step_result import packed
 from vllm_trie.search.stop_strings import CONTEXT
+from vllm_trie.search.strategies.means import Means, Random
 from vllm_trie.worker import kernels
 from vllm_trie.worker.histories import Histories
 from vllm_trie.worker.row_beams import RowBeams
@@ -84,7 +85,7 @@ class Selector:
             masks = [context.masks[group_id] for group_id in group_ids if group_id in context.masks]
             beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1])
             of_rows = self._logits(rules, rows, logits, slots, places)
-            step = take_step(rules, of_rows, beams, random, completes, into_slots)
+            step = take_step(rules, of_rows, beams, Means(random, completes, into_slots))
             selected.append(Selected(group_ids, *packed(step)))
             tokens = step.tokens.long()
             for group, of_tokens, of_beams in zip(groups, tokens, beams.after(step).split(), strict=True):
@@ -143,14 +144,12 @@ class Selector:
             logits[at], in_slots, in_slots, slots, positions, tokens, local.int(), num_tokens, skip_top_k_top_p=True
         )
 
-    def _random(self, rules: SelectRules, draws: Sequence[tuple[int, int] | None]) -> Random | None:
+    def _random(self, rules: SelectRules, draws: Sequence[tuple[int, int] | None]) -> Random:
         """What `take_step` draws with, from the seed and step of each group."""
-        if rules.samples:
+        if isinstance(rules.strategy, SampledEach):
             chances = np.stack([uniforms(*draw, rules.width) for draw in draws if draw is not None])
             return async_tensor_h2d(chances, device=self._runner.device, dtype=torch.float64)
-        if rules.beam_sampling is not None:
-            return [generator(*draw) for draw in draws if draw is not None]
-        return None
+        return [generator(*draw) for draw in draws if draw is not None]
 
     def completes(
         self, rules: SelectRules, history: Callable[[int, int], tuple[list[int], list[int]]]
@@ -161,9 +160,10 @@ class Selector:
             rules: Theirs.
             history: Of a group and a row: the last few tokens of the prompt, and what the row has generated.
         """
-        if not rules.stop_strings or rules.masks_stops:
+        stops = rules.stops
+        if not stops.strings or stops.are_barred:
             return None
-        strings = self._stop_strings(rules.stop_strings, rules.skip_special_tokens)
+        strings = self._stop_strings(stops.strings, stops.skips_special_tokens)
 
         def completed(candidates: Candidates) -> np.ndarray:
             result = strings.may_complete(candidates.tokens)

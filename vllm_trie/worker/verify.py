@@ -11,10 +11,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_trie.messages import Decided, Drafted
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.rejection import Verified, verified_layers
-from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.rules import Drawn, SelectRules
 from vllm_trie.search.spans import spans
-from vllm_trie.search.step import best_of, joint_distribution, take_cells, take_step
-from vllm_trie.search.step_result import Completes, Step, packed, unpacked
+from vllm_trie.search.step import joint_distribution, reported, take_step
+from vllm_trie.search.step_result import Step, packed, unpacked
+from vllm_trie.search.strategies.drawn import best_of, take_cells
+from vllm_trie.search.strategies.means import Means
 from vllm_trie.worker.accept_path import accept_path
 from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.rows import BatchRows
@@ -49,7 +51,7 @@ def verify(
     """
     decided = {}
     for group_id, forest_step in context.forests.items():
-        search = _beam_search if forest_step.step.rules.beam_sampling is None else _beam_sampling
+        search = _beam_sampling if isinstance(forest_step.step.rules.strategy, Drawn) else _beam_search
         steps, beams, accepted, forest_step.group.beams = search(_Nodes(selector, rows, forest_step, logits))
         tokens = accept_path(selector, forest_step, steps, beams)
         places = rows.places(forest_step.slots)
@@ -102,18 +104,18 @@ class _Nodes:
         """One step of the search from beams at `nodes`, with cumulative `scores` [b], and what its beams carry."""
         of_beams = async_tensor_h2d(scores, device=self._logits.device, dtype=torch.float32)
         beams = self.forest_step.beams_at(nodes, of_beams)
-        step = take_step(rules, self.logits(nodes)[None], beams, completes=self.completes(rules, nodes))
+        step = take_step(rules, self.logits(nodes)[None], beams, self.means(rules, nodes))
         return _on_host(step), beams.after(step)
 
-    def completes(self, rules: SelectRules, nodes: list[int]) -> Completes | None:
-        """See `Selector.completes`."""
+    def means(self, rules: SelectRules, nodes: list[int]) -> Means:
+        """What a step from beams at `nodes` is taken with."""
 
         def history(_: int, beam: int) -> tuple[list[int], list[int]]:
             root, *path = self.forest.path(nodes[beam])
             prompt, generated = self._selector.history(self.forest_step.group, root)
             return prompt, generated + [self.forest.tokens[node] for node in path]
 
-        return self._selector.completes(rules, history)
+        return Means(completes=self._selector.completes(rules, history))
 
 
 def _on_host(step: Step) -> Step:
@@ -184,7 +186,8 @@ def _beam_sampling(nodes: _Nodes) -> Found:
     def take(cells: np.ndarray) -> tuple[Step, np.ndarray]:
         nonlocal newest
         rules, drawn = nodes.rules[len(steps)], torch.from_numpy(cells).to(logprobs.device)
-        newest, slots = take_cells(rules, logprobs, scores, drawn, nodes.completes(rules, beams[-1]))
+        choice, slots = take_cells(rules, logprobs, scores, drawn, nodes.means(rules, beams[-1]))
+        newest = reported(rules, choice)
         return _on_host(newest), slots.cpu().numpy()
 
     for verified in verified_layers(forest_step.drafts, target, forest_step.draft_rules, forest_step.rng):
@@ -202,8 +205,8 @@ def _beam_sampling(nodes: _Nodes) -> Found:
     if not steps:  # nothing is possible any more: the search ends
         steps.append(take(np.zeros(0, dtype=np.int64))[0])
         accepted.append(0)
-    sampling = forest_step.step.rules.beam_sampling
-    if sampling is None or not sampling.keeps_one:
+    strategy = forest_step.step.rules.strategy
+    if not (isinstance(strategy, Drawn) and strategy.keeps_one):
         return Found(steps, beams[: len(steps)], accepted, before.after(newest))
     kept = best_of(newest)
     return Found([*steps[:-1], _on_host(kept)], beams[: len(steps)], accepted, before.after(kept))
