@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,7 +130,7 @@ def test_rows_are_taken_in_selected_and_reordered_without_waiting(
     take_in_rows(runner, context, groups, row_beams)
     for group in groups.values():
         states = {key: nowhere(1, WIDTH) for key in row_beams.begin(rules, None)}
-        group.beams = replace(group.beams, states=states)
+        group.beams = group.beams._replace(states=states)
     histories = Histories(runner)
     selector = Selector(runner, groups, sampler, row_beams, histories)
     tables = [nowhere(NUM_SLOTS, LENGTH // size, dtype=torch.int32) for size in BLOCK_SIZES]

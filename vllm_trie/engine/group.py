@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -178,16 +178,16 @@ class BeamGroup:
         rules, may_stop = self.select_rules, length > self.rules.min_length
         strategy, stops = rules.strategy, rules.stops
         if self.params.semantics == "tridecode" and length == 1 and may_stop:
-            stops = replace(stops, token_ids=())  # the published code does not look for EOS in the first step
+            stops = stops._replace(token_ids=())  # the published code does not look for EOS in the first step
         if length <= self.params.sample_first:
             strategy = SampledEach()
         elif isinstance(self.pool, GroupPools) and isinstance(strategy, InGroups):
-            strategy = replace(strategy, done=self.pool.done)
+            strategy = strategy._replace(done=self.pool.done)
         elif isinstance(strategy, Best):
-            strategy = replace(strategy, eos_score_factor=self._eos_score_factor(length))
+            strategy = strategy._replace(eos_score_factor=self._eos_score_factor(length))
         return rules._replace(
             strategy=strategy,
-            stops=replace(stops, are_barred=not may_stop),
+            stops=stops._replace(are_barred=not may_stop),
             is_last=length == self.rules.max_length,
             num_beams=self._num_beams(length),
         )

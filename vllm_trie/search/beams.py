@@ -6,7 +6,8 @@ Those, tokens and KV blocks, lie in the engine's own tables; see `vllm_trie.work
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +18,7 @@ from vllm_trie.search.step_result import Step
 States = Mapping[Constraint, torch.Tensor]  # [G, r, ...] each
 
 
-@dataclass(frozen=True, slots=True)
-class Beams:
+class Beams(NamedTuple):
     """What r rows of each of G groups carry; on the device.
 
     Args:
@@ -30,7 +30,7 @@ class Beams:
 
     scores: torch.Tensor
     perturbed: torch.Tensor | None = None
-    states: States = field(default_factory=dict)
+    states: States = MappingProxyType({})
     length: int | None = None
 
     @classmethod
@@ -44,12 +44,11 @@ class Beams:
 
     def split(self) -> list[Beams]:
         """Those of each group."""
-        scores, noisy = torch.split(self.scores, 1), () if self.perturbed is None else torch.split(self.perturbed, 1)
-        states = {key: torch.split(of_all, 1) for key, of_all in self.states.items()}
-        return [
-            Beams(of_group, noisy[at] if noisy else None, {key: parts[at] for key, parts in states.items()})
-            for at, of_group in enumerate(scores)
-        ]
+        count = len(self.scores)
+        noisy = [None] * count if self.perturbed is None else self.perturbed.chunk(count)
+        parts = zip(*(of_all.chunk(count) for of_all in self.states.values()), strict=True)
+        states = [dict(zip(self.states, of_group, strict=True)) for of_group in parts] or [{}] * count
+        return [*map(Beams, self.scores.chunk(count), noisy, states)]
 
     def gather(self, parents: torch.Tensor) -> Beams:
         """What rows carry that continue these: [G, k] which."""
@@ -63,7 +62,7 @@ class Beams:
 
     def after(self, step: Step[torch.Tensor]) -> Beams:
         """What the next beams carry, by slot."""
-        states = dict(step.states)
+        states = dict(step.states or {})
         for key, of_all in self.states.items():
             if key.source is Source.LAST_STEP and key not in states:
                 states[key] = key.advance(_gathered(of_all, step.parents), step.tokens)

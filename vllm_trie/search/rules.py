@@ -11,8 +11,7 @@ from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import LogitsFilters, Pruning
 
 
-@dataclass(frozen=True)
-class Best:
+class Best(NamedTuple):
     """Beam search: the best continuations go on.
 
     Args:
@@ -24,8 +23,7 @@ class Best:
     eos_score_factor: tuple[int, float] | None = None
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """Beam sampling: the next beams are drawn from one joint distribution of all continuations of all beams.
 
     Args:
@@ -51,8 +49,7 @@ class SampledEach:
     """Each beam takes a token that is drawn for it."""
 
 
-@dataclass(frozen=True)
-class InGroups:
+class InGroups(NamedTuple):
     """Group beam search: how many groups the beams are in, and what the later ones of them avoid.
 
     Args:

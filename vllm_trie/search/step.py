@@ -7,7 +7,6 @@ nothing that only the device knows, so the host never waits, except to judge sto
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -83,7 +82,7 @@ def _of_rows(
         is_barred = masked.amax(dim=-1) == NEVER
         if not sees(logits.device) or is_barred.any():
             masked = masked.masked_fill(is_barred[..., None], 0.0)
-            beams = replace(beams, scores=beams.scores.masked_fill(is_barred, NEVER))
+            beams = beams._replace(scores=beams.scores.masked_fill(is_barred, NEVER))
     logprobs = log_probabilities(masked, rules.stops.barred_token_ids, temperature)
     return beams.restrict(logprobs), beams
 

@@ -48,7 +48,7 @@ class Step(NamedTuple, Generic[Array]):
     beam_logprobs: TokenLogprobs[Array] | None = None  # by slot
     finished_logprobs: TokenLogprobs[Array] | None = None
     perturbed: PerturbedScores[Array] | None = None  # by which hypotheses compete, in stochastic beam search
-    states: Mapping[Constraint, torch.Tensor] = {}  # by slot, as far as they are known already; on the device
+    states: Mapping[Constraint, torch.Tensor] | None = None  # by slot, those known already; on the device
 
     @property
     def num_beams(self) -> int:

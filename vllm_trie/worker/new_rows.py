@@ -7,7 +7,6 @@ alone, and in what each has generated: so the first one comes in as vLLM's reque
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -141,7 +140,7 @@ def take_in_rows(
         group.slots = np.array([states.req_id_to_index[row_id] for row_id in group.row_ids])
         if group_id not in context.new_tokens_unknown:
             step = context.steps[group_id]
-            group.beams = replace(group.beams, states=row_beams.begin(step.rules, step.resumed))
+            group.beams = group.beams._replace(states=row_beams.begin(step.rules, step.resumed))
     for group_id in context.new_tokens_unknown:
         group = groups[group_id]
         slots, at = async_tensor_h2d(group.slots, device=runner.device, dtype=torch.int64), len(group.prompt)

@@ -6,7 +6,6 @@ Everything that depends on which constraints there are is here; `select`, `draft
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -74,7 +73,7 @@ class RowBeams:
             elif key.source is Source.MASKS:
                 states[key] = unpacked_mask(torch.stack([*masks]), vocab_size)
         lengths = {int(total) - len(group.prompt) for total, group in zip(num_tokens, groups, strict=True)}
-        return replace(beams, states=states, length=lengths.pop() if len(lengths) == 1 else None)
+        return beams._replace(states=states, length=lengths.pop() if len(lengths) == 1 else None)
 
     def before_drafts(self, rules: SelectRules, group: GroupRows, num_tokens: int, num_layers: int) -> Beams:
         """Of one group from whose rows so many layers of drafts may grow."""
@@ -83,7 +82,7 @@ class RowBeams:
             if key.source is Source.TOKENS:
                 tokens = self._tokens(group.slots[None], np.array([num_tokens]))
                 states[key] = pad(tokens, (num_layers, 0), value=NOTHING)
-        return replace(group.beams, states=states)
+        return group.beams._replace(states=states)
 
     def _constraints(self, rules: SelectRules) -> list[Constraint]:
         """Those of these rules, on this device."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -10,8 +10,7 @@ from vllm_trie.search.devices import constant
 from vllm_trie.search.rank import Candidates, Completes
 
 
-@dataclass(frozen=True)
-class Stops:
+class Stops(NamedTuple):
     """What the hypotheses of a search may end with.
 
     Args:
