@@ -22,7 +22,7 @@ def test_no_repeat_ngram_size_is_a_number_of_tokens(value: object) -> None:
 @pytest.mark.parametrize("semantics", ["hf", "vllm", "tridecode"])
 def test_no_repeat_ngram_size_goes_with_any_search(semantics: str) -> None:
     for options in ({"semantics": semantics}, {"do_sample": True}):
-        beam = BeamParams.from_extra_args(beam_params(4, no_repeat_ngram_size=3, **options).extra_args)
+        beam = parse_options(beam_params(4, no_repeat_ngram_size=3, **options).extra_args)
         assert beam == BeamParams(beam_width=4, no_repeat_ngram_size=3, **options)
 
 
