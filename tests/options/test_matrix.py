@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.options.asking import refusal as refused
 from vllm_trie import beam_params
@@ -16,7 +17,7 @@ from vllm_trie.options import OPTIONS
 from vllm_trie.options.matrix import CLASHES, FIELDS, NEEDS, clash, parsed, refusal
 
 PAIRS = [frozenset(pair) for row in CLASHES for pair in product(row.these, row.others)]
-VALUES: dict[str, Any] = {"early_stopping": True, "speculation": "exact", "beam_width": 4}  # of the others 5
+VALUES: dict[str, Any] = {"early_stopping": True, "speculation": "exact", "beam_width": "beam_width"}  # of the others 5
 
 
 def said(*keys: str) -> dict[str, Any]:
@@ -78,6 +79,7 @@ MUST_BE_REFUSED = [  # what these say excludes each other
     {"do_sample": True, "stochastic": True, "length_penalty": 2.0},
     {"do_sample": True, "stochastic": True, "replacement": True},
     {"allowed_sequences": [[5]], "stop": ["\n"]},
+    {"allowed_sequences": [[5]], "structured_outputs": StructuredOutputsParams(regex="a+")},
 ]
 
 
