@@ -11,7 +11,7 @@ from vllm_trie.compat.versions import own_beams
 from vllm_trie.engine.grammar import RowMatchers
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.messages import GroupTicket
-from vllm_trie.options import BeamParams
+from vllm_trie.options import BeamParams, parse_options
 from vllm_trie.sampling_params import is_controlled, logits_filters, stop_tokens
 from vllm_trie.search.constraints.catalog import ItemRules
 from vllm_trie.search.constraints.constraint import Constraint
@@ -118,6 +118,6 @@ def is_unchecked(request: Request) -> bool:
     """Whether a request without a ticket asks for beams."""
     params = request.sampling_params
     try:
-        return params is not None and BeamParams.from_extra_args(params.extra_args) is not None
+        return params is not None and parse_options(params.extra_args) is not None
     except ValueError:
         return True
