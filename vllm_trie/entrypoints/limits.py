@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_trie.options import BeamParams, SearchParams, StepParams
-from vllm_trie.sampling_params import refuse_unsupported
 from vllm_trie.selection import config_of
 from vllm_trie.trie.blocks import least_blocks_to_start
 
@@ -51,7 +50,7 @@ def validate(
     name: str = "beam_width",
     num_beams: int | None = None,
 ) -> None:
-    """Check one request against its engine, before anything is scheduled.
+    """Check the numbers of one request against its engine, before anything is scheduled.
 
     Args:
         params: The request's own copy, `max_tokens` and stop tokens filled in.
@@ -64,7 +63,6 @@ def validate(
     Raises:
         ValueError: naming the option, its value and what would work.
     """
-    refuse_unsupported(params, beam)
     check_widths(params.n, beam, limits, name)
     width = beam.beam_width
     if params.max_tokens is not None and beam.sample_first > params.max_tokens:
