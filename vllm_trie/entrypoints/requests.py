@@ -156,7 +156,9 @@ def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | No
         raise ValueError('unit="step" works in LLM.generate, LLM.chat and the endpoints for completions, not here')
     refuse_unknown(params.extra_args or {}, vllm_config)
     refuse_unsupported(params, beam, caller.feature)  # first, as a refusal names what the request says
-    return resolve(beam, config_of(vllm_config), drafts_of(vllm_config), fields_said(params))
+    resolved = resolve(beam, config_of(vllm_config), drafts_of(vllm_config), fields_said(params))
+    refuse_unsupported(params, resolved, caller.feature)
+    return resolved
 
 
 def refuse_unknown(extra_args: Mapping[str, Any], vllm_config: VllmConfig) -> None:

@@ -60,7 +60,8 @@ class RowBeams:
             rules: Theirs.
             groups: G of them.
             num_tokens: [G], of each row of a group.
-            masks: By group: [r, V / 32] which tokens its rows may take, packed; none where there is no grammar.
+            masks: By group: [r, V / 32] which tokens its rows may take, packed; none where there is no grammar, or the
+                search is over, and this a step that was scheduled before that was known.
             vocab_size: V.
         """
         beams = Beams.join([group.beams for group in groups])
@@ -70,7 +71,7 @@ class RowBeams:
         for key in constraints:
             if key.source is Source.TOKENS:
                 states[key] = self._tokens(np.array([group.slots for group in groups]), num_tokens)
-            elif key.source is Source.MASKS:
+            elif key.source is Source.MASKS and masks:
                 states[key] = unpacked_mask(torch.stack([*masks]), vocab_size)
         lengths = {int(total) - len(group.prompt) for total, group in zip(num_tokens, groups, strict=True)}
         return beams._replace(states=states, length=lengths.pop() if len(lengths) == 1 else None)

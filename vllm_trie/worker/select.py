@@ -72,17 +72,17 @@ class Selector:
         alike = defaultdict(list)
         for group_id, asked in context.steps.items():
             if asked.selects and group_id not in context.forests:
-                alike[asked.rules, asked.decodes].append(group_id)
+                alike[asked.rules, asked.decodes, group_id in context.masks].append(group_id)
         selected, reorders = [], Reorders()
         into_slots = kernels.select_next if kernels.run_on(logits.device) else select_next
-        for (rules, decodes), group_ids in alike.items():
+        for (rules, decodes, has_masks), group_ids in alike.items():
             groups = [self._groups[group_id] for group_id in group_ids]
             slots = np.array([group.slots for group in groups])
             places = rows.places(slots)
             num_tokens = rows.num_tokens(places[:, 0])
             random = self._random(rules, [context.steps[group_id].draw for group_id in group_ids])
             completes = self.completes(rules, lambda group, row: self.history(groups[group], row))  # noqa: B023
-            masks = [context.masks[group_id] for group_id in group_ids if group_id in context.masks]
+            masks = [context.masks[group_id] for group_id in group_ids] if has_masks else []
             beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1])
             of_rows = self._logits(rules, rows, logits, slots, places)
             step = take_step(rules, of_rows, beams, Means(random, completes, into_slots))
@@ -96,7 +96,7 @@ class Selector:
                 reorders.add(slots, step.parents, [len(group.prompt) for group in groups], num_tokens)
         if reorders.rows:
             moved = self.histories.reorder(reorders)
-            if any(rules.is_controlled for rules, _ in alike):
+            if any(rules.is_controlled for rules, *_ in alike):
                 self._reorder_controls(moved.slots, moved.sources)
         return selected
 
