@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import log_probabilities
 from vllm_trie.search.rank import Candidates, rank_candidates
 from vllm_trie.search.rules import SelectRules, num_candidates
 from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import packed
+from vllm_trie.search.strategies.means import Means
 from vllm_trie.worker import kernels, reorder
 from vllm_trie.worker.kv_blocks import KVBlocks
 from vllm_trie.worker.row_reorder import Reorders, RowReorder, Tables
@@ -72,15 +75,7 @@ class Inputs:
         num_rows, self.shape = shape.num_rows, shape
         self.logits = torch.randn(num_groups, width, vocab_size, **on).mul_(3).bfloat16()
         self.scores = torch.randn(num_groups, width, **on).sub_(20)
-        self.rules = SelectRules(
-            width=width,
-            semantics="hf",
-            stop_token_ids=(STOP_TOKEN_ID,),
-            stop_strings=(),
-            skip_special_tokens=True,
-            num_logprobs=None,
-            is_controlled=False,
-        )
+        self.rules = SelectRules(width, stops=Stops((STOP_TOKEN_ID,)))
 
         num_columns = -(-NUM_TOKENS // BLOCK_SIZE)
         self.tokens = torch.randint(0, vocab_size, (num_rows, NUM_TOKENS + 1), dtype=torch.int32, **on)
@@ -121,7 +116,7 @@ class Inputs:
 
     def take_by_kernels(self) -> None:
         """All of it, as the runner does it."""
-        step = take_step(self.rules, self.logits, self.scores, select_next=kernels.select_next)
+        step = take_step(self.rules, self.logits, Beams(self.scores), Means(select_next=kernels.select_next))
         packed(step)
         self._reordered(step.parents)
         self.reorder_by_kernel()

@@ -4,22 +4,44 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from vllm_trie.options import OTHER_NAMES, BeamParams, SpeculationOptions, TrieBeamConfig, about, choices
+from vllm_trie.options import TrieBeamConfig, choices
+from vllm_trie.options.matrix import CLASHES, NEEDS
+from vllm_trie.options.other_names import OTHER_NAMES
+from vllm_trie.options.parts import Drawing, Speculating
+from vllm_trie.options.request import PARTS
+from vllm_trie.options.table import what_is_wrong
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 
 
-def markdown_table(options: type[SpeculationOptions]) -> str:
-    """One row per option of requests (`BeamParams`) or engines (`TrieBeamConfig`), those that both have at the end."""
-    rows = ["| option | default | values | goes with | meaning |", "|---|---|---|---|---|"]
-    for name, field in sorted(options.model_fields.items(), key=lambda row: row[0] in SpeculationOptions.model_fields):
-        cells = f"`{name}`", _default(field), _values(field), about(field, "goes_with"), str(field.description)
+def markdown_table(options: Mapping[str, FieldInfo]) -> str:
+    """One row per option."""
+    rows = ["| option | default | values | needs | meaning |", "|---|---|---|---|---|"]
+    needs = {name: _words(need.needs, " or ") for need in NEEDS for name in need.these}
+    for name, field in options.items():
+        cells = f"`{name}`", _default(field), _values(field), needs.get(name, ""), str(field.description)
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def markdown_clashes() -> str:
+    """What does not go together: each of the one with each of the other."""
+    rows = ["| option | does not go with | because |", "|---|---|---|"]
+    rows += [f"| {_words(row.these)} | {_words(row.others)} | {row.because} |" for row in CLASHES]
+    return "\n".join(rows)
+
+
+def _words(keys: Sequence[str], joined_by: str = ", ") -> str:
+    """Options as users write them; of a part that is there as a whole, its name."""
+    whole = {name: part.model_fields.keys() for name, part in PARTS.items() if part.model_fields.keys() <= {*keys}}
+    of_whole = {key for name, fields in whole.items() if len(fields) > 1 for key in fields}
+    named = [f"all of {name}" for name, fields in whole.items() if len(fields) > 1]
+    return joined_by.join([*named, *(f"`{key}`" for key in keys if key not in of_whole)])
 
 
 def markdown_names() -> str:
@@ -34,13 +56,14 @@ def markdown_names() -> str:
 
 def with_tables(page: str) -> str:
     """The page, with each table in its place: between `<!-- name -->` and the next empty line."""
-    tables = {
-        "requests": markdown_table(BeamParams),
-        "engines": markdown_table(TrieBeamConfig),
-        "names": markdown_names(),
-    }
+    of_requests = {*Drawing.model_fields, *Speculating.model_fields}
+    own = {name: field for name, field in TrieBeamConfig.model_fields.items() if name not in of_requests}
+    tables = {name: markdown_table(part.model_fields) for name, part in PARTS.items()}
+    tables |= {"engines": markdown_table(own), "pairs": markdown_clashes(), "names": markdown_names()}
     for name, table in tables.items():
-        page = re.sub(rf"(?<=<!-- {name} -->\n\n).*?(?=\n\n|\n\Z)", lambda _, table=table: table, page, flags=re.DOTALL)
+        place = rf"(?<=<!-- {name} -->\n\n).*?(?=\n\n|\n\Z)"
+        page, found = re.subn(place, lambda _, table=table: table, page, flags=re.DOTALL)
+        assert found == 1, f"the page has no place for the table of {name}"
     return page
 
 
@@ -54,7 +77,7 @@ def _values(field: FieldInfo) -> str:
     known = choices(field)
     if known:
         return ", ".join(f"`{json.dumps(value)}`" for value in known)
-    return about(field, "wrong").removeprefix("is not ").replace("; pass", ":")
+    return what_is_wrong(field).removeprefix("is not ").replace("; pass", ":")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 SCHEDULER = "vllm_trie.engine.scheduler.BeamScheduler"
 ASYNC_SCHEDULER = "vllm_trie.engine.async_scheduler.AsyncBeamScheduler"
-CONFIG = "trie_beam_config"  # an attribute more of vLLM's own configuration, which takes it to all processes
+
+_parsed: dict[int, tuple[object, TrieBeamConfig]] = {}  # by the id of an `additional_config`, which is kept with it
 
 
 def is_selected(engine: EngineArgs | VllmConfig) -> bool:
@@ -26,10 +27,10 @@ def is_selected(engine: EngineArgs | VllmConfig) -> bool:
 
 def config_of(vllm_config: VllmConfig) -> TrieBeamConfig:
     """The options of an engine, which are parsed once."""
-    attributes = vars(vllm_config)
-    if CONFIG not in attributes:
-        attributes[CONFIG] = TrieBeamConfig.from_additional_config(vllm_config.additional_config)
-    return attributes[CONFIG]
+    options = vllm_config.additional_config
+    if id(options) not in _parsed:
+        _parsed[id(options)] = options, TrieBeamConfig.from_additional_config(options)
+    return _parsed[id(options)][1]
 
 
 def has_beams(vllm_config: VllmConfig) -> bool:

@@ -19,7 +19,9 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints.stops import Stops
+from vllm_trie.search.rules import Best, SelectRules
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Step, packed, unpacked
 from vllm_trie.search.stopping import TridecodePool
@@ -166,17 +168,10 @@ def choose(
     logits: torch.Tensor, scores: np.ndarray, eos_token_id: int | None, width: int, is_last: bool
 ) -> Step[np.ndarray]:
     """The next beams, and those that finish. `logits`: [b, V], `scores`: [b]."""
-    rules = SelectRules(
-        width=width,
-        semantics="tridecode",
-        stop_token_ids=() if eos_token_id is None else (eos_token_id,),
-        stop_strings=(),
-        skip_special_tokens=True,
-        num_logprobs=None,
-        is_controlled=False,
-        is_last=is_last,
-    )
-    on_device, layout = packed(take_step(rules, logits[None], torch.from_numpy(scores).to(logits.device)[None]))
+    stops = Stops(() if eos_token_id is None else (eos_token_id,))
+    rules = SelectRules(width, Best("tridecode"), stops, is_last=is_last)
+    beams = Beams(torch.from_numpy(scores).to(logits.device)[None])
+    on_device, layout = packed(take_step(rules, logits[None], beams))
     (step,) = unpacked(on_device.cpu().numpy(), layout)
     return step
 

@@ -22,8 +22,10 @@ from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.new_group import new_group
 from vllm_trie.messages import GroupTicket
 from vllm_trie.options import BeamParams
+from vllm_trie.search.rules import Drawn, SampledEach
 from vllm_trie.search.sampling import generator, uniforms
 from vllm_trie.search.step_result import Step
+from vllm_trie.search.strategies.means import Means
 
 VOCAB, EOS = 6, 1
 NUM_SEARCHES = int(os.environ.get("STREAM_SEARCHES", 150))
@@ -69,12 +71,13 @@ def next_step(group: BeamGroup, seed: int, sureness: float) -> Step:
     trie, rules, draw = group.hypotheses, group.next_rules(), group.next_draw()
     rows = [np.random.default_rng([seed, *trie.tokens(node)]).normal(0, sureness, VOCAB) for node in trie.rows]
     random: Any = None
-    if rules.beam_sampling is not None:
+    if isinstance(rules.strategy, Drawn):
         random = [generator(*draw)]
-    elif rules.samples:
+    elif isinstance(rules.strategy, SampledEach):
         random = torch.from_numpy(uniforms(*draw, rules.width))[None]
     scores = torch.tensor(trie.row_scores(), dtype=torch.float32)
-    (step,) = steps_of(rules, torch.tensor(np.stack(rows), dtype=torch.float32)[None], scores[None], random=random)
+    logits = torch.tensor(np.stack(rows), dtype=torch.float32)[None]
+    (step,) = steps_of(rules, logits, scores[None], means=Means(random))
     return step
 
 

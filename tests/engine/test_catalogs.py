@@ -119,6 +119,8 @@ def test_what_comes_before_items_is_free_as_in_transformers(engines: Engines, mo
     for number in range(6):
         prompt = prompt_of(20 + number, number)
         after = transformers_greedy(model, prompt, 1)[0]
+        if after == EOS:  # which ends hypotheses before their items
+            continue
 
         def allowed(_: int, tokens: torch.Tensor, prompt: list[int] = prompt, after: int = after) -> list[int]:
             return [
@@ -285,7 +287,10 @@ def test_beams_that_cannot_live_need_no_memory(engines: Engines, model: Path) ->
 
 WRONG = {
     "unknown": ({"catalog": "books"}, "catalog='books' is unknown; known: items"),
-    "both": ({"catalog": "items", "allowed_sequences": [[1]]}, "exclude each other"),
+    "both": (
+        {"catalog": "items", "allowed_sequences": [[1]]},
+        "is not supported together with catalog='items', which names others",
+    ),
     "drawn": ({"catalog": "items", "do_sample": True}, "catalog='items' is not supported together with do_sample"),
     "semantics": ({"catalog": "items", "semantics": "vllm"}, 'together with semantics="vllm"'),
     "short": ({"catalog": "items", "max_tokens": 2}, "max_tokens=2 has no room for catalog='items'"),
@@ -305,7 +310,7 @@ WRONG = {
     "no stop": ({"catalog": "items", "catalog_stop": True, "ignore_eos": True}, "catalog_stop=True needs a stop token"),
     "reported": (
         {"catalog": "items", "catalog_renormalize": True, "logprobs": 1},
-        "logprobs=1 are the model's own, and catalog_renormalize=True",
+        "logprobs=1 is not supported together with catalog_renormalize=True",
     ),
     "alone": ({"catalog_items": 2}, "catalog_items=2 needs a catalog"),
 }

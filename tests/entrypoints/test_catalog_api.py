@@ -73,7 +73,7 @@ def test_hypotheses_are_items_and_requests_may_bring_their_own(server: Server) -
 def test_what_is_wrong_is_a_400_that_says_what_would_work(server: Server) -> None:
     for xargs, why in (
         ({"catalog": "books"}, "catalog='books' is unknown; known: lines"),
-        ({"catalog": "lines", "allowed_sequences": ["x"]}, "exclude each other"),
+        ({"catalog": "lines", "allowed_sequences": ["x"]}, "is not supported together with catalog="),
         ({"catalog": "lines", "catalog_after": "two words"}, "pass text that is one token"),
         ({"catalog": "lines", "catalog_after": "</s>"}, "catalog_after='</s>' is a stop token"),
         ({"allowed_sequences": "[[1, 2"}, "is not a list of 1 to 100,000 strings"),

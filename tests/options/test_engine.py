@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from vllm_trie.options import SpeculationOptions, TrieBeamConfig
+from vllm_trie.options import TrieBeamConfig
+from vllm_trie.options.parts import Drawing, Speculating
 
 
 def test_defaults_hold_without_an_entry() -> None:
@@ -41,17 +42,19 @@ def test_options_are_read() -> None:
         ({"threshold": 70}, "trie_beam.threshold=70 is not a probability"),
         (
             {"do_sample": True, "speculation": "exact"},
-            'trie_beam.do_sample=True and trie_beam.speculation="exact" exclude each other; use speculation="sample"',
+            'trie_beam.do_sample=True is not supported together with trie_beam.speculation="exact", which takes the '
+            'best; use speculation="sample"',
         ),
         (
             {"do_sample": False, "speculation": "sample"},
-            'trie_beam.do_sample=False and trie_beam.speculation="sample" exclude each other; use speculation="exact"',
+            'trie_beam.do_sample=False is not supported together with trie_beam.speculation="sample", which draws '
+            'beams; use speculation="exact"',
         ),
         ({"draft_widht": 8}, "unknown option trie_beam.draft_widht; did you mean draft_width?"),
         ({"do_sampel": True}, "unknown option trie_beam.do_sampel; did you mean do_sample?"),
         ({"vllm_check": "of"}, "trie_beam.vllm_check='of' is unknown; known: 'strict', 'warn', 'off'"),
         ({"reclaim_intervall": 3}, "did you mean reclaim_interval"),
-        ({"zzz": 3}, "known: speculation, .*, reclaim_interval, max_beam_width, semantics, check_invariants"),
+        ({"zzz": 3}, "known: do_sample, .*, reclaim_interval, max_beam_width, semantics, check_invariants"),
         (["reclaim_interval"], "is not a mapping"),
     ],
 )
@@ -63,7 +66,7 @@ def test_bad_options_are_refused(options: Any, message: str) -> None:
 def test_what_requests_get_that_say_nothing_of_speculation() -> None:
     said = {"speculation": "sample", "do_sample": True, "replacement": True, "memory_mode": True}
     said |= {"draft_width": 8, "min_width": 2, "threshold": 0.7}
-    assert said.keys() == set(SpeculationOptions.model_fields)
+    assert said.keys() == {*Drawing.model_fields, *Speculating.model_fields}
     for one in (said, *({name: value} for name, value in said.items())):  # each alone too: requests may say the rest
         assert TrieBeamConfig.from_additional_config({"trie_beam": one}) == TrieBeamConfig(**one)
         assert vars(TrieBeamConfig(**one)) == vars(TrieBeamConfig()) | one

@@ -6,8 +6,9 @@ import pytest
 from vllm import SamplingParams
 
 from tests.options.asking import refusal
-from vllm_trie import BeamParams, beam_params
-from vllm_trie.options import OTHER_NAMES, TrieBeamConfig
+from vllm_trie import beam_params
+from vllm_trie.options import OPTIONS, TrieBeamConfig, parse_options
+from vllm_trie.options.other_names import OTHER_NAMES
 
 FOREIGN = [
     *(("num_beams", "did you mean beam_width?"), ("numBeams", "did you mean beam_width?")),
@@ -29,7 +30,7 @@ FOREIGN = [
 @pytest.mark.parametrize(("name", "cure"), FOREIGN)
 def test_a_name_of_another_system_is_refused_wherever_it_stands(name: str, cure: str) -> None:
     with refusal(f"unknown option {name}=3; {cure}"):
-        BeamParams.from_extra_args({"beam_width": 4, name: 3})
+        parse_options({"beam_width": 4, name: 3})
     with refusal(f"unknown option {name}=3; {cure}"):
         beam_params(4, **{name: 3})
     own = cure.removeprefix("did you mean ").removesuffix("?")
@@ -49,7 +50,7 @@ def test_a_helper_called_by_another_name_says_ours() -> None:
         beam_params(8, length_penalti=1.0)
     with refusal("unknown option max_token=3; did you mean max_tokens?"):
         beam_params(8, max_token=3)
-    with refusal("unknown option zzz=1; known: speculation, "):
+    with refusal("unknown option zzz=1; known: beam_width, "):
         beam_params(8, zzz=1)
     with refusal("temperature='hot' is of the wrong type: "):  # and not min_tokens, which needs max_tokens
         beam_params(8, min_tokens=20, max_tokens=64, temperature="hot")
@@ -67,17 +68,17 @@ def test_a_helper_takes_each_option_once() -> None:
     "name", ["best_of", "encoder_no_repeat_ngram_size", "constraints", "patience", "max_new_tokens"]
 )
 def test_names_that_others_may_use_pass_where_there_are_no_beams(name: str) -> None:
-    assert BeamParams.from_extra_args({name: 3}) is None
+    assert parse_options({name: 3}) is None
 
 
 @pytest.mark.parametrize("name", ["num_beams", "beam_search_diversity_rate", "diverse_beam_groups", "diversity_rate"])
 def test_names_that_only_beam_searches_have_are_refused_without_a_width(name: str) -> None:
     with refusal(f"unknown option {name}=3; "):
-        BeamParams.from_extra_args({name: 3})
+        parse_options({name: 3})
 
 
 def test_other_names_are_listed_once_and_are_none_of_ours() -> None:
     names = [name for names in OTHER_NAMES.values() for name in names.split()]
     assert len(names) == len(set(names))
-    assert not {*names} & {*BeamParams.model_fields, *TrieBeamConfig.model_fields}
+    assert not {*names} & {*OPTIONS, *TrieBeamConfig.model_fields}
     assert not {*names} & {*SamplingParams.__struct_fields__}

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from vllm import SamplingParams
 
-from vllm_trie import BeamParams, beam_params
+from vllm_trie import beam_params
 from vllm_trie.entrypoints.limits import EngineLimits, validate
-from vllm_trie.options import TrieBeamConfig, resolve
+from vllm_trie.options import BeamParams, TrieBeamConfig, parse_options, resolve
 from vllm_trie.sampling_params import is_controlled, logits_filters, stop_tokens
 from vllm_trie.search.filters import LogitsFilters
 
@@ -19,8 +19,8 @@ LIMITS = EngineLimits(max_num_seqs=64, vocab_size=300, block_size=32, num_blocks
 
 def check(limits: EngineLimits = LIMITS, prompt_len: int = 10, num_encoded: int = 0, **options: object) -> None:
     params = beam_params(**options)
-    beam = BeamParams.from_extra_args(params.extra_args)
-    assert beam is not None
+    beam = parse_options(params.extra_args)
+    assert isinstance(beam, BeamParams)
     validate(params, beam, prompt_len, limits, num_encoded)
 
 
@@ -56,7 +56,7 @@ def test_a_request_that_names_no_semantics_gets_the_engines() -> None:
 @pytest.mark.parametrize("semantics", ["vllm", "tridecode"])
 @pytest.mark.parametrize("early_stopping", [True, "never"])
 def test_early_stopping_is_refused_where_it_means_nothing(early_stopping: object, semantics: str) -> None:
-    with pytest.raises(ValueError, match=f'early_stopping=.* means nothing under semantics="{semantics}"'):
+    with pytest.raises(ValueError, match=f'early_stopping=.* is not supported together with semantics="{semantics}"'):
         beam_params(2, semantics=semantics, early_stopping=early_stopping)
 
 
@@ -70,25 +70,23 @@ def test_n_above_the_width_is_refused() -> None:
 )
 def test_a_near_miss_is_refused_without_a_width_too(typo: str) -> None:
     with pytest.raises(ValueError, match=f"unknown option {typo}=.*did you mean (beam_width|length|early|sem)"):
-        BeamParams.from_extra_args({typo: 8})
+        parse_options({typo: 8})
 
 
 def test_options_of_others_pass() -> None:
-    assert BeamParams.from_extra_args({"kv_transfer_params": {}, "ec_transfer_params": 1, "width": 8}) is None
-    assert BeamParams.from_extra_args({"kv_transfer_params": {}, "beam_width": 2}) == BeamParams(beam_width=2)
-    assert BeamParams.from_extra_args(None) is None
+    assert parse_options({"kv_transfer_params": {}, "ec_transfer_params": 1, "width": 8}) is None
+    assert parse_options({"kv_transfer_params": {}, "beam_width": 2}) == BeamParams(beam_width=2)
+    assert parse_options(None) is None
 
 
 def test_options_without_a_width_are_refused() -> None:
     with pytest.raises(ValueError, match="length_penalty given without beam_width"):
-        BeamParams.from_extra_args({"length_penalty": 1.0})
+        parse_options({"length_penalty": 1.0})
 
 
 def test_booleans_that_became_numbers_on_the_way_are_booleans_again() -> None:
-    assert BeamParams.from_extra_args({"beam_width": 2, "early_stopping": 1}) == BeamParams(
-        beam_width=2, early_stopping=True
-    )
-    parsed = BeamParams.from_extra_args({"beam_width": 2, "early_stopping": 0})
+    assert parse_options({"beam_width": 2, "early_stopping": 1}) == BeamParams(beam_width=2, early_stopping=True)
+    parsed = parse_options({"beam_width": 2, "early_stopping": 0})
     assert parsed is not None
     assert parsed.early_stopping is False
 
@@ -139,7 +137,7 @@ def test_fields_that_beam_search_does_not_honour_are_refused(field: str, value: 
 
 @pytest.mark.parametrize(("field", "value"), [("temperature", 0.7), ("top_p", 0.9), ("top_k", 40), ("min_p", 0.1)])
 def test_fields_that_vllms_beams_ignore_are_refused_under_its_semantics(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f'{field}={value} is not supported under semantics="vllm"'):
+    with pytest.raises(ValueError, match=f'{field}={value} is not supported together with semantics="vllm"'):
         beam_params(2, semantics="vllm", **{field: value})
     assert logits_filters(beam_params(2, **{field: value})) == LogitsFilters(**{field: value})
 
@@ -227,7 +225,7 @@ def test_candidates_per_parent_must_be_a_positive_integer(most: object) -> None:
     ],
 )
 def test_what_vllms_beams_do_not_have_is_refused_under_its_semantics(option: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f'{option}={value} is not supported under semantics="vllm"'):
+    with pytest.raises(ValueError, match=f'{option}={value} is not supported together with semantics="vllm"'):
         beam_params(2, semantics="vllm", **{option: value})
     assert beam_params(2, **{option: value}).extra_args[option] == value
 
@@ -245,7 +243,9 @@ def test_a_seed_is_refused_where_nothing_is_drawn() -> None:
 
 
 def test_no_temperature_leaves_nothing_to_draw() -> None:
-    with pytest.raises(ValueError, match=r"temperature=0\.0 leaves sample_first=2 nothing to draw"):
+    with pytest.raises(
+        ValueError, match=r"temperature=0\.0 is not supported together with sample_first=2, .*; raise it"
+    ):
         beam_params(2, temperature=0.0, sample_first=2)
 
 
@@ -258,7 +258,7 @@ def test_no_temperature_leaves_nothing_to_draw() -> None:
         ({"beam_widths": [2, 3], "beam_width": 4}, "beam_width=4 is not the greatest of beam_widths"),
         ({"beam_widths": [2, 3], "do_sample": True}, "not supported together with do_sample"),
         ({"beam_widths": [2, 3], "sample_first": 1}, "not supported together with sample_first=1"),
-        ({"beam_widths": [2, 3], "speculation": "exact"}, 'not supported together with speculation="exact"'),
+        ({"beam_widths": [2, 3], "speculation": "exact"}, r"not supported together with beam_widths=\[2, 3\]"),
         ({"beam_widths": [2, 3], "semantics": "tridecode"}, 'not supported together with semantics="tridecode"'),
     ],
 )

@@ -10,7 +10,8 @@ import pytest
 
 from tests.options.asking import refusal, resolved
 from vllm_trie import BeamParams, beam_params
-from vllm_trie.options import Drafts, SpeculationOptions, TrieBeamConfig, resolve
+from vllm_trie.options import Drafts, TrieBeamConfig, parse_options, resolve
+from vllm_trie.options.parts import Drawing, Speculating
 
 DO_SAMPLE = [None, False, True]
 SPECULATIONS = [None, "off", "auto", "exact", "sample"]
@@ -51,7 +52,7 @@ def test_thresholds_that_mean_something_pass(threshold: float) -> None:
 def test_the_helper_passes_on_what_is_given_and_nothing_else() -> None:
     given = {"speculation": "sample", "do_sample": True, "replacement": False, "memory_mode": False}
     given |= {"draft_width": 8, "min_width": 2, "threshold": 0.7}
-    assert given.keys() == set(SpeculationOptions.model_fields)
+    assert given.keys() == {*Drawing.model_fields, *Speculating.model_fields}
     assert beam_params(4).extra_args == {"beam_width": 4}
     assert beam_params(4, **given).extra_args.items() >= given.items()
     for name, value in given.items():
@@ -72,7 +73,7 @@ def test_the_helper_passes_on_what_is_given_and_nothing_else() -> None:
 )
 def test_a_near_miss_is_refused_and_the_right_name_suggested(typo: str, meant: str) -> None:
     with refusal(f"unknown option {typo}=2; did you mean {meant}?"):
-        BeamParams.from_extra_args({"beam_width": 4, typo: 2})
+        parse_options({"beam_width": 4, typo: 2})
 
 
 @pytest.mark.parametrize(
@@ -81,49 +82,55 @@ def test_a_near_miss_is_refused_and_the_right_name_suggested(typo: str, meant: s
 )
 def test_an_option_without_a_width_is_refused(name: str, value: Any) -> None:
     with refusal(f"{name} given without beam_width; add beam_width"):
-        BeamParams.from_extra_args({name: value})
+        parse_options({name: value})
 
 
 @pytest.mark.parametrize("key", ["threshold", "replacement", "thresholds", "with_replacement"])
 def test_a_common_word_without_a_width_may_be_an_option_of_others(key: str) -> None:
-    assert BeamParams.from_extra_args({key: 0.5, "theirs": 1}) is None
+    assert parse_options({key: 0.5, "theirs": 1}) is None
     with pytest.raises(ValueError, match="given without beam_width"):
-        BeamParams.from_extra_args({key: 0.5, "draft_width": 8})
+        parse_options({key: 0.5, "draft_width": 8})
 
 
 @pytest.mark.parametrize("name", ["do_sample", "replacement", "memory_mode"])
 def test_a_server_turns_booleans_into_numbers_and_they_come_back(name: str) -> None:
-    parsed = [BeamParams.from_extra_args({"beam_width": 4, name: number}) for number in (0, 1)]
+    parsed = [parse_options({"beam_width": 4, name: number}) for number in (0, 1)]
     assert [getattr(beam, name) for beam in parsed] == [False, True]
     for other in (2, -1, 0.0, 1.0, "1"):
         with refusal(f"{name}={other!r} is neither true nor false"):
-            BeamParams.from_extra_args({"beam_width": 4, name: other})
+            parse_options({"beam_width": 4, name: other})
 
 
 def test_a_server_does_not_turn_numbers_into_booleans() -> None:
-    beam = BeamParams.from_extra_args({"beam_width": 1, "draft_width": 1, "min_width": 1, "threshold": 1})
+    beam = parse_options({"beam_width": 1, "draft_width": 1, "min_width": 1, "threshold": 1})
     assert beam == BeamParams(beam_width=1, draft_width=1, min_width=1, threshold=1)
     assert [type(value) for value in (beam.draft_width, beam.min_width, beam.threshold)] == [int] * 3
 
 
 SAMPLE, EXACT = {"speculation": "sample"}, {"speculation": "exact"}
 DRAWN, NOT_DRAWN = {"do_sample": True}, {"do_sample": False}
-DRAW = {"do_sample": DRAWN, 'speculation="sample"': SAMPLE}
+DRAW = {"do_sample=True": DRAWN, 'speculation="sample"': SAMPLE}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (DRAWN | EXACT, 'do_sample=True and speculation="exact" exclude each other; use speculation="sample"'),
-        (NOT_DRAWN | SAMPLE, 'do_sample=False and speculation="sample" exclude each other; use speculation="exact"'),
+        (DRAWN | EXACT, 'do_sample=True is not supported together with speculation="exact", which takes the best; use'),
+        (
+            NOT_DRAWN | SAMPLE,
+            'do_sample=False is not supported together with speculation="sample", which draws beams; ',
+        ),
         (NOT_DRAWN | {"replacement": True}, "replacement=True has nothing to draw; set do_sample=True"),
         (EXACT | {"replacement": True}, "replacement=True has nothing to draw; set do_sample=True"),
         *(
-            (how | {"semantics": semantics}, f'semantics="{semantics}" does not draw beams; leave {drawn_by} out, or')
+            (
+                how | {"semantics": semantics},
+                f'{drawn_by} is not supported together with semantics="{semantics}", which',
+            )
             for (drawn_by, how), semantics in product(DRAW.items(), ("vllm", "tridecode"))
         ),
         *(
-            (how | {name: value}, f"{name}={value!r} is not supported together with {drawn_by}; leave one of them out")
+            (how | {name: value}, f"{name}={value!r} is not supported together with {drawn_by}, which draws")
             for drawn_by, how in DRAW.items()
             for name, value in {
                 "prune_relative": 0.5,
@@ -151,7 +158,7 @@ def test_what_cannot_go_together_is_refused_before_any_engine_sees_it(options: d
     with refusal(message):
         beam_params(4, **options)
     with refusal(message):
-        BeamParams.from_extra_args({"beam_width": 4, **options})
+        parse_options({"beam_width": 4, **options})
 
 
 @pytest.mark.parametrize(
@@ -173,7 +180,9 @@ def test_what_can_go_together_passes(options: dict) -> None:
 def test_a_seed_and_a_temperature_belong_to_what_is_drawn() -> None:
     for drawn_by, options in DRAW.items():
         assert beam_params(4, seed=1, **options).seed == 1
-        with refusal(f"temperature=0.0 leaves {drawn_by} nothing to draw; raise it"):
+        with refusal(
+            f"temperature=0.0 is not supported together with {drawn_by}, which would have nothing to draw; raise"
+        ):
             beam_params(4, temperature=0.0, **options)
     assert beam_params(4, seed=1).seed == 1  # the engine may draw by default
     for options in (EXACT, NOT_DRAWN):
@@ -252,13 +261,13 @@ def test_what_the_request_says_outweighs_the_engine() -> None:
 
 def test_a_greedy_request_is_not_drawn_because_the_engine_draws() -> None:
     for says in ({"do_sample": True}, {"speculation": "sample"}):
-        beam = resolve(BeamParams(beam_width=4), TrieBeamConfig(**says), "model", is_greedy=True)
+        beam = resolve(BeamParams(beam_width=4), TrieBeamConfig(**says), "model", {"temperature": 0.0})
         assert (beam.do_sample, beam.speculation) == (False, "auto")
 
 
 def test_a_refusal_by_the_engines_semantics_names_what_the_request_says() -> None:
     for drawn_by, how in DRAW.items():
-        with refusal(f'semantics="tridecode" does not draw beams; leave {drawn_by} out, or use "hf"'):
+        with refusal(f'{drawn_by} is not supported together with semantics="tridecode", which draws no beams; leave'):
             resolved(how, "model", semantics="tridecode")
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from vllm_trie import BeamParams, beam_params
+from vllm_trie import beam_params
+from vllm_trie.options import parse_options
 
 STEPS: dict[str, Any] = {"unit": "step", "step_stop": ["\n\n"], "scorer": "prm"}
 
@@ -22,7 +23,7 @@ STEPS: dict[str, Any] = {"unit": "step", "step_stop": ["\n\n"], "scorer": "prm"}
         ({"max_steps": 0}, "max_steps=0 is not a number of steps; pass an integer >= 1"),
         ({"scorer": None}, 'unit="step" needs scorer; pass one'),
         ({"step_stop": None}, 'unit="step" needs step_stop; pass one'),
-        ({"early_stopping": "never"}, 'early_stopping="never" means nothing under unit="step"'),
+        ({"early_stopping": "never"}, 'early_stopping="never" is not supported together with unit="step"'),
         *(
             ({name: value}, f'{name}.* is not supported together with unit="step", which draws steps; leave it out')
             for name, value in {
@@ -38,14 +39,14 @@ def test_what_a_search_by_steps_cannot_have_is_refused(options: dict[str, Any], 
     with pytest.raises(ValueError, match=message):
         beam_params(4, **STEPS | options)
     with pytest.raises(ValueError, match=message):
-        BeamParams.from_extra_args({"beam_width": 4, **STEPS, **options})
+        parse_options({"beam_width": 4, **STEPS, **options})
 
 
 @pytest.mark.parametrize(
     ("name", "value"), {"step_stop": ["\n"], "scorer": len, "candidates": 2, "max_steps": 3}.items()
 )
 def test_what_steps_have_is_refused_for_tokens(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f'{name}=.* needs unit="step"; add it, or leave it out'):
+    with pytest.raises(ValueError, match=f'{name}.* needs unit="step"; add it, or leave it out'):
         beam_params(4, **{name: value})
 
 
@@ -56,7 +57,7 @@ def test_what_a_search_by_steps_can_have_passes_with_the_scorer_itself() -> None
 
 
 def test_words_that_others_may_use_pass_where_there_are_no_beams() -> None:
-    assert BeamParams.from_extra_args({"unit": "kg", "scorer": "rouge", "candidates": 3, "max_steps": 9}) is None
+    assert parse_options({"unit": "kg", "scorer": "rouge", "candidates": 3, "max_steps": 9}) is None
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,24 @@ from unittest.mock import patch
 
 import torch
 
-from vllm_trie.search import filters, item_trie, slots, step
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step import take_step
+from vllm_trie.search import filters, slots, step
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints import catalog, grammar
+from vllm_trie.search.constraints.constraint import Constraint
+from vllm_trie.search.constraints.stops import Stops
+from vllm_trie.search.rules import Best, SelectRules
+from vllm_trie.search.step import PLAIN, take_step
 from vllm_trie.search.step_result import Step, packed, unpacked
 from vllm_trie.search.stopping import HypothesisPool
+from vllm_trie.search.strategies import best_of_items
+from vllm_trie.search.strategies.means import Means
 
 
 @contextmanager
 def shortcuts(allowed: bool) -> Iterator[None]:
     """Within it, the search looks at tensors to save work, as on a CPU, or it does not."""
     with ExitStack() as stack:
-        for module in (filters, item_trie, slots, step):
+        for module in (best_of_items, filters, catalog, grammar, slots, step):
             stack.enter_context(patch.object(module, "sees", lambda _: allowed))
         yield
 
@@ -31,13 +37,21 @@ def offer(pool: HypothesisPool, total: float, length: int, last_token: int, node
     return outdone[0].node if outdone else None
 
 
-def rules_of(width: int, semantics: str = "hf", stops: tuple[int, ...] = (), **others: Any) -> SelectRules:
+def rules_of(
+    width: int, semantics: str = "hf", stops: tuple[int, ...] = (), are_barred: bool = False, **others: Any
+) -> SelectRules:
     """Rules of a search that asks for nothing but what is said."""
-    defaults = {"stop_strings": (), "skip_special_tokens": True, "num_logprobs": None, "is_controlled": False}
-    return SelectRules(width=width, semantics=semantics, stop_token_ids=stops, **(defaults | others))
+    of_all = {"strategy": Best(semantics), "stops": Stops(stops, are_barred=are_barred)}
+    return SelectRules(width, **(of_all | others))
 
 
-def steps_of(rules: SelectRules, logits: torch.Tensor, scores: torch.Tensor, **others: Any) -> list[Step]:
-    """The step of each group, on the host."""
-    tensor, layout = packed(take_step(rules, logits, scores, **others))
+def steps_of(
+    rules: SelectRules,
+    logits: torch.Tensor,
+    scores: torch.Tensor,
+    *under: tuple[Constraint, torch.Tensor],
+    means: Means = PLAIN,
+) -> list[Step]:
+    """The step of each group, on the host; `under`: constraints, with the states of rows."""
+    tensor, layout = packed(take_step(rules, logits, Beams(scores, states=dict(under)), means))
     return unpacked(tensor.numpy(), layout)

@@ -11,9 +11,10 @@ import torch
 from tests.search.steps import rules_of, steps_of
 from vllm_trie.search.group_pools import GroupPools
 from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import BeamGroups
+from vllm_trie.search.rules import Best, InGroups
 from vllm_trie.search.step_result import Step
 from vllm_trie.search.stopping import Ended, HfPool
+from vllm_trie.search.strategies.means import Means
 
 NUM_SEARCHES, NUM_GROUPS, WIDTH, VOCAB = 3, 2, 3, 11
 STOPS = (1, 4)
@@ -36,14 +37,13 @@ def test_groups_without_a_penalty_are_searches_of_their_own(has_strings: bool, n
     seeded = torch.Generator().manual_seed(0)
     logits = torch.randn(NUM_SEARCHES, NUM_GROUPS * WIDTH, VOCAB, generator=seeded)
     scores = -torch.rand(NUM_SEARCHES, NUM_GROUPS * WIDTH, generator=seeded)
-    strings = {"stop_strings": ("x",)} if has_strings else {}
-    rules = rules_of(NUM_GROUPS * WIDTH, "hf", STOPS, num_logprobs=num_logprobs, **strings)
-    rules = rules._replace(beam_groups=BeamGroups(NUM_GROUPS, 0.0, None))
-    together = steps_of(rules, logits, scores, completes=completing(0) if has_strings else None)
+    rules = rules_of(NUM_GROUPS * WIDTH, "hf", STOPS, num_logprobs=num_logprobs)
+    rules = rules._replace(strategy=InGroups(NUM_GROUPS, 0.0, None))
+    together = steps_of(rules, logits, scores, means=Means(completes=completing(0) if has_strings else None))
     for first in range(0, NUM_GROUPS * WIDTH, WIDTH):
-        of_group, own = slice(first, first + WIDTH), rules._replace(width=WIDTH, beam_groups=None)
-        completes = completing(first) if has_strings else None
-        alone = steps_of(own, logits[:, of_group], scores[:, of_group], completes=completes)
+        of_group, own = slice(first, first + WIDTH), rules._replace(width=WIDTH, strategy=Best())
+        means = Means(completes=completing(first) if has_strings else None)
+        alone = steps_of(own, logits[:, of_group], scores[:, of_group], means=means)
         for step, one in zip(together, alone, strict=True):
             ended = step.finished.parents // WIDTH == first // WIDTH
             finished = Candidates(*(field[ended] for field in step.finished))
@@ -61,7 +61,7 @@ def test_groups_without_a_penalty_are_searches_of_their_own(has_strings: bool, n
 def test_each_beam_before_takes_a_penalty_off_its_token(done: tuple[int, ...], padding: int | None) -> None:
     """Of the prompt's four continuations the first group takes the best two, the second group all but the worst two."""
     logits, penalty = torch.tensor([[[3.0, 2.9, 2.8, 2.7]]]), 0.25
-    rules = rules_of(4, is_controlled=False)._replace(beam_groups=BeamGroups(2, penalty, padding, done))
+    rules = rules_of(4, strategy=InGroups(2, penalty, padding, done))
     (step,) = steps_of(rules, logits, torch.zeros(1, 1))
     logprobs = logits[0, 0].log_softmax(-1)
     if done:

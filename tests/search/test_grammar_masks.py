@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.search.steps import rules_of, shortcuts, steps_of
-from vllm_trie.search.filters import among_best, unpacked_mask
+from vllm_trie.search.constraints.grammar import Grammar, among_best, unpacked_mask
 
 NEVER = float("-inf")
 GROUPS, ROWS, VOCAB_SIZE, WIDTH = 3, 4, 77, 4  # no whole number of words
@@ -49,7 +49,7 @@ def test_log_probabilities_are_those_of_a_model_that_knows_nothing_else(
     rules, before = rules_of(WIDTH, semantics, (5,)), logits.clone()
     banned = logits.masked_fill(~may_come, NEVER)
     with shortcuts(looks):
-        found = steps_of(rules, logits, SCORES, may_come=may_come)
+        found = steps_of(rules, logits, SCORES, (Grammar(), may_come))
         expected = steps_of(rules._replace(is_controlled=True), banned, SCORES)
     assert torch.equal(logits, before)
     for step, other in zip(found, expected, strict=True):
@@ -78,7 +78,7 @@ def test_under_vllms_semantics_scores_and_reports_are_the_models_own(
 ) -> None:
     rules = rules_of(WIDTH, "vllm", (5,), num_logprobs=3)
     with shortcuts(looks):
-        found = steps_of(rules, logits, SCORES, may_come=may_come)
+        found = steps_of(rules, logits, SCORES, (Grammar(2 * WIDTH), may_come))
     logprobs = logits.log_softmax(-1)
     for group, step in enumerate(found):
         assert step.top_logprobs is not None

@@ -13,20 +13,22 @@ from hypothesis import strategies as st
 
 from tests.search.steps import rules_of, shortcuts
 from vllm_trie.catalog import Catalog
-from vllm_trie.search.item_trie import ItemRules, Items, ItemTrie
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import take_step
 
 VOCAB = 12
 STOP, OTHER_STOP = 10, 11
 AFTER = 3
+CPU = torch.device("cpu")
 Sequence = tuple[int, ...]
 
 
-def trie_of(sequences: list[Sequence]) -> ItemTrie:
+def along_of(sequences: list[Sequence], rules: ItemRules, stops: tuple[int, ...] = ()) -> AlongItems:
     catalog = Catalog.from_sequences(sequences)
     arrays = (torch.tensor(array) for array in (catalog.first_child, catalog.tokens, catalog.is_item))
-    return ItemTrie(*arrays, catalog.most_children)
+    return AlongItems(rules, ItemTrie(*arrays, catalog.most_children), stops)
 
 
 class Plain:
@@ -91,12 +93,12 @@ def test_ways_and_states_are_those_of_the_definition(
     search: tuple[list[Sequence], ItemRules], choices: list[int], looks: bool
 ) -> None:
     (items, rules), stops = search, (STOP, OTHER_STOP)
-    trie, plain, path = trie_of(items), Plain(items, rules, stops), ()
-    state = trie.begin(rules, 1)
+    along, plain, path = along_of(items, rules, stops), Plain(items, rules, stops), ()
+    state = along.begin(1, CPU)
     for choice in choices:
         with shortcuts(looks):
-            ways = trie.ways(rules, state[None], stops, VOCAB)
-        outcomes = trie.outcomes(rules, ways.targets)
+            ways = along.ways(state, VOCAB)
+        outcomes = along.outcomes(ways.targets)
         exist = ways.exist[0, 0].nonzero()[:, 0].tolist()
         tokens = [int(ways.tokens[0, 0, place]) for place in exist]
         assert len(set(tokens)) == len(tokens)
@@ -106,12 +108,17 @@ def test_ways_and_states_are_those_of_the_definition(
             assert bool(outcomes.is_complete[0, 0, place]) == complete
             assert bool(outcomes.ends[0, 0, place]) == (complete and (token in stops or not rules.ends_with_stop))
             assert bool(outcomes.goes_on[0, 0, place]) == (token not in stops and bool(plain.ways((*path, token))))
+        every = torch.arange(VOCAB)
+        leads_on = along.leads_on(state.expand(1, VOCAB), every[None])[0]
+        assert leads_on.tolist() == [
+            t not in stops and t in tokens and bool(plain.ways((*path, t))) for t in range(VOCAB)
+        ]
         on = [place for place in exist if outcomes.goes_on[0, 0, place]]
         if not on:
             return
         place = on[choice % len(on)]
         path = (*path, int(ways.tokens[0, 0, place]))
-        state, advanced = outcomes.states[0, :, place], trie.advance(rules, state, ways.tokens[0, :, place])
+        advanced, state = along.advance(state, ways.tokens[..., place]), outcomes.states[..., place]
         assert state.tolist() == advanced.tolist(), path
 
 
@@ -121,11 +128,11 @@ def test_masked_log_probabilities_are_those_of_ways_that_go_on(
     search: tuple[list[Sequence], ItemRules], seed: int
 ) -> None:
     (items, rules), stops = search, (STOP, OTHER_STOP)
-    trie, plain = trie_of(items), Plain(items, rules, stops)
-    logprobs = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
-    masked = trie.masked(rules, trie.begin(rules, 1), logprobs, stops)
+    along, plain = along_of(items, rules, stops), Plain(items, rules, stops)
+    logprobs = torch.randn(1, 1, VOCAB, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
+    masked = along.narrow(logprobs, along.begin(1, CPU))
     may = [token not in stops and plain.begins((token,)) and bool(plain.ways((token,))) for token in range(VOCAB)]
-    expected = logprobs.where(torch.tensor([may]), -math.inf)
+    expected = logprobs.where(torch.tensor([[may]]), -math.inf)
     assert torch.equal(masked, expected)
 
 
@@ -141,15 +148,17 @@ def plain_step(
     assert rules.items is not None
     over, live = [], []
     for parent, (beam, of_row) in enumerate(zip(beams, logprobs, strict=True)):
-        ways = sorted(plain.ways(beam.tokens), key=lambda token: (token in rules.stop_token_ids, token))
+        ways = sorted(plain.ways(beam.tokens), key=lambda token: (token in rules.stops.token_ids, token))
         if rules.items.renormalizes:
             of_row = of_row - of_row[ways].logsumexp(0)
         for token in ways:
             path = (*beam.tokens, token)
-            stops = token in rules.stop_token_ids
+            stops = token in rules.stops.token_ids
             score = float(of_row[token] + torch.tensor(beam.score))
             complete = stops or plain.is_complete(path)
-            ends = complete and (rules.is_last or stops or not rules.items.ends_with_stop) and not rules.masks_stops
+            ends = (
+                complete and (rules.is_last or stops or not rules.items.ends_with_stop) and not rules.stops.are_barred
+            )
             key = (-score, parent, stops, token)
             over.append((key, Beam(path, score), ends))
             if not stops and plain.ways(path):
@@ -165,9 +174,13 @@ def test_steps_are_those_of_a_plain_loop(
 ) -> None:
     items, item_rules = search
     stops = (STOP, OTHER_STOP)
-    trie, plain, random = trie_of(items), Plain(items, item_rules, stops), torch.Generator().manual_seed(seed)
+    along, plain, random = (
+        along_of(items, item_rules, stops),
+        Plain(items, item_rules, stops),
+        torch.Generator().manual_seed(seed),
+    )
     rules = rules_of(width, stops=stops, items=item_rules)
-    beams, states, scores = [Beam((), 0.0)], trie.begin(item_rules, 1)[None], torch.zeros(1, 1)
+    beams, states, scores = [Beam((), 0.0)], along.begin(1, CPU), torch.zeros(1, 1)
     slots: list[Beam | None] = [*beams]
     for number in range(8):
         rules = rules._replace(is_last=number == 7)
@@ -177,7 +190,8 @@ def test_steps_are_those_of_a_plain_loop(
         logprobs = [logits[0, by_beam[beam]].log_softmax(-1) for beam in in_slots]
         expected, ended = plain_step(plain, rules, in_slots, logprobs)
         with shortcuts(looks):
-            step = take_step(rules, logits, scores, items=Items(trie, states, number))
+            before = Beams(scores, states={along: states}, length=number)
+            step = take_step(rules, logits, before)
         finished = zip(*(field[0].tolist() for field in step.finished), strict=True)
         paths = [(slots[parent], token, score) for parent, token, score in finished if score > -math.inf]
         assert [(*(beam.tokens if beam else ()), token) for beam, token, _ in paths] == [b.tokens for b in ended]
@@ -192,20 +206,19 @@ def test_steps_are_those_of_a_plain_loop(
         assert [b.score for b in found] == pytest.approx([b.score for b in expected], abs=1e-5)
         if not found:
             return
-        assert step.states is not None
-        slots, states, scores = grown, step.states, step.scores
+        slots, states, scores = grown, before.after(step).states[along], step.scores
 
 
 def test_a_bound_by_depth_is_enough_where_the_device_is_not_looked_at() -> None:
     items = [(1, 2, 3), (1, 4, 5), (1, 4, 6), (1, 4, 7), (2, 2, 2)]
-    trie, rules = trie_of(items), ItemRules("")
+    along = along_of(items, ItemRules(""))
     with shortcuts(False):
         for length, path in enumerate([(), (1,), (1, 4)]):
-            state = trie.begin(rules, 1)
+            state = along.begin(1, CPU)
             for token in path:
-                state = trie.advance(rules, state, torch.tensor([token]))
-            ways = trie.ways(rules, state[None], (), VOCAB, length)
-            assert ways.tokens.shape[-1] == trie.most_children[length]
+                state = along.advance(state, torch.tensor([[token]]))
+            ways = along.ways(state, VOCAB, length)
+            assert ways.tokens.shape[-1] == along.trie.most_children[length]
             exist = ways.tokens[0, 0][ways.exist[0, 0]].tolist()
             assert exist == sorted({item[length] for item in items if item[:length] == path})
 
@@ -213,12 +226,12 @@ def test_a_bound_by_depth_is_enough_where_the_device_is_not_looked_at() -> None:
 @pytest.mark.parametrize("ends_with_stop", [False, True])
 def test_behind_the_last_token_of_an_item_there_is_a_stop_token_or_nothing(ends_with_stop: bool) -> None:
     """A step is scheduled before the host knows that the one before it ended the search."""
-    trie, rules = trie_of([(1, 2, 3)]), ItemRules("", ends_with_stop=ends_with_stop)
-    states = trie.begin(rules, 1)
+    along = along_of([(1, 2, 3)], ItemRules("", ends_with_stop=ends_with_stop), (STOP,))
+    states = along.begin(1, CPU)
     for token in (1, 2, 3):
-        states = trie.advance(rules, states, torch.tensor([token]))
+        states = along.advance(states, torch.tensor([[token]]))
     for looks in (False, True):
         for length in (3, 4):
             with shortcuts(looks):
-                ways = trie.ways(rules, states[None], (STOP,), VOCAB, length)
+                ways = along.ways(states, VOCAB, length)
             assert ways.tokens[ways.exist].tolist() == [STOP] * ends_with_stop

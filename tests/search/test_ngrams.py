@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
-from vllm_trie.search.ngrams import NOTHING, flush_right, is_repeated, without_repeats
+from vllm_trie.search.constraints.ngrams import NOTHING, flush_right, is_repeated, without_repeats
 
 VOCAB = 4
 

@@ -7,11 +7,15 @@ import pytest
 import torch
 
 from tests.search.exhaustive import drawn_pair_distribution
+from tests.search.steps import rules_of
+from vllm_trie.search.beams import Beams
 from vllm_trie.search.filters import LogitsFilters
-from vllm_trie.search.rules import BeamSampling, SelectRules
+from vllm_trie.search.rules import Drawn, SampledEach, SelectRules
 from vllm_trie.search.sampling import draw, draw_cells, draw_continuations, generator, joint_probabilities, uniforms
-from vllm_trie.search.step import best_of, take_step
+from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Layout, Step, packed, unpacked
+from vllm_trie.search.strategies.drawn import best_of
+from vllm_trie.search.strategies.means import Means
 
 DEAD = float("-inf")
 
@@ -60,11 +64,11 @@ def test_where_nothing_may_be_drawn_some_impossible_token_stands_for_it() -> Non
     assert drawn.tolist() == [[[3]]]
 
 
-SAMPLED = SelectRules(3, "hf", (1,), (), True, None, False, samples=True)
+SAMPLED = rules_of(3, stops=(1,), strategy=SampledEach())
 
 
 def sampled(rules: SelectRules, logits: torch.Tensor, chances: torch.Tensor) -> list[Step]:
-    tensor, layout = packed(take_step(rules, logits, torch.zeros(logits.shape[:2]), chances))
+    tensor, layout = packed(take_step(rules, logits, Beams(torch.zeros(logits.shape[:2])), Means(chances)))
     return unpacked(tensor.numpy(), layout)
 
 
@@ -96,11 +100,11 @@ def test_groups_that_draw_do_not_see_each_other(replacement: bool) -> None:
     logits = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0))
     scores = -torch.rand(3, 4, generator=torch.Generator().manual_seed(1))
     scores[1, 2] = DEAD
-    rules = SelectRules(4, "hf", (1, 2), (), True, 2, False, beam_sampling=BeamSampling(replacement, 1, None, False))
+    rules = rules_of(4, stops=(1, 2), num_logprobs=2, strategy=Drawn(replacement, 1, None, False))
 
     def steps(of: range) -> list[Step]:
         rngs = [generator(at, 5) for at in of]
-        tensor, layout = packed(take_step(rules, logits[of], scores[of], rngs))
+        tensor, layout = packed(take_step(rules, logits[of], Beams(scores[of]), Means(rngs)))
         return unpacked(tensor.numpy(), layout)
 
     together = steps(range(3))
@@ -111,12 +115,14 @@ def test_groups_that_draw_do_not_see_each_other(replacement: bool) -> None:
 
 def test_only_the_best_drawn_beam_goes_on_where_one_is_kept() -> None:
     logits = torch.randn(2, 4, 50, generator=torch.Generator().manual_seed(0))
-    rules = SelectRules(4, "hf", (1,), (), True, 3, False, beam_sampling=BeamSampling(False, 1, None, False))
+    rules = rules_of(4, stops=(1,), num_logprobs=3, strategy=Drawn(False, 1, None, False))
     rngs = [[generator(at, 5) for at in range(2)] for _ in range(2)]
-    every = take_step(rules, logits, torch.zeros(2, 4), rngs[0])
-    assert rules.beam_sampling is not None
+    every = take_step(rules, logits, Beams(torch.zeros(2, 4)), Means(rngs[0]))
     kept = take_step(
-        rules._replace(beam_sampling=rules.beam_sampling._replace(keeps_one=True)), logits, torch.zeros(2, 4), rngs[1]
+        rules._replace(strategy=Drawn(False, 1, None, True)),
+        logits,
+        Beams(torch.zeros(2, 4)),
+        Means(rngs[1]),
     )
     best = every.scores.argmax(dim=1, keepdim=True)
     for one, other in zip(kept[:3], every[:3], strict=True):

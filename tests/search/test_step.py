@@ -14,11 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.search.steps import rules_of, shortcuts, steps_of
+from vllm_trie.search.beams import Beams
 from vllm_trie.search.filters import log_probabilities
 from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import SelectRules, num_candidates
-from vllm_trie.search.step import take_cells, take_step
+from vllm_trie.search.rules import Best, SelectRules, num_candidates
+from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Step, packed
+from vllm_trie.search.strategies.drawn import take_cells
+from vllm_trie.search.strategies.means import Means
 
 DEAD = float("-inf")
 Continuation = tuple[int, int, float]  # parent, token, score
@@ -43,7 +46,8 @@ class Decision(NamedTuple):
 def decide(case: Case, group: int) -> Decision:
     """The rules of the table of semantics in docs/semantics.md, and of the slots."""
     rules, width = case.rules, case.rules.width
-    masked = rules.stop_token_ids if rules.masks_stops else ()
+    masked, strategy = rules.stops.barred_token_ids, rules.strategy
+    assert isinstance(strategy, Best)
     logprobs = log_probabilities(case.logits[group], masked)
     total = (logprobs + case.scores[group, :, None]).tolist()
     num_rows, vocab_size = logprobs.shape
@@ -51,25 +55,27 @@ def decide(case: Case, group: int) -> Decision:
     every = [(parent, token, -loss) for loss, parent, token in ranked if -loss > DEAD]
 
     def stops(parent: int, token: int) -> bool:
-        return token in rules.stop_token_ids or (not rules.masks_stops and (parent, token) in (case.completing or ()))
+        return token in rules.stops.token_ids or (
+            not rules.stops.are_barred and (parent, token) in (case.completing or ())
+        )
 
     going_on = [c for c in every if not stops(*c[:2])]
-    count = num_candidates(width, len(rules.stop_token_ids))
+    count = num_candidates(width, len(rules.stops.token_ids))
 
     def is_rows_best(parent: int, token: int) -> bool:
         row = logprobs[parent].tolist()
         return sum(other > row[token] for other in row) < 2 * width
 
-    if rules.semantics == "hf":
+    if strategy.semantics == "hf":
         finished = [c for c in every[:width] if stops(*c[:2]) or rules.is_last]
-    elif rules.semantics == "tridecode":
+    elif strategy.semantics == "tridecode":
         before_last = every if len(going_on) < width else every[: every.index(going_on[width - 1])]
         finished = [c for c in before_last if stops(*c[:2])]
         if rules.is_last:
             finished = sorted(finished + going_on[:width], key=every.index)
     else:
-        if rules.eos_score_factor is not None:
-            eos, factor = rules.eos_score_factor
+        if strategy.eos_score_factor is not None:
+            eos, factor = strategy.eos_score_factor
             others = [(score, 0, at, c) for at, c in enumerate(going_on) if c[1] != eos for score in c[2:]]
             others = others[:count]
             own = [(factor * c[2], 1, c[0], c) for c in going_on if c[1] == eos and is_rows_best(*c[:2])]
@@ -104,14 +110,14 @@ def check(case: Case) -> None:
 
     for allowed in (True, False):
         with shortcuts(allowed):
-            how = None if completing is None else completes
-            steps = steps_of(case.rules, case.logits, case.scores, completes=how)
+            means = Means(completes=None if completing is None else completes)
+            steps = steps_of(case.rules, case.logits, case.scores, means=means)
         for group, step in enumerate(steps):
             expected = decide(case, group)
             beams = [(p, token if score > DEAD else None, score) for p, token, score in listed(step)]
             assert beams == expected.slots
             assert step.num_beams == sum(token is not None for _, token, _ in expected.slots)
-            if completing is None or case.rules.semantics != "vllm":
+            if completing is None or case.rules.strategy.semantics != "vllm":
                 assert listed(step.finished) == expected.finished
             else:  # in the order of each row's best
                 assert Counter(listed(step.finished)) == Counter(expected.finished)
@@ -125,7 +131,7 @@ def check_logprobs(case: Case, group: int, step: Step) -> None:
     if rules.num_logprobs is None:
         assert step[4:] == (None,) * 5
         return
-    logprobs = log_probabilities(case.logits[group], rules.stop_token_ids if rules.masks_stops else ()).tolist()
+    logprobs = log_probabilities(case.logits[group], rules.stops.barred_token_ids).tolist()
     assert step.top_logprobs is not None
     for row, tokens, best in zip(logprobs, *(field.tolist() for field in step.top_logprobs), strict=True):
         assert best == sorted(row, reverse=True)[: rules.num_logprobs]
@@ -177,9 +183,9 @@ def cases(draw: st.DrawFn) -> Case:
         semantics,
         stops,
         num_logprobs=draw(st.sampled_from([None, 0, 1, 5, 20])),
-        masks_stops=draw(st.booleans()),
+        are_barred=draw(st.booleans()),
         is_last=draw(st.booleans()),
-        eos_score_factor=factor,
+        strategy=Best(semantics, factor),
     )
     return Case(rules, logits, scores, completing)
 
@@ -233,14 +239,15 @@ def test_candidates_leave_width_beams_whatever_stops(num_stops: int, expected: i
 def test_logits_are_left_as_they_were() -> None:
     logits = torch.randn(1, 2, 9)
     before = logits.clone()
-    take_step(rules_of(2, stops=(1,), masks_stops=True, is_controlled=True), logits, torch.zeros(1, 2))
+    take_step(rules_of(2, stops=(1,), are_barred=True, is_controlled=True), logits, Beams(torch.zeros(1, 2)))
     assert torch.equal(logits, before)
 
 
 def drawn_step(cells: Collection[int], stops: tuple[int, ...], is_last: bool = False) -> tuple[Step, list[int]]:
     logprobs = torch.zeros(4, 10).log_softmax(-1)
     rules = rules_of(4, stops=stops, is_last=is_last)
-    step, slots = take_cells(rules, logprobs, -torch.arange(4.0), torch.tensor(list(cells), dtype=torch.int64))
+    chosen = torch.tensor(list(cells), dtype=torch.int64)
+    (step, _), slots = take_cells(rules, logprobs, -torch.arange(4.0), chosen, Means())
     assert packed(step)[0].shape[0] == 1
     return step, slots.tolist()
 

@@ -11,34 +11,37 @@ import torch
 
 from tests.search.steps import rules_of
 from vllm_trie.search import gumbel, sampling
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
+from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.search.filters import LogitsFilters, Pruning
-from vllm_trie.search.item_trie import ItemRules, Items, ItemTrie
-from vllm_trie.search.rules import BeamGroups, BeamSampling, SelectRules
+from vllm_trie.search.rules import Best, Drawn, InGroups, SampledEach, SelectRules, Stochastic
 from vllm_trie.search.sampling import generator
-from vllm_trie.search.step import joint_distribution, take_cells, take_step
+from vllm_trie.search.step import joint_distribution, reported, take_step
 from vllm_trie.search.step_result import packed
+from vllm_trie.search.strategies.drawn import take_cells
+from vllm_trie.search.strategies.means import Means
 
 NOWHERE = torch.device("meta")
 WIDTH = 4
-STOCHASTIC = BeamSampling(False, 1, None, False, stochastic=True)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "controlled": {"is_controlled": True},
-    "masked": {"masks_stops": True},
+    "masked": {"are_barred": True},
     "last": {"is_last": True},
     "log-probabilities": {"num_logprobs": 3},
     "filters": {"filters": LogitsFilters(0.7, 0.1, 20, 0.9)},
     "pruning": {"pruning": Pruning(0.1, 2.0, 0.1, 2)},
-    "sampled": {"samples": True, "filters": LogitsFilters(0.7, 0.1, 20, 0.9)},
-    "drawn": {"beam_sampling": BeamSampling(False, 1, None, False), "filters": LogitsFilters(0.7, 0.1, 20, 0.9)},
-    "drawn with replacement": {"beam_sampling": BeamSampling(True, 1, None, False), "num_logprobs": 3},
-    "drawn as whole hypotheses": {"beam_sampling": STOCHASTIC, "filters": LogitsFilters(0.7, 0.1, 20, 0.9)},
-    "drawn as whole hypotheses, with log-probabilities": {"beam_sampling": STOCHASTIC, "num_logprobs": 3},
-    "n-grams": {"no_repeat_ngram_size": 2},
-    "n-grams, drawn": {"beam_sampling": BeamSampling(False, 1, None, False), "no_repeat_ngram_size": 1},
-    "groups": {"beam_groups": BeamGroups(2, 0.5, 1), "filters": LogitsFilters(0.7, 0.1, 20, 0.9)},
-    "groups, of which one is done": {"beam_groups": BeamGroups(2, 0.5, 1, (0,)), "num_logprobs": 3},
-    "drawn and one kept": {"beam_sampling": BeamSampling(False, 1, None, True), "num_logprobs": 3},
+    "sampled": {"strategy": SampledEach(), "filters": LogitsFilters(0.7, 0.1, 20, 0.9)},
+    "drawn": {"strategy": Drawn(False, 1, None, False), "filters": LogitsFilters(0.7, 0.1, 20, 0.9)},
+    "drawn with replacement": {"strategy": Drawn(True, 1, None, False), "num_logprobs": 3},
+    "drawn as whole hypotheses": {"strategy": Stochastic(), "filters": LogitsFilters(0.7, 0.1, 20, 0.9)},
+    "drawn as whole hypotheses, with log-probabilities": {"strategy": Stochastic(), "num_logprobs": 3},
+    "n-grams": {"constraints": (NoRepeats(2),)},
+    "n-grams, drawn": {"strategy": Drawn(False, 1, None, False), "constraints": (NoRepeats(1),)},
+    "groups": {"strategy": InGroups(2, 0.5, 1), "filters": LogitsFilters(0.7, 0.1, 20, 0.9)},
+    "groups, of which one is done": {"strategy": InGroups(2, 0.5, 1, (0,)), "num_logprobs": 3},
+    "drawn and one kept": {"strategy": Drawn(False, 1, None, True), "num_logprobs": 3},
 }
 
 
@@ -46,12 +49,13 @@ def step(rules: SelectRules, num_groups: int, num_rows: int, vocab_size: int) ->
     logits = torch.empty(num_groups, num_rows, vocab_size, dtype=torch.bfloat16, device=NOWHERE)
     scores = torch.empty(num_groups, num_rows, device=NOWHERE)
     random: Any = None
-    if rules.samples:
+    if isinstance(rules.strategy, SampledEach):
         random = torch.empty(num_groups, rules.width, dtype=torch.float64, device=NOWHERE)
-    elif rules.beam_sampling is not None:
+    elif isinstance(rules.strategy, Drawn | Stochastic):
         random = [generator(0, group) for group in range(num_groups)]
     histories = torch.empty(num_groups, num_rows, 20, dtype=torch.int32, device=NOWHERE)
-    tensor, layout = packed(take_step(rules, logits, scores, random, histories=histories, perturbed=scores))
+    beams = Beams(scores, scores, dict.fromkeys(rules.constraints, histories))
+    tensor, layout = packed(take_step(rules, logits, beams, Means(random)))
     return tensor.shape, layout
 
 
@@ -65,8 +69,8 @@ def _no_generators(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_step_waits_for_nothing_and_uploads_nothing_twice(semantics: str, options: dict[str, Any]) -> None:
     rules = rules_of(WIDTH, semantics, (1, 2), **options)
-    if semantics == "vllm" and rules.beam_sampling is None and not rules.samples:
-        rules = rules._replace(eos_score_factor=(3, 1.5))
+    if rules.strategy == Best("vllm"):
+        rules = rules._replace(strategy=Best("vllm", (3, 1.5)))
     for num_rows, vocab_size in ((1, 300), (WIDTH, 300), (WIDTH, 3)):
         expected = step(rules, 3, num_rows, vocab_size)
         with patch.object(torch, "tensor", None), patch.object(torch, "from_numpy", None):
@@ -75,11 +79,12 @@ def test_step_waits_for_nothing_and_uploads_nothing_twice(semantics: str, option
 
 def test_going_on_with_what_was_drawn_waits_for_nothing() -> None:
     rules = rules_of(WIDTH, stops=(1, 2), num_logprobs=2)
-    logits, scores = torch.empty(WIDTH, 30, device=NOWHERE), torch.empty(WIDTH, device=NOWHERE)
-    p, logprobs = joint_distribution(rules, logits, scores)
+    logits, scores = torch.empty(1, WIDTH, 30, device=NOWHERE), torch.empty(1, WIDTH, device=NOWHERE)
+    p, logprobs = joint_distribution(rules, logits, Beams(scores))
     assert (p.dtype, logprobs.dtype) == (torch.float64, torch.float32)
-    taken, slots = take_cells(rules, logprobs, scores, torch.empty(3, dtype=torch.int64, device=NOWHERE))
-    assert taken.parents.shape == (1, WIDTH)
+    cells = torch.empty(3, dtype=torch.int64, device=NOWHERE)
+    choice, slots = take_cells(rules, logprobs[0], scores[0], cells, Means())
+    assert reported(rules, choice).parents.shape == (1, WIDTH)
     assert slots.shape == (3,)
 
 
@@ -91,10 +96,15 @@ def test_only_stop_strings_are_looked_for_on_the_host() -> None:
         return np.zeros(candidates.tokens.shape, dtype=bool)
 
     rules = rules_of(WIDTH, stops=(1,))
-    take_step(rules, torch.randn(2, WIDTH, 30), torch.zeros(2, WIDTH), completes=completes)
+    take_step(rules, torch.randn(2, WIDTH, 30), Beams(torch.zeros(2, WIDTH)), Means(completes=completes))
     (candidates,) = asked
     assert all(isinstance(field, np.ndarray) for field in candidates)
-    take_step(rules._replace(masks_stops=True), torch.randn(2, WIDTH, 30), torch.zeros(2, WIDTH), completes=completes)
+    take_step(
+        rules_of(WIDTH, stops=(1,), are_barred=True),
+        torch.randn(2, WIDTH, 30),
+        Beams(torch.zeros(2, WIDTH)),
+        Means(completes=completes),
+    )
     assert len(asked) == 1, "no hypothesis may stop, so none is looked at"
 
 
@@ -114,9 +124,11 @@ def test_step_along_a_catalog_waits_for_nothing(item_rules: ItemRules, length: i
     for num_rows in (1, WIDTH):
         logits = torch.empty(3, num_rows, 300, dtype=torch.bfloat16, device=NOWHERE)
         states = torch.empty(3, num_rows, dtype=torch.int64, device=NOWHERE)
-        items = Items(trie, states, length)
-        found = take_step(rules, logits, torch.empty(3, num_rows, device=NOWHERE), items=items)
-        assert found.states is not None
-        assert found.states.shape == found.tokens.shape == (3, WIDTH)
-        assert trie.advance(item_rules, found.states, found.tokens).shape == (3, WIDTH)
+        items = AlongItems(item_rules, trie, rules.stops.token_ids)
+        beams = Beams(torch.empty(3, num_rows, device=NOWHERE), states={items: states}, length=length)
+        found = take_step(rules, logits, beams)
+        after = beams.after(found)
+        assert after.states[items].shape == found.tokens.shape == (3, WIDTH)
+        assert after.advance(found.tokens).states[items].shape == (3, WIDTH)
+        assert [of_group.states[items].shape for of_group in after.split()] == [(1, WIDTH)] * 3
         packed(found)

@@ -7,11 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.search.steps import rules_of
+from vllm_trie.search.beams import Beams
 from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import SelectRules, num_candidates
+from vllm_trie.search.rules import num_candidates
 from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import packed
+from vllm_trie.search.strategies.means import Means
 from vllm_trie.worker import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,9 +74,10 @@ def test_step_with_the_kernel_is_the_step_without(semantics: str) -> None:
     logits = torch.randn(3, 5, 40, generator=random).bfloat16().to(DEVICE)
     scores = -torch.rand(3, 5, generator=random).to(DEVICE)
     scores[0, 1:] = scores[1] = DEAD
-    rules = SelectRules(5, semantics, (1, 7), (), True, None, False)
+    rules = rules_of(5, semantics, (1, 7))
     by_kernel, by_torch = (
-        packed(take_step(rules, logits, scores, select_next=one)) for one in (kernels.select_next, select_next)
+        packed(take_step(rules, logits, Beams(scores), Means(select_next=one)))
+        for one in (kernels.select_next, select_next)
     )
     assert by_kernel[1] == by_torch[1]
     assert torch.equal(by_kernel[0], by_torch[0])

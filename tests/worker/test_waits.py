@@ -13,14 +13,17 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from tests.search.steps import rules_of
 from vllm_trie.messages import GroupStep, NewRows, Resumed
 from vllm_trie.search import gumbel, sampling
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints.catalog import ItemRules, ItemTrie
+from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.search.filters import LogitsFilters, Pruning
-from vllm_trie.search.item_trie import ItemRules, ItemTrie
-from vllm_trie.search.rules import BeamGroups, BeamSampling, SelectRules
+from vllm_trie.search.rules import Drawn, InGroups, SampledEach, SelectRules
 from vllm_trie.worker import kernels
 from vllm_trie.worker.catalogs import DeviceCatalogs
 from vllm_trie.worker.histories import Histories
 from vllm_trie.worker.kv_blocks import KVBlocks, Segments
 from vllm_trie.worker.new_rows import add_blocks, add_copies, take_in_rows
+from vllm_trie.worker.row_beams import RowBeams
 from vllm_trie.worker.row_reorder import Tables
 from vllm_trie.worker.rows import BatchRows, GroupRows
 from vllm_trie.worker.select import Selector
@@ -35,10 +38,10 @@ RULES: dict[str, SelectRules] = {
     "filters": rules_of(WIDTH, stops=(1,), filters=LogitsFilters(0.7, 0.1, 20, 0.9), pruning=Pruning(0.1, 2.0, 0.1, 2)),
     "log-probabilities": rules_of(WIDTH, "tridecode", (1,), num_logprobs=2),
     "along a catalog": rules_of(WIDTH, stops=(1,), items=ItemRules("items", 2, after=7, ends_with_stop=True)),
-    "sampled": rules_of(WIDTH, samples=True),
-    "drawn": rules_of(WIDTH, beam_sampling=BeamSampling(False, 1, None, False)),
-    "in groups": rules_of(WIDTH, beam_groups=BeamGroups(WIDTH, 0.5, 0)),
-    "no n-gram twice": rules_of(WIDTH, no_repeat_ngram_size=2),
+    "sampled": rules_of(WIDTH, strategy=SampledEach()),
+    "drawn": rules_of(WIDTH, strategy=Drawn(False, 1, None, False)),
+    "in groups": rules_of(WIDTH, strategy=InGroups(WIDTH, 0.5, 0)),
+    "no n-gram twice": rules_of(WIDTH, constraints=(NoRepeats(2),)),
 }
 
 
@@ -115,19 +118,21 @@ def test_rows_are_taken_in_selected_and_reordered_without_waiting(
     groups: dict[str, GroupRows] = {}
     for number, own in enumerate(slots.reshape(2, WIDTH)):
         request: Any = SimpleNamespace(prompt_token_ids=PROMPT)
-        scores = nowhere(WIDTH, dtype=torch.float32)
-        groups[str(number)] = GroupRows(request, [str(slot) for slot in own], scores, nowhere(WIDTH), scores)
+        scores = nowhere(1, WIDTH, dtype=torch.float32)
+        groups[str(number)] = GroupRows(request, [str(slot) for slot in own], Beams(scores), nowhere(WIDTH))
     steps = {group_id: GroupStep(rules, selects=True, decodes=True, draw=(3, 5)) for group_id in groups}
     context = StepContext(steps, entered=[*groups], new_tokens_unknown=[*groups], decided_at=None)
 
     catalogs = DeviceCatalogs(NOWHERE)
     parts = nowhere(41, dtype=torch.int32), nowhere(40, dtype=torch.int32), nowhere(40, dtype=torch.bool)
     catalogs._tries["items"] = ItemTrie(*parts, [8, 5, 2])
-    take_in_rows(runner, context, groups, catalogs)
+    row_beams = RowBeams(runner, catalogs)
+    take_in_rows(runner, context, groups, row_beams)
     for group in groups.values():
-        group.states = nowhere(WIDTH)
+        states = {key: nowhere(1, WIDTH) for key in row_beams.begin(rules, None)}
+        group.beams = group.beams._replace(states=states)
     histories = Histories(runner)
-    selector = Selector(runner, groups, sampler, catalogs, histories)
+    selector = Selector(runner, groups, sampler, row_beams, histories)
     tables = [nowhere(NUM_SLOTS, LENGTH // size, dtype=torch.int32) for size in BLOCK_SIZES]
     histories.tables = Tables(tables, [*BLOCK_SIZES], nowhere(2, dtype=torch.uint64), nowhere(2), nowhere(2))
     histories.kv_blocks = SimpleNamespace(
@@ -170,7 +175,7 @@ def test_rows_are_made_and_get_their_blocks_without_waiting(is_resumed: bool, ha
     runner.model_state.rope_state = rope_state if has_mrope else None
 
     request: Any = SimpleNamespace(prompt_token_ids=PROMPT, lora_request=None)
-    group = GroupRows(request, ["g", "g#1", "g#2"], *(nowhere(WIDTH) for _ in range(3)))
+    group = GroupRows(request, ["g", "g#1", "g#2"], Beams(nowhere(1, WIDTH)), nowhere(WIDTH))
     step = GroupStep(RULES["plain"], selects=True, decodes=True)
     blocks = [np.ones((WIDTH, 2), np.int32), np.ones((WIDTH, 1), np.int32)]
     step.rows = NewRows(blocks, np.array([[3, 4], [3, 5]]))

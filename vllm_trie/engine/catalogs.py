@@ -11,7 +11,7 @@ import numpy as np
 from vllm_trie.catalog import NO_ITEM, Catalog
 from vllm_trie.compat.patch import Patch, arguments
 from vllm_trie.messages import CatalogChanges
-from vllm_trie.search.item_trie import ItemRules
+from vllm_trie.search.constraints.catalog import ItemRules
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore

@@ -16,7 +16,7 @@ from vllm_trie.options import BeamParams
 from vllm_trie.search.forest_size import Acceptance
 from vllm_trie.search.group_pools import GroupPools
 from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.rules import Best, InGroups, SampledEach, SelectRules
 from vllm_trie.search.step_result import Step, TokenLogprobs, TopLogprobs
 from vllm_trie.search.stopping import (
     Ended,
@@ -98,7 +98,7 @@ class BeamGroup:
         """
         if self.num_pending == 0:
             return False
-        if self.select_rules.beam_groups is not None:
+        if isinstance(self.select_rules.strategy, InGroups):
             return bool(self.rules.stop_token_ids or self.rules.stop_strings)  # else none is done before the end
         return self.is_speculative and self.planned_length >= self._first_length_of_forests
 
@@ -175,18 +175,21 @@ class BeamGroup:
     def next_rules(self, ahead: int = 0) -> SelectRules:
         """How the worker selects in the next step to be scheduled, or `ahead` steps later."""
         length = self.planned_length + 1 + ahead
-        masks_stops = length <= self.rules.min_length
-        rules = self.select_rules
-        if self.params.semantics == "tridecode" and length == 1 and not masks_stops:
-            rules = rules._replace(stop_token_ids=())  # the published code does not look for EOS in the first step
-        if isinstance(self.pool, GroupPools) and rules.beam_groups is not None:
-            rules = rules._replace(beam_groups=rules.beam_groups._replace(done=self.pool.done))
+        rules, may_stop = self.select_rules, length > self.rules.min_length
+        strategy, stops = rules.strategy, rules.stops
+        if self.params.semantics == "tridecode" and length == 1 and may_stop:
+            stops = stops._replace(token_ids=())  # the published code does not look for EOS in the first step
+        if length <= self.params.sample_first:
+            strategy = SampledEach()
+        elif isinstance(self.pool, GroupPools) and isinstance(strategy, InGroups):
+            strategy = strategy._replace(done=self.pool.done)
+        elif isinstance(strategy, Best):
+            strategy = strategy._replace(eos_score_factor=self._eos_score_factor(length))
         return rules._replace(
-            masks_stops=masks_stops,
+            strategy=strategy,
+            stops=stops._replace(are_barred=not may_stop),
             is_last=length == self.rules.max_length,
-            samples=length <= self.params.sample_first,
             num_beams=self._num_beams(length),
-            eos_score_factor=self._eos_score_factor(length),
         )
 
     def _num_beams(self, length: int) -> int | None:

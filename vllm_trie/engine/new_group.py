@@ -11,11 +11,15 @@ from vllm_trie.compat.versions import own_beams
 from vllm_trie.engine.grammar import RowMatchers
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.messages import GroupTicket
-from vllm_trie.options import BeamParams
+from vllm_trie.options import BeamParams, parse_options
 from vllm_trie.sampling_params import is_controlled, logits_filters, stop_tokens
+from vllm_trie.search.constraints.catalog import ItemRules
+from vllm_trie.search.constraints.constraint import Constraint
+from vllm_trie.search.constraints.grammar import Grammar
+from vllm_trie.search.constraints.ngrams import NoRepeats
+from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import Pruning
-from vllm_trie.search.item_trie import ItemRules
-from vllm_trie.search.rules import BeamGroups, BeamSampling, SelectRules
+from vllm_trie.search.rules import Best, Drawn, InGroups, SelectRules, Stochastic, Strategy
 from vllm_trie.search.stopping import StopRules
 
 
@@ -44,24 +48,20 @@ def new_group(
     max_length = min(request.max_tokens, max_model_len - prompt_length)
     stop_rules = StopRules(stop_tokens(params), ticket.eos_token_id, stop_strings, params.min_tokens, max_length)
     num_stops = len(stop_rules.stop_token_ids)
+    grammar = request.structured_output_request
     select_rules = SelectRules(
         beam.beam_width if catalog is None else beam.num_beams_along(num_items, num_stops),
-        beam.semantics or "hf",
-        stop_rules.stop_token_ids,
-        stop_rules.stop_strings,
-        params.skip_special_tokens,
+        _strategy(beam, stop_rules, ticket.padding),
+        Stops(stop_rules.stop_token_ids, stop_rules.stop_strings, params.skip_special_tokens),
         params.logprobs,
         is_controlled(params) or (has_logits_processors and not ticket.is_offline),
         logits_filters(params),
         _pruning(beam, stop_rules),
-        beam_sampling=_beam_sampling(beam),
-        items=None if catalog is None else _item_rules(beam, catalog),
-        beam_groups=_beam_groups(beam, stop_rules, ticket.padding),
-        no_repeat_ngram_size=beam.no_repeat_ngram_size,
+        None if catalog is None else _item_rules(beam, catalog),
+        _constraints(beam, has_grammar=grammar is not None),
     )
     seed = randbits(64) if params.seed is None else params.seed
     counts_prompt = own_beams().counts_prompt
-    grammar = request.structured_output_request
     return BeamGroup(
         request.request_id,
         beam,
@@ -93,26 +93,31 @@ def _item_rules(beam: BeamParams, catalog: str) -> ItemRules:
     return ItemRules(catalog, beam.catalog_items, after, beam.catalog_stop, beam.catalog_renormalize)
 
 
-def _beam_groups(beam: BeamParams, rules: StopRules, padding: int | None) -> BeamGroups | None:
-    """How beams are in groups. Where a model has no padding token, transformers pads with EOS."""
+def _constraints(beam: BeamParams, has_grammar: bool) -> tuple[Constraint, ...]:
+    """What else rows may not take."""
+    found: list[Constraint] = [NoRepeats(beam.no_repeat_ngram_size)] if beam.no_repeat_ngram_size else []
+    if has_grammar:
+        found.append(Grammar(2 * beam.beam_width if beam.semantics == "vllm" else None))
+    return tuple(found)
+
+
+def _strategy(beam: BeamParams, rules: StopRules, padding: int | None) -> Strategy:
+    """How beams are chosen. Where a model has no padding token, transformers pads groups that are done with EOS."""
+    if beam.do_sample:
+        min_width = beam.min_width or (beam.beam_width if beam.threshold is None else 1)
+        drawn = Drawn(bool(beam.replacement), min_width, beam.threshold, bool(beam.memory_mode))
+        return Stochastic() if beam.stochastic else drawn
     if beam.num_beam_groups == 1:
-        return None
+        return Best(beam.semantics or "hf")
     if padding is None and rules.stop_token_ids:
         padding = rules.eos_token_id if rules.eos_token_id in rules.stop_token_ids else rules.stop_token_ids[0]
-    return BeamGroups(beam.num_beam_groups, float(beam.diversity_penalty), padding)
-
-
-def _beam_sampling(beam: BeamParams) -> BeamSampling | None:
-    if not beam.do_sample:
-        return None
-    min_width = beam.min_width or (beam.beam_width if beam.threshold is None else 1)
-    return BeamSampling(bool(beam.replacement), min_width, beam.threshold, bool(beam.memory_mode), beam.stochastic)
+    return InGroups(beam.num_beam_groups, float(beam.diversity_penalty), padding)
 
 
 def is_unchecked(request: Request) -> bool:
     """Whether a request without a ticket asks for beams."""
     params = request.sampling_params
     try:
-        return params is not None and BeamParams.from_extra_args(params.extra_args) is not None
+        return params is not None and parse_options(params.extra_args) is not None
     except ValueError:
         return True

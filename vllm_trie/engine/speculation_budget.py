@@ -14,7 +14,7 @@ from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.messages import Drafted, GroupStep, SpeculationBudget
 from vllm_trie.search.forest import Room, least_affordable
 from vllm_trie.search.forest_size import ForestSize
-from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.rules import Drawn, SelectRules
 
 MOST_REST = 16  # steps, of a group that drafts by n-grams
 
@@ -97,6 +97,6 @@ def least_room(rules: SelectRules) -> Room:
     Layers that are drawn have a least width. A search goes on where all that lives on was drafted, if it need be
     after each root, or with one draft alone where others are too bad to matter.
     """
-    if rules.beam_sampling is not None:
+    if isinstance(rules.strategy, Drawn):
         return least_affordable(rules.width)
     return Room(0, 1 if rules.ranks_together else rules.width)

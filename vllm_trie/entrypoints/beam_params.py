@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from inspect import Parameter, Signature, getdoc
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.entrypoints.limits import check_n
-from vllm_trie.options import BeamParams, SpeculationOptions, did_you_mean, meant_by, refuse_other_names
+from vllm_trie.options import OPTIONS, StepParams, cure, refuse_other_names, search_params
+from vllm_trie.options.other_names import did_you_mean, meant_by
 from vllm_trie.sampling_params import refuse_unsupported
 
 if TYPE_CHECKING:
@@ -33,16 +35,16 @@ def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> Sa
     from vllm_trie.entrypoints.requests import check_requests
 
     check_requests()  # an engine without beams must refuse these params; it would sample
-    given = {name: options.pop(name) for name in BeamParams.model_fields if name in options}
+    given = {name: options.pop(name) for name in OPTIONS if name in options}
     _refuse_unknown(options, SamplingParams.__struct_fields__)
-    beam = BeamParams(**{"beam_width": beam_width, **given})
+    beam = search_params({"beam_width": beam_width, **given})
     check_n(n, beam)
     extra_args = options.pop("extra_args", None) or {}
     for name in extra_args:
-        if name in BeamParams.model_fields:
+        if name in OPTIONS:
             raise ValueError(f"{name} is in extra_args; pass it as an argument of its own")
     extra_args = {**extra_args, **beam.model_dump(exclude_unset=True, exclude_none=True, exclude={"scorer"})}
-    if beam.scorer is not None:
+    if isinstance(beam, StepParams):
         extra_args["scorer"] = beam.scorer  # the object itself
     try:
         params = SamplingParams(n=n, extra_args=extra_args, **options)
@@ -59,8 +61,8 @@ def _refuse_unknown(options: Mapping[str, Any], fields: Sequence[str]) -> None:
     refuse_other_names(unknown)
     for name, value in unknown.items():
         meant = meant_by(name, fields, cutoff=0.6)
-        cure = did_you_mean(meant) if meant is not None else BeamParams.cure(name)
-        raise ValueError(f"unknown option {name}={value!r}; {cure}")
+        what_works = did_you_mean(meant) if meant is not None else cure(name, OPTIONS)
+        raise ValueError(f"unknown option {name}={value!r}; {what_works}")
 
 
 def _refuse_wrong_type(options: Mapping[str, Any]) -> None:
@@ -80,10 +82,9 @@ def _refuse_wrong_type(options: Mapping[str, Any]) -> None:
 def _signature() -> Signature:
     """The signature, with the options of the table."""
     width, n = (Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=int) for name in ("beam_width", "n"))
-    fields = sorted(BeamParams.model_fields.items(), key=lambda row: row[0] in SpeculationOptions.model_fields)
     options = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.annotation)
-        for name, field in fields
+        for name, field in OPTIONS.items()
         if name != "beam_width"
     ]
     others = Parameter("sampling_params", Parameter.VAR_KEYWORD, annotation=Any)
@@ -92,9 +93,9 @@ def _signature() -> Signature:
 
 def _docstring() -> str:
     """The docstring, with the options of the table."""
-    of_requests, of_both, own = map(getdoc, (BeamParams, SpeculationOptions, beam_params))
-    options = [(text or "").partition("Args:\n")[2] for text in (of_requests, of_both)]
-    return (own or "").replace("Args:\n", "\n".join(["Args:", *options, ""]))
+    texts = (f"{name}: {field.description}" for name, field in OPTIONS.items())
+    options = [fill(text, 120, initial_indent=" " * 4, subsequent_indent=" " * 8) for text in texts]
+    return (getdoc(beam_params) or "").replace("Args:\n", "\n".join(["Args:", *options, ""]))
 
 
 beam_params.__signature__, beam_params.__doc__ = _signature(), _docstring()  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm_trie.catalog import Catalog, tokenizer_digest
 from vllm_trie.entrypoints.texts import half_character
 from vllm_trie.options import PLUGIN_NAME, BeamParams
-from vllm_trie.options.request import MOST_SEQUENCE_TOKENS
+from vllm_trie.options.parts import MOST_SEQUENCE_TOKENS
 from vllm_trie.sampling_params import stop_tokens
 from vllm_trie.selection import config_of
 
@@ -120,15 +120,6 @@ def _check_fits(params: SamplingParams, beam: BeamParams, catalog: Catalog, what
         )
     if beam.catalog_stop and not stop_tokens(params):
         raise ValueError("catalog_stop=True needs a stop token; leave ignore_eos out, or add stop_token_ids")
-    if beam.catalog_renormalize and params.logprobs is not None:
-        raise ValueError(
-            f"logprobs={params.logprobs} are the model's own, and catalog_renormalize=True scores by others; leave one "
-            f"of them out"
-        )
-    if params.structured_outputs is not None:
-        raise ValueError(f"structured_outputs are not supported together with {what}, which ends hypotheses by itself")
-    if params.stop:
-        raise ValueError(f"stop={params.stop!r} is not supported together with {what}, whose items end hypotheses")
 
 
 def _refuse_unknown(name: str | None, known: Mapping[str, Any]) -> None:

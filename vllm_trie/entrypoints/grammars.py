@@ -6,21 +6,13 @@ from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingParams
 
-from vllm_trie.options import BeamParams
-from vllm_trie.sampling_params import has_grammar, stop_tokens
+from vllm_trie.sampling_params import stop_tokens
 
 if TYPE_CHECKING:
     from vllm.config import StructuredOutputsConfig
     from vllm.tokenizers import TokenizerLike
 
 _BACKENDS = ("xgrammar", "guidance")  # whose state can be copied
-
-
-def without_drafts(params: SamplingParams, beam: BeamParams) -> BeamParams:
-    """What a request asks for, whatever its engine says of speculation: drafts know no grammar."""
-    if has_grammar(params) and beam.speculation in (None, "auto"):
-        return BeamParams(**{**beam.model_dump(exclude_unset=True), "speculation": "off"})
-    return beam
 
 
 def prepare_grammar(
@@ -43,8 +35,6 @@ def prepare_grammar(
             f'structured_outputs of the backend "{backend}" cannot follow beams, for which its state would have to '
             f"fork; start the engine with structured_outputs_config.backend={' or '.join(_BACKENDS)}"
         )
-    if params.ignore_eos:
-        raise ValueError("ignore_eos=True leaves structured_outputs nothing to end a hypothesis by; leave it out")
     if config.reasoning_parser and not config.enable_in_reasoning:
         from vllm.reasoning import ReasoningParserManager  # which most engines never need
 

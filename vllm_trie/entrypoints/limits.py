@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_trie.options import BeamParams
-from vllm_trie.sampling_params import refuse_unsupported
+from vllm_trie.options import BeamParams, SearchParams, StepParams
 from vllm_trie.selection import config_of
 from vllm_trie.trie.blocks import least_blocks_to_start
 
@@ -51,7 +50,7 @@ def validate(
     name: str = "beam_width",
     num_beams: int | None = None,
 ) -> None:
-    """Check one request against its engine, before anything is scheduled.
+    """Check the numbers of one request against its engine, before anything is scheduled.
 
     Args:
         params: The request's own copy, `max_tokens` and stop tokens filled in.
@@ -64,7 +63,6 @@ def validate(
     Raises:
         ValueError: naming the option, its value and what would work.
     """
-    refuse_unsupported(params, beam)
     check_widths(params.n, beam, limits, name)
     width = beam.beam_width
     if params.max_tokens is not None and beam.sample_first > params.max_tokens:
@@ -85,24 +83,24 @@ def validate(
             )
 
 
-def check_widths(n: int, beam: BeamParams, limits: EngineLimits, name: str = "beam_width") -> None:
+def check_widths(n: int, beam: SearchParams, limits: EngineLimits, name: str = "beam_width") -> None:
     """Refuse more beams or candidates than this engine serves, and to return more hypotheses than there are beams."""
     check_n(n, beam, name)
     width, rows = beam.beam_width, limits.max_num_seqs
-    if width > rows and not beam.memory_mode:
+    if width > rows and not (isinstance(beam, BeamParams) and beam.memory_mode):
         raise ValueError(f"{name}={width} exceeds max_num_seqs={rows}; lower it, or raise --max-num-seqs")
     if limits.max_beam_width is not None and width > limits.max_beam_width:
         raise ValueError(
             f"{name}={width} exceeds max_beam_width={limits.max_beam_width}, which this engine was started with"
         )
-    if beam.by_steps and width * beam.candidates > MOST_WAITING * rows:
+    if isinstance(beam, StepParams) and width * beam.candidates > MOST_WAITING * rows:
         raise ValueError(
             f"candidates={beam.candidates} for each of {name}={width} exceed {MOST_WAITING} times "
             f"max_num_seqs={rows} in all; lower one of them, or raise --max-num-seqs"
         )
 
 
-def check_n(n: int, beam: BeamParams, name: str = "beam_width") -> None:
+def check_n(n: int, beam: SearchParams, name: str = "beam_width") -> None:
     """Refuse to return more hypotheses than there are beams."""
     if type(n) is not int:
         raise ValueError(f"n={n!r} is not a number of hypotheses; pass an integer from 1 to {name}")

@@ -17,11 +17,11 @@ from vllm_trie.compat.cpu import needs_cpu_kernels
 from vllm_trie.compat.patch import Patch
 from vllm_trie.compat.versions import own_beams
 from vllm_trie.entrypoints.catalogs import resolve_items
-from vllm_trie.entrypoints.grammars import prepare_grammar, without_drafts
+from vllm_trie.entrypoints.grammars import prepare_grammar
 from vllm_trie.entrypoints.limits import engine_limits, validate
 from vllm_trie.messages import BEAM_WIDTH, FORK, LLM_BEAM_SEARCH, TICKET, Caller, ForkTicket, GroupTicket
-from vllm_trie.options import PLUGIN_NAME, BeamParams, asks_for_beams, resolve
-from vllm_trie.sampling_params import has_grammar, refuse_unsupported
+from vllm_trie.options import OPTIONS, PLUGIN_NAME, BeamParams, StepParams, asks_for_beams, cure, parse_options, resolve
+from vllm_trie.sampling_params import fields_said, has_grammar, refuse_unsupported
 from vllm_trie.selection import config_of, drafts_of, has_beams, has_logits_processors, padding_token, why_without_beams
 
 if TYPE_CHECKING:
@@ -146,18 +146,19 @@ def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | No
     for name, mark in marks.items():
         if not isinstance(mark, ForkTicket):  # which no client can send
             raise ValueError(f"{name} is a mark of the front end's own; leave it out")
-    beam = BeamParams.from_extra_args(params.extra_args)
+    beam = parse_options(params.extra_args)
     if beam is None:
         return None
     caller = _caller(params)
     if not has_beams(vllm_config):
         raise ValueError(f"{caller.width}={beam.beam_width} {why_without_beams(vllm_config)}")
-    if beam.by_steps:
+    if isinstance(beam, StepParams):
         raise ValueError('unit="step" works in LLM.generate, LLM.chat and the endpoints for completions, not here')
     refuse_unknown(params.extra_args or {}, vllm_config)
     refuse_unsupported(params, beam, caller.feature)  # first, as a refusal names what the request says
-    defaults, is_greedy = config_of(vllm_config), params.temperature == 0
-    return resolve(without_drafts(params, beam), defaults, drafts_of(vllm_config), is_greedy)
+    resolved = resolve(beam, config_of(vllm_config), drafts_of(vllm_config), fields_said(params))
+    refuse_unsupported(params, resolved, caller.feature)
+    return resolved
 
 
 def refuse_unknown(extra_args: Mapping[str, Any], vllm_config: VllmConfig) -> None:
@@ -166,12 +167,12 @@ def refuse_unknown(extra_args: Mapping[str, Any], vllm_config: VllmConfig) -> No
     Raises:
         ValueError: naming the key, its value and what would work.
     """
-    known = BeamParams.model_fields.keys() | _MARKS | _READ_BY_VLLM
+    known = OPTIONS.keys() | _MARKS | _READ_BY_VLLM
     for name, value in extra_args.items():
         if name in SamplingParams.__struct_fields__:
             raise ValueError(f"{name}={value!r} does nothing in vllm_xargs (extra_args); it is a field of the request")
         if name not in known and not has_logits_processors(vllm_config):
-            raise ValueError(f"unknown option {name}={value!r}; {BeamParams.cure(name)}")
+            raise ValueError(f"unknown option {name}={value!r}; {cure(name, OPTIONS)}")
 
 
 def why_not_behind(engine_input: Any, vllm_config: VllmConfig) -> str | None:

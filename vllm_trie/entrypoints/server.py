@@ -25,7 +25,7 @@ from vllm_trie.compat.patch import Patch, arguments
 from vllm_trie.compat.versions import eos_token_ids, has_allowlist
 from vllm_trie.entrypoints.requests import CALLER, BeamRequestError, refusing, why_not_behind
 from vllm_trie.messages import BEAM_WIDTH, USE_BEAM_SEARCH, Caller
-from vllm_trie.options import BeamParams, asks_for_beams, refuse_other_names
+from vllm_trie.options import OF_HF, OPTIONS, asks_for_beams, refuse_other_names
 from vllm_trie.selection import has_beams, why_without_beams
 
 logger = init_logger("vllm.trie_beam.server")
@@ -50,9 +50,6 @@ to_chat_completion_request = Patch(_CHATS, "to_chat_completion_request")
 
 # Beam search does not sample: what a client sends for that, or generation_config.json says, has no say in it.
 _NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "seed": None}
-
-# Options that vLLM's rules know nothing of, and what asks nothing of them.
-_UNKNOWN_TO_VLLM = {"catalog": None, "allowed_sequences": None, "beam_widths": None, "num_beam_groups": 1}
 
 _AS_SAMPLING = "trie_beam_as_sampling"  # in `vllm_xargs`, with a `Caller`, which no client can send
 
@@ -126,7 +123,7 @@ def _refuse_fields(request: TextRequest | ResponsesRequest | SpeechRequest) -> N
         )
     unknown = {name: value for name, value in (request.model_extra or {}).items() if value is not None}
     for name, value in unknown.items():
-        if name in BeamParams.model_fields:
+        if name in OPTIONS:
             raise BeamRequestError(f'{name}={value!r} is no field of a request; pass it in "vllm_xargs"')
     with refusing():
         refuse_other_names(unknown)
@@ -225,7 +222,7 @@ def _sampling_params(request: TextRequest | SpeechRequest, params: BeamSearchPar
     xargs: dict[str, Any] = dict(request.vllm_xargs or {})
     if not (has_width := asks_for_beams(xargs)):
         xargs["beam_width"] = request.n or 1
-    if all(xargs.get(name, neutral) == neutral for name, neutral in _UNKNOWN_TO_VLLM.items()):
+    if all(xargs.get(name, neutral := OPTIONS[name].default) == neutral for name in OF_HF):
         xargs.setdefault("semantics", "vllm")
     xargs[CALLER] = USE_BEAM_SEARCH._replace(width="beam_width") if has_width else USE_BEAM_SEARCH
     xargs.setdefault("length_penalty", request.length_penalty)

@@ -7,18 +7,19 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from vllm_trie.options.matrix import refuse
 from vllm_trie.options.other_names import meant_by
-from vllm_trie.options.request import BeamParams, Semantics
-from vllm_trie.options.speculation import SpeculationOptions
-from vllm_trie.options.table import NO_BEAMS, option
+from vllm_trie.options.parts import NO_BEAMS, Drawing, Semantics, Speculating
+from vllm_trie.options.request import OPTIONS
+from vllm_trie.options.table import option
 
 PLUGIN_NAME = "trie_beam"
 
 
-class TrieBeamConfig(SpeculationOptions):
+class TrieBeamConfig(Speculating, Drawing):
     """The options of one engine.
 
-    Those of `SpeculationOptions` are for requests that say nothing of them, as far as they apply to what these ask for.
+    Those of drawing and speculation are for requests that say nothing of them, as far as they apply to these.
 
     Args:
         reclaim_interval: Steps between two returns of a group's dead blocks to vLLM's pool. They go back earlier when
@@ -66,8 +67,12 @@ class TrieBeamConfig(SpeculationOptions):
             raise ValueError(f'additional_config["{PLUGIN_NAME}"]={options!r} is not a mapping of options; pass {{}}')
         return cls(**{str(name): value for name, value in options.items()})
 
+    def check(self) -> None:
+        """Refuse to draw and not to draw."""
+        refuse({"do_sample": self.do_sample, "speculation": self.speculation}, self.prefix)
+
     @classmethod
     def cure(cls, name: str) -> str:
-        meant = meant_by(name, [*cls.model_fields, *BeamParams.model_fields], cutoff=0.6)
+        meant = meant_by(name, [*cls.model_fields, *OPTIONS], cutoff=0.6)
         is_of_requests = meant is not None and " " not in meant and meant not in cls.model_fields
         return f"{meant} is for requests, each of which has its own" if is_of_requests else super().cure(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import reprlib
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -14,23 +15,15 @@ from vllm_trie.options.other_names import did_you_mean, meant_by
 
 Number = int | float
 
-# What is said of a value out of range, after the option and the value; here what several options say.
-NO_BEAMS = "is not a number of beams; pass an integer >= 1"
 
-# What an option goes with.
-HF = '`semantics="hf"`'
-BEST_OF_HF = '`semantics="hf"`, neither `do_sample` nor `sample_first`'
-PLAIN = 'neither `do_sample` nor `semantics="vllm"`'
-DRAWN = "`do_sample`"
-DRAFTS = "`speculation`"
-DRAWN_DRAFTS = '`speculation="sample"`'
-CATALOG = "`catalog` or `allowed_sequences`"
-STEPS = '`unit="step"`'
+def option(default: Any, wrong: str = "", **bounds: Any) -> Any:
+    """A row of the table; its meaning stands in the docstring of its class.
 
-
-def option(default: Any, wrong: str = "", goes_with: str = "", **bounds: Any) -> Any:
-    """A row of the table; its meaning stands in the docstring of its class."""
-    return Field(default, json_schema_extra={"wrong": wrong, "goes_with": goes_with}, **bounds)
+    Args:
+        wrong: What is said of a value out of range, after the option and the value; where there are few values, this
+            is derived.
+    """
+    return Field(default, json_schema_extra={"wrong": wrong}, **bounds)
 
 
 class Options(BaseModel):
@@ -53,29 +46,40 @@ class Options(BaseModel):
                 raise ValueError(f"unknown option {self.prefix}{name}; {self.cure(name)}") from None
             value = given.get(name)
             shown = reprlib.repr(value) if isinstance(value, list) else repr(value)
-            raise ValueError(f"{self.prefix}{name}={shown} {_wrong(field)}") from None
-        self.check_together()
+            raise ValueError(f"{self.prefix}{name}={shown} {what_is_wrong(field)}") from None
+        self.check()
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         for name, meaning in re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", inspect.cleandoc(cls.__doc__ or ""), re.M):
             cls.model_fields[name].description = " ".join(meaning.split())
 
-    def check_together(self) -> None:
-        """Refuse options that exclude each other."""
+    def check(self) -> None:
+        """Refuse what does not go together."""
+
+    def said(self) -> dict[str, Any]:
+        """What is said, and is not what holds in any case."""
+        fields = type(self).model_fields
+        return {name: value for name, value in self if value is not None and value != fields[name].default}
 
     @classmethod
     def cure(cls, name: str) -> str:
         """What to do about an option that there is not."""
-        meant = meant_by(name, cls.model_fields, cutoff=0.6)
-        return did_you_mean(meant) if meant is not None else f"known: {', '.join(cls.model_fields)}"
+        return cure(name, cls.model_fields)
 
 
-def about(field: FieldInfo, key: Literal["wrong", "goes_with"]) -> str:
-    """What is said of a wrong value of an option, or what the option goes with; "" if nothing."""
-    said = field.json_schema_extra
+def cure(name: str, known: Iterable[str]) -> str:
+    """What to do about an option that is none of those that are known."""
+    meant = meant_by(name, known, cutoff=0.6)
+    return did_you_mean(meant) if meant is not None else f"known: {', '.join(known)}"
+
+
+def what_is_wrong(field: FieldInfo) -> str:
+    """What is said of a wrong value of an option."""
+    said, known = field.json_schema_extra, choices(field)
     assert isinstance(said, dict)
-    return str(said[key])
+    derived = "is neither true nor false" if True in known else f"is unknown; known: {', '.join(map(repr, known))}"
+    return str(said["wrong"]) or derived
 
 
 def choices(field: FieldInfo) -> list[Any]:
@@ -83,9 +87,3 @@ def choices(field: FieldInfo) -> list[Any]:
     kind: Any = field.annotation
     of_parts = [part for part in get_args(kind | None) if part is bool or get_origin(part) is Literal]
     return [value for part in of_parts for value in ((True, False) if part is bool else get_args(part))]
-
-
-def _wrong(field: FieldInfo) -> str:
-    known = choices(field)
-    derived = "is neither true nor false" if True in known else f"is unknown; known: {', '.join(map(repr, known))}"
-    return about(field, "wrong") or derived

@@ -5,10 +5,9 @@ from __future__ import annotations
 from math import inf, log
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from vllm_trie.search.devices import NEVER, constant, numbers, sees
+from vllm_trie.search.devices import NEVER, constant, sees
 
 FIRST_RANKED = 64  # most distributions hold most of their mass in fewer tokens
 
@@ -72,30 +71,6 @@ def filtered(logprobs: torch.Tensor, filters: LogitsFilters, most: int | None = 
     if filters.top_p < 1:
         logprobs = _nucleus(logprobs, filters.top_p, min(most or vocab_size, vocab_size))
     return logprobs
-
-
-def unpacked_mask(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Bools [..., V] of a mask [..., V / 32] int32, which has a bit per token, the lowest first."""
-    if sees(bits.device):  # numpy takes a fortieth of torch's time
-        unpacked = np.unpackbits(bits.numpy().view(np.uint8), axis=-1, count=vocab_size, bitorder="little")
-        return torch.from_numpy(unpacked.view(bool))
-    bit = 1 << numbers(8, bits.device).byte()
-    return (bits.view(torch.uint8)[..., None] & bit).ne(0).flatten(-2)[..., :vocab_size]
-
-
-def among_best(logprobs: torch.Tensor, may_come: torch.Tensor, count: int) -> torch.Tensor:
-    """What a grammar leaves of the best `count` of each row, or else the best of all it leaves; not renormalised.
-
-    As in vLLM's `LLM.beam_search`, which sees no more of a row. (Where a grammar allows more than 1,024 tokens, and
-    none of the best, vLLM drops the beam.) Source: vLLM 0.33 `_build_beam_sampling_params`, `_beam_search_step`.
-
-    Args:
-        logprobs: [..., V] float32.
-        may_come: [..., V] bool.
-    """
-    last = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1).values[..., -1:]
-    kept = torch.where(may_come, logprobs, NEVER)
-    return kept.masked_fill(kept < torch.minimum(last, kept.amax(dim=-1, keepdim=True)), NEVER)
 
 
 def pruned(logprobs: torch.Tensor, scores: torch.Tensor, pruning: Pruning) -> torch.Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from vllm_trie.search.devices import numbers
@@ -22,6 +24,9 @@ class Candidates(NamedTuple, Generic[Array]):
     parents: Array  # row the continuation extends
     tokens: Array
     scores: Array  # float32, cumulative log-probability; -inf where there is none
+
+
+Completes = Callable[[Candidates[np.ndarray]], np.ndarray]  # of candidates [G, K] which complete a stop string, [G, K]
 
 
 def rank_candidates(logprobs: torch.Tensor, scores: torch.Tensor, count: int) -> Candidates[torch.Tensor]:

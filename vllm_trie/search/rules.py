@@ -2,52 +2,86 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from vllm_trie.search.constraints.catalog import ItemRules
+from vllm_trie.search.constraints.constraint import Constraint
+from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import LogitsFilters, Pruning
-from vllm_trie.search.item_trie import ItemRules
 
 
-class BeamSampling(NamedTuple):
-    """Beam sampling: the next beams are drawn from one joint distribution of all continuations of all beams."""
+class Best(NamedTuple):
+    """Beam search: the best continuations go on.
 
-    replacement: bool  # the same continuation may be drawn more than once
-    min_width: int  # of a layer that is verified, in beams
-    threshold: float | None  # how probably as many beams as that must be accepted; None: always all beams
-    keeps_one: bool  # of the beams that one target forward leads to, only the best goes on
-    stochastic: bool = False  # stochastic beam search: hypotheses are drawn without replacement, not continuations
+    Args:
+        semantics: Whose rules say what finishes: "hf", "vllm" or "tridecode".
+        eos_score_factor: A token, and the factor of the score by which it is compared.
+    """
+
+    semantics: str = "hf"
+    eos_score_factor: tuple[int, float] | None = None
 
 
-class BeamGroups(NamedTuple):
-    """Group beam search: how many groups the beams are in, and what the later ones of them avoid."""
+class Drawn(NamedTuple):
+    """Beam sampling: the next beams are drawn from one joint distribution of all continuations of all beams.
+
+    Args:
+        replacement: The same continuation may be drawn more than once.
+        min_width: Of a layer that is verified, in beams.
+        threshold: How probably as many beams as that must be accepted; None: always all beams.
+        keeps_one: Of the beams that one target forward leads to, only the best goes on.
+    """
+
+    replacement: bool
+    min_width: int
+    threshold: float | None
+    keeps_one: bool
+
+
+@dataclass(frozen=True)
+class Stochastic:
+    """Stochastic beam search: hypotheses are drawn without replacement, not continuations."""
+
+
+@dataclass(frozen=True)
+class SampledEach:
+    """Each beam takes a token that is drawn for it."""
+
+
+class InGroups(NamedTuple):
+    """Group beam search: how many groups the beams are in, and what the later ones of them avoid.
+
+    Args:
+        number: Of groups.
+        penalty: That each earlier beam that took a token takes off its log-probability.
+        padding: The token that beams take of a group that is done; None: none.
+        done: Which groups are.
+    """
 
     number: int
-    penalty: float  # that each earlier beam that took a token takes off its log-probability
-    padding: int | None  # the token that beams take of a group that is done; None: none
-    done: tuple[int, ...] = ()  # which groups are
+    penalty: float
+    padding: int | None
+    done: tuple[int, ...] = ()
+
+
+Strategy = Best | Drawn | Stochastic | SampledEach | InGroups
 
 
 class SelectRules(NamedTuple):
     """How the worker selects in one step. Groups with equal rules are selected together."""
 
     width: int
-    semantics: str
-    stop_token_ids: tuple[int, ...]
-    stop_strings: tuple[str, ...]
-    skip_special_tokens: bool  # in the text in which stop strings are looked for
-    num_logprobs: int | None  # what each row must report; None: nothing
-    is_controlled: bool  # penalties, biases, custom processors or the like act on the logits
+    strategy: Strategy = Best()
+    stops: Stops = Stops()
+    num_logprobs: int | None = None  # what each row must report; None: nothing
+    is_controlled: bool = False  # penalties, biases, custom processors or the like act on the logits
     filters: LogitsFilters = LogitsFilters()
     pruning: Pruning = Pruning()
-    masks_stops: bool = False  # min_tokens not reached: no hypothesis may stop here
+    items: ItemRules | None = None  # the catalog along which rows go
+    constraints: tuple[Constraint, ...] = ()  # under which they go besides
     is_last: bool = False  # the length is reached: all hypotheses end here
-    samples: bool = False  # each beam takes a token that is drawn for it
-    eos_score_factor: tuple[int, float] | None = None  # token, and the factor of the score by which it is compared
-    beam_sampling: BeamSampling | None = None  # how beams are drawn; None: the best go on
     num_beams: int | None = None  # that go on at most; None: one for each slot
-    items: ItemRules | None = None  # the catalog along which they go
-    beam_groups: BeamGroups | None = None  # in which they are; None: all in one
-    no_repeat_ngram_size: int = 0  # tokens of the n-grams that no history may have twice; 0: it may repeat any
 
     @property
     def ranks_together(self) -> bool:
@@ -55,7 +89,8 @@ class SelectRules(NamedTuple):
 
         In it, beams that are worse than whatever lives on have no say.
         """
-        return self.semantics in ("hf", "tridecode") and self.pruning == Pruning()
+        strategy = self.strategy
+        return isinstance(strategy, Best) and strategy.semantics != "vllm" and self.pruning == Pruning()
 
 
 def num_candidates(width: int, num_stop_tokens: int, num_parents: int = 0) -> int:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Generic, NamedTuple
 
 import numpy as np
 import torch
 
+from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.rank import Array, Candidates
 
-Completes = Callable[[Candidates[np.ndarray]], np.ndarray]  # of candidates [G, K] which do, [G, K] bool
 NONE = slice(0)
 
 
@@ -48,7 +48,7 @@ class Step(NamedTuple, Generic[Array]):
     beam_logprobs: TokenLogprobs[Array] | None = None  # by slot
     finished_logprobs: TokenLogprobs[Array] | None = None
     perturbed: PerturbedScores[Array] | None = None  # by which hypotheses compete, in stochastic beam search
-    states: torch.Tensor | None = None  # by slot, where beams are in a catalog: [G, b] on the device
+    states: Mapping[Constraint, torch.Tensor] | None = None  # by slot, those known already; on the device
 
     @property
     def num_beams(self) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from vllm_trie.catalog import Catalog
-from vllm_trie.messages import CatalogChanges, Resumed
-from vllm_trie.search.item_trie import ItemRules, ItemTrie
+from vllm_trie.messages import CatalogChanges
+from vllm_trie.search.constraints.catalog import ItemRules, ItemTrie
 from vllm_trie.selection import config_of
 
 
@@ -61,17 +61,6 @@ class DeviceCatalogs:
     def trie(self, rules: ItemRules | None) -> ItemTrie | None:
         """The trie that these rules speak of."""
         return None if rules is None or self._device is None else self._tries[rules.catalog]
-
-    def states(self, rules: ItemRules | None, resumed: Resumed | None) -> torch.Tensor | None:
-        """Where rows are that enter: one without a token, or all that go on after a preemption."""
-        trie = self.trie(rules)
-        if trie is None or rules is None:
-            return None
-        states = trie.begin(rules, 1 if resumed is None else len(resumed.histories))
-        if resumed is not None:
-            for tokens in torch.tensor(resumed.histories, device=self._device).unbind(dim=1):
-                states = trie.advance(rules, states, tokens)
-        return states
 
     def _add(self, catalog: Catalog) -> None:
         if self._device is None or catalog.digest in self._tries:

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.messages import GroupStep
 from vllm_trie.search.forest import Forest, Layer, affordable
+from vllm_trie.search.rules import Drawn
 from vllm_trie.search.sampling import generator
 from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.rows import GroupRows
@@ -91,18 +92,15 @@ class Drafter:
                 own[row, column : column + len(of_row[number])] = of_row[number]
             blocks.append(own)
         roots = group.tokens.tolist()
-        if step.rules.beam_sampling is not None:
+        if isinstance(step.rules.strategy, Drawn):
             room = len(roots), num_rows, budget.max_tokens
             num_layers, draft_width = affordable(*room, budget.num_layers, budget.draft_width, step.rules.width)
             budget = replace(budget, num_layers=num_layers, draft_width=draft_width)
         forest = Forest(roots, num_rows, budget.max_tokens)
-        layer = Layer(list(range(len(roots))), group.scores, range(len(roots)))
+        beams = self._selector.row_beams.before_drafts(step.rules, group, start + 1, budget.num_layers)
+        layer = Layer(list(range(len(roots))), beams.scores[0], range(len(roots)))
         rng = None if step.draw is None else generator(*step.draw)
-        trie = self._selector.catalogs.trie(step.rules.items)
-        histories = states.all_token_ids.gpu[slots, : start + 1] if step.rules.no_repeat_ngram_size else None
-        return ForestStep(
-            step, budget, group, start, tables.block_sizes, forest, layer, blocks, rng, trie, group.states, histories
-        )
+        return ForestStep(step, budget, group, start, tables.block_sizes, forest, layer, blocks, rng, beams.states)
 
     def _num_skipped(self, number: int, num_computed_tokens: int) -> int:
         """How many blocks in front of the window of a KV cache group the scheduler holds no longer."""

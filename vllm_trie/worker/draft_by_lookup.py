@@ -11,9 +11,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.messages import GroupStep
+from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.lookup import Continuations, NGrams, PromptIndex, continuations
-from vllm_trie.search.ngrams import is_repeated
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.worker.draft import Plant
 from vllm_trie.worker.forest_step import ForestStep
@@ -47,7 +47,7 @@ class LookupDrafts:
         forests, copies = {}, list[tuple[int, int]]()
         for group_id in context.speculating:
             step, group = context.steps[group_id], groups[group_id]
-            found, scores = self._look_up(step, group), group.scores.cpu().numpy()
+            found, scores = self._look_up(step, group), group.beams.scores[0].cpu().numpy()
             found.tokens[scores[found.beams] == NEVER] = NO_TOKEN
             if _may_lead_on(found, step.rules, scores):
                 forests[group_id] = plant(step, group)
@@ -69,42 +69,20 @@ class LookupDrafts:
         end = int(states.num_computed_tokens_np[group.slots[0]]) + 1
         generated = states.all_token_ids.gpu[slots, len(group.prompt) : end].cpu().numpy()
         found = continuations(group.prompt_index, generated, self._ngrams, budget.num_layers, MOST_OF_BEAM)
-        found.tokens[np.isin(found.tokens, step.rules.stop_token_ids)] = NO_TOKEN  # no beam goes on after it
-        if step.rules.items is not None and len(found.beams):
-            self._keep_to_catalog(found, step.rules, group)
-        if step.rules.no_repeat_ngram_size:
-            _end_before_repeats(found, group.prompt_index.tokens, generated, step.rules.no_repeat_ngram_size)
+        found.tokens[np.isin(found.tokens, step.rules.stops.token_ids)] = NO_TOKEN  # no beam goes on after it
+        beams = self._selector.row_beams.before_drafts(step.rules, group, end, budget.num_layers)
+        if beams.states and len(found.beams):
+            self._keep_to_constraints(found, beams)
         return found
 
-    def _keep_to_catalog(self, found: Continuations, rules: SelectRules, group: GroupRows) -> None:
-        """End continuations where they leave the catalog."""
-        trie = self._selector.catalogs.trie(rules.items)
-        assert trie is not None
-        assert rules.items is not None
-        assert group.states is not None
-        beams, tokens = (async_tensor_h2d(a, device=self._runner.device, dtype=torch.int64) for a in found)
-        states, vocab_size = group.states[beams], self._runner.vocab_size
-        leads_on = torch.ones_like(tokens, dtype=torch.bool)
+    def _keep_to_constraints(self, found: Continuations, beams: Beams) -> None:
+        """End continuations where they leave what the constraints allow."""
+        paths, tokens = (async_tensor_h2d(a, device=self._runner.device, dtype=torch.int64) for a in found)
+        leads_on, beams = torch.ones_like(tokens, dtype=torch.bool), beams.gather(paths[None])
         for depth, of_layer in enumerate(tokens.clamp(min=0).T):
-            leads_on[:, depth] = trie.lead_on(rules.items, states, of_layer, rules.stop_token_ids, vocab_size)
-            states = trie.advance(rules.items, states, of_layer)
+            leads_on[:, depth] = beams.lead_on(of_layer[None])[0]
+            beams = beams.advance(of_layer[None])
         found.tokens[~leads_on.cpu().numpy()] = NO_TOKEN
-
-
-def _end_before_repeats(found: Continuations, prompt: np.ndarray, generated: np.ndarray, size: int) -> None:
-    """End continuations before a token by which their beam would repeat an n-gram of `size` tokens.
-
-    Args:
-        found: Some.
-        prompt: [P].
-        generated: [b, G], by all beams.
-    """
-    prompts = np.broadcast_to(prompt, (len(found.beams), len(prompt)))
-    texts = torch.from_numpy(np.concatenate([prompts, generated[found.beams], found.tokens], axis=1))
-    start = texts.shape[1] - found.tokens.shape[1]
-    for depth in range(found.tokens.shape[1]):
-        repeats = is_repeated(texts[:, : start + depth], texts[:, start + depth], size)
-        found.tokens[repeats.numpy(), depth] = NO_TOKEN
 
 
 def _may_lead_on(found: Continuations, rules: SelectRules, scores: np.ndarray) -> bool:

@@ -13,6 +13,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from vllm_trie.messages import GroupStep, group_steps
+from vllm_trie.search.beams import Beams
 from vllm_trie.worker.row_options import row_params
 from vllm_trie.worker.rows import GroupRows
 from vllm_trie.worker.step_context import StepContext
@@ -42,8 +43,8 @@ def expand(
     for request in output.scheduled_new_reqs:
         if request.req_id in steps:
             request = replace(request, sampling_params=row_params(request.sampling_params))
-            zeros = torch.zeros(1, device=device)
-            groups[request.req_id] = GroupRows(request, [request.req_id], zeros, zeros.long(), zeros)
+            zeros = torch.zeros(1, 1, device=device)
+            groups[request.req_id] = GroupRows(request, [request.req_id], Beams(zeros), zeros[0].long())
             context.entered.append(request.req_id)
         new_requests.append(request)
 
@@ -109,9 +110,8 @@ def _fan_out(
     histories: list[list[int]] = [[]] * num_rows
     if step.resumed is not None:
         histories = step.resumed.histories
-        group.scores = async_tensor_h2d(step.resumed.scores, device=device, dtype=torch.float32)
-        if step.resumed.perturbed is not None:
-            group.perturbed = async_tensor_h2d(step.resumed.perturbed, device=device, dtype=torch.float32)
+        known = [of_rows for of_rows in (step.resumed.scores, step.resumed.perturbed) if of_rows is not None]
+        group.beams = Beams(*async_tensor_h2d(known, device=device, dtype=torch.float32)[:, None])
         newest = [history[-1] for history in histories]
         group.tokens = async_tensor_h2d(newest, device=device, dtype=torch.int64)
     of_all = replace(group.request, num_computed_tokens=num_computed_tokens)

@@ -18,8 +18,8 @@ from vllm.v1.worker.gpu.model_states.encoder_decoder import EncoderDecoderModelS
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 
 from vllm_trie.messages import GroupStep
-from vllm_trie.worker.catalogs import DeviceCatalogs
 from vllm_trie.worker.kv_blocks import KVBlocks
+from vllm_trie.worker.row_beams import RowBeams
 from vllm_trie.worker.rows import GroupRows
 from vllm_trie.worker.step_context import StepContext
 
@@ -128,7 +128,7 @@ def _write_tables(runner: GPUModelRunner, step: GroupStep, slots: np.ndarray) ->
 
 
 def take_in_rows(
-    runner: GPUModelRunner, context: StepContext, groups: dict[str, GroupRows], catalogs: DeviceCatalogs
+    runner: GPUModelRunner, context: StepContext, groups: dict[str, GroupRows], row_beams: RowBeams
 ) -> None:
     """After vLLM has taken in new requests: note the slots of new rows, and write what the device alone knows.
 
@@ -140,7 +140,7 @@ def take_in_rows(
         group.slots = np.array([states.req_id_to_index[row_id] for row_id in group.row_ids])
         if group_id not in context.new_tokens_unknown:
             step = context.steps[group_id]
-            group.states = catalogs.states(step.rules.items, step.resumed)
+            group.beams = group.beams._replace(states=row_beams.begin(step.rules, step.resumed))
     for group_id in context.new_tokens_unknown:
         group = groups[group_id]
         slots, at = async_tensor_h2d(group.slots, device=runner.device, dtype=torch.int64), len(group.prompt)

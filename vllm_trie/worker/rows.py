@@ -10,6 +10,7 @@ import torch
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_trie.search.beams import Beams
 from vllm_trie.search.lookup import PromptIndex
 
 
@@ -29,11 +30,9 @@ class GroupRows:
 
     request: NewRequestData  # as vLLM sent it
     row_ids: list[str]
-    scores: torch.Tensor  # [rows] float32 on the device, cumulative log-probability
+    beams: Beams  # what they carry, as a batch of one group
     tokens: torch.Tensor  # [rows of the next step] int64 on the device, newest token of each beam
-    perturbed: torch.Tensor  # [rows] float32 on the device, the scores with noise, in stochastic beam search
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [rows], once the runner has them
-    states: torch.Tensor | None = None  # [rows] int64 on the device, of beams that go along a catalog
     num_drafted: int = 0  # tokens of each row that the draft model has computed, if there is one
     next_beams: NextBeams | None = None  # on an earlier stage of a pipeline, until the next step
     prompt_index: PromptIndex | None = None  # in which drafts are looked up

@@ -39,6 +39,7 @@ from vllm_trie.worker.histories import Histories
 from vllm_trie.worker.new_rows import add_blocks, add_copies, may_copy_rows, refuse_own_state, take_in_rows
 from vllm_trie.worker.pipeline import Stages
 from vllm_trie.worker.rank_check import rank_check
+from vllm_trie.worker.row_beams import RowBeams
 from vllm_trie.worker.rows import BatchRows, GroupRows
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext
@@ -61,6 +62,7 @@ class BeamModelRunner(GPUModelRunner):
         self.histories = Histories(self)
         self.stages: Stages | None = None
         self.catalogs: DeviceCatalogs
+        self.row_beams: RowBeams
         self.selector: Selector
         self.drafter: Drafter | None = None
 
@@ -77,9 +79,10 @@ class BeamModelRunner(GPUModelRunner):
             self.stages = Stages(self.pp_handler, self.groups, self.histories, self.device, self.max_num_reqs)
         # The last stage of a pipeline has the sampler.
         self.catalogs = DeviceCatalogs(None if self.sampler is None else self.device)
+        self.row_beams = RowBeams(self, self.catalogs)
         if self.sampler is None:
             return
-        self.selector = Selector(self, self.groups, self.sampler, self.catalogs, self.histories)
+        self.selector = Selector(self, self.groups, self.sampler, self.row_beams, self.histories)
         if self.speculator is not None:
             source = LookupDrafts if self.speculative_config.use_ngram() else ModelDrafts
             self.drafter = Drafter(self, self.selector, source(self, self.selector, self.rank_check))
@@ -117,7 +120,7 @@ class BeamModelRunner(GPUModelRunner):
         if scheduler_output.scheduled_new_reqs or self._has_own_processors:  # else the stock runner writes nothing
             add_copies(self, self.step, self.groups)
             super().add_requests(scheduler_output, **kwargs)
-            take_in_rows(self, self.step, self.groups, self.catalogs)
+            take_in_rows(self, self.step, self.groups, self.row_beams)
 
     def update_requests(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> None:
         super().update_requests(scheduler_output, **kwargs)

@@ -15,19 +15,17 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_trie.search.filters import unpacked_mask
-from vllm_trie.search.item_trie import Items
-from vllm_trie.search.ngrams import flush_right
-from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.rank import Candidates, Completes
+from vllm_trie.search.rules import SampledEach, SelectRules
 from vllm_trie.search.sampling import generator, uniforms
 from vllm_trie.search.slots import select_next
-from vllm_trie.search.step import Random, take_step
-from vllm_trie.search.step_result import Completes, packed
+from vllm_trie.search.step import take_step
+from vllm_trie.search.step_result import packed
 from vllm_trie.search.stop_strings import CONTEXT
+from vllm_trie.search.strategies.means import Means, Random
 from vllm_trie.worker import kernels
-from vllm_trie.worker.catalogs import DeviceCatalogs
 from vllm_trie.worker.histories import Histories
+from vllm_trie.worker.row_beams import RowBeams
 from vllm_trie.worker.row_options import stop_strings_of
 from vllm_trie.worker.row_reorder import Reorders
 from vllm_trie.worker.rows import BatchRows, GroupRows
@@ -41,7 +39,7 @@ class Selector:
         runner: vLLM's, which holds the rows' tokens and blocks.
         groups: Its groups; their scores and newest tokens are updated.
         sampler: vLLM's, which processes logits, and holds what penalties count.
-        catalogs: On its device.
+        row_beams: What its rows carry.
         histories: Of its rows.
     """
 
@@ -50,13 +48,13 @@ class Selector:
         runner: GPUModelRunner,
         groups: dict[str, GroupRows],
         sampler: Sampler,
-        catalogs: DeviceCatalogs,
+        row_beams: RowBeams,
         histories: Histories,
     ) -> None:
         self._runner = runner
         self._groups = groups
         self._sampler = sampler
-        self.catalogs = catalogs
+        self.row_beams = row_beams
         self.histories = histories
         self._stop_strings = stop_strings_of(runner.model_config)
 
@@ -77,32 +75,21 @@ class Selector:
                 alike[asked.rules, asked.decodes, group_id in context.masks].append(group_id)
         selected, reorders = [], Reorders()
         into_slots = kernels.select_next if kernels.run_on(logits.device) else select_next
-        for (rules, decodes, has_grammar), group_ids in alike.items():
+        for (rules, decodes, has_masks), group_ids in alike.items():
             groups = [self._groups[group_id] for group_id in group_ids]
             slots = np.array([group.slots for group in groups])
             places = rows.places(slots)
-            scores = torch.stack([group.scores for group in groups])
+            num_tokens = rows.num_tokens(places[:, 0])
             random = self._random(rules, [context.steps[group_id].draw for group_id in group_ids])
             completes = self.completes(rules, lambda group, row: self.history(groups[group], row))  # noqa: B023
-            num_tokens = rows.num_tokens(places[:, 0])
-            items = self._items(rules, groups, num_tokens)
-            of_rows, may_come = self._logits(rules, rows, logits, slots, places), None
-            if has_grammar:
-                may_come = unpacked_mask(torch.stack([context.masks[g] for g in group_ids]), of_rows.shape[-1])
-            histories = self._histories(slots, num_tokens) if rules.no_repeat_ngram_size else None
-            perturbed = torch.stack([group.perturbed for group in groups]) if rules.beam_sampling is not None else None
-            known = items, may_come, histories, perturbed
-            step = take_step(rules, of_rows, scores, random, completes, into_slots, *known)
+            masks = [context.masks[group_id] for group_id in group_ids] if has_masks else []
+            beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1])
+            of_rows = self._logits(rules, rows, logits, slots, places)
+            step = take_step(rules, of_rows, beams, Means(random, completes, into_slots))
             selected.append(Selected(group_ids, *packed(step)))
             tokens = step.tokens.long()
-            for group, of_tokens, of_scores in zip(groups, tokens, step.scores, strict=True):
-                group.tokens, group.scores = of_tokens, of_scores
-            if step.perturbed is not None:
-                for group, of_beams in zip(groups, step.perturbed.beams, strict=True):
-                    group.perturbed = of_beams
-            if step.states is not None:
-                for group, of_states in zip(groups, step.states, strict=True):
-                    group.states = of_states
+            for group, of_tokens, of_beams in zip(groups, tokens, beams.after(step).split(), strict=True):
+                group.tokens, group.beams = of_tokens, of_beams
             at = async_tensor_h2d(places, device=logits.device, dtype=torch.int64)
             sampled[at, 0] = tokens[:, : places.shape[1]]
             if decodes and places.shape[1] > 1:
@@ -112,20 +99,6 @@ class Selector:
             if any(rules.is_controlled for rules, *_ in alike):
                 self._reorder_controls(moved.slots, moved.sources)
         return selected
-
-    def _items(self, rules: SelectRules, groups: Sequence[GroupRows], num_tokens: np.ndarray) -> Items | None:
-        """The catalog of groups with these rules, and where their beams are in it."""
-        trie = self.catalogs.trie(rules.items)
-        if trie is None:
-            return None
-        lengths = {int(total) - len(group.prompt) for total, group in zip(num_tokens, groups, strict=True)}
-        states = torch.stack([group.states for group in groups if group.states is not None])
-        return Items(trie, states, lengths.pop() if len(lengths) == 1 else None)
-
-    def _histories(self, slots: np.ndarray, num_tokens: np.ndarray) -> torch.Tensor:
-        """[G, r, L] int32, the tokens of rows in `slots` [G, r], of which each group's have `num_tokens` [G]."""
-        at = async_tensor_h2d(slots, device=self._runner.device, dtype=torch.int64)
-        return flush_right(self._runner.req_states.all_token_ids.gpu[at, : int(num_tokens.max())], num_tokens)
 
     def _logits(
         self, rules: SelectRules, rows: BatchRows, logits: torch.Tensor, slots: np.ndarray, places: np.ndarray
@@ -171,14 +144,12 @@ class Selector:
             logits[at], in_slots, in_slots, slots, positions, tokens, local.int(), num_tokens, skip_top_k_top_p=True
         )
 
-    def _random(self, rules: SelectRules, draws: Sequence[tuple[int, int] | None]) -> Random | None:
+    def _random(self, rules: SelectRules, draws: Sequence[tuple[int, int] | None]) -> Random:
         """What `take_step` draws with, from the seed and step of each group."""
-        if rules.samples:
+        if isinstance(rules.strategy, SampledEach):
             chances = np.stack([uniforms(*draw, rules.width) for draw in draws if draw is not None])
             return async_tensor_h2d(chances, device=self._runner.device, dtype=torch.float64)
-        if rules.beam_sampling is not None:
-            return [generator(*draw) for draw in draws if draw is not None]
-        return None
+        return [generator(*draw) for draw in draws if draw is not None]
 
     def completes(
         self, rules: SelectRules, history: Callable[[int, int], tuple[list[int], list[int]]]
@@ -189,9 +160,10 @@ class Selector:
             rules: Theirs.
             history: Of a group and a row: the last few tokens of the prompt, and what the row has generated.
         """
-        if not rules.stop_strings or rules.masks_stops:
+        stops = rules.stops
+        if not stops.strings or stops.are_barred:
             return None
-        strings = self._stop_strings(rules.stop_strings, rules.skip_special_tokens)
+        strings = self._stop_strings(stops.strings, stops.skips_special_tokens)
 
         def completed(candidates: Candidates) -> np.ndarray:
             result = strings.may_complete(candidates.tokens)

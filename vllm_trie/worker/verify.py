@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_trie.messages import Decided, Drafted
-from vllm_trie.search.item_trie import Items
+from vllm_trie.search.beams import Beams
 from vllm_trie.search.rejection import Verified, verified_layers
-from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.rules import Drawn, SelectRules
 from vllm_trie.search.spans import spans
-from vllm_trie.search.step import best_of, joint_distribution, take_cells, take_step
-from vllm_trie.search.step_result import Completes, Step, packed, unpacked
+from vllm_trie.search.step import joint_distribution, reported, take_step
+from vllm_trie.search.step_result import Step, packed, unpacked
+from vllm_trie.search.strategies.drawn import best_of, take_cells
+from vllm_trie.search.strategies.means import Means
 from vllm_trie.worker.accept_path import accept_path
 from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.rows import BatchRows
@@ -47,18 +51,15 @@ def verify(
     """
     decided = {}
     for group_id, forest_step in context.forests.items():
-        search = _beam_search if forest_step.step.rules.beam_sampling is None else _beam_sampling
-        steps, beams, accepted = search(_Nodes(selector, rows, forest_step, logits))
+        search = _beam_sampling if isinstance(forest_step.step.rules.strategy, Drawn) else _beam_search
+        steps, beams, accepted, forest_step.group.beams = search(_Nodes(selector, rows, forest_step, logits))
         tokens = accept_path(selector, forest_step, steps, beams)
         places = rows.places(forest_step.slots)
         at = async_tensor_h2d(places[: forest_step.num_beams], device=sampled.device, dtype=torch.int64)
         sampled[at, : tokens.shape[1]] = async_tensor_h2d(tokens, device=sampled.device, dtype=torch.int64)
         num_sampled[0, places[: forest_step.num_beams]] = len(steps)
         num_sampled[1, places] = rows.num_logits(places) - num_sampled[0, places]
-        forest_step.group.scores = async_tensor_h2d(steps[-1].scores, device=sampled.device, dtype=torch.float32)
         forest_step.group.tokens = async_tensor_h2d(steps[-1].tokens, device=sampled.device, dtype=torch.int64)
-        forest_step.group.states = None if steps[-1].states is None else steps[-1].states[0]
-        steps = [step._replace(states=None) for step in steps]  # which stay on the device
         forest, num_beams = forest_step.forest, forest_step.num_beams
         size = forest.num_nodes - num_beams, forest.num_row_tokens - num_beams, forest_step.num_layers
         drafted = Drafted(*size, forest_step.budget.draft_width, context.draft_seconds, accepted)
@@ -99,33 +100,22 @@ class _Nodes:
         at = async_tensor_h2d(self._at[nodes], device=self._logits.device, dtype=torch.int64)
         return self._logits[at]
 
-    def step(self, rules: SelectRules, nodes: list[int], scores: np.ndarray) -> Step:
-        """One step of the search from beams at `nodes`, with cumulative `scores` [b], on the host."""
+    def step(self, rules: SelectRules, nodes: list[int], scores: np.ndarray) -> tuple[Step[np.ndarray], Beams]:
+        """One step of the search from beams at `nodes`, with cumulative `scores` [b], and what its beams carry."""
         of_beams = async_tensor_h2d(scores, device=self._logits.device, dtype=torch.float32)
-        completes = self.completes(rules, nodes)
-        items, (trie, states) = None, (self.forest_step.trie, self.forest_step.states)
-        if trie is not None and states is not None:
-            items = Items(trie, states[nodes][None])
-        histories = self.forest_step.histories_of(nodes)
-        step = take_step(
-            rules,
-            self.logits(nodes)[None],
-            of_beams[None],
-            completes=completes,
-            items=items,
-            histories=None if histories is None else histories[None],
-        )
-        return _on_host(step)._replace(states=step.states)
+        beams = self.forest_step.beams_at(nodes, of_beams)
+        step = take_step(rules, self.logits(nodes)[None], beams, self.means(rules, nodes))
+        return _on_host(step), beams.after(step)
 
-    def completes(self, rules: SelectRules, nodes: list[int]) -> Completes | None:
-        """See `Selector.completes`."""
+    def means(self, rules: SelectRules, nodes: list[int]) -> Means:
+        """What a step from beams at `nodes` is taken with."""
 
         def history(_: int, beam: int) -> tuple[list[int], list[int]]:
             root, *path = self.forest.path(nodes[beam])
             prompt, generated = self._selector.history(self.forest_step.group, root)
             return prompt, generated + [self.forest.tokens[node] for node in path]
 
-        return self._selector.completes(rules, history)
+        return Means(completes=self._selector.completes(rules, history))
 
 
 def _on_host(step: Step) -> Step:
@@ -134,8 +124,13 @@ def _on_host(step: Step) -> Step:
     return of_group
 
 
-# Steps, the nodes of the beams before each, and how many drafts each accepted.
-Found = tuple[list[Step], list[list[int]], list[int]]
+class Found(NamedTuple):
+    """What came of a forest."""
+
+    steps: list[Step[np.ndarray]]
+    beams: list[list[int]]  # the nodes of the beams before each step
+    accepted: list[int]  # how many drafts each accepted
+    carried: Beams  # by the beams after the last
 
 
 def _beam_search(nodes: _Nodes) -> Found:
@@ -144,14 +139,16 @@ def _beam_search(nodes: _Nodes) -> Found:
     A beam that was not drafted bounds the score of everything that descends from it: as long as whatever lives on is
     better, no step depends on it.
     """
-    forest, scores = nodes.forest, nodes.forest_step.group.scores.cpu().numpy()
+    forest, carried = nodes.forest, nodes.forest_step.group.beams
+    scores = carried.scores[0].cpu().numpy()
     steps, beams, accepted = list[Step](), [list(range(len(scores)))], [0]
     unseen = DEAD
     for rules in nodes.rules:
-        step = nodes.step(rules, beams[-1], scores)
+        step, after = nodes.step(rules, beams[-1], scores)
         if unseen > DEAD and not (step.num_beams == rules.width and step.scores.min() > unseen):
             break
         steps.append(step)
+        carried = after
         chosen = zip(step.parents.tolist(), step.tokens.tolist(), strict=True)
         drafts = [forest.child(beams[-1][parent], token) for parent, token in chosen]
         is_seen = np.array([draft is not None for draft in drafts])
@@ -162,7 +159,7 @@ def _beam_search(nodes: _Nodes) -> Found:
         scores = np.where(is_seen, step.scores, DEAD)
         beams.append([ROOT_OF_DEAD if draft is None else draft for draft in drafts])
         accepted.append(int(is_seen.sum()))
-    return steps, beams[: len(steps)], accepted[: len(steps)]
+    return Found(steps, beams[: len(steps)], accepted[: len(steps)], carried)
 
 
 def _beam_sampling(nodes: _Nodes) -> Found:
@@ -171,23 +168,26 @@ def _beam_sampling(nodes: _Nodes) -> Found:
     assert forest_step.rng is not None
     steps, beams, accepted = list[Step](), [list(range(forest_step.num_beams))], list[int]()
     slots_of_rows = np.arange(forest_step.num_beams)  # by row of the distribution: the beam that it continues
-    scores = forest_step.group.scores
-    logprobs: torch.Tensor
-    newest: Step  # on the device
+    before = forest_step.group.beams
+    scores = before.scores[0]
+    logprobs: torch.Tensor  # of the beams before the newest step
+    newest: Step[torch.Tensor]
 
     def target(verified: Verified | None) -> torch.Tensor:
         """The target's joint distribution; after the first layer with a row for each draft of the layer before."""
-        nonlocal logprobs
-        rules, histories = nodes.rules[len(steps)], forest_step.histories_of(beams[-1])
-        of_beams, logprobs = joint_distribution(rules, nodes.logits(beams[-1]), scores, histories=histories)
-        of_rows = of_beams[np.maximum(slots_of_rows, 0)]
+        nonlocal before, logprobs
+        before = forest_step.beams_at(beams[-1], scores)
+        joint, of_beams = joint_distribution(nodes.rules[len(steps)], nodes.logits(beams[-1])[None], before)
+        logprobs = of_beams[0]
+        of_rows = joint[0][np.maximum(slots_of_rows, 0)]
         of_rows[slots_of_rows < 0] = 0.0
         return of_rows
 
     def take(cells: np.ndarray) -> tuple[Step, np.ndarray]:
         nonlocal newest
         rules, drawn = nodes.rules[len(steps)], torch.from_numpy(cells).to(logprobs.device)
-        newest, slots = take_cells(rules, logprobs, scores, drawn, nodes.completes(rules, beams[-1]))
+        choice, slots = take_cells(rules, logprobs, scores, drawn, nodes.means(rules, beams[-1]))
+        newest = reported(rules, choice)
         return _on_host(newest), slots.cpu().numpy()
 
     for verified in verified_layers(forest_step.drafts, target, forest_step.draft_rules, forest_step.rng):
@@ -205,7 +205,8 @@ def _beam_sampling(nodes: _Nodes) -> Found:
     if not steps:  # nothing is possible any more: the search ends
         steps.append(take(np.zeros(0, dtype=np.int64))[0])
         accepted.append(0)
-    sampling = forest_step.step.rules.beam_sampling
-    if sampling is not None and sampling.keeps_one:
-        steps[-1] = _on_host(best_of(newest))
-    return steps, beams[: len(steps)], accepted
+    strategy = forest_step.step.rules.strategy
+    if not (isinstance(strategy, Drawn) and strategy.keeps_one):
+        return Found(steps, beams[: len(steps)], accepted, before.after(newest))
+    kept = best_of(newest)
+    return Found([*steps[:-1], _on_host(kept)], beams[: len(steps)], accepted, before.after(kept))

@@ -18,7 +18,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_trie.entrypoints.beam_params import beam_params
 from vllm_trie.entrypoints.cli import plugin_name
-from vllm_trie.options import PLUGIN_NAME, BeamParams, TrieBeamConfig, choices
+from vllm_trie.options import OPTIONS, PLUGIN_NAME, TrieBeamConfig, choices
 
 PROGRAM = "python -m vllm_trie.entrypoints.batch"
 EARLY_STOPPING = {"true": True, "false": False, "never": "never"}
@@ -90,9 +90,7 @@ def _parser() -> _Parser:
     search.add_argument("--max-tokens", type=int, default=64, help="Tokens of the longest hypothesis.")
     search.add_argument("--length-penalty", type=float, default=1.0, help="Above 0 favours longer hypotheses.")
     search.add_argument("--early-stopping", choices=EARLY_STOPPING, default="false")
-    search.add_argument(
-        "--semantics", choices=choices(BeamParams.model_fields["semantics"]), help="Whose rules the search follows."
-    )
+    search.add_argument("--semantics", choices=choices(OPTIONS["semantics"]), help="Whose rules the search follows.")
     search.add_argument("--stop", action="append", metavar="TEXT", help="Ends a hypothesis; may be repeated.")
     search.add_argument(
         "--search-options",

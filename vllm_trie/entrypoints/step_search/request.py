@@ -18,7 +18,7 @@ from vllm_trie.entrypoints.limits import check_widths, engine_limits
 from vllm_trie.entrypoints.requests import refuse_unknown
 from vllm_trie.entrypoints.step_search.scorers import Scorer, StepCandidate, scorer_of
 from vllm_trie.messages import FORK, ForkTicket
-from vllm_trie.options import PLUGIN_NAME, BeamParams, asks_for_beams
+from vllm_trie.options import OPTIONS, PLUGIN_NAME, StepParams, asks_for_beams, parse_options
 from vllm_trie.sampling_params import refuse_unsupported
 from vllm_trie.search.step_search import DrawnStep, ScorerError, StepHypothesis, StepRules, StepSearch
 from vllm_trie.search.stop_strings import INCOMPLETE, text_after
@@ -60,7 +60,7 @@ class StepRequest:
     request_id: str
     engine_input: Mapping[str, Any]
     params: SamplingParams
-    beam: BeamParams
+    beam: StepParams
     tokenizer: Any
     scorer: Scorer
     search: StepSearch
@@ -269,8 +269,8 @@ def open_request(
     Raises:
         ValueError: naming the option, its value and what would work.
     """
-    vllm_config, beam = engine.vllm_config, BeamParams.from_extra_args(params.extra_args)
-    assert beam is not None
+    vllm_config, beam = engine.vllm_config, parse_options(params.extra_args)
+    assert isinstance(beam, StepParams)
     refuse_unknown(params.extra_args or {}, vllm_config)
     refuse_unsupported(params, beam)
     check_widths(params.n, beam, engine_limits(vllm_config))
@@ -281,8 +281,6 @@ def open_request(
     engine_input = _rendered(prompt, engine, tokenization_kwargs or {})
     if engine_input["type"] != "token":
         raise ValueError('unit="step" works on prompts of text or tokens; send text alone')
-    if params.output_kind is RequestOutputKind.DELTA:
-        raise ValueError('unit="step" does not work with stream=true: hypotheses are known when the search is over')
     room = vllm_config.model_config.max_model_len - len(engine_input["prompt_token_ids"])
     rules = StepRules(
         width=beam.beam_width,
@@ -309,7 +307,7 @@ def _rendered(prompt: Any, engine: AsyncLLM | LLMEngine, tokenization_kwargs: di
 
 def _for_candidates(params: SamplingParams) -> SamplingParams:
     """What all candidates have in common: one output each, by vLLM's own sampler."""
-    extra_args = {k: v for k, v in (params.extra_args or {}).items() if k not in BeamParams.model_fields}
+    extra_args = {k: v for k, v in (params.extra_args or {}).items() if k not in OPTIONS}
     shared = params.clone()
     shared.n, shared.extra_args, shared.output_kind = 1, extra_args or None, RequestOutputKind.FINAL_ONLY
     shared.logprobs = params.logprobs or 0  # without any, vLLM does not fill cumulative_logprob

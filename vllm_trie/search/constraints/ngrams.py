@@ -5,12 +5,39 @@ Source: transformers 5.19 `NoRepeatNGramLogitsProcessor`, which looks through th
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
+from vllm_trie.search.constraints.constraint import Constraint, Source
 from vllm_trie.search.devices import NEVER
 
 NOTHING = -1  # where a history has no token
+
+
+@dataclass(frozen=True)
+class NoRepeats(Constraint):
+    """No hypothesis has an n-gram of `size` tokens twice. The states are histories [G, r, L], see `repeating`.
+
+    Histories that are advanced keep their length: they begin with `NOTHING` as often as tokens are to come.
+    """
+
+    size: int
+
+    source = Source.TOKENS
+
+    def advance(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """See `Constraint`."""
+        return torch.cat([states[..., 1:], tokens[..., None].to(states.dtype)], dim=-1)
+
+    def leads_on(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """See `Constraint`."""
+        return ~is_repeated(states, tokens, self.size)
+
+    def restrict(self, logprobs: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """See `Constraint`."""
+        return without_repeats(logprobs, states, self.size)
 
 
 def flush_right(tokens: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:

@@ -1,0 +1,190 @@
+"""Which options go together: what is refused, what docs/options.md says, and what the test of pairs expects.
+
+An option stands here as users write it: `compact`, whatever it asks for, or `semantics="vllm"`, that value alone.
+Beside options stand the fields of vLLM's `SamplingParams` that some do not go with. How far numbers may be apart is
+checked in `request.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import reprlib
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any, NamedTuple
+
+from vllm_trie.options.parts import Catalogs, Delivery, Ranking, RequestDrawing, Speculating, Steps
+
+
+class Clash(NamedTuple):
+    """None of these goes with any of the others: it is refused in one sentence, of what was asked and of both words."""
+
+    these: tuple[str, ...]
+    others: tuple[str, ...]
+    because: str
+    cure: str = "leave one of them out"
+
+
+class Need(NamedTuple):
+    """Each of these acts only with one of what it needs."""
+
+    these: tuple[str, ...]
+    needs: tuple[str, ...]
+    why: str  # to follow what was asked, where it is refused
+    without: tuple[str, ...] = ()  # where one of these is asked; else wherever none of `needs` is
+
+
+ASKS_NOTHING = {"temperature": 0.0, "top_k": -1, "speculation": "off"}  # elsewhere False, and what holds by default
+
+STEP, VLLM, EXACT, SAMPLE = 'unit="step"', 'semantics="vllm"', 'speculation="exact"', 'speculation="sample"'
+DRAWN, NOT_DRAWN = ("do_sample", SAMPLE), ("do_sample=False", EXACT)
+OTHER_RULES = (VLLM, 'semantics="tridecode"')
+ITEMS = ("catalog", "allowed_sequences")
+OF_HF = ("beam_widths", "num_beam_groups", *ITEMS)  # which no other rules know: who asks for one asks for these rules
+PRUNING = ("prune_relative", "prune_absolute", "prune_relative_local", "max_candidates_per_parent")
+OF_DRAWN_DRAFTS = ("memory_mode", "min_width", "threshold")
+NOT_OF_STEPS = tuple(
+    chain.from_iterable(part.model_fields for part in (Ranking, Delivery, RequestDrawing, Catalogs, Speculating))
+)
+NOT_HONOURED = (
+    *("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"),
+    *("thinking_token_budget", "repetition_detection", "trace_decode_token_ids"),
+)
+OF_AN_OUTPUT = ("presence_penalty", "frequency_penalty", "bad_words", "min_tokens", "structured_outputs")
+USE_HF = 'leave it out, or use semantics="hf"'
+
+CLASHES = (
+    Clash(NOT_OF_STEPS, (STEP,), "which draws steps", "leave it out"),
+    Clash(('early_stopping="never"',), (STEP,), "where no score is a bound", "use False or True"),
+    Clash((*OF_AN_OUTPUT, *NOT_HONOURED), (STEP,), "where it would see one step alone", "leave it out"),
+    Clash(("detokenize=False",), (STEP,), "which looks for delimiters", "leave it out"),
+    Clash(('output_kind="DELTA"',), (STEP,), "whose hypotheses are known when it is over", "do not stream"),
+    Clash(NOT_HONOURED, ("beam_width",), "whose searches do not honour it", "leave it out"),
+    Clash(("logprobs=-1",), (STEP, "beam_width"), "which reports the best tokens alone", "ask for a number of them"),
+    Clash(("early_stopping",), (VLLM,), "which ends at max_tokens", USE_HF),
+    Clash(("early_stopping",), OTHER_RULES[1:], "which ends a step after beam_width hypotheses are finished", USE_HF),
+    Clash((*PRUNING, "sample_first"), (VLLM,), "which does as vLLM does", USE_HF),
+    Clash(("temperature", "top_p", "top_k", "min_p"), (VLLM,), "whose beams ignore it", USE_HF),
+    Clash(("do_sample",), (EXACT,), "which takes the best", f"use {SAMPLE}"),
+    Clash(("do_sample=False",), (SAMPLE,), "which draws beams", f"use {EXACT}"),
+    Clash(DRAWN, OTHER_RULES, "which draws no beams", USE_HF),
+    Clash((*PRUNING, "sample_first"), DRAWN, "which draws from all continuations in each step"),
+    Clash(("temperature=0.0",), ("sample_first", *DRAWN, STEP), "which would have nothing to draw", "raise it"),
+    Clash(OF_HF, OTHER_RULES, "whose rules do not know it", USE_HF),
+    Clash(OF_HF, DRAWN, "which draws instead of taking the best"),
+    Clash(OF_HF, ("sample_first",), "which begins with draws"),
+    Clash(("num_beam_groups",), ("beam_widths",), "which would change how wide groups are"),
+    Clash(("num_beam_groups",), ITEMS, "along which groups do not go"),
+    Clash(("allowed_sequences",), ("catalog",), "which names others"),
+    Clash(("stop",), ITEMS, "whose items end hypotheses"),
+    Clash(("structured_outputs",), ITEMS, "whose items say all that hypotheses may be"),
+    Clash(("logprobs",), ("catalog_renormalize",), "which scores by others than the model's"),
+    Clash(("ignore_eos",), ("structured_outputs",), "which leave nothing else to end a hypothesis by", "leave it out"),
+    Clash(("n", "logprobs"), ("compact",), "which returns all in one output", "leave it out"),
+    Clash(("replacement",), ("stochastic",), "which draws without replacement"),
+    Clash(
+        ("length_penalty", "early_stopping"), ("stochastic",), "which returns hypotheses in the order of their draws"
+    ),
+    Clash((EXACT,), ("beam_widths", "num_beam_groups"), "for which no forests are drafted"),
+    Clash((EXACT, SAMPLE), ("stochastic",), "whose draws depend on all before them"),
+    Clash((EXACT, SAMPLE), ("structured_outputs",), "which drafts do not follow"),
+    Clash(
+        ("draft_width", *OF_DRAWN_DRAFTS),
+        ("beam_widths", "num_beam_groups", "stochastic", "structured_outputs"),
+        "with which a search does not speculate",
+    ),
+)
+
+NEEDS = (
+    Need(tuple(Steps.model_fields), (STEP,), f"needs {STEP}; add it, or leave it out"),
+    Need(
+        ("catalog_items", "catalog_after", "catalog_stop", "catalog_renormalize"),
+        ITEMS,
+        "needs a catalog or allowed_sequences; add one, or leave it out",
+    ),
+    Need(("num_beam_groups",), ("diversity_penalty",), "needs a diversity_penalty above 0, or all groups are alike"),
+    Need(("diversity_penalty",), ("num_beam_groups",), "needs groups that differ; set num_beam_groups"),
+    Need(("replacement", "stochastic"), ("do_sample",), "has nothing to draw; set do_sample=True", NOT_DRAWN),
+    Need(
+        ("draft_width", *OF_DRAWN_DRAFTS),
+        ("speculation",),
+        "has no drafts to act on: this search does not speculate; leave it out",
+        ('speculation="off"',),
+    ),
+    Need(OF_DRAWN_DRAFTS, (SAMPLE,), f"means nothing where beams are not drawn; set {SAMPLE}", NOT_DRAWN),
+    Need(
+        ("seed",),
+        ("sample_first", *DRAWN, STEP),
+        "has nothing to decide in a beam search; leave it out, or set do_sample or sample_first",
+        NOT_DRAWN,
+    ),
+)
+
+
+def parsed(key: str) -> tuple[str, Any]:
+    """The option that stands in the table, and its value; None for any that asks for something."""
+    name, _, value = key.partition("=")
+    return name, ast.literal_eval(value) if value else None
+
+
+_KEYS: dict[str, dict[str, Any]] = {}  # by the option's name: what stands in the table, and its value
+for _row in (*CLASHES, *NEEDS):
+    for _key in chain.from_iterable(words for words in _row if isinstance(words, tuple)):
+        _name, _value = parsed(_key)
+        _KEYS.setdefault(_name, {})[_key] = _value
+FIELDS = _KEYS.keys()  # options, and fields of `SamplingParams`
+
+
+def refuse(said: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuse options that do not go together, or that need others.
+
+    Args:
+        said: What is asked for, and is not what holds in any case.
+        prefix: Of the options' names.
+
+    Raises:
+        ValueError: naming what was asked for, and what would work.
+    """
+    if why := refusal(said, prefix):
+        raise ValueError(why)
+
+
+def refusal(said: Mapping[str, Any], prefix: str = "") -> str | None:
+    """Why what is asked for does not go together, or needs something else, in a sentence; None if it is well."""
+    return clash(said, prefix) or _lack(_asked(said, prefix))
+
+
+def clash(said: Mapping[str, Any], prefix: str = "") -> str | None:
+    """Why what is asked for does not go together, in a sentence; None if it does."""
+    asked = _asked(said, prefix)
+    for these, others, because, cure in CLASHES:
+        for this in filter(asked.__contains__, these):
+            for other in filter(asked.__contains__, others):
+                return f"{asked[this]} is not supported together with {asked[other]}, {because}; {cure}"
+    return None
+
+
+def _lack(asked: Mapping[str, str]) -> str | None:
+    for these, needs, why, without in NEEDS:
+        if asked.keys().isdisjoint(needs) and not (without and asked.keys().isdisjoint(without)):
+            for this in filter(asked.__contains__, these):
+                return f"{asked[this]} {why}"
+    return None
+
+
+def _asked(said: Mapping[str, Any], prefix: str) -> dict[str, str]:
+    """What of the table is asked for, and how to show it."""
+    return {
+        key: prefix + _shown(key, asked)
+        for name, asked in said.items()
+        for key, value in _KEYS.get(name, {}).items()
+        if asked is not None
+        and (asked == value if value is not None else asked is not False and asked != ASKS_NOTHING.get(name))
+    }
+
+
+def _shown(key: str, value: Any) -> str:
+    """As it was asked; of an object the name alone. What every search has may go by another name."""
+    if key == "beam_width":
+        return str(value)
+    return key if "=" in key or not isinstance(value, int | float | str | list) else f"{key}={reprlib.repr(value)}"

@@ -1,0 +1,188 @@
+"""The options of requests, part by part: each belongs to one of these classes.
+
+Which go together is in `matrix.py`; here each has its type, range, default and meaning.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from vllm_trie.options.table import Number, Options, option
+from vllm_trie.search.stopping import EarlyStopping
+
+MOST_PENALTY = 6  # a million tokens to this power still fit float32
+MOST_NGRAM = 64  # tokens, which are compared one by one in every step
+MOST_SEQUENCES, MOST_SEQUENCE_TOKENS = 100_000, 2_000_000  # in a request; more make a catalog
+
+Semantics = Literal["hf", "vllm", "tridecode"]
+Speculation = Literal["auto", "exact", "sample", "off"]
+
+# What is said of a value out of range, after the option and the value.
+_RATIO = "is not a ratio of probabilities; pass a number in (0, 1]"
+_DIFFERENCE = "is not a difference of log-probabilities; pass a number >= 0"
+_WAYS = "is not a number of continuations; pass an integer >= 1"
+_NGRAM = f"is not a number of tokens; pass an integer from 0 to {MOST_NGRAM}"
+_TOKENS = "is not a number of tokens; pass an integer >= 0"
+_SEQUENCES = f"is not a list of 1 to {MOST_SEQUENCES:,} strings, or lists of token ids"
+_EXPONENT = f"is not a number above -{MOST_PENALTY} and below {MOST_PENALTY}; 1.0 compares means, 0.0 sums"
+NO_BEAMS = "is not a number of beams; pass an integer >= 1"
+NO_SCORER = "is not a scorer; pass a callable, an `LLM` of a pooling model, or the name or URL of an endpoint"
+
+
+class Core(Options):
+    """What every search has, by tokens or by steps.
+
+    Args:
+        beam_width: Beams searched side by side; `n` of them come back. One beam is greedy search.
+        early_stopping: When `beam_width` hypotheses are finished, True stops; False goes on while the best running
+            beam, at its present length, can beat one of them; "never" while it can at any length. As transformers'
+            `generate`. One beam always stops at the first stop token.
+        unit: What beams grow by: "token", or "step", a text up to a delimiter, drawn and then scored. See
+            docs/step_search.md.
+    """
+
+    beam_width: int = option(..., "is not a whole number of beams; pass an integer of at least 1", ge=1)
+    early_stopping: EarlyStopping = option(False, 'is none of False, True and "never"')
+    unit: Literal["token", "step"] = option("token")
+
+
+class Ranking(Options):
+    """Which beams go on, and by whose rules.
+
+    Args:
+        semantics: Whose rules decide what may finish and when to stop: "hf" is transformers' `generate`, "vllm" is
+            vLLM's `LLM.beam_search`, "tridecode" is the published code of Efficient Beam Search for LLMs Using
+            Trie-Based Decoding. By default the engine's.
+        length_penalty: Hypotheses compete by cumulative log-probability / length to this power: > 0 favours long ones.
+        beam_widths: Beams after each step, the first ones; the last number goes on. The greatest is the `beam_width`,
+            which may be left out: so many hypotheses compete in the end.
+        num_beam_groups: Group beam search: the beams are in so many groups of equal width, each of which avoids what
+            the groups before it take in the same step. As transformers 4's `generate`.
+        diversity_penalty: What each beam of the groups before it that takes a token takes off that token's
+            log-probability.
+        prune_relative: Drop a continuation less than this many times as probable as the best of all beams.
+        prune_absolute: Drop a continuation whose cumulative log-probability trails the best by more nats.
+        prune_relative_local: Drop a continuation whose last token is less than this many times as probable as the most
+            probable one after any beam.
+        max_candidates_per_parent: Continue each beam in at most this many ways.
+        no_repeat_ngram_size: No hypothesis has an n-gram of this many tokens twice, the prompt's n-grams among them; 0
+            lets it repeat any. As transformers' `generate`.
+    """
+
+    semantics: Semantics | None = option(None)
+    length_penalty: Number = option(1.0, _EXPONENT, gt=-MOST_PENALTY, lt=MOST_PENALTY)
+    beam_widths: list[Annotated[int, Field(ge=1)]] | None = option(
+        None, "is not a list of numbers of beams; pass integers >= 1", min_length=1
+    )
+    num_beam_groups: int = option(1, "is not a number of groups; pass an integer >= 1", ge=1)
+    diversity_penalty: Number = option(0.0, _DIFFERENCE, ge=0, lt=math.inf)
+    prune_relative: Number | None = option(None, _RATIO, gt=0, le=1)
+    prune_absolute: Number | None = option(None, _DIFFERENCE, ge=0, lt=math.inf)
+    prune_relative_local: Number | None = option(None, _RATIO, gt=0, le=1)
+    max_candidates_per_parent: int | None = option(None, _WAYS, ge=1)
+    no_repeat_ngram_size: int = option(0, _NGRAM, ge=0, le=MOST_NGRAM)
+
+
+class Delivery(Options):
+    """How hypotheses come back.
+
+    Args:
+        compact: Return all hypotheses, `beam_width` of them, as arrays in the one output of the request (`n=1`), which
+            `vllm_trie.hypotheses` reads.
+    """
+
+    compact: bool = option(False)
+
+
+class Drawing(Options):
+    """Beams that are drawn; an engine may say so for requests that do not say. None is not said.
+
+    Args:
+        do_sample: Draw the beams of each step from all continuations of all beams, by the product of their
+            probabilities, instead of taking the best. Temperature and filters act on that joint distribution.
+        replacement: Whether the same continuation may be drawn more than once.
+    """
+
+    do_sample: bool | None = option(None)
+    replacement: bool | None = option(None)
+
+
+class RequestDrawing(Drawing):
+    """What else is drawn, where a request says so.
+
+    Args:
+        stochastic: Draw whole hypotheses without replacement, in the order in which they come back, by stochastic beam
+            search: the probability of each is the model's, at this temperature and after filters.
+        sample_first: Draw this many tokens for each beam, by itself and with replacement, before the search begins. A
+            beam that draws a stop is finished; beams that draw alike stay alike.
+    """
+
+    stochastic: bool = option(False)
+    sample_first: int = option(0, _TOKENS, ge=0)
+
+
+class Catalogs(Options):
+    """Items that hypotheses must be.
+
+    Args:
+        catalog: The engine's catalog along whose items beams go; each hypothesis is one of them. See docs/catalogs.md.
+        allowed_sequences: The items themselves, strings or lists of token ids, instead of a catalog's name; in
+            `extra_args` and `vllm_xargs` also as a JSON text. 2,000,000 tokens in all at most.
+        catalog_items: Items of a hypothesis, one after the other.
+        catalog_after: Let hypotheses begin freely; the items come after this token, an id or its text.
+        catalog_stop: Whether a stop token must follow the last item, with its log-probability; otherwise the item
+            itself ends the hypothesis.
+        catalog_renormalize: Let each row's log-probabilities be those among what the catalog allows, not the model's.
+    """
+
+    catalog: str | None = option(None, "is not the name of a catalog; pass a string")
+    allowed_sequences: list[str] | list[list[int]] | None = option(
+        None, _SEQUENCES, min_length=1, max_length=MOST_SEQUENCES
+    )
+    catalog_items: int = option(1, "is not a number of items; pass an integer >= 1", ge=1)
+    catalog_after: int | str | None = option(None, "is not a token; pass its id or its text")
+    catalog_stop: bool = option(False)
+    catalog_renormalize: bool = option(False)
+
+
+class Steps(Options):
+    """Steps that are drawn and scored: a search of its own, with `unit="step"`.
+
+    Args:
+        step_stop: The delimiters that end a step, which keeps them.
+        scorer: What gives each candidate its score: a callable, vLLM's `LLM` of a pooling model, or an endpoint: the
+            name of one of the engine's `scorers`, or offline its URL.
+        candidates: Steps that are drawn per beam: in each round `beam_width` times as many in all.
+        max_steps: Rounds; in the last one candidates go on to their end. By default as many as it takes.
+    """
+
+    step_stop: list[Annotated[str, Field(min_length=1)]] | None = option(
+        None, "is not a list of delimiters; pass strings", min_length=1
+    )
+    scorer: Any = option(None, NO_SCORER)
+    candidates: int = option(4, "is not a number of candidates; pass an integer >= 1", ge=1)
+    max_steps: int | None = option(None, "is not a number of steps; pass an integer >= 1", ge=1)
+
+
+class Speculating(Options):
+    """How a search speculates; an engine may say it for requests that do not. None is not said.
+
+    Args:
+        speculation: "exact" makes several steps of plain beam search per forward of the model, by a draft model or by
+            n-grams, "sample" of beam sampling, by a draft model; "off" does not. "auto", the default in an engine with
+            drafts that will do, is "sample" where beams are drawn; else the same as "exact", by a draft model with
+            forests of the size that pays here, or none.
+        draft_width: Drafts per layer, at least `beam_width`; by default twice as many, under "auto" up to four times.
+        memory_mode: Of the beams that one forward leads to, only the best goes on; the others need no KV blocks.
+        min_width: With a threshold, the fewest beams a layer has, by default 1; `beam_width` is the most.
+        threshold: A layer has as many beams as are accepted with this probability. By default it has `beam_width`.
+    """
+
+    speculation: Speculation | None = option(None)
+    draft_width: int | None = option(None, NO_BEAMS, ge=1)
+    memory_mode: bool | None = option(None)
+    min_width: int | None = option(None, NO_BEAMS, ge=1)
+    threshold: Number | None = option(None, "is not a probability; pass a number in (0, 1]", gt=0, le=1)

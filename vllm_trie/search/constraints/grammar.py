@@ -1,0 +1,57 @@
+"""Grammars: what of a row's tokens its grammar allows next, which the scheduler sends as a bit per token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_trie.search.constraints.constraint import Constraint, Source
+from vllm_trie.search.devices import NEVER, numbers, sees
+
+
+@dataclass(frozen=True)
+class Grammar(Constraint):
+    """Rows take what their grammar allows. The states [G, r, V] are bools.
+
+    Args:
+        num_seen: None: log-probabilities are those of a model that knows of nothing else. Else they are the model's
+            own, and no more than so many of each row's best are looked at, as in vLLM's `LLM.beam_search`.
+    """
+
+    num_seen: int | None = None
+
+    source = Source.MASKS
+
+    def mask(self, logits: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """See `Constraint`."""
+        return logits if self.num_seen is not None else torch.where(states, logits, NEVER)
+
+    def narrow(self, logprobs: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """See `Constraint`."""
+        return logprobs if self.num_seen is None else among_best(logprobs, states, self.num_seen)
+
+
+def unpacked_mask(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Bools [..., V] of a mask [..., V / 32] int32, which has a bit per token, the lowest first."""
+    if sees(bits.device):  # numpy takes a fortieth of torch's time
+        unpacked = np.unpackbits(bits.numpy().view(np.uint8), axis=-1, count=vocab_size, bitorder="little")
+        return torch.from_numpy(unpacked.view(bool))
+    bit = 1 << numbers(8, bits.device).byte()
+    return (bits.view(torch.uint8)[..., None] & bit).ne(0).flatten(-2)[..., :vocab_size]
+
+
+def among_best(logprobs: torch.Tensor, may_come: torch.Tensor, count: int) -> torch.Tensor:
+    """What a grammar leaves of the best `count` of each row, or else the best of all it leaves; not renormalised.
+
+    As in vLLM's `LLM.beam_search`, which sees no more of a row. (Where a grammar allows more than 1,024 tokens, and
+    none of the best, vLLM drops the beam.) Source: vLLM 0.33 `_build_beam_sampling_params`, `_beam_search_step`.
+
+    Args:
+        logprobs: [..., V] float32.
+        may_come: [..., V] bool.
+    """
+    last = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1).values[..., -1:]
+    kept = torch.where(may_come, logprobs, NEVER)
+    return kept.masked_fill(kept < torch.minimum(last, kept.amax(dim=-1, keepdim=True)), NEVER)

@@ -1,0 +1,88 @@
+"""Beam search: the best continuations go on, or finish by the rules of transformers, vLLM or the trie paper."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.devices import NEVER, constant, numbers
+from vllm_trie.search.filters import filtered, pruned
+from vllm_trie.search.rank import Candidates, rank_candidates, topk
+from vllm_trie.search.rules import Best, SelectRules, num_candidates
+from vllm_trie.search.step_result import Step
+from vllm_trie.search.strategies.means import Choice, Means, alive, by_row, ended, going_on
+
+
+def best(
+    rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means, penalties: torch.Tensor | None = None
+) -> Choice:
+    """The best continuations, less penalties [G, V], become beams, or finish by the rules of `semantics`."""
+    strategy, scores, reported = rules.strategy, beams.scores, logprobs
+    assert isinstance(strategy, Best)
+    (_, num_rows, vocab_size), logprobs = logprobs.shape, beams.narrow(logprobs)
+    width = rules.num_beams or rules.width
+    count = num_candidates(width, len(rules.stops.token_ids), rules.width)
+    while True:
+        allowed = filtered(logprobs, rules.filters, count if penalties is None else None)
+        allowed = pruned(allowed if penalties is None else allowed - penalties[:, None], scores, rules.pruning)
+        candidates = rank_candidates(allowed, scores, count)
+        stops = rules.stops.end(candidates, means.completes)
+        if means.completes is None or count >= num_rows * vocab_size or ((~stops).sum(dim=1) >= width).all():
+            break
+        count *= 2  # too many complete a stop string, too few would go on
+    if strategy.semantics == "hf":  # what stops finishes among the best b; source: transformers 5.19 `_beam_search`
+        finished = ended(rules, candidates, stops, numbers(stops.shape[1], stops.device) < width)
+    elif strategy.semantics == "tridecode":  # or before the b-th that goes on; source: the trie paper's published code
+        finished = ended(rules, candidates, stops, (~stops).cumsum(dim=1) + stops.int() <= width)
+    else:
+        finished = _own_stops(rules, allowed, scores, means)
+        if strategy.eos_score_factor is not None:
+            own = _own_continuations(rules, allowed, scores, strategy.eos_score_factor[:1])
+            candidates = _ranked_with_factor(*strategy.eos_score_factor, candidates, own)
+            stops = rules.stops.end(candidates, means.completes)
+        if rules.is_last:
+            lives = alive(candidates, stops)
+            at_last = ended(rules, candidates, stops, lives & (lives.cumsum(dim=1) <= width))
+            finished = Candidates(*(torch.cat(pair, dim=1) for pair in zip(finished, at_last, strict=True)))
+    by_slot = means.select_next(candidates, going_on(rules, candidates, stops), rules.width, num_rows)
+    return Choice(Step(*by_slot, finished), reported)
+
+
+def _own_stops(
+    rules: SelectRules, allowed: torch.Tensor, scores: torch.Tensor, means: Means
+) -> Candidates[torch.Tensor]:
+    """What stops among each beam's own best 2b continuations finishes, however it ranks among all; else -inf.
+
+    Source: vLLM 0.32 `BeamSearchOfflineMixin._beam_search_step`.
+    """
+    if means.completes is None:
+        return _own_continuations(rules, allowed, scores, rules.stops.token_ids)
+    own_best, tokens = topk(allowed, min(2 * rules.width, allowed.shape[-1]))
+    own = by_row(tokens, own_best + scores[..., None])
+    return own._replace(scores=own.scores.where(rules.stops.end(own, means.completes), NEVER))
+
+
+def _ranked_with_factor(
+    token_id: int, factor: float, candidates: Candidates[torch.Tensor], own: Candidates[torch.Tensor]
+) -> Candidates[torch.Tensor]:
+    """The candidates by another order: one token competes by its score times a factor, and only among a row's best.
+
+    Args:
+        own: Each row's continuation by that token.
+    """
+    others = candidates._replace(scores=candidates.scores.masked_fill(candidates.tokens == token_id, NEVER))
+    both = Candidates(*(torch.cat(pair, dim=1) for pair in zip(others, own, strict=True)))
+    rank_scores = both.scores.double()
+    rank_scores = torch.where(both.tokens == token_id, factor * rank_scores, rank_scores)
+    order = rank_scores.argsort(dim=1, descending=True, stable=True)
+    return Candidates(*(field.gather(1, order) for field in both))
+
+
+def _own_continuations(
+    rules: SelectRules, allowed: torch.Tensor, scores: torch.Tensor, token_ids: tuple[int, ...]
+) -> Candidates[torch.Tensor]:
+    """Each row's continuation by each of `token_ids`; -inf unless it is among the row's best 2b."""
+    tokens = constant(token_ids, allowed.device)
+    own = allowed.index_select(-1, tokens)
+    num_better = (allowed[:, :, None] > own[..., None]).sum(dim=-1)
+    return by_row(tokens.expand_as(own), (own + scores[..., None]).where(num_better < 2 * rules.width, NEVER))

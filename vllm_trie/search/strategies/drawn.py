@@ -1,0 +1,83 @@
+"""Beam sampling: the next beams are drawn from one joint distribution of all continuations of all beams.
+
+Source: DSBD paper. Plain steps draw by `drawn`; forests draw their drafts from the same distribution, and verify them
+(`rejection`) against it, then go on by `take_cells`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.devices import NEVER
+from vllm_trie.search.rank import Candidates
+from vllm_trie.search.rules import Drawn, SelectRules
+from vllm_trie.search.sampling import draw_continuations, joint_probabilities
+from vllm_trie.search.slots import choose, in_slots
+from vllm_trie.search.step_result import Step, TokenLogprobs
+from vllm_trie.search.strategies.means import Choice, Means, alive, ended
+
+
+def drawn(rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means) -> Choice:
+    """Draw from everything that rows may take. `logprobs`: [G, r, V], at temperature 1."""
+    assert isinstance(rules.strategy, Drawn)
+    assert isinstance(means.random, Sequence), "beams are drawn without a generator for each group"
+    p = joint_probabilities(beams.scores, beams.narrow(logprobs), rules.filters)
+    cells, is_possible = draw_continuations(p.flatten(1), rules.width, rules.strategy.replacement, means.random)
+    found = _continuations(logprobs, beams.scores, cells, is_possible)
+    stops = rules.stops.end(found, means.completes)
+    by_slot = means.select_next(found, alive(found, stops), rules.width, beams.scores.shape[1])
+    step = Step(*by_slot, ended(rules, found, stops))
+    return Choice(best_of(step) if rules.strategy.keeps_one else step, logprobs)
+
+
+def take_cells(
+    rules: SelectRules,
+    logprobs: torch.Tensor,
+    scores: torch.Tensor,
+    cells: torch.Tensor,
+    means: Means,
+) -> tuple[Choice, torch.Tensor]:
+    """Go on with what was drawn for one group from its joint distribution.
+
+    Args:
+        logprobs: [I, V], as `joint_distribution` returns them.
+        scores: [I].
+        cells: [K] int64, parent * V + token, at most b.
+
+    Returns:
+        What is chosen, of one group, and the slot of each cell, [K]; -1 where it finishes.
+    """
+    num_drawn = len(cells)
+    cells = torch.nn.functional.pad(cells, (0, rules.width - num_drawn))[None]
+    is_possible = torch.arange(rules.width, device=cells.device) < num_drawn
+    found = _continuations(logprobs[None], scores[None], cells, is_possible)
+    stops = rules.stops.end(found, means.completes)
+    chosen = choose(found.parents, alive(found, stops), rules.width)
+    step = Step(*in_slots(found, chosen, len(scores)), ended(rules, found, stops))
+    takes = chosen[0, :, None] == torch.arange(num_drawn, device=cells.device)  # [b, K]
+    slots = torch.where(takes.any(dim=0), takes.int().argmax(dim=0), -1)
+    return Choice(step, logprobs[None]), slots
+
+
+def best_of(step: Step[Any]) -> Step[Any]:
+    """The same step, after which only the best beam of each group goes on; on the device or on the host."""
+    along: Any = np.take_along_axis if isinstance(step.scores, np.ndarray) else torch.take_along_dim
+    best = step.scores.argmax(-1, keepdims=True)
+    parents, tokens, scores = (along(field, best, -1) for field in step[:3])
+    reported = step.beam_logprobs and TokenLogprobs(*(along(field, best, -1) for field in step.beam_logprobs))
+    return step._replace(parents=parents, tokens=tokens, scores=scores, beam_logprobs=reported)
+
+
+def _continuations(
+    logprobs: torch.Tensor, scores: torch.Tensor, cells: torch.Tensor, is_possible: torch.Tensor
+) -> Candidates[torch.Tensor]:
+    """Continuations at `cells` [G, K], parent * V + token, in the order in which they were drawn."""
+    vocab_size = logprobs.shape[-1]
+    parents = cells // vocab_size
+    total = logprobs.flatten(1).gather(1, cells) + scores.gather(1, parents)
+    return Candidates(parents, cells % vocab_size, total.where(is_possible, NEVER))

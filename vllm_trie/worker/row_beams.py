@@ -1,0 +1,98 @@
+"""What the rows of groups carry, brought together from where it lies: with the groups, in the runner, in the message.
+
+Everything that depends on which constraints there are is here; `select`, `draft` and `verify` know of none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_trie.messages import Resumed
+from vllm_trie.search.beams import Beams, States
+from vllm_trie.search.constraints.catalog import AlongItems
+from vllm_trie.search.constraints.constraint import Constraint, Source
+from vllm_trie.search.constraints.grammar import unpacked_mask
+from vllm_trie.search.constraints.ngrams import NOTHING, flush_right
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.worker.catalogs import DeviceCatalogs
+from vllm_trie.worker.rows import GroupRows
+
+
+class RowBeams:
+    """What the rows of one runner carry.
+
+    Args:
+        runner: vLLM's, which holds the rows' tokens.
+        catalogs: On its device.
+    """
+
+    def __init__(self, runner: GPUModelRunner, catalogs: DeviceCatalogs) -> None:
+        self._runner = runner
+        self._catalogs = catalogs
+
+    def begin(self, rules: SelectRules, resumed: Resumed | None) -> States:
+        """Of rows that enter: one without a token, or all that go on after a preemption."""
+        num_rows, device = 1 if resumed is None else len(resumed.histories), self._runner.device
+        keys = [key for key in self._constraints(rules) if key.source is Source.LAST_STEP]
+        states = {key: key.begin(num_rows, device) for key in keys}
+        if resumed is not None and states:
+            for tokens in torch.tensor(resumed.histories, device=device).unbind(dim=1):
+                states = {key: key.advance(of_rows, tokens[None]) for key, of_rows in states.items()}
+        return states
+
+    def before_step(
+        self,
+        rules: SelectRules,
+        groups: Sequence[GroupRows],
+        num_tokens: np.ndarray,
+        masks: Sequence[torch.Tensor],
+        vocab_size: int,
+    ) -> Beams:
+        """Of some groups with these rules, before they select.
+
+        Args:
+            rules: Theirs.
+            groups: G of them.
+            num_tokens: [G], of each row of a group.
+            masks: By group: [r, V / 32] which tokens its rows may take, packed; none where there is no grammar, or the
+                search is over, and this a step that was scheduled before that was known.
+            vocab_size: V.
+        """
+        beams = Beams.join([group.beams for group in groups])
+        if not (constraints := self._constraints(rules)):
+            return beams
+        states = dict(beams.states)
+        for key in constraints:
+            if key.source is Source.TOKENS:
+                states[key] = self._tokens(np.array([group.slots for group in groups]), num_tokens)
+            elif key.source is Source.MASKS and masks:
+                states[key] = unpacked_mask(torch.stack([*masks]), vocab_size)
+        lengths = {int(total) - len(group.prompt) for total, group in zip(num_tokens, groups, strict=True)}
+        return beams._replace(states=states, length=lengths.pop() if len(lengths) == 1 else None)
+
+    def before_drafts(self, rules: SelectRules, group: GroupRows, num_tokens: int, num_layers: int) -> Beams:
+        """Of one group from whose rows so many layers of drafts may grow."""
+        states = dict(group.beams.states)
+        for key in self._constraints(rules):
+            if key.source is Source.TOKENS:
+                tokens = self._tokens(group.slots[None], np.array([num_tokens]))
+                states[key] = pad(tokens, (num_layers, 0), value=NOTHING)
+        return group.beams._replace(states=states)
+
+    def _constraints(self, rules: SelectRules) -> list[Constraint]:
+        """Those of these rules, on this device."""
+        trie = self._catalogs.trie(rules.items)
+        if rules.items is None or trie is None:
+            return [*rules.constraints]
+        return [AlongItems(rules.items, trie, rules.stops.token_ids), *rules.constraints]
+
+    def _tokens(self, slots: np.ndarray, num_tokens: np.ndarray) -> torch.Tensor:
+        """[G, r, L] int32, the tokens of rows in `slots` [G, r], of which each group's have `num_tokens` [G]."""
+        at = async_tensor_h2d(slots, device=self._runner.device, dtype=torch.int64)
+        return flush_right(self._runner.req_states.all_token_ids.gpu[at, : int(num_tokens.max())], num_tokens)
