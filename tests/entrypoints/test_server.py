@@ -259,7 +259,7 @@ def test_what_the_request_says_of_sampling_counts_and_served_defaults_do_not(kin
         ),
         (beams(4, n=2), "n=2 does nothing in vllm_xargs (extra_args); it is a field of the request"),
         (beams(4, catalog_name="items"), "unknown option catalog_name='items'; did you mean catalog"),
-        (beams(4, foo=1), "unknown option foo=1; known: speculation, do_sample, "),
+        (beams(4, foo=1), "unknown option foo=1; known: beam_width, "),
         (
             beams(4, catalog="x"),
             'this engine has none; start it with additional_config={"trie_beam": {"catalogs": {NAM',
@@ -285,7 +285,10 @@ def test_what_the_request_says_of_sampling_counts_and_served_defaults_do_not(kin
             "length_penalty=1.5 of the request is 0.5 in vllm_xargs; leave one of them out",
         ),
         ({"seed": 1, **beams(4)}, "seed=1 has nothing to decide in a beam search"),
-        ({"response_format": {"type": "json_object"}, "ignore_eos": True, **beams(4)}, "ignore_eos=True leaves struc"),
+        (
+            {"response_format": {"type": "json_object"}, "ignore_eos": True, **beams(4)},
+            "ignore_eos=True is not supported together",
+        ),
         ({"stream": True, **beams(65)}, "beam_width=65 exceeds max_num_seqs=64"),
         ({"stream": True, "use_beam_search": True, "n": 65}, "use_beam_search with n=65 exceeds max_num_seqs=64"),
     ],
