@@ -68,6 +68,7 @@ def save_layers(model: LlamaForCausalLM, vocabulary: torch.Tensor, folder: Path)
     weights[OFFSETS] = (vocabulary - torch.arange(len(vocabulary))).to(torch.int32)
     save_file(weights, folder / LAYERS, metadata={"format": "pt"})
     config = model.config.to_dict()
+    config.pop("_name_or_path", None)  # a folder of the machine that trained it
     own = {"architectures": [ARCHITECTURE], "draft_vocab_size": len(vocabulary), "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps({**config, **own, "dtype": "bfloat16"}, indent=2) + "\n")
 
