@@ -31,10 +31,12 @@ test: $(READY) lint
 
 test-fast: $(READY)
 	$(PYTHON) -m ruff check .
-	TRIE_OPERATIONS=20000 $(PYTHON) -m pytest -m "not slow" --numprocesses 2 --ignore tests/benchmarks --ignore tests/distributed
+	TRIE_OPERATIONS=20000 $(PYTHON) -m pytest -m "not slow" --numprocesses 2 --ignore tests/benchmarks
 
 test-0.33: $(READY_033)
-	$(VENV_033)/bin/python -m pytest tests/engine tests/entrypoints tests/options tests/worker tests/compat tests/search/test_vllm_semantics.py tests/test_*.py
+	$(VENV_033)/bin/python -m pytest --ignore tests/behaviour/distributed --ignore tests/behaviour/real_model \
+		tests/behaviour tests/engine tests/entrypoints tests/options tests/worker tests/compat \
+		tests/search/test_vllm_semantics.py tests/test_*.py
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

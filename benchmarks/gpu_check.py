@@ -19,7 +19,7 @@ from tqdm import tqdm
 from benchmarks import gpu_attention, gpu_kernels, shared_prefix
 from benchmarks.common import console, save, show
 
-PARITY = ("tests/worker", "tests/engine/test_parity.py")
+PARITY = ("tests/worker", "tests/behaviour/search/test_kernels.py", "tests/behaviour/search/test_parity.py")
 SPEED = ("throughput", "concurrency")
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.support.engine import ROOT
 from vllm_trie import __main__ as table
 from vllm_trie.compat import fingerprint
 from vllm_trie.compat.patch import PatchError

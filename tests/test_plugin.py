@@ -15,11 +15,13 @@ from transformers import MambaConfig
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.conftest import ROOT, TRAINED_TARGET
+from tests.support.engine import ROOT, TRAINED_TARGET
 from vllm_trie.compat import fingerprint
 from vllm_trie.compat.patch import PatchError
 from vllm_trie.compat.sources import Sources, installed_vllm
 from vllm_trie.selection import has_beams, why_without_beams
+
+pytestmark = pytest.mark.slow
 
 TRAINED_DRAFT = TRAINED_TARGET.with_name("draft")
 

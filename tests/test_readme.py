@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.conftest import ROOT, Engines
+from tests.support.engine import ROOT, Engines
+
+pytestmark = pytest.mark.slow
 
 DOCUMENTS = {
     str(path.relative_to(ROOT)): path.read_text()

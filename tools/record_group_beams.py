@@ -1,7 +1,7 @@
 """Record what transformers 4 finds by group beam search, which transformers 5 no longer has.
 
-`tests/engine/group_beams.json` holds the record, `tests/engine/test_beam_groups.py` compares with it. To record anew,
-in an environment of its own:
+`tests/behaviour/search/group_beams.json` holds the record, `test_beam_groups.py` beside it compares with it. To record
+anew, in an environment of its own:
 
     python -m venv transformers4
     transformers4/bin/pip install 'transformers==4.56.2' torch
@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "benchmarks" / "stdlib_pair" / "target"
-RECORD = ROOT / "tests" / "engine" / "group_beams.json"
+RECORD = ROOT / "tests" / "behaviour" / "search" / "group_beams.json"
 PROMPTS = [
     "def is_prime(number):",
     "import os\n",

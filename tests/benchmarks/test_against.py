@@ -11,6 +11,8 @@ from benchmarks.against import __main__ as against
 from benchmarks.against import cases
 from benchmarks.against.sides import ROOT, Side
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a commit to compare with")
 def test_a_commit_is_compared_with_this_checkout(

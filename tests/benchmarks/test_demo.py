@@ -14,7 +14,9 @@ import pytest
 from benchmarks import demo
 from benchmarks.demo_prompts import REAL_TASKS, Subject, toy
 from benchmarks.smollm2.get import UnavailableError
-from tests.conftest import ROOT
+from tests.support.engine import ROOT
+
+pytestmark = pytest.mark.slow
 
 COMMAND = [sys.executable, "-m", "benchmarks.demo"]
 PROMISED = (

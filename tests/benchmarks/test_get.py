@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.smollm2 import get
-from tests.conftest import ROOT
+from tests.support.engine import ROOT
+
+pytestmark = pytest.mark.slow
 
 NOTHING_LISTENS = "http://127.0.0.1:9/simple"
 

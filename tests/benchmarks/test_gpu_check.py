@@ -6,7 +6,11 @@ import os
 import subprocess
 import sys
 
-from tests.conftest import ROOT
+import pytest
+
+from tests.support.engine import ROOT
+
+pytestmark = pytest.mark.slow
 
 
 def run(*command: str) -> subprocess.CompletedProcess:

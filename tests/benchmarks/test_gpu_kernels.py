@@ -9,6 +9,8 @@ from benchmarks import gpu_attention
 from benchmarks.gpu_kernels import Inputs, Shape, check
 from vllm_trie.worker import kernels
 
+pytestmark = pytest.mark.slow
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE = Shape(width=4, num_groups=2, vocab_size=500, num_layers=2)
 

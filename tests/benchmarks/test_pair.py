@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.stdlib_pair import corpus
 from benchmarks.stdlib_pair.train import held_out_loss, pack
 
+pytestmark = pytest.mark.slow
+
 PAIR = Path(corpus.__file__).parent
 MEGABYTE = 1 << 20
 UNIFORM_LOSS = 7.62  # ln(2048)

@@ -20,6 +20,8 @@ from benchmarks.tables.energy import meters
 from benchmarks.tables.reclamation import most_dead
 from benchmarks.watch import Steps
 
+pytestmark = pytest.mark.slow
+
 PROMPT = torch.arange(5, 105)[None]
 
 

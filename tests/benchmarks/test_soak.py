@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks.soak import Answer, Soak, error_lines, growth
 
+pytestmark = pytest.mark.slow
+
 
 def grown(per_minute: float, minutes: int = 60) -> list[tuple[float, int]]:
     """Memory that grows fast for ten minutes, and then by so much of itself."""

@@ -10,7 +10,9 @@ from scipy.stats import chisquare
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel
 
 from benchmarks.peers.specinfer import Generated, TreeSpeculation
-from tests.models import KINDS
+from tests.support.models import KINDS
+
+pytestmark = pytest.mark.slow
 
 VOCABULARY = 16
 TEMPERATURE = 0.6

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.stdlib_pair.corpus import held_out_prompts
 from benchmarks.watch import total_counts
-from tests.conftest import Engines
-from tests.engine.pairs import TRAINED, speculating
+from tests.support.engine import Engines
+from tests.support.pairs import TRAINED, speculating
 from vllm_trie import beam_params
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_trained_pair_commits_about_three_steps_per_forward(engines: Engines) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import OF_PAPERS, TABLES, main
-from tests.conftest import Engines
+from tests.support.engine import ROOT, Engines
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

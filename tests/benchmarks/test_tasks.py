@@ -8,6 +8,8 @@ from benchmarks import sandbox
 from benchmarks.sandbox import succeeds, which_succeed
 from benchmarks.tables.tasks import discordant, functions_pass, mcnemar, number_of, sums_are_right, told
 
+pytestmark = pytest.mark.slow
+
 HARMLESS = ["print(sum(range(10)))", "with open('here', 'w') as file:\n    file.write('x')", "import math, re, json"]
 HARMFUL = {
     "fails": "assert 1 == 2",

@@ -13,9 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.peers.tridecode import Found, PublishedTrieSearch
-from tests.conftest import TRAINED_TARGET
-from tests.loop import loop_beams, one_thread
-from tests.reference import Answer, agree, load
+from tests.support.engine import TRAINED_TARGET
+from tests.support.loop import loop_beams, one_thread
+from tests.support.reference import Answer, agree, load
+
+pytestmark = pytest.mark.slow
 
 EOS, WIDTHS, MAX_TOKENS = 1, (2, 3, 5), 24
 DRAW = random.Random(0)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, TRAINED_TARGET
+from tests.support.engine import ROOT, TRAINED_TARGET
 from vllm_trie.catalog import Catalog
 from vllm_trie.catalog.__main__ import INTERRUPTED, PROGRAM, main
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conftest import TRAINED_TARGET
+from tests.support.engine import TRAINED_TARGET
 from vllm_trie.catalog import lines
 from vllm_trie.catalog.items import Items
 from vllm_trie.catalog.lines import read_items

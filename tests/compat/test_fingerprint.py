@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.compat.vllm_copy import VllmCopy
-from tests.conftest import ROOT
+from tests.support.engine import ROOT
+from tests.support.vllm_copy import VllmCopy
 from tools import check_vllm
 from vllm_trie.compat import fingerprint
 from vllm_trie.compat.fingerprint import (

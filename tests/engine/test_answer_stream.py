@@ -16,7 +16,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import Request
 
-from tests.search.steps import steps_of
+from tests.support.steps import steps_of
 from vllm_trie.engine.answer_prefix import AnswerChangedError, Part
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.new_group import new_group

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import ROOT, TRAINED_TARGET, Engines
+from tests.support.engine import ROOT, TRAINED_TARGET, Engines
 from vllm_trie import BeamParams, beam_params
 from vllm_trie.entrypoints.batch.__main__ import INTERRUPTED, main
 from vllm_trie.entrypoints.batch.files import JobError, Prompt, open_output, read_prompts
@@ -235,6 +235,7 @@ def test_what_is_required_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: 
         assert missing in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_hypothesis_along_a_catalog_has_the_id_of_its_item(engines: Engines) -> None:
     searcher, items = object.__new__(Searcher), ["return", "raise", "yield from"]
     searcher._llm = engines(TRAINED_TARGET).llm
@@ -319,6 +320,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_job_that_was_interrupted_goes_on_and_finds_what_generate_finds(engines: Engines, tmp_path: Path) -> None:
     texts, output, mark = [*TEXTS, TOO_LONG], tmp_path / "out.jsonl", uuid.uuid4().hex
     with gzip.open(tmp_path / "in.jsonl.gz", "wt") as file:

@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from benchmarks.server import VLLM
-from tests.conftest import TRAINED_TARGET
+from tests.support.engine import TRAINED_TARGET
 from vllm_trie.plugin import register
 
 
@@ -63,6 +63,7 @@ def test_a_name_that_vllm_plugins_leaves_out_is_refused(
     assert "VLLM_PLUGINS leaves plugin 'lora_filesystem_resolver' out; add it" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_command_other_than_serve_knows_the_flag_too() -> None:
     result = subprocess.run([VLLM, "bench", "latency", "--plugin", "zzz"], capture_output=True, text=True)
     assert result.returncode == 2

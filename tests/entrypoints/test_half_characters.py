@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from tests.conftest import TRAINED_TARGET
+from tests.support.engine import TRAINED_TARGET
 from vllm_trie.entrypoints.half_characters import keep_prompts_out_of_answers
 from vllm_trie.messages import FORK, TICKET
 from vllm_trie.search.stop_strings import INCOMPLETE, StopStrings

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaForSequenceClassification
 
-from tests.conftest import TRAINED_TARGET, Engines
+from tests.support.engine import TRAINED_TARGET, Engines
 from vllm_trie.entrypoints.step_search.scorers import HttpScorer, PoolingScorer, StepCandidate, scorer_of
 from vllm_trie.options import TrieBeamConfig
 from vllm_trie.search.step_search import ScorerError
@@ -154,6 +154,7 @@ def test_an_engines_scorers_are_urls(scorers: Any) -> None:
         TrieBeamConfig(scorers=scorers)
 
 
+@pytest.mark.slow
 def test_a_pooling_models_score_is_what_transformers_computes(engines: Engines, tmp_path: Path) -> None:
     from vllm import LLM
 
@@ -177,6 +178,7 @@ def test_a_pooling_models_score_is_what_transformers_computes(engines: Engines, 
             assert score == pytest.approx(reward_model(tokens).logits.sigmoid().item(), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_pool_is_no_scorer(engines: Engines) -> None:
     llm = engines(TRAINED_TARGET, max_num_seqs=16).llm
     with pytest.raises(ValueError, match="is an LLM for 'generate'; pass one of a classifier or reward model"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.options.asking import refusal, resolved
+from tests.support.asking import refusal, resolved
 from vllm_trie import BeamParams, beam_params
 from vllm_trie.options import parse_options
 

@@ -11,7 +11,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.options.asking import refusal as refused
+from tests.support.asking import refusal as refused
 from vllm_trie import beam_params
 from vllm_trie.options import OPTIONS
 from vllm_trie.options.matrix import CLASHES, FIELDS, NEEDS, clash, parsed, refusal

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm import SamplingParams
 
-from tests.options.asking import refusal
+from tests.support.asking import refusal
 from vllm_trie import beam_params
 from vllm_trie.options import OPTIONS, TrieBeamConfig, parse_options
 from vllm_trie.options.other_names import OTHER_NAMES

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.support.engine import ROOT
 from tools.options_tables import PAGE, with_tables
 from vllm_trie import BeamParams, beam_params
 from vllm_trie.options import OPTIONS, StepParams, TrieBeamConfig

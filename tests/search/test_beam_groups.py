@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.search.steps import rules_of, steps_of
+from tests.support.steps import rules_of, steps_of
 from vllm_trie.search.group_pools import GroupPools
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import Best, InGroups

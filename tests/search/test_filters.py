@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
-from tests.loop import allowed
+from tests.support.loop import allowed
 from vllm_trie.search.filters import LogitsFilters, filtered, log_probabilities, running_sum
 
 ROWS, VOCAB_SIZE = 6, 40

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.search.steps import rules_of, steps_of
+from tests.support.steps import rules_of, steps_of
 from vllm_trie.search.forest import ROOT, Forest, Layer, RowFork, affordable, grow, least_affordable
 from vllm_trie.search.step_result import Step
 from vllm_trie.search.stopping import HfPool

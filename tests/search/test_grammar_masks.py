@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.search.steps import rules_of, shortcuts, steps_of
+from tests.support.steps import rules_of, shortcuts, steps_of
 from vllm_trie.search.constraints.grammar import Grammar, among_best, unpacked_mask
 
 NEVER = float("-inf")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.search.exhaustive import drawn_pair_distribution
+from tests.support.exhaustive import drawn_pair_distribution
 from vllm_trie.search.gumbel import gumbel_top_k, stochastic_step
 from vllm_trie.search.sampling import generator
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.search.steps import rules_of, shortcuts
+from tests.support.steps import rules_of, shortcuts
 from vllm_trie.catalog import Catalog
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import loop
+from tests.support import loop
 from vllm_trie.search.filters import Pruning, log_probabilities, pruned
 
 DEAD = float("-inf")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.search.exhaustive import (
+from tests.support.exhaustive import (
     Branches,
     distance,
     draw,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.search.exhaustive import drawn_pair_distribution
-from tests.search.steps import rules_of
+from tests.support.exhaustive import drawn_pair_distribution
+from tests.support.steps import rules_of
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rules import Drawn, SampledEach, SelectRules

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.search.exhaustive import branches, distance, random_pair, rejected_parent
+from tests.support.exhaustive import branches, distance, random_pair, rejected_parent
 from vllm_trie.search.rejection import (
     DraftRules,
     Residual,

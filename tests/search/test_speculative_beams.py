@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.search.exhaustive import drawn_pair_distribution, random_pair
+from tests.support.exhaustive import drawn_pair_distribution, random_pair
 from vllm_trie.search import rejection
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rejection import DraftRules, Drafts, Verified, drafted, verified_layers, verify

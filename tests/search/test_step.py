@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.search.steps import rules_of, shortcuts, steps_of
+from tests.support.steps import rules_of, shortcuts, steps_of
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.filters import log_probabilities
 from vllm_trie.search.rank import Candidates

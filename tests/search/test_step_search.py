@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.search.step_reference import Drawn, search
+from tests.support.step_reference import Drawn, search
 from vllm_trie.search.step_search import (
     DrawnStep,
     ScorerError,

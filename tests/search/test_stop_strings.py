@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer
 
-from tests.conftest import TRAINED_TARGET
+from tests.support.engine import TRAINED_TARGET
 from vllm_trie.search.stop_strings import CONTEXT, StopStrings
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.utils import GenerationMixin
 
-from tests.search.steps import offer
+from tests.support.steps import offer
 from vllm_trie.search.stopping import EarlyStopping, Finished, HfPool, HypothesisPool, VllmPool
 
 PROMPT_LENGTH = 5

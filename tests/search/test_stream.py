@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.search.steps import rules_of
+from tests.support.steps import rules_of
 from vllm_trie.search import gumbel, sampling
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.entrypoints.generate.beam_search.utils import get_beam_search_score
 
-from tests.search.steps import offer, rules_of, steps_of
+from tests.support.steps import offer, rules_of, steps_of
 from vllm_trie.compat.versions import own_beams
 from vllm_trie.search.stopping import VllmPool
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from tests.trie.walks import NUM_WALKS, OPERATIONS, walks
+from tests.support.walks import NUM_WALKS, OPERATIONS, walks
 from vllm_trie.search.slots import choose as choose_children
 from vllm_trie.trie.blocks import BlockCopy, BlockCounts, BlockTrie, blocks_to_fan_out
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from tests.trie.walks import NUM_WALKS, OPERATIONS, walks
+from tests.support.walks import NUM_WALKS, OPERATIONS, walks
 from vllm_trie.trie.hypotheses import ROOT, HypothesisTrie
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.search.steps import rules_of
+from tests.support.steps import rules_of
 from vllm_trie.messages import GroupStep, SpeculationBudget
 from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
 from vllm_trie.search.constraints.ngrams import NOTHING, NoRepeats

@@ -6,7 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+
+import pytest
+
+from tests.support.engine import ROOT
+
+pytestmark = pytest.mark.slow
 
 SHARED_BYTES = 48 << 10  # that any kernel may have without asking
 NUM_KERNELS = 8
@@ -14,7 +19,7 @@ NUM_KERNELS = 8
 
 def test_kernels_compile_for_hopper_and_spill_nothing() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).with_name("compile_kernels.py"))]
+    command = [sys.executable, str(ROOT / "tests" / "support" / "compile_kernels.py")]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     kernels = json.loads(result.stdout.splitlines()[-1])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.search.steps import rules_of
+from tests.support.steps import rules_of
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import num_candidates

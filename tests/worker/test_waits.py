@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from tests.search.steps import rules_of
+from tests.support.steps import rules_of
 from vllm_trie.messages import GroupStep, NewRows, Resumed
 from vllm_trie.search import gumbel, sampling
 from vllm_trie.search.beams import Beams

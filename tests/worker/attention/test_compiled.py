@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
-from tests.worker.attention.sharing import Batch, Group, any_groups
+from tests.support.sharing import Batch, Group, any_groups
 from vllm_trie.worker.attention import compiled
 from vllm_trie.worker.attention.cpu_backend import SharedPrefixBuilder
 

@@ -13,8 +13,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from tests.conftest import Engine, Engines
-from tests.worker.attention.sharing import Batch, Group
+from tests.support.engine import Engine, Engines
+from tests.support.sharing import Batch, Group
 from vllm_trie.worker.attention import gpu_backend
 from vllm_trie.worker.attention.gpu_backend import SharedPrefixBackend, SharedPrefixBuilder, SharedPrefixImpl
 
@@ -59,6 +59,7 @@ def described(batch: Batch) -> CommonAttentionMetadata:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_others", [0, 3])
 def test_groups_and_others_are_computed_apart(engine: Engine, monkeypatch: pytest.MonkeyPatch, num_others: int) -> None:
     groups = [Group(5, 3, [1, 2, 3, 33, 40], [1, 2, 3, 1, 1]), Group(2, 2, [7, 9], [1, 1])]
@@ -92,11 +93,13 @@ def test_groups_and_others_are_computed_apart(engine: Engine, monkeypatch: pytes
         assert of_others.num_actual_tokens == int((~of_groups).sum())
 
 
+@pytest.mark.slow
 def test_a_step_without_shared_blocks_is_vllms_own(engine: Engine) -> None:
     batch = Batch([Group(3, 2, [1, 2, 3], [1, 1, 1])], NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE)
     assert type(builder_of(engine).build(0, described(batch))) is FlashAttentionMetadata
 
 
+@pytest.mark.slow
 def test_full_graphs_of_all_steps_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.core.vllm_config.compilation_config, "cudagraph_mode", CUDAGraphMode.FULL)
     with pytest.raises(ValueError, match="cudagraph_mode=FULL exclude each other"):

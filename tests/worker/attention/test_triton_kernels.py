@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.worker.attention.sharing import Batch, Group, any_groups
+from tests.support.sharing import Batch, Group, any_groups
 from vllm_trie.worker.attention import triton_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

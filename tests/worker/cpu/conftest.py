@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.worker.cpu.interpreter import Interpreter
+from tests.support.interpreter import Interpreter
 
 
 @pytest.fixture(scope="session")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worker.cpu.batches import MAX_LEN, NUM_SLOTS, Batch, batches, few
-from tests.worker.cpu.interpreter import Interpreter
+from tests.support.batches import MAX_LEN, NUM_SLOTS, Batch, batches, few
+from tests.support.interpreter import Interpreter
 from vllm_trie.compat.sources import installed_vllm, minor
+
+pytestmark = pytest.mark.slow
 
 BLOCK_SIZES = [4, 8]
 HAS_WINDOWS = minor(installed_vllm().version) != "0.32"  # vLLM 0.33 gives null blocks to what a window has left

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given
 
-from tests.worker.cpu.batches import MAX_LEN, NUM_SLOTS, VOCAB_SIZE, Batch, batches, few
-from tests.worker.cpu.interpreter import Interpreter
+from tests.support.batches import MAX_LEN, NUM_SLOTS, VOCAB_SIZE, Batch, batches, few
+from tests.support.interpreter import Interpreter
 from vllm_trie.compat.sources import installed_vllm, minor
+
+pytestmark = pytest.mark.slow
 
 INPUT_BATCH = "vllm.v1.worker.gpu.input_batch:"
 

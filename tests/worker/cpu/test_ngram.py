@@ -6,13 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.worker.cpu.batches import MAX_LEN, NUM_SLOTS, Batch, batches, few
-from tests.worker.cpu.interpreter import Interpreter
+from tests.support.batches import MAX_LEN, NUM_SLOTS, Batch, batches, few
+from tests.support.interpreter import Interpreter
 from vllm_trie.worker.cpu.ngram import after_match
+
+pytestmark = pytest.mark.slow
 
 
 def run_propose(

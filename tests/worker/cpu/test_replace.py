@@ -7,6 +7,8 @@ import torch
 
 from vllm_trie.worker.cpu.replace import Array, Launch
 
+pytestmark = pytest.mark.slow
+
 
 def _kernel(logits_ptr, logits_stride, lengths_ptr, BLOCK_SIZE, MASK_STRIDE):  # type: ignore[no-untyped-def]  # noqa: N803
     """What Triton would compile."""

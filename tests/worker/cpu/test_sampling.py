@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 
-from tests.worker.cpu.batches import NUM_SLOTS, VOCAB_SIZE, Batch, batches, few
-from tests.worker.cpu.interpreter import Interpreter
+from tests.support.batches import NUM_SLOTS, VOCAB_SIZE, Batch, batches, few
+from tests.support.interpreter import Interpreter
+
+pytestmark = pytest.mark.slow
 
 SAMPLE = "vllm.v1.worker.gpu.sample."
 SPEC_DECODE = "vllm.v1.worker.gpu.spec_decode."

@@ -1,0 +1,124 @@
+"""Catalogs over HTTP: requests name them, a running server takes new versions, /metrics counts them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from benchmarks.common import TARGET
+from benchmarks.server import Server, serving
+from vllm_trie.catalog import Catalog, tokenizer_digest
+
+pytestmark = pytest.mark.slow
+
+JSON = {"Content-Type": "application/json"}
+
+TITLES = ["return self", "raise ValueError", "yield from items", "import os", "pass"]
+NEWER = ["assert value", "break", "continue"]
+PROMPT = "def close(self):\n    "
+
+
+def write(path: Path, titles: list[str]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    rows = tokenizer(titles, add_special_tokens=False)["input_ids"]
+    Catalog.from_sequences(rows, tokenizer=tokenizer_digest(tokenizer)).save(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("catalogs")
+    write(folder / "lines.catalog", TITLES)
+    write(folder / "newer.catalog", NEWER)
+    Catalog.from_sequences([[5, 6]], tokenizer="another one").save(folder / "foreign.catalog")
+    (folder / "loop.catalog").symlink_to("loop.catalog")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    config = {"catalogs": {"lines": str(folder / "lines.catalog")}, "catalog_folder": str(folder)}
+    options = ["--plugin", "trie_beam", "--additional-config", json.dumps({"trie_beam": config})]
+    with serving(folder / "log", *options) as server:
+        yield server
+
+
+def complete(server: Server, n: int, **xargs: Any) -> list[str]:
+    extra_body = {"vllm_xargs": {"beam_width": 8, **xargs}}
+    answer = server.client.completions.create(model="target", prompt=PROMPT, max_tokens=16, n=n, extra_body=extra_body)
+    return [choice.text for choice in answer.choices]
+
+
+def load(server: Server, name: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/catalogs/{name}", json=body, timeout=60)
+
+
+def test_hypotheses_are_items_and_requests_may_bring_their_own(server: Server) -> None:
+    assert sorted(complete(server, 5, catalog="lines")) == sorted(TITLES)
+    assert sorted(complete(server, 3, allowed_sequences=NEWER)) == sorted(NEWER)
+    tokens = AutoTokenizer.from_pretrained(TARGET)(NEWER, add_special_tokens=False)["input_ids"]
+    assert sorted(complete(server, 3, allowed_sequences=json.dumps(tokens))) == sorted(NEWER)
+    body = {"use_beam_search": True, "vllm_xargs": {"catalog": "lines"}}
+    answer = server.client.completions.create(model="target", prompt=PROMPT, max_tokens=16, n=5, extra_body=body)
+    assert sorted(choice.text for choice in answer.choices) == sorted(TITLES)
+    item_ids = answer.kv_transfer_params["trie_beam"]["item_ids"]
+    assert [TITLES[own_id] for own_id in item_ids] == [choice.text for choice in answer.choices]
+
+
+def test_what_is_wrong_is_a_400_that_says_what_would_work(server: Server) -> None:
+    for xargs, why in (
+        ({"catalog": "books"}, "catalog='books' is unknown; known: lines"),
+        ({"catalog": "lines", "allowed_sequences": ["x"]}, "is not supported together with catalog="),
+        ({"catalog": "lines", "catalog_after": "two words"}, "pass text that is one token"),
+        ({"catalog": "lines", "catalog_after": "</s>"}, "catalog_after='</s>' is a stop token"),
+        ({"allowed_sequences": "[[1, 2"}, "is not a list of 1 to 100,000 strings"),
+        ({"allowed_sequences": "[" * 100_000}, "is not a list of 1 to 100,000 strings"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=re.escape(why)):
+            complete(server, 1, **xargs)
+
+
+def test_half_a_character_is_refused(server: Server) -> None:
+    for name, xargs in (
+        ("catalog_after", {"catalog": "lines", "catalog_after": "\ud800"}),
+        ("allowed_sequences", {"allowed_sequences": ["x", "\ud800"]}),
+        ("allowed_sequences", {"allowed_sequences": '["\\ud800"]'}),
+    ):
+        body = {"model": "target", "prompt": PROMPT, "vllm_xargs": {"beam_width": 2, **xargs}}
+        refusal = httpx.post(f"{server.url}/v1/completions", content=json.dumps(body), headers=JSON)  # in escapes
+        assert refusal.status_code == 400
+        assert f"{name} has half a character, " in refusal.text
+
+
+def test_a_new_version_is_taken_and_counted(server: Server) -> None:
+    complete(server, 1, catalog="lines")
+    loads = server.gauge("vllm:trie_beam_catalog_loads_total")
+    for file, why in (
+        ("../log", "is not in trie_beam.catalog_folder"),
+        ("log", "log"),
+        ("foreign.catalog", "was built for another vocabulary"),
+        ("none.catalog", "cannot be read"),
+        ("loop.catalog", "cannot be read"),
+        ("a\0b", "cannot be read"),
+    ):
+        refusal = load(server, "lines", file=file)
+        assert (refusal.status_code, why in refusal.text) == (400, True), refusal.text
+    assert load(server, "books", file="newer.catalog").status_code == 400
+    assert load(server, "lines", path="newer.catalog").status_code in (400, 422)  # vLLM's own answer to a wrong body
+    try:
+        told = load(server, "lines", file="newer.catalog").json()
+        assert told["items"] == len(NEWER)
+        assert httpx.get(f"{server.url}/v1/catalogs").json() == [told]
+        assert sorted(complete(server, 3, catalog="lines")) == sorted(NEWER)
+        assert server.gauge("vllm:trie_beam_catalog_loads_total") == loads + 1
+        assert server.gauge("vllm:trie_beam_catalog_bytes") > 0
+    finally:
+        assert load(server, "lines", file="lines.catalog").status_code == 200
+    assert sorted(complete(server, 5, catalog="lines")) == sorted(TITLES)

@@ -1,0 +1,137 @@
+"""Bad requests are refused by `LLM.generate` before anything is scheduled, and the engine goes on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.support.engine import TRAINED_TARGET, Engine, Engines
+from vllm_trie import beam_params
+from vllm_trie.entrypoints.requests import _check, process_inputs, why_not_behind
+
+PROMPT = "def main():"
+
+
+@pytest.fixture
+def engine(engines: Engines) -> Engine:
+    return engines(TRAINED_TARGET)
+
+
+def extra(**extra_args: object) -> SamplingParams:
+    return SamplingParams(max_tokens=4, extra_args=extra_args)
+
+
+def extra_with(beam_width: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=4, extra_args={"beam_width": beam_width}, **fields)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (extra(beam_width=0), "beam_width=0 is not a whole number"),
+        (extra(beam_width="8"), "beam_width='8' is not a whole number"),
+        (extra(beam_width=10**6), "beam_width=1000000 exceeds max_num_seqs=64; lower it, or raise"),
+        (extra(beam_width=2, sample_first=5), "sample_first=5 exceeds max_tokens=4; lower it"),
+        (extra(beam_width=2, prune_absolute=float("inf")), "prune_absolute=inf is not a difference"),
+        (extra(trie_beam_fork={"x": 1}), "trie_beam_fork is a mark of the front end's own; leave it out"),
+        (extra(beam_widht=4), "did you mean beam_width"),
+        (extra(num_beams=4), "unknown option num_beams=4; did you mean beam_width"),
+        (extra(beam_width=2, best_of=4), "unknown option best_of=4; the width is how many beams are searched"),
+        (extra(beam_width=2, stop="x"), "stop='x' does nothing in vllm_xargs .*; it is a field of the request"),
+        (extra(beam_width=2, somebody_elses=1), "unknown option somebody_elses=1; "),
+        (extra(beam_width=2, no_repeat_ngram_size=-1), "no_repeat_ngram_size=-1 is not a number of tokens"),
+        (SamplingParams(n=3, extra_args={"beam_width": 2}), "n=3 exceeds beam_width=2"),
+        (SamplingParams(seed=5, extra_args={"beam_width": 2}), "seed=5 has nothing to decide in a beam search"),
+        (extra(beam_width=2, length_penalty=float("nan")), "length_penalty=nan is not a number above -6 and below 6"),
+        (
+            extra_with(beam_width=2, allowed_token_ids=[*range(1025)]),
+            "1025 allowed_token_ids are more than the 1024 that Model Runner V2 takes; leave some out",
+        ),
+        (
+            SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0)),
+            "1025 logit_bias are more than the 1024 that Model Runner V2 takes; leave some out",
+        ),
+        (
+            SamplingParams(thinking_token_budget=3),
+            "thinking_token_budget=3 is not supported .* on a CPU without Triton",
+        ),
+    ],
+)
+def test_bad_request_is_refused_and_the_next_one_served(engine: Engine, params: SamplingParams, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.llm.generate([PROMPT], params, use_tqdm=False)
+    engine.check_nothing_is_left()
+    (output,) = engine.llm.generate([PROMPT], beam_params(2, n=2, max_tokens=4), use_tqdm=False)
+    assert len(output.outputs) == 2
+
+
+@pytest.mark.slow
+def test_a_bad_request_in_a_batch_stops_it_before_any_work(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="beam_width=-1"):
+        engine.llm.generate([PROMPT] * 2, [beam_params(2, max_tokens=4), extra(beam_width=-1)], use_tqdm=False)
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.slow
+def test_options_of_others_reach_the_engine_untouched(engine: Engine) -> None:
+    (output,) = engine.llm.generate([PROMPT], extra(somebody_elses=1), use_tqdm=False)
+    assert output.outputs[0].token_ids
+
+
+@pytest.mark.slow
+def test_temperature_zero_is_taken_for_what_it_is(engine: Engine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, extra_args={"beam_width": 3})
+    same = beam_params(3, max_tokens=8)
+    a, b = engine.llm.generate([PROMPT] * 2, [params, same], use_tqdm=False)
+    assert a.outputs[0].token_ids == b.outputs[0].token_ids
+
+
+@pytest.mark.slow
+def test_the_callers_params_are_left_as_they_were(engine: Engine) -> None:
+    params = beam_params(3, n=2, max_tokens=4)
+    before = repr(params)
+    engine.llm.generate([PROMPT] * 2, params, use_tqdm=False)
+    assert repr(params) == before
+
+
+@pytest.mark.slow
+def test_images_are_refused_where_a_model_attends_them_in_both_directions(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As such a prompt arrives from a multimodal model's processor."""
+    stock = process_inputs.original
+
+    def with_an_image(*args: Any, **kwargs: Any) -> Any:
+        request = stock(*args, **kwargs)
+        request.mm_features = [object()]
+        return request
+
+    processor = engine.llm.llm_engine.input_processor
+    monkeypatch.setitem(vars(processor.vllm_config.model_config), "is_mm_prefix_lm", True)
+    with pytest.raises(ValueError, match="a model whose images are attended in both directions; send text alone"):
+        _check(with_an_image, processor, "0", {"type": "token", "prompt_token_ids": [5]}, beam_params(2), ("generate",))
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("kind", "speculates", "is_mm_prefix_lm", "reason"),
+    [
+        ("token", True, True, None),
+        ("enc_dec", False, False, None),
+        ("embeds", False, False, "works on prompts of text or tokens, not on prompt_embeds"),
+        ("multimodal", False, False, None),
+        ("multimodal", True, False, "works on multimodal prompts only without speculation; start vLLM without it"),
+        ("multimodal", False, True, "does not work on multimodal prompts of a model whose images are attended in both"),
+    ],
+)
+def test_prompts_that_beams_do_not_work_on_are_known_by_their_kind(
+    kind: str, speculates: bool, is_mm_prefix_lm: bool, reason: str | None
+) -> None:
+    model_config = SimpleNamespace(is_mm_prefix_lm=is_mm_prefix_lm)
+    config = SimpleNamespace(speculative_config=object() if speculates else None, model_config=model_config)
+    found = why_not_behind({"type": kind}, config)
+    assert found is None if reason is None else found is not None and found.startswith(reason)

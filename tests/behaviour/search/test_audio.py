@@ -1,0 +1,243 @@
+"""Beams of an encoder-decoder model are transformers' own; what its encoder made is there once for all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind
+
+from tests.support.audio import (
+    NUM_AUDIO_TOKENS,
+    PROMPT,
+    make_whisper,
+    prompt_of,
+    sound,
+    transformers_answers,
+    whispers_answer,
+)
+from tests.support.disturb import AbortWithin, preempt_all
+from tests.support.engine import BLOCK_SIZE, Engine, Engines
+from tests.support.reference import agree, engine_answers
+from vllm_trie import beam_params
+from vllm_trie.entrypoints.llm import beam_search
+from vllm_trie.trie.encoder_blocks import EncoderBlocks
+
+MAX_TOKENS = 40  # beyond a block of the decoder's
+ENCODER_BLOCKS = -(-NUM_AUDIO_TOKENS // BLOCK_SIZE)
+SUPPRESSED = [51, 91]  # which come up most
+
+Job = tuple[int, SamplingParams]  # the seed of what is heard
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_whisper(tmp_path_factory.mktemp("whisper"))
+
+
+@pytest.fixture
+def engine(engines: Engines, model: Path) -> Engine:
+    return engines(model, max_model_len=128, max_num_batched_tokens=256)
+
+
+@pytest.fixture
+def encoded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sounds each call of the encoder gets."""
+    calls, encoder = [], engine.runner.model_state.encoder_runner
+    stock = encoder.execute_mm_encoder
+
+    def execute(items: list[Any]) -> Any:
+        calls.append(len(items))
+        return stock(items)
+
+    monkeypatch.setattr(encoder, "execute_mm_encoder", execute)
+    return calls
+
+
+def run(engine: Engine, jobs: list[Job], after_step: Callable[[int], None] = lambda step: None) -> list[Any]:
+    """All answers, in order; None of requests that were aborted."""
+    core, finished, steps = engine.llm.llm_engine, {}, 0
+    for number, (seed, params) in enumerate(jobs):
+        params = params.clone()
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        core.add_request(str(number), prompt_of(sound(seed)), params)
+    while core.has_unfinished_requests():
+        finished.update({output.request_id: output for output in core.step()})
+        steps += 1
+        after_step(steps)
+    return [finished.get(str(number)) for number in range(len(jobs))]
+
+
+def searches(*widths: int, **options: Any) -> list[Job]:
+    """A search of each width, on a sound each."""
+    return [(seed, beam_params(width, n=width, max_tokens=MAX_TOKENS, **options)) for seed, width in enumerate(widths)]
+
+
+def encoder_blocks(engine: Engine) -> dict[str, EncoderBlocks]:
+    """Of each group that decodes."""
+    groups = engine.scheduler.kv_cache_manager._groups
+    return {
+        group_id: trie for group_id, group in groups.items() for trie in group.tries if isinstance(trie, EncoderBlocks)
+    }
+
+
+def same(outputs: list[Any], expected: list[Any]) -> bool:
+    return [[o.token_ids for o in each.outputs] for each in outputs] == [
+        [o.token_ids for o in each.outputs] for each in expected
+    ]
+
+
+@pytest.mark.slow
+def test_beams_that_hear_a_sound_are_those_of_transformers(engine: Engine, encoded: list[int], model: Path) -> None:
+    jobs = searches(4, 3, 6, 2)
+    jobs.insert(2, (7, SamplingParams(temperature=0, max_tokens=MAX_TOKENS)))  # an ordinary request beside them
+    outputs = run(engine, jobs)
+    assert sum(encoded) == len(jobs), "a sound was encoded for each beam"
+    (greedy,) = outputs[2].outputs
+    assert greedy.token_ids == run(engine, [jobs[2]])[0].outputs[0].token_ids
+    lengths = set()
+    for number in (0, 1, 3, 4):
+        (seed, params), output = jobs[number], outputs[number]
+        assert agree(engine_answers(output, 1.0), transformers_answers(model, sound(seed), params.n, MAX_TOKENS))
+        lengths.update(len(hypothesis.token_ids) for hypothesis in output.outputs)
+    assert MAX_TOKENS in lengths
+    assert min(lengths) < MAX_TOKENS
+
+
+@pytest.mark.slow
+def test_first_tokens_and_suppressed_ones_are_those_of_whispers_own_generate(engine: Engine, model: Path) -> None:
+    """vLLM bans tokens before probabilities are made of logits, transformers does so if it makes these anew."""
+    bans = dict.fromkeys(SUPPRESSED, -100.0)
+    outputs = run(engine, searches(4, 3, logit_bias=bans))
+    for seed, (output, width) in enumerate(zip(outputs, (4, 3), strict=True)):
+        theirs = whispers_answer(
+            model, sound(seed), width, MAX_TOKENS, suppress_tokens=SUPPRESSED, renormalize_logits=True
+        )
+        assert not {*SUPPRESSED} & {*theirs.token_ids}
+        assert agree(engine_answers(output, 1.0)[:1], [theirs])
+
+
+@pytest.mark.slow
+def test_llm_beam_search_finds_what_vllms_own_loop_finds(engine: Engine, encoded: list[int]) -> None:
+    prompts = [prompt_of(sound(seed)) for seed in (1, 3)]
+    params = BeamSearchParams(beam_width=4, max_tokens=12)
+    ours = engine.llm.beam_search(prompts, params)
+    assert sum(encoded) == len(prompts), "it was not searched in the engine"
+    theirs = beam_search.original(engine.llm, prompts, params)
+    assert sum(encoded) > 10 * len(prompts), "this loop encodes for each beam and token"
+    for found, expected in zip(ours, theirs, strict=True):
+        for one, other in zip(found.sequences, expected.sequences, strict=True):
+            assert one.cum_logprob == pytest.approx(other.cum_logprob, abs=1e-4)
+            assert (one.tokens, one.text) == (other.tokens, other.text)
+
+
+@pytest.mark.slow
+def test_all_rows_of_a_group_hold_the_same_blocks_of_what_was_encoded(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, kv_blocks = engine.scheduler.kv_cache_manager, engine.runner.histories.kv_blocks
+    announced, copied, seen = [], set(), dict[str, list[int]]()
+    announce, copy = manager.announce, kv_blocks.copy_to_others
+
+    def announcing(*args: Any) -> int:
+        announced.append(announce(*args))
+        return announced[-1]
+
+    def copying(sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        copied.update(sources.tolist() + destinations.tolist())
+        copy(sources, destinations)
+
+    def look(step: int) -> None:
+        for group_id, trie in encoder_blocks(engine).items():
+            blocks = trie.row_blocks(0)
+            assert len(blocks) == trie.num_live_blocks == ENCODER_BLOCKS
+            assert all(trie.row_blocks(row) == blocks for row in range(trie.width))
+            assert all(manager.block_pool.blocks[block].ref_cnt == 1 for block in blocks)
+            assert seen.setdefault(group_id, blocks) == blocks, "they were allocated again"
+
+    monkeypatch.setattr(manager, "announce", announcing)
+    monkeypatch.setattr(kv_blocks, "copy_to_others", copying)
+    run(engine, searches(4, 5, ignore_eos=True), look)
+    assert announced == [4 + ENCODER_BLOCKS, 5 + ENCODER_BLOCKS]  # a tail for each row
+    assert len(seen) == 2
+    assert copied
+    assert not copied & {block for blocks in seen.values() for block in blocks}
+
+
+@pytest.mark.slow
+def test_copied_rows_search_as_rows_do_that_vllm_takes_in(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = searches(4, 3)
+    assert engine.runner._copies_rows
+    expected = run(engine, jobs)
+    monkeypatch.setitem(vars(engine.runner), "_copies_rows", False)
+    assert same(run(engine, jobs), expected)
+
+
+@pytest.mark.slow
+def test_the_encoder_runs_again_after_a_preemption(engine: Engine, encoded: list[int]) -> None:
+    jobs = searches(4, 3, 5, ignore_eos=True)
+    expected = run(engine, jobs)
+    encoded.clear()
+    outputs = run(engine, jobs, lambda step: preempt_all(engine) if step in (8, 20) else None)
+    assert same(outputs, expected)
+    assert sum(encoded) == 3 * len(jobs)
+
+
+@pytest.mark.slow
+def test_searches_share_too_few_blocks_by_taking_turns(engine: Engine) -> None:
+    jobs, scheduler = searches(4, 3, 5, ignore_eos=True), engine.scheduler
+    expected, preempted = run(engine, jobs), scheduler.tally.preemptions
+    pool = scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - (2 * 5 + 4 + 2 * ENCODER_BLOCKS))
+    try:
+        outputs = run(engine, jobs)
+    finally:
+        pool.free_blocks(taken)
+    assert same(outputs, expected)
+    assert scheduler.tally.preemptions > preempted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 2, 9])
+def test_an_abort_gives_back_what_was_encoded(engine: Engine, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    jobs = searches(4, 3)
+    expected = run(engine, jobs)[1:]
+    aborting = AbortWithin(engine, monkeypatch, "0", step)
+    outputs = run(engine, jobs)
+    assert aborting.num_steps > step
+    assert outputs[0] is None
+    assert same(outputs[1:], expected)
+
+
+@pytest.mark.slow
+def test_a_group_that_is_preempted_and_aborted_leaves_nothing(engine: Engine) -> None:
+    core = engine.llm.llm_engine
+
+    def disturb(step: int) -> None:
+        if step == 6:
+            engine.scheduler._preempt_request(engine.scheduler.running.pop(), time.monotonic())
+            core.abort_request(["1"])
+
+    outputs = run(engine, searches(4, 3), disturb)
+    assert outputs[0] is not None
+    assert outputs[1] is None
+
+
+@pytest.mark.slow
+def test_a_prompt_without_a_sound_is_refused(engine: Engine) -> None:
+    """vLLM's own answer to it is made of NaNs."""
+    with pytest.raises(ValueError, match="beam_width needs data for this model's encoder; add multi_modal_data"):
+        engine.llm.generate([{"prompt_token_ids": PROMPT}], beam_params(2), use_tqdm=False)
+
+
+def test_speculation_is_refused_where_there_is_an_encoder(model: Path) -> None:
+    speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    arguments = EngineArgs(str(model), additional_config={"trie_beam": {}}, speculative_config=speculative)
+    with pytest.raises(ValueError, match="trie_beam does not support speculative_config on an encoder-decoder model"):
+        arguments.create_engine_config()

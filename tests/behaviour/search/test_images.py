@@ -1,0 +1,224 @@
+"""Beams on prompts with images are transformers' own, and an image is encoded once for all beams of a search."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind
+
+from tests.support.disturb import preempt_all
+from tests.support.engine import BLOCK_SIZE, Engine, Engines
+from tests.support.images import KINDS, image, make_model, transformers_answers, why_not
+from tests.support.reference import agree, engine_answers
+from vllm_trie import beam_params
+from vllm_trie.entrypoints.llm import beam_search
+
+pytestmark = pytest.mark.slow
+
+LONG = "import os\nimport sys\n{}\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n{}\n    d"
+TEXTS = ["{}def f():\n    ", LONG, "x = {}"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    if reason := why_not(request.param):
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, kind: str) -> Path:
+    return make_model(kind, tmp_path_factory.mktemp(kind))
+
+
+@pytest.fixture
+def engine(engines: Engines, model: Path) -> Engine:
+    engine = engines(model, max_model_len=256, max_num_batched_tokens=64, limit_mm_per_prompt={"image": 2, "video": 0})
+    assert engine.llm.llm_engine.reset_prefix_cache()
+    engine.llm.llm_engine.reset_encoder_cache()
+    return engine
+
+
+@pytest.fixture
+def encoded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many images each call of the encoder gets."""
+    calls, encoder = [], engine.runner.model_state.encoder_runner
+    stock = encoder.execute_mm_encoder
+
+    def execute(items: list[Any]) -> Any:
+        if items:
+            calls.append(len(items))
+        return stock(items)
+
+    monkeypatch.setattr(encoder, "execute_mm_encoder", execute)
+    return calls
+
+
+def prompts(kind: str, seed: int = 0) -> list[dict[str, Any]]:
+    """Texts, with an image before them or two within."""
+    placeholder, found = KINDS[kind].placeholder, []
+    for number, text in enumerate(TEXTS):
+        images = [image(seed + 3 * number + other) for other in range(text.count("{}") if placeholder else 1)]
+        found.append({"prompt": text.replace("{}", placeholder), "multi_modal_data": {"image": images}})
+    return found
+
+
+def test_llm_beam_search_finds_what_vllms_own_loop_finds(
+    engine: Engine, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, params, opened = prompts(kind), BeamSearchParams(beam_width=3, max_tokens=8), []
+    announce = engine.scheduler.kv_cache_manager.announce
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler.kv_cache_manager, "announce", lambda *args: opened.append(1) or announce(*args))
+        ours = engine.llm.beam_search(asked, params)
+    assert len(opened) == len(asked), "it was not searched in the engine"
+    theirs = beam_search.original(engine.llm, asked, params)
+    for found, expected in zip(ours, theirs, strict=True):
+        for one, other in zip(found.sequences, expected.sequences, strict=True):
+            assert one.cum_logprob == pytest.approx(other.cum_logprob, abs=1e-4)
+            assert (one.tokens, one.text) == (other.tokens, other.text)
+
+
+def run(engine: Engine, jobs: list[tuple[dict[str, Any], SamplingParams]], preempted_at: tuple[int, ...] = ()) -> Any:
+    core, finished, steps = engine.llm.llm_engine, {}, 0
+    for number, (prompt, params) in enumerate(jobs):
+        params = params.clone()
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        core.add_request(str(number), prompt, params)
+    while core.has_unfinished_requests():
+        finished.update({output.request_id: output for output in core.step()})
+        steps += 1
+        if steps in preempted_at:
+            preempt_all(engine)
+    return [finished[str(number)] for number in range(len(jobs))]
+
+
+def test_beams_that_see_an_image_are_those_of_transformers(
+    engine: Engine, encoded: list[int], kind: str, model: Path
+) -> None:
+    jobs = [
+        (prompt, beam_params(width, n=width, max_tokens=40))
+        for prompt, width in zip(prompts(kind), (4, 3, 6), strict=True)
+    ]
+    jobs.append(({"prompt": TEXTS[0].format("")}, beam_params(4, n=4, max_tokens=40)))  # beside them, one of text alone
+    outputs = run(engine, jobs)
+    num_images = sum(len(prompt["multi_modal_data"]["image"]) for prompt, _ in jobs[:3])
+    assert sum(encoded) == num_images, "an image was encoded for each beam"
+    for (prompt, params), output in zip(jobs, outputs, strict=True):
+        if "multi_modal_data" in prompt or KINDS[kind].placeholder:  # transformers' BLIP-2 wants an image
+            token_ids, theirs = transformers_answers(model, prompt, params.n, 40)
+            assert output.prompt_token_ids == token_ids
+            assert agree(engine_answers(output, 1.0), theirs)
+    assert [o.token_ids for o in outputs[0].outputs] != [o.token_ids for o in outputs[3].outputs]
+    assert any(o.finish_reason == "stop" for output in outputs for o in output.outputs)
+
+
+def test_beams_see_the_image_again_after_a_preemption(engine: Engine, encoded: list[int], kind: str) -> None:
+    jobs = [(prompt, beam_params(4, n=4, max_tokens=40, ignore_eos=True)) for prompt in prompts(kind, 10)]
+    expected = run(engine, jobs)
+    outputs = run(engine, jobs, preempted_at=(8, 20))
+    for output, other in zip(outputs, expected, strict=True):
+        assert [o.token_ids for o in output.outputs] == [o.token_ids for o in other.outputs]
+
+
+def test_the_next_turn_finds_the_blocks_of_an_answer_to_its_own_image_alone(engine: Engine, kind: str) -> None:
+    """Their hashes are those of the image, too, and of nothing that stands for another one."""
+    prompt, *_ = prompts(kind, 20)
+    output, *_ = run(engine, [(prompt, beam_params(4, max_tokens=3 * BLOCK_SIZE, ignore_eos=True))])
+    of_text = engine.llm.get_tokenizer()(prompt["prompt"]).input_ids
+    history = [*of_text, *output.outputs[0].token_ids]
+    cached = []
+    for seen in (20, 24):
+        turn = {"prompt_token_ids": history, "multi_modal_data": {"image": image(seen)}}
+        (answer,) = run(engine, [(turn, SamplingParams(temperature=0, max_tokens=1))])
+        assert answer.prompt_token_ids == [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        cached.append(answer.num_cached_tokens)
+    assert cached == [(len(answer.prompt_token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE, 0]
+
+
+def test_an_image_travels_with_one_of_a_groups_n_requests(
+    engine: Engine, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, mailbox = {}, engine.scheduler.mailbox
+    register = mailbox.register
+
+    def look(ticket: Any, request: Any) -> bool:
+        counts[ticket.index_of(request.request_id)] = len(request.mm_features)
+        return register(ticket, request)
+
+    monkeypatch.setattr(mailbox, "register", look)
+    run(engine, [(prompts(kind, 30)[0], beam_params(4, n=3, max_tokens=4))])
+    assert counts == {0: 1, 1: 0, 2: 0}
+
+
+def test_an_image_whose_first_request_was_refused_comes_with_the_next_one(engine: Engine, kind: str) -> None:
+    asked = prompts(kind, 40)[:2]
+    with pytest.raises(ValueError, match="beam_width=65 exceeds max_num_seqs=64"):
+        engine.llm.generate(asked, beam_params(65), use_tqdm=False)
+    with pytest.raises(ValueError, match="beam_width=65 exceeds max_num_seqs=64"):
+        engine.llm.beam_search(asked, BeamSearchParams(beam_width=65, max_tokens=4))
+    for limit in (None, 1):
+        with pytest.raises(ValueError, match="exceed"):
+            engine.llm.beam_search(asked, BeamSearchParams(beam_width=65, max_tokens=4), concurrency_limit=limit)
+    outputs = engine.llm.generate(asked, beam_params(4, max_tokens=4), use_tqdm=False)
+    assert all(output.outputs[0].token_ids for output in outputs)
+
+
+@pytest.mark.parametrize("kind", ["llava"], indirect=True)
+def test_vllms_own_loop_runs_where_beams_take_no_images(
+    engine: Engine, engines: Engines, model: Path, kind: str
+) -> None:
+    asked, params = prompts(kind, 50), BeamSearchParams(beam_width=3, max_tokens=6)
+    expected = [[one.tokens for one in found.sequences] for found in engine.llm.beam_search(asked, params)]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    limits: dict[str, Any] = {"max_model_len": 256, "limit_mm_per_prompt": {"image": 2, "video": 0}}
+    speculating = engines(model, speculative_config=drafts, max_logprobs=20, **limits)
+    for _ in range(2):
+        found = speculating.llm.beam_search(asked, params)
+        assert [[one.tokens for one in of_one.sequences] for of_one in found] == expected
+    with pytest.raises(ValueError, match="beam_width works on multimodal prompts only without speculation; start"):
+        speculating.llm.generate(asked, beam_params(3), use_tqdm=False)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl"], indirect=True)
+def test_a_search_behind_the_uuid_of_another_image_ends_with_the_reason(
+    engines: Engines, model: Path, kind: str
+) -> None:
+    limits: dict[str, Any] = {"max_model_len": 256, "limit_mm_per_prompt": {"image": 1, "video": 0}}
+    engine, (asked, *_) = engines(model, mm_processor_cache_gb=0, **limits), prompts(kind)
+    named = {**asked, "multi_modal_uuids": {"image": ["mine"]}}
+    expected, _ = run(engine, [(asked, beam_params(3, n=3, max_tokens=8)), (named, SamplingParams(max_tokens=3))])
+    other = {**named, "prompt": "x" + named["prompt"], "multi_modal_data": {"image": [image(3)]}}
+    ordinary = {"prompt": "def g():"}, SamplingParams(max_tokens=3)
+    for n in (1, 3):
+        jobs = [(other, beam_params(3, n=n)), (asked, beam_params(3, n=3, max_tokens=8)), ordinary]
+        failed, found, _ = run(engine, jobs)
+        reasons = {(hypothesis.finish_reason, hypothesis.stop_reason) for hypothesis in failed.outputs}
+        assert len(failed.outputs) == n
+        ((finish_reason, why),) = reasons
+        assert (finish_reason, why[:59]) == ("error", "beam_width: one of multi_modal_uuids is that of other data,")
+        assert [o.token_ids for o in found.outputs] == [o.token_ids for o in expected.outputs]
+        engine.check_nothing_is_left()
+
+
+UNSUPPORTED = {
+    "video_pruning_rate": ({"video_pruning_rate": 0.5}, "video_pruning_rate on a model with M-RoPE positions"),
+    "speculation": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
+        "speculative_config on a model with M-RoPE positions",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_5_vl"], indirect=True)
+@pytest.mark.parametrize("option", UNSUPPORTED)
+def test_engines_say_what_beams_cannot_do_with_mrope(model: Path, option: str) -> None:
+    options, feature = UNSUPPORTED[option]
+    arguments = EngineArgs(str(model), dtype="float32", additional_config={"trie_beam": {}}, **options)
+    with pytest.raises(ValueError, match=f"trie_beam does not support {feature}; start vLLM without it or"):
+        arguments.create_engine_config()

@@ -1,0 +1,129 @@
+"""Streams of `AsyncLLM`: parts of one answer, also beside other requests, and what is left when nobody listens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from tests.support.engine import BLOCK_SIZE, KV_CACHE_BYTES, TRAINED_TARGET
+from vllm_trie import StepCandidate, beam_params
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = ["def is_prime(number):", "class Foo:\n    def close(self):", "import os\n"]
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def llm(loop: asyncio.AbstractEventLoop) -> Iterator[AsyncLLM]:
+    args = AsyncEngineArgs(
+        str(TRAINED_TARGET),
+        dtype="float32",
+        enforce_eager=True,
+        block_size=BLOCK_SIZE,
+        max_model_len=512,
+        max_num_seqs=64,
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
+        additional_config={"trie_beam": {"check_invariants": True}},
+    )
+
+    async def start() -> AsyncLLM:
+        return AsyncLLM.from_engine_args(args)
+
+    llm = loop.run_until_complete(start())
+    yield llm
+    llm.shutdown()
+    loop.run_until_complete(asyncio.sleep(0.1))  # its tasks end
+
+
+def asked(llm: AsyncLLM, prompt: str, params: SamplingParams, kind: RequestOutputKind) -> AsyncGenerator[Any, None]:
+    params = params.clone()
+    params.output_kind = kind
+    return llm.generate(prompt, params, f"{kind.name} {prompt} {params.max_tokens}")
+
+
+async def all_of(outputs: AsyncIterator[Any]) -> list[Any]:
+    return [output async for output in outputs]
+
+
+def test_deltas_make_the_text_that_grows_to_the_whole(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+    params = beam_params(3, max_tokens=40, logprobs=1, stop=["\n\n\n"])
+    kinds = [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY]
+
+    async def ask() -> list[list[list[Any]]]:
+        jobs = [[all_of(asked(llm, prompt, params, kind)) for kind in kinds] for prompt in PROMPTS]
+        return [await asyncio.gather(*of_prompt) for of_prompt in jobs]
+
+    most = 0
+    for deltas, grown, (whole,) in loop.run_until_complete(ask()):
+        expected = whole.outputs[0]
+        pieces = [output.outputs[0] for output in deltas]
+        assert "".join(piece.text for piece in pieces) == expected.text
+        assert [token for piece in pieces for token in piece.token_ids] == [*expected.token_ids]
+        assert [place for piece in pieces for place in piece.logprobs] == expected.logprobs
+        assert pieces[-1].cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-5)
+        assert pieces[-1].finish_reason == expected.finish_reason
+        texts = [output.outputs[0].text for output in grown]
+        assert texts[-1] == expected.text
+        assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+        most = max(most, len(pieces), len(texts))
+    assert most > 3
+
+
+def test_a_search_by_steps_takes_any_prompt_and_ends_when_it_is_aborted(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop
+) -> None:
+    def score(candidates: list[StepCandidate]) -> list[float]:
+        return [-len(candidate.text) for candidate in candidates]
+
+    steps = {"unit": "step", "step_stop": ["\n"], "scorer": score, "seed": 1}
+    token_ids = llm.get_tokenizer().encode(PROMPTS[0])
+
+    async def ask() -> None:
+        params = beam_params(2, max_tokens=16, max_steps=3, **steps)
+        prompts: list[Any] = [PROMPTS[0], {"prompt": PROMPTS[0]}, {"prompt_token_ids": token_ids}, token_ids]
+        answers = [await all_of(llm.generate(prompt, params, str(i))) for i, prompt in enumerate(prompts)]
+        texts = [answer.outputs[0].text for (answer,) in answers]
+        assert len(set(texts)) == 1
+        endless = beam_params(2, n=2, max_tokens=480, ignore_eos=True, **{**steps, "step_stop": ["no such line"]})
+        searching = asyncio.ensure_future(all_of(llm.generate(PROMPTS[0], endless, "endless")))
+        while not llm.output_processor.has_unfinished_requests():
+            await asyncio.sleep(0.01)
+        await llm.abort("endless")
+        (aborted,) = await searching
+        assert [output.finish_reason for output in aborted.outputs] == ["abort"] * 2
+        assert not llm.output_processor.has_unfinished_requests()
+
+    loop.run_until_complete(asyncio.wait_for(ask(), 60))
+
+
+def test_a_stream_that_nobody_reads_any_more_ends_its_search(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+    endless = beam_params(2, max_tokens=480, ignore_eos=True)
+
+    async def leave() -> None:
+        for _ in range(20):  # again where the search was over before its first part was read: busy machines do that
+            async with aclosing(asked(llm, PROMPTS[0], endless, RequestOutputKind.DELTA)) as outputs:
+                first = await anext(outputs)
+            if not first.finished:
+                break
+        assert not first.finished
+        assert not llm.output_processor.has_unfinished_requests()
+        (again,) = await all_of(asked(llm, PROMPTS[0], beam_params(2, max_tokens=4), RequestOutputKind.FINAL_ONLY))
+        assert again.outputs[0].token_ids
+
+    loop.run_until_complete(asyncio.wait_for(leave(), 60))

@@ -1,0 +1,122 @@
+"""Search by steps over HTTP: the real server, and a scorer that is an endpoint of the test."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.server import Server, serving
+
+pytestmark = pytest.mark.slow
+
+
+class ShortIsGood(BaseHTTPRequestHandler):
+    """Prefers short texts; at /broken it answers with an error."""
+
+    def do_POST(self) -> None:
+        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.dumps({"scores": [-len(candidate["text"]) for candidate in question["candidates"]]}).encode()
+        self.send_response(500 if self.path == "/broken" else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def scorer_url() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), ShortIsGood)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def server(scorer_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    config = {"trie_beam": {"scorers": {"short": scorer_url, "broken": f"{scorer_url}/broken"}}}
+    options = ["--plugin", "trie_beam", "--additional-config", json.dumps(config)]
+    with serving(tmp_path_factory.mktemp("server") / "log", *options) as server:
+        yield server
+
+
+def ask(server: Server, xargs: dict[str, Any], timeout: float = 120, **fields: Any) -> httpx.Response:
+    steps = {"beam_width": 2, "unit": "step", "step_stop": ["\n"], "scorer": "short", "max_steps": 4}
+    body = {"model": "target", "max_tokens": 40, "n": 2, "seed": 3, "prompt": "def is_prime(number):"}
+    body |= {"vllm_xargs": steps | xargs} | fields
+    path = "chat/completions" if "messages" in body else "completions"
+    body = {name: value for name, value in body.items() if value is not None}
+    return httpx.post(f"{server.url}/v1/{path}", json=body, timeout=timeout)
+
+
+def test_a_client_gets_the_best_and_the_same_by_the_same_seed(server: Server) -> None:
+    first, second = (ask(server, {}).json() for _ in range(2))
+    texts = [choice["text"] for choice in first["choices"]]
+    assert texts == [choice["text"] for choice in second["choices"]]
+    said = first["kv_transfer_params"]["trie_beam"]
+    assert said["scores"] == [-len(text) for text in texts] == sorted(said["scores"], reverse=True)
+    assert said["num_rounds"] <= 4
+    server.wait_until_idle()
+
+
+def test_chats_and_streams_work(server: Server) -> None:
+    chat = ask(server, {}, messages=[{"role": "user", "content": "hi"}], prompt=None).json()
+    assert [choice["index"] for choice in chat["choices"]] == [0, 1]
+    streamed = ask(server, {}, stream=True).text
+    chunks = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    texts = [choice["text"] for chunk in chunks for choice in chunk["choices"]]
+    assert texts == [choice["text"] for choice in ask(server, {}).json()["choices"]]
+    assert f'"text": {json.dumps(texts[0])}' in ask(server, {}, stream=True, n=1).text
+
+
+def test_several_prompts_are_refused_as_scores_are_told_of_one(server: Server) -> None:
+    response = ask(server, {}, prompt=["x", "y"])
+    assert response.status_code == 400
+    why = 'unit="step" takes one prompt, and this request has 2; send each by itself'
+    assert response.json()["error"]["message"] == why
+    assert ask(server, {}, prompt=["x"]).status_code == 200
+
+
+def test_a_word_of_others_is_no_search(server: Server) -> None:
+    body = {"model": "target", "prompt": "x", "max_tokens": 2, "vllm_xargs": {"unit": "step"}}
+    assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("xargs", "status", "why"),
+    [
+        ({"scorer": "http://127.0.0.1/other"}, 400, "is no scorer of this engine, which knows: short, broken"),
+        ({"do_sample": 1}, 400, "do_sample=True is not supported together with unit="),
+        ({"scorer": "broken"}, 500, "answered 500"),
+    ],
+)
+def test_a_request_that_fails_says_why_and_the_server_goes_on(
+    server: Server, xargs: dict[str, Any], status: int, why: str
+) -> None:
+    response = ask(server, xargs)
+    assert response.status_code == status
+    assert why in response.json()["error"]["message"]
+    assert ask(server, {}).status_code == 200
+    server.wait_until_idle()
+
+
+def test_a_client_that_leaves_takes_its_candidates_along(server: Server) -> None:
+    def leave(seconds: float, **xargs: Any) -> None:
+        for _ in range(20):  # again where the search was over before that: it is a race, which a busy machine decides
+            long: dict[str, Any] = {"max_tokens": 450, "ignore_eos": True}
+            assert ask(server, {"beam_width": 8, **xargs}, seconds, **long).status_code == 200
+
+    with pytest.raises(httpx.ReadTimeout):
+        leave(0.7, step_stop=["no such line"])
+    server.wait_until_idle()
+    with pytest.raises(httpx.ReadTimeout):  # while blocks are held
+        leave(1.5, max_steps=100)
+    server.wait_until_idle()

@@ -1,0 +1,155 @@
+"""Beams of transcriptions over HTTP: the real server, the real client."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import wave
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from transformers import AutoTokenizer
+from vllm.multimodal.audio import split_audio
+
+from benchmarks.server import Server, serving
+from tests.support.audio import EOS, SAMPLING_RATE, make_whisper, sound, whispers_answer
+from tests.support.engine import ROOT
+from tests.support.reference import Answer
+from tests.test_readme import TRANSCRIBES, Example, run_here
+
+pytestmark = pytest.mark.slow
+
+MAX_TOKENS = 40
+WIDTH = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_whisper(tmp_path_factory.mktemp("whisper"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Server]:
+    command = ("vllm", "serve", str(model), "--served-model-name", "whisper", "--plugin", "trie_beam")
+    limits = ["--max-model-len", "128", "--max-num-batched-tokens", "256", "--max-num-seqs", "16"]
+    limits += ["--num-gpu-blocks-override", "24"]  # too few for long answers of 16 beams
+    path = os.pathsep.join([str(ROOT / "tests" / "support" / "sounds"), os.environ.get("PYTHONPATH", "")])
+    log = tmp_path_factory.mktemp("server") / "log"
+    with mock.patch.dict("os.environ", PYTHONPATH=path), serving(log, *limits, command=command) as server:
+        yield server
+
+
+def recording(seed: int, seconds: float = 1.0) -> tuple[bytes, np.ndarray]:
+    """A WAV file, and what is to be heard in it."""
+    samples, file = (sound(seed, seconds) / 2 * 32767).astype(np.int16), io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setparams((1, 2, SAMPLING_RATE, 0, "NONE", ""))
+        writer.writeframes(samples.tobytes())
+    return file.getvalue(), samples.astype(np.float32) / 32768
+
+
+def transcribe(server: Server, seed: int, task: str = "transcribe", seconds: float = 1.0, **fields: Any) -> Any:
+    """What the server answers at the endpoint of a task."""
+    file = ("sound.wav", recording(seed, seconds)[0])
+    fields = {"max_completion_tokens": MAX_TOKENS, **fields}
+    xargs = fields.pop("vllm_xargs", None)
+    extra = {"language": "en", **fields, **({} if xargs is None else {"vllm_xargs": json.dumps(xargs)})}
+    endpoints = {"transcribe": server.client.audio.transcriptions, "translate": server.client.audio.translations}
+    return endpoints[task].create(model="whisper", file=file, extra_body=extra)
+
+
+def text_of(model: Path, answer: Answer) -> str:
+    tokens = [token for token in answer.token_ids if token != EOS]
+    return AutoTokenizer.from_pretrained(model).decode(tokens, skip_special_tokens=True)
+
+
+def num_searched(server: Server) -> float:
+    return server.gauge("vllm:trie_beam_groups_finished_total")
+
+
+@pytest.mark.parametrize("example", TRANSCRIBES, ids=str)
+def test_an_example_of_a_client_runs(
+    server: Server, example: Example, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "speech.wav").write_bytes(recording(7)[0])
+    here = {"http://localhost:8000": server.url, "openai/whisper-small": "whisper"}
+    run_here(example, **here, **{"speech.wav": str(tmp_path / "speech.wav")})
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize(("task", "seed"), [("transcribe", 0), ("transcribe", 3), ("translate", 1)])
+def test_the_answer_is_transformers_best_hypothesis(server: Server, model: Path, task: str, seed: int) -> None:
+    """By its rules, and both ways of asking for them."""
+    before = num_searched(server)
+    expected = text_of(model, whispers_answer(model, recording(seed)[1], WIDTH, MAX_TOKENS, task))
+    as_vllm = transcribe(server, seed, task, use_beam_search=True, n=WIDTH, vllm_xargs={"semantics": "hf"})
+    as_trie = transcribe(server, seed, task, vllm_xargs={"beam_width": WIDTH})
+    assert as_vllm.text == as_trie.text == expected
+    assert num_searched(server) == before + 2
+
+
+def test_a_penalty_may_stand_in_either_place(server: Server) -> None:
+    """The form has one in any case: its default."""
+    options = {"use_beam_search": True, "n": WIDTH}
+    as_option = transcribe(server, 3, **options, vllm_xargs={"length_penalty": 3.0})
+    as_field = transcribe(server, 3, **options, length_penalty=3.0)
+    assert as_option.text == as_field.text
+    with pytest.raises(openai.BadRequestError, match=r"length_penalty=3\.0 of the request is 2\.0 in vllm_xargs"):
+        transcribe(server, 3, **options, length_penalty=3.0, vllm_xargs={"length_penalty": 2.0})
+
+
+def test_each_part_of_a_long_recording_is_searched(server: Server, model: Path) -> None:
+    before, seconds = num_searched(server), 1.8
+    parts = split_audio(recording(5, seconds)[1], SAMPLING_RATE, 1.0, 1.0, 1600)  # as vLLM cuts it
+    assert len(parts) > 1
+    expected = " ".join(text_of(model, whispers_answer(model, part, WIDTH, MAX_TOKENS)) for part in parts)
+    as_vllm = transcribe(server, 5, seconds=seconds, use_beam_search=True, n=WIDTH, vllm_xargs={"semantics": "hf"})
+    as_trie = transcribe(server, 5, seconds=seconds, vllm_xargs={"beam_width": WIDTH})
+    assert as_vllm.text == as_trie.text == expected
+    assert num_searched(server) == before + 2 * len(parts)
+
+
+def test_a_streamed_transcription_is_the_same_text(server: Server) -> None:
+    expected = transcribe(server, 0, vllm_xargs={"beam_width": WIDTH}).text
+    fields = {"stream": "true", "language": "en", "max_completion_tokens": MAX_TOKENS}
+    fields["vllm_xargs"] = json.dumps({"beam_width": WIDTH})
+    url, files = f"{server.url}/v1/audio/transcriptions", {"file": ("sound.wav", recording(0)[0])}
+    answer = httpx.post(url, data=fields, files=files, timeout=120).text
+    events = [json.loads(line) for line in re.findall(r"^data: (\{.*)$", answer, re.MULTILINE)]
+    assert "".join(event["choices"][0]["delta"]["content"] for event in events) == expected
+    with pytest.raises(openai.BadRequestError, match="Streaming is not currently supported with beam search"):
+        transcribe(server, 0, use_beam_search=True, n=WIDTH, stream=True)
+
+
+def test_a_beam_of_one_is_what_vllm_transcribes_without(server: Server) -> None:
+    before = num_searched(server)
+    for response_format in ("json", "verbose_json"):
+        greedy = transcribe(server, 1, response_format=response_format)
+        beam = transcribe(server, 1, response_format=response_format, use_beam_search=True, n=1)
+        assert beam.text.startswith(greedy.text)  # where that ends, a beam may go on with the next best token
+    assert "".join(one.text for one in beam.segments).startswith("".join(one.text for one in greedy.segments))
+    assert num_searched(server) == before + 2
+    assert "vLLM's own client loop" not in server.log.read_text()
+
+
+def test_a_search_that_cannot_be_is_refused_in_one_sentence(server: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match="use_beam_search with n=17 exceeds max_num_seqs=16"):
+        transcribe(server, 1, use_beam_search=True, n=17)
+    with pytest.raises(openai.BadRequestError, match="beam_width=17 exceeds max_num_seqs=16"):
+        transcribe(server, 1, vllm_xargs={"beam_width": 17})
+
+
+@pytest.mark.parametrize("width", [{"use_beam_search": True, "n": 16}, {"vllm_xargs": {"beam_width": 16}}], ids=str)
+@pytest.mark.parametrize("seconds", [1, 3])
+def test_a_search_that_fails_is_no_empty_text(server: Server, width: dict[str, Any], seconds: int) -> None:
+    asked = "use_beam_search with n=16" if "n" in width else "beam_width=16"
+    with pytest.raises(openai.InternalServerError, match=f"{asked} needs at least .* KV blocks after .* tokens"):
+        transcribe(server, 3, seconds=seconds, max_completion_tokens=120, **width)

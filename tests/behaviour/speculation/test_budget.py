@@ -1,0 +1,75 @@
+"""What budget a search is given suffices to speculate with, to the row and the token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.engine import Engines
+from tests.support.pairs import NOISE, Pair, speculating
+from tests.support.running import prompt_of, run
+from vllm_trie import BeamParams, beam_params
+from vllm_trie.engine.speculation_budget import Speculating, SpeculationBudgets
+from vllm_trie.messages import Drafted
+
+LEAST: list[tuple[dict[str, Any], int, int]] = [  # what is asked for, and the fewest rows and tokens of use to it
+    ({"beam_width": 1}, 0, 1),
+    ({"beam_width": 2}, 0, 1),
+    ({"beam_width": 2, "prune_relative": 1e-9}, 0, 2),
+    ({"beam_width": 2, "semantics": "vllm"}, 0, 2),
+    ({"beam_width": 2, "semantics": "tridecode"}, 0, 1),
+    ({"beam_width": 1, "speculation": "sample", "seed": 1}, 0, 1),
+    ({"beam_width": 3, "speculation": "sample", "seed": 1}, 2, 5),
+    ({"beam_width": 3, "speculation": "sample", "seed": 1, "memory_mode": True}, 2, 5),
+]
+
+
+def test_after_drafts_that_led_nowhere_a_group_rests_longer_each_time_until_some_lead_on() -> None:
+    config: Any = SimpleNamespace(
+        num_speculative_tokens=3, draft_model_config=SimpleNamespace(max_model_len=64), use_ngram=lambda: True
+    )
+    budgets, rests = SpeculationBudgets(config, None), list[int]()
+    group: Any = SimpleNamespace(params=BeamParams(beam_width=2, speculation="exact"), num_failed=0, rest=rests.append)
+    for num_steps in [1] * 9 + [2, 1, 1, 1]:
+        budgets.learn(group, Drafted(4, 4, 2, 4, 0.0, []), num_steps)
+    assert rests == [0, 0, 1, 2, 4, 8, 16, 16, 16, 0, 0, 0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "rows", "tokens"), LEAST)
+def test_the_least_of_use_is_given_and_nothing_less(
+    engines: Engines,
+    random_pair: Callable[[str, float], Pair],
+    options: dict,
+    rows: int,
+    tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = speculating(engines, random_pair("gqa", NOISE), 4)
+    share_out = engine.scheduler._budgets.share_out
+    options = {"speculation": "exact", "max_tokens": 40, "ignore_eos": True} | options
+    jobs = [(prompt_of(length), beam_params(**options)) for length in (20, 21)]
+
+    def searched(spare_rows: int, spare_tokens: int) -> tuple[int, int]:
+        """How often searches, one at a time, were given a budget, and how many forwards they saved by it."""
+        num_budgets = 0
+
+        def share(candidates: Sequence[Speculating], num_tokens: int, *_: int) -> None:
+            nonlocal num_budgets
+            share_out(candidates, num_tokens, spare_rows, spare_tokens)
+            num_budgets += sum(one.step.budget is not None for one in candidates)
+
+        monkeypatch.setattr(engine.scheduler._budgets, "share_out", share)
+        outputs = [run(engine, [(prompt, params.clone())])[0] for prompt, params in jobs]
+        told = [output.kv_transfer_params["trie_beam"] for output in outputs]
+        return num_budgets, sum(one["steps"] - one["target_forwards"] for one in told)
+
+    num_budgets, num_saved = searched(rows, tokens)
+    assert num_budgets > 0
+    assert num_saved > 0, "so little is of no use"
+    assert searched(rows, tokens - 1) == (0, 0)
+    if rows > 0:
+        assert searched(rows - 1, 100) == (0, 0)

@@ -1,0 +1,176 @@
+"""Speculation that is exact finds what plain steps find: tokens, scores, order and the reasons why hypotheses end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from allpairspy import AllPairs
+from vllm import SamplingParams
+from vllm.sampling_params import BeamSearchParams
+
+from tests.support.engine import BLOCK_SIZE, Engines
+from tests.support.options import DRAFTED
+from tests.support.pairs import (
+    NOISE,
+    TRAINED,
+    Asked,
+    Pair,
+    check_exact,
+    count_differing,
+    searches,
+    speculating,
+    steps_per_forward,
+)
+from tests.support.running import prompt_of, run, start_with, trained_prompts
+from vllm_trie import beam_params
+from vllm_trie.engine import kv_cache
+from vllm_trie.worker import verify
+
+pytestmark = pytest.mark.slow
+
+BESIDE = [
+    (prompt_of(length, length), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0))
+    for length in (5, BLOCK_SIZE - 1, 50)
+]
+
+
+def watch_accepted_paths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of every path that is accepted: the step that filled the roots' block, and how many steps there were."""
+    commits, stock = [], verify.accept_path
+
+    def accept_path(selector: Any, one: Any, steps: Any, beams: Any) -> Any:
+        commits.append((BLOCK_SIZE - one.start % BLOCK_SIZE, len(steps)))
+        return stock(selector, one, steps, beams)
+
+    monkeypatch.setattr(verify, "accept_path", accept_path)
+    return commits
+
+
+WIDTHS = [1, 2, 4, 8]
+DRAFTS_PER_BEAM = [1, 2, 4]
+PROMPT_LENGTHS = [1, BLOCK_SIZE - 3, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 2, 2 * BLOCK_SIZE - 5]
+GRID = [WIDTHS, DRAFTS_PER_BEAM, PROMPT_LENGTHS, [False, True]]
+
+
+def grid(prompts: list[list[int]], max_tokens: int) -> list[Asked]:
+    """Every pair of values of `GRID` at least once."""
+    asked = []
+    for (width, factor, length, ignore_eos), prompt in zip(AllPairs(GRID), prompts, strict=False):
+        options = {"beam_width": width, "draft_width": factor * width, "ignore_eos": ignore_eos}
+        asked.append((prompt[:length], options | {"max_tokens": max_tokens}))
+    return asked
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5])
+def test_a_random_pair_finds_what_plain_steps_find(
+    engines: Engines, random_pair: Callable[[str, float], Pair], num_layers: int
+) -> None:
+    engine = speculating(engines, random_pair("gqa", NOISE), num_layers, max_num_seqs=128)
+    asked = grid([prompt_of(2 * BLOCK_SIZE, seed) for seed in range(40)], max_tokens=2 * BLOCK_SIZE + 6)
+    outputs = check_exact(engine, asked, beside=BESIDE)
+    assert max(map(steps_per_forward, outputs)) > 1 + num_layers / 2
+
+
+def test_rows_of_equal_length_as_on_a_gpu_find_what_plain_steps_find(
+    engines: Engines, random_pair: Callable[[str, float], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, lengths = speculating(engines, random_pair("gqa", NOISE), 3, max_num_seqs=128), []
+    prepare_inputs = type(engine.runner).prepare_inputs
+
+    def seen(self: Any, output: Any, *args: Any) -> Any:
+        if self.step.forests:
+            slots = {row_id for one in self.step.forests.values() for row_id in [*one.group.row_ids, *one.spare_ids]}
+            lengths.append({output.num_scheduled_tokens[row_id] for row_id in slots})
+        return prepare_inputs(self, output, *args)
+
+    monkeypatch.setattr(type(engine.runner), "prepare_inputs", seen)
+    monkeypatch.setattr(engine.runner.drafter, "_pads_rows", True)
+    asked = grid([prompt_of(2 * BLOCK_SIZE, seed) for seed in range(12)], max_tokens=BLOCK_SIZE + 6)
+    outputs = check_exact(engine, asked, beside=BESIDE)
+    assert max(map(steps_per_forward, outputs)) > 2
+    assert {4} in lengths
+
+
+def test_the_trained_pair_finds_what_plain_steps_find(engines: Engines) -> None:
+    engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
+    prompts = trained_prompts([2 * BLOCK_SIZE] * 40)
+    outputs = check_exact(engine, grid(prompts, max_tokens=BLOCK_SIZE + 6), beside=BESIDE)
+    assert sum(steps_per_forward(output) > 1.5 for output in outputs) > len(outputs) // 3
+
+
+def test_whatever_acts_on_a_search_acts_on_each_step_of_it(engines: Engines) -> None:
+    engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
+    asked = []
+    for width, draft_width in ((1, 3), (4, 12)):
+        prompts = trained_prompts([BLOCK_SIZE - 9] * len(DRAFTED))
+        widths = {"beam_width": width, "draft_width": draft_width}
+        asked += [(p, {"max_tokens": 36, **widths, **one}) for p, one in zip(prompts, DRAFTED, strict=True)]
+    outputs = check_exact(engine, asked, beside=BESIDE)
+    assert sum(steps_per_forward(output) > 1.2 for output in outputs) > len(outputs) // 3
+
+
+def test_with_the_target_as_its_own_draft_model_every_step_is_found(
+    engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few drafts: those that beam search would keep come first. Blocks become full at every step of commits."""
+    model, num_layers, num_forwards = random_model("gqa"), 4, 8
+    engine = speculating(engines, (model, model), num_layers, max_num_seqs=512, max_num_batched_tokens=2048)
+    monkeypatch.setattr(kv_cache, "FEW_BLOCKS", 1000)  # so that nothing is left out
+    commits, num_steps = watch_accepted_paths(monkeypatch), num_layers + 1
+    options = {"max_tokens": 1 + num_forwards * num_steps, "ignore_eos": True}
+    lengths = range(BLOCK_SIZE - num_steps, BLOCK_SIZE)
+    asked = [(prompt_of(n, n), {"beam_width": w, "draft_width": w, **options}) for w in WIDTHS for n in lengths]
+    for output in check_exact(engine, asked):
+        assert output.kv_transfer_params["trie_beam"]["target_forwards"] == 1 + num_forwards
+    assert {fills for fills, count in commits if count == num_steps >= fills} == {*range(1, num_steps + 1)}
+
+
+def test_searches_of_every_kind_share_a_batch(engines: Engines) -> None:
+    engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
+    kinds: list[dict[str, Any]] = [
+        {"speculation": "off"},
+        {"speculation": "exact", "draft_width": 16},
+        {"speculation": "off", "do_sample": True, "seed": 1},
+        {"speculation": "sample", "seed": 2, "draft_width": 12},
+        {"speculation": "sample", "seed": 2, "memory_mode": True},
+        {"speculation": "exact", "beam_width": 1},
+    ]
+    prompts = trained_prompts([30] * len(kinds))
+    jobs = [
+        (p, beam_params(**{"beam_width": 4, "max_tokens": 34, **one})) for p, one in zip(prompts, kinds, strict=True)
+    ]
+    jobs += [(prompt, SamplingParams(temperature=0, max_tokens=40)) for prompt in prompts]
+
+    def found() -> list[Any]:
+        return run(engine, jobs)
+
+    outputs = found()
+    assert count_differing(found(), outputs) == 0
+    exact = [at for at, one in enumerate(kinds) if one["speculation"] == "exact"]
+    asked = [(prompts[at], {"beam_width": 4, "max_tokens": 34, "n": 1, **kinds[at]}) for at in exact]
+    for _, one in asked:
+        del one["speculation"]
+    count_differing([outputs[at] for at in exact], run(engine, searches(asked, "off")))
+    alone = run(engine, jobs[len(kinds) :])
+    assert [o.outputs[0].token_ids for o in outputs[len(kinds) :]] == [o.outputs[0].token_ids for o in alone]
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_beam_search_of_the_llm_finds_the_same(engines: Engines, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
+    commits = watch_accepted_paths(monkeypatch)
+    prompts = [{"prompt_token_ids": p} for p in trained_prompts([40] * 3)]
+    for params in (
+        BeamSearchParams(beam_width=width, max_tokens=40),
+        BeamSearchParams(beam_width=width, max_tokens=30, ignore_eos=True, length_penalty=2.0),
+    ):
+        found = []
+        for speculation in ("off", "exact"):
+            start_with(engine, monkeypatch, speculation=speculation)
+            outputs = engine.llm.beam_search(prompts, params)
+            found.append([[(s.tokens, s.text, round(s.cum_logprob, 3)) for s in o.sequences] for o in outputs])
+        assert found[0] == found[1]
+    assert max(count for _, count in commits) > 1

@@ -1,0 +1,102 @@
+"""An engine in this process, what it must look like when nothing runs, and those that tests in a row share."""
+
+from __future__ import annotations
+
+import gc
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.support.rows import WatchedRows
+from vllm_trie.selection import has_beams
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINED_TARGET = ROOT / "benchmarks" / "stdlib_pair" / "target"
+BLOCK_SIZE = 32  # the smallest that vLLM's CPU attention takes
+KV_CACHE_BYTES = 256 << 20
+
+
+@cache
+def _find_kernels_once() -> None:
+    """vLLM's CPU workers look through all modules for kernels to replace, and wrap those again that have been."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    find = cache(CpuPlatform.register_triton_kernel_overrides)
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(find)
+
+
+class Engine:
+    """One in-process vLLM engine, and what it must look like when nothing runs."""
+
+    def __init__(self, model: Path, **options: Any) -> None:
+        from vllm import LLM
+
+        options.setdefault("additional_config", {"trie_beam": {"check_invariants": True}})
+        options.setdefault("max_model_len", 512)
+        options.setdefault("max_num_seqs", 64)
+        options.setdefault("kv_cache_memory_bytes", KV_CACHE_BYTES)
+        options.setdefault("dtype", "float32")
+        has_tokenizer = (model / "tokenizer.json").exists()
+        _find_kernels_once()
+        gc.freeze()  # vLLM collects garbage five times at a start, half a second each if it looks at all it imported
+        self.llm = LLM(
+            str(model),
+            enforce_eager=True,
+            block_size=BLOCK_SIZE,
+            skip_tokenizer_init=not has_tokenizer,
+            **options,
+        )
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.watched = self.watch()
+
+    def watch(self) -> WatchedRows | None:
+        """Compare rows after every step."""
+        return WatchedRows(self) if has_beams(self.core.vllm_config) else None
+
+    @property
+    def runner(self) -> Any:
+        """The model runner of an engine that has one alone."""
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    def generate(self, prompts: list[list[int]], params: Any) -> list[Any]:
+        return self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
+    def check_nothing_is_left(self) -> None:
+        """Raise AssertionError if a block, a group, an address or a request outlived its search."""
+        assert self.scheduler.kv_cache_manager.num_used_blocks == 0, "KV blocks leak"
+        assert not self.scheduler.kv_cache_manager._groups
+        assert not self.scheduler.groups
+        assert not self.scheduler.requests
+        assert not self.scheduler.mailbox
+        assert not self.scheduler.mailbox._deliveries, "a delivery was never completed"
+        assert not self.llm.llm_engine.has_unfinished_requests()
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm, self.core, self.scheduler
+        gc.collect()
+
+
+class Engines:
+    """Keeps the engine that was asked for last."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._engine: Engine | None = None
+
+    def __call__(self, model: Path, **options: Any) -> Engine:
+        key = (model, repr(sorted(options.items())))
+        if self._engine is None or key != self._key:
+            self.close()
+            self._engine, self._key = Engine(model, **options), key
+        return self._engine
+
+    @property
+    def alive(self) -> Engine | None:
+        return self._engine
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None

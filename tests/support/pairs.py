@@ -1,0 +1,72 @@
+"""Engines with a draft model, and searches that speculate or do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.support.engine import ROOT, TRAINED_TARGET, Engine, Engines
+from tests.support.reference import NEAR_TIE
+from tests.support.running import MOST_TIES, Job, count_ties, run
+from vllm_trie import beam_params
+
+TRAINED = (TRAINED_TARGET, ROOT / "benchmarks" / "stdlib_pair" / "draft")
+NOISE = 0.012  # about half of the drafts of one beam are accepted
+
+Pair = tuple[Path, Path]
+Asked = tuple[list[int], dict[str, Any]]  # a prompt, and the options of a search
+
+count_differing = partial(count_ties, tolerance=NEAR_TIE)
+
+
+def drafting(draft: Path, num_layers: int, **more: Any) -> dict[str, Any]:
+    """The option of an engine that drafts `num_layers` tokens."""
+    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": num_layers}
+    return {"speculative_config": config | more}
+
+
+def looking_up(num_layers: int, shortest: int = 1, longest: int = 3, **more: Any) -> dict[str, Any]:
+    """The option of an engine that drafts `num_layers` tokens by n-grams."""
+    config = {"method": "ngram", "num_speculative_tokens": num_layers, "prompt_lookup_min": shortest}
+    return {"speculative_config": config | {"prompt_lookup_max": longest} | more}
+
+
+def speculating(engines: Engines, pair: Pair, num_layers: int, **options: Any) -> Engine:
+    """An engine with a draft model, that drafts `num_layers` tokens."""
+    target, draft = pair
+    return engines(target, **drafting(draft, num_layers), **options)
+
+
+def searches(asked: Iterable[Asked], speculation: str | None = "exact") -> list[Job]:
+    """The same searches, speculating or not."""
+    jobs = []
+    for prompt, options in asked:
+        own = {name: value for name, value in options.items() if speculation != "off" or name != "draft_width"}
+        own.setdefault("n", own["beam_width"])
+        jobs.append((prompt, beam_params(**own, speculation=speculation)))
+    return jobs
+
+
+def steps_per_forward(output: Any) -> float:
+    return output.kv_transfer_params["trie_beam"]["steps_per_forward"]
+
+
+def check_exact(
+    engine: Engine,
+    asked: Sequence[Asked],
+    after_step: Callable[[], None] = lambda: None,
+    beside: Sequence[Job] = (),
+) -> list[Any]:
+    """Search in both ways, and compare all that comes back. Returns what speculation found.
+
+    Args:
+        beside: Ordinary requests, that must answer as they do alone.
+    """
+    plain, alone = run(engine, searches(asked, "off")), run(engine, beside)
+    outputs = run(engine, [*searches(asked), *beside], after_step)
+    assert count_differing(outputs[len(asked) :], alone) == 0
+    ties = count_differing(outputs[: len(asked)], plain)
+    assert ties <= MOST_TIES * sum(len(output.outputs) for output in plain)
+    return outputs[: len(asked)]

@@ -1,0 +1,82 @@
+"""What a worker holds of beam groups, against what the scheduler believes."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from tests.support.engine import Engine
+
+
+class Row(NamedTuple):
+    tokens: list[int]  # generated ones
+    blocks: list[list[int]]  # by KV cache group
+
+
+def rows_of(runner: Any) -> dict[str, list[Row]]:
+    """The rows of each group that has all of them in a model runner."""
+    known = runner.req_states.req_id_to_index
+    return {
+        group_id: [_row(runner, row_id) for row_id in group.row_ids]
+        for group_id, group in runner.groups.items()
+        if known.keys() >= {*group.row_ids}
+    }
+
+
+def _row(runner: Any, row_id: str) -> Row:
+    states, tables = runner.req_states, runner.block_tables
+    slot = states.req_id_to_index[row_id]
+    tokens = states.all_token_ids.gpu[slot, states.prompt_len.np[slot] : states.total_len.gpu[slot]].tolist()
+    counts = tables.num_blocks.np[:, slot].tolist()
+    return Row(
+        tokens, [table.gpu[slot, :count].tolist() for table, count in zip(tables.block_tables, counts, strict=True)]
+    )
+
+
+class WatchedRows:
+    """Looks at all rows of decoding groups after every step, and compares when its result arrives.
+
+    Under async scheduling that is a step later, and the scheduler has made room for the next token by then.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.num_compared = 0
+        self.most_pending = 0
+        self.waiting = set[int]()  # rows of groups that had them, but were not in a step
+        self._engine = engine
+        self._seen: deque[dict[str, list[Row]]] = deque()
+        self._sample, self._update = engine.runner.sample_tokens, engine.scheduler.update_from_output
+        engine.runner.sample_tokens, engine.scheduler.update_from_output = self._sample_tokens, self._update_from_output
+
+    def restart(self) -> None:
+        """Count from now on."""
+        self.num_compared = self.most_pending = 0
+        self.waiting.clear()
+
+    def _sample_tokens(self, *args: Any) -> Any:
+        output, runner = self._sample(*args), self._engine.runner
+        rows = rows_of(runner)
+        waiting = runner.groups.keys() - runner.step.steps.keys()
+        self.waiting.update(len(runner.groups[group_id].row_ids) for group_id in waiting)
+        self._seen.append({group_id: rows[group_id] for group_id in runner.step.decoding})
+        return output
+
+    def _update_from_output(self, scheduler_output: Any, *args: Any) -> Any:
+        seen = self._seen.popleft() if scheduler_output.total_num_scheduled_tokens else {}
+        scheduler = self._engine.scheduler
+        pending = [group.num_pending for group in scheduler.groups.values()]
+        self.most_pending = max([self.most_pending, *pending])
+        outputs = self._update(scheduler_output, *args)
+        for group_id, rows in seen.items():
+            group = scheduler.groups.get(group_id)
+            tries = scheduler.kv_cache_manager._groups[group_id].tries if group is not None else []
+            if group is None or not tries or len(rows[0].tokens) != group.length:
+                continue  # over, or preempted since
+            for number, row in enumerate(rows):
+                assert row.tokens == group.history(number), (group_id, number)
+                for trie, blocks in zip(tries, row.blocks, strict=True):
+                    held = blocks[trie.num_skipped :]
+                    assert held == trie.row_blocks(number)[: len(held)], (group_id, number)
+                self.num_compared += 1
+        return outputs
