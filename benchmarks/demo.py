@@ -69,30 +69,45 @@ def demonstrate(subject: Subject, num_tasks: int | None, repeats: int) -> None:
     say(f"The model is {subject.told}.", "Starting vLLM with it ...")
     llm = make_engine(model=subject.model, dtype=subject.dtype, **ENGINE, **GRAMMARS)
     say(
-        f"1. ANSWERS. Greedy decoding takes the likeliest token each time. Beam search keeps the {WIDTH} likeliest "
-        "beginnings of an answer instead, and finds answers that are likelier as a whole. vLLM itself has a beam "
-        "search that runs outside its engine, in a loop of requests; this project runs it inside.",
-        "log p is the logarithm of the probability that the model gives to the whole answer: nearer to 0 is likelier. "
-        "Beam search ranks answers by log p per token, so that long ones are not at a disadvantage. An answer that is "
-        "broken off has reached its limit of tokens. ms: the time of a second, warm call.",
+        f"1. ANSWERS. Greedy decoding takes the likeliest token at each step. Beam search keeps the {WIDTH} likeliest "
+        "beginnings of an answer at each step, its beams, and so finds answers that are likelier as a whole. vLLM's "
+        "own beam search is a loop outside its engine: for each token it sends each beam as a new request. This "
+        "project searches inside the engine. The model is small: what it says may be wrong.",
+        "- log p: the natural logarithm of the probability that the model gives to all tokens of the answer, the one "
+        "that ends it among them. Nearer to 0 is likelier. In bfloat16 the same tokens may get a slightly different "
+        "log p in a batch of another size.\n"
+        "- log p per token: beams in the engine are ranked by it. Each token makes log p lower, so a longer answer may "
+        "rank first though its log p is lower.\n"
+        "- ms: the time of a second, warm call.\n"
+        "- answer: one that breaks off has reached its limit of tokens.",
     )
     for task in tasks:
         answer(llm, task)
     say(
-        f"2. MEMORY. Beams have most of their text in common. In the engine they share the blocks of the KV cache, "
-        f"{BLOCK_SIZE} tokens each, in which that text lies."
+        "2. MEMORY. Beams have most of their text in common. In the engine they share the KV blocks that hold it, "
+        f"{BLOCK_SIZE} tokens each. Here a search adds {BLOCKS_TOKENS} tokens to a prompt of {BLOCKS_PROMPT}.",
+        "- blocks held: the most in use in any step, counted in vLLM's own pool.\n"
+        "- beams apart would hold: the blocks of as many separate sequences of the same length.\n"
+        "- share: blocks held / beams apart would hold.",
     )
     count_blocks(llm, tasks)
     say(
-        f"3. TIME. {len(tasks)} prompts at once, {TIMED_TOKENS} tokens each. Sampling as many answers as there are "
-        "beams takes as many forwards of the model, and searches nothing: it is what beam search should cost."
+        f"3. TIME. {len(tasks)} prompts at once, {TIMED_TOKENS} new tokens each, in seconds. Sampling as many answers "
+        "as there are beams computes as many tokens and searches nothing: beam search should take no longer. It may take "
+        "less, as the beams of a prompt are one request to vLLM, while each sample is a request of its own.",
+        "- times ours: 2 means twice as long as beams in the engine.",
     )
     take_times(llm, tasks, repeats)
     stop(llm)
     say(
-        "4. A DRAFT MODEL. A small model guesses the next tokens of all beams, and the large one checks several "
-        "guesses in one forward. The answers are those of plain beam search. Whether it saves time depends on how "
-        "much cheaper the small model is, and on how many of its guesses are right.",
+        f"4. A DRAFT MODEL. A smaller model drafts the next {LAYERS} tokens of all beams, and one forward of the large "
+        "model verifies these drafts. The search goes on as far as all beams that it needs were drafted, and finds "
+        "what plain beam search finds. Drafts save time only where the smaller model is much cheaper and often right. "
+        "Elsewhere drafting in every step takes longer. By default the engine measures this, and drafts where it pays.",
+        "- steps per forward: tokens by which the beams grow in one forward of the large model; forwards of prompts do "
+        "not count.\n"
+        "- drafts accepted: drafted tokens that became part of a beam.\n"
+        "- times plain: 2 means twice as long as plain beams.",
         "Starting vLLM with a draft model ...",
     )
     draft = {"method": "draft_model", "model": str(subject.draft), "num_speculative_tokens": LAYERS}
@@ -137,6 +152,7 @@ def answer(llm: Any, task: Task) -> None:
             )
             for one in found
         ],
+        task.note,
     )
 
 
@@ -208,10 +224,9 @@ def count_blocks(llm: Any, tasks: Sequence[Task]) -> None:
         unshared = width * -(-(BLOCKS_PROMPT + BLOCKS_TOKENS - 1) // BLOCK_SIZE)
         rows.append((width, peak, unshared, f"{peak / unshared:.2f}"))
     show(
-        f"KV blocks at the peak, behind a prompt of {BLOCKS_PROMPT} tokens, {BLOCKS_TOKENS} new ones",
-        ("beams", "held", "beams apart would hold", "ratio"),
+        "",
+        ("beams", "blocks held", "beams apart would hold", "share"),
         rows,
-        "held: counted in vLLM's own pool of blocks in every step",
     )
 
 
@@ -239,17 +254,17 @@ def take_times(llm: Any, tasks: Sequence[Task], repeats: int) -> None:
         ratios = (median_ratio(seconds[name], seconds["engine"]) for name in ("sampling", "loop"))
         rows.append((width, *medians, *(f"{ratio:.2f}" for ratio in ratios)))
     show(
-        "Seconds",
+        "",
         ("beams", "in the engine", "sampling", "vLLM's own loop", "sampling, times ours", "loop, times ours"),
         rows,
-        f"medians of {repeats} alternations",
+        f"Medians of {repeats} rounds, in which the three run in turn.",
     )
 
 
 def speculate(llm: Any, tasks: Sequence[Task], repeats: int) -> None:
     """Search with and without a draft: the same answers in fewer forwards of the model, counted and timed."""
     prompts = [task.prompt(llm.get_tokenizer()) for task in tasks]
-    ways = {"plain beams": "off", "with drafts in every step": "exact", "with drafts where they pay": "auto"}
+    ways = {"plain beams": "off", "drafts in every step": "exact", "drafts where they pay": "auto"}
     params = {way: beam_params(WIDTH, max_tokens=TIMED_TOKENS, speculation=own) for way, own in ways.items()}
     found = {way: one_at_a_time(llm, prompts, own) for way, own in params.items()}
     seconds = alternate({way: partial(one_at_a_time, llm, prompts, own) for way, own in params.items()}, repeats)
@@ -270,10 +285,9 @@ def speculate(llm: Any, tasks: Sequence[Task], repeats: int) -> None:
             )
         )
     show(
-        f"{WIDTH} beams, one search at a time, {TIMED_TOKENS} tokens at most",
-        ("way", "steps per forward", "drafts accepted", "s", "times plain", "the same answer"),
+        f"{WIDTH} beams, one search at a time, {TIMED_TOKENS} new tokens at most",
+        ("way", "steps per forward", "drafts accepted", "seconds", "times plain", "same best answer"),
         rows,
-        "steps per forward: tokens by which all beams grow in one forward of the large model",
     )
 
 

@@ -32,6 +32,7 @@ class Task:
         max_tokens: Of the answer.
         is_chat: The model's chat template goes around the text.
         schema: A JSON schema that every answer must fit.
+        note: What a reader of its table must know.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Task:
     max_tokens: int
     is_chat: bool = True
     schema: dict[str, Any] | None = None
+    note: str = ""
 
     def prompt(self, tokenizer: Any) -> str:
         """As the model reads it."""
@@ -88,13 +90,28 @@ REAL_TASKS = (
         5,
         is_chat=False,
     ),
-    Task("a summary", f"Summarize in one sentence: {NEWS}", 40),
-    Task("a function", "def fibonacci(n):\n", 48, is_chat=False),
+    Task(
+        "a summary",
+        f"Summarize in one sentence: {NEWS}",
+        40,
+        note="In vLLM 0.32 its own loop divides log p by the tokens of prompt and answer together. So length hardly "
+        "matters, and it may prefer a shorter answer.",
+    ),
+    Task(
+        "a function",
+        "def fibonacci(n):\n",
+        48,
+        is_chat=False,
+        note="The prompt is this line as it stands, not a chat, and the model writes it once more.",
+    ),
     Task(
         "JSON by a schema",
         "Extract the name, the age and the city as JSON: Anna is 34 years old and lives in Lyon.",
         40,
         schema=PERSON,
+        note="One text can be made of different tokens: such answers are different hypotheses. For greedy decoding and "
+        "for beams in the engine, log p is renormalised over the tokens that the schema allows. vLLM's own loop does not "
+        "renormalise, so its log p is lower.",
     ),
     Task("a chat", "Why is the sky blue? Answer in one sentence.", 48),
 )
