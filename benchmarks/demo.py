@@ -93,8 +93,8 @@ def demonstrate(subject: Subject, num_tasks: int | None, repeats: int) -> None:
     count_blocks(llm, tasks)
     say(
         f"3. TIME. {len(tasks)} prompts at once, {TIMED_TOKENS} new tokens each, in seconds. Sampling as many answers "
-        "as there are beams computes as many tokens and searches nothing: beam search should take no longer. It may take "
-        "less, as the beams of a prompt are one request to vLLM, while each sample is a request of its own.",
+        "as there are beams computes as many tokens and searches nothing: beam search should take no longer. It may "
+        "take less, as the beams of a prompt are one request to vLLM, while each sample is a request of its own.",
         "- times ours: 2 means twice as long as beams in the engine.",
     )
     take_times(llm, tasks, repeats)

@@ -110,8 +110,8 @@ REAL_TASKS = (
         40,
         schema=PERSON,
         note="One text can be made of different tokens: such answers are different hypotheses. For greedy decoding and "
-        "for beams in the engine, log p is renormalised over the tokens that the schema allows. vLLM's own loop does not "
-        "renormalise, so its log p is lower.",
+        "for beams in the engine, log p is renormalised over the tokens that the schema allows. vLLM's own loop does "
+        "not renormalise, so its log p is lower.",
     ),
     Task("a chat", "Why is the sky blue? Answer in one sentence.", 48),
 )
