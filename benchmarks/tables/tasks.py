@@ -16,7 +16,8 @@ from benchmarks.significance import shown_p
 from vllm_trie import beam_params
 
 END_OF_FUNCTION = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n```", "\nassert")
-ASKED = "{}\nSolve this step by step. Write the answer as a number in the last line, after ####."
+FUNCTION = "Complete this Python function.\n\n```python\n{}```"
+QUESTION = "{}\nSolve this step by step. Write the answer as a number in the last line, after ####."
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 GREEDY = "greedy"
 TEMPERATURE, SEED = 0.7, 1
@@ -67,18 +68,27 @@ def number_of(answer: str) -> float | None:
     return float(found[0 if mark else -1].replace(",", "")) if found else None
 
 
-def as_chat(tokenizer: Any, task: dict[str, Any]) -> str:
+def question(tokenizer: Any, task: dict[str, Any]) -> str:
     """A question as a turn of a chat, for models that know chats."""
-    asked = ASKED.format(task["question"])
-    if not tokenizer.chat_template:
-        return f"{asked}\n"
-    turn = [{"role": "user", "content": asked}]
+    request = QUESTION.format(task["question"])
+    return as_chat(tokenizer, request) if tokenizer.chat_template else f"{request}\n"
+
+
+def function_to_complete(tokenizer: Any, task: dict[str, Any]) -> str:
+    """A function's beginning; for models that know chats, as the beginning of an answer."""
+    start = task["prompt"]
+    return f"{as_chat(tokenizer, FUNCTION.format(start))}```python\n{start}" if tokenizer.chat_template else start
+
+
+def as_chat(tokenizer: Any, request: str) -> str:
+    """A user's turn, up to where the answer begins."""
+    turn = [{"role": "user", "content": request}]
     return tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
 
 
 KINDS = (
-    Kind(frozenset({"prompt", "test", "entry_point"}), END_OF_FUNCTION, lambda _, task: task["prompt"], functions_pass),
-    Kind(frozenset({"question", "answer"}), (), as_chat, sums_are_right),
+    Kind(frozenset({"prompt", "test", "entry_point"}), END_OF_FUNCTION, function_to_complete, functions_pass),
+    Kind(frozenset({"question", "answer"}), (), question, sums_are_right),
 )
 
 
@@ -135,8 +145,9 @@ TABLE = Table(
     ("set", "search", "solved", "of", "% (95 %)", "alone", "greedy alone", "p", "mean log p per token"),
     cells,
     measure,
-    f"at most {NUM_TOKENS} tokens; the best hypothesis counts; HumanEval: the prompt is completed, up to the end of "
-    "the function, and runs with its tests in a process with limits; GSM8K: a turn of a chat, the number behind ####, "
-    "or the last one; alone: tasks that this search solves and greedy search does not; p: McNemar's exact test; beam "
-    f"sampling: temperature {TEMPERATURE}, seed {SEED}",
+    f"at most {NUM_TOKENS} tokens; the best hypothesis counts; HumanEval: the function is completed up to its end (a "
+    "model that knows chats is asked in one, and its answer begins with the prompt) and runs with its tests in a "
+    "process with limits; GSM8K: a turn of a chat, the number behind ####, or the last one; alone: tasks that this "
+    "search solves and greedy search does not; p: McNemar's exact test; beam sampling: temperature "
+    f"{TEMPERATURE}, seed {SEED}",
 )
