@@ -102,7 +102,7 @@ class Resumed(NamedTuple):
 
     histories: list[list[int]]  # all that each row has generated
     scores: list[float]  # their cumulative log-probabilities
-    perturbed: list[float] | None = None  # the same with the noise of stochastic beam search, if it has some
+    rank_scores: list[float] | None = None  # what they compete by, if not by these
 
 
 class NewRows(NamedTuple):

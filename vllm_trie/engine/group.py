@@ -137,7 +137,8 @@ class BeamGroup:
         self.hypotheses = HypothesisTrie()
         stop_token_ids, max_length = self.rules.stop_token_ids, self.rules.max_length
         self.pool = new_pool(self.params, max_length, *self._uneven_lengths, stop_token_ids=stop_token_ids)
-        self._perturbed: list[float] | None = None  # scores of rows with noise, in stochastic beam search
+        self.pool.most_boost = sum(constraint.most_boost for constraint in self.select_rules.constraints)
+        self._rank_scores: list[float] | None = None  # what rows compete by, if not by their sums
         self.best_end = 0, 0  # the length and the row from which the best finished hypothesis took its last token
         self.drafted_length = 0  # generated tokens of every beam that a draft model, if there is one, has computed
         self.was_preempted = False  # since there have been rows
@@ -170,7 +171,7 @@ class BeamGroup:
         if not self.was_preempted:
             return None
         histories = [self.history(row) for row in range(self.num_rows)]
-        return Resumed(histories, self.hypotheses.row_scores(), self._perturbed)
+        return Resumed(histories, self.hypotheses.row_scores(), self._rank_scores)
 
     def next_rules(self, ahead: int = 0) -> SelectRules:
         """How the worker selects in the next step to be scheduled, or `ahead` steps later."""
@@ -210,13 +211,13 @@ class BeamGroup:
             GrammarError: a row took a token that its grammar does not take.
         """
         self.length += 1
-        ended, perturbed = Ended([], [], [], []), step.perturbed
+        ended, rank_scores = Ended([], [], [], []), step.rank_scores
         if len(step.finished.tokens):
             parents, tokens, scores = (field.tolist() for field in step.finished)
             reports = _reports(step.finished, step.finished_logprobs, step.top_logprobs)
             nodes = self.hypotheses.finish(self._rows(parents), tokens, scores, reports)
-            ended = Ended(scores if perturbed is None else perturbed.finished.tolist(), tokens, nodes, parents)
-        running = step.scores if perturbed is None else perturbed.beams
+            ended = Ended(scores if rank_scores is None else rank_scores.finished.tolist(), tokens, nodes, parents)
+        running = step.scores if rank_scores is None else rank_scores.beams
         outdone, is_over = self.pool.advance(ended, running, self.length)
         if self.stream is None:
             for hypothesis in outdone:
@@ -231,7 +232,7 @@ class BeamGroup:
         parents, tokens, scores = (field.tolist() for field in beams)
         parents = self._rows(parents)
         self.hypotheses.advance(parents, tokens, scores, _reports(beams, step.beam_logprobs, step.top_logprobs))
-        self._perturbed = None if perturbed is None else perturbed.beams.tolist()
+        self._rank_scores = None if rank_scores is None else rank_scores.beams.tolist()
         if self.matchers is not None:
             self.matchers.advance(parents, tokens, scores)
         return False
@@ -251,7 +252,8 @@ class BeamGroup:
         if stream.is_decided:
             return None
         scores = trie.row_scores()
-        stream.is_decided = len(self.pool) > 0 and self.pool.is_decided(max(scores), self.length)
+        best_running = max(scores if self._rank_scores is None else self._rank_scores)
+        stream.is_decided = len(self.pool) > 0 and self.pool.is_decided(best_running, self.length)
         if stream.is_decided:
             return stream.extend(trie, trie.parent(self.pool.best(1)[0].node))
         dead = [row for row, score in enumerate(scores) if score == -np.inf]

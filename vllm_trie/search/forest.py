@@ -138,7 +138,7 @@ class Layer(NamedTuple):
     """The newest layer of a forest that is searched as plain beam search would search it."""
 
     nodes: list[int]
-    scores: torch.Tensor  # [nodes] float32, of the target for roots, and the draft's log-probabilities since then
+    scores: torch.Tensor  # [nodes] float32, what ranks them: of the target for roots, by the draft's logits since then
     narrow: Collection[int]  # positions of those that beam search by the draft model alone would have kept
 
 

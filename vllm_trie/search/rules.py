@@ -90,6 +90,8 @@ class SelectRules(NamedTuple):
         In it, beams that are worse than whatever lives on have no say.
         """
         strategy = self.strategy
+        if any(constraint.most_boost for constraint in self.constraints):  # worse ones may come to be better
+            return False
         return isinstance(strategy, Best) and strategy.semantics != "vllm" and self.pruning == Pruning()
 
 

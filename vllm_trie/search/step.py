@@ -19,6 +19,7 @@ from vllm_trie.search.sampling import joint_probabilities
 from vllm_trie.search.step_result import Step, TokenLogprobs, TopLogprobs
 from vllm_trie.search.strategies.best import best
 from vllm_trie.search.strategies.best_of_items import best_of_items
+from vllm_trie.search.strategies.boosted import Boosted
 from vllm_trie.search.strategies.drawn import drawn
 from vllm_trie.search.strategies.in_groups import in_groups
 from vllm_trie.search.strategies.means import Choice, Means
@@ -47,6 +48,9 @@ def take_step(rules: SelectRules, logits: torch.Tensor, beams: Beams, means: Mea
     temperature = 1.0 if isinstance(rules.strategy, Drawn) else rules.filters.temperature
     logprobs, beams = _of_rows(rules, logits, beams, temperature)
     choose = CHOOSE[type(rules.strategy)] if rules.items is None else best_of_items
+    if (boosts := beams.boosts(logits.shape[-1], rules.is_last)) is not None:
+        at_end = beams.boosts(logits.shape[-1], is_end=True) if rules.stops.strings else None
+        choose = Boosted(choose, boosts, boosts if at_end is None else at_end).choose
     return reported(rules, choose(rules, logprobs, beams, means))
 
 
@@ -65,9 +69,14 @@ def joint_distribution(rules: SelectRules, logits: torch.Tensor, beams: Beams) -
 
 
 def draft_logprobs(rules: SelectRules, logits: torch.Tensor, beams: Beams) -> torch.Tensor:
-    """Log-probabilities [G, r, V] of a draft model, with -inf for whatever does not go on after the next step."""
+    """What drafts compete by: log-probabilities [G, r, V] of a draft model, and boosts.
+
+    It is -inf for whatever does not go on after the next step.
+    """
     logprobs = log_probabilities(logits, rules.stops.token_ids, rules.filters.temperature)
-    return beams.narrow(beams.restrict(logprobs))
+    logprobs = beams.narrow(beams.restrict(logprobs))
+    boosts = beams.boosts(logits.shape[-1], is_end=False)
+    return logprobs if boosts is None else logprobs + boosts
 
 
 def _of_rows(

@@ -30,8 +30,8 @@ class TokenLogprobs(NamedTuple, Generic[Array]):
     ranks: Array  # how many tokens of its row are at least as probable
 
 
-class PerturbedScores(NamedTuple, Generic[Array]):
-    """Scores with the noise of stochastic beam search: float32 tensors [G, b] and [G, F]; on the host [b] and [F]."""
+class RankScores(NamedTuple, Generic[Array]):
+    """What hypotheses compete by besides sums: float32 tensors [G, b] and [G, F]; on the host [b] and [F]."""
 
     beams: Array
     finished: Array
@@ -47,7 +47,7 @@ class Step(NamedTuple, Generic[Array]):
     top_logprobs: TopLogprobs[Array] | None = None  # by parent; this and the others if log-probabilities are reported
     beam_logprobs: TokenLogprobs[Array] | None = None  # by slot
     finished_logprobs: TokenLogprobs[Array] | None = None
-    perturbed: PerturbedScores[Array] | None = None  # by which hypotheses compete, in stochastic beam search
+    rank_scores: RankScores[Array] | None = None  # by which hypotheses compete, if not by `scores`
     states: Mapping[Constraint, torch.Tensor] | None = None  # by slot, those known already; on the device
 
     @property
@@ -62,20 +62,20 @@ class Layout(NamedTuple):
     ints: list[int]
     floats: list[int]
     top_shape: torch.Size | None  # [r, N], if log-probabilities are reported
-    has_perturbed: bool
+    has_rank_scores: bool
 
 
 def packed(step: Step[torch.Tensor]) -> tuple[torch.Tensor, Layout]:
     """All of a step as one tensor [G, n] int32, to be copied to the host at once; floats keep their bits."""
-    parents, tokens, scores, finished, top_logprobs, of_beams, of_finished, perturbed, _ = step
+    parents, tokens, scores, finished, top_logprobs, of_beams, of_finished, rank_scores, _ = step
     ints, floats = [parents, tokens, finished.parents, finished.tokens], [scores, finished.scores]
     if top_logprobs and of_beams and of_finished:
         ints += [of_beams.ranks, of_finished.ranks, top_logprobs.tokens.flatten(1)]
         floats += [of_beams.logprobs, of_finished.logprobs, top_logprobs.logprobs.flatten(1)]
-    floats += perturbed or ()
+    floats += rank_scores or ()
     words = torch.cat([torch.cat(ints, dim=1).int(), torch.cat(floats, dim=1).view(torch.int32)], dim=1)
     sizes = [[field.shape[1] for field in fields] for fields in (ints, floats)]
-    return words, Layout(sizes[0], sizes[1], top_logprobs and top_logprobs.tokens.shape[1:], perturbed is not None)
+    return words, Layout(sizes[0], sizes[1], top_logprobs and top_logprobs.tokens.shape[1:], rank_scores is not None)
 
 
 def unpacked(array: np.ndarray, layout: Layout) -> list[Step[np.ndarray]]:
@@ -94,8 +94,8 @@ def unpacked(array: np.ndarray, layout: Layout) -> list[Step[np.ndarray]]:
                 beam_logprobs=TokenLogprobs(logprobs[0][at], reported[0][at]),
                 finished_logprobs=TokenLogprobs(logprobs[1][which], reported[1][which]),
             )
-        if layout.has_perturbed:
-            step = step._replace(perturbed=PerturbedScores(logprobs[-2][at], logprobs[-1][which]))
+        if layout.has_rank_scores:
+            step = step._replace(rank_scores=RankScores(logprobs[-2][at], logprobs[-1][which]))
         steps.append(step)
     return steps
 

@@ -51,6 +51,8 @@ def _worse_is_more(finished: Finished) -> float:
 class Pool(ABC):
     """Where finished hypotheses compete, and when the search for them is over."""
 
+    most_boost: float = 0.0  # that a token can add to what they compete by, besides its log-probability
+
     @abstractmethod
     def advance(self, ended: Ended, running: np.ndarray, length: int) -> tuple[list[Finished], bool]:
         """Take in what one step has led to.
@@ -106,9 +108,11 @@ class HypothesisPool(Pool):
     def bound(self, sum_logprobs: float, length: int) -> float:
         """The most that what descends from a running beam can compete by.
 
-        Sums only fall, and are negative: the best that can come is as long, or as short, as possible.
+        Sums rise by boosts alone. Below 0 the best that can come is as long, or as short, as possible; above it is the
+        other of both.
         """
-        return self.score(sum_logprobs, self.max_length if self.length_penalty > 0 else length, NO_TOKEN)
+        most = sum_logprobs + self.most_boost * (self.max_length - length)
+        return self.score(most, self.max_length if (self.length_penalty > 0) == (most < 0) else length, NO_TOKEN)
 
     def is_decided(self, best_running: float, length: int) -> bool:
         """Whether no running beam can beat the best of a pool that is not empty: of equal ones the earlier is better.

@@ -98,7 +98,7 @@ class Drafter:
             budget = replace(budget, num_layers=num_layers, draft_width=draft_width)
         forest = Forest(roots, num_rows, budget.max_tokens)
         beams = self._selector.row_beams.before_drafts(step.rules, group, start + 1, budget.num_layers)
-        layer = Layer(list(range(len(roots))), beams.scores[0], range(len(roots)))
+        layer = Layer(list(range(len(roots))), beams.compete_by[0], range(len(roots)))
         rng = None if step.draw is None else generator(*step.draw)
         return ForestStep(step, budget, group, start, tables.block_sizes, forest, layer, blocks, rng, beams.states)
 

@@ -110,7 +110,7 @@ def _fan_out(
     histories: list[list[int]] = [[]] * num_rows
     if step.resumed is not None:
         histories = step.resumed.histories
-        known = [of_rows for of_rows in (step.resumed.scores, step.resumed.perturbed) if of_rows is not None]
+        known = [of_rows for of_rows in (step.resumed.scores, step.resumed.rank_scores) if of_rows is not None]
         group.beams = Beams(*async_tensor_h2d(known, device=device, dtype=torch.float32)[:, None])
         newest = [history[-1] for history in histories]
         group.tokens = async_tensor_h2d(newest, device=device, dtype=torch.int64)

@@ -66,11 +66,11 @@ class ForestStep:
         assert isinstance(strategy, Drawn)
         return DraftRules(self.budget.draft_width, width, strategy.min_width, strategy.threshold, strategy.replacement)
 
-    def beams_at(self, nodes: Sequence[int], scores: torch.Tensor) -> Beams:
-        """Beams that have come to these nodes with these scores [nodes]."""
+    def beams_at(self, nodes: Sequence[int], beams: Beams) -> Beams:
+        """These beams, which have come to these nodes, with the states that they have there."""
         if not self.states:
-            return Beams(scores[None])
-        return Beams(scores[None], states=gather_states(self.states, self._on_device(nodes)))
+            return beams
+        return beams._replace(states=gather_states(self.states, self._on_device(nodes)))
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
         """[1, numbers] int64."""
@@ -96,7 +96,9 @@ class ForestStep:
         if isinstance(rules.strategy, Drawn):
             forks = self._draw_layer(logits, rules)
         else:
-            (logprobs,) = draft_logprobs(rules, logits[None], self.beams_at(self.layer.nodes, self.layer.scores))
+            (logprobs,) = draft_logprobs(
+                rules, logits[None], self.beams_at(self.layer.nodes, Beams(self.layer.scores[None]))
+            )
             self.forest.open_rows(math.sqrt(number / self.budget.num_layers))  # or the first layer would take them all
             self.layer, forks = grow(self.forest, self.layer, logprobs, self.num_beams, self.budget.draft_width)
             self._follow(self.layer.nodes)
@@ -133,7 +135,7 @@ class ForestStep:
         scores[is_alive] = self.layer.scores
         of_all = logits.new_zeros(len(before), vocab_size)
         of_all[is_alive] = logits
-        beams = self.beams_at([max(node, 0) for node in before], scores)
+        beams = self.beams_at([max(node, 0) for node in before], Beams(scores[None]))
         q, logprobs = (
             of_group[0] for of_group in joint_distribution(rules._replace(is_controlled=False), of_all[None], beams)
         )

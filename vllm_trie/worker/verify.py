@@ -100,10 +100,9 @@ class _Nodes:
         at = async_tensor_h2d(self._at[nodes], device=self._logits.device, dtype=torch.int64)
         return self._logits[at]
 
-    def step(self, rules: SelectRules, nodes: list[int], scores: np.ndarray) -> tuple[Step[np.ndarray], Beams]:
-        """One step of the search from beams at `nodes`, with cumulative `scores` [b], and what its beams carry."""
-        of_beams = async_tensor_h2d(scores, device=self._logits.device, dtype=torch.float32)
-        beams = self.forest_step.beams_at(nodes, of_beams)
+    def step(self, rules: SelectRules, nodes: list[int], beams: Beams) -> tuple[Step[np.ndarray], Beams]:
+        """One step of the search from beams at `nodes`, and what its beams carry."""
+        beams = self.forest_step.beams_at(nodes, beams)
         step = take_step(rules, self.logits(nodes)[None], beams, self.means(rules, nodes))
         return _on_host(step), beams.after(step)
 
@@ -140,11 +139,10 @@ def _beam_search(nodes: _Nodes) -> Found:
     better, no step depends on it.
     """
     forest, carried = nodes.forest, nodes.forest_step.group.beams
-    scores = carried.scores[0].cpu().numpy()
-    steps, beams, accepted = list[Step](), [list(range(len(scores)))], [0]
-    unseen = DEAD
+    steps, beams, accepted = list[Step](), [list(range(nodes.forest_step.num_beams))], [0]
+    before, unseen = carried, DEAD
     for rules in nodes.rules:
-        step, after = nodes.step(rules, beams[-1], scores)
+        step, after = nodes.step(rules, beams[-1], before)
         if unseen > DEAD and not (step.num_beams == rules.width and step.scores.min() > unseen):
             break
         steps.append(step)
@@ -156,7 +154,7 @@ def _beam_search(nodes: _Nodes) -> Found:
         if rules is nodes.rules[-1] or rules.is_last or step.num_beams < len(drafts) or not may_go_on:
             break
         unseen = step.scores[~is_seen].max(initial=DEAD)
-        scores = np.where(is_seen, step.scores, DEAD)
+        before = after if is_seen.all() else after.only(torch.from_numpy(is_seen).to(after.scores.device)[None])
         beams.append([ROOT_OF_DEAD if draft is None else draft for draft in drafts])
         accepted.append(int(is_seen.sum()))
     return Found(steps, beams[: len(steps)], accepted[: len(steps)], carried)
@@ -176,7 +174,7 @@ def _beam_sampling(nodes: _Nodes) -> Found:
     def target(verified: Verified | None) -> torch.Tensor:
         """The target's joint distribution; after the first layer with a row for each draft of the layer before."""
         nonlocal before, logprobs
-        before = forest_step.beams_at(beams[-1], scores)
+        before = forest_step.beams_at(beams[-1], Beams(scores[None]))
         joint, of_beams = joint_distribution(nodes.rules[len(steps)], nodes.logits(beams[-1])[None], before)
         logprobs = of_beams[0]
         of_rows = joint[0][np.maximum(slots_of_rows, 0)]

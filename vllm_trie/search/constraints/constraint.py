@@ -19,11 +19,12 @@ class Source(Enum):
 class Constraint:
     """A rule on what each row may take next, by a state: one tensor [G, r, ...] of G groups with r rows each.
 
-    Constraints are compared by what they say: groups whose constraints are equal are one batch. The three rules below
+    Constraints are compared by what they say: groups whose constraints are equal are one batch. The four rules below
     leave everything as it is, unless a constraint says otherwise; it says so in the one of them that fits.
     """
 
     source: ClassVar[Source] = Source.LAST_STEP
+    most_boost: float = 0.0  # see `boosts`: the most that one token may add
 
     def begin(self, num_rows: int, device: torch.device) -> torch.Tensor:
         """[1, r, ...] the states of hypotheses without a token."""
@@ -36,6 +37,17 @@ class Constraint:
     def leads_on(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """[G, r] bool, whether a token [G, r] is possible there and something may come after it."""
         raise NotImplementedError
+
+    def boosts(self, states: torch.Tensor, vocab_size: int, is_end: bool) -> torch.Tensor | None:
+        """What each token adds to the score that hypotheses compete by, besides its log-probability; None: nothing.
+
+        Args:
+            is_end: What it is added to ends with this token.
+
+        Returns:
+            [G, r, V] float32, finite.
+        """
+        return None
 
     def mask(self, logits: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Logits [G, r, V] with -inf for what may not come: log-probabilities are those of a model that knows of it."""

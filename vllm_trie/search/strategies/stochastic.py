@@ -12,7 +12,7 @@ from vllm_trie.search.filters import filtered
 from vllm_trie.search.gumbel import stochastic_step
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step_result import PerturbedScores, Step
+from vllm_trie.search.step_result import RankScores, Step
 from vllm_trie.search.strategies.means import Choice, Means, alive, ended
 
 
@@ -23,7 +23,7 @@ def stochastic(rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: 
     """
     assert isinstance(means.random, Sequence), "beams are drawn without a generator for each group"
     scores, vocab_size = beams.scores, logprobs.shape[-1]
-    perturbed = torch.zeros_like(scores) if beams.perturbed is None else beams.perturbed
+    perturbed = torch.zeros_like(scores) if beams.rank_scores is None else beams.rank_scores
     allowed = filtered(beams.narrow(logprobs), rules.filters)
     total = allowed.logsumexp(dim=-1, keepdim=True)
     allowed = (allowed - total).where(total > NEVER, NEVER)
@@ -36,6 +36,6 @@ def stochastic(rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: 
     drawn = Candidates(cells // vocab_size, cells % vocab_size, sums.float().where(noisy > NEVER, NEVER))
     stops = rules.stops.end(drawn, means.completes)
     of_slots = alive(drawn, stops), rules.width, scores.shape[1]
-    with_noise = PerturbedScores(means.select_next(drawn._replace(scores=noisy), *of_slots).scores, noisy)
-    step = Step(*means.select_next(drawn, *of_slots), ended(rules, drawn, stops), perturbed=with_noise)
+    with_noise = RankScores(means.select_next(drawn._replace(scores=noisy), *of_slots).scores, noisy)
+    step = Step(*means.select_next(drawn, *of_slots), ended(rules, drawn, stops), rank_scores=with_noise)
     return Choice(step, allowed)

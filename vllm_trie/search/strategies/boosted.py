@@ -1,0 +1,55 @@
+"""Any strategy, by scores to which constraints add: hypotheses keep their cumulative log-probabilities besides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.devices import NEVER
+from vllm_trie.search.filters import LogitsFilters, filtered
+from vllm_trie.search.rank import Candidates
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.step_result import RankScores
+from vllm_trie.search.strategies.means import Choice, Means
+
+Choose = Callable[[SelectRules, torch.Tensor, Beams, Means], Choice]
+
+
+class Boosted(NamedTuple):
+    """A strategy whose candidates compete by cumulative log-probability and boosts.
+
+    Args:
+        strategy: Which ranks candidates by cumulative scores.
+        boosts: [G, r, V] float32, what each token adds.
+        at_end: [G, r, V] float32, what it adds to a hypothesis that ends with it.
+    """
+
+    strategy: Choose
+    boosts: torch.Tensor
+    at_end: torch.Tensor
+
+    def choose(self, rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means) -> Choice:
+        """As the strategy. Filters see log-probabilities alone; pruning sees what candidates compete by."""
+        allowed = filtered(beams.narrow(logprobs), rules.filters) + self.boosts
+        before = beams.compete_by.where(beams.scores > NEVER, NEVER)
+        # Strategies rank scores of at most 0.
+        excess = (allowed.amax(dim=-1) + before).amax(dim=-1, keepdim=True).clamp(min=0)
+        ranked = beams._replace(scores=before - excess)
+        step, _ = self.strategy(rules._replace(filters=LogitsFilters()), allowed, ranked, means)
+        by_slot = Candidates(*step[:3])
+        sums = [_total(logprobs, beams.scores, candidates) for candidates in (by_slot, step.finished)]
+        after = RankScores(
+            _total(logprobs + self.boosts, before, by_slot), _total(logprobs + self.at_end, before, step.finished)
+        )
+        finished = step.finished._replace(scores=sums[1])
+        return Choice(step._replace(scores=sums[0], finished=finished, rank_scores=after), logprobs)
+
+
+def _total(values: torch.Tensor, scores: torch.Tensor, candidates: Candidates[torch.Tensor]) -> torch.Tensor:
+    """[G, K] what candidates have of their rows, and of their tokens; -inf where there is none."""
+    parents, tokens, ranked = candidates
+    own = values.flatten(1).gather(1, parents * values.shape[-1] + tokens)
+    return torch.where(ranked > NEVER, own + scores.gather(1, parents), NEVER)
