@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.options import FIELDS, OPTIONS, SearchParams, refuse
@@ -9,8 +11,6 @@ from vllm_trie.search.filters import LogitsFilters
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
-
-_FIELDS = sorted(FIELDS - OPTIONS.keys())  # of `SamplingParams`
 
 # Fields that act on the logits of each hypothesis, as vLLM's sampler applies them, if they are not zero or empty.
 _CONTROLS = ("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words")
@@ -39,11 +39,11 @@ def has_grammar(params: SamplingParams) -> bool:
     return params.structured_outputs is not None and not params.structured_outputs.all_constraints_none()
 
 
-def fields_said(params: SamplingParams) -> dict[str, Any]:
-    """The fields that say what does not hold in any case, of those that some option does not go with."""
-    plain, fields = type(params)(), dict[str, Any]()
-    for name in _FIELDS:
-        value, default = getattr(params, name), getattr(plain, name)
+def matrix_fields(params: SamplingParams) -> dict[str, Any]:
+    """The fields that ask for what does not hold in any case, of those that some option does not go with."""
+    fields = dict[str, Any]()
+    for name, default in _defaults().items():
+        value = getattr(params, name)
         if value is not None and (default is None or value != default):  # it may be an array
             fields[name] = value
     if not has_grammar(params):
@@ -53,13 +53,22 @@ def fields_said(params: SamplingParams) -> dict[str, Any]:
     return fields
 
 
-def refuse_unsupported(params: SamplingParams, beam: SearchParams, feature: str = "beam_width") -> None:
+@cache
+def _defaults() -> dict[str, Any]:
+    from vllm.sampling_params import SamplingParams
+
+    plain = SamplingParams()
+    return {name: getattr(plain, name) for name in sorted(FIELDS - OPTIONS.keys())}
+
+
+def refuse_unsupported(fields: Mapping[str, Any], beam: SearchParams, feature: str = "beam_width") -> None:
     """Refuse fields of `SamplingParams` that this search does not honour.
 
     Args:
+        fields: `matrix_fields` of the request.
         feature: What the user calls the search.
 
     Raises:
         ValueError: naming the field and its value, and what would work.
     """
-    refuse({**fields_said(params), **beam.said(), "beam_width": feature})
+    refuse({**fields, **beam.said(), "beam_width": feature})

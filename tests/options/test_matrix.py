@@ -72,7 +72,7 @@ MUST_BE_REFUSED = [  # what these say excludes each other
     {"sample_first": 4, "num_beam_groups": 2, "diversity_penalty": 0.7},
     {"allowed_sequences": [[5]], "num_beam_groups": 2, "diversity_penalty": 0.7},
     {"beam_widths": [2, 4, 3], "num_beam_groups": 2, "diversity_penalty": 0.7},
-    {"speculation": "exact", "num_beam_groups": 2, "diversity_penalty": 0.7},
+    {"memory_mode": True, "do_sample": True, "stochastic": True},
     {"do_sample": True, "speculation": "exact"},
     {"unit": "step", "step_stop": ["\n"], "scorer": len, "allowed_sequences": [[5]]},
     {"unit": "step", "step_stop": ["\n"], "scorer": len, "compact": True},

@@ -258,7 +258,7 @@ def test_no_temperature_leaves_nothing_to_draw() -> None:
         ({"beam_widths": [2, 3], "beam_width": 4}, "beam_width=4 is not the greatest of beam_widths"),
         ({"beam_widths": [2, 3], "do_sample": True}, "not supported together with do_sample"),
         ({"beam_widths": [2, 3], "sample_first": 1}, "not supported together with sample_first=1"),
-        ({"beam_widths": [2, 3], "speculation": "exact"}, r"not supported together with beam_widths=\[2, 3\]"),
+        ({"beam_widths": [2, 3], "memory_mode": True}, r"not supported together with beam_widths=\[2, 3\]"),
         ({"beam_widths": [2, 3], "semantics": "tridecode"}, 'not supported together with semantics="tridecode"'),
     ],
 )

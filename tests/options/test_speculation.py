@@ -194,6 +194,27 @@ def test_a_seed_and_a_temperature_belong_to_what_is_drawn() -> None:
 # With what the engine says.
 
 
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({"beam_widths": [2, 4]}, {}),
+        ({"num_beam_groups": 2, "diversity_penalty": 0.5}, {}),
+        ({"stochastic": True, "do_sample": True}, {}),
+        ({}, {"structured_outputs": object()}),
+        ({"do_sample": True}, {"structured_outputs": object()}),
+    ],
+)
+def test_a_search_that_forests_do_not_follow_takes_plain_steps(options: dict[str, Any], fields: dict[str, Any]) -> None:
+    draws = "do_sample" in options
+    for asked in ({}, {"speculation": "auto"}, {"speculation": "sample" if draws else "exact"}, {"draft_width": 8}):
+        for says in ({}, {"speculation": "sample" if draws else "exact"}, {"draft_width": 6, "threshold": 0.5}):
+            request = BeamParams(beam_width=4, **asked, **options)
+            beam = resolve(request, TrieBeamConfig(**says), "model", fields)
+            assert (beam.do_sample, beam.speculation, beam.draft_width, beam.threshold) == (draws, "off", None, None)
+    with refusal("draft_width=8 has no drafts to act on"):
+        resolve(BeamParams(beam_width=4, draft_width=8, **options), TrieBeamConfig(), None, fields)
+
+
 def expected(
     asked: tuple[bool | None, str | None], says: tuple[bool | None, str | None], drafts: Drafts | None
 ) -> tuple[bool, str] | None:

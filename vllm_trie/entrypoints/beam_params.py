@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_trie.entrypoints.limits import check_n
 from vllm_trie.options import OPTIONS, StepParams, cure, refuse_other_names, search_params
 from vllm_trie.options.other_names import did_you_mean, meant_by
-from vllm_trie.sampling_params import refuse_unsupported
+from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -51,7 +51,7 @@ def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> Sa
     except TypeError:
         _refuse_wrong_type(options)
         raise
-    refuse_unsupported(params, beam)
+    refuse_unsupported(matrix_fields(params), beam)
     return params
 
 

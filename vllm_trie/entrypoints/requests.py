@@ -21,7 +21,7 @@ from vllm_trie.entrypoints.grammars import prepare_grammar
 from vllm_trie.entrypoints.limits import engine_limits, validate
 from vllm_trie.messages import BEAM_WIDTH, FORK, LLM_BEAM_SEARCH, TICKET, Caller, ForkTicket, GroupTicket
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, BeamParams, StepParams, asks_for_beams, cure, parse_options, resolve
-from vllm_trie.sampling_params import fields_said, has_grammar, refuse_unsupported
+from vllm_trie.sampling_params import has_grammar, matrix_fields, refuse_unsupported
 from vllm_trie.selection import config_of, drafts_of, has_beams, has_logits_processors, padding_token, why_without_beams
 
 if TYPE_CHECKING:
@@ -155,10 +155,9 @@ def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | No
     if isinstance(beam, StepParams):
         raise ValueError('unit="step" works in LLM.generate, LLM.chat and the endpoints for completions, not here')
     refuse_unknown(params.extra_args or {}, vllm_config)
-    refuse_unsupported(params, beam, caller.feature)  # first, as a refusal names what the request says
-    resolved = resolve(beam, config_of(vllm_config), drafts_of(vllm_config), fields_said(params))
-    refuse_unsupported(params, resolved, caller.feature)
-    return resolved
+    fields = matrix_fields(params)
+    refuse_unsupported(fields, beam, caller.feature)  # before the engine has its say
+    return resolve(beam, config_of(vllm_config), drafts_of(vllm_config), fields)
 
 
 def refuse_unknown(extra_args: Mapping[str, Any], vllm_config: VllmConfig) -> None:

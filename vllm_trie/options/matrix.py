@@ -42,6 +42,7 @@ OTHER_RULES = (VLLM, 'semantics="tridecode"')
 ITEMS = ("catalog", "allowed_sequences")
 OF_HF = ("beam_widths", "num_beam_groups", *ITEMS)  # which no other rules know: who asks for one asks for these rules
 PRUNING = ("prune_relative", "prune_absolute", "prune_relative_local", "max_candidates_per_parent")
+OF_PLAIN_STEPS = ("beam_widths", "num_beam_groups", "stochastic", "structured_outputs")  # which forests do not follow
 OF_DRAWN_DRAFTS = ("memory_mode", "min_width", "threshold")
 NOT_OF_STEPS = tuple(
     chain.from_iterable(part.model_fields for part in (Ranking, Delivery, RequestDrawing, Catalogs, Speculating))
@@ -85,14 +86,7 @@ CLASHES = (
     Clash(
         ("length_penalty", "early_stopping"), ("stochastic",), "which returns hypotheses in the order of their draws"
     ),
-    Clash((EXACT,), ("beam_widths", "num_beam_groups"), "for which no forests are drafted"),
-    Clash((EXACT, SAMPLE), ("stochastic",), "whose draws depend on all before them"),
-    Clash((EXACT, SAMPLE), ("structured_outputs",), "which drafts do not follow"),
-    Clash(
-        ("draft_width", *OF_DRAWN_DRAFTS),
-        ("beam_widths", "num_beam_groups", "stochastic", "structured_outputs"),
-        "with which a search does not speculate",
-    ),
+    Clash(OF_DRAWN_DRAFTS, OF_PLAIN_STEPS, "whose steps are plain ones: no drafts decide which beams live on"),
 )
 
 NEEDS = (
@@ -134,53 +128,67 @@ for _row in (*CLASHES, *NEEDS):
         _KEYS.setdefault(_name, {})[_key] = _value
 FIELDS = _KEYS.keys()  # options, and fields of `SamplingParams`
 
+_PAIRS = [(this, other, row) for row in CLASHES for this in row.these for other in row.others]
+_PLACES: dict[str, dict[str, int]] = {}  # in this list, by both: of several refusals the first one is told
+for _place, (_this, _other, _) in enumerate(_PAIRS):
+    _PLACES.setdefault(_this, {})[_other] = _place
 
-def refuse(said: Mapping[str, Any], prefix: str = "") -> None:
+
+def refuse(options: Mapping[str, Any], prefix: str = "") -> None:
     """Refuse options that do not go together, or that need others.
 
     Args:
-        said: What is asked for, and is not what holds in any case.
+        options: What is asked for, and is not what holds in any case.
         prefix: Of the options' names.
 
     Raises:
         ValueError: naming what was asked for, and what would work.
     """
-    if why := refusal(said, prefix):
+    if why := refusal(options, prefix):
         raise ValueError(why)
 
 
-def refusal(said: Mapping[str, Any], prefix: str = "") -> str | None:
-    """Why what is asked for does not go together, or needs something else, in a sentence; None if it is well."""
-    return clash(said, prefix) or _lack(_asked(said, prefix))
+def refusal(options: Mapping[str, Any], prefix: str = "") -> str | None:
+    """Why these do not go together, or need something else, in a sentence; None if all is well."""
+    keys = _keys(options)
+    return _clash(keys, prefix) or _lack(keys, prefix)
 
 
-def clash(said: Mapping[str, Any], prefix: str = "") -> str | None:
-    """Why what is asked for does not go together, in a sentence; None if it does."""
-    asked = _asked(said, prefix)
-    for these, others, because, cure in CLASHES:
-        for this in filter(asked.__contains__, these):
-            for other in filter(asked.__contains__, others):
-                return f"{asked[this]} is not supported together with {asked[other]}, {because}; {cure}"
-    return None
+def clash(options: Mapping[str, Any]) -> str | None:
+    """Why these do not go together, in a sentence; None if they do."""
+    return _clash(_keys(options), "")
 
 
-def _lack(asked: Mapping[str, str]) -> str | None:
+def _clash(keys: Mapping[str, Any], prefix: str) -> str | None:
+    places = [at for this in keys for other, at in _PLACES.get(this, {}).items() if other in keys]
+    if not places:
+        return None
+    this, other, row = _PAIRS[min(places)]
+    this, other = (prefix + _shown(key, keys[key]) for key in (this, other))
+    return f"{this} is not supported together with {other}, {row.because}; {row.cure}"
+
+
+def _lack(keys: Mapping[str, Any], prefix: str) -> str | None:
     for these, needs, why, without in NEEDS:
-        if asked.keys().isdisjoint(needs) and not (without and asked.keys().isdisjoint(without)):
-            for this in filter(asked.__contains__, these):
-                return f"{asked[this]} {why}"
+        if keys.keys().isdisjoint(needs) and not (without and keys.keys().isdisjoint(without)):
+            for this in filter(keys.__contains__, these):
+                return f"{prefix}{_shown(this, keys[this])} {why}"
     return None
 
 
-def _asked(said: Mapping[str, Any], prefix: str) -> dict[str, str]:
-    """What of the table is asked for, and how to show it."""
+def _keys(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the table is asked for, and as which value."""
     return {
-        key: prefix + _shown(key, asked)
-        for name, asked in said.items()
-        for key, value in _KEYS.get(name, {}).items()
-        if asked is not None
-        and (asked == value if value is not None else asked is not False and asked != ASKS_NOTHING.get(name))
+        key: value
+        for name, value in options.items()
+        if value is not None and name in _KEYS
+        for key, exact in _KEYS[name].items()
+        if (value == exact if exact is not None else value is not False and not _asks_nothing(name, value))
     }
+
+
+def _asks_nothing(name: str, value: Any) -> bool:
+    return name in ASKS_NOTHING and bool(value == ASKS_NOTHING[name])
 
 
 def _shown(key: str, value: Any) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_trie.options.engine import TrieBeamConfig
-from vllm_trie.options.matrix import OF_HF, clash, refusal
-from vllm_trie.options.parts import Drawing, Speculating, Speculation
+from vllm_trie.options.matrix import OF_HF, clash, refusal, refuse
+from vllm_trie.options.parts import Drawing, Speculating
 from vllm_trie.options.request import BeamParams
-from vllm_trie.options.speculation import Drafts, check_drafts
+from vllm_trie.options.speculation import Drafts, check_drafts, check_threshold, fit_widths, resolve_speculation
 
 
 def resolve(
@@ -24,40 +24,32 @@ def resolve(
         fields: What else the request asks for, in fields of `SamplingParams`.
 
     Raises:
-        ValueError: the request wants drafts that there are none of, or says how to draw, or how wide layers are,
-            where nothing is drawn or decides it.
+        ValueError: the request wants drafts that there are none of, or what does not go with the engine's semantics,
+            or says how to draw, or how wide layers are, where nothing is drawn or decides it.
     """
     check_drafts(beam.speculation, drafts)
-    asked = {**(fields or {}), **beam.said()}
-    semantics = beam.semantics or ("hf" if not asked.keys().isdisjoint(OF_HF) else defaults.semantics)
-    beam.model_copy(update={"semantics": semantics}).check()  # a refusal names what the request says
-    asked["semantics"] = semantics
-    do_sample, speculation = beam.do_sample, beam.speculation
-    if speculation in ("exact", "sample"):
-        do_sample = speculation == "sample"
-    elif do_sample is None:
-        draws = bool(defaults.do_sample) or defaults.speculation == "sample"
-        do_sample = draws and clash({**asked, "do_sample": True}) is None
-    if speculation in (None, "auto"):
-        wanted = speculation or defaults.speculation
-        has_drafts = drafts == "model" or (drafts == "ngrams" and not do_sample)
-        of_best: Speculation = "exact" if wanted == "exact" or drafts == "ngrams" else "auto"
-        drafted: Speculation = "sample" if do_sample else "exact"
-        is_on = has_drafts and wanted != "off" and clash({**asked, "speculation": drafted}) is None
-        speculation = ("sample" if do_sample else of_best) if is_on else "off"
-    asked |= {"do_sample": do_sample, "speculation": speculation}
-    says = {name: getattr(defaults, name) for name in (*Drawing.model_fields, *Speculating.model_fields)}
-    left = {name: value for name, value in says.items() if value is not None and getattr(beam, name) is None}
-    chosen = {name: value for name, value in left.items() if refusal({**asked, name: value}) is None}
-    if chosen.get("draft_width") is not None:
-        chosen["draft_width"] = max(chosen["draft_width"], beam.beam_width)
-    if chosen.get("min_width") is not None:
-        chosen["min_width"] = min(chosen["min_width"], beam.beam_width)
-    if chosen.get("threshold", beam.threshold) is None:
-        chosen.pop("min_width", None)
-    chosen |= {"semantics": semantics, "do_sample": do_sample, "speculation": speculation}
-    resolved = beam.model_copy(update=chosen)
-    resolved.check()
-    if resolved.min_width is not None and resolved.threshold is None:
-        raise ValueError(f"min_width={resolved.min_width} needs a threshold, such as 0.7, to decide the width by")
+    request = {**(fields or {}), **beam.said()}
+    request.setdefault("semantics", defaults.semantics if request.keys().isdisjoint(OF_HF) else "hf")
+    refuse(request)  # naming what the request says
+    request["do_sample"] = _draws(request, defaults)
+    speculation, unused = resolve_speculation(request, defaults.speculation, drafts)
+    request = {name: value for name, value in request.items() if name not in unused} | {"speculation": speculation}
+    by_default = {name: getattr(defaults, name) for name in (*Drawing.model_fields, *Speculating.model_fields)}
+    left = {name: value for name, value in by_default.items() if value is not None and getattr(beam, name) is None}
+    chosen = {name: value for name, value in left.items() if refusal({**request, name: value}) is None}
+    chosen |= {name: request[name] for name in ("semantics", "do_sample", "speculation")}
+    fit_widths(chosen, beam)
+    refuse(request | chosen)
+    resolved = beam.model_copy(update=chosen | dict.fromkeys(unused))
+    check_threshold(resolved)
     return resolved
+
+
+def _draws(request: Mapping[str, Any], defaults: TrieBeamConfig) -> bool:
+    """Whether beams are drawn: as the request says, or else the engine, if that goes with the request."""
+    if (speculation := request.get("speculation")) in ("exact", "sample"):
+        return bool(speculation == "sample")
+    if "do_sample" in request:
+        return bool(request["do_sample"])
+    draws = bool(defaults.do_sample) or defaults.speculation == "sample"
+    return draws and clash({**request, "do_sample": True}) is None

@@ -1,8 +1,13 @@
-"""What an engine drafts by, and which speculation that will do for."""
+"""What an engine drafts by, and how a request speculates with it."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from vllm_trie.options.matrix import OF_PLAIN_STEPS
+from vllm_trie.options.parts import Speculation
+from vllm_trie.options.request import BeamParams
 
 Drafts = Literal["model", "ngrams"]
 
@@ -33,3 +38,44 @@ def check_drafts(speculation: str | None, drafts: Drafts | None, prefix: str = "
             f'{prefix}speculation="sample" needs a draft model, by whose distribution drafts are accepted, and this '
             'engine drafts by n-grams; use speculation="off" to draw beams, or "exact" not to draw them'
         )
+
+
+def resolve_speculation(
+    request: Mapping[str, Any], by_default: Speculation | None, drafts: Drafts | None
+) -> tuple[Speculation, tuple[str, ...]]:
+    """How a search speculates.
+
+    Args:
+        request: What it asks for; whether beams are drawn is decided.
+        by_default: What its engine says.
+
+    Returns:
+        How, and which options of the request have nothing to act on, as its steps are plain ones.
+    """
+    if drafts is not None and not request.keys().isdisjoint(OF_PLAIN_STEPS):
+        return "off", ("draft_width",)
+    speculation, draws = request.get("speculation"), request["do_sample"]
+    if speculation in ("exact", "sample"):
+        return speculation, ()
+    wanted = speculation or by_default
+    if wanted == "off" or drafts is None or (drafts == "ngrams" and draws):
+        return "off", ()
+    if draws:
+        return "sample", ()
+    return "exact" if wanted == "exact" or drafts == "ngrams" else "auto", ()
+
+
+def fit_widths(chosen: dict[str, Any], beam: BeamParams) -> None:
+    """Fit widths that the engine says for all requests to this one."""
+    if "draft_width" in chosen:
+        chosen["draft_width"] = max(chosen["draft_width"], beam.beam_width)
+    if "min_width" in chosen:
+        chosen["min_width"] = min(chosen["min_width"], beam.beam_width)
+    if chosen.get("threshold", beam.threshold) is None:
+        chosen.pop("min_width", None)
+
+
+def check_threshold(beam: BeamParams) -> None:
+    """Refuse a least width where nothing decides the width."""
+    if beam.min_width is not None and beam.threshold is None:
+        raise ValueError(f"min_width={beam.min_width} needs a threshold, such as 0.7, to decide the width by")

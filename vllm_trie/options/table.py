@@ -6,6 +6,7 @@ import inspect
 import re
 import reprlib
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -59,13 +60,18 @@ class Options(BaseModel):
 
     def said(self) -> dict[str, Any]:
         """What is said, and is not what holds in any case."""
-        fields = type(self).model_fields
-        return {name: value for name, value in self if value is not None and value != fields[name].default}
+        defaults = _defaults(type(self))
+        return {name: value for name, value in vars(self).items() if value is not None and value != defaults[name]}
 
     @classmethod
     def cure(cls, name: str) -> str:
         """What to do about an option that there is not."""
         return cure(name, cls.model_fields)
+
+
+@cache
+def _defaults(kind: type[Options]) -> dict[str, Any]:
+    return {name: field.default for name, field in kind.model_fields.items()}
 
 
 def cure(name: str, known: Iterable[str]) -> str:

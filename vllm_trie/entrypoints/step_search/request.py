@@ -19,7 +19,7 @@ from vllm_trie.entrypoints.requests import refuse_unknown
 from vllm_trie.entrypoints.step_search.scorers import Scorer, StepCandidate, scorer_of
 from vllm_trie.messages import FORK, ForkTicket
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, StepParams, asks_for_beams, parse_options
-from vllm_trie.sampling_params import refuse_unsupported
+from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
 from vllm_trie.search.step_search import DrawnStep, ScorerError, StepHypothesis, StepRules, StepSearch
 from vllm_trie.search.stop_strings import INCOMPLETE, text_after
 from vllm_trie.selection import config_of
@@ -272,7 +272,7 @@ def open_request(
     vllm_config, beam = engine.vllm_config, parse_options(params.extra_args)
     assert isinstance(beam, StepParams)
     refuse_unknown(params.extra_args or {}, vllm_config)
-    refuse_unsupported(params, beam)
+    refuse_unsupported(matrix_fields(params), beam)
     check_widths(params.n, beam, engine_limits(vllm_config))
     if engine.renderer.tokenizer is None:
         raise ValueError('unit="step" needs a tokenizer; start the engine without skip_tokenizer_init')
