@@ -1,75 +1,36 @@
 """README.md and docs/ are true: examples run as they stand, commands parse, links lead somewhere, names exist.
 
-Examples of a client run in entrypoints/test_server.py and test_transcriptions.py there, that of README.md in
-real_model/test_served.py, the command of a batch job in entrypoints/test_batch.py.
+Examples of a client run in behaviour/serving, that of README.md in behaviour/real_model/test_served.py; the command of a
+batch job is read in entrypoints/test_batch.py.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
+from tests.support.documents import (
+    COMMANDS,
+    DOCUMENTS,
+    OFFLINE,
+    Example,
+    run_here,
+)
 from tests.support.engine import ROOT, Engines
 
 pytestmark = pytest.mark.slow
 
-DOCUMENTS = {
-    str(path.relative_to(ROOT)): path.read_text()
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/results/*.md")]
-}
 PACKAGE = ROOT / "vllm_trie"
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 NAME = re.compile(r"`([\w/]+\.py):\s+([\w.]+)`")
 FILE = re.compile(r"`((?:[\w-]+/)+[\w-]+\.(?:py|toml)|[\w-]+/)`")
-
-
-class Example(NamedTuple):
-    """One block of code."""
-
-    document: str
-    number: int
-    code: str
-
-    def __str__(self) -> str:
-        return f"{self.document}:{self.number}"
-
-
-def examples(language: str) -> list[Example]:
-    block = re.compile(rf"```{language}\n(.*?)```", re.DOTALL)
-    return [
-        Example(document, number, code)
-        for document, text in sorted(DOCUMENTS.items())
-        for number, code in enumerate(block.findall(text), start=1)
-    ]
-
-
-TRANSCRIBES = [example for example in examples("python") if "client.audio" in example.code]
-CLIENT = [example for example in examples("python") if "openai" in example.code and example not in TRANSCRIBES]
-(README_CLIENT,) = [example for example in CLIENT if example.document == "README.md"]
-OFFLINE = [example for example in examples("python") if "openai" not in example.code]
-OFFLINE.sort(key=lambda example: "speculative_config" in example.code)  # those that share an engine in a row
-COMMANDS = [
-    (example.document, shlex.split(line, comments=True))
-    for example in examples("bash")
-    for line in example.code.replace("\\\n", " ").splitlines()
-]
-(README_SERVES,) = [command for document, command in COMMANDS if document == "README.md"]
-
-
-def run_here(example: Example, **replaced: str) -> None:
-    """As a script, in this process. `replaced`: text for text."""
-    code = example.code
-    for old, new in replaced.items():
-        code = code.replace(old, new)
-    exec(compile(code, str(example), "exec"), {"__name__": "__main__"})
 
 
 @pytest.fixture

@@ -1,34 +1,25 @@
-"""A batch job finds what `LLM.generate` finds, in one go or in several, and says what is wrong before it starts."""
+"""A batch job says what is wrong before any engine starts, and goes on with what was written."""
 
 from __future__ import annotations
 
 import fcntl
 import gzip
 import json
-import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
-import time
-import uuid
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.support.engine import ROOT, TRAINED_TARGET, Engines
-from vllm_trie import BeamParams, beam_params
-from vllm_trie.entrypoints.batch.__main__ import INTERRUPTED, main
+from tests.support.engine import ROOT, TRAINED_TARGET
+from vllm_trie.entrypoints.batch.__main__ import main
 from vllm_trie.entrypoints.batch.files import JobError, Prompt, open_output, read_prompts
 from vllm_trie.entrypoints.batch.options import parse
-from vllm_trie.entrypoints.batch.search import Searcher, reason
+from vllm_trie.entrypoints.batch.search import reason
 
-SECONDS = 600
 DOCUMENT = (ROOT / "docs/batch.md").read_text()
-MARK = "TRIE_BATCH_TEST"  # an environment variable that all processes of a job inherit
 
 
 def write_lines(path: Path, *lines: str) -> Path:
@@ -235,18 +226,6 @@ def test_what_is_required_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: 
         assert missing in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_hypothesis_along_a_catalog_has_the_id_of_its_item(engines: Engines) -> None:
-    searcher, items = object.__new__(Searcher), ["return", "raise", "yield from"]
-    searcher._llm = engines(TRAINED_TARGET).llm
-    searcher._params = beam_params(4, n=4, allowed_sequences=items, max_tokens=6)
-    searcher._beam = BeamParams(beam_width=4)
-    (answer,) = searcher._search(["def close(self):\n    "])
-    found = answer["hypotheses"]
-    assert sorted(hypothesis["text"] for hypothesis in found) == sorted(items)
-    assert [items[hypothesis["item_id"]] for hypothesis in found] == [hypothesis["text"] for hypothesis in found]
-
-
 TRACEBACK = """\
 The actor died because of an error raised in its creation task, ray::MapWorker(MapBatches(Searcher)).__init__()
   File "search.py", line 50, in __init__
@@ -263,103 +242,3 @@ To change retry attempts, configure `ray.data.DataContext` if you believe this t
 def test_of_a_traceback_what_the_engine_said_is_told() -> None:
     assert reason(TRACEBACK) == "ValueError: beam_width=6 exceeds max_num_seqs=4; lower it, or raise --max-num-seqs"
     assert reason("The actor died unexpectedly.\nIt was killed.\n") == "It was killed."
-
-
-# The job.
-
-TEXTS = [f"def {name}(self):" for name in ("close", "open", "read", "write", "__init__", "run", "stop", "get", "set")]
-TOO_LONG = "x = 1\n" * 600
-BATCH = ["--batch-size", "2", "--beam-width", "6", "--n", "3", "--max-tokens", "128", "--length-penalty", "0.5"]
-ENGINE = [
-    "--dtype",
-    "float32",
-    "--enforce-eager",
-    "--max-model-len",
-    "512",
-    "--kv-cache-memory-bytes",
-    str(1 << 28),
-]
-
-
-def start_job(folder: Path, mark: str, *options: str, **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "vllm_trie.entrypoints.batch", "--model", str(TRAINED_TARGET), *BATCH, *ENGINE]
-    files = ["--input", str(folder / "in.jsonl.gz"), "--output", str(folder / "out.jsonl"), "--field", "text"]
-    hidden = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    environment |= {MARK: mark, "RAY_AUTH_MODE": "disabled", "TORCHDYNAMO_DISABLE": "1"} | variables
-    return subprocess.Popen(
-        [*command, *files, *options],
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-
-
-def living(mark: str) -> list[str]:
-    """The processes of a job, wherever they have gone."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline()))
-        except psutil.Error:
-            continue
-    return found
-
-
-def wait_until_nothing_lives(mark: str) -> None:
-    deadline = time.monotonic() + 60
-    while survivors := living(mark):
-        assert time.monotonic() < deadline, survivors
-        time.sleep(0.2)
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.mark.slow
-def test_a_job_that_was_interrupted_goes_on_and_finds_what_generate_finds(engines: Engines, tmp_path: Path) -> None:
-    texts, output, mark = [*TEXTS, TOO_LONG], tmp_path / "out.jsonl", uuid.uuid4().hex
-    with gzip.open(tmp_path / "in.jsonl.gz", "wt") as file:
-        file.writelines(json.dumps({"text": text, "id": f"no {n}"}) + "\n" for n, text in enumerate(texts))
-
-    job = start_job(tmp_path, mark)
-    deadline = time.monotonic() + SECONDS
-    while not (output.exists() and output.read_text().count("\n") >= 2):
-        assert job.poll() is None, job.stderr and job.stderr.read()[-3000:]
-        assert time.monotonic() < deadline, "the job does not begin"
-        time.sleep(0.02)
-    os.killpg(job.pid, signal.SIGINT)
-    _, said = job.communicate(timeout=SECONDS)
-    assert job.returncode == INTERRUPTED, said[-3000:]
-    assert said.strip().endswith(f"interrupted; the same command goes on from what is in {output}")
-    wait_until_nothing_lives(mark)
-    before = output.read_text()
-    assert 2 <= before.count("\n") < len(texts)
-
-    output.write_text(before + '{"id": "no 8", "pro')  # as if it had been killed while it wrote
-    in_actors = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # engines without processes of their own start sooner
-    _, said = (job := start_job(tmp_path, mark, "--num-engines", "2", **in_actors)).communicate(timeout=SECONDS)
-    assert job.returncode == 1, said[-3000:]
-    assert said.strip().endswith(f'1 prompts could not be searched; see "error" in {output}')
-    wait_until_nothing_lives(mark)
-    assert output.read_text().startswith(before)
-
-    rows = rows_of(output)
-    assert all(row["search"].items() >= {"beam_width": 6, "n": 3, "length_penalty": 0.5}.items() for row in rows)
-    assert [(row["id"], row["prompt"]) for row in rows] == [(f"no {n}", text) for n, text in enumerate(texts)]
-    assert rows[-1]["hypotheses"] == []
-    assert "512" in rows[-1]["error"]
-    params = beam_params(6, n=3, max_tokens=128, length_penalty=0.5)
-    expected = engines(TRAINED_TARGET).llm.generate(TEXTS, params, use_tqdm=False)
-    for row, output_of_one in zip(rows, expected, strict=False):
-        for ours, theirs in zip(row["hypotheses"], output_of_one.outputs, strict=True):
-            assert ours.keys() == {"text", "token_ids", "cumulative_logprob", "score", "finish_reason"}
-            assert (ours["text"], ours["token_ids"]) == (theirs.text, list(theirs.token_ids))
-            assert ours["finish_reason"] == theirs.finish_reason
-            assert ours["cumulative_logprob"] == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
-            score = ours["cumulative_logprob"] / len(ours["token_ids"]) ** 0.5
-            assert ours["score"] == pytest.approx(score, rel=1e-5)

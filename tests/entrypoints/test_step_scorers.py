@@ -1,4 +1,4 @@
-"""Scorers of steps: endpoints, those of vLLM's own format among them, and pooling models."""
+"""Scorers of steps that are endpoints, those of vLLM's own format among them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
-from shutil import copy
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoTokenizer, LlamaForSequenceClassification
 
-from tests.support.engine import TRAINED_TARGET, Engines
-from vllm_trie.entrypoints.step_search.scorers import HttpScorer, PoolingScorer, StepCandidate, scorer_of
+from vllm_trie.entrypoints.step_search.scorers import HttpScorer, StepCandidate, scorer_of
 from vllm_trie.options import TrieBeamConfig
 from vllm_trie.search.step_search import ScorerError
 
@@ -152,34 +147,3 @@ def test_a_client_can_name_the_engines_scorers_alone() -> None:
 def test_an_engines_scorers_are_urls(scorers: Any) -> None:
     with pytest.raises(ValueError, match=r"scorers=.* is not a mapping of names to URLs"):
         TrieBeamConfig(scorers=scorers)
-
-
-@pytest.mark.slow
-def test_a_pooling_models_score_is_what_transformers_computes(engines: Engines, tmp_path: Path) -> None:
-    from vllm import LLM
-
-    engines.close()
-    config = AutoConfig.from_pretrained(TRAINED_TARGET, num_labels=1, pad_token_id=0)
-    torch.manual_seed(3)
-    reward_model = LlamaForSequenceClassification(config).float().eval()
-    reward_model.save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        copy(TRAINED_TARGET / name, tmp_path)
-    limits = {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 24}
-    llm = LLM(str(tmp_path), runner="pooling", dtype="float32", enforce_eager=True, **limits)
-    try:
-        scores = PoolingScorer(llm)(CANDIDATES)
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    with torch.inference_mode():
-        for candidate, score in zip(CANDIDATES, scores, strict=True):
-            tokens = torch.tensor([tokenizer(candidate.prompt + candidate.text).input_ids])
-            assert score == pytest.approx(reward_model(tokens).logits.sigmoid().item(), abs=1e-5)
-
-
-@pytest.mark.slow
-def test_a_model_that_does_not_pool_is_no_scorer(engines: Engines) -> None:
-    llm = engines(TRAINED_TARGET, max_num_seqs=16).llm
-    with pytest.raises(ValueError, match="is an LLM for 'generate'; pass one of a classifier or reward model"):
-        scorer_of(llm, {}, is_offline=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.search.test_vllm_semantics import EOS, NEAR_TIE, SEARCHES, TOLERANCE, Found, Problem, gap
+from tests.support.random_problems import EOS, NEAR_TIE, SEARCHES, TOLERANCE, Found, Problem, gap
 from tests.support.steps import offer, rules_of, steps_of
 from vllm_trie.search.stopping import TridecodePool
 

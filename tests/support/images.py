@@ -26,8 +26,11 @@ from transformers import (
 from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.utils import is_torchvision_available
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
-from tests.support.engine import TRAINED_TARGET
+from tests.support.disturb import preempt_all
+from tests.support.engine import TRAINED_TARGET, Engine
 from tests.support.models import COMMON
 from tests.support.reference import Answer
 
@@ -197,3 +200,30 @@ def transformers_answers(
         end = tokens.index(EOS) + 1 if EOS in tokens else len(tokens)
         answers.append(Answer(tokens[:end], float(score)))
     return token_ids, answers
+
+
+LONG = "import os\nimport sys\n{}\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n{}\n    d"
+TEXTS = ["{}def f():\n    ", LONG, "x = {}"]
+
+
+def prompts(kind: str, seed: int = 0) -> list[dict[str, Any]]:
+    """Texts, with an image before them or two within."""
+    placeholder, found = KINDS[kind].placeholder, []
+    for number, text in enumerate(TEXTS):
+        images = [image(seed + 3 * number + other) for other in range(text.count("{}") if placeholder else 1)]
+        found.append({"prompt": text.replace("{}", placeholder), "multi_modal_data": {"image": images}})
+    return found
+
+
+def run(engine: Engine, jobs: list[tuple[dict[str, Any], SamplingParams]], preempted_at: tuple[int, ...] = ()) -> Any:
+    core, finished, steps = engine.llm.llm_engine, {}, 0
+    for number, (prompt, params) in enumerate(jobs):
+        params = params.clone()
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        core.add_request(str(number), prompt, params)
+    while core.has_unfinished_requests():
+        finished.update({output.request_id: output for output in core.step()})
+        steps += 1
+        if steps in preempted_at:
+            preempt_all(engine)
+    return [finished[str(number)] for number in range(len(jobs))]

@@ -7,9 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.support.engine import ROOT, TRAINED_TARGET, Engine, Engines
+from allpairspy import AllPairs
+from vllm import SamplingParams
+
+from tests.support.engine import BLOCK_SIZE, ROOT, TRAINED_TARGET, Engine, Engines
 from tests.support.reference import NEAR_TIE
-from tests.support.running import MOST_TIES, Job, count_ties, run
+from tests.support.running import MOST_TIES, Job, count_ties, prompt_of, run
 from vllm_trie import beam_params
 
 TRAINED = (TRAINED_TARGET, ROOT / "benchmarks" / "stdlib_pair" / "draft")
@@ -70,3 +73,22 @@ def check_exact(
     ties = count_differing(outputs[: len(asked)], plain)
     assert ties <= MOST_TIES * sum(len(output.outputs) for output in plain)
     return outputs[: len(asked)]
+
+
+BESIDE = [
+    (prompt_of(length, length), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0))
+    for length in (5, BLOCK_SIZE - 1, 50)
+]
+WIDTHS = [1, 2, 4, 8]
+DRAFTS_PER_BEAM = [1, 2, 4]
+PROMPT_LENGTHS = [1, BLOCK_SIZE - 3, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 2, 2 * BLOCK_SIZE - 5]
+GRID = [WIDTHS, DRAFTS_PER_BEAM, PROMPT_LENGTHS, [False, True]]
+
+
+def grid(prompts: list[list[int]], max_tokens: int) -> list[Asked]:
+    """Every pair of values of `GRID` at least once."""
+    asked = []
+    for (width, factor, length, ignore_eos), prompt in zip(AllPairs(GRID), prompts, strict=False):
+        options = {"beam_width": width, "draft_width": factor * width, "ignore_eos": ignore_eos}
+        asked.append((prompt[:length], options | {"max_tokens": max_tokens}))
+    return asked

@@ -24,13 +24,14 @@ from vllm_trie.entrypoints import catalogs as catalogs_of_requests
 from vllm_trie.entrypoints.requests import BeamRequestError
 from vllm_trie.messages import NO_HYPOTHESIS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(random_model: Callable[[str], Path]) -> Path:
     return random_model("gqa")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("kind", ["gqa", "mha", "trained"])
 def test_items_with_eos_are_those_of_transformers(
@@ -70,7 +71,6 @@ def test_items_with_eos_are_those_of_transformers(
     assert ties <= MOST_TIES * len(grid) if kind != "trained" else ties == 0
 
 
-@pytest.mark.slow
 def test_items_that_end_by_themselves_are_those_of_transformers(engines: Engines, model: Path) -> None:
     items, prompts = random_items(2000, [4]), [prompt_of(30 + n, n) for n in range(12)]
     params = beam_params(6, n=6, allowed_sequences=[[*item] for item in items], max_tokens=20)
@@ -94,7 +94,6 @@ def score_all(model: Path, prompt: list[int], sequences: Sequence[Item]) -> list
     return sorted(answers, key=lambda answer: -answer.score)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "written"),
     [
@@ -117,7 +116,6 @@ def test_a_search_as_wide_as_its_set_finds_all_of_it_in_order(
     assert agree(engine_answers(output, 0.0), score_all(model, prompt, expected))
 
 
-@pytest.mark.slow
 def test_what_comes_before_items_is_free_as_in_transformers(engines: Engines, model: Path) -> None:
     items, num_compared = [*product(range(2, 300), repeat=2)], 0
     for number in range(6):
@@ -141,7 +139,6 @@ def test_what_comes_before_items_is_free_as_in_transformers(engines: Engines, mo
     assert num_compared > 6
 
 
-@pytest.mark.slow
 def test_renormalized_scores_are_those_among_what_is_allowed(engines: Engines, model: Path) -> None:
     items, prompt = random_items(5, [2]), prompt_of(25)
     params = beam_params(
@@ -158,7 +155,6 @@ def with_catalogs(engines: Engines, model: Path, folder: Path, **options: Any) -
     return engines(model, additional_config={"trie_beam": config}, **options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stop", [False, True])
 def test_speculation_along_a_catalog_finds_what_plain_search_finds(engines: Engines, stop: bool) -> None:
     items = random_items(400, [6, 9, 12], tokens=(200, 260))
@@ -174,7 +170,6 @@ def test_speculation_along_a_catalog_finds_what_plain_search_finds(engines: Engi
     assert max(map(steps_per_forward, drafted)) > 1.5  # the trie leaves little to guess
 
 
-@pytest.mark.slow
 def test_a_new_version_is_taken_and_a_search_under_way_keeps_the_old_one(
     engines: Engines, model: Path, tmp_path: Path
 ) -> None:
@@ -208,7 +203,6 @@ def test_a_new_version_is_taken_and_a_search_under_way_keeps_the_old_one(
     assert {tuple(o.token_ids) for o in engine.generate([prompt], params)[0].outputs} <= {*new}
 
 
-@pytest.mark.slow
 def test_a_load_that_fails_leaves_the_old_version_to_all(engines: Engines, model: Path, tmp_path: Path) -> None:
     old, new = random_items(50, [4], 1), random_items(70, [4], 2)
     Catalog.from_sequences(old).save(tmp_path / "items.catalog")
@@ -233,7 +227,6 @@ def test_a_load_that_fails_leaves_the_old_version_to_all(engines: Engines, model
     assert {tuple(o.token_ids) for o in engine.generate([prompt], params)[0].outputs} <= {*new}
 
 
-@pytest.mark.slow
 def test_a_set_travels_with_one_of_n_requests(engines: Engines, model: Path) -> None:
     engine, sets = engines(model), []
     register = engine.scheduler.mailbox.register
@@ -247,7 +240,6 @@ def test_a_set_travels_with_one_of_n_requests(engines: Engines, model: Path) -> 
     assert [item_set is not None for item_set in sets] == [True, False, False]
 
 
-@pytest.mark.slow
 def test_a_set_travels_once_and_leaves_when_others_come(engines: Engines, model: Path) -> None:
     engine, prompt = engines(model), prompt_of(20)
     catalogs, sent = engine.scheduler.catalogs, []
@@ -266,7 +258,6 @@ def test_a_set_travels_once_and_leaves_when_others_come(engines: Engines, model:
     assert sum(len(changes.gone) for changes in sent) >= 8
 
 
-@pytest.mark.slow
 def test_sets_that_nobody_uses_have_a_bound_in_bytes(
     engines: Engines, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,14 +271,12 @@ def test_sets_that_nobody_uses_have_a_bound_in_bytes(
     assert len(engine.runner.catalogs._tries) == len(engine.scheduler.catalogs._catalogs) < 3
 
 
-@pytest.mark.slow
 def test_a_set_of_too_many_tokens_is_refused(engines: Engines, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogs_of_requests, "MOST_SEQUENCE_TOKENS", 8)
     with pytest.raises(BeamRequestError, match="allowed_sequences have 9 tokens, and a request may bring 8; build a"):
         engines(model).generate([prompt_of(20)], beam_params(2, allowed_sequences=[[7, 8, 9]] * 3, max_tokens=4))
 
 
-@pytest.mark.slow
 def test_beams_that_cannot_live_need_no_memory(engines: Engines, model: Path) -> None:
     engine, item = engines(model, num_gpu_blocks_override=24), prompt_of(40, 3)  # with a row per beam it starves
     params = beam_params(16, n=3, allowed_sequences=[item], max_tokens=48)
@@ -329,7 +318,6 @@ WRONG = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
 def test_what_a_catalog_cannot_do_is_refused_and_the_next_request_served(
     engines: Engines, model: Path, tmp_path_factory: pytest.TempPathFactory, case: str
@@ -357,7 +345,6 @@ def test_an_engine_refuses_a_catalog_that_is_none_or_for_another_vocabulary(mode
             Engine(model, additional_config={"trie_beam": config})
 
 
-@pytest.mark.slow
 def test_a_compact_answer_names_the_items(engines: Engines, model: Path) -> None:
     prompt = prompt_of(30)
     after = transformers_greedy(model, prompt, 1)[0]
@@ -383,7 +370,6 @@ def test_a_compact_answer_names_the_items(engines: Engines, model: Path) -> None
         assert output.kv_transfer_params["trie_beam"]["item_ids"] == found.item_ids.tolist()
 
 
-@pytest.mark.slow
 def test_an_item_that_ends_with_a_stop_token_is_told_where_no_stop_follows(engines: Engines) -> None:
     sequences = [[370, 78, 503], [370, 78, 87]]
     options = {"catalog_stop": True, "stop_token_ids": [503], "allowed_sequences": sequences}

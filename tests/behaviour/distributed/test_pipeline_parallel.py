@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.behaviour.search.test_images import prompts
-from tests.behaviour.search.test_images import run as run_behind_images
 from tests.support.disturb import Clumsy, pending
 from tests.support.engine import BLOCK_SIZE, TRAINED_TARGET, Engines
 from tests.support.grammars import GRAMMARS, structured
-from tests.support.images import make_model, why_not
+from tests.support.images import make_model, prompts, why_not
+from tests.support.images import run as run_behind_images
 from tests.support.parallel_engine import ParallelEngine
 from tests.support.reference import agree, engine_answers, transformers_beams
 from tests.support.running import prompt_of, run, trained_prompts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +9,9 @@ from vllm import SamplingParams
 
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
 from vllm_trie import beam_params
-from vllm_trie.entrypoints.requests import _check, process_inputs, why_not_behind
+from vllm_trie.entrypoints.requests import _check, process_inputs
+
+pytestmark = pytest.mark.slow
 
 PROMPT = "def main():"
 
@@ -28,7 +29,6 @@ def extra_with(beam_width: int, **fields: Any) -> SamplingParams:
     return SamplingParams(max_tokens=4, extra_args={"beam_width": beam_width}, **fields)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -69,20 +69,17 @@ def test_bad_request_is_refused_and_the_next_one_served(engine: Engine, params: 
     assert len(output.outputs) == 2
 
 
-@pytest.mark.slow
 def test_a_bad_request_in_a_batch_stops_it_before_any_work(engine: Engine) -> None:
     with pytest.raises(ValueError, match="beam_width=-1"):
         engine.llm.generate([PROMPT] * 2, [beam_params(2, max_tokens=4), extra(beam_width=-1)], use_tqdm=False)
     engine.check_nothing_is_left()
 
 
-@pytest.mark.slow
 def test_options_of_others_reach_the_engine_untouched(engine: Engine) -> None:
     (output,) = engine.llm.generate([PROMPT], extra(somebody_elses=1), use_tqdm=False)
     assert output.outputs[0].token_ids
 
 
-@pytest.mark.slow
 def test_temperature_zero_is_taken_for_what_it_is(engine: Engine) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, extra_args={"beam_width": 3})
     same = beam_params(3, max_tokens=8)
@@ -90,7 +87,6 @@ def test_temperature_zero_is_taken_for_what_it_is(engine: Engine) -> None:
     assert a.outputs[0].token_ids == b.outputs[0].token_ids
 
 
-@pytest.mark.slow
 def test_the_callers_params_are_left_as_they_were(engine: Engine) -> None:
     params = beam_params(3, n=2, max_tokens=4)
     before = repr(params)
@@ -98,7 +94,6 @@ def test_the_callers_params_are_left_as_they_were(engine: Engine) -> None:
     assert repr(params) == before
 
 
-@pytest.mark.slow
 def test_images_are_refused_where_a_model_attends_them_in_both_directions(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,23 +110,3 @@ def test_images_are_refused_where_a_model_attends_them_in_both_directions(
     with pytest.raises(ValueError, match="a model whose images are attended in both directions; send text alone"):
         _check(with_an_image, processor, "0", {"type": "token", "prompt_token_ids": [5]}, beam_params(2), ("generate",))
     engine.check_nothing_is_left()
-
-
-@pytest.mark.parametrize(
-    ("kind", "speculates", "is_mm_prefix_lm", "reason"),
-    [
-        ("token", True, True, None),
-        ("enc_dec", False, False, None),
-        ("embeds", False, False, "works on prompts of text or tokens, not on prompt_embeds"),
-        ("multimodal", False, False, None),
-        ("multimodal", True, False, "works on multimodal prompts only without speculation; start vLLM without it"),
-        ("multimodal", False, True, "does not work on multimodal prompts of a model whose images are attended in both"),
-    ],
-)
-def test_prompts_that_beams_do_not_work_on_are_known_by_their_kind(
-    kind: str, speculates: bool, is_mm_prefix_lm: bool, reason: str | None
-) -> None:
-    model_config = SimpleNamespace(is_mm_prefix_lm=is_mm_prefix_lm)
-    config = SimpleNamespace(speculative_config=object() if speculates else None, model_config=model_config)
-    found = why_not_behind({"type": kind}, config)
-    assert found is None if reason is None else found is not None and found.startswith(reason)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.server import Server, serving
+from tests.support.documents import README_CLIENT, README_SERVES, run_here
 from tests.support.reference import Answer, agree, transformers_beams
-from tests.test_readme import README_CLIENT, README_SERVES, run_here
 
 pytestmark = pytest.mark.slow
 

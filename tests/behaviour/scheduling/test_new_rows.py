@@ -11,27 +11,16 @@ import numpy as np
 import pytest
 import torch
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
-from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from tests.support.engine import Engine, Engines
 from tests.support.images import KINDS, image, make_model, why_not
 from tests.support.running import prompt_of
 from vllm_trie import beam_params
-from vllm_trie.worker.new_rows import refuse_own_state
+
+pytestmark = pytest.mark.slow
 
 WIDTH = 6
 BLOCK_TABLE = "block table"
-
-
-def test_a_model_with_a_state_of_its_own_is_refused() -> None:
-    class NgramModelState(DefaultModelState):
-        """Holds the newest tokens of each slot, as that of LongCat-Flash-Lite does."""
-
-    with pytest.raises(
-        ValueError, match=r"models with a state of their own, as this one has \(NgramModelState\); start"
-    ):
-        refuse_own_state(object.__new__(NgramModelState))
-    refuse_own_state(object.__new__(DefaultModelState))
 
 
 def tensors_by_slot(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -108,7 +97,6 @@ def fanned_out(engine: Engine, prompt: dict[str, Any], is_resumed: bool, copies:
     return seen[-1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gqa", "gemma2"])
 @pytest.mark.parametrize("is_resumed", [False, True])
 def test_copied_rows_are_what_vllm_would_have_taken_in(
@@ -126,7 +114,6 @@ def mrope_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("qwen2_5_vl", tmp_path_factory.mktemp("qwen2_5_vl"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_resumed", [False, True])
 def test_copied_rows_have_the_positions_of_what_they_see(
     engines: Engines, mrope_model: Path, monkeypatch: pytest.MonkeyPatch, is_resumed: bool

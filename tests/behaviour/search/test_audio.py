@@ -29,6 +29,8 @@ from vllm_trie import beam_params
 from vllm_trie.entrypoints.llm import beam_search
 from vllm_trie.trie.encoder_blocks import EncoderBlocks
 
+pytestmark = pytest.mark.slow
+
 MAX_TOKENS = 40  # beyond a block of the decoder's
 ENCODER_BLOCKS = -(-NUM_AUDIO_TOKENS // BLOCK_SIZE)
 SUPPRESSED = [51, 91]  # which come up most
@@ -93,7 +95,6 @@ def same(outputs: list[Any], expected: list[Any]) -> bool:
     ]
 
 
-@pytest.mark.slow
 def test_beams_that_hear_a_sound_are_those_of_transformers(engine: Engine, encoded: list[int], model: Path) -> None:
     jobs = searches(4, 3, 6, 2)
     jobs.insert(2, (7, SamplingParams(temperature=0, max_tokens=MAX_TOKENS)))  # an ordinary request beside them
@@ -110,7 +111,6 @@ def test_beams_that_hear_a_sound_are_those_of_transformers(engine: Engine, encod
     assert min(lengths) < MAX_TOKENS
 
 
-@pytest.mark.slow
 def test_first_tokens_and_suppressed_ones_are_those_of_whispers_own_generate(engine: Engine, model: Path) -> None:
     """vLLM bans tokens before probabilities are made of logits, transformers does so if it makes these anew."""
     bans = dict.fromkeys(SUPPRESSED, -100.0)
@@ -123,7 +123,6 @@ def test_first_tokens_and_suppressed_ones_are_those_of_whispers_own_generate(eng
         assert agree(engine_answers(output, 1.0)[:1], [theirs])
 
 
-@pytest.mark.slow
 def test_llm_beam_search_finds_what_vllms_own_loop_finds(engine: Engine, encoded: list[int]) -> None:
     prompts = [prompt_of(sound(seed)) for seed in (1, 3)]
     params = BeamSearchParams(beam_width=4, max_tokens=12)
@@ -137,7 +136,6 @@ def test_llm_beam_search_finds_what_vllms_own_loop_finds(engine: Engine, encoded
             assert (one.tokens, one.text) == (other.tokens, other.text)
 
 
-@pytest.mark.slow
 def test_all_rows_of_a_group_hold_the_same_blocks_of_what_was_encoded(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +168,6 @@ def test_all_rows_of_a_group_hold_the_same_blocks_of_what_was_encoded(
     assert not copied & {block for blocks in seen.values() for block in blocks}
 
 
-@pytest.mark.slow
 def test_copied_rows_search_as_rows_do_that_vllm_takes_in(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = searches(4, 3)
     assert engine.runner._copies_rows
@@ -179,7 +176,6 @@ def test_copied_rows_search_as_rows_do_that_vllm_takes_in(engine: Engine, monkey
     assert same(run(engine, jobs), expected)
 
 
-@pytest.mark.slow
 def test_the_encoder_runs_again_after_a_preemption(engine: Engine, encoded: list[int]) -> None:
     jobs = searches(4, 3, 5, ignore_eos=True)
     expected = run(engine, jobs)
@@ -189,7 +185,6 @@ def test_the_encoder_runs_again_after_a_preemption(engine: Engine, encoded: list
     assert sum(encoded) == 3 * len(jobs)
 
 
-@pytest.mark.slow
 def test_searches_share_too_few_blocks_by_taking_turns(engine: Engine) -> None:
     jobs, scheduler = searches(4, 3, 5, ignore_eos=True), engine.scheduler
     expected, preempted = run(engine, jobs), scheduler.tally.preemptions
@@ -203,7 +198,6 @@ def test_searches_share_too_few_blocks_by_taking_turns(engine: Engine) -> None:
     assert scheduler.tally.preemptions > preempted
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2, 9])
 def test_an_abort_gives_back_what_was_encoded(engine: Engine, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     jobs = searches(4, 3)
@@ -215,7 +209,6 @@ def test_an_abort_gives_back_what_was_encoded(engine: Engine, monkeypatch: pytes
     assert same(outputs[1:], expected)
 
 
-@pytest.mark.slow
 def test_a_group_that_is_preempted_and_aborted_leaves_nothing(engine: Engine) -> None:
     core = engine.llm.llm_engine
 
@@ -229,7 +222,6 @@ def test_a_group_that_is_preempted_and_aborted_leaves_nothing(engine: Engine) ->
     assert outputs[1] is None
 
 
-@pytest.mark.slow
 def test_a_prompt_without_a_sound_is_refused(engine: Engine) -> None:
     """vLLM's own answer to it is made of NaNs."""
     with pytest.raises(ValueError, match="beam_width needs data for this model's encoder; add multi_modal_data"):

@@ -20,6 +20,8 @@ from tests.support.reference import Answer, agree, engine_answers, is_greedy, lo
 from tests.support.running import BYTES_PER_BLOCK, MOST_TIES, count_ties, prompt_of, run
 from vllm_trie import beam_params
 
+pytestmark = pytest.mark.slow
+
 RECORD = json.loads(Path(__file__).with_name("group_beams.json").read_text())
 SEARCHES: list[dict[str, Any]] = RECORD["searches"]
 MAX_TOKENS = 32
@@ -70,7 +72,6 @@ def test_the_loop_finds_what_transformers_4_finds() -> None:
     assert in_full >= (1 - MOST_TIES) * len(SEARCHES[::2])
 
 
-@pytest.mark.slow
 def test_the_engine_finds_what_transformers_4_finds_beside_ordinary_requests(engines: Engines) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     jobs = [(search["prompt"], params) for search in SEARCHES for params in (params_of(search), greedy)]
@@ -118,7 +119,6 @@ def check(engine: Engine, model: Path, cases: list[tuple[list[int], dict[str, An
     return outputs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("is_async", "logprobs"), [(False, 0), (True, None)])
 def test_a_random_model_finds_what_the_loop_finds(
     engines: Engines, random_model: Callable[[str], Path], is_async: bool, logprobs: int | None
@@ -138,7 +138,6 @@ def test_groups_that_are_done_count_as_padding(random_model: Callable[[str], Pat
     assert counted != not_counted
 
 
-@pytest.mark.slow
 def test_groups_differ_more_than_beams_of_one(engines: Engines, random_model: Callable[[str], Path]) -> None:
     engine, options = engines(random_model("gqa")), {"n": 6, "max_tokens": 20, "ignore_eos": True}
     prompts = [prompt_of(20, seed) for seed in range(5)]
@@ -148,7 +147,6 @@ def test_groups_differ_more_than_beams_of_one(engines: Engines, random_model: Ca
     assert apart > 1.5 * alone
 
 
-@pytest.mark.slow
 def test_a_preempted_search_finds_the_same(engines: Engines, random_model: Callable[[str], Path]) -> None:
     model = random_model("gqa")
     engine = engines(model, kv_cache_memory_bytes=60 * BYTES_PER_BLOCK, max_num_seqs=40)
@@ -159,7 +157,6 @@ def test_a_preempted_search_finds_the_same(engines: Engines, random_model: Calla
     assert count_ties(found, expected) <= MOST_TIES * sum(len(output.outputs) for output in expected)
 
 
-@pytest.mark.slow
 def test_an_engine_that_drafts_searches_in_groups_by_plain_steps(
     engines: Engines, random_pair: Callable[[str, float], tuple[Path, Path]]
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
+from tests.support.distributions import PROMPT, Beam, continuations
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
-from tests.support.loop import one_thread
 from tests.support.models import make_draft
 from tests.support.running import answers, trained_prompts
 from vllm_trie import beam_params
@@ -23,26 +21,12 @@ from vllm_trie import beam_params
 pytestmark = pytest.mark.slow
 
 VOCAB = 16
-PROMPT = [3, 9, 14]
 SEEDS, AT_A_TIME = 1500, 50  # so that all find rows to speculate with
 LENGTH = 3  # the first token is drawn after the prompt; of the others one is drafted, and one comes on top
 TOP_K = 6  # of the joint distribution, so that what may come out can be enumerated
 RAREST = 1e-3  # a right distribution fails with this probability, a wrong one must
 
-Beam = tuple[int, ...]
 Distribution = dict[tuple[Beam, Beam], float]  # of both beams, in the order of their tokens
-
-
-def continuations(model: Path) -> Callable[[Beam], np.ndarray]:
-    """[V] log-probabilities of what may follow."""
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-
-    @cache
-    def after(beam: Beam) -> np.ndarray:
-        with one_thread(), torch.inference_mode():
-            return network(torch.tensor([[*PROMPT, *beam]])).logits[0, -1].double().log_softmax(-1).numpy()
-
-    return after
 
 
 def distribution_of(model: Path, replacement: bool, temperature: float = 1.0) -> Distribution:

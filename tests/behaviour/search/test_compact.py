@@ -12,6 +12,8 @@ from tests.support.pairs import TRAINED, speculating
 from tests.support.running import trained_prompts
 from vllm_trie import beam_params, hypotheses
 
+pytestmark = pytest.mark.slow
+
 WIDTH = 6
 
 
@@ -44,7 +46,6 @@ def check(engine: Engine, prompts: list[list[int]], **options: Any) -> None:
         assert found.item_ids is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"length_penalty": 0.3}, {"semantics": "tridecode"}, {"stop": [",", "("]}, {"top_k": 1}, {"beam_width": 1}],
@@ -54,7 +55,6 @@ def test_one_output_has_what_n_outputs_have(engine: Engine, options: dict[str, A
     check(engine, trained_prompts([20, 45, 70]), max_tokens=12, **options)
 
 
-@pytest.mark.slow
 def test_counts_of_a_search_that_speculates_stand_beside_its_hypotheses(engines: Engines) -> None:
     engine = speculating(engines, TRAINED, 3)
     check(engine, trained_prompts([30]), max_tokens=12)
@@ -62,15 +62,7 @@ def test_counts_of_a_search_that_speculates_stand_beside_its_hypotheses(engines:
     assert output.kv_transfer_params["trie_beam"]["steps_per_forward"] >= 1
 
 
-@pytest.mark.slow
 def test_a_request_that_was_not_compact_is_told_so(engine: Engine) -> None:
     (output,) = engine.generate(trained_prompts([20]), beam_params(2, max_tokens=3))
     with pytest.raises(ValueError, match="it did not ask for them; pass compact=True"):
         hypotheses(output)
-
-
-def test_what_would_be_said_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match="n=2 is not supported together with compact"):
-        beam_params(4, n=2, compact=True)
-    with pytest.raises(ValueError, match="logprobs=3 is not supported together with compact"):
-        beam_params(4, logprobs=3, compact=True)

@@ -30,6 +30,8 @@ from tests.support.loop import one_thread
 from tests.support.reference import agree, transformers_beams
 from tests.support.running import BYTES_PER_BLOCK, answers, prompt_of
 
+pytestmark = pytest.mark.slow
+
 MANY_STRINGS = tuple(" estia_(.rn")
 
 
@@ -55,7 +57,6 @@ def test_the_loop_without_controls_is_transformers(model: Path) -> None:
         agree([*case.found()], transformers_beams(model, [*case.prompt], b, b, case.max_tokens, early_stopping=early))
 
 
-@pytest.mark.slow
 def test_controlled_beams_are_the_loops_and_disturb_nobody(
     engines: Engines, model: Path, controlled: list[Case]
 ) -> None:
@@ -65,7 +66,6 @@ def test_controlled_beams_are_the_loops_and_disturb_nobody(
     run(engines(model), controlled)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("semantics", GRID["semantics"])
 def test_where_bans_leave_fewer_hypotheses_the_others_come_back_empty(
     engines: Engines, model: Path, semantics: str
@@ -78,7 +78,6 @@ def test_where_bans_leave_fewer_hypotheses_the_others_come_back_empty(
     run(engines(model), cases)
 
 
-@pytest.mark.slow
 def test_without_histories_of_their_own_beams_are_penalised_wrongly(
     engines: Engines, model: Path, controlled: list[Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +90,6 @@ def test_without_histories_of_their_own_beams_are_penalised_wrongly(
     assert differing <= PENALTIES.keys()
 
 
-@pytest.mark.slow
 def test_groups_that_wait_or_start_anew_keep_their_penalties(
     engines: Engines, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +114,6 @@ def test_groups_that_wait_or_start_anew_keep_their_penalties(
         check(case, output.outputs)
 
 
-@pytest.mark.slow
 def test_bad_words_and_stop_strings_of_the_trained_model_are_the_loops(engines: Engines) -> None:
     texts = {"stop": [(), ("):\n",), ("self.", "f(x", "t(s"), ("\n", "e(", "return", ", ")]}
     texts |= {"include_stop_str_in_output": [False, True], "bad_words": [(), ("self",), ("self.__class__", "return")]}
@@ -133,7 +130,6 @@ def test_bad_words_and_stop_strings_of_the_trained_model_are_the_loops(engines: 
     run(engines(TRAINED_TARGET), cases)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_more_candidates_than_beams_may_stop_at_once(engines: Engines, logprobs: int | None) -> None:
     grid = itertools.product([1, 2, 5], GRID["semantics"], [1.0, 5.0])

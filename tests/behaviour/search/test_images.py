@@ -8,19 +8,15 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import BeamSearchParams, RequestOutputKind
+from vllm.sampling_params import BeamSearchParams
 
-from tests.support.disturb import preempt_all
 from tests.support.engine import BLOCK_SIZE, Engine, Engines
-from tests.support.images import KINDS, image, make_model, transformers_answers, why_not
+from tests.support.images import KINDS, TEXTS, image, make_model, prompts, run, transformers_answers, why_not
 from tests.support.reference import agree, engine_answers
 from vllm_trie import beam_params
 from vllm_trie.entrypoints.llm import beam_search
 
 pytestmark = pytest.mark.slow
-
-LONG = "import os\nimport sys\n{}\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n{}\n    d"
-TEXTS = ["{}def f():\n    ", LONG, "x = {}"]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -58,15 +54,6 @@ def encoded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def prompts(kind: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Texts, with an image before them or two within."""
-    placeholder, found = KINDS[kind].placeholder, []
-    for number, text in enumerate(TEXTS):
-        images = [image(seed + 3 * number + other) for other in range(text.count("{}") if placeholder else 1)]
-        found.append({"prompt": text.replace("{}", placeholder), "multi_modal_data": {"image": images}})
-    return found
-
-
 def test_llm_beam_search_finds_what_vllms_own_loop_finds(
     engine: Engine, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,20 +68,6 @@ def test_llm_beam_search_finds_what_vllms_own_loop_finds(
         for one, other in zip(found.sequences, expected.sequences, strict=True):
             assert one.cum_logprob == pytest.approx(other.cum_logprob, abs=1e-4)
             assert (one.tokens, one.text) == (other.tokens, other.text)
-
-
-def run(engine: Engine, jobs: list[tuple[dict[str, Any], SamplingParams]], preempted_at: tuple[int, ...] = ()) -> Any:
-    core, finished, steps = engine.llm.llm_engine, {}, 0
-    for number, (prompt, params) in enumerate(jobs):
-        params = params.clone()
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-        core.add_request(str(number), prompt, params)
-    while core.has_unfinished_requests():
-        finished.update({output.request_id: output for output in core.step()})
-        steps += 1
-        if steps in preempted_at:
-            preempt_all(engine)
-    return [finished[str(number)] for number in range(len(jobs))]
 
 
 def test_beams_that_see_an_image_are_those_of_transformers(

@@ -22,6 +22,8 @@ from vllm_trie.worker.attention.cpu_backend import SharedPrefixImpl, SharedPrefi
 from vllm_trie.worker.attention.shared_rows import SharedTokens
 from vllm_trie.worker.runner import BeamModelRunner
 
+pytestmark = pytest.mark.slow
+
 
 def option(value: str) -> dict[str, Any]:
     """Of an engine."""
@@ -58,7 +60,6 @@ def compare(found: Sequence[Any], expected: Sequence[Any]) -> None:
     assert count_differing(found, expected) <= MOST_TIES * sum(len(output.outputs) for output in expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gqa", "mha", "opt", "gemma2_uncapped", "mixtral"])
 def test_searches_among_ordinary_requests_find_the_same(
     engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, kind: str
@@ -75,7 +76,6 @@ def test_searches_among_ordinary_requests_find_the_same(
     assert max(shared.num_shared.max() for shared in asked) >= 96
 
 
-@pytest.mark.slow
 def test_the_blocks_of_an_answer_are_shared_as_soon_as_all_beams_agree_on_them(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +89,6 @@ def test_the_blocks_of_an_answer_are_shared_as_soon_as_all_beams_agree_on_them(
     assert (shared[0], shared[-1]) == (96, 256)
 
 
-@pytest.mark.slow
 def test_forests_and_preempted_groups_find_the_same(
     engines: Engines,
     random_pair: Callable[[str, float], tuple[Path, Path]],
@@ -114,7 +113,6 @@ def test_forests_and_preempted_groups_find_the_same(
     assert max(len(shared.rows) - len(set(shared.rows.tolist())) for shared in asked) > 0, "no row of several tokens"
 
 
-@pytest.mark.slow
 def test_windows_caps_and_what_does_not_pay_are_left_to_vllm(
     engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +129,6 @@ def test_windows_caps_and_what_does_not_pay_are_left_to_vllm(
     assert len(asked) == num_layers * num_steps
 
 
-@pytest.mark.slow
 def test_steps_that_read_shared_blocks_once_ask_for_no_full_graph(
     engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +154,6 @@ def test_an_unknown_choice_is_refused(random_model: Callable[[str], Path]) -> No
         Engine(random_model("gqa"), **option("yes"))
 
 
-@pytest.mark.slow
 def test_without_a_compiler_vllms_attention_is_used(
     engines: Engines,
     random_model: Callable[[str], Path],
@@ -206,7 +202,6 @@ def test_a_model_none_of_whose_layers_can_is_refused(random_model: Callable[[str
         Engine(random_model("gemma2"), **option("on"))
 
 
-@pytest.mark.slow
 def test_layers_that_cannot_stay_vllms_and_are_named(
     engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from tests.behaviour.search.test_beam_sampling import PROMPT, continuations
+from tests.support.distributions import PROMPT, continuations
 from tests.support.disturb import Unlucky
 from tests.support.engine import Engine, Engines
 from tests.support.running import BYTES_PER_BLOCK, prompt_of, run

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from vllm.sampling_params import RequestOutputKind
 
-from tests.behaviour.scheduling.test_disturbances import MODES, Mode
 from tests.support.disturb import Clumsy
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
+from tests.support.modes import MODES, Mode
 from tests.support.pairs import Pair
 from tests.support.reference import SCORE_TOLERANCE
 from tests.support.running import MOST_TIES, Job, count_ties, run, trained_prompts

@@ -5,23 +5,20 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from vllm import SamplingParams
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.support.engine import BLOCK_SIZE, ROOT, Engine, Engines
 from tests.support.models import make_draft
 from vllm_trie import beam_params
-from vllm_trie.engine.catalogs import CatalogCounts
-from vllm_trie.engine.stats import BeamStats, BeamTally, SearchCounts, attach_stats, take_stats
-from vllm_trie.entrypoints.metrics import COUNTERS, FINISHED, PEAKS, PREFIX, RUNNING, BeamStatLogger, describe
-from vllm_trie.trie.blocks import BlockCounts
+from vllm_trie.engine.stats import BeamStats, attach_stats, take_stats
+from vllm_trie.entrypoints.metrics import COUNTERS, FINISHED, PEAKS, PREFIX, RUNNING, BeamStatLogger
+
+pytestmark = pytest.mark.slow
 
 BYTES_PER_BLOCK = 2 * 2 * 2 * 32 * BLOCK_SIZE * 4  # layers, K and V, KV heads, head size, tokens, float32
 PROMPT = list(range(2, 42))  # a full block and a partly filled one
@@ -77,7 +74,6 @@ def metrics_of(engine: Engine) -> dict[str, float]:
     return {metric.labels.get("finished_reason", metric.name.removeprefix(PREFIX)): metric.value for metric in ours}
 
 
-@pytest.mark.slow
 def test_a_search_of_known_shape_is_counted_exactly(engine: Engine) -> None:
     engine.generate([PROMPT], beam_params(6, n=2, max_tokens=10, ignore_eos=True))
     metrics = metrics_of(engine)
@@ -92,14 +88,12 @@ def test_a_search_of_known_shape_is_counted_exactly(engine: Engine) -> None:
     assert (metrics["groups_running"], metrics["rows_running"], metrics["preemptions"]) == (0, 0, 0)
 
 
-@pytest.mark.slow
 def test_blocks_of_the_answer_that_enter_the_prefix_cache_are_counted(engine: Engine) -> None:
     assert engine.llm.llm_engine.reset_prefix_cache()
     engine.generate([PROMPT], beam_params(4, n=2, max_tokens=60, ignore_eos=True))
     assert metrics_of(engine)["kv_blocks_cached"] == (len(PROMPT) + 59) // BLOCK_SIZE - len(PROMPT) // BLOCK_SIZE == 2
 
 
-@pytest.mark.slow
 def test_metrics_are_the_counts_of_the_tries_whatever_happens(engine: Engine) -> None:
     manager = engine.scheduler.kv_cache_manager
     before = manager.total_counts()
@@ -116,7 +110,6 @@ def test_metrics_are_the_counts_of_the_tries_whatever_happens(engine: Engine) ->
     assert 20 < metrics["kv_blocks_peak"] == manager.peak_group_blocks <= manager.num_usable_blocks
 
 
-@pytest.mark.slow
 def test_gauges_follow_groups_that_run_and_leave_out_ordinary_requests(engine: Engine) -> None:
     core = engine.llm.llm_engine
     core.add_request("wide", {"prompt_token_ids": PROMPT}, beam_params(8, max_tokens=20, ignore_eos=True))
@@ -131,7 +124,6 @@ def test_gauges_follow_groups_that_run_and_leave_out_ordinary_requests(engine: E
     assert metrics["steps"] == 20 + 5
 
 
-@pytest.mark.slow
 def test_groups_end_by_a_stop_an_abort_or_an_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     core = engine.llm.llm_engine
     engine.generate([PROMPT], beam_params(4, max_tokens=60, early_stopping=True, stop_token_ids=list(range(2, 40))))
@@ -156,7 +148,6 @@ def test_groups_end_by_a_stop_an_abort_or_an_error(engine: Engine, monkeypatch: 
     assert metrics["groups_running"] == 0
 
 
-@pytest.mark.slow
 def test_one_line_per_interval_and_none_without_beams(engine: Engine, lines: list[str]) -> None:
     front_end = engine.llm.llm_engine
     front_end.do_log_stats()
@@ -175,29 +166,6 @@ def test_one_line_per_interval_and_none_without_beams(engine: Engine, lines: lis
     assert "finished: 1 (length: 1), steps: 2," in lines[1], "an interval says what happened in it"
 
 
-def test_the_line_speaks_of_speculation_where_there_was_some() -> None:
-    counts = SearchCounts(steps=10, target_forwards=5, prefill_forwards=2, drafted=50, accepted=20, beams=35)
-    blocks = {"kv_blocks_peak": 9, "kv_blocks_shared": 1, "kv_blocks_copied": 2, "kv_blocks_reclaimed": 3}
-    stats = BeamStats(**vars(counts), **blocks, groups_running=1, rows_running=4, preemptions=1)
-    assert describe(stats) == (
-        "Beam groups running: 1 in 4 rows, finished: 0, steps: 10, per target forward: 2.67, drafted: 50, "
-        "accepted: 20, mean width: 3.50, preemptions: 1, KV blocks shared: 1, copied: 2, reclaimed: 3, peak: 9"
-    )
-    stats.drafted = 0
-    assert "steps: 10, preemptions: 1, KV blocks" in describe(stats)
-
-
-@pytest.mark.parametrize(
-    ("steps", "forwards", "prefill_forwards", "per_forward"),
-    [(0, 0, 0, 1.0), (2, 2, 2, 1.0), (5, 5, 1, 1.0), (32, 11, 1, 3.1)],
-)
-def test_steps_per_forward_leave_prompts_out(
-    steps: int, forwards: int, prefill_forwards: int, per_forward: float
-) -> None:
-    assert SearchCounts(steps, forwards, prefill_forwards).steps_per_forward == per_forward
-
-
-@pytest.mark.slow
 def test_no_step_is_reported_twice_or_without_need(engine: Engine) -> None:
     """Where no group is, vLLM's statistics carry nothing of ours."""
     core, reports = engine.llm.llm_engine, []
@@ -214,7 +182,6 @@ def test_no_step_is_reported_twice_or_without_need(engine: Engine) -> None:
     assert [report.groups_running for report in reports] == [1] + [0] * 7 + [-1]
 
 
-@pytest.mark.slow
 def test_an_engine_that_keeps_no_statistics_sends_none(engines: Engines, model: Path) -> None:
     engine = engines(model, **{**OPTIONS, "disable_log_stats": True})
     core = engine.llm.llm_engine
@@ -225,7 +192,6 @@ def test_an_engine_that_keeps_no_statistics_sends_none(engines: Engines, model: 
         core.step()
 
 
-@pytest.mark.slow
 def test_an_engine_that_was_not_asked_for_beams_shows_none(engines: Engines, model: Path) -> None:
     """Although one that was asked, in the same process, did."""
     engine = engines(model, **OPTIONS, additional_config={})
@@ -238,7 +204,6 @@ def test_an_engine_that_was_not_asked_for_beams_shows_none(engines: Engines, mod
         engines.close()  # it has nothing of ours in which something could be left
 
 
-@pytest.mark.slow
 def test_speculation_is_counted_as_each_request_is_told(speculating: Engine, lines: list[str]) -> None:
     names = ("steps", "target_forwards", "prefill_forwards", "drafted", "accepted", "beams")
     params = [
@@ -267,41 +232,6 @@ def test_speculation_is_counted_as_each_request_is_told(speculating: Engine, lin
     assert metrics_of(speculating)["target_forwards"] == metrics["target_forwards"] + 6
 
 
-def test_stats_survive_the_way_to_another_process_and_do_not_reach_vllms_loggers() -> None:
-    numbers = [field.name for field in fields(BeamStats) if field.name != "groups_finished"]
-    finished = {"stop": 1, "length": 2, "abort": 0, "error": 0}
-    stats = BeamStats(**{name: 40 + i for i, name in enumerate(numbers)}, groups_finished=finished)
-    carrier = SchedulerStats(num_running_reqs=2)
-    attach_stats(carrier, stats)
-    message = MsgpackEncoder().encode(EngineCoreOutputs(engine_index=1, scheduler_stats=carrier))
-    arrived = MsgpackDecoder(EngineCoreOutputs).decode(message).scheduler_stats
-    assert take_stats(arrived) == stats
-    assert arrived == SchedulerStats(num_running_reqs=2)
-    assert take_stats(arrived) is None
-
-
-def test_each_report_begins_where_the_last_one_ended() -> None:
-    tally = BeamTally()
-    tally.counts.add(SearchCounts(steps=3, target_forwards=2, prefill_forwards=1, drafted=9, accepted=4, beams=12))
-    tally.preemptions = 1
-    tally.finish("stop")
-    first = tally.report([4, 2], BlockCounts(10, 20, 30), 50, CatalogCounts(7, 70, 1))
-    finished = {"stop": 1, "length": 0, "abort": 0, "error": 0}
-    assert first == BeamStats(
-        **{"steps": 3, "target_forwards": 2, "prefill_forwards": 1, "drafted": 9, "accepted": 4, "beams": 12},
-        **{"kv_blocks_shared": 10, "kv_blocks_copied": 20, "kv_blocks_reclaimed": 30, "kv_blocks_peak": 50},
-        **{"groups_running": 2, "rows_running": 6, "preemptions": 1, "groups_finished": finished},
-        **{"catalog_items": 7, "catalog_bytes": 70, "catalog_loads": 1},
-    )
-    assert not tally.has_news
-    second = {"kv_blocks_shared": 1, "kv_blocks_copied": 2, "kv_blocks_reclaimed": 3, "kv_blocks_peak": 50}
-    second |= {"catalog_items": 8, "catalog_bytes": 80, "catalog_loads": 2}
-    assert tally.report([4], BlockCounts(11, 22, 33), 50, CatalogCounts(8, 80, 3)) == BeamStats(
-        groups_running=-1, rows_running=-2, **second
-    )
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("aggregates", "beginnings"),
     [
@@ -342,7 +272,6 @@ def test_data_parallel_engines_have_a_line_each_or_one_together(
     assert by_engine == {"0": 3, "1": 5, "2": 0}
 
 
-@pytest.mark.slow
 def test_several_api_servers_write_no_lines_as_each_sees_a_part(engine: Engine, lines: list[str]) -> None:
     manager = StatLoggerManager(engine.llm.llm_engine.vllm_config, [0], client_count=2)
     carrier = SchedulerStats()
@@ -353,7 +282,6 @@ def test_several_api_servers_write_no_lines_as_each_sees_a_part(engine: Engine, 
     assert metrics_of(engine)["steps"] == 3
 
 
-@pytest.mark.slow
 def test_the_document_names_every_metric_with_its_labels_and_shows_a_true_line(
     engine: Engine, lines: list[str]
 ) -> None:

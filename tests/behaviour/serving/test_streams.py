@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 
 from benchmarks.common import TARGET
 from benchmarks.server import VLLM, Server, serving
-from tests.behaviour.serving.test_server import BOTH_WAYS, PROMPTS, abort_by, beams, chat, complete
 from tests.support.grammars import SCHEMA
+from tests.support.served import BOTH_WAYS, PROMPTS, abort_by, beams, chat, complete
 from vllm_trie.messages import NO_HYPOTHESIS
 
 pytestmark = pytest.mark.slow

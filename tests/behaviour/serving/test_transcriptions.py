@@ -21,9 +21,9 @@ from vllm.multimodal.audio import split_audio
 
 from benchmarks.server import Server, serving
 from tests.support.audio import EOS, SAMPLING_RATE, make_whisper, sound, whispers_answer
+from tests.support.documents import TRANSCRIBES, Example, run_here
 from tests.support.engine import ROOT
 from tests.support.reference import Answer
-from tests.test_readme import TRANSCRIBES, Example, run_here
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +10,10 @@ import pytest
 from tests.support.engine import Engines
 from tests.support.pairs import NOISE, Pair, speculating
 from tests.support.running import prompt_of, run
-from vllm_trie import BeamParams, beam_params
-from vllm_trie.engine.speculation_budget import Speculating, SpeculationBudgets
-from vllm_trie.messages import Drafted
+from vllm_trie import beam_params
+from vllm_trie.engine.speculation_budget import Speculating
+
+pytestmark = pytest.mark.slow
 
 LEAST: list[tuple[dict[str, Any], int, int]] = [  # what is asked for, and the fewest rows and tokens of use to it
     ({"beam_width": 1}, 0, 1),
@@ -27,18 +27,6 @@ LEAST: list[tuple[dict[str, Any], int, int]] = [  # what is asked for, and the f
 ]
 
 
-def test_after_drafts_that_led_nowhere_a_group_rests_longer_each_time_until_some_lead_on() -> None:
-    config: Any = SimpleNamespace(
-        num_speculative_tokens=3, draft_model_config=SimpleNamespace(max_model_len=64), use_ngram=lambda: True
-    )
-    budgets, rests = SpeculationBudgets(config, None), list[int]()
-    group: Any = SimpleNamespace(params=BeamParams(beam_width=2, speculation="exact"), num_failed=0, rest=rests.append)
-    for num_steps in [1] * 9 + [2, 1, 1, 1]:
-        budgets.learn(group, Drafted(4, 4, 2, 4, 0.0, []), num_steps)
-    assert rests == [0, 0, 1, 2, 4, 8, 16, 16, 16, 0, 0, 0, 1]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("options", "rows", "tokens"), LEAST)
 def test_the_least_of_use_is_given_and_nothing_less(
     engines: Engines,

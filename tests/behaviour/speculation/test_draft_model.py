@@ -6,66 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from tests.support.disturb import preempt_all
-from tests.support.engine import BLOCK_SIZE, Engine, Engines
-from tests.support.loop import one_thread
-from tests.support.pairs import NOISE, Pair, count_differing, searches, speculating
+from tests.support.draft_alone import Alone, search
+from tests.support.engine import Engine, Engines
+from tests.support.pairs import NOISE, Pair, count_differing, speculating
 from tests.support.reference import load
-from tests.support.running import prompt_of, run
-from vllm_trie.engine.group import BeamGroup
 from vllm_trie.worker.draft import Drafter
-from vllm_trie.worker.draft_by_model import ModelDrafts
-from vllm_trie.worker.draft_model import DraftModel
 from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.rows import GroupRows
 
 pytestmark = pytest.mark.slow
-
-TOLERANCE = 1e-3
-
-
-class Alone:
-    """Compares every row of logits that is drafted from with the draft model run alone on the row's whole text."""
-
-    def __init__(self, engine: Engine, draft_alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.engine, self.model = engine, draft_alone
-        self.num_compared = self.num_wrong = self.num_caught_up = 0
-        self._texts: list[list[int]] = []  # of the rows of the next forward; none while rows catch up
-        draft_layer, logits = ModelDrafts._draft_layer, DraftModel.logits
-
-        def layer_after(drafts: ModelDrafts, forests: dict[str, ForestStep], number: int) -> None:
-            active = [one for one in forests.values() if one.budget.num_layers >= number and one.layer.nodes]
-            self._texts = [self._text(one, node) for one in active for node in one.layer.nodes]
-            draft_layer(drafts, forests, number)
-            assert not self._texts
-
-        def compared(model: DraftModel, tokens: Any, starts: Any, blocks: Any) -> torch.Tensor:
-            found = logits(model, tokens, starts, blocks)
-            texts, self._texts = self._texts, []
-            self.num_caught_up += not texts
-            for position, text in enumerate(texts):
-                assert text[starts[position] :] == tokens[position]
-                self._compare(text, found[position])
-            return found
-
-        monkeypatch.setattr(ModelDrafts, "_draft_layer", layer_after)
-        monkeypatch.setattr(DraftModel, "logits", compared)
-
-    def _text(self, one: ForestStep, node: int) -> list[int]:
-        root, *path = one.forest.path(node)
-        tokens = self.engine.runner.req_states.all_token_ids.gpu
-        history = tokens[one.group.slots[root], : one.start + 1].tolist()
-        assert history[-1] == one.forest.tokens[root]
-        return history + [one.forest.tokens[node] for node in path]
-
-    @one_thread()
-    @torch.inference_mode()
-    def _compare(self, text: list[int], row: torch.Tensor) -> None:
-        alone = self.model(torch.tensor([text])).logits[0, -1]
-        self.num_compared += 1
-        self.num_wrong += bool((alone - row).abs().max() > TOLERANCE)
 
 
 @pytest.fixture
@@ -81,31 +31,6 @@ def engine(engines: Engines, pair: Pair) -> Engine:
 @pytest.fixture
 def alone(engine: Engine, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Alone:
     return Alone(engine, load(pair[1]), monkeypatch)
-
-
-WIDTHS = (1, 4, 6)
-MAX_TOKENS = 2 * BLOCK_SIZE + 10
-
-
-def search(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
-    """What speculation finds, with plain steps and a preemption in between, and what plain steps find."""
-    options = {"ignore_eos": True, "max_tokens": MAX_TOKENS}
-    asked = [(prompt_of(25 + w, w), {"beam_width": w, "draft_width": 3 * w, **options}) for w in WIDTHS]
-    plain = run(engine, searches(asked, "off"))
-    steps, is_on = 0, True
-
-    def after_step() -> None:
-        nonlocal steps, is_on
-        steps += 1
-        is_on = steps % 25 < 9
-        if steps == 40:
-            preempt_all(engine)
-
-    stock = BeamGroup.speculates.fget
-    monkeypatch.setattr(BeamGroup, "speculates", property(lambda group: is_on and stock(group)))
-    outputs = run(engine, searches(asked), after_step)
-    assert steps > 40
-    return outputs, plain
 
 
 def test_the_draft_model_says_what_it_says_alone(engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.smollm2.draft_model import ARCHITECTURE, DraftInTransformers
-from tests.behaviour.speculation.test_draft_model import Alone, search
+from tests.support.draft_alone import Alone, search
 from tests.support.engine import BLOCK_SIZE, Engine, Engines
 from tests.support.pairs import NOISE, Pair, check_exact, count_differing, drafting, speculating
 from tests.support.running import prompt_of, run

@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from allpairspy import AllPairs
 from vllm import SamplingParams
 from vllm.sampling_params import BeamSearchParams
 
 from tests.support.engine import BLOCK_SIZE, Engines
 from tests.support.options import DRAFTED
 from tests.support.pairs import (
+    BESIDE,
     NOISE,
     TRAINED,
-    Asked,
+    WIDTHS,
     Pair,
     check_exact,
     count_differing,
+    grid,
     searches,
     speculating,
     steps_per_forward,
@@ -30,11 +31,6 @@ from vllm_trie.engine import kv_cache
 from vllm_trie.worker import verify
 
 pytestmark = pytest.mark.slow
-
-BESIDE = [
-    (prompt_of(length, length), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0))
-    for length in (5, BLOCK_SIZE - 1, 50)
-]
 
 
 def watch_accepted_paths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
@@ -47,21 +43,6 @@ def watch_accepted_paths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int
 
     monkeypatch.setattr(verify, "accept_path", accept_path)
     return commits
-
-
-WIDTHS = [1, 2, 4, 8]
-DRAFTS_PER_BEAM = [1, 2, 4]
-PROMPT_LENGTHS = [1, BLOCK_SIZE - 3, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 2, 2 * BLOCK_SIZE - 5]
-GRID = [WIDTHS, DRAFTS_PER_BEAM, PROMPT_LENGTHS, [False, True]]
-
-
-def grid(prompts: list[list[int]], max_tokens: int) -> list[Asked]:
-    """Every pair of values of `GRID` at least once."""
-    asked = []
-    for (width, factor, length, ignore_eos), prompt in zip(AllPairs(GRID), prompts, strict=False):
-        options = {"beam_width": width, "draft_width": factor * width, "ignore_eos": ignore_eos}
-        asked.append((prompt[:length], options | {"max_tokens": max_tokens}))
-    return asked
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5])

@@ -10,12 +10,20 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import BeamSearchParams
 
-from tests.behaviour.speculation.test_exact import BESIDE, grid
 from tests.support.disturb import Clumsy
 from tests.support.engine import BLOCK_SIZE, Engine, Engines
 from tests.support.items import random_items
 from tests.support.options import DRAFTED
-from tests.support.pairs import Asked, check_exact, count_differing, looking_up, searches, steps_per_forward
+from tests.support.pairs import (
+    BESIDE,
+    Asked,
+    check_exact,
+    count_differing,
+    grid,
+    looking_up,
+    searches,
+    steps_per_forward,
+)
 from tests.support.running import answers, prompt_of, run, start_with, trained_prompts
 from vllm_trie import beam_params
 from vllm_trie.worker.draft import Drafter

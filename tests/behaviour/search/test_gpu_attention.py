@@ -1,0 +1,103 @@
+"""The GPU's backend sets rows apart that share blocks: ours computes those, FlashAttention the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
+
+from tests.support.engine import Engine, Engines
+from tests.support.sharing import Batch, Group
+from vllm_trie.worker.attention.gpu_backend import SharedPrefixBuilder, SharedPrefixImpl
+
+pytestmark = pytest.mark.slow
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 32, 32  # of the model "gqa"
+DEMANDED = {"trie_beam": {"check_invariants": True, "shared_prefix_attention": "on"}}
+
+
+@pytest.fixture
+def engine(engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Its layers are those of the GPU's backend for a while."""
+    engine = engines(random_model("gqa"), additional_config=DEMANDED)
+    config, scale = engine.core.vllm_config, HEAD_SIZE**-0.5
+    with set_current_vllm_config(config):
+        impl = SharedPrefixImpl(NUM_HEADS, HEAD_SIZE, scale, NUM_KV_HEADS, None, None, "auto")
+    for layer in config.compilation_config.static_forward_context.values():
+        monkeypatch.setattr(layer, "impl", impl)
+    return engine
+
+
+def builder_of(engine: Engine) -> SharedPrefixBuilder:
+    ((group,),) = engine.runner.attn_groups
+    with set_current_vllm_config(engine.core.vllm_config):
+        return SharedPrefixBuilder(group.kv_cache_spec, group.layer_names, engine.core.vllm_config, torch.device("cpu"))
+
+
+def described(batch: Batch) -> CommonAttentionMetadata:
+    """As vLLM's runner describes a batch, whose lengths on the host may be too great."""
+    num_rows, num_tokens = len(batch.lengths), len(batch.queries)
+    return CommonAttentionMetadata(
+        query_start_loc=batch.starts,
+        query_start_loc_cpu=batch.starts,
+        seq_lens=batch.lengths,
+        seq_lens_cpu_upper_bound=batch.lengths + 3,
+        num_reqs=num_rows,
+        num_actual_tokens=num_tokens,
+        max_query_len=int(batch.starts.diff().max()),
+        max_seq_len=int(batch.lengths.max()),
+        block_table_tensor=batch.tables,
+        slot_mapping=torch.zeros(num_tokens, dtype=torch.int64),
+        positions=torch.zeros(num_tokens, dtype=torch.int64),
+        is_prefilling=torch.zeros(num_rows, dtype=torch.bool),
+    )
+
+
+@pytest.mark.parametrize("num_others", [0, 3])
+def test_groups_and_others_are_computed_apart(engine: Engine, monkeypatch: pytest.MonkeyPatch, num_others: int) -> None:
+    groups = [Group(5, 3, [1, 2, 3, 33, 40], [1, 2, 3, 1, 1]), Group(2, 2, [7, 9], [1, 1])]
+    batch = Batch(groups, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, num_others)
+    expected, of_groups = batch.reference().float(), batch.of_groups()
+    builder, asked = builder_of(engine), list[FlashAttentionMetadata]()
+    builder.groups = batch.rows
+    metadata = builder.build(0, described(batch))
+    assert not builder.groups
+
+    def flash_attention(self: Any, layer: Any, query: Any, k: Any, v: Any, cache: Any, of: Any, output: Any) -> Any:
+        asked.append(of)
+        assert torch.equal(query, batch.queries[~of_groups])
+        output.copy_(expected[~of_groups])
+        return output
+
+    monkeypatch.setattr(FlashAttentionImpl, "forward", flash_attention)
+    by_block = (-1, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
+    cache = torch.cat([part.view(by_block) for part in (batch.keys, batch.values)], dim=-1).transpose(1, 2)
+    layer = next(iter(engine.core.vllm_config.compilation_config.static_forward_context.values()))
+    outputs = torch.zeros_like(batch.queries)
+    found = layer.impl.forward(layer, batch.queries, None, None, cache, metadata, outputs)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert len(asked) == (num_others > 0)
+    assert metadata.num_actual_tokens == len(batch.queries)
+    for of_others in asked:
+        rows = [row for row in range(len(batch.lengths)) if not any(row in group.places for group in batch.rows)]
+        assert torch.equal(of_others.seq_lens, batch.lengths[rows])
+        assert torch.equal(of_others.block_table, batch.tables[rows])
+        assert of_others.query_start_loc.diff().tolist() == batch.starts.diff()[rows].tolist()
+        assert of_others.num_actual_tokens == int((~of_groups).sum())
+
+
+def test_a_step_without_shared_blocks_is_vllms_own(engine: Engine) -> None:
+    batch = Batch([Group(3, 2, [1, 2, 3], [1, 1, 1])], NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE)
+    assert type(builder_of(engine).build(0, described(batch))) is FlashAttentionMetadata
+
+
+def test_full_graphs_of_all_steps_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.core.vllm_config.compilation_config, "cudagraph_mode", CUDAGraphMode.FULL)
+    with pytest.raises(ValueError, match="cudagraph_mode=FULL exclude each other"):
+        builder_of(engine)

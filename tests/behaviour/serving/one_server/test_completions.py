@@ -1,0 +1,146 @@
+"""Beams over HTTP: the real server, the real client, next to a server without the plugin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from benchmarks.server import Server
+from tests.support.documents import CLIENT, README_CLIENT, Example, run_here
+from tests.support.served import PROMPTS, beams, chat, complete
+
+pytestmark = pytest.mark.slow
+
+EXAMPLES = [example for example in CLIENT if example != README_CLIENT]
+
+
+def as_seen(response: Any) -> list[Any]:
+    choices = [(c.text, c.finish_reason, c.stop_reason, c.token_ids) for c in response.choices]
+    return [*choices, response.usage.model_dump()]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=str)
+def test_an_example_of_a_client_runs(server: Server, example: Example, capsys: pytest.CaptureFixture[str]) -> None:
+    run_here(example, **{"http://localhost:8000": server.url})
+    assert len(capsys.readouterr().out.splitlines()) >= 3
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_use_beam_search_answers_as_without_the_plugin(server: Server, stock: Server, prompt: str) -> None:
+    for n, length_penalty, ignore_eos, with_eos in [
+        (1, 1.0, False, False),
+        (2, 0.0, False, True),
+        (4, 1.0, True, False),
+        (4, 2.0, False, False),
+        (8, 1.0, False, True),
+        (8, 0.5, True, True),
+    ]:
+        ours, theirs = (
+            complete(
+                one,
+                prompt,
+                n=n,
+                logprobs=1,
+                use_beam_search=True,
+                length_penalty=length_penalty,
+                ignore_eos=ignore_eos,
+                include_stop_str_in_output=with_eos,
+                return_token_ids=True,
+            )
+            for one in (server, stock)
+        )
+        assert as_seen(ours) == as_seen(theirs)
+        for our, their in zip(ours.choices, theirs.choices, strict=True):
+            assert our.logprobs.tokens == their.logprobs.tokens
+            assert our.logprobs.token_logprobs == pytest.approx(their.logprobs.token_logprobs, abs=1e-4)
+
+
+def test_chat_answers_as_without_the_plugin(server: Server, stock: Server) -> None:
+    ours, theirs = (chat(one, n=4, extra_body={"use_beam_search": True}) for one in (server, stock))
+    assert [c.message.content for c in ours.choices] == [c.message.content for c in theirs.choices]
+    assert ours.usage == theirs.usage
+
+
+def test_width_and_n_are_two_things(server: Server) -> None:
+    one = complete(server, n=1, **beams(16), return_token_ids=True)
+    three = complete(server, n=3, **beams(16, early_stopping="never"), return_token_ids=True)
+    assert len(one.choices) == 1
+    assert [c.index for c in three.choices] == [0, 1, 2]
+    assert len({c.text for c in three.choices}) == 3
+    assert three.usage.completion_tokens == sum(len(c.token_ids) for c in three.choices)
+    assert three.usage.prompt_tokens == one.usage.prompt_tokens == len(one.choices[0].prompt_token_ids)
+    wider = complete(server, n=1, use_beam_search=True, **beams(16, semantics="hf"))
+    assert wider.choices[0].text == one.choices[0].text
+
+
+def test_compact_answers_come_in_one_object(server: Server) -> None:
+    options = {"min_tokens": 4, "return_token_ids": True}
+    every = complete(server, n=8, **beams(8), **options)
+    one = complete(server, n=1, **beams(8, compact=1), **options)
+    assert one.choices[0].token_ids == every.choices[0].token_ids
+    answer = one.kv_transfer_params["trie_beam"]
+    assert answer["token_ids"] == [c.token_ids for c in every.choices]
+    assert answer["finish_reasons"] == [c.finish_reason for c in every.choices]
+    assert answer["scores"] == sorted(answer["scores"], reverse=True)
+    assert len(answer["cumulative_logprobs"]) == 8
+    chatted = chat(server, n=1, extra_body=beams(8, compact=1)).kv_transfer_params["trie_beam"]
+    assert len(chatted["token_ids"]) == 8
+    with pytest.raises(openai.BadRequestError, match="compact=1 takes one prompt, and this request has 2"):
+        complete(server, PROMPTS[:2], n=1, **beams(8, compact=1))
+
+
+def test_what_vllms_conversion_drops_is_honoured(server: Server) -> None:
+    crossing = "ing of"  # tokens end in the middle of it
+    free = complete(server, n=4, use_beam_search=True)
+    assert any(crossing in c.text for c in free.choices)
+    stopped = complete(server, n=4, stop=[crossing], use_beam_search=True)
+    assert all(crossing not in c.text for c in stopped.choices)
+    assert {c.stop_reason for c in stopped.choices if c.finish_reason == "stop"} == {crossing}
+    included = complete(server, n=4, stop=[crossing], use_beam_search=True, include_stop_str_in_output=True)
+    assert all(c.text.endswith(crossing) for c in included.choices if c.finish_reason == "stop")
+    biased = complete(server, n=2, logit_bias={"13": 60}, use_beam_search=True, return_token_ids=True)
+    assert biased.choices[0].token_ids == [13] * 16
+    banned = complete(server, n=4, use_beam_search=True, bad_words=["string"])
+    assert all("string" not in c.text for c in banned.choices)
+    at_least = complete(server, n=4, use_beam_search=True, min_tokens=16, return_token_ids=True)
+    assert all(len(c.token_ids) == 16 for c in at_least.choices)
+
+
+def test_length_penalty_of_the_request_reaches_the_search(server: Server) -> None:
+    prompt = "class Foo:\n    def close(self):\n        pass\n"
+    short, long = (
+        complete(server, prompt, 32, n=4, **beams(4), length_penalty=p, return_token_ids=True) for p in (-2.0, 4.0)
+    )
+    lengths = [[len(c.token_ids) for c in response.choices] for response in (short, long)]
+    assert sum(lengths[0]) < sum(lengths[1])
+
+
+def test_logprobs_come_for_every_token(server: Server) -> None:
+    response = complete(server, n=2, logprobs=3, **beams(4))
+    for choice in response.choices:
+        assert len(choice.logprobs.tokens) == 16
+        assert "".join(choice.logprobs.tokens) == choice.text
+        for own, top in zip(choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True):
+            assert 3 <= len(top) <= 4
+            assert any(abs(own - logprob) < 1e-6 for logprob in top.values())
+    first = chat(server, n=2, logprobs=True, top_logprobs=2, extra_body=beams(4)).choices[0]
+    assert all(len(token.top_logprobs) == 2 for token in first.logprobs.content)
+
+
+def test_use_beam_search_has_groups(server: Server) -> None:
+    groups = {"num_beam_groups": 2, "diversity_penalty": 0.9}
+    by_width = complete(server, n=4, **beams(4, **groups))
+    by_n = complete(server, n=4, use_beam_search=True, vllm_xargs=groups)
+    assert [choice.text for choice in by_n.choices] == [choice.text for choice in by_width.choices]
+
+
+def test_a_prompt_just_below_the_limit_has_room_for_one_token(server: Server) -> None:
+    assert complete(server, [5] * 511, 1, n=2, **beams(4)).usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize("options", [{"vllm_xargs": {"beam_width": 2}}, {"use_beam_search": True, "vllm_xargs": {}}])
+def test_a_session_that_vllm_looks_for_is_no_unknown_option(server: Server, options: dict[str, Any]) -> None:
+    asked = {**options, "vllm_xargs": {**options["vllm_xargs"], "session_id": "abc"}}
+    assert complete(server, n=2, **asked).choices[0].text == complete(server, n=2, **options).choices[0].text

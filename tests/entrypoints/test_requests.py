@@ -1,0 +1,29 @@
+"""Prompts that beams do not work on are known by their kind."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_trie.entrypoints.requests import why_not_behind
+
+
+@pytest.mark.parametrize(
+    ("kind", "speculates", "is_mm_prefix_lm", "reason"),
+    [
+        ("token", True, True, None),
+        ("enc_dec", False, False, None),
+        ("embeds", False, False, "works on prompts of text or tokens, not on prompt_embeds"),
+        ("multimodal", False, False, None),
+        ("multimodal", True, False, "works on multimodal prompts only without speculation; start vLLM without it"),
+        ("multimodal", False, True, "does not work on multimodal prompts of a model whose images are attended in both"),
+    ],
+)
+def test_prompts_that_beams_do_not_work_on_are_known_by_their_kind(
+    kind: str, speculates: bool, is_mm_prefix_lm: bool, reason: str | None
+) -> None:
+    model_config = SimpleNamespace(is_mm_prefix_lm=is_mm_prefix_lm)
+    config = SimpleNamespace(speculative_config=object() if speculates else None, model_config=model_config)
+    found = why_not_behind({"type": kind}, config)
+    assert found is None if reason is None else found is not None and found.startswith(reason)
