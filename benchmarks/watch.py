@@ -87,14 +87,15 @@ def watched(llm: Any, prompt: list[int], params: Any, num_rows: int) -> Steps:
         RuntimeError: the pool was so full that some of them may have waited.
     """
     manager, scheduler = manager_of(llm), core_of(llm).scheduler
-    assert not manager.num_used_blocks, "another request holds blocks"
+    pool, num_usable = manager.block_pool, manager.num_usable_blocks
+    assert pool.get_num_free_blocks() == num_usable, "another request holds blocks"
     steps, schedule = Steps([], [], []), scheduler.schedule
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         scheduled = schedule(*args, **kwargs)
         if scheduled.total_num_scheduled_tokens:
-            steps.used.append(manager.num_used_blocks)
-            steps.live.append(manager.num_live_group_blocks)
+            steps.used.append(num_usable - pool.get_num_free_blocks())
+            steps.live.append(sum(trie.num_live_blocks for group in manager._groups.values() for trie in group.tries))
             tries = (trie for group in manager._groups.values() for trie in group.tries)
             steps.path.append(sum(len(trie.row_blocks(0)) for trie in tries))
         return scheduled

@@ -146,11 +146,14 @@ class Drafted(NamedTuple):
     num_accepted: list[int]  # of them, those that became beams, by step; none in the first
 
 
+NOT_DRAFTED = Drafted(0, 0, 0, 0, 0.0, [])
+
+
 class Decided(NamedTuple):
     """What a group's search decided in one step of the engine: one step of its own, or several."""
 
     steps: list[Step]
-    drafted: Drafted | None = None  # None: it did not speculate
+    drafted: Drafted = NOT_DRAFTED  # if it did not speculate
 
     def as_arrays(self) -> list[np.ndarray]:
         """Which beams go on by which tokens, step by step."""

@@ -71,8 +71,7 @@ def _select(original: Callable[..., VllmConfig], self: EngineArgs, *args: Any, *
         vllm_config = original(self, *args, **kwargs)
     else:
         refuse_unsupported_engine(vllm_config)
-        _check_catalogs(vllm_config)
-        _check_attention(vllm_config)
+        _check_files_and_attention(vllm_config)
         if vllm_config.scheduler_config.async_scheduling:
             vllm_config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
         _log_startup(vllm_config, changed)
@@ -97,15 +96,11 @@ def _log_startup(vllm_config: VllmConfig, changed: list[str]) -> None:
     )
 
 
-def _check_catalogs(vllm_config: VllmConfig) -> None:
-    from vllm_trie.entrypoints.catalogs import open_catalogs
-
-    open_catalogs(vllm_config)
-
-
-def _check_attention(vllm_config: VllmConfig) -> None:
+def _check_files_and_attention(vllm_config: VllmConfig) -> None:
+    from vllm_trie.entrypoints.catalogs import catalogs_of
     from vllm_trie.worker.attention.check_attention import check_demanded_attention
 
+    catalogs_of(vllm_config)
     check_demanded_attention(vllm_config)
 
 

@@ -6,7 +6,8 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from vllm_trie.compat.cpu import unsupported_without_triton
-from vllm_trie.options import PLUGIN_NAME, Drafts, TrieBeamConfig, check_drafts
+from vllm_trie.options import PLUGIN_NAME, TrieBeamConfig, check_drafts
+from vllm_trie.speculative_config import drafts_of, unsupported_speculation
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
@@ -50,14 +51,6 @@ def has_logits_processors(vllm_config: VllmConfig) -> bool:
     return bool(vllm_config.model_config.logits_processors) or bool(entry_points(group="vllm.logits_processors"))
 
 
-def drafts_of(vllm_config: VllmConfig) -> Drafts | None:
-    """What the beams of an engine that has started draft by, if they can speculate."""
-    config = vllm_config.speculative_config
-    if config is None:
-        return None
-    return "ngrams" if config.use_ngram() else "model"
-
-
 def padding_token(model_config: ModelConfig) -> int | None:
     """The padding token of a model, where transformers' `generate` looks for it; None if it has none."""
     of_model = getattr(model_config.hf_config, "pad_token_id", None)  # which not every kind of model has
@@ -91,7 +84,7 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
         "enable_batch_sharded_sampling": parallel.enable_batch_sharded_sampling,
         f"max_num_scheduled_tokens={budget} below max_num_seqs={scheduler.max_num_seqs}": budget is not None
         and budget < scheduler.max_num_seqs,
-        **_unsupported_speculation(vllm_config),
+        **unsupported_speculation(vllm_config),
         **dict.fromkeys(vllm_config._get_v2_model_runner_unsupported_features(), True),
         "a machine without Triton, which Model Runner V2 needs": not vllm_config.use_v2_model_runner,
         **unsupported_without_triton(vllm_config),
@@ -115,30 +108,3 @@ def _prunes_videos(model: ModelConfig) -> bool:
 def is_launched_apart(parallel: ParallelConfig) -> bool:
     """Whether each rank has a scheduler of its own: these would draw different seeds."""
     return parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1
-
-
-def _unsupported_speculation(vllm_config: VllmConfig) -> dict[str, bool]:
-    """What about this engine's speculation makes beams impossible."""
-    config, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    if config is None:
-        return {}
-    is_supported, why = config.use_ngram() or config.uses_draft_model(), ""
-    if config.method in ("eagle", "eagle3", "mtp"):
-        why = ", whose KV of a token depends on the token after it, where beams that share a block may differ"
-    drafts, block_size = config.num_speculative_tokens, vllm_config.cache_config.block_size
-    too_many = block_size is not None and drafts >= block_size
-    return {
-        f'speculative_config with method={config.method!r}{why} (use "draft_model" or "ngram")': not is_supported,
-        "speculative_config on a model with M-RoPE positions": vllm_config.model_config.uses_mrope,
-        "speculative_config on an encoder-decoder model": vllm_config.model_config.is_encoder_decoder,
-        "parallel_drafting": config.parallel_drafting,
-        "use_heterogeneous_vocab": config.use_heterogeneous_vocab,
-        "disable_padded_drafter_batch": config.disable_padded_drafter_batch,
-        "enable_adaptive_verification": config.enable_adaptive_verification,
-        "pipeline_parallel_size > 1 together with speculative_config": parallel.pipeline_parallel_size > 1,
-        "enable_lora together with speculative_config": vllm_config.lora_config is not None,
-        "data_parallel_size > 1 of experts together with speculative_config": vllm_config.model_config.is_moe
-        and parallel.data_parallel_size > 1,
-        "num_speculative_tokens_per_batch_size": config.num_speculative_tokens_per_batch_size is not None,
-        f"num_speculative_tokens={drafts} with block_size={block_size} (use fewer than block_size)": too_many,
-    }

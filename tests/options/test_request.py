@@ -9,8 +9,9 @@ import pytest
 from vllm import SamplingParams
 
 from vllm_trie import beam_params
-from vllm_trie.entrypoints.limits import EngineLimits, validate
+from vllm_trie.entrypoints.limits import BlocksNeeded, EngineLimits, validate
 from vllm_trie.options import BeamParams, TrieBeamConfig, parse_options, resolve
+from vllm_trie.options.items import num_beams_along
 from vllm_trie.sampling_params import is_controlled, logits_filters, stop_tokens
 from vllm_trie.search.filters import LogitsFilters
 
@@ -21,7 +22,7 @@ def check(limits: EngineLimits = LIMITS, prompt_len: int = 10, num_encoded: int 
     params = beam_params(**options)
     beam = parse_options(params.extra_args)
     assert isinstance(beam, BeamParams)
-    validate(params, beam, prompt_len, limits, num_encoded)
+    validate(params, beam, limits, BlocksNeeded(prompt_len, beam.beam_width, num_encoded))
 
 
 @pytest.mark.parametrize("width", [0, -1, 2.5, "8", "many", True, None])
@@ -291,4 +292,4 @@ def test_as_many_beams_live_along_a_catalog_as_there_are_hypotheses(
     options: dict[str, object], num_items: int, num_stops: int, expected: int
 ) -> None:
     beam = BeamParams(beam_width=16, catalog="items", **options)
-    assert beam.num_beams_along(num_items, num_stops) == expected
+    assert num_beams_along(beam, num_items, num_stops) == expected

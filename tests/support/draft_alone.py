@@ -12,7 +12,7 @@ from tests.support.engine import BLOCK_SIZE, Engine
 from tests.support.loop import one_thread
 from tests.support.pairs import searches
 from tests.support.running import prompt_of, run
-from vllm_trie.engine.group import BeamGroup
+from vllm_trie.engine.scheduler import BeamScheduler
 from vllm_trie.worker.draft_by_model import ModelDrafts
 from vllm_trie.worker.draft_model import DraftModel
 from vllm_trie.worker.forest_step import ForestStep
@@ -80,8 +80,8 @@ def search(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], 
         if steps == 40:
             preempt_all(engine)
 
-    stock = BeamGroup.speculates.fget
-    monkeypatch.setattr(BeamGroup, "speculates", property(lambda group: is_on and stock(group)))
+    stock = BeamScheduler._speculating
+    monkeypatch.setattr(BeamScheduler, "_speculating", lambda *asked: stock(*asked) if is_on else ())
     outputs = run(engine, searches(asked), after_step)
     assert steps > 40
     return outputs, plain

@@ -31,13 +31,11 @@ def unsupported_without_triton(vllm_config: VllmConfig) -> dict[str, bool]:
     """Which features there are no CPU kernels for, and whether this engine uses them."""
     if not needs_cpu_kernels():
         return {}
-    model, speculation = vllm_config.model_config, vllm_config.speculative_config
+    model = vllm_config.model_config
     features = {
         "enable_prompt_embeds": model.enable_prompt_embeds,
         "enable_trace_replay": model.enable_trace_replay,
         "watermark_config": vllm_config.watermark_config is not None,
-        "rejection_sample_method": speculation is not None and speculation.rejection_sample_method != "standard",
-        "draft_sample_method": speculation is not None and speculation.draft_sample_method != "greedy",
     }
     return {f"{feature} on a CPU without Triton": is_used for feature, is_used in features.items()}
 

@@ -24,7 +24,7 @@ def _essence(part: Any) -> Any:
         fields = [(name, value) for name, value in ast.iter_fields(part) if name not in _WORDS]
         return type(part).__name__, *((name, _essence(value)) for name, value in fields if value not in (None, []))
     if isinstance(part, list):
-        return [_essence(item) for item in part if not _only_tells(item)]
+        return [_essence(statement) for statement in part if not _only_tells(statement)]
     return repr(part)
 
 

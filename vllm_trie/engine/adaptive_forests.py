@@ -11,8 +11,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from vllm_trie.engine.group import DRAFTS_PER_BEAM, BeamGroup
-from vllm_trie.messages import Decided, Drafted
+from vllm_trie.engine.group_forests import DRAFTS_PER_BEAM, GroupForests
+from vllm_trie.messages import NOT_DRAFTED, Decided, Drafted
 from vllm_trie.search.forest_size import PLAIN, Acceptance, ForestSize, StepCosts, fastest
 
 LEAST_STEPS = 2  # of a kind, before anything is concluded from what they took
@@ -46,16 +46,17 @@ class AdaptiveForests:
         self._scheduled = deque[_Scheduled]()
         self._last_results = 0.0
 
-    def choose(self, group: BeamGroup, most_layers: int, num_tokens: int) -> ForestSize:
+    def choose(self, group: GroupForests, length: int, most_layers: int, num_tokens: int) -> ForestSize:
         """The size of a group's next forest.
 
         Args:
             group: One that may speculate in this step.
+            length: Of its beams.
             most_layers: That its forest may have.
             num_tokens: That the step computes without it.
         """
         if self._costs.plain.count < LEAST_STEPS:
-            group.rest(LEAST_REST)
+            group.rest(length, LEAST_REST)
             return PLAIN
         acceptance = self._acceptance(group)
         if self._costs.verifying.count < LEAST_STEPS:
@@ -67,7 +68,7 @@ class AdaptiveForests:
         if size == PLAIN:
             num_steps = min(2 * group.num_rested, MOST_REST) if group.num_rested else self._rests[group.width]
             self._rests[group.width] = num_steps
-            group.rest(num_steps)
+            group.rest(length, num_steps)
         else:
             self._rests[group.width], group.num_rested = LEAST_REST, 0
         return size
@@ -86,7 +87,7 @@ class AdaptiveForests:
         seconds, self._last_results = now - max(step.at, self._last_results), now
         if not step.is_steady:
             return
-        forests = [decided.drafted for decided in results if decided.drafted is not None]
+        forests = [decided.drafted for decided in results if decided.drafted != NOT_DRAFTED]
         if not forests:
             self._costs.plain.observe((1, step.num_tokens), seconds)
             return
@@ -96,7 +97,7 @@ class AdaptiveForests:
         num_verified = step.num_tokens + sum(forest.num_tokens for forest in forests)
         self._costs.verifying.observe((1, num_verified), seconds - drafting)
 
-    def learn(self, group: BeamGroup, forest: Drafted, num_steps: int) -> None:
+    def learn(self, group: GroupForests, forest: Drafted, num_steps: int) -> None:
         """What came of a forest: so many steps of its group's search."""
         if forest.num_layers > 1:
             per_draft = (forest.num_tokens / forest.num_drafts - 1) / (forest.num_layers - 1)
@@ -106,11 +107,11 @@ class AdaptiveForests:
             acceptance[forest.draft_width].observe(forest.num_layers, num_steps)
             self._of_all[group.width, forest.draft_width].observe(forest.num_layers, num_steps)
 
-    def _acceptance(self, group: BeamGroup) -> dict[int, Acceptance]:
+    def _acceptance(self, group: GroupForests) -> dict[int, Acceptance]:
         """By draft width."""
         if not group.acceptance:
             narrow, wide = (factor * group.width for factor in (DRAFTS_PER_BEAM, MOST_DRAFTS_PER_BEAM))
-            most = min(group.params.draft_width or wide, wide)
+            most = min(group.most_drafts or wide, wide)
             group.acceptance = {
                 draft_width: Acceptance(self._num_layers, self._of_all[group.width, draft_width])
                 for draft_width in sorted({min(narrow, most), most})

@@ -17,9 +17,13 @@ from vllm.v1.structured_output.backend_types import StructuredOutputBackend, Str
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from vllm_trie.messages import RowMasks
+from vllm_trie.options import BeamParams
+from vllm_trie.search.constraints.constraint import Constraint
+from vllm_trie.search.constraints.grammar import Grammar
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
+    from vllm.v1.request import Request
     from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
     from vllm.v1.structured_output.request import StructuredOutputRequest
     from xgrammar import BatchGrammarMatcher, GrammarMatcher
@@ -47,19 +51,32 @@ def _is_of_guidance(grammar: StructuredOutputGrammar) -> TypeIs[GuidanceGrammar]
     return isinstance(grammar, GuidanceGrammar)
 
 
-class RowMatchers:
+class NoMatchers:
+    """What the rows of a group without a grammar have in place of matchers."""
+
+    constraints: tuple[Constraint, ...] = ()
+
+    def restart(self) -> None:
+        """Match from the beginning again, in one row."""
+
+    def advance(self, parents: Sequence[int], tokens: Sequence[int], scores: Sequence[float]) -> None:
+        """Follow one step of the search."""
+
+
+class RowMatchers(NoMatchers):
     """What each row of one group has matched of the group's grammar.
 
     Args:
         request: vLLM's, which has the grammar once it is compiled. Its own matcher stays at the beginning.
+        num_seen: See `Grammar`.
     """
 
-    def __init__(self, request: StructuredOutputRequest) -> None:
+    def __init__(self, request: StructuredOutputRequest, num_seen: int | None) -> None:
         self._request = request
+        self.constraints = (Grammar(num_seen),)
         self.restart()
 
     def restart(self) -> None:
-        """Match from the beginning again, in one row."""
         self._rows: list[StructuredOutputGrammar | None] | None = None
 
     @property
@@ -96,7 +113,13 @@ class RowMatchers:
             if not matcher.accept_tokens("", [token]):
                 raise GrammarError(f"the grammar of structured_outputs does not take token {token}, which it allowed")
         self._rows = after
-        return
+
+
+def matchers_of(request: Request, params: BeamParams) -> NoMatchers:
+    """Those of a group whose request this is."""
+    if request.structured_output_request is None:
+        return NoMatchers()
+    return RowMatchers(request.structured_output_request, 2 * params.beam_width if params.semantics == "vllm" else None)
 
 
 def _fork(grammar: StructuredOutputGrammar) -> StructuredOutputGrammar:

@@ -63,6 +63,11 @@ class _GroupBlocks:
         return [block for blocks in (*self.next_blocks, self.spare_blocks) for block in blocks]
 
     @property
+    def num_held(self) -> int:
+        """Blocks that only its rows have, what is to be reclaimed among them."""
+        return sum(trie.num_live_blocks + trie.num_garbage for trie in self.tries) + len(self.lookahead_blocks)
+
+    @property
     def num_tokens(self) -> int:
         """For which each row has room, once the group has fanned out."""
         return next(trie.num_tokens for trie in self.tries if not isinstance(trie, EncoderBlocks))
@@ -85,16 +90,6 @@ class BeamKVCacheManager(KVCacheManager):
     def num_usable_blocks(self) -> int:
         """Blocks of the pool, its null block not counted."""
         return self.block_pool.num_gpu_blocks - 1
-
-    @property
-    def num_used_blocks(self) -> int:
-        """Blocks of the pool that are in use, by groups or by ordinary requests."""
-        return self.num_usable_blocks - self.block_pool.get_num_free_blocks()
-
-    @property
-    def num_live_group_blocks(self) -> int:
-        """Blocks that rows of decoding groups lead to; what else groups hold waits to be reclaimed."""
-        return sum(trie.num_live_blocks for group in self._groups.values() for trie in group.tries)
 
     def announce(self, request: Request, paths: list[list[int]]) -> int:
         """A group will fan out once all tokens of its request are computed, now or after a preemption.
@@ -169,7 +164,7 @@ class BeamKVCacheManager(KVCacheManager):
             As much of it as there is; None if the rows cannot even grow, or `least_rows` cannot come with them.
         """
         group = self._groups[request.request_id]
-        most_blocks = most_lookahead(sum(trie.num_live_blocks + trie.num_garbage for trie in group.tries))
+        most_blocks = most_lookahead(group.num_held)
         if is_sparing:
             most_blocks = int(SPARING_SHARE * least_rows) * len(group.tries)
         left = [-trie.num_tokens % trie.block_size for trie in group.tries]  # tokens for which the rows have room
@@ -324,9 +319,7 @@ class BeamKVCacheManager(KVCacheManager):
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless every block a trie holds is held once by the pool, for it alone."""
-        tries = [trie for group in self._groups.values() for trie in group.tries]
-        num_held = sum(trie.num_live_blocks + trie.num_garbage for trie in tries)
-        assert self.num_group_blocks == num_held + sum(len(group.lookahead_blocks) for group in self._groups.values())
+        assert self.num_group_blocks == sum(group.num_held for group in self._groups.values())
         for request_id, group in self._groups.items():
             assert not group.tries or not any(m.req_to_blocks.get(request_id) for m in self._managers)
             for trie in group.tries:

@@ -8,14 +8,13 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import Request
 
 from vllm_trie.compat.versions import own_beams
-from vllm_trie.engine.grammar import RowMatchers
+from vllm_trie.engine.catalogs import NoCatalog
+from vllm_trie.engine.grammar import matchers_of
 from vllm_trie.engine.group import BeamGroup
+from vllm_trie.engine.plan import SearchPlan
 from vllm_trie.messages import GroupTicket
 from vllm_trie.options import BeamParams, parse_options
 from vllm_trie.sampling_params import is_controlled, logits_filters, stop_tokens
-from vllm_trie.search.constraints.catalog import ItemRules
-from vllm_trie.search.constraints.constraint import Constraint
-from vllm_trie.search.constraints.grammar import Grammar
 from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import Pruning
@@ -25,58 +24,54 @@ from vllm_trie.search.stopping import StopRules
 
 def new_group(
     request: Request,
-    beam: BeamParams,
+    params: BeamParams,
     ticket: GroupTicket,
     max_model_len: int,
     has_logits_processors: bool,
-    catalog: str | None = None,
-    num_items: int = 0,
+    catalog: NoCatalog | None = None,
 ) -> BeamGroup:
     """The search that a request asks for.
 
     Args:
         request: The request that stands for the group.
-        beam: Its beam options.
+        params: Its beam options.
         max_model_len: Tokens of the longest hypothesis, its prompt included.
         has_logits_processors: Custom processors act on the logits of the engine's requests.
-        catalog: Digest of the catalog along which it goes.
-        num_items: Of that catalog.
+        catalog: Along which it goes, if there is one.
     """
-    params = request.sampling_params
-    assert params is not None
-    stop_strings, prompt_length = tuple(params.stop or ()), request.num_prompt_tokens
+    sampling, catalog = request.sampling_params, catalog or NoCatalog(params)
+    assert sampling is not None
+    stop_strings, prompt_length = tuple(sampling.stop or ()), request.num_prompt_tokens
     max_length = min(request.max_tokens, max_model_len - prompt_length)
-    stop_rules = StopRules(stop_tokens(params), ticket.eos_token_id, stop_strings, params.min_tokens, max_length)
-    num_stops = len(stop_rules.stop_token_ids)
-    grammar = request.structured_output_request
+    stop_rules = StopRules(stop_tokens(sampling), ticket.eos_token_id, stop_strings, sampling.min_tokens, max_length)
+    matchers = matchers_of(request, params)
+    repeats = (NoRepeats(params.no_repeat_ngram_size),) if params.no_repeat_ngram_size else ()
     select_rules = SelectRules(
-        beam.beam_width if catalog is None else beam.num_beams_along(num_items, num_stops),
-        _strategy(beam, stop_rules, ticket.padding),
-        Stops(stop_rules.stop_token_ids, stop_rules.stop_strings, params.skip_special_tokens),
-        params.logprobs,
-        is_controlled(params) or (has_logits_processors and not ticket.is_offline),
-        logits_filters(params),
-        _pruning(beam, stop_rules),
-        None if catalog is None else _item_rules(beam, catalog),
-        _constraints(beam, has_grammar=grammar is not None),
+        catalog.num_beams(len(stop_rules.stop_token_ids)),
+        _strategy(params, stop_rules, ticket.padding),
+        Stops(stop_rules.stop_token_ids, stop_rules.stop_strings, sampling.skip_special_tokens),
+        sampling.logprobs,
+        is_controlled(sampling) or (has_logits_processors and not ticket.is_offline),
+        logits_filters(sampling),
+        _pruning(params, stop_rules),
+        catalog.rules,
+        (*repeats, *matchers.constraints),
     )
-    seed = randbits(64) if params.seed is None else params.seed
-    counts_prompt = own_beams().counts_prompt
-    return BeamGroup(
+    plan = SearchPlan(
         request.request_id,
-        beam,
+        params,
         stop_rules,
-        prompt_length,
         select_rules,
-        ticket.is_offline,
-        seed,
-        counts_prompt,
-        None if grammar is None else RowMatchers(grammar),
-        streams=ticket.n == 1
-        and params.output_kind is not RequestOutputKind.FINAL_ONLY
-        # Of these the answer is not known before the end.
-        and not (beam.compact or beam.stochastic or beam.num_beam_groups > 1),
+        catalog,
+        prompt_length,
+        counts_prompt=own_beams().counts_prompt,
+        is_offline=ticket.is_offline,
+        seed=randbits(64) if sampling.seed is None else sampling.seed,
+        num_draws=max_length if params.do_sample else params.sample_first,
     )
+    is_known_early = isinstance(select_rules.strategy, Best | Drawn) and not params.compact
+    streams = ticket.n == 1 and sampling.output_kind is not RequestOutputKind.FINAL_ONLY and is_known_early
+    return BeamGroup(plan, matchers, streams)
 
 
 def _pruning(beam: BeamParams, rules: StopRules) -> Pruning:
@@ -85,20 +80,6 @@ def _pruning(beam: BeamParams, rules: StopRules) -> Pruning:
     if beam.semantics == "vllm" and own_beams().stops_by_generation_config and may_stop_otherwise:
         return Pruning(per_parent=2 * beam.beam_width)
     return Pruning(beam.prune_relative, beam.prune_absolute, beam.prune_relative_local, beam.max_candidates_per_parent)
-
-
-def _item_rules(beam: BeamParams, catalog: str) -> ItemRules:
-    after = beam.catalog_after
-    assert not isinstance(after, str), "the front end has not looked up the token of catalog_after"
-    return ItemRules(catalog, beam.catalog_items, after, beam.catalog_stop, beam.catalog_renormalize)
-
-
-def _constraints(beam: BeamParams, has_grammar: bool) -> tuple[Constraint, ...]:
-    """What else rows may not take."""
-    found: list[Constraint] = [NoRepeats(beam.no_repeat_ngram_size)] if beam.no_repeat_ngram_size else []
-    if has_grammar:
-        found.append(Grammar(2 * beam.beam_width if beam.semantics == "vllm" else None))
-    return tuple(found)
 
 
 def _strategy(beam: BeamParams, rules: StopRules, padding: int | None) -> Strategy:

@@ -71,10 +71,10 @@ class AnswerCache:
             return
         for step in reversed(steps[: ended_at - length]):
             row = int(step.parents[row])
-        computed = min(length, group.drafted_length) if self._has_draft_kv else length
+        computed = min(length, group.forests.drafted_length) if self._has_draft_kv else length
         num_tokens = request.num_prompt_tokens + computed
         history = partial(self._with_history, request, group, num_tokens)
-        self._kv_cache_manager.cache_row(group.request_id, row, num_tokens, history)
+        self._kv_cache_manager.cache_row(request.request_id, row, num_tokens, history)
 
     def _with_history(self, request: Request, group: BeamGroup, num_tokens: int) -> Request:
         """A request like the group's, hashed, that has generated its best hypothesis.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.logger import init_logger
@@ -19,8 +19,9 @@ from vllm_trie.compat.fingerprint import steps_to_check
 from vllm_trie.compat.patch import Patch
 from vllm_trie.engine.answer_prefix import AnswerChangedError
 from vllm_trie.engine.catalogs import EngineCatalogs, take_new_catalogs
-from vllm_trie.engine.grammar import GrammarError, fill_masks, why_not_along
+from vllm_trie.engine.grammar import GrammarError, RowMatchers, fill_masks, why_not_along
 from vllm_trie.engine.group import BeamGroup
+from vllm_trie.engine.group_forests import GroupForests
 from vllm_trie.engine.kv_cache import BeamKVCacheManager, refuse_unsupported_kv_cache
 from vllm_trie.engine.new_group import is_unchecked, new_group
 from vllm_trie.engine.outputs import Mailbox, compact_answer, outputs_of, part_output, take_output
@@ -28,6 +29,7 @@ from vllm_trie.engine.prefix_publishing import AnswerCache
 from vllm_trie.engine.speculation_budget import Speculating, SpeculationBudgets
 from vllm_trie.engine.stats import BeamTally, SearchCounts, attach_stats, statistics_among
 from vllm_trie.messages import (
+    NOT_DRAFTED,
     Decided,
     GroupStep,
     GroupTicket,
@@ -38,11 +40,24 @@ from vllm_trie.messages import (
     group_steps,
 )
 from vllm_trie.options import PLUGIN_NAME, BeamParams
-from vllm_trie.selection import config_of, drafts_of, has_logits_processors
+from vllm_trie.selection import config_of, has_logits_processors
+from vllm_trie.speculative_config import drafts_of
 
 logger = init_logger("vllm.trie_beam.scheduler")
 
 NO_ADMISSION = -1
+
+
+@dataclass
+class _StepState:
+    """What has happened since the step that is under way was begun."""
+
+    sessions: list[Request] = field(default_factory=list)  # waited when it began, for input or to go on: they have rows
+    held_back: list[Request] = field(default_factory=list)  # found no rows
+    last_preempted: Request | None = None
+    has_released: bool = False  # held blocks, of which a step must tell
+    results: dict[str, Decided] = field(default_factory=dict)
+    over: list[tuple[Request, BeamGroup]] = field(default_factory=list)
 
 
 class BeamScheduler(Scheduler):
@@ -58,29 +73,20 @@ class BeamScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with Patch("vllm.v1.core.sched.scheduler", "KVCacheManager").applied(BeamKVCacheManager):
             super().__init__(*args, **kwargs)
-        speculative = self.vllm_config.speculative_config
+        config, speculative = config_of(self.vllm_config), self.vllm_config.speculative_config
         refuse_unsupported_kv_cache(self.kv_cache_config)
-        self.beam_config = config_of(self.vllm_config)
-        checks_all = self.beam_config.check_invariants
-        self._steps_to_check = math.inf if checks_all else steps_to_check(self.beam_config.vllm_check)
-        self._has_logits_processors = has_logits_processors(self.vllm_config)
+        self._steps_to_check = math.inf if config.check_invariants else steps_to_check(config.vllm_check)
         self._budgets = None if speculative is None else SpeculationBudgets(speculative, self.kv_cache_manager)
-        self.kv_cache_manager.reclaim_interval = self.beam_config.reclaim_interval
+        self.kv_cache_manager.reclaim_interval = config.reclaim_interval
         self.kv_cache_manager.num_lookahead_tokens = self.num_lookahead_tokens
         self.groups: dict[str, BeamGroup] = {}  # by the request that stands for the group
         self.mailbox = Mailbox()
         self._answers = AnswerCache(self.kv_cache_manager, has_draft_kv=drafts_of(self.vllm_config) == "model")
         self.tally = BeamTally()
-        self._admission_limit: int = self.max_num_active_reqs
-        self._held_back: list[Request] = []  # found no rows in this step
-        self._sessions: list[Request] = []  # when this step began: waited, for input or to go on, and kept their rows
-        self.catalogs = EngineCatalogs(self.beam_config.catalogs)
+        self.catalogs = EngineCatalogs(config.catalogs)
         take_new_catalogs()
-        self._results: dict[str, Decided] = {}  # of this step
-        self._over: list[tuple[Request, BeamGroup]] = []  # ended in this step
+        self._now = _StepState()
         self._failed: dict[str, str] = {}  # group id -> why it cannot go on
-        self._last_preempted: Request | None = None  # in this step
-        self._has_released = False  # held blocks since the last step, of which a step must tell
 
     # Requests come and go.
 
@@ -97,10 +103,9 @@ class BeamScheduler(Scheduler):
             super().add_request(request, **kwargs)
 
     def _open_group(self, request: Request, params: BeamParams, ticket: GroupTicket) -> None:
-        has_items = params.catalog is not None or ticket.item_set is not None
-        catalog = self.catalogs.acquire(params.catalog, ticket.item_set) if has_items else None
-        num_items = 0 if catalog is None else self.catalogs.num_items(catalog)
-        group = new_group(request, params, ticket, self.max_model_len, self._has_logits_processors, catalog, num_items)
+        catalog = self.catalogs.use(params, ticket.item_set)
+        has_processors = has_logits_processors(self.vllm_config)
+        group = new_group(request, params, ticket, self.max_model_len, has_processors, catalog)
         needed = self.kv_cache_manager.announce(request, group.paths_to_fan_out())
         usable, refusal = self.kv_cache_manager.num_usable_blocks, None
         if group.num_rows > self.max_num_running_reqs:
@@ -112,12 +117,12 @@ class BeamScheduler(Scheduler):
             )
         if refusal is not None:
             reason = f"{ticket.caller.width}={params.beam_width} {refusal}"
-            logger.error("Beam group %s was refused: %s", group.request_id, reason)
+            logger.error("Beam group %s was refused: %s", request.request_id, reason)
             self._forget(group, "error")
-            self.mailbox.post_error(group.request_id, reason)
+            self.mailbox.post_error(request.request_id, reason)
             return
         self._answers.open(request)
-        self.groups[group.request_id] = group
+        self.groups[request.request_id] = group
         super().add_request(request)
 
     def finish_requests(
@@ -136,7 +141,7 @@ class BeamScheduler(Scheduler):
             self.finished_req_ids_dict[request.client_index].add(request.request_id)
         finished = super().finish_requests(request_ids, finished_status, **kwargs)
         if held := self.kv_cache_manager.held:  # whose keys end like requests, after the requests of the same names
-            self._has_released |= bool(held.release(keys) if keys is not None else held.release_all())
+            self._now.has_released |= bool(held.release(keys) if keys is not None else held.release_all())
         for request in finished:
             if request.request_id in self.groups:
                 is_error = finished_status == RequestStatus.FINISHED_ERROR
@@ -149,27 +154,24 @@ class BeamScheduler(Scheduler):
 
     def _forget(self, group: BeamGroup, reason: str) -> None:
         self.tally.finish(reason)
-        self.kv_cache_manager.close_group(group.request_id)
-        if group.catalog is not None:
-            self.catalogs.release(group.catalog)
+        self.kv_cache_manager.close_group(group.plan.request_id)
+        group.plan.catalog.release()
 
     def has_requests(self, **kwargs: Any) -> bool:
-        return super().has_requests(**kwargs) or bool(self.mailbox) or self._has_released
+        return super().has_requests(**kwargs) or bool(self.mailbox) or self._now.has_released
 
     # One step: schedule.
 
     def schedule(self, throttle_prefills: bool = False, **kwargs: Any) -> SchedulerOutput:
-        self._has_released, self._last_preempted = False, None
-        self._sessions = [*self.kv_holding_waiting]
-        budget_of_other_rows = self._plan_rows()
+        self._now = _StepState(sessions=[*self.kv_holding_waiting])
+        budget_of_other_rows, admission_limit = self._plan_rows(), self.max_num_active_reqs
         self.max_num_scheduled_tokens -= budget_of_other_rows
         try:
             output = super().schedule(throttle_prefills, **kwargs)
         finally:
             self.max_num_scheduled_tokens += budget_of_other_rows
-            self.max_num_active_reqs = self._admission_limit
-            self.deferred_waiting.difference_update(self._held_back)
-            self._held_back.clear()
+            self.max_num_active_reqs = admission_limit
+            self.deferred_waiting.difference_update(self._now.held_back)
         self._give_up_on_a_group_that_starves_alone(output)
         self._drop_padding(output)
         steps = self._group_steps(output)
@@ -206,21 +208,21 @@ class BeamScheduler(Scheduler):
                 num_tokens += step.budget.max_tokens - self.groups[group_id].num_rows
         return num_rows, num_tokens
 
+    def _speculating(self, output: SchedulerOutput, steps: dict[str, GroupStep]) -> Iterator[Speculating]:
+        """The groups whose step may be several."""
+        for group_id, step in steps.items():
+            group = self.groups[group_id]
+            # A forest grows from one token per row; after a preemption rows compute more.
+            may_be_several = step.decodes and step.selects and output.num_scheduled_tokens[group_id] == 1
+            if may_be_several and isinstance(group.forests, GroupForests) and group.forests.may_grow(group.length):
+                yield Speculating(group, group.forests, self.requests[group_id], step)
+
     def _share_out_budget(
         self, budgets: SpeculationBudgets, output: SchedulerOutput, steps: dict[str, GroupStep]
     ) -> None:
-        candidates = [
-            Speculating(group, self.requests[group_id], step)
-            for group_id, step in steps.items()
-            if step.decodes
-            and step.selects
-            and (group := self.groups[group_id]).speculates
-            # A forest grows from one token per row; after a preemption rows compute more.
-            and output.num_scheduled_tokens[group_id] == 1
-        ]
         num_rows, num_tokens = self._rows_and_tokens(output, steps)
         spare_rows, spare_tokens = self.max_num_running_reqs - num_rows, self.max_num_scheduled_tokens - num_tokens
-        budgets.share_out(candidates, num_tokens, spare_rows, spare_tokens)
+        budgets.share_out(list(self._speculating(output, steps)), num_tokens, spare_rows, spare_tokens)
         drafts = output.scheduled_spec_decode_tokens
         is_steady = all(n == 1 + len(drafts.get(id_, ())) for id_, n in output.num_scheduled_tokens.items())
         if output.num_scheduled_tokens:  # else vLLM had nothing to do but wait for results
@@ -285,20 +287,17 @@ class BeamScheduler(Scheduler):
 
     def _num_sessions(self) -> int:
         """Streaming sessions that still wait."""
-        return sum(request.status != RequestStatus.RUNNING for request in self._sessions)
+        return sum(request.status != RequestStatus.RUNNING for request in self._now.sessions)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> GrammarOutput | None:
         steps = group_steps(scheduler_output)
-        matchers = {
-            group_id: group.matchers
-            for group_id in steps
-            if (group := self.groups.get(group_id)) is not None and group.matchers is not None
-        }
+        groups = ((group_id, self.groups.get(group_id)) for group_id in steps)
+        matchers = {id_: group.matchers for id_, group in groups if group and isinstance(group.matchers, RowMatchers)}
         if not matchers:
             return super().get_grammar_bitmask(scheduler_output, **kwargs)
         others = {id_: n for id_, n in scheduler_output.num_scheduled_tokens.items() if id_ not in matchers}
         output = super().get_grammar_bitmask(replace(scheduler_output, num_scheduled_tokens=others), **kwargs)
-        selecting = {group_id: of_group for group_id, of_group in matchers.items() if steps[group_id].selects}
+        selecting = {id_: matchers for id_, matchers in matchers.items() if steps[id_].selects}
         if not selecting:
             return output
         assert all(self.groups[group_id].num_pending == 1 for group_id in selecting), "masks of a step not yet known"
@@ -323,12 +322,12 @@ class BeamScheduler(Scheduler):
         if self._num_sessions() + needed <= self.max_num_running_reqs:  # else others need not wait until clients leave
             # No rows left: a limit that everybody exceeds ends this step's admission, and the queue keeps its order.
             self.max_num_active_reqs = NO_ADMISSION
-        self._held_back.append(request)
+        self._now.held_back.append(request)
         return False
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
-        self._last_preempted = request
+        self._now.last_preempted = request
         group = self.groups.get(request.request_id)
         if group is None:
             return
@@ -356,17 +355,20 @@ class BeamScheduler(Scheduler):
             return
         if self.pause_state != PauseState.UNPAUSED or self.num_waiting_for_streaming_input:
             return
-        request = self._last_preempted or self.waiting.peek_request()  # by priority, others may be first in the queue
+        request = (
+            self._now.last_preempted or self.waiting.peek_request()
+        )  # by priority, others may be first in the queue
         if request.num_stale_output_tokens or request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             return
         group = self.groups.get(request.request_id)
-        if group is not None and not group.num_pending and group.request_id not in self._failed:
+        if group is not None and not group.num_pending and request.request_id not in self._failed:
             self._fail(group, self.kv_cache_manager.num_usable_blocks + 1)
 
     def _fail(self, group: BeamGroup, needed: int) -> None:
-        what, usable = self.mailbox.ticket(group.request_id).caller.width, self.kv_cache_manager.num_usable_blocks
-        self._failed[group.request_id] = (
-            f"{what}={group.params.beam_width} needs at least {needed} KV blocks after {group.length} tokens and the "
+        group_id, width = group.plan.request_id, group.plan.params.beam_width
+        what, usable = self.mailbox.ticket(group_id).caller.width, self.kv_cache_manager.num_usable_blocks
+        self._failed[group_id] = (
+            f"{what}={width} needs at least {needed} KV blocks after {group.length} tokens and the "
             f"engine has {usable}; lower it or max_tokens, or give the KV cache more memory"
         )
 
@@ -384,14 +386,14 @@ class BeamScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, **kwargs: Any
     ) -> dict[int, EngineCoreOutputs]:
-        self._results = group_results(model_runner_output)
+        self._now.results = group_results(model_runner_output)
         self._fail_groups_of_other_images()
         if self._budgets is not None and scheduler_output.num_scheduled_tokens:
-            self._budgets.adaptive.finished(self._results.values())
+            self._budgets.adaptive.finished(self._now.results.values())
         outputs = super().update_from_output(scheduler_output, model_runner_output, **kwargs)
-        for request, group in self._over:
+        for request, group in self._now.over:
             self._end_group(request, group, outputs)
-        self._over.clear()
+        self._now.over.clear()
         for group_id, reason in list(self._failed.items()):
             logger.error("Beam group %s ended: %s", group_id, reason)
             super().finish_requests(group_id, RequestStatus.FINISHED_ERROR)
@@ -406,7 +408,7 @@ class BeamScheduler(Scheduler):
             self._report(outputs)
         if self._steps_to_check > 0:
             self.check_invariants()
-            self._steps_to_check -= bool(self._results)
+            self._steps_to_check -= bool(self._now.results)
         return outputs
 
     def _report(self, outputs: dict[int, EngineCoreOutputs]) -> None:
@@ -424,9 +426,9 @@ class BeamScheduler(Scheduler):
         group = self.groups.get(request.request_id)
         if group is None:
             return super()._update_request_with_output(request, new_token_ids, is_stale, **kwargs)
-        if request.request_id not in self._results:  # computed what was known already
+        if (decided := self._now.results.get(request.request_id)) is None:  # computed what was known already
             return [], False
-        return [], self._replay(request, group, self._results[request.request_id], is_stale)
+        return [], self._replay(request, group, decided, is_stale)
 
     def _replay(self, request: Request, group: BeamGroup, decided: Decided, is_stale: bool) -> bool:
         """Apply to the tries what the worker did to its rows. Returns whether the search is over.
@@ -439,14 +441,14 @@ class BeamScheduler(Scheduler):
         length, was_decoding = group.length, group.length > 0
         num_tokens = request.num_prompt_tokens + length  # that each row held, all of them computed
         group.num_pending -= 1
-        if decided.drafted is not None:
-            group.drafted_length = length
+        if is_forest := decided.drafted != NOT_DRAFTED:
+            group.forests.drafted_length = length
         over, forks = False, []
         for step in decided.steps:
             try:
                 over = group.advance(step)
             except GrammarError as error:
-                self._failed[group.request_id] = str(error)
+                self._failed[request.request_id] = str(error)
             forks.append([0] if group.num_rows == 1 else step.parents.tolist())  # one row needs no forks
             # vLLM counts tokens; whose they are, it cannot know.
             request.append_output_token_ids(int(step.tokens[0]))
@@ -454,18 +456,18 @@ class BeamScheduler(Scheduler):
                 break
         if not is_stale:  # else nothing is computed any more
             request.num_computed_tokens += len(forks) - 1
-        if self._budgets is not None and decided.drafted is not None and not over:
-            self._budgets.learn(group, decided.drafted, len(forks))
+        if self._budgets is not None and isinstance(group.forests, GroupForests) and is_forest and not over:
+            self._budgets.learn(group.forests, group.length, decided.drafted, len(forks))
         counts = SearchCounts.of(decided, len(forks), is_prompt=not was_decoding)
         self.tally.counts.add(counts)
         group.counts.add(counts)
-        if group.stream is not None and not over and group.request_id not in self._failed:
+        if group.stream is not None and not over and request.request_id not in self._failed:
             self._send_part(request, group)
         if was_decoding and not is_stale:
             self._answers.enter(request, group, decided.steps, length)
         if over:
             request.status = RequestStatus.FINISHED_STOPPED
-            self._over.append((request, group))
+            self._now.over.append((request, group))
         elif is_stale:
             if not group.num_pending:
                 self._plan_to_resume(request, group)
@@ -478,35 +480,32 @@ class BeamScheduler(Scheduler):
         try:
             part = group.next_part()
         except AnswerChangedError as error:
-            self._failed[group.request_id] = str(error)
+            self._failed[request.request_id] = str(error)
             return
         if part is not None:
             num_cached_tokens = self.kv_cache_manager.estimate_cached_tokens(request)
-            self.mailbox.post_part(group.request_id, part_output(part, request, num_cached_tokens))
+            self.mailbox.post_part(request.request_id, part_output(part, request, num_cached_tokens))
 
     def _end_group(self, request: Request, group: BeamGroup, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Replace the empty output that vLLM made for the group's request by the group's hypotheses."""
-        assert request.sampling_params is not None
-        stock = take_output(group.request_id, outputs)
-        num_outputs = self.mailbox.ticket(group.request_id).n
-        best = group.best(group.width if group.params.compact else num_outputs)
+        group_id, plan = request.request_id, group.plan
+        stock, num_outputs = take_output(group_id, outputs), self.mailbox.ticket(group_id).n
+        best = group.best(plan.width if plan.params.compact else num_outputs)
         try:
             unsent = group.unsent(best)
         except AnswerChangedError as error:
-            self.mailbox.post_error(group.request_id, str(error))
-            self._close_group(group.request_id, "error")
+            self.mailbox.post_error(group_id, str(error))
+            self._close_group(group_id, "error")
             return
-        outputs_of_all = outputs_of(unsent, num_outputs, group.rules.eos_token_id)
-        said = group.counts.as_dict() if group.is_speculative else {}
-        if group.params.compact:
-            said |= compact_answer(best, group.rules.max_length)
-        if (rules := group.select_rules.items) is not None:
-            found = [hypothesis.token_ids for hypothesis in best]
-            said["item_ids"] = self.catalogs.item_ids(rules, group.rules.stop_token_ids, found)
-        for output in outputs_of_all if said else ():  # the one open field of an output; there is no KV connector
-            output.kv_transfer_params = {PLUGIN_NAME: said}
-        self.mailbox.post(group.request_id, outputs_of_all, stock)
-        self._close_group(group.request_id, "length" if group.length == group.rules.max_length else "stop")
+        own_outputs = outputs_of(unsent, num_outputs, plan.stop_rules.eos_token_id)
+        answer = group.counts.as_dict() if group.forests.is_on else {}
+        if plan.params.compact:
+            answer |= compact_answer(best, plan.stop_rules.max_length)
+        answer |= plan.catalog.answer(plan.stop_rules.stop_token_ids, [hypothesis.token_ids for hypothesis in best])
+        for output in own_outputs if answer else ():  # the one open field of an output; there is no KV connector
+            output.kv_transfer_params = {PLUGIN_NAME: answer}
+        self.mailbox.post(group_id, own_outputs, stock)
+        self._close_group(group_id, "stop" if group.num_steps_left else "length")
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless tries, pool and vLLM's own books agree."""

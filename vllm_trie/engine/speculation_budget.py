@@ -10,6 +10,7 @@ from vllm.v1.request import Request
 
 from vllm_trie.engine.adaptive_forests import AdaptiveForests
 from vllm_trie.engine.group import BeamGroup
+from vllm_trie.engine.group_forests import GroupForests
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.messages import Drafted, GroupStep, SpeculationBudget
 from vllm_trie.search.forest import Room, least_affordable
@@ -23,6 +24,7 @@ class Speculating(NamedTuple):
     """A group whose next step may be several."""
 
     group: BeamGroup
+    forests: GroupForests
     request: Request
     step: GroupStep
 
@@ -50,12 +52,12 @@ class SpeculationBudgets:
             spare_rows: Rows of the batch that nobody takes.
             spare_tokens: Tokens of the step's budget that nobody computes.
         """
-        for position, (group, request, step) in enumerate(candidates):
+        for position, (group, forests, request, step) in enumerate(candidates):
             # What the draft model sees of a sequence may be shorter.
             within_draft = self._draft_max_model_len - request.num_computed_tokens
-            size = ForestSize(min(self._num_layers, group.num_steps_left - 1, within_draft), group.draft_width)
-            if group.params.speculation == "auto" and size.num_layers > 0:
-                size = self.adaptive.choose(group, size.num_layers, num_tokens)
+            size = ForestSize(min(self._num_layers, group.num_steps_left - 1, within_draft), forests.draft_width)
+            if forests.is_adaptive and size.num_layers > 0:
+                size = self.adaptive.choose(forests, group.length, size.num_layers, num_tokens)
             num_layers, draft_width = size
             share, least = len(candidates) - position, least_room(step.rules)
             most_rows = min(spare_rows // share, num_layers * (draft_width - 1))
@@ -63,7 +65,7 @@ class SpeculationBudgets:
             if num_layers < 1 or most_rows < least.rows or most_tokens < least.tokens:
                 continue
             lookahead = self._kv_cache_manager.allocate_lookahead(
-                request, num_layers, least.rows, most_rows, is_sparing=bool(group.params.memory_mode)
+                request, num_layers, least.rows, most_rows, is_sparing=bool(group.plan.params.memory_mode)
             )
             if lookahead is None:
                 continue
@@ -78,17 +80,17 @@ class SpeculationBudgets:
             spare_rows -= len(lookahead.spare_rows)
             spare_tokens -= most_tokens
 
-    def learn(self, group: BeamGroup, forest: Drafted, num_steps: int) -> None:
-        """What came of a forest: so many steps of its group's search.
+    def learn(self, forests: GroupForests, length: int, forest: Drafted, num_steps: int) -> None:
+        """What came of a forest: so many steps of its group's search, whose beams have this length now.
 
         It costs more than a plain step, and where texts do not repeat themselves n-grams draft in vain: after three in
         a row that led nowhere, a group rests for one step, then for 2, 4, ...
         """
-        if group.params.speculation == "auto":
-            self.adaptive.learn(group, forest, num_steps)
+        if forests.is_adaptive:
+            self.adaptive.learn(forests, forest, num_steps)
         elif self._by_ngrams:
-            group.num_failed = 0 if num_steps > 1 else group.num_failed + 1
-            group.rest(min(2**group.num_failed // 8, MOST_REST))
+            forests.num_failed = 0 if num_steps > 1 else forests.num_failed + 1
+            forests.rest(length, min(2**forests.num_failed // 8, MOST_REST))
 
 
 def least_room(rules: SelectRules) -> Room:

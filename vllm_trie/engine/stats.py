@@ -10,6 +10,7 @@ one, not totals: of several API servers each sees a part, and may be late, but t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -25,16 +26,27 @@ from vllm_trie.trie.blocks import BlockCounts
 REASONS = ("stop", "length", "abort", "error")
 
 
+def _metric(kind: str, meaning: str) -> Any:
+    """A number: a "counter" of what happened, what is "running", or a "peak", which is no change but what there is."""
+    return field(default=0, metadata={"kind": kind, "meaning": meaning})
+
+
 @dataclass
 class SearchCounts:
     """What one search, or all of them, took."""
 
-    steps: int = 0  # taken: each makes the beams one token longer
-    target_forwards: int = 0  # that led to them
-    prefill_forwards: int = 0  # of these forwards, those that led to first beams: a prompt's last
-    drafted: int = 0  # tokens that the draft model proposed
-    accepted: int = 0  # of these, those that became beams
-    beams: int = 0  # that all steps together led to
+    steps: int = _metric("counter", "Steps of beam groups: each takes one per token.")
+    target_forwards: int = _metric(
+        "counter", "Forwards of the model that these steps took; speculation makes them fewer."
+    )
+    prefill_forwards: int = _metric(
+        "counter",
+        "Of these, those that led to a group's first beams. Without them, which take one step each, "
+        "(steps - prefill_forwards) / (target_forwards - prefill_forwards) is the steps per forward.",
+    )
+    drafted: int = _metric("counter", "Tokens that the draft model proposed to beam groups.")
+    accepted: int = _metric("counter", "Of these, those that became the newest token of a beam.")
+    beams: int = _metric("counter", "Beams that all steps together led to; divided by the steps, the mean width.")
 
     @classmethod
     def of(cls, decided: Decided, num_steps: int, is_prompt: bool) -> Self:
@@ -45,11 +57,8 @@ class SearchCounts:
             is_prompt: It led to the group's first beams.
         """
         beams = sum(step.num_beams for step in decided.steps[:num_steps])
-        counts = cls(steps=num_steps, target_forwards=1, prefill_forwards=int(is_prompt), beams=beams)
-        if decided.drafted is not None:
-            counts.drafted = decided.drafted.num_drafts
-            counts.accepted = sum(decided.drafted.num_accepted[:num_steps])
-        return counts
+        drafted, accepted = decided.drafted.num_drafts, sum(decided.drafted.num_accepted[:num_steps])
+        return cls(num_steps, 1, int(is_prompt), drafted, accepted, beams)
 
     @property
     def steps_per_forward(self) -> float:
@@ -77,17 +86,23 @@ class SearchCounts:
 class BeamStats(SearchCounts):
     """What changed since the last report, or over some. A name is that of its metric."""
 
-    groups_running: int = 0  # more than before, or fewer
-    rows_running: int = 0
-    kv_blocks_peak: int = 0  # not a change: the most, ever
-    kv_blocks_shared: int = 0
-    kv_blocks_copied: int = 0
-    kv_blocks_reclaimed: int = 0
-    kv_blocks_cached: int = 0
-    preemptions: int = 0
-    catalog_items: int = 0  # not a change, nor are bytes
-    catalog_bytes: int = 0
-    catalog_loads: int = 0
+    groups_running: int = _metric("running", "Beam groups that run.")
+    rows_running: int = _metric("running", "Rows of max_num_seqs that running beam groups take.")
+    kv_blocks_peak: int = _metric("peak", "Most KV blocks that decoding beam groups have held at a time, so far.")
+    kv_blocks_shared: int = _metric("counter", "Full KV blocks that forks took over by reference.")
+    kv_blocks_copied: int = _metric("counter", "Partly filled KV blocks that forks copied.")
+    kv_blocks_reclaimed: int = _metric(
+        "counter", "KV blocks given back during a search because no beam led to them any more."
+    )
+    kv_blocks_cached: int = _metric(
+        "counter", "Full KV blocks of answers, the best hypotheses of searches, that entered the prefix cache."
+    )
+    preemptions: int = _metric("counter", "Preemptions of beam groups.")
+    catalog_items: int = _metric(
+        "peak", "Items of all catalogs that workers hold, sets that came with requests among them."
+    )
+    catalog_bytes: int = _metric("peak", "Bytes that these catalogs take on each device.")
+    catalog_loads: int = _metric("counter", "Catalog files that were loaded: at the start, and as new versions.")
     groups_finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
 
     def add(self, other: Self) -> None:
@@ -107,9 +122,7 @@ class BeamTally:
         self.preemptions = 0
         self.has_news = False  # although there may be no group any more
         self._finished = dict.fromkeys(REASONS, 0)
-        self._running = (0, 0)  # groups and rows, as reported
-        self._blocks = BlockCounts()  # likewise
-        self._catalog_loads = 0  # likewise
+        self._totals = Counter[str]()  # of what others count, as reported
 
     def finish(self, reason: str) -> None:
         """A group has ended, for one of `REASONS`."""
@@ -125,26 +138,19 @@ class BeamTally:
             peak: Most KV blocks that groups have held so far.
             catalogs: What there is of them.
         """
-        running = len(widths), sum(widths)
+        totals = Counter({f"kv_blocks_{name}": count for name, count in vars(blocks).items()})
+        totals.update(groups_running=len(widths), rows_running=sum(widths), catalog_loads=catalogs.loads)
         stats = BeamStats(
             **vars(self.counts),
-            groups_running=running[0] - self._running[0],
-            rows_running=running[1] - self._running[1],
+            **{name: total - self._totals[name] for name, total in totals.items()},
             kv_blocks_peak=peak,
-            kv_blocks_shared=blocks.shared - self._blocks.shared,
-            kv_blocks_copied=blocks.copied - self._blocks.copied,
-            kv_blocks_reclaimed=blocks.reclaimed - self._blocks.reclaimed,
-            kv_blocks_cached=blocks.cached - self._blocks.cached,
             preemptions=self.preemptions,
             catalog_items=catalogs.items,
             catalog_bytes=catalogs.bytes,
-            catalog_loads=catalogs.loads - self._catalog_loads,
             groups_finished=self._finished,
         )
-        self._running, self._blocks, self._catalog_loads = running, blocks, catalogs.loads
-        self.counts, self.preemptions = SearchCounts(), 0
-        self._finished = dict.fromkeys(REASONS, 0)
-        self.has_news = False
+        self.counts, self.preemptions, self.has_news = SearchCounts(), 0, False
+        self._finished, self._totals = dict.fromkeys(REASONS, 0), totals
         return stats
 
 

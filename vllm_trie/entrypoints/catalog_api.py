@@ -12,12 +12,11 @@ from pydantic import BaseModel, ConfigDict
 from vllm_trie.catalog import Catalog
 from vllm_trie.compat.patch import Patch
 from vllm_trie.engine.catalogs import LOAD_CATALOG
-from vllm_trie.entrypoints.catalogs import keep, new_version, open_catalogs
-from vllm_trie.selection import has_beams, why_without_beams
+from vllm_trie.entrypoints.catalogs import catalogs_of, new_version
+from vllm_trie.selection import has_beams
 
 if TYPE_CHECKING:
     from vllm import LLM
-    from vllm.config import VllmConfig
 
 register_routers = Patch("vllm.entrypoints.serve", "register_vllm_serve_api_routers")
 router = APIRouter(prefix="/v1/catalogs")  # what begins with /v1 needs the server's API key
@@ -48,10 +47,9 @@ def load_catalog(llm: LLM, name: str, file: str) -> dict[str, Any]:
         ValueError: there is no such catalog, or the engine may not take this file.
     """
     vllm_config = llm.llm_engine.vllm_config
-    _refuse_without_beams(vllm_config)
     path, catalog = new_version(vllm_config, name, file)
     llm.collective_rpc(LOAD_CATALOG, args=(name, path, catalog.digest))
-    keep(vllm_config, name, catalog)
+    catalogs_of(vllm_config).name(name, catalog)
     return _described(name, catalog)
 
 
@@ -68,7 +66,8 @@ async def list_catalogs(request: Request) -> list[dict[str, Any]]:
     vllm_config = request.app.state.vllm_config
     if not has_beams(vllm_config):
         return []
-    return [_described(name, catalog) for name, catalog in open_catalogs(vllm_config).items()]
+    catalogs = catalogs_of(vllm_config)
+    return [_described(name, catalogs[name]) for name in catalogs.names]
 
 
 @router.post("/{name}")
@@ -76,18 +75,12 @@ async def load(name: str, version: NewVersion, request: Request) -> dict[str, An
     """Take a new version of one."""
     state = request.app.state
     try:
-        _refuse_without_beams(state.vllm_config)
         path, catalog = await asyncio.to_thread(new_version, state.vllm_config, name, version.file)
     except ValueError as error:
         raise HTTPException(400, str(error)) from None
     await state.engine_client.collective_rpc(LOAD_CATALOG, args=(name, path, catalog.digest))
-    keep(state.vllm_config, name, catalog)
+    catalogs_of(state.vllm_config).name(name, catalog)
     return _described(name, catalog)
-
-
-def _refuse_without_beams(vllm_config: VllmConfig) -> None:
-    if not has_beams(vllm_config):
-        raise ValueError(f"there are no catalogs {why_without_beams(vllm_config)}")
 
 
 def _described(name: str, catalog: Catalog) -> dict[str, Any]:

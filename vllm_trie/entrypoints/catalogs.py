@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from vllm_trie.catalog import Catalog, tokenizer_digest
+from vllm_trie.catalog import Catalog, CatalogStore, tokenizer_digest
 from vllm_trie.entrypoints.texts import half_character
 from vllm_trie.options import PLUGIN_NAME, BeamParams
+from vllm_trie.options.items import num_beams_along
 from vllm_trie.options.parts import MOST_SEQUENCE_TOKENS
 from vllm_trie.sampling_params import stop_tokens
-from vllm_trie.selection import config_of
+from vllm_trie.selection import config_of, has_beams, why_without_beams
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -22,21 +23,20 @@ if TYPE_CHECKING:
 
 Sequences = tuple[str, ...] | tuple[tuple[int, ...], ...]
 
-_opened: dict[str, dict[str, Catalog]] = {}  # by engine, by name: as this process knows them
+_stores: dict[str, CatalogStore] = {}  # by engine, as this process knows them
 
 
-def open_catalogs(vllm_config: VllmConfig) -> Mapping[str, Catalog]:
-    """The catalogs that an engine starts with, checked.
+def catalogs_of(vllm_config: VllmConfig) -> CatalogStore:
+    """The catalogs of an engine, checked when they are opened.
 
     Raises:
         ValueError: a file is no catalog, or for another vocabulary.
     """
-    known = _opened.get(vllm_config.instance_id)
-    if known is None:
-        files = config_of(vllm_config).catalogs
-        known = {name: _checked(path, vllm_config.model_config) for name, path in files.items()}
-        _opened[vllm_config.instance_id] = known
-    return known
+    if (store := _stores.get(vllm_config.instance_id)) is None:
+        files = config_of(vllm_config).catalogs.items()
+        store = CatalogStore({name: _checked(path, vllm_config.model_config) for name, path in files})
+        _stores[vllm_config.instance_id] = store
+    return store
 
 
 def new_version(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, Catalog]:
@@ -45,6 +45,8 @@ def new_version(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, Cat
     Raises:
         ValueError: there is no such catalog, or the engine may not take this file.
     """
+    if not has_beams(vllm_config):
+        raise ValueError(f"there are no catalogs {why_without_beams(vllm_config)}")
     config = config_of(vllm_config)
     _refuse_unknown(name, config.catalogs)
     if config.catalog_folder is None:
@@ -61,15 +63,10 @@ def new_version(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, Cat
     return str(path), _checked(str(path), vllm_config.model_config)
 
 
-def keep(vllm_config: VllmConfig, name: str, catalog: Catalog) -> None:
-    """An engine has taken a new version: check requests by it."""
-    _opened.setdefault(vllm_config.instance_id, {})[name] = catalog
-
-
 def resolve_items(
     params: SamplingParams, beam: BeamParams, vllm_config: VllmConfig, tokenizer: Any
-) -> tuple[BeamParams, bytes | None, int | None]:
-    """What a request's catalog is, checked.
+) -> tuple[BeamParams, bytes | None, int]:
+    """What a request's catalog is, checked. Where its items end hypotheses, these tokens are part of the text.
 
     Args:
         params: The request's own copy, `max_tokens` and stop tokens filled in.
@@ -78,21 +75,23 @@ def resolve_items(
 
     Returns:
         The options with ids in place of text, the content of a set that comes with the request, and how many beams can
-        live, if there is a catalog.
+        live.
 
     Raises:
         ValueError: naming the option, its value and what would work.
     """
-    if not beam.has_items:
-        return beam, None, None
+    if beam.catalog is None and beam.allowed_sequences is None:
+        return beam, None, beam.beam_width
+    if not beam.catalog_stop:
+        params.include_stop_str_in_output = True
     vocab_size, content = vllm_config.model_config.get_vocab_size(), None
     if beam.allowed_sequences is not None:
         sequences = tuple(item if isinstance(item, str) else tuple(item) for item in beam.allowed_sequences)
         catalog, content = _inline(sequences, vocab_size, tokenizer)
         what = "allowed_sequences"
     else:
-        known = open_catalogs(vllm_config)
-        _refuse_unknown(beam.catalog, known)
+        known = catalogs_of(vllm_config)
+        _refuse_unknown(beam.catalog, known.names)
         catalog, what = known[str(beam.catalog)], f"catalog={beam.catalog!r}"
     after = _token(beam.catalog_after, vocab_size, tokenizer)
     if after in stop_tokens(params):
@@ -102,7 +101,7 @@ def resolve_items(
         )
     _check_fits(params, beam, catalog, what)
     beam = beam.model_copy(update={"allowed_sequences": None, "catalog_after": after})
-    return beam, content, beam.num_beams_along(catalog.num_items, len(stop_tokens(params)))
+    return beam, content, num_beams_along(beam, catalog.num_items, len(stop_tokens(params)))
 
 
 def _check_fits(params: SamplingParams, beam: BeamParams, catalog: Catalog, what: str) -> None:
@@ -122,7 +121,7 @@ def _check_fits(params: SamplingParams, beam: BeamParams, catalog: Catalog, what
         raise ValueError("catalog_stop=True needs a stop token; leave ignore_eos out, or add stop_token_ids")
 
 
-def _refuse_unknown(name: str | None, known: Mapping[str, Any]) -> None:
+def _refuse_unknown(name: str | None, known: Collection[str]) -> None:
     if name not in known:
         start = f'start it with additional_config={{"{PLUGIN_NAME}": {{"catalogs": {{NAME: FILE}}}}}}'
         names = f"known: {', '.join(known)}" if known else f"this engine has none; {start}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_trie.options import BeamParams, SearchParams, StepParams
+from vllm_trie.options.speculation import check_draft_width
 from vllm_trie.selection import config_of
 from vllm_trie.trie.blocks import least_blocks_to_start
 
@@ -41,46 +42,42 @@ def engine_limits(vllm_config: VllmConfig) -> EngineLimits:
     )
 
 
+class BlocksNeeded(NamedTuple):
+    """What decides how many KV blocks a request needs at least."""
+
+    prompt_length: int
+    num_beams: int  # that can live
+    num_encoded: int = 0  # of an encoder-decoder model: what its encoder makes
+
+
 def validate(
-    params: SamplingParams,
-    beam: BeamParams,
-    prompt_len: int,
-    limits: EngineLimits,
-    num_encoded: int = 0,
-    name: str = "beam_width",
-    num_beams: int | None = None,
+    params: SamplingParams, beam: BeamParams, limits: EngineLimits, needed: BlocksNeeded, name: str = "beam_width"
 ) -> None:
     """Check the numbers of one request against its engine, before anything is scheduled.
 
     Args:
         params: The request's own copy, `max_tokens` and stop tokens filled in.
         beam: Its beam options.
-        prompt_len: Tokens of the prompt.
-        num_encoded: Of an encoder-decoder model: what its encoder makes, which has KV blocks, too.
         name: What the user calls its width, in refusals.
-        num_beams: That can live, if not as many as `beam_width`.
 
     Raises:
         ValueError: naming the option, its value and what would work.
     """
     check_widths(params.n, beam, limits, name)
-    width = beam.beam_width
     if params.max_tokens is not None and beam.sample_first > params.max_tokens:
         raise ValueError(f"sample_first={beam.sample_first} exceeds max_tokens={params.max_tokens}; lower it")
-    if beam.draft_width is not None and beam.draft_width > limits.vocab_size:
+    check_draft_width(beam, limits.vocab_size)
+    if limits.num_blocks is None:
+        return
+    prompt_length, rows, num_encoded = needed
+    shared_length, rows = 0 if limits.has_window else prompt_length, 1 if beam.memory_mode else rows
+    blocks = least_blocks_to_start(shared_length, rows, limits.block_size) + -(-num_encoded // limits.block_size)
+    if blocks > limits.num_blocks:
+        encoded = f" and {num_encoded} of the encoder's" if num_encoded else ""
         raise ValueError(
-            f"draft_width={beam.draft_width} exceeds the vocabulary of {limits.vocab_size} tokens; lower it"
+            f"{name}={beam.beam_width} with a prompt of {prompt_length} tokens{encoded} needs at least {blocks} KV "
+            f"blocks, the engine has {limits.num_blocks}; lower it or give the KV cache more memory"
         )
-    if limits.num_blocks is not None:
-        rows = 1 if beam.memory_mode else num_beams or width
-        blocks = least_blocks_to_start(0 if limits.has_window else prompt_len, rows, limits.block_size)
-        blocks += -(-num_encoded // limits.block_size)
-        if blocks > limits.num_blocks:
-            encoded = f" and {num_encoded} of the encoder's" if num_encoded else ""
-            raise ValueError(
-                f"{name}={width} with a prompt of {prompt_len} tokens{encoded} needs at least {blocks} KV blocks, the "
-                f"engine has {limits.num_blocks}; lower it or give the KV cache more memory"
-            )
 
 
 def check_widths(n: int, beam: SearchParams, limits: EngineLimits, name: str = "beam_width") -> None:

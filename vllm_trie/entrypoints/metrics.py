@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from vllm.logger import init_logger
@@ -24,31 +25,9 @@ from vllm_trie.selection import has_beams
 logger = init_logger("vllm.trie_beam.metrics")
 
 PREFIX = "vllm:trie_beam_"
-RUNNING = {
-    "groups_running": "Beam groups that run.",
-    "rows_running": "Rows of max_num_seqs that running beam groups take.",
-}
-PEAKS = {
-    "kv_blocks_peak": "Most KV blocks that decoding beam groups have held at a time, so far.",
-    "catalog_items": "Items of all catalogs that workers hold, sets that came with requests among them.",
-    "catalog_bytes": "Bytes that these catalogs take on each device.",
-}
-COUNTERS = {
-    "kv_blocks_shared": "Full KV blocks that forks took over by reference.",
-    "kv_blocks_copied": "Partly filled KV blocks that forks copied.",
-    "kv_blocks_reclaimed": "KV blocks given back during a search because no beam led to them any more.",
-    "kv_blocks_cached": "Full KV blocks of answers, the best hypotheses of searches, that entered the prefix cache.",
-    "steps": "Steps of beam groups: each takes one per token.",
-    "target_forwards": "Forwards of the model that these steps took; speculation makes them fewer.",
-    "prefill_forwards": (
-        "Of these, those that led to a group's first beams. Without them, which take one step each, "
-        "(steps - prefill_forwards) / (target_forwards - prefill_forwards) is the steps per forward."
-    ),
-    "drafted": "Tokens that the draft model proposed to beam groups.",
-    "accepted": "Of these, those that became the newest token of a beam.",
-    "beams": "Beams that all steps together led to; divided by the steps, the mean width.",
-    "preemptions": "Preemptions of beam groups.",
-    "catalog_loads": "Catalog files that were loaded: at the start, and as new versions.",
+METRICS = {
+    kind: {field.name: field.metadata["meaning"] for field in fields(BeamStats) if field.metadata.get("kind") == kind}
+    for kind in ("running", "peak", "counter")
 }
 FINISHED = "groups_finished"
 _FINISHED_DOCUMENTATION = (
@@ -139,9 +118,10 @@ class _BeamMetrics:
         self._labels = ["model_name", "engine"]
         gauge = functools.partial(self._per_engine, prometheus._gauge_cls)
         counter = functools.partial(self._per_engine, prometheus._counter_cls)
-        self._running = {name: gauge(name, text, multiprocess_mode="sum") for name, text in RUNNING.items()}
-        self._peaks = {name: gauge(name, text, multiprocess_mode="max") for name, text in PEAKS.items()}
-        self._counters = {name: counter(name, text) for name, text in COUNTERS.items()}
+        running, peaks, counters = (METRICS[kind].items() for kind in ("running", "peak", "counter"))
+        self._running = {name: gauge(name, text, multiprocess_mode="sum") for name, text in running}
+        self._peaks = {name: gauge(name, text, multiprocess_mode="max") for name, text in peaks}
+        self._counters = {name: counter(name, text) for name, text in counters}
         labels = [*self._labels, "finished_reason"]
         finished = prometheus._counter_cls(
             name=PREFIX + FINISHED, documentation=_FINISHED_DOCUMENTATION, labelnames=labels
@@ -169,22 +149,16 @@ class _BeamMetrics:
 def describe(stats: BeamStats) -> str:
     """One interval, and what runs at its end, in the style of vLLM's own line."""
     reasons = ", ".join(f"{reason}: {count}" for reason, count in stats.groups_finished.items() if count)
-    parts = [
-        f"Beam groups running: {stats.groups_running} in {stats.rows_running} rows",
-        f"finished: {sum(stats.groups_finished.values())}" + (f" ({reasons})" if reasons else ""),
-        f"steps: {stats.steps}",
-        *([_speculation(stats)] if stats.drafted else []),
-        *([f"preemptions: {stats.preemptions}"] if stats.preemptions else []),
-        f"KV blocks shared: {stats.kv_blocks_shared}",
-        f"copied: {stats.kv_blocks_copied}",
-        f"reclaimed: {stats.kv_blocks_reclaimed}",
-        f"peak: {stats.kv_blocks_peak}",
-    ]
-    return ", ".join(parts)
-
-
-def _speculation(stats: BeamStats) -> str:
-    return (
+    parts = {
+        f"Beam groups running: {stats.groups_running} in {stats.rows_running} rows": True,
+        f"finished: {sum(stats.groups_finished.values())}" + (f" ({reasons})" if reasons else ""): True,
+        f"steps: {stats.steps}": True,
         f"per target forward: {stats.steps_per_forward:.2f}, drafted: {stats.drafted}, accepted: {stats.accepted}, "
-        f"mean width: {stats.mean_width:.2f}"
-    )
+        f"mean width: {stats.mean_width:.2f}": stats.drafted > 0,
+        f"preemptions: {stats.preemptions}": stats.preemptions > 0,
+        f"KV blocks shared: {stats.kv_blocks_shared}": True,
+        f"copied: {stats.kv_blocks_copied}": True,
+        f"reclaimed: {stats.kv_blocks_reclaimed}": True,
+        f"peak: {stats.kv_blocks_peak}": True,
+    }
+    return ", ".join(part for part, is_shown in parts.items() if is_shown)

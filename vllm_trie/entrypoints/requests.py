@@ -18,11 +18,12 @@ from vllm_trie.compat.patch import Patch
 from vllm_trie.compat.versions import own_beams
 from vllm_trie.entrypoints.catalogs import resolve_items
 from vllm_trie.entrypoints.grammars import prepare_grammar
-from vllm_trie.entrypoints.limits import engine_limits, validate
+from vllm_trie.entrypoints.limits import BlocksNeeded, engine_limits, validate
 from vllm_trie.messages import BEAM_WIDTH, FORK, LLM_BEAM_SEARCH, TICKET, Caller, ForkTicket, GroupTicket
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, BeamParams, StepParams, asks_for_beams, cure, parse_options, resolve
-from vllm_trie.sampling_params import has_grammar, matrix_fields, refuse_unsupported
-from vllm_trie.selection import config_of, drafts_of, has_beams, has_logits_processors, padding_token, why_without_beams
+from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
+from vllm_trie.selection import config_of, has_beams, has_logits_processors, padding_token, why_without_beams
+from vllm_trie.speculative_config import drafts_of
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
@@ -204,8 +205,8 @@ def forget_unsent(processor: InputProcessor, engine_input: Any) -> None:
     if cache is None or not isinstance(engine_input, dict) or engine_input.get("type") != "multimodal":
         return
     for modality, hashes in engine_input["mm_hashes"].items():
-        for item, mm_hash in zip(engine_input["mm_kwargs"][modality], hashes, strict=True):
-            if item is not None:  # else the engine has it
+        for image, mm_hash in zip(engine_input["mm_kwargs"][modality], hashes, strict=True):
+            if image is not None:  # else the engine has it
                 cache.invalidate(mm_hash)
 
 
@@ -217,14 +218,14 @@ def _prepare(
     processor: InputProcessor,
 ) -> None:
     """Refuse what beam search cannot do for this request, and give it its ticket."""
-    params = request.sampling_params
+    params, vllm_config, model_config = request.sampling_params, processor.vllm_config, processor.model_config
     assert params is not None
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         raise ValueError(f"{caller.feature} works on prompts of text or tokens, not on prompt_embeds")
     if request.mm_features:
-        if refusal := _why_without_images(processor.vllm_config):
+        if refusal := _why_without_images(vllm_config):
             raise ValueError(f"{caller.feature} {refusal}")
-    elif processor.vllm_config.model_config.is_encoder_decoder:
+    elif model_config.is_encoder_decoder:
         raise ValueError(f"{caller.feature} needs data for this model's encoder; add multi_modal_data to the prompt")
     if request.resumable:
         raise ValueError(f"{caller.feature} does not work with streaming input; send the prompt in one piece")
@@ -232,21 +233,16 @@ def _prepare(
         raise ValueError("stop strings need a tokenizer; start the engine without skip_tokenizer_init")
     if beam.semantics == "vllm" and not own_beams().stops_by_generation_config:
         params.stop_token_ids = list(own_stop_token_ids or ())
-    if beam.has_items and not beam.catalog_stop:
-        params.include_stop_str_in_output = True  # an item's last token ends it, and is part of its text
-    beam, item_set, num_beams = resolve_items(params, beam, processor.vllm_config, processor.tokenizer)
-    if has_grammar(params):
-        config = processor.vllm_config.structured_outputs_config
-        prepare_grammar(params, request.prompt_token_ids, config, processor.tokenizer)
-    positions = (feature.mm_position for feature in request.mm_features or ())
-    has_encoder = processor.vllm_config.model_config.is_encoder_decoder
-    num_encoded = sum(position.get_num_embeds() for position in positions) if has_encoder else 0
-    limits = engine_limits(processor.vllm_config)
-    validate(params, beam, len(request.prompt_token_ids), limits, num_encoded, caller.width, num_beams)
+    beam, item_set, num_beams = resolve_items(params, beam, vllm_config, processor.tokenizer)
+    prepare_grammar(params, request.prompt_token_ids, vllm_config.structured_outputs_config, processor.tokenizer)
+    features = request.mm_features if model_config.is_encoder_decoder and request.mm_features else ()
+    num_encoded = sum(feature.mm_position.get_num_embeds() for feature in features)
+    needed = BlocksNeeded(len(request.prompt_token_ids), num_beams, num_encoded)
+    validate(params, beam, engine_limits(vllm_config), needed, caller.width)
     if caller == LLM_BEAM_SEARCH:  # as many as vLLM's own loop returns, whatever max_logprobs allows
         params.logprobs = 2 * beam.beam_width
     eos_token_id = processor.renderer.get_eos_token_id()
-    padding = None if beam.num_beam_groups == 1 else padding_token(processor.vllm_config.model_config)
+    padding = None if beam.num_beam_groups == 1 else padding_token(model_config)
     ticket = GroupTicket(random_uuid(), params.n, eos_token_id, beam.model_dump(), caller, item_set, padding)
     dropped = {CALLER, "allowed_sequences"}  # which the ticket has
     others = {name: value for name, value in (params.extra_args or {}).items() if name not in dropped}

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from vllm_trie.options.matrix import refuse
 from vllm_trie.options.other_names import did_you_mean, meant_by
 from vllm_trie.options.parts import Catalogs, Core, Delivery, Ranking, RequestDrawing, Speculating, Steps
+from vllm_trie.options.speculation import check_widths
 from vllm_trie.options.table import Options, choices
 
 # That may be options of others, where there is no beam_width.
@@ -23,36 +24,12 @@ _OF_BEAMS = re.compile("beam|divers")  # nobody else's names
 class BeamParams(Speculating, Catalogs, RequestDrawing, Delivery, Ranking, Core):
     """The options of a search by tokens, as they stand in `SamplingParams.extra_args`."""
 
-    def __init__(self, **given: Any) -> None:
-        widths = given.get("beam_widths")
-        if widths is not None and given.get("beam_width") is None:
+    def __init__(self, **options: Any) -> None:
+        widths = options.get("beam_widths")
+        if widths is not None and options.get("beam_width") is None:
             are_numbers = isinstance(widths, list) and all(type(width) is int for width in widths)
-            given["beam_width"] = max(widths, default=1) if are_numbers else 1
-            given["beam_width"] = max(given["beam_width"], 1)
-        super().__init__(**given)
-
-    @property
-    def draws(self) -> bool:
-        """Whether something is drawn."""
-        return bool(self.sample_first or self.do_sample or self.speculation == "sample")
-
-    @property
-    def has_items(self) -> bool:
-        """Whether beams go along a catalog."""
-        return self.catalog is not None or self.allowed_sequences is not None
-
-    def num_beams_along(self, num_items: int, num_stop_tokens: int) -> int:
-        """How many beams can live along a catalog, at most `beam_width`: no two of them are alike.
-
-        Args:
-            num_items: Of the catalog.
-            num_stop_tokens: One of which follows the last item, under `catalog_stop`.
-        """
-        if self.catalog_after is not None:
-            return self.beam_width
-        exponent = min(self.catalog_items, self.beam_width.bit_length())  # with which 2 exceeds beam_width
-        num_hypotheses = num_items**exponent
-        return min(self.beam_width, num_hypotheses * (num_stop_tokens if self.catalog_stop else 1))
+            options["beam_width"] = max(1, *widths) if are_numbers and widths else 1
+        super().__init__(**options)
 
     def check(self) -> None:
         """Refuse what does not go together, or has nothing to act on."""
@@ -64,13 +41,7 @@ class BeamParams(Speculating, Catalogs, RequestDrawing, Delivery, Ranking, Core)
             raise ValueError(
                 f"num_beam_groups={self.num_beam_groups} does not divide beam_width={width}; make it a multiple"
             )
-        if self.draft_width is not None and self.draft_width < width:
-            raise ValueError(
-                f"draft_width={self.draft_width} is below beam_width={width}, so that no layer could be accepted; "
-                "raise it"
-            )
-        if self.min_width is not None and self.min_width > width:
-            raise ValueError(f"min_width={self.min_width} exceeds beam_width={width}; lower it")
+        check_widths(self, width)
 
 
 class StepParams(Steps, Core):
@@ -101,17 +72,16 @@ PARTS: dict[str, type[Options]] = {
 OPTIONS: dict[str, FieldInfo] = {n: field for part in PARTS.values() for n, field in part.model_fields.items()}
 
 
-def search_params(given: Mapping[str, Any]) -> SearchParams:
+def search_params(options: Mapping[str, Any]) -> SearchParams:
     """The options of the search that these ask for.
 
     Raises:
         ValueError: naming the option, its value and what would work.
     """
-    kind = StepParams if given.get("unit") == "step" else BeamParams
-    params = kind(**{name: value for name, value in given.items() if name in kind.model_fields})
-    others = {name: value for name, value in given.items() if name not in kind.model_fields}
-    asked = {name: value for name, value in others.items() if value is not None and value != OPTIONS[name].default}
-    refuse(asked | {"unit": params.unit})
+    kind = StepParams if options.get("unit") == "step" else BeamParams
+    params = kind(**{name: value for name, value in options.items() if name in kind.model_fields})
+    others = options.keys() - kind.model_fields.keys()
+    refuse({name: options[name] for name in others if options[name] != OPTIONS[name].default} | {"unit": params.unit})
     return params
 
 
@@ -126,18 +96,18 @@ def parse_options(extra_args: Mapping[str, Any] | None) -> SearchParams | None:
     """
     extra_args = extra_args or {}
     refuse_other_names(extra_args, asks_for_beams(extra_args))
-    given = {name: extra_args[name] for name in OPTIONS if name in extra_args}
-    if not asks_for_beams(given):
-        if given.keys() <= _COMMON_WORDS:
+    options = {name: extra_args[name] for name in OPTIONS if name in extra_args}
+    if not asks_for_beams(options):
+        if options.keys() <= _COMMON_WORDS:
             return None
-        raise ValueError(f"{', '.join(given)} given without beam_width; add beam_width to search with beams")
-    for name, value in given.items():
+        raise ValueError(f"{', '.join(options)} given without beam_width; add beam_width to search with beams")
+    for name, value in options.items():
         if type(value) is int and True in choices(OPTIONS[name]):  # so the OpenAI server sends booleans
-            given[name] = {0: False, 1: True}.get(value, value)
-    if isinstance(sequences := given.get("allowed_sequences"), str):  # there it sends no lists of lists
+            options[name] = {0: False, 1: True}.get(value, value)
+    if isinstance(sequences := options.get("allowed_sequences"), str):  # there it sends no lists of lists
         with suppress(ValueError, RecursionError):
-            given["allowed_sequences"] = json.loads(sequences)
-    return search_params(given)
+            options["allowed_sequences"] = json.loads(sequences)
+    return search_params(options)
 
 
 def asks_for_beams(extra_args: Mapping[str, Any]) -> bool:
@@ -145,7 +115,7 @@ def asks_for_beams(extra_args: Mapping[str, Any]) -> bool:
     return "beam_width" in extra_args or "beam_widths" in extra_args
 
 
-def refuse_other_names(given: Mapping[str, Any], is_beam_request: bool = True) -> None:
+def refuse_other_names(names: Mapping[str, Any], is_beam_request: bool = True) -> None:
     """Refuse keys that are other names for beam options, or all but spell one.
 
     Args:
@@ -154,7 +124,7 @@ def refuse_other_names(given: Mapping[str, Any], is_beam_request: bool = True) -
     Raises:
         ValueError: naming the key, its value and what to use here.
     """
-    for name, value in given.items():
+    for name, value in names.items():
         meant = None if name in OPTIONS else meant_by(str(name), OPTIONS)
         is_ours = (meant in OPTIONS and meant not in _COMMON_WORDS) or _OF_BEAMS.search(str(name))
         if meant is not None and (is_beam_request or is_ours):

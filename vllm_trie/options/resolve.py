@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_trie.options.engine import TrieBeamConfig
-from vllm_trie.options.matrix import OF_HF, clash, refusal, refuse
+from vllm_trie.options.matrix import OF_HF, refusal, refuse
 from vllm_trie.options.parts import Drawing, Speculating
 from vllm_trie.options.request import BeamParams
-from vllm_trie.options.speculation import Drafts, check_drafts, check_threshold, fit_widths, resolve_speculation
+from vllm_trie.options.speculation import Drafts, check_drafts, check_threshold, draws, fit_widths, resolve_speculation
 
 
 def resolve(
@@ -31,25 +31,15 @@ def resolve(
     request = {**(fields or {}), **beam.said()}
     request.setdefault("semantics", defaults.semantics if request.keys().isdisjoint(OF_HF) else "hf")
     refuse(request)  # naming what the request says
-    request["do_sample"] = _draws(request, defaults)
+    request["do_sample"] = draws(request, defaults.do_sample, defaults.speculation)
     speculation, unused = resolve_speculation(request, defaults.speculation, drafts)
     request = {name: value for name, value in request.items() if name not in unused} | {"speculation": speculation}
     by_default = {name: getattr(defaults, name) for name in (*Drawing.model_fields, *Speculating.model_fields)}
     left = {name: value for name, value in by_default.items() if value is not None and getattr(beam, name) is None}
     chosen = {name: value for name, value in left.items() if refusal({**request, name: value}) is None}
     chosen |= {name: request[name] for name in ("semantics", "do_sample", "speculation")}
-    fit_widths(chosen, beam)
+    fit_widths(chosen, beam, beam.beam_width)
     refuse(request | chosen)
     resolved = beam.model_copy(update=chosen | dict.fromkeys(unused))
     check_threshold(resolved)
     return resolved
-
-
-def _draws(request: Mapping[str, Any], defaults: TrieBeamConfig) -> bool:
-    """Whether beams are drawn: as the request says, or else the engine, if that goes with the request."""
-    if (speculation := request.get("speculation")) in ("exact", "sample"):
-        return bool(speculation == "sample")
-    if "do_sample" in request:
-        return bool(request["do_sample"])
-    draws = bool(defaults.do_sample) or defaults.speculation == "sample"
-    return draws and clash({**request, "do_sample": True}) is None

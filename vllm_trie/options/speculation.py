@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from vllm_trie.options.matrix import OF_PLAIN_STEPS
-from vllm_trie.options.parts import Speculation
-from vllm_trie.options.request import BeamParams
+from vllm_trie.options.matrix import OF_PLAIN_STEPS, clash
+from vllm_trie.options.parts import Speculating, Speculation
 
 Drafts = Literal["model", "ngrams"]
 
@@ -40,6 +39,20 @@ def check_drafts(speculation: str | None, drafts: Drafts | None, prefix: str = "
         )
 
 
+def draws(request: Mapping[str, Any], by_default: bool | None, speculation: Speculation | None) -> bool:
+    """Whether beams are drawn: as the request says, or else the engine, if that goes with the request.
+
+    Args:
+        by_default: What the engine says of `do_sample`.
+        speculation: What it says of `speculation`.
+    """
+    if (own := request.get("speculation")) in ("exact", "sample"):
+        return bool(own == "sample")
+    if "do_sample" in request:
+        return bool(request["do_sample"])
+    return (bool(by_default) or speculation == "sample") and clash({**request, "do_sample": True}) is None
+
+
 def resolve_speculation(
     request: Mapping[str, Any], by_default: Speculation | None, drafts: Drafts | None
 ) -> tuple[Speculation, tuple[str, ...]]:
@@ -54,28 +67,45 @@ def resolve_speculation(
     """
     if drafts is not None and not request.keys().isdisjoint(OF_PLAIN_STEPS):
         return "off", ("draft_width",)
-    speculation, draws = request.get("speculation"), request["do_sample"]
+    speculation, is_drawn = request.get("speculation"), request["do_sample"]
     if speculation in ("exact", "sample"):
         return speculation, ()
     wanted = speculation or by_default
-    if wanted == "off" or drafts is None or (drafts == "ngrams" and draws):
+    if wanted == "off" or drafts is None or (drafts == "ngrams" and is_drawn):
         return "off", ()
-    if draws:
+    if is_drawn:
         return "sample", ()
     return "exact" if wanted == "exact" or drafts == "ngrams" else "auto", ()
 
 
-def fit_widths(chosen: dict[str, Any], beam: BeamParams) -> None:
+def fit_widths(chosen: dict[str, Any], beam: Speculating, beam_width: int) -> None:
     """Fit widths that the engine says for all requests to this one."""
     if "draft_width" in chosen:
-        chosen["draft_width"] = max(chosen["draft_width"], beam.beam_width)
+        chosen["draft_width"] = max(chosen["draft_width"], beam_width)
     if "min_width" in chosen:
-        chosen["min_width"] = min(chosen["min_width"], beam.beam_width)
+        chosen["min_width"] = min(chosen["min_width"], beam_width)
     if chosen.get("threshold", beam.threshold) is None:
         chosen.pop("min_width", None)
 
 
-def check_threshold(beam: BeamParams) -> None:
+def check_widths(beam: Speculating, beam_width: int) -> None:
+    """Refuse layers that could not be accepted."""
+    if beam.draft_width is not None and beam.draft_width < beam_width:
+        raise ValueError(
+            f"draft_width={beam.draft_width} is below beam_width={beam_width}, so that no layer could be accepted; "
+            "raise it"
+        )
+    if beam.min_width is not None and beam.min_width > beam_width:
+        raise ValueError(f"min_width={beam.min_width} exceeds beam_width={beam_width}; lower it")
+
+
+def check_draft_width(beam: Speculating, vocab_size: int) -> None:
+    """Refuse more drafts than there are tokens."""
+    if beam.draft_width is not None and beam.draft_width > vocab_size:
+        raise ValueError(f"draft_width={beam.draft_width} exceeds the vocabulary of {vocab_size} tokens; lower it")
+
+
+def check_threshold(beam: Speculating) -> None:
     """Refuse a least width where nothing decides the width."""
     if beam.min_width is not None and beam.threshold is None:
         raise ValueError(f"min_width={beam.min_width} needs a threshold, such as 0.7, to decide the width by")

@@ -254,7 +254,7 @@ def test_a_set_travels_once_and_leaves_when_others_come(engines: Engines, model:
         engine.generate([prompt], beam_params(2, max_tokens=2))
     finally:
         catalogs.take_changes = take
-    assert len(engine.runner.catalogs._tries) == len(catalogs._catalogs) <= 33
+    assert len(engine.runner.catalogs._tries) == len(catalogs.by_digest) <= 33
     assert sum(len(changes.gone) for changes in sent) >= 8
 
 
@@ -268,7 +268,7 @@ def test_sets_that_nobody_uses_have_a_bound_in_bytes(
         engine.generate([prompt], beam_params(2, allowed_sequences=sequences, max_tokens=4))
     engine.generate([prompt], beam_params(2, max_tokens=2))
     assert engine.scheduler.catalogs._num_inline_bytes() <= 200
-    assert len(engine.runner.catalogs._tries) == len(engine.scheduler.catalogs._catalogs) < 3
+    assert len(engine.runner.catalogs._tries) == len(engine.scheduler.catalogs.by_digest) < 3
 
 
 def test_a_set_of_too_many_tokens_is_refused(engines: Engines, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

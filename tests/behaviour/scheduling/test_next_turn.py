@@ -177,7 +177,7 @@ def _with_a_draft_models_that_is_behind(patch: pytest.MonkeyPatch, engine: Engin
 def _with_what_a_forest_computed(patch: pytest.MonkeyPatch, engine: Engine) -> None:
     def cache(self: Any, request_id: str, row: int, num_tokens: int, history: Any) -> None:
         group = engine.scheduler.groups[request_id]
-        cache_row(self, request_id, row, group.prompt_length + group.best_end[0], history)
+        cache_row(self, request_id, row, group.plan.prompt_length + group.best_end[0], history)
 
     patch.setattr(BeamKVCacheManager, "cache_row", cache)
 

@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from tests.support.disturb import preempt_all
-from tests.support.engine import Engines
+from tests.support.engine import Engines, num_used_blocks
 from tests.support.reference import transformers_greedy
 from tests.support.running import BYTES_PER_BLOCK, MOST_TIES, count_ties, prompt_of, run
 from vllm_trie import beam_params
@@ -101,7 +101,7 @@ def test_a_pause_holds_groups_where_they_are(
             (group,) = engine.scheduler.groups.values()
             if clear_cache:  # preempts what runs
                 engine.core.pause_scheduler("keep", clear_cache=True)
-                assert engine.scheduler.kv_cache_manager.num_used_blocks == 0
+                assert num_used_blocks(engine.scheduler.kv_cache_manager) == 0
             else:
                 engine.core.sleep(0, "keep")
             for _ in range(3):  # what is on its way arrives

@@ -12,7 +12,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
-from tests.support.engine import BLOCK_SIZE, Engine, Engines
+from tests.support.engine import BLOCK_SIZE, Engine, Engines, num_used_blocks
 from tests.support.reference import agree, engine_answers, transformers_beams, transformers_greedy
 from tests.support.running import BYTES_PER_BLOCK, prompt_of
 from vllm_trie import beam_params
@@ -211,7 +211,7 @@ def test_sharing_saves_blocks_and_reclaiming_each_step_holds_the_least(engines: 
         )
         while core.has_unfinished_requests():
             core.step()
-            peak = max(peak, manager.num_used_blocks)
+            peak = max(peak, num_used_blocks(manager))
         peaks[interval] = peak
     unshared = width * ((length + max_tokens) // BLOCK_SIZE)
     assert peaks[1] <= peaks[1000] < unshared

@@ -16,7 +16,7 @@ from tests.support.engine import BLOCK_SIZE, ROOT, Engine, Engines
 from tests.support.models import make_draft
 from vllm_trie import beam_params
 from vllm_trie.engine.stats import BeamStats, attach_stats, take_stats
-from vllm_trie.entrypoints.metrics import COUNTERS, FINISHED, PEAKS, PREFIX, RUNNING, BeamStatLogger
+from vllm_trie.entrypoints.metrics import FINISHED, METRICS, PREFIX, BeamStatLogger
 
 pytestmark = pytest.mark.slow
 
@@ -287,7 +287,8 @@ def test_the_document_names_every_metric_with_its_labels_and_shows_a_true_line(
 ) -> None:
     document = (ROOT / "docs/metrics.md").read_text()
     documented = dict(re.findall(r"^\| `(vllm:trie_beam_\w+)` \| (\w+)", document, re.MULTILINE))
-    gauges, counters = ({PREFIX + name for name in names} for names in ([*RUNNING, *PEAKS], [*COUNTERS, FINISHED]))
+    running, peaks, counted = (METRICS[kind] for kind in ("running", "peak", "counter"))
+    gauges, counters = ({PREFIX + name for name in names} for names in ([*running, *peaks], [*counted, FINISHED]))
     expected = dict.fromkeys(gauges, "gauge") | {f"{name}_total": "counter" for name in counters}
     assert documented == expected
     (example,) = re.findall(r"^.*(Engine 000: Beam groups.*)$", document, re.MULTILINE)

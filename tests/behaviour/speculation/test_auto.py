@@ -27,11 +27,11 @@ def sizes_in(monkeypatch: pytest.MonkeyPatch, *plan: ForestSize) -> list[int]:
     """Let forests be of these sizes, over and over. Returns the layers of those that were chosen, as they are."""
     chosen = list[int]()
 
-    def choose(_: Any, group: Any, most_layers: int, num_tokens: int) -> ForestSize:
+    def choose(_: Any, forests: Any, length: int, most_layers: int, num_tokens: int) -> ForestSize:
         size = plan[len(chosen) % len(plan)]
         chosen.append(size.num_layers)
         if size == PLAIN:
-            group.rest(2)
+            forests.rest(length, 2)
         return size._replace(num_layers=min(size.num_layers, most_layers))
 
     monkeypatch.setattr(AdaptiveForests, "choose", choose)

@@ -58,9 +58,9 @@ class Watch:
             output = schedule(*args)
             for group_id, step in group_steps(output).items():
                 group = scheduler.groups[group_id]
-                if step.decodes and step.selects and group.speculates and group.num_steps_left > 1:
-                    self.budgets.append((group.width, step.budget))
-            self.least_free = min(self.least_free, manager.num_usable_blocks - manager.num_used_blocks)
+                if step.decodes and step.selects and group.forests.may_grow(group.length) and group.num_steps_left > 1:
+                    self.budgets.append((group.plan.width, step.budget))
+            self.least_free = min(self.least_free, manager.block_pool.get_num_free_blocks())
             return output
 
         def drafted(context: Any, groups: Any, output: Any) -> dict[str, ForestStep]:

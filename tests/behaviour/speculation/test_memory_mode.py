@@ -32,7 +32,7 @@ def test_memory_mode_holds_one_beam_between_forwards(engine: Engine, prompts: li
         def watch(held: list[tuple[int, int]] = held) -> None:
             for group in engine.scheduler.groups.values():
                 if group.length > 1 and not group.num_pending:  # else blocks are lent
-                    held.append((manager.num_group_blocks, -(-(group.prompt_length + group.length) // BLOCK_SIZE)))
+                    held.append((manager.num_group_blocks, -(-(group.plan.prompt_length + group.length) // BLOCK_SIZE)))
 
         params = beam_params(8, n=8, max_tokens=3 * BLOCK_SIZE, ignore_eos=True, **DRAWN, memory_mode=keeps_one)
         run(engine, [(prompts[0], params)], watch)

@@ -22,10 +22,10 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 
 from vllm_trie.compat.versions import own_beams
-from vllm_trie.engine.group import new_pool
+from vllm_trie.engine.plan import new_pool
 from vllm_trie.entrypoints.batch.files import JobError, Prompt
 from vllm_trie.entrypoints.batch.options import Job
-from vllm_trie.entrypoints.limits import engine_limits, validate
+from vllm_trie.entrypoints.limits import BlocksNeeded, engine_limits, validate
 from vllm_trie.entrypoints.requests import searches
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME
@@ -49,7 +49,8 @@ class Searcher:
         beam = searches(params, vllm_config)
         assert beam is not None
         self._beam = beam
-        validate(params, self._beam, 1, engine_limits(vllm_config))  # what no prompt can have ends the job at once
+        # What no prompt can have ends the job at once.
+        validate(params, beam, engine_limits(vllm_config), BlocksNeeded(1, beam.beam_width))
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
         """Lines of the output, for columns "id" (as JSON) and "prompt"."""

@@ -1,0 +1,60 @@
+"""When the next step of a search may be several, by a forest."""
+
+from __future__ import annotations
+
+from vllm_trie.options import BeamParams
+from vllm_trie.search.forest_size import Acceptance
+
+DRAFTS_PER_BEAM = 2  # of a layer, unless a request says otherwise
+
+
+class NoForests:
+    """Of a search that takes plain steps alone."""
+
+    is_on = False  # whether the request asks for forests
+
+    def __init__(self) -> None:
+        self.drafted_length = 0  # generated tokens of every beam that a draft model, if there is one, has computed
+
+    def restart(self) -> None:
+        """The search begins anew."""
+        self.drafted_length = 0
+
+    def may_grow(self, length: int) -> bool:
+        """Whether the step from beams of this length may be several."""
+        return False
+
+
+class GroupForests(NoForests):
+    """Of a search that speculates: how large its forests are, and when it takes plain steps.
+
+    Args:
+        params: Its options.
+        width: Its beams.
+    """
+
+    is_on = True
+
+    def __init__(self, params: BeamParams, width: int) -> None:
+        self.width, self.is_adaptive = width, params.speculation == "auto"
+        self.most_drafts = params.draft_width  # of one layer, if the request says so
+        self.draft_width = params.draft_width or DRAFTS_PER_BEAM * width  # likewise, unless it is adaptive
+        self.acceptance: dict[int, Acceptance] = {}  # by draft width, where it decides how large forests are
+        self._first_length = params.sample_first
+        self.restart()
+
+    def restart(self) -> None:
+        super().restart()
+        self._rested_at = self.num_rested = self.num_failed = 0  # forests in a row that led nowhere, where that counts
+
+    def may_grow(self, length: int) -> bool:
+        return length >= max(self._first_length, self._rested_at)
+
+    def rest(self, length: int, num_steps: int) -> None:
+        """From beams of this length take so many plain steps before the next forest."""
+        self._rested_at, self.num_rested = length + num_steps, num_steps
+
+
+def forests_of(params: BeamParams, width: int) -> NoForests | GroupForests:
+    """Those of a search."""
+    return NoForests() if params.speculation in (None, "off") else GroupForests(params, width)

@@ -1,0 +1,49 @@
+"""Which of vLLM's speculation the beams of an engine take part in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_trie.compat.cpu import needs_cpu_kernels
+from vllm_trie.options import Drafts
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def drafts_of(vllm_config: VllmConfig) -> Drafts | None:
+    """What the beams of an engine that has started draft by, if they can speculate."""
+    config = vllm_config.speculative_config
+    if config is None:
+        return None
+    return "ngrams" if config.use_ngram() else "model"
+
+
+def unsupported_speculation(vllm_config: VllmConfig) -> dict[str, bool]:
+    """What about this engine's speculation makes beams impossible."""
+    config, parallel, without_triton = vllm_config.speculative_config, vllm_config.parallel_config, needs_cpu_kernels()
+    if config is None:
+        return {}
+    is_supported, why = config.use_ngram() or config.uses_draft_model(), ""
+    if config.method in ("eagle", "eagle3", "mtp"):
+        why = ", whose KV of a token depends on the token after it, where beams that share a block may differ"
+    drafts, block_size = config.num_speculative_tokens, vllm_config.cache_config.block_size
+    too_many = block_size is not None and drafts >= block_size
+    return {
+        f'speculative_config with method={config.method!r}{why} (use "draft_model" or "ngram")': not is_supported,
+        "speculative_config on a model with M-RoPE positions": vllm_config.model_config.uses_mrope,
+        "speculative_config on an encoder-decoder model": vllm_config.model_config.is_encoder_decoder,
+        "parallel_drafting": config.parallel_drafting,
+        "use_heterogeneous_vocab": config.use_heterogeneous_vocab,
+        "disable_padded_drafter_batch": config.disable_padded_drafter_batch,
+        "enable_adaptive_verification": config.enable_adaptive_verification,
+        "pipeline_parallel_size > 1 together with speculative_config": parallel.pipeline_parallel_size > 1,
+        "enable_lora together with speculative_config": vllm_config.lora_config is not None,
+        "data_parallel_size > 1 of experts together with speculative_config": vllm_config.model_config.is_moe
+        and parallel.data_parallel_size > 1,
+        "rejection_sample_method on a CPU without Triton": without_triton
+        and config.rejection_sample_method != "standard",
+        "draft_sample_method on a CPU without Triton": without_triton and config.draft_sample_method != "greedy",
+        "num_speculative_tokens_per_batch_size": config.num_speculative_tokens_per_batch_size is not None,
+        f"num_speculative_tokens={drafts} with block_size={block_size} (use fewer than block_size)": too_many,
+    }
