@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from vllm.v1.executor import multiproc_executor
 
 from tests.support.engine import Engine
 from tests.support.rows import Row, rows_of
 from vllm_trie.search.lookup import NGrams
 
 RANKS = 2
+WORKERS_NEED = ["tests", "vllm.v1.worker.cpu_worker", "vllm.v1.executor.multiproc_executor"]
 
 
 class LookedInto:
@@ -45,18 +51,27 @@ class LookedInto:
             draft_model.logits = lambda *args: logits_of(*args).roll(1, dims=-1)
 
 
+@cache
+def imports_once() -> Any:
+    """How processes start: as forks of one that has imported vLLM, where each would import it anew, for ten seconds."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(WORKERS_NEED)
+    return context
+
+
 class ParallelEngine(Engine):
     """An engine whose scheduler is in this process, and whose ranks are not."""
 
     def __init__(self, model: Path, parallel: str = "tensor", **options: Any) -> None:
         checks = {"check_invariants": True, "debug_rank_check": True}
-        super().__init__(
-            model,
-            **{f"{parallel}_parallel_size": RANKS},
-            worker_extension_cls=f"{LookedInto.__module__}.{LookedInto.__name__}",
-            additional_config={"trie_beam": checks},
-            **options,
-        )
+        with mock.patch.object(multiproc_executor, "get_mp_context", imports_once):
+            super().__init__(
+                model,
+                **{f"{parallel}_parallel_size": RANKS},
+                worker_extension_cls=f"{LookedInto.__module__}.{LookedInto.__name__}",
+                additional_config={"trie_beam": checks},
+                **options,
+            )
 
     def watch(self) -> None:
         """The runners are elsewhere: see `check_rows`."""

@@ -34,6 +34,7 @@ def local_ray(num_devices: int) -> Iterator[None]:
         num_gpus=num_devices,
         include_dashboard=False,
         log_to_driver=False,
+        _system_config={"prestart_worker_first_driver": False},  # workers that nobody needs would import vLLM, too
         runtime_env={"worker_process_setup_hook": give_cpu_platform_a_device},
     )
     try:
