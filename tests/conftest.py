@@ -6,13 +6,47 @@ import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from benchmarks.models import COPIES, make
 from benchmarks.smollm2 import get
 from tests.support import models
 from tests.support.engine import TRAINED_TARGET, Engines
+
+SHARED_SERVER = "tests/behaviour/serving/one_server"  # one process tests all files of this folder
+LONGEST_FIRST = (
+    SHARED_SERVER,
+    "tests/behaviour/distributed/",
+    "tests/behaviour/offline/",
+    "tests/benchmarks/",
+    "tests/behaviour/real_model/",
+    "tests/behaviour/",
+    "tests/test_",
+)
+
+
+class _Shares(LoadScopeScheduling):
+    """Gives each process whole files, in their order."""
+
+    def __init__(self, config: pytest.Config, log: Any) -> None:
+        config.option.loadscopereorder = False
+        super().__init__(config, log)
+
+    def _split_scope(self, nodeid: str) -> str:
+        return SHARED_SERVER if nodeid.startswith(SHARED_SERVER) else nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return _Shares(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long comes first, so that no process is left with it when the others are done."""
+    starts = [*LONGEST_FIRST, ""]
+    items.sort(key=lambda item: next(rank for rank, start in enumerate(starts) if item.nodeid.startswith(start)))
 
 
 @pytest.fixture(scope="session")

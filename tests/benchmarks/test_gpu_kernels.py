@@ -15,8 +15,13 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE = Shape(width=4, num_groups=2, vocab_size=500, num_layers=2)
 
 
-def test_check_passes_where_kernels_and_references_agree() -> None:
-    check(Inputs(SHAPE, DEVICE, seed=1))
+def test_check_passes_where_kernels_and_references_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, compared = Inputs(SHAPE, DEVICE, seed=1), []
+    for name in ("select_by_kernel", "select_by_torch", "reorder_by_kernel", "reorder_by_torch"):
+        run = getattr(inputs, name)
+        monkeypatch.setattr(inputs, name, lambda run=run, name=name: (compared.append(name), run())[1])
+    check(inputs)
+    assert compared == ["select_by_kernel", "select_by_torch", "reorder_by_kernel", "reorder_by_torch"]
 
 
 @pytest.mark.parametrize("kernel", ["copy_histories", "copy_tails"])

@@ -106,7 +106,10 @@ def test_width_above_the_engines_own_limit_is_refused() -> None:
 
 
 def test_width_may_exceed_the_vocabulary() -> None:
-    check(EngineLimits(max_num_seqs=1000, vocab_size=300, block_size=32, num_blocks=10_000), beam_width=1000)
+    limits = EngineLimits(max_num_seqs=1000, vocab_size=300, block_size=32, num_blocks=10_000)
+    check(limits, beam_width=1000)
+    with pytest.raises(ValueError, match="beam_width=1001 exceeds max_num_seqs=1000"):
+        check(limits, beam_width=1001)
 
 
 def test_width_that_the_pool_cannot_hold_is_refused() -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks.server import Server
 
+TITLES = ["return self", "raise ValueError", "yield from items", "import os", "pass"]  # of the catalog "lines"
+NEWER = ["assert value", "break", "continue"]  # of another one
 PROMPTS = ["def is_prime(number):", "class Foo:\n    def close(self):", "import os\n", "    return"]
 
 

@@ -101,8 +101,11 @@ def test_great_scores_are_no_harm() -> None:
     check(batch)
 
 
-def test_vllms_kernel_agrees() -> None:
+def test_vllms_kernel_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, compared = ops.cpu_attention_with_kv_cache, []
+    monkeypatch.setattr(ops, "cpu_attention_with_kv_cache", lambda *args: compared.append(attention(*args)))
     compiled.check.__wrapped__(num_heads=6, num_kv_heads=2, head_size=64, block_size=32)
+    assert len(compared) == 1
 
 
 def test_a_cache_that_is_laid_out_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

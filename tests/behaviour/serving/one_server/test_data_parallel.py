@@ -50,6 +50,13 @@ def test_data_parallel_engines_get_whole_groups(parallel: Server, server: Server
     assert sum(groups) == 12, "several API servers add up to the truth"
 
 
+def test_a_catalog_is_refused_where_engines_have_none(parallel: Server) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        complete(parallel, **beams(4, catalog="x"))
+    told = 'this engine has none; start it with additional_config={"trie_beam": {"catalogs": {NAM'
+    assert told in refusal.value.message
+
+
 def test_speculation_is_asked_for_over_http(parallel: Server) -> None:
     def found(**options: Any) -> tuple[list[str], dict[str, Any] | None]:
         response = complete(parallel, n=4, **options)

@@ -35,10 +35,6 @@ pytestmark = pytest.mark.slow
         (beams(4, n=2), "n=2 does nothing in vllm_xargs (extra_args); it is a field of the request"),
         (beams(4, catalog_name="items"), "unknown option catalog_name='items'; did you mean catalog"),
         (beams(4, foo=1), "unknown option foo=1; known: beam_width, "),
-        (
-            beams(4, catalog="x"),
-            'this engine has none; start it with additional_config={"trie_beam": {"catalogs": {NAM',
-        ),
         ({"echo": True, "logprobs": 1, **beams(4)}, "logprobs=1 with echo=True would tell of the prompt"),
         ({"use_beam_search": True, "vllm_xargs": {"unit": "step"}}, 'unit="step" does not work with use_beam_search'),
         ({"use_beam_search": True, "best_of": 2}, "best_of=2; the width is how many beams are searched, n how many"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,40 +12,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from benchmarks.common import TARGET
-from benchmarks.server import Server, serving
-from vllm_trie.catalog import Catalog, tokenizer_digest
+from benchmarks.server import Server
+from tests.support.served import NEWER, TITLES
 
 pytestmark = pytest.mark.slow
 
 JSON = {"Content-Type": "application/json"}
 
-TITLES = ["return self", "raise ValueError", "yield from items", "import os", "pass"]
-NEWER = ["assert value", "break", "continue"]
 PROMPT = "def close(self):\n    "
-
-
-def write(path: Path, titles: list[str]) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    rows = tokenizer(titles, add_special_tokens=False)["input_ids"]
-    Catalog.from_sequences(rows, tokenizer=tokenizer_digest(tokenizer)).save(path)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("catalogs")
-    write(folder / "lines.catalog", TITLES)
-    write(folder / "newer.catalog", NEWER)
-    Catalog.from_sequences([[5, 6]], tokenizer="another one").save(folder / "foreign.catalog")
-    (folder / "loop.catalog").symlink_to("loop.catalog")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
-    config = {"catalogs": {"lines": str(folder / "lines.catalog")}, "catalog_folder": str(folder)}
-    options = ["--plugin", "trie_beam", "--additional-config", json.dumps({"trie_beam": config})]
-    with serving(folder / "log", *options) as server:
-        yield server
 
 
 def complete(server: Server, n: int, **xargs: Any) -> list[str]:

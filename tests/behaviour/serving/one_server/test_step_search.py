@@ -3,49 +3,14 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import httpx
 import pytest
 
-from benchmarks.server import Server, serving
+from benchmarks.server import Server
 
 pytestmark = pytest.mark.slow
-
-
-class ShortIsGood(BaseHTTPRequestHandler):
-    """Prefers short texts; at /broken it answers with an error."""
-
-    def do_POST(self) -> None:
-        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        body = json.dumps({"scores": [-len(candidate["text"]) for candidate in question["candidates"]]}).encode()
-        self.send_response(500 if self.path == "/broken" else 200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def scorer_url() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), ShortIsGood)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture(scope="module")
-def server(scorer_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    config = {"trie_beam": {"scorers": {"short": scorer_url, "broken": f"{scorer_url}/broken"}}}
-    options = ["--plugin", "trie_beam", "--additional-config", json.dumps(config)]
-    with serving(tmp_path_factory.mktemp("server") / "log", *options) as server:
-        yield server
 
 
 def ask(server: Server, xargs: dict[str, Any], timeout: float = 120, **fields: Any) -> httpx.Response:

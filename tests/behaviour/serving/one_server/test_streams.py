@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from benchmarks.common import TARGET
-from benchmarks.server import VLLM, Server, serving
+from benchmarks.server import VLLM, Server
 from tests.support.grammars import SCHEMA
 from tests.support.served import BOTH_WAYS, PROMPTS, abort_by, beams, chat, complete
 from vllm_trie.messages import NO_HYPOTHESIS
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One that looks for tool calls in what chats answer."""
-    options = ["--plugin", "trie_beam", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    with serving(tmp_path_factory.mktemp("server") / "log", *options) as server:
-        yield server
 
 
 ONE_ANSWER = pytest.mark.parametrize(
