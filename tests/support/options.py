@@ -36,6 +36,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"no_repeat_ngram_size": 1, "logprobs": 2},
     {"no_repeat_ngram_size": 2, "frequency_penalty": 0.4, "ignore_eos": True},
     {"no_repeat_ngram_size": 3, "semantics": "vllm", "logprobs": 1},
+    {"phrase_boosts": [([7, 8], 3.0), ([[30], [13, 9]], 1.5), ([8], -2.0)], "logprobs": 2},
+    {"phrase_boosts": [([7], 1.0), ([15, 7, 7], -4.0)], "semantics": "vllm", "ignore_eos": True},
     {"num_beam_groups": 2, "diversity_penalty": 0.4, "beam_width": 4, "n": 3, "logprobs": 1},
     {"num_beam_groups": 2, "diversity_penalty": 1.0, "beam_width": 4, "n": 4, "stop": ["self", "("], "min_p": 0.01},
     {"beam_widths": [2, 5, 3], "beam_width": 5, "n": 3},

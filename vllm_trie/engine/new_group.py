@@ -16,6 +16,7 @@ from vllm_trie.messages import GroupTicket
 from vllm_trie.options import BeamParams, parse_options
 from vllm_trie.sampling_params import is_controlled, logits_filters, stop_tokens
 from vllm_trie.search.constraints.ngrams import NoRepeats
+from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
 from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import Pruning
 from vllm_trie.search.rules import Best, Drawn, InGroups, SelectRules, Stochastic, Strategy
@@ -46,6 +47,7 @@ def new_group(
     stop_rules = StopRules(stop_tokens(sampling), ticket.eos_token_id, stop_strings, sampling.min_tokens, max_length)
     matchers = matchers_of(request, params)
     repeats = (NoRepeats(params.no_repeat_ngram_size),) if params.no_repeat_ngram_size else ()
+    boosts = (PhraseBoosts.of(params.phrase_boosts),) if params.phrase_boosts else ()
     select_rules = SelectRules(
         catalog.num_beams(len(stop_rules.stop_token_ids)),
         _strategy(params, stop_rules, ticket.padding),
@@ -55,7 +57,7 @@ def new_group(
         logits_filters(sampling),
         _pruning(params, stop_rules),
         catalog.rules,
-        (*repeats, *matchers.constraints),
+        (*repeats, *boosts, *matchers.constraints),
     )
     plan = SearchPlan(
         request.request_id,

@@ -19,6 +19,7 @@ from vllm_trie.compat.versions import own_beams
 from vllm_trie.entrypoints.catalogs import resolve_items
 from vllm_trie.entrypoints.grammars import prepare_grammar
 from vllm_trie.entrypoints.limits import BlocksNeeded, engine_limits, validate
+from vllm_trie.entrypoints.phrases import phrases_as_tokens
 from vllm_trie.messages import BEAM_WIDTH, FORK, LLM_BEAM_SEARCH, TICKET, Caller, ForkTicket, GroupTicket
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, BeamParams, StepParams, asks_for_beams, cure, parse_options, resolve
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
@@ -233,6 +234,9 @@ def _prepare(
         raise ValueError("stop strings need a tokenizer; start the engine without skip_tokenizer_init")
     if beam.semantics == "vllm" and not own_beams().stops_by_generation_config:
         params.stop_token_ids = list(own_stop_token_ids or ())
+    if beam.phrase_boosts is not None:
+        boosts = phrases_as_tokens(params, beam.phrase_boosts, vllm_config, processor.tokenizer)
+        beam = beam.model_copy(update={"phrase_boosts": boosts})
     beam, item_set, num_beams = resolve_items(params, beam, vllm_config, processor.tokenizer)
     prepare_grammar(params, request.prompt_token_ids, vllm_config.structured_outputs_config, processor.tokenizer)
     features = request.mm_features if model_config.is_encoder_decoder and request.mm_features else ()
@@ -244,6 +248,6 @@ def _prepare(
     eos_token_id = processor.renderer.get_eos_token_id()
     padding = None if beam.num_beam_groups == 1 else padding_token(model_config)
     ticket = GroupTicket(random_uuid(), params.n, eos_token_id, beam.model_dump(), caller, item_set, padding)
-    dropped = {CALLER, "allowed_sequences"}  # which the ticket has
+    dropped = {CALLER, "allowed_sequences", "phrase_boosts"}  # which the ticket has
     others = {name: value for name, value in (params.extra_args or {}).items() if name not in dropped}
     params.extra_args = {**others, TICKET: asdict(ticket)}

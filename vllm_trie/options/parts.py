@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, Strict
 
 from vllm_trie.options.table import Number, Options, option
 from vllm_trie.search.stopping import EarlyStopping
@@ -17,8 +17,19 @@ MOST_PENALTY = 6  # a million tokens to this power still fit float32
 MOST_NGRAM = 64  # tokens, which are compared one by one in every step
 MOST_SEQUENCES, MOST_SEQUENCE_TOKENS = 100_000, 2_000_000  # in a request; more make a catalog
 
+MOST_PHRASES, MOST_PHRASE_TOKENS = 1_000, 10_000  # in a request; every step looks at all of their tokens
+MOST_WEIGHT = 100  # nats, far beyond what a model says of any token
+
 Semantics = Literal["hf", "vllm", "tridecode"]
 Speculation = Literal["auto", "exact", "sample", "off"]
+
+Tokens = Annotated[list[int], Field(min_length=1)]
+Weight = Annotated[int | float, Field(ge=-MOST_WEIGHT, le=MOST_WEIGHT)]
+# A phrase, or all ways to write it, and its weight; a list, too, as JSON has no pairs.
+PhraseBoost = Annotated[
+    tuple[Annotated[str, Field(min_length=1)] | Tokens | Annotated[list[Tokens], Field(min_length=1)], Weight],
+    Strict(False),
+]
 
 # What is said of a value out of range, after the option and the value.
 _RATIO = "is not a ratio of probabilities; pass a number in (0, 1]"
@@ -27,6 +38,10 @@ _WAYS = "is not a number of continuations; pass an integer >= 1"
 _NGRAM = f"is not a number of tokens; pass an integer from 0 to {MOST_NGRAM}"
 _TOKENS = "is not a number of tokens; pass an integer >= 0"
 _SEQUENCES = f"is not a list of 1 to {MOST_SEQUENCES:,} strings, or lists of token ids"
+_PHRASES = (
+    f"is not a list of 1 to {MOST_PHRASES:,} pairs of a phrase, a string or token ids, and a weight from "
+    f"-{MOST_WEIGHT} to {MOST_WEIGHT}"
+)
 _EXPONENT = f"is not a number above -{MOST_PENALTY} and below {MOST_PENALTY}; 1.0 compares means, 0.0 sums"
 NO_BEAMS = "is not a number of beams; pass an integer >= 1"
 NO_SCORER = "is not a scorer; pass a callable, an `LLM` of a pooling model, or the name or URL of an endpoint"
@@ -68,6 +83,10 @@ class Ranking(Options):
         prune_relative_local: Drop a continuation whose last token is less than this many times as probable as the most
             probable one after any beam.
         max_candidates_per_parent: Continue each beam in at most this many ways.
+        phrase_boosts: Phrases and weights, as in `[("Kubernetes", 2.0)]`: hypotheses compete by their cumulative
+            log-probability plus, for each phrase, its weight times the number of times that it occurs in them. A phrase
+            is a text or a list of token ids; a weight may be negative. In `vllm_xargs` also as a JSON text. See
+            docs/constraints.md.
         no_repeat_ngram_size: No hypothesis has an n-gram of this many tokens twice, the prompt's n-grams among them; 0
             lets it repeat any. As transformers' `generate`.
     """
@@ -83,6 +102,7 @@ class Ranking(Options):
     prune_absolute: Number | None = option(None, _DIFFERENCE, ge=0, lt=math.inf)
     prune_relative_local: Number | None = option(None, _RATIO, gt=0, le=1)
     max_candidates_per_parent: int | None = option(None, _WAYS, ge=1)
+    phrase_boosts: list[PhraseBoost] | None = option(None, _PHRASES, min_length=1, max_length=MOST_PHRASES)
     no_repeat_ngram_size: int = option(0, _NGRAM, ge=0, le=MOST_NGRAM)
 
 

@@ -104,9 +104,10 @@ def parse_options(extra_args: Mapping[str, Any] | None) -> SearchParams | None:
     for name, value in options.items():
         if type(value) is int and True in choices(OPTIONS[name]):  # so the OpenAI server sends booleans
             options[name] = {0: False, 1: True}.get(value, value)
-    if isinstance(sequences := options.get("allowed_sequences"), str):  # there it sends no lists of lists
-        with suppress(ValueError, RecursionError):
-            options["allowed_sequences"] = json.loads(sequences)
+    for name in {"allowed_sequences", "phrase_boosts"} & options.keys():
+        if isinstance(text := options[name], str):  # there it sends no lists of lists
+            with suppress(ValueError, RecursionError):
+                options[name] = json.loads(text)
     return search_params(options)
 
 

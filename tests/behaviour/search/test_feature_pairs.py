@@ -69,6 +69,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "structured_outputs": {"structured_outputs": structured("choice")},
     "num_beam_groups": {"num_beam_groups": 2, "diversity_penalty": 0.7},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": NGRAM},
+    "phrase_boosts": {"phrase_boosts": [([20, 25], 2.0), ([30], 1.0), ([25], -1.0)]},
     'unit="step"': {"unit": "step", "step_stop": ["\n"], "scorer": score, "candidates": 2, "max_steps": 3},
     "output_kind=DELTA": {"n": 1, "output_kind": RequestOutputKind.DELTA},
 }

@@ -1,0 +1,52 @@
+"""What phrases add to a hypothesis, token by token, is what one counts in the whole of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.phrases import boost_of
+from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
+
+CPU = torch.device("cpu")
+VOCAB = 4
+token = st.integers(0, VOCAB - 1)
+way = st.lists(token, min_size=1, max_size=4)
+phrase = st.tuples(st.lists(way, min_size=1, max_size=2), st.sampled_from([1.0, 2.5, 0.25, -1.0, -3.0]))
+
+
+@given(st.lists(phrase, min_size=1, max_size=6), st.lists(token, max_size=10))
+@settings(max_examples=300, deadline=None)
+def test_boosts_are_what_one_counts_in_the_whole_hypothesis(
+    phrases: list[tuple[list[list[int]], float]], text: list[int]
+) -> None:
+    constraint = PhraseBoosts.of(phrases)
+    states, total = constraint.begin(1, CPU), 0.0
+    for at in range(len(text) + 1):
+        running, at_end = (constraint.boosts(states, VOCAB, is_end)[0, 0] for is_end in (False, True))
+        for newest in range(VOCAB):
+            hypothesis = [*text[:at], newest]
+            assert total + running[newest].item() == pytest.approx(boost_of(phrases, hypothesis), abs=1e-4)
+            assert total + at_end[newest].item() == pytest.approx(boost_of(phrases, hypothesis, is_over=True), abs=1e-4)
+        assert max(running.max(), at_end.max()) <= constraint.most_boost + 1e-5
+        if at < len(text):
+            total += running[text[at]].item()
+            states = constraint.advance(states, torch.tensor([[text[at]]]))
+
+
+def test_rows_of_several_groups_have_each_their_own_boosts() -> None:
+    constraint = PhraseBoosts.of([([0, 1], 2.0)])
+    states = constraint.advance(constraint.begin(4, CPU).view(2, 2), torch.tensor([[0, 1], [2, 0]]))
+    boosts = constraint.boosts(states, VOCAB, is_end=False)
+    assert boosts[..., 1].tolist() == [[1.0, 0.0], [0.0, 1.0]]  # the second half of the phrase
+    assert boosts[..., 0].tolist() == [[0.0, 1.0], [1.0, 0.0]]  # it begins anew, or begins
+    assert boosts[..., 2].tolist() == [[-1.0, 0.0], [0.0, -1.0]]  # it does not go on
+
+
+def test_boosts_of_equal_phrases_are_one_batch() -> None:
+    one, other = (PhraseBoosts.of([([1, 2], 2.0), ([[3], [4]], -1)]) for _ in range(2))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != PhraseBoosts.of([([1, 2], 2.5), ([[3], [4]], -1)])

@@ -1,0 +1,174 @@
+"""Contextual biasing: phrases that occur in a hypothesis add their weights to what it competes by.
+
+Source: the context graphs of speech recognisers, e.g. icefall `ContextGraph`: an automaton by Aho and Corasick 1975.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_trie.search.constraints.constraint import Constraint
+
+ROOT, NOWHERE = 0, -1
+
+Tokens = tuple[int, ...]
+
+
+class Phrase(NamedTuple):
+    """A phrase occurs wherever one of the ways to write it ends."""
+
+    ways: tuple[Tokens, ...]
+    weight: float
+
+
+@dataclass(frozen=True)
+class PhraseBoosts(Constraint):
+    """Each phrase adds its weight as often as it occurs, and a share of it where a hypothesis ends in its beginning.
+
+    The pending share is the largest weight * k / n among the ways of n tokens whose first k < n, at least one, are the
+    hypothesis' last k; a hypothesis that is finished has none. The states [G, r] are nodes of an automaton.
+    """
+
+    phrases: tuple[Phrase, ...]
+
+    @classmethod
+    def of(cls, phrases: Sequence[Sequence[Any]]) -> PhraseBoosts:
+        """Of phrases as the option has them once their tokens are known: (token ids or ways, weight) each."""
+        return cls(tuple(Phrase(_as_ways(tokens), float(weight)) for tokens, weight in phrases))
+
+    @property
+    def most_boost(self) -> float:  # type: ignore[override]
+        """See `Constraint`."""
+        return _automaton(self.phrases).most_boost
+
+    def begin(self, num_rows: int, device: torch.device) -> torch.Tensor:
+        """See `Constraint`."""
+        return torch.full((1, num_rows), ROOT, dtype=torch.int64, device=device)
+
+    def advance(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """See `Constraint`."""
+        tables = _tables(self.phrases, states.device)
+        leads = tables.leads_on_from(states) & (tables.tokens[tables.columns] == tokens[..., None])
+        return tables.children.where(leads, ROOT).amax(dim=-1)
+
+    def leads_on(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """See `Constraint`."""
+        return torch.ones_like(tokens, dtype=torch.bool)
+
+    def boosts(self, states: torch.Tensor, vocab_size: int, is_end: bool) -> torch.Tensor:
+        """See `Constraint`."""
+        tables = _tables(self.phrases, states.device)
+        leads = tables.leads_on_from(states)
+        # By token that is in a phrase: the node that it leads to. Of several the one with the highest number is that of
+        # the longest beginning; where there is none, it is the root.
+        nodes = states.new_full((*states.shape, len(tables.tokens)), ROOT)
+        nodes.scatter_reduce_(-1, tables.columns.expand(leads.shape), tables.children.where(leads, ROOT), "amax")
+        gains = tables.occurring[nodes] if is_end else (tables.occurring + tables.pending)[nodes]
+        lost = -tables.pending[states][..., None]
+        boosts = lost.expand(*states.shape, vocab_size).clone()
+        boosts[..., tables.tokens] = gains + lost
+        return boosts
+
+
+def _as_ways(tokens: Sequence[int] | Sequence[Sequence[int]]) -> tuple[Tokens, ...]:
+    ways = [tokens] if isinstance(tokens[0], int) else tokens
+    return tuple(dict.fromkeys(tuple(way) for way in ways))  # type: ignore[arg-type]
+
+
+class _Automaton(NamedTuple):
+    """Which beginning of a phrase is the longest that a hypothesis ends in: a node, the root for none.
+
+    Nodes are numbered by layer; edge i leads to node i + 1.
+    """
+
+    parents: np.ndarray  # [edges]
+    tokens: np.ndarray  # [edges]
+    depths: np.ndarray  # [edges] of the parents
+    suffixes: np.ndarray  # [nodes, layers]: by layer the node of a suffix of the node's tokens, itself among them
+    occurring: np.ndarray  # [nodes] float64, weights of the phrases that end there
+    pending: np.ndarray  # [nodes] float64
+
+    @property
+    def most_boost(self) -> float:
+        """No token adds more."""
+        gains = self.occurring + self.pending.clip(min=0)
+        return float(gains.max(initial=0) - self.pending.min(initial=0))
+
+
+@lru_cache(maxsize=64)
+def _automaton(phrases: tuple[Phrase, ...]) -> _Automaton:
+    ends, shares, edges = _trie(phrases)
+    by_parent = dict[int, dict[int, int]]()
+    for node, (parent, token) in enumerate(edges, start=1):
+        by_parent.setdefault(parent, {})[token] = node
+    depths = [0]
+    suffix_of = [NOWHERE]  # the longest proper one that is a node
+    for parent, token in edges:
+        depths.append(depths[parent] + 1)
+        suffix = suffix_of[parent]
+        while suffix != NOWHERE and token not in by_parent.get(suffix, {}):
+            suffix = suffix_of[suffix]
+        suffix_of.append(ROOT if suffix == NOWHERE else by_parent[suffix][token])
+    suffixes = np.full((len(depths), max(depths)), NOWHERE)
+    occurring, pending = np.zeros((2, len(depths)))
+    for node in range(1, len(depths)):
+        suffix = suffix_of[node]
+        ends[node] |= ends[suffix]
+        shares[node] = max(shares[node], shares[suffix])
+        occurring[node] = sum(phrases[number].weight for number in sorted(ends[node]))
+        pending[node] = shares[node] if shares[node] > -np.inf else 0.0
+    for node, depth in enumerate(depths):
+        if node != ROOT:
+            suffixes[node] = suffixes[suffix_of[node]]
+        if depth < suffixes.shape[1]:
+            suffixes[node, depth] = node
+    parents, tokens = np.array(edges).T
+    return _Automaton(parents, tokens, np.array(depths)[parents], suffixes, occurring, pending)
+
+
+def _trie(phrases: Sequence[Phrase]) -> tuple[list[set[int]], list[float], list[tuple[int, int]]]:
+    """By node which phrases end there, and the largest share of those that go on; and edges: parents and tokens."""
+    beginnings = sorted({way[:length] for phrase in phrases for way in phrase.ways for length in range(len(way) + 1)})
+    beginnings.sort(key=len)
+    nodes = {tokens: node for node, tokens in enumerate(beginnings)}
+    ends, shares = [set[int]() for _ in beginnings], [-np.inf] * len(beginnings)
+    for number, (ways, weight) in enumerate(phrases):
+        for way in ways:
+            ends[nodes[way]].add(number)
+            for length in range(1, len(way)):
+                node = nodes[way[:length]]
+                shares[node] = max(shares[node], weight * length / len(way))
+    return ends, shares, [(nodes[tokens[:-1]], tokens[-1]) for tokens in beginnings[1:]]
+
+
+class _Tables(NamedTuple):
+    """An automaton on a device."""
+
+    parents: torch.Tensor  # [edges]
+    columns: torch.Tensor  # [edges] place of the token among `tokens`
+    depths: torch.Tensor  # [edges] of the parents
+    children: torch.Tensor  # [edges]
+    tokens: torch.Tensor  # those of all edges, each once, ascending
+    suffixes: torch.Tensor  # see `_Automaton`
+    occurring: torch.Tensor  # [nodes] float32
+    pending: torch.Tensor  # [nodes] float32
+
+    def leads_on_from(self, nodes: torch.Tensor) -> torch.Tensor:
+        """[..., edges] bool, which edges lead on from nodes [...], or from suffixes of them."""
+        return self.suffixes[nodes][..., self.depths] == self.parents
+
+
+@lru_cache(maxsize=64)
+def _tables(phrases: tuple[Phrase, ...], device: torch.device) -> _Tables:
+    automaton = _automaton(phrases)
+    tokens, columns = np.unique(automaton.tokens, return_inverse=True)
+    children = np.arange(1, len(columns) + 1)
+    integers = automaton.parents, columns, automaton.depths, children, tokens, automaton.suffixes
+    weights = (torch.from_numpy(values).float() for values in (automaton.occurring, automaton.pending))
+    return _Tables(*(torch.from_numpy(values).to(device) for values in integers), *(w.to(device) for w in weights))
