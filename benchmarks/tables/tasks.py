@@ -16,7 +16,7 @@ from benchmarks.significance import shown_p
 from vllm_trie import beam_params
 
 END_OF_FUNCTION = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n```", "\nassert")
-FUNCTION = "Complete this Python function.\n\n```python\n{}```"
+FUNCTION = "Complete this Python function.\n\n```python\n{}\n```"
 QUESTION = "{}\nSolve this step by step. Write the answer as a number in the last line, after ####."
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 GREEDY = "greedy"
@@ -50,7 +50,7 @@ class Kind(NamedTuple):
 def functions_pass(tasks: Sequence[dict[str, Any]], answers: Sequence[str]) -> list[bool]:
     """Whether each function, completed, passes the tests of its task."""
     programs = [
-        f"{task['prompt']}{answer}\n\n{task['test']}\n\ncheck({task['entry_point']})\n"
+        f"{beginning(task)}{answer}\n\n{task['test']}\n\ncheck({task['entry_point']})\n"
         for task, answer in zip(tasks, answers, strict=True)
     ]
     return which_succeed(programs)
@@ -76,8 +76,13 @@ def question(tokenizer: Any, task: dict[str, Any]) -> str:
 
 def function_to_complete(tokenizer: Any, task: dict[str, Any]) -> str:
     """A function's beginning; for models that know chats, as the beginning of an answer."""
-    start = task["prompt"]
+    start = beginning(task)
     return f"{as_chat(tokenizer, FUNCTION.format(start))}```python\n{start}" if tokenizer.chat_template else start
+
+
+def beginning(task: dict[str, Any]) -> str:
+    """What a function is completed from: without the line's end, which is one token with what comes after it."""
+    return task["prompt"].rstrip()
 
 
 def as_chat(tokenizer: Any, request: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -144,3 +145,15 @@ def test_a_prompt_just_below_the_limit_has_room_for_one_token(server: Server) ->
 def test_a_session_that_vllm_looks_for_is_no_unknown_option(server: Server, options: dict[str, Any]) -> None:
     asked = {**options, "vllm_xargs": {**options["vllm_xargs"], "session_id": "abc"}}
     assert complete(server, n=2, **asked).choices[0].text == complete(server, n=2, **options).choices[0].text
+
+
+def test_phrases_come_as_a_json_text(server: Server) -> None:
+    prompt, phrases = PROMPTS[0], [[" return", 6.0]]
+    plain, biased = (
+        complete(server, prompt, n=4, max_tokens=24, vllm_xargs={"beam_width": 4, **options})
+        for options in ({}, {"phrase_boosts": json.dumps(phrases)})
+    )
+    num_plain, num_biased = (sum(choice.text.count("return") for choice in one.choices) for one in (plain, biased))
+    assert num_biased > num_plain
+    with pytest.raises(openai.BadRequestError, match="phrase_boosts='return' is not a list of 1 to 1,000 pairs"):
+        complete(server, prompt, vllm_xargs={"beam_width": 4, "phrase_boosts": "return"})
