@@ -16,6 +16,7 @@ from benchmarks.smollm2 import get
 from tests.support import models
 from tests.support.engine import TRAINED_TARGET, Engines
 
+SMOKE = "tests/behaviour/test_smoke.py"
 SHARED_SERVER = "tests/behaviour/serving/one_server"  # one process tests all files of this folder
 LONGEST_FIRST = (
     SHARED_SERVER,
@@ -44,7 +45,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long comes first, so that no process is left with it when the others are done."""
+    """What takes long comes first, so that no process is left with it when the others are done.
+
+    Raises:
+        UsageError: a test that starts an engine is not marked as slow, and is none of those of `make test-fast`.
+    """
+    fast = [item for item in items if not item.get_closest_marker("slow") and not item.nodeid.startswith(SMOKE)]
+    for item in fast:
+        if "_engines" in item.fixturenames:
+            raise pytest.UsageError(f"{item.nodeid} starts an engine: mark it as slow")
     starts = [*LONGEST_FIRST, ""]
     items.sort(key=lambda item: next(rank for rank, start in enumerate(starts) if item.nodeid.startswith(start)))
 

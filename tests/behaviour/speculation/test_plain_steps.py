@@ -10,6 +10,8 @@ from tests.support.engine import Engines
 from tests.support.grammars import structured
 from tests.support.trained_pair import held_out, search, tokens, trained_pair
 
+pytestmark = pytest.mark.slow
+
 DRAWN = {"do_sample": True, "seed": 1}
 SEARCHES: dict[str, dict[str, Any]] = {
     "groups": {"num_beam_groups": 2, "diversity_penalty": 0.7},
