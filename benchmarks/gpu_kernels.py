@@ -14,11 +14,11 @@ from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import log_probabilities
 from vllm_trie.search.rank import Candidates, rank_candidates
-from vllm_trie.search.rules import SelectRules, num_candidates
+from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import packed
-from vllm_trie.search.strategies.means import Means
+from vllm_trie.search.strategies.best import num_candidates
 from vllm_trie.worker import kernels, reorder
 from vllm_trie.worker.kv_blocks import KVBlocks
 from vllm_trie.worker.row_reorder import Reorders, RowReorder, Tables

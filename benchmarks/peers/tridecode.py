@@ -21,10 +21,11 @@ from transformers.cache_utils import DynamicLayer
 
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.stops import Stops
-from vllm_trie.search.rules import Best, SelectRules
+from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Step, packed, unpacked
 from vllm_trie.search.stopping import TridecodePool
+from vllm_trie.search.strategies.best import Best
 from vllm_trie.trie.hypotheses import HypothesisTrie
 
 PAPERS_INTERVAL = 15  # steps

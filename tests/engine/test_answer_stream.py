@@ -22,10 +22,8 @@ from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.new_group import new_group
 from vllm_trie.messages import GroupTicket
 from vllm_trie.options import BeamParams
-from vllm_trie.search.rules import Drawn, SampledEach
-from vllm_trie.search.sampling import generator, uniforms
+from vllm_trie.search.rules import Means
 from vllm_trie.search.step_result import Step
-from vllm_trie.search.strategies.means import Means
 
 VOCAB, EOS = 6, 1
 NUM_SEARCHES = int(os.environ.get("STREAM_SEARCHES", 150))
@@ -70,14 +68,9 @@ def next_step(group: BeamGroup, seed: int, sureness: float) -> Step:
     """By a model that is a table of random logits, one for each history."""
     trie, rules, draw = group.hypotheses, group.next_rules(), group.next_draw()
     rows = [np.random.default_rng([seed, *trie.tokens(node)]).normal(0, sureness, VOCAB) for node in trie.rows]
-    random: Any = None
-    if isinstance(rules.strategy, Drawn):
-        random = [generator(*draw)]
-    elif isinstance(rules.strategy, SampledEach):
-        random = torch.from_numpy(uniforms(*draw, rules.width))[None]
     scores = torch.tensor(trie.row_scores(), dtype=torch.float32)
     logits = torch.tensor(np.stack(rows), dtype=torch.float32)[None]
-    (step,) = steps_of(rules, logits, scores[None], means=Means(random))
+    (step,) = steps_of(rules, logits, scores[None], means=Means([draw] if draw else []))
     return step
 
 

@@ -11,10 +11,11 @@ import torch
 from tests.support.steps import rules_of, steps_of
 from vllm_trie.search.group_pools import GroupPools
 from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import Best, InGroups
+from vllm_trie.search.rules import Means
 from vllm_trie.search.step_result import Step
 from vllm_trie.search.stopping import Ended, HfPool
-from vllm_trie.search.strategies.means import Means
+from vllm_trie.search.strategies.best import Best
+from vllm_trie.search.strategies.in_groups import InGroups
 
 NUM_SEARCHES, NUM_GROUPS, WIDTH, VOCAB = 3, 2, 3, 11
 STOPS = (1, 4)

@@ -15,6 +15,7 @@ from tests.support.steps import rules_of, shortcuts
 from vllm_trie.catalog import Catalog
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
+from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import take_step
 
@@ -97,7 +98,7 @@ def test_ways_and_states_are_those_of_the_definition(
     state = along.begin(1, CPU)
     for choice in choices:
         with shortcuts(looks):
-            ways = along.ways(state, VOCAB)
+            ways = along.continuations(state, VOCAB)
         outcomes = along.outcomes(ways.targets)
         exist = ways.exist[0, 0].nonzero()[:, 0].tolist()
         tokens = [int(ways.tokens[0, 0, place]) for place in exist]
@@ -141,14 +142,21 @@ class Beam(NamedTuple):
     score: float
 
 
+def repeats(tokens: Sequence, size: int) -> bool:
+    """Whether the last n-gram of a hypothesis has stood in it before."""
+    ngrams = [tokens[at : at + size] for at in range(len(tokens) - size + 1)]
+    return size > 0 and len(ngrams) > 0 and ngrams[-1] in ngrams[:-1]
+
+
 def plain_step(
-    plain: Plain, rules: SelectRules, beams: list[Beam], logprobs: list[torch.Tensor]
+    plain: Plain, rules: SelectRules, beams: list[Beam], logprobs: list[torch.Tensor], ngram_size: int
 ) -> tuple[list[Beam], list[Beam]]:
     """The next beams, and the hypotheses that finish, from sorted lists."""
     assert rules.items is not None
     over, live = [], []
     for parent, (beam, of_row) in enumerate(zip(beams, logprobs, strict=True)):
-        ways = sorted(plain.ways(beam.tokens), key=lambda token: (token in rules.stops.token_ids, token))
+        allowed = [token for token in plain.ways(beam.tokens) if not repeats((*beam.tokens, token), ngram_size)]
+        ways = sorted(allowed, key=lambda token: (token in rules.stops.token_ids, token))
         if rules.items.renormalizes:
             of_row = of_row - of_row[ways].logsumexp(0)
         for token in ways:
@@ -168,9 +176,9 @@ def plain_step(
 
 
 @settings(max_examples=120, deadline=None)
-@given(searches(), st.integers(1, 6), st.integers(0, 1000), st.booleans())
+@given(searches(), st.integers(1, 6), st.integers(0, 1000), st.booleans(), st.integers(0, 3))
 def test_steps_are_those_of_a_plain_loop(
-    search: tuple[list[Sequence], ItemRules], width: int, seed: int, looks: bool
+    search: tuple[list[Sequence], ItemRules], width: int, seed: int, looks: bool, ngram_size: int
 ) -> None:
     items, item_rules = search
     stops = (STOP, OTHER_STOP)
@@ -179,7 +187,7 @@ def test_steps_are_those_of_a_plain_loop(
         Plain(items, item_rules, stops),
         torch.Generator().manual_seed(seed),
     )
-    rules = rules_of(width, stops=stops, items=item_rules)
+    rules = rules_of(width, stops=stops, constraints=(item_rules,))
     beams, states, scores = [Beam((), 0.0)], along.begin(1, CPU), torch.zeros(1, 1)
     slots: list[Beam | None] = [*beams]
     for number in range(8):
@@ -188,9 +196,13 @@ def test_steps_are_those_of_a_plain_loop(
         by_beam = {beam: row for row, beam in enumerate(slots) if beam is not None}
         in_slots = sorted(by_beam, key=by_beam.__getitem__)
         logprobs = [logits[0, by_beam[beam]].log_softmax(-1) for beam in in_slots]
-        expected, ended = plain_step(plain, rules, in_slots, logprobs)
+        expected, ended = plain_step(plain, rules, in_slots, logprobs, ngram_size)
+        histories = torch.tensor([[beam.tokens if beam else [-1] * number for beam in slots]]).view(
+            1, len(slots), number
+        )
+        bans = {NoRepeats(ngram_size): histories} if ngram_size else {}
         with shortcuts(looks):
-            before = Beams(scores, states={along: states}, length=number)
+            before = Beams(scores, None, {along: states, **bans}, number)
             step = take_step(rules, logits, before)
         finished = zip(*(field[0].tolist() for field in step.finished), strict=True)
         paths = [(slots[parent], token, score) for parent, token, score in finished if score > -math.inf]
@@ -217,7 +229,7 @@ def test_a_bound_by_depth_is_enough_where_the_device_is_not_looked_at() -> None:
             state = along.begin(1, CPU)
             for token in path:
                 state = along.advance(state, torch.tensor([[token]]))
-            ways = along.ways(state, VOCAB, length)
+            ways = along.continuations(state, VOCAB, length)
             assert ways.tokens.shape[-1] == along.trie.most_children[length]
             exist = ways.tokens[0, 0][ways.exist[0, 0]].tolist()
             assert exist == sorted({item[length] for item in items if item[:length] == path})
@@ -233,5 +245,5 @@ def test_behind_the_last_token_of_an_item_there_is_a_stop_token_or_nothing(ends_
     for looks in (False, True):
         for length in (3, 4):
             with shortcuts(looks):
-                ways = along.ways(states, VOCAB, length)
+                ways = along.continuations(states, VOCAB, length)
             assert ways.tokens[ways.exist].tolist() == [STOP] * ends_with_stop

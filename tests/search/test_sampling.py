@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -10,12 +12,13 @@ from tests.support.exhaustive import drawn_pair_distribution
 from tests.support.steps import rules_of
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.filters import LogitsFilters
-from vllm_trie.search.rules import Drawn, SampledEach, SelectRules
+from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.sampling import draw, draw_cells, draw_continuations, generator, joint_probabilities, uniforms
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Layout, Step, packed, unpacked
-from vllm_trie.search.strategies.drawn import best_of
-from vllm_trie.search.strategies.means import Means
+from vllm_trie.search.strategies import sampled as sampled_each
+from vllm_trie.search.strategies.drawn import Drawn, best_of
+from vllm_trie.search.strategies.sampled import SampledEach
 
 DEAD = float("-inf")
 
@@ -68,7 +71,9 @@ SAMPLED = rules_of(3, stops=(1,), strategy=SampledEach())
 
 
 def sampled(rules: SelectRules, logits: torch.Tensor, chances: torch.Tensor) -> list[Step]:
-    tensor, layout = packed(take_step(rules, logits, Beams(torch.zeros(logits.shape[:2])), Means(chances)))
+    beams, draws = Beams(torch.zeros(logits.shape[:2])), [(0, group) for group in range(len(logits))]
+    with patch.object(sampled_each, "uniforms", lambda _, group, __: chances[group].numpy()):
+        tensor, layout = packed(take_step(rules, logits, beams, Means(draws)))
     return unpacked(tensor.numpy(), layout)
 
 
@@ -103,8 +108,8 @@ def test_groups_that_draw_do_not_see_each_other(replacement: bool) -> None:
     rules = rules_of(4, stops=(1, 2), num_logprobs=2, strategy=Drawn(replacement, 1, None, False))
 
     def steps(of: range) -> list[Step]:
-        rngs = [generator(at, 5) for at in of]
-        tensor, layout = packed(take_step(rules, logits[of], Beams(scores[of]), Means(rngs)))
+        draws = [(at, 5) for at in of]
+        tensor, layout = packed(take_step(rules, logits[of], Beams(scores[of]), Means(draws)))
         return unpacked(tensor.numpy(), layout)
 
     together = steps(range(3))
@@ -116,14 +121,9 @@ def test_groups_that_draw_do_not_see_each_other(replacement: bool) -> None:
 def test_only_the_best_drawn_beam_goes_on_where_one_is_kept() -> None:
     logits = torch.randn(2, 4, 50, generator=torch.Generator().manual_seed(0))
     rules = rules_of(4, stops=(1,), num_logprobs=3, strategy=Drawn(False, 1, None, False))
-    rngs = [[generator(at, 5) for at in range(2)] for _ in range(2)]
-    every = take_step(rules, logits, Beams(torch.zeros(2, 4)), Means(rngs[0]))
-    kept = take_step(
-        rules._replace(strategy=Drawn(False, 1, None, True)),
-        logits,
-        Beams(torch.zeros(2, 4)),
-        Means(rngs[1]),
-    )
+    beams, means = Beams(torch.zeros(2, 4)), Means([(at, 5) for at in range(2)])
+    every = take_step(rules, logits, beams, means)
+    kept = take_step(rules._replace(strategy=Drawn(False, 1, None, True)), logits, beams, means)
     best = every.scores.argmax(dim=1, keepdim=True)
     for one, other in zip(kept[:3], every[:3], strict=True):
         assert torch.equal(one, other.gather(1, best))

@@ -17,11 +17,11 @@ from tests.support.steps import rules_of, shortcuts, steps_of
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.filters import log_probabilities
 from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import Best, SelectRules, num_candidates
+from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Step, packed
+from vllm_trie.search.strategies.best import Best, num_candidates
 from vllm_trie.search.strategies.drawn import take_cells
-from vllm_trie.search.strategies.means import Means
 
 DEAD = float("-inf")
 Continuation = tuple[int, int, float]  # parent, token, score

@@ -15,12 +15,15 @@ from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
 from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.search.filters import LogitsFilters, Pruning
-from vllm_trie.search.rules import Best, Drawn, InGroups, SampledEach, SelectRules, Stochastic
-from vllm_trie.search.sampling import generator
+from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.step import joint_distribution, reported, take_step
 from vllm_trie.search.step_result import packed
-from vllm_trie.search.strategies.drawn import take_cells
-from vllm_trie.search.strategies.means import Means
+from vllm_trie.search.strategies import sampled
+from vllm_trie.search.strategies.best import Best
+from vllm_trie.search.strategies.drawn import Drawn, take_cells
+from vllm_trie.search.strategies.in_groups import InGroups
+from vllm_trie.search.strategies.sampled import SampledEach
+from vllm_trie.search.strategies.stochastic import Stochastic
 
 NOWHERE = torch.device("meta")
 WIDTH = 4
@@ -48,14 +51,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def step(rules: SelectRules, num_groups: int, num_rows: int, vocab_size: int) -> tuple[torch.Size, Any]:
     logits = torch.empty(num_groups, num_rows, vocab_size, dtype=torch.bfloat16, device=NOWHERE)
     scores = torch.empty(num_groups, num_rows, device=NOWHERE)
-    random: Any = None
-    if isinstance(rules.strategy, SampledEach):
-        random = torch.empty(num_groups, rules.width, dtype=torch.float64, device=NOWHERE)
-    elif isinstance(rules.strategy, Drawn | Stochastic):
-        random = [generator(0, group) for group in range(num_groups)]
     histories = torch.empty(num_groups, num_rows, 20, dtype=torch.int32, device=NOWHERE)
-    beams = Beams(scores, scores, dict.fromkeys(rules.constraints, histories))
-    tensor, layout = packed(take_step(rules, logits, beams, Means(random)))
+    states = dict.fromkeys(rules.constraints, histories)
+    beams, draws = Beams(scores, scores, states), [(0, group) for group in range(num_groups)]
+    tensor, layout = packed(take_step(rules, logits, beams, Means(draws)))
     return tensor.shape, layout
 
 
@@ -63,6 +62,8 @@ def step(rules: SelectRules, num_groups: int, num_rows: int, vocab_size: int) ->
 def _no_generators(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (gumbel, sampling):
         monkeypatch.setattr(module, "on_device", lambda *_: None)  # there are none for tensors without content
+    upload = torch.from_numpy  # of what is new in every step
+    monkeypatch.setattr(sampled, "uploaded", lambda array, device: upload(array).to(device))
 
 
 @pytest.mark.parametrize("semantics", ["hf", "vllm", "tridecode"])
@@ -120,12 +121,12 @@ ITEM_RULES = {
 def test_step_along_a_catalog_waits_for_nothing(item_rules: ItemRules, length: int | None) -> None:
     first_child, tokens = (torch.empty(size, dtype=torch.int32, device=NOWHERE) for size in (41, 40))
     trie = ItemTrie(first_child, tokens, torch.empty(40, dtype=torch.bool, device=NOWHERE), [8, 5, 2, 1])
-    rules = rules_of(WIDTH, stops=(1, 2), items=item_rules, num_logprobs=2)
+    rules = rules_of(WIDTH, stops=(1, 2), constraints=(item_rules,), num_logprobs=2)
     for num_rows in (1, WIDTH):
         logits = torch.empty(3, num_rows, 300, dtype=torch.bfloat16, device=NOWHERE)
         states = torch.empty(3, num_rows, dtype=torch.int64, device=NOWHERE)
         items = AlongItems(item_rules, trie, rules.stops.token_ids)
-        beams = Beams(torch.empty(3, num_rows, device=NOWHERE), states={items: states}, length=length)
+        beams = Beams(torch.empty(3, num_rows, device=NOWHERE), None, {items: states}, length)
         found = take_step(rules, logits, beams)
         after = beams.after(found)
         assert after.states[items].shape == found.tokens.shape == (3, WIDTH)

@@ -14,19 +14,19 @@ from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints import catalog, grammar
 from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.constraints.stops import Stops
-from vllm_trie.search.rules import Best, SelectRules
+from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.step import PLAIN, take_step
 from vllm_trie.search.step_result import Step, packed, unpacked
 from vllm_trie.search.stopping import HypothesisPool
-from vllm_trie.search.strategies import best_of_items
-from vllm_trie.search.strategies.means import Means
+from vllm_trie.search.strategies import best_continuations
+from vllm_trie.search.strategies.best import Best
 
 
 @contextmanager
 def shortcuts(allowed: bool) -> Iterator[None]:
     """Within it, the search looks at tensors to save work, as on a CPU, or it does not."""
     with ExitStack() as stack:
-        for module in (best_of_items, filters, catalog, grammar, slots, step):
+        for module in (best_continuations, filters, catalog, grammar, slots, step):
             stack.enter_context(patch.object(module, "sees", lambda _: allowed))
         yield
 
@@ -41,8 +41,8 @@ def rules_of(
     width: int, semantics: str = "hf", stops: tuple[int, ...] = (), are_barred: bool = False, **others: Any
 ) -> SelectRules:
     """Rules of a search that asks for nothing but what is said."""
-    of_all = {"strategy": Best(semantics), "stops": Stops(stops, are_barred=are_barred)}
-    return SelectRules(width, **(of_all | others))
+    defaults = {"strategy": Best(semantics), "stops": Stops(stops, are_barred=are_barred)}
+    return SelectRules(width, **(defaults | others))
 
 
 def steps_of(

@@ -12,6 +12,7 @@ import torch
 
 from tests.support.steps import rules_of
 from vllm_trie.messages import GroupStep, SpeculationBudget
+from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
 from vllm_trie.search.constraints.ngrams import NOTHING, NoRepeats
 from vllm_trie.search.forest import Forest, Layer
@@ -35,7 +36,7 @@ def items() -> AlongItems:
 def planted(histories: np.ndarray) -> ForestStep:
     """A forest of roots alone, the newest tokens of histories [b, L]."""
     along = items()
-    rules = rules_of(NUM_BEAMS, stops=(STOP,), constraints=(NO_PAIR_TWICE,), items=along.rules)
+    rules = rules_of(NUM_BEAMS, stops=(STOP,), constraints=(along.rules, NO_PAIR_TWICE))
     budget = SpeculationBudget(NUM_LAYERS, [], [[]], draft_width=4, max_tokens=99, rules=[rules] * NUM_LAYERS)
     roots = histories[:, -1].tolist()
     layer = Layer([*range(NUM_BEAMS)], -torch.rand(NUM_BEAMS), range(NUM_BEAMS))
@@ -56,7 +57,7 @@ def check(forest_step: ForestStep, histories: np.ndarray) -> int:
     along = next(key for key in forest_step.states if isinstance(key, AlongItems))
     for node in range(forest.num_nodes):
         root, *path = forest.path(node)
-        beams = forest_step.beams_at([node], torch.zeros(1))
+        beams = forest_step.beams_at([node], Beams(torch.zeros(1, 1)))
         tokens = [*histories[root], *(forest.tokens[one] for one in path)]
         carried = beams.states[NO_PAIR_TWICE][0, 0].tolist()
         assert [token for token in carried if token != NOTHING] == tokens

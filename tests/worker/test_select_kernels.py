@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from tests.support.steps import rules_of
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import num_candidates
+from vllm_trie.search.rules import Means
 from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import packed
-from vllm_trie.search.strategies.means import Means
+from vllm_trie.search.strategies.best import num_candidates
 from vllm_trie.worker import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,7 +17,10 @@ from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import ItemRules, ItemTrie
 from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.search.filters import LogitsFilters, Pruning
-from vllm_trie.search.rules import Drawn, InGroups, SampledEach, SelectRules
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.strategies.drawn import Drawn
+from vllm_trie.search.strategies.in_groups import InGroups
+from vllm_trie.search.strategies.sampled import SampledEach
 from vllm_trie.worker import kernels
 from vllm_trie.worker.catalogs import DeviceCatalogs
 from vllm_trie.worker.histories import Histories
@@ -37,7 +40,7 @@ RULES: dict[str, SelectRules] = {
     "controlled": rules_of(WIDTH, "vllm", (1, 2), is_controlled=True),
     "filters": rules_of(WIDTH, stops=(1,), filters=LogitsFilters(0.7, 0.1, 20, 0.9), pruning=Pruning(0.1, 2.0, 0.1, 2)),
     "log-probabilities": rules_of(WIDTH, "tridecode", (1,), num_logprobs=2),
-    "along a catalog": rules_of(WIDTH, stops=(1,), items=ItemRules("items", 2, after=7, ends_with_stop=True)),
+    "along a catalog": rules_of(WIDTH, stops=(1,), constraints=(ItemRules("items", 2, after=7, ends_with_stop=True),)),
     "sampled": rules_of(WIDTH, strategy=SampledEach()),
     "drawn": rules_of(WIDTH, strategy=Drawn(False, 1, None, False)),
     "in groups": rules_of(WIDTH, strategy=InGroups(WIDTH, 0.5, 0)),
@@ -125,7 +128,7 @@ def test_rows_are_taken_in_selected_and_reordered_without_waiting(
 
     catalogs = DeviceCatalogs(NOWHERE)
     parts = nowhere(41, dtype=torch.int32), nowhere(40, dtype=torch.int32), nowhere(40, dtype=torch.bool)
-    catalogs._tries["items"] = ItemTrie(*parts, [8, 5, 2])
+    catalogs.tries["items"] = ItemTrie(*parts, [8, 5, 2])
     row_beams = RowBeams(runner, catalogs)
     take_in_rows(runner, context, groups, row_beams)
     for group in groups.values():

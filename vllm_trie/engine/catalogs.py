@@ -64,7 +64,7 @@ class CatalogCounts(NamedTuple):
 class NoCatalog:
     """What a search without a catalog has in its place."""
 
-    rules: ItemRules | None = None
+    constraints: tuple[ItemRules, ...] = ()
 
     def __init__(self, params: BeamParams) -> None:
         self.params = params
@@ -89,7 +89,8 @@ class CatalogUse(NoCatalog):
         after = params.catalog_after
         assert not isinstance(after, str), "the front end has not looked up the token of catalog_after"
         counts = params.catalog_items, after, params.catalog_stop, params.catalog_renormalize
-        self.rules: ItemRules = ItemRules(catalog.digest, *counts)
+        self.rules = ItemRules(catalog.digest, *counts)
+        self.constraints = (self.rules,)
         self._catalog, self._store = catalog, store
 
     def num_beams(self, num_stop_tokens: int) -> int:

@@ -14,9 +14,10 @@ from vllm_trie.engine.plan import SearchPlan
 from vllm_trie.engine.stats import SearchCounts
 from vllm_trie.messages import Resumed
 from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import InGroups, SelectRules
+from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Step, TokenLogprobs, TopLogprobs
 from vllm_trie.search.stopping import Ended, HypothesisPool
+from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.trie.hypotheses import HypothesisTrie
 
 

@@ -19,8 +19,12 @@ from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
 from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import Pruning
-from vllm_trie.search.rules import Best, Drawn, InGroups, SelectRules, Stochastic, Strategy
+from vllm_trie.search.rules import SelectRules, Strategy
 from vllm_trie.search.stopping import StopRules
+from vllm_trie.search.strategies.best import Best
+from vllm_trie.search.strategies.drawn import Drawn
+from vllm_trie.search.strategies.in_groups import InGroups
+from vllm_trie.search.strategies.stochastic import Stochastic
 
 
 def new_group(
@@ -56,8 +60,7 @@ def new_group(
         is_controlled(sampling) or (has_logits_processors and not ticket.is_offline),
         logits_filters(sampling),
         _pruning(params, stop_rules),
-        catalog.rules,
-        (*repeats, *boosts, *matchers.constraints),
+        (*catalog.constraints, *repeats, *boosts, *matchers.constraints),
     )
     plan = SearchPlan(
         request.request_id,

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from vllm_trie.engine.catalogs import NoCatalog
 from vllm_trie.options import BeamParams
 from vllm_trie.search.group_pools import GroupPools
-from vllm_trie.search.rules import Best, InGroups, SampledEach, SelectRules
+from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.stopping import HfPool, Pool, StochasticPool, StopRules, TridecodePool, VllmPool
+from vllm_trie.search.strategies.best import Best
+from vllm_trie.search.strategies.in_groups import InGroups
+from vllm_trie.search.strategies.sampled import SampledEach
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,8 @@ from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.messages import Drafted, GroupStep, SpeculationBudget
 from vllm_trie.search.forest import Room, least_affordable
 from vllm_trie.search.forest_size import ForestSize
-from vllm_trie.search.rules import Drawn, SelectRules
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.strategies.drawn import Drawn
 
 MOST_REST = 16  # steps, of a group that drafts by n-grams
 

@@ -1,14 +1,14 @@
 """What rows carry from step to step, and how it follows their beams: nothing else forks with them but their histories.
 
-Those, tokens and KV blocks, lie in the engine's own tables; see `vllm_trie.worker.reorder`.
+Those, tokens and KV blocks, lie in the engine's own tables; see `vllm_trie.worker.rows`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from itertools import repeat
 from operator import add
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from vllm_trie.search.devices import NEVER, numbers
 from vllm_trie.search.step_result import Step
 
 States = Mapping[Constraint, torch.Tensor]  # [G, r, ...] each
+STATELESS: States = {}
 
 
 class Beams(NamedTuple):
@@ -33,7 +34,7 @@ class Beams(NamedTuple):
 
     scores: torch.Tensor
     rank_scores: torch.Tensor | None = None
-    states: States = MappingProxyType({})
+    states: States = STATELESS
     length: int | None = None
 
     @property
@@ -54,10 +55,16 @@ class Beams(NamedTuple):
     def split(self) -> list[Beams]:
         """Those of each group."""
         count = len(self.scores)
-        ranked = [None] * count if self.rank_scores is None else self.rank_scores.chunk(count)
-        parts = zip(*(of_all.chunk(count) for of_all in self.states.values()), strict=True)
-        states = [dict(zip(self.states, of_group, strict=True)) for of_group in parts] or [{}] * count
-        return [*map(Beams, self.scores.chunk(count), ranked, states)]
+        if count == 1:
+            return [self]
+        scores, ranks = (
+            self.scores.chunk(count),
+            repeat(None) if self.rank_scores is None else self.rank_scores.chunk(count),
+        )
+        if not self.states:
+            return [*map(Beams, scores, ranks)]
+        states = zip(*(state.chunk(count) for state in self.states.values()), strict=True)
+        return [*map(Beams, scores, ranks, (dict(zip(self.states, own, strict=True)) for own in states))]
 
     def gather(self, parents: torch.Tensor) -> Beams:
         """What rows carry that continue these: [G, k] which."""
@@ -73,52 +80,57 @@ class Beams(NamedTuple):
 
     def advance(self, tokens: torch.Tensor) -> Beams:
         """The same after one more token [G, r] each, as far as constraints go."""
-        states = {key: key.advance(of_all, tokens) for key, of_all in self.states.items()}
-        return Beams(self.scores, self.rank_scores, states)
+        return self._replace(
+            states={key: key.advance(state, tokens) for key, state in self.states.items()}, length=None
+        )
 
     def after(self, step: Step[torch.Tensor]) -> Beams:
         """What the next beams carry, by slot."""
         states = dict(step.states or {})
-        for key, of_all in self.states.items():
+        for key, state in self.states.items():
             if key.source is Source.LAST_STEP and key not in states:
-                states[key] = key.advance(_gathered(of_all, step.parents), step.tokens)
+                states[key] = key.advance(_gathered(state, step.parents), step.tokens)
         return Beams(step.scores, None if step.rank_scores is None else step.rank_scores.beams, states)
 
     def lead_on(self, tokens: torch.Tensor) -> torch.Tensor:
         """[G, r] bool, whether all constraints allow a token [G, r], and something after it."""
         allowed = torch.ones_like(tokens, dtype=torch.bool)
-        for key, of_all in self.states.items():
-            allowed &= key.leads_on(of_all, tokens)
+        for key, state in self.states.items():
+            allowed &= key.leads_on(state, tokens)
         return allowed
+
+    @property
+    def sparse(self) -> Constraint | None:
+        """The constraint that lists what rows may take, if one does."""
+        return next((key for key in self.states if key.is_sparse), None)
 
     def boosts(self, vocab_size: int, is_end: bool) -> torch.Tensor | None:
         """See `Constraint.boosts`; those of all constraints together."""
-        found = [key.boosts(of_all, vocab_size, is_end) for key, of_all in self.states.items()]
-        boosts = [of_key for of_key in found if of_key is not None]
-        return reduce(add, boosts) if boosts else None
+        found = [key.boosts(state, vocab_size, is_end) for key, state in self.states.items()]
+        return reduce(add, boosts) if (boosts := [boost for boost in found if boost is not None]) else None
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:
         """See `Constraint.mask`; `logits` themselves if nothing is masked."""
-        for key, of_all in self.states.items():
-            logits = key.mask(logits, of_all)
+        for key, state in self.states.items():
+            logits = key.mask(logits, state)
         return logits
 
     def restrict(self, logprobs: torch.Tensor) -> torch.Tensor:
         """See `Constraint.restrict`."""
-        for key, of_all in self.states.items():
-            logprobs = key.restrict(logprobs, of_all)
+        for key, state in self.states.items():
+            logprobs = key.restrict(logprobs, state)
         return logprobs
 
     def narrow(self, logprobs: torch.Tensor, done: Constraint | None = None) -> torch.Tensor:
-        """See `Constraint.narrow`; `done` is that of which only what it allows is looked at anyhow."""
-        for key, of_all in self.states.items():
-            logprobs = logprobs if key is done else key.narrow(logprobs, of_all)
+        """See `Constraint.narrow`; `done` is the constraint that lists what is looked at anyhow."""
+        for key, state in self.states.items():
+            logprobs = logprobs if key is done else key.narrow(logprobs, state)
         return logprobs
 
 
 def gather_states(states: States, parents: torch.Tensor) -> States:
     """[G, k, ...] of rows that continue these [G, k]."""
-    return {key: _gathered(of_all, parents) for key, of_all in states.items()}
+    return {key: _gathered(state, parents) for key, state in states.items()}
 
 
 def _gathered(of_rows: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 NEVER = float("-inf")
@@ -30,3 +31,9 @@ def numbers(count: int, device: torch.device, last: int | None = None) -> torch.
 def filled(shape: tuple[int, ...], value: int, device: torch.device) -> torch.Tensor:
     """`value` everywhere."""
     return torch.full(shape, value, device=device)
+
+
+def uploaded(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """What the host has made, there: a copy for which nobody waits."""
+    on_host = torch.from_numpy(array)
+    return (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)

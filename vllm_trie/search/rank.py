@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -24,6 +24,16 @@ class Candidates(NamedTuple, Generic[Array]):
     parents: Array  # row the continuation extends
     tokens: Array
     scores: Array  # float32, cumulative log-probability; -inf where there is none
+
+    @staticmethod
+    def join(parts: Sequence[Candidates[torch.Tensor]]) -> Candidates[torch.Tensor]:
+        """Those of all parts, part after part."""
+        return Candidates(*(torch.cat(fields, dim=1) for fields in zip(*parts, strict=True)))
+
+
+def pick(candidates: Candidates[torch.Tensor], chosen: torch.Tensor) -> Candidates[torch.Tensor]:
+    """Those at `chosen` [G, n]."""
+    return Candidates(*(field.gather(1, chosen) for field in candidates))
 
 
 Completes = Callable[[Candidates[np.ndarray]], np.ndarray]  # of candidates [G, K] which complete a stop string, [G, K]

@@ -1,107 +1,116 @@
-"""How one step of a search selects: what the scheduler decides and the worker follows."""
+"""How one step of a search selects: what the scheduler decides, the worker follows, and each strategy does its way."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
 
+import torch
+
+from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import ItemRules
 from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.constraints.stops import Stops
+from vllm_trie.search.devices import NEVER, numbers
 from vllm_trie.search.filters import LogitsFilters, Pruning
+from vllm_trie.search.rank import Candidates, Completes
+from vllm_trie.search.slots import select_next
+from vllm_trie.search.step_result import Step
+
+Draw = tuple[int, int]  # seed and step of a group, which decide what is drawn
 
 
-class Best(NamedTuple):
-    """Beam search: the best continuations go on.
-
-    Args:
-        semantics: Whose rules say what finishes: "hf", "vllm" or "tridecode".
-        eos_score_factor: A token, and the factor of the score by which it is compared.
-    """
-
-    semantics: str = "hf"
-    eos_score_factor: tuple[int, float] | None = None
-
-
-class Drawn(NamedTuple):
-    """Beam sampling: the next beams are drawn from one joint distribution of all continuations of all beams.
+class Means(NamedTuple):
+    """What a step is taken with, besides logits and beams.
 
     Args:
-        replacement: The same continuation may be drawn more than once.
-        min_width: Of a layer that is verified, in beams.
-        threshold: How probably as many beams as that must be accepted; None: always all beams.
-        keeps_one: Of the beams that one target forward leads to, only the best goes on.
+        draws: Of each group, where something is drawn.
+        completes: Tells of candidates on the host which complete a stop string.
+        select_next: That of `slots`, or what does the same on this device.
     """
 
-    replacement: bool
-    min_width: int
-    threshold: float | None
-    keeps_one: bool
+    draws: Sequence[Draw] = ()
+    completes: Completes | None = None
+    select_next: Callable[..., Candidates[torch.Tensor]] = select_next
 
 
-@dataclass(frozen=True)
-class Stochastic:
-    """Stochastic beam search: hypotheses are drawn without replacement, not continuations."""
+class Choice(NamedTuple):
+    """What a strategy has chosen."""
+
+    step: Step[torch.Tensor]
+    logprobs: torch.Tensor  # [G, r, V], of which some are reported
 
 
-@dataclass(frozen=True)
-class SampledEach:
-    """Each beam takes a token that is drawn for it."""
+class Strategy:
+    """How the next beams are chosen among all continuations, and which of these finish: a file each in `strategies`."""
 
+    __slots__ = ()
+    scales_logits: ClassVar[bool] = True  # the temperature divides logits
 
-class InGroups(NamedTuple):
-    """Group beam search: how many groups the beams are in, and what the later ones of them avoid.
+    @property
+    def has_one_ranking(self) -> bool:
+        """Whether one ranking of all beams' continuations, those that finish among them, decides alone."""
+        return False
 
-    Args:
-        number: Of groups.
-        penalty: That each earlier beam that took a token takes off its log-probability.
-        padding: The token that beams take of a group that is done; None: none.
-        done: Which groups are.
-    """
+    def choose(self, rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means) -> Choice:
+        """Choose the next beams of G groups.
 
-    number: int
-    penalty: float
-    padding: int | None
-    done: tuple[int, ...] = ()
-
-
-Strategy = Best | Drawn | Stochastic | SampledEach | InGroups
+        Args:
+            rules: Theirs.
+            logprobs: [G, r, V] float32, of what each row may take next.
+            beams: What their rows carry.
+            means: What else it takes.
+        """
+        raise NotImplementedError
 
 
 class SelectRules(NamedTuple):
     """How the worker selects in one step. Groups with equal rules are selected together."""
 
     width: int
-    strategy: Strategy = Best()
+    strategy: Strategy
     stops: Stops = Stops()
     num_logprobs: int | None = None  # what each row must report; None: nothing
     is_controlled: bool = False  # penalties, biases, custom processors or the like act on the logits
     filters: LogitsFilters = LogitsFilters()
     pruning: Pruning = Pruning()
-    items: ItemRules | None = None  # the catalog along which rows go
-    constraints: tuple[Constraint, ...] = ()  # under which they go besides
+    constraints: tuple[Constraint, ...] = ()  # on what rows take
     is_last: bool = False  # the length is reached: all hypotheses end here
     num_beams: int | None = None  # that go on at most; None: one for each slot
 
     @property
+    def items(self) -> ItemRules | None:
+        """How rows go along a catalog, if they do."""
+        return next((key for key in self.constraints if isinstance(key, ItemRules)), None)
+
+    @property
     def ranks_together(self) -> bool:
-        """Whether all beams' continuations, those that finish among them, have one ranking that alone decides.
-
-        In it, beams that are worse than whatever lives on have no say.
-        """
-        strategy = self.strategy
-        if any(constraint.most_boost for constraint in self.constraints):  # worse ones may come to be better
-            return False
-        return isinstance(strategy, Best) and strategy.semantics != "vllm" and self.pruning == Pruning()
+        """Whether beams that are worse than whatever lives on have no say."""
+        may_rise = any(constraint.most_boost for constraint in self.constraints)
+        return self.strategy.has_one_ranking and self.pruning == Pruning() and not may_rise
 
 
-def num_candidates(width: int, num_stop_tokens: int, num_parents: int = 0) -> int:
-    """How many candidates must be ranked so that `width` of them can go on.
+def alive(candidates: Candidates[torch.Tensor], stops: torch.Tensor) -> torch.Tensor:
+    """Which candidates [G, K] go on, unless there are better ones."""
+    return (candidates.scores > NEVER) > stops  # that is, and not
 
-    Each of the b beams can propose every stop token once, so (1 + stop tokens) * b always leave b
-    others. transformers ranks at least 2b; so do we.
 
-    Args:
-        num_parents: Beams that propose, if these may be more.
-    """
-    return max(2 * width, width + num_stop_tokens * max(width, num_parents))
+def going_on(rules: SelectRules, candidates: Candidates[torch.Tensor], stops: torch.Tensor) -> torch.Tensor:
+    """The candidates that may become beams."""
+    lives = alive(candidates, stops)
+    return lives if rules.num_beams is None else lives & (lives.cumsum(dim=1) <= rules.num_beams)
+
+
+def ended(
+    rules: SelectRules, candidates: Candidates[torch.Tensor], stops: torch.Tensor, may_end: torch.Tensor | None = None
+) -> Candidates[torch.Tensor]:
+    """The candidates that stop, or in the last step all, where they may; the others with a score of -inf."""
+    ends = torch.ones_like(stops) if rules.is_last else stops
+    ends = ends if may_end is None else ends & may_end
+    return candidates._replace(scores=candidates.scores.where(ends, NEVER))
+
+
+def by_row(tokens: torch.Tensor, scores: torch.Tensor) -> Candidates[torch.Tensor]:
+    """Continuations [G, r, k] of r rows."""
+    parents = numbers(tokens.shape[1], tokens.device)[:, None].expand_as(tokens)
+    return Candidates(parents.flatten(1), tokens.flatten(1), scores.flatten(1))

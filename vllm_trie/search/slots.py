@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_trie.search.devices import NEVER, filled, numbers, sees
-from vllm_trie.search.rank import Candidates
+from vllm_trie.search.rank import Candidates, pick
 
 
 def select_next(
@@ -46,8 +46,8 @@ def in_slots(candidates: Candidates[torch.Tensor], chosen: torch.Tensor, num_row
     """The candidates [G, K] that slots have chosen, [G, b]."""
     count, width = candidates.tokens.shape[1], chosen.shape[1]
     if sees(chosen.device) and max(map(max, chosen.tolist())) < count:  # every slot has a beam
-        return Candidates(*(field.gather(1, chosen) for field in candidates))
-    has_beam, chosen = chosen < count, chosen.clamp(max=count - 1)
-    parents, tokens, scores = (field.gather(1, chosen) for field in candidates)
+        return pick(candidates, chosen)
+    has_beam = chosen < count
+    parents, tokens, scores = pick(candidates, chosen.clamp(max=count - 1))
     itself = numbers(width, chosen.device, num_rows - 1)
     return Candidates(torch.where(has_beam, parents, itself), tokens, scores.where(has_beam, NEVER))

@@ -6,34 +6,18 @@ nothing that only the device knows, so the host never waits, except to judge sto
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from vllm_trie.search.beams import Beams
-from vllm_trie.search.devices import NEVER, sees
+from vllm_trie.search.devices import NEVER, numbers, sees
 from vllm_trie.search.filters import log_probabilities
 from vllm_trie.search.rank import topk
-from vllm_trie.search.rules import Best, Drawn, InGroups, SampledEach, SelectRules, Stochastic
+from vllm_trie.search.rules import Choice, Means, SelectRules
 from vllm_trie.search.sampling import joint_probabilities
 from vllm_trie.search.step_result import Step, TokenLogprobs, TopLogprobs
-from vllm_trie.search.strategies.best import best
-from vllm_trie.search.strategies.best_of_items import best_of_items
 from vllm_trie.search.strategies.boosted import Boosted
-from vllm_trie.search.strategies.drawn import drawn
-from vllm_trie.search.strategies.in_groups import in_groups
-from vllm_trie.search.strategies.means import Choice, Means
-from vllm_trie.search.strategies.sampled import sampled
-from vllm_trie.search.strategies.stochastic import stochastic
 
 PLAIN = Means()
-CHOOSE: dict[type, Callable[[SelectRules, torch.Tensor, Beams, Means], Choice]] = {
-    Best: best,
-    Drawn: drawn,
-    InGroups: in_groups,
-    SampledEach: sampled,
-    Stochastic: stochastic,
-}
 
 
 def take_step(rules: SelectRules, logits: torch.Tensor, beams: Beams, means: Means = PLAIN) -> Step[torch.Tensor]:
@@ -45,9 +29,8 @@ def take_step(rules: SelectRules, logits: torch.Tensor, beams: Beams, means: Mea
         beams: What their rows carry.
         means: What else it takes.
     """
-    temperature = 1.0 if isinstance(rules.strategy, Drawn) else rules.filters.temperature
-    logprobs, beams = _of_rows(rules, logits, beams, temperature)
-    choose = CHOOSE[type(rules.strategy)] if rules.items is None else best_of_items
+    logprobs, beams = _row_logprobs(rules, logits, beams)
+    choose = rules.strategy.choose
     if (boosts := beams.boosts(logits.shape[-1], rules.is_last)) is not None:
         at_end = beams.boosts(logits.shape[-1], is_end=True) if rules.stops.strings else None
         choose = Boosted(choose, boosts, boosts if at_end is None else at_end).choose
@@ -64,7 +47,7 @@ def joint_distribution(rules: SelectRules, logits: torch.Tensor, beams: Beams) -
         Probabilities [G, r, V] float64, over all continuations of a group together, and log-probabilities [G, r, V]
         float32 of each row by itself, at temperature 1.
     """
-    logprobs, beams = _of_rows(rules, logits, beams)
+    logprobs, beams = _row_logprobs(rules, logits, beams)
     return joint_probabilities(beams.scores, beams.narrow(logprobs), rules.filters), logprobs
 
 
@@ -79,9 +62,7 @@ def draft_logprobs(rules: SelectRules, logits: torch.Tensor, beams: Beams) -> to
     return logprobs if boosts is None else logprobs + boosts
 
 
-def _of_rows(
-    rules: SelectRules, logits: torch.Tensor, beams: Beams, temperature: float = 1.0
-) -> tuple[torch.Tensor, Beams]:
+def _row_logprobs(rules: SelectRules, logits: torch.Tensor, beams: Beams) -> tuple[torch.Tensor, Beams]:
     """Log-probabilities [G, r, V], and the rows with their scores.
 
     A row that may take no token at all, which only controls and grammars can bring about, ends here.
@@ -92,8 +73,8 @@ def _of_rows(
         if not sees(logits.device) or is_barred.any():
             masked = masked.masked_fill(is_barred[..., None], 0.0)
             beams = beams._replace(scores=beams.scores.masked_fill(is_barred, NEVER))
-    logprobs = log_probabilities(masked, rules.stops.barred_token_ids, temperature)
-    return beams.restrict(logprobs), beams
+    temperature = rules.filters.temperature if rules.strategy.scales_logits else 1.0
+    return beams.restrict(log_probabilities(masked, rules.stops.barred_token_ids, temperature)), beams
 
 
 def reported(rules: SelectRules, choice: Choice) -> Step[torch.Tensor]:
@@ -114,7 +95,7 @@ def reported(rules: SelectRules, choice: Choice) -> Step[torch.Tensor]:
 def _token_logprobs(logprobs: torch.Tensor, parents: torch.Tensor, tokens: torch.Tensor) -> TokenLogprobs[torch.Tensor]:
     num_groups, num_rows, vocab_size = logprobs.shape
     own = logprobs.flatten(1).gather(1, parents * vocab_size + tokens)
-    groups = torch.arange(num_groups, device=own.device)[:, None]
+    groups = numbers(num_groups, own.device)[:, None]
     # As many at a time as there are rows, to save memory.
     parts = zip(torch.split(parents, num_rows, 1), torch.split(own, num_rows, 1), strict=True)
     ranks = [(logprobs[groups, rows] >= of_rows[..., None]).sum(dim=-1) for rows, of_rows in parts]

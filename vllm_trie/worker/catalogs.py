@@ -8,7 +8,7 @@ import torch
 
 from vllm_trie.catalog import Catalog
 from vllm_trie.messages import CatalogChanges
-from vllm_trie.search.constraints.catalog import ItemRules, ItemTrie
+from vllm_trie.search.constraints.catalog import ItemTrie
 from vllm_trie.selection import config_of
 
 
@@ -40,7 +40,7 @@ class DeviceCatalogs:
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
-        self._tries: dict[str, ItemTrie] = {}
+        self.tries: dict[str, ItemTrie] = {}
 
     def load(self, path: str, digest: str | None = None) -> str:
         """Take in a file, unless its digest is another one than this. Returns what it is."""
@@ -54,17 +54,13 @@ class DeviceCatalogs:
         if self._device is None:
             return
         for digest in changes.gone:
-            self._tries.pop(digest, None)  # which not every worker has after a load that failed
+            self.tries.pop(digest, None)  # which not every worker has after a load that failed
         for content in changes.new.values():
             self._add(Catalog.from_bytes(content))
 
-    def trie(self, rules: ItemRules | None) -> ItemTrie | None:
-        """The trie that these rules speak of."""
-        return None if rules is None or self._device is None else self._tries[rules.catalog]
-
     def _add(self, catalog: Catalog) -> None:
-        if self._device is None or catalog.digest in self._tries:
+        if self._device is None or catalog.digest in self.tries:
             return
         arrays = catalog.first_child, catalog.tokens, catalog.is_item
         first_child, tokens, is_item = (torch.tensor(array, device=self._device) for array in arrays)
-        self._tries[catalog.digest] = ItemTrie(first_child, tokens, is_item, catalog.most_children)
+        self.tries[catalog.digest] = ItemTrie(first_child, tokens, is_item, catalog.most_children)

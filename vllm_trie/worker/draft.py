@@ -20,8 +20,8 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.messages import GroupStep
 from vllm_trie.search.forest import Forest, Layer, affordable
-from vllm_trie.search.rules import Drawn
 from vllm_trie.search.sampling import generator
+from vllm_trie.search.strategies.drawn import Drawn
 from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.rows import GroupRows
 from vllm_trie.worker.select import Selector

@@ -16,8 +16,9 @@ from vllm_trie.search.devices import NEVER
 from vllm_trie.search.forest import Forest, Layer, RowFork, grow
 from vllm_trie.search.lookup import Continuations, add_drafts
 from vllm_trie.search.rejection import DraftRules, Drafts, drafted
-from vllm_trie.search.rules import Drawn, SelectRules
+from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import draft_logprobs, joint_distribution
+from vllm_trie.search.strategies.drawn import Drawn
 from vllm_trie.worker.rows import GroupRows
 
 NO_NODE = -1

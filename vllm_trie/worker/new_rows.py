@@ -138,7 +138,7 @@ def take_in_rows(
     for group_id in context.entered:
         group = groups[group_id]
         group.slots = np.array([states.req_id_to_index[row_id] for row_id in group.row_ids])
-        if group_id not in context.new_tokens_unknown:
+        if group_id not in context.new_tokens_unknown and sampler is not None:  # earlier stages select nothing
             step = context.steps[group_id]
             group.beams = group.beams._replace(states=row_beams.begin(step.rules, step.resumed))
     for group_id in context.new_tokens_unknown:

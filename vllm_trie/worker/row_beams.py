@@ -15,7 +15,6 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.messages import Resumed
 from vllm_trie.search.beams import Beams, States
-from vllm_trie.search.constraints.catalog import AlongItems
 from vllm_trie.search.constraints.constraint import Constraint, Source
 from vllm_trie.search.constraints.grammar import unpacked_mask
 from vllm_trie.search.constraints.ngrams import NOTHING, flush_right
@@ -38,12 +37,13 @@ class RowBeams:
 
     def begin(self, rules: SelectRules, resumed: Resumed | None) -> States:
         """Of rows that enter: one without a token, or all that go on after a preemption."""
-        num_rows, device = 1 if resumed is None else len(resumed.histories), self._runner.device
+        device = self._runner.device
         keys = [key for key in self._constraints(rules) if key.source is Source.LAST_STEP]
-        states = {key: key.begin(num_rows, device) for key in keys}
-        if resumed is not None and states:
-            for tokens in torch.tensor(resumed.histories, device=device).unbind(dim=1):
-                states = {key: key.advance(of_rows, tokens[None]) for key, of_rows in states.items()}
+        if resumed is None:
+            return {key: key.begin(1, device) for key in keys}
+        states = {key: key.begin(len(resumed.histories), device) for key in keys}
+        for tokens in torch.tensor(resumed.histories, device=device).T if keys else ():
+            states = {key: key.advance(state, tokens[None]) for key, state in states.items()}
         return states
 
     def before_step(
@@ -87,10 +87,7 @@ class RowBeams:
 
     def _constraints(self, rules: SelectRules) -> list[Constraint]:
         """Those of these rules, on this device."""
-        trie = self._catalogs.trie(rules.items)
-        if rules.items is None or trie is None:
-            return [*rules.constraints]
-        return [AlongItems(rules.items, trie, rules.stops.token_ids), *rules.constraints]
+        return [key.on(self._catalogs.tries, rules.stops.token_ids) for key in rules.constraints]
 
     def _tokens(self, slots: np.ndarray, num_tokens: np.ndarray) -> torch.Tensor:
         """[G, r, L] int32, the tokens of rows in `slots` [G, r], of which each group's have `num_tokens` [G]."""

@@ -7,7 +7,7 @@ text.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -16,13 +16,11 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_trie.search.rank import Candidates, Completes
-from vllm_trie.search.rules import SampledEach, SelectRules
-from vllm_trie.search.sampling import generator, uniforms
+from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import packed
 from vllm_trie.search.stop_strings import CONTEXT
-from vllm_trie.search.strategies.means import Means, Random
 from vllm_trie.worker import kernels
 from vllm_trie.worker.histories import Histories
 from vllm_trie.worker.row_beams import RowBeams
@@ -80,12 +78,12 @@ class Selector:
             slots = np.array([group.slots for group in groups])
             places = rows.places(slots)
             num_tokens = rows.num_tokens(places[:, 0])
-            random = self._random(rules, [context.steps[group_id].draw for group_id in group_ids])
+            draws = [draw for group_id in group_ids if (draw := context.steps[group_id].draw) is not None]
             completes = self.completes(rules, lambda group, row: self.history(groups[group], row))  # noqa: B023
             masks = [context.masks[group_id] for group_id in group_ids] if has_masks else []
             beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1])
             of_rows = self._logits(rules, rows, logits, slots, places)
-            step = take_step(rules, of_rows, beams, Means(random, completes, into_slots))
+            step = take_step(rules, of_rows, beams, Means(draws, completes, into_slots))
             selected.append(Selected(group_ids, *packed(step)))
             tokens = step.tokens.long()
             for group, of_tokens, of_beams in zip(groups, tokens, beams.after(step).split(), strict=True):
@@ -143,13 +141,6 @@ class Selector:
         return self._sampler.apply_sampling_params(
             logits[at], in_slots, in_slots, slots, positions, tokens, local.int(), num_tokens, skip_top_k_top_p=True
         )
-
-    def _random(self, rules: SelectRules, draws: Sequence[tuple[int, int] | None]) -> Random:
-        """What `take_step` draws with, from the seed and step of each group."""
-        if isinstance(rules.strategy, SampledEach):
-            chances = np.stack([uniforms(*draw, rules.width) for draw in draws if draw is not None])
-            return async_tensor_h2d(chances, device=self._runner.device, dtype=torch.float64)
-        return [generator(*draw) for draw in draws if draw is not None]
 
     def completes(
         self, rules: SelectRules, history: Callable[[int, int], tuple[list[int], list[int]]]

@@ -11,12 +11,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_trie.messages import Decided, Drafted
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.rejection import Verified, verified_layers
-from vllm_trie.search.rules import Drawn, SelectRules
+from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.spans import spans
 from vllm_trie.search.step import joint_distribution, reported, take_step
 from vllm_trie.search.step_result import Step, packed, unpacked
-from vllm_trie.search.strategies.drawn import best_of, take_cells
-from vllm_trie.search.strategies.means import Means
+from vllm_trie.search.strategies.drawn import Drawn, best_of, take_cells
 from vllm_trie.worker.accept_path import accept_path
 from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.rows import BatchRows

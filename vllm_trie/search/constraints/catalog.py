@@ -6,43 +6,39 @@ not the vocabulary, so a step costs the same however many items there are. Sourc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from vllm_trie.search.constraints.constraint import Constraint
+from vllm_trie.search.constraints.constraint import Constraint, Continuations, Outcomes
 from vllm_trie.search.devices import NEVER, constant, numbers, sees
 
-BEFORE = -1  # the state of a hypothesis whose items have not begun
+NOT_STARTED = -1  # the state of a hypothesis whose items have not begun
 STOPPED = -2  # and of one that a stop token has ended
 
 
-class ItemRules(NamedTuple):
-    """How the hypotheses of a search go along a catalog."""
+@dataclass(frozen=True)
+class ItemRules(Constraint):
+    """How the hypotheses of a search go along a catalog.
 
-    catalog: str  # its digest
-    num_items: int = 1  # in a hypothesis, one after the other
-    after: int | None = None  # the token after which they begin; None: they are all there is
-    ends_with_stop: bool = False  # a stop token follows the last item; else that item ends the hypothesis
-    renormalizes: bool = False  # each row's log-probabilities are those among what it may take
+    Args:
+        catalog: Its digest.
+        num_items: In a hypothesis, one after the other.
+        after: The token after which they begin; None: they are all there is.
+        ends_with_stop: A stop token follows the last item; else that item ends the hypothesis.
+        renormalizes: Each row's log-probabilities are those among what it may take.
+    """
 
+    catalog: str
+    num_items: int = 1
+    after: int | None = None
+    ends_with_stop: bool = False
+    renormalizes: bool = False
 
-class Ways(NamedTuple):
-    """How rows may go on: [G, r, B] each; where a row has fewer than B ways, the others do not exist."""
-
-    tokens: torch.Tensor  # int64, ascending, but for stop tokens, which come last
-    targets: torch.Tensor  # int64, what they lead to, see `AlongItems.outcomes`
-    exist: torch.Tensor  # bool
-
-
-class Outcomes(NamedTuple):
-    """What ways lead to, of any shape."""
-
-    states: torch.Tensor  # int64
-    is_complete: torch.Tensor  # bool, the last item is
-    ends: torch.Tensor  # bool, so that the hypothesis is over
-    goes_on: torch.Tensor  # bool, there are ways from there
+    def on(self, tries: Mapping[str, ItemTrie], stop_token_ids: tuple[int, ...]) -> AlongItems:
+        """See `Constraint`."""
+        return AlongItems(self, tries[self.catalog], stop_token_ids)
 
 
 class ItemTrie:
@@ -77,22 +73,20 @@ class AlongItems(Constraint):
     trie: ItemTrie
     stops: tuple[int, ...]
 
+    is_sparse = True
+
     def begin(self, num_rows: int, device: torch.device) -> torch.Tensor:
         """See `Constraint`."""
-        return torch.full((1, num_rows), 0 if self.rules.after is None else BEFORE, dtype=torch.int64, device=device)
+        return torch.full(
+            (1, num_rows), 0 if self.rules.after is None else NOT_STARTED, dtype=torch.int64, device=device
+        )
 
-    def ways(self, states: torch.Tensor, vocab_size: int, length: int | None = None) -> Ways:
-        """How rows may go on.
-
-        Args:
-            states: [G, r].
-            vocab_size: Tokens that there are.
-            length: Of these hypotheses, if they are equally long, in tokens.
-        """
+    def continuations(self, states: torch.Tensor, vocab_size: int, length: int | None = None) -> Continuations:
+        """See `Constraint`."""
         trie, rules, device = self.trie, self.rules, states.device
         of_item, node = states // trie.num_nodes * trie.num_nodes, states % trie.num_nodes
         start, end = trie.first_child[node][..., None], trie.first_child[node + 1][..., None]
-        is_before = (states == BEFORE)[..., None]
+        is_before = (states == NOT_STARTED)[..., None]
         every = numbers(self._most(is_before, end - start, vocab_size, length), device)
         nodes = start + every.int()
         exist = nodes < end
@@ -101,16 +95,16 @@ class AlongItems(Constraint):
         if rules.after is not None:
             is_stop = torch.isin(every, constant(self.stops, device))
             tokens, exist = torch.where(is_before, every, tokens), torch.where(is_before, ~is_stop, exist)
-            targets = torch.where(is_before, torch.where(every == rules.after, 0, BEFORE), targets)
+            targets = torch.where(is_before, torch.where(every == rules.after, 0, NOT_STARTED), targets)
         if not rules.ends_with_stop:
-            return Ways(tokens, targets, exist)
+            return Continuations(tokens, targets, exist)
         may_stop = self.outcomes(states).is_complete[..., None].expand(*states.shape, len(self.stops))
         stop_tokens = constant(self.stops, device).expand_as(may_stop)
-        stopped = Ways(stop_tokens, torch.full_like(may_stop, STOPPED, dtype=torch.int64), may_stop)
-        return Ways(*(torch.cat(pair, dim=-1) for pair in zip(Ways(tokens, targets, exist), stopped, strict=True)))
+        stopped = stop_tokens, torch.full_like(may_stop, STOPPED, dtype=torch.int64), may_stop
+        return Continuations(*(torch.cat(pair, dim=-1) for pair in zip((tokens, targets, exist), stopped, strict=True)))
 
     def outcomes(self, targets: torch.Tensor) -> Outcomes:
-        """What ways lead to."""
+        """See `Constraint`."""
         trie, rules = self.trie, self.rules
         node, is_within = targets % trie.num_nodes, targets >= 0
         is_last = targets >= (rules.num_items - 1) * trie.num_nodes
@@ -123,20 +117,19 @@ class AlongItems(Constraint):
             states = torch.where(is_item & ~is_last, (targets // trie.num_nodes + 1) * trie.num_nodes, targets)
             goes_on = goes_on | (is_item & ~is_last)
         if rules.after is not None:
-            goes_on = goes_on | (targets == BEFORE)
+            goes_on = goes_on | (targets == NOT_STARTED)
         if rules.ends_with_stop:
             return Outcomes(states, is_complete, is_stopped, goes_on | (is_item & is_last))
         return Outcomes(states, is_complete, is_complete, goes_on)
 
     def _most(self, is_before: torch.Tensor, num_children: torch.Tensor, vocab_size: int, length: int | None) -> int:
-        """How many ways any of these rows has, stops aside, or a bound that needs no look at the device."""
+        """How many continuations any of these rows has, stops aside, or a bound that needs no look at the device."""
         looks, most_children = sees(is_before.device), self.trie.most_children
-        if self.rules.after is not None and not (looks and not bool(is_before.any())):
+        if self.rules.after is not None and not (looks and not is_before.any()):
             return vocab_size
         if looks:
             return max(int(num_children.max()), 1)
-        one_depth = length is not None and self.rules.num_items == 1 and self.rules.after is None
-        if not one_depth or length is None:
+        if length is None or self.rules.num_items > 1 or self.rules.after is not None:
             return max(most_children)
         # Behind the leaves, where a stop token may follow, or a step that is scheduled before the host knows the end.
         return most_children[length] if length < len(most_children) else 1
@@ -164,30 +157,24 @@ class AlongItems(Constraint):
         nodes = low.clamp(max=trie.num_nodes - 1)
         targets, exist = nodes + of_item, (low < end) & (trie.tokens[nodes] == tokens)
         if self.rules.after is not None:
-            is_before = states == BEFORE
-            targets = torch.where(is_before, torch.where(tokens == self.rules.after, 0, BEFORE), targets)
+            is_before = states == NOT_STARTED
+            targets = torch.where(is_before, torch.where(tokens == self.rules.after, 0, NOT_STARTED), targets)
             exist = torch.where(is_before, ~torch.isin(tokens, constant(self.stops, tokens.device)), exist)
         return targets, exist
 
     def narrow(self, logprobs: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """See `Constraint`: what leads nowhere, to no item or to no token after it, is left out.
 
-        Plain steps look at `ways` alone, which are few.
+        Plain steps look at `continuations` alone, which are few.
         """
-        ways = self.ways(states, logprobs.shape[-1])
-        leads_on = ways.exist & self.outcomes(ways.targets).goes_on
-        kept = logprobs.gather(-1, ways.tokens).where(leads_on, NEVER)
-        return torch.full_like(logprobs, NEVER).scatter_reduce(-1, ways.tokens, kept, "amax")
+        found = self.continuations(states, logprobs.shape[-1])
+        kept = super().logprobs_of(logprobs, found).where(self.outcomes(found.targets).goes_on, NEVER)
+        return torch.full_like(logprobs, NEVER).scatter_reduce(-1, found.tokens, kept, "amax")
 
-
-def log_probabilities_of(logprobs: torch.Tensor, ways: Ways, renormalizes: bool) -> torch.Tensor:
-    """[G, r, B] of each row's ways, -inf where there is none.
-
-    Args:
-        logprobs: [G, r, V].
-    """
-    own = logprobs.gather(-1, ways.tokens).where(ways.exist, NEVER)
-    if not renormalizes:
-        return own
-    total = own.logsumexp(dim=-1, keepdim=True)
-    return torch.where(own > NEVER, (own - total).clamp(max=0.0), own)
+    def logprobs_of(self, logprobs: torch.Tensor, continuations: Continuations) -> torch.Tensor:
+        """See `Constraint`."""
+        own = super().logprobs_of(logprobs, continuations)
+        if not self.rules.renormalizes:
+            return own
+        total = own.logsumexp(dim=-1, keepdim=True)
+        return torch.where(own > NEVER, (own - total).clamp(max=0.0), own)

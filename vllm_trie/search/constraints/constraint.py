@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -16,15 +17,37 @@ class Source(Enum):
     MASKS = "masks"  # they are which tokens the grammar of each row allows, which the scheduler knows
 
 
+class Continuations(NamedTuple):
+    """How rows may go on: [G, r, B] each; where a row has fewer than B continuations, the others do not exist."""
+
+    tokens: torch.Tensor  # int64, ascending, but for stop tokens, which come last
+    targets: torch.Tensor  # int64, what they lead to, see `Constraint.outcomes`
+    exist: torch.Tensor  # bool
+
+
+class Outcomes(NamedTuple):
+    """What continuations lead to, of any shape."""
+
+    states: torch.Tensor
+    is_complete: torch.Tensor  # bool, the hypothesis is one that may be returned
+    ends: torch.Tensor  # bool, and it is over
+    goes_on: torch.Tensor  # bool, there are continuations from there
+
+
 class Constraint:
     """A rule on what each row may take next, by a state: one tensor [G, r, ...] of G groups with r rows each.
 
-    Constraints are compared by what they say: groups whose constraints are equal are one batch. The four rules below
-    leave everything as it is, unless a constraint says otherwise; it says so in the one of them that fits.
+    Constraints are compared by what they say: groups whose constraints are equal are one batch. The rules below leave
+    everything as it is, unless a constraint says otherwise; it says so in the one of them that fits.
     """
 
     source: ClassVar[Source] = Source.LAST_STEP
     most_boost: float = 0.0  # see `boosts`: the most that one token may add
+    is_sparse: ClassVar[bool] = False  # it lists `continuations`, which are few, instead of leaving tokens out
+
+    def on(self, tries: Mapping[str, Any], stop_token_ids: tuple[int, ...]) -> Constraint:
+        """The same on a device with these catalogs, of hypotheses that these tokens end."""
+        return self
 
     def begin(self, num_rows: int, device: torch.device) -> torch.Tensor:
         """[1, r, ...] the states of hypotheses without a token."""
@@ -60,3 +83,21 @@ class Constraint:
     def narrow(self, logprobs: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Log-probabilities [G, r, V] with -inf for what does not go on, as filters have it; reports are without it."""
         return logprobs
+
+    def continuations(self, states: torch.Tensor, vocab_size: int, length: int | None) -> Continuations:
+        """How rows may go on.
+
+        Args:
+            states: [G, r].
+            vocab_size: Tokens that there are.
+            length: Of these hypotheses, if they are equally long, in tokens.
+        """
+        raise NotImplementedError
+
+    def outcomes(self, targets: torch.Tensor) -> Outcomes:
+        """What continuations lead to, by their targets, of any shape."""
+        raise NotImplementedError
+
+    def logprobs_of(self, logprobs: torch.Tensor, continuations: Continuations) -> torch.Tensor:
+        """[G, r, B] log-probabilities of continuations, of all [G, r, V]; -inf where there is none."""
+        return logprobs.gather(-1, continuations.tokens).where(continuations.exist, float("-inf"))

@@ -2,24 +2,66 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import NEVER, constant, numbers
 from vllm_trie.search.filters import filtered, pruned
-from vllm_trie.search.rank import Candidates, rank_candidates, topk
-from vllm_trie.search.rules import Best, SelectRules, num_candidates
+from vllm_trie.search.rank import Candidates, pick, rank_candidates, topk
+from vllm_trie.search.rules import Choice, Means, SelectRules, Strategy, alive, by_row, ended, going_on
 from vllm_trie.search.step_result import Step
-from vllm_trie.search.strategies.means import Choice, Means, alive, by_row, ended, going_on
+from vllm_trie.search.strategies.best_continuations import best_continuations
+
+
+class _Best(NamedTuple):
+    semantics: str = "hf"
+    eos_score_factor: tuple[int, float] | None = None
+
+
+class Best(_Best, Strategy):
+    """Beam search: the best continuations go on.
+
+    Args:
+        semantics: Whose rules say what finishes: "hf", "vllm" or "tridecode".
+        eos_score_factor: A token, and the factor of the score by which it is compared.
+    """
+
+    @property
+    def has_one_ranking(self) -> bool:
+        """See `Strategy`."""
+        return self.semantics != "vllm"
+
+    def choose(self, rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means) -> Choice:
+        """See `Strategy`."""
+        if (sparse := beams.sparse) is not None:
+            return best_continuations(rules, logprobs, beams, means, sparse)
+        return Choice(best(self, rules, beams.narrow(logprobs), beams.scores, means), logprobs)
+
+
+def num_candidates(width: int, num_stop_tokens: int, num_parents: int = 0) -> int:
+    """How many candidates must be ranked so that `width` of them can go on.
+
+    Each of the b beams can propose every stop token once, so (1 + stop tokens) * b always leave b
+    others. transformers ranks at least 2b; so do we.
+
+    Args:
+        num_parents: Beams that propose, if these may be more.
+    """
+    return max(2 * width, width + num_stop_tokens * max(width, num_parents))
 
 
 def best(
-    rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means, penalties: torch.Tensor | None = None
-) -> Choice:
+    strategy: Best,
+    rules: SelectRules,
+    logprobs: torch.Tensor,
+    scores: torch.Tensor,
+    means: Means,
+    penalties: torch.Tensor | None = None,
+) -> Step[torch.Tensor]:
     """The best continuations, less penalties [G, V], become beams, or finish by the rules of `semantics`."""
-    strategy, scores, reported = rules.strategy, beams.scores, logprobs
-    assert isinstance(strategy, Best)
-    (_, num_rows, vocab_size), logprobs = logprobs.shape, beams.narrow(logprobs)
+    _, num_rows, vocab_size = logprobs.shape
     width = rules.num_beams or rules.width
     count = num_candidates(width, len(rules.stops.token_ids), rules.width)
     while True:
@@ -43,9 +85,9 @@ def best(
         if rules.is_last:
             lives = alive(candidates, stops)
             at_last = ended(rules, candidates, stops, lives & (lives.cumsum(dim=1) <= width))
-            finished = Candidates(*(torch.cat(pair, dim=1) for pair in zip(finished, at_last, strict=True)))
+            finished = Candidates.join([finished, at_last])
     by_slot = means.select_next(candidates, going_on(rules, candidates, stops), rules.width, num_rows)
-    return Choice(Step(*by_slot, finished), reported)
+    return Step(*by_slot, finished)
 
 
 def _own_stops(
@@ -71,11 +113,11 @@ def _ranked_with_factor(
         own: Each row's continuation by that token.
     """
     others = candidates._replace(scores=candidates.scores.masked_fill(candidates.tokens == token_id, NEVER))
-    both = Candidates(*(torch.cat(pair, dim=1) for pair in zip(others, own, strict=True)))
+    both = Candidates.join([others, own])
     rank_scores = both.scores.double()
     rank_scores = torch.where(both.tokens == token_id, factor * rank_scores, rank_scores)
     order = rank_scores.argsort(dim=1, descending=True, stable=True)
-    return Candidates(*(field.gather(1, order) for field in both))
+    return pick(both, order)
 
 
 def _own_continuations(

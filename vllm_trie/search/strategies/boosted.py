@@ -11,9 +11,8 @@ from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.filters import LogitsFilters, filtered
 from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.rules import Choice, Means, SelectRules
 from vllm_trie.search.step_result import RankScores
-from vllm_trie.search.strategies.means import Choice, Means
 
 Choose = Callable[[SelectRules, torch.Tensor, Beams, Means], Choice]
 

@@ -6,41 +6,57 @@ Source: DSBD paper. Plain steps draw by `drawn`; forests draw their drafts from 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_trie.search.beams import Beams
-from vllm_trie.search.devices import NEVER
+from vllm_trie.search.devices import NEVER, numbers
 from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import Drawn, SelectRules
-from vllm_trie.search.sampling import draw_continuations, joint_probabilities
+from vllm_trie.search.rules import Choice, Means, SelectRules, Strategy, alive, ended
+from vllm_trie.search.sampling import draw_continuations, generator, joint_probabilities
 from vllm_trie.search.slots import choose, in_slots
 from vllm_trie.search.step_result import Step, TokenLogprobs
-from vllm_trie.search.strategies.means import Choice, Means, alive, ended
 
 
-def drawn(rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means) -> Choice:
-    """Draw from everything that rows may take. `logprobs`: [G, r, V], at temperature 1."""
-    assert isinstance(rules.strategy, Drawn)
-    assert isinstance(means.random, Sequence), "beams are drawn without a generator for each group"
-    p = joint_probabilities(beams.scores, beams.narrow(logprobs), rules.filters)
-    cells, is_possible = draw_continuations(p.flatten(1), rules.width, rules.strategy.replacement, means.random)
-    found = _continuations(logprobs, beams.scores, cells, is_possible)
-    stops = rules.stops.end(found, means.completes)
-    by_slot = means.select_next(found, alive(found, stops), rules.width, beams.scores.shape[1])
-    step = Step(*by_slot, ended(rules, found, stops))
-    return Choice(best_of(step) if rules.strategy.keeps_one else step, logprobs)
+class _Drawn(NamedTuple):
+    replacement: bool
+    min_width: int
+    threshold: float | None
+    keeps_one: bool
+
+
+class Drawn(_Drawn, Strategy):
+    """Beam sampling: the next beams are drawn from one joint distribution of all continuations of all beams.
+
+    Args:
+        replacement: The same continuation may be drawn more than once.
+        min_width: Of a layer that is verified, in beams.
+        threshold: How probably as many beams as that must be accepted; None: always all beams.
+        keeps_one: Of the beams that one target forward leads to, only the best goes on.
+    """
+
+    scales_logits = False  # the temperature divides what beams are drawn by
+
+    def choose(self, rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means) -> Choice:
+        """See `Strategy`."""
+        p = joint_probabilities(beams.scores, beams.narrow(logprobs), rules.filters)
+        rngs = [generator(*draw) for draw in means.draws]
+        found = _continuations(
+            logprobs, beams.scores, *draw_continuations(p.flatten(1), rules.width, self.replacement, rngs)
+        )
+        stops = rules.stops.end(found, means.completes)
+        by_slot = means.select_next(found, alive(found, stops), rules.width, beams.scores.shape[1])
+        return Choice(self.kept(Step(*by_slot, ended(rules, found, stops))), logprobs)
+
+    def kept(self, step: Step[Any]) -> Step[Any]:
+        """What goes on after a forward of the target: all, or the best beam; on the device or on the host."""
+        return best_of(step) if self.keeps_one else step
 
 
 def take_cells(
-    rules: SelectRules,
-    logprobs: torch.Tensor,
-    scores: torch.Tensor,
-    cells: torch.Tensor,
-    means: Means,
+    rules: SelectRules, logprobs: torch.Tensor, scores: torch.Tensor, cells: torch.Tensor, means: Means
 ) -> tuple[Choice, torch.Tensor]:
     """Go on with what was drawn for one group from its joint distribution.
 
@@ -54,12 +70,12 @@ def take_cells(
     """
     num_drawn = len(cells)
     cells = torch.nn.functional.pad(cells, (0, rules.width - num_drawn))[None]
-    is_possible = torch.arange(rules.width, device=cells.device) < num_drawn
+    is_possible = numbers(rules.width, cells.device) < num_drawn
     found = _continuations(logprobs[None], scores[None], cells, is_possible)
     stops = rules.stops.end(found, means.completes)
     chosen = choose(found.parents, alive(found, stops), rules.width)
     step = Step(*in_slots(found, chosen, len(scores)), ended(rules, found, stops))
-    takes = chosen[0, :, None] == torch.arange(num_drawn, device=cells.device)  # [b, K]
+    takes = chosen[0, :, None] == numbers(num_drawn, cells.device)  # [b, K]
     slots = torch.where(takes.any(dim=0), takes.int().argmax(dim=0), -1)
     return Choice(step, logprobs[None]), slots
 

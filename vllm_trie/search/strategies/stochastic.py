@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,31 +11,35 @@ from vllm_trie.search.devices import NEVER
 from vllm_trie.search.filters import filtered
 from vllm_trie.search.gumbel import stochastic_step
 from vllm_trie.search.rank import Candidates
-from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.rules import Choice, Means, SelectRules, Strategy, alive, ended
+from vllm_trie.search.sampling import generator
 from vllm_trie.search.step_result import RankScores, Step
-from vllm_trie.search.strategies.means import Choice, Means, alive, ended
 
 
-def stochastic(rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means) -> Choice:
+@dataclass(frozen=True)
+class Stochastic(Strategy):
     """The best continuations after noise become beams, or finish, drawn from what each row may take.
 
     Those that finish compete with all that is still running by their noise, and keep it. Source: Kool et al. 2019.
     """
-    assert isinstance(means.random, Sequence), "beams are drawn without a generator for each group"
-    scores, vocab_size = beams.scores, logprobs.shape[-1]
-    perturbed = torch.zeros_like(scores) if beams.rank_scores is None else beams.rank_scores
-    allowed = filtered(beams.narrow(logprobs), rules.filters)
-    total = allowed.logsumexp(dim=-1, keepdim=True)
-    allowed = (allowed - total).where(total > NEVER, NEVER)
-    of_groups = [
-        stochastic_step(*of_rows[:3], rules.width, of_rows[3])
-        for of_rows in zip(scores, perturbed, allowed, means.random, strict=True)
-    ]
-    cells, sums, noisy = (torch.stack(fields) for fields in zip(*of_groups, strict=True))
-    noisy = noisy.float()
-    drawn = Candidates(cells // vocab_size, cells % vocab_size, sums.float().where(noisy > NEVER, NEVER))
-    stops = rules.stops.end(drawn, means.completes)
-    of_slots = alive(drawn, stops), rules.width, scores.shape[1]
-    with_noise = RankScores(means.select_next(drawn._replace(scores=noisy), *of_slots).scores, noisy)
-    step = Step(*means.select_next(drawn, *of_slots), ended(rules, drawn, stops), rank_scores=with_noise)
-    return Choice(step, allowed)
+
+    def choose(self, rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means) -> Choice:
+        """See `Strategy`."""
+        scores, vocab_size = beams.scores, logprobs.shape[-1]
+        allowed = filtered(beams.narrow(logprobs), rules.filters)
+        total = allowed.logsumexp(dim=-1, keepdim=True)
+        allowed = (allowed - total).where(total > NEVER, NEVER)
+        before = torch.zeros_like(scores) if beams.rank_scores is None else beams.rank_scores
+        steps = [
+            stochastic_step(own, noise, of_rows, rules.width, generator(*draw))
+            for own, noise, of_rows, draw in zip(scores, before, allowed, means.draws, strict=True)
+        ]
+        cells, sums, noisy = (torch.stack(fields) for fields in zip(*steps, strict=True))
+        noisy = noisy.float()
+        drawn = Candidates(cells // vocab_size, cells % vocab_size, sums.float().where(noisy > NEVER, NEVER))
+        stops = rules.stops.end(drawn, means.completes)
+        into_slots = alive(drawn, stops), rules.width, scores.shape[1]
+        noise = means.select_next(drawn._replace(scores=noisy), *into_slots).scores
+        by_slot, ranks = means.select_next(drawn, *into_slots), RankScores(noise, noisy)
+        step = Step(*by_slot, ended(rules, drawn, stops), rank_scores=ranks)
+        return Choice(step, allowed)
