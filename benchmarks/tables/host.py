@@ -28,7 +28,7 @@ def ms_by_part(llm: Any, search: Callable[[], Any], repeats: int) -> dict[str, A
         "expand": (resolve_name("vllm_trie.worker.runner"), "expand"),
         "forward": (runner.model, "forward"),
         "select": (selector, "select"),
-        "reorder": (type(runner.selector.histories), "reorder"),
+        "reorder": (type(runner.rows), "reorder"),
         "replay": (scheduler, "_replay"),
         "outputs": (scheduler, "_end_group"),
     }

@@ -23,12 +23,10 @@ from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.search.strategies.sampled import SampledEach
 from vllm_trie.worker import kernels
 from vllm_trie.worker.catalogs import DeviceCatalogs
-from vllm_trie.worker.histories import Histories
+from vllm_trie.worker.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.kv_blocks import KVBlocks, Segments
-from vllm_trie.worker.new_rows import add_blocks, add_copies, take_in_rows
-from vllm_trie.worker.row_beams import RowBeams
 from vllm_trie.worker.row_reorder import Tables
-from vllm_trie.worker.rows import BatchRows, GroupRows
+from vllm_trie.worker.rows import Rows
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext
 
@@ -129,18 +127,18 @@ def test_rows_are_taken_in_selected_and_reordered_without_waiting(
     catalogs = DeviceCatalogs(NOWHERE)
     parts = nowhere(41, dtype=torch.int32), nowhere(40, dtype=torch.int32), nowhere(40, dtype=torch.bool)
     catalogs.tries["items"] = ItemTrie(*parts, [8, 5, 2])
-    row_beams = RowBeams(runner, catalogs)
-    take_in_rows(runner, context, groups, row_beams)
+    held = Rows(runner)
+    selector = Selector(runner, groups, held, catalogs)
     for group in groups.values():
-        states = {key: nowhere(1, WIDTH) for key in row_beams.begin(rules, None)}
+        group.slots = held.slots_of(group.row_ids)
+        held.write_first_tokens(group, rules.is_controlled)
+    selector.begin(context)
+    for group in groups.values():
+        states = {key: nowhere(1, WIDTH) for key in selector.row_beams.begin(rules, None)}
         group.beams = group.beams._replace(states=states)
-    histories = Histories(runner)
-    selector = Selector(runner, groups, sampler, row_beams, histories)
     tables = [nowhere(NUM_SLOTS, LENGTH // size, dtype=torch.int32) for size in BLOCK_SIZES]
-    histories.tables = Tables(tables, [*BLOCK_SIZES], nowhere(2, dtype=torch.uint64), nowhere(2), nowhere(2))
-    histories.kv_blocks = SimpleNamespace(
-        segments=Segments(nowhere(2, dtype=torch.uint64), nowhere(2), nowhere(2), 99, 8)
-    )
+    held.tables = Tables(tables, [*BLOCK_SIZES], nowhere(2, dtype=torch.uint64), nowhere(2), nowhere(2))
+    held.kv_blocks = SimpleNamespace(segments=Segments(nowhere(2, dtype=torch.uint64), nowhere(2), nowhere(2), 99, 8))
     rows = BatchRows(batch_of(slots), NUM_SLOTS)
     logits = nowhere(2 * WIDTH, VOCAB_SIZE, dtype=torch.bfloat16)
     sampled = nowhere(2 * WIDTH, 1)
@@ -183,13 +181,14 @@ def test_rows_are_made_and_get_their_blocks_without_waiting(is_resumed: bool, ha
     blocks = [np.ones((WIDTH, 2), np.int32), np.ones((WIDTH, 1), np.int32)]
     step.rows = NewRows(blocks, np.array([[3, 4], [3, 5]]))
     step.resumed = Resumed([[7, 8]] * WIDTH, [-1.0] * WIDTH) if is_resumed else None
-    context = StepContext({"g": step}, copied=["g"], decided_at=None)
-    add_copies(runner, context, {"g": group})
+    held = Rows(runner)
+    held.kv_blocks = KVBlocks([nowhere(9, 4)], 9)
+    held.add_copies([(group, step)])
     assert states.req_id_to_index.keys() == {"g", "g#1", "g#2"}
     group.slots = np.array([states.req_id_to_index[row_id] for row_id in group.row_ids])
     assert counts[:, group.slots[1:]].tolist() == [[2, 2], [1, 1]]
     assert not has_mrope or deltas[group.slots].tolist() == [2, 2, 2]
 
     step.new_blocks = [np.arange(WIDTH, dtype=np.int32), np.zeros(0, np.int32)]
-    add_blocks(runner, context, {"g": group}, KVBlocks([nowhere(9, 4)], 9))
+    held.add_blocks({"g": step}, {"g": group})
     assert counts[:, group.slots].tolist() == [[3, 3, 3], [2, 1, 1]]

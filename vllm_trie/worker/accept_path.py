@@ -10,10 +10,10 @@ import numpy as np
 
 from vllm_trie.search.step_result import Step
 from vllm_trie.worker.forest_step import ForestStep
-from vllm_trie.worker.select import Selector
+from vllm_trie.worker.rows import Rows
 
 
-def accept_path(selector: Selector, forest_step: ForestStep, steps: list[Step], beams: list[list[int]]) -> np.ndarray:
+def accept_path(rows: Rows, forest_step: ForestStep, steps: list[Step], beams: list[list[int]]) -> np.ndarray:
     """Move tokens, blocks and what the draft model has computed to the group's own rows.
 
     Full blocks are taken over by reference. A block that was written in this step is copied from a row of the forest
@@ -21,7 +21,7 @@ def accept_path(selector: Selector, forest_step: ForestStep, steps: list[Step], 
     full, it is sealed as it was after the step that filled it, and shared from then on.
 
     Args:
-        selector: Moves what is on the device.
+        rows: Of the runner.
         forest_step: The group's forest.
         steps: What its search decided.
         beams: For each step the nodes that its beams were before it.
@@ -54,14 +54,14 @@ def accept_path(selector: Selector, forest_step: ForestStep, steps: list[Step], 
             for row, node in enumerate(newest):
                 copies[own[row, column + 1]] = _block_with(forest_step, table, node, row, column + 1)
         num_columns = column + 1 + (count > filling)
-        rows = own[:, :num_columns].copy()
-        rows[:, :column], rows[:, column] = own[slots, :column], own[tails, column]
-        tables.append(rows)
+        adopted = own[:, :num_columns].copy()
+        adopted[:, :column], adopted[:, column] = own[slots, :column], own[tails, column]
+        tables.append(adopted)
     moved = np.array([(source, destination) for destination, source in copies.items() if source != destination])
     if len(moved):
-        selector.histories.kv_blocks.copy(*moved.T)
+        rows.kv_blocks.copy(*moved.T)
     to = forest_step.group.slots
-    selector.adopt(to, to[slots], forest_step.start + 1, tables, forest_step.step.rules.is_controlled)
+    rows.adopt(to, to[slots], forest_step.start + 1, tables, forest_step.step.rules.is_controlled)
     forest_step.group.num_drafted = forest_step.start + min(count, forest_step.num_layers)
     return np.stack([step.tokens[beam] for step, beam in zip(steps, reversed(ancestors[:-1]), strict=True)], axis=1)
 

@@ -12,8 +12,6 @@ from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
-import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -23,7 +21,7 @@ from vllm_trie.search.forest import Forest, Layer, affordable
 from vllm_trie.search.sampling import generator
 from vllm_trie.search.strategies.drawn import Drawn
 from vllm_trie.worker.forest_step import ForestStep
-from vllm_trie.worker.rows import GroupRows
+from vllm_trie.worker.group_rows import GroupRows
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext
 
@@ -68,18 +66,14 @@ class Drafter:
         forests = self.source.forests(context, groups, self._plant)
         for group_id, forest_step in forests.items():
             self._add_rows(group_id, forest_step, output)
-        self._runner.req_states.apply_staged_writes()
-        self._runner.block_tables.apply_staged_writes()
-        for forest_step in forests.values():
-            self._write_drafts(forest_step)
+        self._selector.rows.write_drafts([*forests.values()])
         return forests
 
     def _plant(self, step: GroupStep, group: GroupRows) -> ForestStep:
-        runner, budget = self._runner, step.budget
+        rows, tables, budget = self._selector.rows, self._runner.block_tables, step.budget
         assert budget is not None
-        states, tables = runner.req_states, runner.block_tables
-        start, num_rows = int(states.num_computed_tokens_np[group.slots[0]]), len(group.slots) + len(budget.spare_rows)
-        slots, blocks = async_tensor_h2d(group.slots, device=runner.device, dtype=torch.int64), []
+        start, num_rows = rows.num_computed(group), len(group.slots) + len(budget.spare_rows)
+        slots, blocks = rows.upload(group.slots), []
         for number, (table, block_size) in enumerate(zip(tables.block_tables, tables.block_sizes, strict=True)):
             column, next_blocks = start // block_size, budget.next_blocks[number]
             # One column more may be beyond what vLLM's tables take.
@@ -111,17 +105,14 @@ class Drafter:
 
     def _add_rows(self, group_id: str, forest_step: ForestStep, output: SchedulerOutput) -> None:
         """Give the rows that are no beam's a slot each, and schedule all of them with their drafts."""
-        runner, states = self._runner, self._runner.req_states
+        rows = self._selector.rows
         for row in range(forest_step.num_beams, len(forest_step.forest.rows)):
             row_id = f"{group_id}#+{row}"
             forest_step.spare_ids.append(row_id)
             root = forest_step.forest.tokens[forest_step.forest.rows[row][0]]
-            # Its tokens are read from nowhere else.
-            states.add_request(row_id, 1, [root], forest_step.start, max_tokens=1)
-            block_ids = tuple(table[row].tolist() for table in forest_step.blocks)
-            runner.block_tables.append_block_ids(states.req_id_to_index[row_id], block_ids, overwrite=True)
-        spare_slots = [states.req_id_to_index[row_id] for row_id in forest_step.spare_ids]
-        forest_step.slots = np.concatenate([forest_step.group.slots, np.array(spare_slots, dtype=np.int64)])
+            blocks = tuple(table[row].tolist() for table in forest_step.blocks)
+            rows.add_spare(row_id, root, forest_step.start, blocks)
+        forest_step.slots = np.concatenate([forest_step.group.slots, rows.slots_of(forest_step.spare_ids)])
         longest = 1 + forest_step.budget.num_layers
         is_padded = self._pads_rows and longest * len(forest_step.slots) <= forest_step.budget.max_tokens
         row_ids = [*forest_step.group.row_ids, *forest_step.spare_ids]
@@ -130,20 +121,4 @@ class Drafter:
             output.total_num_scheduled_tokens += length - output.num_scheduled_tokens.get(row_id, 0)
             output.num_scheduled_tokens[row_id] = length
             if length > 1:
-                output.scheduled_spec_decode_tokens[row_id] = [0] * (length - 1)  # see `_write_drafts`
-
-    def _write_drafts(self, forest_step: ForestStep) -> None:
-        """Write what the target computes of every row: its root, its drafts, and the blocks for them."""
-        runner, states, tables = self._runner, self._runner.req_states, self._runner.block_tables
-        paths = np.zeros((len(forest_step.slots), 1 + runner.num_speculative_steps), dtype=np.int64)
-        for row, path in enumerate(forest_step.forest.rows):
-            paths[row, : len(path)] = [forest_step.forest.tokens[node] for node in path]
-        slots, tokens = (async_tensor_h2d(of_rows, device=runner.device) for of_rows in (forest_step.slots, paths))
-        states.last_sampled_tokens[slots, 0] = tokens[:, 0]
-        states.draft_tokens[slots] = tokens[:, 1:]
-        for number, (own, column) in enumerate(zip(forest_step.blocks, forest_step.columns, strict=True)):
-            if own.shape[1] > column + 1:
-                beams = slice(forest_step.num_beams)
-                newest = async_tensor_h2d(own[beams, column + 1], device=runner.device)
-                tables.block_tables[number].gpu[slots[beams], column + 1] = newest
-                tables.num_blocks.np[number, forest_step.group.slots] = column + 2
+                output.scheduled_spec_decode_tokens[row_id] = [0] * (length - 1)  # see `Rows.write_drafts`

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.messages import GroupStep
@@ -17,8 +16,8 @@ from vllm_trie.search.lookup import Continuations, NGrams, PromptIndex, continua
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.worker.draft import Plant
 from vllm_trie.worker.forest_step import ForestStep
+from vllm_trie.worker.group_rows import GroupRows
 from vllm_trie.worker.rank_check import RankCheck
-from vllm_trie.worker.rows import GroupRows
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext
 
@@ -53,7 +52,7 @@ class LookupDrafts:
                 forests[group_id] = plant(step, group)
                 copies += forests[group_id].add_layers(found)
         if copies:
-            self._selector.histories.kv_blocks.copy(*np.array(copies).T)
+            self._selector.rows.kv_blocks.copy(*np.array(copies).T)
         if self._rank_check is not None:  # before ranks compute forests of different shapes together, and hang
             drafts = {group_id: forest_step.forest.as_arrays() for group_id, forest_step in forests.items()}
             self._rank_check.compare("drafts", drafts)
@@ -61,13 +60,12 @@ class LookupDrafts:
 
     def _look_up(self, step: GroupStep, group: GroupRows) -> Continuations:
         """How the beams of a group may go on. Waits for the device."""
-        states, budget = self._runner.req_states, step.budget
+        rows, budget = self._selector.rows, step.budget
         assert budget is not None
         if group.prompt_index is None:
             group.prompt_index = PromptIndex(group.prompt)
-        slots = async_tensor_h2d(group.slots, device=self._runner.device, dtype=torch.int64)
-        end = int(states.num_computed_tokens_np[group.slots[0]]) + 1
-        generated = states.all_token_ids.gpu[slots, len(group.prompt) : end].cpu().numpy()
+        end = rows.num_computed(group) + 1
+        generated = rows.tokens(group.slots, len(group.prompt), end).cpu().numpy()
         found = continuations(group.prompt_index, generated, self._ngrams, budget.num_layers, MOST_OF_BEAM)
         found.tokens[np.isin(found.tokens, step.rules.stops.token_ids)] = NO_TOKEN  # no beam goes on after it
         beams = self._selector.row_beams.before_drafts(step.rules, group, end, budget.num_layers)
@@ -77,7 +75,7 @@ class LookupDrafts:
 
     def _keep_to_constraints(self, found: Continuations, beams: Beams) -> None:
         """End continuations where they leave what the constraints allow."""
-        paths, tokens = (async_tensor_h2d(a, device=self._runner.device, dtype=torch.int64) for a in found)
+        paths, tokens = map(self._selector.rows.upload, found)
         leads_on, beams = torch.ones_like(tokens, dtype=torch.bool), beams.gather(paths[None])
         for depth, of_layer in enumerate(tokens.clamp(min=0).T):
             leads_on[:, depth] = beams.lead_on(of_layer[None])[0]

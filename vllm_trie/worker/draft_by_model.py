@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.worker.draft import Plant
 from vllm_trie.worker.draft_model import DraftModel
 from vllm_trie.worker.forest_step import ForestStep
+from vllm_trie.worker.group_rows import GroupRows
 from vllm_trie.worker.rank_check import RankCheck
-from vllm_trie.worker.rows import GroupRows
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext
 
@@ -46,9 +45,8 @@ class ModelDrafts:
 
     def _note_pending(self, forest_step: ForestStep) -> None:
         """Note what of each beam the draft model has not computed."""
-        group, tokens = forest_step.group, self._runner.req_states.all_token_ids.gpu
-        slots = async_tensor_h2d(group.slots, device=self._runner.device, dtype=torch.int64)
-        forest_step.pending = tokens[slots, group.num_drafted : forest_step.start + 1].tolist()
+        group, end = forest_step.group, forest_step.start + 1
+        forest_step.pending = self._selector.rows.tokens(group.slots, group.num_drafted, end).tolist()
         group.num_drafted = forest_step.start
 
     def _catch_up(self, forests: dict[str, ForestStep]) -> None:
@@ -83,4 +81,4 @@ class ModelDrafts:
             for fork in forest_step.add_layer(of_rows, number):
                 copies += forest_step.fork(fork, number)
         if copies:
-            self._selector.histories.kv_blocks.copy(*np.array(copies).T)
+            self._selector.rows.kv_blocks.copy(*np.array(copies).T)

@@ -19,7 +19,7 @@ from vllm_trie.search.rejection import DraftRules, Drafts, drafted
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import draft_logprobs, joint_distribution
 from vllm_trie.search.strategies.drawn import Drawn
-from vllm_trie.worker.rows import GroupRows
+from vllm_trie.worker.group_rows import GroupRows
 
 NO_NODE = -1
 

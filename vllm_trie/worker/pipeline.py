@@ -11,9 +11,9 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.pp_utils import PPHandler
 
-from vllm_trie.worker.histories import Histories
+from vllm_trie.worker.group_rows import BatchRows, GroupRows, NextBeams
 from vllm_trie.worker.row_reorder import Reorders
-from vllm_trie.worker.rows import BatchRows, GroupRows, NextBeams
+from vllm_trie.worker.rows import Rows
 from vllm_trie.worker.step_context import StepContext
 
 
@@ -23,23 +23,14 @@ class Stages:
     Args:
         handler: vLLM's, whose streams and process group these broadcasts take, before vLLM's own of the same step.
         groups: Of the stage's runner; the earlier stages update their newest tokens.
-        histories: Of the same runner.
-        device: Of the same runner.
+        rows: Of the same runner.
         max_num_reqs: Slots of the same runner.
     """
 
-    def __init__(
-        self,
-        handler: PPHandler,
-        groups: dict[str, GroupRows],
-        histories: Histories,
-        device: torch.device,
-        max_num_reqs: int,
-    ) -> None:
+    def __init__(self, handler: PPHandler, groups: dict[str, GroupRows], rows: Rows, max_num_reqs: int) -> None:
         self._handler = handler
         self._groups = groups
-        self._histories = histories
-        self._device = device
+        self._rows = rows
         self._max_num_reqs = max_num_reqs
 
     def send(self, step: StepContext) -> None:
@@ -61,7 +52,7 @@ class Stages:
         rows = BatchRows(batch, self._max_num_reqs)
         sizes = [2 * step.steps[group_id].rules.width for group_id in step.selecting]
         with torch.cuda.stream(self._handler.broadcast_stream):
-            beams = torch.empty(sum(sizes), dtype=torch.int32, device=self._device)
+            beams = torch.empty(sum(sizes), dtype=torch.int32, device=self._rows.device)
         self._broadcast(beams)
         received = self._handler.broadcast_stream.record_event()
         beams.record_stream(self._handler.main_stream)
@@ -84,8 +75,7 @@ class Stages:
             if beams.have_rows and len(group.slots) > 1:
                 parents = beams.parents[None]
                 reorders.add(group.slots[None], parents, [len(group.prompt)], [beams.num_tokens])
-        if reorders.rows:
-            self._histories.reorder(reorders)
+        self._rows.reorder(reorders)
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         handler = self._handler

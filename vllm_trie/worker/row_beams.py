@@ -10,8 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch.nn.functional import pad
-from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.messages import Resumed
 from vllm_trie.search.beams import Beams, States
@@ -20,24 +18,25 @@ from vllm_trie.search.constraints.grammar import unpacked_mask
 from vllm_trie.search.constraints.ngrams import NOTHING, flush_right
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.worker.catalogs import DeviceCatalogs
-from vllm_trie.worker.rows import GroupRows
+from vllm_trie.worker.group_rows import GroupRows
+from vllm_trie.worker.rows import Rows
 
 
 class RowBeams:
     """What the rows of one runner carry.
 
     Args:
-        runner: vLLM's, which holds the rows' tokens.
+        rows: Which hold tokens.
         catalogs: On its device.
     """
 
-    def __init__(self, runner: GPUModelRunner, catalogs: DeviceCatalogs) -> None:
-        self._runner = runner
+    def __init__(self, rows: Rows, catalogs: DeviceCatalogs) -> None:
+        self._rows = rows
         self._catalogs = catalogs
 
     def begin(self, rules: SelectRules, resumed: Resumed | None) -> States:
         """Of rows that enter: one without a token, or all that go on after a preemption."""
-        device = self._runner.device
+        device = self._rows.device
         keys = [key for key in self._constraints(rules) if key.source is Source.LAST_STEP]
         if resumed is None:
             return {key: key.begin(1, device) for key in keys}
@@ -91,5 +90,4 @@ class RowBeams:
 
     def _tokens(self, slots: np.ndarray, num_tokens: np.ndarray) -> torch.Tensor:
         """[G, r, L] int32, the tokens of rows in `slots` [G, r], of which each group's have `num_tokens` [G]."""
-        at = async_tensor_h2d(slots, device=self._runner.device, dtype=torch.int64)
-        return flush_right(self._runner.req_states.all_token_ids.gpu[at, : int(num_tokens.max())], num_tokens)
+        return flush_right(self._rows.tokens(slots, 0, int(num_tokens.max())), num_tokens)

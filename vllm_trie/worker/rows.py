@@ -1,72 +1,230 @@
-"""The rows of beam groups: each is a request with a slot of its own to vLLM's runner, and has a place in its batch."""
+"""All that is written into vLLM's arrays by slot, of tokens, block tables, counts and contents of KV blocks.
+
+A row of a group is a request with a slot of its own to vLLM's runner. vLLM takes in one request after the other, and
+uploads the tokens of each. The rows of a group differ in their blocks alone, and in what each has generated: so the
+first one comes in as vLLM's requests do, the others become what it is.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.v1.core.sched.output import NewRequestData
-from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.kv_cache_interface import CrossAttentionSpec
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from vllm_trie.search.beams import Beams
-from vllm_trie.search.lookup import PromptIndex
+from vllm_trie.messages import GroupStep
+from vllm_trie.worker.group_rows import GroupRows
+from vllm_trie.worker.kv_blocks import KVBlocks
+from vllm_trie.worker.new_rows import arrays_by_slot
+from vllm_trie.worker.reorder import reorder_rows
+from vllm_trie.worker.row_reorder import Reorders, Tables
 
-
-class NextBeams(NamedTuple):
-    """What the last stage of a pipeline has selected for a group, as an earlier one receives it."""
-
-    parents: torch.Tensor  # [b] int32, on the device
-    tokens: torch.Tensor  # [b] int32, likewise
-    num_tokens: int  # that the group's rows held then, all of them computed
-    have_rows: bool  # already; else they get them in their next step
-    received: Any  # the event of its stream after which they are there
-
-
-@dataclass(slots=True)
-class GroupRows:
-    """The rows of one group, each a request with a slot of its own to vLLM's runner."""
-
-    request: NewRequestData  # as vLLM sent it
-    row_ids: list[str]
-    beams: Beams  # what they carry, as a batch of one group
-    tokens: torch.Tensor  # [rows of the next step] int64 on the device, newest token of each beam
-    slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [rows], once the runner has them
-    num_drafted: int = 0  # tokens of each row that the draft model has computed, if there is one
-    next_beams: NextBeams | None = None  # on an earlier stage of a pipeline, until the next step
-    prompt_index: PromptIndex | None = None  # in which drafts are looked up
-
-    @property
-    def prompt(self) -> list[int]:
-        return self.request.prompt_token_ids or []
+if TYPE_CHECKING:
+    from vllm_trie.worker.forest_step import ForestStep
 
 
-class BatchRows:
-    """Where the rows of groups are in the present batch.
+class Rows:
+    """The rows of one runner, once its model is loaded.
 
     Args:
-        batch: vLLM's.
-        max_num_reqs: Slots of the runner.
+        runner: vLLM's.
     """
 
-    def __init__(self, batch: InputBatch, max_num_reqs: int) -> None:
-        self.batch = batch
-        self._place_of_slot = np.full(max_num_reqs, -1)
-        self._place_of_slot[batch.idx_mapping_np] = np.arange(batch.num_reqs)
+    def __init__(self, runner: GPUModelRunner) -> None:
+        self._runner = runner
+        self._sampler = runner.sampler  # None on the earlier stages of a pipeline
+        self.device = runner.device
 
-    def places(self, slots: np.ndarray) -> np.ndarray:
-        """Of any shape: where the rows in these slots are."""
-        return self._place_of_slot[slots]
+    @cached_property
+    def tables(self) -> Tables:
+        """The runner's block tables, those that say the same of all rows of a group left out."""
+        tables, groups = self._runner.block_tables, self._runner.kv_cache_config.kv_cache_groups
+        differing = [n for n, group in enumerate(groups) if not isinstance(group.kv_cache_spec, CrossAttentionSpec)]
+        sizes = [tables.block_sizes[number] for number in differing]
+        return Tables.of([tables.block_tables[number].gpu for number in differing], sizes)
 
-    def num_tokens(self, places: np.ndarray) -> np.ndarray:
-        """Of any shape: how many tokens these rows hold, this step's included."""
-        return self.batch.seq_lens_cpu_upper_bound.numpy()[places]
+    @cached_property
+    def kv_blocks(self) -> KVBlocks:
+        """The runner's KV caches, a draft model's among them."""
+        return KVBlocks(self._runner.kv_caches, self._runner.kv_cache_config.num_blocks)
 
-    def first_logits(self, places: np.ndarray) -> np.ndarray:
-        """Of any shape: where the logits of these rows begin."""
-        return self.batch.cu_num_logits_np[places]
+    def upload(self, values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """What the host knows, on the device; nobody waits for it."""
+        return async_tensor_h2d(values, device=self.device, dtype=dtype)
 
-    def num_logits(self, places: np.ndarray) -> np.ndarray:
-        """Of any shape: how many logits these rows have."""
-        return np.diff(self.batch.cu_num_logits_np)[places]
+    def tokens(self, slots: np.ndarray, start: int, end: int) -> torch.Tensor:
+        """[..., end - start] int32, tokens of the rows in `slots`, of any shape."""
+        return self._runner.req_states.all_token_ids.gpu[self.upload(slots), start:end]
+
+    def generated(self, group: GroupRows, row: int) -> list[int]:
+        """What a row has generated before this step. Waits for the device."""
+        states, slot = self._runner.req_states, group.slots[row]
+        return states.all_token_ids.gpu[slot, len(group.prompt) : int(states.total_len.gpu[slot])].tolist()
+
+    def num_computed(self, group: GroupRows) -> int:
+        """Tokens of each row that are computed."""
+        return int(self._runner.req_states.num_computed_tokens_np[group.slots[0]])
+
+    def slots_of(self, row_ids: Sequence[str]) -> np.ndarray:
+        """Where rows are."""
+        return np.array([self._runner.req_states.req_id_to_index[row_id] for row_id in row_ids], dtype=np.int64)
+
+    def add_copies(self, fanning_out: Sequence[tuple[GroupRows, GroupStep]]) -> None:
+        """Give slots to the further rows of groups that fan out, and let these hold what that of the first row holds.
+
+        To be called before vLLM takes in requests: afterwards it uploads what it holds on the host.
+        """
+        arrays = [*arrays_by_slot(self._runner)] if fanning_out else []
+        for group, step in fanning_out:
+            self._add_copies(group, step, arrays)
+
+    def _add_copies(self, group: GroupRows, step: GroupStep, arrays: Sequence[np.ndarray]) -> None:
+        runner, states, request = self._runner, self._runner.req_states, group.request
+        assert step.rows is not None
+        first_id, *others = group.row_ids
+        first = states.req_id_to_index[first_id]
+        slots = np.array([states.free_indices.pop() for _ in others], np.int64)
+        states.req_id_to_index.update(zip(others, slots.tolist(), strict=True))
+        states.index_to_req_id.update(zip(slots.tolist(), others, strict=True))
+        for array in arrays:
+            array[slots] = array[first]
+        if runner.encoder_cache is not None:  # as vLLM takes in a request; what is encoded, it finds by content
+            for row_id in others:
+                runner.encoder_cache.add_request(row_id, request.mm_features)
+        if request.lora_request is not None:
+            runner.lora_state.lora_requests.update(dict.fromkeys(others, request.lora_request))
+        histories = [] if step.resumed is None else step.resumed.histories[1:]
+        length = len(group.prompt) + (len(histories[0]) if histories else 0)
+        at = self.upload(slots)
+        self._write_counts(slots, at, length, group.num_drafted)
+        tokens, num_prompt = states.all_token_ids.gpu, len(group.prompt)
+        tokens[at, :num_prompt] = tokens[first, :num_prompt]
+        if histories:
+            tokens[at, num_prompt:length] = self.upload(np.array(histories, np.int32), torch.int32)
+        self._write_rope_positions(first, slots, at, num_prompt, length)
+        self._write_tables(slots, at, [table[1:] for table in step.rows.tables])
+
+    def _write_counts(self, slots: np.ndarray, at: torch.Tensor, length: int, num_computed: int) -> None:
+        """How many tokens there are: what is computed, and what a preempted group has to compute again."""
+        states = self._runner.req_states
+        states.prefill_len.np[slots] = length
+        states.num_computed_prefill_tokens[slots] = states.num_computed_tokens_np[slots] = num_computed
+        states.total_len.gpu.index_fill_(0, at, length)
+        states.num_computed_tokens.gpu.index_fill_(0, at, num_computed)
+        states.draft_tokens.index_fill_(0, at, 0)
+
+    def _write_rope_positions(
+        self, first: int, slots: np.ndarray, at: torch.Tensor, num_prompt: int, length: int
+    ) -> None:
+        """M-RoPE positions: those of the prompt, which depend on its images, and after it one more for each token."""
+        state = self._runner.model_state
+        rope = state.rope_state if isinstance(state, DefaultModelState) else None
+        if rope is None:
+            return
+        delta = int(rope.prefill_delta.np[first])
+        rope.prefill_delta.np[slots] = delta
+        positions = rope.prefill_positions.gpu.view(rope.max_num_reqs, rope.num_dims, -1)
+        positions[at, :, :num_prompt] = positions[first, :, :num_prompt]
+        following = torch.arange(num_prompt + delta, length + delta, device=self.device, dtype=torch.int32)
+        positions[at, :, num_prompt:length] = following
+
+    def _write_tables(self, slots: np.ndarray, at: torch.Tensor, tables: Sequence[np.ndarray]) -> None:
+        """By KV cache group, [rows, columns] the blocks of the rows in `slots`, which are `at` on the device."""
+        block_tables = self._runner.block_tables
+        for number, table in enumerate(tables):
+            block_tables.block_tables[number].gpu[at, : table.shape[1]] = self.upload(table, torch.int32)
+            block_tables.num_blocks.np[number, slots] = table.shape[1]
+
+    def write_first_tokens(self, group: GroupRows, is_controlled: bool) -> None:
+        """Write what the device alone knows of rows that have just fanned out: the first token of each."""
+        states, at, length = self._runner.req_states, self.upload(group.slots), len(group.prompt)
+        states.last_sampled_tokens[at, 0] = group.tokens
+        states.all_token_ids.gpu[at, length] = group.tokens.int()
+        states.total_len.gpu.index_fill_(0, at, length + 1)  # where an assignment would wait for the device
+        if is_controlled and self._sampler is not None:
+            self._sampler.penalties_state.output_bin_counts[at, group.tokens] += 1
+
+    def add_blocks(self, steps: Mapping[str, GroupStep], groups: Mapping[str, GroupRows]) -> None:
+        """Append the next block of each row at a block boundary; fill the tails of rows that fan out."""
+        tables = self._runner.block_tables
+        for number, table in enumerate(tables.block_tables):
+            growing = {
+                group_id: blocks[number]
+                for group_id, step in steps.items()
+                if (blocks := step.new_blocks) is not None and len(blocks[number])
+            }
+            if growing:
+                slots = np.concatenate([groups[group_id].slots for group_id in growing])
+                columns = tables.num_blocks.np[number, slots]
+                at, to, blocks = self.upload(np.stack([slots, columns, np.concatenate([*growing.values()])]))
+                table.gpu[at, to] = blocks.int()
+                tables.num_blocks.np[number, slots] += 1
+        copies = [rows.copies for step in steps.values() if (rows := step.rows) is not None and len(rows.copies)]
+        if copies:
+            self.kv_blocks.copy_to_others(*self.upload(np.concatenate(copies).T))
+
+    def reorder(self, reorders: Reorders, is_controlled: bool = False) -> None:
+        """Let rows continue the histories of others, and where they are controlled, what their logits go by."""
+        if not reorders.rows:
+            return
+        moved = reorders.on(self.device)
+        reorder_rows(moved, self._runner.req_states.all_token_ids.gpu, self.tables, self.kv_blocks)
+        if is_controlled:
+            self._reorder_controls(moved.slots, moved.sources)
+
+    def adopt(
+        self, slots: np.ndarray, sources: np.ndarray, num_tokens: int, tables: list[np.ndarray], is_controlled: bool
+    ) -> None:
+        """Let rows continue the histories of others, with these blocks.
+
+        Args:
+            slots, sources: [b] slots of rows.
+            num_tokens: Of the histories.
+            tables: By KV cache group: [b, columns] the blocks that each row has then.
+            is_controlled: Whether they also take over what the processors of their logits know.
+        """
+        to, source, tokens = self.upload(slots), self.upload(sources), self._runner.req_states.all_token_ids.gpu
+        tokens[to, :num_tokens] = tokens[source, :num_tokens]
+        self._write_tables(slots, to, tables)
+        if is_controlled:
+            self._reorder_controls(to, source)
+
+    def _reorder_controls(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
+        """Let rows take over what the processors of their logits know of those that they continue: [R] int64 each."""
+        assert self._sampler is not None
+        counts = self._sampler.penalties_state.output_bin_counts
+        counts[slots] = counts[sources]
+        for processor in self._sampler.logits_processors:
+            if (reorder := getattr(processor, "reorder_rows", None)) is not None:  # ours to offer, not vLLM's
+                reorder(slots, sources)
+
+    def add_spare(self, row_id: str, root: int, num_tokens: int, blocks: tuple[list[int], ...]) -> None:
+        """Give a row that is no beam's a slot for one step; its tokens are read from nowhere but the drafts."""
+        states = self._runner.req_states
+        states.add_request(row_id, 1, [root], num_tokens, max_tokens=1)
+        self._runner.block_tables.append_block_ids(states.req_id_to_index[row_id], blocks, overwrite=True)
+
+    def write_drafts(self, forest_steps: Sequence[ForestStep]) -> None:
+        """Write what the target computes of every row of forests: its root, its drafts, and the blocks for them."""
+        runner, states, tables = self._runner, self._runner.req_states, self._runner.block_tables
+        states.apply_staged_writes()
+        tables.apply_staged_writes()
+        for forest_step in forest_steps:
+            paths = np.zeros((len(forest_step.slots), 1 + runner.num_speculative_steps), dtype=np.int64)
+            for row, path in enumerate(forest_step.forest.rows):
+                paths[row, : len(path)] = [forest_step.forest.tokens[node] for node in path]
+            at, tokens = self.upload(forest_step.slots), self.upload(paths)
+            states.last_sampled_tokens[at, 0] = tokens[:, 0]
+            states.draft_tokens[at] = tokens[:, 1:]
+            beams = slice(forest_step.num_beams)
+            for number, (own, column) in enumerate(zip(forest_step.blocks, forest_step.columns, strict=True)):
+                if own.shape[1] > column + 1:
+                    newest = self.upload(own[beams, column + 1], torch.int32)
+                    tables.block_tables[number].gpu[at[beams], column + 1] = newest
+                    tables.num_blocks.np[number, forest_step.group.slots] = column + 2

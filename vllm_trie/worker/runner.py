@@ -35,12 +35,11 @@ from vllm_trie.worker.draft import Drafter
 from vllm_trie.worker.draft_by_lookup import LookupDrafts
 from vllm_trie.worker.draft_by_model import ModelDrafts
 from vllm_trie.worker.expand import expand
-from vllm_trie.worker.histories import Histories
-from vllm_trie.worker.new_rows import add_blocks, add_copies, may_copy_rows, refuse_own_state, take_in_rows
+from vllm_trie.worker.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.new_rows import may_copy_rows, refuse_own_state
 from vllm_trie.worker.pipeline import Stages
 from vllm_trie.worker.rank_check import rank_check
-from vllm_trie.worker.row_beams import RowBeams
-from vllm_trie.worker.rows import BatchRows, GroupRows
+from vllm_trie.worker.rows import Rows
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext
 from vllm_trie.worker.sub_batch import scatter_logprobs, sub_batch
@@ -59,10 +58,9 @@ class BeamModelRunner(GPUModelRunner):
         self._has_own_processors = has_logits_processors(self.vllm_config)  # which may write something in any step
         self.step = StepContext()
         self.rank_check = rank_check(self.vllm_config)
-        self.histories = Histories(self)
         self.stages: Stages | None = None
         self.catalogs: DeviceCatalogs
-        self.row_beams: RowBeams
+        self.rows: Rows
         self.selector: Selector
         self.drafter: Drafter | None = None
 
@@ -75,14 +73,13 @@ class BeamModelRunner(GPUModelRunner):
             self.speculator.load_draft_model = partial(self._load_draft_model, self.speculator.load_draft_model)
         super().load_model(*args, **kwargs)
         refuse_own_state(self.model_state)
+        self.rows = Rows(self)
         if self.pp_handler is not None:
-            self.stages = Stages(self.pp_handler, self.groups, self.histories, self.device, self.max_num_reqs)
-        # The last stage of a pipeline has the sampler.
+            self.stages = Stages(self.pp_handler, self.groups, self.rows, self.max_num_reqs)
         self.catalogs = DeviceCatalogs(None if self.sampler is None else self.device)
-        self.row_beams = RowBeams(self, self.catalogs)
         if self.sampler is None:
             return
-        self.selector = Selector(self, self.groups, self.sampler, self.row_beams, self.histories)
+        self.selector = Selector(self, self.groups, self.rows, self.catalogs)
         if self.speculator is not None:
             source = LookupDrafts if self.speculative_config.use_ngram() else ModelDrafts
             self.drafter = Drafter(self, self.selector, source(self, self.selector, self.rank_check))
@@ -118,14 +115,20 @@ class BeamModelRunner(GPUModelRunner):
 
     def add_requests(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> None:
         if scheduler_output.scheduled_new_reqs or self._has_own_processors:  # else the stock runner writes nothing
-            add_copies(self, self.step, self.groups)
+            step, groups = self.step, self.groups
+            self.rows.add_copies([(groups[group_id], step.steps[group_id]) for group_id in step.copied])
             super().add_requests(scheduler_output, **kwargs)
-            take_in_rows(self, self.step, self.groups, self.row_beams)
+            for group_id in step.entered:
+                groups[group_id].slots = self.rows.slots_of(groups[group_id].row_ids)
+            for group_id in step.new_tokens_unknown:
+                self.rows.write_first_tokens(groups[group_id], step.steps[group_id].rules.is_controlled)
+            if self.sampler is not None:  # the last stage of a pipeline has it
+                self.selector.begin(step)
 
     def update_requests(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> None:
         super().update_requests(scheduler_output, **kwargs)
         if self.step.steps:
-            add_blocks(self, self.step, self.groups, self.histories.kv_blocks)
+            self.rows.add_blocks(self.step.steps, self.groups)
         if self.drafter is not None and self.step.speculating:
             self.block_tables.apply_staged_writes()  # the draft model reads the tables before the target does
             start = time.perf_counter()

@@ -11,9 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_trie.search.rank import Candidates, Completes
 from vllm_trie.search.rules import Means, SelectRules
@@ -22,11 +20,12 @@ from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import packed
 from vllm_trie.search.stop_strings import CONTEXT
 from vllm_trie.worker import kernels
-from vllm_trie.worker.histories import Histories
+from vllm_trie.worker.catalogs import DeviceCatalogs
+from vllm_trie.worker.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.row_beams import RowBeams
-from vllm_trie.worker.row_options import stop_strings_of
+from vllm_trie.worker.row_params import stop_strings_of
 from vllm_trie.worker.row_reorder import Reorders
-from vllm_trie.worker.rows import BatchRows, GroupRows
+from vllm_trie.worker.rows import Rows
 from vllm_trie.worker.step_context import Selected, StepContext
 
 
@@ -34,27 +33,27 @@ class Selector:
     """Takes the steps of the search for the rows of one runner.
 
     Args:
-        runner: vLLM's, which holds the rows' tokens and blocks.
+        runner: vLLM's, whose sampler processes logits.
         groups: Its groups; their scores and newest tokens are updated.
-        sampler: vLLM's, which processes logits, and holds what penalties count.
-        row_beams: What its rows carry.
-        histories: Of its rows.
+        rows: Its rows.
+        catalogs: On its device.
     """
 
     def __init__(
-        self,
-        runner: GPUModelRunner,
-        groups: dict[str, GroupRows],
-        sampler: Sampler,
-        row_beams: RowBeams,
-        histories: Histories,
+        self, runner: GPUModelRunner, groups: dict[str, GroupRows], rows: Rows, catalogs: DeviceCatalogs
     ) -> None:
-        self._runner = runner
         self._groups = groups
-        self._sampler = sampler
-        self.row_beams = row_beams
-        self.histories = histories
+        self._sampler = runner.sampler
+        self.rows = rows
+        self.row_beams = RowBeams(rows, catalogs)
         self._stop_strings = stop_strings_of(runner.model_config)
+
+    def begin(self, context: StepContext) -> None:
+        """Begin the states of rows that are new, once they have tokens that the host knows."""
+        for group_id in context.entered:
+            if group_id not in context.new_tokens_unknown:
+                group, step = self._groups[group_id], context.steps[group_id]
+                group.beams = group.beams._replace(states=self.row_beams.begin(step.rules, step.resumed))
 
     def select(
         self, context: StepContext, rows: BatchRows, logits: torch.Tensor, sampled: torch.Tensor
@@ -68,9 +67,9 @@ class Selector:
             sampled: [R, ...] int64, receives the newest token of every row of a group.
         """
         alike = defaultdict(list)
-        for group_id, asked in context.steps.items():
-            if asked.selects and group_id not in context.forests:
-                alike[asked.rules, asked.decodes, group_id in context.masks].append(group_id)
+        for group_id, group_step in context.plain.items():
+            if group_step.selects:
+                alike[group_step.rules, group_step.decodes, group_id in context.masks].append(group_id)
         selected, reorders = [], Reorders()
         into_slots = kernels.select_next if kernels.run_on(logits.device) else select_next
         for (rules, decodes, has_masks), group_ids in alike.items():
@@ -88,14 +87,11 @@ class Selector:
             tokens = step.tokens.long()
             for group, of_tokens, of_beams in zip(groups, tokens, beams.after(step).split(), strict=True):
                 group.tokens, group.beams = of_tokens, of_beams
-            at = async_tensor_h2d(places, device=logits.device, dtype=torch.int64)
+            at = self.rows.upload(places)
             sampled[at, 0] = tokens[:, : places.shape[1]]
             if decodes and places.shape[1] > 1:
                 reorders.add(slots, step.parents, [len(group.prompt) for group in groups], num_tokens)
-        if reorders.rows:
-            moved = self.histories.reorder(reorders)
-            if any(rules.is_controlled for rules, *_ in alike):
-                self._reorder_controls(moved.slots, moved.sources)
+        self.rows.reorder(reorders, any(rules.is_controlled for rules, *_ in alike))
         return selected
 
     def _logits(
@@ -109,7 +105,7 @@ class Selector:
         elif flat.tolist() == [*range(flat[0], flat[0] + len(flat))]:
             of_rows = logits[flat[0] : flat[0] + len(flat)]
         else:
-            of_rows = logits[async_tensor_h2d(flat, device=logits.device, dtype=torch.int64)]
+            of_rows = logits[self.rows.upload(flat)]
         return of_rows.view(*index.shape, -1)
 
     def processed(
@@ -133,9 +129,7 @@ class Selector:
         """
         depths = np.zeros_like(slots) if depths is None else depths
         batch = rows.batch
-        at, in_slots, local = (
-            async_tensor_h2d(values, device=logits.device, dtype=torch.int64) for values in (index, slots, depths)
-        )
+        at, in_slots, local = map(self.rows.upload, (index, slots, depths))
         newest = batch.logits_indices[at]
         positions, tokens = batch.positions[newest], batch.input_ids[newest]
         return self._sampler.apply_sampling_params(
@@ -167,41 +161,4 @@ class Selector:
 
     def history(self, group: GroupRows, row: int) -> tuple[list[int], list[int]]:
         """The last few tokens of the prompt, and what a row has generated before this step. Waits for the device."""
-        states, slot, prompt = self._runner.req_states, group.slots[row], group.prompt
-        generated = states.all_token_ids.gpu[slot, len(prompt) : int(states.total_len.gpu[slot])]
-        return prompt[-CONTEXT:], generated.tolist()
-
-    def adopt(
-        self, slots: np.ndarray, sources: np.ndarray, num_tokens: int, tables: list[np.ndarray], is_controlled: bool
-    ) -> None:
-        """Let rows continue the histories of others, with these blocks.
-
-        Args:
-            slots, sources: [b] slots of rows.
-            num_tokens: Of the histories.
-            tables: By KV cache group: [b, columns] the blocks that each row has then.
-            is_controlled: Whether they also take over what the processors of their logits know.
-        """
-        states, block_tables = self._runner.req_states, self._runner.block_tables
-        to, source = (
-            async_tensor_h2d(of_rows, device=self._runner.device, dtype=torch.int64) for of_rows in (slots, sources)
-        )
-        states.all_token_ids.gpu[to, :num_tokens] = states.all_token_ids.gpu[source, :num_tokens]
-        for number, table in enumerate(tables):
-            blocks = async_tensor_h2d(table, device=self._runner.device, dtype=torch.int32)
-            block_tables.block_tables[number].gpu[to, : table.shape[1]] = blocks
-            block_tables.num_blocks.np[number, slots] = table.shape[1]
-        if is_controlled:
-            self._reorder_controls(to, source)
-
-    def _reorder_controls(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
-        """Let rows take over what the processors of their logits know of those that they continue.
-
-        Args:
-            slots, sources: [R] int64.
-        """
-        counts = self._sampler.penalties_state.output_bin_counts
-        counts[slots] = counts[sources]
-        for processor in self._sampler.logits_processors:
-            if (reorder := getattr(processor, "reorder_rows", None)) is not None:  # ours to offer, not vLLM's
-                reorder(slots, sources)
+        return group.prompt[-CONTEXT:], self.rows.generated(group, row)

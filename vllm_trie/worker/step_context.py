@@ -41,6 +41,11 @@ class StepContext:
     decided_at: Any = field(default_factory=lambda: torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     @property
+    def plain(self) -> dict[str, GroupStep]:
+        """Those of groups that take one step each."""
+        return {group_id: step for group_id, step in self.steps.items() if group_id not in self.forests}
+
+    @property
     def decoding(self) -> list[str]:
         """Groups that run with all their rows."""
         return [group_id for group_id, step in self.steps.items() if step.decodes]

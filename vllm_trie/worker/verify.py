@@ -18,7 +18,7 @@ from vllm_trie.search.step_result import Step, packed, unpacked
 from vllm_trie.search.strategies.drawn import Drawn, best_of, take_cells
 from vllm_trie.worker.accept_path import accept_path
 from vllm_trie.worker.forest_step import ForestStep
-from vllm_trie.worker.rows import BatchRows
+from vllm_trie.worker.group_rows import BatchRows
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext
 
@@ -52,7 +52,7 @@ def verify(
     for group_id, forest_step in context.forests.items():
         search = _beam_sampling if isinstance(forest_step.step.rules.strategy, Drawn) else _beam_search
         steps, beams, accepted, forest_step.group.beams = search(_Nodes(selector, rows, forest_step, logits))
-        tokens = accept_path(selector, forest_step, steps, beams)
+        tokens = accept_path(selector.rows, forest_step, steps, beams)
         places = rows.places(forest_step.slots)
         at = async_tensor_h2d(places[: forest_step.num_beams], device=sampled.device, dtype=torch.int64)
         sampled[at, : tokens.shape[1]] = async_tensor_h2d(tokens, device=sampled.device, dtype=torch.int64)

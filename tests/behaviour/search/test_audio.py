@@ -139,7 +139,7 @@ def test_llm_beam_search_finds_what_vllms_own_loop_finds(engine: Engine, encoded
 def test_all_rows_of_a_group_hold_the_same_blocks_of_what_was_encoded(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager, kv_blocks = engine.scheduler.kv_cache_manager, engine.runner.histories.kv_blocks
+    manager, kv_blocks = engine.scheduler.kv_cache_manager, engine.runner.rows.kv_blocks
     announced, copied, seen = [], set(), dict[str, list[int]]()
     announce, copy = manager.announce, kv_blocks.copy_to_others
 

@@ -13,7 +13,7 @@ from tests.support.pairs import NOISE, Pair, count_differing, speculating
 from tests.support.reference import load
 from vllm_trie.worker.draft import Drafter
 from vllm_trie.worker.forest_step import ForestStep
-from vllm_trie.worker.rows import GroupRows
+from vllm_trie.worker.group_rows import GroupRows
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +66,6 @@ def test_without_the_copies_of_drafted_forks_it_says_something_else(
 def test_without_any_copies_of_tail_blocks_it_says_something_else(
     engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.runner.histories.kv_blocks, "copy", lambda *_: None)
+    monkeypatch.setattr(engine.runner.rows.kv_blocks, "copy", lambda *_: None)
     search(engine, monkeypatch)
     assert alone.num_wrong > 0
