@@ -18,6 +18,7 @@ from vllm_trie.search.constraints.ngrams import NOTHING, NoRepeats
 from vllm_trie.search.forest import Forest, Layer
 from vllm_trie.search.lookup import Continuations
 from vllm_trie.worker.forest_step import ForestStep
+from vllm_trie.worker.searched_forest import SearchedForest
 
 CPU = torch.device("cpu")
 NUM_BEAMS, NUM_LAYERS, VOCAB_SIZE, STOP = 3, 3, 8, 7
@@ -47,8 +48,8 @@ def planted(histories: np.ndarray) -> ForestStep:
     states = {NO_PAIR_TWICE: torch.from_numpy(padded)[None], along: state}
     group: Any = SimpleNamespace(row_ids=["row"] * NUM_BEAMS)
     blocks = [np.zeros((20, 1), np.int32)]
-    step, rng = GroupStep(rules, selects=True), np.random.default_rng(3)
-    return ForestStep(step, budget, group, 5, [16], Forest(roots, 20, 99), layer, blocks, rng, states)
+    step = GroupStep(rules, selects=True, budget=budget)
+    return SearchedForest(step, group, 5, [16], Forest(roots, 20, 99), layer, blocks, states)
 
 
 def check(forest_step: ForestStep, histories: np.ndarray) -> int:

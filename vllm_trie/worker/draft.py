@@ -17,29 +17,34 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.messages import GroupStep
-from vllm_trie.search.forest import Forest, Layer, affordable
-from vllm_trie.search.sampling import generator
+from vllm_trie.search.forest import Forest, Layer
 from vllm_trie.search.strategies.drawn import Drawn
+from vllm_trie.worker.drawn_forest import DrawnForest
 from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.group_rows import GroupRows
+from vllm_trie.worker.searched_forest import SearchedForest
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext
 
 NO_BLOCK = 0
 
-Plant = Callable[[GroupStep, GroupRows], ForestStep]
+Forests = dict[str, ForestStep]  # by group
+FORESTS: dict[type, type[ForestStep]] = {Drawn: DrawnForest}  # by strategy; for others one that is searched
+MakeForest = Callable[[GroupStep, GroupRows], ForestStep]
 
 
 class DraftSource(Protocol):
     """Where drafts come from."""
 
-    def forests(self, context: StepContext, groups: dict[str, GroupRows], plant: Plant) -> dict[str, ForestStep]:
+    def forests(
+        self, context: StepContext, groups: dict[str, GroupRows], make_forest: MakeForest
+    ) -> dict[str, ForestStep]:
         """A forest for every group with a budget; for none of those that it has no drafts for.
 
         Args:
             context: The step's.
             groups: Of the runner.
-            plant: Makes a forest of a group's roots, to be called in the order of the groups.
+            make_forest: Makes a forest of a group's roots, to be called in the order of the groups.
         """
         ...
 
@@ -63,13 +68,13 @@ class Drafter:
         self, context: StepContext, groups: dict[str, GroupRows], output: SchedulerOutput
     ) -> dict[str, ForestStep]:
         """The forests of groups that speculate; their rows are added to the runner's slots and to `output`."""
-        forests = self.source.forests(context, groups, self._plant)
+        forests = self.source.forests(context, groups, self._make_forest)
         for group_id, forest_step in forests.items():
             self._add_rows(group_id, forest_step, output)
         self._selector.rows.write_drafts([*forests.values()])
         return forests
 
-    def _plant(self, step: GroupStep, group: GroupRows) -> ForestStep:
+    def _make_forest(self, step: GroupStep, group: GroupRows) -> ForestStep:
         rows, tables, budget = self._selector.rows, self._runner.block_tables, step.budget
         assert budget is not None
         start, num_rows = rows.num_computed(group), len(group.slots) + len(budget.spare_rows)
@@ -86,15 +91,12 @@ class Drafter:
                 own[row, column : column + len(of_row[number])] = of_row[number]
             blocks.append(own)
         roots = group.tokens.tolist()
-        if isinstance(step.rules.strategy, Drawn):
-            room = len(roots), num_rows, budget.max_tokens
-            num_layers, draft_width = affordable(*room, budget.num_layers, budget.draft_width, step.rules.width)
-            budget = replace(budget, num_layers=num_layers, draft_width=draft_width)
+        kind = FORESTS.get(type(step.rules.strategy), SearchedForest)
+        step = replace(step, budget=(budget := kind.affordable(budget, len(roots), step.rules)))
         forest = Forest(roots, num_rows, budget.max_tokens)
         beams = self._selector.row_beams.before_drafts(step.rules, group, start + 1, budget.num_layers)
         layer = Layer(list(range(len(roots))), beams.compete_by[0], range(len(roots)))
-        rng = None if step.draw is None else generator(*step.draw)
-        return ForestStep(step, budget, group, start, tables.block_sizes, forest, layer, blocks, rng, beams.states)
+        return kind(step, group, start, tables.block_sizes, forest, layer, blocks, beams.states)
 
     def _num_skipped(self, number: int, num_computed_tokens: int) -> int:
         """How many blocks in front of the window of a KV cache group the scheduler holds no longer."""

@@ -14,7 +14,7 @@ from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.lookup import Continuations, NGrams, PromptIndex, continuations
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.worker.draft import Plant
+from vllm_trie.worker.draft import MakeForest
 from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.group_rows import GroupRows
 from vllm_trie.worker.rank_check import RankCheck
@@ -41,7 +41,9 @@ class LookupDrafts:
         config = runner.speculative_config
         self._ngrams = NGrams(config.prompt_lookup_min, config.prompt_lookup_max)
 
-    def forests(self, context: StepContext, groups: dict[str, GroupRows], plant: Plant) -> dict[str, ForestStep]:
+    def forests(
+        self, context: StepContext, groups: dict[str, GroupRows], make_forest: MakeForest
+    ) -> dict[str, ForestStep]:
         """See `DraftSource`."""
         forests, copies = {}, list[tuple[int, int]]()
         for group_id in context.speculating:
@@ -49,7 +51,7 @@ class LookupDrafts:
             found, scores = self._look_up(step, group), group.beams.scores[0].cpu().numpy()
             found.tokens[scores[found.beams] == NEVER] = NO_TOKEN
             if _may_lead_on(found, step.rules, scores):
-                forests[group_id] = plant(step, group)
+                forests[group_id] = make_forest(step, group)
                 copies += forests[group_id].add_layers(found)
         if copies:
             self._selector.rows.kv_blocks.copy(*np.array(copies).T)

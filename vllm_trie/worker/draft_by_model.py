@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_trie.worker.draft import Plant
+from vllm_trie.worker.draft import MakeForest
 from vllm_trie.worker.draft_model import DraftModel
 from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.group_rows import GroupRows
@@ -30,9 +30,11 @@ class ModelDrafts:
         self._rank_check = rank_check
         self.draft_model = DraftModel(runner)
 
-    def forests(self, context: StepContext, groups: dict[str, GroupRows], plant: Plant) -> dict[str, ForestStep]:
+    def forests(
+        self, context: StepContext, groups: dict[str, GroupRows], make_forest: MakeForest
+    ) -> dict[str, ForestStep]:
         """See `DraftSource`."""
-        forests = {group_id: plant(context.steps[group_id], groups[group_id]) for group_id in context.speculating}
+        forests = {group_id: make_forest(context.steps[group_id], groups[group_id]) for group_id in context.speculating}
         for forest_step in forests.values():
             self._note_pending(forest_step)
         self._catch_up(forests)

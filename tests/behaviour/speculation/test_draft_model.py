@@ -43,13 +43,13 @@ def test_the_draft_model_says_what_it_says_alone(engine: Engine, alone: Alone, m
 def test_without_catching_up_it_says_something_else_and_the_search_finds_the_same(
     engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant = Drafter._plant
+    plant = Drafter._make_forest
 
     def plant_at_the_newest(drafter: Drafter, step: Any, group: GroupRows) -> ForestStep:
         group.num_drafted = int(engine.runner.req_states.num_computed_tokens_np[group.slots[0]])
         return plant(drafter, step, group)
 
-    monkeypatch.setattr(Drafter, "_plant", plant_at_the_newest)
+    monkeypatch.setattr(Drafter, "_make_forest", plant_at_the_newest)
     assert count_differing(*search(engine, monkeypatch)) == 0
     assert alone.num_wrong > alone.num_compared // 10
 

@@ -121,7 +121,7 @@ def test_where_nothing_repeats_itself_steps_are_plain(engine: Engine, monkeypatc
     def no_forest(*_: Any) -> Any:
         raise AssertionError("nothing was found, and a forest was made")
 
-    monkeypatch.setattr(Drafter, "_plant", no_forest)
+    monkeypatch.setattr(Drafter, "_make_forest", no_forest)
     monkeypatch.setattr(LookupDrafts, "_look_up", _nothing_of(LookupDrafts._look_up))
     (output,) = check_exact(engine, [(prompt_of(20), {"beam_width": 4, "max_tokens": 9})])
     counts = output.kv_transfer_params["trie_beam"]

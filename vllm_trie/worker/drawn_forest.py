@@ -1,0 +1,127 @@
+"""A forest that is drawn: drafts are draws from the draft model, and those are accepted that keep the target's law."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from vllm_trie.messages import SpeculationBudget
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.devices import NEVER
+from vllm_trie.search.forest import Layer, RowFork, affordable
+from vllm_trie.search.rejection import DraftRules, Drafts, Verified, drafted, verified_layers
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.sampling import generator
+from vllm_trie.search.step import joint_distribution, reported
+from vllm_trie.search.step_result import Step
+from vllm_trie.search.strategies.drawn import Drawn, take_cells
+from vllm_trie.worker.forest_nodes import ROOT_OF_DEAD, Nodes, on_host
+from vllm_trie.worker.forest_step import ForestStep, Found
+
+NO_SLOT = NO_NODE = -1
+
+
+@dataclass(slots=True)
+class DrawnForest(ForestStep):
+    """The forest of a beam sampling."""
+
+    strategy: Drawn = field(init=False)
+    rng: np.random.Generator = field(init=False)
+    drafts: list[Drafts] = field(default_factory=list)  # by layer
+    nodes_of_drafts: list[list[int]] = field(default_factory=list)  # likewise; NO_NODE where a hypothesis ends
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.step.rules.strategy, Drawn)
+        assert self.step.draw is not None
+        self.strategy, self.rng = self.step.rules.strategy, generator(*self.step.draw)
+
+    @classmethod
+    def affordable(cls, budget: SpeculationBudget, num_roots: int, rules: SelectRules) -> SpeculationBudget:
+        """See `ForestStep`: layers of drawn nodes must not be cut according to what is drawn."""
+        room = num_roots, num_roots + len(budget.spare_rows), budget.max_tokens
+        num_layers, draft_width = affordable(*room, budget.num_layers, budget.draft_width, rules.width)
+        return replace(budget, num_layers=num_layers, draft_width=draft_width)
+
+    @property
+    def draft_rules(self) -> DraftRules:
+        """How layers are drawn and verified."""
+        replacement, min_width, threshold, _ = self.strategy
+        return DraftRules(self.budget.draft_width, self.step.rules.width, min_width, threshold, replacement)
+
+    def grow(self, logits: torch.Tensor, number: int) -> list[RowFork]:
+        """See `ForestStep`."""
+        rules = self.rules[number - 1]
+        before, vocab_size = self.nodes_of_drafts[-1] if self.nodes_of_drafts else self.layer.nodes, logits.shape[-1]
+        is_alive = torch.tensor([node != NO_NODE for node in before], device=logits.device)
+        scores = torch.full((len(before),), NEVER, device=logits.device)
+        scores[is_alive] = self.layer.scores
+        every = logits.new_zeros(len(before), vocab_size)
+        every[is_alive] = logits
+        beams = self.beams_at([max(node, 0) for node in before], Beams(scores[None]))
+        q, logprobs = (
+            found[0] for found in joint_distribution(rules._replace(is_controlled=False), every[None], beams)
+        )
+        num_known = self.forest.num_nodes
+        drafts = drafted(q, self.draft_rules, self.rng)
+        forks, nodes = list[RowFork](), list[int]()
+        parents, tokens = np.divmod(drafts.cells, vocab_size)
+        for parent, token in zip(parents.tolist(), tokens.tolist(), strict=True):
+            if token in rules.stops.token_ids:
+                nodes.append(NO_NODE)
+                continue
+            node, fork = self.forest.add(before[parent], token)
+            nodes.append(node)
+            forks += [fork] if fork is not None else []
+        self.follow(range(num_known, self.forest.num_nodes))
+        grown = scores[parents] + logprobs[parents, tokens]
+        alive = [at for at, node in enumerate(nodes) if node != NO_NODE]
+        self.layer = Layer([nodes[at] for at in alive], grown[alive], ())
+        self.drafts.append(drafts)
+        self.nodes_of_drafts.append(nodes)
+        return forks
+
+    def search(self, nodes: Nodes) -> Found:
+        """Layers that are distributed as beam sampling's, until one was not drafted in full."""
+        steps, beams, accepted = list[Step](), [list(range(self.num_beams))], list[int]()
+        slots_of_rows = np.arange(self.num_beams)  # by row of the distribution: the beam that it continues
+        before = self.group.beams
+        scores = before.scores[0]
+        logprobs: torch.Tensor  # of the beams before the newest step
+        newest: Step[torch.Tensor]
+
+        def target(verified: Verified | None) -> torch.Tensor:
+            """The target's joint distribution; after the first layer with a row for each draft of the layer before."""
+            nonlocal before, logprobs
+            before = self.beams_at(beams[-1], Beams(scores[None]))
+            joint, of_beams = joint_distribution(self.rules[len(steps)], nodes.logits(beams[-1])[None], before)
+            logprobs = of_beams[0]
+            of_rows = joint[0][np.maximum(slots_of_rows, 0)]
+            of_rows[slots_of_rows < 0] = 0.0
+            return of_rows
+
+        def take(cells: np.ndarray) -> tuple[Step, np.ndarray]:
+            nonlocal newest
+            rules, drawn = self.rules[len(steps)], torch.from_numpy(cells).to(logprobs.device)
+            choice, slots = take_cells(rules, logprobs, scores, drawn, nodes.means(rules, beams[-1]))
+            newest = reported(rules, choice)
+            return on_host(newest), slots.cpu().numpy()
+
+        for verified in verified_layers(self.drafts, target, self.draft_rules, self.rng):
+            rows, tokens = np.divmod(verified.cells, logprobs.shape[-1])
+            step, slots = take(slots_of_rows[rows] * logprobs.shape[-1] + tokens)
+            steps.append(step)
+            accepted.append(int((verified.drafts >= 0).sum()))
+            if not verified.is_complete or step.num_beams == 0 or self.rules[len(steps) - 1].is_last:
+                break
+            layer = self.nodes_of_drafts[len(steps) - 1]
+            slots_of_rows, scores = np.full(len(layer), NO_SLOT), torch.from_numpy(step.scores).to(logprobs.device)
+            slots_of_rows[verified.drafts] = slots
+            at = {int(slot): layer[draft] for slot, draft in zip(slots, verified.drafts, strict=True) if slot >= 0}
+            beams.append([at.get(slot, ROOT_OF_DEAD) for slot in range(len(step.scores))])
+        if not steps:  # nothing is possible any more: the search ends
+            steps.append(take(np.zeros(0, dtype=np.int64))[0])
+            accepted.append(0)
+        kept = self.strategy.kept(newest)
+        return Found([*steps[:-1], on_host(kept)], beams[: len(steps)], accepted, before.after(kept))

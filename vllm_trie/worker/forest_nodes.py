@@ -1,0 +1,72 @@
+"""The nodes of one group's forest after the target's forward: search steps are taken from beams that are at them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.rules import Means, SelectRules
+from vllm_trie.search.spans import spans
+from vllm_trie.search.step import take_step
+from vllm_trie.search.step_result import Step, packed, unpacked
+from vllm_trie.worker.forest_step import ForestStep
+from vllm_trie.worker.group_rows import BatchRows
+from vllm_trie.worker.select import Selector
+
+ROOT_OF_DEAD = 0  # what stands for the node of a beam that is dead, and which nothing continues
+
+
+class Nodes:
+    """The nodes of one group's forest, and what the target says after each.
+
+    Args:
+        selector: Takes steps.
+        rows: Of the batch.
+        forest_step: The group's.
+        logits: [N, V], of the batch, unprocessed.
+    """
+
+    def __init__(self, selector: Selector, rows: BatchRows, forest_step: ForestStep, logits: torch.Tensor) -> None:
+        self.forest_step = forest_step
+        self.forest = forest_step.forest
+        self.rules = forest_step.rules
+        self._selector = selector
+        lengths = np.array([len(path) for path in self.forest.rows])
+        starts = lengths.cumsum() - lengths
+        index = spans(rows.first_logits(rows.places(forest_step.slots)), lengths)
+        if self.rules[0].is_controlled:
+            roots = [path[0] for path in self.forest.rows]
+            slots, depths = np.repeat(forest_step.slots[roots], lengths), spans(np.zeros_like(lengths), lengths)
+            self._logits = selector.processed(rows, logits, index, slots, forest_step.start + 1 + depths, depths)
+        else:
+            self._logits = logits[selector.rows.upload(index)]
+        # By node: where its logits are, in the first row that leads through it.
+        depth_of = [path.index(node) for node, path in enumerate(map(self.forest.path, range(self.forest.num_nodes)))]
+        self._at = starts[self.forest.row_of] + np.array(depth_of)
+
+    def logits(self, nodes: list[int]) -> torch.Tensor:
+        """[nodes, V]."""
+        return self._logits[self._selector.rows.upload(self._at[nodes])]
+
+    def step(self, rules: SelectRules, nodes: list[int], beams: Beams) -> tuple[Step[np.ndarray], Beams]:
+        """One step of the search from beams at `nodes`, and what its beams carry."""
+        beams = self.forest_step.beams_at(nodes, beams)
+        step = take_step(rules, self.logits(nodes)[None], beams, self.means(rules, nodes))
+        return on_host(step), beams.after(step)
+
+    def means(self, rules: SelectRules, nodes: list[int]) -> Means:
+        """What a step from beams at `nodes` is taken with."""
+
+        def history(_: int, beam: int) -> tuple[list[int], list[int]]:
+            root, *path = self.forest.path(nodes[beam])
+            prompt, generated = self._selector.history(self.forest_step.group, root)
+            return prompt, generated + [self.forest.tokens[node] for node in path]
+
+        return Means(completes=self._selector.completes(rules, history))
+
+
+def on_host(step: Step) -> Step:
+    tensor, layout = packed(step)
+    (of_group,) = unpacked(tensor.cpu().numpy(), layout)
+    return of_group
