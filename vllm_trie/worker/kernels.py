@@ -100,19 +100,20 @@ def _first_alive(lives, rank, count, num_alive, width):
 
 @triton.jit(do_not_specialize=["count", "width", "num_rows"], do_not_specialize_on_alignment=["next_tokens"])
 def _select_next(
-    parents,  # [G, K] int64
-    tokens,  # [G, K] int64
-    scores,  # [G, K]
-    lives,  # [G, K] int8
-    count,
-    next_parents,  # [G, b] int64
-    next_tokens,  # [G, b] int64
-    next_scores,  # [G, b]
-    width,
-    num_rows,
-    slots: tl.constexpr,
+    parents, tokens, scores, lives, count, next_parents, next_tokens, next_scores, width, num_rows, slots: tl.constexpr,
     chunk: tl.constexpr,
-):
+):  # fmt: skip
+    """See `select_next`: a program per group.
+
+    Args:
+        parents: [G, K] int64.
+        tokens: [G, K] int64.
+        scores: [G, K].
+        lives: [G, K] int8.
+        next_parents: [G, b] int64.
+        next_tokens: [G, b] int64.
+        next_scores: [G, b].
+    """
     first = tl.program_id(0).to(tl.int64) * count
     parents, tokens, scores, lives = parents + first, tokens + first, scores + first, lives + first
     slot = tl.arange(0, slots)
@@ -166,17 +167,18 @@ def _copy(source, destination, start, end, tile_size: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "sources", "num_common", "num_tokens"])
 def _copy_histories(
-    slots,  # [R]
-    sources,  # [R]
-    num_common,  # [R]
-    num_tokens,  # [R]
-    tokens,  # [slots, length]
-    tokens_stride,
-    table_pointers,
-    table_strides,
-    block_sizes,
+    slots, sources, num_common, num_tokens, tokens, tokens_stride, table_pointers, table_strides, block_sizes,
     tile_size: tl.constexpr,
-):
+):  # fmt: skip
+    """See `copy_histories`: a program per row and table, and one for its tokens.
+
+    Args:
+        slots: [R].
+        sources: [R].
+        num_common: [R].
+        num_tokens: [R].
+        tokens: [slots, length].
+    """
     row, part = tl.program_id(0), tl.program_id(1)
     source, slot = tl.load(sources + row), tl.load(slots + row)
     if source == slot:
@@ -193,19 +195,19 @@ def _copy_histories(
 
 @triton.jit(do_not_specialize=["num_tables"], do_not_specialize_on_alignment=["slots", "sources", "num_tokens"])
 def _copy_tails(
-    slots,  # [R]
-    sources,  # [R]
-    num_tokens,  # [R]
-    table_pointers,
-    table_strides,
-    block_sizes,
-    num_tables,
-    pointers,  # [segments]
-    strides,  # [segments], from block to block, in words
-    words,  # [segments], of a block
-    word: tl.constexpr,
-    tile_size: tl.constexpr,
-):
+    slots, sources, num_tokens, table_pointers, table_strides, block_sizes, num_tables, pointers, strides, words, word:
+    tl.constexpr, tile_size: tl.constexpr,
+):  # fmt: skip
+    """See `copy_tails`: a program per row and table, segment and tile.
+
+    Args:
+        slots: [R].
+        sources: [R].
+        num_tokens: [R].
+        pointers: [segments].
+        strides: [segments], from block to block, in words.
+        words: [segments], of a block.
+    """
     row, of_table = tl.program_id(0) // num_tables, tl.program_id(0) % num_tables
     segment, tile = tl.program_id(1), tl.program_id(2)
     source, slot = tl.load(sources + row), tl.load(slots + row)

@@ -40,19 +40,15 @@ class KVBlocks:
         self._layers = [_blocks(cache, num_blocks) for cache in _distinct(kv_caches)]
 
     def copy(self, sources: np.ndarray, destinations: np.ndarray) -> None:
-        """Copy whole blocks, in every layer, [copies] each; all are read before any is written."""
-        device = self._layers[0].device
-        self.copy_on_device(*(torch.from_numpy(blocks).to(device) for blocks in (sources, destinations)))
-
-    def copy_on_device(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """The same for blocks that only the device knows. A block may be copied onto itself.
+        """Copy whole blocks, in every layer, [copies] each. A block may be copied onto itself.
 
         KV cache groups may lie over each other, so that layers see the same bytes: hence all are read first.
         """
-        sources, destinations = sources.long(), destinations.long()
-        copies = [layer.index_select(0, sources) for layer in self._layers]
+        device = self._layers[0].device
+        read, written = (torch.from_numpy(blocks).to(device).long() for blocks in (sources, destinations))
+        copies = [layer.index_select(0, read) for layer in self._layers]
         for layer, blocks in zip(self._layers, copies, strict=True):
-            layer.index_copy_(0, destinations, blocks)
+            layer.index_copy_(0, written, blocks)
 
     def copy_to_others(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         """The same where no block is both source and destination: so there is no need to hold copies of all of them.

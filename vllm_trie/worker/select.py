@@ -26,7 +26,7 @@ from vllm_trie.worker.row_beams import RowBeams
 from vllm_trie.worker.row_params import stop_strings_of
 from vllm_trie.worker.row_reorder import Reorders
 from vllm_trie.worker.rows import Rows
-from vllm_trie.worker.step_context import Selected, StepContext
+from vllm_trie.worker.step_context import PackedStep, StepContext
 
 
 class Selector:
@@ -57,7 +57,7 @@ class Selector:
 
     def select(
         self, context: StepContext, rows: BatchRows, logits: torch.Tensor, sampled: torch.Tensor
-    ) -> list[Selected]:
+    ) -> list[PackedStep]:
         """Take one step of every group that searches and does not speculate.
 
         Args:
@@ -83,7 +83,7 @@ class Selector:
             beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1])
             of_rows = self._logits(rules, rows, logits, slots, places)
             step = take_step(rules, of_rows, beams, Means(draws, completes, into_slots))
-            selected.append(Selected(group_ids, *packed(step)))
+            selected.append(PackedStep(group_ids, *packed(step)))
             tokens = step.tokens.long()
             for group, of_tokens, of_beams in zip(groups, tokens, beams.after(step).split(), strict=True):
                 group.tokens, group.beams = of_tokens, of_beams

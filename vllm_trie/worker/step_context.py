@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,9 +12,10 @@ import torch
 from vllm_trie.messages import Decided, GroupStep
 from vllm_trie.search.step_result import Layout, unpacked
 from vllm_trie.worker.forest_step import ForestStep
+from vllm_trie.worker.group_rows import GroupRows
 
 
-class Selected(NamedTuple):
+class PackedStep(NamedTuple):
     """What a step of groups with equal rules decided, on the device."""
 
     group_ids: list[str]
@@ -36,7 +37,7 @@ class StepContext:
     forests: dict[str, ForestStep] = field(default_factory=dict)  # of the groups that speculate
     draft_seconds: float = 0.0  # that it took to draft them
     masks: dict[str, torch.Tensor] = field(default_factory=dict)  # [rows, V / 32] of groups with a grammar, packed
-    selected: list[Selected] = field(default_factory=list)  # what was decided, on the device
+    selected: list[PackedStep] = field(default_factory=list)  # what was decided, on the device
     decided: dict[str, Decided] = field(default_factory=dict)  # what was decided on the host: of the forests
     decided_at: Any = field(default_factory=lambda: torch.cuda.Event())  # type: ignore[no-untyped-call]
 
@@ -44,6 +45,10 @@ class StepContext:
     def plain(self) -> dict[str, GroupStep]:
         """Those of groups that take one step each."""
         return {group_id: step for group_id, step in self.steps.items() if group_id not in self.forests}
+
+    def slots(self, group_id: str, groups: Mapping[str, GroupRows]) -> np.ndarray:
+        """Of all rows that a group has in this step."""
+        return (self.forests.get(group_id) or groups[group_id]).slots
 
     @property
     def decoding(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,11 +33,10 @@ def sub_batch(batch: InputBatch, rows: np.ndarray) -> tuple[InputBatch, torch.Te
     tokens = on_device(spans(batch.query_start_loc_np[rows], lengths))
     logits = on_device(spans(batch.cu_num_logits_np[rows], num_logits))
     query_starts, cu_num_logits = (np.concatenate([[0], n.cumsum()]).astype(np.int32) for n in (lengths, num_logits))
-    at, num_drafts = on_device(rows), batch.num_draft_tokens_per_req
+    at = on_device(rows)
     # Where the tokens of a row lie among those of all rows, they lie among those of these.
     moved = on_device(np.repeat(query_starts[:-1] - batch.query_start_loc_np[rows], num_logits))
-    is_prefilling = batch.is_prefilling_np[rows]
-    as_decode = batch.prefill_runs_as_decode_np
+    is_prefilling, counts = batch.is_prefilling_np[rows], _some(batch.num_draft_tokens_per_req, rows)
     smaller = replace(
         batch,
         req_ids=[batch.req_ids[row] for row in rows],
@@ -49,8 +49,8 @@ def sub_batch(batch: InputBatch, rows: np.ndarray) -> tuple[InputBatch, torch.Te
         num_scheduled_tokens=batch.num_scheduled_tokens[rows],
         num_tokens=len(tokens),
         num_tokens_after_padding=len(tokens),
-        num_draft_tokens=0 if num_drafts is None else int(num_drafts[rows].sum()),
-        num_draft_tokens_per_req=None if num_drafts is None else num_drafts[rows],
+        num_draft_tokens=0 if counts is None else int(counts.sum()),
+        num_draft_tokens_per_req=counts,
         query_start_loc=on_device(query_starts, torch.int32),
         query_start_loc_np=query_starts,
         seq_lens=batch.seq_lens[at],
@@ -66,12 +66,17 @@ def sub_batch(batch: InputBatch, rows: np.ndarray) -> tuple[InputBatch, torch.Te
         logits_indices=batch.logits_indices[logits] + moved,
         cu_num_logits=on_device(cu_num_logits, torch.int32),
         cu_num_logits_np=cu_num_logits,
-        prompt_lens=None if batch.prompt_lens is None else batch.prompt_lens[at],
-        prefill_runs_as_decode_np=None if as_decode is None else as_decode[rows],
+        prompt_lens=_some(batch.prompt_lens, at),
+        prefill_runs_as_decode_np=_some(batch.prefill_runs_as_decode_np, rows),
         max_query_len=None,
         fast_prefill=None,
     )
     return smaller, logits
+
+
+def _some(values: Any, at: Any) -> Any:
+    """Those of some rows; None where vLLM, or this version of it, has none."""
+    return None if values is None else values[at]
 
 
 def scatter_logprobs(tensors: LogprobsTensors, logits: torch.Tensor, batch: InputBatch) -> LogprobsTensors:
@@ -88,5 +93,5 @@ def scatter_logprobs(tensors: LogprobsTensors, logits: torch.Tensor, batch: Inpu
         return field.new_zeros(count, *field.shape[1:]).index_copy_(0, logits, field)
 
     fields = tensors.logprob_token_ids, tensors.logprobs, tensors.selected_token_ranks
-    has_drafts = count > batch.num_reqs
-    return LogprobsTensors(*map(spread, fields), batch.cu_num_logits_np.tolist() if has_drafts else None)
+    has_several = count > batch.num_reqs
+    return LogprobsTensors(*map(spread, fields), batch.cu_num_logits_np.tolist() if has_several else None)

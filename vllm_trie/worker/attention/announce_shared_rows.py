@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -16,32 +16,29 @@ def announce_shared_rows(
     runner: GPUModelRunner, context: StepContext, groups: Mapping[str, GroupRows], batch: InputBatch
 ) -> None:
     """Hand the rows of all decoding groups, those of forests included, to the builders of the target model's layers."""
-    decoding = context.decoding
-    if not decoding:
+    if not context.decoding:
         return
     rows = BatchRows(batch, runner.max_num_reqs)
-    places = {group_id: rows.places((context.forests.get(group_id) or groups[group_id]).slots) for group_id in decoding}
-    for number, attn_groups in enumerate(runner.attn_groups):
-        sharing = [
-            SharedRows(places[group_id], shared[number])
-            for group_id in decoding
-            if (shared := context.steps[group_id].num_shared) is not None
-        ]
-        for attn_group in attn_groups:
-            builder = attn_group.get_metadata_builder(0)
-            if isinstance(builder, SharesPrefixes):
-                builder.groups = [rows for rows in sharing if builder.takes(len(rows.places), rows.num_shared)]
+    places = {group_id: rows.places(context.slots(group_id, groups)) for group_id in context.decoding}
+    for builder, shared in _builders(runner, context):
+        sharing = [SharedRows(places[group_id], num_shared) for group_id, num_shared in shared.items()]
+        builder.groups = [rows for rows in sharing if builder.takes(len(rows.places), rows.num_shared)]
 
 
 def reads_shared_blocks_once(runner: GPUModelRunner, context: StepContext, groups: Mapping[str, GroupRows]) -> bool:
     """Whether any layer will do that in this step, known before there is a batch."""
-    for group_id in context.decoding:
-        rows = (context.forests.get(group_id) or groups[group_id]).slots
-        if (shared := context.steps[group_id].num_shared) is None:
-            continue
-        for attn_groups, num_shared in zip(runner.attn_groups, shared, strict=True):
-            for attn_group in attn_groups:
-                builder = attn_group.get_metadata_builder(0)
-                if isinstance(builder, SharesPrefixes) and builder.takes(len(rows), num_shared):
-                    return True
-    return False
+    return any(
+        builder.takes(len(context.slots(group_id, groups)), num_shared)
+        for builder, shared in _builders(runner, context)
+        for group_id, num_shared in shared.items()
+    )
+
+
+def _builders(runner: GPUModelRunner, context: StepContext) -> Iterator[tuple[SharesPrefixes, dict[str, int]]]:
+    """Those that may make use of it, with the number of first tokens that the rows of each decoding group share."""
+    shared = {key: step.num_shared for key, step in context.steps.items() if step.decodes and step.num_shared}
+    for number, attn_groups in enumerate(runner.attn_groups if shared else ()):
+        of_tables = {group_id: counts[number] for group_id, counts in shared.items()}
+        for attn_group in attn_groups:
+            if isinstance(builder := attn_group.get_metadata_builder(0), SharesPrefixes):
+                yield builder, of_tables

@@ -109,23 +109,19 @@ def _num_processors(device: torch.device) -> int:
 
 @triton.jit
 def _attend(
-    query,  # [M, padded_size]
-    top,  # [M] float32
-    total,  # [M] float32
-    sums,  # [M, padded_size] float32
-    start,
-    end,
-    cache,  # at the KV head
-    block_stride,
-    token_stride,
-    table,  # at the row
-    scale,
-    head_size: tl.constexpr,
-    padded_size: tl.constexpr,
-    block_size: tl.constexpr,
-    keys_at_a_time: tl.constexpr,
-):
-    """Go on with a softmax, over keys [start, end)."""
+    query, top, total, sums, start, end, cache, block_stride, token_stride, table, scale, head_size: tl.constexpr,
+    padded_size: tl.constexpr, block_size: tl.constexpr, keys_at_a_time: tl.constexpr,
+):  # fmt: skip
+    """Go on with a softmax, over keys [start, end).
+
+    Args:
+        query: [M, padded_size].
+        top: [M] float32.
+        total: [M] float32.
+        sums: [M, padded_size] float32.
+        cache: At the KV head.
+        table: At the row.
+    """
     column = tl.arange(0, padded_size)
     in_head = column < head_size
     for first in range(start, end, keys_at_a_time):
@@ -154,32 +150,25 @@ def _attend(
     do_not_specialize_on_alignment=["first_tokens", "end_tokens", "num_shared", "places", "rows"],
 )
 def _attend_to_shared(
-    queries,  # [tokens, heads, head_size]
-    query_stride,
-    cache,  # [blocks, KV heads, block_size, 2 * head_size]
-    block_stride,
-    head_stride,
-    token_stride,
-    tables,  # [rows, blocks]
-    table_stride,
-    first_tokens,  # [tiles], among those of groups
-    end_tokens,  # [tiles]
-    num_shared,  # [tiles]
-    places,  # [N], of tokens in the batch
-    rows,  # [N]
-    sums,  # [parts, N, heads, head_size]
-    logs,  # [parts, N, heads], of the sums' weights, to base 2
-    num_parts,
-    count,
-    num_kv_heads,
-    scale,
-    heads: tl.constexpr,
-    head_size: tl.constexpr,
-    padded_size: tl.constexpr,
-    block_size: tl.constexpr,
-    keys_at_a_time: tl.constexpr,
+    queries, query_stride, cache, block_stride, head_stride, token_stride, tables, table_stride, first_tokens,
+    end_tokens, num_shared, places, rows, sums, logs, num_parts, count, num_kv_heads, scale, heads: tl.constexpr,
+    head_size: tl.constexpr, padded_size: tl.constexpr, block_size: tl.constexpr, keys_at_a_time: tl.constexpr,
     tile: tl.constexpr,
-):
+):  # fmt: skip
+    """A tile of queries, over a part of what all rows of their group share.
+
+    Args:
+        queries: [tokens, heads, head_size].
+        cache: [blocks, KV heads, block_size, 2 * head_size].
+        tables: [rows, blocks].
+        first_tokens: [tiles], among those of groups.
+        end_tokens: [tiles].
+        num_shared: [tiles].
+        places: [N], of tokens in the batch.
+        rows: [N].
+        sums: [parts, N, heads, head_size].
+        logs: [parts, N, heads], of the sums' weights, to base 2.
+    """
     kv_head, part = tl.program_id(1), tl.program_id(2)
     first, end = tl.load(first_tokens + tl.program_id(0)), tl.load(end_tokens + tl.program_id(0))
     shared = tl.load(num_shared + tl.program_id(0))
@@ -198,22 +187,10 @@ def _attend_to_shared(
     per_part = tl.cdiv(tl.cdiv(shared, num_parts), keys_at_a_time) * keys_at_a_time
     start = part * per_part
     top, total, sum_of_tile = _attend(
-        of_tile,
-        top,
-        total,
-        sum_of_tile,
-        start,
-        tl.minimum(start + per_part, shared),
-        cache + kv_head * head_stride,
-        block_stride,
-        token_stride,
-        table,
-        scale,
-        head_size,
-        padded_size,
-        block_size,
-        keys_at_a_time,
-    )
+        of_tile, top, total, sum_of_tile, start, tl.minimum(start + per_part, shared),
+        cache + kv_head * head_stride, block_stride, token_stride, table, scale,
+        head_size, padded_size, block_size, keys_at_a_time,
+    )  # fmt: skip
     is_empty = total == 0.0
     to = (part * count + token).to(tl.int64) * (num_kv_heads * heads) + head
     share = 1.0 / tl.where(is_empty, 1.0, total)
@@ -226,33 +203,25 @@ def _attend_to_shared(
     do_not_specialize_on_alignment=["places", "rows", "num_shared"],
 )
 def _attend_to_own(
-    queries,  # [tokens, heads, head_size]
-    query_stride,
-    outputs,  # the same
-    output_stride,
-    cache,  # [blocks, KV heads, block_size, 2 * head_size]
-    block_stride,
-    head_stride,
-    token_stride,
-    tables,  # [rows, blocks]
-    table_stride,
-    places,  # [N], of tokens in the batch
-    rows,  # [N]
-    num_shared,  # [N]
-    lengths,  # [N]
-    sums,  # [parts, N, heads, head_size]
-    logs,  # [parts, N, heads]
-    num_parts,
-    count,
-    num_kv_heads,
-    scale,
-    heads: tl.constexpr,
-    head_size: tl.constexpr,
-    padded_size: tl.constexpr,
-    block_size: tl.constexpr,
-    keys_at_a_time: tl.constexpr,
+    queries, query_stride, outputs, output_stride, cache, block_stride, head_stride, token_stride, tables, table_stride,
+    places, rows, num_shared, lengths, sums, logs, num_parts, count, num_kv_heads, scale, heads: tl.constexpr,
+    head_size: tl.constexpr, padded_size: tl.constexpr, block_size: tl.constexpr, keys_at_a_time: tl.constexpr,
     padded_heads: tl.constexpr,
-):
+):  # fmt: skip
+    """A token, over its own keys, beginning with the sums of the first kernel.
+
+    Args:
+        queries: [tokens, heads, head_size].
+        outputs: The same.
+        cache: [blocks, KV heads, block_size, 2 * head_size].
+        tables: [rows, blocks].
+        places: [N], of tokens in the batch.
+        rows: [N].
+        num_shared: [N].
+        lengths: [N].
+        sums: [parts, N, heads, head_size].
+        logs: [parts, N, heads].
+    """
     token, kv_head = tl.program_id(0), tl.program_id(1)
     query = tl.arange(0, padded_heads)
     head, column = kv_head * heads + query, tl.arange(0, padded_size)
@@ -273,21 +242,9 @@ def _attend_to_own(
         sum_of_token = sum_of_token * rescaled[:, None] + part_sum * weight[:, None]
         total, top = total * rescaled + weight, new_top
     top, total, sum_of_token = _attend(
-        of_token,
-        top,
-        total,
-        sum_of_token,
-        tl.load(num_shared + token),
-        tl.load(lengths + token),
-        cache + kv_head * head_stride,
-        block_stride,
-        token_stride,
-        tables + tl.load(rows + token).to(tl.int64) * table_stride,
-        scale,
-        head_size,
-        padded_size,
-        block_size,
-        keys_at_a_time,
-    )
+        of_token, top, total, sum_of_token, tl.load(num_shared + token), tl.load(lengths + token), cache + kv_head *
+        head_stride, block_stride, token_stride, tables + tl.load(rows + token).to(tl.int64) * table_stride, scale,
+        head_size, padded_size, block_size, keys_at_a_time,
+    )  # fmt: skip
     found = sum_of_token / total[:, None]
     tl.store(outputs + place * output_stride + at, found.to(outputs.dtype.element_ty), mask=is_there)
