@@ -12,7 +12,7 @@ from vllm.v1.executor import multiproc_executor
 
 from tests.support.engine import Engine
 from tests.support.rows import Row, rows_of
-from vllm_trie.search.lookup import NGrams
+from vllm_trie.search.draft_lookup import NGrams
 
 RANKS = 2
 WORKERS_NEED = ["tests", "vllm.v1.worker.cpu_worker", "vllm.v1.executor.multiproc_executor"]

@@ -15,8 +15,8 @@ from vllm_trie.messages import GroupStep, SpeculationBudget
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
 from vllm_trie.search.constraints.ngrams import NOTHING, NoRepeats
+from vllm_trie.search.draft_lookup import DraftPaths
 from vllm_trie.search.forest import Forest, Layer
-from vllm_trie.search.lookup import Continuations
 from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.searched_forest import SearchedForest
 
@@ -85,5 +85,5 @@ def test_nodes_that_were_found_carry_what_their_paths_say() -> None:
     histories = np.array([[0, 1, 2, 0, 3], [0, 1, 2, 3, 1], [0, 1, 2, 4, 4]], np.int32)
     forest_step = planted(histories)
     found = np.array([[4, 1, 0], [4, 1, 3], [0, 4, 1], [1, 0, 2]], np.int32)
-    forest_step.add_layers(Continuations(np.array([0, 0, 1, 2]), found))
+    forest_step.add_layers(DraftPaths(np.array([0, 0, 1, 2]), found))
     assert check(forest_step, histories) == 10

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm_trie.messages import GroupStep
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import NEVER
-from vllm_trie.search.lookup import Continuations, NGrams, PromptIndex, continuations
+from vllm_trie.search.draft_lookup import DraftPaths, NGrams, PromptIndex, continuations
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.worker.draft import MakeForest
 from vllm_trie.worker.forest_step import ForestStep
@@ -60,7 +60,7 @@ class LookupDrafts:
             self._rank_check.compare("drafts", drafts)
         return forests
 
-    def _look_up(self, step: GroupStep, group: GroupRows) -> Continuations:
+    def _look_up(self, step: GroupStep, group: GroupRows) -> DraftPaths:
         """How the beams of a group may go on. Waits for the device."""
         rows, budget = self._selector.rows, step.budget
         assert budget is not None
@@ -75,7 +75,7 @@ class LookupDrafts:
             self._keep_to_constraints(found, beams)
         return found
 
-    def _keep_to_constraints(self, found: Continuations, beams: Beams) -> None:
+    def _keep_to_constraints(self, found: DraftPaths, beams: Beams) -> None:
         """End continuations where they leave what the constraints allow."""
         paths, tokens = map(self._selector.rows.upload, found)
         leads_on, beams = torch.ones_like(tokens, dtype=torch.bool), beams.gather(paths[None])
@@ -85,7 +85,7 @@ class LookupDrafts:
         found.tokens[~leads_on.cpu().numpy()] = NO_TOKEN
 
 
-def _may_lead_on(found: Continuations, rules: SelectRules, scores: np.ndarray) -> bool:
+def _may_lead_on(found: DraftPaths, rules: SelectRules, scores: np.ndarray) -> bool:
     """Whether a second step may come of these drafts: the best beam has one, or each has where all of them count.
 
     Args:

@@ -114,9 +114,9 @@ def _fan_out(
         group.beams = Beams(*async_tensor_h2d(known, device=device, dtype=torch.float32)[:, None])
         newest = [history[-1] for history in histories]
         group.tokens = async_tensor_h2d(newest, device=device, dtype=torch.int64)
-    of_all = replace(group.request, num_computed_tokens=num_computed_tokens)
+    request = replace(group.request, num_computed_tokens=num_computed_tokens)
     blocks = zip(*(table[:num_requests].tolist() for table in step.rows.tables), strict=True)
     return [
-        replace(of_all, req_id=row_id, prefill_token_ids=group.prompt + history, block_ids=of_row)
+        replace(request, req_id=row_id, prefill_token_ids=group.prompt + history, block_ids=of_row)
         for row_id, of_row, history in zip(group.row_ids, blocks, histories, strict=False)
     ]

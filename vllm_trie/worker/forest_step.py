@@ -12,8 +12,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_trie.messages import GroupStep, SpeculationBudget
 from vllm_trie.search.beams import Beams, States, gather_states
+from vllm_trie.search.draft_lookup import DraftPaths, add_drafts
 from vllm_trie.search.forest import Forest, Layer, RowFork
-from vllm_trie.search.lookup import Continuations, add_drafts
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Step
 from vllm_trie.worker.group_rows import GroupRows
@@ -109,7 +109,7 @@ class ForestStep:
         self.num_layers += bool(self.layer.nodes)
         return forks
 
-    def add_layers(self, found: Continuations) -> list[tuple[int, int]]:
+    def add_layers(self, found: DraftPaths) -> list[tuple[int, int]]:
         """Draft all layers at once. Returns the blocks to copy."""
         for nodes in add_drafts(self.forest, found, self.budget.draft_width):
             self.follow(nodes)

@@ -11,7 +11,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_trie.search.beams import Beams
-from vllm_trie.search.lookup import PromptIndex
+from vllm_trie.search.draft_lookup import PromptIndex
 
 
 class NextBeams(NamedTuple):

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from vllm_trie.messages import Decided, Drafted
-from vllm_trie.worker.accept_path import accept_path
 from vllm_trie.worker.forest_nodes import Nodes
+from vllm_trie.worker.forest_path import accept_path
 from vllm_trie.worker.group_rows import BatchRows
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext

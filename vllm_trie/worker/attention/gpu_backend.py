@@ -29,6 +29,8 @@ from vllm_trie.worker.attention.shared_rows import SharesPrefixes, tokens_of
 from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_plain, others_than, replace_backend
 from vllm_trie.worker.attention.triton_kernels import MOST_HEAD_SIZE, TILE, Plan
 
+OF_BATCH = ("num_actual_tokens", "max_query_len", "query_start_loc", "seq_lens", "slot_mapping")
+
 
 def use_shared_prefixes() -> None:
     """Let engines of this process find this backend where they look for FLASH_ATTN."""
@@ -89,17 +91,11 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
         plan = Plan(shared, common.seq_lens[rows] - behind, tables, (self.num_heads_q, self.num_heads_kv))
         others = others_than(shared.rows, common)
         stock = super().build(common_prefix_len, common if others is None else others.common, *args, **kwargs)
-        of_all = {field.name: getattr(stock, field.name) for field in fields(stock)} | {
-            "num_actual_tokens": common.num_actual_tokens,
-            "max_query_len": common.max_query_len,
-            "query_start_loc": common.query_start_loc,
-            "seq_lens": common.seq_lens,
-            "block_table": tables,
-            "slot_mapping": common.slot_mapping,
-        }
+        batch = {field.name: getattr(stock, field.name) for field in fields(stock)}
+        batch |= {name: getattr(common, name) for name in OF_BATCH} | {"block_table": tables}
         if others is None:
-            return SharedPrefixMetadata(**of_all, plan=plan)
-        return SharedPrefixMetadata(**of_all, plan=plan, others=stock, other_tokens=others.tokens)
+            return SharedPrefixMetadata(**batch, plan=plan)
+        return SharedPrefixMetadata(**batch, plan=plan, others=stock, other_tokens=others.tokens)
 
 
 class SharedPrefixImpl(AttendsApart, FlashAttentionImpl):

@@ -41,9 +41,9 @@ def others_than(rows: np.ndarray, common: CommonAttentionMetadata) -> OtherRows 
     is_other[rows] = False
     if not is_other.any():
         return None
-    device, of_all = common.seq_lens.device, np.diff(common.query_start_loc_cpu.numpy())
-    others, counts = is_other.nonzero()[0], of_all[is_other]
-    tokens = async_tensor_h2d(np.repeat(is_other, of_all).nonzero()[0], device=device, dtype=torch.int64)
+    device, lengths = common.seq_lens.device, np.diff(common.query_start_loc_cpu.numpy())
+    others, counts = is_other.nonzero()[0], lengths[is_other]
+    tokens = async_tensor_h2d(np.repeat(is_other, lengths).nonzero()[0], device=device, dtype=torch.int64)
     starts = torch.from_numpy(np.append(0, counts.cumsum()).astype(np.int32))
     at, on_host = async_tensor_h2d(others, device=device, dtype=torch.int64), torch.from_numpy(others)
     bounds, is_prefilling = common.seq_lens_cpu_upper_bound, common.is_prefilling

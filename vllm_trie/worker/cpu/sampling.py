@@ -38,12 +38,12 @@ def draw(logits: Tensor, temperature: Array, seeds: Array, pos: Array, use_fp64:
         pos: [N] int64, of the tokens that logits are for, which makes each draw of a request another one.
         use_fp64: Draw with 64 bits instead of 32.
     """
-    drawn = np.flatnonzero(temperature)
-    if len(drawn) == len(logits):
+    rows = np.flatnonzero(temperature)
+    if len(rows) == len(logits):
         return _draw_all(logits, seeds, pos, use_fp64)
     tokens = best_tokens(logits)
-    if len(drawn):
-        tokens[drawn] = _draw_all(logits[drawn], seeds[drawn], pos[drawn], use_fp64)
+    if len(rows):
+        tokens[rows] = _draw_all(logits[rows], seeds[rows], pos[rows], use_fp64)
     return tokens
 
 

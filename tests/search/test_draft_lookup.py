@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_trie.search import lookup
+from vllm_trie.search import draft_lookup as lookup
+from vllm_trie.search.draft_lookup import DraftPaths, NGrams, PromptIndex, add_drafts, continuations
 from vllm_trie.search.forest import Forest
-from vllm_trie.search.lookup import Continuations, NGrams, PromptIndex, add_drafts, continuations
 
 MANY = 1000
 Found = list[tuple[int, ...]]
@@ -139,7 +139,7 @@ def planted(of_beams: list[Found], draft_width: int = MANY, max_rows: int = MANY
     ranked = sorted((rank, beam) for beam, every in enumerate(of_beams) for rank in range(len(every)))
     tokens = np.array([of_beams[beam][rank] for rank, beam in ranked], np.int32)
     forest = Forest([100 + beam for beam in range(len(of_beams))], max_rows, max_tokens)
-    layers = add_drafts(forest, Continuations(np.array([beam for _, beam in ranked]), tokens), draft_width)
+    layers = add_drafts(forest, DraftPaths(np.array([beam for _, beam in ranked]), tokens), draft_width)
     assert [node for layer in layers for node in layer] == [*range(len(of_beams), forest.num_nodes)]
     assert all(layers)
     assert all(len(layer) <= draft_width for layer in layers)

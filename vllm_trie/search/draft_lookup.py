@@ -49,14 +49,14 @@ class PromptIndex:
         return np.repeat(np.arange(len(tokens)), counts), self._positions[spans(ends - counts, counts)]
 
 
-class Continuations(NamedTuple):
+class DraftPaths(NamedTuple):
     """How beams may go on: the best of each beam first, then the second best ones."""
 
     beams: Array  # [K]
     tokens: Array  # [K, num_tokens] int32
 
 
-def continuations(prompt: PromptIndex, generated: Array, ngrams: NGrams, num_tokens: int, most: int) -> Continuations:
+def continuations(prompt: PromptIndex, generated: Array, ngrams: NGrams, num_tokens: int, most: int) -> DraftPaths:
     """How the newest tokens of beams went on before.
 
     What comes after the end of a text is what repeats it from the match on.
@@ -84,10 +84,10 @@ def continuations(prompt: PromptIndex, generated: Array, ngrams: NGrams, num_tok
     counts = np.bincount(beams, minlength=len(generated))
     ranks = spans(np.zeros_like(counts), counts)
     order = np.lexsort((beams, ranks))[: int(np.minimum(counts, most).sum())]
-    return Continuations(beams[order], tokens[order])
+    return DraftPaths(beams[order], tokens[order])
 
 
-def add_drafts(forest: Forest, found: Continuations, draft_width: int) -> list[list[int]]:
+def add_drafts(forest: Forest, found: DraftPaths, draft_width: int) -> list[list[int]]:
     """Let a forest of roots alone grow by these continuations, as far as there is room.
 
     Args:
