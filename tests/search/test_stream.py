@@ -131,5 +131,5 @@ def test_step_along_a_catalog_waits_for_nothing(item_rules: ItemRules, length: i
         after = beams.after(found)
         assert after.states[items].shape == found.tokens.shape == (3, WIDTH)
         assert after.advance(found.tokens).states[items].shape == (3, WIDTH)
-        assert [of_group.states[items].shape for of_group in after.split()] == [(1, WIDTH)] * 3
+        assert [after.at(group).states[items].shape for group in range(3)] == [(1, WIDTH)] * 3
         packed(found)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from itertools import repeat
 from operator import add
 from typing import NamedTuple
 
@@ -52,19 +51,15 @@ class Beams(NamedTuple):
         scores = torch.cat([beams.scores for beams in groups])
         return cls(scores, torch.cat(rank_scores) if rank_scores else None, states)
 
-    def split(self) -> list[Beams]:
-        """Those of each group."""
-        count = len(self.scores)
-        if count == 1:
-            return [self]
-        scores, ranks = (
-            self.scores.chunk(count),
-            repeat(None) if self.rank_scores is None else self.rank_scores.chunk(count),
+    def at(self, place: int) -> Beams:
+        """Those of one group."""
+        if len(self.scores) == 1:
+            return self
+        own = slice(place, place + 1)
+        rank_scores = None if self.rank_scores is None else self.rank_scores[own]
+        return Beams(
+            self.scores[own], rank_scores, {key: state[own] for key, state in self.states.items()}, self.length
         )
-        if not self.states:
-            return [*map(Beams, scores, ranks)]
-        states = zip(*(state.chunk(count) for state in self.states.values()), strict=True)
-        return [*map(Beams, scores, ranks, (dict(zip(self.states, own, strict=True)) for own in states))]
 
     def gather(self, parents: torch.Tensor) -> Beams:
         """What rows carry that continue these: [G, k] which."""

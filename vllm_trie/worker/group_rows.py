@@ -30,12 +30,22 @@ class GroupRows:
 
     request: NewRequestData  # as vLLM sent it
     row_ids: list[str]
-    beams: Beams  # what they carry, as a batch of one group
+    batch: Beams  # what they carry, among others that have selected together
     tokens: torch.Tensor  # [rows of the next step] int64 on the device, newest token of each beam
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [rows], once the runner has them
     num_drafted: int = 0  # tokens of each row that the draft model has computed, if there is one
     next_beams: NextBeams | None = None  # on an earlier stage of a pipeline, until the next step
     prompt_index: PromptIndex | None = None  # in which drafts are looked up
+    place: int = 0  # of the group in its batch
+
+    @property
+    def beams(self) -> Beams:
+        """What they carry, as a batch of one group."""
+        return self.batch.at(self.place)
+
+    @beams.setter
+    def beams(self, beams: Beams) -> None:
+        self.batch, self.place = beams, 0
 
     @property
     def prompt(self) -> list[int]:

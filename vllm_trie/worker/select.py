@@ -85,8 +85,9 @@ class Selector:
             step = take_step(rules, of_rows, beams, Means(draws, completes, into_slots))
             selected.append(PackedStep(group_ids, *packed(step)))
             tokens = step.tokens.long()
-            for group, of_tokens, of_beams in zip(groups, tokens, beams.after(step).split(), strict=True):
-                group.tokens, group.beams = of_tokens, of_beams
+            after = beams.after(step)
+            for group, own, place in zip(groups, tokens, range(len(groups)), strict=True):
+                group.tokens, group.batch, group.place = own, after, place
             at = self.rows.upload(places)
             sampled[at, 0] = tokens[:, : places.shape[1]]
             if decodes and places.shape[1] > 1:
