@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
+from vllm_trie.search.devices import uploaded
+
 
 @dataclass(slots=True)
 class Reorders:
@@ -38,8 +40,7 @@ class Reorders:
     def on(self, device: torch.device) -> RowReorder:
         """All of it, on the device."""
         on_host = np.concatenate(self.rows, axis=1)
-        rows = torch.from_numpy(on_host)
-        rows = (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
+        rows = uploaded(on_host, device)
         rows[1] = rows[0][rows[1] + torch.cat(self.parents)]  # from a place among the rows to the slot there
         return RowReorder(rows, on_host[3])
 

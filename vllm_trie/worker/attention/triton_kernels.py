@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_trie.search.devices import uploaded
 from vllm_trie.worker.attention.shared_rows import SharedTokens
 
 MOST_HEAD_SIZE = 256
@@ -50,7 +51,7 @@ class Plan:
             [first, np.minimum(first + per_tile, shared.starts[1:][of_group]), shared.num_shared[of_group]]
         )
         of_tokens = np.stack([shared.places, shared.rows, np.repeat(shared.num_shared, counts)])
-        self._tiles, self._tokens = _on(device, tiles), _on(device, of_tokens)
+        self._tiles, self._tokens = (uploaded(array.astype(np.int32), device) for array in (tiles, of_tokens))
         programs, most = len(first) * num_kv_heads, int(shared.num_shared.max())
         wanted = -(-2 * _num_processors(device) // programs)
         self._num_parts = max(min(MOST_PARTS, wanted, -(-most // LEAST_PART)), 1)
@@ -96,11 +97,6 @@ class Plan:
             padded_heads=max(triton.next_power_of_2(heads), LEAST_QUERIES),
             **of_both,
         )
-
-
-def _on(device: torch.device, array: np.ndarray) -> torch.Tensor:
-    on_host = torch.from_numpy(array.astype(np.int32))
-    return (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
 
 
 def _num_processors(device: torch.device) -> int:
