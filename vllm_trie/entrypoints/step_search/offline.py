@@ -16,7 +16,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_trie.compat.patch import Patch, arguments
 from vllm_trie.entrypoints.requests import refusing
-from vllm_trie.entrypoints.step_search.request import DrawError, StepRequest, asks_for_steps, open_request
+from vllm_trie.entrypoints.step_search.drawn_steps import DrawError
+from vllm_trie.entrypoints.step_search.request import StepRequest, asks_for_steps, open_request
 from vllm_trie.entrypoints.step_search.scorers import Scorer, StepCandidate
 from vllm_trie.search.step_search import checked_scores
 from vllm_trie.selection import has_beams

@@ -15,7 +15,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_trie.compat.patch import Patch, arguments
 from vllm_trie.entrypoints.requests import refusing
 from vllm_trie.entrypoints.server import is_served, raise_errors
-from vllm_trie.entrypoints.step_search.request import DrawError, StepRequest, asks_for_steps, open_request
+from vllm_trie.entrypoints.step_search.drawn_steps import DrawError
+from vllm_trie.entrypoints.step_search.request import StepRequest, asks_for_steps, open_request
 from vllm_trie.entrypoints.step_search.scorers import HttpScorer, StepCandidate
 from vllm_trie.search.step_search import checked_scores
 from vllm_trie.selection import has_beams

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,30 +17,25 @@ from vllm.v1.engine import EngineCoreRequest
 
 from vllm_trie.entrypoints.limits import check_widths, engine_limits
 from vllm_trie.entrypoints.requests import refuse_unknown
+from vllm_trie.entrypoints.step_search.drawn_steps import DrawError, StepReader
 from vllm_trie.entrypoints.step_search.scorers import Scorer, StepCandidate, scorer_of
 from vllm_trie.messages import FORK, ForkTicket
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, StepParams, asks_for_beams, parse_options
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
-from vllm_trie.search.step_search import DrawnStep, ScorerError, StepHypothesis, StepRules, StepSearch
-from vllm_trie.search.stop_strings import INCOMPLETE, text_after
+from vllm_trie.search.step_search import ScorerError, StepHypothesis, StepRules, StepSearch
 from vllm_trie.selection import config_of
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
 
-CONTEXT = 8  # tokens before a step that decide how its first ones are written
 
+class _Candidate(NamedTuple):
+    """One that is being drawn."""
 
-class _Note(NamedTuple):
-    """What is kept of a step."""
-
-    candidate_id: str
-    logprobs: Any
-
-
-class DrawError(RuntimeError):
-    """The engine did not draw a candidate."""
+    prompt: dict[str, Any]
+    params: SamplingParams
+    continues: StepHypothesis
 
 
 @dataclass
@@ -49,9 +45,8 @@ class StepRequest:
     Args:
         request_id: As whoever asks calls it.
         engine_input: The prompt, as tokens.
-        params: What was asked for.
         beam: Its beam options.
-        tokenizer: The engine's.
+        reader: Makes steps of outputs.
         scorer: What gives candidates their scores.
         search: What has been found.
         forks: Whether candidates go on with the KV blocks of what they continue, whatever of it is cached.
@@ -59,45 +54,50 @@ class StepRequest:
 
     request_id: str
     engine_input: Mapping[str, Any]
-    params: SamplingParams
     beam: StepParams
-    tokenizer: Any
+    reader: StepReader
     scorer: Scorer
     search: StepSearch
     forks: bool = True
 
     def __post_init__(self) -> None:
-        self.prompt_token_ids: list[int] = list(self.engine_input["prompt_token_ids"])
-        text = self.engine_input.get("prompt")
-        self.prompt = self.tokenizer.decode(self.prompt_token_ids) if text is None else text
-        self.own_params = _for_candidates(self.params)
         self.own_id = f"steps-{random_uuid()}"  # what the ids of its candidates begin with
-        self._drawing: dict[str, tuple[dict[str, Any], SamplingParams]] = {}
-        self._continued: list[StepHypothesis] = []  # by each of these
+        self._drawing: dict[str, _Candidate] = {}  # by the ids of their requests, in their order
         self._held: set[str] = set()  # keys of KV blocks that the engine may hold
         self._is_over = False
         self.first: RequestOutput | None = None  # of all that the engine returned
 
+    @property
+    def params(self) -> SamplingParams:
+        """What was asked for."""
+        return self.reader.params
+
+    @cached_property
+    def prompt(self) -> str:
+        """Its text."""
+        text = self.engine_input.get("prompt")
+        return str(self.reader.tokenizer.decode(self.engine_input["prompt_token_ids"]) if text is None else text)
+
     def requests(self) -> dict[str, tuple[dict[str, Any], SamplingParams]]:
         """Prompt and parameters of each candidate of the next round, by the id of its request, in their order."""
-        self._drawing, self._continued = {}, []
         stop, step_stop = list(self.params.stop or ()), list(self.beam.step_stop or ())
+        shared, self._drawing = _for_candidates(self.params), {}
         for index, draw in enumerate(self.search.draws()):
             candidate_id = f"{self.own_id}-{self.search.num_rounds}-{index}"
             parent = draw.beam.notes[-1].candidate_id if draw.beam.notes else None
             key = candidate_id if draw.stops_at_delimiter else None
+            params = shared.clone()
             ticket = ForkTicket(key, parent) if self.forks else ForkTicket()
-            params = self.own_params.clone()
             params.extra_args = {**(params.extra_args or {}), FORK: ticket}
             params.seed, params.max_tokens = draw.seed, draw.max_tokens
             params.stop = [*stop, *step_stop] if draw.stops_at_delimiter else stop
             params.include_stop_str_in_output = draw.stops_at_delimiter or self.params.include_stop_str_in_output
-            prompt = {**self.engine_input, "prompt_token_ids": [*self.prompt_token_ids, *draw.beam.token_ids]}
+            tokens = [*self.engine_input["prompt_token_ids"], *draw.beam.token_ids]
+            prompt = {**self.engine_input, "prompt_token_ids": tokens}
             if draw.beam.steps:
                 prompt.pop("prompt", None)
-            self._drawing[candidate_id] = prompt, params
-            self._continued.append(draw.beam)
-        return self._drawing
+            self._drawing[candidate_id] = _Candidate(prompt, params, draw.beam)
+        return {candidate_id: candidate[:2] for candidate_id, candidate in self._drawing.items()}
 
     def take_released(self) -> list[str]:
         """Keys of KV blocks that no candidate will go on from: to be aborted, whatever became of the search."""
@@ -114,9 +114,9 @@ class StepRequest:
             DrawError: a request came to no end.
         """
         self.first = self.first or outputs[0]
-        ended = zip(self._drawing, outputs, strict=True)
-        self._held.update(id_ for id_, output in ended if isinstance(output.outputs[0].stop_reason, str))
-        drawn = [self._step(*of_one) for of_one in zip(self._drawing, self._continued, outputs, strict=True)]
+        ended = list(zip(self._drawing.items(), outputs, strict=True))
+        self._held.update(id_ for (id_, _), output in ended if isinstance(output.outputs[0].stop_reason, str))
+        drawn = [self.reader.step(id_, candidate.continues, output) for (id_, candidate), output in ended]
         self._drawing = {}
         return [
             StepCandidate(self.prompt, c.steps, c.token_ids, c.scores, c.is_finished) for c in self.search.take(drawn)
@@ -165,7 +165,7 @@ class StepRequest:
         return RequestOutput(
             self.request_id,
             self.engine_input.get("prompt"),
-            self.prompt_token_ids,
+            list(self.engine_input["prompt_token_ids"]),
             None,
             outputs,
             finished=True,
@@ -186,62 +186,6 @@ class StepRequest:
             finish_reason=hypothesis.finish_reason,
             stop_reason=hypothesis.stop_reason,
         )
-
-    def _step(self, candidate_id: str, beam: StepHypothesis, output: RequestOutput) -> DrawnStep:
-        (drawn,) = output.outputs
-        if drawn.finish_reason not in ("stop", "length"):
-            raise DrawError(f"the engine ended a candidate: {drawn.finish_reason}, {drawn.stop_reason}")
-        is_delimiter = isinstance(drawn.stop_reason, str) and drawn.stop_reason not in (self.params.stop or ())
-        assert output.prompt_token_ids is not None
-        context = output.prompt_token_ids[-CONTEXT:]
-        step = DrawnStep(
-            self._text(context, drawn),
-            drawn.token_ids,
-            drawn.cumulative_logprob or 0.0,
-            None if is_delimiter else drawn.finish_reason,
-            None if is_delimiter else drawn.stop_reason,
-            _Note(candidate_id, drawn.logprobs),
-        )
-        return self._ended_by_stop_string(context, beam, step)
-
-    def _ended_by_stop_string(self, context: list[int], beam: StepHypothesis, step: DrawnStep) -> DrawnStep:
-        """The step up to the first stop string, which may have begun in earlier ones, or behind a delimiter."""
-        stops = self.params.stop or ()
-        earlier = beam.text[-max(max(map(len, stops), default=1) - 1, 1) :]
-        text = earlier + step.text
-        found = [(text.find(stop, max(len(earlier) - len(stop) + 1, 0)), stop) for stop in stops]
-        found = [(start - len(earlier), stop) for start, stop in found if start >= 0]
-        if not found:
-            return step
-        start, stop = min(found, key=lambda of_one: of_one[0] + len(of_one[1]))
-        end, tokens = start + len(stop), step.token_ids
-        lengths, whole = range(len(tokens), 0, -1), step.text[:end]
-        count = next(n for n in lengths if not self._decoded(context, tokens[: n - 1]).startswith(whole))
-        logprobs = step.note.logprobs[:count]
-        sum_logprobs = sum(of[token].logprob for token, of in zip(tokens[:count], logprobs, strict=True))
-        is_included = self.params.include_stop_str_in_output
-        return DrawnStep(
-            step.text[: end if is_included else max(start, 0)],
-            tokens[:count],
-            sum_logprobs,
-            "stop",
-            stop,
-            step.note._replace(logprobs=logprobs),
-            0 if is_included else max(-start, 0),
-        )
-
-    def _text(self, context: list[int], drawn: CompletionOutput) -> str:
-        """What its tokens say: vLLM cuts the text at the delimiter, though the last token may go beyond it."""
-        stops_by_token = drawn.finish_reason == "stop" and not isinstance(drawn.stop_reason, str)
-        is_cut = stops_by_token and not self.params.include_stop_str_in_output
-        return self._decoded(context, drawn.token_ids[: len(drawn.token_ids) - is_cut])
-
-    def _decoded(self, context: list[int], tokens: Sequence[int]) -> str:
-        """What tokens say behind others, but for a character that they leave open."""
-        skips = self.params.skip_special_tokens
-        before = self.tokenizer.decode(context, skip_special_tokens=skips)
-        text = self.tokenizer.decode([*context, *tokens], skip_special_tokens=skips)
-        return text_after(before, text).rstrip(INCOMPLETE)
 
 
 def asks_for_steps(params: Any) -> bool:
@@ -292,8 +236,8 @@ def open_request(
     )
     scorer = scorer_of(beam.scorer, config_of(vllm_config).scorers, is_offline)
     forks = vllm_config.parallel_config.data_parallel_size == 1  # else candidates go to any engine
-    tokenizer = engine.renderer.tokenizer
-    return StepRequest(request_id, engine_input, params, beam, tokenizer, scorer, StepSearch(rules), forks)
+    reader = StepReader(engine.renderer.tokenizer, params)
+    return StepRequest(request_id, engine_input, beam, reader, scorer, StepSearch(rules), forks)
 
 
 def _rendered(prompt: Any, engine: AsyncLLM | LLMEngine, tokenization_kwargs: dict[str, Any]) -> Any:
