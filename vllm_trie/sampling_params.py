@@ -71,4 +71,4 @@ def refuse_unsupported(fields: Mapping[str, Any], beam: SearchParams, feature: s
     Raises:
         ValueError: naming the field and its value, and what would work.
     """
-    refuse({**fields, **beam.said(), "beam_width": feature})
+    refuse({**fields, **beam.params(), "beam_width": feature})

@@ -193,7 +193,7 @@ def test_a_job_that_is_whole_ends_as_it_did(
     write_lines(tmp_path / "in.jsonl", '{"prompt": "a"}', '{"prompt": "b"}')
     usual = ["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
     monkeypatch.setattr(sys, "argv", ["batch", *usual])
-    asked = parse(usual).asked
+    asked = parse(usual).search
     answers = [{"id": 1, "prompt": "a", "search": asked, "hypotheses": []}]
     answers += [{"id": 2, "prompt": "b", "search": asked, "hypotheses": [], "error": "too long"}]
     write_lines(tmp_path / "out.jsonl", *map(json.dumps, answers))
@@ -208,7 +208,7 @@ def test_options_come_as_json_has_them() -> None:
     assert job.params.logit_bias == {5: 1.0}
     assert job.params.structured_outputs is not None
     assert job.params.structured_outputs.regex == "a+"
-    assert {name: job.asked[name] for name in given} == given
+    assert {name: job.search[name] for name in given} == given
 
 
 def test_the_command_of_the_document_is_understood() -> None:

@@ -62,9 +62,9 @@ def touched() -> dict[str, Touched]:
     """Every piece of vLLM that this plugin wraps, replaces, overrides or relies upon, by target."""
     pieces = {}
     for entry in tomllib.loads(TOUCHED.read_text())["touched"]:
-        of_all = {name: entry.get(name, "") for name in ("grade", "how", "until", "only_in")}
+        common = {name: entry.get(name, "") for name in ("grade", "how", "until", "only_in")}
         for target, why in entry["why"].items():
-            pieces[target] = Touched(target, why=why, fields=tuple(entry.get("fields", {}).get(target, ())), **of_all)
+            pieces[target] = Touched(target, why=why, fields=tuple(entry.get("fields", {}).get(target, ())), **common)
     return pieces
 
 

@@ -48,12 +48,12 @@ def signature(node: Any) -> str:
         return f"class({', '.join(ast.unparse(field.target) + '=' * (field.value is not None) for field in declared)})"
     kinds = ["async"] if isinstance(node, ast.AsyncFunctionDef) else []
     kinds += sorted(name for decorator in node.decorator_list if (name := ast.unparse(decorator)) in _KINDS)
-    given, names = node.args, [f"/{p.arg}" for p in node.args.posonlyargs] + [p.arg for p in node.args.args]
-    listed = [name + "=" * (at >= len(names) - len(given.defaults)) for at, name in enumerate(names)]
-    listed += ["*"] * (given.vararg is not None)
-    by_name = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    args, names = node.args, [f"/{p.arg}" for p in node.args.posonlyargs] + [p.arg for p in node.args.args]
+    listed = [name + "=" * (at >= len(names) - len(args.defaults)) for at, name in enumerate(names)]
+    listed += ["*"] * (args.vararg is not None)
+    by_name = zip(args.kwonlyargs, args.kw_defaults, strict=True)
     listed += [f"*{p.arg}" + "=" * (default is not None) for p, default in by_name]
-    listed += ["**"] * (given.kwarg is not None)
+    listed += ["**"] * (args.kwarg is not None)
     return f"{' '.join(kinds)}({', '.join(listed)})"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from secrets import randbits
 
 from vllm.sampling_params import RequestOutputKind
@@ -19,8 +20,9 @@ from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
 from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import Pruning
+from vllm_trie.search.group_pools import GroupPools
 from vllm_trie.search.rules import SelectRules, Strategy
-from vllm_trie.search.stopping import StopRules
+from vllm_trie.search.stopping import HfPool, Pool, StochasticPool, StopRules, TridecodePool, VllmPool
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.search.strategies.drawn import Drawn
 from vllm_trie.search.strategies.in_groups import InGroups
@@ -62,21 +64,55 @@ def new_group(
         _pruning(params, stop_rules),
         (*catalog.constraints, *repeats, *boosts, *matchers.constraints),
     )
+    counts_prompt, uncounted = own_beams().counts_prompt, frozenset[int]()
+    if counts_prompt:
+        uncounted = frozenset(token for token in (*stop_rules.stop_token_ids, ticket.eos_token_id) if token is not None)
+    counted_length = prompt_length if counts_prompt else 0
     plan = SearchPlan(
         request.request_id,
         params,
         stop_rules,
         select_rules,
         catalog,
+        partial(new_pool, params, max_length, counted_length, uncounted, stop_rules.stop_token_ids),
         prompt_length,
-        counts_prompt=own_beams().counts_prompt,
-        is_offline=ticket.is_offline,
+        compares_final_scores=ticket.is_offline and counts_prompt,
         seed=randbits(64) if sampling.seed is None else sampling.seed,
         num_draws=max_length if params.do_sample else params.sample_first,
     )
     is_known_early = isinstance(select_rules.strategy, Best | Drawn) and not params.compact
     streams = ticket.n == 1 and sampling.output_kind is not RequestOutputKind.FINAL_ONLY and is_known_early
     return BeamGroup(plan, matchers, streams)
+
+
+def new_pool(
+    params: BeamParams,
+    max_length: int,
+    prompt_length: int = 0,
+    uncounted: frozenset[int] = frozenset(),
+    stop_token_ids: tuple[int, ...] = (),
+) -> Pool:
+    """Where finished hypotheses compete, by a search's semantics.
+
+    Args:
+        max_length: The most tokens a hypothesis can generate.
+        prompt_length: Tokens of the prompt, where semantics="vllm" counts them.
+        uncounted: Tokens that do not count in the end of a hypothesis, likewise.
+        stop_token_ids: Which end a hypothesis.
+    """
+    width, penalty = params.beam_width, params.length_penalty
+    if params.semantics == "vllm":
+        return VllmPool(width, penalty, max_length, prompt_length, uncounted)
+    if params.semantics == "tridecode":
+        return TridecodePool(width, penalty, max_length)
+    if params.stochastic:
+        return StochasticPool(width, penalty, max_length)
+    if params.num_beam_groups > 1:
+        of_group = width // params.num_beam_groups
+        pools = [HfPool(of_group, penalty, max_length, params.early_stopping) for _ in range(params.num_beam_groups)]
+        return GroupPools(pools, of_group, stop_token_ids)
+    # One beam is greedy search: `generate(num_beams=1)` stops at the first stop token, whatever the options.
+    return HfPool(width, penalty, max_length, True if width == 1 else params.early_stopping)
 
 
 def _pruning(beam: BeamParams, rules: StopRules) -> Pruning:

@@ -35,9 +35,9 @@ def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> Sa
     from vllm_trie.entrypoints.requests import check_requests
 
     check_requests()  # an engine without beams must refuse these params; it would sample
-    given = {name: options.pop(name) for name in OPTIONS if name in options}
+    own = {name: options.pop(name) for name in OPTIONS if name in options}
     _refuse_unknown(options, SamplingParams.__struct_fields__)
-    beam = search_params({"beam_width": beam_width, **given})
+    beam = search_params({"beam_width": beam_width, **own})
     check_n(n, beam)
     extra_args = options.pop("extra_args", None) or {}
     for name in extra_args:

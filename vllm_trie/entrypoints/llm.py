@@ -38,8 +38,8 @@ def search_in_engine() -> None:
 def _beam_search(
     original: Callable[..., list[BeamSearchOutput]], self: Any, *args: Any, **kwargs: Any
 ) -> list[BeamSearchOutput]:
-    given = arguments(original, self, *args, **kwargs)  # 0.33 has one more, the priority
-    params: BeamSearchParams = given["params"]
+    call = arguments(original, self, *args, **kwargs)  # 0.33 has one more, the priority
+    params: BeamSearchParams = call["params"]
     vllm_config = self.llm_engine.vllm_config
     refusal, inputs = None, None
     if not has_beams(vllm_config):
@@ -49,16 +49,16 @@ def _beam_search(
     elif has_allowlist(params):
         refusal = "with allowed_token_ids"
     else:
-        inputs = self._preprocess_cmpl(given["prompts"])
+        inputs = self._preprocess_cmpl(call["prompts"])
         refusals = (why_not_behind(engine_input, vllm_config) for engine_input in inputs)
         refusal = next(filter(None, refusals), None)
     if refusal is None:
         assert inputs is not None
-        adapters = self._lora_request_to_seq(given["lora_request"], len(inputs))
-        priorities = self._priority_to_seq(given.get("priority"), len(inputs))
+        adapters = self._lora_request_to_seq(call["lora_request"], len(inputs))
+        priorities = self._priority_to_seq(call.get("priority"), len(inputs))
         prompts = list(map(_Prompt, inputs, adapters, priorities))
         try:
-            return _search(self, prompts, params, given["use_tqdm"], given["concurrency_limit"])
+            return _search(self, prompts, params, call["use_tqdm"], call["concurrency_limit"])
         except BaseException:
             for engine_input in inputs:
                 forget_unsent(self.llm_engine.input_processor, engine_input)

@@ -45,12 +45,12 @@ def show_beams() -> None:
 
 def _add_beams(original: Callable[..., None], self: StatLoggerManager, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
-    given = arguments(original, self, *args, **kwargs)
-    if not has_beams(given["vllm_config"]):
+    call = arguments(original, self, *args, **kwargs)
+    if not has_beams(call["vllm_config"]):
         return
     prometheus = next(known for known in self.stat_loggers if isinstance(known, PrometheusStatLogger))
-    writes_lines = given["enable_default_loggers"] and given["client_count"] == 1  # as vLLM: several see a part each
-    beams = BeamStatLogger(prometheus, writes_lines, given["aggregate_engine_logging"])
+    writes_lines = call["enable_default_loggers"] and call["client_count"] == 1  # as vLLM: several see a part each
+    beams = BeamStatLogger(prometheus, writes_lines, call["aggregate_engine_logging"])
     self.stat_loggers.insert(0, beams)  # it takes what the others must not see
 
 

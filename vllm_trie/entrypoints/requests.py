@@ -103,8 +103,8 @@ def _checked(
 
 
 def _caller(params: SamplingParams) -> Caller:
-    said = (params.extra_args or {}).get(CALLER)
-    return said if isinstance(said, Caller) else BEAM_WIDTH
+    caller = (params.extra_args or {}).get(CALLER)
+    return caller if isinstance(caller, Caller) else BEAM_WIDTH
 
 
 def _refuse_without_kernel(params: SamplingParams, vllm_config: VllmConfig) -> None:
@@ -190,14 +190,12 @@ def why_not_behind(engine_input: Any, vllm_config: VllmConfig) -> str | None:
 
 def _why_without_images(vllm_config: VllmConfig) -> str | None:
     """Why rows of beams would not see what a multimodal prompt shows its own row, if they would not."""
-    if vllm_config.speculative_config is not None:
-        return "works on multimodal prompts only without speculation; start vLLM without it"
-    if vllm_config.model_config.is_mm_prefix_lm:
-        return (
-            "does not work on multimodal prompts of a model whose images are attended in both directions; send text "
-            "alone"
-        )
-    return None
+    reasons = {
+        "works on multimodal prompts only without speculation; start vLLM without it": vllm_config.speculative_config,
+        "does not work on multimodal prompts of a model whose images are attended in both directions; send text "
+        "alone": vllm_config.model_config.is_mm_prefix_lm,
+    }
+    return next((why for why, is_so in reasons.items() if is_so), None)
 
 
 def forget_unsent(processor: InputProcessor, engine_input: Any) -> None:

@@ -155,8 +155,8 @@ def _refuse_several_prompts(request: TextRequest | ResponsesRequest | SpeechRequ
     """Of several prompts vLLM's response has the field of compact answers and scores of steps for the first alone."""
     prompt = request.prompt if isinstance(request, CompletionRequest) else None
     is_several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-    asked = request.vllm_xargs or {}
-    what = "compact=1" if asked.get("compact") else 'unit="step"' if asked.get("unit") == "step" else None
+    xargs = request.vllm_xargs or {}
+    what = "compact=1" if xargs.get("compact") else 'unit="step"' if xargs.get("unit") == "step" else None
     if what is not None and isinstance(prompt, list) and is_several:
         raise BeamRequestError(f"{what} takes one prompt, and this request has {len(prompt)}; send each by itself")
 
@@ -183,8 +183,8 @@ async def raise_errors(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGen
 async def _beam_search(
     original: Callable[..., AsyncGenerator[RequestOutput, None]], self: Any, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[RequestOutput, None]:
-    given = arguments(original, self, *args, **kwargs)  # 0.33 has one more, the request's priority
-    prompt, params = given["prompt"], given["params"]
+    call = arguments(original, self, *args, **kwargs)  # 0.33 has one more, the request's priority
+    prompt, params = call["prompt"], call["params"]
     request: TextRequest | SpeechRequest | None = vars(params).get("request")
     refusal = None
     if not has_beams(self.engine_client.vllm_config):
@@ -203,11 +203,11 @@ async def _beam_search(
         outputs = self.engine_client.generate(
             prompt,
             _sampling_params(request, params),
-            f"{given['request_id']}-{random_uuid()}",
-            lora_request=given["lora_request"],
-            trace_headers=given["trace_headers"],
+            f"{call['request_id']}-{random_uuid()}",
+            lora_request=call["lora_request"],
+            trace_headers=call["trace_headers"],
             priority=0 if isinstance(request, SpeechRequest) else request.priority,
-            session_id=given["session_id"],
+            session_id=call["session_id"],
         )
     async for output in outputs:
         if refusal is None:

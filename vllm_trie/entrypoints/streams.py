@@ -89,8 +89,8 @@ async def _chained(first: list[Any], others: AsyncGenerator[Any, None]) -> Async
 def _is_known_early(request: Request) -> bool:
     """Whether the answer is sent while the search goes on."""
     calls_tools = isinstance(request, ChatCompletionRequest) and request.tools and request.tool_choice != "none"
-    asked = request.vllm_xargs or {}
-    return (request.n or 1) == 1 and not (asked.get("compact") or asked.get("unit") == "step" or calls_tools)
+    xargs = request.vllm_xargs or {}
+    return (request.n or 1) == 1 and not (xargs.get("compact") or xargs.get("unit") == "step" or calls_tools)
 
 
 async def _after_refusals(
@@ -140,8 +140,8 @@ def _end_of_nothing(index: int, first: dict[str, Any], request: Request) -> str:
     if isinstance(request, ChatCompletionRequest):
         chunk = {**first, "choices": [{**end, "delta": {}}]}
     else:
-        of_all = CompletionStreamResponse(model=request.model or "", choices=[]).model_dump(exclude_none=True)
-        chunk = {**of_all, **first, "choices": [{**end, "text": ""}]}
+        common = CompletionStreamResponse(model=request.model or "", choices=[]).model_dump(exclude_none=True)
+        chunk = {**common, **first, "choices": [{**end, "text": ""}]}
     chunk.pop("usage", None)
     return f"{DATA}{json.dumps(chunk, ensure_ascii=False)}\n\n"
 
@@ -159,16 +159,16 @@ async def _events(response: Response, has_usage: bool, has_usage_in_chunks: bool
 
 
 def _chunks(response: Response, has_usage: bool, has_usage_in_chunks: bool) -> Iterator[dict[str, Any]]:
-    of_all = response.model_dump(mode="json", exclude={"choices", "usage"}, exclude_none=True)
+    common = response.model_dump(mode="json", exclude={"choices", "usage"}, exclude_none=True)
     usage = response.usage.model_dump(mode="json", exclude_none=True)
     if isinstance(response, ChatCompletionResponse):
-        of_all["object"] = "chat.completion.chunk"
+        common["object"] = "chat.completion.chunk"
     for choice in response.choices:
         chunk = choice.model_dump(mode="json")
         if (message := chunk.pop("message", None)) is not None:
             chunk["delta"] = {name: value for name, value in message.items() if value is not None}
             for index, call in enumerate(chunk["delta"].get("tool_calls", ())):
                 call["index"] = index
-        yield {**of_all, "choices": [chunk], **({"usage": usage} if has_usage_in_chunks else {})}
+        yield {**common, "choices": [chunk], **({"usage": usage} if has_usage_in_chunks else {})}
     if has_usage:
-        yield {**of_all, "choices": [], "usage": usage}
+        yield {**common, "choices": [], "usage": usage}

@@ -33,7 +33,7 @@ class BeamParams(Speculating, Catalogs, RequestDrawing, Delivery, Ranking, Core)
 
     def check(self) -> None:
         """Refuse what does not go together, or has nothing to act on."""
-        refuse(self.said())
+        refuse(self.params())
         width, widths = self.beam_width, self.beam_widths
         if widths is not None and width != max(widths):
             raise ValueError(f"beam_width={width} is not the greatest of beam_widths={widths}; leave it out")
@@ -49,7 +49,7 @@ class StepParams(Steps, Core):
 
     def check(self) -> None:
         """Refuse what does not go together, and the lack of what a search by steps needs."""
-        refuse(self.said())
+        refuse(self.params())
         if self.step_stop is None or self.scorer is None:
             lacking = "scorer" if self.step_stop else "step_stop"
             raise ValueError(

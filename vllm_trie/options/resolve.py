@@ -28,7 +28,7 @@ def resolve(
             or says how to draw, or how wide layers are, where nothing is drawn or decides it.
     """
     check_drafts(beam.speculation, drafts)
-    request = {**(fields or {}), **beam.said()}
+    request = {**(fields or {}), **beam.params()}
     request.setdefault("semantics", defaults.semantics if request.keys().isdisjoint(OF_HF) else "hf")
     refuse(request)  # naming what the request says
     request["do_sample"] = draws(request, defaults.do_sample, defaults.speculation)

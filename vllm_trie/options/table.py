@@ -37,15 +37,15 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
     prefix: ClassVar[str] = ""  # of the names in a refusal
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         try:
-            super().__init__(**given)
+            super().__init__(**options)
         except ValidationError as error:
             name = str(error.errors()[0]["loc"][0])
             field = type(self).model_fields.get(name)
             if field is None:
                 raise ValueError(f"unknown option {self.prefix}{name}; {self.cure(name)}") from None
-            value = given.get(name)
+            value = options.get(name)
             shown = reprlib.repr(value) if isinstance(value, list) else repr(value)
             raise ValueError(f"{self.prefix}{name}={shown} {what_is_wrong(field)}") from None
         self.check()
@@ -58,7 +58,7 @@ class Options(BaseModel):
     def check(self) -> None:
         """Refuse what does not go together."""
 
-    def said(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """What is said, and is not what holds in any case."""
         defaults = _defaults(type(self))
         return {name: value for name, value in vars(self).items() if value is not None and value != defaults[name]}
@@ -82,10 +82,10 @@ def cure(name: str, known: Iterable[str]) -> str:
 
 def what_is_wrong(field: FieldInfo) -> str:
     """What is said of a wrong value of an option."""
-    said, known = field.json_schema_extra, choices(field)
-    assert isinstance(said, dict)
+    extra, known = field.json_schema_extra, choices(field)
+    assert isinstance(extra, dict)
     derived = "is neither true nor false" if True in known else f"is unknown; known: {', '.join(map(repr, known))}"
-    return str(said["wrong"]) or derived
+    return str(extra["wrong"]) or derived
 
 
 def choices(field: FieldInfo) -> list[Any]:

@@ -25,7 +25,7 @@ def main() -> None:
         if find_spec("ray") is None:
             raise JobError("Ray is missing; pip install 'vllm_trie[ray]'")
         prompts = read_prompts(job.input, job.field)
-        with open_output(job.output, prompts, job.asked) as (file, answered):
+        with open_output(job.output, prompts, job.search) as (file, answered):
             pending = [prompt for prompt in prompts if prompt.id not in answered]
             num_failed = sum(not is_found for is_found in answered.values())
             num_failed += _search(job, pending, len(answered), file) if pending else 0

@@ -54,13 +54,13 @@ def read_prompts(path: Path, field: str) -> list[Prompt]:
 
 
 @contextmanager
-def open_output(path: Path, prompts: list[Prompt], asked: dict[str, Any]) -> Iterator[tuple[IO[str], dict[Id, bool]]]:
+def open_output(path: Path, prompts: list[Prompt], search: dict[str, Any]) -> Iterator[tuple[IO[str], dict[Id, bool]]]:
     """The output, to append lines to, and which of the prompts have theirs already: whether they could be searched.
 
     A job may end at any time: what is a whole line counts, and what was half written is gone.
 
     Args:
-        asked: What lines hold in "search".
+        search: What lines hold in "search".
 
     Raises:
         JobError: another job writes to the file, or it answers other prompts, or was searched otherwise.
@@ -74,14 +74,14 @@ def open_output(path: Path, prompts: list[Prompt], asked: dict[str, Any]) -> Ite
             fcntl.flock(raw, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise JobError(f"another job is writing to {path}; wait for it, or name another --output") from None
-        answered = _answered(path, dict(prompts), asked)
+        answered = _answered(path, dict(prompts), search)
         raw.seek(0)
         raw.truncate(sum(len(line) for line in raw if line.endswith(b"\n")))
         with path.open("a", encoding="utf-8") as file:
             yield file, answered
 
 
-def _answered(path: Path, texts: dict[Id, str], asked: dict[str, Any]) -> dict[Id, bool]:
+def _answered(path: Path, texts: dict[Id, str], search: dict[str, Any]) -> dict[Id, bool]:
     answered = dict[Id, bool]()
     for number, row in _objects(path, is_output=True):
         own_id = row.get("id")
@@ -89,17 +89,17 @@ def _answered(path: Path, texts: dict[Id, str], asked: dict[str, Any]) -> dict[I
         is_known = isinstance(own_id, int | str) and own_id in texts
         if own_id is None or not is_known or "hypotheses" not in row or row.get("prompt") != texts[own_id]:
             raise JobError(f"{where} answers no prompt of this job; {instead}")
-        if differing := _differing(row.get("search"), asked):
+        if differing := _differing(row.get("search"), search):
             raise JobError(f"{where} was searched with {differing}; {instead}")
         answered[own_id] = "error" not in row
     return answered
 
 
-def _differing(searched: Any, asked: dict[str, Any]) -> str:
+def _differing(searched: Any, search: dict[str, Any]) -> str:
     """How an earlier job's search differs from this one's; nothing if it does not."""
     theirs = searched if isinstance(searched, dict) else {}
-    names = [name for name in {**asked, **theirs} if name not in asked or theirs.get(name) != asked[name]]
-    return ", ".join(f"{name}={theirs.get(name)!r} instead of {asked.get(name)!r}" for name in names)
+    names = [name for name in {**search, **theirs} if name not in search or theirs.get(name) != search[name]]
+    return ", ".join(f"{name}={theirs.get(name)!r} instead of {search.get(name)!r}" for name in names)
 
 
 def _objects(path: Path, is_output: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:

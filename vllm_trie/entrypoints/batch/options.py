@@ -34,7 +34,7 @@ class Job:
     field: str
     num_engines: int
     batch_size: int
-    asked: dict[str, Any]  # the model and the search's options, as they were given: what answers depend on
+    search: dict[str, Any]  # the model and the search's options, as they were given: what answers depend on
     params: SamplingParams
     engine_args: EngineArgs
 
@@ -60,11 +60,9 @@ def parse(arguments: Sequence[str] | None = None) -> Job:
         for name in ("num_engines", "batch_size"):
             if getattr(args, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')}={getattr(args, name)} is too few; pass at least 1")
-        asked = _asked(args)
-        files = args.input, args.output, args.field
-        return Job(
-            *files, args.num_engines, args.batch_size, {"model": args.model} | asked, _search(asked), _engine_args(args)
-        )
+        search = _search_options(args)
+        files, sizes = (args.input, args.output, args.field), (args.num_engines, args.batch_size)
+        return Job(*files, *sizes, {"model": args.model} | search, _search(search), _engine_args(args))
     except (ValueError, argparse.ArgumentTypeError) as error:
         parser.error(str(error))
 
@@ -114,7 +112,7 @@ def _object(text: str) -> dict[str, Any]:
     return value
 
 
-def _asked(args: argparse.Namespace) -> dict[str, Any]:
+def _search_options(args: argparse.Namespace) -> dict[str, Any]:
     for name in args.search_options:
         if name in SEARCH:
             raise ValueError(
@@ -126,23 +124,23 @@ def _asked(args: argparse.Namespace) -> dict[str, Any]:
     return own | {"early_stopping": EARLY_STOPPING[args.early_stopping]} | args.search_options
 
 
-def _search(asked: dict[str, Any]) -> SamplingParams:
+def _search(search: dict[str, Any]) -> SamplingParams:
     try:
-        return beam_params(**{**asked, **_of_json(asked)})
+        return beam_params(**{**search, **_of_json(search)})
     except (TypeError, VLLMValidationError) as error:  # of vLLM's own, for a wrong value
         name = getattr(error, "parameter", None)
         flag = f"--{name.replace('_', '-')}" if name in SEARCH else "--search-options"
         raise ValueError(f"{flag}: {error}") from None
 
 
-def _of_json(asked: Mapping[str, Any]) -> dict[str, Any]:
+def _of_json(search: Mapping[str, Any]) -> dict[str, Any]:
     """Options that JSON cannot hold as they are."""
     found: dict[str, Any] = {}
-    if isinstance(biases := asked.get("logit_bias"), dict):
+    if isinstance(biases := search.get("logit_bias"), dict):
         if words := [token for token in biases if not token.isdecimal()]:
             raise ValueError(f"logit_bias has a key that is no token id: {words[0]!r}")
         found["logit_bias"] = {int(token): bias for token, bias in biases.items()}
-    if isinstance(outputs := asked.get("structured_outputs"), dict):
+    if isinstance(outputs := search.get("structured_outputs"), dict):
         known = [field.name for field in fields(StructuredOutputsParams) if field.init]
         if unknown := [name for name in outputs if name not in known]:
             raise ValueError(f"structured_outputs has no {unknown[0]!r}; it has: {', '.join(known)}")

@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 
 from vllm_trie.compat.versions import own_beams
-from vllm_trie.engine.plan import new_pool
+from vllm_trie.engine.new_group import new_pool
 from vllm_trie.entrypoints.batch.files import JobError, Prompt
 from vllm_trie.entrypoints.batch.options import Job
 from vllm_trie.entrypoints.limits import BlocksNeeded, engine_limits, validate
@@ -39,12 +39,12 @@ class Searcher:
     Args:
         engine_args: The engine's.
         params: Of every prompt.
-        asked: What lines hold in "search".
+        options: What lines hold in "search".
     """
 
-    def __init__(self, engine_args: EngineArgs, params: SamplingParams, asked: dict[str, Any]) -> None:
+    def __init__(self, engine_args: EngineArgs, params: SamplingParams, options: dict[str, Any]) -> None:
         self._llm = LLM.from_engine_args(engine_args)
-        self._params, self._asked = params, asked
+        self._params, self._options = params, options
         vllm_config = self._llm.llm_engine.vllm_config
         beam = searches(params, vllm_config)
         assert beam is not None
@@ -56,7 +56,7 @@ class Searcher:
         """Lines of the output, for columns "id" (as JSON) and "prompt"."""
         prompts = [Prompt(json.loads(own_id), str(text)) for own_id, text in zip(*batch.values(), strict=True)]
         answers = zip(prompts, self._search([prompt.prompt for prompt in prompts]), strict=True)
-        objects = [{**prompt._asdict(), "search": self._asked, **answer} for prompt, answer in answers]
+        objects = [{**prompt._asdict(), "search": self._options, **answer} for prompt, answer in answers]
         return {"line": [json.dumps(fields, ensure_ascii=False) for fields in objects]}
 
     def _search(self, texts: Sequence[str]) -> list[dict[str, Any]]:
@@ -79,8 +79,9 @@ class Searcher:
             return {"hypotheses": [], "error": best.stop_reason}
         found = [hypothesis for hypothesis in output.outputs if hypothesis.stop_reason != NO_HYPOTHESIS]
         hypotheses = [self._hypothesis(hypothesis, len(output.prompt_token_ids or ())) for hypothesis in found]
-        said = (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
-        for hypothesis, item_id in zip(hypotheses, said.get("item_ids", ()), strict=False):  # where there is a catalog
+        answer = (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
+        item_ids = answer.get("item_ids", ())  # where there is a catalog
+        for hypothesis, item_id in zip(hypotheses, item_ids, strict=False):
             hypothesis["item_id"] = item_id
         return {"hypotheses": hypotheses}
 
@@ -135,7 +136,7 @@ def lines(job: Job, prompts: Sequence[Prompt]) -> Iterator[str]:
     num_batches = ceil(len(rows) / job.batch_size)
     found = ray.data.from_items(rows, override_num_blocks=num_batches).map_batches(
         Searcher,
-        fn_constructor_args=(job.engine_args, job.params, job.asked),
+        fn_constructor_args=(job.engine_args, job.params, job.search),
         batch_size=job.batch_size,
         compute=ActorPoolStrategy(size=job.num_engines),
         num_cpus=1,

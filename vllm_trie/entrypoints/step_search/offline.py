@@ -46,7 +46,7 @@ class _Running:
     outputs: dict[str, RequestOutput | None] = field(default_factory=dict)  # of this round's requests, by their ids
 
     @property
-    def is_drawn(self) -> bool:
+    def is_complete(self) -> bool:
         return None not in self.outputs.values()
 
 
@@ -61,9 +61,9 @@ def _add_request(
     if not asks_for_steps(params) or not has_beams(self.vllm_config):
         return original(self, request_id, prompt, params, *args, **kwargs)
     with refusing():
-        given = arguments(original, self, request_id, prompt, params, *args, **kwargs)
-        request = open_request(request_id, prompt, params, self, True, given.get("tokenization_kwargs"))
-    options = {name: given[name] for name in given if name not in OF_ONE_REQUEST}
+        call = arguments(original, self, request_id, prompt, params, *args, **kwargs)
+        request = open_request(request_id, prompt, params, self, True, call.get("tokenization_kwargs"))
+    options = {name: call[name] for name in call if name not in OF_ONE_REQUEST}
     _draw(self, _Running(request, options))
     return request.own_id
 
@@ -94,7 +94,7 @@ def _step(original: Callable[..., list[Any]], self: LLMEngine, *args: Any, **kwa
             others.append(output)
             continue
         running.outputs[output.request_id] = output
-        if running.is_drawn:
+        if running.is_complete:
             drawn.append(running)
     try:
         return [*others, *_next_rounds(self, drawn)]
@@ -137,8 +137,8 @@ def _scored(asking: list[Asking]) -> Iterator[tuple[_Running, list[float] | Exce
     """Ask each scorer once for all searches that have it; where that fails, for each search by itself."""
     by_scorer: dict[Any, list[Asking]] = {}
     for running, candidates in asking:
-        said = running.request.beam.scorer
-        by_scorer.setdefault(said if isinstance(said, str) else id(said), []).append((running, candidates))
+        scorer = running.request.beam.scorer
+        by_scorer.setdefault(scorer if isinstance(scorer, str) else id(scorer), []).append((running, candidates))
     for together in by_scorer.values():
         all_candidates = [candidate for _, candidates in together for candidate in candidates]
         scores = _ask(together[0][0].request.scorer, all_candidates)

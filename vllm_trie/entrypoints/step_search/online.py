@@ -45,8 +45,8 @@ def _generate(
         outputs = original(self, prompt, sampling_params, request_id, *args, **kwargs)
         return raise_errors(outputs) if is_served(sampling_params) else outputs
     with refusing():
-        given = arguments(original, self, prompt, sampling_params, request_id, *args, **kwargs)
-        request = open_request(request_id, prompt, sampling_params, self, False, given.get("tokenization_kwargs"))
+        call = arguments(original, self, prompt, sampling_params, request_id, *args, **kwargs)
+        request = open_request(request_id, prompt, sampling_params, self, False, call.get("tokenization_kwargs"))
     options = {name: value for name, value in kwargs.items() if name != "prompt_text"}
 
     def draw(candidate_id: str, prompt: Any, params: Any) -> AsyncGenerator[RequestOutput, None]:
@@ -79,7 +79,7 @@ async def _answer(engine: AsyncLLM, request: StepRequest, draw: Draw) -> Request
     is_over = False
     while not is_over:
         requests = request.requests()
-        drawn = await _all([_last(draw(candidate_id, *asked)) for candidate_id, asked in requests.items()])
+        drawn = await _all([_last(draw(candidate_id, *candidate)) for candidate_id, candidate in requests.items()])
         try:
             candidates = request.take(drawn)
             is_over = request.judge(await _scores(request, candidates))

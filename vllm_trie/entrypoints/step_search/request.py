@@ -139,13 +139,13 @@ class StepRequest:
     def answer(self) -> RequestOutput:
         """The best `n` hypotheses, best first; fewer if there are fewer."""
         best = self.search.finished[: self.params.n]
-        said = {
+        answer = {
             "scores": [hypothesis.score for hypothesis in best],
             "step_scores": [list(hypothesis.scores) for hypothesis in best],
             "num_rounds": self.search.num_rounds,
             "num_candidates": self.search.num_drawn,
         }
-        return self._output([self._completion(index, hypothesis) for index, hypothesis in enumerate(best)], said)
+        return self._output([self._completion(index, hypothesis) for index, hypothesis in enumerate(best)], answer)
 
     def failure(self, error: Exception) -> RequestOutput:
         """The end of a search that cannot go on: `n` outputs in an error, whose stop reason says why."""
@@ -161,7 +161,7 @@ class StepRequest:
         none = [CompletionOutput(i, "", [], None, None, None, finish_reason, stop_reason) for i in range(self.params.n)]
         return self._output(none, {})
 
-    def _output(self, outputs: list[CompletionOutput], said: dict[str, Any]) -> RequestOutput:
+    def _output(self, outputs: list[CompletionOutput], answer: dict[str, Any]) -> RequestOutput:
         return RequestOutput(
             self.request_id,
             self.engine_input.get("prompt"),
@@ -171,7 +171,7 @@ class StepRequest:
             finished=True,
             lora_request=self.first and self.first.lora_request,
             num_cached_tokens=self.first and self.first.num_cached_tokens,
-            kv_transfer_params={PLUGIN_NAME: said} if said else None,
+            kv_transfer_params={PLUGIN_NAME: answer} if answer else None,
         )
 
     def _completion(self, index: int, hypothesis: StepHypothesis) -> CompletionOutput:

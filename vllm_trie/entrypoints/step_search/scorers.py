@@ -48,32 +48,32 @@ class StepCandidate:
 Scorer: TypeAlias = Callable[[list[StepCandidate]], Iterable[Any]]  # a number for each, the higher the better
 
 
-def scorer_of(said: Any, known: Mapping[str, str], is_offline: bool) -> Scorer:
+def scorer_of(scorer: Any, known: Mapping[str, str], is_offline: bool) -> Scorer:
     """The scorer that a request means.
 
     Args:
-        said: Its option.
+        scorer: Its option.
         known: URLs of the engine's scorers, by name.
         is_offline: Whether who asks may let this process send requests to anywhere.
 
     Raises:
         ValueError: it is none.
     """
-    if isinstance(said, str):
-        if said in known:
-            return HttpScorer(known[said], said)
-        if is_offline and said.startswith(("http://", "https://")):
-            return HttpScorer(said)
+    if isinstance(scorer, str):
+        if scorer in known:
+            return HttpScorer(known[scorer], scorer)
+        if is_offline and scorer.startswith(("http://", "https://")):
+            return HttpScorer(scorer)
         names = ", ".join(known) or "none"
         raise ValueError(
-            f"scorer={said!r} is no scorer of this engine, which knows: {names}; start it with "
+            f"scorer={scorer!r} is no scorer of this engine, which knows: {names}; start it with "
             'additional_config={"trie_beam": {"scorers": {"prm": "http://host:8000/classify"}}}'
         )
-    if isinstance(said, LLM):
-        return PoolingScorer(said)
-    if callable(said):
-        return said
-    raise ValueError(f"scorer={said!r} {NO_SCORER}")
+    if isinstance(scorer, LLM):
+        return PoolingScorer(scorer)
+    if callable(scorer):
+        return scorer
+    raise ValueError(f"scorer={scorer!r} {NO_SCORER}")
 
 
 @dataclass(frozen=True)
