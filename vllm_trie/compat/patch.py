@@ -18,12 +18,13 @@ class Patch:
     """Replaces one attribute of vLLM.
 
     Args:
-        owner: "module" or "module:Class" that holds the attribute.
+        owner: "module" or "module:Class" that holds the attribute, or the class itself.
         attribute: Its name. It must exist, and must not be patched already.
     """
 
-    def __init__(self, owner: str, attribute: str) -> None:
-        self.owner, self.attribute = owner, attribute
+    def __init__(self, owner: str | type, attribute: str) -> None:
+        self.owner = owner if isinstance(owner, str) else f"{owner.__module__}:{owner.__qualname__}"
+        self.attribute = attribute
         self.original: Any = None
 
     @property

@@ -151,9 +151,10 @@ class Mailbox:
 
 
 def outputs_of(best: Sequence[Hypothesis], count: int, eos_token_id: int | None) -> list[EngineCoreOutput]:
-    """So many outputs of a search, not addressed yet; some stand for none where there are fewer hypotheses."""
+    """So many outputs of a search, not addressed yet; some stand for none where bans leave fewer hypotheses."""
     outputs = [hypothesis_output(hypothesis, eos_token_id) for hypothesis in best[:count]]
-    return outputs + [no_hypothesis_output() for _ in range(count - len(best))]
+    none = {"new_logprobs": _sum_alone(math.nan), "finish_reason": FinishReason.STOP, "stop_reason": NO_HYPOTHESIS}
+    return outputs + [EngineCoreOutput(request_id="", new_token_ids=[], **none) for _ in range(count - len(best))]
 
 
 def hypothesis_output(hypothesis: Hypothesis, eos_token_id: int | None) -> EngineCoreOutput:
@@ -205,17 +206,6 @@ def compact_answer(hypotheses: Sequence[Hypothesis], max_length: int) -> dict[st
 def _has_ended(hypothesis: Hypothesis) -> bool:
     """By a token, or with its items."""
     return hypothesis.stopped_by is not None or hypothesis.is_complete
-
-
-def no_hypothesis_output() -> EngineCoreOutput:
-    """What stands for a hypothesis that does not exist, where bans leave fewer than the user asked for."""
-    return EngineCoreOutput(
-        request_id="",
-        new_token_ids=[],
-        new_logprobs=_sum_alone(math.nan),
-        finish_reason=FinishReason.STOP,
-        stop_reason=NO_HYPOTHESIS,
-    )
 
 
 def error_output(message: str) -> EngineCoreOutput:

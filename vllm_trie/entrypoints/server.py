@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, TypeAlias
 
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest
@@ -33,20 +33,11 @@ logger = init_logger("vllm.trie_beam.server")
 TextRequest: TypeAlias = CompletionRequest | ChatCompletionRequest
 SpeechRequest: TypeAlias = TranscriptionRequest | TranslationRequest
 
-_COMPLETION = "vllm.entrypoints.openai.completion.protocol:CompletionRequest"
-_CHAT = "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest"
-_CHATS = "vllm.entrypoints.openai.chat_completion.protocol:BatchChatCompletionRequest"
-_TRANSCRIPTION = "vllm.entrypoints.speech_to_text.transcription.protocol:TranscriptionRequest"
-_TRANSLATION = "vllm.entrypoints.speech_to_text.translation.protocol:TranslationRequest"
-_RESPONSES = "vllm.entrypoints.openai.responses.protocol:ResponsesRequest"
+_SEARCHABLE = (CompletionRequest, ChatCompletionRequest, TranscriptionRequest, TranslationRequest)
 beam_search = Patch("vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin", "beam_search")
-to_beam_search_params = [
-    Patch(request, "to_beam_search_params") for request in (_COMPLETION, _CHAT, _TRANSCRIPTION, _TRANSLATION)
-]
-to_sampling_params = [
-    Patch(request, "to_sampling_params") for request in (_COMPLETION, _CHAT, _TRANSCRIPTION, _TRANSLATION, _RESPONSES)
-]
-to_chat_completion_request = Patch(_CHATS, "to_chat_completion_request")
+to_beam_search_params = [Patch(request, "to_beam_search_params") for request in _SEARCHABLE]
+to_sampling_params = [Patch(request, "to_sampling_params") for request in (*_SEARCHABLE, ResponsesRequest)]
+to_chat_completion_request = Patch(BatchChatCompletionRequest, "to_chat_completion_request")
 
 # Beam search does not sample: what a client sends for that, or generation_config.json says, has no say in it.
 _NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "seed": None}
