@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,12 @@ def why_without_beams(vllm_config: VllmConfig) -> str:
 
 def has_logits_processors(vllm_config: VllmConfig) -> bool:
     """Whether this engine's user brought logits processors of their own, as an argument or installed."""
-    return bool(vllm_config.model_config.logits_processors) or bool(entry_points(group="vllm.logits_processors"))
+    return bool(vllm_config.model_config.logits_processors) or _are_processors_installed()
+
+
+@cache
+def _are_processors_installed() -> bool:
+    return bool(entry_points(group="vllm.logits_processors"))
 
 
 def padding_token(model_config: ModelConfig) -> int | None:

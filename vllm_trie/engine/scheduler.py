@@ -27,7 +27,7 @@ from vllm_trie.engine.new_group import is_unchecked, new_group
 from vllm_trie.engine.outputs import Mailbox, compact_answer, outputs_of, part_output, take_output
 from vllm_trie.engine.prefix_publishing import AnswerCache
 from vllm_trie.engine.speculation_budget import Speculating, SpeculationBudgets
-from vllm_trie.engine.stats import BeamTally, SearchCounts, attach_stats, statistics_among
+from vllm_trie.engine.stats import BeamTally, SearchCounts, attach_stats
 from vllm_trie.messages import (
     NOT_DRAFTED,
     Decided,
@@ -412,11 +412,14 @@ class BeamScheduler(Scheduler):
         return outputs
 
     def _report(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        if (statistics := statistics_among(outputs.values())) is None:
+        statistics = next((output.scheduler_stats for output in outputs.values() if output.scheduler_stats), None)
+        if statistics is None:  # vLLM keeps none
             return
-        of_groups = ((self.requests[group_id].status, group.num_rows) for group_id, group in self.groups.items())
-        widths = [width for status, width in of_groups if status == RequestStatus.RUNNING]
-        manager = self.kv_cache_manager
+        running, manager = (
+            (request for request in self.running if request.request_id in self.groups),
+            self.kv_cache_manager,
+        )
+        widths = [self.groups[request.request_id].num_rows for request in running]
         blocks, peak, catalogs = manager.total_counts(), manager.peak_group_blocks, self.catalogs.counts()
         attach_stats(statistics, self.tally.report(widths, blocks, peak, catalogs))
 

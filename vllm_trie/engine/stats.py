@@ -11,11 +11,10 @@ one, not totals: of several API servers each sees a part, and may be late, but t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_trie.engine.catalogs import CatalogCounts
@@ -152,11 +151,6 @@ class BeamTally:
         self.counts, self.preemptions, self.has_news = SearchCounts(), 0, False
         self._finished, self._totals = dict.fromkeys(REASONS, 0), totals
         return stats
-
-
-def statistics_among(outputs: Iterable[EngineCoreOutputs]) -> SchedulerStats | None:
-    """Where vLLM's statistics of a step go; None where it keeps none."""
-    return next((output.scheduler_stats for output in outputs if output.scheduler_stats is not None), None)
 
 
 def attach_stats(carrier: SchedulerStats, stats: BeamStats) -> None:

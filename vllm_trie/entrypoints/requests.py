@@ -67,38 +67,26 @@ def _check(
     *args: Any,
     **kwargs: Any,
 ) -> EngineCoreRequest:
+    """What vLLM makes of a request, with its ticket if it asks for beams."""
+    beam = None
     try:
-        request = _checked(original, self, request_id, prompt, params, *args, **kwargs)
+        if isinstance(params, SamplingParams):
+            with refusing():
+                _refuse_without_kernel(params, self.vllm_config)
+                beam = searches(params, self.vllm_config)
+        request = original(self, request_id, prompt, params, *args, **kwargs)
+        if (own := request.sampling_params) is None:
+            return request
+        with refusing():
+            if has_beams(self.vllm_config):
+                _refuse_too_long(own)
+            if beam is not None:
+                _prepare(request, beam, _caller(params), params.stop_token_ids, self)
     except Exception:
         forget_unsent(self, prompt)
         raise
-    own = request.sampling_params
-    if own is not None and isinstance(ticket := (own.extra_args or {}).get(FORK), ForkTicket):
+    if isinstance(ticket := (own.extra_args or {}).get(FORK), ForkTicket):
         own.extra_args = {**(own.extra_args or {}), FORK: ticket._asdict()}  # as the engine's process reads it
-    return request
-
-
-def _checked(
-    original: Callable[..., EngineCoreRequest],
-    processor: InputProcessor,
-    request_id: str,
-    prompt: Any,
-    params: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> EngineCoreRequest:
-    """What vLLM makes of a request, with its ticket if it asks for beams."""
-    beam = None
-    if isinstance(params, SamplingParams):
-        with refusing():
-            _refuse_without_kernel(params, processor.vllm_config)
-            beam = searches(params, processor.vllm_config)
-    request = original(processor, request_id, prompt, params, *args, **kwargs)
-    with refusing():
-        if request.sampling_params is not None and has_beams(processor.vllm_config):
-            _refuse_too_long(request.sampling_params)
-        if beam is not None:
-            _prepare(request, beam, _caller(params), params.stop_token_ids, processor)
     return request
 
 
