@@ -18,7 +18,7 @@ from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import packed
-from vllm_trie.search.strategies.best import num_candidates
+from vllm_trie.search.strategies.best import Best, num_candidates
 from vllm_trie.worker import kernels, reorder
 from vllm_trie.worker.kv_blocks import KVBlocks
 from vllm_trie.worker.row_reorder import Reorders, RowReorder, Tables
@@ -75,7 +75,7 @@ class Inputs:
         num_rows, self.shape = shape.num_rows, shape
         self.logits = torch.randn(num_groups, width, vocab_size, **on).mul_(3).bfloat16()
         self.scores = torch.randn(num_groups, width, **on).sub_(20)
-        self.rules = SelectRules(width, stops=Stops((STOP_TOKEN_ID,)))
+        self.rules = SelectRules(width, Best(), stops=Stops((STOP_TOKEN_ID,)))
 
         num_columns = -(-NUM_TOKENS // BLOCK_SIZE)
         self.tokens = torch.randint(0, vocab_size, (num_rows, NUM_TOKENS + 1), dtype=torch.int32, **on)

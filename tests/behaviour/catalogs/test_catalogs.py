@@ -191,7 +191,7 @@ def test_a_new_version_is_taken_and_a_search_under_way_keeps_the_old_one(
     assert {*found["before"]} <= {*old}
     assert {*found["after"]} <= {*new}
     engine.generate([prompt], params)  # the step in which workers forget the old one
-    tries = engine.runner.catalogs._tries
+    tries = engine.runner.catalogs.tries
     assert [*tries] == [told["digest"]]
     for name, file, why in (
         ("other", "newer.catalog", "catalog='other' is unknown; known: items"),
@@ -209,7 +209,7 @@ def test_a_load_that_fails_leaves_the_old_version_to_all(engines: Engines, model
     newer = Catalog.from_sequences(new, vocab_size=300)  # as if it came with a request
     newer.save(tmp_path / "newer.catalog")
     engine, prompt = with_catalogs(engines, model, tmp_path), prompt_of(30)
-    params, tries = beam_params(4, n=4, catalog="items", max_tokens=6), engine.runner.catalogs._tries
+    params, tries = beam_params(4, n=4, catalog="items", max_tokens=6), engine.runner.catalogs.tries
     known = [*tries]
     engine.runner.catalogs.load(str(tmp_path / "newer.catalog"))  # as if one worker had it, and others not
     core = engine.llm.llm_engine.engine_core.engine_core
@@ -254,7 +254,7 @@ def test_a_set_travels_once_and_leaves_when_others_come(engines: Engines, model:
         engine.generate([prompt], beam_params(2, max_tokens=2))
     finally:
         catalogs.take_changes = take
-    assert len(engine.runner.catalogs._tries) == len(catalogs.by_digest) <= 33
+    assert len(engine.runner.catalogs.tries) == len(catalogs.by_digest) <= 33
     assert sum(len(changes.gone) for changes in sent) >= 8
 
 
@@ -268,7 +268,7 @@ def test_sets_that_nobody_uses_have_a_bound_in_bytes(
         engine.generate([prompt], beam_params(2, allowed_sequences=sequences, max_tokens=4))
     engine.generate([prompt], beam_params(2, max_tokens=2))
     assert engine.scheduler.catalogs._num_inline_bytes() <= 200
-    assert len(engine.runner.catalogs._tries) == len(engine.scheduler.catalogs.by_digest) < 3
+    assert len(engine.runner.catalogs.tries) == len(engine.scheduler.catalogs.by_digest) < 3
 
 
 def test_a_set_of_too_many_tokens_is_refused(engines: Engines, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
