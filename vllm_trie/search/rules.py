@@ -27,11 +27,13 @@ class Means(NamedTuple):
         draws: Of each group, where something is drawn.
         completes: Tells of candidates on the host which complete a stop string.
         select_next: That of `slots`, or what does the same on this device.
+        boosts: [G, r or 1, V] float32, what ranks continuations besides log-probabilities, which filters see alone.
     """
 
     draws: Sequence[Draw] = ()
     completes: Completes | None = None
     select_next: Callable[..., Candidates[torch.Tensor]] = select_next
+    boosts: torch.Tensor | None = None
 
 
 class Choice(NamedTuple):

@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind
 from tests.support.disturb import Clumsy
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
 from tests.support.pairs import NOISE, TRAINED, Asked, Pair, check_exact, looking_up, speculating, steps_per_forward
-from tests.support.phrases import Phrases, biased_beams, boost_of
+from tests.support.phrases import Phrases, biased_beams, boost_of, next_logprobs
 from tests.support.reference import Answer, agree, is_greedy
 from tests.support.running import MOST_TIES, Job, prompt_of, run, trained_prompts
 from vllm_trie import beam_params
@@ -134,6 +134,42 @@ def test_text_is_boosted_in_each_way_in_which_it_is_tokenised_at_the_beginning_o
         texts = [hypothesis.text for hypothesis in of_text.outputs]
         assert texts == [hypothesis.text for hypothesis in of_tokens.outputs]
         assert sum(text.count("return") for text in texts) > sum(o.text.count("return") for o in without.outputs)
+
+
+def test_the_best_items_of_a_catalog_are_those_that_one_finds_by_looking_at_all(
+    engines: Engines, random_model: Callable[[str], Path]
+) -> None:
+    model, prompt = random_model("gqa"), prompt_of(20, 5)
+    items = [[5, 7, 9], [5, 7, 10], [6, 7], [6, 8, 9, 11], [12, 5, 7], [13]]
+    phrases: Phrases = [([[7, 10]], 3.0), ([[5]], -1.0), ([[8, 9]], 6.0), ([[13]], 0.5)]
+    (output,) = engines(model).generate(
+        [prompt], boosted(6, phrases, allowed_sequences=items, ignore_eos=True, length_penalty=0.0)
+    )
+    expected = list[tuple[list[int], float]]()
+    for item in items:
+        rows = [next_logprobs(model, prompt, [item[:at]])[0][token] for at, token in enumerate(item)]
+        expected.append((item, sum(rows)))
+    expected.sort(key=lambda found: -found[1] - boost_of(phrases, found[0], is_over=True))
+    assert [list(o.token_ids) for o in output.outputs] == [item for item, _ in expected]
+    assert [o.cumulative_logprob for o in output.outputs] == pytest.approx([total for _, total in expected], abs=1e-3)
+
+
+def test_filters_see_the_model_alone(engines: Engines, random_model: Callable[[str], Path]) -> None:
+    """No weight brings back what a filter leaves out, of the vocabulary or of a catalog."""
+    prompt, items = prompt_of(20, 5), [[5, 7], [5, 8], [6, 7], [6, 8]]
+    for options in ({}, {"allowed_sequences": items, "ignore_eos": True}):
+        plain, (other,) = (
+            [
+                list(o.token_ids)
+                for o in engines(random_model("gqa")).generate([prompt], params)[0].outputs
+                if o.token_ids
+            ]
+            for params in (
+                beam_params(1, top_k=1, max_tokens=6, **options),
+                beam_params(1, top_k=1, max_tokens=6, phrase_boosts=[([t], 50.0) for t in (6, 8, 40)], **options),
+            )
+        )
+        assert plain == [other]
 
 
 @pytest.mark.parametrize(

@@ -58,15 +58,14 @@ def best(
     logprobs: torch.Tensor,
     scores: torch.Tensor,
     means: Means,
-    penalties: torch.Tensor | None = None,
 ) -> Step[torch.Tensor]:
-    """The best continuations, less penalties [G, V], become beams, or finish by the rules of `semantics`."""
+    """The best continuations become beams, or finish by the rules of `semantics`."""
     _, num_rows, vocab_size = logprobs.shape
     width = rules.num_beams or rules.width
     count = num_candidates(width, len(rules.stops.token_ids), rules.width)
     while True:
-        allowed = filtered(logprobs, rules.filters, count if penalties is None else None)
-        allowed = pruned(allowed if penalties is None else allowed - penalties[:, None], scores, rules.pruning)
+        allowed = filtered(logprobs, rules.filters, count if means.boosts is None else None)
+        allowed = pruned(allowed if means.boosts is None else allowed + means.boosts, scores, rules.pruning)
         candidates = rank_candidates(allowed, scores, count)
         stops = rules.stops.end(candidates, means.completes)
         if means.completes is None or count >= num_rows * vocab_size or ((~stops).sum(dim=1) >= width).all():

@@ -27,7 +27,10 @@ def best_continuations(
     (num_rows, vocab_size), width, scores = logprobs.shape[1:], rules.num_beams or rules.width, beams.scores
     found = sparse.continuations(beams.states[sparse], vocab_size, beams.length)
     own = sparse.logprobs_of(beams.narrow(logprobs, done=sparse), found)
-    allowed = pruned(filtered(own, rules.filters, width), scores, rules.pruning)
+    allowed = filtered(own, rules.filters, width if means.boosts is None else None)
+    if means.boosts is not None:
+        allowed = allowed + means.boosts.gather(-1, found.tokens)
+    allowed = pruned(allowed, scores, rules.pruning)
 
     def outcomes(candidates: Candidates[torch.Tensor]) -> Outcomes:
         return sparse.outcomes(found.targets.flatten(1).gather(1, candidates.tokens))

@@ -9,7 +9,6 @@ import torch
 
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import NEVER
-from vllm_trie.search.filters import LogitsFilters, filtered
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import Choice, Means, SelectRules
 from vllm_trie.search.step_result import RankScores
@@ -31,18 +30,16 @@ class Boosted(NamedTuple):
     at_end: torch.Tensor
 
     def choose(self, rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means) -> Choice:
-        """As the strategy. Filters see log-probabilities alone; pruning sees what candidates compete by."""
-        allowed = filtered(beams.narrow(logprobs), rules.filters) + self.boosts
+        """As the strategy, by what candidates compete by; what is reported is without boosts."""
+        running = logprobs + self.boosts
         before = beams.compete_by.where(beams.scores > NEVER, NEVER)
         # Strategies rank scores of at most 0.
-        excess = (allowed.amax(dim=-1) + before).amax(dim=-1, keepdim=True).clamp(min=0)
+        excess = (running.amax(dim=-1) + before).amax(dim=-1, keepdim=True).clamp(min=0)
         ranked = beams._replace(scores=before - excess)
-        step, _ = self.strategy(rules._replace(filters=LogitsFilters()), allowed, ranked, means)
+        step, _ = self.strategy(rules, logprobs, ranked, means._replace(boosts=self.boosts))
         by_slot = Candidates(*step[:3])
         sums = [_total(logprobs, beams.scores, candidates) for candidates in (by_slot, step.finished)]
-        after = RankScores(
-            _total(logprobs + self.boosts, before, by_slot), _total(logprobs + self.at_end, before, step.finished)
-        )
+        after = RankScores(_total(running, before, by_slot), _total(logprobs + self.at_end, before, step.finished))
         finished = step.finished._replace(scores=sums[1])
         return Choice(step._replace(scores=sums[0], finished=finished, rank_scores=after), logprobs)
 

@@ -56,8 +56,9 @@ class InGroups(_InGroups, Strategy):
             penalties, scores = self.penalty * counts, beams.scores[:, at]
             if is_done:
                 scores = torch.full_like(scores, NEVER)
-            own = means._replace(completes=_of_slots(means.completes, first if num_rows > 1 else 0))
-            step = best(Best(), rules_of_group, narrow[:, at], scores, own, penalties)
+            completes = _of_slots(means.completes, first if num_rows > 1 else 0)
+            own = means._replace(boosts=-penalties[:, None], completes=completes)
+            step = best(Best(), rules_of_group, narrow[:, at], scores, own)
             if is_done and self.padding is not None:
                 counts[:, self.padding] += width
             counts.scatter_add_(1, step.tokens, (step.scores > NEVER).int())
