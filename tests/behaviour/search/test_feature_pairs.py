@@ -116,6 +116,7 @@ def merged(pair: tuple[str, str]) -> dict[str, Any] | None:
 
 
 PAIRS = {pair: options for pair in combinations(FEATURES, 2) if (options := merged(pair)) is not None}
+TOO_LONG = {"min_tokens", "allowed_sequences"}  # no item has so many tokens
 BESIDE_DRAFTS = ("logit_bias", 'unit="step"')  # refused by vLLM, to each candidate of a step
 
 
@@ -212,6 +213,7 @@ def check_promises(name: str, output: Any) -> None:
     """Raise AssertionError where an answer is not what both features promise."""
     features, found = {*name.split(" + ")}, found_in(output)
     assert output.finished, name
+    assert bool(found) != (features == TOO_LONG), (name, "no hypothesis at all, or one that cannot be")
     assert all(one.finish_reason != "error" for one in output.outputs), (name, output.outputs[0].stop_reason)
     promised = PROMISES.keys() & features - (OF_TEXT if "compact" in features else set())
     for one in found:
