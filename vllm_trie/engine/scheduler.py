@@ -355,9 +355,8 @@ class BeamScheduler(Scheduler):
             return
         if self.pause_state != PauseState.UNPAUSED or self.num_waiting_for_streaming_input:
             return
-        request = (
-            self._now.last_preempted or self.waiting.peek_request()
-        )  # by priority, others may be first in the queue
+        # By priority, others may be first in the queue.
+        request = self._now.last_preempted or self.waiting.peek_request()
         if request.num_stale_output_tokens or request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             return
         group = self.groups.get(request.request_id)
@@ -415,11 +414,8 @@ class BeamScheduler(Scheduler):
         statistics = next((output.scheduler_stats for output in outputs.values() if output.scheduler_stats), None)
         if statistics is None:  # vLLM keeps none
             return
-        running, manager = (
-            (request for request in self.running if request.request_id in self.groups),
-            self.kv_cache_manager,
-        )
-        widths = [self.groups[request.request_id].num_rows for request in running]
+        running, manager = (request.request_id for request in self.running), self.kv_cache_manager
+        widths = [self.groups[id_].num_rows for id_ in running if id_ in self.groups]
         blocks, peak, catalogs = manager.total_counts(), manager.peak_group_blocks, self.catalogs.counts()
         attach_stats(statistics, self.tally.report(widths, blocks, peak, catalogs))
 

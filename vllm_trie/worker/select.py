@@ -86,7 +86,7 @@ class Selector:
             selected.append(PackedStep(group_ids, *packed(step)))
             tokens = step.tokens.long()
             after = beams.after(step)
-            for group, own, place in zip(groups, tokens, range(len(groups)), strict=True):
+            for place, (group, own) in enumerate(zip(groups, tokens, strict=True)):
                 group.tokens, group.batch, group.place = own, after, place
             at = self.rows.upload(places)
             sampled[at, 0] = tokens[:, : places.shape[1]]

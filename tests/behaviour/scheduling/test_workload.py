@@ -110,8 +110,8 @@ def constrained(model: Path, kind: str, prompt: list[int], width: int, n: int) -
 class Workload:
     """One engine, and what its users have asked of it so far."""
 
-    def __init__(self, engine: Engine, jobs: list[Job], choose: random.Random) -> None:
-        self.engine, self.jobs, self.choose = engine, jobs, choose
+    def __init__(self, engine: Engine, jobs: list[Job], choose: random.Random, drafts: bool) -> None:
+        self.engine, self.jobs, self.choose, self.drafts = engine, jobs, choose, drafts
         self.core = engine.llm.llm_engine
         self.running: dict[str, Job] = {}
         self.counts = dict.fromkeys(("asked", "aborted", "preempted", "reset", "answered", "tied", "speculated"), 0)
@@ -119,9 +119,10 @@ class Workload:
 
     def ask(self) -> None:
         job, name = self.choose.choice(self.jobs), str(self.counts["asked"])
-        self.core.add_request(
-            name, {"prompt_token_ids": job.prompt}, job.params.clone(), priority=self.choose.randrange(3)
-        )
+        params = job.params.clone()
+        if self.drafts and params.extra_args and self.choose.random() < 0.5:  # others speculate as far as it pays
+            params.extra_args["speculation"] = "exact"
+        self.core.add_request(name, {"prompt_token_ids": job.prompt}, params, priority=self.choose.randrange(3))
         self.running[name] = job
         self.counts["asked"] += 1
 
@@ -212,7 +213,7 @@ def test_a_random_workload_ends_with_every_answer_right(
     elif drafts is not None:
         options |= looking_up(3, method=drafts)
     engine = engines(model, kv_cache_memory_bytes=num_blocks * BYTES_PER_BLOCK, **options)
-    workload = Workload(engine, jobs, choose)
+    workload = Workload(engine, jobs, choose, drafts is not None)
     engine.watched.restart()
     for _ in range(STEPS):
         workload.act()

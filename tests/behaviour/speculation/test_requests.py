@@ -65,11 +65,14 @@ def test_every_search_says_what_it_took(engine: Engine, prompts: list[list[int]]
         for output in search(engine, prompts, **options):
             took = counts(output)
             assert took["steps"] == LENGTH
-            assert took["steps"] / (1 + LAYERS) <= took["target_forwards"] < LENGTH
+            assert took["steps"] / (1 + LAYERS) <= took["target_forwards"] <= LENGTH
             assert took["prefill_forwards"] == 1
-            assert took["steps_per_forward"] == (LENGTH - 1) / (took["target_forwards"] - 1) > 1
-            assert 0 < took["accepted"] < took["drafted"]
+            assert took["steps_per_forward"] == (LENGTH - 1) / (took["target_forwards"] - 1)
+            assert 0 <= took["accepted"] <= took["drafted"]
             assert took["mean_width"] == took["beams"] / LENGTH == WIDTH
+            if options:  # without, the engine speculates as far as it pays on this machine
+                assert took["target_forwards"] < LENGTH
+                assert 0 < took["accepted"] < took["drafted"]
     for options in ({"speculation": "off"}, {"speculation": "off", "do_sample": True}):
         assert [output.kv_transfer_params for output in search(engine, prompts, **options)] == [None] * len(prompts)
 
