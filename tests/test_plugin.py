@@ -7,12 +7,13 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import MambaConfig
 from vllm import envs
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.support.engine import ROOT, TRAINED_TARGET
@@ -226,20 +227,57 @@ def test_engines_with_these_options_start_or_say_what_cannot_work(outcomes: list
 SELECTING: dict[str, Any] = {"additional_config": {"trie_beam": {}}}
 
 
-def test_a_model_that_cannot_have_beams_is_served_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    MambaConfig(
-        vocab_size=300, hidden_size=64, num_hidden_layers=2, architectures=["MambaForCausalLM"]
-    ).save_pretrained(tmp_path)
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     warned: list[str] = []
     logger = logging.getLogger("vllm.trie_beam")
     monkeypatch.setattr(logger, "warning", lambda text, *args: warned.append(text % args))
-    config = EngineArgs(str(tmp_path), skip_tokenizer_init=True, **SELECTING).create_engine_config()
+    return warned
+
+
+def with_states(random_model: Callable[[str], Path], **options: Any) -> VllmConfig:
+    """The configuration of an engine whose model has recurrent states."""
+    return EngineArgs(
+        str(random_model("granite4")), skip_tokenizer_init=True, **SELECTING, **options
+    ).create_engine_config()
+
+
+def test_a_model_that_cannot_have_beams_is_served_without_them(
+    random_model: Callable[[str], Path], warned: list[str]
+) -> None:
+    config = with_states(random_model, enable_prefix_caching=True)
     assert config.scheduler_config.scheduler_cls is None
     assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
     assert not has_beams(config)
-    feature = "a model without attention, or with Mamba or linear attention layers"
+    feature = "a model with recurrent states and prefix caching; leave out enable_prefix_caching"
     assert warned == [f"trie_beam has no beams for {feature}: this engine stays as it is"]
     assert why_without_beams(config) == f"with {feature}, for which trie_beam has no beams"
+
+
+def test_prefix_caching_is_off_by_default_where_models_have_states(
+    random_model: Callable[[str], Path], warned: list[str]
+) -> None:
+    config = with_states(random_model)
+    assert has_beams(config)
+    assert config.cache_config.mamba_cache_mode == "none"
+    assert not config.cache_config.enable_prefix_caching
+    assert warned == ["trie_beam starts this model without prefix caching, as it has recurrent states"]
+
+
+@pytest.mark.parametrize(("custom_ops", "is_wrong"), [([], True), (["-rotary_embedding"], False)])
+def test_attention_that_vllm_computes_wrongly_is_warned_of(
+    random_model: Callable[[str], Path], warned: list[str], custom_ops: list[str], is_wrong: bool
+) -> None:
+    options: dict[str, Any] = {"enforce_eager": True, "compilation_config": {"custom_ops": custom_ops}}
+    EngineArgs(
+        str(random_model("deepseek_v2")), skip_tokenizer_init=True, **SELECTING, **options
+    ).create_engine_config()
+    assert any("computes latent attention wrongly on a CPU" in text for text in warned) == is_wrong
+
+
+def test_models_with_states_do_not_speculate(random_model: Callable[[str], Path]) -> None:
+    with pytest.raises(ValueError, match="not support speculative_config on a model with recurrent states; start vLLM"):
+        with_states(random_model, speculative_config=NGRAM)
 
 
 def test_model_runner_v1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from vllm_trie.options import PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.selection import (
     ASYNC_SCHEDULER,
     SCHEDULER,
+    caches_states,
     config_of,
     has_beams,
     is_selected,
@@ -62,9 +63,13 @@ def _select(original: Callable[..., VllmConfig], self: EngineArgs, *args: Any, *
     options = TrieBeamConfig.from_additional_config(self.additional_config)
     changed = verify(options.vllm_check, needs_cpu_kernels())
     _refuse_v1_model_runner()
-    own = self.scheduler_cls, self.worker_cls
+    own, caching = (self.scheduler_cls, self.worker_cls), self.enable_prefix_caching
     _take_over(self)
     vllm_config = original(self, *args, **kwargs)
+    if caching is None and caches_states(vllm_config):
+        _logger().warning("%s starts this model without prefix caching, as it has recurrent states", PLUGIN_NAME)
+        self.enable_prefix_caching = False
+        vllm_config = original(self, *args, **kwargs)
     if unsupported := unsupported_model(vllm_config):
         _logger().warning("%s has no beams for %s: this engine stays as it is", PLUGIN_NAME, unsupported)
         self.scheduler_cls, self.worker_cls = own
@@ -87,6 +92,11 @@ def _log_startup(vllm_config: VllmConfig, changed: list[str]) -> None:
     if changed:
         text = "%s was not written for this build of vLLM %s, but may fit. The first %d steps of groups are checked. %s"
         _logger().warning(text, PLUGIN_NAME, version, CHECKED_STEPS, f"What differs: {', '.join(changed)}")
+    if needs_cpu_kernels() and _is_eager_latent(vllm_config):
+        text = (
+            "with enforce_eager=True vLLM itself computes latent attention (MLA) wrongly on a CPU: leave it out, or %s"
+        )
+        _logger().warning(text, "set compilation_config={'custom_ops': ['-rotary_embedding']}")
     widest, drafts = vllm_config.scheduler_config.max_num_seqs, vllm_config.speculative_config
     _logger().info(
         "%s on vLLM %s%s, Model Runner V2: beams up to %d wide, semantics %s, speculation %s, prefix sharing %s",
@@ -94,6 +104,12 @@ def _log_startup(vllm_config: VllmConfig, changed: list[str]) -> None:
         *(min(config.max_beam_width or widest, widest), config.semantics, "off" if drafts is None else drafts.model),
         "on" if vllm_config.cache_config.enable_prefix_caching else "off",
     )
+
+
+def _is_eager_latent(vllm_config: VllmConfig) -> bool:
+    """Whether a custom kernel, which is not compiled away, rotates the keys of latent attention."""
+    model, off = vllm_config.model_config, {"none", "-rotary_embedding"}
+    return model.use_mla and model.enforce_eager and off.isdisjoint(vllm_config.compilation_config.custom_ops)
 
 
 def _check_files_and_attention(vllm_config: VllmConfig) -> None:

@@ -64,13 +64,22 @@ def padding_token(model_config: ModelConfig) -> int | None:
     return token if token is not None and 0 <= token < model_config.get_vocab_size() else None
 
 
+def has_states(vllm_config: VllmConfig) -> bool:
+    """Whether the model has layers with recurrent states: Mamba, linear attention, short convolutions."""
+    return vllm_config.model_config.is_attention_free or vllm_config.model_config.is_hybrid
+
+
+def caches_states(vllm_config: VllmConfig) -> bool:
+    """Whether states lie in the prefix cache, block by block, instead of one for each row."""
+    return has_states(vllm_config) and vllm_config.cache_config.enable_prefix_caching
+
+
 def unsupported_model(vllm_config: VllmConfig) -> str | None:
     """What about this engine's model makes beam groups impossible, if anything."""
     model = vllm_config.model_config
     unsupported = {
         f"runner={model.runner_type!r}": model.runner_type != "generate",
-        "a model without attention, or with Mamba or linear attention layers": model.is_attention_free
-        or model.is_hybrid,
+        "a model with recurrent states and prefix caching; leave out enable_prefix_caching": caches_states(vllm_config),
     }
     return next((feature for feature, is_used in unsupported.items() if is_used), None)
 
@@ -96,6 +105,7 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
         **unsupported_without_triton(vllm_config),
         "ec_transfer_config (encoders elsewhere)": vllm_config.ec_transfer_config is not None,
         "kv_transfer_config (KV connectors)": vllm_config.kv_transfer_config is not None,
+        "use_replayssm": vllm_config.cache_config.use_replayssm,
         "distributed_executor_backend='external_launcher' with several ranks": is_launched_apart(parallel),
         "decode_context_parallel_size > 1": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,

@@ -27,19 +27,22 @@ def unsupported_speculation(vllm_config: VllmConfig) -> dict[str, bool]:
     is_supported, why = config.use_ngram() or config.uses_draft_model(), ""
     if config.method in ("eagle", "eagle3", "mtp"):
         why = ", whose KV of a token depends on the token after it, where beams that share a block may differ"
+    model = vllm_config.model_config
+    models = [model] if config.draft_model_config is None else [model, config.draft_model_config]
     drafts, block_size = config.num_speculative_tokens, vllm_config.cache_config.block_size
     too_many = block_size is not None and drafts >= block_size
     return {
         f'speculative_config with method={config.method!r}{why} (use "draft_model" or "ngram")': not is_supported,
-        "speculative_config on a model with M-RoPE positions": vllm_config.model_config.uses_mrope,
-        "speculative_config on an encoder-decoder model": vllm_config.model_config.is_encoder_decoder,
+        "speculative_config on a model with M-RoPE positions": model.uses_mrope,
+        "speculative_config on an encoder-decoder model": model.is_encoder_decoder,
+        "speculative_config on a model with recurrent states": any(m.is_hybrid or m.is_attention_free for m in models),
         "parallel_drafting": config.parallel_drafting,
         "use_heterogeneous_vocab": config.use_heterogeneous_vocab,
         "disable_padded_drafter_batch": config.disable_padded_drafter_batch,
         "enable_adaptive_verification": config.enable_adaptive_verification,
         "pipeline_parallel_size > 1 together with speculative_config": parallel.pipeline_parallel_size > 1,
         "enable_lora together with speculative_config": vllm_config.lora_config is not None,
-        "data_parallel_size > 1 of experts together with speculative_config": vllm_config.model_config.is_moe
+        "data_parallel_size > 1 of experts together with speculative_config": model.is_moe
         and parallel.data_parallel_size > 1,
         "rejection_sample_method on a CPU without Triton": without_triton
         and config.rejection_sample_method != "standard",

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    HiddenStateCacheSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
     RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
 from vllm_trie.engine.kv_cache import refuse_unsupported_kv_cache
 
 SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
-FULL, WINDOW = FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=32)
+FULL, LATENT = FullAttentionSpec(**SHAPE), MLAAttentionSpec(**SHAPE)
+WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=32)
+STATE = MambaSpec(block_size=512, shapes=((16, 3), (4, 8)), dtypes=(torch.bfloat16, torch.float32))
 
 
 def config_of(*specs: KVCacheSpec) -> KVCacheConfig:
@@ -33,16 +43,31 @@ def refusal_of(*specs: KVCacheSpec) -> str | None:
     return None
 
 
-def test_full_attention_and_windows_of_one_precision_are_supported() -> None:
-    assert refusal_of(FULL) is None
-    assert refusal_of(FULL, WINDOW) is None
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (LATENT,), (FULL, STATE), (STATE,)])
+def test_attention_of_one_precision_and_states_are_supported(specs: tuple[KVCacheSpec, ...]) -> None:
+    assert refusal_of(*specs) is None
 
 
 @pytest.mark.parametrize(
     ("specs", "why"),
     [
         ((), "this model has: none"),
-        ((FULL, RSWASpec(**SHAPE, rswa_window=32)), "this model has: FullAttentionSpec, RSWASpec"),
+        ((FULL, RSWASpec(**SHAPE, rswa_window=32)), "this model has: RSWASpec"),  # frees blocks within a row
+        ((LATENT, SlidingWindowMLASpec(**SHAPE, sliding_window=32)), "this model has: SlidingWindowMLASpec"),
+        ((SinkFullAttentionSpec(**SHAPE, sink_len=4),), "this model has: SinkFullAttentionSpec"),
+        ((HiddenStateCacheSpec(**SHAPE),), "this model has: HiddenStateCacheSpec"),
+        ((FullAttentionSpec(**SHAPE, non_causal=True),), "this model has: FullAttentionSpec that is not causal"),
+        ((FullAttentionSpec(**SHAPE, tokens_per_state=2),), "FullAttentionSpec of several tokens per state"),
+        (
+            (FullAttentionSpec(**SHAPE, kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD),),
+            "this model has: FullAttentionSpec with FP8_PER_TOKEN_HEAD",
+        ),
+        (
+            (FULL, ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)),
+            "this model has: ChunkedLocalAttentionSpec; start vLLM with disable_hybrid_kv_cache_manager=True",
+        ),
+        ((FULL, replace(STATE, mamba_cache_mode="align")), "this model has: MambaSpec of more than one state a row"),
+        ((FULL, replace(STATE, num_speculative_blocks=3)), "this model has: MambaSpec of more than one state a row"),
         (
             (FULL, SlidingWindowSpec(**SHAPE | {"dtype": torch.float32}, sliding_window=32)),
             "needs KV caches of one precision; leave out kv_cache_dtype_skip_layers",

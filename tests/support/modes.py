@@ -92,10 +92,13 @@ GRAMMATICAL: list[dict[str, Any]] = [
 ]
 ROOMY = {"max_num_batched_tokens": 512}  # what is drawn depends on what is left over to speculate with
 PLAIN = [*LONG, *WITHOUT_TEXT, *DRAWN]
+MOVES = {"num_beam_groups", "beam_widths", "allowed_sequences"}  # rows otherwise than most do
+MOVED = [*LONG, *FEW, *DRAWN, *(options for options in WITHOUT_TEXT if options.keys() & MOVES)]
 MODES = {
     "sync": Mode("gqa", {"async_scheduling": False, "enable_prefix_caching": False}, PLAIN),
     "async": Mode("gqa", {}, PLAIN),
     "windows": Mode("gemma2", {"enable_prefix_caching": False}, [*LONG, *FEW, *DRAWN]),
+    "states": Mode("granite4", {}, MOVED),
     "strings": Mode("trained", {}, OPTIONS[:6]),
     "exact": Mode("gqa", {"enable_prefix_caching": False}, EXACT, LAYERS),
     "exact with windows": Mode("gemma2", {}, EXACT, LAYERS),

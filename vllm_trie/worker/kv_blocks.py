@@ -81,8 +81,16 @@ class KVBlocks:
 
 
 def _distinct(kv_caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Layers that share a cache hold the same view of it."""
-    return list({(cache.data_ptr(), cache.shape, cache.stride()): cache for cache in kv_caches}.values())
+    """Layers that share a cache hold the same view of it. Where KV cache groups lie over each other, one view will do.
+
+    A block belongs to one group, so the view that sees most of its bytes copies what any of them wrote.
+    """
+    widest: dict[tuple[int, int], torch.Tensor] = {}
+    for cache in kv_caches:
+        place = cache.data_ptr(), cache.shape[0] * cache.stride(0) * cache.element_size()
+        if place not in widest or cache.nbytes > widest[place].nbytes:
+            widest[place] = cache
+    return list(widest.values())
 
 
 def _blocks(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.encoder_decoder import EncoderDecoderModelState
 from vllm.v1.worker.gpu.model_states.interface import ModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 
 def refuse_own_state(model_state: ModelState) -> None:
@@ -19,7 +20,7 @@ def refuse_own_state(model_state: ModelState) -> None:
         ValueError: naming it.
     """
     kind = type(model_state)
-    if kind not in (DefaultModelState, EncoderDecoderModelState):
+    if kind not in (DefaultModelState, EncoderDecoderModelState, MambaHybridModelState):
         raise ValueError(
             f"trie_beam does not support models with a state of their own, as this one has ({kind.__name__}); start "
             "vLLM without the plugin"

@@ -98,6 +98,19 @@ def test_a_preempted_group_goes_on_alike_on_all_ranks(parallel: ParallelEngine, 
     assert len({*preempted}) > len(found_by_processes) // 2
 
 
+def test_two_ranks_find_what_one_finds_where_rows_have_states(
+    engines: Engines, random_model: Callable[[str], Path]
+) -> None:
+    model = random_model("falcon_h1")
+    expected = run(engines(model, max_num_batched_tokens=MAX_BATCHED), jobs())
+    parallel = ParallelEngine(model, max_num_batched_tokens=MAX_BATCHED)
+    try:
+        check_same(run(parallel, jobs(), parallel.check_rows), expected)
+        parallel.check_nothing_is_left()
+    finally:
+        parallel.close()
+
+
 def test_an_abort_on_the_way_leaves_nothing(parallel: ParallelEngine) -> None:
     core = parallel.llm.llm_engine
     core.add_request("gone", {"prompt_token_ids": prompt_of(40)}, beam_params(5, n=3, max_tokens=MAX_TOKENS))

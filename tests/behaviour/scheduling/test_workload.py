@@ -186,6 +186,8 @@ class Workload:
         ("gemma2", "priority", "ngram", False),
         ("gemma2", "fcfs", "ngram_gpu", True),
         ("trained", "fcfs", None, True),
+        ("granite4", "fcfs", None, True),
+        ("falcon_h1", "priority", None, False),
     ],
 )
 def test_a_random_workload_ends_with_every_answer_right(
@@ -198,7 +200,7 @@ def test_a_random_workload_ends_with_every_answer_right(
 ) -> None:
     (model, draft), choose = TRAINED if kind == "trained" else random_pair(kind, NOISE), random.Random(policy)
     jobs = jobs_of(model, policy)
-    shared = "auto" if kind == "gemma2" else "on"  # whose attention no kernel of ours computes
+    shared = "on" if kind in ("gqa", "trained") else "auto"  # others have attention that no kernel of ours computes
     options: dict[str, Any] = {
         "async_scheduling": is_async,
         "max_num_seqs": 20,
@@ -206,7 +208,8 @@ def test_a_random_workload_ends_with_every_answer_right(
         "scheduling_policy": policy,
         "additional_config": {"trie_beam": {"check_invariants": True, "shared_prefix_attention": shared}},
     }
-    num_blocks = {"gqa": 34, "gemma2": 60, "trained": 119}[kind]  # gemma2: two KV cache groups; trained: seven layers
+    # gemma2 has two KV cache groups; trained seven layers; the last two pages that hold a state
+    num_blocks = {"gqa": 34, "gemma2": 60, "trained": 119, "granite4": 110, "falcon_h1": 50}[kind]
     if drafts == "model":
         num_blocks *= 2  # which have layers of both models
         options |= drafting(draft, 3)

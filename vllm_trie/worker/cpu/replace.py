@@ -22,16 +22,16 @@ from vllm_trie.compat.patch import Patch
 Array = np.ndarray
 Function = Callable[..., Any]
 
-_MODULES = ("block_tables", "inputs", "logits", "ngram", "rejection", "sampling")
+_MODULES = ("block_tables", "inputs", "logits", "mamba", "ngram", "rejection", "sampling")
 _V2 = "vllm.v1.worker.gpu."
 _kernels: dict[str, Function] = {}
 _functions: dict[str, Function] = {}
 _imported_by: dict[str, str] = {}
 
 
-def kernel(target: str) -> Callable[[Function], Function]:
-    """Marks what takes a kernel's place, "module:name" within vLLM's V2 worker."""
-    return lambda function: _kernels.setdefault(_V2 + target, function)
+def kernel(target: str, package: str = _V2) -> Callable[[Function], Function]:
+    """Marks what takes a kernel's place, "module:name" within vLLM's V2 worker, or within another package."""
+    return lambda function: _kernels.setdefault(package + target, function)
 
 
 def replaces(target: str, imported_by: str = "") -> Callable[[Function], Function]:
