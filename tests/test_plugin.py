@@ -269,9 +269,8 @@ def test_attention_that_vllm_computes_wrongly_is_warned_of(
     random_model: Callable[[str], Path], warned: list[str], custom_ops: list[str], is_wrong: bool
 ) -> None:
     options: dict[str, Any] = {"enforce_eager": True, "compilation_config": {"custom_ops": custom_ops}}
-    EngineArgs(
-        str(random_model("deepseek_v2")), skip_tokenizer_init=True, **SELECTING, **options
-    ).create_engine_config()
+    model = str(random_model("deepseek_v2"))
+    EngineArgs(model, skip_tokenizer_init=True, **SELECTING, **options).create_engine_config()
     assert any("computes latent attention wrongly on a CPU" in text for text in warned) == is_wrong
 
 

@@ -93,9 +93,7 @@ def _log_startup(vllm_config: VllmConfig, changed: list[str]) -> None:
         text = "%s was not written for this build of vLLM %s, but may fit. The first %d steps of groups are checked. %s"
         _logger().warning(text, PLUGIN_NAME, version, CHECKED_STEPS, f"What differs: {', '.join(changed)}")
     if needs_cpu_kernels() and _is_eager_latent(vllm_config):
-        text = (
-            "with enforce_eager=True vLLM itself computes latent attention (MLA) wrongly on a CPU: leave it out, or %s"
-        )
+        text = "with enforce_eager=True vLLM itself computes latent attention wrongly on a CPU: leave it out, or %s"
         _logger().warning(text, "set compilation_config={'custom_ops': ['-rotary_embedding']}")
     widest, drafts = vllm_config.scheduler_config.max_num_seqs, vllm_config.speculative_config
     _logger().info(
