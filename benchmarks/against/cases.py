@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 from benchmarks.common import TARGET
@@ -15,6 +15,9 @@ BEAMS = ((4, 1, 64), (8, 1, 64), (16, 1, 64), (128, 1, 24), (8, 8, 24), (16, 32,
 ROWS, ROW_TOKENS = (8, 64), 48
 PAPER_WIDTHS, PAPER_PROMPTS, PAPER_TOKENS = (1, 3, 6, 9, 15), 2, 24
 DEPTHS, COST_WIDTH, COST_DRAFTS, COST_LAYERS, COST_PROMPTS, COST_TOKENS = (16, 4, 1), 4, 8, 4, 2, 32
+CATALOG_WIDTHS, CATALOG_ITEMS, CATALOG_TOKENS, CATALOG_PROMPTS = (8, 64), 700, 8, 8
+GRAMMAR_BEAMS, GRAMMAR_TOKENS = ((4, 1), (4, 8), (16, 1)), 32  # of each prompt; prompts
+ASSIGNMENTS = r"([a-z_]{1,12} = [a-z_0-9.]{1,20}\n)+"
 STEPS_LAYERS, STEPS_WIDTHS, STEPS_FACTORS, STEPS_TOKENS = (4, 2), (1, 2, 4, 8), (1, 2, 4), 64
 
 
@@ -50,6 +53,20 @@ def ordinary_cases() -> Iterator[Case]:
 def paper_cases() -> Iterator[Case]:
     for width in PAPER_WIDTHS:
         yield Case(f"{width} beams", one_by_one(PAPER_PROMPTS), beams(width, PAPER_TOKENS) | {"n": width})
+
+
+def catalog_cases() -> Iterator[Case]:
+    text = list(chain.from_iterable(prompts(CATALOG_PROMPTS)))
+    items = [text[start : start + CATALOG_TOKENS] for start in range(CATALOG_ITEMS)]
+    for width in CATALOG_WIDTHS:
+        options = beams(width, CATALOG_TOKENS) | {"allowed_sequences": items}
+        yield Case(f"{width} beams", [prompts(CATALOG_PROMPTS)], options)
+
+
+def grammar_cases() -> Iterator[Case]:
+    for width, count in GRAMMAR_BEAMS:
+        options = {"beam_width": width, "max_tokens": GRAMMAR_TOKENS, "structured_outputs": {"regex": ASSIGNMENTS}}
+        yield Case(f"{count} x {width} beams", [prompts(count)], options)
 
 
 def dsbd_cases() -> Iterator[Case]:
@@ -91,5 +108,7 @@ SECTIONS = {
     "beams": Section("Beams, ms per step", (OLDER, OLDER + AGAIN, NEWER), beam_cases, True),
     "ordinary": Section("No beams, ms per step", (STOCK, STOCK + AGAIN, NEWER), ordinary_cases, True),
     "paper": Section("One prompt at a time, ms per token", (PAPER, PAPER + AGAIN, OLDER, NEWER), paper_cases, False),
+    "catalogs": Section("Along a catalog, ms per token", (OLDER, OLDER + AGAIN, NEWER), catalog_cases, False),
+    "grammars": Section("Under a grammar, ms per step", (OLDER, OLDER + AGAIN, NEWER), grammar_cases, True),
     "dsbd": Section("Speculation, ms per token", (OLDER, OLDER + AGAIN, NEWER), dsbd_cases, False),
 }

@@ -45,6 +45,7 @@ def mean_seconds(marks: Marks) -> dict[str, float] | None:
 def engine(model: str, options: dict[str, Any]) -> Run:
     """What runs a case on vLLM."""
     from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     from vllm_trie import beam_params
 
@@ -62,6 +63,8 @@ def engine(model: str, options: dict[str, Any]) -> Run:
     scheduler.schedule = marked_schedule
 
     def run(batches: Batches, options: dict[str, Any]) -> dict[str, Any]:
+        if "structured_outputs" in options:
+            options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
         params = (beam_params if "beam_width" in options else SamplingParams)(**options)
         as_dicts = [[{"prompt_token_ids": prompt} for prompt in batch] for batch in batches]
         llm.reset_prefix_cache()
