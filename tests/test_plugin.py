@@ -237,9 +237,8 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def with_states(random_model: Callable[[str], Path], **options: Any) -> VllmConfig:
     """The configuration of an engine whose model has recurrent states."""
-    return EngineArgs(
-        str(random_model("granite4")), skip_tokenizer_init=True, **SELECTING, **options
-    ).create_engine_config()
+    options = {"skip_tokenizer_init": True, **SELECTING, **options}
+    return EngineArgs(str(random_model("granite4")), **options).create_engine_config()
 
 
 def test_a_model_that_cannot_have_beams_is_served_without_them(
@@ -249,7 +248,7 @@ def test_a_model_that_cannot_have_beams_is_served_without_them(
     assert config.scheduler_config.scheduler_cls is None
     assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
     assert not has_beams(config)
-    feature = "a model with recurrent states and prefix caching; leave out enable_prefix_caching"
+    feature = "a model with recurrent states and prefix caching; leave out enable_prefix_caching and mamba_block_size"
     assert warned == [f"trie_beam has no beams for {feature}: this engine stays as it is"]
     assert why_without_beams(config) == f"with {feature}, for which trie_beam has no beams"
 
@@ -272,6 +271,16 @@ def test_attention_that_vllm_computes_wrongly_is_warned_of(
     model = str(random_model("deepseek_v2"))
     EngineArgs(model, skip_tokenizer_init=True, **SELECTING, **options).create_engine_config()
     assert any("computes latent attention wrongly on a CPU" in text for text in warned) == is_wrong
+
+
+@pytest.mark.parametrize("more", [{}, {"data_parallel_start_rank": 2, "data_parallel_size": 4}, {"runner": "pooling"}])
+def test_what_vllm_infers_is_inferred_once(random_model: Callable[[str], Path], more: dict[str, Any]) -> None:
+    options = {"data_parallel_size": 2, "data_parallel_size_local": 2, "skip_tokenizer_init": True} | more
+    stock = EngineArgs(str(random_model("granite4")), **options).create_engine_config()
+    ours = with_states(random_model, **options)
+    for inferred in ("data_parallel_rank", "data_parallel_external_lb", "data_parallel_hybrid_lb"):
+        assert getattr(ours.parallel_config, inferred) == getattr(stock.parallel_config, inferred)
+    assert ours.cache_config.enable_prefix_caching == (not has_beams(ours))
 
 
 def test_models_with_states_do_not_speculate(random_model: Callable[[str], Path]) -> None:

@@ -9,6 +9,7 @@ worker become ours, its requests are checked, and beam search calls run in it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -63,35 +64,41 @@ def _select(original: Callable[..., VllmConfig], self: EngineArgs, *args: Any, *
     options = TrieBeamConfig.from_additional_config(self.additional_config)
     changed = verify(options.vllm_check, needs_cpu_kernels())
     _refuse_v1_model_runner()
-    own, caching = (self.scheduler_cls, self.worker_cls), self.enable_prefix_caching
-    _take_over(self)
-    vllm_config = original(self, *args, **kwargs)
-    if caching is None and caches_states(vllm_config):
-        _logger().warning("%s starts this model without prefix caching, as it has recurrent states", PLUGIN_NAME)
-        self.enable_prefix_caching = False
-        vllm_config = original(self, *args, **kwargs)
+    # vLLM writes what it infers into its arguments, and would take that for said the next time: hence the copies.
+    arguments = copy(self)
+    _take_over(arguments)
+    vllm_config = original(arguments, *args, **kwargs)
+    has_left_it_open = self.enable_prefix_caching is None and self.mamba_block_size is None
+    leaves_out_caching = has_left_it_open and caches_states(vllm_config)
+    if leaves_out_caching:
+        arguments = copy(self)
+        _take_over(arguments)
+        arguments.enable_prefix_caching = False
+        vllm_config = original(arguments, *args, **kwargs)
     if unsupported := unsupported_model(vllm_config):
         _logger().warning("%s has no beams for %s: this engine stays as it is", PLUGIN_NAME, unsupported)
-        self.scheduler_cls, self.worker_cls = own
         vllm_config = original(self, *args, **kwargs)
     else:
+        vars(self).update(vars(arguments))
         refuse_unsupported_engine(vllm_config)
         _check_files_and_attention(vllm_config)
         if vllm_config.scheduler_config.async_scheduling:
             vllm_config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
-        _log_startup(vllm_config, changed)
+        _log_startup(vllm_config, changed, leaves_out_caching)
     _wrap_front_end()
     return vllm_config
 
 
-def _log_startup(vllm_config: VllmConfig, changed: list[str]) -> None:
-    """A line of the log for this engine, and a warning of what differs in this build of vLLM."""
+def _log_startup(vllm_config: VllmConfig, changed: list[str], leaves_out_caching: bool) -> None:
+    """A line of the log for this engine, and warnings: of what differs in this build of vLLM, or is left out."""
     config, parallel, version = config_of(vllm_config), vllm_config.parallel_config, installed_vllm().version
     if parallel._api_process_count > 1 and parallel._api_process_rank >= 0:
         return  # one of several servers of an engine; what started them has told
     if changed:
         text = "%s was not written for this build of vLLM %s, but may fit. The first %d steps of groups are checked. %s"
         _logger().warning(text, PLUGIN_NAME, version, CHECKED_STEPS, f"What differs: {', '.join(changed)}")
+    if leaves_out_caching:
+        _logger().warning("%s starts this model without prefix caching, as it has recurrent states", PLUGIN_NAME)
     if needs_cpu_kernels() and _is_eager_latent(vllm_config):
         text = "with enforce_eager=True vLLM itself computes latent attention wrongly on a CPU: leave it out, or %s"
         _logger().warning(text, "set compilation_config={'custom_ops': ['-rotary_embedding']}")

@@ -79,7 +79,9 @@ def unsupported_model(vllm_config: VllmConfig) -> str | None:
     model = vllm_config.model_config
     unsupported = {
         f"runner={model.runner_type!r}": model.runner_type != "generate",
-        "a model with recurrent states and prefix caching; leave out enable_prefix_caching": caches_states(vllm_config),
+        "a model with recurrent states and prefix caching; leave out enable_prefix_caching and mamba_block_size": (
+            caches_states(vllm_config)
+        ),
     }
     return next((feature for feature, is_used in unsupported.items() if is_used), None)
 

@@ -20,6 +20,16 @@ def test_layers_that_lie_over_each_other_are_all_read_before_any_is_written() ->
     assert memory.view(NUM_BLOCKS, -1).equal(before[[0, 0, 1, 3, 2]])
 
 
+def test_views_of_one_block_that_see_different_parts_of_it_are_all_copied() -> None:
+    memory = torch.arange(NUM_BLOCKS * 64, dtype=torch.float32).view(NUM_BLOCKS, 64)
+    views = [memory.as_strided((NUM_BLOCKS, 2, 8), (64, between_heads, 1)) for between_heads in (16, 32)]
+    expected = memory.clone()
+    for head in (slice(0, 8), slice(16, 24), slice(32, 40)):
+        expected[4, head] = memory[1, head]
+    KVBlocks(views, NUM_BLOCKS).copy_to_others(torch.tensor([1]), torch.tensor([4]))
+    assert memory.equal(expected)
+
+
 def test_a_block_that_is_copied_onto_itself_stays() -> None:
     memory = torch.arange(NUM_BLOCKS * 8, dtype=torch.int64)
     before = memory.clone()

@@ -446,8 +446,8 @@ def refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig) -> None:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     unproven = sorted({why for spec in specs if (why := _unproven(spec)) is not None})
     if not specs or unproven:
-        is_chunked = all(isinstance(spec, KNOWN_CACHES | ChunkedLocalAttentionSpec) for spec in specs)
-        hint = "; start vLLM with disable_hybrid_kv_cache_manager=True" if unproven and is_chunked else ""
+        is_chunked = unproven == [ChunkedLocalAttentionSpec.__name__]
+        hint = "; start vLLM with disable_hybrid_kv_cache_manager=True" if is_chunked else ""
         raise ValueError(
             "trie_beam needs KV caches of full, sliding-window, latent (MLA) or cross attention, or recurrent states; "
             f"this model has: {', '.join(unproven) or 'none'}{hint}"

@@ -37,7 +37,7 @@ class KVBlocks:
     """
 
     def __init__(self, kv_caches: Iterable[torch.Tensor], num_blocks: int) -> None:
-        self._layers = [_blocks(cache, num_blocks) for cache in _distinct(kv_caches)]
+        self._layers = _distinct(_blocks(cache, num_blocks) for cache in kv_caches)
 
     def copy(self, sources: np.ndarray, destinations: np.ndarray) -> None:
         """Copy whole blocks, in every layer, [copies] each. A block may be copied onto itself.
@@ -80,17 +80,18 @@ class KVBlocks:
         return Segments(to_blocks, in_words(strides), in_words(lengths), max(lengths) // word_bytes, word_bytes)
 
 
-def _distinct(kv_caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Layers that share a cache hold the same view of it. Where KV cache groups lie over each other, one view will do.
+def _distinct(layers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Layers that share a cache see the same blocks. Where KV cache groups lie over each other, one view will do.
 
-    A block belongs to one group, so the view that sees most of its bytes copies what any of them wrote.
+    A block belongs to one group. If it is a single run of bytes, the longest run copies what any of the groups wrote.
     """
-    widest: dict[tuple[int, int], torch.Tensor] = {}
-    for cache in kv_caches:
-        place = cache.data_ptr(), cache.shape[0] * cache.stride(0) * cache.element_size()
-        if place not in widest or cache.nbytes > widest[place].nbytes:
-            widest[place] = cache
-    return list(widest.values())
+    distinct: dict[object, torch.Tensor] = {}
+    for blocks in layers:
+        (pointer, stride, _), *others = _segments(blocks)
+        place = (pointer, blocks.dtype, blocks.shape, blocks.stride()) if others else (pointer, stride)
+        if place not in distinct or blocks.nbytes > distinct[place].nbytes:
+            distinct[place] = blocks
+    return list(distinct.values())
 
 
 def _blocks(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
