@@ -5,7 +5,7 @@ READY := $(VENV)/.ready
 VENV_033 := .venv-0.33
 READY_033 := $(VENV_033)/.ready
 
-.PHONY: model demo test test-fast test-0.33 bench bench-full soak lint check-vllm clean help
+.PHONY: model demo test test-fast test-0.33 bench bench-full models soak lint check-vllm clean help
 
 help:
 	@echo "make demo       beam search on real code prompts, measured (a first run sets everything up)"
@@ -18,6 +18,7 @@ help:
 	@echo "make bench      the papers' tables in small, about nine minutes"
 	@echo "make bench-full all tables, more of each, as long as it takes; interrupted, it goes on when run again"
 	@echo "make soak       a server under an hour of mixed traffic: memory, answers, errors; SOAK_MINUTES=10 for less"
+	@echo "make models     beams on every model architecture beside transformers; writes docs/models.md"
 	@echo "make clean      remove the virtual environments and caches"
 
 model: $(READY)
@@ -55,6 +56,9 @@ bench-full: $(READY)
 
 soak: $(READY)
 	$(PYTHON) -m benchmarks.soak --minutes $(or $(SOAK_MINUTES),60)
+
+models: $(READY)
+	OMP_NUM_THREADS=1 VLLM_TRIE_CHECK=strict $(PYTHON) -m benchmarks.architectures
 
 $(READY): pyproject.toml tools/set_up.py
 	python3 tools/set_up.py $(VENV)

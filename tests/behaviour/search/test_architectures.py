@@ -12,9 +12,9 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.sampling_params import BeamSearchParams
 
+from benchmarks.architectures.gated_delta import float32_attention
 from tests.support import models
 from tests.support.engine import BLOCK_SIZE, TRAINED_TARGET, Engines
-from tests.support.gated_delta import float32_attention
 from tests.support.reference import agree, engine_answers, transformers_beams, transformers_greedy
 from tests.support.running import prompt_of
 from vllm_trie import beam_params

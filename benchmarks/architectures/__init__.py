@@ -1,0 +1,1 @@
+"""Which model architectures have beams that are right: `python -m benchmarks.architectures`."""

@@ -1,0 +1,127 @@
+"""Try beams on every architecture: `python -m benchmarks.architectures` measures what is not in the JSON yet.
+
+Results go to benchmarks/measured/architectures.json one by one, and docs/models.md is made of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.architectures import compare
+from benchmarks.architectures.models import ARCHITECTURES, BY_NAME, Architecture
+from benchmarks.architectures.table import DOCUMENT, MEASURED, document, read
+
+LONGEST = 180  # seconds that an architecture may take
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.architectures", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=BY_NAME, metavar="NAME", help="some of them, by the table's names")
+    parser.add_argument("--again", action="store_true", help="measure those anew that the JSON has")
+    parser.add_argument("--table", action="store_true", help="measure nothing, make docs/models.md")
+    options = parser.parse_args(arguments)
+    if not options.table:
+        known = {} if options.again else {row["name"] for row in read()["rows"] if row["outcome"] != "failed"}
+        wanted = [one for one in ARCHITECTURES if one.name in (options.only or BY_NAME)]
+        _measure([one for one in wanted if one.name not in known])
+    DOCUMENT.write_text(document(read()))
+    return 0
+
+
+def _measure(architectures: list[Architecture]) -> None:
+    if not architectures:
+        return
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import transformers  # noqa: F401  imported once: processes are forks of this one
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.model_executor.models import registry
+
+    in_subprocess = registry._run_in_subprocess
+
+    def look_here(look: Callable[[], Any]) -> Any:
+        """At a class of models: vLLM would import itself anew for each. Some classes cannot be imported this early."""
+        try:
+            return look()
+        except AssertionError:
+            return in_subprocess(look)
+
+    registry._run_in_subprocess = look_here
+    gc.freeze()  # vLLM collects garbage five times at a start
+
+    for number, architecture in enumerate(architectures, 1):
+        row = _in_its_own_process(architecture)
+        _keep(row)
+        told = {
+            key: row[key]
+            for key in ("equal", "tied", "worst", "greedy", "steady", "vllm", "transformers_off", "ours_off", "error")
+            if key in row
+        }
+        print(f"{number}/{len(architectures)} {architecture.name}: {row['outcome']} {told}", flush=True)
+
+
+def _in_its_own_process(architecture: Architecture) -> dict[str, Any]:
+    """The architecture's row, whatever becomes of the process."""
+    with tempfile.TemporaryDirectory() as scratch:
+        row = _forked("measure", architecture, Path(scratch))
+        if (
+            row["outcome"] in ("refused", "no answer")
+            and _forked("works_without_beams", architecture, Path(scratch)) is False
+        ):
+            row["outcome"] = "does not run in vLLM"
+    return row
+
+
+def _forked(what: str, architecture: Architecture, scratch: Path) -> Any:
+    context = multiprocessing.get_context("fork")
+    answer = scratch / f"{what}.json"
+    process = context.Process(target=_answer, args=(what, architecture, scratch / "model", answer))
+    process.start()
+    process.join(LONGEST)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    if answer.exists():
+        return json.loads(answer.read_text())
+    failed = f"the process ended with {process.exitcode}"
+    return {"name": architecture.name, "outcome": "failed", "error": failed}
+
+
+def _answer(what: str, architecture: Architecture, folder: Path, answer: Path) -> None:
+    log = os.open(answer.with_suffix(".log"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        found: Any = getattr(compare, what)(architecture, folder)
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        found = {"name": architecture.name, "outcome": "failed", "error": compare.sentence(error, folder)}
+    answer.write_text(json.dumps(found))
+    if keep := os.environ.get("KEEP_LOGS"):
+        Path(keep, f"{architecture.name} {what}.log".replace(" ", "_")).write_bytes(
+            answer.with_suffix(".log").read_bytes()
+        )
+    os._exit(0)
+
+
+def _keep(row: dict[str, Any]) -> None:
+    """Put a row into the JSON, in the table's order, in place of an older one."""
+    content = read()
+    rows = {old["name"]: old for old in content["rows"]} | {row["name"]: row}
+    row["versions"] = {"vllm": version("vllm"), "transformers": version("transformers"), "torch": version("torch")}
+    content["rows"] = [rows[name] for name in BY_NAME if name in rows]
+    MEASURED.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,128 @@
+"""docs/models.md, made of what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.architectures.models import BY_NAME
+
+ROOT = Path(__file__).resolve().parents[2]
+MEASURED = ROOT / "benchmarks" / "measured" / "architectures.json"
+DOCUMENT = ROOT / "docs" / "models.md"
+PROMPTS = 3
+
+HEAD = """# Models
+
+`make models` tries beams on every architecture of this table, on a CPU, and writes this page. It measures what
+benchmarks/measured/architectures.json lacks; `python -m benchmarks.architectures --only Llama --again` measures some
+anew, `--table` writes the page alone.
+
+Each is a tiny model with random weights, in {dtype}. An engine with beams answers three prompts, of 5, 31 and 70
+tokens, with 4 beams and 40 tokens, once with `ignore_eos` and once without: 6 searches, 24 hypotheses. transformers'
+`generate(num_beams=4, num_return_sequences=4, early_stopping=False, length_penalty=1.0)` answers the same prompts with
+the same model.
+
+- "Equal" counts hypotheses with the same tokens at the same rank. "Ties" are others whose scores differ by less than
+  1e-5, as rounding makes them.
+- The worst difference is that of any two scores (log-probability per token) at the same rank, divided by transformers'
+  score if that is below -1.
+- Where hypotheses differ, or scores by more than 1e-4, the notes tell how many of 12 hypotheses of `LLM.beam_search`
+  are those of vLLM's own client loop, and how many of 3 greedy answers of vLLM are transformers'.
+
+Published weights of these models were not tried here. Measured with {versions}.
+
+{counts}
+"""
+
+FOOT = """
+## What is refused, and what needs an option
+
+- Recurrent states (Mamba-2, linear attention, short convolutions) run without prefix caching, and searches on them do
+  not speculate: [serving](serving.md#which-engines-have-beams).
+- KV caches of other kinds than full, sliding-window, latent and cross attention and recurrent states are refused by
+  name.
+- Chunked local attention, as in Llama-4, needs `disable_hybrid_kv_cache_manager=True`.
+- Latent attention, as in DeepSeek, is wrong in vLLM itself on a CPU with `enforce_eager=True`: leave that out, or pass
+  `compilation_config={"custom_ops": ["-rotary_embedding"]}`.
+- vLLM's CPU kernel of gated delta nets (Qwen3-Next, Qwen3.5) takes bfloat16 alone. For this table one in torch, in
+  float32, replaces it.
+"""
+OUTCOMES = {
+    "equal": "all hypotheses are those of transformers",
+    "as vLLM": "beams differ from transformers and are those of vLLM's own client loop",
+    "unsteady": "vLLM's own answers depend on how many requests compute them, so there is nothing to compare with",
+    "differs": "beams differ from both",
+    "refused": "refused",
+    "does not run in vLLM": "vLLM itself does not run it on a CPU",
+    "no answer": "the engine starts and fails",
+    "failed": "not measured",
+}
+
+
+def read() -> dict[str, Any]:
+    """What was measured: {"rows": [...]}."""
+    return json.loads(MEASURED.read_text()) if MEASURED.exists() else {"rows": []}
+
+
+def document(content: dict[str, Any]) -> str:
+    """The page.
+
+    Args:
+        content: As `read` returns it.
+    """
+    rows = content["rows"]
+    found = [verdict(row) for row in rows]
+    counts = [f"- {found.count(key)}: {meaning}" for key, meaning in OUTCOMES.items() if key in found]
+    head = HEAD.format(
+        dtype=_all(rows, lambda row: row.get("dtype", "float32")),
+        versions=_all(rows, lambda row: ", ".join(f"{name} {is_}" for name, is_ in row["versions"].items())),
+        counts=f"Of {len(rows)} architectures:\n\n" + "\n".join(counts),
+    )
+    columns = ("architecture", "models", "KV caches", "equal", "ties", "worst difference", "notes")
+    lines = [_line(columns), _line(["---"] * len(columns)), *(_line(_cells(row)) for row in rows)]
+    return head + "\n" + "\n".join(lines) + "\n" + FOOT
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """Which of `OUTCOMES` a row is."""
+    if row["outcome"] != "compared":
+        return row["outcome"]
+    if row["equal"] + row["tied"] == row["hypotheses"]:
+        return "equal"
+    own = row["vllm"]
+    if own["equal"] + own["tied"] == own["hypotheses"]:
+        return "as vLLM"
+    return "differs" if row.get("steady", PROMPTS) == PROMPTS else "unsteady"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    architecture = BY_NAME[row["name"]]
+    notes = [architecture.note] if architecture.note else []
+    if row["outcome"] != "compared":
+        notes.insert(0, f"{OUTCOMES[row['outcome']]}: {row['error']}")
+        return [row["name"], architecture.examples, "–", "–", "–", "–", "; ".join(notes)]
+    if "vllm" in row:
+        own = row["vllm"]
+        notes.append(f"{own['equal'] + own['tied']} of {own['hypotheses']} hypotheses as vLLM's own loop")
+        notes.append(f"greedy: {row['greedy']} of {PROMPTS} as transformers")
+        if row.get("steady", PROMPTS) < PROMPTS:
+            notes.append(f"greedy token by token: {row['steady']} of {PROMPTS} as in one request")
+        if "ours_off" in row:
+            off = f"ours {row['ours_off']:.0e}, transformers' {row['transformers_off']:.0e}"
+            notes.append(f"scores off one forward of transformers: {off}")
+    if row.get("runs", "").startswith("Transformers"):
+        notes.append("vLLM's Transformers backend")
+    equal = f"{row['equal']} of {row['hypotheses']}"
+    caches, worst = ", ".join(row["caches"]), f"{row['worst']:.0e}"
+    return [row["name"], architecture.examples, caches, equal, str(row["tied"]), worst, "; ".join(notes)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _all(rows: list[dict[str, Any]], of: Any) -> str:
+    return "; ".join(dict.fromkeys(map(of, rows)))

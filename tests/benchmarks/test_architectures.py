@@ -1,0 +1,28 @@
+"""docs/models.md says what benchmarks/measured/architectures.json holds."""
+
+from __future__ import annotations
+
+from benchmarks.architectures.compare import Hypothesis, compared
+from benchmarks.architectures.models import BY_NAME
+from benchmarks.architectures.table import DOCUMENT, document, read, verdict
+
+FEWEST = 40
+
+
+def test_the_page_is_what_the_measured_rows_make() -> None:
+    assert DOCUMENT.read_text() == document(read()), "run python -m benchmarks.architectures --table"
+
+
+def test_enough_architectures_are_measured_and_beams_are_wrong_on_none() -> None:
+    rows = read()["rows"]
+    verdicts = [verdict(row) for row in rows]
+    assert {row["name"] for row in rows} <= BY_NAME.keys()
+    assert len(rows) >= FEWEST
+    assert not {"differs", "no answer", "failed"} & {*verdicts}
+
+
+def test_only_near_ties_may_come_in_another_order() -> None:
+    ours, near, far = (Hypothesis([3, token], score) for token, score in ((4, -1.0), (5, -1.000001), (6, -1.1)))
+    assert compared([([ours], [ours])])[:2] == (1, 0)
+    assert compared([([ours], [near])])[:2] == (0, 1)
+    assert compared([([ours], [far])])[:2] == (0, 0)
