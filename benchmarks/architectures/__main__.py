@@ -1,6 +1,6 @@
 """Try beams on every architecture: `python -m benchmarks.architectures` measures what is not in the JSON yet.
 
-Results go to benchmarks/measured/architectures.json one by one, and docs/models.md is made of them.
+Results go to benchmarks/architectures/measured.json one by one, and docs/models.md is made of them.
 """
 
 from __future__ import annotations

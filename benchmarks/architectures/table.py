@@ -10,14 +10,14 @@ from typing import Any
 from benchmarks.architectures.models import BY_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
-MEASURED = ROOT / "benchmarks" / "measured" / "architectures.json"
+MEASURED = Path(__file__).with_name("measured.json")
 DOCUMENT = ROOT / "docs" / "models.md"
 PROMPTS = 3
 
 HEAD = """# Models
 
 `make models` tries beams on every architecture of this table, on a CPU, and writes this page. It measures what
-benchmarks/measured/architectures.json lacks; `python -m benchmarks.architectures --only Llama --again` measures some
+benchmarks/architectures/measured.json lacks; `python -m benchmarks.architectures --only Llama --again` measures some
 anew, `--table` writes the page alone.
 
 Each is a tiny model with random weights, in {dtype}. An engine with beams answers three prompts, of 5, 31 and 70
@@ -40,8 +40,9 @@ Published weights of these models were not tried here. Measured with {versions}.
 FOOT = """
 ## What is refused, and what needs an option
 
-- Recurrent states (Mamba-2, linear attention, short convolutions) run without prefix caching, and searches on them do
-  not speculate: [serving](serving.md#which-engines-have-beams).
+- Recurrent states (Mamba-2, gated delta nets) run without prefix caching, and searches on them do not speculate:
+  [serving](serving.md). Short convolutions (LFM2) have beams, too, but on a CPU vLLM's own answers of LFM2 are neither
+  transformers' nor always the same, so nothing shows that they are right.
 - KV caches of other kinds than full, sliding-window, latent and cross attention and recurrent states are refused by
   name.
 - Chunked local attention, as in Llama-4, needs `disable_hybrid_kv_cache_manager=True`.
@@ -79,11 +80,16 @@ def document(content: dict[str, Any]) -> str:
     head = HEAD.format(
         dtype=_all(rows, lambda row: row.get("dtype", "float32")),
         versions=_all(rows, lambda row: ", ".join(f"{name} {is_}" for name, is_ in row["versions"].items())),
-        counts=f"Of {len(rows)} architectures:\n\n" + "\n".join(counts),
+        counts=f"Of {len(rows)} architectures:\n\n" + "\n".join(counts) + _missing({row["name"] for row in rows}),
     )
     columns = ("architecture", "models", "KV caches", "equal", "ties", "worst difference", "notes")
     lines = [_line(columns), _line(["---"] * len(columns)), *(_line(_cells(row)) for row in rows)]
     return head + "\n" + "\n".join(lines) + "\n" + FOOT
+
+
+def _missing(measured: set[str]) -> str:
+    names = ", ".join(name for name in BY_NAME if name not in measured)
+    return f"\n\nOn the command's list, and not measured yet: {names}." if names else ""
 
 
 def verdict(row: dict[str, Any]) -> str:

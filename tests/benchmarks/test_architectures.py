@@ -1,4 +1,4 @@
-"""docs/models.md says what benchmarks/measured/architectures.json holds."""
+"""docs/models.md says what benchmarks/architectures/measured.json holds."""
 
 from __future__ import annotations
 
