@@ -16,7 +16,6 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.support import forks
 from tests.support.engine import ROOT, TRAINED_TARGET
 from vllm_trie.compat import fingerprint
 from vllm_trie.compat.patch import PatchError
@@ -54,20 +53,13 @@ assert config.scheduler_config.async_scheduling and config.use_v2_model_runner
 """
 
 
-@pytest.fixture(autouse=True)
-def _ask_models_here() -> None:
-    forks.ask_models_here()
-
-
-def python(
-    code: str, plugins: str | None = None, run: Callable[..., Any] = forks.run, **options: object
-) -> subprocess.CompletedProcess[str]:
+def python(code: str, plugins: str | None = None, **options: object) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
     environment.pop("VLLM_PLUGINS", None)
     if plugins is not None:
         environment["VLLM_PLUGINS"] = plugins
     code = code.replace("OPTIONS", repr(options))
-    return run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
 
 
 def succeed(*args: object, **options: object) -> None:
@@ -368,4 +360,4 @@ def test_a_build_that_differs_is_one_warning_and_a_word_in_the_line(
 
 def test_helper_without_vllm_says_what_to_install() -> None:
     hide = "import sys; sys.modules['vllm'] = None\nimport vllm_trie\nvllm_trie.beam_params(2)"
-    assert "pip install" in refused(hide, run=subprocess.run)
+    assert "pip install" in refused(hide)

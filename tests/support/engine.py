@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.support.forks import ask_models_here
 from tests.support.rows import WatchedRows
 from vllm_trie.selection import has_beams
 
@@ -44,7 +43,6 @@ class Engine:
         options.setdefault("dtype", "float32")
         has_tokenizer = (model / "tokenizer.json").exists()
         _find_kernels_once()
-        ask_models_here()
         gc.freeze()  # vLLM collects garbage five times at a start, half a second each if it looks at all it imported
         self.llm = LLM(
             str(model),

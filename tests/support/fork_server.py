@@ -20,8 +20,6 @@ from typing import Any
 
 from prometheus_client import values
 
-from tests.support.forks import ask_models_here
-
 PRELOADED = [
     "vllm.entrypoints.llm",
     "vllm.entrypoints.cli.main",
@@ -124,7 +122,6 @@ if __name__ == "__main__":
     for module in PRELOADED:
         import_module(module)
     sys.path.remove(READS_SOUNDS)
-    ask_models_here()
     gc.freeze()
     request = next_fork(socket.socket(fileno=int(sys.argv[1])))
     become(request)

@@ -88,14 +88,6 @@ def forking() -> Iterator[None]:
         yield
 
 
-def ask_models_here() -> None:
-    """Let vLLM look here for what a kind of model can do; it asks a process of its own, which imports vLLM anew."""
-    from vllm.model_executor.models import registry
-
-    assert registry._run_in_subprocess
-    registry._run_in_subprocess = lambda ask: ask()
-
-
 @cache
 def _server() -> socket.socket:
     """It ends when this process does, which closes the socket."""

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaForSequenceClassification
 
 from tests.support.engine import TRAINED_TARGET, Engines
-from tests.support.forks import ask_models_here
 from vllm_trie import StepCandidate
 from vllm_trie.entrypoints.step_search.scorers import PoolingScorer, scorer_of
 
@@ -26,7 +25,6 @@ def test_a_pooling_models_score_is_what_transformers_computes(engines: Engines, 
     from vllm import LLM
 
     engines.close()
-    ask_models_here()
     config = AutoConfig.from_pretrained(TRAINED_TARGET, num_labels=1, pad_token_id=0)
     torch.manual_seed(3)
     reward_model = LlamaForSequenceClassification(config).float().eval()
