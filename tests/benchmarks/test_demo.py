@@ -14,7 +14,6 @@ import pytest
 from benchmarks import demo
 from benchmarks.demo_prompts import REAL_TASKS, Subject, toy
 from benchmarks.smollm2.get import UnavailableError
-from tests.support import forks
 from tests.support.engine import ROOT
 
 pytestmark = pytest.mark.slow
@@ -42,7 +41,7 @@ def _engines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", [["--toy", "--tasks", "1"], ["--tasks", "1"]], ids=["toy", "real"])
 @pytest.mark.usefixtures("_model_if_asked_for")
 def test_demo_shows_answers_blocks_times_and_drafts(options: list[str]) -> None:
-    result = forks.run([*COMMAND, "--repeats", "1", *options], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run([*COMMAND, "--repeats", "1", *options], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     assert [promised for promised in PROMISED if promised not in result.stdout] == []
     if "--toy" not in options:
@@ -78,7 +77,7 @@ def test_the_prompts_are_of_the_kinds_that_people_send() -> None:
 
 
 def test_an_interrupt_ends_it_without_a_traceback() -> None:
-    process = forks.Fork(
+    process = subprocess.Popen(
         [*COMMAND, "--toy"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
     )
     assert process.stdout is not None

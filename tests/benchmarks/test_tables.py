@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import OF_PAPERS, TABLES, main
-from tests.support import forks
 from tests.support.engine import ROOT, Engines
 
 pytestmark = pytest.mark.slow
@@ -24,7 +23,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the whole benchmark left its results."""
     out = tmp_path_factory.mktemp("results")
     command = [sys.executable, "-m", "benchmarks", "--size", "minimal", "--out", str(out), "--only", *OF_PAPERS, "host"]
-    result = forks.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert result.returncode == 0, result.stderr[-3000:]
     return out
 
@@ -94,7 +93,7 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path, here: Cal
     options = ["--size", "minimal", "--only", "memory", "--widths", "2", "3", "4", "5", "--max-tokens", "32"]
     options += ["--out", str(tmp_path)]
     command = [sys.executable, "-m", "benchmarks", *options]
-    process = forks.Fork(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 300
     while not (tmp_path / "memory.json").exists():
         assert process.poll() is None, process.communicate()[0][-3000:]

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
-from benchmarks.server import Server, serving
-from tests.support.forks import forking
+from benchmarks.server import Server
 
 TITLES = ["return self", "raise ValueError", "yield from items", "import os", "pass"]  # of the catalog "lines"
 NEWER = ["assert value", "break", "continue"]  # of another one
 PROMPTS = ["def is_prime(number):", "class Foo:\n    def close(self):", "import os\n", "    return"]
-
-
-@contextmanager
-def serving_soon(*args: Any, **options: Any) -> Iterator[Server]:
-    """`serving`, by processes that need not import vLLM."""
-    with ExitStack() as running:
-        with forking():
-            server = running.enter_context(serving(*args, **options))
-        yield server
 
 
 def complete(server: Server, prompt: Any = PROMPTS[0], max_tokens: int = 16, **options: Any) -> Any:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
 
-from tests.support import forks
 from tests.support.engine import ROOT, TRAINED_TARGET
 
 pytestmark = pytest.mark.slow
@@ -16,7 +16,7 @@ SECONDS = 800
 
 def test_a_rank_that_goes_astray_ends_the_engine_and_the_log_says_why() -> None:
     command = [sys.executable, "-m", "tests.support.astray", str(TRAINED_TARGET)]
-    result = forks.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
     assert result.returncode == 0, result.stderr[-3000:]
     said = [line for line in result.stdout.splitlines() if line.startswith(("agreed", "ended"))]  # among log lines
     assert said[:1] == ["agreed"], "ranks that agree are left alone"

@@ -1,4 +1,4 @@
-"""Tensor parallel beams over HTTP: the server, the real client, two ranks."""
+"""Tensor parallel beams over HTTP: the real command, the real client, two ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 import openai
 import pytest
 
-from benchmarks.server import Server
+from benchmarks.server import Server, serving
 from tests.support.engine import TRAINED_TARGET, Engines
 from tests.support.parallel_engine import RANKS
-from tests.support.served import serving_soon
 from vllm_trie import beam_params
 
 pytestmark = pytest.mark.slow
@@ -30,7 +29,7 @@ def test_a_server_of_two_ranks_answers_as_one_engine_and_ends_with_all_its_proce
 ) -> None:
     params = beam_params(4, n=3, max_tokens=24)
     (expected,) = engines(TRAINED_TARGET).llm.generate(PROMPT, params, use_tqdm=False)
-    with serving_soon(tmp_path / "log", "--plugin", "trie_beam", "--tensor-parallel-size", str(RANKS)) as server:
+    with serving(tmp_path / "log", "--plugin", "trie_beam", "--tensor-parallel-size", str(RANKS)) as server:
         found = complete(server, max_tokens=24, n=3, extra_body={"vllm_xargs": {"beam_width": 4}})
         assert [choice.text for choice in found.choices] == [one.text for one in expected.outputs]
 

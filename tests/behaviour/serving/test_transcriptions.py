@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import numpy as np
@@ -17,11 +19,11 @@ import pytest
 from transformers import AutoTokenizer
 from vllm.multimodal.audio import split_audio
 
-from benchmarks.server import Server
+from benchmarks.server import Server, serving
 from tests.support.audio import EOS, SAMPLING_RATE, make_whisper, sound, whispers_answer
 from tests.support.documents import TRANSCRIBES, Example, run_here
+from tests.support.engine import ROOT
 from tests.support.reference import Answer
-from tests.support.served import serving_soon
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +41,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Se
     command = ("vllm", "serve", str(model), "--served-model-name", "whisper", "--plugin", "trie_beam")
     limits = ["--max-model-len", "128", "--max-num-batched-tokens", "256", "--max-num-seqs", "16"]
     limits += ["--num-gpu-blocks-override", "24"]  # too few for long answers of 16 beams
-    with serving_soon(tmp_path_factory.mktemp("server") / "log", *limits, command=command) as server:
+    path = os.pathsep.join([str(ROOT / "tests" / "support" / "sounds"), os.environ.get("PYTHONPATH", "")])
+    log = tmp_path_factory.mktemp("server") / "log"
+    with mock.patch.dict("os.environ", PYTHONPATH=path), serving(log, *limits, command=command) as server:
         yield server
 
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.common import TARGET
 from benchmarks.server import Server, serving
-from tests.support.served import NEWER, TITLES, serving_soon
+from tests.support.served import NEWER, TITLES
 from vllm_trie.catalog import Catalog, tokenizer_digest
 
 
@@ -61,7 +61,7 @@ def write(path: Path, titles: list[str]) -> None:
 
 @pytest.fixture(scope="package")
 def server(folder: Path, scorer_url: str) -> Iterator[Server]:
-    """The command as its users start it. It has catalogs and scorers, and looks for tool calls in chats' answers."""
+    """It has catalogs and scorers, and looks for tool calls in what chats answer."""
     scorers = {"short": scorer_url, "broken": f"{scorer_url}/broken"}
     catalogs = {"catalogs": {"lines": str(folder / "lines.catalog")}, "catalog_folder": str(folder)}
     options = ["--plugin", "trie_beam", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
@@ -72,5 +72,5 @@ def server(folder: Path, scorer_url: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="package")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving_soon(tmp_path_factory.mktemp("stock") / "log") as server:
+    with serving(tmp_path_factory.mktemp("stock") / "log") as server:
         yield server
