@@ -35,10 +35,11 @@ class Server:
         self.process, self.log = process, log
         self.url = f"http://127.0.0.1:{port}"
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+        self._http = httpx.Client(base_url=self.url, limits=httpx.Limits(max_keepalive_connections=0))
 
     def metrics(self) -> str:
         """All that /metrics shows."""
-        return httpx.get(f"{self.url}/metrics").text
+        return self._http.get("/metrics").text
 
     def gauge(self, name: str, engine: str = "", label: str = "") -> float:
         """A metric of one engine, or its sum over all; `label`, as in `reason="x"`, picks among further labels."""
@@ -53,7 +54,7 @@ class Server:
         while True:
             assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()[-3000:]}"
             try:
-                if httpx.get(f"{self.url}/health").status_code == 200:
+                if self._http.get("/health").status_code == 200:
                     return
             except httpx.TransportError:
                 pass

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -15,6 +16,9 @@ from benchmarks.models import COPIES, make
 from benchmarks.smollm2 import get
 from tests.support import models
 from tests.support.engine import TRAINED_TARGET, Engines
+
+AT_START = Path(__file__).parent / "support" / "at_start"
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(AT_START), os.environ.get("PYTHONPATH")]))
 
 SMOKE = "tests/behaviour/test_smoke.py"
 SHARED_SERVER = "tests/behaviour/serving/one_server"  # one process tests all files of this folder
@@ -102,6 +106,15 @@ def _had(get_folder: Callable[[], Path]) -> Path:
         if os.environ.get("CI"):
             raise
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _inspect_models_here() -> Iterator[None]:
+    """What a class of models can do vLLM asks a process of its own, which imports vLLM for that, for ten seconds."""
+    from vllm.model_executor.models import registry
+
+    with mock.patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()):
+        yield
 
 
 @pytest.fixture(scope="session")

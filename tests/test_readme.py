@@ -23,7 +23,7 @@ from tests.support.documents import (
     Example,
     run_here,
 )
-from tests.support.engine import ROOT, Engines
+from tests.support.engine import ROOT, TRAINED_TARGET, Engines
 
 pytestmark = pytest.mark.slow
 
@@ -66,12 +66,12 @@ def test_an_offline_example_runs(
     assert capsys.readouterr().out.strip(), "it shows nothing"
 
 
-@pytest.mark.usefixtures("real_folders")
 def test_the_first_example_runs_as_its_user_runs_it(tmp_path: Path) -> None:
-    """With an engine in a process of its own, compiled."""
+    """With an engine in a process of its own, compiled. Here on the toy, whose few layers compile sooner."""
     script = tmp_path / "example.py"
     script.write_text(next(example.code for example in OFFLINE if example.document == "README.md"))
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCHDYNAMO_DISABLE": "0"}
+    as_outside_tests = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCHDYNAMO_DISABLE": "0"}
+    environment = os.environ | as_outside_tests | {"MODEL": str(TRAINED_TARGET)}
     result = subprocess.run([sys.executable, script], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     assert len(re.findall(r"^ *-\d+\.\d+ ", result.stdout, re.MULTILINE)) == 2

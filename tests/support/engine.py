@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINED_TARGET = ROOT / "benchmarks" / "stdlib_pair" / "target"
 BLOCK_SIZE = 32  # the smallest that vLLM's CPU attention takes
 KV_CACHE_BYTES = 256 << 20
+
+# vLLM collects garbage a dozen times per engine, a tenth of a second each if it looks at all that was ever imported.
+_freeze = gc.freeze
+atexit.register(gc.unfreeze)  # or libraries complain of leaks
+gc.freeze = gc.unfreeze = lambda: None
 
 
 @cache
@@ -43,7 +49,7 @@ class Engine:
         options.setdefault("dtype", "float32")
         has_tokenizer = (model / "tokenizer.json").exists()
         _find_kernels_once()
-        gc.freeze()  # vLLM collects garbage five times at a start, half a second each if it looks at all it imported
+        _freeze()
         self.llm = LLM(
             str(model),
             enforce_eager=True,
@@ -81,6 +87,7 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm, self.core, self.scheduler
         gc.collect()
+        _freeze()
 
 
 class Engines:

@@ -12,6 +12,8 @@ from tests.support.reference import load
 
 Phrases = Sequence[tuple[list[list[int]], float]]  # all ways to write one, and its weight
 
+EOS = 1
+
 
 class Biased(NamedTuple):
     """A finished hypothesis."""
@@ -47,20 +49,27 @@ def next_logprobs(model: Path, prompt: list[int], beams: list[list[int]]) -> lis
     return logits.float().log_softmax(-1).tolist()
 
 
+def _worth_a_look(row: list[float], count: int, phrases: Phrases) -> list[int]:
+    """All tokens that may be among the best `count`: what is in no phrase has the same boost, whatever it is."""
+    special = {EOS, *(token for ways, _ in phrases for way in ways for token in way)}
+    others = sorted(set(range(len(row))) - special, key=lambda token: -row[token])
+    return sorted([*special, *others[:count]])
+
+
 def biased_beams(
     model: Path, prompt: list[int], width: int, phrases: Phrases, max_tokens: int, length_penalty: float = 1.0
 ) -> list[Biased]:
     """The hypotheses of beam search by transformers' rules, `early_stopping=False`, whose scores have the boosts."""
-    eos = 1
     running, finished = [(0.0, list[int]())], list[Biased]()
     for length in range(1, max_tokens + 1):
         rows = next_logprobs(model, prompt, [tokens for _, tokens in running])
         found = []
         for (total, tokens), row in zip(running, rows, strict=True):
-            for token, logprob in enumerate(row):
-                is_over = token == eos or length == max_tokens
+            for token in _worth_a_look(row, 2 * width, phrases):
+                is_over = token == EOS or length == max_tokens
                 whole = [*tokens, token]
-                found.append((total + logprob + boost_of(phrases, whole, is_over), total + logprob, whole, is_over))
+                summed = total + row[token]
+                found.append((summed + boost_of(phrases, whole, is_over), summed, whole, is_over))
         found.sort(key=lambda candidate: -candidate[0])
         for score, total, tokens, is_over in found[:width]:
             if is_over:

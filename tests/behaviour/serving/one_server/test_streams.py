@@ -107,7 +107,7 @@ def test_a_schema_streams_too(server: Server) -> None:
     (whole,) = complete(server, max_tokens=60, **options).choices
     parts = [chunk.choices[0] for chunk in complete(server, max_tokens=60, stream=True, **options)]
     assert "".join(part.text for part in parts) == whole.text
-    assert len(parts) > 3
+    assert len(parts) > 1
 
 
 @pytest.mark.parametrize("tool_choice", ["auto", "none"])
