@@ -110,7 +110,7 @@ def _had(get_folder: Callable[[], Path]) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _inspect_models_here() -> Iterator[None]:
-    """What a class of models can do vLLM asks a process of its own, which imports vLLM for that, for ten seconds."""
+    """What a class of models can do vLLM asks a process of its own, which imports vLLM for that, for eight seconds."""
     from vllm.model_executor.models import registry
 
     with mock.patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import itertools
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ TRAINED_TARGET = ROOT / "benchmarks" / "stdlib_pair" / "target"
 BLOCK_SIZE = 32  # the smallest that vLLM's CPU attention takes
 KV_CACHE_BYTES = 256 << 20
 
-# vLLM collects garbage a dozen times per engine, a tenth of a second each if it looks at all that was ever imported.
-_freeze = gc.freeze
+# vLLM collects garbage a dozen times per engine, a tenth of a second each if it looks at all that was imported: before
+# the first engine, and by its start, so that the second one knows of all.
+_freeze, _starts = gc.freeze, itertools.count()
 atexit.register(gc.unfreeze)  # or libraries complain of leaks
 gc.freeze = gc.unfreeze = lambda: None
 
@@ -49,7 +51,8 @@ class Engine:
         options.setdefault("dtype", "float32")
         has_tokenizer = (model / "tokenizer.json").exists()
         _find_kernels_once()
-        _freeze()
+        if next(_starts) < 2:
+            _freeze()
         self.llm = LLM(
             str(model),
             enforce_eager=True,
@@ -87,7 +90,6 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm, self.core, self.scheduler
         gc.collect()
-        _freeze()
 
 
 class Engines:

@@ -11,28 +11,21 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
-    DeepseekV2Config,
-    FalconH1Config,
     Gemma2Config,
-    Gemma3TextConfig,
-    Glm4Config,
-    GptOssConfig,
-    GraniteMoeHybridConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    Mamba2Config,
     MistralConfig,
     MixtralConfig,
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
-    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
-    Qwen3NextConfig,
 )
 
-WINDOW = 40  # tokens; no multiple of a block
+from benchmarks.architectures import models as architectures
+from benchmarks.architectures.models import ARCHITECTURES, WINDOW
+
 COMMON: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 64,
@@ -50,27 +43,6 @@ COMMON: dict[str, Any] = {
 MHA: dict[str, Any] = {**COMMON, "num_key_value_heads": 4}
 TOY: dict[str, Any] = {**COMMON, "vocab_size": 16, "num_hidden_layers": 1, "initializer_range": 0.15}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
-ATTENTION = ("head_dim", "intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
-MAMBA2_IN_HYBRIDS: dict[str, Any] = {
-    "mamba_d_state": 16,
-    "mamba_n_groups": 1,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 16,
-    "tie_word_embeddings": False,
-}
-DELTA_IN_HYBRIDS: dict[str, Any] = {
-    "hidden_size": 128,
-    "head_dim": 64,
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "tie_word_embeddings": False,
-}
 KINDS: dict[str, Callable[[], PretrainedConfig]] = {
     "gqa": lambda: LlamaConfig(**COMMON),
     "mha": lambda: LlamaConfig(**MHA),
@@ -97,72 +69,31 @@ KINDS: dict[str, Callable[[], PretrainedConfig]] = {
         attn_logit_softcapping=None,
     ),
     "mixtral": lambda: MixtralConfig(**COMMON, **EXPERTS, num_local_experts=4),
-    "granite4": lambda: GraniteMoeHybridConfig(
-        **{**_without(COMMON, "head_dim"), **MAMBA2_IN_HYBRIDS, "hidden_size": 128, "num_hidden_layers": 4},
-        layer_types=["mamba", "attention", "mamba", "mamba"],
-        position_embedding_type="rope",
-        shared_intermediate_size=128,
-        mamba_n_heads=8,
-        mamba_d_head=32,
-        num_local_experts=4,
-        **EXPERTS,
-    ),
-    "falcon_h1": lambda: FalconH1Config(
-        **COMMON, **MAMBA2_IN_HYBRIDS, mamba_d_ssm=128, mamba_n_heads=8, mamba_d_head=16
-    ),
-    "mamba2": lambda: Mamba2Config(
-        **_without(COMMON, *ATTENTION),
-        num_heads=8,
-        head_dim=16,
-        state_size=16,
-        n_groups=1,
-        chunk_size=16,
-        tie_word_embeddings=False,
-    ),
-    "qwen3_next": lambda: Qwen3NextConfig(
-        **{**COMMON, **DELTA_IN_HYBRIDS},
-        **EXPERTS,
-        num_experts=4,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-    ),
-    "qwen3_5": lambda: Qwen3_5TextConfig(**{**COMMON, **DELTA_IN_HYBRIDS}),
-    "deepseek_v2": lambda: DeepseekV2Config(
-        **{**MHA, **EXPERTS},
-        q_lora_rank=None,
-        kv_lora_rank=512,  # with the next the only sizes that vLLM has attention for
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=16,
-        v_head_dim=32,
-        n_routed_experts=4,
-        moe_intermediate_size=64,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-    ),
-    "gemma3": lambda: Gemma3TextConfig(
-        **{**COMMON, "num_hidden_layers": 4},
-        sliding_window=WINDOW,
-        query_pre_attn_scalar=32,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-    ),
-    "glm4": lambda: Glm4Config(**COMMON),
-    "gpt_oss": lambda: GptOssConfig(
-        **COMMON,
-        **EXPERTS,
-        num_local_experts=4,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", "full_attention"],
-    ),
     "toy": lambda: LlamaConfig(**TOY),
     "qwen3_moe": lambda: Qwen3MoeConfig(**COMMON, **EXPERTS, num_experts=4, moe_intermediate_size=64),
 }
 
-DELTA = ("qwen3_next", "qwen3_5")  # whose kernel for CPUs takes bfloat16 alone, see `float32_attention`
+OF_TABLE = {  # kinds that docs/models.md shows, too
+    kind: next(one for one in ARCHITECTURES if one.name == name)
+    for kind, name in {
+        "granite4": "Granite-4",
+        "falcon_h1": "Falcon-H1",
+        "mamba2": "Mamba-2",
+        "qwen3_next": "Qwen3-Next",
+        "qwen3_5": "Qwen3.5",
+        "deepseek_v2": "DeepSeek-V2",
+        "gemma3": "Gemma-3",
+        "glm4": "GLM-4",
+        "gpt_oss": "gpt-oss",
+    }.items()
+}
 
 
 def make(kind: str, folder: Path) -> Path:
     """Save a random model. Its EOS token (1) comes up often."""
+    if kind in OF_TABLE:
+        architectures.make(OF_TABLE[kind], folder)
+        return folder
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(KINDS[kind](), dtype=torch.float32)
     if not model.config.tie_word_embeddings:

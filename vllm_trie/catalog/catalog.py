@@ -33,7 +33,7 @@ class Catalog(Header):
     first_child: np.ndarray  # [nodes + 1] int32
     tokens: np.ndarray  # [nodes] int32, the token by which a node is entered; -1 at the root
     is_item: np.ndarray  # [nodes] bool, an item ends here
-    data: memoryview  # the whole content, of which all arrays are views
+    data: memoryview  # the whole content; all arrays are views of it
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:

@@ -8,7 +8,7 @@ from vllm_trie.catalog.catalog import Catalog
 
 
 class CatalogStore:
-    """Catalogs by digest, of which names stand for some. What nobody needs any more is forgotten.
+    """Catalogs by digest, some of which have names. What nobody needs any more is forgotten.
 
     Args:
         named: Those that names stand for at first.

@@ -42,7 +42,7 @@ class HeldBlocks:
         """What a request that goes on from another finds computed: all of its prompt but the last token.
 
         Returns:
-            Blocks, of which the last may be partly filled, and the number of tokens. None where nothing is kept, or
+            Blocks, the last of them partly filled or full, and the number of tokens. None where nothing is kept, or
             something else than the request's prompt.
         """
         held, count = self._held.get(key), request.num_prompt_tokens - 1

@@ -231,6 +231,6 @@ def take_output(request_id: str, outputs: dict[int, EngineCoreOutputs]) -> Engin
 
 
 def _sum_alone(total: float) -> LogprobsLists:
-    """A sum of log-probabilities, none of which is reported; NaN where there is none (see `entrypoints.logprobs`)."""
+    """A sum of log-probabilities, alone; NaN where there is none (see `entrypoints.logprobs`)."""
     nothing = np.zeros((0, 0), dtype=np.int32)
     return LogprobsLists(nothing, np.array([[total]]), nothing)

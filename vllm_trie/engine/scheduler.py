@@ -55,7 +55,7 @@ class _StepState:
     sessions: list[Request] = field(default_factory=list)  # waited when it began, for input or to go on: they have rows
     held_back: list[Request] = field(default_factory=list)  # found no rows
     last_preempted: Request | None = None
-    has_released: bool = False  # held blocks, of which a step must tell
+    has_released: bool = False  # held blocks: the next step tells the worker
     results: dict[str, Decided] = field(default_factory=dict)
     over: list[tuple[Request, BeamGroup]] = field(default_factory=list)
 

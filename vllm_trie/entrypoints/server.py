@@ -239,7 +239,7 @@ def _as_vllm_returns_it(
 
 
 class _Tokens(list[int]):
-    """Tokens of a stream's last part, of which there may be none: vLLM takes what is false for no part at all."""
+    """Tokens of a stream's last part, perhaps none: vLLM takes what is false for no part at all."""
 
     def __bool__(self) -> bool:
         return True

@@ -109,7 +109,7 @@ async def _after_refusals(
 
 
 async def _with_every_end(first: str, events: AsyncGenerator[str, None], request: Request) -> AsyncGenerator[str, None]:
-    """The events of a stream, and an end for each search of which vLLM says none, as it sent and found nothing."""
+    """The events of a stream, and an end for each search that sent and found nothing: vLLM sends none then."""
     without_end = {*range(_num_prompts(request))}
     async with aclosing(events):  # a client that vanishes takes its search with it
         event = first

@@ -75,4 +75,4 @@ class TrieBeamConfig(Speculating, Drawing):
     def cure(cls, name: str) -> str:
         meant = meant_by(name, [*cls.model_fields, *OPTIONS], cutoff=0.6)
         is_of_requests = meant is not None and " " not in meant and meant not in cls.model_fields
-        return f"{meant} is for requests, each of which has its own" if is_of_requests else super().cure(name)
+        return f"{meant} is for requests: each has its own" if is_of_requests else super().cure(name)

@@ -10,7 +10,7 @@ def num_beams_along(beam: BeamParams, num_items: int, num_stop_tokens: int) -> i
 
     Args:
         num_items: Of the catalog.
-        num_stop_tokens: One of which follows the last item, under `catalog_stop`.
+        num_stop_tokens: Under `catalog_stop` one of them follows the last item.
     """
     if beam.catalog_after is not None:
         return beam.beam_width

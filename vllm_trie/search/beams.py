@@ -67,7 +67,7 @@ class Beams(NamedTuple):
         return Beams(_gathered(self.scores, parents), rank_scores, gather_states(self.states, parents), self.length)
 
     def only(self, lives: torch.Tensor) -> Beams:
-        """The same, of which [G, r] live."""
+        """The same, where of the rows only these live: [G, r] bool."""
         scores, rank_scores = self.scores.where(lives, NEVER), self.rank_scores
         return self._replace(
             scores=scores, rank_scores=None if rank_scores is None else rank_scores.where(lives, NEVER)

@@ -23,7 +23,7 @@ def constant(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=1024)
 def numbers(count: int, device: torch.device, last: int | None = None) -> torch.Tensor:
-    """0, 1, ... [count], and `last` instead of what is greater. Kept: for counts of which there are few."""
+    """0, 1, ... [count], and `last` instead of what is greater. Kept: for counts that come again and again."""
     return torch.arange(count, device=device).clamp(max=count if last is None else last)
 
 

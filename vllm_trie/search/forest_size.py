@@ -16,7 +16,7 @@ RIDGE = 1e-9  # so that features that never changed share their cost
 LEAST_GAIN = 0.97  # times a plain step is what a forest must take per step at most: less gain is none
 
 REMEMBERED = 0.97  # of what was accepted, with each choice: so that what failed is tried again some day
-HOPE, WEIGHT_OF_HOPE = 0.75, 2.0  # that a layer leads on of which nothing is known, and as of how many that counts
+HOPE, WEIGHT_OF_HOPE = 0.75, 2.0  # that a layer leads on before any is seen, and how many seen ones that counts as
 WEIGHT_OF_OTHERS = 4.0  # likewise, of other searches
 
 
@@ -97,7 +97,7 @@ class Acceptance:
         self._led, self._tried = np.zeros((2, num_layers))
 
     def observe(self, num_layers: int, num_steps: int) -> None:
-        """A forest of so many layers led to so many steps, the first of which needs none."""
+        """A forest of so many layers led to so many steps; the first step needs no forest."""
         self._tried[: min(num_steps, num_layers)] += 1
         self._led[: num_steps - 1] += 1
 

@@ -40,7 +40,7 @@ class Choice(NamedTuple):
     """What a strategy has chosen."""
 
     step: Step[torch.Tensor]
-    logprobs: torch.Tensor  # [G, r, V], of which some are reported
+    logprobs: torch.Tensor  # [G, r, V]; some are reported
 
 
 class Strategy:

@@ -52,7 +52,7 @@ class RankCheck:
 
 
 def disputes(of_ranks: Sequence[Mapping[str, bytes]]) -> list[str]:
-    """The beam groups of which ranks do not say the same, each with who is against whom."""
+    """The beam groups on which ranks disagree, each with who is against whom."""
     found = []
     for group_id in dict.fromkeys(group_id for of_rank in of_ranks for group_id in of_rank):
         camps = defaultdict(list)

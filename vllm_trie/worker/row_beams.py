@@ -92,5 +92,5 @@ class RowBeams:
         return [key.on(self._catalogs.tries, rules.stops.token_ids) for key in rules.constraints]
 
     def _tokens(self, slots: np.ndarray, num_tokens: np.ndarray) -> torch.Tensor:
-        """[G, r, L] int32, the tokens of rows in `slots` [G, r], of which each group's have `num_tokens` [G]."""
+        """[G, r, L] int32, the tokens of rows in `slots` [G, r]; each group's rows have `num_tokens` [G]."""
         return flush_right(self._rows.tokens(slots, 0, int(num_tokens.max())), num_tokens)

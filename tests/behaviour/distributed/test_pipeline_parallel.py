@@ -128,11 +128,18 @@ def test_two_stages_see_images_as_one_rank_does(engines: Engines, tmp_path: Path
         pipeline.close()
 
 
-def test_stages_of_different_attention_without_async_scheduling_find_what_transformers_finds(
-    random_model: Callable[[str], Path],
+@pytest.mark.parametrize(
+    ("kind", "is_async"),
+    [
+        pytest.param("gemma2", False, id="layers with a window, and without"),
+        pytest.param("falcon_h1", True, id="layers with states and attention"),
+    ],
+)
+def test_stages_find_what_transformers_finds_where_each_lets_rows_continue_others(
+    random_model: Callable[[str], Path], kind: str, is_async: bool
 ) -> None:
-    model = random_model("gemma2")  # one layer with a window, and one without
-    pipeline = ParallelEngine(model, "pipeline", async_scheduling=False)
+    model = random_model(kind)
+    pipeline = ParallelEngine(model, "pipeline", async_scheduling=is_async)
     try:
         check_like_transformers(run(pipeline, searches()), model)
         pipeline.check_nothing_is_left()

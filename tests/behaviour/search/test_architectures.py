@@ -24,9 +24,8 @@ pytestmark = pytest.mark.slow
 
 MAX_TOKENS = 70  # crosses two block boundaries, and leaves the first block's window
 LENGTHS = (5, BLOCK_SIZE - 1, models.WINDOW + 50)
-KINDS = [
-    kind for kind in models.KINDS if kind not in ("gqa", "mha", "toy")
-]  # those: test_parity.py, test_beam_sampling.py
+ELSEWHERE = ("gqa", "mha", "toy")  # test_parity.py, test_beam_sampling.py
+KINDS = [kind for kind in (*models.KINDS, *models.OF_TABLE) if kind not in ELSEWHERE]
 MOST_TIES = 0.02
 
 
@@ -35,10 +34,11 @@ def test_answers_are_those_of_transformers(
     engines: Engines, random_model: Callable[[str], Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = random_model(kind)
-    if kind in models.DELTA:
-        monkeypatch.setattr(gdn_attention, "cpu_gdn_attention_core", float32_attention)
-    # Eager latent attention is wrong in vLLM itself on a CPU, with the custom kernel that rotates keys.
-    options = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if kind == "deepseek_v2" else {}
+    options = {}
+    if kind in models.OF_TABLE:
+        options = models.OF_TABLE[kind].engine
+        if models.OF_TABLE[kind].twin:
+            monkeypatch.setattr(gdn_attention, "cpu_gdn_attention_core", float32_attention)
     engine = engines(model, max_num_batched_tokens=64, **options)
     engine.watched.restart()
     cases = [(width, ignore_eos) for width in (1, 2, 5) for ignore_eos in (True, False)]

@@ -23,7 +23,7 @@ TIMEOUT = 600.0  # seconds that an endpoint may take for the candidates of a rou
 
 @dataclass(frozen=True)
 class StepCandidate:
-    """What a scorer sees of a candidate: a text so far, of which the last step is new.
+    """What a scorer sees of a candidate: its text so far, and the step that is new.
 
     Args:
         prompt: The text of the prompt.

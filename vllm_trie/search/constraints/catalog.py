@@ -66,7 +66,7 @@ class AlongItems(Constraint):
     Args:
         rules: How.
         trie: The catalog's, on the search's device.
-        stops: Stop tokens, of which one follows the last item if `rules.ends_with_stop`, and none comes before.
+        stops: Stop tokens. If `rules.ends_with_stop`, one of them follows the last item; none comes before.
     """
 
     rules: ItemRules

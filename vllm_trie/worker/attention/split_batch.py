@@ -69,7 +69,7 @@ class Plan(Protocol):
     """Attention of the rows that share blocks, as it was laid out for one step."""
 
     def attend(self, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor, scale: float) -> None:
-        """Compute it for one layer: [N, H, D] of the whole batch, of which these rows' tokens are read and written."""
+        """Compute it for one layer: [N, H, D] of the whole batch; only these rows' tokens are read and written."""
         ...
 
 

@@ -31,7 +31,7 @@ def gather_draft_sampled(
 
 @kernel("spec_decode.rejection_sampler:_flatten_sampled_kernel")
 def flatten_sampled(flat_sampled: Array, sampled: Array, num_sampled: Array, cu_num_logits: Array) -> None:
-    """Lay out the tokens [R, 1 + drafts] of which each row has num_sampled [R] as logits are [N]."""
+    """Lay out tokens [R, 1 + drafts] as logits are [N]; each row has the first num_sampled [R] of its tokens."""
     row, local = np.repeat(np.arange(len(num_sampled)), num_sampled), positions_within(num_sampled)
     flat_sampled[cu_num_logits[row] + local] = sampled[row, local]
 
