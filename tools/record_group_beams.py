@@ -29,6 +29,8 @@ PROMPTS = [
     '"""Return the number of',
     "x",
 ]
+ITEMS = [(a, b, c) for a in range(262, 270) for b in range(296, 304) for c in range(320, 328)]
+ITEMS += [item[:2] for item in ITEMS[::8]]  # which begin others
 # Beams, groups, penalty, and further arguments of `generate`.
 SEARCHES: list[tuple[int, int, float, dict[str, Any]]] = [
     (2, 2, 0.5, {}),
@@ -45,6 +47,10 @@ SEARCHES: list[tuple[int, int, float, dict[str, Any]]] = [
     (6, 6, 0.9, {"min_new_tokens": 12, "length_penalty": -1.0}),
     (3, 3, 1.0, {"max_new_tokens": 1}),
     (6, 2, 0.5, {"max_new_tokens": 2, "early_stopping": True}),
+    (4, 2, 0.5, {"along_items": True}),
+    (6, 3, 1.0, {"along_items": True, "length_penalty": 0.0}),
+    (8, 2, 3.0, {"along_items": True, "length_penalty": 2.0, "early_stopping": "never"}),
+    (3, 3, 0.7, {"along_items": True, "max_new_tokens": 3}),
 ]
 
 
@@ -68,6 +74,8 @@ def _found(model: Any, prompt: list[int], options: dict[str, Any]) -> dict[str, 
     """All hypotheses and their scores, and by what the model can be told from another one."""
     ids = torch.tensor([prompt])
     eos = options.get("eos_token_id", 1)
+    if options.pop("along_items", False):
+        options["prefix_allowed_tokens_fn"] = lambda _, tokens: _further(tuple(tokens[len(prompt) :].tolist()), eos)
     model.generation_config.eos_token_id = eos
     output = model.generate(
         ids,
@@ -89,6 +97,12 @@ def _found(model: Any, prompt: list[int], options: dict[str, Any]) -> dict[str, 
         "scores": [round(score, 6) for score in output.sequences_scores.tolist()],
         "logits": [round(value, 4) for value in (logits.max().item(), logits.min().item(), logits.sum().item())],
     }
+
+
+def _further(tokens: tuple[int, ...], eos: int) -> list[int]:
+    """What items go on with after these tokens, and what ends one."""
+    ways = {item[len(tokens)] for item in ITEMS if len(item) > len(tokens) and item[: len(tokens)] == tokens}
+    return sorted(ways | ({eos} if tokens in ITEMS else set())) or [eos]
 
 
 if __name__ == "__main__":

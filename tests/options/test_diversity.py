@@ -51,8 +51,6 @@ GROUPED = {"num_beam_groups": 2, "diversity_penalty": 0.5}
                 ({"sample_first": 2}, "sample_first=2"),
                 ({"semantics": "vllm"}, 'semantics="vllm"'),
                 ({"semantics": "tridecode"}, 'semantics="tridecode"'),
-                ({"catalog": "items"}, "catalog='items'"),
-                ({"allowed_sequences": [[1, 2]]}, "allowed_sequences=[[1, 2]]"),
                 ({"beam_widths": [2, 4]}, "beam_widths=[2, 4]"),
             ]
         ),

@@ -289,6 +289,9 @@ def test_an_engine_that_speculates_does_not_with_several_widths() -> None:
         ({"catalog_items": 1 << 40}, 2, 1, 16),
         ({"catalog_items": 1 << 40}, 1, 1, 1),
         ({"catalog_after": 7}, 1, 1, 16),
+        ({"num_beam_groups": 2, "diversity_penalty": 1}, 3, 1, 6),
+        ({"num_beam_groups": 2, "diversity_penalty": 1}, 9, 1, 16),
+        ({"num_beam_groups": 8, "diversity_penalty": 1, "catalog_stop": True}, 1, 1, 8),
     ],
 )
 def test_as_many_beams_live_along_a_catalog_as_there_are_hypotheses(

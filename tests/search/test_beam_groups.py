@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.steps import rules_of, steps_of
+from tests.support.items import along_of
+from tests.support.steps import rules_of, shortcuts, steps_of
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints.catalog import NOT_STARTED, AlongItems, ItemRules
 from vllm_trie.search.group_pools import GroupPools
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import Means
+from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Step
 from vllm_trie.search.stopping import Ended, HfPool
 from vllm_trie.search.strategies.best import Best
@@ -58,12 +62,51 @@ def test_groups_without_a_penalty_are_searches_of_their_own(has_strings: bool, n
                 assert (step.beam_logprobs.logprobs[of_group] == one.beam_logprobs.logprobs).all()
 
 
+PREFIX_FREE = [(2, 3, 5), (2, 5, 6), (2, 5, 7), (3, 2), (3, 7, 8), (5, 2, 2), (5, 2, 6)]
+ALONG = {
+    "items": along_of([(2,), (2, 3), *PREFIX_FREE], ItemRules(""), STOPS),
+    "items and a stop": along_of([(2,), (2, 3), *PREFIX_FREE], ItemRules("", ends_with_stop=True), STOPS),
+    "two items": along_of(PREFIX_FREE, ItemRules("", 2), STOPS),
+    "items after a token": along_of(PREFIX_FREE, ItemRules("", after=9, renormalizes=True), STOPS),
+}
+
+
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("along", ALONG.values(), ids=ALONG)
+def test_groups_without_a_penalty_go_along_a_catalog_as_searches_of_their_own(along: AlongItems, looks: bool) -> None:
+    seeded = torch.Generator().manual_seed(0)
+    logits = torch.randn(NUM_SEARCHES, NUM_GROUPS * WIDTH, VOCAB, generator=seeded)
+    scores = -torch.rand(NUM_SEARCHES, NUM_GROUPS * WIDTH, generator=seeded)
+    first_state = NOT_STARTED if along.rules.after is not None else 0
+    states = torch.randint(first_state, along.rules.num_items * along.trie.num_nodes, scores.shape, generator=seeded)
+    rules = rules_of(NUM_GROUPS * WIDTH, "hf", STOPS)._replace(strategy=InGroups(NUM_GROUPS, 0.0, None))
+    with shortcuts(looks):
+        before = Beams(scores, states={along: states})
+        together = take_step(rules, logits, before)
+        for first in range(0, NUM_GROUPS * WIDTH, WIDTH):
+            of_group, own = slice(first, first + WIDTH), rules._replace(width=WIDTH, strategy=Best())
+            alone = take_step(own, logits[:, of_group], before.rows(of_group))
+            assert (together.parents[:, of_group] == alone.parents + first).all()
+            assert (together.tokens[:, of_group] == alone.tokens).all()
+            assert (together.scores[:, of_group] == alone.scores).all()
+            assert (before.after(together).states[along][:, of_group] == before.after(alone).states[along]).all()
+            is_own = together.finished.parents // WIDTH == first // WIDTH
+            for field, of_alone in zip(together.finished, alone.finished, strict=True):
+                expected = of_alone + first if of_alone is alone.finished.parents else of_alone
+                assert (field[is_own] == expected.flatten()).all()
+
+
+@pytest.mark.parametrize("goes_along", [False, True])
 @pytest.mark.parametrize(("done", "padding"), [((), 2), ((0,), 2), ((0,), None)])
-def test_each_beam_before_takes_a_penalty_off_its_token(done: tuple[int, ...], padding: int | None) -> None:
+def test_each_beam_before_takes_a_penalty_off_its_token(
+    done: tuple[int, ...], padding: int | None, goes_along: bool
+) -> None:
     """Of the prompt's four continuations the first group takes the best two, the second group all but the worst two."""
     logits, penalty = torch.tensor([[[3.0, 2.9, 2.8, 2.7]]]), 0.25
     rules = rules_of(4, strategy=InGroups(2, penalty, padding, done))
-    (step,) = steps_of(rules, logits, torch.zeros(1, 1))
+    along = along_of([(first, 0) for first in range(4)], ItemRules(""))
+    under = [(along, along.begin(1, logits.device))] if goes_along else []
+    (step,) = steps_of(rules, logits, torch.zeros(1, 1), *under)
     logprobs = logits[0, 0].log_softmax(-1)
     if done:
         assert (step.scores[:2] == -np.inf).all()
@@ -79,8 +122,8 @@ def test_each_beam_before_takes_a_penalty_off_its_token(done: tuple[int, ...], p
 # Pools.
 
 
-def pools(early_stopping: bool = False) -> GroupPools:
-    return GroupPools([HfPool(2, 0.0, 3, early_stopping) for _ in range(2)], 2, stop_token_ids=(1,))
+def pools(early_stopping: bool = False, items_end: bool = False) -> GroupPools:
+    return GroupPools([HfPool(2, 0.0, 3, early_stopping) for _ in range(2)], None if items_end else (1,))
 
 
 def test_a_group_that_is_done_takes_in_nothing_more() -> None:
@@ -110,6 +153,16 @@ def test_what_runs_out_of_length_counts_unless_its_group_is_done(early_stopping:
     outdone, _ = found.advance(ended, np.array([-0.5, -5.0, -3.0, -4.0]), 3)
     assert [one.node for one in found.best(4)] == nodes
     assert {one.node for one in outdone} == {10, 11, 12} - {*nodes}
+
+
+def test_an_item_that_ends_with_the_length_counts_before_its_group_is_done() -> None:
+    found = pools(items_end=True)
+    found.advance(Ended([-1.0, -2.0], [7, 7], [10, 11], [0, 1]), np.array([-2.5, -3.0, -1.0, -1.0]), 2)
+    none_runs = np.full(4, -np.inf)
+    outdone, is_over = found.advance(Ended([-0.5], [7], [12], [0]), none_runs, 3)
+    assert [one.node for one in outdone] == [11]
+    assert [one.node for one in found.best(4)] == [12, 10]
+    assert is_over
 
 
 def test_a_search_is_over_when_every_group_is_done_or_has_no_beam() -> None:

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.items import along_of
 from tests.support.steps import rules_of, shortcuts
-from vllm_trie.catalog import Catalog
 from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
+from vllm_trie.search.constraints.catalog import ItemRules
 from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import take_step
@@ -24,12 +24,6 @@ STOP, OTHER_STOP = 10, 11
 AFTER = 3
 CPU = torch.device("cpu")
 Sequence = tuple[int, ...]
-
-
-def along_of(sequences: list[Sequence], rules: ItemRules, stops: tuple[int, ...] = ()) -> AlongItems:
-    catalog = Catalog.from_sequences(sequences)
-    arrays = (torch.tensor(array) for array in (catalog.first_child, catalog.tokens, catalog.is_item))
-    return AlongItems(rules, ItemTrie(*arrays, catalog.most_children), stops)
 
 
 class Plain:

@@ -15,7 +15,7 @@ from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
 from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.search.filters import LogitsFilters, Pruning
-from vllm_trie.search.rules import Means, SelectRules
+from vllm_trie.search.rules import Means, SelectRules, Strategy
 from vllm_trie.search.step import joint_distribution, reported, take_step
 from vllm_trie.search.step_result import packed
 from vllm_trie.search.strategies import sampled
@@ -117,11 +117,12 @@ ITEM_RULES = {
 
 
 @pytest.mark.parametrize("length", [None, 1])
+@pytest.mark.parametrize("strategy", [Best(), InGroups(2, 0.5, 1, (0,))], ids=["beams", "groups"])
 @pytest.mark.parametrize("item_rules", ITEM_RULES.values(), ids=ITEM_RULES)
-def test_step_along_a_catalog_waits_for_nothing(item_rules: ItemRules, length: int | None) -> None:
+def test_step_along_a_catalog_waits_for_nothing(item_rules: ItemRules, strategy: Strategy, length: int | None) -> None:
     first_child, tokens = (torch.empty(size, dtype=torch.int32, device=NOWHERE) for size in (41, 40))
     trie = ItemTrie(first_child, tokens, torch.empty(40, dtype=torch.bool, device=NOWHERE), [8, 5, 2, 1])
-    rules = rules_of(WIDTH, stops=(1, 2), constraints=(item_rules,), num_logprobs=2)
+    rules = rules_of(WIDTH, stops=(1, 2), constraints=(item_rules,), num_logprobs=2, strategy=strategy)
     for num_rows in (1, WIDTH):
         logits = torch.empty(3, num_rows, 300, dtype=torch.bfloat16, device=NOWHERE)
         states = torch.empty(3, num_rows, dtype=torch.int64, device=NOWHERE)

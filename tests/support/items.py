@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from vllm_trie.catalog import Catalog
+from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
+
 EOS = 1
 Item = tuple[int, ...]
 
@@ -18,6 +21,13 @@ def random_items(count: int, lengths: Sequence[int], seed: int = 0, tokens: tupl
         rest = (choose.randrange(*tokens) for _ in range(choose.choice(lengths) - 1))
         items.add((choose.randrange(tokens[0], tokens[0] + 40), *rest))
     return sorted(items)
+
+
+def along_of(items: Sequence[Item], rules: ItemRules, stops: tuple[int, ...] = ()) -> AlongItems:
+    """The constraint that holds rows to them, on the host."""
+    catalog = Catalog.from_sequences(items)
+    arrays = (torch.tensor(array) for array in (catalog.first_child, catalog.tokens, catalog.is_item))
+    return AlongItems(rules, ItemTrie(*arrays, catalog.most_children), stops)
 
 
 def along(items: Sequence[Item], prompt: list[int], ends: int | None = EOS) -> Callable[[int, torch.Tensor], list[int]]:

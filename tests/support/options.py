@@ -40,6 +40,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"phrase_boosts": [([7], 1.0), ([15, 7, 7], -4.0)], "semantics": "vllm", "ignore_eos": True},
     {"num_beam_groups": 2, "diversity_penalty": 0.4, "beam_width": 4, "n": 3, "logprobs": 1},
     {"num_beam_groups": 2, "diversity_penalty": 1.0, "beam_width": 4, "n": 4, "stop": ["self", "("], "min_p": 0.01},
+    {"num_beam_groups": 2, "diversity_penalty": 0.7, "beam_width": 4, "n": 4, "allowed_sequences": ITEMS},
     {"beam_widths": [2, 5, 3], "beam_width": 5, "n": 3},
     {"beam_widths": [5, 1, 4, 2], "beam_width": 5, "n": 2, "ignore_eos": True, "logprobs": 1},
     {"allowed_sequences": ITEMS, "logprobs": 2},

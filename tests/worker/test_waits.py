@@ -42,6 +42,7 @@ RULES: dict[str, SelectRules] = {
     "sampled": rules_of(WIDTH, strategy=SampledEach()),
     "drawn": rules_of(WIDTH, strategy=Drawn(False, 1, None, False)),
     "in groups": rules_of(WIDTH, strategy=InGroups(WIDTH, 0.5, 0)),
+    "in groups along a catalog": rules_of(WIDTH, strategy=InGroups(WIDTH, 0.5, 0), constraints=(ItemRules("items"),)),
     "no n-gram twice": rules_of(WIDTH, constraints=(NoRepeats(2),)),
 }
 

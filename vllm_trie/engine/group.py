@@ -52,8 +52,8 @@ class BeamGroup:
         if self.num_pending == 0:
             return False
         if isinstance(self.plan.select_rules.strategy, InGroups):
-            stop_rules = self.plan.stop_rules  # without which none is done before the end
-            return bool(stop_rules.stop_token_ids or stop_rules.stop_strings)
+            stop_rules = self.plan.stop_rules  # without which, and without items, none is done before the end
+            return bool(stop_rules.stop_token_ids or stop_rules.stop_strings or self.plan.select_rules.items)
         return self.forests.may_grow(self.planned_length)
 
     @property

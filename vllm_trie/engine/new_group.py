@@ -64,6 +64,8 @@ def new_group(
         _pruning(params, stop_rules),
         (*catalog.constraints, *repeats, *boosts, *matchers.constraints),
     )
+    items_end = select_rules.items is not None and not select_rules.items.ends_with_stop
+    ended_by = None if items_end else stop_rules.stop_token_ids
     counts_prompt, uncounted = own_beams().counts_prompt, frozenset[int]()
     if counts_prompt:
         uncounted = frozenset(token for token in (*stop_rules.stop_token_ids, ticket.eos_token_id) if token is not None)
@@ -74,7 +76,7 @@ def new_group(
         stop_rules,
         select_rules,
         catalog,
-        partial(new_pool, params, max_length, counted_length, uncounted, stop_rules.stop_token_ids),
+        partial(new_pool, params, max_length, counted_length, uncounted, ended_by),
         prompt_length,
         compares_final_scores=ticket.is_offline and counts_prompt,
         seed=randbits(64) if sampling.seed is None else sampling.seed,
@@ -90,7 +92,7 @@ def new_pool(
     max_length: int,
     prompt_length: int = 0,
     uncounted: frozenset[int] = frozenset(),
-    stop_token_ids: tuple[int, ...] = (),
+    stop_token_ids: tuple[int, ...] | None = (),
 ) -> Pool:
     """Where finished hypotheses compete, by a search's semantics.
 
@@ -98,7 +100,7 @@ def new_pool(
         max_length: The most tokens a hypothesis can generate.
         prompt_length: Tokens of the prompt, where semantics="vllm" counts them.
         uncounted: Tokens that do not count in the end of a hypothesis, likewise.
-        stop_token_ids: Which end a hypothesis.
+        stop_token_ids: Which end a hypothesis; None: items do, and nothing else.
     """
     width, penalty = params.beam_width, params.length_penalty
     if params.semantics == "vllm":
@@ -110,7 +112,7 @@ def new_pool(
     if params.num_beam_groups > 1:
         of_group = width // params.num_beam_groups
         pools = [HfPool(of_group, penalty, max_length, params.early_stopping) for _ in range(params.num_beam_groups)]
-        return GroupPools(pools, of_group, stop_token_ids)
+        return GroupPools(pools, stop_token_ids)
     # One beam is greedy search: `generate(num_beams=1)` stops at the first stop token, whatever the options.
     return HfPool(width, penalty, max_length, True if width == 1 else params.early_stopping)
 

@@ -78,7 +78,6 @@ CLASHES = (
     Clash(("phrase_boosts",), ("num_beam_groups",), "whose penalties stay in the scores of hypotheses"),
     Clash(("phrase_boosts",), ("catalog_renormalize",), "which scores by others than the model's"),
     Clash(("num_beam_groups",), ("beam_widths",), "which would change how wide groups are"),
-    Clash(("num_beam_groups",), ITEMS, "along which groups do not go"),
     Clash(("allowed_sequences",), ("catalog",), "which names others"),
     Clash(("stop",), ITEMS, "whose items end hypotheses"),
     Clash(("structured_outputs",), ITEMS, "whose items say all that hypotheses may be"),

@@ -55,11 +55,11 @@ class Beams(NamedTuple):
         """Those of one group."""
         if len(self.scores) == 1:
             return self
-        own = slice(place, place + 1)
-        rank_scores = None if self.rank_scores is None else self.rank_scores[own]
-        return Beams(
-            self.scores[own], rank_scores, {key: state[own] for key, state in self.states.items()}, self.length
-        )
+        return self._some(slice(place, place + 1))
+
+    def rows(self, which: slice) -> Beams:
+        """Those of some rows of each group."""
+        return self._some((slice(None), which))
 
     def gather(self, parents: torch.Tensor) -> Beams:
         """What rows carry that continue these: [G, k] which."""
@@ -121,6 +121,11 @@ class Beams(NamedTuple):
         for key, state in self.states.items():
             logprobs = logprobs if key is done else key.narrow(logprobs, state)
         return logprobs
+
+    def _some(self, which: slice | tuple[slice, slice]) -> Beams:
+        rank_scores = None if self.rank_scores is None else self.rank_scores[which]
+        states = {key: state[which] for key, state in self.states.items()}
+        return Beams(self.scores[which], rank_scores, states, self.length)
 
 
 def gather_states(states: States, parents: torch.Tensor) -> States:

@@ -17,20 +17,20 @@ class GroupPools(Pool):
 
     Args:
         pools: By group.
-        width: Beams of a group.
-        stop_token_ids: Which end a hypothesis.
+        stop_token_ids: Which end a hypothesis; None: nothing runs out of length.
     """
 
-    def __init__(self, pools: list[HfPool], width: int, stop_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, pools: list[HfPool], stop_token_ids: tuple[int, ...] | None) -> None:
         self.pools = pools
-        self.width = width
         self.stop_token_ids = stop_token_ids
         self.done: tuple[int, ...] = ()  # which groups are
 
     def advance(self, ended: Ended, running: np.ndarray, length: int) -> tuple[list[Finished], bool]:
         outdone, is_over = list[Finished](), True
-        groups = np.array(ended.rows, dtype=np.int64) // self.width
-        stops = np.isin(ended.last_tokens, self.stop_token_ids) | (length < self.pools[0].max_length)
+        groups = np.array(ended.rows, dtype=np.int64) * len(self.pools) // len(running)
+        stops = np.ones(len(groups), dtype=bool)
+        if self.stop_token_ids is not None and length == self.pools[0].max_length:
+            stops = np.isin(ended.last_tokens, self.stop_token_ids)
         for number, (pool, of_group) in enumerate(zip(self.pools, np.split(running, len(self.pools)), strict=True)):
             too_late = ended.some(groups == number)
             if number not in self.done:
@@ -50,5 +50,5 @@ class GroupPools(Pool):
         return self.pools[0].score(sum_logprobs, length, last_token)
 
     def best(self, count: int) -> list[Finished]:
-        found = chain(*(pool.best(self.width) for pool in self.pools))
+        found = chain(*(pool.best(count) for pool in self.pools))
         return sorted(found, key=lambda finished: -finished.score)[:count]

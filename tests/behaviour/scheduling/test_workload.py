@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
 from tests.support.grammars import may_come, structured
 from tests.support.group_loop import loop_group_beams
-from tests.support.items import EOS, along, random_items
+from tests.support.items import EOS, Item, along, random_items
 from tests.support.loop import loop_beams
 from tests.support.pairs import NOISE, TRAINED, drafting, looking_up
 from tests.support.reference import Answer, agree, engine_answers, transformers_beams
@@ -56,7 +56,8 @@ def jobs_of(model: Path, seed: str) -> list[Job]:
             jobs.append(of_several_widths(model, prompt, [choose.randint(1, width), width, choose.randint(1, width)]))
             continue
         if kind == "groups":
-            jobs.append(in_groups(model, prompt, 2 * choose.randint(1, 3), choose.choice([2, 1])))
+            items = ITEMS if number % 2 else None
+            jobs.append(in_groups(model, prompt, 2 * choose.randint(1, 3), choose.choice([2, 1]), items))
             continue
         if kind in ("catalog", "grammar"):
             jobs.append(constrained(model, kind, prompt, width + 1, choose.randint(1, width)))
@@ -83,12 +84,15 @@ def of_several_widths(model: Path, prompt: list[int], widths: list[int]) -> Job:
     return Job(prompt, params, [*loop_beams(model, prompt, width, width, 9, eos=EOS, widths=widths)])
 
 
-def in_groups(model: Path, prompt: list[int], width: int, size: int) -> Job:
-    """Group beam search, in groups of `size` beams, or of one."""
+def in_groups(model: Path, prompt: list[int], width: int, size: int, items: list[Item] | None) -> Job:
+    """Group beam search, in groups of `size` beams, or of one; along items, if there are any."""
     num_groups = width // size if width > size else width
-    params = beam_params(width, n=width, num_beam_groups=num_groups, diversity_penalty=0.7, max_tokens=9)
+    options: dict[str, Any] = {"num_beam_groups": num_groups, "diversity_penalty": 0.7, "max_tokens": 9}
+    if items is not None:
+        options |= {"catalog_stop": True, "allowed_sequences": [[*item] for item in items]}
+    params = beam_params(width, n=width, **options)
     params.output_kind = RequestOutputKind.FINAL_ONLY
-    return Job(prompt, params, loop_group_beams(model, prompt, width, num_groups, 0.7, 9))
+    return Job(prompt, params, loop_group_beams(model, prompt, width, num_groups, 0.7, 9, items=items))
 
 
 def constrained(model: Path, kind: str, prompt: list[int], width: int, n: int) -> Job:

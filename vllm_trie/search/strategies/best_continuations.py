@@ -29,7 +29,7 @@ def best_continuations(
     own = sparse.logprobs_of(beams.narrow(logprobs, done=sparse), found)
     allowed = filtered(own, rules.filters, width if means.boosts is None else None)
     if means.boosts is not None:
-        allowed = allowed + means.boosts.gather(-1, found.tokens)
+        allowed = allowed + means.boosts.expand_as(logprobs).gather(-1, found.tokens)
     allowed = pruned(allowed, scores, rules.pruning)
 
     def outcomes(candidates: Candidates[torch.Tensor]) -> Outcomes:

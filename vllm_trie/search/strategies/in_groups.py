@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.beams import Beams
+from vllm_trie.search.beams import STATELESS, Beams
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.rank import Candidates, Completes
 from vllm_trie.search.rules import Choice, Means, SelectRules, Strategy
 from vllm_trie.search.step_result import Step
-from vllm_trie.search.strategies.best import Best, best
+from vllm_trie.search.strategies.best import Best
 
 
 class _InGroups(NamedTuple):
@@ -45,28 +45,31 @@ class InGroups(_InGroups, Strategy):
             reported.
         """
         num_searches, num_rows, vocab_size = logprobs.shape
-        narrow, width = beams.narrow(logprobs), rules.width // self.number
+        width = rules.width // self.number
         rules_of_group = rules._replace(width=width)
         counts = torch.zeros(num_searches, vocab_size, dtype=torch.int32, device=logprobs.device)
-        next_beams, finished = list[Candidates[torch.Tensor]](), list[Candidates[torch.Tensor]]()
-        penalised = list[torch.Tensor]()
+        steps, penalised = list[Step[torch.Tensor]](), list[torch.Tensor]()
         for first in range(0, rules.width, width):
             is_done = first // width in self.done
             at = slice(0, 1) if num_rows == 1 else slice(first, first + width)
-            penalties, scores = self.penalty * counts, beams.scores[:, at]
+            penalties, of_group = self.penalty * counts, beams.rows(at)
             if is_done:
-                scores = torch.full_like(scores, NEVER)
+                of_group = of_group._replace(scores=torch.full_like(of_group.scores, NEVER))
             completes = _of_slots(means.completes, first if num_rows > 1 else 0)
             own = means._replace(boosts=-penalties[:, None], completes=completes)
-            step = best(Best(), rules_of_group, narrow[:, at], scores, own)
-            if is_done and self.padding is not None:
+            step, _ = Best().choose(rules_of_group, logprobs[:, at], of_group, own)
+            if is_done and self.padding is not None:  # so this group has all its beams: fewer never fill a pool
                 counts[:, self.padding] += width
             counts.scatter_add_(1, step.tokens, (step.scores > NEVER).int())
-            next_beams.append(Candidates(step.parents + first, step.tokens, step.scores))
-            finished.append(step.finished._replace(parents=step.finished.parents + first))
+            finished = step.finished._replace(parents=step.finished.parents + first)
+            steps.append(step._replace(parents=step.parents + first, finished=finished))
             if rules.num_logprobs is not None:
                 penalised.append((logprobs[:, at] - penalties[:, None]).expand(-1, width, -1))
-        step = Step(*Candidates.join(next_beams), Candidates.join(finished))
+        by_slot = Candidates.join([Candidates(*step[:3]) for step in steps])
+        finished = Candidates.join([step.finished for step in steps])
+        of_groups = [step.states or STATELESS for step in steps]
+        states = {key: torch.cat([states[key] for states in of_groups], dim=1) for key in of_groups[0]}
+        step = Step(*by_slot, finished, states=states)
         return Choice(step, torch.cat(penalised, dim=1) if penalised else logprobs)
 
 
