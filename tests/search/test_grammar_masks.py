@@ -7,6 +7,7 @@ import torch
 
 from tests.support.steps import rules_of, shortcuts, steps_of
 from vllm_trie.search.constraints.grammar import Grammar, among_best, unpacked_mask
+from vllm_trie.search.constraints.ngrams import NoRepeats
 
 NEVER = float("-inf")
 GROUPS, ROWS, VOCAB_SIZE, WIDTH = 3, 4, 77, 4  # no whole number of words
@@ -88,3 +89,44 @@ def test_under_vllms_semantics_scores_and_reports_are_the_models_own(
                 assert may_come[group, parent, token]
                 assert score == pytest.approx(float(SCORES[group, parent] + logprobs[group, parent, token]), abs=1e-5)
     assert found[2].num_beams == 0
+
+
+@BOTH
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("semantics", ["hf", "vllm"])
+def test_beside_a_grammar_nothing_repeats_an_ngram(
+    logits: torch.Tensor, may_come: torch.Tensor, semantics: str, size: int, looks: bool
+) -> None:
+    """The first row of the second group may take one token, which would repeat an n-gram, and so takes none."""
+    seeded = torch.Generator().manual_seed(3)
+    histories = torch.randint(VOCAB_SIZE // 7, (GROUPS, ROWS, 30), generator=seeded)
+    may_come[1, 0] = torch.arange(VOCAB_SIZE) == 40
+    histories[1, 0, 0], histories[1, 0, 1], histories[1, 0, -1] = 50, 40, 50
+    num_seen = None if semantics == "hf" else 2 * WIDTH
+    grammar, repeats = (Grammar(num_seen), may_come), (NoRepeats(size), histories)
+    with shortcuts(looks):
+        found = steps_of(rules_of(WIDTH, semantics), logits, SCORES, grammar, repeats)
+        free = steps_of(rules_of(WIDTH, semantics), logits, SCORES, grammar)
+    assert 0 in free[1].parents[free[1].scores > NEVER]
+    assert 0 not in found[1].parents[found[1].scores > NEVER]
+    num_banned = 0
+    for group, step in enumerate(found):
+        expected = []
+        for row in range(ROWS):
+            history, allowed = histories[group, row].tolist(), {*may_come[group, row].nonzero()[:, 0].tolist()}
+            is_known = may_come[group, row] if num_seen is None else torch.ones(VOCAB_SIZE, dtype=torch.bool)
+            ngrams = [history[at : at + size] for at in range(len(history) - size + 1)]
+            newest = history[len(history) - size + 1 :]
+            left = [token for token in range(VOCAB_SIZE) if [*newest, token] not in ngrams]
+            logprobs = logits[group, row].where(is_known, NEVER).log_softmax(-1).tolist()
+            best_first = sorted(left, key=lambda token: -logprobs[token])
+            ways = [token for token in best_first[:num_seen] if token in allowed]
+            ways = ways or [token for token in best_first if token in allowed][:1]
+            expected += [(float(SCORES[group, row]) + logprobs[token], row, token) for token in ways]
+            num_banned += len(allowed - {*left})
+        expected = sorted(expected, reverse=True)[:WIDTH]
+        lives = zip(step.scores.tolist(), step.parents.tolist(), step.tokens.tolist(), strict=True)
+        beams = sorted((beam for beam in lives if beam[0] > NEVER), reverse=True)
+        assert [beam[1:] for beam in beams] == [beam[1:] for beam in expected]
+        assert [beam[0] for beam in beams] == pytest.approx([beam[0] for beam in expected], abs=1e-5)
+    assert num_banned > 1

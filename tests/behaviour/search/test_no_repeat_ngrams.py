@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support.engine import BLOCK_SIZE, TRAINED_TARGET, Engine, Engines
+from tests.support.letters import Letters
 from tests.support.pairs import NOISE, TRAINED, Asked, Pair, check_exact, looking_up, speculating, steps_per_forward
 from tests.support.reference import agree, engine_answers, is_greedy, load, transformers_beams
 from tests.support.running import MOST_TIES, prompt_of, run, trained_prompts
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 MAX_TOKENS = BLOCK_SIZE + 6
 SIZES = [1, 2, 3, 5]
+EVERYTHING = [("et", 3, 1, 9), ("tx", 5, 2, 9), ("kx", 5, 2, 5)]  # letters, how many, tokens of an n-gram, and of all
 
 
 def repetitive(length: int, seed: int, num_different: int = 6) -> list[int]:
@@ -99,6 +102,48 @@ def test_where_nothing_is_left_to_take_hypotheses_are_fewer(
     params = beam_params(3, n=3, no_repeat_ngram_size=1, max_tokens=2, ignore_eos=True)
     (output,) = engines(random_model("toy")).generate([[*range(14)]], params)
     assert sorted(o.token_ids for o in output.outputs) == [[], [14, 15], [15, 14]]
+
+
+# Under grammars.
+
+
+def matching(letters: Letters, width: int, max_tokens: int, **options: Any) -> SamplingParams:
+    pattern = StructuredOutputsParams(regex=letters.regex)
+    own = {"no_repeat_ngram_size": letters.size, "max_tokens": max_tokens, **options}
+    return beam_params(width, n=width, structured_outputs=pattern, **own)
+
+
+@pytest.mark.parametrize(("chosen", "length", "size", "max_tokens"), EVERYTHING)
+def test_a_search_as_wide_as_what_a_grammar_and_ngrams_leave_finds_all_of_it(
+    engines: Engines, chosen: str, length: int, size: int, max_tokens: int
+) -> None:
+    letters = Letters(TRAINED_TARGET, trained_prompts([20])[0], chosen, length, length, size)
+    expected, num_stuck = letters.all(max_tokens)
+    params = matching(letters, 60, max_tokens, length_penalty=0.0)
+    (output,) = engines(TRAINED_TARGET).generate([letters.prompt], params)
+    output.outputs = [hypothesis for hypothesis in output.outputs if hypothesis.token_ids]
+    assert agree(engine_answers(output, 0.0), expected)
+    assert 3 < len(expected) < 60
+    assert num_stuck > 0, "beams that can take no token at all"
+    assert len(letters._replace(size=99).all(max_tokens)[0]) > len(expected), "some would repeat n-grams"
+
+
+def test_under_grammars_beams_are_those_of_a_search_that_tries_every_token(engines: Engines) -> None:
+    prompts = trained_prompts([1, 20, BLOCK_SIZE, 70])
+    cases = [
+        (Letters(TRAINED_TARGET, prompt, letters, 2, longest, size), width)
+        for prompt, letters in zip(prompts, ["et", "sel", "aeinrst", "et"], strict=True)
+        for width, longest, size in [(2, 9, 1), (3, 6, 2), (5, 7, 1), (8, 12, 2)]
+    ]
+    jobs = [(letters.prompt, matching(letters, width, 10)) for letters, width in cases]
+    in_full = num_changed = 0
+    for (letters, width), output in zip(cases, run(engines(TRAINED_TARGET), jobs), strict=True):
+        output.outputs = [hypothesis for hypothesis in output.outputs if hypothesis.token_ids]
+        theirs = letters.beams(width, 10)
+        in_full += agree(engine_answers(output, 1.0), theirs)
+        num_changed += theirs != letters._replace(size=99).beams(width, 10)
+    assert in_full >= (1 - MOST_TIES) * len(cases)
+    assert num_changed > len(cases) // 3, "what must not be repeated would have been"
 
 
 def drafted(num: int) -> list[Asked]:
