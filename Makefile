@@ -18,7 +18,7 @@ help:
 	@echo "make bench      the papers' tables in small, about nine minutes"
 	@echo "make bench-full all tables, more of each, as long as it takes; interrupted, it goes on when run again"
 	@echo "make soak       a server under an hour of mixed traffic: memory, answers, errors; SOAK_MINUTES=10 for less"
-	@echo "make models     beams on every model architecture beside transformers; writes docs/models.md"
+	@echo "make models     beams on every model architecture and number format; writes docs/models.md"
 	@echo "make clean      remove the virtual environments and caches"
 
 model: $(READY)

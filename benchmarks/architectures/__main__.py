@@ -1,4 +1,4 @@
-"""Try beams on every architecture: `python -m benchmarks.architectures` measures what is not in the JSON yet.
+"""Try beams on architectures and number formats: `python -m benchmarks.architectures` measures what the JSON lacks.
 
 Results go to benchmarks/architectures/measured.json one by one, and docs/models.md is made of them.
 """
@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.architectures import compare
-from benchmarks.architectures.models import ARCHITECTURES, BY_NAME, Architecture
+from benchmarks.architectures.formats import FORMATS
+from benchmarks.architectures.models import ARCHITECTURES, Architecture
 from benchmarks.architectures.table import DOCUMENT, MEASURED, document, read
 
 LONGEST = 180  # seconds that an architecture may take
+TOLD = ("equal", "tied", "worst", "forced", "greedy", "steady", "vllm", "transformers_off", "ours_off", "error")
+BY_NAME = {architecture.name: architecture for architecture in (*ARCHITECTURES, *FORMATS)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,9 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--table", action="store_true", help="measure nothing, make docs/models.md")
     options = parser.parse_args(arguments)
     if not options.table:
-        known = {} if options.again else {row["name"] for row in read()["rows"] if row["outcome"] != "failed"}
-        wanted = [one for one in ARCHITECTURES if one.name in (options.only or BY_NAME)]
-        _measure([one for one in wanted if one.name not in known])
+        rows = [] if options.again else [row for table in read().values() for row in table]
+        known = {row["name"] for row in rows if row["outcome"] != "failed"}
+        _measure([one for name, one in BY_NAME.items() if name in (options.only or BY_NAME) and name not in known])
     DOCUMENT.write_text(document(read()))
     return 0
 
@@ -60,18 +63,15 @@ def _measure(architectures: list[Architecture]) -> None:
     for number, architecture in enumerate(architectures, 1):
         row = _in_its_own_process(architecture)
         _keep(row)
-        told = {
-            key: row[key]
-            for key in ("equal", "tied", "worst", "greedy", "steady", "vllm", "transformers_off", "ours_off", "error")
-            if key in row
-        }
+        told = {key: row[key] for key in TOLD if key in row}
         print(f"{number}/{len(architectures)} {architecture.name}: {row['outcome']} {told}", flush=True)
 
 
 def _in_its_own_process(architecture: Architecture) -> dict[str, Any]:
     """The architecture's row, whatever becomes of the process."""
     with tempfile.TemporaryDirectory() as scratch:
-        row = _forked("measure", architecture, Path(scratch))
+        measure = "measure_format" if architecture in FORMATS else "measure"
+        row = _forked(measure, architecture, Path(scratch))
         if (
             row["outcome"] in ("refused", "no answer")
             and _forked("works_without_beams", architecture, Path(scratch)) is False
@@ -110,9 +110,10 @@ def _answer(what: str, architecture: Architecture, folder: Path, answer: Path) -
 def _keep(row: dict[str, Any]) -> None:
     """Put a row into the JSON, in the table's order, in place of an older one."""
     content = read()
-    rows = {old["name"]: old for old in content["rows"]} | {row["name"]: row}
+    table, tried = ("formats", FORMATS) if BY_NAME[row["name"]] in FORMATS else ("architectures", ARCHITECTURES)
+    rows = {old["name"]: old for old in content[table]} | {row["name"]: row}
     row["versions"] = {"vllm": version("vllm"), "transformers": version("transformers"), "torch": version("torch")}
-    content["rows"] = [rows[name] for name in BY_NAME if name in rows]
+    content[table] = [rows[one.name] for one in tried if one.name in rows]
     MEASURED.write_text(json.dumps(content, indent=1) + "\n")
 
 

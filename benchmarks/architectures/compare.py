@@ -1,4 +1,4 @@
-"""One architecture: beams in vLLM's engine beside transformers' `generate` on the same model, in one process."""
+"""Beams in vLLM's engine beside transformers' `generate` on the same model, or vLLM's own loop, in one process."""
 
 from __future__ import annotations
 
@@ -76,10 +76,30 @@ def measure(architecture: Architecture, folder: Path) -> dict[str, Any]:
         greedy = _greedy(llm, prompts, MAX_TOKENS)
         row["greedy"] = sum(map(list.__eq__, greedy, their_greedy))
         row["steady"] = sum(map(list.__eq__, greedy, _greedy_by_token(llm, prompts)))
-        row["vllm"] = {"hypotheses": WIDTH * len(prompts), **compared(_beside_vllm(llm, prompts))._asdict()}
+        row["vllm"] = {"hypotheses": WIDTH * len(prompts), **compared(_beside_vllm(llm, prompts, llm))._asdict()}
         row["transformers_off"] = _off(reference, prompts, theirs)
         row["ours_off"] = _off(reference, prompts, ours)
     return row
+
+
+def measure_format(architecture: Architecture, folder: Path) -> dict[str, Any]:
+    """A row of the table of number formats: vLLM's own loop runs in a second engine, without beams."""
+    import torch
+
+    row: dict[str, Any] = {"name": architecture.name, "class": make(architecture, folder), **architecture.engine}
+    row["cpu"] = torch.backends.cpu.get_cpu_capability()
+    prompts = [_prompt(length) for length in LENGTHS]
+    try:
+        llm, stock = start(architecture, folder, WITH_BEAMS), start(architecture, folder, {})
+        _break_ties_by_token(stock)
+        pairs = [pair for ignore_eos in (True, False) for pair in _beside_vllm(llm, prompts, stock, ignore_eos)]
+        ours = [answers for answers, _ in pairs]
+        forced = _off_when_forced(stock, prompts, ours)
+    except Exception as error:
+        return row | {"outcome": "no answer", "error": sentence(error, folder)}
+    hypotheses = [one for answers in ours for one in answers]
+    row |= {"outcome": "compared", "hypotheses": len(hypotheses), **compared(pairs)._asdict(), "forced": forced}
+    return row | {"ended": sum(one.tokens[-1] == EOS for one in hypotheses)}
 
 
 def works_without_beams(architecture: Architecture, folder: Path) -> bool:
@@ -104,7 +124,7 @@ def start(architecture: Architecture, folder: Path, options: dict[str, Any]) -> 
         from benchmarks.architectures import gated_delta
 
         gdn_attention.cpu_gdn_attention_core = gated_delta.float32_attention
-    return LLM(str(folder), **ENGINE, **architecture.engine, **options)
+    return LLM(str(folder), **{**ENGINE, **architecture.engine, **options})
 
 
 def compared(pairs: Sequence[tuple[list[Hypothesis], list[Hypothesis]]]) -> Agreement:
@@ -223,19 +243,58 @@ def _greedy_by_token(llm: Any, prompts: list[list[int]]) -> list[list[int]]:
     return answers
 
 
-def _beside_vllm(llm: Any, prompts: list[list[int]]) -> list[tuple[list[Hypothesis], list[Hypothesis]]]:
-    """`LLM.beam_search` in the engine, and in vLLM's own loop of requests."""
+def _beside_vllm(
+    llm: Any, prompts: list[list[int]], stock: Any, ignore_eos: bool = False
+) -> list[tuple[list[Hypothesis], list[Hypothesis]]]:
+    """`LLM.beam_search` in the engine, and in vLLM's own loop of requests.
+
+    Args:
+        stock: The engine that the requests are sent to.
+    """
     from vllm.sampling_params import BeamSearchParams
 
     from vllm_trie.entrypoints.llm import beam_search
 
-    params = BeamSearchParams(WIDTH, max_tokens=MAX_TOKENS)
+    params = BeamSearchParams(WIDTH, max_tokens=MAX_TOKENS, ignore_eos=ignore_eos)
     asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
     found = []
-    for ours, theirs in zip(llm.beam_search(asked, params), beam_search.original(llm, asked, params), strict=True):
+    for ours, theirs in zip(llm.beam_search(asked, params), beam_search.original(stock, asked, params), strict=True):
         sides = (
             [Hypothesis(one.tokens, one.cum_logprob / len(one.tokens)) for one in side.sequences]
             for side in (ours, theirs)
         )
         found.append(tuple(sides))
     return found
+
+
+def _break_ties_by_token(stock: Any) -> None:
+    """Show vLLM's own loop the log-probabilities of a place by token: the order of equal ones is open otherwise."""
+    answered = stock._render_and_run_requests
+
+    def in_order(*args: Any, **kwargs: Any) -> list[Any]:
+        outputs = answered(*args, **kwargs)
+        for completion in (completion for output in outputs for completion in output.outputs):
+            completion.logprobs = completion.logprobs and [dict(sorted(place.items())) for place in completion.logprobs]
+        return outputs
+
+    stock._render_and_run_requests = in_order
+
+
+def _off_when_forced(stock: Any, prompts: list[list[int]], answers: list[list[Hypothesis]]) -> float:
+    """By how much log-probabilities per new token differ, at most, from those that vLLM gives to the same tokens.
+
+    Args:
+        answers: As `_beside_vllm` returns them: prompts are part of their tokens.
+    """
+    from vllm import SamplingParams
+
+    forced = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    worst = 0.0
+    for number, hypotheses in enumerate(answers):
+        start_of_answer = len(prompts[number % len(prompts)])
+        asked = [{"prompt_token_ids": one.tokens} for one in hypotheses]
+        for one, output in zip(hypotheses, stock.generate(asked, forced, use_tqdm=False), strict=True):
+            places = zip(one.tokens, output.prompt_logprobs, strict=True)
+            logprobs = [place[token].logprob for token, place in [*places][start_of_answer:]]
+            worst = max(worst, abs(sum(logprobs) - one.score * len(one.tokens)) / len(logprobs))
+    return worst

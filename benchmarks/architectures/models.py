@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,7 @@ class Architecture:
         saved: Fields that vLLM reads and transformers does not save.
         without: What of `COMMON` the configuration does not take.
         twin: vLLM's kernel takes bfloat16 alone: one of `gated_delta` replaces it.
+        quantise: What to do with the saved model's weights.
         note: What the table says of it.
     """
 
@@ -102,6 +103,7 @@ class Architecture:
     saved: dict[str, Any] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     twin: bool = False
+    quantise: Callable[[Path], None] | None = None
     note: str = ""
 
 
@@ -361,6 +363,8 @@ def make(architecture: Architecture, folder: Path) -> str:
     if architecture.saved:
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | architecture.saved))
+    if architecture.quantise:
+        architecture.quantise(folder)
     _tokenizer().save_pretrained(folder)
     return type(model).__name__
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.architectures.formats import FORMATS
 from benchmarks.architectures.models import BY_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,14 +17,14 @@ PROMPTS = 3
 
 HEAD = """# Models
 
-`make models` tries beams on every architecture of this table, on a CPU, and writes this page. It measures what
-benchmarks/architectures/measured.json lacks; `python -m benchmarks.architectures --only Llama --again` measures some
-anew, `--table` writes the page alone.
+`make models` tries beams on every architecture and every [number format](#number-formats-and-quantisation) of these
+tables, on a CPU, and writes this page. It measures what benchmarks/architectures/measured.json lacks;
+`python -m benchmarks.architectures --only Llama GPTQ --again` measures some anew, `--table` writes the page alone.
 
-Each is a tiny model with random weights, in {dtype}. An engine with beams answers three prompts, of 5, 31 and 70
-tokens, with 4 beams and 40 tokens, once with `ignore_eos` and once without: 6 searches, 24 hypotheses. transformers'
-`generate(num_beams=4, num_return_sequences=4, early_stopping=False, length_penalty=1.0)` answers the same prompts with
-the same model.
+Each architecture is a tiny model with random weights, in {dtype}. An engine with beams answers three prompts, of 5, 31
+and 70 tokens, with 4 beams and 40 tokens, once with `ignore_eos` and once without: 6 searches, 24 hypotheses.
+transformers' `generate(num_beams=4, num_return_sequences=4, early_stopping=False, length_penalty=1.0)` answers the same
+prompts with the same model.
 
 - "Equal" counts hypotheses with the same tokens at the same rank. "Ties" are others whose scores differ by less than
   1e-5, as rounding makes them.
@@ -37,6 +38,21 @@ Published weights of these models were not tried here. Measured with {versions}.
 {counts}
 """
 
+FORMATS_HEAD = """
+## Number formats and quantisation
+
+The tiny Llama again, in other formats than {dtype}; weights are quantised by rounding. `LLM.beam_search` answers the
+same prompts in an engine with beams, and in one without, where vLLM's own client loop of requests runs.
+
+- "Equal", "ties" and the worst difference are as above, with vLLM's own loop in transformers' place.
+- "Forced" is the worst difference between a hypothesis' log-probability per new token and the one that the engine
+  without beams gives to the same tokens in a prompt.
+- Equal log-probabilities are common in 16 bits, and vLLM leaves open which of them comes first. Here its loop gets them
+  in the order of tokens, which is [our order](semantics.md).
+
+Measured with {versions}, on a CPU with {cpus}.
+
+"""
 FOOT = """
 ## What is refused, and what needs an option
 
@@ -64,8 +80,9 @@ OUTCOMES = {
 
 
 def read() -> dict[str, Any]:
-    """What was measured: {"rows": [...]}."""
-    return json.loads(MEASURED.read_text()) if MEASURED.exists() else {"rows": []}
+    """What was measured: {"architectures": [row, ...], "formats": [row, ...]}."""
+    measured = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
+    return {"architectures": [], "formats": [], **measured}
 
 
 def document(content: dict[str, Any]) -> str:
@@ -74,17 +91,21 @@ def document(content: dict[str, Any]) -> str:
     Args:
         content: As `read` returns it.
     """
-    rows = content["rows"]
+    rows, formats = content["architectures"], content["formats"]
     found = [verdict(row) for row in rows]
     counts = [f"- {found.count(key)}: {meaning}" for key, meaning in OUTCOMES.items() if key in found]
+    dtype = _all(rows, lambda row: row.get("dtype", "float32"))
     head = HEAD.format(
-        dtype=_all(rows, lambda row: row.get("dtype", "float32")),
-        versions=_all(rows, lambda row: ", ".join(f"{name} {is_}" for name, is_ in row["versions"].items())),
+        dtype=dtype,
+        versions=_all(rows, _versions),
         counts=f"Of {len(rows)} architectures:\n\n" + "\n".join(counts) + _missing({row["name"] for row in rows}),
     )
+    cpus = _all([row for row in formats if "cpu" in row], lambda row: row["cpu"])
+    formats_head = FORMATS_HEAD.format(dtype=dtype, versions=_all(formats, _versions), cpus=cpus)
     columns = ("architecture", "models", "KV caches", "equal", "ties", "worst difference", "notes")
-    lines = [_line(columns), _line(["---"] * len(columns)), *(_line(_cells(row)) for row in rows)]
-    return head + "\n" + "\n".join(lines) + "\n" + FOOT
+    of_formats = ("format", "of", "options of the engine", "equal", "ties", "worst difference", "forced", "notes")
+    tables = _table(columns, map(_cells, rows)), _table(of_formats, map(_cells_of_format, formats))
+    return head + "\n" + tables[0] + formats_head + tables[1] + FOOT
 
 
 def _missing(measured: set[str]) -> str:
@@ -98,8 +119,8 @@ def verdict(row: dict[str, Any]) -> str:
         return row["outcome"]
     if row["equal"] + row["tied"] == row["hypotheses"]:
         return "equal"
-    own = row["vllm"]
-    if own["equal"] + own["tied"] == own["hypotheses"]:
+    own = row.get("vllm")
+    if own and own["equal"] + own["tied"] == own["hypotheses"]:
         return "as vLLM"
     return "differs" if row.get("steady", PROMPTS) == PROMPTS else "unsteady"
 
@@ -126,9 +147,28 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [row["name"], architecture.examples, caches, equal, str(row["tied"]), worst, "; ".join(notes)]
 
 
+def _cells_of_format(row: dict[str, Any]) -> list[str]:
+    tried = next(one for one in FORMATS if one.name == row["name"])
+    options = ", ".join(f'{option}="{value}"' for option, value in tried.engine.items())
+    if row["outcome"] != "compared":
+        note = f"{OUTCOMES[row['outcome']]}: {row['error']}"
+        return [row["name"], tried.examples, f"`{options}`", "–", "–", "–", "–", note]
+    equal = f"{row['equal']} of {row['hypotheses']}"
+    numbers = [equal, str(row["tied"]), f"{row['worst']:.0e}", f"{row['forced']:.0e}"]
+    return [row["name"], tried.examples, f"`{options}`", *numbers, tried.note]
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "".join(f"{_line(cells)}\n" for cells in (columns, ["---"] * len(columns), *rows))
+
+
 def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _all(rows: list[dict[str, Any]], of: Any) -> str:
     return "; ".join(dict.fromkeys(map(of, rows)))
+
+
+def _versions(row: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {is_}" for name, is_ in row["versions"].items())

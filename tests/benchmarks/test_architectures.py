@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from benchmarks.architectures.compare import Hypothesis, compared
+from benchmarks.architectures.formats import FORMATS
 from benchmarks.architectures.models import BY_NAME
 from benchmarks.architectures.table import DOCUMENT, document, read, verdict
 
 FEWEST = 40
+FORCED_TOLERANCE = 2e-5
 
 
 def test_the_page_is_what_the_measured_rows_make() -> None:
@@ -14,11 +16,18 @@ def test_the_page_is_what_the_measured_rows_make() -> None:
 
 
 def test_enough_architectures_are_measured_and_beams_are_wrong_on_none() -> None:
-    rows = read()["rows"]
+    rows = read()["architectures"]
     verdicts = [verdict(row) for row in rows]
     assert {row["name"] for row in rows} <= BY_NAME.keys()
     assert len(rows) >= FEWEST
     assert not {"differs", "no answer", "failed"} & {*verdicts}
+
+
+def test_beams_in_every_number_format_are_those_of_vllms_own_loop_where_vllm_runs_it() -> None:
+    rows = read()["formats"]
+    assert [row["name"] for row in rows] == [one.name for one in FORMATS]
+    assert {*map(verdict, rows)} <= {"equal", "does not run in vLLM"}
+    assert max(row["forced"] for row in rows if row["outcome"] == "compared") < FORCED_TOLERANCE
 
 
 def test_only_near_ties_may_come_in_another_order() -> None:
