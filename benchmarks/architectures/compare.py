@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -140,8 +141,8 @@ def compared(pairs: Sequence[tuple[list[Hypothesis], list[Hypothesis]]]) -> Agre
 
 
 def sentence(error: BaseException, folder: Path) -> str:
-    """The first line of what an error says, without what changes from run to run."""
-    text = str(error).strip() or type(error).__name__
+    """The first line of what an error says, or else where it was raised, without what changes from run to run."""
+    text = str(error).strip() or traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__
     if inside := re.search(r"(?:Value|Assertion) error, (.*?)(?: \[type=|$)", text, re.DOTALL):
         text = inside[1]
     return text.splitlines()[0].replace(str(folder), "the model")[:300]
@@ -179,7 +180,9 @@ def _load(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     # "eager" is the one that knows Gemma's soft caps.
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model.base_model.do_not_compile = True  # vLLM's Transformers backend compiles the class once it runs
+    return model
 
 
 def _theirs(reference: Any, prompt: list[int], ignore_eos: bool, width: int = WIDTH) -> list[Hypothesis]:

@@ -140,7 +140,7 @@ ARCHITECTURES: Sequence[Architecture] = (
     _of("gpt-oss", "gpt-oss 20B, 120B", "GptOssConfig", EXPERTS, WINDOWS),
     _of("GPT-2", "GPT-2", "GPT2Config", GPT, TIED),
     _of("GPT-J", "GPT-J 6B", "GPTJConfig", GPT, {"rotary_dim": 16}),
-    _of("GPT-NeoX", "Pythia, GPT-NeoX 20B", "GPTNeoXConfig"),
+    _of("GPT-NeoX", "Pythia, GPT-NeoX 20B", "GPTNeoXConfig", without=("num_key_value_heads", "head_dim")),
     _of("GPT-BigCode", "StarCoder", "GPTBigCodeConfig", GPT, TIED, without=("num_key_value_heads", "head_dim")),
     _of("Bloom", "BLOOM, BLOOMZ", "BloomConfig", {"n_layer": 2, "n_head": 4}, TIED),
     _of(
@@ -320,7 +320,8 @@ ARCHITECTURES: Sequence[Architecture] = (
         GROUPED_EXPERTS,
         LATENT,
         {"q_lora_rank": 64},
-        saved={"topk_method": "noaux_tc"},
+        saved={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        without=("head_dim",),
         **EAGER_LATENT,
     ),
     _of("Cohere", "Command R", "CohereConfig", TIED),
@@ -341,7 +342,14 @@ ARCHITECTURES: Sequence[Architecture] = (
     _of("HunYuan-dense", "Hunyuan 0.5B to 7B", "HunYuanDenseV1Config", {"use_qk_norm": True}),
     _of("Arcee", "AFM 4.5B", "ArceeConfig"),
     _of("Apertus", "Apertus 8B, 70B", "ApertusConfig"),
-    _of("MiniMax-M2", "MiniMax-M2", "MiniMaxM2Config", EXPERTS, {"rotary_dim": 32}, saved={"scoring_func": "sigmoid"}),
+    _of(
+        "MiniMax-M2",
+        "MiniMax-M2",
+        "MiniMaxM2Config",
+        EXPERTS,
+        {"rotary_dim": 32},
+        saved={"scoring_func": "sigmoid", "use_routing_bias": True},
+    ),
 )
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 

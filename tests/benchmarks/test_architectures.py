@@ -7,7 +7,7 @@ from benchmarks.architectures.formats import FORMATS
 from benchmarks.architectures.models import BY_NAME
 from benchmarks.architectures.table import DOCUMENT, document, read, verdict
 
-FEWEST = 40
+FEWEST = 60
 FORCED_TOLERANCE = 2e-5
 
 
