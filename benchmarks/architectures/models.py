@@ -67,6 +67,7 @@ CONVOLUTIONS = {
     "initializer_range": 0.1,
     **TIED,
 }
+SHORT_STEPS = {"time_step_min": 1e-9}  # transformers takes no shorter ones in prompts, vLLM does
 WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 FOUR_WINDOWS = {"sliding_window": WINDOW, "num_hidden_layers": 4, "layer_types": WINDOWS["layer_types"] * 2}
 NO_KERNEL = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}  # it is wrong for latent attention on CPUs
@@ -180,6 +181,7 @@ ARCHITECTURES: Sequence[Architecture] = (
             "moe_shared_expert_intermediate_size": 64,
         },
         GROUPED_EXPERTS,
+        SHORT_STEPS,
     ),
     _of("Granite", "Granite 3", "GraniteConfig"),
     _of("GraniteMoE", "Granite 3 MoE", "GraniteMoeConfig", EXPERTS),
@@ -232,6 +234,7 @@ ARCHITECTURES: Sequence[Architecture] = (
         "Zamba2Config",
         MHA,
         TIED,
+        SHORT_STEPS,
         {
             "num_hidden_layers": 4,
             "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
