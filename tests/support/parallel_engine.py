@@ -53,7 +53,7 @@ class LookedInto:
 
 @cache
 def imports_once() -> Any:
-    """How processes start: as forks of one that has imported vLLM, where each would import it anew, for eight seconds."""
+    """How processes start: as forks of one that has imported vLLM, which takes eight seconds."""
     context = get_context("forkserver")
     context.set_forkserver_preload(WORKERS_NEED)
     return context
