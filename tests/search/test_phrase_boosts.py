@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -47,6 +49,27 @@ def test_rows_of_several_groups_have_each_their_own_boosts() -> None:
 
 def test_boosts_of_equal_phrases_are_one_batch() -> None:
     one, other = (PhraseBoosts.of([([1, 2], 2.0), ([[3], [4]], -1)]) for _ in range(2))
-    assert one == other
-    assert hash(one) == hash(other)
+    for equal in (other, PhraseBoosts(one.phrases), pickle.loads(pickle.dumps(one))):
+        assert one == equal
+        assert hash(one) == hash(equal)
     assert one != PhraseBoosts.of([([1, 2], 2.5), ([[3], [4]], -1)])
+
+
+class Watched(tuple):  # type: ignore[type-arg]
+    """Phrases that count how often they are looked through."""
+
+    num_looks = 0
+
+    def __hash__(self) -> int:
+        Watched.num_looks += 1
+        return super().__hash__()
+
+
+def test_steps_look_phrases_up_without_a_look_through_them() -> None:
+    constraint = PhraseBoosts(Watched(PhraseBoosts.of([([0, 1], 2.0), ([3], 1.0)]).phrases))
+    states, looks = {constraint: constraint.begin(2, CPU)}, []
+    for _ in range(3):
+        assert constraint.boosts(states[constraint], VOCAB, is_end=False).max() <= constraint.most_boost
+        states = {constraint: constraint.advance(states[constraint], torch.tensor([[0, 1]]))}
+        looks.append(Watched.num_looks)
+    assert looks[-1] == looks[0]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,12 +40,22 @@ class PhraseBoosts(Constraint):
     @classmethod
     def of(cls, phrases: Sequence[Sequence[Any]]) -> PhraseBoosts:
         """Of phrases as the option has them once their tokens are known: (token ids or ways, weight) each."""
-        return cls(tuple(Phrase(_as_ways(tokens), float(weight)) for tokens, weight in phrases))
+        return _boosts(tuple(Phrase(_as_ways(tokens), float(weight)) for tokens, weight in phrases))
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _boosts, (self.phrases,)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.phrases)
+
+    @cached_property
     def most_boost(self) -> float:  # type: ignore[override]
         """See `Constraint`."""
-        return _automaton(self.phrases).most_boost
+        return _automaton(self).most_boost
 
     def begin(self, num_rows: int, device: torch.device) -> torch.Tensor:
         """See `Constraint`."""
@@ -53,7 +63,7 @@ class PhraseBoosts(Constraint):
 
     def advance(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""
-        tables = _tables(self.phrases, states.device)
+        tables = _tables(self, states.device)
         leads = tables.leads_on_from(states) & (tables.tokens[tables.columns] == tokens[..., None])
         return tables.children.where(leads, ROOT).amax(dim=-1)
 
@@ -63,7 +73,7 @@ class PhraseBoosts(Constraint):
 
     def boosts(self, states: torch.Tensor, vocab_size: int, is_end: bool) -> torch.Tensor:
         """See `Constraint`."""
-        tables = _tables(self.phrases, states.device)
+        tables = _tables(self, states.device)
         leads = tables.leads_on_from(states)
         # By token that is in a phrase: the node that it leads to. Of several the one with the highest number is that of
         # the longest beginning; where there is none, it is the root.
@@ -74,6 +84,12 @@ class PhraseBoosts(Constraint):
         boosts = lost.expand(*states.shape, vocab_size).clone()
         boosts[..., tables.tokens] = gains + lost
         return boosts
+
+
+@lru_cache(maxsize=64)
+def _boosts(phrases: tuple[Phrase, ...]) -> PhraseBoosts:
+    """One object for equal phrases: steps look it up, and compare it, without a look at the phrases."""
+    return PhraseBoosts(phrases)
 
 
 def _as_ways(tokens: Sequence[int] | Sequence[Sequence[int]]) -> tuple[Tokens, ...]:
@@ -102,7 +118,8 @@ class _Automaton(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _automaton(phrases: tuple[Phrase, ...]) -> _Automaton:
+def _automaton(boosts: PhraseBoosts) -> _Automaton:
+    phrases = boosts.phrases
     ends, shares, edges = _trie(phrases)
     by_parent = dict[int, dict[int, int]]()
     for node, (parent, token) in enumerate(edges, start=1):
@@ -165,8 +182,8 @@ class _Tables(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _tables(phrases: tuple[Phrase, ...], device: torch.device) -> _Tables:
-    automaton = _automaton(phrases)
+def _tables(boosts: PhraseBoosts, device: torch.device) -> _Tables:
+    automaton = _automaton(boosts)
     tokens, columns = np.unique(automaton.tokens, return_inverse=True)
     children = np.arange(1, len(columns) + 1)
     integers = automaton.parents, columns, automaton.depths, children, tokens, automaton.suffixes
