@@ -53,6 +53,24 @@ def make_engine(in_process: bool = False, model: str | Path = TARGET, **options:
     )
 
 
+def inspect_models_here() -> None:
+    """Let vLLM inspect classes of models in this process, where it starts one for each, which imports vLLM anew.
+
+    Some classes cannot be imported before an engine starts: these are still inspected in a process of their own.
+    """
+    from vllm.model_executor.models import registry
+
+    in_subprocess = registry._run_in_subprocess
+
+    def inspect_here(inspect: Callable[[], Any]) -> Any:
+        try:
+            return inspect()
+        except AssertionError:
+            return in_subprocess(inspect)
+
+    registry._run_in_subprocess = inspect_here
+
+
 def cpu_dtype() -> str:
     """bfloat16 where this machine's CPU multiplies it by instructions of its own, else float32."""
     import torch

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -106,15 +105,6 @@ def _had(get_folder: Callable[[], Path]) -> Path:
         if os.environ.get("CI"):
             raise
         pytest.skip(str(error))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _inspect_models_here() -> Iterator[None]:
-    """What a class of models can do vLLM asks a process of its own, which imports vLLM for that, for eight seconds."""
-    from vllm.model_executor.models import registry
-
-    with mock.patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()):
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from benchmarks.architectures import compare
 from benchmarks.architectures.formats import FORMATS
 from benchmarks.architectures.models import ARCHITECTURES, Architecture
 from benchmarks.architectures.table import DOCUMENT, MEASURED, document, read
+from benchmarks.common import inspect_models_here
 
 LONGEST = 180  # seconds that an architecture may take
 TOLD = ("equal", "tied", "worst", "forced", "greedy", "steady", "vllm", "transformers_off", "ours_off", "error")
@@ -46,19 +46,9 @@ def _measure(architectures: list[Architecture]) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import transformers  # noqa: F401  imported once: processes are forks of this one
     import vllm.v1.worker.cpu_worker  # noqa: F401
-    from vllm.model_executor.models import registry
 
-    in_subprocess = registry._run_in_subprocess
-
-    def look_here(look: Callable[[], Any]) -> Any:
-        """At a class of models: vLLM would import itself anew for each. Some classes cannot be imported this early."""
-        try:
-            return look()
-        except AssertionError:
-            return in_subprocess(look)
-
-    registry._run_in_subprocess = look_here
-    gc.freeze()  # vLLM collects garbage five times at a start
+    inspect_models_here()
+    gc.freeze()  # vLLM collects garbage several times at a start
 
     for number, architecture in enumerate(architectures, 1):
         row = _in_its_own_process(architecture)

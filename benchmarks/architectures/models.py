@@ -67,7 +67,7 @@ CONVOLUTIONS = {
     "initializer_range": 0.1,
     **TIED,
 }
-SHORT_STEPS = {"time_step_min": 1e-9}  # transformers takes no shorter ones in prompts, vLLM does
+SHORT_STEPS = {"time_step_min": 1e-9}
 WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 FOUR_WINDOWS = {"sliding_window": WINDOW, "num_hidden_layers": 4, "layer_types": WINDOWS["layer_types"] * 2}
 NO_KERNEL = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}  # it is wrong for latent attention on CPUs
@@ -114,6 +114,7 @@ def _of(name: str, examples: str, config: str, *options: dict[str, Any], **rest:
 
 
 TWIN = {"twin": True, "note": "with gated_delta.py for vLLM's CPU kernel, which takes bfloat16 alone"}
+CLAMPED = "with time_step_min=1e-9: transformers clamps short time steps of prompts, vLLM does not"
 EAGER_LATENT = {"engine": NO_KERNEL, "note": "with custom_ops -rotary_embedding"}
 ARCHITECTURES: Sequence[Architecture] = (
     _of("Llama", "Llama 2, 3, SmolLM2", "LlamaConfig"),
@@ -182,6 +183,7 @@ ARCHITECTURES: Sequence[Architecture] = (
         },
         GROUPED_EXPERTS,
         SHORT_STEPS,
+        note=CLAMPED,
     ),
     _of("Granite", "Granite 3", "GraniteConfig"),
     _of("GraniteMoE", "Granite 3 MoE", "GraniteMoeConfig", EXPERTS),
@@ -250,6 +252,7 @@ ARCHITECTURES: Sequence[Architecture] = (
             "use_mem_rope": True,
         },
         without=("head_dim",),
+        note=CLAMPED,
     ),
     _of(
         "LFM2",

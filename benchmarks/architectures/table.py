@@ -44,7 +44,8 @@ FORMATS_HEAD = """
 The tiny Llama again, in other formats than {dtype}; weights are quantised by rounding. `LLM.beam_search` answers the
 same prompts in an engine with beams, and in one without, where vLLM's own client loop of requests runs.
 
-- "Equal", "ties" and the worst difference are as above, with vLLM's own loop in transformers' place.
+- "Equal", "ties" and the worst difference are as above, with vLLM's own loop in transformers' place; its scores are
+  per token of prompt and hypothesis.
 - "Forced" is the worst difference between a hypothesis' log-probability per new token and the one that the engine
   without beams gives to the same tokens in a prompt.
 - Equal log-probabilities are common in 16 bits, and vLLM leaves open which of them comes first. Here its loop gets them
@@ -103,7 +104,16 @@ def document(content: dict[str, Any]) -> str:
     cpus = _all([row for row in formats if "cpu" in row], lambda row: row["cpu"])
     formats_head = FORMATS_HEAD.format(dtype=dtype, versions=_all(formats, _versions), cpus=cpus)
     columns = ("architecture", "models", "KV caches", "equal", "ties", "worst difference", "notes")
-    of_formats = ("format", "of", "options of the engine", "equal", "ties", "worst difference", "forced", "notes")
+    of_formats = (
+        "format",
+        "of what",
+        "options of the engine",
+        "equal",
+        "ties",
+        "worst difference",
+        "forced",
+        "notes",
+    )
     tables = _table(columns, map(_cells, rows)), _table(of_formats, map(_cells_of_format, formats))
     return head + "\n" + tables[0] + formats_head + tables[1] + FOOT
 

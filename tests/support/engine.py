@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import inspect_models_here
 from tests.support.rows import WatchedRows
 from vllm_trie.selection import has_beams
 
@@ -17,8 +18,8 @@ TRAINED_TARGET = ROOT / "benchmarks" / "stdlib_pair" / "target"
 BLOCK_SIZE = 32  # the smallest that vLLM's CPU attention takes
 KV_CACHE_BYTES = 256 << 20
 
-# vLLM collects garbage a dozen times per engine, a tenth of a second each if it looks at all that was imported: before
-# the first engine, and by its start, so that the second one knows of all.
+# vLLM collects garbage a dozen times per engine, a tenth of a second each if it looks at all that was imported. What is
+# there is frozen twice: before the first engine, and before the second one, when all that the first imported is there.
 _freeze, _starts = gc.freeze, itertools.count()
 atexit.register(gc.unfreeze)  # or libraries complain of leaks
 gc.freeze = gc.unfreeze = lambda: None
@@ -31,6 +32,9 @@ def _find_kernels_once() -> None:
 
     find = cache(CpuPlatform.register_triton_kernel_overrides)
     CpuPlatform.register_triton_kernel_overrides = staticmethod(find)
+
+
+_inspect_models_here_once = cache(inspect_models_here)
 
 
 def num_used_blocks(manager: Any) -> int:
@@ -51,6 +55,7 @@ class Engine:
         options.setdefault("dtype", "float32")
         has_tokenizer = (model / "tokenizer.json").exists()
         _find_kernels_once()
+        _inspect_models_here_once()
         if next(_starts) < 2:
             _freeze()
         self.llm = LLM(

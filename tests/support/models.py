@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from benchmarks.architectures import models as architectures
-from benchmarks.architectures.models import ARCHITECTURES, WINDOW
+from benchmarks.architectures.models import BY_NAME, WINDOW
 
 COMMON: dict[str, Any] = {
     "vocab_size": 300,
@@ -74,7 +74,7 @@ KINDS: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 OF_TABLE = {  # kinds that docs/models.md shows, too
-    kind: next(one for one in ARCHITECTURES if one.name == name)
+    kind: BY_NAME[name]
     for kind, name in {
         "granite4": "Granite-4",
         "falcon_h1": "Falcon-H1",

@@ -100,7 +100,7 @@ def new_pool(
         max_length: The most tokens a hypothesis can generate.
         prompt_length: Tokens of the prompt, where semantics="vllm" counts them.
         uncounted: Tokens that do not count in the end of a hypothesis, likewise.
-        stop_token_ids: Which end a hypothesis; None: items do, and nothing else.
+        stop_token_ids: Which end a hypothesis; None: whatever ends is a whole item, in the last step, too.
     """
     width, penalty = params.beam_width, params.length_penalty
     if params.semantics == "vllm":

@@ -17,7 +17,7 @@ class GroupPools(Pool):
 
     Args:
         pools: By group.
-        stop_token_ids: Which end a hypothesis; None: nothing runs out of length.
+        stop_token_ids: Which end a hypothesis; None: whatever ends is a whole item, in the last step, too.
     """
 
     def __init__(self, pools: list[HfPool], stop_token_ids: tuple[int, ...] | None) -> None:

@@ -34,4 +34,6 @@ def test_a_search_that_asks_to_speculate_finds_what_it_finds_without(engines: En
         for own in (asked, asked | {"draft_width": 8}):
             found = search(engine, prompts, **options, **own)
             assert tokens(found) == tokens(plain)
+            if name != "groups along items":  # which have ids
+                assert [output.kv_transfer_params for output in found] == [None, None]
             assert not any("steps_per_forward" in str(output.kv_transfer_params) for output in found)

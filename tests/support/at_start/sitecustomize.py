@@ -1,4 +1,4 @@
-"""Python runs this at the start of all processes of the tests, which find this folder on their PYTHONPATH.
+"""Python runs this at the start of processes that tests start, which find this folder on their PYTHONPATH.
 
 To import vLLM makes so many objects that a sixth of its time goes to looking for garbage among them.
 """
