@@ -70,8 +70,8 @@ def demonstrate(subject: Subject, num_tasks: int | None, repeats: int) -> None:
     llm = make_engine(model=subject.model, dtype=subject.dtype, **ENGINE, **GRAMMARS)
     say(
         f"1. ANSWERS. Greedy decoding takes the likeliest token at each step. Beam search keeps the {WIDTH} likeliest "
-        "beginnings of an answer at each step, its beams, and so finds answers that are likelier as a whole. vLLM's "
-        "own beam search is a loop outside its engine: for each token it sends each beam as a new request. This "
+        "beginnings of an answer at each step, its beams, and so often finds answers that are likelier as a whole. "
+        "vLLM's own beam search is a loop outside its engine: for each token it sends each beam as a new request. This "
         "project searches inside the engine. The model is small: what it says may be wrong.",
         "- log p: the natural logarithm of the probability that the model gives to all tokens of the answer, the one "
         "that ends it among them. Nearer to 0 is likelier. In bfloat16 the same tokens may get a slightly different "
@@ -85,7 +85,9 @@ def demonstrate(subject: Subject, num_tasks: int | None, repeats: int) -> None:
         answer(llm, task)
     say(
         "2. MEMORY. Beams have most of their text in common. In the engine they share the KV blocks that hold it, "
-        f"{BLOCK_SIZE} tokens each. Here a search adds {BLOCKS_TOKENS} tokens to a prompt of {BLOCKS_PROMPT}.",
+        f"{BLOCK_SIZE} tokens each. Here a search adds {BLOCKS_TOKENS} tokens to a prompt of {BLOCKS_PROMPT}. "
+        "Where separate sequences find the prompt in vLLM's prefix cache, they share it, too, but "
+        "nothing that comes after it.",
         "- blocks held: the most in use in any step, counted in vLLM's own pool.\n"
         "- beams apart would hold: the blocks of as many separate sequences of the same length.\n"
         "- share: blocks held / beams apart would hold.",
@@ -95,18 +97,20 @@ def demonstrate(subject: Subject, num_tasks: int | None, repeats: int) -> None:
         f"3. TIME. {len(tasks)} prompts at once, {TIMED_TOKENS} new tokens each, in seconds. Sampling as many answers "
         "as there are beams computes as many tokens and searches nothing: beam search should take no longer. It may "
         "take less, as the beams of a prompt are one request to vLLM, while each sample is a request of its own.",
-        "- times ours: 2 means twice as long as beams in the engine.",
+        "- times ours: 2 means twice as long as beams in the engine. It is the median of the rounds' ratios, which may "
+        "differ a little from the ratio of two medians.",
     )
     take_times(llm, tasks, repeats)
     stop(llm)
     say(
         f"4. A DRAFT MODEL. A smaller model drafts the next {LAYERS} tokens of all beams, and one forward of the large "
-        "model verifies these drafts. The search goes on as far as all beams that it needs were drafted, and finds "
-        "what plain beam search finds. Drafts save time only where the smaller model is much cheaper and often right. "
-        "Elsewhere drafting in every step takes longer. By default the engine measures this, and drafts where it pays.",
+        "model verifies these drafts. Drafted steps count up to the first in which a beam that the search keeps was "
+        "not drafted, so the search finds what plain beam search finds. Drafts save time only where the "
+        "smaller model is much cheaper and often right. Elsewhere drafting in every step takes longer. "
+        "By default the engine measures this, and drafts where it pays.",
         "- steps per forward: tokens by which the beams grow in one forward of the large model; forwards of prompts do "
         "not count.\n"
-        "- drafts accepted: drafted tokens that became part of a beam.\n"
+        "- drafts accepted: drafted tokens that became part of a beam; for each place several are drafted.\n"
         "- times plain: 2 means twice as long as plain beams.",
         "Starting vLLM with a draft model ...",
     )

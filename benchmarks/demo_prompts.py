@@ -94,8 +94,8 @@ REAL_TASKS = (
         "a summary",
         f"Summarize in one sentence: {NEWS}",
         40,
-        note="In vLLM 0.32 its own loop divides log p by the tokens of prompt and answer together. So length hardly "
-        "matters, and it may prefer a shorter answer.",
+        note="In vLLM 0.32 its own loop divides log p by the tokens of prompt and answer together. So it "
+        "ranks almost by log p alone, which favours shorter answers. A likelier answer is not always a better one.",
     ),
     Task(
         "a function",
