@@ -23,19 +23,19 @@ from benchmarks.common import inspect_models_here
 
 LONGEST = 180  # seconds that an architecture may take
 TOLD = ("equal", "tied", "worst", "forced", "greedy", "steady", "vllm", "transformers_off", "ours_off", "error")
-BY_NAME = {architecture.name: architecture for architecture in (*ARCHITECTURES, *FORMATS)}
+TRIED = {architecture.name: architecture for architecture in (*ARCHITECTURES, *FORMATS)}
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.architectures", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=BY_NAME, metavar="NAME", help="some of them, by the table's names")
+    parser.add_argument("--only", nargs="+", choices=TRIED, metavar="NAME", help="some of them, by the table's names")
     parser.add_argument("--again", action="store_true", help="measure those anew that the JSON has")
     parser.add_argument("--table", action="store_true", help="measure nothing, make docs/models.md")
     options = parser.parse_args(arguments)
     if not options.table:
         rows = [] if options.again else [row for table in read().values() for row in table]
         known = {row["name"] for row in rows if row["outcome"] != "failed"}
-        _measure([one for name, one in BY_NAME.items() if name in (options.only or BY_NAME) and name not in known])
+        _measure([one for name, one in TRIED.items() if name in (options.only or TRIED) and name not in known])
     DOCUMENT.write_text(document(read()))
     return 0
 
@@ -100,7 +100,7 @@ def _answer(what: str, architecture: Architecture, folder: Path, answer: Path) -
 def _keep(row: dict[str, Any]) -> None:
     """Put a row into the JSON, in the table's order, in place of an older one."""
     content = read()
-    table, tried = ("formats", FORMATS) if BY_NAME[row["name"]] in FORMATS else ("architectures", ARCHITECTURES)
+    table, tried = ("formats", FORMATS) if TRIED[row["name"]] in FORMATS else ("architectures", ARCHITECTURES)
     rows = {old["name"]: old for old in content[table]} | {row["name"]: row}
     row["versions"] = {"vllm": version("vllm"), "transformers": version("transformers"), "torch": version("torch")}
     content[table] = [rows[one.name] for one in tried if one.name in rows]
