@@ -16,6 +16,7 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
 from tests.support.sharing import Batch, Group, any_groups
+from tests.worker.attention.trees import TreeBatch, TreeGroup, any_trees, random_tree
 from vllm_trie.worker.attention import compiled
 from vllm_trie.worker.attention.cpu_backend import SharedPrefixBuilder
 
@@ -93,6 +94,30 @@ def test_any_batch(data: st.DataObject) -> None:
     num_heads = num_kv_heads * data.draw(st.integers(1, 5))
     others, seed = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 99))
     check(Batch(groups, num_heads, num_kv_heads, 32 * data.draw(st.integers(1, 3)), 32, others, seed))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_batch_with_trees(data: st.DataObject) -> None:
+    """Beside groups whose rows are no trees, and beside ordinary rows."""
+    trees = data.draw(st.lists(any_trees(12, 70, 80, 20), min_size=1, max_size=3))
+    groups = trees + data.draw(any_groups(2, 10, 40, 8, 20)) * data.draw(st.integers(0, 1))
+    num_kv_heads = data.draw(st.integers(1, 3))
+    num_heads = num_kv_heads * data.draw(st.integers(1, 5))
+    others, seed = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 99))
+    check(TreeBatch(groups, num_heads, num_kv_heads, 32 * data.draw(st.integers(1, 3)), 32, others, seed))
+
+
+def test_trees_of_many_nodes_are_shared_out_among_threads() -> None:
+    trees = [random_tree(nodes, seed) for seed, nodes in enumerate((300, 1, 64, 65))]
+    own, computed = [5 + len(tree) for tree in trees], [len(tree) for tree in trees]
+    threads = torch.get_num_threads()
+    try:
+        for torch_threads in (1, 3):
+            torch.set_num_threads(torch_threads)
+            check(TreeBatch([TreeGroup(4, 1, own, computed, trees=trees)], 4, 2, 32, 32, others=1))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_great_scores_are_no_harm() -> None:

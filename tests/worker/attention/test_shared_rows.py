@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_trie.worker.attention.shared_rows import SharedRows, tokens_of
+from vllm_trie.worker.attention.shared_rows import RowTrees, SharedRows, tokens_of
 
 
 def test_tokens_of_groups_come_one_group_after_the_other_and_each_sees_what_came_before() -> None:
@@ -16,7 +16,9 @@ def test_tokens_of_groups_come_one_group_after_the_other_and_each_sees_what_came
     assert shared.lengths.tolist() == [65, 66, 70, 71, 72, 73]
     assert shared.starts.tolist() == [0, 3, 6]
     assert shared.num_shared.tolist() == [64, 32]
-    assert {array.dtype for array in shared} == {np.dtype(np.int32)}
+    assert shared.tree_starts.tolist() == shared.lengths.tolist()
+    assert shared.trees.shape == (6, 0)
+    assert {array.dtype for array in shared[:-1]} == {np.dtype(np.int32)}
 
 
 def test_no_token_sees_shared_blocks_that_come_after_it() -> None:
@@ -24,3 +26,13 @@ def test_no_token_sees_shared_blocks_that_come_after_it() -> None:
     shared = tokens_of([SharedRows(np.array([0, 1]), 96)], np.array([0, 40, 80]), np.array([100, 100]), block_size=32)
     assert shared.lengths.min() == 61
     assert shared.num_shared.tolist() == [32]
+
+
+def test_what_tokens_see_of_trees_is_packed_into_words_and_no_part_of_a_tree_is_shared() -> None:
+    fork, chain = np.array([[1, 1, 0], [1, 0, 1]], bool), np.tri(66, dtype=bool)[-1:]
+    groups = [SharedRows(np.array([2]), 32), SharedRows(np.array([0, 1]), 96, RowTrees(70, [fork, chain]))]
+    shared = tokens_of(groups, np.array([0, 2, 3, 4]), np.array([73, 136, 40]), block_size=32)
+    assert shared.lengths.tolist() == [40, 72, 73, 136]
+    assert shared.tree_starts.tolist() == [40, 70, 70, 70]
+    assert shared.trees.tolist() == [[0, 0], [0b011, 0], [0b101, 0], [-1, 0b11]]
+    assert shared.num_shared.tolist() == [32, 64]

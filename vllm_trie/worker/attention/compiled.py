@@ -39,9 +39,10 @@ class _Batch(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("block_stride", "head_stride")),
         ("tables", ctypes.c_void_p),
         ("table_stride", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("tokens", "rows", "lengths", "starts", "num_shared")),
-        *((name, ctypes.c_int32) for name in ("num_groups", "block_size", "head_size", "num_heads", "num_kv_heads")),
-        ("num_threads", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("tokens", "rows", "lengths", "tree_starts", "trees")),
+        *((name, ctypes.c_void_p) for name in ("starts", "num_shared")),
+        *((name, ctypes.c_int32) for name in ("num_groups", "num_words", "block_size", "head_size")),
+        *((name, ctypes.c_int32) for name in ("num_heads", "num_kv_heads", "num_threads")),
         ("scale", ctypes.c_float),
     )
 
@@ -60,12 +61,16 @@ class Plan:
     def __init__(self, shared: SharedTokens, tables: torch.Tensor) -> None:
         assert tables.dtype == torch.int32
         assert tables.stride(1) == 1
-        assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in shared)
+        assert all(array.dtype == np.int32 for array in shared if array is not shared.trees)
+        assert shared.trees.dtype == np.int64
+        assert all(array.flags.c_contiguous for array in shared)
         self._kernel, self._kept = kernel(), (shared, tables)  # whose memory the kernel reads
         self._batch = batch = _Batch(tables=tables.data_ptr(), table_stride=tables.stride(0))
         batch.tokens, batch.rows, batch.lengths = (a.ctypes.data for a in (shared.places, shared.rows, shared.lengths))
+        batch.tree_starts, batch.trees = shared.tree_starts.ctypes.data, shared.trees.ctypes.data
         batch.starts, batch.num_shared = shared.starts.ctypes.data, shared.num_shared.ctypes.data
-        batch.num_groups, batch.num_threads = len(shared.num_shared), torch.get_num_threads()
+        batch.num_groups, batch.num_words = len(shared.num_shared), shared.trees.shape[1]
+        batch.num_threads = torch.get_num_threads()
 
     @property
     def shared(self) -> SharedTokens:
@@ -73,7 +78,7 @@ class Plan:
         return self._kept[0]
 
     def attend(self, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor, scale: float) -> None:
-        """Causal attention in one layer. Outputs of what else is in the batch stay as they are.
+        """Attention in one layer, causal or along trees. Outputs of what else is in the batch stay as they are.
 
         Args:
             queries: [tokens of the batch, heads, head size] float32, the last two dimensions dense.

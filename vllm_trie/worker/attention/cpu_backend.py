@@ -7,6 +7,7 @@ layers which rows share what; a builder that cannot use it, as one that cannot a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,12 +48,14 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.option = config_of(self.vllm_config).shared_prefix_attention
-        # vLLM derives builders of its own from this one, for batches that are not the runner's.
-        is_asked = has_beams(self.vllm_config) and self.option != "off" and type(self) is SharedPrefixBuilder
-        self.can_share = is_asked and self._can_share()
+        self.can_share = self.option != "off" and self.takes_trees
 
-    def _can_share(self) -> bool:
-        """Whether all layers of this builder can read shared blocks once."""
+    @cached_property
+    def takes_trees(self) -> bool:
+        """Whether all layers of this builder are of a kind that the kernel computes."""
+        # vLLM derives builders of its own from this one, for batches that are not the runner's.
+        if not has_beams(self.vllm_config) or type(self) is not SharedPrefixBuilder:
+            return False
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         is_known_kind = all(is_plain(layer.impl) and not layer.impl.is_fp8_kv_cache for layer in layers.values())
         is_known_shape = self.isa == "vec" and self.dtype == torch.float32 and self.head_dim % compiled.HEAD_SIZES == 0
@@ -78,6 +81,8 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
         groups, self.groups, common = self.groups, (), common_attn_metadata
         if not groups or common.causal is not True:
             return super().build(common_prefix_len, common, *args, **kwargs)
+        if not self.can_share:
+            groups = [rows._replace(num_shared=0) for rows in groups]
         shared = tokens_of(groups, common.query_start_loc.numpy(), common.seq_lens.numpy(), self.block_size)
         others = others_than(shared.rows, common)
         return SharedPrefixMetadata(

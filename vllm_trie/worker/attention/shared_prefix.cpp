@@ -1,9 +1,9 @@
 // Attention of rows that share their first KV blocks, in float32, on the KV cache of vLLM's CPU backend.
 //
 // The queries of a group are multiplied together with the blocks that all of its rows share, a tile of them at a time,
-// as in a matrix product; then each row's queries go on over the row's own blocks. One softmax runs through both, so
-// there is nothing to merge. A block holds, for each KV head, its keys as [head_size, block_size], then its values as
-// [block_size, head_size]. Compiled and called by compiled.py.
+// as in a matrix product; then each row's queries go on over the row's own blocks, whose newest tokens may be a tree.
+// One softmax runs through both, so there is nothing to merge. A block holds, for each KV head, its keys as
+// [head_size, block_size], then its values as [block_size, head_size]. Compiled and called by compiled.py.
 
 #include <algorithm>
 #include <cstdint>
@@ -109,9 +109,11 @@ struct Head {
 struct Queries {
   float *queries, *sums, *top, *total;
   int head_size;
+  int number;  // of the first one, as `Sight` counts them
 
   Queries from(int first) const {
-    return {queries + first * head_size, sums + first * head_size, top + first, total + first, head_size};
+    const int at = first * head_size;
+    return {queries + at, sums + at, top + first, total + first, head_size, number + first};
   }
 };
 
@@ -119,6 +121,24 @@ struct Queries {
 struct Keys {
   const int32_t* blocks;
   int first, last;
+};
+
+// Which keys of its row a token sees: the first `lengths`; of those from `tree_starts` on, the ones whose bits are set.
+struct Sight {
+  const int32_t *lengths, *tree_starts;
+  const uint64_t* trees;  // [tokens, words]
+  int words, heads;       // queries of a token are numbered one after the other
+
+  // Let the keys that a query does not see have the lowest score.
+  void hide(int query, const Keys& keys, float* scores) const {
+    const int token = query / heads, length = lengths[token], tree_start = tree_starts[token];
+    for (int at = std::max(keys.first, tree_start); at < std::min(keys.last, length); ++at) {
+      const int node = at - tree_start;
+      const bool is_seen = trees[int64_t(token) * words + node / 64] >> node % 64 & 1;
+      scores[at - keys.first] = is_seen ? scores[at - keys.first] : LOWEST;
+    }
+    for (int at = std::max(keys.first, length); at < keys.last; ++at) scores[at - keys.first] = LOWEST;
+  }
 };
 
 // What will be read next comes from memory while this is computed: of each block, one part of so many.
@@ -137,7 +157,8 @@ struct Ahead {
 
 // Let R queries attend to some keys. `scores` has room for [R, CHUNK].
 template <int R>
-static void attend(const Head& head, const Queries& of, const Keys& keys, const Ahead& ahead, float* scores) {
+static void attend(const Head& head, const Queries& of, const Sight& sight, const Keys& keys, const Ahead& ahead,
+                   float* scores) {
   const int D = head.head_size, B = head.block_size, count = keys.last - keys.first;
   const int padded = (count + LANES - 1) / LANES * LANES;
   for (int t = 0; t < count; t += COLUMNS) {
@@ -152,6 +173,7 @@ static void attend(const Head& head, const Queries& of, const Keys& keys, const 
   for (int r = 0; r < R; ++r) {
     float* row = scores + r * CHUNK;
     std::fill(row + count, row + padded, LOWEST);  // whatever lies beyond the last key
+    sight.hide(of.number + r, keys, row);
     Floats tops = load(row);
     for (int t = LANES; t < padded; t += LANES) tops = load(row + t) > tops ? load(row + t) : tops;
     const float top = std::max(of.top[r], reduced<false>(tops));
@@ -181,12 +203,12 @@ static void attend(const Head& head, const Queries& of, const Keys& keys, const 
 
 // Let `count` queries attend to some keys, in the largest tiles that they fill. `next` are those that come after.
 template <int... SIZES>
-static void attend_in_tiles(const Head& head, const Queries& of, int count, const Keys& keys, const Ahead& next,
-                            float* scores, std::integer_sequence<int, SIZES...>) {
+static void attend_in_tiles(const Head& head, const Queries& of, int count, const Sight& sight, const Keys& keys,
+                            const Ahead& next, float* scores, std::integer_sequence<int, SIZES...>) {
   int done = 0;
   const auto tiles_of = [&]<int R>(std::integral_constant<int, R>) {
     for (; done + R <= count; done += R) {
-      attend<R>(head, of.from(done), keys, next.part(done, done + R, count), scores);
+      attend<R>(head, of.from(done), sight, keys, next.part(done, done + R, count), scores);
     }
   };
   (tiles_of(std::integral_constant<int, SIZES>{}), ...);
@@ -204,8 +226,10 @@ struct Batch {
   const int32_t* tables;              // [rows of the batch, blocks]
   int64_t table_stride;
   const int32_t *tokens, *rows, *lengths;  // by token of a group: its place in the batch, its row, the keys it sees
-  const int32_t *starts, *num_shared;      // by group: its first token, with an end; keys that all of its rows share
-  int32_t num_groups, block_size, head_size, num_heads, num_kv_heads, num_threads;
+  const int32_t* tree_starts;              // by token of a group, as in `Sight`
+  const uint64_t* trees;
+  const int32_t *starts, *num_shared;  // by group: its first token, with an end; keys that all of its rows share
+  int32_t num_groups, num_words, block_size, head_size, num_heads, num_kv_heads, num_threads;
   float scale;
 };
 
@@ -219,6 +243,7 @@ void attend_to_shared_prefixes(const Batch* given) {
   const auto head_of = [&](const Work& work) {
     return Head{b.cache + work.kv_head * b.head_stride, b.block_stride, b.block_size, D};
   };
+  const Sight sight = {b.lengths, b.tree_starts, b.trees, b.num_words, heads};
   const auto blocks_of = [&](int token) { return b.tables + b.rows[token] * b.table_stride; };
   std::vector<Work> works;
   int most_queries = 0;
@@ -238,7 +263,7 @@ void attend_to_shared_prefixes(const Batch* given) {
     memory.resize(std::max(memory.size(), size_t(most_queries) * (2 * D + 2) + MOST_TILE * CHUNK + LINE));
     const uintptr_t line = LINE * sizeof(float), start = (reinterpret_cast<uintptr_t>(memory.data()) + line - 1) / line;
     float* scores = reinterpret_cast<float*>(start * line);
-    Queries all = {scores + MOST_TILE * CHUNK, nullptr, nullptr, nullptr, D};
+    Queries all = {scores + MOST_TILE * CHUNK, nullptr, nullptr, nullptr, D, 0};
     all.sums = all.queries + most_queries * D;
     all.top = all.sums + most_queries * D;
     all.total = all.top + most_queries;
@@ -247,6 +272,7 @@ void attend_to_shared_prefixes(const Batch* given) {
       const Work& work = works[index];
       const int count = (work.last - work.first) * heads, shared = b.num_shared[work.group];
       const Head head = head_of(work);
+      all.number = work.first * heads;
       for (int j = 0; j < count; ++j) {
         const int64_t token = b.tokens[work.first + j / heads];
         const float* query = b.queries + token * b.query_stride + (work.kv_head * heads + j % heads) * D;
@@ -264,23 +290,26 @@ void attend_to_shared_prefixes(const Batch* given) {
       for (int t = 0; t < shared; t += CHUNK) {
         const Keys keys = {blocks, t, std::min(t + CHUNK, shared)};
         const Ahead next = {head, {blocks, keys.last, std::min(keys.last + CHUNK, shared)}};
-        attend_in_tiles(head, all, count, keys, keys.last < shared ? next : first_of_next, scores, tiles);
+        attend_in_tiles(head, all, count, sight, keys, keys.last < shared ? next : first_of_next, scores, tiles);
       }
-      for (int token = work.first; token < work.last; ++token) {
+      for (int token = work.first, next; token < work.last; token = next) {  // tokens of one row at a time
+        next = token + 1;
+        while (next < work.last && b.rows[next] == b.rows[token]) ++next;
         const Queries own = all.from((token - work.first) * heads);
-        if (token + 1 < work.last && b.lengths[token + 1] > shared) {
-          const int32_t block = blocks_of(token + 1)[shared / b.block_size];
-          head.prefetch(block, 0, int64_t(b.block_size + std::min(b.block_size, b.lengths[token + 1] - shared)) * D);
+        if (next < work.last && b.lengths[next] > shared) {
+          const int32_t block = blocks_of(next)[shared / b.block_size];
+          head.prefetch(block, 0, int64_t(b.block_size + std::min(b.block_size, b.lengths[next] - shared)) * D);
         }
-        for (int t = shared; t < b.lengths[token]; t += CHUNK) {
-          const Keys keys = {blocks_of(token), t, std::min(t + CHUNK, b.lengths[token])};
-          attend_in_tiles(head, own, heads, keys, {head, {}}, scores, tiles);
+        for (int t = shared, end = b.lengths[next - 1]; t < end; t += CHUNK) {
+          const Keys keys = {blocks_of(token), t, std::min(t + CHUNK, end)};
+          attend_in_tiles(head, own, (next - token) * heads, sight, keys, {head, {}}, scores, tiles);
         }
-        for (int j = 0; j < heads; ++j) {
-          float* output = b.outputs + b.tokens[token] * b.output_stride + (work.kv_head * heads + j) * D;
-          const float share = 1 / own.total[j];
-          for (int d = 0; d < D; ++d) output[d] = own.sums[j * D + d] * share;
-        }
+      }
+      for (int j = 0; j < count; ++j) {
+        const int64_t token = b.tokens[work.first + j / heads];
+        float* output = b.outputs + token * b.output_stride + (work.kv_head * heads + j % heads) * D;
+        const float share = 1 / all.total[j];
+        for (int d = 0; d < D; ++d) output[d] = all.sums[j * D + d] * share;
       }
     }
   }

@@ -1,4 +1,4 @@
-"""Which rows of a batch share their first KV blocks: what attention must know of a step's groups."""
+"""Which rows of a batch share their first KV blocks, or compute trees: what attention must know of a step's groups."""
 
 from __future__ import annotations
 
@@ -8,12 +8,25 @@ from typing import NamedTuple
 
 import numpy as np
 
+WORD = 64  # bits
+
+
+class RowTrees(NamedTuple):
+    """Rows whose newest tokens are trees: each sees what comes before the tree, its ancestors, and itself.
+
+    A tree's tokens lie in the cache one after the other, parents before their children. A row computes the last ones.
+    """
+
+    start: int  # where in the cache the trees begin: as many tokens of each row come before them
+    sees: list[np.ndarray]  # by row: [tokens that it computes now, tokens of its tree] bool
+
 
 class SharedRows(NamedTuple):
     """Rows of one group, in a batch, whose first tokens lie in the same KV blocks."""
 
     places: np.ndarray  # [rows] int64
     num_shared: int  # tokens; whole blocks
+    trees: RowTrees | None = None  # None: each token sees all that come before it
 
 
 class SharesPrefixes(ABC):
@@ -21,6 +34,11 @@ class SharesPrefixes(ABC):
 
     can_share = False  # whether these layers do
     groups: Sequence[SharedRows] = ()  # of the next batch that it sees, such as it takes; it takes them out
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether all of these layers can attend to trees, also where they do not share."""
+        return False
 
     @abstractmethod
     def takes(self, num_rows: int, num_shared: int) -> bool:
@@ -35,6 +53,8 @@ class SharedTokens(NamedTuple):
     lengths: np.ndarray  # [N] int32, keys that each token sees
     starts: np.ndarray  # [G + 1] int32, where each group's tokens begin
     num_shared: np.ndarray  # [G] int32, keys that all rows of a group share
+    tree_starts: np.ndarray  # [N] int32, the first key that belongs to the tree of its row; its length if there is none
+    trees: np.ndarray  # [N, words] int64; bit i of all words: whether it sees key i of its row's tree
 
 
 def tokens_of(
@@ -46,7 +66,7 @@ def tokens_of(
         groups: One or more.
         query_starts: [rows + 1] of the batch, where each row's tokens begin.
         lengths: [rows], keys of each row, those of this step included.
-        block_size: Of what is read. A token must not see less than is shared.
+        block_size: Of what is read. A token must not see less than is shared, and no part of a tree is.
     """
     rows = np.concatenate([group.places for group in groups])
     counts = np.diff(query_starts)[rows]
@@ -56,9 +76,27 @@ def tokens_of(
     seen = np.repeat(lengths[rows] - counts, counts) + within + 1
     first_rows = np.cumsum([0, *(len(group.places) for group in groups)])
     starts = np.append(starts_of_rows, len(row_of_token))[first_rows]
-    num_shared = np.minimum([group.num_shared for group in groups], np.minimum.reduceat(seen, starts[:-1]))
+    per_group = np.diff(starts)
+    in_tree = np.repeat([group.trees is not None for group in groups], per_group)
+    start_of_tree = np.repeat([0 if group.trees is None else group.trees.start for group in groups], per_group)
+    tree_starts = np.where(in_tree, start_of_tree, seen)
+    of_trees = pack([mask for group in groups if group.trees is not None for mask in group.trees.sees])
+    trees = np.zeros((len(seen), of_trees.shape[1]), dtype=np.int64)
+    trees[in_tree] = of_trees
+    num_shared = np.minimum([group.num_shared for group in groups], np.minimum.reduceat(tree_starts, starts[:-1]))
     num_shared = num_shared // block_size * block_size
     return SharedTokens(
         *((query_starts[row_of_token] + within).astype(np.int32), row_of_token.astype(np.int32)),
-        *(seen.astype(np.int32), starts.astype(np.int32), num_shared.astype(np.int32)),
+        *(seen.astype(np.int32), starts.astype(np.int32), num_shared.astype(np.int32), tree_starts.astype(np.int32)),
+        trees,
     )
+
+
+def pack(masks: Sequence[np.ndarray]) -> np.ndarray:
+    """The rows of all masks, each [rows, columns] bool, as bits: [all rows, words of the widest] int64."""
+    num_words = -(-max((mask.shape[1] for mask in masks), default=0) // WORD)
+    bits, at = np.zeros((sum(map(len, masks)), num_words * WORD), dtype=bool), 0
+    for mask in masks:
+        bits[at : at + len(mask), : mask.shape[1]] = mask
+        at += len(mask)
+    return np.packbits(bits, axis=1, bitorder="little").view(np.int64)

@@ -1,0 +1,79 @@
+"""Batches in which rows compute trees, and what attention of them must be, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from tests.support.sharing import Batch, Group
+from vllm_trie.worker.attention.shared_rows import RowTrees
+
+
+@dataclass
+class TreeGroup(Group):
+    """Rows whose own tokens end in trees; as many tokens of each come before them. `computed` are their last ones."""
+
+    trees: Sequence[np.ndarray] = ()  # by row: [nodes, nodes] bool, what each sees of its tree
+
+
+class TreeBatch(Batch):
+    """The same, with trees."""
+
+    def __init__(self, groups: Sequence[Group], *args: Any, **kwargs: Any) -> None:
+        super().__init__(groups, *args, **kwargs)
+        self.trees: dict[int, np.ndarray] = {}  # by row of the batch
+        for number, group in enumerate(groups):
+            if isinstance(group, TreeGroup):
+                places = self.rows[number].places
+                self.trees |= dict(zip(places.tolist(), group.trees, strict=True))
+                computed = [tree[-count:] for tree, count in zip(group.trees, group.computed, strict=True)]
+                start = int(self.lengths[places[0]]) - len(group.trees[0])
+                self.rows[number] = self.rows[number]._replace(trees=RowTrees(start, computed))
+
+    def reference(self) -> torch.Tensor:
+        """[tokens, heads, head size] float64, of all rows."""
+        outputs, heads = [], self.queries.shape[1] // self.keys.shape[1]
+        for row, (first, end) in enumerate(zip(self.starts[:-1], self.starts[1:], strict=True)):
+            keys, values = (
+                part[self.slots(row)].double().repeat_interleave(heads, 1) for part in (self.keys, self.values)
+            )
+            sees, _ = self.sees(row)
+            scores = torch.einsum("qhd,khd->hqk", self.queries[first:end].double(), keys) * self.scale
+            weights = scores.masked_fill(~sees[first - end :], -torch.inf).softmax(-1)
+            outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
+        return torch.cat(outputs)
+
+    def sees(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[length, length] bool, which tokens of a row see which, and [length], their positions."""
+        length = int(self.lengths[row])
+        sees = torch.ones(length, length, dtype=torch.bool).tril()
+        if row in self.trees:
+            nodes = len(self.trees[row])
+            sees[-nodes:, -nodes:] = torch.from_numpy(self.trees[row])
+        return sees, sees.sum(1) - 1
+
+
+def random_tree(num_nodes: int, seed: int) -> np.ndarray:
+    """[nodes, nodes] bool: each node but the first is a child of any one before it."""
+    random, sees = np.random.default_rng(seed), np.eye(num_nodes, dtype=bool)
+    for node in range(1, num_nodes):
+        sees[node] |= sees[random.integers(node)]
+    return sees
+
+
+@st.composite
+def any_trees(draw: st.DrawFn, most_rows: int, most_before: int, most_nodes: int, most_blocks: int) -> TreeGroup:
+    """A group of trees of so many nodes at most; each row computes all of its tree, or its last ones, as drafts do."""
+    num_rows, blocks, before = (
+        draw(st.integers(low, most)) for low, most in ((1, most_rows), (0, most_blocks), (0, most_before))
+    )
+    trees = [random_tree(draw(st.integers(1, most_nodes)), draw(st.integers(0, 99))) for _ in range(num_rows)]
+    are_drafts = draw(st.booleans())
+    computed = [draw(st.integers(1, len(tree))) if are_drafts else len(tree) for tree in trees]
+    own = [before + len(tree) for tree in trees]
+    return TreeGroup(num_rows, blocks, own, computed, draw(st.integers(0, blocks)), trees)
