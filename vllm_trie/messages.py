@@ -79,13 +79,17 @@ class ForkTicket(NamedTuple):
         return cls(**ticket) if isinstance(ticket, dict) else None
 
 
+MOST_DRAFTS = 512  # of a forest, which one row may have to hold
+
+
 @dataclass(frozen=True)
 class LookaheadBlocks:
     """What a group has for one step to speculate with."""
 
     num_layers: int  # for which there is room, at least one
-    spare_rows: list[RowBlocks]  # for each row beyond the group's own: its blocks from the newest token's on
-    next_blocks: list[list[int]]  # by KV cache group, of each of its own: the next one, if the newest may become full
+    max_drafts: int  # for which there is room, at least one, however the rows share them
+    next_blocks: list[list[int]]  # by KV cache group, of each row: the next one, if the newest may become full
+    spare_blocks: list[list[int]]  # by KV cache group: behind those, for whichever rows have many drafts
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,6 @@ class SpeculationBudget(LookaheadBlocks):
     """What this step leaves over for a group to speculate with."""
 
     draft_width: int  # drafts of a layer
-    max_tokens: int  # that all of the forest's rows together may compute
     rules: list[SelectRules]  # of the steps after the first
 
 
@@ -139,14 +142,13 @@ class Drafted(NamedTuple):
     """What a group's forest was, and what came of it."""
 
     num_drafts: int  # nodes, the roots not counted
-    num_tokens: int  # that its rows computed beyond the roots: what rows have in common, each computes
     num_layers: int
     draft_width: int  # drafts that a layer might have
     seconds: float  # of drafting, for all groups of the step together
     num_accepted: list[int]  # of them, those that became beams, by step; none in the first
 
 
-NOT_DRAFTED = Drafted(0, 0, 0, 0, 0.0, [])
+NOT_DRAFTED = Drafted(0, 0, 0, 0.0, [])
 
 
 class Decided(NamedTuple):

@@ -135,35 +135,34 @@ def test_the_longest_match_comes_first_then_the_latest() -> None:
 # What becomes of them.
 
 
-def planted(of_beams: list[Found], draft_width: int = MANY, max_rows: int = MANY, max_tokens: int = MANY) -> Forest:
+def planted(of_beams: list[Found], draft_width: int = MANY, max_drafts: int = MANY) -> Forest:
     ranked = sorted((rank, beam) for beam, every in enumerate(of_beams) for rank in range(len(every)))
     tokens = np.array([of_beams[beam][rank] for rank, beam in ranked], np.int32)
-    forest = Forest([100 + beam for beam in range(len(of_beams))], max_rows, max_tokens)
+    forest = Forest([100 + beam for beam in range(len(of_beams))], max_drafts)
     layers = add_drafts(forest, DraftPaths(np.array([beam for _, beam in ranked]), tokens), draft_width)
     assert [node for layer in layers for node in layer] == [*range(len(of_beams), forest.num_nodes)]
     assert all(layers)
     assert all(len(layer) <= draft_width for layer in layers)
     depths = [[len(forest.path(node)) - 1 for node in layer] for layer in layers]
     assert depths == [[number] * len(layer) for number, layer in enumerate(layers, start=1)]
-    assert len(forest.rows) <= max_rows
-    assert sum(map(len, forest.rows)) == forest.num_row_tokens <= max_tokens
+    assert forest.num_drafts <= max_drafts
     return forest
 
 
 def paths(forest: Forest) -> list[list[int]]:
-    return [[forest.tokens[node] for node in row] for row in forest.rows]
+    return [[forest.tokens[node] for node in forest.path(leaf)] for leaf in forest.leaves()]
 
 
 def test_continuations_share_what_they_have_in_common() -> None:
     forest = planted([[(1, 2, 3), (1, 2, 4), (5, 6, 7)], [(1, 2, 3)]])
-    assert paths(forest) == [[100, 1, 2, 3], [101, 1, 2, 3], [100, 5, 6, 7], [100, 1, 2, 4]]
+    assert paths(forest) == [[100, 1, 2, 3], [101, 1, 2, 3], [100, 1, 2, 4], [100, 5, 6, 7]]
 
 
 def test_every_beam_is_drafted_for_before_any_is_for_a_second_time() -> None:
     of_beams: list[Found] = [[(1, 2), (3, 4)], [(5, 6), (7, 8)]]
     assert paths(planted(of_beams, draft_width=2)) == [[100, 1, 2], [101, 5, 6]]
-    assert paths(planted(of_beams, max_rows=3)) == [[100, 1, 2], [101, 5, 6], [100, 3, 4]]
-    assert paths(planted(of_beams, max_tokens=4)) == [[100, 1], [101, 5]]
+    assert paths(planted(of_beams, max_drafts=3)) == [[100, 1], [101, 5], [100, 3]]
+    assert paths(planted(of_beams, max_drafts=2)) == [[100, 1], [101, 5]]
 
 
 def test_a_continuation_ends_before_what_cannot_come() -> None:
@@ -174,11 +173,11 @@ def test_a_continuation_ends_before_what_cannot_come() -> None:
 @settings(deadline=None)
 @given(
     st.lists(st.lists(st.tuples(tokens_of, tokens_of, tokens_of), max_size=4, unique=True), min_size=1, max_size=4),
-    *[st.integers(0, 12)] * 3,
+    *[st.integers(0, 12)] * 2,
 )
-def test_forests_keep_to_their_limits(of_beams: list[Found], draft_width: int, rows: int, tokens: int) -> None:
+def test_forests_keep_to_their_limits(of_beams: list[Found], draft_width: int, max_drafts: int) -> None:
     if any(of_beams):
-        planted(of_beams, 1 + draft_width, len(of_beams) + rows, len(of_beams) + tokens)
+        planted(of_beams, 1 + draft_width, max_drafts)
 
 
 def test_of_a_token_that_is_everywhere_the_latest_places_count(monkeypatch: pytest.MonkeyPatch) -> None:

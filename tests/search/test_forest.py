@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.steps import rules_of, steps_of
-from vllm_trie.search.forest import ROOT, Forest, Layer, RowFork, affordable, grow, least_affordable
+from vllm_trie.search.forest import ROOT, Forest, Layer, affordable, grow
 from vllm_trie.search.step_result import Step
 from vllm_trie.search.stopping import HfPool
 
@@ -91,19 +90,18 @@ def drafted(
     draft: Model,
     num_layers: int,
     draft_width: int,
-    max_rows: int = NO_LIMIT,
-    max_tokens: int = NO_LIMIT,
+    max_drafts: int = NO_LIMIT,
     seen: Narrow = lambda layer: layer,
 ) -> Forest:
     """A forest after the search's beams."""
     width = len(search.beams)
-    forest = Forest([beam[-1] for beam in search.beams], max_rows, max_tokens)
+    forest = Forest([beam[-1] for beam in search.beams], max_drafts)
     texts = dict(enumerate(search.beams))
     layer = Layer(list(range(width)), torch.from_numpy(search.scores), range(width))
     for _ in range(num_layers):
         logprobs = draft.logprobs([texts[node] for node in layer.nodes])
         logprobs[:, EOS] = float("-inf")
-        layer, _ = grow(forest, seen(layer), logprobs, width, draft_width)
+        layer = grow(forest, seen(layer), logprobs, width, draft_width)
         if not layer.nodes:
             break
         for node in layer.nodes:
@@ -136,19 +134,17 @@ def plain(target: Model, width: int, max_length: int) -> Search:
     noise=st.sampled_from([0.0, 0.5, 1.5]),
     num_layers=st.integers(1, 5),
     more_drafts=st.integers(0, 12),
-    more_rows=st.integers(0, 30),
-    more_tokens=st.integers(0, 120),
+    max_drafts=st.integers(0, 60),
 )
 def test_a_search_verified_on_forests_is_plain_beam_search(
-    seed: int, width: int, noise: float, num_layers: int, more_drafts: int, more_rows: int, more_tokens: int
+    seed: int, width: int, noise: float, num_layers: int, more_drafts: int, max_drafts: int
 ) -> None:
     target = Model.random(seed)
     draft, search = target.noisy(noise, seed + 1), Search(target, width, 30)
     search.step()
     while not search.is_over:
-        max_rows, max_tokens = width + more_rows, width + more_tokens
-        forest = drafted(search, draft, num_layers, width + more_drafts, max_rows, max_tokens)
-        check(forest, max_rows, max_tokens)
+        forest = drafted(search, draft, num_layers, width + more_drafts, max_drafts)
+        check(forest, max_drafts)
         verify(search, forest, num_layers)
     assert search.answer == plain(target, width, 30).answer
 
@@ -183,125 +179,70 @@ def without_narrow_beam(layer: Layer) -> Layer:
     return layer._replace(narrow=())
 
 
-def check(forest: Forest, max_rows: int, max_tokens: int) -> None:
-    """Raise AssertionError unless rows are exactly the paths from roots to leaves, within the limits."""
-    assert len(forest.rows) <= max_rows
-    assert forest.num_row_tokens == sum(map(len, forest.rows)) <= max_tokens
-    leaves = set(range(forest.num_nodes)) - set(forest.parents)
-    assert sorted(row[-1] for row in forest.rows) == sorted(leaves)
-    for row in forest.rows:
-        assert forest.parents[row[0]] == ROOT
-        assert all(forest.parents[child] == parent for parent, child in pairwise(row))
-    for node in range(forest.num_nodes):
-        assert forest.row_of[node] == next(at for at, row in enumerate(forest.rows) if node in row)
-        assert forest.path(node)[-1] == node
-        if forest.parents[node] != ROOT:
-            assert forest.child(forest.parents[node], forest.tokens[node]) == node
+def check(forest: Forest, max_drafts: int) -> None:
+    """Raise AssertionError unless each row is the tree of its root, parents first, within the limit."""
+    assert forest.num_drafts == forest.num_nodes - len(forest.rows) <= max_drafts
+    assert sorted(node for row in forest.rows for node in row) == [*range(forest.num_nodes)]
+    for row, nodes in enumerate(forest.rows):
+        assert nodes == sorted(nodes), "each node comes after its parent"
+        sees = forest.sees(row)
+        for place, node in enumerate(nodes):
+            path = forest.path(node)
+            assert (path[0], path[-1], len(path)) == (nodes[0], node, forest.depths[node] + 1)
+            assert [nodes[at] for at in np.flatnonzero(sees[place])] == path
+            assert (forest.row_of[node], forest.places[node]) == (row, place)
+            if forest.parents[node] != ROOT:
+                assert forest.child(forest.parents[node], forest.tokens[node]) == node
+        assert (forest.sees(row, len(nodes) // 2) == sees[len(nodes) // 2 :]).all()
+    assert set(forest.leaves()) == set(range(forest.num_nodes)) - set(forest.parents)
 
 
 @settings(max_examples=100, deadline=None)
 @given(
     num_roots=st.integers(1, 4),
-    more_rows=st.integers(0, 6),
-    more_tokens=st.integers(0, 40),
-    wanted=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 4)), max_size=40),
+    max_drafts=st.integers(0, 40),
+    wanted=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 4)), max_size=50),
 )
-def test_rows_are_the_paths_to_the_leaves_within_the_limits(
-    num_roots: int, more_rows: int, more_tokens: int, wanted: list[tuple[int, int]]
+def test_rows_are_the_trees_of_their_roots_within_the_limit(
+    num_roots: int, max_drafts: int, wanted: list[tuple[int, int]]
 ) -> None:
-    max_rows, max_tokens = num_roots + more_rows, num_roots + more_tokens
-    forest = Forest(range(num_roots), max_rows, max_tokens)
+    forest = Forest(range(num_roots), max_drafts)
     for place, token in wanted:
-        parent, rows = place % forest.num_nodes, [row[:] for row in forest.rows]
+        parent, num_nodes = place % forest.num_nodes, forest.num_nodes
         known = forest.child(parent, token)
         if known is not None:
-            assert forest.add(parent, token) == (known, None)
-            continue
-        if not forest.has_room(parent):
-            continue
-        node, fork = forest.add(parent, token)
-        assert forest.child(parent, token) == node
-        is_first = any(row[-1] == parent for row in rows)
-        assert fork == (None if is_first else RowFork(forest.row_of[parent], len(rows)))
-        if fork is not None:
-            path = forest.path(parent)
-            assert rows[fork.source][: len(path)] == path
-        check(forest, max_rows, max_tokens)
+            assert forest.add(parent, token) == known
+        elif forest.has_room:
+            assert forest.add(parent, token) == forest.child(parent, token) == num_nodes
+        check(forest, max_drafts)
 
 
-def test_there_is_room_up_to_the_last_row_and_token() -> None:
-    forest = Forest([7], max_rows=2, max_tokens=4)
-    assert forest.add(0, 1) == (1, None)
-    assert forest.has_room(0)
-    assert forest.add(0, 2) == (2, RowFork(0, 1))
-    assert not forest.has_room(0), "no row is left"
-    assert not forest.has_room(1), "no token is left"
-    assert Forest([7], max_rows=2, max_tokens=1).has_room(0) is False
+def test_there_is_room_up_to_the_last_draft_and_the_share_that_is_open() -> None:
+    forest = Forest([7, 8], max_drafts=3)
+    forest.open(0.3)
+    assert forest.add(0, 1) == 2
+    assert not forest.has_room
+    forest.open(1.0)
+    assert (forest.add(0, 2), forest.add(2, 2)) == (3, 4)
+    assert not forest.has_room
+    assert forest.add(0, 1) == 2, "what is there needs no room"
+    assert not Forest([7], max_drafts=0).has_room
 
 
 @given(
-    num_roots=st.integers(1, 5),
-    more_rows=st.integers(0, 40),
-    more_tokens=st.integers(0, 150),
-    num_layers=st.integers(1, 5),
-    least_width=st.integers(1, 4),
-    more_width=st.integers(0, 8),
-    choose=st.randoms(use_true_random=False),
+    max_drafts=st.integers(0, 150), num_layers=st.integers(1, 5), least_width=st.integers(1, 4), more=st.integers(0, 8)
 )
-@settings(max_examples=200, deadline=None)
-def test_what_is_affordable_has_room_whatever_is_drafted(
-    num_roots: int,
-    more_rows: int,
-    more_tokens: int,
-    num_layers: int,
-    least_width: int,
-    more_width: int,
-    choose: np.random.Generator,
+def test_as_many_layers_are_affordable_as_have_room_whatever_is_drafted(
+    max_drafts: int, num_layers: int, least_width: int, more: int
 ) -> None:
-    limits = num_roots + more_rows, num_roots + more_tokens
-    layers, drafts = affordable(num_roots, *limits, num_layers, least_width + more_width, least_width)
-    assert (layers == 0) == (drafts == 0)
-    assert layers <= num_layers
-    forest, newest = Forest(range(num_roots), *limits), list(range(num_roots))
-    for _ in range(layers):
-        assert least_width <= drafts <= least_width + more_width
-        newest = [forest.add(choose.choice(newest), token)[0] for token in range(drafts)]
-    check(forest, *limits)
-
-
-@pytest.mark.parametrize("num_roots", [1, 3])
-@pytest.mark.parametrize("more_rows", [0, 4, 9, 40])
-@pytest.mark.parametrize("more_tokens", [0, 3, 17, 60, 200])
-def test_no_more_is_affordable(num_roots: int, more_rows: int, more_tokens: int) -> None:
-    limits = num_roots + more_rows, num_roots + more_tokens
-    layers, drafts = affordable(num_roots, *limits, num_layers=4, draft_width=50, least_width=3)
-    if layers:
-        assert not fits(num_roots, *limits, layers, drafts + 1)
-    if layers < 4:
-        assert not fits(num_roots, *limits, layers + 1, 3)
-
-
-@pytest.mark.parametrize("num_roots", [1, 4])
-@pytest.mark.parametrize("width", [1, 2, 4, 9])
-def test_a_layer_is_affordable_with_the_least_room_and_with_no_less(num_roots: int, width: int) -> None:
-    def layers(rows: int, tokens: int) -> int:
-        return affordable(num_roots, num_roots + rows, num_roots + tokens, 3, 2 * width, width)[0]
-
-    rows, tokens = least_affordable(width)
-    assert layers(rows, tokens) == 1
-    assert layers(rows - 1, 100) == layers(100, tokens - 1) == 0
-
-
-def fits(num_roots: int, max_rows: int, max_tokens: int, num_layers: int, num_drafts: int) -> bool:
-    """Whether a forest has room in which all drafts of a layer have the same parent, which costs most."""
-    forest, parent = Forest(range(num_roots), max_rows, max_tokens), 0
-    for _ in range(num_layers):
-        for token in range(num_drafts):
-            if not forest.has_room(parent):
-                return False
-            newest, _ = forest.add(parent, token)
-        parent = newest
-    return True
+    layers, drafts = affordable(max_drafts, num_layers, least_width + more, least_width)
+    if layers == 0:
+        assert (drafts, max_drafts < least_width) == (0, True)
+        return
+    assert least_width <= drafts <= least_width + more
+    assert layers * drafts <= max_drafts
+    assert drafts == least_width + more or layers * (drafts + 1) > max_drafts
+    assert layers == num_layers or (layers + 1) * least_width > max_drafts
 
 
 LOGPROBS = torch.tensor([[-0.5, -1.0, -9.0, -9.0], [-0.1, -3.0, -9.0, -9.0], [-0.2, -0.3, -9.0, -9.0]])
@@ -317,35 +258,32 @@ SCORES = torch.tensor([0.0, -1.0, -5.0])
     ],
 )
 def test_the_best_of_the_narrow_beam_come_first(draft_width: int, expected: list[tuple[int, int]]) -> None:
-    forest = Forest([0, 0, 0], NO_LIMIT, NO_LIMIT)
-    layer, forks = grow(forest, Layer([0, 1, 2], SCORES, {0, 2}), LOGPROBS, 2, draft_width)
+    forest = Forest([0, 0, 0], NO_LIMIT)
+    layer = grow(forest, Layer([0, 1, 2], SCORES, {0, 2}), LOGPROBS, 2, draft_width)
     assert [(forest.parents[node], forest.tokens[node]) for node in layer.nodes] == expected
-    assert layer.narrow == {0, 1}
+    assert [*layer.narrow] == [0, 1]
     assert layer.scores.tolist() == pytest.approx([(SCORES[p] + LOGPROBS[p, t]).item() for p, t in expected])
-    assert len(forks) == len(forest.rows) - 3
 
 
 def test_the_narrow_beam_is_drafted_although_others_score_better() -> None:
-    forest = Forest([0, 0, 0], NO_LIMIT, NO_LIMIT)
-    layer, _ = grow(forest, Layer([0, 1, 2], SCORES, {2}), LOGPROBS, 1, 2)
+    forest = Forest([0, 0, 0], NO_LIMIT)
+    layer = grow(forest, Layer([0, 1, 2], SCORES, {2}), LOGPROBS, 1, 2)
     assert [(forest.parents[node], forest.tokens[node]) for node in layer.nodes] == [(2, 0), (0, 0)]
-    assert layer.narrow == {0}
+    assert [*layer.narrow] == [0]
 
 
 def test_what_there_is_no_room_for_is_left_out_the_worst_first() -> None:
-    forest = Forest([0, 0, 0], max_rows=3, max_tokens=NO_LIMIT)
-    layer, forks = grow(forest, Layer([0, 1, 2], SCORES, {0, 1, 2}), LOGPROBS, 3, 6)
-    assert [(forest.parents[node], forest.tokens[node]) for node in layer.nodes] == [(0, 0), (1, 0), (2, 0)]
-    assert forks == []
-    assert layer.narrow == {0, 1}, "one of the narrow beam had no room"
+    forest = Forest([0, 0, 0], max_drafts=2)
+    layer = grow(forest, Layer([0, 1, 2], SCORES, {0, 1, 2}), LOGPROBS, 3, 6)
+    assert [(forest.parents[node], forest.tokens[node]) for node in layer.nodes] == [(0, 0), (0, 1)]
+    assert [*layer.narrow] == [0, 1], "one of the narrow beam had no room"
 
 
 def test_what_ends_or_is_dead_is_not_drafted() -> None:
     logprobs = LOGPROBS.clone()
     logprobs[:, 1:] = float("-inf")
-    forest = Forest([0, 0, 0], NO_LIMIT, NO_LIMIT)
+    forest = Forest([0, 0, 0], NO_LIMIT)
     dead = torch.tensor([0.0, float("-inf"), -5.0])
-    layer, _ = grow(forest, Layer([0, 1, 2], dead, {0, 1, 2}), logprobs, 3, 9)
+    layer = grow(forest, Layer([0, 1, 2], dead, {0, 1, 2}), logprobs, 3, 9)
     assert [(forest.parents[node], forest.tokens[node]) for node in layer.nodes] == [(0, 0), (2, 0)]
-    layer, forks = grow(forest, layer, torch.full((2, 4), float("-inf")), 3, 9)
-    assert (layer.nodes, forks) == ([], [])
+    assert grow(forest, layer, torch.full((2, 4), float("-inf")), 3, 9).nodes == []

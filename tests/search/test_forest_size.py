@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vllm_trie.search.forest_size import HOPE, PLAIN, Acceptance, Cost, ForestSize, StepCosts, fastest
 
-MOST_LAYERS, WIDTH, REPEATED = 4, 8, 0.5
+MOST_LAYERS, WIDTH = 4, 8
 
 
 def costs_of(plain: float, per_verified: float, per_layer: float) -> StepCosts:
@@ -91,11 +91,11 @@ def test_what_failed_is_hoped_for_again() -> None:
 
 def test_nothing_is_drafted_where_it_does_not_pay() -> None:
     dear = costs_of(plain=1.0, per_verified=0.1, per_layer=0.2)
-    assert fastest(dear, {WIDTH: accepted(0.9)}, MOST_LAYERS, 4, REPEATED) == PLAIN
+    assert fastest(dear, {WIDTH: accepted(0.9)}, MOST_LAYERS, 4) == PLAIN
     cheap = costs_of(plain=1.0, per_verified=0.001, per_layer=0.02)
-    assert fastest(cheap, {WIDTH: accepted(0.02)}, MOST_LAYERS, 4, REPEATED) == PLAIN
-    assert fastest(cheap, {WIDTH: accepted(0.9)}, MOST_LAYERS, 4, REPEATED) == ForestSize(MOST_LAYERS, WIDTH)
-    assert fastest(cheap, {WIDTH: accepted(0.9)}, 2, 4, REPEATED) == ForestSize(2, WIDTH)
+    assert fastest(cheap, {WIDTH: accepted(0.02)}, MOST_LAYERS, 4) == PLAIN
+    assert fastest(cheap, {WIDTH: accepted(0.9)}, MOST_LAYERS, 4) == ForestSize(MOST_LAYERS, WIDTH)
+    assert fastest(cheap, {WIDTH: accepted(0.9)}, 2, 4) == ForestSize(2, WIDTH)
 
 
 def test_the_best_of_all_sizes_is_taken() -> None:
@@ -104,11 +104,10 @@ def test_the_best_of_all_sizes_is_taken() -> None:
 
     def seconds_per_step(size: ForestSize) -> float:
         drafts = size.num_layers * size.draft_width
-        verified = 4 + drafts * (1 + REPEATED * (size.num_layers - 1))
-        seconds = 1.0 + 0.02 * verified + 0.05 * size.num_layers
+        seconds = 1.0 + 0.02 * (4 + drafts) + 0.05 * size.num_layers
         return seconds / acceptance[size.draft_width].expected_steps()[size.num_layers - 1]
 
     sizes = [ForestSize(layers, width) for layers in range(1, MOST_LAYERS + 1) for width in acceptance]
-    best = fastest(costs, acceptance, MOST_LAYERS, 4, REPEATED)
+    best = fastest(costs, acceptance, MOST_LAYERS, 4)
     assert best == min(sizes, key=seconds_per_step)
     assert seconds_per_step(best) < 1.0

@@ -14,7 +14,7 @@ from tests.support.pairs import searches
 from tests.support.running import prompt_of, run
 from vllm_trie.engine.scheduler import BeamScheduler
 from vllm_trie.worker.draft_by_model import ModelDrafts
-from vllm_trie.worker.draft_model import DraftModel
+from vllm_trie.worker.draft_model import DraftBatch, DraftModel
 from vllm_trie.worker.forest_step import ForestStep
 
 TOLERANCE = 1e-3
@@ -35,13 +35,14 @@ class Alone:
             draft_layer(drafts, forests, number)
             assert not self._texts
 
-        def compared(model: DraftModel, tokens: Any, starts: Any, blocks: Any) -> torch.Tensor:
-            found = logits(model, tokens, starts, blocks)
+        def compared(model: DraftModel, batch: DraftBatch) -> torch.Tensor:
+            found = logits(model, batch)
             texts, self._texts = self._texts, []
             self.num_caught_up += not texts
-            for position, text in enumerate(texts):
-                assert text[starts[position] :] == tokens[position]
-                self._compare(text, found[position])
+            tokens = [token for of_row in batch.tokens for token in of_row]
+            for text, at, row in zip(texts, batch.wanted, found, strict=False):
+                assert (text[-1], len(text) - 1) == (tokens[at], batch.positions[at])
+                self._compare(text, row)
             return found
 
         monkeypatch.setattr(ModelDrafts, "_draft_layer", layer_after)

@@ -38,7 +38,7 @@ def planted(histories: np.ndarray) -> ForestStep:
     """A forest of roots alone, the newest tokens of histories [b, L]."""
     along = items()
     rules = rules_of(NUM_BEAMS, stops=(STOP,), constraints=(along.rules, NO_PAIR_TWICE))
-    budget = SpeculationBudget(NUM_LAYERS, [], [[]], draft_width=4, max_tokens=99, rules=[rules] * NUM_LAYERS)
+    budget = SpeculationBudget(NUM_LAYERS, 99, [[]], [[]], draft_width=4, rules=[rules] * NUM_LAYERS)
     roots = histories[:, -1].tolist()
     layer = Layer([*range(NUM_BEAMS)], -torch.rand(NUM_BEAMS), range(NUM_BEAMS))
     state = along.begin(NUM_BEAMS, CPU)
@@ -47,9 +47,9 @@ def planted(histories: np.ndarray) -> ForestStep:
     padded = np.pad(histories, ((0, 0), (NUM_LAYERS, 0)), constant_values=NOTHING)
     states = {NO_PAIR_TWICE: torch.from_numpy(padded)[None], along: state}
     group: Any = SimpleNamespace(row_ids=["row"] * NUM_BEAMS)
-    blocks = [np.zeros((20, 1), np.int32)]
+    blocks = [np.zeros((NUM_BEAMS, 1), np.int32)]
     step = GroupStep(rules, selects=True, budget=budget)
-    return SearchedForest(step, group, 5, [16], Forest(roots, 20, 99), layer, blocks, states)
+    return SearchedForest(step, group, 5, [16], Forest(roots, 99), layer, blocks, [[]], states)
 
 
 def check(forest_step: ForestStep, histories: np.ndarray) -> int:

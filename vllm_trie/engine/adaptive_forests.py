@@ -18,8 +18,6 @@ from vllm_trie.search.forest_size import PLAIN, Acceptance, ForestSize, StepCost
 LEAST_STEPS = 2  # of a kind, before anything is concluded from what they took
 MOST_DRAFTS_PER_BEAM = 4  # of a layer, unless a request says otherwise
 LEAST_REST, MOST_REST = 8, 64  # steps that are plain before a forest is thought of again: twice as many each time
-REPEATED = 0.5  # tokens per draft and layer above it that rows repeat, until that is known
-WEIGHT_OF_NEWEST = 0.1  # forest, in what rows repeat
 
 
 class _Scheduled(NamedTuple):
@@ -40,7 +38,6 @@ class AdaptiveForests:
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
         self._costs = StepCosts()
-        self._repeated = REPEATED
         self._of_all: dict[tuple[int, int], Acceptance] = defaultdict(lambda: Acceptance(num_layers))
         self._rests: dict[int, int] = defaultdict(lambda: LEAST_REST)  # the last one, by width
         self._scheduled = deque[_Scheduled]()
@@ -64,7 +61,7 @@ class AdaptiveForests:
         for draft_width, of_group in acceptance.items():
             of_group.forget()
             self._of_all[group.width, draft_width].forget()
-        size = fastest(self._costs, acceptance, most_layers, num_tokens, self._repeated)
+        size = fastest(self._costs, acceptance, most_layers, num_tokens)
         if size == PLAIN:
             num_steps = min(2 * group.num_rested, MOST_REST) if group.num_rested else self._rests[group.width]
             self._rests[group.width] = num_steps
@@ -94,14 +91,10 @@ class AdaptiveForests:
         drafting = forests[0].seconds  # of all of them together
         num_layers, num_drafts = max(forest.num_layers for forest in forests), sum(f.num_drafts for f in forests)
         self._costs.drafting.observe((1, num_layers, num_drafts), drafting)
-        num_verified = step.num_tokens + sum(forest.num_tokens for forest in forests)
-        self._costs.verifying.observe((1, num_verified), seconds - drafting)
+        self._costs.verifying.observe((1, step.num_tokens + num_drafts), seconds - drafting)
 
     def learn(self, group: GroupForests, forest: Drafted, num_steps: int) -> None:
         """What came of a forest: so many steps of its group's search."""
-        if forest.num_layers > 1:
-            per_draft = (forest.num_tokens / forest.num_drafts - 1) / (forest.num_layers - 1)
-            self._repeated += WEIGHT_OF_NEWEST * (per_draft - self._repeated)
         acceptance = self._acceptance(group)
         if forest.draft_width in acceptance:
             acceptance[forest.draft_width].observe(forest.num_layers, num_steps)

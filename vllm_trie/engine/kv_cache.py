@@ -7,6 +7,7 @@ blocks over.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -35,7 +36,6 @@ from vllm_trie.trie.blocks import BlockCopy, BlockCounts, BlockTrie, blocks_to_f
 from vllm_trie.trie.encoder_blocks import EncoderBlocks
 
 LOOKAHEAD_SHARE = 0.75  # of the blocks that a group holds, the most that it is lent to speculate with
-SPARING_SHARE = 1.5  # of the rows that it must be lent at least, likewise, where it is to spare memory
 FEW_BLOCKS = 16  # are lent to any other group, however few it holds
 KNOWN_CACHES = FullAttentionSpec | SlidingWindowSpec | MLAAttentionSpec | CrossAttentionSpec | MambaSpec
 
@@ -62,11 +62,11 @@ class _GroupBlocks:
     steps: int = 0
     update: RowUpdate | None = None
     next_blocks: list[list[int]] = field(default_factory=list)  # lookahead of its rows, by KV cache group
-    spare_blocks: list[int] = field(default_factory=list)  # lookahead of rows that last one step
+    spare_blocks: list[list[int]] = field(default_factory=list)  # lookahead of any rows, by KV cache group
 
     @property
     def lookahead_blocks(self) -> list[int]:
-        return [block for blocks in (*self.next_blocks, self.spare_blocks) for block in blocks]
+        return [block for blocks in (*self.next_blocks, *self.spare_blocks) for block in blocks]
 
     @property
     def num_held(self) -> int:
@@ -153,44 +153,47 @@ class BeamKVCacheManager(KVCacheManager):
         ]
 
     def allocate_lookahead(
-        self, request: Request, num_layers: int, least_rows: int, most_rows: int, is_sparing: bool = False
+        self, request: Request, num_layers: int, drafts: range, most_blocks: int | None = None
     ) -> LookaheadBlocks | None:
         """Blocks to speculate with in the step that `allocate_slots` has just made room for, out of what is free.
 
-        That is no more than `most_lookahead` allows, the next blocks of the group's own rows included, unless not even
-        one layer and `least_rows` can be had for it.
+        That is no more than `most_blocks`, the next blocks of the group's rows included, unless not even one layer and
+        the least number of drafts can be had for it.
 
         Args:
-            num_layers: Tokens that each row may compute beyond its newest one.
-            least_rows, most_rows: Rows beyond the group's own.
-            is_sparing: Take half as many blocks again as `least_rows` at most, which is less than as many rows of plain
-                beams would hold. Where a row would need two, in the last step of a block, the step is a plain one.
+            num_layers: Tokens by which each row may go on.
+            drafts: How many there may be, from the fewest that are of use on.
+            most_blocks: By default what `most_lookahead` allows.
 
         Returns:
-            As much of it as there is; None if the rows cannot even grow, or `least_rows` cannot come with them.
+            As much of it as there is; None if the rows cannot even grow, or too few drafts can come with that.
         """
         group = self._groups[request.request_id]
-        most_blocks = most_lookahead(group.num_held)
-        if is_sparing:
-            most_blocks = int(SPARING_SHARE * least_rows) * len(group.tries)
+        most_blocks = most_lookahead(group.num_held) if most_blocks is None else most_blocks
         left = [-trie.num_tokens % trie.block_size for trie in group.tries]  # tokens for which the rows have room
-        num_free = self.block_pool.get_num_free_blocks()
+        num_free, width = self.block_pool.get_num_free_blocks(), len(group.paths)
         numbers = sorted({num_layers, *(n for n in left if 0 < n < num_layers)}, reverse=True)
         for most_layers in numbers:
             needs_next = [most_layers > n for n in left]
-            num_next = len(group.paths) * sum(needs_next)
+            num_next = width * sum(needs_next)
             if num_next > most_blocks and most_layers > numbers[-1]:
                 continue
-            per_row = len(left) + sum(needs_next)
-            within_means = (most_blocks - num_next) // per_row
-            if not is_sparing:
-                within_means = max(within_means, least_rows)
-            num_rows = min(most_rows, within_means, (num_free - num_next) // per_row)
-            if num_rows >= least_rows and num_next <= num_free:
-                group.next_blocks = [self._take(len(group.paths) if needs else 0) for needs in needs_next]
-                rows = [tuple(self._take(1 + needs) for needs in needs_next) for _ in range(num_rows)]
-                group.spare_blocks = [block for row in rows for blocks in row for block in blocks]
-                return LookaheadBlocks(most_layers, rows, [list(blocks) for blocks in group.next_blocks])
+
+            def num_spare(num_drafts: int, needs_next: list[bool] = needs_next) -> list[int]:
+                return [
+                    _most_beyond(num_drafts, width, n + trie.block_size * needs, trie.block_size)
+                    for trie, n, needs in zip(group.tries, left, needs_next, strict=True)
+                ]
+
+            least = num_next + sum(num_spare(drafts[0]))
+            if least > num_free:
+                continue
+            means = min(num_free, max(most_blocks, least)) - num_next
+            num_drafts = drafts[bisect_right(drafts, means, key=lambda count: sum(num_spare(count))) - 1]
+            group.next_blocks = [self._take(width if needs else 0) for needs in needs_next]
+            group.spare_blocks = [self._take(count) for count in num_spare(num_drafts)]
+            next_blocks, spare_blocks = ([[*b] for b in blocks] for blocks in (group.next_blocks, group.spare_blocks))
+            return LookaheadBlocks(most_layers, num_drafts, next_blocks, spare_blocks)
         return None
 
     def replay_forks(self, request_id: str, forks: list[list[int]], num_tokens: int) -> None:
@@ -421,6 +424,15 @@ class BeamKVCacheManager(KVCacheManager):
     def _free_blocks(self, block_ids: list[int]) -> None:
         self.num_group_blocks -= len(block_ids)
         self.block_pool.free_blocks([self.block_pool.blocks[block_id] for block_id in block_ids])
+
+
+def _most_beyond(num_drafts: int, width: int, room: int, block_size: int) -> int:
+    """The most blocks that trees with so many drafts need beyond what each of `width` rows has room for.
+
+    As many rows as can have one draft too many need a block each; what is left then fills further blocks of any row.
+    """
+    num_rows = min(width, num_drafts // (room + 1))
+    return num_rows + (num_drafts - num_rows * (room + 1)) // block_size if num_rows else 0
 
 
 def _num_hashed(blocks: Iterable[KVCacheBlock]) -> int:

@@ -204,8 +204,7 @@ class BeamScheduler(Scheduler):
             if step.decodes:
                 num_tokens += output.num_scheduled_tokens[group_id] * (self.groups[group_id].num_rows - 1)
             if step.budget is not None:
-                num_rows += len(step.budget.spare_rows)
-                num_tokens += step.budget.max_tokens - self.groups[group_id].num_rows
+                num_tokens += step.budget.max_drafts
         return num_rows, num_tokens
 
     def _speculating(self, output: SchedulerOutput, steps: dict[str, GroupStep]) -> Iterator[Speculating]:
@@ -220,9 +219,9 @@ class BeamScheduler(Scheduler):
     def _share_out_budget(
         self, budgets: SpeculationBudgets, output: SchedulerOutput, steps: dict[str, GroupStep]
     ) -> None:
-        num_rows, num_tokens = self._rows_and_tokens(output, steps)
-        spare_rows, spare_tokens = self.max_num_running_reqs - num_rows, self.max_num_scheduled_tokens - num_tokens
-        budgets.share_out(list(self._speculating(output, steps)), num_tokens, spare_rows, spare_tokens)
+        _, num_tokens = self._rows_and_tokens(output, steps)
+        spare_tokens = self.max_num_scheduled_tokens - num_tokens
+        budgets.share_out(list(self._speculating(output, steps)), num_tokens, spare_tokens)
         drafts = output.scheduled_spec_decode_tokens
         is_steady = all(n == 1 + len(drafts.get(id_, ())) for id_, n in output.num_scheduled_tokens.items())
         if output.num_scheduled_tokens:  # else vLLM had nothing to do but wait for results

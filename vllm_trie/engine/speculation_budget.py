@@ -1,4 +1,4 @@
-"""Shares out what a step leaves over to groups that speculate: rows, tokens and KV blocks, down to a plain step."""
+"""Shares out what a step leaves over to groups that speculate: tokens and KV blocks, down to a plain step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from vllm_trie.engine.adaptive_forests import AdaptiveForests
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.group_forests import GroupForests
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
-from vllm_trie.messages import Drafted, GroupStep, SpeculationBudget
-from vllm_trie.search.forest import Room, least_affordable
+from vllm_trie.messages import MOST_DRAFTS, Drafted, GroupStep, SpeculationBudget
 from vllm_trie.search.forest_size import ForestSize
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.strategies.drawn import Drawn
@@ -41,16 +40,16 @@ class SpeculationBudgets:
     def __init__(self, config: SpeculativeConfig, kv_cache_manager: BeamKVCacheManager) -> None:
         self._num_layers, self._by_ngrams = config.num_speculative_tokens, config.use_ngram()
         self._draft_max_model_len = config.draft_model_config.max_model_len
+        self._max_model_len = config.target_model_config.max_model_len
         self._kv_cache_manager = kv_cache_manager
         self.adaptive = AdaptiveForests(config.num_speculative_tokens)
 
-    def share_out(self, candidates: Sequence[Speculating], num_tokens: int, spare_rows: int, spare_tokens: int) -> None:
+    def share_out(self, candidates: Sequence[Speculating], num_tokens: int, spare_tokens: int) -> None:
         """Give each group an equal share; what one cannot use is left to those after it.
 
         Args:
             candidates: Scheduled to compute one token per row in this step.
             num_tokens: That the step computes without forests.
-            spare_rows: Rows of the batch that nobody takes.
             spare_tokens: Tokens of the step's budget that nobody computes.
         """
         for position, (group, forests, request, step) in enumerate(candidates):
@@ -60,26 +59,20 @@ class SpeculationBudgets:
             if forests.is_adaptive and size.num_layers > 0:
                 size = self.adaptive.choose(forests, group.length, size.num_layers, num_tokens)
             num_layers, draft_width = size
-            share, least = len(candidates) - position, least_room(step.rules)
-            most_rows = min(spare_rows // share, num_layers * (draft_width - 1))
-            most_tokens = spare_tokens // share
-            if num_layers < 1 or most_rows < least.rows or most_tokens < least.tokens:
+            share, least = len(candidates) - position, least_drafts(step.rules)
+            within_model = self._max_model_len - request.num_computed_tokens  # all may be in one row
+            most = min(num_layers * draft_width, spare_tokens // share, within_model, MOST_DRAFTS)
+            if num_layers < 1 or most < least:
                 continue
-            lookahead = self._kv_cache_manager.allocate_lookahead(
-                request, num_layers, least.rows, most_rows, is_sparing=bool(group.plan.params.memory_mode)
-            )
+            # In memory mode no more than the rows that beams would have.
+            most_blocks = step.rules.width - 1 if group.plan.params.memory_mode else None
+            drafts = range(least, most + 1)
+            lookahead = self._kv_cache_manager.allocate_lookahead(request, num_layers, drafts, most_blocks)
             if lookahead is None:
                 continue
-            step.budget = SpeculationBudget(
-                lookahead.num_layers,
-                lookahead.spare_rows,
-                lookahead.next_blocks,
-                draft_width=draft_width,
-                max_tokens=group.num_rows + most_tokens,
-                rules=[group.next_rules(ahead) for ahead in range(1, lookahead.num_layers + 1)],
-            )
-            spare_rows -= len(lookahead.spare_rows)
-            spare_tokens -= most_tokens
+            rules = [group.next_rules(ahead) for ahead in range(1, lookahead.num_layers + 1)]
+            step.budget = SpeculationBudget(**vars(lookahead), draft_width=draft_width, rules=rules)
+            spare_tokens -= lookahead.max_drafts
 
     def learn(self, forests: GroupForests, length: int, forest: Drafted, num_steps: int) -> None:
         """What came of a forest: so many steps of its group's search, whose beams have this length now.
@@ -94,12 +87,10 @@ class SpeculationBudgets:
             forests.rest(length, min(2**forests.num_failed // 8, MOST_REST))
 
 
-def least_room(rules: SelectRules) -> Room:
-    """What a forest must take beyond its roots, so that verifying it may lead to a second step.
+def least_drafts(rules: SelectRules) -> int:
+    """How many drafts a forest must have, so that verifying it may lead to a second step.
 
     Layers that are drawn have a least width. A search goes on where all that lives on was drafted, if it need be
     after each root, or with one draft alone where others are too bad to matter.
     """
-    if isinstance(rules.strategy, Drawn):
-        return least_affordable(rules.width)
-    return Room(0, 1 if rules.ranks_together else rules.width)
+    return 1 if rules.ranks_together and not isinstance(rules.strategy, Drawn) else rules.width

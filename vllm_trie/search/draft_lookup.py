@@ -105,9 +105,9 @@ def add_drafts(forest: Forest, found: DraftPaths, draft_width: int) -> list[list
             parent, token = nodes[path], tokens[path]
             node = forest.child(parent, token)
             if node is None:
-                if token < 0 or len(layer) == draft_width or not forest.has_room(parent):
+                if token < 0 or len(layer) == draft_width or not forest.has_room:
                     continue
-                node, _ = forest.add(parent, token)
+                node = forest.add(parent, token)
                 layer.append(node)
             nodes[path] = node
             growing.append(path)

@@ -1,14 +1,14 @@
-"""The forest of a speculative step: continuations that are proposed, and the rows that compute them.
+"""The forest of a speculative step: a tree of proposed continuations for each beam.
 
-A node is a token after its parent; the first nodes, the roots, are the beams' newest tokens. Rows are
-paths from a root to a leaf, so any attention that is causal along a row verifies the forest. Rows repeat
-the nodes they have in common; how many rows and tokens that may cost is given.
+A node is a token after its parent; the first nodes, the roots, are the beams' newest tokens. Row i computes the tree of
+beam i, at consecutive places of its KV cache: its root, then every other node after its parent. Attention lets each of
+them see the row's own past and its ancestors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,41 +17,43 @@ import torch
 ROOT = -1
 
 
-class RowFork(NamedTuple):
-    """A row that begins as a copy of another one."""
-
-    source: int
-    destination: int
-
-
 class Forest:
     """Drafted continuations of a group's beams.
 
     Args:
-        roots: The newest token of each beam; row i is beam i's own.
-        max_rows: Rows that may be used, those of the roots among them.
-        max_tokens: Tokens that all rows together may compute.
+        roots: The newest token of each beam; row i is beam i's.
+        max_drafts: Nodes that may come on top of the roots.
     """
 
-    def __init__(self, roots: Sequence[int], max_rows: int, max_tokens: int) -> None:
+    def __init__(self, roots: Sequence[int], max_drafts: int) -> None:
         self.tokens = list(roots)
         self.parents = [ROOT] * len(roots)
-        self.rows = [[node] for node in range(len(roots))]  # nodes from the root to the leaf
-        self.row_of = list(range(len(roots)))  # by node: the first row that leads through it
-        self.num_row_tokens = len(roots)
+        self.depths = [0] * len(roots)
+        self.rows = [[node] for node in range(len(roots))]  # the nodes of each row, in the order of its cache
+        self.row_of = list(range(len(roots)))  # by node
+        self.places = [0] * len(roots)  # by node, in its row
+        self.max_drafts = max_drafts
+        self._num_open = max_drafts
         self._children: dict[tuple[int, int], int] = {}
-        self._most_rows = self._max_rows = max_rows
-        self._max_tokens = max_tokens
 
-    def open_rows(self, share: float) -> None:
-        """Let only this share of the rows that are no root's be used, until more are opened."""
-        num_roots = self.parents.count(ROOT)
-        self._max_rows = num_roots + math.ceil(share * (self._most_rows - num_roots))
+    def open(self, share: float) -> None:
+        """Let only this share of the drafts be used, until more are opened."""
+        self._num_open = math.ceil(share * self.max_drafts)
 
     @property
     def num_nodes(self) -> int:
         """Nodes, the roots among them."""
         return len(self.tokens)
+
+    @property
+    def num_drafts(self) -> int:
+        """Nodes, without the roots."""
+        return len(self.tokens) - len(self.rows)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there can be one more node."""
+        return self.num_drafts < self._num_open
 
     def as_arrays(self) -> list[np.ndarray]:
         """All that the forest is: its rows follow from the order of its nodes."""
@@ -59,79 +61,60 @@ class Forest:
 
     def path(self, node: int) -> list[int]:
         """The nodes from a root to `node`."""
-        row = self.rows[self.row_of[node]]
-        return row[: row.index(node) + 1]
+        path = [node]
+        while (node := self.parents[node]) != ROOT:
+            path.append(node)
+        return path[::-1]
+
+    def leaves(self) -> Iterator[int]:
+        """Nodes without children."""
+        parents = set(self.parents)
+        return (node for node in range(self.num_nodes) if node not in parents)
 
     def child(self, node: int, token: int) -> int | None:
         """The node of `token` after `node`, if it was drafted."""
         return self._children.get((node, token))
 
-    def has_room(self, parent: int) -> bool:
-        """Whether `parent` can have one more child."""
-        row = self.rows[self.row_of[parent]]
-        if row[-1] == parent:
-            return self.num_row_tokens < self._max_tokens
-        cost = len(self.path(parent)) + 1
-        return len(self.rows) < self._max_rows and self.num_row_tokens + cost <= self._max_tokens
-
-    def add(self, parent: int, token: int) -> tuple[int, RowFork | None]:
-        """Continue `parent` by `token`.
-
-        Its first child goes on in its row. For any other a row is forked, which happens before that row
-        computes its newest node.
-
-        Returns:
-            The node, and the fork that it needs. A node that there is already needs none.
-        """
+    def add(self, parent: int, token: int) -> int:
+        """Continue `parent` by `token`, for which there is room. Returns the node, which may be there already."""
         known = self._children.get((parent, token))
         if known is not None:
-            return known, None
-        assert self.has_room(parent)
-        node = len(self.tokens)
+            return known
+        assert self.has_room
+        node, row = len(self.tokens), self.row_of[parent]
         self.tokens.append(token)
         self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.row_of.append(row)
+        self.places.append(len(self.rows[row]))
+        self.rows[row].append(node)
         self._children[parent, token] = node
-        row = self.row_of[parent]
-        if self.rows[row][-1] == parent:
-            self.rows[row].append(node)
-            self.row_of.append(row)
-            self.num_row_tokens += 1
-            return node, None
-        self.rows.append([*self.path(parent), node])
-        self.row_of.append(len(self.rows) - 1)
-        self.num_row_tokens += len(self.rows[-1])
-        return node, RowFork(row, len(self.rows) - 1)
+        return node
+
+    def sees(self, row: int, first: int = 0) -> np.ndarray:
+        """[nodes, nodes of the row] bool: which of its row's nodes each node from place `first` on sees.
+
+        These are its ancestors and itself.
+        """
+        nodes = self.rows[row]
+        sees = np.zeros((len(nodes), len(nodes)), dtype=bool)
+        for place, node in enumerate(nodes):
+            if place > 0:
+                sees[place] = sees[self.places[self.parents[node]]]
+            sees[place, place] = True
+        return sees[first:]
 
 
-def affordable(
-    num_roots: int, max_rows: int, max_tokens: int, num_layers: int, draft_width: int, least_width: int
-) -> tuple[int, int]:
+def affordable(max_drafts: int, num_layers: int, draft_width: int, least_width: int) -> tuple[int, int]:
     """How many layers, of how many drafts each, have room whatever is drafted.
 
-    A forest of drawn nodes must not be cut according to what they are. Each layer prolongs a row at least, and
-    forks the others.
+    A forest of drawn nodes must not be cut according to what they are.
 
     Returns:
         As many layers as possible, and their drafts, at least `least_width`; (0, 0) if there is no room for one.
     """
-    for layers in range(num_layers, 0, -1):
-        of_forks = sum(depth + 1 for depth in range(1, layers + 1))  # tokens, of a row forked at each depth
-        forks = min((max_rows - num_roots) // layers, (max_tokens - num_roots - layers) // of_forks)
-        if forks + 1 >= least_width:
-            return layers, min(draft_width, forks + 1)
-    return 0, 0
-
-
-class Room(NamedTuple):
-    """What a forest takes beyond its roots."""
-
-    rows: int
-    tokens: int
-
-
-def least_affordable(least_width: int) -> Room:
-    """With how much room `affordable` finds some for one layer: a row is prolonged, the others are forked at a root."""
-    return Room(least_width - 1, 1 + 2 * (least_width - 1))
+    num_layers = min(num_layers, max_drafts // least_width)
+    return (num_layers, min(draft_width, max_drafts // num_layers)) if num_layers else (0, 0)
 
 
 class Layer(NamedTuple):
@@ -142,9 +125,7 @@ class Layer(NamedTuple):
     narrow: Collection[int]  # positions of those that beam search by the draft model alone would have kept
 
 
-def grow(
-    forest: Forest, layer: Layer, logprobs: torch.Tensor, width: int, draft_width: int
-) -> tuple[Layer, list[RowFork]]:
+def grow(forest: Forest, layer: Layer, logprobs: torch.Tensor, width: int, draft_width: int) -> Layer:
     """Draft one more layer: the narrow beam's best children first, then the best others.
 
     The target's beams are found in the forest if all of them are; so what beam search of the target's own width
@@ -157,7 +138,7 @@ def grow(
         draft_width: Nodes of the new layer.
 
     Returns:
-        The new layer, empty if nothing can be drafted, and the rows to fork before it is computed.
+        The new layer, empty if nothing can be drafted.
     """
     best, tokens = logprobs.topk(min(draft_width, logprobs.shape[-1]), dim=-1)
     scores = (best + layer.scores[:, None]).cpu().numpy()
@@ -169,15 +150,12 @@ def grow(
     num_narrow = int(is_narrow.sum())
 
     chosen = tokens.cpu().numpy()
-    nodes, forks, kept, narrow = list[int](), list[RowFork](), list[float](), set[int]()
-    for place, candidate in enumerate(order.tolist()):
+    nodes, kept = list[int](), list[float]()
+    for candidate in order.tolist():
+        if not forest.has_room:
+            break
         position, rank = positions[candidate], ranks[candidate]
-        if not forest.has_room(layer.nodes[position]):
-            continue
-        node, fork = forest.add(layer.nodes[position], int(chosen[position, rank]))
-        if place < num_narrow:
-            narrow.add(len(nodes))
-        nodes.append(node)
+        nodes.append(forest.add(layer.nodes[position], int(chosen[position, rank])))
         kept.append(scores[position, rank])
-        forks += [fork] if fork is not None else []
-    return Layer(nodes, torch.tensor(kept, dtype=torch.float32, device=logprobs.device), narrow), forks
+    scores_of_nodes = torch.tensor(kept, dtype=torch.float32, device=logprobs.device)
+    return Layer(nodes, scores_of_nodes, range(min(num_narrow, len(nodes))))

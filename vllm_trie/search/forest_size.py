@@ -116,9 +116,7 @@ class Acceptance:
         return (1 + self.rates().cumprod().cumsum()).tolist()
 
 
-def fastest(
-    costs: StepCosts, acceptance: Mapping[int, Acceptance], most_layers: int, num_tokens: int, repeated: float
-) -> ForestSize:
+def fastest(costs: StepCosts, acceptance: Mapping[int, Acceptance], most_layers: int, num_tokens: int) -> ForestSize:
     """The size of forest that takes the least time per step.
 
     Args:
@@ -126,14 +124,13 @@ def fastest(
         acceptance: By draft width, of the group.
         most_layers: That the forest may have.
         num_tokens: That the step computes anyway.
-        repeated: Tokens that rows repeat, per draft and layer above it.
     """
     best, least = PLAIN, costs.plain.expected(1, num_tokens) * LEAST_GAIN
     for draft_width, accepted in acceptance.items():
         for num_layers, num_steps in enumerate(accepted.expected_steps()[:most_layers], start=1):
             num_drafts = num_layers * draft_width
-            num_verified = num_tokens + num_drafts * (1 + repeated * (num_layers - 1))
-            seconds = costs.verifying.expected(1, num_verified) + costs.drafting.expected(1, num_layers, num_drafts)
+            verifying, drafting = costs.verifying, costs.drafting
+            seconds = verifying.expected(1, num_tokens + num_drafts) + drafting.expected(1, num_layers, num_drafts)
             if seconds < least * num_steps:
                 best, least = ForestSize(num_layers, draft_width), seconds / num_steps
     return best

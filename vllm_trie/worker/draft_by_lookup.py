@@ -45,16 +45,14 @@ class LookupDrafts:
         self, context: StepContext, groups: dict[str, GroupRows], make_forest: MakeForest
     ) -> dict[str, ForestStep]:
         """See `DraftSource`."""
-        forests, copies = {}, list[tuple[int, int]]()
+        forests = {}
         for group_id in context.speculating:
             step, group = context.steps[group_id], groups[group_id]
             found, scores = self._look_up(step, group), group.beams.scores[0].cpu().numpy()
             found.tokens[scores[found.beams] == NEVER] = NO_TOKEN
             if _may_lead_on(found, step.rules, scores):
                 forests[group_id] = make_forest(step, group)
-                copies += forests[group_id].add_layers(found)
-        if copies:
-            self._selector.rows.kv_blocks.copy(*np.array(copies).T)
+                forests[group_id].add_layers(found)
         if self._rank_check is not None:  # before ranks compute forests of different shapes together, and hang
             drafts = {group_id: forest_step.forest.as_arrays() for group_id, forest_step in forests.items()}
             self._rank_check.compare("drafts", drafts)

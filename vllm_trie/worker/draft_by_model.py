@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.worker.draft import MakeForest
-from vllm_trie.worker.draft_model import DraftModel
+from vllm_trie.worker.draft_model import DraftBatch, DraftModel
 from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.group_rows import GroupRows
 from vllm_trie.worker.rank_check import RankCheck
@@ -57,30 +56,21 @@ class ModelDrafts:
         per_row = max(self._runner.max_num_tokens // num_rows, 1)
         for forest_step in forests.values():
             while len(forest_step.pending[0]) > per_row:
-                starts = [forest_step.start + 1 - len(row) for row in forest_step.pending]
-                of_beams = [table[: len(starts)] for table in forest_step.blocks]
-                self.draft_model.logits([row[:per_row] for row in forest_step.pending], starts, of_beams)
+                batch = DraftBatch()
+                batch.add_sequences(forest_step, forest_step.pending, per_row)
+                self.draft_model.logits(batch)
                 forest_step.pending = [row[per_row:] for row in forest_step.pending]
 
     def _draft_layer(self, forests: dict[str, ForestStep], number: int) -> None:
         active = [step for step in forests.values() if step.budget.num_layers >= number and step.layer.nodes]
         if not active:
             return
-        tokens, starts, rows = list[list[int]](), list[int](), list[list[int]]()
+        batch = DraftBatch()
         for forest_step in active:
-            forest, nodes = forest_step.forest, forest_step.layer.nodes
-            tokens += forest_step.pending if number == 1 else [[forest.tokens[node]] for node in nodes]
-            starts += [forest_step.start + number - len(row) for row in tokens[len(starts) :]]
-            rows.append([forest.row_of[node] for node in nodes])
-        blocks = []
-        for of_table in zip(*(forest_step.blocks for forest_step in active), strict=True):
-            columns = max(table.shape[1] for table in of_table)
-            own = [table[of_group] for table, of_group in zip(of_table, rows, strict=True)]
-            blocks.append(np.concatenate([np.pad(table, ((0, 0), (0, columns - table.shape[1]))) for table in own]))
-        logits = self.draft_model.logits(tokens, starts, blocks)
-        copies = list[tuple[int, int]]()
-        for forest_step, of_rows in zip(active, torch.split(logits, list(map(len, rows))), strict=True):
-            for fork in forest_step.add_layer(of_rows, number):
-                copies += forest_step.fork(fork, number)
-        if copies:
-            self._selector.rows.kv_blocks.copy(*np.array(copies).T)
+            if number == 1:
+                batch.add_sequences(forest_step, forest_step.pending)
+            else:
+                batch.add_layer(forest_step)
+        logits = torch.split(self.draft_model.logits(batch), [len(forest_step.layer.nodes) for forest_step in active])
+        for forest_step, of_nodes in zip(active, logits, strict=True):
+            forest_step.add_layer(of_nodes, number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,6 +13,58 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_trie.search.spans import spans
+from vllm_trie.worker.attention.shared_rows import SharedRows, SharesPrefixes
+from vllm_trie.worker.forest_step import ForestStep
+
+
+@dataclass(slots=True)
+class DraftBatch:
+    """What a draft model computes in one forward, of the rows of some groups; T tokens."""
+
+    tokens: list[list[int]] = field(default_factory=list)  # of each row, at least one
+    starts: list[int] = field(default_factory=list)  # of each row: the place of the first of them in its cache
+    positions: list[int] = field(default_factory=list)  # [T]
+    wanted: list[int] = field(default_factory=list)  # of the T tokens those after which logits are wanted
+    blocks: list[list[np.ndarray]] = field(default_factory=list)  # by group, by KV cache group: [rows, columns] int32
+    sharing: list[list[SharedRows]] = field(default_factory=list)  # by group that drafts into trees, by KV cache group
+
+    def add_sequences(self, forest_step: ForestStep, pending: Sequence[Sequence[int]], most: int | None = None) -> None:
+        """Compute the first `most` of the tokens that lead up to the roots; logits are wanted after the last ones."""
+        for tokens in pending:
+            first = forest_step.start + 1 - len(tokens)
+            self._add_row(tokens[:most], first, range(first, first + len(tokens[:most])))
+            self.wanted.append(len(self.positions) - 1)
+        self.blocks.append(forest_step.blocks)
+
+    def add_layer(self, forest_step: ForestStep) -> None:
+        """Compute the newest layer of a forest, each node at the end of its tree."""
+        forest, start, places = forest_step.forest, forest_step.start, dict[int, int]()
+        nodes = sorted(set(forest_step.layer.nodes))
+        rows = sorted({forest.row_of[node] for node in nodes})
+        firsts = {row: min(forest.places[node] for node in nodes if forest.row_of[node] == row) for row in rows}
+        at = np.arange(len(self.tokens), len(self.tokens) + len(rows))
+        for row, first in firsts.items():
+            newest = forest.rows[row][first:]
+            places |= {node: len(self.positions) + place for place, node in enumerate(newest)}
+            depths = [start + forest.depths[node] for node in newest]
+            self._add_row([forest.tokens[node] for node in newest], start + first, depths)
+        self.wanted += [places[node] for node in forest_step.layer.nodes]
+        self.blocks.append([table[rows] for table in forest_step.blocks])
+        num_shared, trees = forest_step.step.num_shared, forest_step.trees(firsts)
+        self.sharing.append([SharedRows(at, n, trees) for n in num_shared or [0] * len(forest_step.blocks)])
+
+    def _add_row(self, tokens: Sequence[int], start: int, positions: Sequence[int]) -> None:
+        self.tokens.append([*tokens])
+        self.starts.append(start)
+        self.positions += positions
+
+    def tables(self) -> list[np.ndarray]:
+        """By KV cache group: [rows, columns] int32."""
+        tables = []
+        for of_table in zip(*self.blocks, strict=True):
+            columns = max(table.shape[1] for table in of_table)
+            tables.append(np.concatenate([np.pad(t, ((0, 0), (0, columns - t.shape[1]))) for t in of_table]))
+        return tables
 
 
 class DraftModel:
@@ -26,36 +79,26 @@ class DraftModel:
         self._runner = runner
         self._speculator = runner.speculator
 
-    def logits(
-        self, tokens: Sequence[Sequence[int]], starts: Sequence[int], blocks: Sequence[np.ndarray]
-    ) -> torch.Tensor:
-        """Compute some tokens of every row, write their KV, and return what may come after the last of each.
-
-        Args:
-            tokens: For each row the tokens to compute, at least one.
-            starts: For each row the position of the first of them.
-            blocks: By KV cache group: [rows, columns] int32, the blocks of each row from its first token on.
-
-        Returns:
-            [rows, V] logits.
-        """
+    def logits(self, batch: DraftBatch) -> torch.Tensor:
+        """Compute tokens, write their KV, and return [wanted, V] what may come after some of them."""
         config, speculator = self._runner.kv_cache_config, self._speculator
-        lengths = np.array([len(row) for row in tokens], dtype=np.int32)
-        ends = np.array(starts, dtype=np.int32) + lengths
-        query_starts = np.zeros(len(tokens) + 1, dtype=np.int32)
+        lengths = np.array([len(row) for row in batch.tokens], dtype=np.int32)
+        starts, blocks = np.array(batch.starts), batch.tables()
+        ends = (starts + lengths).astype(np.int32)
+        query_starts = np.zeros(len(lengths) + 1, dtype=np.int32)
         np.cumsum(lengths, out=query_starts[1:])
-        row, at = np.repeat(np.arange(len(tokens)), lengths), spans(np.array(starts, dtype=np.int64), lengths)
+        row, at = np.repeat(np.arange(len(lengths)), lengths), spans(starts, lengths)
         slots = [
             table[row, at // block_size].astype(np.int64) * block_size + at % block_size
             for table, block_size in zip(blocks, self._runner.block_tables.block_sizes, strict=True)
         ]
-        slot_mappings, positions = self._on_device(np.stack(slots)), self._on_device(at)
-        query_starts_on_device = self._on_device(query_starts)
+        slot_mappings, positions = self._on_device(np.stack(slots)), self._on_device(np.array(batch.positions))
+        self._announce_trees(batch)
         metadata = build_attn_metadata(
             attn_groups=speculator.attn_groups,
-            num_reqs=len(tokens),
+            num_reqs=len(lengths),
             num_tokens=len(row),
-            query_start_loc_gpu=query_starts_on_device,
+            query_start_loc_gpu=self._on_device(query_starts),
             query_start_loc_cpu=torch.from_numpy(query_starts),
             max_query_len=int(lengths.max()),
             seq_lens=self._on_device(ends),
@@ -66,10 +109,18 @@ class DraftModel:
             seq_lens_cpu_upper_bound=torch.from_numpy(ends),
             positions=positions,
         )
-        token_ids = self._on_device(np.fromiter((token for row in tokens for token in row), dtype=np.int32))
+        token_ids = self._on_device(np.fromiter((token for row in batch.tokens for token in row), dtype=np.int32))
         by_layer = build_slot_mappings_by_layer(slot_mappings, config)
         hidden = speculator._run_model(token_ids, positions, metadata, by_layer, None)
-        return speculator.model.compute_logits(hidden[query_starts_on_device[1:].long() - 1])
+        return speculator.model.compute_logits(hidden[self._on_device(np.array(batch.wanted))])
+
+    def _announce_trees(self, batch: DraftBatch) -> None:
+        """Tell the builders of its layers which rows are trees, if any are."""
+        for number, attn_groups in enumerate(self._speculator.attn_groups if batch.sharing else ()):
+            for attn_group in attn_groups:
+                builder = attn_group.get_metadata_builder(0)
+                assert isinstance(builder, SharesPrefixes)
+                builder.groups = [of_group[number] for of_group in batch.sharing]
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return async_tensor_h2d(array, device=self._runner.device)

@@ -10,7 +10,7 @@ import torch
 from vllm_trie.messages import SpeculationBudget
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import NEVER
-from vllm_trie.search.forest import Layer, RowFork, affordable
+from vllm_trie.search.forest import Layer, affordable
 from vllm_trie.search.rejection import DraftRules, Drafts, Verified, drafted, verified_layers
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.sampling import generator
@@ -38,10 +38,10 @@ class DrawnForest(ForestStep):
         self.strategy, self.rng = self.step.rules.strategy, generator(*self.step.draw)
 
     @classmethod
-    def affordable(cls, budget: SpeculationBudget, num_roots: int, rules: SelectRules) -> SpeculationBudget:
+    def affordable(cls, budget: SpeculationBudget, rules: SelectRules) -> SpeculationBudget:
         """See `ForestStep`: layers of drawn nodes must not be cut according to what is drawn."""
-        room = num_roots, num_roots + len(budget.spare_rows), budget.max_tokens
-        num_layers, draft_width = affordable(*room, budget.num_layers, budget.draft_width, rules.width)
+        room = budget.max_drafts, budget.num_layers, budget.draft_width
+        num_layers, draft_width = affordable(*room, rules.width)
         return replace(budget, num_layers=num_layers, draft_width=draft_width)
 
     @property
@@ -50,7 +50,7 @@ class DrawnForest(ForestStep):
         replacement, min_width, threshold, _ = self.strategy
         return DraftRules(self.budget.draft_width, self.step.rules.width, min_width, threshold, replacement)
 
-    def grow(self, logits: torch.Tensor, number: int) -> list[RowFork]:
+    def grow(self, logits: torch.Tensor, number: int) -> None:
         """See `ForestStep`."""
         rules = self.rules[number - 1]
         before, vocab_size = self.nodes_of_drafts[-1] if self.nodes_of_drafts else self.layer.nodes, logits.shape[-1]
@@ -65,22 +65,19 @@ class DrawnForest(ForestStep):
         )
         num_known = self.forest.num_nodes
         drafts = drafted(q, self.draft_rules, self.rng)
-        forks, nodes = list[RowFork](), list[int]()
+        nodes = list[int]()
         parents, tokens = np.divmod(drafts.cells, vocab_size)
         for parent, token in zip(parents.tolist(), tokens.tolist(), strict=True):
             if token in rules.stops.token_ids:
                 nodes.append(NO_NODE)
                 continue
-            node, fork = self.forest.add(before[parent], token)
-            nodes.append(node)
-            forks += [fork] if fork is not None else []
+            nodes.append(self.forest.add(before[parent], token))
         self.follow(range(num_known, self.forest.num_nodes))
         grown = scores[parents] + logprobs[parents, tokens]
         alive = [at for at, node in enumerate(nodes) if node != NO_NODE]
         self.layer = Layer([nodes[at] for at in alive], grown[alive], ())
         self.drafts.append(drafts)
         self.nodes_of_drafts.append(nodes)
-        return forks
 
     def search(self, nodes: Nodes) -> Found:
         """Layers that are distributed as beam sampling's, until one was not drafted in full."""

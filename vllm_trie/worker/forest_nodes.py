@@ -7,7 +7,6 @@ import torch
 
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.rules import Means, SelectRules
-from vllm_trie.search.spans import spans
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Step, packed, unpacked
 from vllm_trie.worker.forest_step import ForestStep
@@ -32,18 +31,20 @@ class Nodes:
         self.forest = forest_step.forest
         self.rules = forest_step.rules
         self._selector = selector
-        lengths = np.array([len(path) for path in self.forest.rows])
-        starts = lengths.cumsum() - lengths
-        index = spans(rows.first_logits(rows.places(forest_step.slots)), lengths)
+        of_rows = rows.first_logits(rows.places(forest_step.group.slots))
+        self._logits, self._at = logits, of_rows[self.forest.row_of] + np.array(self.forest.places)  # of each node
         if self.rules[0].is_controlled:
-            roots = [path[0] for path in self.forest.rows]
-            slots, depths = np.repeat(forest_step.slots[roots], lengths), spans(np.zeros_like(lengths), lengths)
-            self._logits = selector.processed(rows, logits, index, slots, forest_step.start + 1 + depths, depths)
-        else:
-            self._logits = logits[selector.rows.upload(index)]
-        # By node: where its logits are, in the first row that leads through it.
-        depth_of = [path.index(node) for node, path in enumerate(map(self.forest.path, range(self.forest.num_nodes)))]
-        self._at = starts[self.forest.row_of] + np.array(depth_of)
+            self._process(rows)
+
+    def _process(self, rows: BatchRows) -> None:
+        """Let processors see each path from a root to a leaf as the row of drafts that vLLM would make of it."""
+        paths = [self.forest.path(leaf) for leaf in self.forest.leaves()]
+        nodes, lengths = np.concatenate(paths), np.array([*map(len, paths)])
+        slots = np.repeat(self.forest_step.group.slots[[path[0] for path in paths]], lengths)
+        depths = np.array(self.forest.depths)[nodes]
+        of_paths = self._at[nodes], slots, self.forest_step.start + 1 + depths, depths
+        self._logits = self._selector.processed(rows, self._logits, *of_paths)
+        self._at[nodes] = np.arange(len(nodes))
 
     def logits(self, nodes: list[int]) -> torch.Tensor:
         """[nodes, V]."""

@@ -16,9 +16,9 @@ from vllm_trie.worker.rows import Rows
 def accept_path(rows: Rows, forest_step: ForestStep, steps: list[Step], beams: list[list[int]]) -> np.ndarray:
     """Move tokens, blocks and what the draft model has computed to the group's own rows.
 
-    Full blocks are taken over by reference. A block that was written in this step is copied from a row of the forest
-    that leads to the same beam, unless that row is the beam's own. Where the block that the roots are in becomes
-    full, it is sealed as it was after the step that filled it, and shared from then on.
+    Full blocks are taken over by reference. The block that the roots are in is copied from the row whose tree has the
+    beam, unless that row is the beam's own; then the nodes that lead to the beam come together behind their root. Where
+    the block becomes full, it is sealed as it was after the step that filled it, and shared from then on.
 
     Args:
         rows: Of the runner.
@@ -36,37 +36,54 @@ def accept_path(rows: Rows, forest_step: ForestStep, steps: list[Step], beams: l
     leads, slots = ancestors[1], ancestors[count]
     newest = [beams[-1][lead] for lead in leads]
 
-    copies = dict[int, int]()  # sources by destination
-    tables = []
-    for table, column, block_size in zip(forest_step.blocks, forest_step.columns, forest_step.block_sizes, strict=True):
+    copies, tables, moves = dict[int, int](), [], list[tuple[int, np.ndarray]]()  # sources by destination
+    for number, (table, column, block_size) in enumerate(
+        zip(forest_step.blocks, forest_step.columns, forest_step.block_sizes, strict=True)
+    ):
         filling = (column + 1) * block_size - forest_step.start  # the step that fills the block of the roots
-        own, tails = table[:width], np.arange(width)  # whose block each row has in the column of the roots
+        moving, tails = _Moves(forest_step), np.arange(width)  # whose block each row has in the column of the roots
         if count < filling:
-            for row, node in enumerate(newest):
-                copies[own[row, column]] = _block_with(forest_step, table, node, row, column)
+            heirs = [*enumerate(newest)]
         else:
             # A group that keeps one row seals its block, whichever beam leads there.
             sealers = ancestors[count - filling + 1]
             tails = sealers if len(steps[-1].parents) == forest_step.step.rules.width else np.zeros_like(sealers)
-            for row, sealer in set(zip(tails.tolist(), sealers.tolist(), strict=True)):
-                copies[own[row, column]] = _block_with(forest_step, table, beams[filling - 1][sealer], row, column)
+            of_sealers = set(zip(tails.tolist(), sealers.tolist(), strict=True))
+            heirs = [(row, beams[filling - 1][sealer]) for row, sealer in of_sealers]
+        for row, node in heirs:
+            copies[table[row, column]] = table[forest_step.forest.row_of[node], column]
+            moving.add(node, row, 1)
         if count > filling:
             for row, node in enumerate(newest):
-                copies[own[row, column + 1]] = _block_with(forest_step, table, node, row, column + 1)
+                moving.add(node, row, filling)
         num_columns = column + 1 + (count > filling)
-        adopted = own[:, :num_columns].copy()
-        adopted[:, :column], adopted[:, column] = own[slots, :column], own[tails, column]
+        adopted = table[:, :num_columns].copy()
+        adopted[:, :column], adopted[:, column] = table[slots, :column], table[tails, column]
         tables.append(adopted)
+        moves.append((number, moving.slots(number)))
     moved = np.array([(source, destination) for destination, source in copies.items() if source != destination])
-    if len(moved):
-        rows.kv_blocks.copy(*moved.T)
+    rows.move(moved, moves)
     to = forest_step.group.slots
     rows.adopt(to, to[slots], forest_step.start + 1, tables, forest_step.step.rules.is_controlled)
     forest_step.group.num_drafted = forest_step.start + min(count, forest_step.num_layers)
     return np.stack([step.tokens[beam] for step, beam in zip(steps, reversed(ancestors[:-1]), strict=True)], axis=1)
 
 
-def _block_with(forest_step: ForestStep, table: np.ndarray, node: int, row: int, column: int) -> int:
-    """A block with what leads to `node`, preferably that of `row`."""
-    holder = row if node in forest_step.forest.rows[row] else forest_step.forest.row_of[node]
-    return int(table[holder, column])
+class _Moves:
+    """Which nodes of a forest become tokens of which rows, in one KV cache group."""
+
+    def __init__(self, forest_step: ForestStep) -> None:
+        self._step = forest_step
+        self._moves = list[tuple[int, int, int, int]]()  # row and place where a node is, row and place where it goes
+
+    def add(self, node: int, row: int, first: int) -> None:
+        """Let `row` go on along the path to `node`, from depth `first` on."""
+        forest = self._step.forest
+        for depth, passed in enumerate(forest.path(node)[first:], start=first):
+            self._moves.append((forest.row_of[passed], forest.places[passed], row, depth))
+
+    def slots(self, number: int) -> np.ndarray:
+        """[2, moves] int64 slots of the KV cache group: from where, and where to."""
+        moves = np.array(self._moves, dtype=np.int64).reshape(-1, 2, 2)
+        slots = self._step.slots_of(number, moves[..., 0], moves[..., 1])
+        return slots[slots[:, 0] != slots[:, 1]].T

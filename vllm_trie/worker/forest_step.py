@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,10 +13,13 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_trie.messages import GroupStep, SpeculationBudget
 from vllm_trie.search.beams import Beams, States, gather_states
 from vllm_trie.search.draft_lookup import DraftPaths, add_drafts
-from vllm_trie.search.forest import Forest, Layer, RowFork
+from vllm_trie.search.forest import Forest, Layer
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Step
+from vllm_trie.worker.attention.shared_rows import RowTrees
 from vllm_trie.worker.group_rows import GroupRows
+
+NO_BLOCK = 0  # vLLM's block that nobody reads
 
 
 class Found(NamedTuple):
@@ -34,16 +37,15 @@ class ForestStep:
 
     step: GroupStep
     group: GroupRows
-    start: int  # position of the roots: as many tokens are computed
+    start: int  # position of the roots, and their place in the cache: as many tokens are computed
     block_sizes: list[int]  # by KV cache group
     forest: Forest
     layer: Layer
-    blocks: list[np.ndarray]  # by KV cache group: [rows, columns] int32 of every row, up to the last it may write
+    blocks: list[np.ndarray]  # by KV cache group: [rows, columns] int32 of every row, as far as its tree reaches
+    spare_blocks: list[list[int]]  # by KV cache group: what the trees of any rows may take yet
     states: States  # [1, nodes, ...], under each constraint, on the device
     num_layers: int = 0
     pending: list[list[int]] = field(default_factory=list)  # of each beam the tokens that a draft model has to compute
-    spare_ids: list[str] = field(default_factory=list)  # of the rows that are no beam's
-    slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of all rows
 
     @property
     def budget(self) -> SpeculationBudget:
@@ -53,7 +55,7 @@ class ForestStep:
 
     @property
     def num_beams(self) -> int:
-        """Rows that are beams' own."""
+        """Rows of the group."""
         return len(self.group.row_ids)
 
     @property
@@ -66,6 +68,16 @@ class ForestStep:
         """By KV cache group: that of the block in which the roots are."""
         return [self.start // block_size for block_size in self.block_sizes]
 
+    def trees(self, firsts: Mapping[int, int] | None = None) -> RowTrees:
+        """What nodes see: all of them, or of some rows those from a place on."""
+        firsts = dict.fromkeys(range(len(self.forest.rows)), 0) if firsts is None else firsts
+        return RowTrees(self.start, [self.forest.sees(row, first) for row, first in firsts.items()])
+
+    def slots_of(self, number: int, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """[...] int64 where KV cache group `number` holds tokens of rows, at `places` [...] from the roots on."""
+        positions, block_size = self.start + places, self.block_sizes[number]
+        return self.blocks[number][rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+
     def beams_at(self, nodes: Sequence[int], beams: Beams) -> Beams:
         """These beams, which have come to these nodes, with the states that they have there."""
         if not self.states:
@@ -76,23 +88,13 @@ class ForestStep:
         """[1, numbers] int64."""
         return async_tensor_h2d([[*numbers]], device=self.layer.scores.device, dtype=torch.int64)
 
-    def fork(self, fork: RowFork, number: int) -> list[tuple[int, int]]:
-        """Let a row begin as a copy of another, at layer `number`. Returns the blocks to copy."""
-        copies = list[tuple[int, int]]()
-        for table, column, block_size in zip(self.blocks, self.columns, self.block_sizes, strict=True):
-            source, destination = table[fork.source], table[fork.destination]
-            destination[:column] = source[:column]
-            written = slice(column, (self.start + number - 1) // block_size + 1)
-            copies += zip(source[written].tolist(), destination[written].tolist(), strict=True)
-        return copies
-
     @classmethod
-    def affordable(cls, budget: SpeculationBudget, num_roots: int, rules: SelectRules) -> SpeculationBudget:
+    def affordable(cls, budget: SpeculationBudget, rules: SelectRules) -> SpeculationBudget:
         """What of a budget such a forest can use."""
         return budget
 
-    def grow(self, logits: torch.Tensor, number: int) -> list[RowFork]:
-        """Draft layer `number` as the search will select in that step. Returns the rows to fork for it.
+    def grow(self, logits: torch.Tensor, number: int) -> None:
+        """Draft layer `number` as the search will select in that step.
 
         Args:
             logits: [nodes, V] of the draft model after each node of the layer before.
@@ -103,21 +105,26 @@ class ForestStep:
         """Take steps of the search, as many as the forest holds, on its `forest_nodes.Nodes`."""
         raise NotImplementedError
 
-    def add_layer(self, logits: torch.Tensor, number: int) -> list[RowFork]:
-        """See `grow`; counts layers, too."""
-        forks = self.grow(logits, number)
+    def add_layer(self, logits: torch.Tensor, number: int) -> None:
+        """See `grow`; counts layers, and finds blocks for what was drafted."""
+        self.grow(logits, number)
         self.num_layers += bool(self.layer.nodes)
-        return forks
+        self._take_blocks()
 
-    def add_layers(self, found: DraftPaths) -> list[tuple[int, int]]:
-        """Draft all layers at once. Returns the blocks to copy."""
+    def add_layers(self, found: DraftPaths) -> None:
+        """Draft all layers at once."""
         for nodes in add_drafts(self.forest, found, self.budget.draft_width):
             self.follow(nodes)
             self.num_layers += 1
-        copies = list[tuple[int, int]]()
-        for row in range(self.num_beams, len(self.forest.rows)):
-            copies += self.fork(RowFork(self.forest.rows[row][0], row), 1)  # the target computes all that was drafted
-        return copies
+        self._take_blocks()
+
+    def _take_blocks(self) -> None:
+        """Give rows spare blocks as far as their trees reach."""
+        for table, spare, block_size in zip(self.blocks, self.spare_blocks, self.block_sizes, strict=True):
+            for row, nodes in enumerate(self.forest.rows if spare else ()):
+                reached = table[row, self.start // block_size : (self.start + len(nodes) - 1) // block_size + 1]
+                for column in np.flatnonzero(reached == NO_BLOCK):
+                    reached[column] = spare.pop()
 
     def follow(self, nodes: Sequence[int]) -> None:
         """Advance to the nodes of the newest layer, the only ones whose states are not known."""

@@ -18,9 +18,11 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from vllm_trie.messages import GroupStep
+from vllm_trie.messages import MOST_DRAFTS, GroupStep
+from vllm_trie.worker.attention.tree_layers import kv_slots
 from vllm_trie.worker.group_rows import GroupRows
 from vllm_trie.worker.kv_blocks import KVBlocks
+from vllm_trie.worker.kv_slots import KVSlots
 from vllm_trie.worker.new_rows import arrays_by_slot
 from vllm_trie.worker.reorder import reorder_rows
 from vllm_trie.worker.row_reorder import Reorders, Tables
@@ -53,6 +55,20 @@ class Rows:
     def kv_blocks(self) -> KVBlocks:
         """The runner's KV caches, a draft model's among them."""
         return KVBlocks(self._runner.kv_caches, self._runner.kv_cache_config.num_blocks)
+
+    @cached_property
+    def kv_slots(self) -> KVSlots:
+        """The same, token by token, of layers whose attention takes trees."""
+        return kv_slots(self._runner)
+
+    @cached_property
+    def tree_drafts(self) -> torch.Tensor:
+        """[slots, drafts] int64, those of each row's tree; the first columns are vLLM's own drafts."""
+        states = self._runner.req_states
+        num_slots, num_drafts = states.draft_tokens.shape
+        wide = states.draft_tokens.new_zeros(num_slots, max(num_drafts, MOST_DRAFTS))
+        states.draft_tokens = wide[:, :num_drafts]
+        return wide
 
     def upload(self, values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """What the host knows, on the device; nobody waits for it."""
@@ -204,27 +220,33 @@ class Rows:
             if (reorder := getattr(processor, "reorder_rows", None)) is not None:  # ours to offer, not vLLM's
                 reorder(slots, sources)
 
-    def add_spare(self, row_id: str, root: int, num_tokens: int, blocks: tuple[list[int], ...]) -> None:
-        """Give a row that is no beam's a slot for one step; its tokens are read from nowhere but the drafts."""
-        states = self._runner.req_states
-        states.add_request(row_id, 1, [root], num_tokens, max_tokens=1)
-        self._runner.block_tables.append_block_ids(states.req_id_to_index[row_id], blocks, overwrite=True)
+    def move(self, blocks: np.ndarray, tokens: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Copy the content of blocks, and on top of it that of single tokens; all are read before any is written.
+
+        Args:
+            blocks: [copies, 2], from where, and where to.
+            tokens: KV cache groups, and [2, tokens] slots of each, likewise.
+        """
+        held = [(number, to, self.kv_slots.read(number, from_)) for number, (from_, to) in tokens if len(to)]
+        if len(blocks):
+            self.kv_blocks.copy(*blocks.T)
+        for number, to, of_layers in held:
+            self.kv_slots.write(number, to, of_layers)
 
     def write_drafts(self, forest_steps: Sequence[ForestStep]) -> None:
         """Write what the target computes of every row of forests: its root, its drafts, and the blocks for them."""
-        runner, states, tables = self._runner, self._runner.req_states, self._runner.block_tables
+        states, tables = self._runner.req_states, self._runner.block_tables
         states.apply_staged_writes()
         tables.apply_staged_writes()
         for forest_step in forest_steps:
-            paths = np.zeros((len(forest_step.slots), 1 + runner.num_speculative_steps), dtype=np.int64)
-            for row, path in enumerate(forest_step.forest.rows):
-                paths[row, : len(path)] = [forest_step.forest.tokens[node] for node in path]
-            at, tokens = self.upload(forest_step.slots), self.upload(paths)
-            states.last_sampled_tokens[at, 0] = tokens[:, 0]
-            states.draft_tokens[at] = tokens[:, 1:]
-            beams = slice(forest_step.num_beams)
-            for number, (own, column) in enumerate(zip(forest_step.blocks, forest_step.columns, strict=True)):
-                if own.shape[1] > column + 1:
-                    newest = self.upload(own[beams, column + 1], torch.int32)
-                    tables.block_tables[number].gpu[at[beams], column + 1] = newest
-                    tables.num_blocks.np[number, forest_step.group.slots] = column + 2
+            forest, at = forest_step.forest, self.upload(forest_step.group.slots)
+            tokens = np.zeros((len(forest.rows), max(map(len, forest.rows))), dtype=np.int64)
+            for row, nodes in enumerate(forest.rows):
+                tokens[row, : len(nodes)] = [forest.tokens[node] for node in nodes]
+            uploaded = self.upload(tokens)
+            states.last_sampled_tokens[at, 0] = uploaded[:, 0]
+            self.tree_drafts[at, : tokens.shape[1] - 1] = uploaded[:, 1:]
+            for number, (table, column) in enumerate(zip(forest_step.blocks, forest_step.columns, strict=True)):
+                newest = table[:, column + 1 :]
+                tables.block_tables[number].gpu[at, column + 1 : table.shape[1]] = self.upload(newest, torch.int32)
+                tables.num_blocks.np[number, forest_step.group.slots] = table.shape[1]

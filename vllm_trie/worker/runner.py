@@ -30,8 +30,9 @@ from vllm_trie.messages import attach_results, catalog_changes, row_masks
 from vllm_trie.selection import has_logits_processors
 from vllm_trie.worker.attention.announce_shared_rows import announce_shared_rows, reads_shared_blocks_once
 from vllm_trie.worker.attention.check_attention import check_demanded_layers
+from vllm_trie.worker.attention.tree_layers import takes_trees
 from vllm_trie.worker.catalogs import DeviceCatalogs
-from vllm_trie.worker.draft import Drafter
+from vllm_trie.worker.draft import Drafter, write_tree_positions
 from vllm_trie.worker.draft_by_lookup import LookupDrafts
 from vllm_trie.worker.draft_by_model import ModelDrafts
 from vllm_trie.worker.expand import expand
@@ -98,6 +99,8 @@ class BeamModelRunner(GPUModelRunner):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
         check_demanded_layers(self.vllm_config, chain.from_iterable(self.attn_groups))
+        if self.drafter is not None and not takes_trees(self):
+            self.drafter = None
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, *args: Any, dummy_run: bool = False, **kwargs: Any
@@ -141,9 +144,20 @@ class BeamModelRunner(GPUModelRunner):
             uniform_token_count = None
         return state, uniform_token_count
 
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.step.forests:
+            return super().prepare_inputs(*args, **kwargs)
+        stock, self.req_states.draft_tokens = self.req_states.draft_tokens, self.rows.tree_drafts
+        try:
+            return super().prepare_inputs(*args, **kwargs)
+        finally:
+            self.req_states.draft_tokens = stock
+
     def prepare_attn(self, input_batch: InputBatch, **kwargs: Any) -> Any:
         announce_shared_rows(self, self.step, self.groups, input_batch)
-        return super().prepare_attn(input_batch, **kwargs)
+        prepared = super().prepare_attn(input_batch, **kwargs)
+        write_tree_positions(self.step.forests.values(), BatchRows(input_batch, self.max_num_reqs))
+        return prepared
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         if not self.step.steps:
@@ -174,8 +188,6 @@ class BeamModelRunner(GPUModelRunner):
         for group_id, group_step in step.steps.items():
             places = rows.places(self.groups[group_id].slots)
             is_ordinary[places], num_sampled[0, places] = False, group_step.selects
-        for forest_step in step.forests.values():
-            is_ordinary[rows.places(forest_step.slots)] = False
         ordinary, of_ordinary = is_ordinary.nonzero()[0], None
         if len(ordinary):
             smaller, of_smaller = sub_batch(batch, ordinary)
@@ -207,7 +219,6 @@ class BeamModelRunner(GPUModelRunner):
     def _propose(self, stock: Any, input_batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Where vLLM drafts: for ordinary requests, and for groups that are one row yet, whose prompt it computes."""
         decoding = {row_id for group_id in self.step.decoding for row_id in self.groups[group_id].row_ids}
-        decoding.update(row_id for forest_step in self.step.forests.values() for row_id in forest_step.spare_ids)
         if not decoding:
             return stock(input_batch, *args, **kwargs)
         # Metadata, slots and hidden states of the forward: neither a draft model nor a lookup reads them.
@@ -228,9 +239,6 @@ class BeamModelRunner(GPUModelRunner):
         if self.stages is not None and not self.is_last_pp_rank and self.execute_model_state is not None:
             self.stages.receive(self.step, self.execute_model_state.input_batch)
         output, step = super().sample_tokens(grammar_output, *args, **kwargs), self.step
-        for forest_step in step.forests.values():
-            for row_id in forest_step.spare_ids:
-                self._remove_request(row_id)
         if not (step.selected or step.decided):
             return output
         return BeamOutput(output, step, self.main_stream, self.output_copy_stream)

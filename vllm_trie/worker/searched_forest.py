@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm_trie.search.beams import Beams
-from vllm_trie.search.forest import RowFork, grow
+from vllm_trie.search.forest import grow
 from vllm_trie.search.step import draft_logprobs
 from vllm_trie.search.step_result import Step
 from vllm_trie.worker.forest_nodes import ROOT_OF_DEAD, Nodes
@@ -22,14 +22,13 @@ DEAD = np.float32(-np.inf)
 class SearchedForest(ForestStep):
     """The forest of a beam search."""
 
-    def grow(self, logits: torch.Tensor, number: int) -> list[RowFork]:
+    def grow(self, logits: torch.Tensor, number: int) -> None:
         """See `ForestStep`."""
         before = self.beams_at(self.layer.nodes, Beams(self.layer.scores[None]))
         (logprobs,) = draft_logprobs(self.rules[number - 1], logits[None], before)
-        self.forest.open_rows(math.sqrt(number / self.budget.num_layers))  # or the first layer would take them all
-        self.layer, forks = grow(self.forest, self.layer, logprobs, self.num_beams, self.budget.draft_width)
+        self.forest.open(math.sqrt(number / self.budget.num_layers))  # or the first layers would take all
+        self.layer = grow(self.forest, self.layer, logprobs, self.num_beams, self.budget.draft_width)
         self.follow(self.layer.nodes)
-        return forks
 
     def search(self, nodes: Nodes) -> Found:
         """Plain beam search's own steps, until one depends on a beam that was not drafted.

@@ -126,7 +126,7 @@ class Selector:
             index: [N], which of them.
             slots: [N], whose options, and whose history: the tokens of the slot's request.
             num_tokens: [N], how many tokens come before what the logits are of.
-            depths: [N], how many of the tokens just before in the batch come on top of that history; none if left out.
+            depths: [N], how many of the N just before it come on top of that history; none if left out.
         """
         depths = np.zeros_like(slots) if depths is None else depths
         batch = rows.batch

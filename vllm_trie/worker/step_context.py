@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,7 +12,6 @@ import torch
 from vllm_trie.messages import Decided, GroupStep
 from vllm_trie.search.step_result import Layout, unpacked
 from vllm_trie.worker.forest_step import ForestStep
-from vllm_trie.worker.group_rows import GroupRows
 
 
 class PackedStep(NamedTuple):
@@ -45,10 +44,6 @@ class StepContext:
     def plain(self) -> dict[str, GroupStep]:
         """Those of groups that take one step each."""
         return {group_id: step for group_id, step in self.steps.items() if group_id not in self.forests}
-
-    def slots(self, group_id: str, groups: Mapping[str, GroupRows]) -> np.ndarray:
-        """Of all rows that a group has in this step."""
-        return (self.forests.get(group_id) or groups[group_id]).slots
 
     @property
     def decoding(self) -> list[str]:

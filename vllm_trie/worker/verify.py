@@ -39,14 +39,12 @@ def verify(
         found = forest_step.search(Nodes(selector, rows, forest_step, logits))
         steps, beams, accepted, forest_step.group.beams = found
         tokens = accept_path(selector.rows, forest_step, steps, beams)
-        places = rows.places(forest_step.slots)
+        places = rows.places(forest_step.group.slots)
         upload = selector.rows.upload
-        sampled[upload(places[: forest_step.num_beams]), : tokens.shape[1]] = upload(tokens)
-        num_sampled[0, places[: forest_step.num_beams]] = len(steps)
-        num_sampled[1, places] = rows.num_logits(places) - num_sampled[0, places]
+        sampled[upload(places), : tokens.shape[1]] = upload(tokens)
+        num_sampled[0, places], num_sampled[1, places] = len(steps), rows.num_logits(places) - len(steps)
         forest_step.group.tokens = upload(steps[-1].tokens)
-        forest, num_beams = forest_step.forest, forest_step.num_beams
-        size = forest.num_nodes - num_beams, forest.num_row_tokens - num_beams, forest_step.num_layers
-        drafted = Drafted(*size, forest_step.budget.draft_width, context.draft_seconds, accepted)
+        size = forest_step.forest.num_drafts, forest_step.num_layers, forest_step.budget.draft_width
+        drafted = Drafted(*size, context.draft_seconds, accepted)
         decided[group_id] = Decided(steps, drafted)
     return decided

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.draft_alone import Alone, search
 from tests.support.engine import Engine, Engines
 from tests.support.pairs import NOISE, Pair, count_differing, speculating
 from tests.support.reference import load
+from vllm_trie.search.forest import Forest
 from vllm_trie.worker.draft import Drafter
 from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.group_rows import GroupRows
@@ -54,11 +56,19 @@ def test_without_catching_up_it_says_something_else_and_the_search_finds_the_sam
     assert alone.num_wrong > alone.num_compared // 10
 
 
-def test_without_the_copies_of_drafted_forks_it_says_something_else(
+def test_where_nodes_see_the_trees_of_their_siblings_it_says_something_else(
     engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fork = ForestStep.fork
-    monkeypatch.setattr(ForestStep, "fork", lambda *args: fork(*args)[:0])
+    sees = Forest.sees
+    monkeypatch.setattr(Forest, "sees", lambda *args: np.tril(np.ones_like(sees(*args))))
+    search(engine, monkeypatch)
+    assert alone.num_wrong > 0
+
+
+def test_where_accepted_tokens_are_left_where_they_are_it_says_something_else(
+    engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.runner.rows.kv_slots, "write", lambda *_: None)
     search(engine, monkeypatch)
     assert alone.num_wrong > 0
 

@@ -55,26 +55,6 @@ def test_a_random_pair_finds_what_plain_steps_find(
     assert max(map(steps_per_forward, outputs)) > 1 + num_layers / 2
 
 
-def test_rows_of_equal_length_as_on_a_gpu_find_what_plain_steps_find(
-    engines: Engines, random_pair: Callable[[str, float], Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, lengths = speculating(engines, random_pair("gqa", NOISE), 3, max_num_seqs=128), []
-    prepare_inputs = type(engine.runner).prepare_inputs
-
-    def seen(self: Any, output: Any, *args: Any) -> Any:
-        if self.step.forests:
-            slots = {row_id for one in self.step.forests.values() for row_id in [*one.group.row_ids, *one.spare_ids]}
-            lengths.append({output.num_scheduled_tokens[row_id] for row_id in slots})
-        return prepare_inputs(self, output, *args)
-
-    monkeypatch.setattr(type(engine.runner), "prepare_inputs", seen)
-    monkeypatch.setattr(engine.runner.drafter, "_pads_rows", True)
-    asked = grid([prompt_of(2 * BLOCK_SIZE, seed) for seed in range(12)], max_tokens=BLOCK_SIZE + 6)
-    outputs = check_exact(engine, asked, beside=BESIDE)
-    assert max(map(steps_per_forward, outputs)) > 2
-    assert {4} in lengths
-
-
 def test_the_trained_pair_finds_what_plain_steps_find(engines: Engines) -> None:
     engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
     prompts = trained_prompts([2 * BLOCK_SIZE] * 40)

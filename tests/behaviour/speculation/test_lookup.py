@@ -97,7 +97,7 @@ def test_drafts_lead_along_the_catalog(engine: Engine, monkeypatch: pytest.Monke
         found = forests(source, context, groups, plant)
         tokens = engine.runner.req_states.all_token_ids.gpu
         for one in found.values():
-            for path in one.forest.rows:
+            for path in map(one.forest.path, one.forest.leaves()):
                 slot = one.group.slots[path[0]]
                 history = tokens[slot, len(prompt) : one.start].tolist() + [one.forest.tokens[node] for node in path]
                 assert len(path) == 1 or _items_begun(history, beginnings, items)

@@ -15,20 +15,21 @@ from vllm_trie.worker.step_context import StepContext
 def announce_shared_rows(
     runner: GPUModelRunner, context: StepContext, groups: Mapping[str, GroupRows], batch: InputBatch
 ) -> None:
-    """Hand the rows of all decoding groups, those of forests included, to the builders of the target model's layers."""
+    """Hand the rows of all decoding groups, and their trees, to the builders of the target model's layers."""
     if not context.decoding:
         return
     rows = BatchRows(batch, runner.max_num_reqs)
-    places = {group_id: rows.places(context.slots(group_id, groups)) for group_id in context.decoding}
+    places = {group_id: rows.places(groups[group_id].slots) for group_id in context.decoding}
+    trees = {group_id: forest_step.trees() for group_id, forest_step in context.forests.items()}
     for builder, shared in _builders(runner, context):
-        sharing = [SharedRows(places[group_id], num_shared) for group_id, num_shared in shared.items()]
-        builder.groups = [rows for rows in sharing if builder.takes(len(rows.places), rows.num_shared)]
+        sharing = [SharedRows(places[group_id], num, trees.get(group_id)) for group_id, num in shared.items()]
+        builder.groups = [rows for rows in sharing if rows.trees or builder.takes(len(rows.places), rows.num_shared)]
 
 
 def reads_shared_blocks_once(runner: GPUModelRunner, context: StepContext, groups: Mapping[str, GroupRows]) -> bool:
     """Whether any layer will do that in this step, known before there is a batch."""
     return any(
-        builder.takes(len(context.slots(group_id, groups)), num_shared)
+        group_id in context.forests or builder.takes(len(groups[group_id].slots), num_shared)
         for builder, shared in _builders(runner, context)
         for group_id, num_shared in shared.items()
     )

@@ -75,6 +75,12 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
         heads = self.num_heads // self.num_kv_heads
         return self.can_share and num_shared > 0 and (self.option == "on" or pays(num_rows, num_shared, heads))
 
+    def by_token(self, kv_cache: torch.Tensor) -> list[torch.Tensor]:
+        """See `SharesPrefixes`; keys lie in a block as [head size, block size], values as [block size, head size]."""
+        halves = kv_cache.flatten(2).unflatten(2, (2, -1))
+        keys = halves[:, :, 0].unflatten(2, (-1, self.block_size)).permute(0, 3, 1, 2)
+        return [keys, halves[:, :, 1].unflatten(2, (self.block_size, -1)).transpose(1, 2)]
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args: Any, **kwargs: Any
     ) -> CPUAttentionMetadata:

@@ -77,6 +77,10 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
         """See `SharesPrefixes`."""
         return self.can_share and num_shared > 0
 
+    def by_token(self, kv_cache: torch.Tensor) -> list[torch.Tensor]:
+        """See `SharesPrefixes`; [blocks, KV heads, block size, 2 * head size] in vLLM."""
+        return [kv_cache.transpose(1, 2)]
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args: Any, **kwargs: Any
     ) -> FlashAttentionMetadata:

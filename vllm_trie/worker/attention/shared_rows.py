@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 WORD = 64  # bits
 
@@ -43,6 +44,10 @@ class SharesPrefixes(ABC):
     @abstractmethod
     def takes(self, num_rows: int, num_shared: int) -> bool:
         """Whether it reads what so many rows share once, if that is so many tokens."""
+
+    @abstractmethod
+    def by_token(self, kv_cache: torch.Tensor) -> list[torch.Tensor]:
+        """[blocks, block size, ...] views of a KV cache of one layer, which together are all of it."""
 
 
 class SharedTokens(NamedTuple):
