@@ -21,6 +21,8 @@ from vllm_trie.worker.attention import compiled
 from vllm_trie.worker.attention.cpu_backend import SharedPrefixBuilder
 
 UNTOUCHED = 123.0
+KINDS = [pytest.param(dtype, isa, id=f"{isa}-{dtype}".replace("torch.", "")) for isa, dtype in compiled.MATRICES]
+TOLERANCES = {torch.float32: (1e-5, 2e-6), torch.bfloat16: (8e-3, 2e-3), torch.float16: (1e-3, 2e-4)}
 
 if not current_platform.is_cpu():
     pytest.skip("the kernel is for vLLM's CPU backend", allow_module_level=True)
@@ -29,26 +31,30 @@ if shutil.which(os.environ.get("CXX", "g++")) is None:
 current_platform.import_kernels()
 
 
-def attended(batch: Batch) -> torch.Tensor:
+def attended(batch: Batch, dtype: torch.dtype, isa: str) -> torch.Tensor:
     """The kernel's outputs, on a cache that vLLM has written."""
     num_kv_heads, head_size = batch.keys.shape[1:]
-    cache = torch.empty(batch.num_blocks, num_kv_heads, batch.block_size, 2 * head_size)
+    cache = torch.empty(batch.num_blocks, num_kv_heads, batch.block_size, 2 * head_size, dtype=dtype)
     halves = cache.view(batch.num_blocks, num_kv_heads, 2 * batch.block_size, head_size).chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(batch.keys, batch.values, *halves, torch.arange(len(batch.keys)), "vec")
-    outputs = torch.full_like(batch.queries, UNTOUCHED)
+    keys, values = batch.keys.to(dtype), batch.values.to(dtype)
+    ops.cpu_attn_reshape_and_cache(keys, values, *halves, torch.arange(len(keys)), isa)
+    outputs = torch.full_like(batch.queries, UNTOUCHED, dtype=dtype)
     # As a model has them: queries beside keys and values.
-    queries = torch.cat([batch.queries, torch.full_like(batch.queries, torch.nan)], dim=1)
-    plan = compiled.Plan(batch.shared, batch.tables)
+    queries = torch.cat([batch.queries, torch.full_like(batch.queries, torch.nan)], dim=1).to(dtype)
+    plan = compiled.Plan(batch.shared, batch.tables, isa)
     plan.attend(queries[:, : outputs.shape[1]], outputs, cache, batch.scale)
     return outputs
 
 
-def check(batch: Batch) -> None:
+def check(batch: Batch, dtype: torch.dtype = torch.float32, isa: str = "vec") -> None:
     """Raise AssertionError unless rows of groups are as in float64, and others untouched."""
     batch.forget_unused()
-    found, of_groups = attended(batch), batch.of_groups()
+    for name in ("queries", "keys", "values"):
+        setattr(batch, name, getattr(batch, name).to(dtype).float())
+    found, of_groups = attended(batch, dtype, isa), batch.of_groups()
     assert (found[~of_groups] == UNTOUCHED).all()
-    torch.testing.assert_close(found[of_groups].double(), batch.reference()[of_groups], rtol=1e-5, atol=2e-6)
+    expected, (rtol, atol) = batch.reference()[of_groups], TOLERANCES[dtype]
+    torch.testing.assert_close(found[of_groups].double(), expected, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (6, 3), (16, 1), (3, 1)], ids=str)
@@ -108,6 +114,16 @@ def test_any_batch_with_trees(data: st.DataObject) -> None:
     check(TreeBatch(groups, num_heads, num_kv_heads, 32 * data.draw(st.integers(1, 3)), 32, others, seed))
 
 
+@pytest.mark.parametrize(("dtype", "isa"), KINDS)
+def test_caches_of_all_kinds(dtype: torch.dtype, isa: str) -> None:
+    trees = [random_tree(nodes, nodes) for nodes in (1, 7, 64, 65)]
+    tree_group = TreeGroup(4, 2, [9 + len(tree) for tree in trees], [1, 5, 64, 65], trees=trees)
+    groups = [Group(13, 3, [1 + row for row in range(13)], [1] * 13), Group(2, 0, [70, 33], [5, 33]), tree_group]
+    for heads, block_size in (((4, 4), 32), ((14, 2), 96)):
+        for head_size in (80, 112) if isa == "vec16" else (32, 96):
+            check(TreeBatch(groups, *heads, head_size, block_size, others=1), dtype, isa)
+
+
 def test_trees_of_many_nodes_are_shared_out_among_threads() -> None:
     trees = [random_tree(nodes, seed) for seed, nodes in enumerate((300, 1, 64, 65))]
     own, computed = [5 + len(tree) for tree in trees], [len(tree) for tree in trees]
@@ -129,17 +145,21 @@ def test_great_scores_are_no_harm() -> None:
 def test_vllms_kernel_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     attention, compared = ops.cpu_attention_with_kv_cache, []
     monkeypatch.setattr(ops, "cpu_attention_with_kv_cache", lambda *args: compared.append(attention(*args)))
-    compiled.check.__wrapped__(num_heads=6, num_kv_heads=2, head_size=64, block_size=32)
-    assert len(compared) == 1
+    kinds = [kind for kind in compiled.MATRICES if kind[0] != "amx" or torch.cpu._is_amx_tile_supported()]
+    for isa, dtype in kinds:
+        head_size = 80 if isa == "vec16" else 64
+        compiled.check.__wrapped__(6, 2, head_size, block_size=32, dtype=dtype, isa=isa)
+    assert len(compared) == len(kinds)
 
 
-def test_a_cache_that_is_laid_out_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_cache_that_is_laid_out_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     attention = ops.cpu_attention_with_kv_cache
     monkeypatch.setattr(
         ops, "cpu_attention_with_kv_cache", lambda q, k, v, *rest: attention(q, k, v.flip(-1).contiguous(), *rest)
     )
     with pytest.raises(compiled.CompilerError, match="lays its KV cache out otherwise"):
-        compiled.check.__wrapped__(num_heads=2, num_kv_heads=2, head_size=32, block_size=32)
+        compiled.check.__wrapped__(num_heads=2, num_kv_heads=2, head_size=32, block_size=32, dtype=dtype)
 
 
 @pytest.fixture
@@ -150,10 +170,10 @@ def _no_kernel_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_no_kernel_yet")
 def test_the_kernel_is_compiled_once_and_finds_the_openmp_of_torch(tmp_path: Path) -> None:
-    compiled.kernel.__wrapped__()
+    compiled.kernel.__wrapped__("Rows<Float32>")
     (library,) = (tmp_path / "trie_beam").iterdir()
     written = library.stat().st_mtime_ns
-    compiled.kernel.__wrapped__()
+    compiled.kernel.__wrapped__("Rows<Float32>")
     assert [file.stat().st_mtime_ns for file in (tmp_path / "trie_beam").iterdir()] == [written]
     needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
     assert "omp" not in needed
@@ -165,7 +185,7 @@ def test_the_kernel_is_compiled_once_and_finds_the_openmp_of_torch(tmp_path: Pat
 def test_without_a_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(compiled.CompilerError, match="no-such-compiler does not run"):
-        compiled.kernel.__wrapped__()
+        compiled.kernel.__wrapped__("Rows<Float32>")
 
 
 @pytest.mark.usefixtures("_no_kernel_yet")
@@ -178,7 +198,7 @@ def test_a_compiler_that_fails_leaves_nothing_behind(
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", os.fspath(compiler))
     with pytest.raises(compiled.CompilerError, match=f"does not compile its kernel: {why}"):
-        compiled.kernel.__wrapped__()
+        compiled.kernel.__wrapped__("Rows<Float32>")
     assert not [*(tmp_path / "trie_beam").iterdir()]
 
 
@@ -187,7 +207,7 @@ def test_a_folder_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(compiled, "_folder", lambda: tmp_path / "file" / "trie_beam")
     with pytest.raises(compiled.CompilerError, match=r"cannot be written: .*; set VLLM_CACHE_ROOT"):
-        compiled.kernel.__wrapped__()
+        compiled.kernel.__wrapped__("Rows<Float32>")
 
 
 def test_builders_are_called_as_vllm_calls_its_own() -> None:

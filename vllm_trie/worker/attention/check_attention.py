@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import torch
 from vllm.logger import init_logger
 
 from vllm_trie.selection import config_of, has_beams
@@ -33,12 +32,10 @@ def check_demanded_attention(vllm_config: VllmConfig) -> None:
 
     if config_of(vllm_config).shared_prefix_attention != "on" or not current_platform.is_cpu():
         return
-    from vllm_trie.worker.attention.compiled import CompilerError, kernel
+    from vllm_trie.worker.attention.compiled import OF_TYPES, CompilerError, kernel
 
     try:
-        if vllm_config.model_config.dtype != torch.float32:
-            raise CompilerError(f'its kernel takes dtype="float32" alone, not {vllm_config.model_config.dtype}')
-        kernel()
+        kernel(OF_TYPES[vllm_config.model_config.dtype])
     except CompilerError as error:
         raise ValueError(f'shared_prefix_attention="on" cannot be: {error}; use "auto"') from error
 

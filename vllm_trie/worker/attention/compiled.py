@@ -22,7 +22,13 @@ from vllm_trie.worker.attention.shared_rows import SharedRows, SharedTokens, tok
 
 SOURCE = Path(__file__).with_name("shared_prefix.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-fopenmp")
-HEAD_SIZES = 32  # are multiples of this, and so are block sizes
+OF_TYPES = {torch.float32: "Rows<Float32>", torch.bfloat16: "Rows<BFloat16>", torch.float16: "Rows<Float16>"}
+MATRICES = {  # of shared_prefix.cpp, by vLLM's name of a cache's layout, and its type
+    **{(isa, dtype): matrix for isa in ("vec", "vec16") for dtype, matrix in OF_TYPES.items()},
+    ("amx", torch.bfloat16): "Pairs",
+}
+BLOCK_SIZES, HEAD_SIZES = 32, 16  # are multiples of these
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 class CompilerError(RuntimeError):
@@ -53,18 +59,16 @@ class Plan:
     Args:
         shared: The tokens.
         tables: [rows of the batch, blocks] int32.
-
-    Raises:
-        CompilerError: there is no kernel for this machine.
+        isa: vLLM's name of how the cache is laid out.
     """
 
-    def __init__(self, shared: SharedTokens, tables: torch.Tensor) -> None:
+    def __init__(self, shared: SharedTokens, tables: torch.Tensor, isa: str = "vec") -> None:
         assert tables.dtype == torch.int32
         assert tables.stride(1) == 1
         assert all(array.dtype == np.int32 for array in shared if array is not shared.trees)
         assert shared.trees.dtype == np.int64
         assert all(array.flags.c_contiguous for array in shared)
-        self._kernel, self._kept = kernel(), (shared, tables)  # whose memory the kernel reads
+        self._isa, self._kept = isa, (shared, tables)  # whose memory the kernel reads
         self._batch = batch = _Batch(tables=tables.data_ptr(), table_stride=tables.stride(0))
         batch.tokens, batch.rows, batch.lengths = (a.ctypes.data for a in (shared.places, shared.rows, shared.lengths))
         batch.tree_starts, batch.trees = shared.tree_starts.ctypes.data, shared.trees.ctypes.data
@@ -81,30 +85,35 @@ class Plan:
         """Attention in one layer, causal or along trees. Outputs of what else is in the batch stay as they are.
 
         Args:
-            queries: [tokens of the batch, heads, head size] float32, the last two dimensions dense.
+            queries: [tokens of the batch, heads, head size], the last two dimensions dense.
             outputs: The same, written.
-            kv_cache: [blocks, KV heads, block size, 2 * head size] float32, as vLLM's CPU backend lays it out in
-                blocks of 32 tokens or multiples of that ("vec").
+            kv_cache: [blocks, KV heads, block size, 2 * head size] of the same type, as vLLM's CPU backend lays it out
+                in blocks of 32 tokens or multiples of that.
             scale: Of the scores.
+
+        Raises:
+            CompilerError: there is no kernel for this machine.
         """
         block_stride, head_stride, *dense = kv_cache.stride()
         _, num_kv_heads, block_size, _ = kv_cache.shape
         _, num_heads, head_size = queries.shape
-        assert queries.dtype == outputs.dtype == kv_cache.dtype == torch.float32
+        assert queries.dtype == outputs.dtype == kv_cache.dtype
         assert queries.stride()[1:] == outputs.stride()[1:] == (head_size, 1)
         assert dense == [2 * head_size, 1]
-        assert block_size % HEAD_SIZES == head_size % HEAD_SIZES == num_heads % num_kv_heads == 0
+        assert block_size % BLOCK_SIZES == head_size % HEAD_SIZES == num_heads % num_kv_heads == 0
         batch = self._batch
         batch.queries, batch.outputs, batch.cache = queries.data_ptr(), outputs.data_ptr(), kv_cache.data_ptr()
         batch.query_stride, batch.output_stride = queries.stride(0), outputs.stride(0)
         batch.block_stride, batch.head_stride, batch.scale = block_stride, head_stride, scale
         batch.block_size, batch.head_size = block_size, head_size
         batch.num_heads, batch.num_kv_heads = num_heads, num_kv_heads
-        self._kernel(ctypes.byref(batch))
+        kernel(MATRICES[self._isa, kv_cache.dtype])(ctypes.byref(batch))
 
 
 @cache
-def check(num_heads: int, num_kv_heads: int, head_size: int, block_size: int) -> None:
+def check(
+    num_heads: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype, isa: str = "vec"
+) -> None:
     """Compare the kernel with vLLM's own on a small cache that vLLM has written.
 
     Raises:
@@ -113,40 +122,41 @@ def check(num_heads: int, num_kv_heads: int, head_size: int, block_size: int) ->
     generator = torch.Generator().manual_seed(0)
     num_shared, num_rows = 2, 3
     num_blocks, num_tokens = num_shared + num_rows, (num_shared + num_rows) * block_size
-    keys, values = torch.randn(2, num_tokens, num_kv_heads, head_size, generator=generator)
-    queries = torch.randn(num_rows, num_heads, head_size, generator=generator)
-    cache = torch.zeros(num_blocks, num_kv_heads, block_size, 2 * head_size)
+    keys, values = torch.randn(2, num_tokens, num_kv_heads, head_size, generator=generator).to(dtype)
+    queries = torch.randn(num_rows, num_heads, head_size, generator=generator).to(dtype)
+    cache = torch.zeros(num_blocks, num_kv_heads, block_size, 2 * head_size, dtype=dtype)
     halves = cache.view(num_blocks, num_kv_heads, 2 * block_size, head_size).chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(keys, values, *halves, torch.arange(num_tokens), "vec")
+    ops.cpu_attn_reshape_and_cache(keys, values, *halves, torch.arange(num_tokens), isa)
     tables = torch.tensor([[*range(num_shared), num_shared + row] for row in range(num_rows)], dtype=torch.int32)
     lengths = torch.arange(num_rows, dtype=torch.int32) + num_shared * block_size + 1
     starts, scale = torch.arange(num_rows + 1, dtype=torch.int32), head_size**-0.5
-    ours, theirs = torch.empty(2, *queries.shape)
+    ours, theirs = torch.empty(2, *queries.shape, dtype=dtype)
     rows = SharedRows(np.arange(num_rows), num_shared * block_size)
-    plan = Plan(tokens_of([rows], starts.numpy(), lengths.numpy(), block_size), tables)
+    plan = Plan(tokens_of([rows], starts.numpy(), lengths.numpy(), block_size), tables, isa)
     plan.attend(queries, ours, cache, scale)
     of_heads = num_rows, num_heads, num_kv_heads, head_size
-    schedule = ops.cpu_attn_get_scheduler_metadata(*of_heads, lengths, torch.float32, starts, True, -1, "vec", True)
+    schedule = ops.cpu_attn_get_scheduler_metadata(*of_heads, lengths, dtype, starts, True, -1, isa, True)
     ops.cpu_attention_with_kv_cache(
         *(queries, *halves, theirs, starts, lengths, scale, True, None, -1, tables, 0.0, schedule, None)
     )
-    if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4):
+    if not torch.allclose(ours, theirs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]):
         raise CompilerError("its kernel differs from vLLM's: this vLLM lays its KV cache out otherwise")
 
 
 @cache
-def kernel() -> Callable[[Any], None]:
-    """The compiled function.
+def kernel(matrix: str) -> Callable[[Any], None]:
+    """The function, compiled for one of `MATRICES`.
 
     Raises:
         CompilerError: there is no compiler, or what it makes does not run here.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         raise CompilerError(f"there is no kernel for {platform.machine()}")
-    library = _library()
+    flags = *FLAGS, f"-DMATRIX={matrix}"
+    library = _library(flags)
     try:
         if not library.exists():
-            _compile(library)
+            _compile(library, flags)
     except OSError as error:
         raise CompilerError(f"{_folder()} cannot be written: {error}; set VLLM_CACHE_ROOT") from error
     try:  # it finds the OpenMP runtime that torch has loaded
@@ -162,14 +172,14 @@ def _compiler() -> str:
 
 
 @cache
-def _library() -> Path:
+def _library(flags: tuple[str, ...]) -> Path:
     """Where it lies: named for all that it depends on."""
     try:
         version = subprocess.run([_compiler(), "--version"], capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise CompilerError(f"its kernel is compiled at the start, and {_compiler()} does not run: {error}") from error
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "model name"))]
-    made_of = [SOURCE.read_bytes(), version, *(line.encode() for line in sorted(set(cpu))), *map(str.encode, FLAGS)]
+    made_of = [SOURCE.read_bytes(), version, *(line.encode() for line in sorted(set(cpu))), *map(str.encode, flags)]
     name = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
     return _folder() / f"shared_prefix-{name}.so"
 
@@ -178,13 +188,13 @@ def _folder() -> Path:
     return Path(envs.VLLM_CACHE_ROOT) / "trie_beam"
 
 
-def _compile(library: Path) -> None:
+def _compile(library: Path, flags: tuple[str, ...]) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # another process may compile it, too
         compiled, linked = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
         # -fopenmp is for the compiler alone: the linker would bring in a second runtime beside torch's.
         for command in (
-            [*FLAGS, "-c", str(SOURCE), "-o", str(compiled)],
+            [*flags, "-c", str(SOURCE), "-o", str(compiled)],
             ["-shared", str(compiled), "-o", str(linked)],
         ):
             done = subprocess.run([_compiler(), *command], capture_output=True, text=True)

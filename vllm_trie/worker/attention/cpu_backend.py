@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
@@ -58,11 +57,12 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
             return False
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         is_known_kind = all(is_plain(layer.impl) and not layer.impl.is_fp8_kv_cache for layer in layers.values())
-        is_known_shape = self.isa == "vec" and self.dtype == torch.float32 and self.head_dim % compiled.HEAD_SIZES == 0
+        is_known_shape = (self.isa, self.dtype) in compiled.MATRICES and self.head_dim % compiled.HEAD_SIZES == 0
         if not (is_known_kind and is_known_shape) or self.is_cross_attention:
             return False
         try:
-            compiled.check(self.num_heads, self.num_kv_heads, self.head_dim, self.block_size)
+            heads = self.num_heads, self.num_kv_heads, self.head_dim
+            compiled.check(*heads, self.block_size, self.dtype, self.isa)
         except compiled.CompilerError as error:
             if self.option == "on":
                 raise ValueError(f'shared_prefix_attention="on" cannot be: {error}; use "auto"') from error
@@ -72,8 +72,11 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
 
     def takes(self, num_rows: int, num_shared: int) -> bool:
         """See `SharesPrefixes`."""
+        if self.option == "on":
+            return self.can_share and num_shared > 0
+        was_measured = self.isa != "amx"  # whose matrix units vLLM's kernel has to itself
         heads = self.num_heads // self.num_kv_heads
-        return self.can_share and num_shared > 0 and (self.option == "on" or pays(num_rows, num_shared, heads))
+        return self.can_share and was_measured and pays(num_rows, num_shared, heads)
 
     def by_token(self, kv_cache: torch.Tensor) -> list[torch.Tensor]:
         """See `SharesPrefixes`; keys lie in a block as [head size, block size], values as [block size, head size]."""
@@ -100,7 +103,7 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             scheduler_metadata=None,
-            plan=Plan(shared, common.block_table_tensor),
+            plan=Plan(shared, common.block_table_tensor, self.isa),
             others=None if others is None else super().build(0, others.common, *args, **kwargs),
             other_tokens=None if others is None else others.tokens,
         )

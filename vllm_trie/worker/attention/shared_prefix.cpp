@@ -1,11 +1,15 @@
-// Attention of rows that share their first KV blocks, in float32, on the KV cache of vLLM's CPU backend.
+// Attention of rows that share their first KV blocks, on the KV cache of vLLM's CPU backend; all sums are float32.
 //
 // The queries of a group are multiplied together with the blocks that all of its rows share, a tile of them at a time,
 // as in a matrix product; then each row's queries go on over the row's own blocks, whose newest tokens may be a tree.
 // One softmax runs through both, so there is nothing to merge. A block holds, for each KV head, its keys as
-// [head_size, block_size], then its values as [block_size, head_size]. Compiled and called by compiled.py.
+// [head_size, block_size], then its values as [block_size, head_size]: `Rows` of numbers of some type; or both in the
+// order that AMX reads, as `Pairs`. Compiled for one of these, MATRIX, and called by compiled.py.
+
+#include <immintrin.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -17,16 +21,18 @@ constexpr int LANES = 16;
 constexpr int LANES = 8;
 #define TILES 4, 2, 1
 #endif
-constexpr int COLUMNS = 2 * LANES;  // that a tile computes at a time; block and head sizes are multiples of it
+constexpr int COLUMNS = 2 * LANES;  // that a tile computes at a time; block sizes are multiples of it
 constexpr int CHUNK = 256;          // keys between two rescalings of the sums; their blocks fit a core's second cache
 constexpr int MOST_TILE = 12;
 constexpr int MOST_QUERIES = 256;  // of one piece of work: so their sums stay in that cache, too
-constexpr int LINE = 16;           // floats of a cache line
+constexpr int LINE = 64;           // bytes of a cache line
+constexpr int GROUP = 16;          // columns that `Pairs` keep together
 constexpr float LOWEST = -1e30f;
 constexpr float LOG2_E = 1.44269504088896341f;
 
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+typedef uint16_t Shorts __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 static inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
 static inline void store(float* to, Floats x) { *reinterpret_cast<Floats*>(to) = x; }
@@ -59,48 +65,122 @@ static inline Floats exp2(Floats x) {
   return (Floats)((Ints)y + ((Ints)shifted << 23));
 }
 
-// sum [R, COLUMNS] += a [R, depth] times b [depth, COLUMNS]; rows of a and b lie a_row and b_row floats apart.
-template <int R>
-static inline __attribute__((always_inline)) void multiply(const float* a, int64_t a_row, const float* b, int64_t b_row,
-                                                           int depth, Floats (&sum)[R][2]) {
+// Numbers as a model and its cache have them.
+struct Float32 {
+  typedef float Stored;
+  static Floats load(const float* from) { return ::load(from); }
+  static float widened(float x) { return x; }
+  static float narrowed(float x) { return x; }
+};
+
+struct BFloat16 {
+  typedef uint16_t Stored;
+  static Floats load(const uint16_t* from) {
+    return (Floats)(__builtin_convertvector(*reinterpret_cast<const Shorts*>(from), Ints) << 16);
+  }
+  static float widened(uint16_t x) { return std::bit_cast<float>(uint32_t(x) << 16); }
+  static uint16_t narrowed(float x) {  // to the nearest, to even where there are two
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  }
+};
+
+struct Float16 {
+  typedef uint16_t Stored;
+  static Floats load(const uint16_t* from) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#else
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#endif
+  }
+  static float widened(uint16_t x) { return _cvtsh_ss(x); }
+  static uint16_t narrowed(float x) { return _cvtss_sh(x, 0); }
+};
+
+// A matrix [depth, columns], row by row. `load` is told the lowest bit of the depth, which it need not compute.
+template <class Number_>
+struct Rows {
+  using Number = Number_;
+  const typename Number::Stored* at;
+  int64_t stride;
+
+  Floats load(int depth, int, int column) const { return Number::load(at + depth * stride + column); }
+
+  static Rows keys(const typename Number::Stored* block, int, int block_size, int token) {
+    return {block + token, block_size};
+  }
+  static Rows values(const typename Number::Stored* block, int head_size, int, int token, int column) {
+    return {block + token * head_size + column, head_size};
+  }
+};
+
+// A matrix [depth, columns], GROUP columns after the other; of each its rows by two, both numbers of a column together.
+struct Pairs {
+  using Number = BFloat16;
+  const uint16_t* at;
+  int64_t stride;  // between groups of columns
+
+  Floats load(int depth, int odd, int column) const {
+    const uint16_t* pairs = at + column / GROUP * stride + depth / 2 * (2 * GROUP) + column % GROUP * 2;
+    const Ints both = *reinterpret_cast<const Ints*>(pairs);
+    return (Floats)(odd ? both & int32_t(0xffff0000) : both << 16);
+  }
+
+  static Pairs keys(const uint16_t* block, int head_size, int, int token) {
+    return {block + token * head_size, GROUP * head_size};
+  }
+  static Pairs values(const uint16_t* block, int, int block_size, int token, int column) {
+    return {block + column * block_size + token * GROUP, GROUP * block_size};
+  }
+};
+
+// sum [R, V * LANES] += a [R, depth] times b [depth, V * LANES]; rows of a lie a_row floats apart.
+template <int R, int V, class Matrix>
+static inline __attribute__((always_inline)) void multiply(const float* a, int64_t a_row, const Matrix& b, int depth,
+                                                           Floats (&sum)[R][V]) {
   constexpr int PARTS = R >= 4 ? 1 : 4 / R;  // of the depth: few rows are too few sums to hide the latency of each
-  Floats part[PARTS][R][2] = {};
+  constexpr int STEP = std::max(PARTS, 2);
+  Floats part[PARTS][R][V] = {};
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < 2; ++v) part[0][r][v] = sum[r][v];
+    for (int v = 0; v < V; ++v) part[0][r][v] = sum[r][v];
   int k = 0;
-  for (; k + PARTS <= depth; k += PARTS)
+  for (; k + STEP <= depth; k += STEP)
 #pragma GCC unroll 4
-    for (int p = 0; p < PARTS; ++p) {
-      const Floats b0 = load(b + (k + p) * b_row), b1 = load(b + (k + p) * b_row + LANES);
+    for (int s = 0; s < STEP; ++s) {
+      Floats row[V];
+      for (int v = 0; v < V; ++v) row[v] = b.load(k + s, s % 2, v * LANES);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const float x = a[r * a_row + k + p];
-        part[p][r][0] += x * b0;
-        part[p][r][1] += x * b1;
-      }
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < V; ++v) part[s % PARTS][r][v] += a[r * a_row + k + s] * row[v];
     }
   for (; k < depth; ++k)
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < 2; ++v) part[0][r][v] += a[r * a_row + k] * load(b + k * b_row + v * LANES);
+      for (int v = 0; v < V; ++v) part[0][r][v] += a[r * a_row + k] * b.load(k, k % 2, v * LANES);
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < 2; ++v) {
+    for (int v = 0; v < V; ++v) {
       sum[r][v] = part[0][r][v];
       for (int p = 1; p < PARTS; ++p) sum[r][v] += part[p][r][v];
     }
 }
 
 // One KV head of the cache.
+template <class Matrix>
 struct Head {
-  const float* cache;
+  using Stored = typename Matrix::Number::Stored;
+  const Stored* cache;
   int64_t block_stride;
   int block_size, head_size;
 
-  const float* keys(int32_t block) const { return cache + block * block_stride; }
-  const float* values(int32_t block) const { return keys(block) + block_size * head_size; }
+  const Stored* block(int32_t number) const { return cache + number * block_stride; }
+  Matrix keys(int32_t number, int token) const { return Matrix::keys(block(number), head_size, block_size, token); }
+  Matrix values(int32_t number, int token, int column) const {
+    return Matrix::values(block(number) + block_size * head_size, head_size, block_size, token, column);
+  }
 
-  // Bring floats [first, last) of a block into the second cache.
-  void prefetch(int32_t block, int64_t first, int64_t last) const {
-    for (int64_t at = first; at < last; at += LINE) __builtin_prefetch(keys(block) + at, 0, 2);
+  // Bring numbers [first, last) of a block into the second cache.
+  void prefetch(int32_t number, int64_t first, int64_t last) const {
+    for (int64_t at = first; at < last; at += LINE / sizeof(Stored)) __builtin_prefetch(block(number) + at, 0, 2);
   }
   int64_t size() const { return int64_t(2) * block_size * head_size; }
 };
@@ -142,8 +222,9 @@ struct Sight {
 };
 
 // What will be read next comes from memory while this is computed: of each block, one part of so many.
+template <class Matrix>
 struct Ahead {
-  Head head;
+  Head<Matrix> head;
   Keys keys;
   int first = 0, last = 0, parts = 1;
 
@@ -156,16 +237,16 @@ struct Ahead {
 };
 
 // Let R queries attend to some keys. `scores` has room for [R, CHUNK].
-template <int R>
-static void attend(const Head& head, const Queries& of, const Sight& sight, const Keys& keys, const Ahead& ahead,
-                   float* scores) {
+template <int R, class Matrix>
+static void attend(const Head<Matrix>& head, const Queries& of, const Sight& sight, const Keys& keys,
+                   const Ahead<Matrix>& ahead, float* scores) {
   const int D = head.head_size, B = head.block_size, count = keys.last - keys.first;
   const int padded = (count + LANES - 1) / LANES * LANES;
   for (int t = 0; t < count; t += COLUMNS) {
     const int at = keys.first + t;
     ahead.fetch(t);
     Floats sum[R][2] = {};
-    multiply<R>(of.queries, D, head.keys(keys.blocks[at / B]) + at % B, B, D, sum);
+    multiply<R, 2>(of.queries, D, head.keys(keys.blocks[at / B], at % B), D, sum);
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < 2; ++v) store(scores + r * CHUNK + t + v * LANES, sum[r][v]);
   }
@@ -187,24 +268,28 @@ static void attend(const Head& head, const Queries& of, const Sight& sight, cons
     of.total[r] = of.total[r] * rescaled[r] + reduced<true>(totals);
     of.top[r] = top;
   }
-  for (int column = 0; column < D; column += COLUMNS) {
-    Floats sum[R][2];
+  const auto add_values = [&]<int V>(std::integral_constant<int, V>, int column) {
+    Floats sum[R][V];
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < 2; ++v) sum[r][v] = load(of.sums + r * D + column + v * LANES) * rescaled[r];
+      for (int v = 0; v < V; ++v) sum[r][v] = load(of.sums + r * D + column + v * LANES) * rescaled[r];
     for (int t = 0, run; t < count; t += run) {
       const int at = keys.first + t;
       run = std::min(B - at % B, count - t);
-      multiply<R>(scores + t, CHUNK, head.values(keys.blocks[at / B]) + at % B * D + column, D, run, sum);
+      multiply<R, V>(scores + t, CHUNK, head.values(keys.blocks[at / B], at % B, column), run, sum);
     }
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < 2; ++v) store(of.sums + r * D + column + v * LANES, sum[r][v]);
-  }
+      for (int v = 0; v < V; ++v) store(of.sums + r * D + column + v * LANES, sum[r][v]);
+  };
+  int column = 0;
+  for (; column + COLUMNS <= D; column += COLUMNS) add_values(std::integral_constant<int, 2>{}, column);
+  if (column < D) add_values(std::integral_constant<int, 1>{}, column);
 }
 
 // Let `count` queries attend to some keys, in the largest tiles that they fill. `next` are those that come after.
-template <int... SIZES>
-static void attend_in_tiles(const Head& head, const Queries& of, int count, const Sight& sight, const Keys& keys,
-                            const Ahead& next, float* scores, std::integer_sequence<int, SIZES...>) {
+template <class Matrix, int... SIZES>
+static void attend_in_tiles(const Head<Matrix>& head, const Queries& of, int count, const Sight& sight,
+                            const Keys& keys, const Ahead<Matrix>& next, float* scores,
+                            std::integer_sequence<int, SIZES...>) {
   int done = 0;
   const auto tiles_of = [&]<int R>(std::integral_constant<int, R>) {
     for (; done + R <= count; done += R) {
@@ -214,15 +299,13 @@ static void attend_in_tiles(const Head& head, const Queries& of, int count, cons
   (tiles_of(std::integral_constant<int, SIZES>{}), ...);
 }
 
-extern "C" {
-
 // What the queries of a step are. A token is one of the batch that a group's row computes.
 struct Batch {
-  const float* queries;  // [tokens of the batch, num_heads, head_size]
-  float* outputs;        // the same
-  int64_t query_stride, output_stride;  // from token to token, in floats
-  const float* cache;
-  int64_t block_stride, head_stride;  // in floats
+  const void* queries;                  // [tokens of the batch, num_heads, head_size]
+  void* outputs;                        // the same
+  int64_t query_stride, output_stride;  // from token to token, in numbers
+  const void* cache;
+  int64_t block_stride, head_stride;  // in numbers
   const int32_t* tables;              // [rows of the batch, blocks]
   int64_t table_stride;
   const int32_t *tokens, *rows, *lengths;  // by token of a group: its place in the batch, its row, the keys it sees
@@ -233,15 +316,18 @@ struct Batch {
   float scale;
 };
 
-void attend_to_shared_prefixes(const Batch* given) {
-  const Batch& b = *given;
+template <class Matrix>
+static void attend_to_batch(const Batch& b) {
+  using Number = typename Matrix::Number;
+  using Stored = typename Number::Stored;
   const int D = b.head_size, heads = b.num_heads / b.num_kv_heads;
   constexpr std::integer_sequence<int, TILES> tiles;
   struct Work {
     int group, kv_head, first, last;  // tokens
   };
   const auto head_of = [&](const Work& work) {
-    return Head{b.cache + work.kv_head * b.head_stride, b.block_stride, b.block_size, D};
+    const Stored* cache = static_cast<const Stored*>(b.cache) + work.kv_head * b.head_stride;
+    return Head<Matrix>{cache, b.block_stride, b.block_size, D};
   };
   const Sight sight = {b.lengths, b.tree_starts, b.trees, b.num_words, heads};
   const auto blocks_of = [&](int token) { return b.tables + b.rows[token] * b.table_stride; };
@@ -261,8 +347,7 @@ void attend_to_shared_prefixes(const Batch* given) {
   {
     static thread_local std::vector<float> memory;  // kept, as it costs more to have than to fill
     memory.resize(std::max(memory.size(), size_t(most_queries) * (2 * D + 2) + MOST_TILE * CHUNK + LINE));
-    const uintptr_t line = LINE * sizeof(float), start = (reinterpret_cast<uintptr_t>(memory.data()) + line - 1) / line;
-    float* scores = reinterpret_cast<float*>(start * line);
+    float* scores = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + LINE - 1) / LINE * LINE);
     Queries all = {scores + MOST_TILE * CHUNK, nullptr, nullptr, nullptr, D, 0};
     all.sums = all.queries + most_queries * D;
     all.top = all.sums + most_queries * D;
@@ -271,12 +356,13 @@ void attend_to_shared_prefixes(const Batch* given) {
     for (int index = 0; index < int(works.size()); ++index) {
       const Work& work = works[index];
       const int count = (work.last - work.first) * heads, shared = b.num_shared[work.group];
-      const Head head = head_of(work);
+      const Head<Matrix> head = head_of(work);
       all.number = work.first * heads;
       for (int j = 0; j < count; ++j) {
         const int64_t token = b.tokens[work.first + j / heads];
-        const float* query = b.queries + token * b.query_stride + (work.kv_head * heads + j % heads) * D;
-        for (int d = 0; d < D; ++d) all.queries[j * D + d] = query[d] * (b.scale * LOG2_E);
+        const Stored* query = static_cast<const Stored*>(b.queries) + token * b.query_stride;
+        query += (work.kv_head * heads + j % heads) * D;
+        for (int d = 0; d < D; ++d) all.queries[j * D + d] = Number::widened(query[d]) * (b.scale * LOG2_E);
       }
       std::fill(all.sums, all.sums + count * D, 0.0f);
       std::fill(all.top, all.top + count, LOWEST);
@@ -285,11 +371,11 @@ void attend_to_shared_prefixes(const Batch* given) {
       // The work that, if all take equally long, comes after this one in this thread.
       const Work& after = works[std::min<int>(index + b.num_threads, works.size() - 1)];
       const Keys first_keys = {blocks_of(after.first), 0, std::min(CHUNK, b.num_shared[after.group])};
-      const Ahead first_of_next = {head_of(after), first_keys};
+      const Ahead<Matrix> first_of_next = {head_of(after), first_keys};
       const int32_t* blocks = blocks_of(work.first);
       for (int t = 0; t < shared; t += CHUNK) {
         const Keys keys = {blocks, t, std::min(t + CHUNK, shared)};
-        const Ahead next = {head, {blocks, keys.last, std::min(keys.last + CHUNK, shared)}};
+        const Ahead<Matrix> next = {head, {blocks, keys.last, std::min(keys.last + CHUNK, shared)}};
         attend_in_tiles(head, all, count, sight, keys, keys.last < shared ? next : first_of_next, scores, tiles);
       }
       for (int token = work.first, next; token < work.last; token = next) {  // tokens of one row at a time
@@ -307,11 +393,13 @@ void attend_to_shared_prefixes(const Batch* given) {
       }
       for (int j = 0; j < count; ++j) {
         const int64_t token = b.tokens[work.first + j / heads];
-        float* output = b.outputs + token * b.output_stride + (work.kv_head * heads + j % heads) * D;
+        Stored* output = static_cast<Stored*>(b.outputs) + token * b.output_stride;
+        output += (work.kv_head * heads + j % heads) * D;
         const float share = 1 / all.total[j];
-        for (int d = 0; d < D; ++d) output[d] = all.sums[j * D + d] * share;
+        for (int d = 0; d < D; ++d) output[d] = Number::narrowed(all.sums[j * D + d] * share);
       }
     }
   }
 }
-}
+
+extern "C" void attend_to_shared_prefixes(const Batch* batch) { attend_to_batch<MATRIX>(*batch); }
