@@ -16,6 +16,7 @@ from vllm_trie import beam_params
 
 HEAD_SIZE, OWN_TOKENS = 64, 20  # of a micro benchmark's rows
 HEADS = ((8, 8), (8, 2))
+DTYPES = ("float32", "bfloat16")
 NUM_LAYERS = 4  # each with a KV cache of its own, as in a model, so that none is at hand in a core's caches
 NUM_TOKENS, LONGEST = 32, 8192
 OURS, STOCK, SAMPLING = "ours", "vLLM's", "sampling, n=b"
@@ -31,26 +32,29 @@ def shapes(setting: Setting) -> list[tuple[int, int]]:
 
 
 def step_cells(setting: Setting) -> list[Cell]:
-    return [(*heads, *shape) for heads in HEADS for shape in shapes(setting)]
+    dtypes = setting.pick(DTYPES[:1], DTYPES, DTYPES)
+    return [(dtype, *heads, *shape) for dtype in dtypes for heads in HEADS for shape in shapes(setting)]
 
 
-def measure_step(bench: Bench, num_heads: int, num_kv_heads: int, width: int, num_prompt: int) -> Measured:
+def measure_step(bench: Bench, dtype: str, num_heads: int, num_kv_heads: int, width: int, num_prompt: int) -> Measured:
     """All rows of one group, each a few tokens beyond the prompt."""
-    ours, stock = layers_of_a_step(num_heads, num_kv_heads, width, num_prompt)
+    ours, stock = layers_of_a_step(dtype, num_heads, num_kv_heads, width, num_prompt)
     seconds = alternate({OURS: ours, STOCK: stock}, bench.setting.pick(2, 7, 15))
     of_layer = [1000 * statistics.median(seconds[name]) / NUM_LAYERS for name in (STOCK, OURS)]
     kind = "MHA" if num_heads == num_kv_heads else f"GQA {num_heads}:{num_kv_heads}"
+    kind += "" if dtype == DTYPES[0] else f", {dtype}"
     return Measured([(kind, width, num_prompt, *of_layer, median_ratio(seconds[STOCK], seconds[OURS]))])
 
 
 def layers_of_a_step(
-    num_heads: int, num_kv_heads: int, width: int, num_prompt: int
+    dtype_name: str, num_heads: int, num_kv_heads: int, width: int, num_prompt: int
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """What computes attention of several layers in one step: ours, and vLLM's own."""
     import numpy as np
     import torch
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     from vllm_trie.worker.attention import compiled
     from vllm_trie.worker.attention.shared_rows import SharedRows, tokens_of
@@ -58,11 +62,11 @@ def layers_of_a_step(
     if not current_platform.is_cpu():
         raise ValueError("it compares CPU kernels; benchmarks.gpu_check has those of GPUs")
     current_platform.import_kernels()
-    num_shared = num_prompt // BLOCK_SIZE
+    dtype, num_shared = getattr(torch, dtype_name), num_prompt // BLOCK_SIZE
     num_blocks = num_shared + width
     shape = num_blocks, num_kv_heads, BLOCK_SIZE, 2 * HEAD_SIZE
-    caches = [torch.randn(shape) for _ in range(NUM_LAYERS)]
-    queries, outputs = torch.randn(2, width, num_heads, HEAD_SIZE)
+    caches = [torch.randn(shape).to(dtype) for _ in range(NUM_LAYERS)]
+    queries, outputs = torch.randn(2, width, num_heads, HEAD_SIZE).to(dtype)
     tables = torch.arange(num_shared, dtype=torch.int32).repeat(width, 1)
     tails = num_shared + torch.randperm(width, dtype=torch.int32)
     tables = torch.hstack([tables, tails[:, None]])
@@ -71,11 +75,12 @@ def layers_of_a_step(
     rows = SharedRows(np.arange(width), num_shared * BLOCK_SIZE)
     shared = tokens_of([rows], starts.numpy(), lengths.numpy(), BLOCK_SIZE)
     sizes = width, num_heads, num_kv_heads, HEAD_SIZE
-    schedule = ops.cpu_attn_get_scheduler_metadata(*sizes, lengths, torch.float32, starts, True, -1, "vec", True)
+    isa = _get_attn_isa(dtype, BLOCK_SIZE, HEAD_SIZE)
+    schedule = ops.cpu_attn_get_scheduler_metadata(*sizes, lengths, dtype, starts, True, -1, isa, True)
     of_batch = starts, lengths, scale, True, None, -1, tables, 0.0, schedule, None
 
     def ours() -> None:
-        plan = compiled.Plan(shared, tables)
+        plan = compiled.Plan(shared, tables, isa)
         for cache in caches:
             plan.attend(queries, outputs, cache, scale)
 
@@ -92,8 +97,8 @@ STEP = Table(
     ("attention", "beams", "prompt tokens", STOCK, OURS, "vLLM's time, times ours"),
     step_cells,
     measure_step,
-    f"heads of {HEAD_SIZE}, float32, {OWN_TOKENS} tokens of each row's own, {NUM_LAYERS} layers one after the other, "
-    "in turn; medians",
+    f"heads of {HEAD_SIZE}, {DTYPES[0]} where no other type is named, {OWN_TOKENS} tokens of each row's own, "
+    f"{NUM_LAYERS} layers one after the other, in turn; medians",
 )
 
 # Whole searches.

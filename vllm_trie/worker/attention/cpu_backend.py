@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
@@ -76,7 +77,7 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
             return self.can_share and num_shared > 0
         was_measured = self.isa != "amx"  # whose matrix units vLLM's kernel has to itself
         heads = self.num_heads // self.num_kv_heads
-        return self.can_share and was_measured and pays(num_rows, num_shared, heads)
+        return self.can_share and was_measured and pays(num_rows, num_shared, heads, self.dtype)
 
     def by_token(self, kv_cache: torch.Tensor) -> list[torch.Tensor]:
         """See `SharesPrefixes`; keys lie in a block as [head size, block size], values as [block size, head size]."""
@@ -126,11 +127,14 @@ class SharedPrefixBackend(CPUAttentionBackend):
 
 
 # From so many query heads per KV head on: rows, and tokens that they share, from which on it was measured to be faster,
-# with heads of 32 and 64. With several query heads vLLM reads a key once for all of these already.
+# with heads of 32, 64 and 128. With several query heads vLLM reads a key once for all of these already.
 PAYS_FROM = {1: (8, 64), 4: (16, 256)}
+PAYS_FROM_BY_TWO = {1: (8, 64)}  # where the kernel multiplies numbers of bfloat16 by two, as vLLM's does with AMX alone
 
 
-def pays(num_rows: int, num_shared: int, heads_per_kv_head: int) -> bool:
+def pays(num_rows: int, num_shared: int, heads_per_kv_head: int, dtype: torch.dtype) -> bool:
     """Whether it is faster to read shared blocks once."""
-    least_rows, least_shared = PAYS_FROM[max(heads for heads in PAYS_FROM if heads <= heads_per_kv_head)]
+    by_two = dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
+    pays_from = PAYS_FROM_BY_TWO if by_two else PAYS_FROM
+    least_rows, least_shared = pays_from[max(heads for heads in pays_from if heads <= heads_per_kv_head)]
     return num_rows >= least_rows and num_shared >= least_shared

@@ -26,13 +26,13 @@ constexpr int CHUNK = 256;          // keys between two rescalings of the sums; 
 constexpr int MOST_TILE = 12;
 constexpr int MOST_QUERIES = 256;  // of one piece of work: so their sums stay in that cache, too
 constexpr int LINE = 64;           // bytes of a cache line
-constexpr int GROUP = 16;          // columns that `Pairs` keep together
 constexpr float LOWEST = -1e30f;
 constexpr float LOG2_E = 1.44269504088896341f;
 
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 typedef uint16_t Shorts __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef uint16_t Words __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 
 static inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
 static inline void store(float* to, Floats x) { *reinterpret_cast<Floats*>(to) = x; }
@@ -98,65 +98,114 @@ struct Float16 {
   static uint16_t narrowed(float x) { return _cvtss_sh(x, 0); }
 };
 
-// A matrix [depth, columns], row by row. `load` is told the lowest bit of the depth, which it need not compute.
+// A matrix [depth, columns], row by row. What it is multiplied with has its numbers as `Factor`.
 template <class Number_>
 struct Rows {
   using Number = Number_;
-  const typename Number::Stored* at;
+  using Stored = typename Number::Stored;
+  using Factor = float;
+  static constexpr int DEPTHS = 1;  // that are multiplied at a time
+  const Stored* at;
   int64_t stride;
 
-  Floats load(int depth, int, int column) const { return Number::load(at + depth * stride + column); }
-
-  static Rows keys(const typename Number::Stored* block, int, int block_size, int token) {
-    return {block + token, block_size};
-  }
-  static Rows values(const typename Number::Stored* block, int head_size, int, int token, int column) {
+  static Rows keys(const Stored* block, int, int block_size, int token) { return {block + token, block_size}; }
+  static Rows values(const Stored* block, int head_size, int, int token, int column) {
     return {block + token * head_size + column, head_size};
+  }
+  static Factor factor(Stored x) { return Number::widened(x); }
+  static void store(Factor* to, Floats x) { ::store(to, x); }
+  static Floats add(Floats sum, const Factor* a, Floats b) { return sum + *a * b; }
+
+  template <bool IS_LAST>
+  Floats load(int depth, int column) const {
+    return Number::load(at + depth * stride + column);
   }
 };
 
-// A matrix [depth, columns], GROUP columns after the other; of each its rows by two, both numbers of a column together.
-struct Pairs {
+#ifdef __AVX512BF16__
+// Numbers of bfloat16 are multiplied by two, and both products added to a sum of float32.
+struct ByTwo {
   using Number = BFloat16;
+  using Factor = uint16_t;
+  static constexpr int DEPTHS = 2;
+
+  static Factor factor(uint16_t x) { return x; }
+  static void store(Factor* to, Floats x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+  }
+  static Floats add(Floats sum, const Factor* a, __m512i b) {
+    typedef int32_t Both __attribute__((aligned(2), may_alias));
+    const __m512i factors = _mm512_set1_epi32(*reinterpret_cast<const Both*>(a));
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)factors, (__m512bh)b);
+  }
+};
+
+template <>
+struct Rows<BFloat16> : ByTwo {
+  const uint16_t* at;
+  int64_t stride;
+
+  Rows(const uint16_t* at, int64_t stride) : at(at), stride(stride) {}
+  static Rows keys(const uint16_t* block, int, int block_size, int token) { return {block + token, block_size}; }
+  static Rows values(const uint16_t* block, int head_size, int, int token, int column) {
+    return {block + token * head_size + column, head_size};
+  }
+
+  template <bool IS_LAST>
+  __m512i load(int depth, int column) const {
+    const __m256i* row = reinterpret_cast<const __m256i*>(at + depth * stride + column);
+    const __m256i* next = reinterpret_cast<const __m256i*>(at + (depth + 1) * stride + column);
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(row)),
+                                            IS_LAST ? __m256i{} : _mm256_loadu_si256(next), 1);
+    Words in_turn;
+    for (int i = 0; i < 2 * LANES; ++i) in_turn[i] = i / 2 + i % 2 * LANES;
+    return _mm512_permutexvar_epi16((__m512i)in_turn, both);
+  }
+};
+
+// A matrix [depth, columns] as AMX reads it: LANES columns after the other, of each its rows by two.
+struct Pairs : ByTwo {
   const uint16_t* at;
   int64_t stride;  // between groups of columns
 
-  Floats load(int depth, int odd, int column) const {
-    const uint16_t* pairs = at + column / GROUP * stride + depth / 2 * (2 * GROUP) + column % GROUP * 2;
-    const Ints both = *reinterpret_cast<const Ints*>(pairs);
-    return (Floats)(odd ? both & int32_t(0xffff0000) : both << 16);
-  }
-
+  Pairs(const uint16_t* at, int64_t stride) : at(at), stride(stride) {}
   static Pairs keys(const uint16_t* block, int head_size, int, int token) {
-    return {block + token * head_size, GROUP * head_size};
+    return {block + token * head_size, LANES * head_size};
   }
   static Pairs values(const uint16_t* block, int, int block_size, int token, int column) {
-    return {block + column * block_size + token * GROUP, GROUP * block_size};
+    return {block + column * block_size + token * LANES, LANES * block_size};
+  }
+
+  template <bool IS_LAST>
+  __m512i load(int depth, int column) const {
+    const __m512i both = _mm512_loadu_si512(at + column / LANES * stride + depth * LANES);
+    return IS_LAST ? both & _mm512_set1_epi32(0xffff) : both;
   }
 };
+#endif
 
-// sum [R, V * LANES] += a [R, depth] times b [depth, V * LANES]; rows of a lie a_row floats apart.
+// sum [R, V * LANES] += a [R, depth] times b [depth, V * LANES]; rows of a lie a_row numbers apart.
 template <int R, int V, class Matrix>
-static inline __attribute__((always_inline)) void multiply(const float* a, int64_t a_row, const Matrix& b, int depth,
-                                                           Floats (&sum)[R][V]) {
+static inline __attribute__((always_inline)) void multiply(const typename Matrix::Factor* a, int64_t a_row,
+                                                           const Matrix& b, int depth, Floats (&sum)[R][V]) {
   constexpr int PARTS = R >= 4 ? 1 : 4 / R;  // of the depth: few rows are too few sums to hide the latency of each
-  constexpr int STEP = std::max(PARTS, 2);
+  constexpr int DEPTHS = Matrix::DEPTHS;
   Floats part[PARTS][R][V] = {};
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) part[0][r][v] = sum[r][v];
-  int k = 0;
-  for (; k + STEP <= depth; k += STEP)
-#pragma GCC unroll 4
-    for (int s = 0; s < STEP; ++s) {
-      Floats row[V];
-      for (int v = 0; v < V; ++v) row[v] = b.load(k + s, s % 2, v * LANES);
+  const auto add = [&]<bool IS_LAST>(std::bool_constant<IS_LAST>, int k, int p) __attribute__((always_inline)) {
+    decltype(b.template load<IS_LAST>(0, 0)) row[V];
+    for (int v = 0; v < V; ++v) row[v] = b.template load<IS_LAST>(k, v * LANES);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) part[s % PARTS][r][v] += a[r * a_row + k + s] * row[v];
-    }
-  for (; k < depth; ++k)
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < V; ++v) part[0][r][v] += a[r * a_row + k] * b.load(k, k % 2, v * LANES);
+      for (int v = 0; v < V; ++v) part[p][r][v] = Matrix::add(part[p][r][v], a + r * a_row + k, row[v]);
+  };
+  int k = 0;
+  for (; k + PARTS * DEPTHS <= depth; k += PARTS * DEPTHS)
+#pragma GCC unroll 4
+    for (int p = 0; p < PARTS; ++p) add(std::false_type{}, k + p * DEPTHS, p);
+  for (; k + DEPTHS <= depth; k += DEPTHS) add(std::false_type{}, k, 0);
+  if (k < depth) add(std::true_type{}, k, 0);
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) {
       sum[r][v] = part[0][r][v];
@@ -186,10 +235,12 @@ struct Head {
 };
 
 // Queries of one head, and their softmax so far: the sum of values, the greatest score, the sum of weights.
+template <class Factor>
 struct Queries {
-  float *queries, *sums, *top, *total;
+  Factor* queries;
+  float *sums, *top, *total;
   int head_size;
-  int number;  // of the first one, as `Sight` counts them
+  int number;  // of the first one, as `Scoring` counts them
 
   Queries from(int first) const {
     const int at = first * head_size;
@@ -203,8 +254,10 @@ struct Keys {
   int first, last;
 };
 
-// Which keys of its row a token sees: the first `lengths`; of those from `tree_starts` on, the ones whose bits are set.
-struct Sight {
+// What becomes of the product of a query and a key. A token sees the first `lengths` keys of its row; of those from
+// `tree_starts` on, the ones whose bits are set.
+struct Scoring {
+  float scale;
   const int32_t *lengths, *tree_starts;
   const uint64_t* trees;  // [tokens, words]
   int words, heads;       // queries of a token are numbered one after the other
@@ -237,32 +290,34 @@ struct Ahead {
 };
 
 // Let R queries attend to some keys. `scores` has room for [R, CHUNK].
-template <int R, class Matrix>
-static void attend(const Head<Matrix>& head, const Queries& of, const Sight& sight, const Keys& keys,
+template <int R, class Matrix, class Factor = typename Matrix::Factor>
+static void attend(const Head<Matrix>& head, const Queries<Factor>& of, const Scoring& scoring, const Keys& keys,
                    const Ahead<Matrix>& ahead, float* scores) {
   const int D = head.head_size, B = head.block_size, count = keys.last - keys.first;
   const int padded = (count + LANES - 1) / LANES * LANES;
+  const Factor* weights = reinterpret_cast<Factor*>(scores);  // which take the scores' place
+  constexpr int WEIGHTS = CHUNK * sizeof(float) / sizeof(Factor);
   for (int t = 0; t < count; t += COLUMNS) {
     const int at = keys.first + t;
     ahead.fetch(t);
     Floats sum[R][2] = {};
     multiply<R, 2>(of.queries, D, head.keys(keys.blocks[at / B], at % B), D, sum);
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < 2; ++v) store(scores + r * CHUNK + t + v * LANES, sum[r][v]);
+      for (int v = 0; v < 2; ++v) store(scores + r * CHUNK + t + v * LANES, sum[r][v] * scoring.scale);
   }
   float rescaled[R];
   for (int r = 0; r < R; ++r) {
     float* row = scores + r * CHUNK;
     std::fill(row + count, row + padded, LOWEST);  // whatever lies beyond the last key
-    sight.hide(of.number + r, keys, row);
+    scoring.hide(of.number + r, keys, row);
     Floats tops = load(row);
     for (int t = LANES; t < padded; t += LANES) tops = load(row + t) > tops ? load(row + t) : tops;
     const float top = std::max(of.top[r], reduced<false>(tops));
     Floats totals = {};
     for (int t = 0; t < padded; t += LANES) {
-      const Floats weights = exp2(load(row + t) - top);
-      totals += weights;
-      store(row + t, weights);
+      const Floats of_keys = exp2(load(row + t) - top);
+      totals += of_keys;
+      Matrix::store(reinterpret_cast<Factor*>(row) + t, of_keys);
     }
     rescaled[r] = exp2(Floats{} + (of.top[r] - top))[0];
     of.total[r] = of.total[r] * rescaled[r] + reduced<true>(totals);
@@ -275,7 +330,7 @@ static void attend(const Head<Matrix>& head, const Queries& of, const Sight& sig
     for (int t = 0, run; t < count; t += run) {
       const int at = keys.first + t;
       run = std::min(B - at % B, count - t);
-      multiply<R, V>(scores + t, CHUNK, head.values(keys.blocks[at / B], at % B, column), run, sum);
+      multiply<R, V>(weights + t, WEIGHTS, head.values(keys.blocks[at / B], at % B, column), run, sum);
     }
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < V; ++v) store(of.sums + r * D + column + v * LANES, sum[r][v]);
@@ -286,14 +341,14 @@ static void attend(const Head<Matrix>& head, const Queries& of, const Sight& sig
 }
 
 // Let `count` queries attend to some keys, in the largest tiles that they fill. `next` are those that come after.
-template <class Matrix, int... SIZES>
-static void attend_in_tiles(const Head<Matrix>& head, const Queries& of, int count, const Sight& sight,
+template <class Matrix, class Factor, int... SIZES>
+static void attend_in_tiles(const Head<Matrix>& head, const Queries<Factor>& of, int count, const Scoring& scoring,
                             const Keys& keys, const Ahead<Matrix>& next, float* scores,
                             std::integer_sequence<int, SIZES...>) {
   int done = 0;
   const auto tiles_of = [&]<int R>(std::integral_constant<int, R>) {
     for (; done + R <= count; done += R) {
-      attend<R>(head, of.from(done), sight, keys, next.part(done, done + R, count), scores);
+      attend<R>(head, of.from(done), scoring, keys, next.part(done, done + R, count), scores);
     }
   };
   (tiles_of(std::integral_constant<int, SIZES>{}), ...);
@@ -309,7 +364,7 @@ struct Batch {
   const int32_t* tables;              // [rows of the batch, blocks]
   int64_t table_stride;
   const int32_t *tokens, *rows, *lengths;  // by token of a group: its place in the batch, its row, the keys it sees
-  const int32_t* tree_starts;              // by token of a group, as in `Sight`
+  const int32_t* tree_starts;              // by token of a group, as in `Scoring`
   const uint64_t* trees;
   const int32_t *starts, *num_shared;  // by group: its first token, with an end; keys that all of its rows share
   int32_t num_groups, num_words, block_size, head_size, num_heads, num_kv_heads, num_threads;
@@ -320,6 +375,7 @@ template <class Matrix>
 static void attend_to_batch(const Batch& b) {
   using Number = typename Matrix::Number;
   using Stored = typename Number::Stored;
+  using Factor = typename Matrix::Factor;
   const int D = b.head_size, heads = b.num_heads / b.num_kv_heads;
   constexpr std::integer_sequence<int, TILES> tiles;
   struct Work {
@@ -329,7 +385,7 @@ static void attend_to_batch(const Batch& b) {
     const Stored* cache = static_cast<const Stored*>(b.cache) + work.kv_head * b.head_stride;
     return Head<Matrix>{cache, b.block_stride, b.block_size, D};
   };
-  const Sight sight = {b.lengths, b.tree_starts, b.trees, b.num_words, heads};
+  const Scoring scoring = {b.scale * LOG2_E, b.lengths, b.tree_starts, b.trees, b.num_words, heads};
   const auto blocks_of = [&](int token) { return b.tables + b.rows[token] * b.table_stride; };
   std::vector<Work> works;
   int most_queries = 0;
@@ -348,8 +404,8 @@ static void attend_to_batch(const Batch& b) {
     static thread_local std::vector<float> memory;  // kept, as it costs more to have than to fill
     memory.resize(std::max(memory.size(), size_t(most_queries) * (2 * D + 2) + MOST_TILE * CHUNK + LINE));
     float* scores = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + LINE - 1) / LINE * LINE);
-    Queries all = {scores + MOST_TILE * CHUNK, nullptr, nullptr, nullptr, D, 0};
-    all.sums = all.queries + most_queries * D;
+    Queries<Factor> all = {reinterpret_cast<Factor*>(scores + MOST_TILE * CHUNK), nullptr, nullptr, nullptr, D, 0};
+    all.sums = scores + MOST_TILE * CHUNK + most_queries * D;
     all.top = all.sums + most_queries * D;
     all.total = all.top + most_queries;
 #pragma omp for schedule(dynamic) nowait
@@ -362,7 +418,7 @@ static void attend_to_batch(const Batch& b) {
         const int64_t token = b.tokens[work.first + j / heads];
         const Stored* query = static_cast<const Stored*>(b.queries) + token * b.query_stride;
         query += (work.kv_head * heads + j % heads) * D;
-        for (int d = 0; d < D; ++d) all.queries[j * D + d] = Number::widened(query[d]) * (b.scale * LOG2_E);
+        for (int d = 0; d < D; ++d) all.queries[j * D + d] = Matrix::factor(query[d]);
       }
       std::fill(all.sums, all.sums + count * D, 0.0f);
       std::fill(all.top, all.top + count, LOWEST);
@@ -376,19 +432,19 @@ static void attend_to_batch(const Batch& b) {
       for (int t = 0; t < shared; t += CHUNK) {
         const Keys keys = {blocks, t, std::min(t + CHUNK, shared)};
         const Ahead<Matrix> next = {head, {blocks, keys.last, std::min(keys.last + CHUNK, shared)}};
-        attend_in_tiles(head, all, count, sight, keys, keys.last < shared ? next : first_of_next, scores, tiles);
+        attend_in_tiles(head, all, count, scoring, keys, keys.last < shared ? next : first_of_next, scores, tiles);
       }
       for (int token = work.first, next; token < work.last; token = next) {  // tokens of one row at a time
         next = token + 1;
         while (next < work.last && b.rows[next] == b.rows[token]) ++next;
-        const Queries own = all.from((token - work.first) * heads);
+        const Queries<Factor> own = all.from((token - work.first) * heads);
         if (next < work.last && b.lengths[next] > shared) {
           const int32_t block = blocks_of(next)[shared / b.block_size];
           head.prefetch(block, 0, int64_t(b.block_size + std::min(b.block_size, b.lengths[next] - shared)) * D);
         }
         for (int t = shared, end = b.lengths[next - 1]; t < end; t += CHUNK) {
           const Keys keys = {blocks_of(token), t, std::min(t + CHUNK, end)};
-          attend_in_tiles(head, own, (next - token) * heads, sight, keys, {head, {}}, scores, tiles);
+          attend_in_tiles(head, own, (next - token) * heads, scoring, keys, {head, {}}, scores, tiles);
         }
       }
       for (int j = 0; j < count; ++j) {
