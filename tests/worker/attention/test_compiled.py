@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ if shutil.which(os.environ.get("CXX", "g++")) is None:
 current_platform.import_kernels()
 
 
-def attended(batch: Batch, dtype: torch.dtype, isa: str) -> torch.Tensor:
+def attended(batch: Batch, dtype: torch.dtype, isa: str, **scoring: Any) -> torch.Tensor:
     """The kernel's outputs, on a cache that vLLM has written."""
     num_kv_heads, head_size = batch.keys.shape[1:]
     cache = torch.empty(batch.num_blocks, num_kv_heads, batch.block_size, 2 * head_size, dtype=dtype)
@@ -43,18 +44,18 @@ def attended(batch: Batch, dtype: torch.dtype, isa: str) -> torch.Tensor:
     # As a model has them: queries beside keys and values.
     queries = torch.cat([batch.queries, torch.full_like(batch.queries, torch.nan)], dim=1).to(dtype)
     plan = compiled.Plan(batch.shared, batch.tables, isa)
-    plan.attend(queries[:, : outputs.shape[1]], outputs, cache, batch.scale)
+    plan.attend(queries[:, : outputs.shape[1]], outputs, cache, batch.scale, **scoring)
     return outputs
 
 
-def check(batch: Batch, dtype: torch.dtype = torch.float32, isa: str = "vec") -> None:
+def check(batch: Batch, dtype: torch.dtype = torch.float32, isa: str = "vec", **scoring: Any) -> None:
     """Raise AssertionError unless rows of groups are as in float64, and others untouched."""
     batch.forget_unused()
     for name in ("queries", "keys", "values"):
         setattr(batch, name, getattr(batch, name).to(dtype).float())
-    found, of_groups = attended(batch, dtype, isa), batch.of_groups()
+    found, of_groups = attended(batch, dtype, isa, **scoring), batch.of_groups()
     assert (found[~of_groups] == UNTOUCHED).all()
-    expected, (rtol, atol) = batch.reference()[of_groups], TOLERANCES[dtype]
+    expected, (rtol, atol) = batch.reference(**scoring)[of_groups], TOLERANCES[dtype]
     torch.testing.assert_close(found[of_groups].double(), expected, rtol=rtol, atol=atol)
 
 
@@ -145,6 +146,18 @@ def test_trees_of_many_nodes_are_shared_out_among_threads() -> None:
         torch.set_num_threads(threads)
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_windows_caps_and_sinks(data: st.DataObject) -> None:
+    """Of trees, and of rows that share blocks; what is before all windows is not read."""
+    groups = data.draw(any_groups(2, 10, 40, 8, 20)) + data.draw(st.lists(any_trees(6, 70, 80, 20), max_size=2))
+    batch = TreeBatch(groups, 6, 2, 32 * data.draw(st.integers(1, 3)), 32, others=1, seed=data.draw(st.integers(0, 99)))
+    window = data.draw(st.none() | st.integers(1, 40) | st.integers(1, 800))
+    batch.forget_what_is_before(window)
+    sinks = data.draw(st.sampled_from([None, torch.linspace(-3, 8, 6)]))
+    check(batch, window=window, soft_cap=data.draw(st.sampled_from([0.0, 1.5, 50.0])), sinks=sinks)
+
+
 def test_great_scores_are_no_harm() -> None:
     batch = Batch([Group(9, 4, [5] * 9, [1] * 9)], 2, 2, 32, 32)
     batch.queries *= 300
@@ -158,7 +171,7 @@ def test_vllms_kernel_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     for isa, dtype in kinds:
         head_size = 80 if isa == "vec16" else 64
         compiled.check.__wrapped__(6, 2, head_size, block_size=32, dtype=dtype, isa=isa)
-    assert len(compared) == len(kinds)
+    assert len(compared) == 2 * len(kinds)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

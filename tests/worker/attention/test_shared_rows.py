@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_trie.worker.attention.shared_rows import RowTrees, SharedRows, tokens_of
+from vllm_trie.worker.attention.shared_rows import RowTrees, SharedRows, first_keys, tokens_of
 
 
 def test_tokens_of_groups_come_one_group_after_the_other_and_each_sees_what_came_before() -> None:
@@ -17,7 +17,7 @@ def test_tokens_of_groups_come_one_group_after_the_other_and_each_sees_what_came
     assert shared.starts.tolist() == [0, 3, 6]
     assert shared.num_shared.tolist() == [64, 32]
     assert shared.tree_starts.tolist() == shared.lengths.tolist()
-    assert shared.trees.shape == (6, 0)
+    assert not shared.trees.any()
     assert {array.dtype for array in shared[:-1]} == {np.dtype(np.int32)}
 
 
@@ -36,3 +36,15 @@ def test_what_tokens_see_of_trees_is_packed_into_words_and_no_part_of_a_tree_is_
     assert shared.tree_starts.tolist() == [40, 70, 70, 70]
     assert shared.trees.tolist() == [[0, 0], [0b011, 0], [0b101, 0], [-1, 0b11]]
     assert shared.num_shared.tolist() == [32, 64]
+
+
+def test_windows_are_counted_in_positions_not_in_places_of_the_cache() -> None:
+    """A root, its child, and below the child two chains, node by node in turn."""
+    sees = np.array([[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0]], bool)
+    sees = np.vstack([sees, [[1, 1, 1, 0, 1, 0], [1, 1, 0, 1, 0, 1]]]).astype(bool)
+    groups = [SharedRows(np.array([0]), 0, RowTrees(40, [sees])), SharedRows(np.array([1]), 0)]
+    shared = tokens_of(groups, np.array([0, 6, 8]), np.array([46, 50]), block_size=32)
+    assert first_keys(shared, None).tolist() == [0] * 8
+    assert first_keys(shared, 3).tolist() == [38, 39, 40, 40, 41, 41, 46, 47]
+    assert first_keys(shared, 2).tolist() == [39, 40, 41, 41, 42, 43, 47, 48]
+    assert first_keys(shared, 45).tolist() == [0, 0, 0, 0, 0, 0, 4, 5]

@@ -35,27 +35,45 @@ class TreeBatch(Batch):
                 start = int(self.lengths[places[0]]) - len(group.trees[0])
                 self.rows[number] = self.rows[number]._replace(trees=RowTrees(start, computed))
 
-    def reference(self) -> torch.Tensor:
+    def reference(
+        self, window: int | None = None, soft_cap: float = 0.0, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """[tokens, heads, head size] float64, of all rows."""
         outputs, heads = [], self.queries.shape[1] // self.keys.shape[1]
         for row, (first, end) in enumerate(zip(self.starts[:-1], self.starts[1:], strict=True)):
             keys, values = (
                 part[self.slots(row)].double().repeat_interleave(heads, 1) for part in (self.keys, self.values)
             )
-            sees, _ = self.sees(row)
+            sees = self.sees(row, window)[first - end :]
+            values[~sees.any(0)] = 0  # which may be no numbers
             scores = torch.einsum("qhd,khd->hqk", self.queries[first:end].double(), keys) * self.scale
-            weights = scores.masked_fill(~sees[first - end :], -torch.inf).softmax(-1)
+            if soft_cap:
+                scores = soft_cap * (scores / soft_cap).tanh()
+            scores = scores.masked_fill(~sees, -torch.inf)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(sees), -1)], dim=-1)
+            weights = scores.softmax(-1)[..., : len(keys)]
             outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
         return torch.cat(outputs)
 
-    def sees(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[length, length] bool, which tokens of a row see which, and [length], their positions."""
+    def sees(self, row: int, window: int | None = None) -> torch.Tensor:
+        """[length, length] bool, which tokens of a row see which."""
         length = int(self.lengths[row])
         sees = torch.ones(length, length, dtype=torch.bool).tril()
         if row in self.trees:
             nodes = len(self.trees[row])
             sees[-nodes:, -nodes:] = torch.from_numpy(self.trees[row])
-        return sees, sees.sum(1) - 1
+        positions = sees.sum(1) - 1
+        return sees if window is None else sees & (positions[:, None] - positions < window)
+
+    def forget_what_is_before(self, window: int | None) -> None:
+        """Let blocks before all that any row sees be no numbers."""
+        seen = torch.zeros(len(self.keys), dtype=torch.bool)
+        for row, count in enumerate(self.starts.diff().tolist()):
+            first = int(self.sees(row, window)[-count:].any(0).nonzero()[0])
+            seen[self.slots(row)[first:]] = True
+        unseen = ~seen.view(-1, self.block_size).any(1).repeat_interleave(self.block_size)
+        self.keys[unseen] = self.values[unseen] = torch.nan
 
 
 def random_tree(num_nodes: int, seed: int) -> np.ndarray:

@@ -18,7 +18,7 @@ import torch
 import vllm.envs as envs
 from vllm import _custom_ops as ops
 
-from vllm_trie.worker.attention.shared_rows import SharedRows, SharedTokens, tokens_of
+from vllm_trie.worker.attention.shared_rows import SharedRows, SharedTokens, first_keys, tokens_of
 
 SOURCE = Path(__file__).with_name("shared_prefix.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-fopenmp")
@@ -45,11 +45,12 @@ class _Batch(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("block_stride", "head_stride")),
         ("tables", ctypes.c_void_p),
         ("table_stride", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("tokens", "rows", "lengths", "tree_starts", "trees")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "rows", "lengths", "firsts", "tree_starts", "trees")),
         *((name, ctypes.c_void_p) for name in ("starts", "num_shared")),
         *((name, ctypes.c_int32) for name in ("num_groups", "num_words", "block_size", "head_size")),
         *((name, ctypes.c_int32) for name in ("num_heads", "num_kv_heads", "num_threads")),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
+        ("sinks", ctypes.c_void_p),
     )
 
 
@@ -74,14 +75,23 @@ class Plan:
         batch.tree_starts, batch.trees = shared.tree_starts.ctypes.data, shared.trees.ctypes.data
         batch.starts, batch.num_shared = shared.starts.ctypes.data, shared.num_shared.ctypes.data
         batch.num_groups, batch.num_words = len(shared.num_shared), shared.trees.shape[1]
-        batch.num_threads = torch.get_num_threads()
+        batch.num_threads, self._firsts = torch.get_num_threads(), dict[int | None, np.ndarray]()  # by window
 
     @property
     def shared(self) -> SharedTokens:
         """The tokens."""
         return self._kept[0]
 
-    def attend(self, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor, scale: float) -> None:
+    def attend(
+        self,
+        queries: torch.Tensor,
+        outputs: torch.Tensor,
+        kv_cache: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         """Attention in one layer, causal or along trees. Outputs of what else is in the batch stay as they are.
 
         Args:
@@ -90,6 +100,9 @@ class Plan:
             kv_cache: [blocks, KV heads, block size, 2 * head size] of the same type, as vLLM's CPU backend lays it out
                 in blocks of 32 tokens or multiples of that.
             scale: Of the scores.
+            window: Positions that a token sees, its own included. Blocks that all came before are not read.
+            soft_cap: What scaled scores are bent to stay below; 0 if nothing.
+            sinks: [heads] float32, scores that take part in the softmax and have no values.
 
         Raises:
             CompilerError: there is no kernel for this machine.
@@ -100,11 +113,16 @@ class Plan:
         assert queries.dtype == outputs.dtype == kv_cache.dtype
         assert queries.stride()[1:] == outputs.stride()[1:] == (head_size, 1)
         assert dense == [2 * head_size, 1]
+        assert sinks is None or sinks.dtype == torch.float32
         assert block_size % BLOCK_SIZES == head_size % HEAD_SIZES == num_heads % num_kv_heads == 0
         batch = self._batch
         batch.queries, batch.outputs, batch.cache = queries.data_ptr(), outputs.data_ptr(), kv_cache.data_ptr()
         batch.query_stride, batch.output_stride = queries.stride(0), outputs.stride(0)
         batch.block_stride, batch.head_stride, batch.scale = block_stride, head_stride, scale
+        if window not in self._firsts:
+            self._firsts[window] = first_keys(self.shared, window)
+        batch.firsts, batch.soft_cap = self._firsts[window].ctypes.data, soft_cap
+        batch.sinks = None if sinks is None else sinks.data_ptr()
         batch.block_size, batch.head_size = block_size, head_size
         batch.num_heads, batch.num_kv_heads = num_heads, num_kv_heads
         kernel(MATRICES[self._isa, kv_cache.dtype])(ctypes.byref(batch))
@@ -130,17 +148,17 @@ def check(
     tables = torch.tensor([[*range(num_shared), num_shared + row] for row in range(num_rows)], dtype=torch.int32)
     lengths = torch.arange(num_rows, dtype=torch.int32) + num_shared * block_size + 1
     starts, scale = torch.arange(num_rows + 1, dtype=torch.int32), head_size**-0.5
-    ours, theirs = torch.empty(2, *queries.shape, dtype=dtype)
     rows = SharedRows(np.arange(num_rows), num_shared * block_size)
     plan = Plan(tokens_of([rows], starts.numpy(), lengths.numpy(), block_size), tables, isa)
-    plan.attend(queries, ours, cache, scale)
     of_heads = num_rows, num_heads, num_kv_heads, head_size
     schedule = ops.cpu_attn_get_scheduler_metadata(*of_heads, lengths, dtype, starts, True, -1, isa, True)
-    ops.cpu_attention_with_kv_cache(
-        *(queries, *halves, theirs, starts, lengths, scale, True, None, -1, tables, 0.0, schedule, None)
-    )
-    if not torch.allclose(ours, theirs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]):
-        raise CompilerError("its kernel differs from vLLM's: this vLLM lays its KV cache out otherwise")
+    for window, soft_cap, sinks in ((-1, 0.0, None), (block_size + 5, 2.0, torch.linspace(-1, 1, num_heads))):
+        ours, theirs = torch.empty(2, *queries.shape, dtype=dtype)
+        plan.attend(queries, ours, cache, scale, window if window > 0 else None, soft_cap, sinks)
+        of_batch = starts, lengths, scale, True, None, window, tables, soft_cap, schedule, sinks
+        ops.cpu_attention_with_kv_cache(queries, *halves, theirs, *of_batch)
+        if not torch.allclose(ours, theirs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]):
+            raise CompilerError("its kernel differs from vLLM's: this vLLM lays its KV cache out otherwise")
 
 
 @cache

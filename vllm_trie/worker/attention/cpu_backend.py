@@ -27,7 +27,7 @@ from vllm_trie.selection import config_of, has_beams
 from vllm_trie.worker.attention import compiled
 from vllm_trie.worker.attention.compiled import Plan
 from vllm_trie.worker.attention.shared_rows import SharesPrefixes, tokens_of
-from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_plain, others_than, replace_backend
+from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_causal, others_than, replace_backend
 
 logger = init_logger("vllm.trie_beam.attention")
 
@@ -57,7 +57,7 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
         if not has_beams(self.vllm_config) or type(self) is not SharedPrefixBuilder:
             return False
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
-        is_known_kind = all(is_plain(layer.impl) and not layer.impl.is_fp8_kv_cache for layer in layers.values())
+        is_known_kind = all(is_causal(layer.impl) and not layer.impl.is_fp8_kv_cache for layer in layers.values())
         is_known_shape = (self.isa, self.dtype) in compiled.MATRICES and self.head_dim % compiled.HEAD_SIZES == 0
         if not (is_known_kind and is_known_shape) or self.is_cross_attention:
             return False
@@ -77,6 +77,7 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
             return self.can_share and num_shared > 0
         was_measured = self.isa != "amx"  # whose matrix units vLLM's kernel has to itself
         heads = self.num_heads // self.num_kv_heads
+        num_shared = min(num_shared, self.window_size) if self.window_size > 0 else num_shared
         return self.can_share and was_measured and pays(num_rows, num_shared, heads, self.dtype)
 
     def by_token(self, kv_cache: torch.Tensor) -> list[torch.Tensor]:
@@ -112,6 +113,11 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
 
 class SharedPrefixImpl(AttendsApart, CPUAttentionBackendImpl):
     """Attention of rows that share blocks, and beside them of all others."""
+
+    def attend(self, plan: Plan, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor) -> None:
+        window = self.sliding_window if self.sliding_window > 0 else None
+        sinks = None if self.sinks is None else self.sinks.float()
+        plan.attend(queries, outputs, kv_cache, self.scale, window, self.logits_soft_cap, sinks)
 
 
 class SharedPrefixBackend(CPUAttentionBackend):

@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_trie.selection import config_of, has_beams
 from vllm_trie.worker.attention.shared_rows import SharesPrefixes, tokens_of
-from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_plain, others_than, replace_backend
+from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_causal, others_than, replace_backend
 from vllm_trie.worker.attention.triton_kernels import MOST_HEAD_SIZE, TILE, Plan
 
 OF_BATCH = ("num_actual_tokens", "max_query_len", "query_start_loc", "seq_lens", "slot_mapping")
@@ -62,7 +62,7 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
             )
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         return (
-            all(is_plain(layer.impl) for layer in layers.values())
+            all(_is_plain(layer.impl) for layer in layers.values())
             and self.kv_cache_dtype == self.model_config.dtype
             and self.headdim % 16 == 0
             and self.headdim <= MOST_HEAD_SIZE
@@ -104,6 +104,12 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
 
 class SharedPrefixImpl(AttendsApart, FlashAttentionImpl):
     """Attention of rows that share blocks, and beside them of all others."""
+
+
+def _is_plain(impl: Any) -> bool:
+    """Whether a layer's attention is of all keys that come before a token, by their softmax alone."""
+    is_softmax = not impl.logits_soft_cap and impl.sinks is None
+    return is_causal(impl) and impl.sliding_window == (-1, -1) and is_softmax
 
 
 class SharedPrefixBackend(FlashAttentionBackend):

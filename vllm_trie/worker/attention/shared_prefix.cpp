@@ -254,17 +254,32 @@ struct Keys {
   int first, last;
 };
 
-// What becomes of the product of a query and a key. A token sees the first `lengths` keys of its row; of those from
+// What becomes of the product of a query and a key. A token sees keys [firsts, lengths) of its row; of those from
 // `tree_starts` on, the ones whose bits are set.
 struct Scoring {
-  float scale;
-  const int32_t *lengths, *tree_starts;
+  float scale, soft_cap;  // 0 if there is none
+  const int32_t *firsts, *lengths, *tree_starts;
   const uint64_t* trees;  // [tokens, words]
   int words, heads;       // queries of a token are numbered one after the other
+
+  // To base 2.
+  Floats score(Floats product) const {
+    const Floats x = product * scale;
+    if (soft_cap == 0) return x * LOG2_E;
+    const Floats capped = x / soft_cap, size = capped < 0.0f ? -capped : capped;
+    const Floats rest = exp2(size * (-2 * LOG2_E)), tanh = (1.0f - rest) / (1.0f + rest);
+    return (capped < 0.0f ? -tanh : tanh) * (soft_cap * LOG2_E);
+  }
+
+  // The first key that any of some tokens sees, or one shortly before it, where a tile may begin.
+  int first(int token, int end) const {
+    return *std::min_element(firsts + token, firsts + end) / COLUMNS * COLUMNS;
+  }
 
   // Let the keys that a query does not see have the lowest score.
   void hide(int query, const Keys& keys, float* scores) const {
     const int token = query / heads, length = lengths[token], tree_start = tree_starts[token];
+    for (int at = keys.first; at < std::min(keys.last, firsts[token]); ++at) scores[at - keys.first] = LOWEST;
     for (int at = std::max(keys.first, tree_start); at < std::min(keys.last, length); ++at) {
       const int node = at - tree_start;
       const bool is_seen = trees[int64_t(token) * words + node / 64] >> node % 64 & 1;
@@ -303,7 +318,7 @@ static void attend(const Head<Matrix>& head, const Queries<Factor>& of, const Sc
     Floats sum[R][2] = {};
     multiply<R, 2>(of.queries, D, head.keys(keys.blocks[at / B], at % B), D, sum);
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < 2; ++v) store(scores + r * CHUNK + t + v * LANES, sum[r][v] * scoring.scale);
+      for (int v = 0; v < 2; ++v) store(scores + r * CHUNK + t + v * LANES, scoring.score(sum[r][v]));
   }
   float rescaled[R];
   for (int r = 0; r < R; ++r) {
@@ -364,11 +379,12 @@ struct Batch {
   const int32_t* tables;              // [rows of the batch, blocks]
   int64_t table_stride;
   const int32_t *tokens, *rows, *lengths;  // by token of a group: its place in the batch, its row, the keys it sees
-  const int32_t* tree_starts;              // by token of a group, as in `Scoring`
+  const int32_t *firsts, *tree_starts;     // by token of a group, as in `Scoring`
   const uint64_t* trees;
   const int32_t *starts, *num_shared;  // by group: its first token, with an end; keys that all of its rows share
   int32_t num_groups, num_words, block_size, head_size, num_heads, num_kv_heads, num_threads;
-  float scale;
+  float scale, soft_cap;
+  const float* sinks;  // [num_heads], scores of what has no value; null if there is none
 };
 
 template <class Matrix>
@@ -385,7 +401,7 @@ static void attend_to_batch(const Batch& b) {
     const Stored* cache = static_cast<const Stored*>(b.cache) + work.kv_head * b.head_stride;
     return Head<Matrix>{cache, b.block_stride, b.block_size, D};
   };
-  const Scoring scoring = {b.scale * LOG2_E, b.lengths, b.tree_starts, b.trees, b.num_words, heads};
+  const Scoring scoring = {b.scale, b.soft_cap, b.firsts, b.lengths, b.tree_starts, b.trees, b.num_words, heads};
   const auto blocks_of = [&](int token) { return b.tables + b.rows[token] * b.table_stride; };
   std::vector<Work> works;
   int most_queries = 0;
@@ -421,15 +437,18 @@ static void attend_to_batch(const Batch& b) {
         for (int d = 0; d < D; ++d) all.queries[j * D + d] = Matrix::factor(query[d]);
       }
       std::fill(all.sums, all.sums + count * D, 0.0f);
-      std::fill(all.top, all.top + count, LOWEST);
-      std::fill(all.total, all.total + count, 0.0f);
+      for (int j = 0; j < count; ++j) {
+        all.top[j] = b.sinks == nullptr ? LOWEST : b.sinks[work.kv_head * heads + j % heads] * LOG2_E;
+        all.total[j] = b.sinks == nullptr ? 0.0f : 1.0f;
+      }
 
       // The work that, if all take equally long, comes after this one in this thread.
       const Work& after = works[std::min<int>(index + b.num_threads, works.size() - 1)];
-      const Keys first_keys = {blocks_of(after.first), 0, std::min(CHUNK, b.num_shared[after.group])};
+      const int first = scoring.first(after.first, after.last), end_of_next = b.num_shared[after.group];
+      const Keys first_keys = {blocks_of(after.first), first, std::min(first + CHUNK, end_of_next)};
       const Ahead<Matrix> first_of_next = {head_of(after), first_keys};
       const int32_t* blocks = blocks_of(work.first);
-      for (int t = 0; t < shared; t += CHUNK) {
+      for (int t = scoring.first(work.first, work.last); t < shared; t += CHUNK) {
         const Keys keys = {blocks, t, std::min(t + CHUNK, shared)};
         const Ahead<Matrix> next = {head, {blocks, keys.last, std::min(keys.last + CHUNK, shared)}};
         attend_in_tiles(head, all, count, scoring, keys, keys.last < shared ? next : first_of_next, scores, tiles);
@@ -439,10 +458,11 @@ static void attend_to_batch(const Batch& b) {
         while (next < work.last && b.rows[next] == b.rows[token]) ++next;
         const Queries<Factor> own = all.from((token - work.first) * heads);
         if (next < work.last && b.lengths[next] > shared) {
-          const int32_t block = blocks_of(next)[shared / b.block_size];
-          head.prefetch(block, 0, int64_t(b.block_size + std::min(b.block_size, b.lengths[next] - shared)) * D);
+          const int begin = std::max(shared, b.firsts[next]), held = std::min(b.block_size, b.lengths[next] - begin);
+          head.prefetch(blocks_of(next)[begin / b.block_size], 0, int64_t(b.block_size + held) * D);
         }
-        for (int t = shared, end = b.lengths[next - 1]; t < end; t += CHUNK) {
+        const int end = b.lengths[next - 1];
+        for (int t = std::max(shared, scoring.first(token, next)); t < end; t += CHUNK) {
           const Keys keys = {blocks_of(token), t, std::min(t + CHUNK, end)};
           attend_in_tiles(head, own, (next - token) * heads, scoring, keys, {head, {}}, scores, tiles);
         }

@@ -98,10 +98,26 @@ def tokens_of(
 
 
 def pack(masks: Sequence[np.ndarray]) -> np.ndarray:
-    """The rows of all masks, each [rows, columns] bool, as bits: [all rows, words of the widest] int64."""
-    num_words = -(-max((mask.shape[1] for mask in masks), default=0) // WORD)
+    """The rows of all masks, each [rows, columns] bool, as bits: [all rows, words of the widest or 1] int64."""
+    num_words = -(-max((mask.shape[1] for mask in masks), default=1) // WORD)
     bits, at = np.zeros((sum(map(len, masks)), num_words * WORD), dtype=bool), 0
     for mask in masks:
         bits[at : at + len(mask), : mask.shape[1]] = mask
         at += len(mask)
     return np.packbits(bits, axis=1, bitorder="little").view(np.int64)
+
+
+def first_keys(shared: SharedTokens, window: int | None) -> np.ndarray:
+    """[N] int32, the first key that each token sees, if it sees so many positions, its own included; None: all.
+
+    In a tree the positions of its ancestors come before a token's own, wherever in the cache they are.
+    """
+    if window is None:
+        return np.zeros(len(shared.lengths), dtype=np.int32)
+    sees = np.unpackbits(shared.trees.view(np.uint8), axis=1, bitorder="little")
+    from_here = sees[:, ::-1].cumsum(axis=1, dtype=np.int32)[
+        :, ::-1
+    ]  # tokens of the tree that it sees, from each one on
+    in_tree, in_window = from_here[:, 0], (sees > 0) & (from_here <= window)
+    first = shared.tree_starts + np.where(in_tree > window, in_window.argmax(axis=1), in_tree - window)
+    return np.maximum(first, 0).astype(np.int32)

@@ -12,8 +12,6 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionType, CommonAtt
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
-NO_WINDOW = (-1, (-1, -1))  # as vLLM's backends write it
-
 
 def replace_backend(stock: AttentionBackendEnum, backend: type[AttentionBackend]) -> None:
     """Let engines of this process find a backend of ours where they look for one of vLLM's."""
@@ -95,7 +93,7 @@ class AttendsApart:
     attn_type: str
     alibi_slopes: Any
     sliding_window: Any
-    logits_soft_cap: float | None
+    logits_soft_cap: Any
     sinks: Any
 
     def forward(
@@ -114,7 +112,7 @@ class AttendsApart:
         stock = super().forward  # type: ignore[misc]
         if not isinstance(attn_metadata, SetApart) or attn_metadata.plan is None:
             return stock(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        attn_metadata.plan.attend(query, output, kv_cache, self.scale)
+        self.attend(attn_metadata.plan, query, output, kv_cache)
         if attn_metadata.others is not None:
             at = attn_metadata.other_tokens
             queries, of_others = query[at], torch.empty_like(output[at])
@@ -122,14 +120,11 @@ class AttendsApart:
             output[at] = of_others
         return output
 
+    def attend(self, plan: Any, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor) -> None:
+        """Let a plan compute attention as this layer has it."""
+        plan.attend(queries, outputs, kv_cache, self.scale)
 
-def is_plain(impl: Any) -> bool:
-    """Whether a layer's attention is what our kernels compute: causal, of all keys, by their softmax alone."""
-    return (
-        isinstance(impl, AttendsApart)
-        and impl.attn_type == AttentionType.DECODER
-        and impl.alibi_slopes is None
-        and impl.sliding_window in NO_WINDOW
-        and not impl.logits_soft_cap
-        and impl.sinks is None
-    )
+
+def is_causal(impl: Any) -> bool:
+    """Whether a layer's attention is of a kind that our kernels compute: causal, by products of queries and keys."""
+    return isinstance(impl, AttendsApart) and impl.attn_type == AttentionType.DECODER and impl.alibi_slopes is None
