@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.sharing import Batch, Group, any_groups
+from tests.worker.attention.trees import TreeBatch, TreeGroup, any_trees, random_tree
 from vllm_trie.worker.attention import triton_kernels
+from vllm_trie.worker.attention.shared_rows import row_by_row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNTOUCHED = 123.0
@@ -67,3 +69,24 @@ def test_any_batch(data: st.DataObject) -> None:
     num_kv_heads = data.draw(st.integers(1, 2))
     num_heads = num_kv_heads * data.draw(st.integers(1, 4))
     check(Batch(groups, num_heads, num_kv_heads, 32, 16, data.draw(st.integers(0, 2)), data.draw(st.integers(0, 99))))
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_batch_with_trees(data: st.DataObject) -> None:
+    """Beside groups whose rows are no trees, and beside ordinary rows."""
+    trees = data.draw(st.lists(any_trees(4, 40, 70, 6), min_size=1, max_size=2))
+    groups = trees + data.draw(any_groups(1, 5, 30, 4, 6)) * data.draw(st.integers(0, 1))
+    num_kv_heads = data.draw(st.integers(1, 2))
+    num_heads = num_kv_heads * data.draw(st.integers(1, 4))
+    others, seed = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 99))
+    check(TreeBatch(groups, num_heads, num_kv_heads, 32, 16, others, seed))
+
+
+def test_each_row_can_be_a_group_of_its_own() -> None:
+    trees = [random_tree(nodes, nodes) for nodes in (3, 1, 20)]
+    group = TreeGroup(3, 1, [30 + len(tree) for tree in trees], [3, 1, 9], trees=trees)
+    batch = TreeBatch([group], 4, 2, 32, 16)
+    batch.rows = row_by_row(batch.rows)
+    assert batch.shared.num_shared.tolist() == [32] * 3
+    check(batch)

@@ -7,6 +7,7 @@ without such rows replay full CUDA graphs as ever, steps with them piecewise one
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_trie.selection import config_of, has_beams
-from vllm_trie.worker.attention.shared_rows import SharesPrefixes, tokens_of
+from vllm_trie.worker.attention.shared_rows import SharesPrefixes, row_by_row, tokens_of
 from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_causal, others_than, replace_backend
 from vllm_trie.worker.attention.triton_kernels import MOST_HEAD_SIZE, TILE, Plan
 
@@ -47,22 +48,26 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = config_of(self.vllm_config)
         # vLLM derives builders of its own from this one, for batches that are not the runner's.
-        is_asked = has_beams(self.vllm_config) and config.shared_prefix_attention == "on"
-        self.can_share = is_asked and type(self) is SharedPrefixBuilder and self._can_share()
-
-    def _can_share(self) -> bool:
-        """Whether all layers of this builder can read shared blocks once."""
+        self._is_for_beams = has_beams(self.vllm_config) and type(self) is SharedPrefixBuilder
+        is_asked = self._is_for_beams and config_of(self.vllm_config).shared_prefix_attention == "on"
         mode = self.compilation_config.cudagraph_mode
-        if mode.mixed_mode() == CUDAGraphMode.FULL:
+        self._has_mixed_graphs = mode.mixed_mode() == CUDAGraphMode.FULL
+        if is_asked and self._has_mixed_graphs:
             raise ValueError(
                 f'shared_prefix_attention="on" and cudagraph_mode={mode.name} exclude each other, as full graphs hold '
                 f"vLLM's attention; use FULL_AND_PIECEWISE, or leave shared_prefix_attention out"
             )
+        self.can_share = is_asked and self.takes_trees
+
+    @cached_property
+    def takes_trees(self) -> bool:
+        """Whether all layers of this builder are of a kind that the kernels compute."""
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         return (
-            all(_is_plain(layer.impl) for layer in layers.values())
+            self._is_for_beams
+            and not self._has_mixed_graphs
+            and all(_is_plain(layer.impl) for layer in layers.values())
             and self.kv_cache_dtype == self.model_config.dtype
             and self.headdim % 16 == 0
             and self.headdim <= MOST_HEAD_SIZE
@@ -88,6 +93,8 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
         if not groups or common.causal is not True:
             return super().build(common_prefix_len, common, *args, **kwargs)
         assert common.seq_lens_cpu_upper_bound is not None
+        if not self.can_share:
+            groups = row_by_row(groups)
         bounds, tables = common.seq_lens_cpu_upper_bound.numpy(), common.block_table_tensor
         shared = tokens_of(groups, common.query_start_loc_cpu.numpy(), bounds, self.block_size)
         behind = async_tensor_h2d(bounds[shared.rows] - shared.lengths, device=self.device, dtype=torch.int32)

@@ -37,9 +37,9 @@ class SharesPrefixes(ABC):
     groups: Sequence[SharedRows] = ()  # of the next batch that it sees, such as it takes; it takes them out
 
     @property
+    @abstractmethod
     def takes_trees(self) -> bool:
         """Whether all of these layers can attend to trees, also where they do not share."""
-        return False
 
     @abstractmethod
     def takes(self, num_rows: int, num_shared: int) -> bool:
@@ -60,6 +60,16 @@ class SharedTokens(NamedTuple):
     num_shared: np.ndarray  # [G] int32, keys that all rows of a group share
     tree_starts: np.ndarray  # [N] int32, the first key that belongs to the tree of its row; its length if there is none
     trees: np.ndarray  # [N, words] int64; bit i of all words: whether it sees key i of its row's tree
+
+
+def row_by_row(groups: Sequence[SharedRows]) -> list[SharedRows]:
+    """Each row of groups that compute trees as a group of its own, whose tokens share what comes before the tree."""
+    found = []
+    for places, _, trees in groups:
+        assert trees is not None
+        for place, mask in zip(np.array_split(places, len(places)), trees.sees, strict=True):
+            found.append(SharedRows(place, trees.start, RowTrees(trees.start, [mask])))
+    return found
 
 
 def tokens_of(

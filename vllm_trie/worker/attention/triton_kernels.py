@@ -2,6 +2,7 @@
 
 The first kernel goes over the blocks that all rows of a group share, with a tile of their queries at a time, in parts
 that run side by side; the second goes over each token's own blocks, and begins with the sums that the first one left.
+There the newest tokens of a row may be a tree, of which each token sees its ancestors and itself.
 No autotuning and no atomics: ranks that compute the same get the same.
 """
 
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 
 from vllm_trie.search.devices import uploaded
-from vllm_trie.worker.attention.shared_rows import SharedTokens
+from vllm_trie.worker.attention.shared_rows import WORD, SharedTokens
 
 MOST_HEAD_SIZE = 256
 TILE = 64  # queries that a program of the first kernel takes
@@ -24,6 +25,7 @@ LEAST_QUERIES = 16  # that tensor cores multiply
 MOST_PARTS, LEAST_PART = 16, 512  # of the shared keys; keys of one
 NUM_WARPS, NUM_STAGES = 4, 2
 LOG2_E = 1.4426950408889634
+BITS = tl.constexpr(WORD)
 
 
 class Plan:
@@ -50,14 +52,15 @@ class Plan:
         tiles = np.stack(
             [first, np.minimum(first + per_tile, shared.starts[1:][of_group]), shared.num_shared[of_group]]
         )
-        of_tokens = np.stack([shared.places, shared.rows, np.repeat(shared.num_shared, counts)])
+        of_tokens = np.stack([shared.places, shared.rows, np.repeat(shared.num_shared, counts), shared.tree_starts])
+        self._trees, self._has_trees = uploaded(shared.trees, device), bool((shared.tree_starts < shared.lengths).any())
         self._tiles, self._tokens = (uploaded(array.astype(np.int32), device) for array in (tiles, of_tokens))
         programs, most = len(first) * num_kv_heads, int(shared.num_shared.max())
         wanted = -(-2 * _num_processors(device) // programs)
         self._num_parts = max(min(MOST_PARTS, wanted, -(-most // LEAST_PART)), 1)
 
     def attend(self, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor, scale: float) -> None:
-        """Causal attention in one layer. Outputs of what else is in the batch stay as they are.
+        """Attention in one layer, causal or along trees. Outputs of what else is in the batch stay as they are.
 
         Args:
             queries: [tokens of the batch, heads, head size], the last two dimensions dense.
@@ -92,8 +95,9 @@ class Plan:
             **of_both,
         )
         _attend_to_own[count, num_kv_heads](
-            *(queries, queries.stride(0), outputs, outputs.stride(0), *cache, *self._tokens, self._lengths, sums, logs),
-            *(*counts, scale * LOG2_E),
+            *(queries, queries.stride(0), outputs, outputs.stride(0), *cache, *self._tokens, self._lengths),
+            *(self._trees, self._trees.shape[1], sums, logs, *counts, scale * LOG2_E),
+            has_trees=self._has_trees,
             padded_heads=max(triton.next_power_of_2(heads), LEAST_QUERIES),
             **of_both,
         )
@@ -105,16 +109,18 @@ def _num_processors(device: torch.device) -> int:
 
 @triton.jit
 def _attend(
-    query, top, total, sums, start, end, cache, block_stride, token_stride, table, scale, head_size: tl.constexpr,
-    padded_size: tl.constexpr, block_size: tl.constexpr, keys_at_a_time: tl.constexpr,
+    query, top, total, sums, start, end, tree_start, tree, cache, block_stride, token_stride, table, scale,
+    has_tree: tl.constexpr, head_size: tl.constexpr, padded_size: tl.constexpr, block_size: tl.constexpr,
+    keys_at_a_time: tl.constexpr,
 ):  # fmt: skip
-    """Go on with a softmax, over keys [start, end).
+    """Go on with a softmax, over keys [start, end), of which those from tree_start on are seen whose bits are set.
 
     Args:
         query: [M, padded_size].
         top: [M] float32.
         total: [M] float32.
         sums: [M, padded_size] float32.
+        tree: At the token.
         cache: At the KV head.
         table: At the row.
     """
@@ -128,7 +134,12 @@ def _attend(
         is_there = is_key[:, None] & in_head[None, :]
         keys = tl.load(at[:, None] + column[None, :], mask=is_there, other=0.0)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        is_seen = is_key
+        if has_tree:
+            node = tl.maximum(key - tree_start, 0)
+            word = tl.load(tree + node // BITS, mask=is_key & (key >= tree_start), other=-1)
+            is_seen = is_key & (((word >> (node % BITS).to(tl.int64)) & 1) != 0)
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         weights, rescaled = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
         values = tl.load(at[:, None] + head_size + column[None, :], mask=is_there, other=0.0)
@@ -183,8 +194,8 @@ def _attend_to_shared(
     per_part = tl.cdiv(tl.cdiv(shared, num_parts), keys_at_a_time) * keys_at_a_time
     start = part * per_part
     top, total, sum_of_tile = _attend(
-        of_tile, top, total, sum_of_tile, start, tl.minimum(start + per_part, shared),
-        cache + kv_head * head_stride, block_stride, token_stride, table, scale,
+        of_tile, top, total, sum_of_tile, start, tl.minimum(start + per_part, shared), shared, tables,
+        cache + kv_head * head_stride, block_stride, token_stride, table, scale, False,
         head_size, padded_size, block_size, keys_at_a_time,
     )  # fmt: skip
     is_empty = total == 0.0
@@ -195,14 +206,14 @@ def _attend_to_shared(
 
 
 @triton.jit(
-    do_not_specialize=["num_parts", "count", "num_kv_heads"],
-    do_not_specialize_on_alignment=["places", "rows", "num_shared"],
+    do_not_specialize=["num_words", "num_parts", "count", "num_kv_heads"],
+    do_not_specialize_on_alignment=["places", "rows", "num_shared", "tree_starts"],
 )
 def _attend_to_own(
     queries, query_stride, outputs, output_stride, cache, block_stride, head_stride, token_stride, tables, table_stride,
-    places, rows, num_shared, lengths, sums, logs, num_parts, count, num_kv_heads, scale, heads: tl.constexpr,
-    head_size: tl.constexpr, padded_size: tl.constexpr, block_size: tl.constexpr, keys_at_a_time: tl.constexpr,
-    padded_heads: tl.constexpr,
+    places, rows, num_shared, tree_starts, lengths, trees, num_words, sums, logs, num_parts, count, num_kv_heads,
+    scale, heads: tl.constexpr, head_size: tl.constexpr, padded_size: tl.constexpr, block_size: tl.constexpr,
+    keys_at_a_time: tl.constexpr, has_trees: tl.constexpr, padded_heads: tl.constexpr,
 ):  # fmt: skip
     """A token, over its own keys, beginning with the sums of the first kernel.
 
@@ -214,7 +225,9 @@ def _attend_to_own(
         places: [N], of tokens in the batch.
         rows: [N].
         num_shared: [N].
+        tree_starts: [N], the first key of the tree of its row; `lengths`, or more, if there is none.
         lengths: [N].
+        trees: [N, num_words], what each sees of its tree.
         sums: [parts, N, heads, head_size].
         logs: [parts, N, heads].
     """
@@ -238,8 +251,9 @@ def _attend_to_own(
         sum_of_token = sum_of_token * rescaled[:, None] + part_sum * weight[:, None]
         total, top = total * rescaled + weight, new_top
     top, total, sum_of_token = _attend(
-        of_token, top, total, sum_of_token, tl.load(num_shared + token), tl.load(lengths + token), cache + kv_head *
-        head_stride, block_stride, token_stride, tables + tl.load(rows + token).to(tl.int64) * table_stride, scale,
+        of_token, top, total, sum_of_token, tl.load(num_shared + token), tl.load(lengths + token),
+        tl.load(tree_starts + token), trees + token.to(tl.int64) * num_words, cache + kv_head * head_stride,
+        block_stride, token_stride, tables + tl.load(rows + token).to(tl.int64) * table_stride, scale, has_trees,
         head_size, padded_size, block_size, keys_at_a_time,
     )  # fmt: skip
     found = sum_of_token / total[:, None]
