@@ -33,7 +33,8 @@ def unsupported_speculation(vllm_config: VllmConfig) -> dict[str, bool]:
     too_many = block_size is not None and drafts >= block_size
     return {
         f'speculative_config with method={config.method!r}{why} (use "draft_model" or "ngram")': not is_supported,
-        "speculative_config on a model with M-RoPE positions": model.uses_mrope,
+        'speculative_config with a draft model on a model with M-RoPE positions (use "ngram")': model.uses_mrope
+        and not config.use_ngram(),
         "speculative_config on an encoder-decoder model": model.is_encoder_decoder,
         "speculative_config on a model with recurrent states": any(m.is_hybrid or m.is_attention_free for m in models),
         "parallel_drafting": config.parallel_drafting,

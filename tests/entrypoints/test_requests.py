@@ -16,7 +16,7 @@ from vllm_trie.entrypoints.requests import why_not_behind
         ("enc_dec", False, False, None),
         ("embeds", False, False, "works on prompts of text or tokens, not on prompt_embeds"),
         ("multimodal", False, False, None),
-        ("multimodal", True, False, "works on multimodal prompts only without speculation; start vLLM without it"),
+        ("multimodal", True, False, "works on multimodal prompts only without a draft model, which does not see them"),
         ("multimodal", False, True, "does not work on multimodal prompts of a model whose images are attended in both"),
     ],
 )
@@ -24,6 +24,7 @@ def test_prompts_that_beams_do_not_work_on_are_known_by_their_kind(
     kind: str, speculates: bool, is_mm_prefix_lm: bool, reason: str | None
 ) -> None:
     model_config = SimpleNamespace(is_mm_prefix_lm=is_mm_prefix_lm)
-    config = SimpleNamespace(speculative_config=object() if speculates else None, model_config=model_config)
+    drafts = SimpleNamespace(use_ngram=lambda: False) if speculates else None
+    config = SimpleNamespace(speculative_config=drafts, model_config=model_config)
     found = why_not_behind({"type": kind}, config)
     assert found is None if reason is None else found is not None and found.startswith(reason)

@@ -6,12 +6,11 @@ gives logits at each node. Drafts come from `draft_by_model` or `draft_by_lookup
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -21,7 +20,7 @@ from vllm_trie.search.forest import Forest, Layer
 from vllm_trie.search.strategies.drawn import Drawn
 from vllm_trie.worker.drawn_forest import DrawnForest
 from vllm_trie.worker.forest_step import NO_BLOCK, ForestStep
-from vllm_trie.worker.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.group_rows import GroupRows
 from vllm_trie.worker.searched_forest import SearchedForest
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext
@@ -103,13 +102,3 @@ class Drafter:
         if not isinstance(spec, SlidingWindowSpec):
             return 0
         return max(num_computed_tokens + 1 - spec.sliding_window, 0) // spec.block_size
-
-
-def write_tree_positions(forests: Iterable[ForestStep], rows: BatchRows) -> None:
-    """Let the nodes of trees, which lie one after the other, have the positions of tokens that follow their parents."""
-    positions, starts = rows.batch.positions, rows.batch.query_start_loc_np
-    for forest_step in forests:
-        forest = forest_step.forest
-        at = starts[rows.places(forest_step.group.slots)][forest.row_of] + np.array(forest.places)
-        depths = forest_step.start + np.array(forest.depths)
-        positions[async_tensor_h2d(at, device=positions.device)] = async_tensor_h2d(depths, device=positions.device)

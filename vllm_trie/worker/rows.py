@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
+from vllm.v1.worker.gpu.mm.rope import RopeState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
@@ -29,6 +30,12 @@ from vllm_trie.worker.row_reorder import Reorders, Tables
 
 if TYPE_CHECKING:
     from vllm_trie.worker.forest_step import ForestStep
+
+
+def rope_state(runner: GPUModelRunner) -> RopeState | None:
+    """What a runner holds of M-RoPE positions, if its model has them."""
+    state = runner.model_state
+    return state.rope_state if isinstance(state, DefaultModelState) else None
 
 
 class Rows:
@@ -139,8 +146,7 @@ class Rows:
         self, first: int, slots: np.ndarray, at: torch.Tensor, num_prompt: int, length: int
     ) -> None:
         """M-RoPE positions: those of the prompt, which depend on its images, and after it one more for each token."""
-        state = self._runner.model_state
-        rope = state.rope_state if isinstance(state, DefaultModelState) else None
+        rope = rope_state(self._runner)
         if rope is None:
             return
         delta = int(rope.prefill_delta.np[first])

@@ -22,6 +22,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np, stream
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.mm.rope import RopeState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
@@ -32,7 +33,7 @@ from vllm_trie.worker.attention.announce_shared_rows import announce_shared_rows
 from vllm_trie.worker.attention.check_attention import check_demanded_layers
 from vllm_trie.worker.attention.tree_layers import takes_trees
 from vllm_trie.worker.catalogs import DeviceCatalogs
-from vllm_trie.worker.draft import Drafter, write_tree_positions
+from vllm_trie.worker.draft import Drafter
 from vllm_trie.worker.draft_by_lookup import LookupDrafts
 from vllm_trie.worker.draft_by_model import ModelDrafts
 from vllm_trie.worker.expand import expand
@@ -40,10 +41,11 @@ from vllm_trie.worker.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.new_rows import may_copy_rows, refuse_own_state
 from vllm_trie.worker.pipeline import Stages
 from vllm_trie.worker.rank_check import rank_check
-from vllm_trie.worker.rows import Rows
+from vllm_trie.worker.rows import Rows, rope_state
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext
 from vllm_trie.worker.sub_batch import scatter_logprobs, sub_batch
+from vllm_trie.worker.tree_positions import tree_positions
 from vllm_trie.worker.verify import verify
 
 
@@ -75,6 +77,8 @@ class BeamModelRunner(GPUModelRunner):
         super().load_model(*args, **kwargs)
         refuse_own_state(self.model_state)
         self.rows = Rows(self)
+        if (rope := rope_state(self)) is not None:
+            rope.prepare_positions = partial(self._prepare_rope_positions, rope.prepare_positions, rope)
         if self.pp_handler is not None:
             self.stages = Stages(self.pp_handler, self.groups, self.rows, self.max_num_reqs)
         self.catalogs = DeviceCatalogs(None if self.sampler is None else self.device)
@@ -156,8 +160,17 @@ class BeamModelRunner(GPUModelRunner):
     def prepare_attn(self, input_batch: InputBatch, **kwargs: Any) -> Any:
         announce_shared_rows(self, self.step, self.groups, input_batch)
         prepared = super().prepare_attn(input_batch, **kwargs)
-        write_tree_positions(self.step.forests.values(), BatchRows(input_batch, self.max_num_reqs))
+        positions = tree_positions(self.step.forests.values(), BatchRows(input_batch, self.max_num_reqs))
+        if positions is not None:
+            positions.write(input_batch.positions)
+            self.step.tree_positions = positions
         return prepared
+
+    def _prepare_rope_positions(self, stock: Any, rope: RopeState, *args: Any) -> None:
+        """Where vLLM prepares M-RoPE positions of a batch."""
+        stock(*args)
+        if self.step.tree_positions is not None:
+            self.step.tree_positions.write(rope.positions, rope.prefill_delta.np)
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         if not self.step.steps:

@@ -12,6 +12,7 @@ import torch
 from vllm_trie.messages import Decided, GroupStep
 from vllm_trie.search.step_result import Layout, unpacked
 from vllm_trie.worker.forest_step import ForestStep
+from vllm_trie.worker.tree_positions import TreePositions
 
 
 class PackedStep(NamedTuple):
@@ -34,6 +35,7 @@ class StepContext:
     copied: list[str] = field(default_factory=list)  # of those: whose further rows are copies of the first
     new_tokens_unknown: list[str] = field(default_factory=list)  # of those: whose newest tokens the device alone knows
     forests: dict[str, ForestStep] = field(default_factory=dict)  # of the groups that speculate
+    tree_positions: TreePositions | None = None  # of their nodes
     draft_seconds: float = 0.0  # that it took to draft them
     masks: dict[str, torch.Tensor] = field(default_factory=dict)  # [rows, V / 32] of groups with a grammar, packed
     selected: list[PackedStep] = field(default_factory=list)  # what was decided, on the device

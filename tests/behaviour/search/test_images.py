@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import BeamSearchParams
 
 from tests.support.engine import BLOCK_SIZE, Engine, Engines
 from tests.support.images import KINDS, TEXTS, image, make_model, prompts, run, transformers_answers, why_not
+from tests.support.models import COMMON
 from tests.support.reference import agree, engine_answers
 from vllm_trie import beam_params
 from vllm_trie.entrypoints.llm import beam_search
@@ -98,6 +100,24 @@ def test_beams_see_the_image_again_after_a_preemption(engine: Engine, encoded: l
         assert [o.token_ids for o in output.outputs] == [o.token_ids for o in other.outputs]
 
 
+def test_beams_that_see_an_image_speculate_by_ngrams_and_find_the_same(
+    engines: Engines, model: Path, kind: str
+) -> None:
+    """Positions of drafts follow their parents, those of M-RoPE too, which images shift."""
+    ngrams = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    limits: dict[str, Any] = {"max_model_len": 256, "limit_mm_per_prompt": {"image": 2, "video": 0}}
+    engine = engines(model, max_num_batched_tokens=64, speculative_config=ngrams, **limits)
+    jobs = [(p, beam_params(w, n=w, max_tokens=100, ignore_eos=True)) for p in prompts(kind) for w in (1, 3)]
+    outputs = run(engine, jobs)
+    for _, params in jobs:
+        params.extra_args["speculation"] = "off"
+    plain = run(engine, jobs)
+    for output, other in zip(outputs, plain, strict=True):
+        assert agree(engine_answers(output, 1.0), engine_answers(other, 1.0))
+    count = "drafted" if kind == "blip2" else "accepted"  # what the random BLIP-2 makes up does not repeat itself
+    assert sum(output.kv_transfer_params["trie_beam"][count] for output in outputs) > 0
+
+
 def test_the_next_turn_finds_the_blocks_of_an_answer_to_its_own_image_alone(engine: Engine, kind: str) -> None:
     """Their hashes are those of the image, too, and of nothing that stands for another one."""
     prompt, *_ = prompts(kind, 20)
@@ -143,17 +163,19 @@ def test_an_image_whose_first_request_was_refused_comes_with_the_next_one(engine
 
 @pytest.mark.parametrize("kind", ["llava"], indirect=True)
 def test_vllms_own_loop_runs_where_beams_take_no_images(
-    engine: Engine, engines: Engines, model: Path, kind: str
+    engine: Engine, engines: Engines, model: Path, kind: str, tmp_path: Path
 ) -> None:
     asked, params = prompts(kind, 50), BeamSearchParams(beam_width=3, max_tokens=6)
     expected = [[one.tokens for one in found.sequences] for found in engine.llm.beam_search(asked, params)]
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    vocab_size = len(engine.llm.get_tokenizer())
+    LlamaForCausalLM(LlamaConfig(**{**COMMON, "vocab_size": vocab_size})).save_pretrained(tmp_path)
+    drafts = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
     limits: dict[str, Any] = {"max_model_len": 256, "limit_mm_per_prompt": {"image": 2, "video": 0}}
     speculating = engines(model, speculative_config=drafts, max_logprobs=20, **limits)
     for _ in range(2):
         found = speculating.llm.beam_search(asked, params)
         assert [[one.tokens for one in of_one.sequences] for of_one in found] == expected
-    with pytest.raises(ValueError, match="beam_width works on multimodal prompts only without speculation; start"):
+    with pytest.raises(ValueError, match="beam_width works on multimodal prompts only without a draft model"):
         speculating.llm.generate(asked, beam_params(3), use_tqdm=False)
 
 

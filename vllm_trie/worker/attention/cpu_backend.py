@@ -82,9 +82,10 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
 
     def by_token(self, kv_cache: torch.Tensor) -> list[torch.Tensor]:
         """See `SharesPrefixes`; keys lie in a block as [head size, block size], values as [block size, head size]."""
-        halves = kv_cache.flatten(2).unflatten(2, (2, -1))
-        keys = halves[:, :, 0].unflatten(2, (-1, self.block_size)).permute(0, 3, 1, 2)
-        return [keys, halves[:, :, 1].unflatten(2, (self.block_size, -1)).transpose(1, 2)]
+        blocks, heads, block_size, of_both = kv_cache.shape
+        keys, values = kv_cache.flatten(2).view(blocks, heads, 2, -1).unbind(2)
+        keys = keys.view(blocks, heads, of_both // 2, block_size)
+        return [keys.permute(0, 3, 1, 2), values.view(blocks, heads, block_size, -1).transpose(1, 2)]
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args: Any, **kwargs: Any
