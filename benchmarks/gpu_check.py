@@ -37,10 +37,13 @@ def check_kernels(out: Path, num_inputs: int) -> None:
 
 
 def check_attention(out: Path) -> None:
-    """Check and time attention over shared blocks by our kernels; also by xformers, where that is there."""
+    """Check and time attention over shared blocks, and along trees, by our kernels; and by xformers, if it is there."""
     rows = list(gpu_attention.by_prefix(torch.device("cuda")))
     show("Attention over shared blocks, by our kernels", gpu_attention.COLUMNS, rows, gpu_attention.NOTE)
     save(out, "gpu_attention", gpu_attention.COLUMNS, rows, gpu_attention.NOTE)
+    rows = list(gpu_attention.by_tree(torch.device("cuda")))
+    show("Attention along trees", gpu_attention.TREE_COLUMNS, rows, gpu_attention.TREE_NOTE)
+    save(out, "gpu_trees", gpu_attention.TREE_COLUMNS, rows, gpu_attention.TREE_NOTE)
     if find_spec("xformers") is None:
         console.print("Attention to a shared prefix by xformers is left out: xformers is not installed.")
         return

@@ -39,10 +39,12 @@ def test_check_fails_where_beams_differ(monkeypatch: pytest.MonkeyPatch) -> None
         check(inputs)
 
 
+@pytest.mark.parametrize("num_nodes", [1, 7])
 def test_check_of_attention_passes_where_kernels_and_torch_agree_and_fails_where_they_differ(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, num_nodes: int
 ) -> None:
-    inputs = gpu_attention.Inputs(gpu_attention.Shape(5, 64, num_kv_heads=1, head_size=32), DEVICE, torch.float32)
+    shape = gpu_attention.Shape(5, 64, num_kv_heads=1, head_size=32, num_nodes=num_nodes)
+    inputs = gpu_attention.Inputs(shape, DEVICE, torch.float32)
     gpu_attention.check(inputs, tolerance=1e-5)
     monkeypatch.setattr(inputs, "once", inputs.row_by_row)
     gpu_attention.check(inputs, tolerance=1e-5)
