@@ -66,16 +66,17 @@ class Plan:
     def __init__(self, shared: SharedTokens, tables: torch.Tensor, isa: str = "vec") -> None:
         assert tables.dtype == torch.int32
         assert tables.stride(1) == 1
-        assert all(array.dtype == np.int32 for array in shared if array is not shared.trees)
+        assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in shared[:-1])
         assert shared.trees.dtype == np.int64
-        assert all(array.flags.c_contiguous for array in shared)
+        assert shared.trees.flags.c_contiguous
         self._isa, self._kept = isa, (shared, tables)  # whose memory the kernel reads
         self._batch = batch = _Batch(tables=tables.data_ptr(), table_stride=tables.stride(0))
         batch.tokens, batch.rows, batch.lengths = (a.ctypes.data for a in (shared.places, shared.rows, shared.lengths))
         batch.tree_starts, batch.trees = shared.tree_starts.ctypes.data, shared.trees.ctypes.data
         batch.starts, batch.num_shared = shared.starts.ctypes.data, shared.num_shared.ctypes.data
         batch.num_groups, batch.num_words = len(shared.num_shared), shared.trees.shape[1]
-        batch.num_threads, self._firsts = torch.get_num_threads(), dict[int | None, np.ndarray]()  # by window
+        batch.num_threads = torch.get_num_threads()
+        self._firsts: dict[int | None, tuple[np.ndarray, int]] = {}  # by window, with their address
 
     @property
     def shared(self) -> SharedTokens:
@@ -120,9 +121,10 @@ class Plan:
         batch.query_stride, batch.output_stride = queries.stride(0), outputs.stride(0)
         batch.block_stride, batch.head_stride, batch.scale = block_stride, head_stride, scale
         if window not in self._firsts:
-            self._firsts[window] = first_keys(self.shared, window)
-        batch.firsts, batch.soft_cap = self._firsts[window].ctypes.data, soft_cap
-        batch.sinks = None if sinks is None else sinks.data_ptr()
+            firsts = first_keys(self.shared, window)
+            self._firsts[window] = firsts, firsts.ctypes.data
+        _, batch.firsts = self._firsts[window]
+        batch.soft_cap, batch.sinks = soft_cap, None if sinks is None else sinks.data_ptr()
         batch.block_size, batch.head_size = block_size, head_size
         batch.num_heads, batch.num_kv_heads = num_heads, num_kv_heads
         kernel(MATRICES[self._isa, kv_cache.dtype])(ctypes.byref(batch))

@@ -91,13 +91,15 @@ def tokens_of(
     seen = np.repeat(lengths[rows] - counts, counts) + within + 1
     first_rows = np.cumsum([0, *(len(group.places) for group in groups)])
     starts = np.append(starts_of_rows, len(row_of_token))[first_rows]
-    per_group = np.diff(starts)
-    in_tree = np.repeat([group.trees is not None for group in groups], per_group)
-    start_of_tree = np.repeat([0 if group.trees is None else group.trees.start for group in groups], per_group)
-    tree_starts = np.where(in_tree, start_of_tree, seen)
-    of_trees = pack([mask for group in groups if group.trees is not None for mask in group.trees.sees])
-    trees = np.zeros((len(seen), of_trees.shape[1]), dtype=np.int64)
-    trees[in_tree] = of_trees
+    tree_starts, trees = seen, np.zeros((len(seen), 1), dtype=np.int64)
+    if any(group.trees is not None for group in groups):
+        per_group = np.diff(starts)
+        in_tree = np.repeat([group.trees is not None for group in groups], per_group)
+        start_of_tree = np.repeat([0 if group.trees is None else group.trees.start for group in groups], per_group)
+        tree_starts = np.where(in_tree, start_of_tree, seen)
+        of_trees = pack([mask for group in groups if group.trees is not None for mask in group.trees.sees])
+        trees = np.zeros((len(seen), of_trees.shape[1]), dtype=np.int64)
+        trees[in_tree] = of_trees
     num_shared = np.minimum([group.num_shared for group in groups], np.minimum.reduceat(tree_starts, starts[:-1]))
     num_shared = num_shared // block_size * block_size
     return SharedTokens(
@@ -108,8 +110,8 @@ def tokens_of(
 
 
 def pack(masks: Sequence[np.ndarray]) -> np.ndarray:
-    """The rows of all masks, each [rows, columns] bool, as bits: [all rows, words of the widest or 1] int64."""
-    num_words = -(-max((mask.shape[1] for mask in masks), default=1) // WORD)
+    """The rows of all masks, each [rows, columns] bool, as bits: [all rows, words of the widest] int64."""
+    num_words = -(-max(mask.shape[1] for mask in masks) // WORD)
     bits, at = np.zeros((sum(map(len, masks)), num_words * WORD), dtype=bool), 0
     for mask in masks:
         bits[at : at + len(mask), : mask.shape[1]] = mask
