@@ -9,8 +9,8 @@
 #include <immintrin.h>
 
 #include <algorithm>
-#include <bit>
 #include <cstdint>
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -30,7 +30,7 @@ constexpr float LOWEST = -1e30f;
 constexpr float LOG2_E = 1.44269504088896341f;
 
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t Shorts __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef uint16_t Words __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 
@@ -78,9 +78,15 @@ struct BFloat16 {
   static Floats load(const uint16_t* from) {
     return (Floats)(__builtin_convertvector(*reinterpret_cast<const Shorts*>(from), Ints) << 16);
   }
-  static float widened(uint16_t x) { return std::bit_cast<float>(uint32_t(x) << 16); }
+  static float widened(uint16_t x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float found;
+    std::memcpy(&found, &bits, sizeof(found));
+    return found;
+  }
   static uint16_t narrowed(float x) {  // to the nearest, to even where there are two
-    const uint32_t bits = std::bit_cast<uint32_t>(x);
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof(bits));
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   }
 };
