@@ -28,8 +28,8 @@ ATTENTION = (
     dict.fromkeys(["queries", "outputs", "cache"], "*bf16")
     | dict.fromkeys(["query_stride", "output_stride", "block_stride", "head_stride", "token_stride"], INT)
     | dict.fromkeys(["tables", "places", "rows", "num_shared", "lengths", "first_tokens", "end_tokens"], "*i32")
-    | dict.fromkeys(["table_stride", "num_parts", "count", "num_kv_heads"], INT)
-    | {"sums": FLOATS, "logs": FLOATS, "scale": "fp32"}
+    | dict.fromkeys(["table_stride", "num_words", "num_parts", "count", "num_kv_heads"], INT)
+    | {"sums": FLOATS, "logs": FLOATS, "scale": "fp32", "tree_starts": "*i32", "trees": LONGS}
 )
 HEADS = {"heads": 4, "head_size": 128, "padded_size": 128, "block_size": 16, "keys_at_a_time": triton_kernels.KEYS}
 STAGES = triton_kernels.NUM_WARPS, triton_kernels.NUM_STAGES
@@ -58,7 +58,15 @@ CASES: list[tuple[Any, ...]] = [
         4,
     ),
     (triton_kernels._attend_to_shared, ATTENTION, HEADS | {"tile": triton_kernels.TILE}, *STAGES),
-    (triton_kernels._attend_to_own, ATTENTION, HEADS | {"padded_heads": triton_kernels.LEAST_QUERIES}, *STAGES),
+    *(
+        (
+            triton_kernels._attend_to_own,
+            ATTENTION,
+            HEADS | {"padded_heads": triton_kernels.LEAST_QUERIES, "has_trees": has_trees},
+            *STAGES,
+        )
+        for has_trees in (False, True)
+    ),
 ]
 
 

@@ -203,13 +203,13 @@ class ModelledGroup:
         """What is known to be shared is; where blocks have just joined the trie, all that is shared is known."""
         rows = [self.trie.row_blocks(row) for row in range(self.trie.width)]
         num_common, (trie, num_sealed, known) = self.trie.num_common(), self.seen
-        assert all(row[:num_common] == rows[0][:num_common] for row in rows)
+        num_skipped = self.trie.num_skipped
+        held = max(num_common - num_skipped, 0)
+        assert all(row[:held] == rows[0][:held] for row in rows)
         self.seen = self.trie, self.trie.num_sealed, num_common
-        if self.trie.num_skipped:
-            assert num_common == 0
-        elif trie is not self.trie or num_sealed < self.trie.num_sealed:
-            full = zip(*(row[: self.trie.num_sealed] for row in rows), strict=True)
-            assert num_common == sum(len(set(blocks)) == 1 for blocks in full)
+        if trie is not self.trie or num_sealed < self.trie.num_sealed:
+            full = zip(*(row[: self.trie.num_sealed - num_skipped] for row in rows), strict=True)
+            assert held == sum(len(set(blocks)) == 1 for blocks in full)
         else:
             assert num_common == known
 

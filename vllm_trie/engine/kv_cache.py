@@ -145,10 +145,12 @@ class BeamKVCacheManager(KVCacheManager):
     def num_shared_tokens(self, request_id: str) -> list[int]:
         """By KV cache group: how many tokens, the first ones, lie in blocks that all rows of a decoding group share.
 
-        None do where attention sees a window only.
+        Of a window's, those that have left it count as well.
         """
         return [
-            trie.num_common() * trie.block_size if isinstance(manager.kv_cache_spec, FullAttentionSpec) else 0
+            trie.num_common() * trie.block_size
+            if isinstance(manager.kv_cache_spec, (FullAttentionSpec, SlidingWindowSpec))
+            else 0
             for trie, manager in zip(self._groups[request_id].tries, self._managers, strict=True)
         ]
 

@@ -210,7 +210,7 @@ class BlockTrie:
                 row.node = NO_NODE
 
     def num_common(self) -> int:
-        """How many blocks, the first ones, all rows are known to share. None where some are skipped.
+        """How many blocks, the first ones, all rows are known to share, those that are skipped included.
 
         It never decreases. It is looked up anew whenever blocks have joined the trie.
         """
@@ -220,7 +220,7 @@ class BlockTrie:
             while len(nodes) > 1:
                 nodes, depth = {self._nodes[node].parent if node != NO_NODE else NO_NODE for node in nodes}, depth - 1
             self._common = depth, self.num_sealed
-        return 0 if self.num_skipped else self._common[0]
+        return self._common[0]
 
     def reclaim(self) -> list[int]:
         """Hand back the blocks that no row leads to."""

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAtten
 
 from tests.support.engine import Engine, Engines
 from tests.support.sharing import Batch, Group
+from tests.worker.attention.trees import TreeBatch, TreeGroup, random_tree
 from vllm_trie.worker.attention.gpu_backend import SharedPrefixBuilder, SharedPrefixImpl
 
 pytestmark = pytest.mark.slow
@@ -90,6 +91,24 @@ def test_groups_and_others_are_computed_apart(engine: Engine, monkeypatch: pytes
         assert torch.equal(of_others.block_table, batch.tables[rows])
         assert of_others.query_start_loc.diff().tolist() == batch.starts.diff()[rows].tolist()
         assert of_others.num_actual_tokens == int((~of_groups).sum())
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_trees_are_computed_whether_or_not_shared_blocks_are_read_once(engine: Engine, shares: bool) -> None:
+    trees = [random_tree(nodes, nodes) for nodes in (3, 1, 9)]
+    group = TreeGroup(3, 2, [5 + len(tree) for tree in trees], [3, 1, 9], trees=trees)
+    batch = TreeBatch([group], NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE)
+    builder = builder_of(engine)
+    assert builder.takes_trees
+    builder.can_share, builder.groups = shares, batch.rows
+    metadata = builder.build(0, described(batch))
+    assert metadata.plan.shared.num_shared.tolist() == ([64] if shares else [64] * 3)
+    by_block = (-1, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
+    cache = torch.cat([part.view(by_block) for part in (batch.keys, batch.values)], dim=-1).transpose(1, 2)
+    layer = next(iter(engine.core.vllm_config.compilation_config.static_forward_context.values()))
+    outputs = torch.zeros_like(batch.queries)
+    found = layer.impl.forward(layer, batch.queries, None, None, cache, metadata, outputs)
+    torch.testing.assert_close(found, batch.reference().float(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_step_without_shared_blocks_is_vllms_own(engine: Engine) -> None:
