@@ -42,7 +42,7 @@ def test_a_group_that_not_all_ranks_have_is_disputed() -> None:
 
 def test_forests_differ_by_any_node_and_by_where_it_grows() -> None:
     def grown(*nodes: tuple[int, int]) -> bytes:
-        forest = Forest([3, 4], max_rows=8, max_tokens=32)
+        forest = Forest([3, 4], max_drafts=8)
         for parent, token in nodes:
             forest.add(parent, token)
         return _digest(forest.as_arrays())

@@ -179,8 +179,8 @@ def why_not_behind(engine_input: Any, vllm_config: VllmConfig) -> str | None:
 def _why_without_images(vllm_config: VllmConfig) -> str | None:
     """Why rows of beams would not see what a multimodal prompt shows its own row, if they would not."""
     reasons = {
-        "works on multimodal prompts only without a draft model, which does not see them; start vLLM without it, or let "
-        "n-grams draft": drafts_of(vllm_config) == "model",
+        "works on multimodal prompts only without a draft model, which does not see them; start vLLM without it, or "
+        "let n-grams draft": drafts_of(vllm_config) == "model",
         "does not work on multimodal prompts of a model whose images are attended in both directions; send text "
         "alone": vllm_config.model_config.is_mm_prefix_lm,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,42 +13,57 @@ from vllm_trie.search.devices import sees
 from vllm_trie.worker.kv_blocks import WORDS
 
 
+class ByToken(NamedTuple):
+    """What a layer's KV cache holds, or a half of it, token by token."""
+
+    contents: torch.Tensor  # [blocks, *places, ...]
+    places: tuple[int, ...]  # whose product is the block size: a token is at its place in that order
+
+
 class KVSlots:
     """vLLM's KV caches, seen token by token.
 
     Args:
-        layers: By KV cache group: what its layers hold, [blocks, block size, ...] each; keys and values apart where
-            they do not lie side by side.
+        layers: By KV cache group: what its layers hold.
     """
 
-    def __init__(self, layers: Sequence[Sequence[torch.Tensor]]) -> None:
-        self._layers = [[*{_place(layer): _indexable(layer) for layer in of_group}.values()] for of_group in layers]
+    def __init__(self, layers: Sequence[Sequence[ByToken]]) -> None:
+        self._layers = [[*{_where(layer): _indexable(layer) for layer in of_group}.values()] for of_group in layers]
 
     def read(self, number: int, slots: np.ndarray) -> list[Any]:
         """What KV cache group `number` holds in slots [n] int64, which count tokens from block 0 on."""
         at = self._split(number, slots)
-        return [layer[at] for layer in self._layers[number]]
+        return [layer.contents[at[layer.places]] for layer in self._layers[number]]
 
     def write(self, number: int, slots: np.ndarray, held: Sequence[Any]) -> None:
         """Let these slots [n] hold what was read of as many others."""
         at = self._split(number, slots)
         for layer, of_layer in zip(self._layers[number], held, strict=True):
-            layer[at] = of_layer
+            layer.contents[at[layer.places]] = of_layer
 
-    def _split(self, number: int, slots: np.ndarray) -> tuple[Any, Any]:
-        """Blocks, and places in them."""
-        first = self._layers[number][0]
-        blocks, places = divmod(slots, first.shape[1])
-        if isinstance(first, np.ndarray):
-            return blocks, places
-        return async_tensor_h2d(blocks, device=first.device), async_tensor_h2d(places, device=first.device)
+    def _split(self, number: int, slots: np.ndarray) -> dict[tuple[int, ...], tuple[Any, ...]]:
+        """By the places of layers: blocks, and places in them."""
+        split = {}
+        for layer in self._layers[number]:
+            if layer.places not in split:
+                blocks, of_block = divmod(slots, np.prod(layer.places))
+                at = blocks, *np.unravel_index(of_block, layer.places)
+                split[layer.places] = at if isinstance(layer.contents, np.ndarray) else _uploaded(at, layer.contents)
+        return split
 
 
-def _place(layer: torch.Tensor) -> tuple[object, ...]:
+def _uploaded(at: Sequence[np.ndarray], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(async_tensor_h2d(of_dim, device=like.device, dtype=torch.int64) for of_dim in at)
+
+
+def _where(layer: ByToken) -> tuple[object, ...]:
     """Equal for layers that share a cache."""
-    return layer.data_ptr(), layer.shape, layer.stride()
+    return layer.contents.data_ptr(), layer.contents.shape, layer.contents.stride()
 
 
-def _indexable(layer: torch.Tensor) -> Any:
+def _indexable(layer: ByToken) -> Any:
     """The same memory, as numpy sees it where that is faster: it knows no bfloat16."""
-    return layer.view(WORDS[layer.element_size()]).numpy() if sees(layer.device) else layer
+    contents = layer.contents
+    if not sees(contents.device):
+        return layer
+    return layer._replace(contents=contents.view(WORDS[contents.element_size()]).numpy())  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_trie.messages import attach_results, catalog_changes, row_masks
 from vllm_trie.selection import has_logits_processors
-from vllm_trie.worker.attention.announce_shared_rows import announce_shared_rows, reads_shared_blocks_once
+from vllm_trie.worker.announce_shared_rows import announce_shared_rows, reads_shared_blocks_once
 from vllm_trie.worker.attention.check_attention import check_demanded_layers
 from vllm_trie.worker.attention.tree_layers import takes_trees
 from vllm_trie.worker.catalogs import DeviceCatalogs

@@ -28,6 +28,7 @@ from vllm_trie.worker.attention import compiled
 from vllm_trie.worker.attention.compiled import Plan
 from vllm_trie.worker.attention.shared_rows import SharesPrefixes, tokens_of
 from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_causal, others_than, replace_backend
+from vllm_trie.worker.kv_slots import ByToken
 
 logger = init_logger("vllm.trie_beam.attention")
 
@@ -80,12 +81,18 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
         num_shared = min(num_shared, self.window_size) if self.window_size > 0 else num_shared
         return self.can_share and was_measured and pays(num_rows, num_shared, heads, self.dtype)
 
-    def by_token(self, kv_cache: torch.Tensor) -> list[torch.Tensor]:
-        """See `SharesPrefixes`; keys lie in a block as [head size, block size], values as [block size, head size]."""
+    def by_token(self, kv_cache: torch.Tensor) -> list[ByToken]:
+        """See `SharesPrefixes`; shared_prefix.cpp says how blocks are laid out."""
         blocks, heads, block_size, of_both = kv_cache.shape
+        size = of_both // 2
         keys, values = kv_cache.flatten(2).view(blocks, heads, 2, -1).unbind(2)
-        keys = keys.view(blocks, heads, of_both // 2, block_size)
-        return [keys.permute(0, 3, 1, 2), values.view(blocks, heads, block_size, -1).transpose(1, 2)]
+        if self.isa == "amx":
+            keys = keys.view(blocks, heads, block_size // 16, size // 2, 16, 2).permute(0, 2, 4, 1, 3, 5)
+            values = values.view(blocks, heads, size // 16, block_size // 2, 16, 2).permute(0, 3, 5, 1, 2, 4)
+            return [ByToken(keys, (block_size // 16, 16)), ByToken(values, (block_size // 2, 2))]
+        keys = keys.view(blocks, heads, size, block_size).permute(0, 3, 1, 2)
+        values = values.view(blocks, heads, block_size, size).transpose(1, 2)
+        return [ByToken(keys, (block_size,)), ByToken(values, (block_size,))]
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args: Any, **kwargs: Any

@@ -29,6 +29,7 @@ from vllm_trie.selection import config_of, has_beams
 from vllm_trie.worker.attention.shared_rows import SharesPrefixes, row_by_row, tokens_of
 from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_causal, others_than, replace_backend
 from vllm_trie.worker.attention.triton_kernels import MOST_HEAD_SIZE, TILE, Plan
+from vllm_trie.worker.kv_slots import ByToken
 
 OF_BATCH = ("num_actual_tokens", "max_query_len", "query_start_loc", "seq_lens", "slot_mapping")
 
@@ -82,9 +83,9 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
         """See `SharesPrefixes`."""
         return self.can_share and num_shared > 0
 
-    def by_token(self, kv_cache: torch.Tensor) -> list[torch.Tensor]:
+    def by_token(self, kv_cache: torch.Tensor) -> list[ByToken]:
         """See `SharesPrefixes`; [blocks, KV heads, block size, 2 * head size] in vLLM."""
-        return [kv_cache.transpose(1, 2)]
+        return [ByToken(kv_cache.transpose(1, 2), kv_cache.shape[2:3])]
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args: Any, **kwargs: Any

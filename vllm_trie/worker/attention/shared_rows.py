@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_trie.worker.kv_slots import ByToken
+
 WORD = 64  # bits
 
 
@@ -46,8 +48,8 @@ class SharesPrefixes(ABC):
         """Whether it reads what so many rows share once, if that is so many tokens."""
 
     @abstractmethod
-    def by_token(self, kv_cache: torch.Tensor) -> list[torch.Tensor]:
-        """[blocks, block size, ...] views of a KV cache of one layer, which together are all of it."""
+    def by_token(self, kv_cache: torch.Tensor) -> list[ByToken]:
+        """The parts of which a KV cache of one layer consists."""
 
 
 class SharedTokens(NamedTuple):
