@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from vllm_trie.options import TrieBeamConfig, choices
-from vllm_trie.options.matrix import CLASHES, NEEDS
+from vllm_trie.options.matrix import CLASHES, NEEDS, parsed
 from vllm_trie.options.other_names import OTHER_NAMES
 from vllm_trie.options.parts import Drawing, Speculating
 from vllm_trie.options.request import PARTS
@@ -22,7 +22,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 def markdown_table(options: Mapping[str, FieldInfo]) -> str:
     """One row per option."""
     rows = ["| option | default | values | needs | meaning |", "|---|---|---|---|---|"]
-    needs = {name: _words(need.needs, " or ") for need in NEEDS for name in need.these}
+    needs = {parsed(key)[0]: _words(need.needs, " or ") for need in NEEDS for key in need.these}
     for name, field in options.items():
         cells = f"`{name}`", _default(field), _values(field), needs.get(name, ""), str(field.description)
         rows.append(f"| {' | '.join(cells)} |")

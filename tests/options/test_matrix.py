@@ -64,6 +64,7 @@ NOT_ENOUGH = {
     ("memory_mode", "speculation"),
     ("min_width", "speculation"),
     ("threshold", "speculation"),
+    ('accept="top_k"', "speculation"),
 }  # but "sample"
 MUST_BE_REFUSED = [  # what these say excludes each other
     {"stochastic": True, "do_sample": True, "num_beam_groups": 2, "diversity_penalty": 0.7},

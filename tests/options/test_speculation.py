@@ -191,6 +191,49 @@ def test_a_seed_and_a_temperature_belong_to_what_is_drawn() -> None:
         assert beam_params(4, temperature=0.0, **options).temperature == 0.0
 
 
+BY_RANK = {"accept": "top_k"}
+STEPS = {"unit": "step", "step_stop": ["\n"], "scorer": len}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accept": "topk"}, "accept='topk' is unknown; known: 'exact', 'top_k'"),
+        (BY_RANK | {"accept_top_k": 0}, "accept_top_k=0 is not a number of continuations; pass an integer >= 1"),
+        (STEPS | BY_RANK, "accept='top_k' is not supported together with unit=\"step\", which draws steps; leave it"),
+        (SAMPLE | {"accept_top_k": 2}, 'accept_top_k=2 ranks nothing; add accept="top_k", or leave it out'),
+        *(
+            (how | BY_RANK, f'accept="top_k" {why}')
+            for how, why in [
+                (EXACT, 'means nothing where beams are not drawn; set speculation="sample"'),
+                (NOT_DRAWN, 'means nothing where beams are not drawn; set speculation="sample"'),
+                ({"speculation": "off"}, "has no drafts to act on: this search does not speculate; leave it out"),
+                (DRAWN | {"stochastic": True}, "is not supported together with stochastic=True, whose steps are plain"),
+                (SAMPLE | {"threshold": 0.7}, "is not supported together with threshold=0.7, which decides widths by"),
+            ]
+        ),
+    ],
+)
+def test_drafts_are_accepted_by_rank_where_beams_are_drawn_by_drafts_alone(options: dict, message: str) -> None:
+    with refusal(message):
+        beam_params(4, **options)
+    with refusal(message):
+        parse_options({"beam_width": 4, **options})
+
+
+def test_drafts_are_accepted_by_rank_if_the_request_says_so_alone() -> None:
+    assert (resolved(SAMPLE).accept, resolved(SAMPLE | BY_RANK).accept) == ("exact", "top_k")
+    with refusal("unknown option trie_beam.accept; accept is for requests: each has its own"):
+        TrieBeamConfig(**BY_RANK)
+    beam = resolved(DRAWN | BY_RANK | {"accept_top_k": 3}, threshold=0.7, min_width=2, draft_width=6)
+    assert (beam.accept_top_k, beam.draft_width) == (3, 6)
+    assert (beam.threshold, beam.min_width) == (None, None), "which does not go with it"
+    for how, drafts in [({}, "model"), (DRAWN, None), (DRAWN, "ngrams")]:
+        with refusal('accept="top_k" '):
+            resolved(how | BY_RANK, drafts)
+    assert parse_options(BY_RANK) is None, "others may call something so"
+
+
 # With what the engine says.
 
 

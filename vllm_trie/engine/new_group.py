@@ -129,7 +129,8 @@ def _strategy(beam: BeamParams, rules: StopRules, padding: int | None) -> Strate
     """How beams are chosen. Where a model has no padding token, transformers pads groups that are done with EOS."""
     if beam.do_sample:
         min_width = beam.min_width or (beam.beam_width if beam.threshold is None else 1)
-        drawn = Drawn(bool(beam.replacement), min_width, beam.threshold, bool(beam.memory_mode))
+        top_k = (beam.accept_top_k or beam.beam_width) if beam.accept == "top_k" else None
+        drawn = Drawn(bool(beam.replacement), min_width, beam.threshold, bool(beam.memory_mode), top_k)
         return Stochastic() if beam.stochastic else drawn
     if beam.num_beam_groups == 1:
         return Best(beam.semantics or "hf")

@@ -497,6 +497,8 @@ class BeamScheduler(Scheduler):
             return
         own_outputs = outputs_of(unsent, num_outputs, plan.stop_rules.eos_token_id)
         answer = group.counts.as_dict() if group.forests.is_on else {}
+        if plan.params.accept == "top_k":
+            answer["is_exact"] = False
         if plan.params.compact:
             answer |= compact_answer(best, plan.stop_rules.max_length)
         answer |= plan.catalog.answer(plan.stop_rules.stop_token_ids, [hypothesis.token_ids for hypothesis in best])

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
-from vllm_trie.options.parts import Catalogs, Delivery, Ranking, RequestDrawing, Speculating, Steps
+from vllm_trie.options.parts import Catalogs, Delivery, Ranking, RequestDrawing, RequestSpeculating, Steps
 
 
 class Clash(NamedTuple):
@@ -34,7 +34,12 @@ class Need(NamedTuple):
     without: tuple[str, ...] = ()  # where one of these is asked; else wherever none of `needs` is
 
 
-ASKS_NOTHING = {"temperature": 0.0, "top_k": -1, "speculation": "off"}  # elsewhere False, and what holds by default
+ASKS_NOTHING = {
+    "temperature": 0.0,
+    "top_k": -1,
+    "speculation": "off",
+    "accept": "exact",
+}  # elsewhere False, what holds by default
 
 STEP, VLLM, EXACT, SAMPLE = 'unit="step"', 'semantics="vllm"', 'speculation="exact"', 'speculation="sample"'
 DRAWN, NOT_DRAWN = ("do_sample", SAMPLE), ("do_sample=False", EXACT)
@@ -43,9 +48,10 @@ ITEMS = ("catalog", "allowed_sequences")
 OF_HF = ("beam_widths", "num_beam_groups", *ITEMS)  # which no other rules know: who asks for one asks for these rules
 PRUNING = ("prune_relative", "prune_absolute", "prune_relative_local", "max_candidates_per_parent")
 OF_PLAIN_STEPS = ("beam_widths", "num_beam_groups", "stochastic", "structured_outputs")  # which forests do not follow
-OF_DRAWN_DRAFTS = ("memory_mode", "min_width", "threshold")
+BY_RANK = 'accept="top_k"'
+OF_DRAWN_DRAFTS = ("memory_mode", "min_width", "threshold", BY_RANK)
 NOT_OF_STEPS = tuple(
-    chain.from_iterable(part.model_fields for part in (Ranking, Delivery, RequestDrawing, Catalogs, Speculating))
+    chain.from_iterable(part.model_fields for part in (Ranking, Delivery, RequestDrawing, Catalogs, RequestSpeculating))
 )
 NOT_HONOURED = (
     *("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"),
@@ -88,6 +94,7 @@ CLASHES = (
     Clash(
         ("length_penalty", "early_stopping"), ("stochastic",), "which returns hypotheses in the order of their draws"
     ),
+    Clash((BY_RANK,), ("min_width", "threshold"), "which decides widths by what the exact rule accepts"),
     Clash(OF_DRAWN_DRAFTS, OF_PLAIN_STEPS, "whose steps are plain ones: no drafts decide which beams live on"),
 )
 
@@ -108,6 +115,7 @@ NEEDS = (
         ('speculation="off"',),
     ),
     Need(OF_DRAWN_DRAFTS, (SAMPLE,), f"means nothing where beams are not drawn; set {SAMPLE}", NOT_DRAWN),
+    Need(("accept_top_k",), (BY_RANK,), f"ranks nothing; add {BY_RANK}, or leave it out"),
     Need(
         ("seed",),
         ("sample_first", *DRAWN, STEP),

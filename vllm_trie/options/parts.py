@@ -22,6 +22,7 @@ MOST_WEIGHT = 100  # nats, far beyond what a model says of any token
 
 Semantics = Literal["hf", "vllm", "tridecode"]
 Speculation = Literal["auto", "exact", "sample", "off"]
+Acceptance = Literal["exact", "top_k"]
 
 Tokens = Annotated[list[int], Field(min_length=1)]
 Weight = Annotated[int | float, Field(ge=-MOST_WEIGHT, le=MOST_WEIGHT)]
@@ -206,3 +207,17 @@ class Speculating(Options):
     memory_mode: bool | None = option(None)
     min_width: int | None = option(None, NO_BEAMS, ge=1)
     threshold: Number | None = option(None, "is not a probability; pass a number in (0, 1]", gt=0, le=1)
+
+
+class RequestSpeculating(Speculating):
+    """What else decides how a search speculates, where a request says so.
+
+    Args:
+        accept: How drafts of drawn beams are accepted. "exact" keeps the target's distribution. "top_k" is inexact:
+            it accepts every draft among the `accept_top_k` most probable continuations of all beams, and its outputs
+            are marked `"is_exact": false`.
+        accept_top_k: By default `beam_width`.
+    """
+
+    accept: Acceptance = option("exact")
+    accept_top_k: int | None = option(None, _WAYS, ge=1)

@@ -22,12 +22,19 @@ class DraftRules(NamedTuple):
     min_width: int = 1
     threshold: float | None = None  # None: every layer has max_width
     replacement: bool = False
+    top_k: int | None = None  # by what rank drafts are accepted, which is not exact; None: exactly
 
     def width(self, p: torch.Tensor, q: torch.Tensor, num_drafts: int) -> int:
         """How many beams a layer is to have: `dynamic_width`, unless it is fixed."""
         if self.threshold is None:
             return self.max_width
         return dynamic_width(p, q, num_drafts, self.threshold, self.min_width, self.max_width)
+
+    def verify(self, p: torch.Tensor, drafts: Drafts, width: int, rng: np.random.Generator) -> Verified:
+        """Turn drafts into beams by the rule that was asked for."""
+        if self.top_k is not None:
+            return verify_by_rank(p, drafts.cells, width, self.top_k, self.replacement, rng)
+        return verify(p, drafts.q, drafts.cells, width, self.replacement, rng)
 
 
 class Drafts(NamedTuple):
@@ -62,8 +69,8 @@ def verified_layers(
 ) -> Iterator[Verified]:
     """Verify layers of drafts until one is incomplete; after the last, draw one more from the target.
 
-    Each layer has beam sampling's distribution given the one before it. The iteration ends early where nothing is
-    possible. Source: DSBD paper.
+    Each layer has beam sampling's distribution given the one before it, unless drafts are accepted by rank. The
+    iteration ends early where nothing is possible. Source: DSBD paper.
 
     Args:
         layers: Of one iteration, the first drawn from the input beams, each other from all drafts before it.
@@ -73,12 +80,12 @@ def verified_layers(
         rng: Independent of what the drafts were drawn with.
     """
     verified, width = None, rules.max_width
-    for q, drafts in layers:
+    for drafts in layers:
         p = distribution(verified)
         if not p.any():
             return
-        width = rules.width(p, q, len(drafts))
-        verified = verify(p, q, drafts, width, rules.replacement, rng)
+        width = rules.width(p, drafts.q, len(drafts.cells))
+        verified = rules.verify(p, drafts, width, rng)
         yield verified
         if not verified.is_complete:
             return
@@ -121,6 +128,33 @@ def verify(
         cells += [*first, *draw_cells(residual.distribution, num_filled - 1, replacement, rng)]
     accepted += [-1] * (len(cells) - len(accepted))
     return Verified(np.array(cells, dtype=np.int64), np.array(accepted, dtype=np.int64))
+
+
+def verify_by_rank(
+    p: torch.Tensor, drafts: np.ndarray, width: int, top_k: int, replacement: bool, rng: np.random.Generator
+) -> Verified:
+    """Accept the drafts that are among the target's best cells, and draw from p what these leave.
+
+    Cells have no distribution that p alone decides. As the temperature falls, without replacement and with `top_k` at
+    most `width`, they become the `width` best ones, as those of `verify` do. Source: top-K acceptance; verification is
+    relaxed in the same spirit in AtSpeed (https://arxiv.org/abs/2410.05165).
+
+    Args:
+        p: [I, V] float64, as in `verify`.
+        drafts: [S] flat cells in the order they were drawn.
+        width: W, as in `verify`.
+        top_k: So many cells are the best; those that tie for the last place are all among them.
+        replacement: Whether a cell may be drawn again.
+        rng: As in `verify`.
+    """
+    target = p.flatten()
+    least = target.topk(min(top_k, len(target))).values[-1]
+    of_drafts = target[torch.from_numpy(drafts).to(p.device)]
+    accepted = ((of_drafts >= least) & (of_drafts > 0)).nonzero().flatten().cpu().numpy()[:width]
+    cells = drafts[accepted]
+    left = target if replacement else target.index_fill(0, torch.from_numpy(cells).to(p.device), 0.0)
+    filled = draw_cells(left, width - len(cells), replacement, rng)
+    return Verified(np.concatenate([cells, filled]), np.concatenate([accepted, np.full(len(filled), -1)]))
 
 
 class Draft(NamedTuple):

@@ -47,8 +47,8 @@ class DrawnForest(ForestStep):
     @property
     def draft_rules(self) -> DraftRules:
         """How layers are drawn and verified."""
-        replacement, min_width, threshold, _ = self.strategy
-        return DraftRules(self.budget.draft_width, self.step.rules.width, min_width, threshold, replacement)
+        replacement, min_width, threshold, _, top_k = self.strategy
+        return DraftRules(self.budget.draft_width, self.step.rules.width, min_width, threshold, replacement, top_k)
 
     def grow(self, logits: torch.Tensor, number: int) -> None:
         """See `ForestStep`."""

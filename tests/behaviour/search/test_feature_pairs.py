@@ -64,6 +64,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     'speculation="exact"': {"speculation": "exact"},
     'speculation="sample"': {"speculation": "sample", "seed": 3},
     "memory_mode": {"do_sample": True, "seed": 3, "memory_mode": True},
+    'accept="top_k"': {"do_sample": True, "seed": 3, "accept": "top_k"},
     "beam_widths": {"beam_widths": [2, 4, 3]},
     "compact": {"compact": True, "n": 1},
     "allowed_sequences": {"allowed_sequences": [[*item] for item in ITEMS]},
@@ -75,6 +76,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "output_kind=DELTA": {"n": 1, "output_kind": RequestOutputKind.DELTA},
 }
 DRAWN = {"do_sample", "replacement", "stochastic", "sample_first", 'speculation="sample"', "memory_mode", 'unit="step"'}
+DRAWN |= {'accept="top_k"'}
 ALTERS_LOGPROBS = DRAWN | {"frequency_penalty", "logit_bias", "allowed_token_ids", "min_tokens", "temperature"}
 ALTERS_LOGPROBS |= {"structured_outputs", "num_beam_groups"}
 

@@ -25,6 +25,7 @@ class _Drawn(NamedTuple):
     min_width: int
     threshold: float | None
     keeps_one: bool
+    accept_top_k: int | None = None
 
 
 class Drawn(_Drawn, Strategy):
@@ -35,6 +36,7 @@ class Drawn(_Drawn, Strategy):
         min_width: Of a layer that is verified, in beams.
         threshold: How probably as many beams as that must be accepted; None: always all beams.
         keeps_one: Of the beams that one target forward leads to, only the best goes on.
+        accept_top_k: Drafts among so many best continuations are accepted, which is not exact; None: exactly.
     """
 
     scales_logits = False  # the temperature divides what beams are drawn by
