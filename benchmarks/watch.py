@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from vllm_trie.engine.stats import SearchCounts
+from vllm_trie.search.rejection import DraftRules
 
 
 class Steps(NamedTuple):
@@ -50,6 +51,38 @@ def total_counts(outputs: Sequence[Any]) -> SearchCounts:
         told = output.kv_transfer_params["trie_beam"]
         total.add(SearchCounts(**{count.name: told[count.name] for count in fields(SearchCounts)}))
     return total
+
+
+class Layers:
+    """Layers of drawn drafts that were verified, and those that were accepted as they were drafted."""
+
+    def __init__(self) -> None:
+        self.num_verified = self.num_accepted = 0
+
+    def add(self, other: Layers) -> None:
+        """Include those of another search."""
+        self.num_verified += other.num_verified
+        self.num_accepted += other.num_accepted
+
+    @property
+    def acceptance(self) -> float:
+        """The share that was accepted; 0 where none was verified."""
+        return self.num_accepted / max(self.num_verified, 1)
+
+
+@contextmanager
+def verified_layers() -> Iterator[Layers]:
+    """Count the layers that engines of this process verify."""
+    layers, verify = Layers(), DraftRules.verify
+
+    def counted(*args: Any) -> Any:
+        verified = verify(*args)
+        layers.num_verified += 1
+        layers.num_accepted += verified.is_complete
+        return verified
+
+    with mock.patch.object(DraftRules, "verify", counted):
+        yield layers
 
 
 def same_answers(outputs: Sequence[Any], plain: Sequence[Any], dtype: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import models
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
-from benchmarks.tables.throughput import Search, searches
+from benchmarks.tables.throughput import searches
 
 POWERCAP = Path("/sys/class/powercap")
 
@@ -37,6 +37,20 @@ def meters(powercap: Path = POWERCAP) -> list[Meter]:
             name = (package / "name").read_text().strip()
             found.append(Meter(name, lambda counter=counter: int(counter.read_text()) / 1e6, wraps_at))
     return found + _gpus()
+
+
+def joules_per_call(meter: Meter, run: Callable[[], Any], seconds: float) -> float:
+    """What one call takes on average, over as many as fit into this time."""
+    calls = 0
+
+    def keep_running() -> None:
+        nonlocal calls
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            run()
+            calls += 1
+
+    return meter.joules(keep_running) / calls
 
 
 def _is_readable(counter: Path) -> bool:
@@ -81,16 +95,8 @@ def measure(bench: Bench, width: int) -> Measured:
     for name, search in searches(bench, models.AS_IT_IS, width, num_tokens).items():
         search([prompt])
         for meter in found:
-            calls = 0
-
-            def keep_running(search: Search = search) -> None:
-                nonlocal calls
-                until = time.perf_counter() + bench.setting.pick(1, 5, 20)
-                while time.perf_counter() < until:
-                    search([prompt])
-                    calls += 1
-
-            rows.append((width, name, meter.name, meter.joules(keep_running) / (calls * num_tokens)))
+            joules = joules_per_call(meter, lambda search=search: search([prompt]), bench.setting.pick(1, 5, 20))
+            rows.append((width, name, meter.name, joules / num_tokens))
     return Measured(rows)
 
 

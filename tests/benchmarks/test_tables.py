@@ -39,7 +39,13 @@ def test_every_table_is_measured_and_every_plot_drawn(measured: Path) -> None:
         assert rows_of(measured, name), name
     tables = (measured / "tables.md").read_text()
     assert all(TABLES[name].title in tables for name in OF_PAPERS)
-    for picture in ("memory_by_step", "overlap_by_width", "throughput_by_width", "reclamation_by_step"):
+    for picture in (
+        "memory_by_step",
+        "overlap_by_width",
+        "throughput_by_width",
+        "reclamation_by_step",
+        "front_of_widths",
+    ):
         assert (measured / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
 
 
