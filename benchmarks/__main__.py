@@ -20,6 +20,7 @@ from benchmarks.report import as_markdown
 from benchmarks.smollm2 import get
 from benchmarks.tables import (
     attention,
+    block_sizes,
     concurrency,
     controls,
     dsbd,
@@ -43,6 +44,7 @@ from benchmarks.tables import (
 
 TABLES: dict[str, Table] = {
     "memory": memory.TABLE,
+    "block_sizes": block_sizes.TABLE,
     "ablation": reclamation.ABLATION,
     "reclamation": reclamation.COST,
     "throughput": throughput.TABLE,

@@ -37,6 +37,9 @@ PICTURES = {
     "quality": ("quality_by_speed",),
     "dsbd_grid": ("front_of_widths",),
 }
+PARTS = {
+    "memory": ("overlap", "beams", "Table 4 of the trie paper, measured: overlap")
+}  # that have a page of their own
 CONSTANT = 1  # values of a column that a filter leaves out
 
 Content = dict[str, Any]
@@ -90,7 +93,13 @@ def write_pages(folder: Path, pages: Path) -> None:
     for told, place in (("On SmolLM2-135M-Instruct", OF_REAL_MODEL), ("On the toy", ".")):
         pictures = _pictures(PAGES / place)
         measured = sorted((folder / place).glob("*.json"))
-        titles = {path.stem: _write_page(path, pages / place, pictures) for path in measured}
+        titles = {}
+        for path in measured:
+            titles[path.stem] = _write_page(path, pages / place, pictures)
+            if path.stem in PARTS:
+                value, by, titles[value] = PARTS[path.stem]
+                part = _spread(json.loads(path.read_text()), value, by)
+                (pages / place / f"{value}.md").write_text(f"# {titles[value]}\n\n{_whole(part)}")
         links = "\n".join(f"- [{title}]({Path(place) / name}.md)" for name, title in titles.items())
         parts += [f"## {told}\n\n{links}\n"] if titles else []
     (pages / "README.md").write_text("\n".join(parts))

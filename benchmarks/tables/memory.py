@@ -1,4 +1,7 @@
-"""KV memory with the trie and without, by attention, width and prompt: the trie paper's memory columns and Table 4."""
+"""KV memory with the trie and without, by attention, width and prompt: the trie paper's memory columns.
+
+Its Table 4, the overlap, is a column here and a page of its own: see `benchmarks.report`.
+"""
 
 from __future__ import annotations
 
@@ -38,21 +41,25 @@ def measure(bench: Bench, variant: str, set_name: str, length: int | None, width
         statistics.fmean(1 - a / b for a, b in zip(ours, theirs, strict=False))
         for ours, theirs in zip(shared, unshared, strict=True)
     ]
-    kib_per_block = _block_bytes(llm) / 1024
+    kib_by_prompt = [_block_bytes(llm) / 1024 / (len(prompt) + num_tokens) for prompt in prompts]
     pairs = paired(peaks, unshared_peaks)
     row = (
         models.attention_of(bench.model(variant), models.AS_IT_IS),
         set_name,
         length or f"{statistics.fmean(map(len, prompts)):.0f} on average",
         width,
-        statistics.fmean(peaks) * kib_per_block / num_tokens,
-        statistics.fmean(unshared_peaks) * kib_per_block / num_tokens,
+        _mean_product(peaks, kib_by_prompt),
+        _mean_product(unshared_peaks, kib_by_prompt),
         str(interval([a / b for a, b in zip(peaks, unshared_peaks, strict=True)])),
         statistics.fmean(overlaps),
         pairs.n,
         shown_p(pairs.p),
     )
     return Measured([row], {"shared": _mean_by_step(shared), "unshared": _mean_by_step(unshared), "overlap": overlaps})
+
+
+def _mean_product(peaks: list[float], weights: list[float]) -> float:
+    return statistics.fmean(peak * weight for peak, weight in zip(peaks, weights, strict=True))
 
 
 def _block_bytes(llm: Any) -> int:
@@ -83,6 +90,7 @@ TABLE = Table(
     cells,
     measure,
     f"peak KV blocks of {BLOCK_SIZE} tokens in use, one prompt at a time, prefix caching off; unshared: as many "
-    "sequences, sampled, which share nothing; per token: of generated length; M_T/M_B: mean ratio of peaks; overlap: "
-    "share of unshared blocks that sharing saves, mean over steps; p: paired t-test of log peaks, where they vary",
+    "sequences, sampled, which share nothing; per token: of prompt and answer, as in the trie paper; M_T/M_B: mean "
+    "ratio of peaks; overlap: share of unshared blocks that sharing saves, mean over steps; p: paired t-test of log "
+    "peaks, where they vary",
 )

@@ -21,7 +21,7 @@ OURS, PUBLISHED = "beams in the engine", "trie paper's algorithm"
 
 def ablation_cells(setting: Setting) -> list[Cell]:
     intervals = setting.pick((1, 15), (1, 15, 50), (1, 5, 15, 50, 250))
-    widths = setting.widths or setting.pick((3,), (9,), (9,))
+    widths = setting.widths or setting.pick((3,), (9,), (3, 9))  # the paper's has 3
     return [(width, what) for width in widths for what in (NO_SHARING, NEVER, *intervals)]
 
 

@@ -1,4 +1,4 @@
-"""Tokens per second, one prompt at a time, against every peer: the trie paper's speed columns."""
+"""Tokens per second, one prompt at a time, against every peer: the trie paper's speed columns, one beam among them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cells(setting: Setting) -> list[Cell]:
     return setting.cells_by_prompt_and_width(
         num_variants=setting.pick(1, 1, 3),
         lengths=setting.pick((None,), (None,), (None, 256)),
-        widths=setting.pick((3,), (3, 15), (3, 6, 9, 15)),
+        widths=setting.pick((1, 3), (1, 3, 15), (1, 3, 6, 9, 15)),
     )
 
 
@@ -122,5 +122,5 @@ TABLE = Table(
     "tokens of the best answer over the whole call, prompt included; all of vLLM's return b answers, transformers, "
     "CTranslate2 (in float32, whatever the others have) and the trie paper's algorithm (flat trie, dense mask, "
     "reclamation every 15 steps) the best one; the peers take turns on every prompt; times: geometric mean of ratios; "
-    "p: paired t-test of log seconds; EOS ignored",
+    "p: paired t-test of log seconds; EOS ignored; one beam is greedy search, by the engine's beams and without them",
 )

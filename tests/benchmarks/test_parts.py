@@ -150,6 +150,21 @@ def test_a_report_shows_one_value_in_a_column_for_each_of_what_another_holds(tmp
         report.fill_in(kept.replace("= code", "= cod"), tmp_path)
 
 
+def test_the_overlap_of_the_memory_table_is_a_page_of_its_own(tmp_path: Path) -> None:
+    content = {
+        "title": "T",
+        "columns": ["prompts", "beams", "overlap"],
+        "note": "measured",
+        "cells": [{"rows": [["code", 3, 0.5], ["code", 9, 0.25]]}],
+    }
+    (tmp_path / "memory.json").write_text(json.dumps(content))
+    report.write_pages(tmp_path, tmp_path)
+    page = (tmp_path / "overlap.md").read_text()
+    assert page.startswith("# Table 4 of the trie paper, measured: overlap\n")
+    assert "| prompts | 3 beams | 9 beams |\n|---|---|---|\n| code | 0.5 | 0.25 |\n" in page
+    assert "(overlap.md)" in (tmp_path / "README.md").read_text()
+
+
 def test_the_tables_of_the_repository_are_what_its_json_says(tmp_path: Path) -> None:
     assert report.fill_in(report.RESULTS.read_text(), report.MEASURED) == report.RESULTS.read_text()
     report.write_pages(report.MEASURED, tmp_path)
