@@ -1,8 +1,11 @@
-"""What beams are worth: functions that pass their tests (HumanEval), sums that come out right (GSM8K), by search."""
+"""What beams are worth, by search, on tasks that a file of `--prompts` holds.
+
+The fields of its objects tell what they are: functions that must pass their tests (HumanEval: pass@1), sums (GSM8K),
+problems (MATH), questions about a text (SQuAD: exact match), articles to summarize (CNN/DailyMail: ROUGE-L).
+"""
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,14 +14,17 @@ from scipy import stats
 
 from benchmarks.common import generate
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
+from benchmarks.metrics import boxed, exact_match, number_of, rouge_l
 from benchmarks.sandbox import which_succeed
-from benchmarks.significance import shown_p
+from benchmarks.significance import Interval, interval, shown_p
 from vllm_trie import beam_params
 
 END_OF_FUNCTION = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n```", "\nassert")
 FUNCTION = "Complete this Python function.\n\n```python\n{}\n```"
 QUESTION = "{}\nSolve this step by step. Write the answer as a number in the last line, after ####."
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+PROBLEM = "{}\nSolve this step by step. Write the answer in the last line, as \\boxed{{answer}}."
+READING = "{}\n\nAnswer with a few words of this text: {}"
+ARTICLE, MOST_CHARACTERS = "{}\n\nSummarize this article in three sentences.", 3000  # of an article
 GREEDY = "greedy"
 TEMPERATURE, SEED = 0.7, 1
 NUM_TOKENS = 160
@@ -42,9 +48,10 @@ class Kind(NamedTuple):
     """A kind of task, known by the fields of its objects."""
 
     fields: frozenset[str]
+    metric: str
     stop: Sequence[str]
     prompt: Callable[[Any, dict[str, Any]], str]  # of a tokenizer and a task
-    solved: Callable[[Sequence[dict[str, Any]], Sequence[str]], list[bool]]
+    scores: Callable[[Sequence[dict[str, Any]], Sequence[str]], Sequence[float]]  # from 0 to 1
 
 
 def functions_pass(tasks: Sequence[dict[str, Any]], answers: Sequence[str]) -> list[bool]:
@@ -61,17 +68,30 @@ def sums_are_right(tasks: Sequence[dict[str, Any]], answers: Sequence[str]) -> l
     return [number_of(answer) == number_of(task["answer"]) for task, answer in zip(tasks, answers, strict=True)]
 
 
-def number_of(answer: str) -> float | None:
-    """The first number behind the last ####, or else the last one there is."""
-    _, mark, behind = answer.rpartition("####")
-    found = NUMBER.findall(behind if mark else answer)
-    return float(found[0 if mark else -1].replace(",", "")) if found else None
+def problems_are_solved(tasks: Sequence[dict[str, Any]], answers: Sequence[str]) -> list[bool]:
+    """Whether what each answer puts into a box is the answer of its task."""
+    return [boxed(answer) == "".join(task["answer"].split()) for task, answer in zip(tasks, answers, strict=True)]
 
 
-def question(tokenizer: Any, task: dict[str, Any]) -> str:
-    """A question as a turn of a chat, for models that know chats."""
-    request = QUESTION.format(task["question"])
-    return as_chat(tokenizer, request) if tokenizer.chat_template else f"{request}\n"
+def first_lines_match(tasks: Sequence[dict[str, Any]], answers: Sequence[str]) -> list[float]:
+    """Whether the first line of each answer is one of the references."""
+    firsts = [(answer.strip().splitlines() or [""])[0] for answer in answers]
+    return [exact_match(first, task["answers"]["text"]) for task, first in zip(tasks, firsts, strict=True)]
+
+
+def summaries(tasks: Sequence[dict[str, Any]], answers: Sequence[str]) -> list[float]:
+    """ROUGE-L of each answer, against the highlights of its article."""
+    return [rouge_l(answer, task["highlights"]) for task, answer in zip(tasks, answers, strict=True)]
+
+
+def asking(request: Callable[[dict[str, Any]], str]) -> Callable[[Any, dict[str, Any]], str]:
+    """What asks for this, as a turn of a chat, for models that know chats."""
+
+    def prompt(tokenizer: Any, task: dict[str, Any]) -> str:
+        asked = request(task)
+        return as_chat(tokenizer, asked) if tokenizer.chat_template else f"{asked}\n"
+
+    return prompt
 
 
 def function_to_complete(tokenizer: Any, task: dict[str, Any]) -> str:
@@ -92,8 +112,35 @@ def as_chat(tokenizer: Any, request: str) -> str:
 
 
 KINDS = (
-    Kind(frozenset({"prompt", "test", "entry_point"}), END_OF_FUNCTION, function_to_complete, functions_pass),
-    Kind(frozenset({"question", "answer"}), (), question, sums_are_right),
+    Kind(frozenset({"prompt", "test", "entry_point"}), "pass@1", END_OF_FUNCTION, function_to_complete, functions_pass),
+    Kind(
+        frozenset({"question", "answer"}),
+        "exact match",
+        (),
+        asking(lambda task: QUESTION.format(task["question"])),
+        sums_are_right,
+    ),
+    Kind(
+        frozenset({"problem", "answer"}),
+        "exact match",
+        (),
+        asking(lambda task: PROBLEM.format(task["problem"])),
+        problems_are_solved,
+    ),
+    Kind(
+        frozenset({"context", "question", "answers"}),
+        "exact match",
+        (),
+        asking(lambda task: READING.format(task["context"], task["question"])),
+        first_lines_match,
+    ),
+    Kind(
+        frozenset({"article", "highlights"}),
+        "ROUGE-L",
+        (),
+        asking(lambda task: ARTICLE.format(task["article"][:MOST_CHARACTERS])),
+        summaries,
+    ),
 )
 
 
@@ -113,46 +160,59 @@ def measure(bench: Bench, set_name: str) -> Measured:
         )
     llm = bench.engine()
     texts = [kind.prompt(llm.get_tokenizer(), task) for task in tasks]
-    rows, solved = list[Cell](), dict[str, list[bool]]()
+    rows, scores = list[Cell](), dict[str, Sequence[float]]()
     for name, params in params_by_search(
         setting.max_tokens or setting.pick(16, NUM_TOKENS, NUM_TOKENS), kind.stop
     ).items():
         best = [output.outputs[0] for output in generate(llm, texts, params)]
-        solved[name] = kind.solved(tasks, [answer.text for answer in best])
+        scores[name] = kind.scores(tasks, [answer.text for answer in best])
         mean = statistics.fmean(answer.cumulative_logprob / len(answer.token_ids) for answer in best)
-        rows.append((set_name, name, *told(solved[name], solved[GREEDY], name == GREEDY), mean))
-    return Measured(rows, {f"solved, {name}": list(map(float, found)) for name, found in solved.items()})
+        rows.append((set_name, kind.metric, name, *told(scores[name], scores[GREEDY], name == GREEDY), mean))
+    return Measured(rows, {f"scores, {name}": list(map(float, found)) for name, found in scores.items()})
 
 
-def told(solved: Sequence[bool], by_greedy: Sequence[bool], is_greedy: bool) -> Cell:
-    """How many, of how many, in percent with Wilson's interval; those that one of both alone solves; McNemar's p."""
-    share = stats.binomtest(sum(solved), len(solved)).proportion_ci(method="wilson")
-    percent = f"{100 * sum(solved) / len(solved):.1f} ({100 * share.low:.1f}–{100 * share.high:.1f})"
+def told(scores: Sequence[float], by_greedy: Sequence[float], is_greedy: bool) -> Cell:
+    """The score in percent with its interval, of how many tasks; those that either search does better; the test's p."""
+    mean, low, high = (100 * bound for bound in _interval(scores))
+    shown = f"{mean:.1f} ({low:.1f}–{high:.1f})" if low == low else f"{mean:.1f}"
     if is_greedy:
-        return sum(solved), len(solved), percent, "", "", ""
-    gained, lost = discordant(solved, by_greedy)
-    return sum(solved), len(solved), percent, gained, lost, shown_p(mcnemar(gained, lost))
+        return shown, len(scores), "", "", ""
+    gained, lost = discordant(scores, by_greedy)
+    return shown, len(scores), gained, lost, shown_p(mcnemar(gained, lost))
 
 
-def discordant(solved: Sequence[bool], by_greedy: Sequence[bool]) -> tuple[int, int]:
-    """Tasks that this search alone solves, and that greedy search alone does."""
-    pairs = list(zip(solved, by_greedy, strict=True))
-    return sum(own and not other for own, other in pairs), sum(other and not own for own, other in pairs)
+def _interval(scores: Sequence[float]) -> Interval:
+    """Wilson's where tasks are solved or not, else Student's."""
+    if any(score not in (0, 1) for score in scores):
+        return interval(scores)
+    solved = int(sum(scores))
+    share = stats.binomtest(solved, len(scores)).proportion_ci(method="wilson")
+    return Interval(solved / len(scores), share.low, share.high)
+
+
+def discordant(scores: Sequence[float], by_greedy: Sequence[float]) -> tuple[int, int]:
+    """Tasks that this search does better, and that greedy search does."""
+    pairs = list(zip(scores, by_greedy, strict=True))
+    return sum(own > other for own, other in pairs), sum(other > own for own, other in pairs)
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """The p of McNemar's exact test: that chance alone divides the discordant pairs at least as unevenly."""
+    """The p of McNemar's exact test: that chance alone divides the discordant pairs at least as unevenly.
+
+    Of scores that are no yes or no, it is the sign test.
+    """
     return float(stats.binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
 
 
 TABLE = Table(
-    "Tasks that are solved",
-    ("set", "search", "solved", "of", "% (95 %)", "alone", "greedy alone", "p", "mean log p per token"),
+    "Tasks, and how well they are done",
+    ("set", "metric", "search", "% (95 %)", "of", "better", "greedy better", "p", "mean log p per token"),
     cells,
     measure,
-    f"at most {NUM_TOKENS} tokens; the best hypothesis counts; HumanEval: the function is completed up to its end (a "
-    "model that knows chats is asked in one, and its answer begins with the prompt) and runs with its tests in a "
-    "process with limits; GSM8K: a turn of a chat, the number behind ####, or the last one; alone: tasks that this "
-    "search solves and greedy search does not; p: McNemar's exact test; beam sampling: temperature "
-    f"{TEMPERATURE}, seed {SEED}",
+    f"at most {NUM_TOKENS} tokens; the best hypothesis counts; pass@1: the function is completed up to its end (a "
+    "model that knows chats is asked in one, and its answer begins with the prompt) and passes its tests in a process "
+    "with limits; exact match: of the number behind ####, or the last one (GSM8K), of what is in the box (MATH), of "
+    "the first line with any reference (SQuAD); ROUGE-L: F1, in lower case, no stemming; better: tasks that this search "
+    "does and greedy search does not, or scores higher in; p: McNemar's exact test, for ROUGE-L the sign test; "
+    f"intervals: Wilson's, for ROUGE-L Student's; beam sampling: temperature {TEMPERATURE}, seed {SEED}",
 )
