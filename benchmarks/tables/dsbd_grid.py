@@ -49,7 +49,7 @@ def grid(setting: Setting) -> list[tuple[int, list[tuple[int, float, int]]]]:
 def measure(bench: Bench, times: int) -> Measured:
     """The whole grid, each setting in turn with beam sampling of the greatest width."""
     setting = bench.setting
-    num_tokens = setting.max_tokens or setting.pick(6, 16, 24)
+    num_tokens = setting.max_tokens or setting.pick(6, 16, 20)
     prompts = bench.prompts(setting.pick(2, 3, 4))
     reference = drawn_params(WIDEST, num_tokens, PLAIN)
     rows: list[list[Any]] = []

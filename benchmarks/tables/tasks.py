@@ -212,7 +212,7 @@ TABLE = Table(
     f"at most {NUM_TOKENS} tokens; the best hypothesis counts; pass@1: the function is completed up to its end (a "
     "model that knows chats is asked in one, and its answer begins with the prompt) and passes its tests in a process "
     "with limits; exact match: of the number behind ####, or the last one (GSM8K), of what is in the box (MATH), of "
-    "the first line with any reference (SQuAD); ROUGE-L: F1, in lower case, no stemming; better: tasks that this search "
-    "does and greedy search does not, or scores higher in; p: McNemar's exact test, for ROUGE-L the sign test; "
+    "the first line with any reference (SQuAD); ROUGE-L: F1, in lower case, no stemming; better: tasks that this "
+    "search does and greedy search does not, or scores higher in; p: McNemar's exact test, for ROUGE-L the sign test; "
     f"intervals: Wilson's, for ROUGE-L Student's; beam sampling: temperature {TEMPERATURE}, seed {SEED}",
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import OF_PAPERS, TABLES, main
+from benchmarks.report import fill_in
 from tests.support.engine import ROOT, Engines
 
 pytestmark = pytest.mark.slow
@@ -61,6 +62,20 @@ def test_sharing_changes_no_log_probability_and_no_hypothesis(measured: Path) ->
     assert row["max |Δ log p|"] < 1e-4
     assert row["different"] == 0
     assert row["all hypotheses identical"] + row["near-ties"] == row["searches"]
+
+
+def test_results_can_show_the_tables_of_the_dsbd_paper(measured: Path) -> None:
+    """As RESULTS.md is to name them once they are measured."""
+    shown = "with drafts + without + layers accepted, a + steps per forward by Theorem 3.2 + steps per forward"
+    of_grid = "search + layers + draft width + threshold + least width + steps per forward + mean log p"
+    places = [
+        f"dsbd; show {shown} + times faster (95 %) + mean log p, with (95 %)",
+        f"dsbd_grid; front = yes; show {of_grid}",
+    ]
+    text = "".join(f"<!-- table: {place} -->\n<!-- end -->\n" for place in places)
+    filled = fill_in(text, measured)
+    assert "| beam sampling, 4 | beam sampling, 4 |" in filled
+    assert "Front: yes." in filled
 
 
 @pytest.fixture
