@@ -43,6 +43,21 @@ def test_tokens_are_moved_as_vllm_lays_them_out(isa: str, dtype: torch.dtype) ->
     assert torch.equal(cache, written(keys, values, isa))
 
 
+@pytest.mark.parametrize(("isa", "dtype"), LAYOUTS)
+@pytest.mark.parametrize("count", [1, 7, 16, 31])
+def test_the_first_tokens_of_a_block_are_copied(isa: str, dtype: torch.dtype, count: int) -> None:
+    keys, values = torch.randn(2, NUM_SLOTS, NUM_HEADS, HEAD_SIZE).to(dtype)
+    cache = written(keys, values, isa)
+    slots = KVSlots([by_token(cache, isa)])
+    assert slots.knows(0)
+    slots.copy_first(0, *(torch.tensor([n]) for n in (2, 0, count)))
+    copied = np.arange(count)
+    found, expected = KVSlots([by_token(cache, isa)]).read(0, copied), slots.read(0, 2 * BLOCK_SIZE + copied)
+    assert all(map(np.array_equal, found, expected))
+    rest = written(keys, values, isa).view(NUM_BLOCKS, -1)[1:]
+    assert torch.equal(cache.view(NUM_BLOCKS, -1)[1:], rest), "other blocks stay as they are"
+
+
 def test_layers_that_share_a_cache_are_moved_once() -> None:
     cache = torch.zeros(NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
     slots = KVSlots([[*by_token(cache, "vec"), *by_token(cache, "vec"), *by_token(cache.clone(), "vec")]])

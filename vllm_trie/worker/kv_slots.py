@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -41,12 +42,24 @@ class KVSlots:
         for layer, of_layer in zip(self._layers[number], held, strict=True):
             layer.contents[at[layer.places]] = of_layer
 
+    def knows(self, number: int) -> bool:
+        """Whether it is known how tokens lie in the blocks of a KV cache group."""
+        return bool(self._layers[number])
+
+    def copy_first(self, number: int, sources: torch.Tensor, destinations: torch.Tensor, counts: torch.Tensor) -> None:
+        """Copy the first tokens of blocks to others, [copies] each; no block is both source and destination."""
+        for layer in self._layers[number]:
+            unit = math.prod(layer.places[1:])
+            for source, destination, count in zip(*(n.tolist() for n in (sources, destinations, counts)), strict=True):
+                first = -(-count // unit)
+                layer.contents[destination, :first] = layer.contents[source, :first]
+
     def _split(self, number: int, slots: np.ndarray) -> dict[tuple[int, ...], tuple[Any, ...]]:
         """By the places of layers: blocks, and places in them."""
         split = {}
         for layer in self._layers[number]:
             if layer.places not in split:
-                blocks, of_block = divmod(slots, np.prod(layer.places))
+                blocks, of_block = divmod(slots, math.prod(layer.places))
                 at = blocks, *np.unravel_index(of_block, layer.places)
                 split[layer.places] = at if isinstance(layer.contents, np.ndarray) else _uploaded(at, layer.contents)
         return split

@@ -10,10 +10,15 @@ import torch
 from vllm_trie.search.devices import numbers
 from vllm_trie.worker import kernels
 from vllm_trie.worker.kv_blocks import KVBlocks
+from vllm_trie.worker.kv_slots import KVSlots
 from vllm_trie.worker.row_reorder import RowReorder, Tables
 
+LARGE_BLOCK = 128  # tokens: from here on a part of a block is copied faster than all of it
 
-def reorder_rows(rows: RowReorder, tokens: torch.Tensor, tables: Tables, kv_blocks: KVBlocks) -> None:
+
+def reorder_rows(
+    rows: RowReorder, tokens: torch.Tensor, tables: Tables, kv_blocks: KVBlocks, kv_slots: KVSlots
+) -> None:
     """Let each row continue the history of its source; rows that continue themselves are left as they are.
 
     Args:
@@ -21,6 +26,7 @@ def reorder_rows(rows: RowReorder, tokens: torch.Tensor, tables: Tables, kv_bloc
         tokens: [slots, length] int32, of each slot.
         tables: Their blocks.
         kv_blocks: What the blocks hold.
+        kv_slots: The same, token by token.
     """
     if kernels.run_on(tokens.device):
         kernels.copy_histories(rows, tokens, tables)
@@ -28,7 +34,7 @@ def reorder_rows(rows: RowReorder, tokens: torch.Tensor, tables: Tables, kv_bloc
             kernels.copy_tails(rows, tables, kv_blocks.segments)
     elif len((moving := rows.moving()).slots):
         copy_histories(moving, tokens, tables)
-        copy_tails(moving, tables, kv_blocks)
+        copy_tails(moving, tables, kv_blocks, kv_slots)
 
 
 def copy_histories(rows: RowReorder, tokens: torch.Tensor, tables: Tables) -> None:
@@ -50,12 +56,19 @@ def copy_histories(rows: RowReorder, tokens: torch.Tensor, tables: Tables) -> No
         full.index_copy_(0, slots, blocks)
 
 
-def copy_tails(rows: RowReorder, tables: Tables, kv_blocks: KVBlocks) -> None:
-    """Copy the content of each source's partly filled tail block into the row's own, in all layers."""
-    for table, block_size in zip(tables.tables, tables.block_sizes, strict=True):
+def copy_tails(rows: RowReorder, tables: Tables, kv_blocks: KVBlocks, kv_slots: KVSlots | None = None) -> None:
+    """Copy the content of each source's partly filled tail block into the row's own, in all layers.
+
+    Of large blocks, as models with recurrent states have them, the filled part alone.
+    """
+    for table, block_size, number in zip(tables.tables, tables.block_sizes, tables.numbers, strict=True):
         (places,) = (rows.num_tokens_on_host % block_size).nonzero()
         if len(places) == 0:
             continue
         slots, sources, _, num_tokens = rows.rows[:, torch.from_numpy(places).to(table.device)]
         columns = num_tokens // block_size
-        kv_blocks.copy_to_others(table[sources, columns], table[slots, columns])
+        read, written = table[sources, columns], table[slots, columns]
+        if kv_slots is not None and block_size >= LARGE_BLOCK and kv_slots.knows(number):
+            kv_slots.copy_first(number, read, written, num_tokens % block_size)
+        else:
+            kv_blocks.copy_to_others(read, written)

@@ -84,6 +84,7 @@ class Tables:
 
     tables: list[torch.Tensor]  # [slots, blocks] int32 each
     block_sizes: list[int]
+    numbers: list[int]  # of their KV cache groups
     pointers: torch.Tensor  # [tables] uint64, on the device like the others
     strides: torch.Tensor  # [tables] int64, from slot to slot
     sizes: torch.Tensor  # [tables] int64, the block sizes
@@ -94,10 +95,13 @@ class Tables:
         return self.pointers, self.strides, self.sizes
 
     @classmethod
-    def of(cls, tables: Sequence[torch.Tensor], block_sizes: Sequence[int]) -> Tables:
+    def of(
+        cls, tables: Sequence[torch.Tensor], block_sizes: Sequence[int], numbers: Sequence[int] | None = None
+    ) -> Tables:
         """Describe tables to the device, once: they must stay where they are."""
+        numbers = range(len(tables)) if numbers is None else numbers
         device = tables[0].device
         pointers = torch.tensor([table.data_ptr() for table in tables], dtype=torch.uint64, device=device)
         strides = torch.tensor([table.stride(0) for table in tables], dtype=torch.int64, device=device)
         sizes = torch.tensor(block_sizes, dtype=torch.int64, device=device)
-        return cls(list(tables), list(block_sizes), pointers, strides, sizes)
+        return cls(list(tables), list(block_sizes), list(numbers), pointers, strides, sizes)

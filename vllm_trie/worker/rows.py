@@ -56,7 +56,7 @@ class Rows:
         tables, groups = self._runner.block_tables, self._runner.kv_cache_config.kv_cache_groups
         differing = [n for n, group in enumerate(groups) if not isinstance(group.kv_cache_spec, CrossAttentionSpec)]
         sizes = [tables.block_sizes[number] for number in differing]
-        return Tables.of([tables.block_tables[number].gpu for number in differing], sizes)
+        return Tables.of([tables.block_tables[number].gpu for number in differing], sizes, differing)
 
     @cached_property
     def kv_blocks(self) -> KVBlocks:
@@ -65,7 +65,7 @@ class Rows:
 
     @cached_property
     def kv_slots(self) -> KVSlots:
-        """The same, token by token, of layers whose attention takes trees."""
+        """The same, token by token, of layers of which it is known how tokens lie in their blocks."""
         return kv_slots(self._runner)
 
     @cached_property
@@ -196,7 +196,8 @@ class Rows:
         if not reorders.rows:
             return
         moved = reorders.on(self.device)
-        reorder_rows(moved, self._runner.req_states.all_token_ids.gpu, self.tables, self.kv_blocks)
+        caches = self.kv_blocks, self.kv_slots
+        reorder_rows(moved, self._runner.req_states.all_token_ids.gpu, self.tables, *caches)
         if is_controlled:
             self._reorder_controls(moved.slots, moved.sources)
 

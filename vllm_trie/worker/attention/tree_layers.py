@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_trie.worker.attention.shared_rows import SharesPrefixes
-from vllm_trie.worker.kv_slots import KVSlots
+from vllm_trie.worker.kv_slots import ByToken, KVSlots
 
 if TYPE_CHECKING:
     from vllm.v1.worker.utils import AttentionGroup
@@ -33,11 +35,7 @@ def attention_of(runner: GPUModelRunner) -> list[list[AttentionGroup]]:
 
 def takes_trees(runner: GPUModelRunner) -> bool:
     """Whether attention of all layers takes trees; if not, the log says which do not."""
-    stock = []
-    for attn_group in chain(*attention_of(runner)):
-        builder = attn_group.get_metadata_builder(0)
-        if not (isinstance(builder, SharesPrefixes) and builder.takes_trees):
-            stock.append(attn_group)
+    stock = [group for group in chain(*attention_of(runner)) if not _takes(group.get_metadata_builder(0))]
     if stock:
         num_layers, backends = sum(len(group.layer_names) for group in stock), {g.backend.get_name() for g in stock}
         logger.warning_once(TAKES_NO_TREES, num_layers, ", ".join(sorted(backends)))
@@ -45,16 +43,20 @@ def takes_trees(runner: GPUModelRunner) -> bool:
 
 
 def kv_slots(runner: GPUModelRunner) -> KVSlots:
-    """The KV caches of such layers, token by token."""
-    layers = runner.compilation_config.static_forward_context
-    return KVSlots(
-        [
-            [
-                part
-                for attn_group in of_number
-                for name in attn_group.layer_names
-                for part in attn_group.get_metadata_builder(0).by_token(layers[name].kv_cache)
-            ]
-            for of_number in attention_of(runner)
-        ]
-    )
+    """The KV caches of KV cache groups all of whose layers do, token by token; nothing of others."""
+    return KVSlots([_by_token(runner, attn_groups) for attn_groups in attention_of(runner)])
+
+
+def _by_token(runner: GPUModelRunner, attn_groups: Sequence[AttentionGroup]) -> list[ByToken]:
+    parts = list[ByToken]()
+    for attn_group in attn_groups:
+        builder = attn_group.get_metadata_builder(0)
+        if not _takes(builder):
+            return []
+        for name in attn_group.layer_names:
+            parts += builder.by_token(runner.compilation_config.static_forward_context[name].kv_cache)
+    return parts
+
+
+def _takes(builder: AttentionMetadataBuilder[Any]) -> TypeGuard[SharesPrefixes]:
+    return isinstance(builder, SharesPrefixes) and builder.takes_trees
