@@ -12,12 +12,13 @@ from vllm_trie.engine.adaptive_forests import AdaptiveForests
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.group_forests import GroupForests
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
-from vllm_trie.messages import MOST_DRAFTS, Drafted, GroupStep, SpeculationBudget
+from vllm_trie.messages import MOST_DRAFTS, NOT_DRAFTED, Drafted, GroupStep, SpeculationBudget
 from vllm_trie.search.forest_size import ForestSize
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.strategies.drawn import Drawn
 
 MOST_REST = 16  # steps, of a group that drafts by n-grams
+NEVER_AGAIN = 1 << 40  # steps
 
 
 class Speculating(NamedTuple):
@@ -80,7 +81,9 @@ class SpeculationBudgets:
         It costs more than a plain step, and where texts do not repeat themselves n-grams draft in vain: after three in
         a row that led nowhere, a group rests for one step, then for 2, 4, ...
         """
-        if forests.is_adaptive:
+        if forest == NOT_DRAFTED and not self._by_ngrams:  # attention takes no trees here, which the worker alone knows
+            forests.rest(length, NEVER_AGAIN)
+        elif forests.is_adaptive:
             self.adaptive.learn(forests, forest, num_steps)
         elif self._by_ngrams:
             forests.num_failed = 0 if num_steps > 1 else forests.num_failed + 1
