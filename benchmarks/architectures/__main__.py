@@ -22,7 +22,19 @@ from benchmarks.architectures.table import DOCUMENT, MEASURED, document, read
 from benchmarks.common import inspect_models_here
 
 LONGEST = 180  # seconds that an architecture may take
-TOLD = ("equal", "tied", "worst", "forced", "greedy", "steady", "vllm", "transformers_off", "ours_off", "error")
+TOLD = (
+    "equal",
+    "tied",
+    "worst",
+    "forced",
+    "greedy",
+    "steady",
+    "vllm",
+    "transformers_off",
+    "ours_off",
+    "speculation",
+    "error",
+)
 TRIED = {architecture.name: architecture for architecture in (*ARCHITECTURES, *FORMATS)}
 
 
@@ -34,13 +46,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.table:
         rows = [] if options.again else [row for table in read().values() for row in table]
-        known = {row["name"] for row in rows if row["outcome"] != "failed"}
-        _measure([one for name, one in TRIED.items() if name in (options.only or TRIED) and name not in known])
+        known = {row["name"]: row for row in rows if row["outcome"] != "failed"}
+        wanted = [one for name, one in TRIED.items() if name in (options.only or TRIED)]
+        _measure([one for one in wanted if one.name not in known or _lacks_speculation(known[one.name])], known)
     DOCUMENT.write_text(document(read()))
     return 0
 
 
-def _measure(architectures: list[Architecture]) -> None:
+def _lacks_speculation(row: dict[str, Any]) -> bool:
+    return TRIED[row["name"]] in ARCHITECTURES and row["outcome"] == "compared" and "speculation" not in row
+
+
+def _measure(architectures: list[Architecture], known: dict[str, dict[str, Any]]) -> None:
     if not architectures:
         return
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -51,7 +68,10 @@ def _measure(architectures: list[Architecture]) -> None:
     gc.freeze()  # vLLM collects garbage several times at a start
 
     for number, architecture in enumerate(architectures, 1):
-        row = _in_its_own_process(architecture)
+        row = known.get(architecture.name) or _in_its_own_process(architecture)
+        if _lacks_speculation(row):
+            with tempfile.TemporaryDirectory() as scratch:
+                row["speculation"] = _forked("measure_speculation", architecture, Path(scratch))
         _keep(row)
         told = {key: row[key] for key in TOLD if key in row}
         print(f"{number}/{len(architectures)} {architecture.name}: {row['outcome']} {told}", flush=True)

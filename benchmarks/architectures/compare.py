@@ -83,6 +83,36 @@ def measure(architecture: Architecture, folder: Path) -> dict[str, Any]:
     return row
 
 
+def measure_speculation(architecture: Architecture, folder: Path) -> dict[str, Any]:
+    """Searches whose draft model is the model itself, beside plain ones in the same engine.
+
+    Of some models vLLM then takes the MTP head, which beams do not draft by: n-grams draft there.
+    """
+    make(architecture, folder)
+    drafts: dict[str, Any] = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    try:
+        try:
+            llm = start(architecture, folder, {**WITH_BEAMS, "speculative_config": drafts})
+        except Exception as error:
+            if "method='mtp'" not in str(error):
+                raise
+            drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+            llm = start(architecture, folder, {**WITH_BEAMS, "speculative_config": drafts})
+        prompts = [_prompt(length) for length in LENGTHS]
+        plain = _ours(llm, prompts, True, speculation="off")
+        outputs = _outputs(llm, prompts, True, speculation="exact")
+    except Exception as error:
+        return {"outcome": "refused", "error": sentence(error, folder)}
+    counts = [output.kv_transfer_params["trie_beam"] for output in outputs]
+    if not any(count["drafted"] for count in counts):
+        return {"outcome": "plain steps"}
+    found = compared([*zip(map(_hypotheses, outputs), plain, strict=True)])
+    per_forward = sum(count["steps_per_forward"] for count in counts) / len(counts)
+    hypotheses = WIDTH * len(prompts)
+    row = {"outcome": "compared", "drafts": drafts["method"], "hypotheses": hypotheses, **found._asdict()}
+    return row | {"steps_per_forward": per_forward}
+
+
 def measure_format(architecture: Architecture, folder: Path) -> dict[str, Any]:
     """A row of the table of number formats: vLLM's own loop runs in a second engine, without beams."""
     import torch
@@ -164,15 +194,20 @@ def _caches(core: Any) -> list[str]:
     return sorted({KINDS_OF_CACHE.get(name, name) for name in names})
 
 
-def _ours(llm: Any, prompts: list[list[int]], ignore_eos: bool) -> list[list[Hypothesis]]:
+def _ours(llm: Any, prompts: list[list[int]], ignore_eos: bool, **options: Any) -> list[list[Hypothesis]]:
+    return [*map(_hypotheses, _outputs(llm, prompts, ignore_eos, **options))]
+
+
+def _outputs(llm: Any, prompts: list[list[int]], ignore_eos: bool, **options: Any) -> list[Any]:
     from vllm_trie import beam_params
 
-    params = beam_params(WIDTH, n=WIDTH, max_tokens=MAX_TOKENS, ignore_eos=ignore_eos)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    return [
-        [Hypothesis([*one.token_ids], one.cumulative_logprob / len(one.token_ids)) for one in output.outputs]
-        for output in outputs
-    ]
+    params = beam_params(WIDTH, n=WIDTH, max_tokens=MAX_TOKENS, ignore_eos=ignore_eos, **options)
+    outputs: list[Any] = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return outputs
+
+
+def _hypotheses(output: Any) -> list[Hypothesis]:
+    return [Hypothesis([*one.token_ids], one.cumulative_logprob / len(one.token_ids)) for one in output.outputs]
 
 
 def _load(folder: Path) -> Any:

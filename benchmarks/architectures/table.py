@@ -30,6 +30,10 @@ prompts with the same model.
   1e-5, as rounding makes them.
 - The worst difference is that of any two scores (log-probability per token) at the same rank, divided by transformers'
   score if that is below -1.
+- Speculation: how many of 12 hypotheses are those of plain steps in the same engine, near-ties included, and the steps of
+  the search per forward, with the model itself as its draft model (3 layers, 8 drafts in each). "By n-grams": vLLM has a
+  head of its own for such a model. "Plain steps": there is no kernel for trees of drafts in some of its layers.
+  "Refused": it has recurrent states.
 - Where hypotheses differ, or scores by more than 1e-4, the notes tell how many of 12 hypotheses of `LLM.beam_search`
   are those of vLLM's own client loop, and how many of 3 greedy answers of vLLM are transformers'.
 
@@ -103,7 +107,7 @@ def document(content: dict[str, Any]) -> str:
     )
     cpus = _all([row for row in formats if "cpu" in row], lambda row: row["cpu"])
     formats_head = FORMATS_HEAD.format(dtype=dtype, versions=_all(formats, _versions), cpus=cpus)
-    columns = ("architecture", "models", "KV caches", "equal", "ties", "worst difference", "notes")
+    columns = ("architecture", "models", "KV caches", "equal", "ties", "worst difference", "speculation", "notes")
     of_formats = (
         "format",
         "of what",
@@ -140,7 +144,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     notes = [architecture.note] if architecture.note else []
     if row["outcome"] != "compared":
         notes.insert(0, f"{OUTCOMES[row['outcome']]}: {row['error']}")
-        return [row["name"], architecture.examples, "–", "–", "–", "–", "; ".join(notes)]
+        return [row["name"], architecture.examples, *"–" * 5, "; ".join(notes)]
     if "vllm" in row:
         own = row["vllm"]
         notes.append(f"{own['equal'] + own['tied']} of {own['hypotheses']} hypotheses as vLLM's own loop")
@@ -154,7 +158,16 @@ def _cells(row: dict[str, Any]) -> list[str]:
         notes.append("vLLM's Transformers backend")
     equal = f"{row['equal']} of {row['hypotheses']}"
     caches, worst = ", ".join(row["caches"]), f"{row['worst']:.0e}"
-    return [row["name"], architecture.examples, caches, equal, str(row["tied"]), worst, "; ".join(notes)]
+    cells = [row["name"], architecture.examples, caches, equal, str(row["tied"]), worst]
+    return [*cells, _speculation(row.get("speculation", {"outcome": "not measured"})), "; ".join(notes)]
+
+
+def _speculation(found: dict[str, Any]) -> str:
+    if found["outcome"] != "compared":
+        return "refused" if "error" in found else found["outcome"]
+    equal = found["equal"] + found["tied"]
+    by = ", by n-grams" if found.get("drafts") == "ngram" else ""
+    return f"{equal} of {found['hypotheses']}, {found['steps_per_forward']:.1f} steps{by}"
 
 
 def _cells_of_format(row: dict[str, Any]) -> list[str]:

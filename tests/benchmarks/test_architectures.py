@@ -8,6 +8,7 @@ from benchmarks.architectures.models import BY_NAME
 from benchmarks.architectures.table import DOCUMENT, document, read, verdict
 
 FEWEST = 60
+FEWEST_WITH_SPECULATION = 40
 FORCED_TOLERANCE = 2e-5
 
 
@@ -21,6 +22,15 @@ def test_enough_architectures_are_measured_and_beams_are_wrong_on_none() -> None
     assert {row["name"] for row in rows} <= BY_NAME.keys()
     assert len(rows) >= FEWEST
     assert not {"differs", "no answer", "failed"} & {*verdicts}
+
+
+def test_speculation_changes_no_answer_on_any_architecture() -> None:
+    found = [row["speculation"] for row in read()["architectures"] if row["outcome"] == "compared"]
+    compared = [one for one in found if one["outcome"] == "compared"]
+    assert len(compared) >= FEWEST_WITH_SPECULATION
+    assert all(one["equal"] + one["tied"] == one["hypotheses"] for one in compared)
+    others = {one.get("error", one["outcome"]) for one in found if one["outcome"] != "compared"}
+    assert all(other == "plain steps" or "recurrent states" in other for other in others)
 
 
 def test_beams_in_every_number_format_are_those_of_vllms_own_loop() -> None:

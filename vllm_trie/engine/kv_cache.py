@@ -145,11 +145,11 @@ class BeamKVCacheManager(KVCacheManager):
     def num_shared_tokens(self, request_id: str) -> list[int]:
         """By KV cache group: how many tokens, the first ones, lie in blocks that all rows of a decoding group share.
 
-        Of a window's, those that have left it count as well.
+        Of a window's, those that have left it count as well. Of what an encoder made, all do.
         """
         return [
             trie.num_common() * trie.block_size
-            if isinstance(manager.kv_cache_spec, (FullAttentionSpec, SlidingWindowSpec))
+            if isinstance(manager.kv_cache_spec, FullAttentionSpec | SlidingWindowSpec | CrossAttentionSpec)
             else 0
             for trie, manager in zip(self._groups[request_id].tries, self._managers, strict=True)
         ]

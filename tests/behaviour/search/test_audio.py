@@ -28,6 +28,7 @@ from tests.support.reference import agree, engine_answers
 from vllm_trie import beam_params
 from vllm_trie.entrypoints.llm import beam_search
 from vllm_trie.trie.encoder_blocks import EncoderBlocks
+from vllm_trie.worker.attention.cpu_backend import SharedPrefixBuilder, SharedPrefixMetadata
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +75,32 @@ def run(engine: Engine, jobs: list[Job], after_step: Callable[[int], None] = lam
         steps += 1
         after_step(steps)
     return [finished.get(str(number)) for number in range(len(jobs))]
+
+
+@pytest.mark.parametrize("option", ["on", "off"])
+def test_what_an_encoder_made_is_read_once_for_all_beams(
+    engines: Engines, model: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = {"additional_config": {"trie_beam": {"check_invariants": True, "shared_prefix_attention": option}}}
+    engine = engines(model, max_model_len=128, max_num_batched_tokens=256, **shares)
+    jobs = searches(8, 3)
+    jobs.insert(1, (5, SamplingParams(temperature=0, max_tokens=20)))
+    asked, build = list[list[int]](), SharedPrefixBuilder.build
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        metadata = build(self, *args, **kwargs)
+        if self.is_cross_attention and isinstance(metadata, SharedPrefixMetadata):
+            asked.append(metadata.plan.shared.num_shared.tolist())
+        return metadata
+
+    monkeypatch.setattr(SharedPrefixBuilder, "build", watched)
+    outputs = run(engine, jobs)
+    whole_blocks = NUM_AUDIO_TOKENS // BLOCK_SIZE * BLOCK_SIZE
+    assert bool(asked) == (option == "on")
+    assert all(set(counts) == {whole_blocks} for counts in asked)
+    for (seed, params), output in zip(jobs, outputs, strict=True):
+        if len(output.outputs) > 1:
+            assert agree(engine_answers(output, 1.0), transformers_answers(model, sound(seed), params.n, MAX_TOKENS))
 
 
 def searches(*widths: int, **options: Any) -> list[Job]:

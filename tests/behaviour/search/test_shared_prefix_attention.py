@@ -190,7 +190,7 @@ def test_what_is_demanded_and_cannot_be_is_refused(
 def test_a_model_none_of_whose_layers_can_is_refused(
     random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_backend, "is_causal", lambda _: False)
+    monkeypatch.setattr(cpu_backend, "is_of_decoder", lambda _: False)
     told = (
         r'shared_prefix_attention="on" cannot be: no layer of this model has attention that our kernels compute '
         r'\(2 by CPU_ATTN\); use "auto"'
@@ -204,7 +204,7 @@ def test_layers_that_cannot_stay_vllms_and_are_named(
 ) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(check_attention.logger, "warning_once", lambda text, *given: warnings.append(text % given))
-    monkeypatch.setattr(cpu_backend, "is_causal", lambda impl: impl.sliding_window < 0)
+    monkeypatch.setattr(cpu_backend, "is_of_decoder", lambda impl: impl.sliding_window < 0)
     engines(random_model("gemma2_uncapped"), **option("on"), max_num_seqs=61)
     (warning,) = warnings
     assert 'shared_prefix_attention="on" has no effect on 2 layers, whose attention (CPU_ATTN)' in warning

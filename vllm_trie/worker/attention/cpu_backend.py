@@ -27,7 +27,7 @@ from vllm_trie.selection import config_of, has_beams
 from vllm_trie.worker.attention import compiled
 from vllm_trie.worker.attention.compiled import Plan
 from vllm_trie.worker.attention.shared_rows import SharesPrefixes, tokens_of
-from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_causal, others_than, replace_backend
+from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_of_decoder, others_than, replace_backend
 from vllm_trie.worker.kv_slots import ByToken
 
 logger = init_logger("vllm.trie_beam.attention")
@@ -49,18 +49,23 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.option = config_of(self.vllm_config).shared_prefix_attention
-        self.can_share = self.option != "off" and self.takes_trees
+        self.can_share = self.option != "off" and self._is_computed
+
+    @property
+    def takes_trees(self) -> bool:
+        return self._is_computed and not self.is_cross_attention
 
     @cached_property
-    def takes_trees(self) -> bool:
+    def _is_computed(self) -> bool:
         """Whether all layers of this builder are of a kind that the kernel computes."""
-        # vLLM derives builders of its own from this one, for batches that are not the runner's.
-        if not has_beams(self.vllm_config) or type(self) is not SharedPrefixBuilder:
+        # vLLM derives builders from this one: for cross-attention, and for batches that are not the runner's.
+        is_ours = type(self) is SharedPrefixBuilder or self.is_cross_attention
+        if not (is_ours and has_beams(self.vllm_config)):
             return False
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
-        is_known_kind = all(is_causal(layer.impl) and not layer.impl.is_fp8_kv_cache for layer in layers.values())
+        is_known_kind = all(is_of_decoder(layer.impl) and not layer.impl.is_fp8_kv_cache for layer in layers.values())
         is_known_shape = (self.isa, self.dtype) in compiled.MATRICES and self.head_dim % compiled.HEAD_SIZES == 0
-        if not (is_known_kind and is_known_shape) or self.is_cross_attention:
+        if not (is_known_kind and is_known_shape):
             return False
         try:
             heads = self.num_heads, self.num_kv_heads, self.head_dim
@@ -98,11 +103,12 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args: Any, **kwargs: Any
     ) -> CPUAttentionMetadata:
         groups, self.groups, common = self.groups, (), common_attn_metadata
-        if not groups or common.causal is not True:
+        if not groups or not (common.causal is True or self.is_cross_attention):
             return super().build(common_prefix_len, common, *args, **kwargs)
         if not self.can_share:
             groups = [rows._replace(num_shared=0) for rows in groups]
-        shared = tokens_of(groups, common.query_start_loc.numpy(), common.seq_lens.numpy(), self.block_size)
+        of_rows = common.query_start_loc.numpy(), common.seq_lens.numpy()
+        shared = tokens_of(groups, *of_rows, self.block_size, sees_all=self.is_cross_attention)
         others = others_than(shared.rows, common)
         return SharedPrefixMetadata(
             num_actual_tokens=common.num_actual_tokens,

@@ -75,7 +75,11 @@ def row_by_row(groups: Sequence[SharedRows]) -> list[SharedRows]:
 
 
 def tokens_of(
-    groups: Sequence[SharedRows], query_starts: np.ndarray, lengths: np.ndarray, block_size: int
+    groups: Sequence[SharedRows],
+    query_starts: np.ndarray,
+    lengths: np.ndarray,
+    block_size: int,
+    sees_all: bool = False,
 ) -> SharedTokens:
     """Lay out what the rows of groups compute.
 
@@ -84,13 +88,14 @@ def tokens_of(
         query_starts: [rows + 1] of the batch, where each row's tokens begin.
         lengths: [rows], keys of each row, those of this step included.
         block_size: Of what is read. A token must not see less than is shared, and no part of a tree is.
+        sees_all: Keys are not those of the rows' own tokens, and each token sees all of them.
     """
     rows = np.concatenate([group.places for group in groups])
     counts = np.diff(query_starts)[rows]
     row_of_token = np.repeat(rows, counts)
     starts_of_rows = counts.cumsum() - counts
     within = np.arange(len(row_of_token)) - np.repeat(starts_of_rows, counts)
-    seen = np.repeat(lengths[rows] - counts, counts) + within + 1
+    seen = np.repeat(lengths[rows], counts) if sees_all else np.repeat(lengths[rows] - counts, counts) + within + 1
     first_rows = np.cumsum([0, *(len(group.places) for group in groups)])
     starts = np.append(starts_of_rows, len(row_of_token))[first_rows]
     tree_starts, trees = seen, np.zeros((len(seen), 1), dtype=np.int64)

@@ -127,4 +127,10 @@ class AttendsApart:
 
 def is_causal(impl: Any) -> bool:
     """Whether a layer's attention is of a kind that our kernels compute: causal, by products of queries and keys."""
-    return isinstance(impl, AttendsApart) and impl.attn_type == AttentionType.DECODER and impl.alibi_slopes is None
+    return is_of_decoder(impl) and impl.attn_type == AttentionType.DECODER
+
+
+def is_of_decoder(impl: Any) -> bool:
+    """The same, or the attention of a decoder to what an encoder made."""
+    known = AttentionType.DECODER, AttentionType.ENCODER_DECODER
+    return isinstance(impl, AttendsApart) and impl.attn_type in known and impl.alibi_slopes is None
