@@ -30,9 +30,9 @@ prompts with the same model.
   1e-5, as rounding makes them.
 - The worst difference is that of any two scores (log-probability per token) at the same rank, divided by transformers'
   score if that is below -1.
-- Speculation: how many of 12 hypotheses are those of plain steps in the same engine, near-ties included, and the steps of
-  the search per forward, with the model itself as its draft model (3 layers, 8 drafts in each). "By n-grams": vLLM has a
-  head of its own for such a model. "Plain steps": there is no kernel for trees of drafts in some of its layers.
+- Speculation: how many of 12 hypotheses are those of plain steps in the same engine, near-ties included, and the steps
+  of the search per forward, with the model itself as its draft model (3 layers, 8 drafts in each). "By n-grams": vLLM
+  has a head of its own for such a model. "Plain steps": there is no kernel for trees of drafts in some of its layers.
   "Refused": it has recurrent states.
 - Where hypotheses differ, or scores by more than 1e-4, the notes tell how many of 12 hypotheses of `LLM.beam_search`
   are those of vLLM's own client loop, and how many of 3 greedy answers of vLLM are transformers'.
