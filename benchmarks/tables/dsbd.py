@@ -88,7 +88,7 @@ def in_turn(llm: Any, prompts: Sequence[list[int]], ways: Sequence[Params], roun
     """Search each prompt in each way, one search at a time: prompt by prompt the ways take turns, `rounds` times.
 
     Args:
-        prompts: A sample each, whose number is its seed in every way; of the first one the ways warm up.
+        prompts: A sample each, whose number is its seed in every way.
         ways: Outputs and counts are those of their first round.
     """
     manager, found = manager_of(llm), [Sampled() for _ in ways]
@@ -96,8 +96,6 @@ def in_turn(llm: Any, prompts: Sequence[list[int]], ways: Sequence[Params], roun
     def search(seed: int, params: Params) -> list[Any]:
         return generate(llm, [{"prompt_token_ids": prompts[seed]}], params(seed))
 
-    for params in ways:
-        search(0, params)
     for seed in range(len(prompts)):
         seconds: list[list[float]] = [[] for _ in ways]
         for number in range(rounds):
@@ -116,6 +114,12 @@ def in_turn(llm: Any, prompts: Sequence[list[int]], ways: Sequence[Params], roun
     return found
 
 
+def warm_up(llm: Any, prompt: list[int], ways: Sequence[Params]) -> None:
+    """The first searches of an engine take longer."""
+    for params in ways:
+        generate(llm, [{"prompt_token_ids": prompt}], params(0))
+
+
 def depth(setting: Setting) -> int:
     """How many times as deep as the model the target is: the toy is too small to gain."""
     return setting.pick(1, 4, 16) if setting.is_toy else 1
@@ -130,14 +134,11 @@ def measure(bench: Bench, times: int, name: str) -> Measured:
     setting, mode = bench.setting, MODES[name]
     num_tokens = setting.max_tokens or setting.pick(6, 16, 32)
     llm = bench.engine_with_draft(LAYERS, variant=models.deeper(times))
-    prompts = bench.prompts(setting.pick(2, 3, 6))
-    ways = [(mode.plain_width, mode.plain_options), (mode.width, mode.options)]
-    plain, drafted = in_turn(
-        llm,
-        prompts,
-        [drawn_params(width, num_tokens, options) for width, options in ways],
-        setting.pick(1, 3, setting.repeats),
-    )
+    prompts = bench.prompts(setting.pick(2, 3, 5))
+    options = [(mode.plain_width, mode.plain_options), (mode.width, mode.options)]
+    ways = [drawn_params(width, num_tokens, own) for width, own in options]
+    warm_up(llm, prompts[0], ways)
+    plain, drafted = in_turn(llm, prompts, ways, setting.pick(1, 3, setting.repeats))
     counts = total_counts(drafted.outputs)
     speed = paired(plain.seconds, drafted.seconds)
     row = (

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import models
 from benchmarks.common import median_ratio
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
-from benchmarks.tables.dsbd import PLAIN, TEMPERATURE, WIDEST, depth, drawn_params, expected_steps, in_turn
+from benchmarks.tables.dsbd import PLAIN, TEMPERATURE, WIDEST, depth, drawn_params, expected_steps, in_turn, warm_up
 from benchmarks.watch import total_counts
 
 DYNAMIC = "dynamic width"
@@ -49,7 +49,7 @@ def grid(setting: Setting) -> list[tuple[int, list[tuple[int, float, int]]]]:
 def measure(bench: Bench, times: int) -> Measured:
     """The whole grid, each setting in turn with beam sampling of the greatest width."""
     setting = bench.setting
-    num_tokens = setting.max_tokens or setting.pick(6, 16, 20)
+    num_tokens = setting.max_tokens or setting.pick(6, 16, 16)
     prompts = bench.prompts(setting.pick(2, 3, 4))
     reference = drawn_params(WIDEST, num_tokens, PLAIN)
     rows: list[list[Any]] = []
@@ -66,6 +66,8 @@ def measure(bench: Bench, times: int) -> Measured:
 
     for number, (layers, settings) in enumerate(grid(setting)):
         llm = bench.engine_with_draft(layers, variant=models.deeper(times))
+        with_drafts = drawn_params(WIDEST, num_tokens, {"do_sample": True, "draft_width": WIDEST})
+        warm_up(llm, prompts[0], [reference, with_drafts])
         for width in () if number else range(1, WIDEST + 1):
             add(llm, (f"beam sampling, {width}", "", "", "", ""), width, PLAIN, None)
         for draft_width, threshold, least in settings:
