@@ -149,6 +149,7 @@ class Drafted(NamedTuple):
 
 
 NOT_DRAFTED = Drafted(0, 0, 0, 0.0, [])
+CANNOT_DRAFT = Drafted(0, 0, -1, 0.0, [0])  # nor ever will: attention takes no trees
 
 
 class Decided(NamedTuple):

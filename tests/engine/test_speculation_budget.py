@@ -10,7 +10,7 @@ import pytest
 from vllm_trie import BeamParams
 from vllm_trie.engine.group_forests import GroupForests
 from vllm_trie.engine.speculation_budget import SpeculationBudgets
-from vllm_trie.messages import NOT_DRAFTED, Drafted
+from vllm_trie.messages import CANNOT_DRAFT, Drafted
 
 
 def budgets_of(by_ngrams: bool) -> SpeculationBudgets:
@@ -24,9 +24,9 @@ def budgets_of(by_ngrams: bool) -> SpeculationBudgets:
 
 
 @pytest.mark.parametrize("speculation", ["exact", "auto"])
-def test_where_a_draft_model_drafts_nothing_at_all_a_search_takes_plain_steps(speculation: str) -> None:
+def test_where_attention_takes_no_trees_a_search_takes_plain_steps(speculation: str) -> None:
     forests = GroupForests(BeamParams(beam_width=2, speculation=speculation), 2)
-    budgets_of(False).learn(forests, 10, NOT_DRAFTED, 1)
+    budgets_of(False).learn(forests, 10, CANNOT_DRAFT, 1)
     assert not any(map(forests.may_grow, range(100)))
 
 

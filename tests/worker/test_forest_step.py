@@ -47,7 +47,7 @@ def planted(histories: np.ndarray) -> ForestStep:
     padded = np.pad(histories, ((0, 0), (NUM_LAYERS, 0)), constant_values=NOTHING)
     states = {NO_PAIR_TWICE: torch.from_numpy(padded)[None], along: state}
     group: Any = SimpleNamespace(row_ids=["row"] * NUM_BEAMS)
-    blocks = [np.zeros((NUM_BEAMS, 1), np.int32)]
+    blocks = [np.ones((NUM_BEAMS, 7), np.int32)]
     step = GroupStep(rules, selects=True, budget=budget)
     return SearchedForest(step, group, 5, [16], Forest(roots, 99), layer, blocks, [[]], states)
 

@@ -155,23 +155,23 @@ class BeamKVCacheManager(KVCacheManager):
         ]
 
     def allocate_lookahead(
-        self, request: Request, num_layers: int, drafts: range, most_blocks: int | None = None
+        self, request: Request, num_layers: int, drafts: range, most_rows: int | None = None
     ) -> LookaheadBlocks | None:
         """Blocks to speculate with in the step that `allocate_slots` has just made room for, out of what is free.
 
-        That is no more than `most_blocks`, the next blocks of the group's rows included, unless not even one layer and
-        the least number of drafts can be had for it.
+        That is no more than `most_lookahead` allows, the next blocks of the group's rows included, unless not even one
+        layer and the least number of drafts can be had for it.
 
         Args:
             num_layers: Tokens by which each row may go on.
             drafts: How many there may be, from the fewest that are of use on.
-            most_blocks: By default what `most_lookahead` allows.
+            most_rows: As many tail blocks as so many rows have are the most then.
 
         Returns:
             As much of it as there is; None if the rows cannot even grow, or too few drafts can come with that.
         """
         group = self._groups[request.request_id]
-        most_blocks = most_lookahead(group.num_held) if most_blocks is None else most_blocks
+        most_blocks = most_lookahead(group.num_held) if most_rows is None else most_rows * len(group.tries)
         left = [-trie.num_tokens % trie.block_size for trie in group.tries]  # tokens for which the rows have room
         num_free, width = self.block_pool.get_num_free_blocks(), len(group.paths)
         numbers = sorted({num_layers, *(n for n in left if 0 < n < num_layers)}, reverse=True)
@@ -183,7 +183,7 @@ class BeamKVCacheManager(KVCacheManager):
 
             def num_spare(num_drafts: int, needs_next: list[bool] = needs_next) -> list[int]:
                 return [
-                    _most_beyond(num_drafts, width, n + trie.block_size * needs, trie.block_size)
+                    most_spare_blocks(num_drafts, width, n + trie.block_size * needs, trie.block_size)
                     for trie, n, needs in zip(group.tries, left, needs_next, strict=True)
                 ]
 
@@ -428,12 +428,13 @@ class BeamKVCacheManager(KVCacheManager):
         self.block_pool.free_blocks([self.block_pool.blocks[block_id] for block_id in block_ids])
 
 
-def _most_beyond(num_drafts: int, width: int, room: int, block_size: int) -> int:
-    """The most blocks that trees with so many drafts need beyond what each of `width` rows has room for.
+def most_spare_blocks(num_drafts: int, width: int, room: int, block_size: int) -> int:
+    """The most blocks that the trees of `width` rows need beyond the `room` for drafts that each has, however shared.
 
-    As many rows as can have one draft too many need a block each; what is left then fills further blocks of any row.
+    The first block beyond its room costs a row `room + 1` drafts, and each further one a whole block of them. So it is
+    one row that needs the most, unless the first block is the cheaper one: then as many rows as can have it.
     """
-    num_rows = min(width, num_drafts // (room + 1))
+    num_rows = min(width if room < block_size else 1, num_drafts // (room + 1))
     return num_rows + (num_drafts - num_rows * (room + 1)) // block_size if num_rows else 0
 
 

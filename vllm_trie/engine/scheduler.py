@@ -183,7 +183,7 @@ class BeamScheduler(Scheduler):
         attach_catalogs(output, self.catalogs.take_changes())
         if self._steps_to_check > 0:
             self.check_invariants()
-            num_rows, num_tokens = self._rows_and_tokens(output, steps)
+            num_rows, num_tokens = self._num_rows(), self._num_tokens(output, steps)
             assert num_rows <= self.max_num_running_reqs, f"{num_rows} rows in one step"
             assert num_tokens <= self.max_num_scheduled_tokens, f"{num_tokens} tokens in one step"
         return output
@@ -197,15 +197,15 @@ class BeamScheduler(Scheduler):
             self.requests[group_id].num_computed_tokens -= num_padding
             self.requests[group_id].num_in_flight_tokens -= num_padding
 
-    def _rows_and_tokens(self, output: SchedulerOutput, steps: dict[str, GroupStep]) -> tuple[int, int]:
-        """What the worker's batch holds at most in this step."""
-        num_rows, num_tokens = self._num_rows(), output.total_num_scheduled_tokens
+    def _num_tokens(self, output: SchedulerOutput, steps: dict[str, GroupStep]) -> int:
+        """That the worker computes at most in this step."""
+        num_tokens = output.total_num_scheduled_tokens
         for group_id, step in steps.items():
             if step.decodes:
                 num_tokens += output.num_scheduled_tokens[group_id] * (self.groups[group_id].num_rows - 1)
             if step.budget is not None:
                 num_tokens += step.budget.max_drafts
-        return num_rows, num_tokens
+        return num_tokens
 
     def _speculating(self, output: SchedulerOutput, steps: dict[str, GroupStep]) -> Iterator[Speculating]:
         """The groups whose step may be several."""
@@ -219,7 +219,7 @@ class BeamScheduler(Scheduler):
     def _share_out_budget(
         self, budgets: SpeculationBudgets, output: SchedulerOutput, steps: dict[str, GroupStep]
     ) -> None:
-        _, num_tokens = self._rows_and_tokens(output, steps)
+        num_tokens = self._num_tokens(output, steps)
         spare_tokens = self.max_num_scheduled_tokens - num_tokens
         budgets.share_out(list(self._speculating(output, steps)), num_tokens, spare_tokens)
         drafts = output.scheduled_spec_decode_tokens

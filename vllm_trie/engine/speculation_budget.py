@@ -12,7 +12,7 @@ from vllm_trie.engine.adaptive_forests import AdaptiveForests
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.group_forests import GroupForests
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
-from vllm_trie.messages import MOST_DRAFTS, NOT_DRAFTED, Drafted, GroupStep, SpeculationBudget
+from vllm_trie.messages import CANNOT_DRAFT, MOST_DRAFTS, Drafted, GroupStep, SpeculationBudget
 from vllm_trie.search.forest_size import ForestSize
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.strategies.drawn import Drawn
@@ -65,10 +65,10 @@ class SpeculationBudgets:
             most = min(num_layers * draft_width, spare_tokens // share, within_model, MOST_DRAFTS)
             if num_layers < 1 or most < least:
                 continue
-            # In memory mode no more than the rows that beams would have.
-            most_blocks = step.rules.width - 1 if group.plan.params.memory_mode else None
+            # In memory mode no more than plain beams would hold.
+            most_rows = step.rules.width - 1 if group.plan.params.memory_mode else None
             drafts = range(least, most + 1)
-            lookahead = self._kv_cache_manager.allocate_lookahead(request, num_layers, drafts, most_blocks)
+            lookahead = self._kv_cache_manager.allocate_lookahead(request, num_layers, drafts, most_rows)
             if lookahead is None:
                 continue
             rules = [group.next_rules(ahead) for ahead in range(1, lookahead.num_layers + 1)]
@@ -81,7 +81,7 @@ class SpeculationBudgets:
         It costs more than a plain step, and where texts do not repeat themselves n-grams draft in vain: after three in
         a row that led nowhere, a group rests for one step, then for 2, 4, ...
         """
-        if forest == NOT_DRAFTED and not self._by_ngrams:  # attention takes no trees here, which the worker alone knows
+        if forest == CANNOT_DRAFT:
             forests.rest(length, NEVER_AGAIN)
         elif forests.is_adaptive:
             self.adaptive.learn(forests, forest, num_steps)

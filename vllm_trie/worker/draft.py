@@ -1,4 +1,4 @@
-"""Lay out what is drafted for groups that speculate: a forest each, from a draft model or from lookup, as rows.
+"""Lay out what is drafted for groups that speculate: a forest each, which is a tree in the row of each beam.
 
 The tree of a beam follows the beam's newest token in the beam's own row, as draft tokens do in vLLM, so that the target
 gives logits at each node. Drafts come from `draft_by_model` or `draft_by_lookup`. Next: `verify`, then `accept_path`.

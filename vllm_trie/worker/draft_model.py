@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -40,8 +41,9 @@ class DraftBatch:
         """Compute the newest layer of a forest, each node at the end of its tree."""
         forest, start, places = forest_step.forest, forest_step.start, dict[int, int]()
         nodes = sorted(set(forest_step.layer.nodes))
-        rows = sorted({forest.row_of[node] for node in nodes})
-        firsts = {row: min(forest.places[node] for node in nodes if forest.row_of[node] == row) for row in rows}
+        counts = Counter(forest.row_of[node] for node in nodes)
+        firsts = {row: len(forest.rows[row]) - count for row, count in sorted(counts.items())}
+        rows = [*firsts]
         at = np.arange(len(self.tokens), len(self.tokens) + len(rows))
         for row, first in firsts.items():
             newest = forest.rows[row][first:]
@@ -51,7 +53,8 @@ class DraftBatch:
         self.wanted += [places[node] for node in forest_step.layer.nodes]
         self.blocks.append([table[rows] for table in forest_step.blocks])
         num_shared, trees = forest_step.step.num_shared, forest_step.trees(firsts)
-        self.sharing.append([SharedRows(at, n, trees) for n in num_shared or [0] * len(forest_step.blocks)])
+        assert num_shared is not None
+        self.sharing.append([SharedRows(at, count, trees) for count in num_shared])
 
     def _add_row(self, tokens: Sequence[int], start: int, positions: Sequence[int]) -> None:
         self.tokens.append([*tokens])

@@ -1,4 +1,7 @@
-"""A forest that is drawn: drafts are draws from the draft model, and those are accepted that keep the target's law."""
+"""A forest that is drawn: drafts are draws from the draft model, accepted so that the target's distribution is kept.
+
+Unless a request asks for acceptance by rank.
+"""
 
 from __future__ import annotations
 

@@ -69,7 +69,11 @@ class ForestStep:
         return [self.start // block_size for block_size in self.block_sizes]
 
     def trees(self, firsts: Mapping[int, int] | None = None) -> RowTrees:
-        """What nodes see: all of them, or of some rows those from a place on."""
+        """The masks of trees.
+
+        Args:
+            firsts: By row, the place of the first node that is computed now; by default all nodes of all rows are.
+        """
         firsts = dict.fromkeys(range(len(self.forest.rows)), 0) if firsts is None else firsts
         return RowTrees(self.start, [self.forest.sees(row, first) for row, first in firsts.items()])
 
@@ -121,7 +125,7 @@ class ForestStep:
     def _take_blocks(self) -> None:
         """Give rows spare blocks as far as their trees reach."""
         for table, spare, block_size in zip(self.blocks, self.spare_blocks, self.block_sizes, strict=True):
-            for row, nodes in enumerate(self.forest.rows if spare else ()):
+            for row, nodes in enumerate(self.forest.rows):
                 reached = table[row, self.start // block_size : (self.start + len(nodes) - 1) // block_size + 1]
                 for column in np.flatnonzero(reached == NO_BLOCK):
                     reached[column] = spare.pop()

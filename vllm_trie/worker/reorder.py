@@ -17,7 +17,7 @@ LARGE_BLOCK = 128  # tokens: from here on a part of a block is copied faster tha
 
 
 def reorder_rows(
-    rows: RowReorder, tokens: torch.Tensor, tables: Tables, kv_blocks: KVBlocks, kv_slots: KVSlots
+    rows: RowReorder, tokens: torch.Tensor, tables: Tables, kv_blocks: KVBlocks, kv_slots: KVSlots | None
 ) -> None:
     """Let each row continue the history of its source; rows that continue themselves are left as they are.
 
@@ -26,7 +26,7 @@ def reorder_rows(
         tokens: [slots, length] int32, of each slot.
         tables: Their blocks.
         kv_blocks: What the blocks hold.
-        kv_slots: The same, token by token.
+        kv_slots: The same, token by token, where parts of blocks are to be copied.
     """
     if kernels.run_on(tokens.device):
         kernels.copy_histories(rows, tokens, tables)

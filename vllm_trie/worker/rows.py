@@ -20,12 +20,13 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_trie.messages import MOST_DRAFTS, GroupStep
+from vllm_trie.search.devices import sees
 from vllm_trie.worker.attention.tree_layers import kv_slots
 from vllm_trie.worker.group_rows import GroupRows
 from vllm_trie.worker.kv_blocks import KVBlocks
 from vllm_trie.worker.kv_slots import KVSlots
 from vllm_trie.worker.new_rows import arrays_by_slot
-from vllm_trie.worker.reorder import reorder_rows
+from vllm_trie.worker.reorder import LARGE_BLOCK, reorder_rows
 from vllm_trie.worker.row_reorder import Reorders, Tables
 
 if TYPE_CHECKING:
@@ -69,11 +70,17 @@ class Rows:
         return kv_slots(self._runner)
 
     @cached_property
+    def _parts_of_blocks(self) -> KVSlots | None:
+        """The same, where blocks are so large that parts of them are copied."""
+        return self.kv_slots if sees(self.device) and max(self.tables.block_sizes) >= LARGE_BLOCK else None
+
+    @cached_property
     def tree_drafts(self) -> torch.Tensor:
         """[slots, drafts] int64, those of each row's tree; the first columns are vLLM's own drafts."""
         states = self._runner.req_states
         num_slots, num_drafts = states.draft_tokens.shape
         wide = states.draft_tokens.new_zeros(num_slots, max(num_drafts, MOST_DRAFTS))
+        wide[:, :num_drafts] = states.draft_tokens
         states.draft_tokens = wide[:, :num_drafts]
         return wide
 
@@ -196,8 +203,9 @@ class Rows:
         if not reorders.rows:
             return
         moved = reorders.on(self.device)
-        caches = self.kv_blocks, self.kv_slots
-        reorder_rows(moved, self._runner.req_states.all_token_ids.gpu, self.tables, *caches)
+        reorder_rows(
+            moved, self._runner.req_states.all_token_ids.gpu, self.tables, self.kv_blocks, self._parts_of_blocks
+        )
         if is_controlled:
             self._reorder_controls(moved.slots, moved.sources)
 

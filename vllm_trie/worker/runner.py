@@ -136,6 +136,7 @@ class BeamModelRunner(GPUModelRunner):
         super().update_requests(scheduler_output, **kwargs)
         if self.step.steps:
             self.rows.add_blocks(self.step.steps, self.groups)
+        self.step.cannot_draft = self.drafter is None
         if self.drafter is not None and self.step.speculating:
             self.block_tables.apply_staged_writes()  # the draft model reads the tables before the target does
             start = time.perf_counter()
@@ -160,10 +161,10 @@ class BeamModelRunner(GPUModelRunner):
     def prepare_attn(self, input_batch: InputBatch, **kwargs: Any) -> Any:
         announce_shared_rows(self, self.step, self.groups, input_batch)
         prepared = super().prepare_attn(input_batch, **kwargs)
-        positions = tree_positions(self.step.forests.values(), BatchRows(input_batch, self.max_num_reqs))
-        if positions is not None:
-            positions.write(input_batch.positions)
-            self.step.tree_positions = positions
+        if self.step.forests:
+            rows = BatchRows(input_batch, self.max_num_reqs)
+            self.step.tree_positions = tree_positions(self.step.forests.values(), rows)
+            self.step.tree_positions.write(input_batch.positions)
         return prepared
 
     def _prepare_rope_positions(self, stock: Any, rope: RopeState, *args: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.messages import Decided, GroupStep
+from vllm_trie.messages import CANNOT_DRAFT, NOT_DRAFTED, Decided, GroupStep
 from vllm_trie.search.step_result import Layout, unpacked
 from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.tree_positions import TreePositions
@@ -35,6 +35,7 @@ class StepContext:
     copied: list[str] = field(default_factory=list)  # of those: whose further rows are copies of the first
     new_tokens_unknown: list[str] = field(default_factory=list)  # of those: whose newest tokens the device alone knows
     forests: dict[str, ForestStep] = field(default_factory=dict)  # of the groups that speculate
+    cannot_draft: bool = False  # by this engine's attention
     tree_positions: TreePositions | None = None  # of their nodes
     draft_seconds: float = 0.0  # that it took to draft them
     masks: dict[str, torch.Tensor] = field(default_factory=dict)  # [rows, V / 32] of groups with a grammar, packed
@@ -72,5 +73,7 @@ class StepContext:
         decided = dict(self.decided)
         for selected, on_host in zip(self.selected, packed, strict=True):
             steps = zip(selected.group_ids, unpacked(on_host, selected.layout), strict=True)
-            decided |= {group_id: Decided([step]) for group_id, step in steps}
+            for group_id, step in steps:
+                asked_in_vain = self.cannot_draft and self.steps[group_id].budget is not None
+                decided[group_id] = Decided([step], CANNOT_DRAFT if asked_in_vain else NOT_DRAFTED)
         return decided

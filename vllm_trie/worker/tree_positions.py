@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -33,16 +33,14 @@ class TreePositions(NamedTuple):
         positions[..., self.at] = of_nodes.to(positions.dtype)
 
 
-def tree_positions(forests: Collection[ForestStep], rows: BatchRows) -> TreePositions | None:
-    """Those of all forests; None if there are none."""
+def tree_positions(forests: Iterable[ForestStep], rows: BatchRows) -> TreePositions:
+    """Those of all forests."""
     at, positions, slots = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
     for forest_step in forests:
         forest, of_rows = forest_step.forest, forest_step.group.slots
         slots.append(of_rows[forest.row_of])
         at.append(rows.batch.query_start_loc_np[rows.places(slots[-1])] + np.array(forest.places))
         positions.append(forest_step.start + np.array(forest.depths))
-    if not forests:
-        return None
     of_nodes = np.stack([np.concatenate(at), np.concatenate(positions)])
     on_device = async_tensor_h2d(of_nodes, device=rows.batch.positions.device, dtype=torch.int64)
     return TreePositions(on_device[0], on_device[1], np.concatenate(slots))

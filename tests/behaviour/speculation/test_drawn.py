@@ -108,7 +108,7 @@ def test_cumulative_logprob_is_the_targets_own_sum(engine: Engine, prompts: list
             if total is not None:
                 assert total == pytest.approx(own_sum(prompt, generated), abs=SCORE_TOLERANCE * len(generated))
                 num_checked += 1
-    assert num_checked >= len(params)
+    assert num_checked >= len(params)  # narrow layers may finish no more than one hypothesis of a search
 
 
 @pytest.mark.parametrize("mode", [DRAWN, {"speculation": "off", "do_sample": True, "seed": 1}], ids=["sample", "plain"])

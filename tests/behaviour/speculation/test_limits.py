@@ -28,7 +28,7 @@ from tests.support.running import BYTES_PER_BLOCK, prompt_of, run, trained_promp
 from vllm_trie import beam_params
 from vllm_trie.compat.sources import minor
 from vllm_trie.messages import SpeculationBudget, group_steps
-from vllm_trie.worker.forest_step import ForestStep
+from vllm_trie.worker.forest_step import NO_BLOCK, ForestStep
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +71,10 @@ class Watch:
             for one in forests.values():
                 assert one.num_layers > 0, "what was given is too little to draft with"
                 assert one.forest.num_drafts <= one.budget.max_drafts
+                for table, block_size in zip(one.blocks, one.block_sizes, strict=True):
+                    for blocks, nodes in zip(table, one.forest.rows, strict=True):
+                        own = blocks[one.start // block_size : (one.start + len(nodes) - 1) // block_size + 1]
+                        assert (own != NO_BLOCK).all(), "a tree goes beyond its blocks"
             return forests
 
         monkeypatch.setattr(scheduler, "schedule", scheduled)

@@ -46,7 +46,7 @@ def test_more_drafts_are_accepted_and_outputs_say_that_they_are_inexact(
     assert all("is_exact" not in counts(output) for output in exact)
     per_forward = [total_counts(outputs).steps_per_forward for outputs in (exact, by_high_rank)]
     assert per_forward[0] < per_forward[1]
-    assert tokens(by_rank) != tokens(by_high_rank) != tokens(exact), "K decides what is accepted"
+    assert len({str(tokens(outputs)) for outputs in (exact, by_rank, by_high_rank)}) == 3, "K decides what is accepted"
     assert tokens(search(engine, prompts, **BY_RANK)) == tokens(by_rank), "and the seed what is drawn"
 
 

@@ -32,6 +32,8 @@ from vllm_trie.worker.kv_slots import ByToken
 
 logger = init_logger("vllm.trie_beam.attention")
 
+WITHOUT_KERNEL = "Attention reads shared blocks once for each row, as vLLM does, and takes no trees of drafts: %s"
+
 
 def use_shared_prefixes() -> None:
     """Let engines of this process find this backend where they look for CPU_ATTN."""
@@ -73,7 +75,10 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
         except compiled.CompilerError as error:
             if self.option == "on":
                 raise ValueError(f'shared_prefix_attention="on" cannot be: {error}; use "auto"') from error
-            logger.warning_once("Attention reads shared blocks once for each row, as vLLM does: %s", error)
+            logger.warning_once(
+                WITHOUT_KERNEL,
+                error,
+            )
             return False
         return True
 
