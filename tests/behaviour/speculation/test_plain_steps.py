@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from tests.support.engine import Engines
 from tests.support.grammars import structured
 from tests.support.items import random_items
+from tests.support.pairs import TRAINED
 from tests.support.trained_pair import held_out, search, tokens, trained_pair
+from vllm_trie.worker.attention import tree_layers
 
 pytestmark = pytest.mark.slow
 
@@ -37,3 +40,34 @@ def test_a_search_that_asks_to_speculate_finds_what_it_finds_without(engines: En
             if name != "groups along items":  # which have ids
                 assert [output.kv_transfer_params for output in found] == [None, None]
             assert not any("steps_per_forward" in str(output.kv_transfer_params) for output in found)
+
+
+@pytest.mark.parametrize("drafts", [{"method": "draft_model", "model": str(TRAINED[1])}, {"method": "ngram"}])
+@pytest.mark.parametrize("speculation", ["exact", "auto"])
+def test_where_attention_takes_no_trees_steps_are_plain_and_no_budget_is_given_again(
+    engines: Engines, drafts: dict[str, Any], speculation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_layers, "_takes", lambda _: False)
+    warnings, budgets = list[str](), 0
+    logger = SimpleNamespace(warning_once=lambda text, *given: warnings.append(text % given))
+    monkeypatch.setattr(tree_layers, "logger", logger)
+    engines.close()
+    config = {"num_speculative_tokens": 3, **drafts}
+    engine = engines(TRAINED[0], speculative_config=config, max_num_seqs=59)
+    (warning,) = warnings
+    assert warning.startswith("Searches take plain steps, whatever they ask of speculation: ")
+    allocate_lookahead = engine.scheduler.kv_cache_manager.allocate_lookahead
+
+    def counted(*args: Any) -> Any:
+        nonlocal budgets
+        budgets += 1
+        return allocate_lookahead(*args)
+
+    monkeypatch.setattr(engine.scheduler.kv_cache_manager, "allocate_lookahead", counted)
+    (prompt, *_) = held_out()
+    (plain,) = search(engine, [prompt], 4, speculation="off")
+    (found,) = search(engine, [prompt], 4, speculation=speculation)
+    assert tokens([found]) == tokens([plain])
+    assert found.kv_transfer_params["trie_beam"]["drafted"] == 0
+    assert budgets <= 1
+    engines.close()
