@@ -147,15 +147,14 @@ ENGINES: list[tuple[dict, str]] = [  # options, and what comes of them where VLL
     ({"speculative_config": NGRAM, "additional_config": {"trie_beam": {"do_sample": True}}}, STARTS_EITHER),
     (
         {"speculative_config": NGRAM, "additional_config": {"method": "suffix"}},
-        'does not support speculative_config with method=\'suffix\' (use "draft_model" or "ngram"); start vLLM',
+        'does not support speculative_config with method=\'suffix\' (use "draft_model", "eagle3" or "ngram"); start',
     ),
     *(
         (
             {"speculative_config": NGRAM, "additional_config": {"method": method}},
-            f"does not support speculative_config with method={method!r}, whose KV of a token depends on the token "
-            'after it, where beams that share a block may differ (use "draft_model" or "ngram"); start vLLM',
+            f"does not support speculative_config with method={method!r}, wh",
         )
-        for method in ("eagle", "eagle3", "mtp")
+        for method in ("eagle", "mtp", "dflash")
     ),
     (drafting(), STARTS),
     (drafting(method=None) | {"async_scheduling": False}, STARTS_SYNC),

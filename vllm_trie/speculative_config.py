@@ -10,6 +10,12 @@ from vllm_trie.options import Drafts
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+UNSUPPORTED_HEADS = {  # methods of vLLM's, and why
+    "eagle": "which reads other hidden states than an EAGLE-3 head",
+    "mtp": "whose modules may have caches of their own, or read the target's",
+    "dflash": "whose drafts do not depend on the drafts before them",
+}
+
 
 def drafts_of(vllm_config: VllmConfig) -> Drafts | None:
     """What the beams of an engine that has started draft by, if they can speculate."""
@@ -24,15 +30,14 @@ def unsupported_speculation(vllm_config: VllmConfig) -> dict[str, bool]:
     config, parallel, without_triton = vllm_config.speculative_config, vllm_config.parallel_config, needs_cpu_kernels()
     if config is None:
         return {}
-    is_supported, why = config.use_ngram() or config.uses_draft_model(), ""
-    if config.method in ("eagle", "eagle3", "mtp"):
-        why = ", whose KV of a token depends on the token after it, where beams that share a block may differ"
+    is_supported = config.use_ngram() or config.uses_draft_model() or config.method == "eagle3"
+    method = ", ".join([f"method={config.method!r}", *filter(None, [UNSUPPORTED_HEADS.get(config.method or "")])])
     model = vllm_config.model_config
     models = [model] if config.draft_model_config is None else [model, config.draft_model_config]
     drafts, block_size = config.num_speculative_tokens, vllm_config.cache_config.block_size
     too_many = block_size is not None and drafts >= block_size
     return {
-        f'speculative_config with method={config.method!r}{why} (use "draft_model" or "ngram")': not is_supported,
+        f'speculative_config with {method} (use "draft_model", "eagle3" or "ngram")': not is_supported,
         'speculative_config with a draft model on a model with M-RoPE positions (use "ngram")': model.uses_mrope
         and not config.use_ngram(),
         "speculative_config on an encoder-decoder model": model.is_encoder_decoder,

@@ -21,13 +21,20 @@ class ModelDrafts:
         runner: vLLM's, with a draft model.
         selector: Knows the KV blocks of both models.
         rank_check: Compares forests between ranks; None if they are not to be compared.
+        draft_model: The runner's by default.
     """
 
-    def __init__(self, runner: GPUModelRunner, selector: Selector, rank_check: RankCheck | None) -> None:
+    def __init__(
+        self,
+        runner: GPUModelRunner,
+        selector: Selector,
+        rank_check: RankCheck | None,
+        draft_model: DraftModel | None = None,
+    ) -> None:
         self._runner = runner
         self._selector = selector
         self._rank_check = rank_check
-        self.draft_model = DraftModel(runner)
+        self.draft_model = draft_model or DraftModel(runner)
 
     def forests(
         self, context: StepContext, groups: dict[str, GroupRows], make_forest: MakeForest
@@ -58,7 +65,7 @@ class ModelDrafts:
             while len(forest_step.pending[0]) > per_row:
                 batch = DraftBatch()
                 batch.add_sequences(forest_step, forest_step.pending, per_row)
-                self.draft_model.logits(batch)
+                self.draft_model.forward(batch)
                 forest_step.pending = [row[per_row:] for row in forest_step.pending]
 
     def _draft_layer(self, forests: dict[str, ForestStep], number: int) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_trie.search.spans import spans
@@ -25,17 +27,24 @@ class DraftBatch:
     tokens: list[list[int]] = field(default_factory=list)  # of each row, at least one
     starts: list[int] = field(default_factory=list)  # of each row: the place of the first of them in its cache
     positions: list[int] = field(default_factory=list)  # [T]
+    parents: list[int] = field(default_factory=list)  # [T], of each the place of the token before it in its cache
     wanted: list[int] = field(default_factory=list)  # of the T tokens those after which logits are wanted
     blocks: list[list[np.ndarray]] = field(default_factory=list)  # by group, by KV cache group: [rows, columns] int32
     sharing: list[list[SharedRows]] = field(default_factory=list)  # by group that drafts into trees, by KV cache group
 
     def add_sequences(self, forest_step: ForestStep, pending: Sequence[Sequence[int]], most: int | None = None) -> None:
-        """Compute the first `most` of the tokens that lead up to the roots; logits are wanted after the last ones."""
+        """Compute the tokens that lead up to the roots, with logits after these; or only the first `most` of them."""
         for tokens in pending:
             first = forest_step.start + 1 - len(tokens)
-            self._add_row(tokens[:most], first, range(first, first + len(tokens[:most])))
-            self.wanted.append(len(self.positions) - 1)
+            self._add_sequence(tokens[:most], first)
+            if most is None:
+                self.wanted.append(len(self.positions) - 1)
         self.blocks.append(forest_step.blocks)
+
+    def add_sequence(self, tokens: Sequence[int], start: int, blocks: list[np.ndarray]) -> None:
+        """Compute tokens of one row, from place `start` of its cache on; `blocks`: by KV cache group: [1, columns]."""
+        self._add_sequence(tokens, start)
+        self.blocks.append(blocks)
 
     def add_layer(self, forest_step: ForestStep) -> None:
         """Compute the newest layer of a forest, each node at the end of its tree."""
@@ -49,17 +58,27 @@ class DraftBatch:
             newest = forest.rows[row][first:]
             places |= {node: len(self.positions) + place for place, node in enumerate(newest)}
             depths = [start + forest.depths[node] for node in newest]
-            self._add_row([forest.tokens[node] for node in newest], start + first, depths)
+            parents = [start + forest.places[forest.parents[node]] for node in newest]
+            self._add_row([forest.tokens[node] for node in newest], start + first, depths, parents)
         self.wanted += [places[node] for node in forest_step.layer.nodes]
         self.blocks.append([table[rows] for table in forest_step.blocks])
         num_shared, trees = forest_step.step.num_shared, forest_step.trees(firsts)
         assert num_shared is not None
         self.sharing.append([SharedRows(at, count, trees) for count in num_shared])
 
-    def _add_row(self, tokens: Sequence[int], start: int, positions: Sequence[int]) -> None:
+    def _add_sequence(self, tokens: Sequence[int], start: int) -> None:
+        end = start + len(tokens)
+        self._add_row(tokens, start, range(start, end), range(start - 1, end - 1))
+
+    def _add_row(self, tokens: Sequence[int], start: int, positions: Sequence[int], parents: Sequence[int]) -> None:
         self.tokens.append([*tokens])
         self.starts.append(start)
         self.positions += positions
+        self.parents += parents
+
+    def lengths(self) -> np.ndarray:
+        """[rows] int32 tokens of each."""
+        return np.array([len(row) for row in self.tokens], dtype=np.int32)
 
     def tables(self) -> list[np.ndarray]:
         """By KV cache group: [rows, columns] int32."""
@@ -78,29 +97,29 @@ class DraftModel:
     """
 
     def __init__(self, runner: GPUModelRunner) -> None:
-        assert isinstance(runner.speculator, StandaloneARSpeculator)
+        assert isinstance(runner.speculator, DraftModelSpeculator)
         self._runner = runner
         self._speculator = runner.speculator
 
     def logits(self, batch: DraftBatch) -> torch.Tensor:
         """Compute tokens, write their KV, and return [wanted, V] what may come after some of them."""
+        hidden = self.forward(batch)
+        return self._speculator.model.compute_logits(hidden[self._on_device(np.array(batch.wanted))])
+
+    def forward(self, batch: DraftBatch) -> torch.Tensor:
+        """Compute tokens, write their KV, and return [T, H]."""
         config, speculator = self._runner.kv_cache_config, self._speculator
-        lengths = np.array([len(row) for row in batch.tokens], dtype=np.int32)
-        starts, blocks = np.array(batch.starts), batch.tables()
+        lengths, starts, blocks = batch.lengths(), np.array(batch.starts), batch.tables()
         ends = (starts + lengths).astype(np.int32)
         query_starts = np.zeros(len(lengths) + 1, dtype=np.int32)
         np.cumsum(lengths, out=query_starts[1:])
-        row, at = np.repeat(np.arange(len(lengths)), lengths), spans(starts, lengths)
-        slots = [
-            table[row, at // block_size].astype(np.int64) * block_size + at % block_size
-            for table, block_size in zip(blocks, self._runner.block_tables.block_sizes, strict=True)
-        ]
-        slot_mappings, positions = self._on_device(np.stack(slots)), self._on_device(np.array(batch.positions))
+        slots = self._slots(blocks, spans(starts, lengths), lengths)
+        slot_mappings, positions = self._on_device(slots), self._on_device(np.array(batch.positions))
         self._announce_trees(batch)
         metadata = build_attn_metadata(
             attn_groups=speculator.attn_groups,
             num_reqs=len(lengths),
-            num_tokens=len(row),
+            num_tokens=len(batch.positions),
             query_start_loc_gpu=self._on_device(query_starts),
             query_start_loc_cpu=torch.from_numpy(query_starts),
             max_query_len=int(lengths.max()),
@@ -114,8 +133,20 @@ class DraftModel:
         )
         token_ids = self._on_device(np.fromiter((token for row in batch.tokens for token in row), dtype=np.int32))
         by_layer = build_slot_mappings_by_layer(slot_mappings, config)
-        hidden = speculator._run_model(token_ids, positions, metadata, by_layer, None)
-        return speculator.model.compute_logits(hidden[self._on_device(np.array(batch.wanted))])
+        return self._run(batch, token_ids, positions, metadata, by_layer)
+
+    def _run(
+        self, batch: DraftBatch, token_ids: torch.Tensor, positions: torch.Tensor, metadata: Any, slots: Any
+    ) -> torch.Tensor:
+        """[T, H] of the tokens of a batch, T each; `metadata` and `slots` are by layer."""
+        assert isinstance(self._speculator, StandaloneARSpeculator)
+        return self._speculator._run_model(token_ids, positions, metadata, slots, None)
+
+    def _slots(self, blocks: Sequence[np.ndarray], places: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """[KV cache groups, T] int64 where places [T] of rows lie, `lengths` of each in turn."""
+        row, sizes = np.repeat(np.arange(len(lengths)), lengths), self._runner.block_tables.block_sizes
+        tables = zip(blocks, sizes, strict=True)
+        return np.stack([table[row, places // size].astype(np.int64) * size + places % size for table, size in tables])
 
     def _announce_trees(self, batch: DraftBatch) -> None:
         """Tell the builders of its layers which rows are trees, if any are."""

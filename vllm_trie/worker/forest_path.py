@@ -65,7 +65,8 @@ def accept_path(rows: Rows, forest_step: ForestStep, steps: list[Step], beams: l
     rows.move(moved, moves)
     to = forest_step.group.slots
     rows.adopt(to, to[slots], forest_step.start + 1, tables, forest_step.step.rules.is_controlled)
-    forest_step.group.num_drafted = forest_step.start + min(count, forest_step.num_layers)
+    num_kept = min(count, forest_step.num_layers) if forest_step.keeps_drafted else 1  # of the root and what follows
+    forest_step.group.num_drafted = forest_step.start + num_kept
     return np.stack([step.tokens[beam] for step, beam in zip(steps, reversed(ancestors[:-1]), strict=True)], axis=1)
 
 

@@ -45,6 +45,7 @@ class ForestStep:
     spare_blocks: list[list[int]]  # by KV cache group: what the trees of any rows may take yet
     states: States  # [1, nodes, ...], under each constraint, on the device
     num_layers: int = 0
+    keeps_drafted: bool = True  # what the draft model has computed of drafts holds where they are accepted
     pending: list[list[int]] = field(default_factory=list)  # of each beam the tokens that a draft model has to compute
 
     @property

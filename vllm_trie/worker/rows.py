@@ -18,11 +18,13 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec
 from vllm.v1.worker.gpu.mm.rope import RopeState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from vllm_trie.messages import MOST_DRAFTS, GroupStep
 from vllm_trie.search.devices import sees
 from vllm_trie.worker.attention.tree_layers import kv_slots
 from vllm_trie.worker.group_rows import GroupRows
+from vllm_trie.worker.hidden_states import HiddenStates
 from vllm_trie.worker.kv_blocks import KVBlocks
 from vllm_trie.worker.kv_slots import KVSlots
 from vllm_trie.worker.new_rows import arrays_by_slot
@@ -62,12 +64,18 @@ class Rows:
     @cached_property
     def kv_blocks(self) -> KVBlocks:
         """The runner's KV caches, a draft model's among them."""
-        return KVBlocks(self._runner.kv_caches, self._runner.kv_cache_config.num_blocks)
+        own = [] if self.hidden_states is None else [self.hidden_states.by_token.contents]
+        return KVBlocks([*self._runner.kv_caches, *own], self._runner.kv_cache_config.num_blocks)
 
     @cached_property
     def kv_slots(self) -> KVSlots:
         """The same, token by token, of layers of which it is known how tokens lie in their blocks."""
-        return kv_slots(self._runner)
+        return kv_slots(self._runner, self.hidden_states)
+
+    @cached_property
+    def hidden_states(self) -> HiddenStates | None:
+        """What a head goes on from, if there is one."""
+        return HiddenStates(self._runner) if isinstance(self._runner.speculator, EagleSpeculator) else None
 
     @cached_property
     def _parts_of_blocks(self) -> KVSlots | None:

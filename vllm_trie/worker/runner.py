@@ -10,6 +10,7 @@ host.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any
@@ -25,6 +26,7 @@ from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.mm.rope import RopeState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_trie.messages import attach_results, catalog_changes, row_masks
@@ -33,20 +35,25 @@ from vllm_trie.worker.announce_shared_rows import announce_shared_rows, reads_sh
 from vllm_trie.worker.attention.check_attention import check_demanded_layers
 from vllm_trie.worker.attention.tree_layers import takes_trees
 from vllm_trie.worker.catalogs import DeviceCatalogs
-from vllm_trie.worker.draft import Drafter
+from vllm_trie.worker.draft import Drafter, DraftSource
+from vllm_trie.worker.draft_by_head import HeadDrafts
 from vllm_trie.worker.draft_by_lookup import LookupDrafts
 from vllm_trie.worker.draft_by_model import ModelDrafts
 from vllm_trie.worker.expand import expand
 from vllm_trie.worker.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.new_rows import may_copy_rows, refuse_own_state
 from vllm_trie.worker.pipeline import Stages
-from vllm_trie.worker.rank_check import rank_check
+from vllm_trie.worker.rank_check import RankCheck, rank_check
 from vllm_trie.worker.rows import Rows, rope_state
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext
 from vllm_trie.worker.sub_batch import scatter_logprobs, sub_batch
+from vllm_trie.worker.sub_forward import sub_forward
 from vllm_trie.worker.tree_positions import tree_positions
 from vllm_trie.worker.verify import verify
+
+MakeSource = Callable[[GPUModelRunner, Selector, RankCheck | None], DraftSource]
+SOURCES: dict[str, MakeSource] = {"ngram": LookupDrafts, "ngram_gpu": LookupDrafts, "eagle3": HeadDrafts}
 
 
 class BeamModelRunner(GPUModelRunner):
@@ -86,7 +93,7 @@ class BeamModelRunner(GPUModelRunner):
             return
         self.selector = Selector(self, self.groups, self.rows, self.catalogs)
         if self.speculator is not None:
-            source = LookupDrafts if self.speculative_config.use_ngram() else ModelDrafts
+            source = SOURCES.get(self.speculative_config.method, ModelDrafts)
             self.drafter = Drafter(self, self.selector, source(self, self.selector, self.rank_check))
             self.speculator.propose = partial(self._propose, self.speculator.propose)
 
@@ -113,7 +120,11 @@ class BeamModelRunner(GPUModelRunner):
         if not dummy_run:
             self.catalogs.apply(catalog_changes(scheduler_output))
             scheduler_output, self.step = expand(scheduler_output, self.groups, self.device, self._copies_rows)
-        return super().execute_model(scheduler_output, *args, dummy_run=dummy_run, **kwargs)
+        output = super().execute_model(scheduler_output, *args, dummy_run=dummy_run, **kwargs)
+        forward = None if dummy_run or self.drafter is None else self.execute_model_state
+        if forward is not None and (states := self.rows.hidden_states) is not None:
+            states.keep(forward)
+        return output
 
     def update_pp_decode_requests(self, *args: Any, **kwargs: Any) -> None:
         if self.stages is not None:
@@ -232,16 +243,25 @@ class BeamModelRunner(GPUModelRunner):
 
     def _propose(self, stock: Any, input_batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Where vLLM drafts: for ordinary requests, and for groups that are one row yet, whose prompt it computes."""
-        decoding = {row_id for group_id in self.step.decoding for row_id in self.groups[group_id].row_ids}
-        if not decoding:
+        left_out = self.step.decoding
+        if self.drafter is not None and isinstance(source := self.drafter.source, HeadDrafts):
+            beginning = [self.groups[group_id] for group_id in self.step.steps if group_id not in left_out]
+            source.add_first_rows(beginning, BatchRows(input_batch, self.max_num_reqs))
+            left_out = [*self.step.steps]
+        left_out_rows = {row_id for group_id in left_out for row_id in self.groups[group_id].row_ids}
+        if not left_out_rows:
             return stock(input_batch, *args, **kwargs)
-        # Metadata, slots and hidden states of the forward: neither a draft model nor a lookup reads them.
+        # Metadata, slots and hidden states of the forward: of these, a draft model and a lookup read none.
         *of_forward, num_sampled, num_rejected = args[:6]
-        rows = [at for at, row_id in enumerate(input_batch.req_ids) if row_id not in decoding]
+        rows = [at for at, row_id in enumerate(input_batch.req_ids) if row_id not in left_out_rows]
         drafts = self.req_states.draft_tokens.new_zeros(input_batch.num_reqs, self.num_speculative_steps)
         if rows:
             smaller, _ = sub_batch(input_batch, np.array(rows))
-            self.block_tables.gather_block_tables(smaller.idx_mapping, smaller.num_reqs)  # as the drafter reads them
+            if isinstance(self.speculator, EagleSpeculator):
+                of_forward = [*sub_forward(self, input_batch, np.array(rows), smaller, *of_forward[2:])]
+                kwargs["is_profile"] = True  # no graphs: these read the whole batch's buffers
+            else:
+                self.block_tables.gather_block_tables(smaller.idx_mapping, smaller.num_reqs)  # as drafters read them
             at = async_tensor_h2d(rows, device=self.device, dtype=torch.int64)
             drafts[at] = stock(smaller, *of_forward, num_sampled[at], num_rejected[at], *args[6:], **kwargs)
         return drafts

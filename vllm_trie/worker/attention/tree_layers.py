@@ -12,6 +12,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_trie.worker.attention.shared_rows import SharesPrefixes
+from vllm_trie.worker.hidden_states import HiddenStates
 from vllm_trie.worker.kv_slots import ByToken, KVSlots
 
 if TYPE_CHECKING:
@@ -42,9 +43,17 @@ def takes_trees(runner: GPUModelRunner) -> bool:
     return not stock
 
 
-def kv_slots(runner: GPUModelRunner) -> KVSlots:
-    """The KV caches of KV cache groups all of whose layers do, token by token; nothing of others."""
-    return KVSlots([_by_token(runner, attn_groups) for attn_groups in attention_of(runner)])
+def kv_slots(runner: GPUModelRunner, hidden_states: HiddenStates | None = None) -> KVSlots:
+    """The KV caches of KV cache groups all of whose layers do, token by token; nothing of others.
+
+    Args:
+        runner: vLLM's.
+        hidden_states: That a head goes on from, which lie beside its layers.
+    """
+    parts = [_by_token(runner, attn_groups) for attn_groups in attention_of(runner)]
+    if hidden_states is not None and (beside := parts[hidden_states.number]):
+        beside.append(hidden_states.by_token)
+    return KVSlots(parts)
 
 
 def _by_token(runner: GPUModelRunner, attn_groups: Sequence[AttentionGroup]) -> list[ByToken]:

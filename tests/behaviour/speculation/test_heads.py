@@ -1,0 +1,119 @@
+"""Beams that are drafted by an EAGLE-3 head: answers are plain steps', and the head says what it says alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.stdlib_pair.head import HEAD, load_head, save, untrained
+from tests.support.disturb import preempt_all
+from tests.support.draft_alone import search
+from tests.support.engine import BLOCK_SIZE, TRAINED_TARGET, Engine, Engines
+from tests.support.head_alone import HeadAlone, with_head
+from tests.support.pairs import BESIDE, check_exact, count_differing, grid, steps_per_forward
+from tests.support.reference import SCORE_TOLERANCE, load
+from tests.support.running import trained_prompts
+from tests.support.trained_pair import DRAWN, WARPED, answer, own_sum, tokens
+from tests.support.trained_pair import search as draw
+from vllm_trie.worker.hidden_states import HiddenStates
+from vllm_trie.worker.kv_blocks import KVBlocks
+
+pytestmark = pytest.mark.slow
+
+LAYERS = 3
+
+
+@pytest.fixture
+def engine(engines: Engines) -> Engine:
+    return with_head(engines, LAYERS, max_num_seqs=128)
+
+
+@pytest.mark.parametrize("num_layers", [1, 4])
+def test_a_head_finds_what_plain_steps_find(engines: Engines, num_layers: int) -> None:
+    engine = with_head(engines, num_layers, max_num_seqs=128)
+    asked = grid(trained_prompts([2 * BLOCK_SIZE] * 40), max_tokens=BLOCK_SIZE + 6)
+    outputs = check_exact(engine, asked, beside=BESIDE)
+    assert max(map(steps_per_forward, outputs)) > 1 + num_layers / 3
+
+
+def test_a_head_that_knows_nothing_finds_the_same(engines: Engines, tmp_path: Path) -> None:
+    save(untrained(load(TRAINED_TARGET)), tmp_path / "head")
+    engine = with_head(engines, LAYERS, tmp_path / "head")
+    asked = [
+        (p, {"beam_width": w, "draft_width": 2 * w, "max_tokens": 40})
+        for w, p in enumerate(trained_prompts([20] * 4), 1)
+    ]
+    check_exact(engine, asked, beside=BESIDE)
+
+
+def test_searches_are_preempted_beside_ordinary_requests(engine: Engine) -> None:
+    steps = 0
+
+    def after_step() -> None:
+        nonlocal steps
+        steps += 1
+        if steps % 9 == 0:
+            preempt_all(engine)
+
+    asked = grid(trained_prompts([2 * BLOCK_SIZE] * 12), max_tokens=BLOCK_SIZE + 6)
+    check_exact(engine, asked, after_step, beside=BESIDE)
+    assert steps > 18
+
+
+@pytest.mark.parametrize("mode", [DRAWN, DRAWN | WARPED, DRAWN | {"memory_mode": True}], ids=["drawn", "warped", "one"])
+def test_what_is_drawn_follows_its_seed_and_is_the_targets_own(engine: Engine, mode: dict[str, Any]) -> None:
+    prompts = trained_prompts([32] * 4)
+    outputs, again, others = (draw(engine, prompts, **mode | {"seed": seed}) for seed in (5, 5, 6))
+    assert tokens(outputs) == tokens(again) != tokens(others)
+    assert sum(output.kv_transfer_params["trie_beam"]["accepted"] for output in outputs) > 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        for generated, total in answer(output):
+            if total is not None:
+                assert total == pytest.approx(own_sum(prompt, generated), abs=SCORE_TOLERANCE * len(generated))
+
+
+@pytest.fixture
+def narrow(engines: Engines) -> Engine:
+    """An engine whose prompts and rows take several forwards to catch up with."""
+    return with_head(engines, LAYERS, max_num_batched_tokens=64)
+
+
+@pytest.fixture
+def alone(narrow: Engine, monkeypatch: pytest.MonkeyPatch) -> HeadAlone:
+    return HeadAlone(narrow, load_head(load(TRAINED_TARGET), HEAD), monkeypatch)
+
+
+def test_the_head_says_what_it_says_alone(narrow: Engine, alone: HeadAlone, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert count_differing(*search(narrow, monkeypatch)) == 0
+    assert alone.num_wrong == 0
+    assert alone.num_compared > 500
+    assert alone.num_caught_up > 0
+
+
+def leave_out_copies_of_blocks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = engine.runner
+    monkeypatch.setattr(runner.rows, "kv_blocks", KVBlocks(runner.kv_caches, runner.kv_cache_config.num_blocks))
+
+
+def leave_accepted_tokens_where_they_are(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = engine.runner.rows.kv_slots._layers
+    monkeypatch.setattr(engine.runner.rows.kv_slots, "_layers", [layers[0][:-1], *layers[1:]])
+
+
+def keep_none(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HiddenStates, "keep", lambda *_: None)
+
+
+@pytest.mark.parametrize("spoil", [leave_out_copies_of_blocks, leave_accepted_tokens_where_they_are, keep_none])
+def test_where_hidden_states_do_not_follow_beams_it_says_something_else_and_the_search_finds_the_same(
+    narrow: Engine,
+    alone: HeadAlone,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Engine, pytest.MonkeyPatch], None],
+) -> None:
+    spoil(narrow, monkeypatch)
+    assert count_differing(*search(narrow, monkeypatch)) == 0
+    assert alone.num_wrong > 0

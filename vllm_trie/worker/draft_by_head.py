@@ -1,0 +1,51 @@
+"""Forests from an EAGLE-3 head: as from a draft model, but it also reads the hidden states (see `hidden_states`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_trie.worker.draft_by_model import ModelDrafts
+from vllm_trie.worker.draft_model import DraftBatch
+from vllm_trie.worker.forest_step import ForestStep
+from vllm_trie.worker.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.head_model import HeadModel
+from vllm_trie.worker.rank_check import RankCheck
+from vllm_trie.worker.select import Selector
+
+
+class HeadDrafts(ModelDrafts):
+    """A `DraftSource`: the head of a runner.
+
+    Args:
+        runner: vLLM's, with a head.
+        selector: Knows the KV blocks of both models.
+        rank_check: Compares forests between ranks; None if they are not to be compared.
+    """
+
+    def __init__(self, runner: GPUModelRunner, selector: Selector, rank_check: RankCheck | None) -> None:
+        super().__init__(runner, selector, rank_check, HeadModel(runner, selector.rows))
+
+    def _note_pending(self, forest_step: ForestStep) -> None:
+        """As of a draft model; but drafts that are accepted are computed anew, beside the target's own states."""
+        super()._note_pending(forest_step)
+        forest_step.keeps_drafted = False
+
+    def add_first_rows(self, groups: Sequence[GroupRows], rows: BatchRows) -> None:
+        """Compute what the target has computed in this step of groups that are one row yet. Waits for the device.
+
+        These are their prompts, and after a preemption what all their beams have in common.
+        """
+        tables, batch = self._runner.block_tables, DraftBatch()
+        for group in groups:
+            (slot,) = group.slots
+            (place,) = rows.places(group.slots)
+            start = int(rows.batch.num_computed_tokens_np[place])
+            end = start + int(rows.batch.num_scheduled_tokens[place])
+            sizes = zip(tables.block_tables, tables.block_sizes, strict=True)
+            blocks = [table.gpu[slot, : -(-end // size)].cpu().numpy()[None] for table, size in sizes]
+            (tokens,) = self._selector.rows.tokens(group.slots, start, end).tolist()
+            batch.add_sequence(tokens, start, blocks)
+        if groups:
+            self.draft_model.forward(batch)
