@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_trie.search.devices import sees
+from vllm_trie.search.devices import sees, uploaded
 from vllm_trie.worker.kv_blocks import WORDS
 
 
@@ -66,7 +65,7 @@ class KVSlots:
 
 
 def _uploaded(at: Sequence[np.ndarray], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(async_tensor_h2d(of_dim, device=like.device, dtype=torch.int64) for of_dim in at)
+    return tuple(uploaded(of_dim, like.device) for of_dim in at)
 
 
 def _where(layer: ByToken) -> tuple[object, ...]:

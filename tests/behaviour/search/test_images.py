@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +204,8 @@ def test_a_search_behind_the_uuid_of_another_image_ends_with_the_reason(
 UNSUPPORTED = {
     "video_pruning_rate": ({"video_pruning_rate": 0.5}, "video_pruning_rate on a model with M-RoPE positions"),
     "speculation": (
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
-        "speculative_config on a model with M-RoPE positions",
+        {"speculative_config": {"method": "draft_model", "model": "itself", "num_speculative_tokens": 3}},
+        'speculative_config with a draft model on a model with M-RoPE positions \\(use "ngram"\\)',
     ),
 }
 
@@ -213,7 +214,9 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("kind", ["qwen2_5_vl"], indirect=True)
 @pytest.mark.parametrize("option", UNSUPPORTED)
 def test_engines_say_what_beams_cannot_do_with_mrope(model: Path, option: str) -> None:
-    options, feature = UNSUPPORTED[option]
+    options, feature = deepcopy(UNSUPPORTED[option])
+    if "speculative_config" in options:
+        options["speculative_config"]["model"] = str(model)
     arguments = EngineArgs(str(model), dtype="float32", additional_config={"trie_beam": {}}, **options)
     with pytest.raises(ValueError, match=f"trie_beam does not support {feature}; start vLLM without it or"):
         arguments.create_engine_config()

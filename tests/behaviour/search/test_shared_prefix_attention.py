@@ -167,7 +167,8 @@ def test_without_a_compiler_vllms_attention_is_used(
     with seen(monkeypatch) as asked:
         run(engines(random_model("gqa"), **option("auto"), max_num_seqs=63), jobs)
     assert not asked
-    assert warnings == ["Attention reads shared blocks once for each row, as vLLM does: there is no compiler"]
+    without = "Attention reads shared blocks once for each row, as vLLM does, and takes no trees of drafts: %s"
+    assert warnings == [without % "there is no compiler"]
 
 
 def test_what_is_demanded_and_cannot_be_is_refused(
