@@ -147,6 +147,11 @@ class Drafted(NamedTuple):
     seconds: float  # of drafting, for all groups of the step together
     num_accepted: list[int]  # of them, those that became beams, by step; none in the first
 
+    @property
+    def is_forest(self) -> bool:
+        """Whether there was one."""
+        return self.draft_width > 0
+
 
 NOT_DRAFTED = Drafted(0, 0, 0, 0.0, [])
 CANNOT_DRAFT = Drafted(0, 0, -1, 0.0, [0])  # nor ever will: attention takes no trees

@@ -176,6 +176,7 @@ def save(head: Head, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     own = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": AUX_LAYERS}
     config = head.config.to_dict() | own | {"dtype": "bfloat16", "draft_vocab_size": head.config.vocab_size}
+    del config["_name_or_path"]  # where the target lay
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vllm_trie.engine.kv_cache import refuse_unsupported_kv_cache
+from vllm_trie.engine.known_caches import refuse_unsupported_kv_cache
 
 SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
 FULL, LATENT = FullAttentionSpec(**SHAPE), MLAAttentionSpec(**SHAPE)

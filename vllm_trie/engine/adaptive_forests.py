@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from vllm_trie.engine.group_forests import DRAFTS_PER_BEAM, GroupForests
-from vllm_trie.messages import CANNOT_DRAFT, NOT_DRAFTED, Decided, Drafted
+from vllm_trie.messages import Decided, Drafted
 from vllm_trie.search.forest_size import PLAIN, Acceptance, ForestSize, StepCosts, fastest
 
 LEAST_STEPS = 2  # of a kind, before anything is concluded from what they took
@@ -84,7 +84,7 @@ class AdaptiveForests:
         seconds, self._last_results = now - max(step.at, self._last_results), now
         if not step.is_steady:
             return
-        forests = [decided.drafted for decided in results if decided.drafted not in (NOT_DRAFTED, CANNOT_DRAFT)]
+        forests = [decided.drafted for decided in results if decided.drafted.is_forest]
         if not forests:
             self._costs.plain.observe((1, step.num_tokens), seconds)
             return

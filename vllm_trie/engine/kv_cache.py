@@ -10,24 +10,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import CrossAttentionManager, SingleTypeKVCacheManager
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    KVQuantMode,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.engine.held_blocks import HeldBlocks
@@ -37,7 +26,6 @@ from vllm_trie.trie.encoder_blocks import EncoderBlocks
 
 LOOKAHEAD_SHARE = 0.75  # of the blocks that a group holds, the most that it is lent to speculate with
 FEW_BLOCKS = 16  # are lent to any other group, however few it holds
-KNOWN_CACHES = FullAttentionSpec | SlidingWindowSpec | MLAAttentionSpec | CrossAttentionSpec | MambaSpec
 
 
 def most_lookahead(num_held: int) -> int:
@@ -450,41 +438,3 @@ def _skipped(manager: SingleTypeKVCacheManager, num_computed_tokens: int) -> int
 def _blocks_beyond(manager: SingleTypeKVCacheManager, num_tokens: int, paths: list[list[int]]) -> int:
     """New blocks that rows take from a prefix of `num_tokens` on. Of what an encoder made, they all hold the same."""
     return 0 if isinstance(manager, CrossAttentionManager) else blocks_to_fan_out(num_tokens, paths, manager.block_size)
-
-
-def refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig) -> None:
-    """Refuse a model whose KV cache is of another kind than those that tests have shown to be right.
-
-    Raises:
-        ValueError: naming the kinds that it has.
-    """
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    unproven = sorted({why for spec in specs if (why := _unproven(spec)) is not None})
-    if not specs or unproven:
-        is_chunked = unproven == [ChunkedLocalAttentionSpec.__name__]
-        hint = "; start vLLM with disable_hybrid_kv_cache_manager=True" if is_chunked else ""
-        raise ValueError(
-            "trie_beam needs KV caches of full, sliding-window, latent (MLA) or cross attention, or recurrent states; "
-            f"this model has: {', '.join(unproven) or 'none'}{hint}"
-        )
-    if kv_cache_config.has_mixed_precision_kv_cache:  # where vLLM zeroes blocks that it gives to requests
-        raise ValueError(
-            "trie_beam needs KV caches of one precision; leave out kv_cache_dtype_skip_layers, or start vLLM without "
-            "the plugin"
-        )
-
-
-def _unproven(spec: KVCacheSpec) -> str | None:
-    """What about a KV cache nobody has tried beams with, if anything."""
-    name = type(spec).__name__
-    if type(spec) not in get_args(KNOWN_CACHES):
-        return name
-    if isinstance(spec, MambaSpec):
-        is_one = spec.mamba_cache_mode == "none" and spec.num_speculative_blocks == 0
-        return None if is_one else f"{name} of more than one state a row"
-    assert isinstance(spec, AttentionSpec)
-    if spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
-        return f"{name} with {spec.kv_quant_mode.name}"
-    if spec.tokens_per_state != 1:
-        return f"{name} of several tokens per state"
-    return f"{name} that is not causal" if getattr(spec, "non_causal", False) else None

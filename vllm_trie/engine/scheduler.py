@@ -22,7 +22,8 @@ from vllm_trie.engine.catalogs import EngineCatalogs, take_new_catalogs
 from vllm_trie.engine.grammar import GrammarError, RowMatchers, fill_masks, why_not_along
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.group_forests import GroupForests
-from vllm_trie.engine.kv_cache import BeamKVCacheManager, refuse_unsupported_kv_cache
+from vllm_trie.engine.known_caches import refuse_unsupported_kv_cache
+from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.new_group import is_unchecked, new_group
 from vllm_trie.engine.outputs import Mailbox, compact_answer, outputs_of, part_output, take_output
 from vllm_trie.engine.prefix_publishing import AnswerCache
@@ -439,7 +440,7 @@ class BeamScheduler(Scheduler):
         length, was_decoding = group.length, group.length > 0
         num_tokens = request.num_prompt_tokens + length  # that each row held, all of them computed
         group.num_pending -= 1
-        if is_forest := decided.drafted != NOT_DRAFTED:
+        if decided.drafted.is_forest:
             group.forests.drafted_length = length
         over, forks = False, []
         for step in decided.steps:
@@ -454,7 +455,8 @@ class BeamScheduler(Scheduler):
                 break
         if not is_stale:  # else nothing is computed any more
             request.num_computed_tokens += len(forks) - 1
-        if self._budgets is not None and isinstance(group.forests, GroupForests) and is_forest and not over:
+        had_budget = decided.drafted != NOT_DRAFTED
+        if self._budgets is not None and isinstance(group.forests, GroupForests) and had_budget and not over:
             self._budgets.learn(group.forests, group.length, decided.drafted, len(forks))
         counts = SearchCounts.of(decided, len(forks), is_prompt=not was_decoding)
         self.tally.counts.add(counts)

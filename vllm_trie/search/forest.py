@@ -32,6 +32,7 @@ class Forest:
         self.rows = [[node] for node in range(len(roots))]  # the nodes of each row, in the order of its cache
         self.row_of = list(range(len(roots)))  # by node
         self.places = [0] * len(roots)  # by node, in its row
+        self._masks = [1] * len(roots)  # by node: a bit for each place in its row that it sees
         self.max_drafts = max_drafts
         self._num_open = max_drafts
         self._children: dict[tuple[int, int], int] = {}
@@ -87,6 +88,7 @@ class Forest:
         self.depths.append(self.depths[parent] + 1)
         self.row_of.append(row)
         self.places.append(len(self.rows[row]))
+        self._masks.append(self._masks[parent] | 1 << len(self.rows[row]))
         self.rows[row].append(node)
         self._children[parent, token] = node
         return node
@@ -97,12 +99,10 @@ class Forest:
         These are its ancestors and itself.
         """
         nodes = self.rows[row]
-        sees = np.zeros((len(nodes), len(nodes)), dtype=bool)
-        for place, node in enumerate(nodes):
-            if place > 0:
-                sees[place] = sees[self.places[self.parents[node]]]
-            sees[place, place] = True
-        return sees[first:]
+        num_bytes = -(-len(nodes) // 8)
+        masks = b"".join(self._masks[node].to_bytes(num_bytes, "little") for node in nodes[first:])
+        by_node = np.frombuffer(masks, dtype=np.uint8).reshape(-1, num_bytes)
+        return np.unpackbits(by_node, axis=1, bitorder="little", count=len(nodes)).astype(bool)
 
 
 def affordable(max_drafts: int, num_layers: int, draft_width: int, least_width: int) -> tuple[int, int]:

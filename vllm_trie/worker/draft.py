@@ -1,7 +1,8 @@
 """Lay out what is drafted for groups that speculate: a forest each, which is a tree in the row of each beam.
 
 The tree of a beam follows the beam's newest token in the beam's own row, as draft tokens do in vLLM, so that the target
-gives logits at each node. Drafts come from `draft_by_model` or `draft_by_lookup`. Next: `verify`, then `accept_path`.
+gives logits at each node. Drafts come from `draft_by_model`, `draft_by_head` or `draft_by_lookup`. Next: `verify`, then
+`accept_path`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine import Engine, Engines
+from tests.support.engine import Engine
 from tests.support.reference import SCORE_TOLERANCE
 from tests.support.running import run
 from tests.support.trained_pair import (
@@ -16,27 +16,15 @@ from tests.support.trained_pair import (
     WIDTH,
     answer,
     counts,
-    held_out,
     own_sum,
     rows_of,
     search,
     tokens,
-    trained_pair,
 )
 from vllm_trie import beam_params
 from vllm_trie.engine.group import BeamGroup
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def engine(engines: Engines) -> Engine:
-    return trained_pair(engines)
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return held_out()
 
 
 def test_replacement_lets_the_same_beam_be_drawn_twice(engine: Engine, prompts: list[list[int]]) -> None:

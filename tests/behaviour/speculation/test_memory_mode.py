@@ -6,22 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine import BLOCK_SIZE, Engine, Engines
+from tests.support.engine import BLOCK_SIZE, Engine
 from tests.support.running import run
-from tests.support.trained_pair import DRAWN, LENGTH, ONE_BEAM, WIDTH, counts, held_out, search, tokens, trained_pair
+from tests.support.trained_pair import DRAWN, LENGTH, ONE_BEAM, WIDTH, counts, search, tokens
 from vllm_trie import beam_params
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def engine(engines: Engines) -> Engine:
-    return trained_pair(engines)
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return held_out()
 
 
 def test_memory_mode_holds_one_beam_between_forwards(engine: Engine, prompts: list[list[int]]) -> None:

@@ -23,24 +23,12 @@ from tests.support.trained_pair import (
     WIDTH,
     answer,
     counts,
-    held_out,
     search,
     tokens,
-    trained_pair,
 )
 from vllm_trie import beam_params
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def engine(engines: Engines) -> Engine:
-    return trained_pair(engines)
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return held_out()
 
 
 @pytest.fixture

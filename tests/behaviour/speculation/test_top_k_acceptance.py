@@ -6,34 +6,22 @@ import pytest
 import torch
 
 from benchmarks.watch import total_counts
-from tests.support.engine import Engine, Engines
+from tests.support.engine import Engine
 from tests.support.reference import SCORE_TOLERANCE
 from tests.support.trained_pair import (
     DRAWN,
     LENGTH,
     answer,
     counts,
-    held_out,
     own_sum,
     rows_of,
     search,
     tokens,
-    trained_pair,
 )
 
 pytestmark = pytest.mark.slow
 
 BY_RANK = DRAWN | {"accept": "top_k"}
-
-
-@pytest.fixture
-def engine(engines: Engines) -> Engine:
-    return trained_pair(engines)
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return held_out()
 
 
 def test_more_drafts_are_accepted_and_outputs_say_that_they_are_inexact(

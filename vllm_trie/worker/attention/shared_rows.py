@@ -134,9 +134,8 @@ def first_keys(shared: SharedTokens, window: int | None) -> np.ndarray:
     if window is None:
         return np.zeros(len(shared.lengths), dtype=np.int32)
     sees = np.unpackbits(shared.trees.view(np.uint8), axis=1, bitorder="little")
-    from_here = sees[:, ::-1].cumsum(axis=1, dtype=np.int32)[
-        :, ::-1
-    ]  # tokens of the tree that it sees, from each one on
+    # Tokens of the tree that it sees, from each one on.
+    from_here = sees[:, ::-1].cumsum(axis=1, dtype=np.int32)[:, ::-1]
     in_tree, in_window = from_here[:, 0], (sees > 0) & (from_here <= window)
     first = shared.tree_starts + np.where(in_tree > window, in_window.argmax(axis=1), in_tree - window)
     return np.maximum(first, 0).astype(np.int32)

@@ -1,0 +1,58 @@
+"""Which kinds of KV caches beams were tried with: `scheduler` refuses models that have others."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+KNOWN_CACHES = FullAttentionSpec | SlidingWindowSpec | MLAAttentionSpec | CrossAttentionSpec | MambaSpec
+
+
+def refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig) -> None:
+    """Refuse a model whose KV cache is of another kind than those that tests have shown to be right.
+
+    Raises:
+        ValueError: naming the kinds that it has.
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    unproven = sorted({why for spec in specs if (why := _unproven(spec)) is not None})
+    if not specs or unproven:
+        is_chunked = unproven == [ChunkedLocalAttentionSpec.__name__]
+        hint = "; start vLLM with disable_hybrid_kv_cache_manager=True" if is_chunked else ""
+        raise ValueError(
+            "trie_beam needs KV caches of full, sliding-window, latent (MLA) or cross attention, or recurrent states; "
+            f"this model has: {', '.join(unproven) or 'none'}{hint}"
+        )
+    if kv_cache_config.has_mixed_precision_kv_cache:  # where vLLM zeroes blocks that it gives to requests
+        raise ValueError(
+            "trie_beam needs KV caches of one precision; leave out kv_cache_dtype_skip_layers, or start vLLM without "
+            "the plugin"
+        )
+
+
+def _unproven(spec: KVCacheSpec) -> str | None:
+    """What about a KV cache nobody has tried beams with, if anything."""
+    name = type(spec).__name__
+    if type(spec) not in get_args(KNOWN_CACHES):
+        return name
+    if isinstance(spec, MambaSpec):
+        is_one = spec.mamba_cache_mode == "none" and spec.num_speculative_blocks == 0
+        return None if is_one else f"{name} of more than one state a row"
+    assert isinstance(spec, AttentionSpec)
+    if spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
+        return f"{name} with {spec.kv_quant_mode.name}"
+    if spec.tokens_per_state != 1:
+        return f"{name} of several tokens per state"
+    return f"{name} that is not causal" if getattr(spec, "non_causal", False) else None
