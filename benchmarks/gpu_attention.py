@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_kernels import BLOCK_SIZE, HEAD_SIZE, KV_HEADS, device_us
-from vllm_trie.worker.attention.shared_rows import RowTrees, SharedRows, row_by_row, tokens_of
+from vllm_trie.worker.attention.shared_rows import RowTrees, Scoring, SharedRows, row_by_row, tokens_of
 from vllm_trie.worker.attention.triton_kernels import Plan
 
 QUERIES_PER_KV_HEAD = 4
@@ -72,7 +72,7 @@ class Inputs:
 
     def attend(self, plan: Plan) -> torch.Tensor:
         outputs = torch.empty_like(self.queries)
-        plan.attend(self.queries, outputs, self.cache, self.scale)
+        plan.attend(self.queries, outputs, self.cache, Scoring(self.scale))
         return outputs
 
     def reference(self) -> torch.Tensor:

@@ -57,7 +57,7 @@ def layers_of_a_step(
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     from vllm_trie.worker.attention import compiled
-    from vllm_trie.worker.attention.shared_rows import SharedRows, tokens_of
+    from vllm_trie.worker.attention.shared_rows import Scoring, SharedRows, tokens_of
 
     if not current_platform.is_cpu():
         raise ValueError("it compares CPU kernels; benchmarks.gpu_check has those of GPUs")
@@ -82,7 +82,7 @@ def layers_of_a_step(
     def ours() -> None:
         plan = compiled.Plan(shared, tables, isa)
         for cache in caches:
-            plan.attend(queries, outputs, cache, scale)
+            plan.attend(queries, outputs, cache, Scoring(scale))
 
     def stock() -> None:
         for cache in caches:

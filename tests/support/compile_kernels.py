@@ -27,11 +27,16 @@ TABLES = {"table_pointers": "*u64", "table_strides": LONGS, "block_sizes": LONGS
 ATTENTION = (
     dict.fromkeys(["queries", "outputs", "cache"], "*bf16")
     | dict.fromkeys(["query_stride", "output_stride", "block_stride", "head_stride", "token_stride"], INT)
-    | dict.fromkeys(["tables", "places", "rows", "num_shared", "lengths", "first_tokens", "end_tokens"], "*i32")
+    | dict.fromkeys(
+        ["tables", "places", "rows", "num_shared", "lengths", "spans", "first_tokens", "end_tokens"], "*i32"
+    )
     | dict.fromkeys(["table_stride", "num_words", "num_parts", "count", "num_kv_heads"], INT)
-    | {"sums": FLOATS, "logs": FLOATS, "scale": "fp32", "tree_starts": "*i32", "trees": LONGS}
+    | {"sums": FLOATS, "logs": FLOATS, "scale": "fp32", "soft_cap": "fp32", "tree_starts": "*i32", "trees": LONGS}
 )
 HEADS = {"heads": 4, "head_size": 128, "padded_size": 128, "block_size": 16, "keys_at_a_time": triton_kernels.KEYS}
+OWN: dict[str, Any] = {"padded_heads": triton_kernels.LEAST_QUERIES}
+NO_SINKS = {"sinks": None}
+SCORING = [dict.fromkeys(["has_window", "has_soft_cap"], value) for value in (False, True)]
 STAGES = triton_kernels.NUM_WARPS, triton_kernels.NUM_STAGES
 CASES: list[tuple[Any, ...]] = [
     *(
@@ -57,15 +62,22 @@ CASES: list[tuple[Any, ...]] = [
         {"word": tl.int64, "tile_size": kernels.COPY_TILE},
         4,
     ),
-    (triton_kernels._attend_to_shared, ATTENTION, HEADS | {"tile": triton_kernels.TILE}, *STAGES),
+    *(
+        (triton_kernels._attend_to_shared, ATTENTION, HEADS | scoring | {"tile": triton_kernels.TILE}, *STAGES)
+        for scoring in SCORING
+    ),
     *(
         (
             triton_kernels._attend_to_own,
-            ATTENTION,
-            HEADS | {"padded_heads": triton_kernels.LEAST_QUERIES, "has_trees": has_trees},
+            ATTENTION | ({"sinks": "*bf16"} if has_sinks else {}),
+            HEADS | scoring | OWN | {"has_trees": has_trees, "has_sinks": has_sinks} | ({} if has_sinks else NO_SINKS),
             *STAGES,
         )
-        for has_trees in (False, True)
+        for scoring, has_trees, has_sinks in (
+            (SCORING[0], False, False),
+            (SCORING[0], True, False),
+            (SCORING[1], True, True),
+        )
     ),
 ]
 

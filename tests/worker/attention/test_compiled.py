@@ -21,6 +21,7 @@ from tests.support.sharing import Batch, Group, any_groups
 from tests.worker.attention.trees import TreeBatch, TreeGroup, any_trees, random_tree
 from vllm_trie.worker.attention import compiled
 from vllm_trie.worker.attention.cpu_backend import SharedPrefixBuilder
+from vllm_trie.worker.attention.shared_rows import Scoring
 
 UNTOUCHED = 123.0
 KINDS = [pytest.param(dtype, isa, id=f"{isa}-{dtype}".replace("torch.", "")) for isa, dtype in compiled.MATRICES]
@@ -44,7 +45,7 @@ def attended(batch: Batch, dtype: torch.dtype, isa: str, **scoring: Any) -> torc
     # As a model has them: queries beside keys and values.
     queries = torch.cat([batch.queries, torch.full_like(batch.queries, torch.nan)], dim=1).to(dtype)
     plan = compiled.Plan(batch.shared, batch.tables, isa)
-    plan.attend(queries[:, : outputs.shape[1]], outputs, cache, batch.scale, **scoring)
+    plan.attend(queries[:, : outputs.shape[1]], outputs, cache, Scoring(batch.scale, **scoring))
     return outputs
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,13 +12,15 @@ from hypothesis import strategies as st
 from tests.support.sharing import Batch, Group, any_groups
 from tests.worker.attention.trees import TreeBatch, TreeGroup, any_trees, random_tree
 from vllm_trie.worker.attention import triton_kernels
-from vllm_trie.worker.attention.shared_rows import row_by_row
+from vllm_trie.worker.attention.shared_rows import Scoring, row_by_row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNTOUCHED = 123.0
 
 
-def check(batch: Batch, dtype: torch.dtype = torch.float32, rtol: float = 1e-5, heads_first: bool = True) -> None:
+def check(
+    batch: Batch, dtype: torch.dtype = torch.float32, rtol: float = 1e-5, heads_first: bool = True, **scoring: Any
+) -> None:
     """Raise AssertionError unless rows of groups are as in float64, and others untouched."""
     batch.forget_unused()
     num_kv_heads, head_size = batch.keys.shape[1:]
@@ -27,10 +31,14 @@ def check(batch: Batch, dtype: torch.dtype = torch.float32, rtol: float = 1e-5, 
     queries = torch.cat([batch.queries, torch.full_like(batch.queries, torch.nan)], dim=1).to(DEVICE, dtype)
     shared, heads = batch.shared, (batch.queries.shape[1], num_kv_heads)
     plan = triton_kernels.Plan(shared, torch.from_numpy(shared.lengths).to(DEVICE), batch.tables.to(DEVICE), heads)
-    plan.attend(queries[:, : heads[0]], outputs, cache, batch.scale)
+    on_device = {
+        name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in scoring.items()
+    }
+    plan.attend(queries[:, : heads[0]], outputs, cache, Scoring(batch.scale, **on_device))
     found, of_groups = outputs.cpu(), batch.of_groups()
     assert (found[~of_groups] == UNTOUCHED).all()
-    torch.testing.assert_close(found[of_groups].double(), batch.reference()[of_groups], rtol=rtol, atol=rtol)
+    expected = batch.reference(**scoring)[of_groups]
+    torch.testing.assert_close(found[of_groups].double(), expected, rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (6, 3), (32, 1), (7, 1)], ids=str)
@@ -81,6 +89,18 @@ def test_any_batch_with_trees(data: st.DataObject) -> None:
     num_heads = num_kv_heads * data.draw(st.integers(1, 4))
     others, seed = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 99))
     check(TreeBatch(groups, num_heads, num_kv_heads, 32, 16, others, seed))
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.data())
+def test_windows_caps_and_sinks(data: st.DataObject) -> None:
+    """Of trees, and of rows that share blocks; what is before all windows is not read."""
+    groups = data.draw(any_groups(2, 10, 40, 4, 12)) + data.draw(st.lists(any_trees(4, 40, 70, 6), max_size=1))
+    batch = TreeBatch(groups, 6, 2, 32, 16, others=1, seed=data.draw(st.integers(0, 99)))
+    window = data.draw(st.none() | st.integers(1, 40) | st.integers(1, 300))
+    batch.forget_what_is_before(window)
+    sinks = data.draw(st.sampled_from([None, torch.linspace(-3, 8, 6)]))
+    check(batch, window=window, soft_cap=data.draw(st.sampled_from([0.0, 1.5, 50.0])), sinks=sinks)
 
 
 def test_each_row_can_be_a_group_of_its_own() -> None:

@@ -18,7 +18,7 @@ import torch
 import vllm.envs as envs
 from vllm import _custom_ops as ops
 
-from vllm_trie.worker.attention.shared_rows import SharedRows, SharedTokens, first_keys, tokens_of
+from vllm_trie.worker.attention.shared_rows import Scoring, SharedRows, SharedTokens, first_keys, tokens_of
 
 SOURCE = Path(__file__).with_name("shared_prefix.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-fopenmp")
@@ -88,10 +88,7 @@ class Plan:
         queries: torch.Tensor,
         outputs: torch.Tensor,
         kv_cache: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float = 0.0,
-        sinks: torch.Tensor | None = None,
+        scoring: Scoring,
     ) -> None:
         """Attention in one layer, causal or along trees. Outputs of what else is in the batch stay as they are.
 
@@ -100,10 +97,7 @@ class Plan:
             outputs: The same, written.
             kv_cache: [blocks, KV heads, block size, 2 * head size] of the same type, as vLLM's CPU backend lays it out
                 in blocks of 32 tokens or multiples of that.
-            scale: Of the scores.
-            window: Positions that a token sees, its own included. Blocks that all came before are not read.
-            soft_cap: What scaled scores are bent to stay below; 0 if nothing.
-            sinks: [heads] float32, scores that take part in the softmax and have no values.
+            scoring: The layer's; sinks are float32.
 
         Raises:
             CompilerError: there is no kernel for this machine.
@@ -114,6 +108,7 @@ class Plan:
         assert queries.dtype == outputs.dtype == kv_cache.dtype
         assert queries.stride()[1:] == outputs.stride()[1:] == (head_size, 1)
         assert dense == [2 * head_size, 1]
+        scale, window, soft_cap, sinks = scoring
         assert sinks is None or sinks.dtype == torch.float32
         assert block_size % BLOCK_SIZES == head_size % HEAD_SIZES == num_heads % num_kv_heads == 0
         batch = self._batch
@@ -156,7 +151,7 @@ def check(
     schedule = ops.cpu_attn_get_scheduler_metadata(*of_heads, lengths, dtype, starts, True, -1, isa, True)
     for window, soft_cap, sinks in ((-1, 0.0, None), (block_size + 5, 2.0, torch.linspace(-1, 1, num_heads))):
         ours, theirs = torch.empty(2, *queries.shape, dtype=dtype)
-        plan.attend(queries, ours, cache, scale, window if window > 0 else None, soft_cap, sinks)
+        plan.attend(queries, ours, cache, Scoring(scale, window if window > 0 else None, soft_cap, sinks))
         of_batch = starts, lengths, scale, True, None, window, tables, soft_cap, schedule, sinks
         ops.cpu_attention_with_kv_cache(queries, *halves, theirs, *of_batch)
         if not torch.allclose(ours, theirs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]):

@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_trie.selection import config_of, has_beams
 from vllm_trie.worker.attention import compiled
 from vllm_trie.worker.attention.compiled import Plan
-from vllm_trie.worker.attention.shared_rows import SharesPrefixes, tokens_of
+from vllm_trie.worker.attention.shared_rows import Scoring, SharesPrefixes, tokens_of
 from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_of_decoder, others_than, replace_backend
 from vllm_trie.worker.kv_slots import ByToken
 
@@ -133,10 +133,11 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
 class SharedPrefixImpl(AttendsApart, CPUAttentionBackendImpl):
     """Attention of rows that share blocks, and beside them of all others."""
 
-    def attend(self, plan: Plan, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor) -> None:
+    @property
+    def scoring(self) -> Scoring:
         window = self.sliding_window if self.sliding_window > 0 else None
         sinks = None if self.sinks is None else self.sinks.float()
-        plan.attend(queries, outputs, kv_cache, self.scale, window, self.logits_soft_cap, sinks)
+        return Scoring(self.scale, window, self.logits_soft_cap, sinks)
 
 
 class SharedPrefixBackend(CPUAttentionBackend):

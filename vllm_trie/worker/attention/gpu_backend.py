@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_trie.selection import config_of, has_beams
-from vllm_trie.worker.attention.shared_rows import SharesPrefixes, row_by_row, tokens_of
+from vllm_trie.worker.attention.shared_rows import Scoring, SharesPrefixes, row_by_row, tokens_of
 from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_causal, others_than, replace_backend
 from vllm_trie.worker.attention.triton_kernels import MOST_HEAD_SIZE, TILE, Plan
 from vllm_trie.worker.kv_slots import ByToken
@@ -68,7 +68,7 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
         return (
             self._is_for_beams
             and not self._has_mixed_graphs
-            and all(_is_plain(layer.impl) for layer in layers.values())
+            and all(is_causal(layer.impl) for layer in layers.values())
             and self.kv_cache_dtype == self.model_config.dtype
             and self.headdim % 16 == 0
             and self.headdim <= MOST_HEAD_SIZE
@@ -113,11 +113,10 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
 class SharedPrefixImpl(AttendsApart, FlashAttentionImpl):
     """Attention of rows that share blocks, and beside them of all others."""
 
-
-def _is_plain(impl: Any) -> bool:
-    """Whether a layer's attention is of all keys that come before a token, by their softmax alone."""
-    is_softmax = not impl.logits_soft_cap and impl.sinks is None
-    return is_causal(impl) and impl.sliding_window == (-1, -1) and is_softmax
+    @property
+    def scoring(self) -> Scoring:
+        before, _ = self.sliding_window
+        return Scoring(self.scale, before + 1 if before >= 0 else None, self.logits_soft_cap or 0.0, self.sinks)
 
 
 class SharedPrefixBackend(FlashAttentionBackend):

@@ -32,6 +32,15 @@ class SharedRows(NamedTuple):
     trees: RowTrees | None = None  # None: each token sees all that come before it
 
 
+class Scoring(NamedTuple):
+    """How a layer weighs the keys that a token sees."""
+
+    scale: float  # of products of queries and keys
+    window: int | None = None  # positions that a token sees, its own included. Blocks that all came before are not read
+    soft_cap: float = 0.0  # what scaled scores are bent to stay below; 0 if nothing
+    sinks: torch.Tensor | None = None  # [heads], scores that take part in the softmax and have no values
+
+
 class SharesPrefixes(ABC):
     """A builder of attention metadata for layers that may make use of such rows."""
 

@@ -12,6 +12,8 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionType, CommonAtt
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 
+from vllm_trie.worker.attention.shared_rows import Scoring
+
 
 def replace_backend(stock: AttentionBackendEnum, backend: type[AttentionBackend]) -> None:
     """Let engines of this process find a backend of ours where they look for one of vLLM's."""
@@ -66,7 +68,7 @@ def others_than(rows: np.ndarray, common: CommonAttentionMetadata) -> OtherRows 
 class Plan(Protocol):
     """Attention of the rows that share blocks, as it was laid out for one step."""
 
-    def attend(self, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor, scale: float) -> None:
+    def attend(self, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor, scoring: Scoring) -> None:
         """Compute it for one layer: [N, H, D] of the whole batch; only these rows' tokens are read and written."""
         ...
 
@@ -89,12 +91,13 @@ class SetApart:
 class AttendsApart:
     """A layer's attention: of rows that share blocks by their plan, of all others as the backend has it."""
 
-    scale: float
     attn_type: str
     alibi_slopes: Any
-    sliding_window: Any
-    logits_soft_cap: Any
-    sinks: Any
+
+    @property
+    def scoring(self) -> Scoring:
+        """How it weighs keys."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -112,17 +115,13 @@ class AttendsApart:
         stock = super().forward  # type: ignore[misc]
         if not isinstance(attn_metadata, SetApart) or attn_metadata.plan is None:
             return stock(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        self.attend(attn_metadata.plan, query, output, kv_cache)
+        attn_metadata.plan.attend(query, output, kv_cache, self.scoring)
         if attn_metadata.others is not None:
             at = attn_metadata.other_tokens
             queries, of_others = query[at], torch.empty_like(output[at])
             stock(layer, queries, key, value, kv_cache, attn_metadata.others, of_others, *args, **kwargs)
             output[at] = of_others
         return output
-
-    def attend(self, plan: Any, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor) -> None:
-        """Let a plan compute attention as this layer has it."""
-        plan.attend(queries, outputs, kv_cache, self.scale)
 
 
 def is_causal(impl: Any) -> bool:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from vllm_trie.search.devices import uploaded
-from vllm_trie.worker.attention.shared_rows import WORD, SharedTokens
+from vllm_trie.worker.attention.shared_rows import WORD, Scoring, SharedTokens, first_keys
 
 MOST_HEAD_SIZE = 256
 TILE = 64  # queries that a program of the first kernel takes
@@ -24,7 +24,7 @@ KEYS = 32  # that both kernels read at a time
 LEAST_QUERIES = 16  # that tensor cores multiply
 MOST_PARTS, LEAST_PART = 16, 512  # of the shared keys; keys of one
 NUM_WARPS, NUM_STAGES = 4, 2
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 BITS = tl.constexpr(WORD)
 
 
@@ -43,6 +43,7 @@ class Plan:
     ) -> None:
         device, (num_heads, num_kv_heads) = tables.device, heads
         self.shared, self._lengths, self._tables = shared, lengths, tables
+        self._spans: dict[int | None, torch.Tensor] = {}  # by window: [N] int32, positions that each token sees
         per_tile = TILE // (num_heads // num_kv_heads)
         counts = np.diff(shared.starts)
         num_tiles = -(-counts // per_tile)
@@ -59,7 +60,7 @@ class Plan:
         wanted = -(-2 * _num_processors(device) // programs)
         self._num_parts = max(min(MOST_PARTS, wanted, -(-most // LEAST_PART)), 1)
 
-    def attend(self, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor, scale: float) -> None:
+    def attend(self, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor, scoring: Scoring) -> None:
         """Attention in one layer, causal or along trees. Outputs of what else is in the batch stay as they are.
 
         Args:
@@ -67,8 +68,12 @@ class Plan:
             outputs: The same, written.
             kv_cache: [blocks, KV heads, block size, 2 * head size] of the same type, keys before values, the last
                 dimension dense.
-            scale: Of the scores.
+            scoring: The layer's.
         """
+        scale, window, soft_cap, sinks = scoring
+        if window not in self._spans:
+            spans = self.shared.lengths - first_keys(self.shared, window)
+            self._spans[window] = uploaded(spans, self._tables.device)
         _, num_kv_heads, block_size, _ = kv_cache.shape
         _, num_heads, head_size = queries.shape
         assert queries.dtype == outputs.dtype == kv_cache.dtype
@@ -84,20 +89,23 @@ class Plan:
             "padded_size": triton.next_power_of_2(head_size),
             "block_size": block_size,
             "keys_at_a_time": KEYS,
+            "has_window": window is not None,
+            "has_soft_cap": soft_cap > 0,
             "num_warps": NUM_WARPS,
             "num_stages": NUM_STAGES,
         }
-        counts = self._num_parts, count, num_kv_heads
+        counts, seen = (self._num_parts, count, num_kv_heads), (self._lengths, self._spans[window])
         _attend_to_shared[self._tiles.shape[1], num_kv_heads, self._num_parts](
-            *(queries, queries.stride(0), *cache, *self._tiles, *self._tokens[:2], sums, logs),
-            *(*counts, scale * LOG2_E),
+            *(queries, queries.stride(0), *cache, *self._tiles, *self._tokens[:2], *seen, sums, logs, *counts),
+            *(scale, soft_cap),
             tile=TILE,
             **of_both,
         )
         _attend_to_own[count, num_kv_heads](
-            *(queries, queries.stride(0), outputs, outputs.stride(0), *cache, *self._tokens, self._lengths),
-            *(self._trees, self._trees.shape[1], sums, logs, *counts, scale * LOG2_E),
+            *(queries, queries.stride(0), outputs, outputs.stride(0), *cache, *self._tokens, *seen),
+            *(self._trees, self._trees.shape[1], sums, logs, *counts, scale, soft_cap, sinks),
             has_trees=self._has_trees,
+            has_sinks=sinks is not None,
             padded_heads=max(triton.next_power_of_2(heads), LEAST_QUERIES),
             **of_both,
         )
@@ -109,14 +117,15 @@ def _num_processors(device: torch.device) -> int:
 
 @triton.jit
 def _attend(
-    query, top, total, sums, start, end, tree_start, tree, cache, block_stride, token_stride, table, scale,
-    has_tree: tl.constexpr, head_size: tl.constexpr, padded_size: tl.constexpr, block_size: tl.constexpr,
-    keys_at_a_time: tl.constexpr,
+    query, first_key, top, total, sums, start, end, tree_start, tree, cache, block_stride, token_stride, table, scale,
+    soft_cap, has_tree: tl.constexpr, head_size: tl.constexpr, padded_size: tl.constexpr, block_size: tl.constexpr,
+    keys_at_a_time: tl.constexpr, has_window: tl.constexpr, has_soft_cap: tl.constexpr,
 ):  # fmt: skip
     """Go on with a softmax, over keys [start, end), of which those from tree_start on are seen whose bits are set.
 
     Args:
         query: [M, padded_size].
+        first_key: [M], that each sees, if there is a window.
         top: [M] float32.
         total: [M] float32.
         sums: [M, padded_size] float32.
@@ -134,12 +143,17 @@ def _attend(
         is_there = is_key[:, None] & in_head[None, :]
         keys = tl.load(at[:, None] + column[None, :], mask=is_there, other=0.0)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        if has_soft_cap:
+            scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)  # tanh
+        scores *= LOG2_E
         is_seen = is_key
         if has_tree:
             node = tl.maximum(key - tree_start, 0)
             word = tl.load(tree + node // BITS, mask=is_key & (key >= tree_start), other=-1)
             is_seen = is_key & (((word >> (node % BITS).to(tl.int64)) & 1) != 0)
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        if has_window:
+            scores = tl.where(key[None, :] >= first_key[:, None], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         weights, rescaled = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
         values = tl.load(at[:, None] + head_size + column[None, :], mask=is_there, other=0.0)
@@ -154,13 +168,13 @@ def _attend(
 
 @triton.jit(
     do_not_specialize=["num_parts", "count", "num_kv_heads"],
-    do_not_specialize_on_alignment=["first_tokens", "end_tokens", "num_shared", "places", "rows"],
+    do_not_specialize_on_alignment=["first_tokens", "end_tokens", "num_shared", "places", "rows", "lengths", "spans"],
 )
 def _attend_to_shared(
     queries, query_stride, cache, block_stride, head_stride, token_stride, tables, table_stride, first_tokens,
-    end_tokens, num_shared, places, rows, sums, logs, num_parts, count, num_kv_heads, scale, heads: tl.constexpr,
-    head_size: tl.constexpr, padded_size: tl.constexpr, block_size: tl.constexpr, keys_at_a_time: tl.constexpr,
-    tile: tl.constexpr,
+    end_tokens, num_shared, places, rows, lengths, spans, sums, logs, num_parts, count, num_kv_heads, scale, soft_cap,
+    heads: tl.constexpr, head_size: tl.constexpr, padded_size: tl.constexpr, block_size: tl.constexpr,
+    keys_at_a_time: tl.constexpr, has_window: tl.constexpr, has_soft_cap: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries, over a part of what all rows of their group share.
 
@@ -173,6 +187,8 @@ def _attend_to_shared(
         num_shared: [tiles].
         places: [N], of tokens in the batch.
         rows: [N].
+        lengths: [N].
+        spans: [N], keys before the end of these that each token sees.
         sums: [parts, N, heads, head_size].
         logs: [parts, N, heads], of the sums' weights, to base 2.
     """
@@ -192,11 +208,15 @@ def _attend_to_shared(
     sum_of_tile = tl.zeros([tile, padded_size], tl.float32)
     table = tables + tl.load(rows + first).to(tl.int64) * table_stride
     per_part = tl.cdiv(tl.cdiv(shared, num_parts), keys_at_a_time) * keys_at_a_time
-    start = part * per_part
+    start, end_key, first_key = part * per_part, tl.minimum((part + 1) * per_part, shared), query
+    if has_window:  # what all of them have left behind may be no numbers
+        first_key = tl.load(lengths + token, mask=is_query, other=0) - tl.load(spans + token, mask=is_query, other=0)
+        first_seen = tl.min(tl.where(is_query, first_key, shared), axis=0)
+        start = tl.maximum(start, first_seen)
     top, total, sum_of_tile = _attend(
-        of_tile, top, total, sum_of_tile, start, tl.minimum(start + per_part, shared), shared, tables,
-        cache + kv_head * head_stride, block_stride, token_stride, table, scale, False,
-        head_size, padded_size, block_size, keys_at_a_time,
+        of_tile, first_key, top, total, sum_of_tile, start, end_key, shared, tables, cache + kv_head * head_stride,
+        block_stride, token_stride, table, scale, soft_cap, False, head_size, padded_size, block_size, keys_at_a_time,
+        has_window, has_soft_cap,
     )  # fmt: skip
     is_empty = total == 0.0
     to = (part * count + token).to(tl.int64) * (num_kv_heads * heads) + head
@@ -207,13 +227,14 @@ def _attend_to_shared(
 
 @triton.jit(
     do_not_specialize=["num_words", "num_parts", "count", "num_kv_heads"],
-    do_not_specialize_on_alignment=["places", "rows", "num_shared", "tree_starts"],
+    do_not_specialize_on_alignment=["places", "rows", "num_shared", "tree_starts", "lengths", "spans"],
 )
 def _attend_to_own(
     queries, query_stride, outputs, output_stride, cache, block_stride, head_stride, token_stride, tables, table_stride,
-    places, rows, num_shared, tree_starts, lengths, trees, num_words, sums, logs, num_parts, count, num_kv_heads,
-    scale, heads: tl.constexpr, head_size: tl.constexpr, padded_size: tl.constexpr, block_size: tl.constexpr,
-    keys_at_a_time: tl.constexpr, has_trees: tl.constexpr, padded_heads: tl.constexpr,
+    places, rows, num_shared, tree_starts, lengths, spans, trees, num_words, sums, logs, num_parts, count, num_kv_heads,
+    scale, soft_cap, sinks, heads: tl.constexpr, head_size: tl.constexpr, padded_size: tl.constexpr,
+    block_size: tl.constexpr, keys_at_a_time: tl.constexpr, has_window: tl.constexpr, has_soft_cap: tl.constexpr,
+    has_trees: tl.constexpr, has_sinks: tl.constexpr, padded_heads: tl.constexpr,
 ):  # fmt: skip
     """A token, over its own keys, beginning with the sums of the first kernel.
 
@@ -227,9 +248,11 @@ def _attend_to_own(
         num_shared: [N].
         tree_starts: [N], the first key of the tree of its row; `lengths`, or more, if there is none.
         lengths: [N].
+        spans: [N], keys before the end of these that each token sees, but for those that its tree hides.
         trees: [N, num_words], what each sees of its tree.
         sums: [parts, N, heads, head_size].
         logs: [parts, N, heads].
+        sinks: [heads].
     """
     token, kv_head = tl.program_id(0), tl.program_id(1)
     query = tl.arange(0, padded_heads)
@@ -241,6 +264,9 @@ def _attend_to_own(
     of_token = tl.load(queries + place * query_stride + at, mask=is_there, other=0.0)
     top = tl.zeros([padded_heads], tl.float32) - 1e30
     total = tl.zeros([padded_heads], tl.float32)
+    if has_sinks:
+        top = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32) * LOG2_E
+        total += 1.0
     sum_of_token = tl.zeros([padded_heads, padded_size], tl.float32)
     for part in range(num_parts):
         of_part = (part * count + token).to(tl.int64) * (num_kv_heads * heads)
@@ -250,11 +276,14 @@ def _attend_to_own(
         part_sum = tl.load(sums + of_part * head_size + at, mask=is_there, other=0.0)
         sum_of_token = sum_of_token * rescaled[:, None] + part_sum * weight[:, None]
         total, top = total * rescaled + weight, new_top
+    start, end = tl.load(num_shared + token), tl.load(lengths + token)
+    if has_window:
+        start = tl.maximum(start, end - tl.load(spans + token))
     top, total, sum_of_token = _attend(
-        of_token, top, total, sum_of_token, tl.load(num_shared + token), tl.load(lengths + token),
-        tl.load(tree_starts + token), trees + token.to(tl.int64) * num_words, cache + kv_head * head_stride,
-        block_stride, token_stride, tables + tl.load(rows + token).to(tl.int64) * table_stride, scale, has_trees,
-        head_size, padded_size, block_size, keys_at_a_time,
+        of_token, query, top, total, sum_of_token, start, end, tl.load(tree_starts + token),
+        trees + token.to(tl.int64) * num_words, cache + kv_head * head_stride, block_stride, token_stride,
+        tables + tl.load(rows + token).to(tl.int64) * table_stride, scale, soft_cap, has_trees, head_size, padded_size,
+        block_size, keys_at_a_time, False, has_soft_cap,
     )  # fmt: skip
     found = sum_of_token / total[:, None]
     tl.store(outputs + place * output_stride + at, found.to(outputs.dtype.element_ty), mask=is_there)
