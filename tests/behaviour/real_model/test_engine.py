@@ -101,20 +101,11 @@ def test_preempted_searches_find_the_same(engine: Engine, prompts: list[list[int
     assert count_ties(outputs, quiet) == 0
 
 
-def test_n_grams_find_what_plain_steps_find(engines: Engines, real_model: Path, prompts: list[list[int]]) -> None:
-    engine = engines(real_model, **looking_up(NUM_LAYERS))
-    repeating = [prompt + prompt[len(prompt) // 2 :] for prompt in prompts]
-    plain = run(engine, [(prompt, search(max_tokens=FEWER_TOKENS)) for prompt in repeating])
-    outputs = run(engine, [(prompt, search(max_tokens=FEWER_TOKENS, speculation="exact")) for prompt in repeating])
-    assert count_ties(outputs, plain) <= MOST_TIES * WIDTH * len(prompts)
-    assert total_counts(outputs).accepted > 0
-
-
 def test_a_pool_too_small_for_all_preempts_some_and_changes_no_answer(
-    engines: Engines, real_model: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, engines: Engines, real_model: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = [(prompt, search(ignore_eos=True)) for prompt in prompts]
-    roomy = run(engines(real_model), jobs)
+    jobs = [(prompt, search(max_tokens=24, ignore_eos=True)) for prompt in prompts]
+    roomy = run(engine, jobs)
     tight, preempted = engines(real_model, num_gpu_blocks_override=FEW_BLOCKS, max_model_len=256), []
     preempt = type(tight.scheduler)._preempt_request
 
@@ -126,6 +117,15 @@ def test_a_pool_too_small_for_all_preempts_some_and_changes_no_answer(
     outputs = run(tight, jobs)
     assert preempted
     assert count_ties(outputs, roomy) == 0
+
+
+def test_n_grams_find_what_plain_steps_find(engines: Engines, real_model: Path, prompts: list[list[int]]) -> None:
+    engine = engines(real_model, **looking_up(NUM_LAYERS))
+    repeating = [prompt + prompt[len(prompt) // 2 :] for prompt in prompts]
+    plain = run(engine, [(prompt, search(max_tokens=FEWER_TOKENS)) for prompt in repeating])
+    outputs = run(engine, [(prompt, search(max_tokens=FEWER_TOKENS, speculation="exact")) for prompt in repeating])
+    assert count_ties(outputs, plain) <= MOST_TIES * WIDTH * len(prompts)
+    assert total_counts(outputs).accepted > 0
 
 
 def test_beams_in_bfloat16_are_those_of_vllms_own_loop(

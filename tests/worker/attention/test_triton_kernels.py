@@ -70,7 +70,7 @@ def test_half_precision_is_as_exact_as_its_numbers() -> None:
     check(batch, torch.float16, rtol=3e-3)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_batch(data: st.DataObject) -> None:
     groups = data.draw(any_groups(3, 10, 60, 4, 12))
@@ -79,11 +79,11 @@ def test_any_batch(data: st.DataObject) -> None:
     check(Batch(groups, num_heads, num_kv_heads, 32, 16, data.draw(st.integers(0, 2)), data.draw(st.integers(0, 99))))
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_batch_with_trees(data: st.DataObject) -> None:
     """Beside groups whose rows are no trees, and beside ordinary rows."""
-    trees = data.draw(st.lists(any_trees(4, 40, 70, 6), min_size=1, max_size=2))
+    trees = data.draw(st.lists(any_trees(3, 40, 70, 6), min_size=1, max_size=2))
     groups = trees + data.draw(any_groups(1, 5, 30, 4, 6)) * data.draw(st.integers(0, 1))
     num_kv_heads = data.draw(st.integers(1, 2))
     num_heads = num_kv_heads * data.draw(st.integers(1, 4))
@@ -91,11 +91,11 @@ def test_any_batch_with_trees(data: st.DataObject) -> None:
     check(TreeBatch(groups, num_heads, num_kv_heads, 32, 16, others, seed))
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(st.data())
 def test_windows_caps_and_sinks(data: st.DataObject) -> None:
     """Of trees, and of rows that share blocks; what is before all windows is not read."""
-    groups = data.draw(any_groups(2, 10, 40, 4, 12)) + data.draw(st.lists(any_trees(4, 40, 70, 6), max_size=1))
+    groups = data.draw(any_groups(2, 6, 40, 4, 12)) + data.draw(st.lists(any_trees(2, 40, 30, 6), max_size=1))
     batch = TreeBatch(groups, 6, 2, 32, 16, others=1, seed=data.draw(st.integers(0, 99)))
     window = data.draw(st.none() | st.integers(1, 40) | st.integers(1, 300))
     batch.forget_what_is_before(window)
