@@ -11,6 +11,7 @@ Installs this project with vLLM's CPU build, and mends two things in it:
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,9 @@ MINIMUM_PYTHON = (3, 11)
 
 
 def main() -> None:
-    environment = Path(sys.argv[1]).absolute()
+    parser = argparse.ArgumentParser(description="Make the virtual environment that make demo and make test run in.")
+    parser.add_argument("environment", type=Path, help="its folder")
+    environment = parser.parse_args().environment.absolute()
     python = environment / "bin" / "python"
     if not python.exists():
         print(f"Making {environment} ...", flush=True)

@@ -8,6 +8,7 @@ unpacks the one over links to the other, in a small environment on top of the on
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import zipfile
@@ -21,7 +22,11 @@ NATIVE = (".so", "/vllm-rs")  # what the wheel has for CUDA
 
 
 def main() -> None:
-    environment, base = (Path(argument).absolute() for argument in sys.argv[1:3])
+    parser = argparse.ArgumentParser(description="Make the virtual environment that make test-0.33 runs in.")
+    parser.add_argument("environment", type=Path, help="its folder")
+    parser.add_argument("base", type=Path, help="that of vLLM 0.32, which tools/set_up.py made")
+    asked = parser.parse_args()
+    environment, base = asked.environment.absolute(), asked.base.absolute()
     base_python = base / "bin" / "python"
     if not base_python.exists():
         sys.exit(f"{base} is no virtual environment; make it first: python3 tools/set_up.py {base}")
