@@ -19,7 +19,7 @@ from vllm_trie import beam_params
 
 TEMPERATURE, SEED, QUALITY_LAYERS, QUALITY_DRAFTS = 0.7, 1, 3, 6
 EXPANSIONS = ((1, 1, 1), (6, 1, 1), (3, 2, 1))  # SpecInfer's: children of a node, layer by layer
-COST_WIDTH, COST_DRAFTS = 4, 8
+DRAFT_WIDTHS = {2: 4, 4: 8, 8: 12}  # by beams: those that were the fastest on the deepest target, with 3 layers
 
 
 def steps_cells(setting: Setting) -> list[Cell]:
@@ -171,19 +171,20 @@ QUALITY = Table(
 
 def cost_cells(setting: Setting) -> list[Cell]:
     depths = setting.pick((1,), (1,), (1, 4, 16)) if setting.is_toy else (1,)
-    return [(setting.pick(QUALITY_LAYERS, 4, 4), times) for times in depths]
+    widths = setting.pick((4,), (2, 4), (2, 4, 8))
+    return [(QUALITY_LAYERS, times, width) for times in depths for width in widths]
 
 
-def measure_cost(bench: Bench, num_layers: int, times: int) -> Measured:
+def measure_cost(bench: Bench, num_layers: int, times: int, width: int) -> Measured:
     """What a speculative step costs against a plain one, on a target so many times deeper than the model."""
     setting = bench.setting
     variant = models.deeper(times)
     llm = bench.engine_with_draft(num_layers, variant=variant)
-    prompts = [{"prompt_token_ids": prompt} for prompt in bench.prompts(2)]
+    prompts = [{"prompt_token_ids": prompt} for prompt in bench.prompts(setting.pick(1, 2, 4))]
     options = {"max_tokens": setting.max_tokens or setting.pick(6, 32, 32), "ignore_eos": True}
     own = {
-        "plain": beam_params(COST_WIDTH, speculation="off", **options),
-        "speculative": beam_params(COST_WIDTH, speculation="exact", draft_width=COST_DRAFTS, **options),
+        "plain": beam_params(width, speculation="off", **options),
+        "speculative": beam_params(width, speculation="exact", draft_width=DRAFT_WIDTHS[width], **options),
     }
     runs: dict[str, Callable[[], Any]] = {
         name: lambda params=params: one_at_a_time(llm, prompts, params) for name, params in own.items()
@@ -198,7 +199,9 @@ def measure_cost(bench: Bench, num_layers: int, times: int) -> Measured:
     ratio = _num_read(bench.reference_draft()) / _num_read(bench.reference(variant))
     row = (
         f"{times}x",
+        width,
         num_layers,
+        DRAFT_WIDTHS[width],
         ratio,
         steps_per_forward,
         1000 * per_plain,
@@ -219,10 +222,12 @@ def _num_read(model: Any) -> int:
 
 
 COST = Table(
-    f"Cost of a speculative step, {COST_WIDTH} beams, {COST_DRAFTS} drafts in a layer",
+    "Cost of a speculative step",
     (
         "depth of the target",
+        "beams",
         "layers of drafts",
+        "drafts in a layer",
         "parameters, draft / target",
         "steps per forward",
         "ms, plain step",
