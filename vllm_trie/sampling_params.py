@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from vllm_trie.options import FIELDS, OPTIONS, SearchParams, refuse
+from vllm_trie.options.matrix import FIELDS, refuse
+from vllm_trie.options.request import OPTIONS, SearchParams
 from vllm_trie.search.filters import LogitsFilters
 
 if TYPE_CHECKING:

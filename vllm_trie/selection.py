@@ -7,7 +7,8 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from vllm_trie.compat.cpu import unsupported_without_triton
-from vllm_trie.options import PLUGIN_NAME, TrieBeamConfig, check_drafts
+from vllm_trie.options import PLUGIN_NAME, TrieBeamConfig
+from vllm_trie.options.speculation import check_drafts
 from vllm_trie.speculative_config import drafts_of, unsupported_speculation
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_trie.compat.cpu import needs_cpu_kernels
-from vllm_trie.options import Drafts
+from vllm_trie.options.speculation import Drafts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -10,8 +10,10 @@ import pytest
 
 from tests.support.asking import refusal, resolved
 from vllm_trie import BeamParams, beam_params
-from vllm_trie.options import Drafts, TrieBeamConfig, parse_options, resolve
+from vllm_trie.options import TrieBeamConfig, parse_options
 from vllm_trie.options.parts import Drawing, Speculating
+from vllm_trie.options.resolve import resolve
+from vllm_trie.options.speculation import Drafts
 
 DO_SAMPLE = [None, False, True]
 SPECULATIONS = [None, "off", "auto", "exact", "sample"]

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from vllm_trie import BeamParams
-from vllm_trie.options import Drafts, TrieBeamConfig, resolve
+from vllm_trie.options import TrieBeamConfig
+from vllm_trie.options.resolve import resolve
+from vllm_trie.options.speculation import Drafts
 
 
 def resolved(options: dict[str, Any], drafts: Drafts | None = "model", **defaults: Any) -> BeamParams:

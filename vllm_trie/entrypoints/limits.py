@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_trie.options import BeamParams, SearchParams, StepParams
+from vllm_trie.options.request import BeamParams, SearchParams, StepParams
 from vllm_trie.options.speculation import check_draft_width
 from vllm_trie.selection import config_of
 from vllm_trie.trie.blocks import least_blocks_to_start

@@ -21,7 +21,9 @@ from vllm_trie.entrypoints.grammars import prepare_grammar
 from vllm_trie.entrypoints.limits import BlocksNeeded, engine_limits, validate
 from vllm_trie.entrypoints.phrases import phrases_as_tokens
 from vllm_trie.messages import BEAM_WIDTH, FORK, LLM_BEAM_SEARCH, TICKET, Caller, ForkTicket, GroupTicket
-from vllm_trie.options import OPTIONS, PLUGIN_NAME, BeamParams, StepParams, asks_for_beams, cure, parse_options, resolve
+from vllm_trie.options import OPTIONS, PLUGIN_NAME, BeamParams, StepParams, asks_for_beams, parse_options
+from vllm_trie.options.resolve import resolve
+from vllm_trie.options.table import cure
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
 from vllm_trie.selection import config_of, has_beams, has_logits_processors, padding_token, why_without_beams
 from vllm_trie.speculative_config import drafts_of

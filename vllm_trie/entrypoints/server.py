@@ -25,7 +25,8 @@ from vllm_trie.compat.patch import Patch, arguments
 from vllm_trie.compat.versions import eos_token_ids, has_allowlist
 from vllm_trie.entrypoints.requests import CALLER, BeamRequestError, refusing, why_not_behind
 from vllm_trie.messages import BEAM_WIDTH, USE_BEAM_SEARCH, Caller
-from vllm_trie.options import OF_HF, OPTIONS, asks_for_beams, refuse_other_names
+from vllm_trie.options.matrix import OF_HF
+from vllm_trie.options.request import OPTIONS, asks_for_beams, refuse_other_names
 from vllm_trie.selection import has_beams, why_without_beams
 
 logger = init_logger("vllm.trie_beam.server")

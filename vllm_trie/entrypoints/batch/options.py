@@ -18,7 +18,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_trie.entrypoints.beam_params import beam_params
 from vllm_trie.entrypoints.cli import plugin_name
-from vllm_trie.options import OPTIONS, PLUGIN_NAME, TrieBeamConfig, choices
+from vllm_trie.options import OPTIONS, PLUGIN_NAME, TrieBeamConfig
+from vllm_trie.options.table import choices
 
 PROGRAM = "python -m vllm_trie.entrypoints.batch"
 EARLY_STOPPING = {"true": True, "false": False, "never": "never"}

@@ -13,7 +13,7 @@ import httpx
 from vllm import LLM
 from vllm.logger import init_logger
 
-from vllm_trie.options import NO_SCORER
+from vllm_trie.options.parts import NO_SCORER
 from vllm_trie.search.step_search import ScorerError
 
 logger = init_logger("vllm.trie_beam.scorers")
