@@ -39,7 +39,7 @@ LLM_BEAM_SEARCH = Caller("LLM.beam_search", "BeamSearchParams.beam_width")
 class GroupTicket:
     """Put into `extra_args` before vLLM fans n outputs out into n requests, so that they find together."""
 
-    key: str
+    key: str  # by which a load balancer tells groups apart
     n: int
     eos_token_id: int | None  # the tokenizer's, ignored or not
     options: dict[str, Any] = field(default_factory=dict)  # the request's and its engine's `BeamParams`, checked
@@ -58,12 +58,13 @@ class GroupTicket:
         """Whether `LLM.beam_search` asks."""
         return self.caller == LLM_BEAM_SEARCH
 
-    def index_of(self, request_id: str) -> int:
-        """Which of the n outputs a request is the return address of; 0 stands for the group itself.
+    def address(self, request_id: str) -> tuple[int, str]:
+        """Which of the n outputs a request is the return address of, and the id of the group: the request of output 0.
 
         For n > 1 vLLM names the requests "{index}_{parent id}", whatever the parent's id looks like.
         """
-        return int(request_id.partition("_")[0]) if self.n > 1 else 0
+        index, _, parent = request_id.partition("_")
+        return (int(index), f"0_{parent}") if self.n > 1 else (0, request_id)
 
 
 class ForkTicket(NamedTuple):

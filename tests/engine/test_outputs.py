@@ -94,7 +94,8 @@ def test_a_single_output_is_the_group_whatever_its_id_looks_like(request_id: str
 
 def test_children_of_a_parent_with_an_odd_id_are_told_apart() -> None:
     ticket = GroupTicket("key", 12, eos_token_id=1)
-    assert [ticket.index_of(f"{index}_1_x_0") for index in (0, 1, 11)] == [0, 1, 11]
+    found = [ticket.address(f"{index}_1_x_0") for index in (0, 1, 11)]
+    assert found == [(0, "0_1_x_0"), (1, "0_1_x_0"), (11, "0_1_x_0")]
 
 
 def test_aborting_an_address_twice_leaves_the_group_to_the_others() -> None:

@@ -37,8 +37,7 @@ class Mailbox:
     """Brings the outputs of groups to their return addresses."""
 
     def __init__(self) -> None:
-        self._deliveries: dict[str, _Delivery] = {}  # by ticket key
-        self._deliveries_by_group: dict[str, _Delivery] = {}
+        self._deliveries: dict[str, _Delivery] = {}  # by group id
         self._addresses: dict[str, tuple[_Delivery, int]] = {}  # by request id
         self._outbox: list[tuple[int, EngineCoreOutput]] = []  # client index, output
 
@@ -48,15 +47,13 @@ class Mailbox:
 
     def register(self, ticket: GroupTicket, request: Request) -> bool:
         """A request of a group has arrived. Returns whether it is the one that stands for the group."""
-        index = ticket.index_of(request.request_id)
+        index, group_id = ticket.address(request.request_id)
         if index == 0:
-            delivery = _Delivery(ticket, request.request_id)
-            self._deliveries[ticket.key] = self._deliveries_by_group[request.request_id] = delivery
-        elif ticket.key in self._deliveries:
-            delivery = self._deliveries[ticket.key]
-        else:  # its group was aborted before this address arrived
+            self._deliveries[group_id] = _Delivery(ticket, group_id)
+        elif group_id not in self._deliveries:  # it was aborted before this address arrived
             self.refuse(request, "the beam group of this request was aborted")
             return False
+        delivery = self._deliveries[group_id]
         delivery.waiting[index] = request
         self._addresses[request.request_id] = (delivery, index)
         if delivery.outputs is not None:
@@ -74,23 +71,20 @@ class Mailbox:
         That is the group when nobody waits for it any more, and the request itself if it has no
         part in any group.
         """
-        if request_id in self._deliveries_by_group and request_id not in self._addresses:
-            return None  # aborted once more, while others wait for its group
-        if request_id not in self._addresses:
-            return request_id
+        if request_id not in self._addresses:  # None: aborted once more, while others wait for its group
+            return None if request_id in self._deliveries else request_id
         delivery, index = self._addresses.pop(request_id)
         del delivery.waiting[index]
         delivery.num_delivered += 1
         if delivery.waiting:
             return None
-        self._close(delivery)
+        del self._deliveries[delivery.group_id]
         return delivery.group_id
 
     def withdraw_all(self) -> list[Request]:
         """Every group ends unfinished. Returns the requests that waited beside those that stand for groups."""
         waiting = [request for d in self._deliveries.values() for index, request in d.waiting.items() if index > 0]
         self._deliveries.clear()
-        self._deliveries_by_group.clear()
         self._addresses.clear()
         return waiting
 
@@ -100,7 +94,7 @@ class Mailbox:
 
     def post_part(self, group_id: str, output: EngineCoreOutput) -> None:
         """Send the next part of a search's one output."""
-        self._send(self._deliveries_by_group[group_id].waiting[0], output)
+        self._send(self._deliveries[group_id].waiting[0], output)
 
     def post(self, group_id: str, outputs: list[EngineCoreOutput], stock: EngineCoreOutput | None = None) -> None:
         """A search is over: send its n outputs, to late addresses when they arrive.
@@ -109,7 +103,7 @@ class Mailbox:
             stock: What vLLM made for the group's own request. Its timing goes with all outputs, what is
                 counted (the prompt, preemptions) with the last, from which vLLM makes the user's output.
         """
-        delivery = self._deliveries_by_group[group_id]
+        delivery = self._deliveries[group_id]
         delivery.outputs = outputs
         if stock is not None:
             for output in outputs:
@@ -123,7 +117,7 @@ class Mailbox:
 
     def ticket(self, group_id: str) -> GroupTicket:
         """The ticket of a group's request."""
-        return self._deliveries_by_group[group_id].ticket
+        return self._deliveries[group_id].ticket
 
     def empty(self) -> list[tuple[int, EngineCoreOutput]]:
         """Take everything there is to send, as (client index, output)."""
@@ -138,16 +132,12 @@ class Mailbox:
         delivery.num_delivered += len(delivery.waiting)
         delivery.waiting.clear()
         if delivery.num_delivered == delivery.ticket.n:
-            self._close(delivery)
+            del self._deliveries[delivery.group_id]
 
     def _send(self, request: Request, output: EngineCoreOutput) -> None:
         output.request_id = request.request_id
         output.trace_headers = request.trace_headers
         self._outbox.append((request.client_index, output))
-
-    def _close(self, delivery: _Delivery) -> None:
-        del self._deliveries[delivery.ticket.key]
-        del self._deliveries_by_group[delivery.group_id]
 
 
 def outputs_of(best: Sequence[Hypothesis], count: int, eos_token_id: int | None) -> list[EngineCoreOutput]:

@@ -141,7 +141,7 @@ def test_an_image_travels_with_one_of_a_groups_n_requests(
     register = mailbox.register
 
     def look(ticket: Any, request: Any) -> bool:
-        counts[ticket.index_of(request.request_id)] = len(request.mm_features)
+        counts[ticket.address(request.request_id)[0]] = len(request.mm_features)
         return register(ticket, request)
 
     monkeypatch.setattr(mailbox, "register", look)
