@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_trie.compat.cpu import configure_engines_on_cpu, needs_cpu_kernels
 from vllm_trie.compat.fingerprint import CHECKED_STEPS, verify
-from vllm_trie.compat.patch import Patch
+from vllm_trie.compat.patch import Patch, wrap_all
 from vllm_trie.compat.sources import installed_vllm
-from vllm_trie.entrypoints.cli import add_plugin_flag
 from vllm_trie.options import PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.selection import (
     ASYNC_SCHEDULER,
@@ -46,7 +45,7 @@ def register() -> None:
     """Called by vLLM in every process."""
     if not create_engine_config.is_applied:
         create_engine_config.wrap(_select)
-        add_plugin_flag()
+        wrap_all("vllm_trie.entrypoints.cli")
         configure_engines_on_cpu(has_beams)
         _make_draft_architecture_known()
 
@@ -126,23 +125,11 @@ def _check_files_and_attention(vllm_config: VllmConfig) -> None:
 
 
 def _wrap_front_end() -> None:
-    from vllm_trie.entrypoints.catalog_api import serve_catalogs
-    from vllm_trie.entrypoints.fan_out import keep_groups_together, send_inputs_once
-    from vllm_trie.entrypoints.half_characters import keep_prompts_out_of_answers
-    from vllm_trie.entrypoints.llm import search_in_engine
-    from vllm_trie.entrypoints.logprobs import accept_sums
-    from vllm_trie.entrypoints.metrics import show_beams
-    from vllm_trie.entrypoints.requests import check_requests
-    from vllm_trie.entrypoints.server import serve_beams
-    from vllm_trie.entrypoints.step_search.offline import search_by_steps
-    from vllm_trie.entrypoints.step_search.online import serve_steps
-    from vllm_trie.entrypoints.streams import stream_beams
-
-    of_requests = check_requests, search_in_engine, send_inputs_once, search_by_steps
-    of_answers = accept_sums, keep_prompts_out_of_answers
-    of_servers = serve_beams, serve_steps, stream_beams, serve_catalogs, keep_groups_together, show_beams
-    for wrap in (*of_requests, *of_answers, *of_servers):
-        wrap()
+    of_requests = "requests", "llm", "fan_out", "step_search.offline"
+    of_answers = "logprobs", "half_characters"
+    of_servers = "server", "step_search.online", "streams", "catalog_api", "metrics"
+    for module in (*of_requests, *of_answers, *of_servers):
+        wrap_all(f"vllm_trie.entrypoints.{module}")
 
 
 def _refuse_near_misses(additional_config: dict[str, Any] | None) -> None:

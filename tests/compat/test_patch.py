@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_trie.compat.patch import Patch, PatchError
+from vllm_trie.compat.patch import Patch, PatchError, wrap_all, wraps
 
 
 @pytest.fixture
@@ -68,6 +68,22 @@ def test_a_wrapper_gets_the_original_once_whatever_kind_it_is(victim: types.Modu
     assert (Holder().method(1), Holder.of_class(1), Holder.alone(1)) == (2, (Holder, 2), 2)
     with pytest.raises(PatchError, match=r"no patch_victim:Holder\.gone"):
         Patch("patch_victim:Holder", "gone").wrap(doubling)
+
+
+def test_a_modules_wrappers_wrap_all_that_they_name_once(victim: types.ModuleType) -> None:
+    victim.question = lambda: 5
+
+    @wraps("answer", "patch_victim")
+    @wraps("question", "patch_victim")
+    def doubling(original: Callable[[], int]) -> int:
+        return 2 * original()
+
+    victim.doubling = doubling
+    assert (victim.answer(), victim.question()) == (1, 5)
+    for _ in range(2):
+        wrap_all("patch_victim")
+    assert (victim.answer(), victim.question()) == (2, 10)
+    assert doubling.original() == 5
 
 
 def test_scoped_patch_comes_off_after_an_error(victim: types.ModuleType) -> None:

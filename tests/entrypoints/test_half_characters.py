@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from tests.support.engine import TRAINED_TARGET
-from vllm_trie.entrypoints.half_characters import keep_prompts_out_of_answers
+from vllm_trie.compat.patch import wrap_all
 from vllm_trie.messages import FORK, TICKET
 from vllm_trie.search.stop_strings import INCOMPLETE, StopStrings
 
@@ -32,7 +32,7 @@ def decode(ids: list[int]) -> str:
 
 
 def detokenizer(prompt: list[int], mark: str = TICKET, **options: Any) -> IncrementalDetokenizer:
-    keep_prompts_out_of_answers()
+    wrap_all("vllm_trie.entrypoints.half_characters")
     params = SamplingParams(**options, extra_args={mark: {}})
     request = SimpleNamespace(request_id="0", prompt_token_ids=prompt, sampling_params=params)
     return IncrementalDetokenizer.from_new_request(tokenizer(), request)

@@ -10,8 +10,8 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from tests.support.served import beams
+from vllm_trie.compat.patch import wrap_all
 from vllm_trie.entrypoints.requests import BeamRequestError
-from vllm_trie.entrypoints.server import serve_beams
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from vllm_trie.entrypoints.server import serve_beams
     ],
 )
 def test_what_the_request_says_of_sampling_counts_and_served_defaults_do_not(kind: type, asked: dict[str, Any]) -> None:
-    serve_beams()
+    wrap_all("vllm_trie.entrypoints.server")
     served = {"temperature": 0.3, "top_p": 0.5, "repetition_penalty": 1.5, "stop_token_ids": [7]}
     with_beams = kind(**asked, **beams(4)).to_sampling_params(8, served)
     assert (with_beams.temperature, with_beams.top_p, with_beams.repetition_penalty) == (1.0, 1.0, 1.0)
@@ -37,7 +37,7 @@ def test_what_the_request_says_of_sampling_counts_and_served_defaults_do_not(kin
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
 def test_fields_by_names_of_other_systems_are_refused_beside_beams_and_left_alone_otherwise(kind: type) -> None:
-    serve_beams()
+    wrap_all("vllm_trie.entrypoints.server")
     asked: dict[str, Any] = {"prompt": "x"} if kind is CompletionRequest else {"messages": []}
     others = {"num_beams": 4, "best_of": 2, "early_stopping": True}
     assert kind(**asked, **others).to_sampling_params(8, {}).n == 1

@@ -82,6 +82,40 @@ class Patch:
         return getattr(holder, name) if name else holder
 
 
+class Wrapper:
+    """A function that is to be called in place of some of vLLM's; `wraps` makes it, and `wrap_all` puts it there.
+
+    Args:
+        function: Called as `function(original, *args, **kwargs)`.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.patches = function, list[Patch]()
+
+    @property
+    def original(self) -> Any:
+        """What it is called in place of; of several the first."""
+        return self.patches[0].original
+
+
+def wraps(attribute: str, *owners: str | type) -> Callable[[Callable[..., Any] | Wrapper], Wrapper]:
+    """Makes a function the wrapper of a function or method; owners and attribute as in `Patch`."""
+
+    def decorate(function: Callable[..., Any] | Wrapper) -> Wrapper:
+        wrapper = function if isinstance(function, Wrapper) else Wrapper(function)
+        wrapper.patches += [Patch(owner, attribute) for owner in owners]
+        return wrapper
+
+    return decorate
+
+
+def wrap_all(module: str) -> None:
+    """From now on, in this process, what the wrappers of a module of ours name is wrapped."""
+    for wrapper in vars(importlib.import_module(module)).values():
+        for patch in wrapper.patches if isinstance(wrapper, Wrapper) else ():
+            patch.wrap(wrapper.function)
+
+
 def arguments(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """What each parameter of a function gets in such a call, by name: versions of vLLM differ in how many there are."""
     call = inspect.signature(function).bind(*args, **kwargs)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from vllm_trie.catalog import NO_ITEM, Catalog, CatalogStore
-from vllm_trie.compat.patch import Patch, arguments
+from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.messages import CatalogChanges
 from vllm_trie.options import BeamParams
 from vllm_trie.options.items import num_beams_along
@@ -25,16 +25,13 @@ MOST_INLINE, MOST_INLINE_BYTES = 32, 64 << 20
 
 LOAD_CATALOG = "load_catalog"  # the workers' method, and what the engine does beside them
 
-collective_rpc = Patch("vllm.v1.engine.core:EngineCore", "collective_rpc")
 
+@wraps("collective_rpc", "vllm.v1.engine.core:EngineCore")
+def load(original: Callable[..., list[Any]], self: EngineCore, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    """The scheduler knows what its workers are told to load.
 
-def take_new_catalogs() -> None:
-    """From now on, the scheduler of an engine in this process knows what its workers are told to load."""
-    collective_rpc.wrap(_load)
-
-
-def _load(original: Callable[..., list[Any]], self: EngineCore, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
-    """A name stands for a new version once all workers have it, and for the old one if any of them has not."""
+    A name stands for a new version once all workers have it, and for the old one if any of them has not.
+    """
     if method != LOAD_CATALOG:
         return original(self, method, *args, **kwargs)
     catalogs = self.scheduler.catalogs

@@ -16,9 +16,9 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.compat.fingerprint import steps_to_check
-from vllm_trie.compat.patch import Patch
+from vllm_trie.compat.patch import Patch, wrap_all
 from vllm_trie.engine.answer_prefix import AnswerChangedError
-from vllm_trie.engine.catalogs import EngineCatalogs, take_new_catalogs
+from vllm_trie.engine.catalogs import EngineCatalogs
 from vllm_trie.engine.grammar import GrammarError, RowMatchers, fill_masks, why_not_along
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.group_forests import GroupForests
@@ -85,7 +85,7 @@ class BeamScheduler(Scheduler):
         self._answers = AnswerCache(self.kv_cache_manager, has_draft_kv=drafts_of(self.vllm_config) == "model")
         self.tally = BeamTally()
         self.catalogs = EngineCatalogs(config.catalogs)
-        take_new_catalogs()
+        wrap_all("vllm_trie.engine.catalogs")
         self._now = _StepState()
         self._failed: dict[str, str] = {}  # group id -> why it cannot go on
 

@@ -7,6 +7,7 @@ from inspect import Parameter, Signature, getdoc
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+from vllm_trie.compat.patch import wrap_all
 from vllm_trie.entrypoints.limits import check_n
 from vllm_trie.options.other_names import did_you_mean, meant_by
 from vllm_trie.options.request import OPTIONS, StepParams, refuse_other_names, search_params
@@ -33,9 +34,7 @@ def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> Sa
         from vllm.sampling_params import SamplingParams
     except ImportError as error:
         raise ImportError("vLLM is not installed; pip install 'vllm_trie[gpu]' or 'vllm_trie[cpu]'") from error
-    from vllm_trie.entrypoints.requests import check_requests
-
-    check_requests()  # an engine without beams must refuse these params; it would sample
+    wrap_all("vllm_trie.entrypoints.requests")  # an engine without beams must refuse these params; it would sample
     own = {name: options.pop(name) for name in OPTIONS if name in options}
     _refuse_unknown(options, SamplingParams.__struct_fields__)
     beam = search_params({"beam_width": beam_width, **own})

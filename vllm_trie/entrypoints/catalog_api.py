@@ -10,7 +10,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 from pydantic import BaseModel, ConfigDict
 
 from vllm_trie.catalog import Catalog
-from vllm_trie.compat.patch import Patch
+from vllm_trie.compat.patch import wraps
 from vllm_trie.engine.catalogs import LOAD_CATALOG
 from vllm_trie.entrypoints.catalogs import catalogs_of, new_version
 from vllm_trie.selection import has_beams
@@ -18,16 +18,12 @@ from vllm_trie.selection import has_beams
 if TYPE_CHECKING:
     from vllm import LLM
 
-register_routers = Patch("vllm.entrypoints.serve", "register_vllm_serve_api_routers")
 router = APIRouter(prefix="/v1/catalogs")  # what begins with /v1 needs the server's API key
 
 
-def serve_catalogs() -> None:
-    """From now on, the servers of this process have the routes below."""
-    register_routers.wrap(_add_routes)
-
-
-def _add_routes(original: Callable[[FastAPI], None], app: FastAPI) -> None:
+@wraps("register_vllm_serve_api_routers", "vllm.entrypoints.serve")
+def register_routers(original: Callable[[FastAPI], None], app: FastAPI) -> None:
+    """Servers have the routes below, too."""
     original(app)
     app.include_router(router)
 

@@ -8,17 +8,10 @@ from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
 
-from vllm_trie.compat.patch import Patch
+from vllm_trie.compat.patch import wraps
 from vllm_trie.options import PLUGIN_NAME
 
-add_cli_args = Patch("vllm.engine.arg_utils:EngineArgs", "add_cli_args")
-from_cli_args = Patch("vllm.engine.arg_utils:EngineArgs", "from_cli_args")
-
-
-def add_plugin_flag() -> None:
-    """From now on, parsers of engine arguments know `--plugin`."""
-    add_cli_args.wrap(_add_flag)
-    from_cli_args.wrap(_obey_flag)
+ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
 
 
 def plugin_name(name: str) -> str:
@@ -39,7 +32,9 @@ def plugin_name(name: str) -> str:
     return name
 
 
-def _add_flag(original: Callable[..., Any], parser: Any, **kwargs: Any) -> Any:
+@wraps("add_cli_args", ENGINE_ARGS)
+def add_cli_args(original: Callable[..., Any], parser: Any, **kwargs: Any) -> Any:
+    """Parsers of engine arguments know `--plugin`."""
     parser = original(parser, **kwargs)
     group = parser.add_argument_group(title="plugins", description="Plugins that act only where they are asked to.")
     text = f"Use a plugin in this engine; may be repeated. {PLUGIN_NAME}: beam search inside the engine."
@@ -47,7 +42,8 @@ def _add_flag(original: Callable[..., Any], parser: Any, **kwargs: Any) -> Any:
     return parser
 
 
-def _obey_flag(original: Callable[..., Any], cls: type, args: argparse.Namespace, **kwargs: Any) -> Any:
+@wraps("from_cli_args", ENGINE_ARGS)
+def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace, **kwargs: Any) -> Any:
     if PLUGIN_NAME in (vars(args).get("plugin") or ()):  # in `args`, which vLLM hands to its API server processes
         args.additional_config = {PLUGIN_NAME: {}, **args.additional_config}
     return original(cls, args, **kwargs)

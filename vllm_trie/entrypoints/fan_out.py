@@ -9,32 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.engine import EngineCoreRequest
 
-from vllm_trie.compat.patch import Patch
+from vllm_trie.compat.patch import wraps
 from vllm_trie.messages import TICKET, GroupTicket
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor
     from vllm.v1.engine.parallel_sampling import ParentRequest
 
-add_request = Patch("vllm.v1.engine.output_processor:OutputProcessor", "add_request")
-choose_engine = Patch("vllm.v1.engine.core_client:DPLBAsyncMPClient", "get_core_engine_for_request")
-
 MOST_RANKS = 4096  # of groups whose requests are on their way; a client that leaves may keep some from coming
 
 _ranks: dict[str, list[int]] = {}  # by ticket key: the rank, once for each request that is yet to come
 
 
-def keep_groups_together() -> None:
-    """From now on, the load balancers of this process choose one engine per group."""
-    choose_engine.wrap(_choose_by_group)
-
-
-def send_inputs_once() -> None:
-    """From now on, of a group's requests only the one that stands for it carries images, and a set of items."""
-    add_request.wrap(_without_inputs)
-
-
-def _without_inputs(
+@wraps("add_request", "vllm.v1.engine.output_processor:OutputProcessor")
+def add_request(
     original: Callable[..., None],
     self: OutputProcessor,
     request: EngineCoreRequest,
@@ -44,6 +32,7 @@ def _without_inputs(
     *args: Any,
     **kwargs: Any,
 ) -> None:
+    """Of a group's requests only the one that stands for it carries images, and a set of items."""
     params = request.sampling_params
     if index > 0 and (ticket := GroupTicket.of(params)) is not None:
         request.mm_features = None
@@ -54,7 +43,9 @@ def _without_inputs(
     original(self, request, prompt, parent, index, *args, **kwargs)
 
 
-def _choose_by_group(original: Callable[..., bytes], self: Any, request: EngineCoreRequest, **kwargs: Any) -> bytes:
+@wraps("get_core_engine_for_request", "vllm.v1.engine.core_client:DPLBAsyncMPClient")
+def choose_engine(original: Callable[..., bytes], self: Any, request: EngineCoreRequest, **kwargs: Any) -> bytes:
+    """Load balancers choose one engine per group."""
     ticket = GroupTicket.of(request.sampling_params)
     if ticket is None:
         return original(self, request, **kwargs)

@@ -13,21 +13,16 @@ from tokenizers.decoders import DecodeStream
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
-from vllm_trie.compat.patch import Patch
+from vllm_trie.compat.patch import wraps
 from vllm_trie.messages import FORK, TICKET
 from vllm_trie.search.stop_strings import CONTEXT, INCOMPLETE, context_of, text_after
 
-begin = Patch("vllm.v1.engine.detokenizer:FastIncrementalDetokenizer", "__init__")
 
-
-def keep_prompts_out_of_answers() -> None:
-    """From now on, answers of searches in this process begin behind their prompts."""
-    begin.wrap(_begin)
-
-
-def _begin(
+@wraps("__init__", FastIncrementalDetokenizer)
+def begin(
     original: Callable[..., None], self: FastIncrementalDetokenizer, tokenizer: object, request: EngineCoreRequest
 ) -> None:
+    """Answers of searches begin behind their prompts."""
     original(self, tokenizer, request)
     extra_args = (request.sampling_params and request.sampling_params.extra_args) or {}
     if not extra_args.keys() & {TICKET, FORK}:

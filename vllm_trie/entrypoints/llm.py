@@ -14,7 +14,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from vllm_trie.compat.patch import Patch, arguments
+from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.compat.versions import has_allowlist
 from vllm_trie.entrypoints.requests import CALLER, forget_unsent, refusing, why_not_behind
 from vllm_trie.messages import LLM_BEAM_SEARCH, NO_HYPOTHESIS
@@ -25,19 +25,12 @@ logger = init_logger("vllm.trie_beam.beam_search")
 
 ROOT = (-1, -1)
 
-beam_search = Patch("vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin", "beam_search")
-run_engine = Patch("vllm.entrypoints.common.offline:OfflineInferenceMixin", "_run_engine")
 
-
-def search_in_engine() -> None:
-    """From now on, `LLM.beam_search` runs in every engine of this process that has beams."""
-    beam_search.wrap(_beam_search)
-    run_engine.wrap(_run_engine)
-
-
-def _beam_search(
+@wraps("beam_search", "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin")
+def beam_search(
     original: Callable[..., list[BeamSearchOutput]], self: Any, *args: Any, **kwargs: Any
 ) -> list[BeamSearchOutput]:
+    """`LLM.beam_search` runs in every engine that has beams."""
     call = arguments(original, self, *args, **kwargs)  # 0.33 has one more, the priority
     params: BeamSearchParams = call["params"]
     vllm_config = self.llm_engine.vllm_config
@@ -174,7 +167,8 @@ def _logprobs(output: CompletionOutput, places: dict[Any, Any]) -> list[dict[int
     return logprobs
 
 
-def _run_engine(original: Callable[..., list[Any]], self: Any, *args: Any, **kwargs: Any) -> list[Any]:
+@wraps("_run_engine", "vllm.entrypoints.common.offline:OfflineInferenceMixin")
+def run_engine(original: Callable[..., list[Any]], self: Any, *args: Any, **kwargs: Any) -> list[Any]:
     engine: LLMEngine = self.llm_engine
     with _aborted_on_error(engine) if has_beams(engine.vllm_config) else nullcontext():
         return original(self, *args, **kwargs)

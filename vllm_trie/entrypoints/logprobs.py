@@ -16,17 +16,11 @@ from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
-from vllm_trie.compat.patch import Patch
-
-update_sample_logprobs = Patch("vllm.v1.engine.logprobs:LogprobsProcessor", "_update_sample_logprobs")
+from vllm_trie.compat.patch import wraps
 
 
-def accept_sums() -> None:
-    """From now on, take sums of log-probabilities from the engines of this process."""
-    update_sample_logprobs.wrap(_take_up)
-
-
-def _take_up(original: Callable[..., None], self: LogprobsProcessor, logprobs_lists: LogprobsLists) -> None:
+@wraps("_update_sample_logprobs", LogprobsProcessor)
+def update_logprobs(original: Callable[..., None], self: LogprobsProcessor, logprobs_lists: LogprobsLists) -> None:
     if logprobs_lists.logprob_token_ids.size == 0:
         total = (self.cumulative_logprob or 0.0) + float(logprobs_lists.logprobs.sum())
         self.cumulative_logprob = None if math.isnan(total) else total  # NaN: there is no hypothesis

@@ -18,7 +18,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogge
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from vllm_trie.compat.patch import Patch, arguments
+from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.engine.stats import REASONS, BeamStats, take_stats
 from vllm_trie.selection import has_beams
 
@@ -35,15 +35,10 @@ _FINISHED_DOCUMENTATION = (
     "error, for want of rows or KV blocks."
 )
 
-init = Patch("vllm.v1.metrics.loggers:StatLoggerManager", "__init__")
 
-
-def show_beams() -> None:
-    """From now on, the front ends of this process show what beam groups do, where their engine has them."""
-    init.wrap(_add_beams)
-
-
-def _add_beams(original: Callable[..., None], self: StatLoggerManager, *args: Any, **kwargs: Any) -> None:
+@wraps("__init__", StatLoggerManager)
+def add_beams(original: Callable[..., None], self: StatLoggerManager, *args: Any, **kwargs: Any) -> None:
+    """Front ends show what beam groups do, where their engine has them."""
     original(self, *args, **kwargs)
     call = arguments(original, self, *args, **kwargs)
     if not has_beams(call["vllm_config"]):

@@ -14,7 +14,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_trie.compat.cpu import needs_cpu_kernels
-from vllm_trie.compat.patch import Patch
+from vllm_trie.compat.patch import wraps
 from vllm_trie.compat.versions import own_beams
 from vllm_trie.entrypoints.catalogs import resolve_items
 from vllm_trie.entrypoints.grammars import prepare_grammar
@@ -50,17 +50,9 @@ CALLER = "trie_beam_caller"  # in `extra_args`: a `Caller`, which no client of a
 _MARKS = {CALLER, TICKET, FORK}  # of the front end's own, in `extra_args`
 _READ_BY_VLLM = {"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", "session_id"}  # likewise
 
-process_inputs = Patch("vllm.v1.engine.input_processor:InputProcessor", "process_inputs")
-validate_spec_decode = Patch("vllm.sampling_params:SamplingParams", "_validate_spec_decode")
 
-
-def check_requests() -> None:
-    """From now on, check the requests of every engine in this process."""
-    process_inputs.wrap(_check)
-    validate_spec_decode.wrap(_validate_others)
-
-
-def _check(
+@wraps("process_inputs", InputProcessor)
+def process_inputs(
     original: Callable[..., EngineCoreRequest],
     self: InputProcessor,
     request_id: str,
@@ -105,7 +97,8 @@ def _refuse_without_kernel(params: SamplingParams, vllm_config: VllmConfig) -> N
         )
 
 
-def _validate_others(
+@wraps("_validate_spec_decode", SamplingParams)
+def validate_spec_decode(
     original: Callable[..., None], self: SamplingParams, speculative_config: SpeculativeConfig | None
 ) -> None:
     if not asks_for_beams(self.extra_args or {}):  # verifying a forest, beams honour min_p and logit_bias

@@ -21,7 +21,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.utils import random_uuid
 
-from vllm_trie.compat.patch import Patch, arguments
+from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.compat.versions import eos_token_ids, has_allowlist
 from vllm_trie.entrypoints.requests import CALLER, BeamRequestError, refusing, why_not_behind
 from vllm_trie.messages import BEAM_WIDTH, USE_BEAM_SEARCH, Caller
@@ -35,10 +35,6 @@ TextRequest: TypeAlias = CompletionRequest | ChatCompletionRequest
 SpeechRequest: TypeAlias = TranscriptionRequest | TranslationRequest
 
 _SEARCHABLE = (CompletionRequest, ChatCompletionRequest, TranscriptionRequest, TranslationRequest)
-beam_search = Patch("vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin", "beam_search")
-to_beam_search_params = [Patch(request, "to_beam_search_params") for request in _SEARCHABLE]
-to_sampling_params = [Patch(request, "to_sampling_params") for request in (*_SEARCHABLE, ResponsesRequest)]
-to_chat_completion_request = Patch(BatchChatCompletionRequest, "to_chat_completion_request")
 
 # Beam search does not sample: what a client sends for that, or generation_config.json says, has no say in it.
 _NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "seed": None}
@@ -46,17 +42,8 @@ _NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "min_p": None
 _AS_SAMPLING = "trie_beam_as_sampling"  # in `vllm_xargs`, with a `Caller`, which no client can send
 
 
-def serve_beams() -> None:
-    """From now on, the servers of this process search in the engine, where it has beams."""
-    beam_search.wrap(_beam_search)
-    for conversion in to_beam_search_params:
-        conversion.wrap(_to_beam_search_params)
-    for conversion in to_sampling_params:
-        conversion.wrap(_to_sampling_params)
-    to_chat_completion_request.wrap(_single_chat)
-
-
-def _to_sampling_params(
+@wraps("to_sampling_params", *_SEARCHABLE, ResponsesRequest)
+def to_sampling_params(
     original: Callable[..., SamplingParams],
     self: Any,
     max_tokens: int,
@@ -93,7 +80,8 @@ def as_sampling_request(request: TextRequest) -> Any:
     return request.model_copy(update={"use_beam_search": False, "vllm_xargs": xargs})
 
 
-def _to_beam_search_params(
+@wraps("to_beam_search_params", *_SEARCHABLE)
+def to_beam_search_params(
     original: Callable[..., BeamSearchParams], self: Any, *args: Any, **kwargs: Any
 ) -> BeamSearchParams:
     """Convert a `use_beam_search` request, and keep what vLLM's own parameters have no room for."""
@@ -132,7 +120,8 @@ def _refuse_two_penalties(request: TextRequest | ResponsesRequest | SpeechReques
         raise BeamRequestError(f"length_penalty={own} of the request is {other!r} in vllm_xargs; leave one of them out")
 
 
-def _single_chat(original: Callable[..., ChatCompletionRequest], self: Any, *args: Any) -> ChatCompletionRequest:
+@wraps("to_chat_completion_request", BatchChatCompletionRequest)
+def single_chat(original: Callable[..., ChatCompletionRequest], self: Any, *args: Any) -> ChatCompletionRequest:
     """Convert one chat of several."""
     fields = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
     xargs = fields.get("vllm_xargs")
@@ -172,9 +161,11 @@ async def raise_errors(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGen
             yield output
 
 
-async def _beam_search(
+@wraps("beam_search", "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin")
+async def beam_search(
     original: Callable[..., AsyncGenerator[RequestOutput, None]], self: Any, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[RequestOutput, None]:
+    """Servers search in the engine, where it has beams."""
     call = arguments(original, self, *args, **kwargs)  # 0.33 has one more, the request's priority
     prompt, params = call["prompt"], call["params"]
     request: TextRequest | SpeechRequest | None = vars(params).get("request")

@@ -23,7 +23,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 
-from vllm_trie.compat.patch import Patch
+from vllm_trie.compat.patch import wraps
 from vllm_trie.entrypoints.requests import BeamRequestError
 from vllm_trie.entrypoints.server import as_sampling_request
 from vllm_trie.messages import NO_HYPOTHESIS
@@ -36,21 +36,10 @@ Response: TypeAlias = CompletionResponse | ChatCompletionResponse
 DATA = "data: "
 DONE = f"{DATA}[DONE]"
 
-endpoints = [
-    Patch("vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion", "create_completion"),
-    Patch("vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat", "create_chat_completion"),
-]
-create_responses = Patch("vllm.entrypoints.openai.responses.serving:OpenAIServingResponses", "create_responses")
 
-
-def stream_beams() -> None:
-    """From now on, the servers of this process stream the answers of beam requests."""
-    for endpoint in endpoints:
-        endpoint.wrap(_create)
-    create_responses.wrap(_respond)
-
-
-async def _create(
+@wraps("create_completion", "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion")
+@wraps("create_chat_completion", "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat")
+async def create(
     original: Callable[..., Awaitable[Any]], self: Any, request: Request, *args: Any, **kwargs: Any
 ) -> Any:
     is_search = request.use_beam_search or asks_for_beams(request.vllm_xargs or {})
@@ -68,7 +57,8 @@ async def _create(
     return _events(response, *should_include_usage(request.stream_options, self.enable_force_include_usage))
 
 
-async def _respond(
+@wraps("create_responses", "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses")
+async def respond(
     original: Callable[..., Awaitable[Any]], self: Any, request: ResponsesRequest, *args: Any, **kwargs: Any
 ) -> Any:
     """Hold back the two events that vLLM sends before it asks the engine, which may refuse: that is a 400 then."""

@@ -233,7 +233,7 @@ def test_vllms_own_loop_runs_what_the_engine_refuses(trained: Engine, monkeypatc
     monkeypatch.setattr(beam_search.logger, "info_once", lambda *args: notes.append(args))
     adapter = LoRARequest("adapter", 1, "/nowhere")
     params = BeamSearchParams(2, max_tokens=4, structured_outputs=structured("regex"), ignore_eos=True)
-    beam_search._beam_search(loop, trained.llm, [{"prompt": "x"}], params, adapter, True, concurrency_limit=3)
+    beam_search.beam_search.function(loop, trained.llm, [{"prompt": "x"}], params, adapter, True, concurrency_limit=3)
     ((llm, _, _, lora, use_tqdm, limit),) = calls
     assert (llm, lora, use_tqdm, limit) == (trained.llm, adapter, True, 3)
     refusal = "with structured_outputs and ignore_eos"

@@ -9,7 +9,7 @@ from vllm import SamplingParams
 
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
 from vllm_trie import beam_params
-from vllm_trie.entrypoints.requests import _check, process_inputs
+from vllm_trie.entrypoints.requests import process_inputs
 
 pytestmark = pytest.mark.slow
 
@@ -107,6 +107,7 @@ def test_images_are_refused_where_a_model_attends_them_in_both_directions(
 
     processor = engine.llm.llm_engine.input_processor
     monkeypatch.setitem(vars(processor.vllm_config.model_config), "is_mm_prefix_lm", True)
+    asked = {"type": "token", "prompt_token_ids": [5]}, beam_params(2), ("generate",)
     with pytest.raises(ValueError, match="a model whose images are attended in both directions; send text alone"):
-        _check(with_an_image, processor, "0", {"type": "token", "prompt_token_ids": [5]}, beam_params(2), ("generate",))
+        process_inputs.function(with_an_image, processor, "0", *asked)
     engine.check_nothing_is_left()

@@ -14,27 +14,13 @@ from weakref import WeakKeyDictionary
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from vllm_trie.compat.patch import Patch, arguments
+from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.entrypoints.requests import refusing
 from vllm_trie.entrypoints.step_search.drawn_steps import DrawError
 from vllm_trie.entrypoints.step_search.request import StepRequest, asks_for_steps, open_request
 from vllm_trie.entrypoints.step_search.scorers import Scorer, StepCandidate
 from vllm_trie.search.step_search import checked_scores
 from vllm_trie.selection import has_beams
-
-ENGINE = "vllm.v1.engine.llm_engine:LLMEngine"
-add_request = Patch(ENGINE, "add_request")
-step = Patch(ENGINE, "step")
-abort_request = Patch(ENGINE, "abort_request")
-count_unfinished = Patch(ENGINE, "get_num_unfinished_requests")
-
-
-def search_by_steps() -> None:
-    """From now on, the engines of this process that have beams search by steps."""
-    add_request.wrap(_add_request)
-    step.wrap(_step)
-    abort_request.wrap(_abort_request)
-    count_unfinished.wrap(_count_unfinished)
 
 
 @dataclass
@@ -55,7 +41,8 @@ OF_ONE_REQUEST = {"self", "request_id", "prompt", "params", "prompt_text", "arri
 _searches: WeakKeyDictionary[LLMEngine, dict[str, _Running]] = WeakKeyDictionary()  # by the id of a candidate not drawn
 
 
-def _add_request(
+@wraps("add_request", LLMEngine)
+def add_request(
     original: Callable[..., str], self: LLMEngine, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> str:
     if not asks_for_steps(params) or not has_beams(self.vllm_config):
@@ -83,7 +70,8 @@ def _draw(engine: LLMEngine, running: _Running) -> None:
     _searches.setdefault(engine, {}).update(dict.fromkeys(running.outputs, running))
 
 
-def _step(original: Callable[..., list[Any]], self: LLMEngine, *args: Any, **kwargs: Any) -> list[Any]:
+@wraps("step", LLMEngine)
+def step(original: Callable[..., list[Any]], self: LLMEngine, *args: Any, **kwargs: Any) -> list[Any]:
     outputs = original(self, *args, **kwargs)
     if not (searches := _searches.get(self)):
         return outputs
@@ -157,7 +145,8 @@ def _ask(scorer: Scorer, candidates: list[StepCandidate]) -> list[float] | Excep
         return error
 
 
-def _abort_request(
+@wraps("abort_request", LLMEngine)
+def abort_request(
     original: Callable[..., None], self: LLMEngine, request_ids: Iterable[str], *args: Any, **kwargs: Any
 ) -> None:
     """End searches, too, whether the ids are theirs or those of their candidates, as the engine calls them."""
@@ -180,7 +169,8 @@ def _abort_request(
     original(self, request_ids, *args, **kwargs)
 
 
-def _count_unfinished(original: Callable[..., int], self: LLMEngine, *args: Any, **kwargs: Any) -> int:
+@wraps("get_num_unfinished_requests", LLMEngine)
+def count_unfinished(original: Callable[..., int], self: LLMEngine, *args: Any, **kwargs: Any) -> int:
     """Each search counts as the outputs that it will have."""
     searches = _searches.get(self) or {}
     running = {id(running): running.request.params.n for running in searches.values()}

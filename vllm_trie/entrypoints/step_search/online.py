@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_trie.compat.patch import Patch, arguments
+from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.entrypoints.requests import refusing
 from vllm_trie.entrypoints.server import is_served, raise_errors
 from vllm_trie.entrypoints.step_search.drawn_steps import DrawError
@@ -25,20 +25,11 @@ logger = init_logger("vllm.trie_beam.step_search")
 
 Draw = Callable[..., AsyncGenerator[RequestOutput, None]]
 
-ENGINE = "vllm.v1.engine.async_llm:AsyncLLM"
-generate = Patch(ENGINE, "generate")
-abort = Patch(ENGINE, "abort")
-
 _searches: WeakKeyDictionary[AsyncLLM, dict[asyncio.Task[RequestOutput], str]] = WeakKeyDictionary()  # and their ids
 
 
-def serve_steps() -> None:
-    """From now on, the servers of this process search by steps."""
-    generate.wrap(_generate)
-    abort.wrap(_abort)
-
-
-def _generate(
+@wraps("generate", AsyncLLM)
+def generate(
     original: Draw, self: AsyncLLM, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[RequestOutput, None]:
     if not asks_for_steps(sampling_params) or not has_beams(self.vllm_config):
@@ -91,7 +82,8 @@ async def _answer(engine: AsyncLLM, request: StepRequest, draw: Draw) -> Request
     return request.answer()
 
 
-async def _abort(
+@wraps("abort", AsyncLLM)
+async def abort(
     original: Callable[..., Awaitable[None]], self: AsyncLLM, request_id: str | Iterable[str], *args: Any, **kwargs: Any
 ) -> None:
     """End searches, too, which the engine knows nothing of."""
