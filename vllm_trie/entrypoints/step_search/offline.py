@@ -17,7 +17,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.entrypoints.requests import refusing
 from vllm_trie.entrypoints.step_search.drawn_steps import DrawError
-from vllm_trie.entrypoints.step_search.request import StepRequest, asks_for_steps, open_request
+from vllm_trie.entrypoints.step_search.request import StepRequest, asks_for_steps, open_request, search_of
 from vllm_trie.entrypoints.step_search.scorers import Scorer, StepCandidate
 from vllm_trie.search.step_search import checked_scores
 from vllm_trie.selection import has_beams
@@ -32,13 +32,14 @@ class _Running:
     outputs: dict[str, RequestOutput | None] = field(default_factory=dict)  # of this round's requests, by their ids
 
     @property
-    def is_complete(self) -> bool:
-        return None not in self.outputs.values()
+    def drawing(self) -> list[str]:
+        """Of these requests, those that are not over."""
+        return [candidate_id for candidate_id, output in self.outputs.items() if output is None]
 
 
 Asking: TypeAlias = tuple[_Running, list[StepCandidate]]
 OF_ONE_REQUEST = {"self", "request_id", "prompt", "params", "prompt_text", "arrival_time"}
-_searches: WeakKeyDictionary[LLMEngine, dict[str, _Running]] = WeakKeyDictionary()  # by the id of a candidate not drawn
+_searches: WeakKeyDictionary[LLMEngine, dict[str, _Running]] = WeakKeyDictionary()  # that draw, by their own ids
 
 
 @wraps("add_request", LLMEngine)
@@ -64,10 +65,9 @@ def _draw(engine: LLMEngine, running: _Running) -> None:
             running.outputs[candidate_id] = None
     except BaseException:
         abort_request.original(engine, list(running.outputs))
-        running.request.end()
-        _release(engine, running)
+        _give_up(engine, running)
         raise
-    _searches.setdefault(engine, {}).update(dict.fromkeys(running.outputs, running))
+    _searches.setdefault(engine, {})[running.request.own_id] = running
 
 
 @wraps("step", LLMEngine)
@@ -77,19 +77,18 @@ def step(original: Callable[..., list[Any]], self: LLMEngine, *args: Any, **kwar
         return outputs
     others, drawn = [], []
     for output in outputs:
-        running = searches.pop(output.request_id, None)
+        running = searches.get(search_of(output.request_id))
         if running is None:
             others.append(output)
             continue
         running.outputs[output.request_id] = output
-        if running.is_complete:
-            drawn.append(running)
+        if not running.drawing:
+            drawn.append(searches.pop(running.request.own_id))
     try:
         return [*others, *_next_rounds(self, drawn)]
     except BaseException:  # the user interrupts
         for running in drawn:
-            running.request.end()
-            _release(self, running)
+            _give_up(self, running)
         raise
 
 
@@ -114,6 +113,11 @@ def _next_rounds(engine: LLMEngine, drawn: list[_Running]) -> list[RequestOutput
             answers.append(running.request.failure(error))
         _release(engine, running)
     return answers
+
+
+def _give_up(engine: LLMEngine, running: _Running) -> None:
+    running.request.end()
+    _release(engine, running)
 
 
 def _release(engine: LLMEngine, running: _Running) -> None:
@@ -154,24 +158,16 @@ def abort_request(
     if searches := _searches.get(self):
         states = self.output_processor.request_states
         named = {*request_ids, *(states[id_].external_req_id for id_ in request_ids if id_ in states)}
-        ended = {
-            id(running)
-            for candidate_id, running in searches.items()
-            if named & {candidate_id, running.request.own_id, running.request.request_id}
-        }
-        ending = {candidate_id: running for candidate_id, running in searches.items() if id(running) in ended}
-        for candidate_id in ending:
-            del searches[candidate_id]
-        original(self, list(ending))
-        for running in ending.values():
-            running.request.end()
-            _release(self, running)
+        for own_id, running in list(searches.items()):
+            if named & {own_id, running.request.request_id, *running.outputs}:
+                del searches[own_id]
+                original(self, running.drawing)
+                _give_up(self, running)
     original(self, request_ids, *args, **kwargs)
 
 
 @wraps("get_num_unfinished_requests", LLMEngine)
 def count_unfinished(original: Callable[..., int], self: LLMEngine, *args: Any, **kwargs: Any) -> int:
     """Each search counts as the outputs that it will have."""
-    searches = _searches.get(self) or {}
-    running = {id(running): running.request.params.n for running in searches.values()}
-    return original(self, *args, **kwargs) - len(searches) + sum(running.values())
+    searches = _searches.get(self, {}).values()
+    return original(self, *args, **kwargs) + sum(search.request.params.n - len(search.drawing) for search in searches)

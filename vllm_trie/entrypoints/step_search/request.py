@@ -188,6 +188,11 @@ class StepRequest:
         )
 
 
+def search_of(candidate_id: str) -> str:
+    """The own id of the search that a candidate's request would belong to."""
+    return candidate_id.rsplit("-", 2)[0]
+
+
 def asks_for_steps(params: Any) -> bool:
     """Whether these parameters of a request ask for a search by steps."""
     extra_args = (params.extra_args if isinstance(params, SamplingParams) else None) or {}
