@@ -39,8 +39,8 @@ def test_stats_survive_the_way_to_another_process_and_do_not_reach_vllms_loggers
 
 def test_each_report_begins_where_the_last_one_ended() -> None:
     tally = BeamTally()
-    tally.counts.add(SearchCounts(steps=3, target_forwards=2, prefill_forwards=1, drafted=9, accepted=4, beams=12))
-    tally.preemptions = 1
+    tally.stats.add(SearchCounts(steps=3, target_forwards=2, prefill_forwards=1, drafted=9, accepted=4, beams=12))
+    tally.stats.preemptions = 1
     tally.finish("stop")
     first = tally.report([4, 2], BlockCounts(10, 20, 30), 50, CatalogCounts(7, 70, 1))
     finished = {"stop": 1, "length": 0, "abort": 0, "error": 0}

@@ -331,7 +331,7 @@ class BeamScheduler(Scheduler):
         group = self.groups.get(request.request_id)
         if group is None:
             return
-        self.tally.preemptions += 1
+        self.tally.stats.preemptions += 1
         if request.drop_stale_output:
             group.num_pending = 0
         if not group.num_pending:
@@ -459,7 +459,7 @@ class BeamScheduler(Scheduler):
         if self._budgets is not None and isinstance(group.forests, GroupForests) and had_budget and not over:
             self._budgets.learn(group.forests, group.length, decided.drafted, len(forks))
         counts = SearchCounts.of(decided, len(forks), is_prompt=not was_decoding)
-        self.tally.counts.add(counts)
+        self.tally.stats.add(counts)
         group.counts.add(counts)
         if group.stream is not None and not over and request.request_id not in self._failed:
             self._send_part(request, group)

@@ -70,7 +70,7 @@ class SearchCounts:
         """Beams after a step, over all of them."""
         return self.beams / max(self.steps, 1)
 
-    def add(self, other: Self) -> None:
+    def add(self, other: SearchCounts) -> None:
         """Include those of another search, or of further ones."""
         for name, count in vars(other).items():
             if isinstance(count, int):
@@ -104,10 +104,10 @@ class BeamStats(SearchCounts):
     catalog_loads: int = _metric("counter", "Catalog files that were loaded: at the start, and as new versions.")
     groups_finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
 
-    def add(self, other: Self) -> None:
-        """Include another report."""
+    def add_report(self, other: BeamStats) -> None:
+        """Include a later report."""
         peak = max(self.kv_blocks_peak, other.kv_blocks_peak)
-        super().add(other)
+        self.add(other)
         self.kv_blocks_peak, self.catalog_items, self.catalog_bytes = peak, other.catalog_items, other.catalog_bytes
         for reason, count in other.groups_finished.items():
             self.groups_finished[reason] += count
@@ -117,15 +117,13 @@ class BeamTally:
     """Counts for the next report, in plain additions."""
 
     def __init__(self) -> None:
-        self.counts = SearchCounts()
-        self.preemptions = 0
+        self.stats = BeamStats()  # since the last report
         self.has_news = False  # although there may be no group any more
-        self._finished = dict.fromkeys(REASONS, 0)
         self._totals = Counter[str]()  # of what others count, as reported
 
     def finish(self, reason: str) -> None:
         """A group has ended, for one of `REASONS`."""
-        self._finished[reason] += 1
+        self.stats.groups_finished[reason] += 1
         self.has_news = True
 
     def report(self, widths: Sequence[int], blocks: BlockCounts, peak: int, catalogs: CatalogCounts) -> BeamStats:
@@ -139,17 +137,11 @@ class BeamTally:
         """
         totals = Counter({f"kv_blocks_{name}": count for name, count in vars(blocks).items()})
         totals.update(groups_running=len(widths), rows_running=sum(widths), catalog_loads=catalogs.loads)
-        stats = BeamStats(
-            **vars(self.counts),
-            **{name: total - self._totals[name] for name, total in totals.items()},
-            kv_blocks_peak=peak,
-            preemptions=self.preemptions,
-            catalog_items=catalogs.items,
-            catalog_bytes=catalogs.bytes,
-            groups_finished=self._finished,
-        )
-        self.counts, self.preemptions, self.has_news = SearchCounts(), 0, False
-        self._finished, self._totals = dict.fromkeys(REASONS, 0), totals
+        stats, self.stats, self.has_news = self.stats, BeamStats(), False
+        for name, total in totals.items():
+            setattr(stats, name, total - self._totals[name])
+        stats.kv_blocks_peak, stats.catalog_items, stats.catalog_bytes = peak, catalogs.items, catalogs.bytes
+        self._totals = totals
         return stats
 
 

@@ -81,7 +81,7 @@ class BeamStatLogger(AggregateStatLoggerBase):
         running.rows_running += stats.rows_running
         self._metrics.record(stats, running, engine_idx)
         if self._writes_lines:
-            self._interval.setdefault(engine_idx, BeamStats()).add(stats)
+            self._interval.setdefault(engine_idx, BeamStats()).add_report(stats)
 
     def log(self) -> None:
         intervals, self._interval = self._interval, {}
@@ -91,7 +91,7 @@ class BeamStatLogger(AggregateStatLoggerBase):
         if self._aggregates and intervals:
             total = BeamStats()
             for stats in intervals.values():
-                total.add(stats)
+                total.add_report(stats)
             logger.info("%d Engines Aggregated: %s", len(self._running), describe(total))
         elif not self._aggregates:
             for engine, stats in sorted(intervals.items()):

@@ -214,7 +214,7 @@ def test_the_encoder_runs_again_after_a_preemption(engine: Engine, encoded: list
 
 def test_searches_share_too_few_blocks_by_taking_turns(engine: Engine) -> None:
     jobs, scheduler = searches(4, 3, 5, ignore_eos=True), engine.scheduler
-    expected, preempted = run(engine, jobs), scheduler.tally.preemptions
+    expected, preempted = run(engine, jobs), scheduler.tally.stats.preemptions
     pool = scheduler.kv_cache_manager.block_pool
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - (2 * 5 + 4 + 2 * ENCODER_BLOCKS))
     try:
@@ -222,7 +222,7 @@ def test_searches_share_too_few_blocks_by_taking_turns(engine: Engine) -> None:
     finally:
         pool.free_blocks(taken)
     assert same(outputs, expected)
-    assert scheduler.tally.preemptions > preempted
+    assert scheduler.tally.stats.preemptions > preempted
 
 
 @pytest.mark.parametrize("step", [1, 2, 9])
