@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import re
 import zipfile
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -27,7 +26,10 @@ class Sources:
     """
 
     def __init__(self, path: Path) -> None:
-        self._read = cache(_reader(path))
+        if not path.is_dir() and not zipfile.is_zipfile(path):
+            raise PatchError(f"{path} is neither a folder nor a wheel")
+        root = path if path.is_dir() else zipfile.Path(path)
+        self._read = cache(lambda name: (root / name).read_text(encoding="utf-8"))
         self._parsed = cache(lambda module: ast.parse(self._text(module)))
         found = None
         with suppress(PatchError):
@@ -60,19 +62,9 @@ class Sources:
     def _text(self, module: str) -> str:
         path = module.replace(".", "/")
         for name in (f"{path}.py", f"{path}/__init__.py"):
-            with suppress(FileNotFoundError, KeyError):
+            with suppress(FileNotFoundError):
                 return self._read(name)
         raise PatchError(f"this vLLM has no module {module}")
-
-
-def _reader(path: Path) -> Callable[[str], str]:
-    """What reads a file, by its name within `path`."""
-    if path.is_dir():
-        return lambda name: (path / name).read_text(encoding="utf-8")
-    if zipfile.is_zipfile(path):
-        archive = zipfile.ZipFile(path)
-        return lambda name: archive.read(name).decode("utf-8")
-    raise PatchError(f"{path} is neither a folder nor a wheel")
 
 
 def installed_vllm() -> Sources:
