@@ -6,7 +6,6 @@ import inspect
 import re
 import reprlib
 from collections.abc import Iterable
-from functools import cache
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -60,18 +59,13 @@ class Options(BaseModel):
 
     def params(self) -> dict[str, Any]:
         """What is said, and is not what holds in any case."""
-        defaults = _defaults(type(self))
-        return {name: value for name, value in vars(self).items() if value is not None and value != defaults[name]}
+        fields = type(self).model_fields
+        return {name: value for name, value in vars(self).items() if value not in (None, fields[name].default)}
 
     @classmethod
     def cure(cls, name: str) -> str:
         """What to do about an option that there is not."""
         return cure(name, cls.model_fields)
-
-
-@cache
-def _defaults(kind: type[Options]) -> dict[str, Any]:
-    return {name: field.default for name, field in kind.model_fields.items()}
 
 
 def cure(name: str, known: Iterable[str]) -> str:
