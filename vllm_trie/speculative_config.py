@@ -8,7 +8,7 @@ from vllm_trie.compat.cpu import needs_cpu_kernels
 from vllm_trie.options.speculation import Drafts
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 UNSUPPORTED_HEADS = {  # methods of vLLM's, and why
     "eagle": "which reads other hidden states than an EAGLE-3 head",
@@ -23,6 +23,11 @@ def drafts_of(vllm_config: VllmConfig) -> Drafts | None:
     if config is None:
         return None
     return "ngrams" if config.use_ngram() else "model"
+
+
+def has_states(model: ModelConfig) -> bool:
+    """Whether a model has layers with recurrent states: Mamba, linear attention, short convolutions."""
+    return model.is_attention_free or model.is_hybrid
 
 
 def unsupported_speculation(vllm_config: VllmConfig) -> dict[str, bool]:
@@ -41,7 +46,7 @@ def unsupported_speculation(vllm_config: VllmConfig) -> dict[str, bool]:
         'speculative_config with a draft model on a model with M-RoPE positions (use "ngram")': model.uses_mrope
         and not config.use_ngram(),
         "speculative_config on an encoder-decoder model": model.is_encoder_decoder,
-        "speculative_config on a model with recurrent states": any(m.is_hybrid or m.is_attention_free for m in models),
+        "speculative_config on a model with recurrent states": any(map(has_states, models)),
         "parallel_drafting": config.parallel_drafting,
         "use_heterogeneous_vocab": config.use_heterogeneous_vocab,
         "disable_padded_drafter_batch": config.disable_padded_drafter_batch,
