@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -60,14 +59,6 @@ class Header:
         )
 
 
-class Content(NamedTuple):
-    """A catalog that was read."""
-
-    digest: str
-    header: Header
-    arrays: Arrays  # views
-
-
 def pack(header: Header, arrays: Arrays) -> bytes:
     """A catalog in this format."""
     text = msgspec.json.encode(header)
@@ -77,11 +68,14 @@ def pack(header: Header, arrays: Arrays) -> bytes:
     return b"".join([preamble, _digest(preamble, *body), *body])
 
 
-def unpack(data: memoryview, name: str) -> Content:
-    """Views of a catalog's parts.
+def unpack(data: memoryview, name: str) -> tuple[str, Header, Arrays]:
+    """The parts of a catalog.
 
     Args:
         name: What to call it in an error.
+
+    Returns:
+        Its digest in hex, its header, and views of its arrays.
 
     Raises:
         ValueError: it is no catalog, or of another version, or not as it was written.
@@ -106,7 +100,7 @@ def unpack(data: memoryview, name: str) -> Content:
     ):
         views.append(np.frombuffer(data, dtype, count, start))
         start += views[-1].nbytes
-    return Content(digest.hex(), header, Arrays(*views))
+    return digest.hex(), header, Arrays(*views)
 
 
 def _digest(preamble: bytes | memoryview, *body: memoryview) -> bytes:
