@@ -27,10 +27,8 @@ def begin(
     extra_args = (request.sampling_params and request.sampling_params.extra_args) or {}
     if not extra_args.keys() & {TICKET, FORK}:
         return
-    decode, prompt = (
-        partial(self.tokenizer.decode, skip_special_tokens=self.skip_special_tokens),
-        request.prompt_token_ids,
-    )
+    decode = partial(self.tokenizer.decode, skip_special_tokens=self.skip_special_tokens)
+    prompt = request.prompt_token_ids
     if prompt and decode(prompt[-CONTEXT:]).endswith(INCOMPLETE):
         self.stream = _BehindHalfCharacter(*context_of(prompt, decode), self.skip_special_tokens)
 

@@ -132,14 +132,18 @@ def single_chat(original: Callable[..., ChatCompletionRequest], self: Any, *args
     return original(self, *args)
 
 
+def num_prompts(request: TextRequest | ResponsesRequest | SpeechRequest) -> int:
+    """How many prompts a request has: for completions they may come as a list of texts, or of lists of tokens."""
+    prompt = request.prompt if isinstance(request, CompletionRequest) else None
+    return len(prompt) if prompt and isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
+
+
 def _refuse_several_prompts(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
     """Of several prompts vLLM's response has the field of compact answers and scores of steps for the first alone."""
-    prompt = request.prompt if isinstance(request, CompletionRequest) else None
-    is_several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
     xargs = request.vllm_xargs or {}
     what = "compact=1" if xargs.get("compact") else 'unit="step"' if xargs.get("unit") == "step" else None
-    if what is not None and isinstance(prompt, list) and is_several:
-        raise BeamRequestError(f"{what} takes one prompt, and this request has {len(prompt)}; send each by itself")
+    if what is not None and (count := num_prompts(request)) > 1:
+        raise BeamRequestError(f"{what} takes one prompt, and this request has {count}; send each by itself")
 
 
 def is_served(params: Any) -> bool:

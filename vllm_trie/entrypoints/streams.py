@@ -25,7 +25,7 @@ from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 
 from vllm_trie.compat.patch import wraps
 from vllm_trie.entrypoints.requests import BeamRequestError
-from vllm_trie.entrypoints.server import as_sampling_request
+from vllm_trie.entrypoints.server import as_sampling_request, num_prompts
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import asks_for_beams
 from vllm_trie.selection import has_beams
@@ -100,7 +100,7 @@ async def _after_refusals(
 
 async def _with_every_end(first: str, events: AsyncGenerator[str, None], request: Request) -> AsyncGenerator[str, None]:
     """The events of a stream, and an end for each search that sent and found nothing: vLLM sends none then."""
-    without_end = {*range(_num_prompts(request))}
+    without_end = {*range(num_prompts(request))}
     async with aclosing(events):  # a client that vanishes takes its search with it
         event = first
         while True:
@@ -117,11 +117,6 @@ async def _with_every_end(first: str, events: AsyncGenerator[str, None], request
                 event = await anext(events)
             except StopAsyncIteration:
                 return
-
-
-def _num_prompts(request: Request) -> int:
-    several = isinstance(request, CompletionRequest) and isinstance(request.prompt, list)
-    return len(request.prompt) if several and not isinstance(request.prompt[0], int) else 1
 
 
 def _end_of_nothing(index: int, first: dict[str, Any], request: Request) -> str:
