@@ -13,6 +13,8 @@ from copy import copy
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
+
 from vllm_trie.compat.cpu import configure_engines_on_cpu, needs_cpu_kernels
 from vllm_trie.compat.fingerprint import CHECKED_STEPS, verify
 from vllm_trie.compat.patch import Patch, wrap_all
@@ -32,6 +34,8 @@ from vllm_trie.selection import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+
+logger = init_logger("vllm.trie_beam")
 
 CPU_WORKER = "vllm_trie.worker.cpu_worker.BeamCPUWorker"
 GPU_WORKER = "vllm_trie.worker.gpu_worker.BeamGPUWorker"
@@ -75,7 +79,7 @@ def _select(original: Callable[..., VllmConfig], self: EngineArgs, *args: Any, *
         arguments.enable_prefix_caching = False
         vllm_config = original(arguments, *args, **kwargs)
     if unsupported := unsupported_model(vllm_config):
-        _logger().warning("%s has no beams for %s: this engine stays as it is", PLUGIN_NAME, unsupported)
+        logger.warning("%s has no beams for %s: this engine stays as it is", PLUGIN_NAME, unsupported)
         vllm_config = original(self, *args, **kwargs)
     else:
         vars(self).update(vars(arguments))
@@ -95,14 +99,14 @@ def _log_startup(vllm_config: VllmConfig, changed: list[str], leaves_out_caching
         return  # one of several servers of an engine; what started them has told
     if changed:
         text = "%s was not written for this build of vLLM %s, but may fit. The first %d steps of groups are checked. %s"
-        _logger().warning(text, PLUGIN_NAME, version, CHECKED_STEPS, f"What differs: {', '.join(changed)}")
+        logger.warning(text, PLUGIN_NAME, version, CHECKED_STEPS, f"What differs: {', '.join(changed)}")
     if leaves_out_caching:
-        _logger().warning("%s starts this model without prefix caching, as it has recurrent states", PLUGIN_NAME)
+        logger.warning("%s starts this model without prefix caching, as it has recurrent states", PLUGIN_NAME)
     if needs_cpu_kernels() and _is_eager_latent(vllm_config):
         text = "with enforce_eager=True vLLM itself computes latent attention wrongly on a CPU: leave it out, or %s"
-        _logger().warning(text, "set compilation_config={'custom_ops': ['-rotary_embedding']}")
+        logger.warning(text, "set compilation_config={'custom_ops': ['-rotary_embedding']}")
     widest, drafts = vllm_config.scheduler_config.max_num_seqs, vllm_config.speculative_config
-    _logger().info(
+    logger.info(
         "%s on vLLM %s%s, Model Runner V2: beams up to %d wide, semantics %s, speculation %s, prefix sharing %s",
         *(PLUGIN_NAME, version, f" ({len(changed)} pieces differ from the record)" if changed else ""),
         *(min(config.max_beam_width or widest, widest), config.semantics, "off" if drafts is None else drafts.model),
@@ -136,12 +140,6 @@ def _refuse_near_misses(additional_config: dict[str, Any] | None) -> None:
     for key in additional_config or {}:
         if key != PLUGIN_NAME and get_close_matches(str(key), [PLUGIN_NAME], cutoff=0.8):
             raise ValueError(f"unknown key {key!r} in additional_config; did you mean {PLUGIN_NAME!r}?")
-
-
-def _logger() -> Any:
-    from vllm.logger import init_logger
-
-    return init_logger("vllm.trie_beam")
 
 
 def _refuse_v1_model_runner() -> None:
