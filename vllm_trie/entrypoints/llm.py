@@ -126,28 +126,27 @@ def _search(
     for request_id, prompt in zip(request_ids, prompts, strict=True):
         places: dict[Any, Any] = {}
         found = [output for output in outputs[request_id].outputs if output.stop_reason != NO_HYPOTHESIS]
-        sequences = [_sequence(output, prompt.engine_input, tokenizer, params, places) for output in found]
-        for sequence in sequences:
-            sequence.lora_request = prompt.adapter
-        results.append(BeamSearchOutput(sequences))
+        results.append(BeamSearchOutput([_sequence(output, prompt, tokenizer, params, places) for output in found]))
     return results
 
 
 def _sequence(
-    output: CompletionOutput, engine_input: Any, tokenizer: Any, params: BeamSearchParams, places: dict[Any, Any]
+    output: CompletionOutput, prompt: _Prompt, tokenizer: Any, params: BeamSearchParams, places: dict[Any, Any]
 ) -> BeamSearchSequence:
     """One hypothesis as vLLM's own loop returns it: the prompt is part of its tokens and of its text.
 
     Args:
         places: Log-probabilities by what comes before them; hypotheses share them as they share prefixes.
     """
-    prompt = engine_input["decoder_prompt"] if engine_input["type"] == "enc_dec" else engine_input
-    tokens = [*prompt["prompt_token_ids"], *output.token_ids]
+    engine_input = prompt.engine_input
+    decoder_input = engine_input["decoder_prompt"] if engine_input["type"] == "enc_dec" else engine_input
+    tokens = [*decoder_input["prompt_token_ids"], *output.token_ids]
     failed = output.finish_reason in ("abort", "error")
     return BeamSearchSequence(
         orig_prompt=engine_input,
         tokens=tokens,
         logprobs=_logprobs(output, places),
+        lora_request=prompt.adapter,
         cum_logprob=output.cumulative_logprob or 0.0,
         text=tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens),
         finish_reason=output.finish_reason if failed else None,
