@@ -20,8 +20,6 @@ TICKET = "trie_beam_ticket"  # its key in `extra_args`
 FORK = "trie_beam_fork"  # the key of a `ForkTicket`, likewise
 NO_HYPOTHESIS = "no further hypothesis"  # stop reason of what stands for one where there are fewer than n
 
-RowBlocks = tuple[list[int], ...]  # block ids, by KV cache group
-
 
 class Caller(NamedTuple):
     """What the user of a search calls beam search, and the option that is its width: refusals speak of these."""

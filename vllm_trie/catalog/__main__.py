@@ -26,8 +26,7 @@ class _Parser(argparse.ArgumentParser):
     """One sentence for a mistake."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message}", file=sys.stderr)
-        sys.exit(2)
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def parser() -> argparse.ArgumentParser:

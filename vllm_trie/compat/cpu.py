@@ -12,8 +12,6 @@ from vllm_trie.compat.versions import workers_ask_for_triton
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-HasBeams = Callable[["VllmConfig"], bool]
-
 use_v2_model_runner = Patch("vllm.config.vllm:VllmConfig", "use_v2_model_runner")
 validate_v2_model_runner = Patch("vllm.config.vllm:VllmConfig", "_validate_v2_model_runner")
 check_and_update_config = Patch("vllm.platforms.cpu:CpuPlatform", "check_and_update_config")
@@ -47,7 +45,7 @@ def accept_v2_in_worker() -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def configure_engines_on_cpu(has_beams: HasBeams) -> None:
+def configure_engines_on_cpu(has_beams: Callable[[VllmConfig], bool]) -> None:
     """Wrap what chooses runner and scheduling on a CPU; engines without beam groups keep what vLLM chooses."""
     from vllm.platforms import current_platform
 

@@ -117,7 +117,11 @@ class HttpScorer:
     name: str | None = None
 
     def __call__(self, candidates: list[StepCandidate]) -> list[Any]:
-        return self.values(self._sent(httpx.post, candidates))
+        try:
+            response = httpx.post(self.url, json=self.question(candidates), timeout=TIMEOUT)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+        return self.values(response)
 
     async def ask(self, candidates: list[StepCandidate]) -> list[Any]:
         """The same where other requests go on meanwhile."""
@@ -127,12 +131,6 @@ class HttpScorer:
             except httpx.HTTPError as error:
                 raise self._unreachable(error) from None
         return self.values(response)
-
-    def _sent(self, post: Callable[..., httpx.Response], candidates: list[StepCandidate]) -> httpx.Response:
-        try:
-            return post(self.url, json=self.question(candidates), timeout=TIMEOUT)
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from None
 
     def _unreachable(self, error: httpx.HTTPError) -> ScorerError:
         return self._failed("cannot be reached", str(error) or type(error).__name__)
