@@ -8,7 +8,6 @@ statistics that were told not to, and is not loaded by `LLM`.)
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -109,26 +108,25 @@ class _BeamMetrics:
     """
 
     def __init__(self, prometheus: PrometheusStatLogger) -> None:
-        self._engines = prometheus.per_engine_labelvalues
-        self._labels = ["model_name", "engine"]
-        gauge = functools.partial(self._per_engine, prometheus._gauge_cls)
-        counter = functools.partial(self._per_engine, prometheus._counter_cls)
-        running, peaks, counters = (METRICS[kind].items() for kind in ("running", "peak", "counter"))
-        self._running = {name: gauge(name, text, multiprocess_mode="sum") for name, text in running}
-        self._peaks = {name: gauge(name, text, multiprocess_mode="max") for name, text in peaks}
-        self._counters = {name: counter(name, text) for name, text in counters}
-        labels = [*self._labels, "finished_reason"]
+        engines, labels = prometheus.per_engine_labelvalues, ["model_name", "engine"]
+
+        def metrics(cls: type, kind: str, **options: Any) -> dict[str, dict[int, Any]]:
+            named = {
+                name: cls(name=PREFIX + name, documentation=text, labelnames=labels, **options)
+                for name, text in METRICS[kind].items()
+            }
+            return {name: create_metric_per_engine(metric, engines) for name, metric in named.items()}
+
+        self._running = metrics(prometheus._gauge_cls, "running", multiprocess_mode="sum")
+        self._peaks = metrics(prometheus._gauge_cls, "peak", multiprocess_mode="max")
+        self._counters = metrics(prometheus._counter_cls, "counter")
         finished = prometheus._counter_cls(
-            name=PREFIX + FINISHED, documentation=_FINISHED_DOCUMENTATION, labelnames=labels
+            name=PREFIX + FINISHED, documentation=_FINISHED_DOCUMENTATION, labelnames=[*labels, "finished_reason"]
         )
         self._finished = {
-            reason: {engine: finished.labels(*values, reason) for engine, values in self._engines.items()}
+            reason: {engine: finished.labels(*values, reason) for engine, values in engines.items()}
             for reason in REASONS
         }
-
-    def _per_engine(self, kind: type, name: str, documentation: str, **options: Any) -> dict[int, Any]:
-        metric = kind(name=PREFIX + name, documentation=documentation, labelnames=self._labels, **options)
-        return create_metric_per_engine(metric, self._engines)
 
     def record(self, stats: BeamStats, running: BeamStats, engine: int) -> None:
         for name, gauges in self._running.items():
