@@ -66,19 +66,16 @@ def new_group(
     )
     items_end = select_rules.items is not None and not select_rules.items.ends_with_stop
     ended_by = None if items_end else stop_rules.stop_token_ids
-    counts_prompt, uncounted = own_beams().counts_prompt, frozenset[int]()
-    if counts_prompt:
-        uncounted = frozenset(token for token in (*stop_rules.stop_token_ids, ticket.eos_token_id) if token is not None)
-    counted_length = prompt_length if counts_prompt else 0
+    uncounted = frozenset(token for token in (*stop_rules.stop_token_ids, ticket.eos_token_id) if token is not None)
     plan = SearchPlan(
         request.request_id,
         params,
         stop_rules,
         select_rules,
         catalog,
-        partial(new_pool, params, max_length, counted_length, uncounted, ended_by),
+        partial(new_pool, params, max_length, prompt_length, uncounted, ended_by),
         prompt_length,
-        compares_final_scores=ticket.is_offline and counts_prompt,
+        compares_final_scores=ticket.is_offline and own_beams().counts_prompt,
         seed=randbits(64) if sampling.seed is None else sampling.seed,
         num_draws=max_length if params.do_sample else params.sample_first,
     )
@@ -98,13 +95,14 @@ def new_pool(
 
     Args:
         max_length: The most tokens a hypothesis can generate.
-        prompt_length: Tokens of the prompt, where semantics="vllm" counts them.
-        uncounted: Tokens that do not count in the end of a hypothesis, likewise.
+        prompt_length: Tokens of the prompt, for semantics="vllm", if the installed vLLM counts them.
+        uncounted: Tokens that do not count in the end of a hypothesis then.
         stop_token_ids: Which end a hypothesis; None: whatever ends is a whole item, in the last step, too.
     """
     width, penalty = params.beam_width, params.length_penalty
     if params.semantics == "vllm":
-        return VllmPool(width, penalty, max_length, prompt_length, uncounted)
+        counted = (prompt_length, uncounted) if own_beams().counts_prompt else (0, frozenset())
+        return VllmPool(width, penalty, max_length, *counted)
     if params.semantics == "tridecode":
         return TridecodePool(width, penalty, max_length)
     if params.stochastic:

@@ -21,7 +21,6 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 
-from vllm_trie.compat.versions import own_beams
 from vllm_trie.engine.new_group import new_pool
 from vllm_trie.entrypoints.batch.files import JobError, Prompt
 from vllm_trie.entrypoints.batch.options import Job
@@ -90,8 +89,7 @@ class Searcher:
         assert total is not None
         eos = self._llm.renderer.get_eos_token_id()
         uncounted = frozenset(self._params.stop_token_ids or ()) | ({eos} - {None})
-        counted = (prompt_length, uncounted) if own_beams().counts_prompt else ()
-        pool = new_pool(self._beam, len(tokens), *counted)
+        pool = new_pool(self._beam, len(tokens), prompt_length, uncounted)
         return {
             "text": found.text,
             "token_ids": tokens,
