@@ -187,11 +187,6 @@ class BeamGroup:
         """
         return best if self.stream is None else [self.stream.rest(hypothesis) for hypothesis in best]
 
-    def best_tokens(self) -> list[int]:
-        """The tokens of the best finished hypothesis."""
-        (best,) = self.pool.best(1)
-        return self.hypotheses.tokens(best.node)
-
     def check_invariants(self) -> None:
         self.hypotheses.check_invariants()
         assert self.length == 0 or len(self.hypotheses.rows) in (1, self.num_rows)
