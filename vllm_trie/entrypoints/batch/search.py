@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from math import ceil
 from typing import Any
 
@@ -99,9 +99,8 @@ class Searcher:
         }
 
 
-@contextmanager
-def on_ray(num_engines: int) -> Iterator[None]:
-    """A connection to the cluster that the environment names, or else a cluster of this machine.
+def on_ray(num_engines: int) -> AbstractContextManager[Any]:
+    """Within it, a connection to the cluster that the environment names, or else a cluster of this machine.
 
     Raises:
         JobError: there is none.
@@ -111,13 +110,9 @@ def on_ray(num_engines: int) -> Iterator[None]:
         cores = max(os.cpu_count() or 1, num_engines + 1)  # engines wait for devices, not for cores of their own
         options |= {"num_cpus": cores, "include_dashboard": False}
     try:
-        ray.init(**options)
+        return ray.init(**options)
     except Exception as error:  # Ray raises no narrower one
         raise JobError(f"Ray does not start: {error}") from None
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def lines(job: Job, prompts: Sequence[Prompt]) -> Iterator[str]:
