@@ -82,7 +82,7 @@ def continuations(prompt: PromptIndex, generated: Array, ngrams: NGrams, num_tok
     different = _different(beams, tokens)
     beams, tokens = beams[different], tokens[different]
     counts = np.bincount(beams, minlength=len(generated))
-    ranks = spans(np.zeros_like(counts), counts)
+    ranks = spans(0, counts)
     order = np.lexsort((beams, ranks))[: int(np.minimum(counts, most).sum())]
     return DraftPaths(beams[order], tokens[order])
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_trie.search.spans import spans
 from vllm_trie.worker.kv_slots import ByToken
 
 WORD = 64  # bits
@@ -102,11 +103,9 @@ def tokens_of(
     rows = np.concatenate([group.places for group in groups])
     counts = np.diff(query_starts)[rows]
     row_of_token = np.repeat(rows, counts)
-    starts_of_rows = counts.cumsum() - counts
-    within = np.arange(len(row_of_token)) - np.repeat(starts_of_rows, counts)
-    seen = np.repeat(lengths[rows], counts) if sees_all else np.repeat(lengths[rows] - counts, counts) + within + 1
+    seen = np.repeat(lengths[rows], counts) if sees_all else spans(lengths[rows] - counts + 1, counts)
     first_rows = np.cumsum([0, *(len(group.places) for group in groups)])
-    starts = np.append(starts_of_rows, len(row_of_token))[first_rows]
+    starts = np.append(0, counts.cumsum())[first_rows]
     tree_starts, trees = seen, np.zeros((len(seen), 1), dtype=np.int64)
     if any(group.trees is not None for group in groups):
         per_group = np.diff(starts)
@@ -119,7 +118,7 @@ def tokens_of(
     num_shared = np.minimum([group.num_shared for group in groups], np.minimum.reduceat(tree_starts, starts[:-1]))
     num_shared = num_shared // block_size * block_size
     return SharedTokens(
-        *((query_starts[row_of_token] + within).astype(np.int32), row_of_token.astype(np.int32)),
+        *(spans(query_starts[rows], counts).astype(np.int32), row_of_token.astype(np.int32)),
         *(seen.astype(np.int32), starts.astype(np.int32), num_shared.astype(np.int32), tree_starts.astype(np.int32)),
         trees,
     )

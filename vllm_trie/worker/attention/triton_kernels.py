@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from vllm_trie.search.devices import uploaded
+from vllm_trie.search.spans import spans
 from vllm_trie.worker.attention.shared_rows import WORD, Scoring, SharedTokens, first_keys
 
 MOST_HEAD_SIZE = 256
@@ -48,8 +49,7 @@ class Plan:
         counts = np.diff(shared.starts)
         num_tiles = -(-counts // per_tile)
         of_group = np.repeat(np.arange(len(counts)), num_tiles)
-        within = np.arange(len(of_group)) - np.repeat(num_tiles.cumsum() - num_tiles, num_tiles)
-        first = shared.starts[:-1][of_group] + within * per_tile
+        first = shared.starts[:-1][of_group] + spans(0, num_tiles) * per_tile
         tiles = np.stack(
             [first, np.minimum(first + per_tile, shared.starts[1:][of_group]), shared.num_shared[of_group]]
         )
@@ -72,8 +72,7 @@ class Plan:
         """
         scale, window, soft_cap, sinks = scoring
         if window not in self._spans:
-            spans = self.shared.lengths - first_keys(self.shared, window)
-            self._spans[window] = uploaded(spans, self._tables.device)
+            self._spans[window] = uploaded(self.shared.lengths - first_keys(self.shared, window), self._tables.device)
         _, num_kv_heads, block_size, _ = kv_cache.shape
         _, num_heads, head_size = queries.shape
         assert queries.dtype == outputs.dtype == kv_cache.dtype

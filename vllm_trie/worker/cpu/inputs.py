@@ -8,17 +8,13 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from vllm_trie.search.spans import spans
 from vllm_trie.worker.cpu.replace import Array, kernel
 
 
 def steps(values: Array) -> Array:
     """What `np.diff` returns, in a third of the time."""
     return values[1:] - values[:-1]
-
-
-def positions_within(lengths: Array) -> Array:
-    """0, 1, ... within each of consecutive spans of these lengths."""
-    return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 @kernel("input_batch:_prepare_prefill_inputs_kernel")
@@ -43,11 +39,10 @@ def prepare_pos_seq_lens(
 ) -> None:
     """Fill in the positions [T] of all tokens, and the lengths [S] of rows; 0 for those that are not in the batch."""
     num_rows = len(idx_mapping)
-    starts, computed = query_start_loc[: num_rows + 1], num_computed_tokens[idx_mapping]
-    lengths, num_tokens = steps(starts), int(starts[-1])
+    lengths, computed = steps(query_start_loc[: num_rows + 1]), num_computed_tokens[idx_mapping]
     seq_lens[:num_rows] = computed + lengths
     seq_lens[num_rows:] = 0
-    pos[:num_tokens] = np.repeat(computed - starts[:-1], lengths) + np.arange(num_tokens)
+    pos[: query_start_loc[num_rows]] = spans(computed, lengths)
 
 
 @kernel("mm.rope:_prepare_rope_positions_kernel")
@@ -57,9 +52,7 @@ def prepare_rope_positions(
 ) -> None:  # fmt: skip
     """M-RoPE positions [D, T]: those of a prompt lie in prefill_positions [S * D, L], what follows goes on evenly."""
     starts, computed = query_start_loc[: len(idx_mapping) + 1], num_computed_tokens[idx_mapping]
-    lengths, num_tokens = steps(starts), int(starts[-1])
-    places = np.repeat(computed - starts[:-1], lengths) + np.arange(num_tokens)
-    positions[:, :num_tokens] = places + np.repeat(prefill_delta[idx_mapping], lengths)
+    positions[:, : starts[-1]] = spans(computed + prefill_delta[idx_mapping], steps(starts))
     for row in np.flatnonzero(computed < prefill_lens[idx_mapping]):
         of_slot = slice(num_dims * idx_mapping[row], num_dims * (idx_mapping[row] + 1))
         start, end, first = starts[row], starts[row + 1], computed[row]
@@ -81,8 +74,8 @@ def combine_sampled_and_draft_tokens(
         input_ids[last[decodes]] = newest[idx_mapping[decodes]]
         return
     num_logits = steps(cu_num_logits[: num_rows + 1])
-    starts, local = ends - num_logits, positions_within(num_logits)
-    logits_indices[:] = np.repeat(starts, num_logits) + local
+    starts, local = ends - num_logits, spans(0, num_logits)
+    logits_indices[:] = spans(starts, num_logits)
     has_sampled = decodes & (lengths - num_logits >= prefill)
     input_ids[starts[has_sampled]] = newest[idx_mapping[has_sampled]]
     is_draft = (local > 0) & np.repeat(decodes, num_logits)
@@ -97,7 +90,7 @@ def expand_idx_mapping(
     """The slot of each row of logits [N], and its place among those of its request [N]."""
     num_logits = steps(cu_num_logits[: len(idx_mapping) + 1])
     expanded_idx_mapping[:] = np.repeat(idx_mapping, num_logits)
-    expanded_local_pos[:] = positions_within(num_logits)
+    expanded_local_pos[:] = spans(0, num_logits)
 
 
 @kernel("input_batch:_get_num_sampled_and_rejected_kernel")
@@ -151,11 +144,10 @@ def prompt_logprobs_token_ids(
     all_token_ids: Array,
 ) -> None:  # fmt: skip
     """The token [T] that follows each token of a batch."""
-    starts = query_start_loc[: len(idx_mapping) + 1]
-    lengths, num_tokens = steps(starts), int(starts[-1])
-    place = np.repeat(num_computed_tokens[idx_mapping] + 1 - starts[:-1], lengths) + np.arange(num_tokens)
+    lengths = steps(query_start_loc[: len(idx_mapping) + 1])
+    place = spans(num_computed_tokens[idx_mapping] + 1, lengths)
     place = np.minimum(place, all_token_ids.shape[1] - 1)  # nobody asks what follows the last token
-    prompt_logprobs_token_ids[:num_tokens] = all_token_ids[np.repeat(idx_mapping, lengths), place]
+    prompt_logprobs_token_ids[: len(place)] = all_token_ids[np.repeat(idx_mapping, lengths), place]
 
 
 @kernel("spec_decode.standalone_ar.speculator:_prepare_prefill_inputs_kernel")
@@ -169,7 +161,7 @@ def prepare_draft_prefill_inputs(
     starts = query_start_loc[: num_rows + 1]
     lengths = steps(starts)
     num_accepted, num_tokens = lengths - num_rejected[:num_rows], int(starts[-1]) + num_rows
-    out_starts, local = starts[:-1] + np.arange(num_rows), positions_within(lengths + 1)
+    out_starts, local = starts[:-1] + np.arange(num_rows), spans(0, lengths + 1)
     row = np.repeat(np.arange(num_rows), lengths + 1)
     is_accepted = local < num_accepted[row]
     tokens = np.where(is_accepted, target_input_ids[np.where(is_accepted, starts[row] + local, 0)], 0)
@@ -193,7 +185,7 @@ def prepare_head_prefill_inputs(
     num_rows = len(idx_mapping)
     starts, num_tokens = query_start_loc[:num_rows], int(query_start_loc[num_rows])
     num_accepted = steps(query_start_loc[: num_rows + 1]) - num_rejected[:num_rows]
-    last, accepted = starts + num_accepted - 1, np.repeat(starts, num_accepted) + positions_within(num_accepted)
+    last, accepted = starts + num_accepted - 1, spans(starts, num_accepted)
     newest = last_sampled.reshape(-1)[idx_mapping], next_prefill_tokens.reshape(-1)[idx_mapping]
     draft_input_ids[accepted] = target_input_ids[np.minimum(accepted + 1, num_tokens - 1)]
     draft_input_ids[last] = np.where(num_sampled[:num_rows] > 0, *newest)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_trie.worker.cpu.inputs import positions_within
+from vllm_trie.search.spans import spans
 from vllm_trie.worker.cpu.replace import Array, kernel, replaces
 from vllm_trie.worker.cpu.sampling import best_tokens, draw
 
@@ -32,7 +32,7 @@ def gather_draft_sampled(
 @kernel("spec_decode.rejection_sampler:_flatten_sampled_kernel")
 def flatten_sampled(flat_sampled: Array, sampled: Array, num_sampled: Array, cu_num_logits: Array) -> None:
     """Lay out tokens [R, 1 + drafts] as logits are [N]; each row has the first num_sampled [R] of its tokens."""
-    row, local = np.repeat(np.arange(len(num_sampled)), num_sampled), positions_within(num_sampled)
+    row, local = np.repeat(np.arange(len(num_sampled)), num_sampled), spans(0, num_sampled)
     flat_sampled[cu_num_logits[row] + local] = sampled[row, local]
 
 
