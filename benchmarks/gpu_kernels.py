@@ -82,7 +82,7 @@ class Inputs:
         self.tokens[:, :NUM_PROMPT] = 0  # the same in all rows of a group
         table = torch.randint(0, num_rows, (num_rows, num_columns), dtype=torch.int32, **on)
         table[:, -1] = torch.randperm(num_rows, **on)  # tails are the rows' own
-        self.tables = Tables.of([table], [BLOCK_SIZE])
+        self.tables = Tables([table], [BLOCK_SIZE])
         block = (2, BLOCK_SIZE, KV_HEADS, HEAD_SIZE)
         caches = [torch.randn(num_rows, *block, dtype=torch.bfloat16, **on) for _ in range(num_layers)]
         self.caches, self.kv_blocks = caches, KVBlocks(caches, num_rows)

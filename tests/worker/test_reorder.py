@@ -46,7 +46,7 @@ def some_tables() -> Tables:
     blocks = torch.randperm(NUM_BLOCKS, generator=seeded(8)).int().to(DEVICE)
     widths = [-(-LENGTH // block_size) for block_size in BLOCK_SIZES]
     first, second = blocks[: NUM_SLOTS * sum(widths)].split([NUM_SLOTS * width for width in widths])
-    return Tables.of([first.view(NUM_SLOTS, -1).clone(), second.view(NUM_SLOTS, -1).clone()], BLOCK_SIZES)
+    return Tables([first.view(NUM_SLOTS, -1).clone(), second.view(NUM_SLOTS, -1).clone()], BLOCK_SIZES)
 
 
 ON_BLOCK_BOUNDARIES = (12, 24, 36, 12, 48)
@@ -80,7 +80,7 @@ def test_rows_take_over_long_histories_as_in_torch() -> None:
     expected = tokens.clone()
     expected[0, 3:length] = expected[2, 3:length] = expected[1, 3:length]
     table = torch.randint(0, 99, (3, length), generator=seeded(10), dtype=torch.int32).to(DEVICE)
-    kernels.copy_histories(rows, tokens, Tables.of([table], [1]))
+    kernels.copy_histories(rows, tokens, Tables([table], [1]))
     assert torch.equal(tokens, expected)
     assert torch.equal(table[0], table[1])
 

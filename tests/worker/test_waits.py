@@ -138,7 +138,7 @@ def test_rows_are_taken_in_selected_and_reordered_without_waiting(
         states = {key: nowhere(1, WIDTH) for key in selector.row_beams.begin(rules, None)}
         group.beams = group.beams._replace(states=states)
     tables = [nowhere(NUM_SLOTS, LENGTH // size, dtype=torch.int32) for size in BLOCK_SIZES]
-    held.tables = Tables(tables, [*BLOCK_SIZES], [0, 1], nowhere(2, dtype=torch.uint64), nowhere(2), nowhere(2))
+    held.tables = Tables(tables, BLOCK_SIZES)
     held.kv_blocks = SimpleNamespace(segments=Segments(nowhere(2, dtype=torch.uint64), nowhere(2), nowhere(2), 99, 8))
     rows = BatchRows(batch_of(slots), NUM_SLOTS)
     logits = nowhere(2 * WIDTH, VOCAB_SIZE, dtype=torch.bfloat16)

@@ -78,30 +78,22 @@ class RowReorder(NamedTuple):
         return RowReorder(torch.from_numpy(moving), moving[3])
 
 
-@dataclass(frozen=True, slots=True)
 class Tables:
-    """The block tables of all KV cache groups."""
+    """The block tables of all KV cache groups, described to the device once: they must stay where they are.
 
-    tables: list[torch.Tensor]  # [slots, blocks] int32 each
-    block_sizes: list[int]
-    numbers: list[int]  # of their KV cache groups
-    pointers: torch.Tensor  # [tables] uint64, on the device like the others
-    strides: torch.Tensor  # [tables] int64, from slot to slot
-    sizes: torch.Tensor  # [tables] int64, the block sizes
+    Args:
+        tables: [slots, blocks] int32 each.
+        block_sizes: Theirs.
+        numbers: Of their KV cache groups; by default they are those of all.
+    """
 
-    @property
-    def on_device(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What a kernel must know of them."""
-        return self.pointers, self.strides, self.sizes
-
-    @classmethod
-    def of(
-        cls, tables: Sequence[torch.Tensor], block_sizes: Sequence[int], numbers: Sequence[int] | None = None
-    ) -> Tables:
-        """Describe tables to the device, once: they must stay where they are."""
-        numbers = range(len(tables)) if numbers is None else numbers
+    def __init__(
+        self, tables: Sequence[torch.Tensor], block_sizes: Sequence[int], numbers: Sequence[int] | None = None
+    ) -> None:
+        self.tables, self.block_sizes = tables, block_sizes
+        self.numbers = range(len(tables)) if numbers is None else numbers
         device = tables[0].device
         pointers = torch.tensor([table.data_ptr() for table in tables], dtype=torch.uint64, device=device)
         strides = torch.tensor([table.stride(0) for table in tables], dtype=torch.int64, device=device)
         sizes = torch.tensor(block_sizes, dtype=torch.int64, device=device)
-        return cls(list(tables), list(block_sizes), list(numbers), pointers, strides, sizes)
+        self.on_device = pointers, strides, sizes  # [tables] each, what a kernel must know of them

@@ -59,7 +59,7 @@ class Rows:
         tables, groups = self._runner.block_tables, self._runner.kv_cache_config.kv_cache_groups
         differing = [n for n, group in enumerate(groups) if not isinstance(group.kv_cache_spec, CrossAttentionSpec)]
         sizes = [tables.block_sizes[number] for number in differing]
-        return Tables.of([tables.block_tables[number].gpu for number in differing], sizes, differing)
+        return Tables([tables.block_tables[number].gpu for number in differing], sizes, differing)
 
     @cached_property
     def kv_blocks(self) -> KVBlocks:
