@@ -58,16 +58,15 @@ def test_rows_take_over_tokens_and_full_blocks_as_in_torch(num_tokens: Sequence[
     for seed in range(8):
         rows = some_reorder(num_tokens, seed)
         tokens = torch.arange(LENGTH, dtype=torch.int32, device=DEVICE).repeat(NUM_SLOTS, 1)
-        tokens[rows.slots] += (torch.arange(LENGTH, device=DEVICE) >= rows.num_common[:, None]) * rows.slots[
-            :, None
-        ].int()
+        slots, _, num_common, lengths = rows.rows[..., None]
+        tokens[slots[:, 0]] += (torch.arange(LENGTH, device=DEVICE) >= num_common) * slots.int()
         results = []
         for copy_histories in (kernels.copy_histories, reorder.copy_histories):
             own_tokens, tables = tokens.clone(), some_tables()
             copy_histories(rows, own_tokens, tables)
-            is_history = torch.arange(LENGTH, device=DEVICE) < rows.num_tokens[:, None]
-            results.append((own_tokens[rows.slots].where(is_history, 0), *tables.tables))
-        assert not torch.equal(results[0][0], tokens[rows.slots].where(is_history, 0))
+            is_history = torch.arange(LENGTH, device=DEVICE) < lengths
+            results.append((own_tokens[slots[:, 0]].where(is_history, 0), *tables.tables))
+        assert not torch.equal(results[0][0], tokens[slots[:, 0]].where(is_history, 0))
         for by_kernel, by_torch in zip(*results, strict=True):
             assert torch.equal(by_kernel, by_torch)
 
@@ -132,6 +131,6 @@ def test_tail_blocks_are_copied_as_in_torch(kind: str) -> None:
 def test_rows_that_stay_are_left_alone_and_those_that_move_are_moved() -> None:
     rows = some_reorder(ANYWHERE, seed=1)
     moving = rows.moving()
-    assert 0 < len(moving.slots) < len(rows.slots)
-    assert (moving.slots != moving.sources).all()
-    assert moving.num_tokens_on_host.tolist() == moving.num_tokens.tolist()
+    assert 0 < len(moving.num_tokens_on_host) < len(rows.num_tokens_on_host)
+    assert (moving.rows[0] != moving.rows[1]).all()
+    assert moving.num_tokens_on_host.tolist() == moving.rows[3].tolist()

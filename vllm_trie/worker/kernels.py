@@ -67,7 +67,7 @@ def copy_histories(rows: RowReorder, tokens: torch.Tensor, tables: Tables) -> No
         tokens: [slots, length] int32.
         tables: Of all KV cache groups.
     """
-    _copy_histories[len(rows.slots), 1 + len(tables.tables)](
+    _copy_histories[len(rows.num_tokens_on_host), 1 + len(tables.tables)](
         *rows.rows, tokens, tokens.stride(0), *tables.on_device, tile_size=COPY_TILE, num_warps=4
     )
 
@@ -81,9 +81,9 @@ def copy_tails(rows: RowReorder, tables: Tables, segments: Segments) -> None:
         segments: Where blocks lie, layer by layer.
     """
     num_tables, num_tiles = len(tables.tables), triton.cdiv(segments.most_words, COPY_TILE)
-    of_rows = rows.slots, rows.sources, rows.num_tokens
+    of_rows = *rows.rows[:2], rows.rows[3]  # what all histories have in common matters to tokens alone
     of_segments, word = (segments.pointers, segments.strides, segments.words), WORDS[segments.word_bytes]
-    _copy_tails[len(rows.slots) * num_tables, len(segments.pointers), num_tiles](
+    _copy_tails[len(rows.num_tokens_on_host) * num_tables, len(segments.pointers), num_tiles](
         *of_rows, *tables.on_device, num_tables, *of_segments, word=word, tile_size=COPY_TILE, num_warps=4
     )
 

@@ -32,7 +32,7 @@ def reorder_rows(
         kernels.copy_histories(rows, tokens, tables)
         if any((rows.num_tokens_on_host % block_size).any() for block_size in tables.block_sizes):
             kernels.copy_tails(rows, tables, kv_blocks.segments)
-    elif len((moving := rows.moving()).slots):
+    elif len((moving := rows.moving()).num_tokens_on_host):
         copy_histories(moving, tokens, tables)
         copy_tails(moving, tables, kv_blocks, kv_slots)
 
@@ -43,15 +43,15 @@ def copy_histories(rows: RowReorder, tokens: torch.Tensor, tables: Tables) -> No
     What tokens lie beyond a history, nobody reads; on the earlier stages of a pipeline, where vLLM may have written the
     next ones by now, nobody reads generated tokens at all.
     """
-    slots, sources, least = rows.slots, rows.sources, int(rows.num_tokens_on_host.min())
-    most = int(rows.num_tokens_on_host.max())
-    history = tokens[:, int(rows.num_common.min()) : most]
+    slots, sources, num_common, num_tokens = rows.rows
+    least, most = int(rows.num_tokens_on_host.min()), int(rows.num_tokens_on_host.max())
+    history = tokens[:, int(num_common.min()) : most]
     history.index_copy_(0, slots, history.index_select(0, sources))
     for table, block_size in zip(tables.tables, tables.block_sizes, strict=True):
         full = table[:, : most // block_size]
         blocks = full.index_select(0, sources)
         if least // block_size < most // block_size:  # some have fewer full blocks
-            is_full = numbers(full.shape[1], table.device) < (rows.num_tokens // block_size)[:, None]
+            is_full = numbers(full.shape[1], table.device) < (num_tokens // block_size)[:, None]
             blocks = torch.where(is_full, blocks, full.index_select(0, slots))
         full.index_copy_(0, slots, blocks)
 

@@ -48,28 +48,9 @@ class Reorders:
 class RowReorder(NamedTuple):
     """What R rows continue; on the device."""
 
-    rows: torch.Tensor  # [4, R] int64: its fields are the properties below
-    num_tokens_on_host: np.ndarray  # [R]
-
-    @property
-    def slots(self) -> torch.Tensor:
-        """[R], each row's own."""
-        return self.rows[0]
-
-    @property
-    def sources(self) -> torch.Tensor:
-        """[R], the slot that each row continues."""
-        return self.rows[1]
-
-    @property
-    def num_common(self) -> torch.Tensor:
-        """[R], tokens that all histories of the row's group have in common."""
-        return self.rows[2]
-
-    @property
-    def num_tokens(self) -> torch.Tensor:
-        """[R], of each history."""
-        return self.rows[3]
+    # [4, R] int64: slots, those that they continue, tokens that their group has in common, and tokens of histories
+    rows: torch.Tensor
+    num_tokens_on_host: np.ndarray  # [R], the last of these
 
     def moving(self) -> RowReorder:
         """The rows alone that continue another one: for where it costs nothing to look at the device."""

@@ -215,7 +215,7 @@ class Rows:
             moved, self._runner.req_states.all_token_ids.gpu, self.tables, self.kv_blocks, self._parts_of_blocks
         )
         if is_controlled:
-            self._reorder_controls(moved.slots, moved.sources)
+            self._reorder_controls(*moved.rows[:2])
 
     def adopt(
         self, slots: np.ndarray, sources: np.ndarray, num_tokens: int, tables: list[np.ndarray], is_controlled: bool
