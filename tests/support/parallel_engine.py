@@ -44,9 +44,9 @@ class LookedInto:
             select = selector.select
             selector.select = lambda step, rows, logits, *args: select(step, rows, logits.roll(1, dims=-1), *args)
         elif what == "n-grams":
-            self.model_runner.drafter.source._ngrams = NGrams(9, 9)
+            self.model_runner.drafter._ngrams = NGrams(9, 9)
         else:
-            draft_model = self.model_runner.drafter.source.draft_model
+            draft_model = self.model_runner.drafter.draft_model
             logits_of = draft_model.logits
             draft_model.logits = lambda *args: logits_of(*args).roll(1, dims=-1)
 

@@ -7,9 +7,8 @@ gives logits at each node. Drafts come from `draft_by_model`, `draft_by_head` or
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,50 +21,41 @@ from vllm_trie.search.strategies.drawn import Drawn
 from vllm_trie.worker.drawn_forest import DrawnForest
 from vllm_trie.worker.forest_step import NO_BLOCK, ForestStep
 from vllm_trie.worker.group_rows import GroupRows
+from vllm_trie.worker.rank_check import RankCheck
 from vllm_trie.worker.searched_forest import SearchedForest
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext
 
 Forests = dict[str, ForestStep]  # by group
 FORESTS: dict[type, type[ForestStep]] = {Drawn: DrawnForest}  # by strategy; for others one that is searched
-MakeForest = Callable[[GroupStep, GroupRows], ForestStep]
 
 
-class DraftSource(Protocol):
-    """Where drafts come from."""
+class Drafter(ABC):
+    """Drafts for the groups of one runner; there is a file for each place where drafts come from.
 
-    def forests(
-        self, context: StepContext, groups: dict[str, GroupRows], make_forest: MakeForest
-    ) -> dict[str, ForestStep]:
+    Args:
+        runner: vLLM's.
+        selector: Knows its KV blocks and catalogs.
+        rank_check: Compares forests between ranks; None if they are not to be compared.
+    """
+
+    def __init__(self, runner: GPUModelRunner, selector: Selector, rank_check: RankCheck | None) -> None:
+        self._runner = runner
+        self._selector = selector
+        self._rank_check = rank_check
+
+    @abstractmethod
+    def forests(self, context: StepContext, groups: dict[str, GroupRows]) -> Forests:
         """A forest for every group with a budget; for none of those that it has no drafts for.
 
         Args:
             context: The step's.
             groups: Of the runner.
-            make_forest: Makes a forest of a group's roots, to be called in the order of the groups.
         """
-        ...
 
-
-class Drafter:
-    """Drafts for the groups of one runner.
-
-    Args:
-        runner: vLLM's.
-        selector: Knows its KV blocks.
-        source: Where drafts come from.
-    """
-
-    def __init__(self, runner: GPUModelRunner, selector: Selector, source: DraftSource) -> None:
-        self._runner = runner
-        self._selector = selector
-        self.source = source
-
-    def draft(
-        self, context: StepContext, groups: dict[str, GroupRows], output: SchedulerOutput
-    ) -> dict[str, ForestStep]:
+    def draft(self, context: StepContext, groups: dict[str, GroupRows], output: SchedulerOutput) -> Forests:
         """The forests of groups that speculate; what their rows compute is added to `output`."""
-        forests = self.source.forests(context, groups, self._make_forest)
+        forests = self.forests(context, groups)
         for forest_step in forests.values():
             for row_id, nodes in zip(forest_step.group.row_ids, forest_step.forest.rows, strict=True):
                 output.total_num_scheduled_tokens += len(nodes) - output.num_scheduled_tokens[row_id]
@@ -75,7 +65,14 @@ class Drafter:
         self._selector.rows.write_drafts([*forests.values()])
         return forests
 
+    def _compare(self, forests: Forests) -> None:
+        """Let ranks compare what they drafted, before they compute forests of different shapes together, and hang."""
+        if self._rank_check is not None:
+            drafts = {group_id: forest_step.forest.as_arrays() for group_id, forest_step in forests.items()}
+            self._rank_check.compare("drafts", drafts)
+
     def _make_forest(self, step: GroupStep, group: GroupRows) -> ForestStep:
+        """A forest of a group's roots; to be called in the order of the groups."""
         rows, tables, budget = self._selector.rows, self._runner.block_tables, step.budget
         assert budget is not None
         start, slots, blocks = rows.num_computed(group), rows.upload(group.slots), []

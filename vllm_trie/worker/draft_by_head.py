@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from functools import cached_property
 
 from vllm_trie.worker.draft_by_model import ModelDrafts
 from vllm_trie.worker.draft_model import DraftBatch
 from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.head_model import HeadModel
-from vllm_trie.worker.rank_check import RankCheck
-from vllm_trie.worker.select import Selector
 
 
 class HeadDrafts(ModelDrafts):
-    """A `DraftSource`: the head of a runner.
+    """Drafts from the head of a runner."""
 
-    Args:
-        runner: vLLM's, with a head.
-        selector: Knows the KV blocks of both models.
-        rank_check: Compares forests between ranks; None if they are not to be compared.
-    """
-
-    def __init__(self, runner: GPUModelRunner, selector: Selector, rank_check: RankCheck | None) -> None:
-        super().__init__(runner, selector, rank_check, HeadModel(runner, selector.rows))
+    @cached_property
+    def draft_model(self) -> HeadModel:
+        """The head."""
+        return HeadModel(self._runner, self._selector.rows)
 
     def _note_pending(self, forest_step: ForestStep) -> None:
         """As of a draft model; but drafts that are accepted are computed anew, beside the target's own states."""

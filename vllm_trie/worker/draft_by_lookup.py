@@ -5,57 +5,43 @@ Nothing is computed on the device. Where nothing is found, a group takes a plain
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import torch
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.messages import GroupStep
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.draft_lookup import DraftPaths, NGrams, PromptIndex, continuations
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.worker.draft import MakeForest
-from vllm_trie.worker.forest_step import ForestStep
+from vllm_trie.worker.draft import Drafter, Forests
 from vllm_trie.worker.group_rows import GroupRows
-from vllm_trie.worker.rank_check import RankCheck
-from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext
 
 MOST_OF_BEAM = 4  # different continuations of a beam
 NO_TOKEN = -1
 
 
-class LookupDrafts:
-    """A `DraftSource`: what the group knows already.
+class LookupDrafts(Drafter):
+    """Drafts from what the group knows already."""
 
-    Args:
-        runner: vLLM's, whose engine speculates by n-grams.
-        selector: Knows its KV blocks and catalogs.
-        rank_check: Compares forests between ranks; None if they are not to be compared.
-    """
+    @cached_property
+    def _ngrams(self) -> NGrams:
+        config = self._runner.speculative_config
+        return NGrams(config.prompt_lookup_min, config.prompt_lookup_max)
 
-    def __init__(self, runner: GPUModelRunner, selector: Selector, rank_check: RankCheck | None) -> None:
-        self._runner = runner
-        self._selector = selector
-        self._rank_check = rank_check
-        config = runner.speculative_config
-        self._ngrams = NGrams(config.prompt_lookup_min, config.prompt_lookup_max)
-
-    def forests(
-        self, context: StepContext, groups: dict[str, GroupRows], make_forest: MakeForest
-    ) -> dict[str, ForestStep]:
-        """See `DraftSource`."""
-        forests = {}
+    def forests(self, context: StepContext, groups: dict[str, GroupRows]) -> Forests:
+        """See `Drafter`."""
+        forests: Forests = {}
         for group_id in context.speculating:
             step, group = context.steps[group_id], groups[group_id]
             found, scores = self._look_up(step, group), group.beams.scores[0].cpu().numpy()
             found.tokens[scores[found.beams] == NEVER] = NO_TOKEN
             if _may_lead_on(found, step.rules, scores):
-                forests[group_id] = make_forest(step, group)
+                forests[group_id] = self._make_forest(step, group)
                 forests[group_id].add_layers(found)
-        if self._rank_check is not None:  # before ranks compute forests of different shapes together, and hang
-            drafts = {group_id: forest_step.forest.as_arrays() for group_id, forest_step in forests.items()}
-            self._rank_check.compare("drafts", drafts)
+        self._compare(forests)
         return forests
 
     def _look_up(self, step: GroupStep, group: GroupRows) -> DraftPaths:

@@ -10,7 +10,6 @@ host.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any
@@ -35,7 +34,7 @@ from vllm_trie.worker.announce_shared_rows import announce_shared_rows, reads_sh
 from vllm_trie.worker.attention.check_attention import check_demanded_layers
 from vllm_trie.worker.attention.tree_layers import takes_trees
 from vllm_trie.worker.catalogs import DeviceCatalogs
-from vllm_trie.worker.draft import Drafter, DraftSource
+from vllm_trie.worker.draft import Drafter
 from vllm_trie.worker.draft_by_head import HeadDrafts
 from vllm_trie.worker.draft_by_lookup import LookupDrafts
 from vllm_trie.worker.draft_by_model import ModelDrafts
@@ -43,7 +42,7 @@ from vllm_trie.worker.expand import expand
 from vllm_trie.worker.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.new_rows import may_copy_rows, refuse_own_state
 from vllm_trie.worker.pipeline import Stages
-from vllm_trie.worker.rank_check import RankCheck, rank_check
+from vllm_trie.worker.rank_check import rank_check
 from vllm_trie.worker.rows import Rows, rope_state
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext
@@ -52,8 +51,7 @@ from vllm_trie.worker.sub_forward import sub_forward
 from vllm_trie.worker.tree_positions import tree_positions
 from vllm_trie.worker.verify import verify
 
-MakeSource = Callable[[GPUModelRunner, Selector, RankCheck | None], DraftSource]
-SOURCES: dict[str, MakeSource] = {"ngram": LookupDrafts, "ngram_gpu": LookupDrafts, "eagle3": HeadDrafts}
+DRAFTERS: dict[str, type[Drafter]] = {"ngram": LookupDrafts, "ngram_gpu": LookupDrafts, "eagle3": HeadDrafts}
 
 
 class BeamModelRunner(GPUModelRunner):
@@ -93,8 +91,8 @@ class BeamModelRunner(GPUModelRunner):
             return
         self.selector = Selector(self, self.groups, self.rows, self.catalogs)
         if self.speculator is not None:
-            source = SOURCES.get(self.speculative_config.method, ModelDrafts)
-            self.drafter = Drafter(self, self.selector, source(self, self.selector, self.rank_check))
+            drafter = DRAFTERS.get(self.speculative_config.method, ModelDrafts)
+            self.drafter = drafter(self, self.selector, self.rank_check)
             self.speculator.propose = partial(self._propose, self.speculator.propose)
 
     def _load_draft_model(self, stock: Any, *args: Any) -> Any:
@@ -244,9 +242,9 @@ class BeamModelRunner(GPUModelRunner):
     def _propose(self, stock: Any, input_batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Where vLLM drafts: for ordinary requests, and for groups that are one row yet, whose prompt it computes."""
         left_out = self.step.decoding
-        if self.drafter is not None and isinstance(source := self.drafter.source, HeadDrafts):
+        if isinstance(self.drafter, HeadDrafts):
             beginning = [self.groups[group_id] for group_id in self.step.steps if group_id not in left_out]
-            source.add_first_rows(beginning, BatchRows(input_batch, self.max_num_reqs))
+            self.drafter.add_first_rows(beginning, BatchRows(input_batch, self.max_num_reqs))
             left_out = [*self.step.steps]
         left_out_rows = {row_id for group_id in left_out for row_id in self.groups[group_id].row_ids}
         if not left_out_rows:

@@ -92,9 +92,9 @@ def test_drafts_lead_along_the_catalog(engine: Engine, monkeypatch: pytest.Monke
     drafted = 0
     forests = LookupDrafts.forests
 
-    def along(source: LookupDrafts, context: Any, groups: Any, plant: Any) -> Any:
+    def along(drafter: LookupDrafts, context: Any, groups: Any) -> Any:
         nonlocal drafted
-        found = forests(source, context, groups, plant)
+        found = forests(drafter, context, groups)
         tokens = engine.runner.req_states.all_token_ids.gpu
         for one in found.values():
             for path in map(one.forest.path, one.forest.leaves()):
