@@ -6,8 +6,11 @@ block tries, one step at a time, and knows nothing of the forest.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
+from vllm_trie.search.forest import Forest
 from vllm_trie.search.step_result import Step
 from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.rows import Rows
@@ -29,7 +32,7 @@ def accept_path(rows: Rows, forest_step: ForestStep, steps: list[Step], beams: l
     Returns:
         [rows, steps] the tokens that each row has got.
     """
-    count, width = len(steps), forest_step.num_beams
+    count, width, forest = len(steps), forest_step.num_beams, forest_step.forest
     ancestors = [np.arange(width)]  # by steps from the last one back: the beam before it that each row comes from
     for step in reversed(steps):
         ancestors.append(step.parents[ancestors[-1]])
@@ -41,7 +44,8 @@ def accept_path(rows: Rows, forest_step: ForestStep, steps: list[Step], beams: l
         zip(forest_step.blocks, forest_step.columns, forest_step.block_sizes, strict=True)
     ):
         filling = (column + 1) * block_size - forest_step.start  # the step that fills the block of the roots
-        moving, tails = _Moves(forest_step), np.arange(width)  # whose block each row has in the column of the roots
+        tails = np.arange(width)  # whose block each row has in the column of the roots
+        moving = list[tuple[int, int, int, int]]()
         if count < filling:
             heirs = [*enumerate(newest)]
         else:
@@ -51,16 +55,18 @@ def accept_path(rows: Rows, forest_step: ForestStep, steps: list[Step], beams: l
             of_sealers = set(zip(tails.tolist(), sealers.tolist(), strict=True))
             heirs = [(row, beams[filling - 1][sealer]) for row, sealer in of_sealers]
         for row, node in heirs:
-            copies[table[row, column]] = table[forest_step.forest.row_of[node], column]
-            moving.add(node, row, 1)
+            copies[table[row, column]] = table[forest.row_of[node], column]
+            moving += _along(forest, node, row, 1)
         if count > filling:
             for row, node in enumerate(newest):
-                moving.add(node, row, filling)
+                moving += _along(forest, node, row, filling)
         num_columns = column + 1 + (count > filling)
         adopted = table[:, :num_columns].copy()
         adopted[:, :column], adopted[:, column] = table[slots, :column], table[tails, column]
         tables.append(adopted)
-        moves.append((number, moving.slots(number)))
+        rows_and_places = np.array(moving, dtype=np.int64).reshape(-1, 2, 2)
+        from_to = forest_step.slots_of(number, rows_and_places[..., 0], rows_and_places[..., 1])
+        moves.append((number, from_to[from_to[:, 0] != from_to[:, 1]].T))
     moved = np.array([(source, destination) for destination, source in copies.items() if source != destination])
     rows.move(moved, moves)
     to = forest_step.group.slots
@@ -70,21 +76,7 @@ def accept_path(rows: Rows, forest_step: ForestStep, steps: list[Step], beams: l
     return np.stack([step.tokens[beam] for step, beam in zip(steps, reversed(ancestors[:-1]), strict=True)], axis=1)
 
 
-class _Moves:
-    """Which nodes of a forest become tokens of which rows, in one KV cache group."""
-
-    def __init__(self, forest_step: ForestStep) -> None:
-        self._step = forest_step
-        self._moves = list[tuple[int, int, int, int]]()  # row and place where a node is, row and place where it goes
-
-    def add(self, node: int, row: int, first: int) -> None:
-        """Let `row` go on along the path to `node`, from depth `first` on."""
-        forest = self._step.forest
-        for depth, passed in enumerate(forest.path(node)[first:], start=first):
-            self._moves.append((forest.row_of[passed], forest.places[passed], row, depth))
-
-    def slots(self, number: int) -> np.ndarray:
-        """[2, moves] int64 slots of the KV cache group: from where, and where to."""
-        moves = np.array(self._moves, dtype=np.int64).reshape(-1, 2, 2)
-        slots = self._step.slots_of(number, moves[..., 0], moves[..., 1])
-        return slots[slots[:, 0] != slots[:, 1]].T
+def _along(forest: Forest, node: int, row: int, first: int) -> Iterator[tuple[int, int, int, int]]:
+    """Rows and places of nodes on the path to `node`, from depth `first` on, and those that they get in `row`."""
+    for depth, passed in enumerate(forest.path(node)[first:], start=first):
+        yield forest.row_of[passed], forest.places[passed], row, depth
