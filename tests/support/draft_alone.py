@@ -28,7 +28,7 @@ class Alone:
         self.engine, self.model = engine, draft_alone
         self.num_compared = self.num_wrong = self.num_caught_up = 0
         self._texts: list[tuple[list[int], list[int]]] = []  # of the rows of the next logits, up to its root and after
-        draft_layer, logits, add_sequences = ModelDrafts._draft_layer, DraftModel.logits, DraftBatch.add_sequences
+        draft_layer, logits, add_pending = ModelDrafts._draft_layer, DraftModel.logits, DraftBatch.add_pending
 
         def layer_after(drafts: ModelDrafts, forests: dict[str, ForestStep], number: int) -> None:
             active = [one for one in forests.values() if one.budget.num_layers >= number and one.layer.nodes]
@@ -46,13 +46,13 @@ class Alone:
                 self._compare(history, path, row)
             return found
 
-        def caught_up(batch: DraftBatch, forest_step: ForestStep, pending: Any, most: int | None = None) -> None:
+        def caught_up(batch: DraftBatch, forest_step: ForestStep, most: int | None = None) -> None:
             self.num_caught_up += most is not None
-            add_sequences(batch, forest_step, pending, most)
+            add_pending(batch, forest_step, most)
 
         monkeypatch.setattr(ModelDrafts, "_draft_layer", layer_after)
         monkeypatch.setattr(DraftModel, "logits", compared)
-        monkeypatch.setattr(DraftBatch, "add_sequences", caught_up)
+        monkeypatch.setattr(DraftBatch, "add_pending", caught_up)
 
     def says(self, history: list[int], path: list[int]) -> torch.Tensor:
         """[V] logits after a path of drafts behind a history."""

@@ -39,6 +39,7 @@ class HeadDrafts(ModelDrafts):
             sizes = zip(tables.block_tables, tables.block_sizes, strict=True)
             blocks = [table.gpu[slot, : -(-end // size)].cpu().numpy()[None] for table, size in sizes]
             (tokens,) = self._selector.rows.tokens(group.slots, start, end).tolist()
-            batch.add_sequence(tokens, start, blocks)
+            batch.add_sequence(tokens, start)
+            batch.blocks.append(blocks)
         if groups:
             self.draft_model.forward(batch)

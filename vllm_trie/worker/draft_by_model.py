@@ -46,7 +46,7 @@ class ModelDrafts(Drafter):
         for forest_step in forests.values():
             while len(forest_step.pending[0]) > per_row:
                 batch = DraftBatch()
-                batch.add_sequences(forest_step, forest_step.pending, per_row)
+                batch.add_pending(forest_step, per_row)
                 self.draft_model.forward(batch)
                 forest_step.pending = [row[per_row:] for row in forest_step.pending]
 
@@ -57,7 +57,7 @@ class ModelDrafts(Drafter):
         batch = DraftBatch()
         for forest_step in active:
             if number == 1:
-                batch.add_sequences(forest_step, forest_step.pending)
+                batch.add_pending(forest_step)
             else:
                 batch.add_layer(forest_step)
         logits = torch.split(self.draft_model.logits(batch), [len(forest_step.layer.nodes) for forest_step in active])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from vllm_trie.worker.attention.shared_rows import SharedRows, SharesPrefixes
 from vllm_trie.worker.forest_step import ForestStep
 
 
-@dataclass(slots=True)
+@dataclass
 class DraftBatch:
     """What a draft model computes in one forward, of the rows of some groups; T tokens."""
 
@@ -32,19 +33,13 @@ class DraftBatch:
     blocks: list[list[np.ndarray]] = field(default_factory=list)  # by group, by KV cache group: [rows, columns] int32
     sharing: list[list[SharedRows]] = field(default_factory=list)  # by group that drafts into trees, by KV cache group
 
-    def add_sequences(self, forest_step: ForestStep, pending: Sequence[Sequence[int]], most: int | None = None) -> None:
+    def add_pending(self, forest_step: ForestStep, most: int | None = None) -> None:
         """Compute the tokens that lead up to the roots, with logits after these; or only the first `most` of them."""
-        for tokens in pending:
-            first = forest_step.start + 1 - len(tokens)
-            self._add_sequence(tokens[:most], first)
+        for tokens in forest_step.pending:
+            self.add_sequence(tokens[:most], forest_step.start + 1 - len(tokens))
             if most is None:
                 self.wanted.append(len(self.positions) - 1)
         self.blocks.append(forest_step.blocks)
-
-    def add_sequence(self, tokens: Sequence[int], start: int, blocks: list[np.ndarray]) -> None:
-        """Compute tokens of one row, from place `start` of its cache on; `blocks`: by KV cache group: [1, columns]."""
-        self._add_sequence(tokens, start)
-        self.blocks.append(blocks)
 
     def add_layer(self, forest_step: ForestStep) -> None:
         """Compute the newest layer of a forest, each node at the end of its tree."""
@@ -66,7 +61,8 @@ class DraftBatch:
         assert num_shared is not None
         self.sharing.append([SharedRows(at, count, trees) for count in num_shared])
 
-    def _add_sequence(self, tokens: Sequence[int], start: int) -> None:
+    def add_sequence(self, tokens: Sequence[int], start: int) -> None:
+        """Compute tokens of one row, from place `start` of its cache on. Its `blocks` are the caller's to add."""
         end = start + len(tokens)
         self._add_row(tokens, start, range(start, end), range(start - 1, end - 1))
 
@@ -76,10 +72,12 @@ class DraftBatch:
         self.positions += positions
         self.parents += parents
 
+    @cached_property
     def lengths(self) -> np.ndarray:
         """[rows] int32 tokens of each."""
         return np.array([len(row) for row in self.tokens], dtype=np.int32)
 
+    @cached_property
     def tables(self) -> list[np.ndarray]:
         """By KV cache group: [rows, columns] int32."""
         tables = []
@@ -109,11 +107,11 @@ class DraftModel:
     def forward(self, batch: DraftBatch) -> torch.Tensor:
         """Compute tokens, write their KV, and return [T, H]."""
         config, speculator = self._runner.kv_cache_config, self._speculator
-        lengths, starts, blocks = batch.lengths(), np.array(batch.starts), batch.tables()
+        lengths, starts = batch.lengths, np.array(batch.starts)
         ends = (starts + lengths).astype(np.int32)
         query_starts = np.zeros(len(lengths) + 1, dtype=np.int32)
         np.cumsum(lengths, out=query_starts[1:])
-        slots = self._slots(blocks, spans(starts, lengths), lengths)
+        slots = self._slots(batch, spans(starts, lengths))
         slot_mappings, positions = self._on_device(slots), self._on_device(np.array(batch.positions))
         self._announce_trees(batch)
         metadata = build_attn_metadata(
@@ -125,7 +123,7 @@ class DraftModel:
             max_query_len=int(lengths.max()),
             seq_lens=self._on_device(ends),
             max_seq_len=int(ends.max()),
-            block_tables=[self._on_device(np.ascontiguousarray(table)) for table in blocks],
+            block_tables=[self._on_device(np.ascontiguousarray(table)) for table in batch.tables],
             slot_mappings=slot_mappings,
             kv_cache_config=config,
             seq_lens_cpu_upper_bound=torch.from_numpy(ends),
@@ -142,10 +140,10 @@ class DraftModel:
         assert isinstance(self._speculator, StandaloneARSpeculator)
         return self._speculator._run_model(token_ids, positions, metadata, slots, None)
 
-    def _slots(self, blocks: Sequence[np.ndarray], places: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """[KV cache groups, T] int64 where places [T] of rows lie, `lengths` of each in turn."""
-        row, sizes = np.repeat(np.arange(len(lengths)), lengths), self._runner.block_tables.block_sizes
-        tables = zip(blocks, sizes, strict=True)
+    def _slots(self, batch: DraftBatch, places: np.ndarray) -> np.ndarray:
+        """[KV cache groups, T] int64 where places [T] of a batch's rows lie, a place for each token."""
+        row = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
+        tables = zip(batch.tables, self._runner.block_tables.block_sizes, strict=True)
         return np.stack([table[row, places // size].astype(np.int64) * size + places % size for table, size in tables])
 
     def _announce_trees(self, batch: DraftBatch) -> None:

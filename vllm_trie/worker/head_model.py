@@ -45,7 +45,7 @@ class HeadModel(DraftModel):
     def _beside(self, batch: DraftBatch, states: HiddenStates) -> torch.Tensor:
         """[T, H] the states at the token before each; zeros before the first."""
         parents = np.array(batch.parents)
-        before = self._slots(batch.tables(), np.maximum(parents, 0), batch.lengths())[states.number]
+        before = self._slots(batch, np.maximum(parents, 0))[states.number]
         beside = states.by_slot[self._on_device(before)]
         beside[self._on_device(np.flatnonzero(parents < 0))] = 0
         return beside
