@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.steps import rules_of, shortcuts, steps_of
-from vllm_trie.search.constraints.grammar import Grammar, among_best, unpacked_mask
+from vllm_trie.search.constraints.grammar import Grammar, unpacked_mask
 from vllm_trie.search.constraints.ngrams import NoRepeats
 
 NEVER = float("-inf")
@@ -64,7 +64,7 @@ def test_vllms_loop_sees_the_best_of_a_row_or_the_best_that_is_allowed(
     logits: torch.Tensor, may_come: torch.Tensor
 ) -> None:
     logprobs = logits.log_softmax(-1)
-    found = among_best(logprobs, may_come, 2 * WIDTH)
+    found = Grammar(2 * WIDTH).narrow(logprobs, may_come)
     for row, allowed, left in zip(*(t.flatten(0, 1) for t in (logprobs, may_come, found)), strict=True):
         best = {*row.topk(2 * WIDTH).indices.tolist()} & {*allowed.nonzero()[:, 0].tolist()}
         if not best and allowed.any():

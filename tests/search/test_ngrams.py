@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
-from vllm_trie.search.constraints.ngrams import NOTHING, flush_right, is_repeated, without_repeats
+from vllm_trie.search.constraints.ngrams import NOTHING, NoRepeats, flush_right
 
 VOCAB = 4
 
@@ -21,10 +21,10 @@ def texts(num_texts: int, length: int) -> torch.Tensor:
 def test_it_is_what_transformers_bans(size: int, length: int) -> None:
     histories, logprobs = texts(50, length), torch.randn(50, VOCAB).log_softmax(-1)
     expected = NoRepeatNGramLogitsProcessor(size)(histories.long(), logprobs)
-    assert torch.equal(without_repeats(logprobs, histories, size), expected)
+    assert torch.equal(NoRepeats(size).restrict(logprobs, histories), expected)
     assert length < size or size > 3 or (expected == -torch.inf).any()
     for token in range(VOCAB):
-        bans = is_repeated(histories, torch.full((50,), token), size)
+        bans = ~NoRepeats(size).leads_on(histories, torch.full((50,), token))
         assert torch.equal(bans, expected[:, token] == -torch.inf)
 
 
@@ -32,17 +32,17 @@ def test_it_is_what_transformers_bans(size: int, length: int) -> None:
 def test_histories_of_several_lengths_are_looked_through_together(size: int) -> None:
     lengths = np.array([9, 2, 1, 5])
     tokens, logprobs = texts(8, 9).view(4, 2, 9), torch.zeros(4, 2, VOCAB)
-    found = without_repeats(logprobs, flush_right(tokens, lengths), size)
+    found = NoRepeats(size).restrict(logprobs, flush_right(tokens, lengths))
     for number, length in enumerate(lengths):
-        alone = without_repeats(logprobs[number], tokens[number, :, :length], size)
+        alone = NoRepeats(size).restrict(logprobs[number], tokens[number, :, :length])
         assert torch.equal(found[number], alone)
 
 
 def test_nothing_in_front_of_a_history_repeats_nothing() -> None:
     histories = torch.tensor([[NOTHING, NOTHING, NOTHING, 2], [NOTHING, 1, 3, 1]])
-    found = without_repeats(torch.zeros(2, VOCAB), histories, 2)
+    found = NoRepeats(2).restrict(torch.zeros(2, VOCAB), histories)
     assert (found == -torch.inf).nonzero().tolist() == [[1, 3]]
-    assert (without_repeats(torch.zeros(2, VOCAB), histories, 4) == 0).all()
+    assert (NoRepeats(4).restrict(torch.zeros(2, VOCAB), histories) == 0).all()
 
 
 def test_histories_of_equal_length_are_not_copied() -> None:

@@ -29,8 +29,16 @@ class Grammar(Constraint):
         return logits if self.num_seen is not None else torch.where(states, logits, NEVER)
 
     def narrow(self, logprobs: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """See `Constraint`."""
-        return logprobs if self.num_seen is None else among_best(logprobs, states, self.num_seen)
+        """See `Constraint`: what the grammar leaves of the best of each row, or else the best of all it leaves.
+
+        As in vLLM's `LLM.beam_search`, which sees no more of a row. (Where a grammar allows more than 1,024 tokens, and
+        none of the best, vLLM drops the beam.) Source: vLLM 0.33 `_build_beam_sampling_params`, `_beam_search_step`.
+        """
+        if self.num_seen is None:
+            return logprobs
+        last = logprobs.topk(min(self.num_seen, logprobs.shape[-1]), dim=-1).values[..., -1:]
+        kept = torch.where(states, logprobs, NEVER)
+        return kept.masked_fill(kept < torch.minimum(last, kept.amax(dim=-1, keepdim=True)), NEVER)
 
 
 def unpacked_mask(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -40,18 +48,3 @@ def unpacked_mask(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
         return torch.from_numpy(unpacked.view(bool))
     bit = 1 << numbers(8, bits.device).byte()
     return (bits.view(torch.uint8)[..., None] & bit).ne(0).flatten(-2)[..., :vocab_size]
-
-
-def among_best(logprobs: torch.Tensor, may_come: torch.Tensor, count: int) -> torch.Tensor:
-    """What a grammar leaves of the best `count` of each row, or else the best of all it leaves; not renormalised.
-
-    As in vLLM's `LLM.beam_search`, which sees no more of a row. (Where a grammar allows more than 1,024 tokens, and
-    none of the best, vLLM drops the beam.) Source: vLLM 0.33 `_build_beam_sampling_params`, `_beam_search_step`.
-
-    Args:
-        logprobs: [..., V] float32.
-        may_come: [..., V] bool.
-    """
-    last = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1).values[..., -1:]
-    kept = torch.where(may_come, logprobs, NEVER)
-    return kept.masked_fill(kept < torch.minimum(last, kept.amax(dim=-1, keepdim=True)), NEVER)

@@ -18,7 +18,7 @@ NOTHING = -1  # where a history has no token
 
 @dataclass(frozen=True)
 class NoRepeats(Constraint):
-    """No hypothesis has an n-gram of `size` tokens twice. The states are histories [G, r, L], see `repeating`.
+    """No hypothesis has an n-gram of `size` tokens twice. The states are histories [G, r, L].
 
     Histories that are advanced keep their length: they begin with `NOTHING` as often as tokens are to come.
     """
@@ -33,11 +33,33 @@ class NoRepeats(Constraint):
 
     def leads_on(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""
-        return ~is_repeated(states, tokens, self.size)
+        last, repeats = self._repeating(states)
+        return ~(repeats & (last == tokens[..., None])).any(dim=-1)
 
     def restrict(self, logprobs: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""
-        return without_repeats(logprobs, states, self.size)
+        last, repeats = self._repeating(states)
+        if not last.shape[-1]:
+            return logprobs
+        bounds = torch.where(repeats, NEVER, -NEVER).to(logprobs.dtype)
+        return logprobs.scatter_reduce(-1, last.clamp(min=0).long(), bounds, "amin")
+
+    def _repeating(self, histories: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last tokens of all n-grams of each history, and which of these n-grams one more token might repeat.
+
+        Args:
+            histories: [..., L] of any integer type, with `NOTHING` where there is no token.
+
+        Returns:
+            Tokens [..., L - n + 1], and bools, true where the n - 1 tokens in front of one are the history's newest.
+        """
+        num_ngrams = max(histories.shape[-1] - self.size + 1, 0)
+        last = histories[..., self.size - 1 :]
+        repeats = last >= 0
+        for place in range(self.size - 1 if num_ngrams else 0):
+            newest = histories[..., num_ngrams + place, None]
+            repeats = repeats & (histories[..., place : place + num_ngrams] == newest) & (newest >= 0)
+        return last, repeats
 
 
 def flush_right(tokens: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
@@ -53,43 +75,3 @@ def flush_right(tokens: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
     missing = torch.from_numpy(longest - lengths).to(tokens.device, non_blocking=True)[:, None, None]
     at = (torch.arange(longest, device=tokens.device) - missing).expand(tokens.shape)
     return tokens.gather(-1, at.clamp(min=0)).where(at >= 0, NOTHING)
-
-
-def repeating(histories: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last tokens of all n-grams of each history, and which of these n-grams one more token might repeat.
-
-    Args:
-        histories: [..., L] of any integer type, with `NOTHING` where there is no token.
-        size: Tokens of an n-gram, n.
-
-    Returns:
-        Tokens [..., L - n + 1], and bools, true where the n - 1 tokens in front of one are the history's newest.
-    """
-    num_ngrams = max(histories.shape[-1] - size + 1, 0)
-    last = histories[..., size - 1 :]
-    repeats = last >= 0
-    for place in range(size - 1 if num_ngrams else 0):
-        newest = histories[..., num_ngrams + place, None]
-        repeats = repeats & (histories[..., place : place + num_ngrams] == newest) & (newest >= 0)
-    return last, repeats
-
-
-def without_repeats(logprobs: torch.Tensor, histories: torch.Tensor, size: int) -> torch.Tensor:
-    """Log-probabilities [..., V] with -inf for what would repeat an n-gram; the others stay as they are.
-
-    Args:
-        logprobs: Of the next token.
-        histories: [..., L], of the same rows; see `repeating`.
-        size: Tokens of an n-gram.
-    """
-    last, repeats = repeating(histories, size)
-    if not last.shape[-1]:
-        return logprobs
-    bounds = torch.where(repeats, NEVER, -NEVER).to(logprobs.dtype)
-    return logprobs.scatter_reduce(-1, last.clamp(min=0).long(), bounds, "amin")
-
-
-def is_repeated(histories: torch.Tensor, tokens: torch.Tensor, size: int) -> torch.Tensor:
-    """Whether `tokens` [...], each after its history [..., L], would repeat an n-gram; bools [...]."""
-    last, repeats = repeating(histories, size)
-    return (repeats & (last == tokens[..., None])).any(dim=-1)
