@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_trie.search.constraints.constraint import Constraint
+from vllm_trie.search.rank import Array
 
 ROOT, NOWHERE = 0, -1
 
@@ -55,7 +56,9 @@ class PhraseBoosts(Constraint):
     @cached_property
     def most_boost(self) -> float:  # type: ignore[override]
         """See `Constraint`."""
-        return _automaton(self).most_boost
+        automaton = _automaton(self)
+        gains = automaton.occurring + automaton.pending.clip(min=0)
+        return float(gains.max(initial=0) - automaton.pending.min(initial=0))
 
     def begin(self, num_rows: int, device: torch.device) -> torch.Tensor:
         """See `Constraint`."""
@@ -64,7 +67,7 @@ class PhraseBoosts(Constraint):
     def advance(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""
         tables = _tables(self, states.device)
-        leads = tables.leads_on_from(states) & (tables.tokens[tables.columns] == tokens[..., None])
+        leads = _lead_on(tables, states) & (tables.tokens[tables.columns] == tokens[..., None])
         return tables.children.where(leads, ROOT).amax(dim=-1)
 
     def leads_on(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -74,7 +77,7 @@ class PhraseBoosts(Constraint):
     def boosts(self, states: torch.Tensor, vocab_size: int, is_end: bool) -> torch.Tensor:
         """See `Constraint`."""
         tables = _tables(self, states.device)
-        leads = tables.leads_on_from(states)
+        leads = _lead_on(tables, states)
         # By token that is in a phrase: the node that it leads to. Of several the one with the highest number is that of
         # the longest beginning; where there is none, it is the root.
         nodes = states.new_full((*states.shape, len(tables.tokens)), ROOT)
@@ -97,28 +100,24 @@ def _as_ways(tokens: Sequence[int] | Sequence[Sequence[int]]) -> tuple[Tokens, .
     return tuple(dict.fromkeys(tuple(way) for way in ways))  # type: ignore[arg-type]
 
 
-class _Automaton(NamedTuple):
+class _Automaton(NamedTuple, Generic[Array]):
     """Which beginning of a phrase is the longest that a hypothesis ends in: a node, the root for none.
 
-    Nodes are numbered by layer; edge i leads to node i + 1.
+    Nodes are numbered by layer. On the host, weights are float64; on a device, float32.
     """
 
-    parents: np.ndarray  # [edges]
-    tokens: np.ndarray  # [edges]
-    depths: np.ndarray  # [edges] of the parents
-    suffixes: np.ndarray  # [nodes, layers]: by layer the node of a suffix of the node's tokens, itself among them
-    occurring: np.ndarray  # [nodes] float64, weights of the phrases that end there
-    pending: np.ndarray  # [nodes] float64
-
-    @property
-    def most_boost(self) -> float:
-        """No token adds more."""
-        gains = self.occurring + self.pending.clip(min=0)
-        return float(gains.max(initial=0) - self.pending.min(initial=0))
+    parents: Array  # [edges]
+    columns: Array  # [edges] place of the token among `tokens`
+    depths: Array  # [edges] of the parents
+    children: Array  # [edges]
+    tokens: Array  # those of all edges, each once, ascending
+    suffixes: Array  # [nodes, layers]: by layer the node of a suffix of the node's tokens, itself among them
+    occurring: Array  # [nodes] weights of the phrases that end there
+    pending: Array  # [nodes]
 
 
 @lru_cache(maxsize=64)
-def _automaton(boosts: PhraseBoosts) -> _Automaton:
+def _automaton(boosts: PhraseBoosts) -> _Automaton[np.ndarray]:
     phrases = boosts.phrases
     ends, shares, edges = _trie(phrases)
     by_parent = dict[int, dict[int, int]]()
@@ -145,8 +144,10 @@ def _automaton(boosts: PhraseBoosts) -> _Automaton:
             suffixes[node] = suffixes[suffix_of[node]]
         if depth < suffixes.shape[1]:
             suffixes[node, depth] = node
-    parents, tokens = np.array(edges).T
-    return _Automaton(parents, tokens, np.array(depths)[parents], suffixes, occurring, pending)
+    parents, of_edges = np.array(edges).T
+    tokens, columns = np.unique(of_edges, return_inverse=True)
+    children = np.arange(1, len(edges) + 1)
+    return _Automaton(parents, columns, np.array(depths)[parents], children, tokens, suffixes, occurring, pending)
 
 
 def _trie(phrases: Sequence[Phrase]) -> tuple[list[set[int]], list[float], list[tuple[int, int]]]:
@@ -164,28 +165,12 @@ def _trie(phrases: Sequence[Phrase]) -> tuple[list[set[int]], list[float], list[
     return ends, shares, [(nodes[tokens[:-1]], tokens[-1]) for tokens in beginnings[1:]]
 
 
-class _Tables(NamedTuple):
-    """An automaton on a device."""
-
-    parents: torch.Tensor  # [edges]
-    columns: torch.Tensor  # [edges] place of the token among `tokens`
-    depths: torch.Tensor  # [edges] of the parents
-    children: torch.Tensor  # [edges]
-    tokens: torch.Tensor  # those of all edges, each once, ascending
-    suffixes: torch.Tensor  # see `_Automaton`
-    occurring: torch.Tensor  # [nodes] float32
-    pending: torch.Tensor  # [nodes] float32
-
-    def leads_on_from(self, nodes: torch.Tensor) -> torch.Tensor:
-        """[..., edges] bool, which edges lead on from nodes [...], or from suffixes of them."""
-        return self.suffixes[nodes][..., self.depths] == self.parents
-
-
 @lru_cache(maxsize=64)
-def _tables(boosts: PhraseBoosts, device: torch.device) -> _Tables:
-    automaton = _automaton(boosts)
-    tokens, columns = np.unique(automaton.tokens, return_inverse=True)
-    children = np.arange(1, len(columns) + 1)
-    integers = automaton.parents, columns, automaton.depths, children, tokens, automaton.suffixes
-    weights = (torch.from_numpy(values).float() for values in (automaton.occurring, automaton.pending))
-    return _Tables(*(torch.from_numpy(values).to(device) for values in integers), *(w.to(device) for w in weights))
+def _tables(boosts: PhraseBoosts, device: torch.device) -> _Automaton[torch.Tensor]:
+    tables = _Automaton(*(torch.from_numpy(array).to(device) for array in _automaton(boosts)))
+    return tables._replace(occurring=tables.occurring.float(), pending=tables.pending.float())
+
+
+def _lead_on(tables: _Automaton[torch.Tensor], nodes: torch.Tensor) -> torch.Tensor:
+    """[..., edges] bool, which edges lead on from nodes [...], or from suffixes of them."""
+    return tables.suffixes[nodes][..., tables.depths] == tables.parents
