@@ -44,10 +44,6 @@ class Ended(NamedTuple):
         return Ended(list(compress(self.sums, which)), tokens, nodes, rows)
 
 
-def _worse_is_more(finished: Finished) -> float:
-    return -finished.score
-
-
 class Pool(ABC):
     """Where finished hypotheses compete, and when the search for them is over."""
 
@@ -96,14 +92,14 @@ class HypothesisPool(Pool):
         """The scores of several."""
         return [self.score(total, length, token) for total, token in zip(sums, last_tokens, strict=True)]
 
-    @abstractmethod
     def is_done(self, best_running: float, length: int) -> bool:
-        """Whether no running beam may enter the pool any more.
+        """Whether no running beam may enter the pool any more: by default, as it is full, and none can be better.
 
         Args:
             best_running: Cumulative log-probability of the best running beam.
             length: Tokens the running beams have generated.
         """
+        return len(self) == self.width and self.bound(best_running, length) <= self._best_first[-1].score
 
     def bound(self, sum_logprobs: float, length: int) -> float:
         """The most that what descends from a running beam can compete by.
@@ -127,7 +123,7 @@ class HypothesisPool(Pool):
     ) -> list[Finished]:
         """Offer hypotheses of equal length. Returns what has no place in the pool (any more)."""
         self._best_first += map(Finished, self.scores(sums, length, last_tokens), nodes)
-        self._best_first.sort(key=_worse_is_more)  # equal scores keep their order
+        self._best_first.sort(key=lambda finished: -finished.score)  # equal scores keep their order
         outdone = self._best_first[self.width :]
         del self._best_first[self.width :]
         return outdone
@@ -207,9 +203,6 @@ class StochasticPool(HypothesisPool):
     def score(self, sum_logprobs: float, length: int, last_token: int) -> float:
         return sum_logprobs
 
-    def is_done(self, best_running: float, length: int) -> bool:
-        return len(self) == self.width and best_running <= self._best_first[-1].score
-
 
 class VllmPool(HypothesisPool):
     """Hypotheses compete as in vLLM's `LLM.beam_search`.
@@ -234,8 +227,3 @@ class VllmPool(HypothesisPool):
     def score(self, sum_logprobs: float, length: int, last_token: int) -> float:
         counted = self.prompt_length + length - (last_token in self.uncounted)
         return float(sum_logprobs / max(counted, 1) ** self.length_penalty)
-
-    def is_done(self, best_running: float, length: int) -> bool:
-        if len(self) < self.width:
-            return False
-        return self.bound(best_running, length) <= self._best_first[-1].score
