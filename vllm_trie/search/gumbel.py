@@ -13,13 +13,6 @@ from vllm_trie.search.devices import NEVER
 TINY = torch.finfo(torch.float64).tiny  # so that noise is finite
 
 
-class Perturbed(NamedTuple):
-    """The best k log-weights after noise, best first; -inf marks what had no weight and so was not drawn."""
-
-    indices: torch.Tensor  # [..., k]
-    values: torch.Tensor  # [..., k] float64
-
-
 class StochasticBeams(NamedTuple):
     """Beams of a stochastic beam search, best perturbed first. Its root is one beam with both values 0."""
 
@@ -28,7 +21,9 @@ class StochasticBeams(NamedTuple):
     perturbed: torch.Tensor  # [..., k] float64, G ~ Gumbel(phi); -inf where there was nothing left to keep
 
 
-def gumbel_top_k(logs: torch.Tensor, count: int, rngs: Sequence[np.random.Generator]) -> Perturbed:
+def gumbel_top_k(
+    logs: torch.Tensor, count: int, rngs: Sequence[np.random.Generator]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws without replacement from the log-weights of each group, [G, N], in the order they were drawn.
 
     The same distribution as drawing one after the other and renormalising what is left.
@@ -38,10 +33,13 @@ def gumbel_top_k(logs: torch.Tensor, count: int, rngs: Sequence[np.random.Genera
         logs: Unnormalised; -inf for what may not be drawn.
         count: How many, at most N.
         rngs: What draws, by group.
+
+    Returns:
+        Log-weights with noise [G, count] float64, -inf where nothing was left to draw, and their indices.
     """
     noisy = torch.stack([_perturbed(of_group, rng) for of_group, rng in zip(logs, rngs, strict=True)])
-    best = noisy.topk(count, dim=-1)
-    return Perturbed(best.indices, best.values)
+    values, indices = noisy.topk(count, dim=-1)
+    return values, indices
 
 
 def stochastic_step(

@@ -77,8 +77,8 @@ def draw_continuations(
         for of_group, rng in zip(chances, rngs, strict=True):
             of_group.uniform_(generator=on_device(rng, p.device))
         return _inverted(p, chances), p.any(dim=-1, keepdim=True).expand(-1, count)
-    drawn = gumbel_top_k(p.log(), min(count, p.shape[-1]), rngs)
-    return drawn.indices, drawn.values > NEVER
+    values, cells = gumbel_top_k(p.log(), min(count, p.shape[-1]), rngs)
+    return cells, values > NEVER
 
 
 def draw_cells(p: torch.Tensor, count: int, replacement: bool, rng: np.random.Generator) -> np.ndarray:
