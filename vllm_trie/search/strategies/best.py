@@ -37,7 +37,34 @@ class Best(_Best, Strategy):
         """See `Strategy`."""
         if (sparse := beams.sparse) is not None:
             return best_continuations(rules, logprobs, beams, means, sparse)
-        return Choice(best(self, rules, beams.narrow(logprobs), beams.scores, means), logprobs)
+        narrowed, scores = beams.narrow(logprobs), beams.scores
+        num_rows, vocab_size = logprobs.shape[1:]
+        width = rules.num_beams or rules.width
+        count = num_candidates(width, len(rules.stops.token_ids), rules.width)
+        while True:
+            allowed = filtered(narrowed, rules.filters, count if means.boosts is None else None)
+            allowed = pruned(allowed if means.boosts is None else allowed + means.boosts, scores, rules.pruning)
+            candidates = rank_candidates(allowed, scores, count)
+            stops = rules.stops.end(candidates, means.completes)
+            if means.completes is None or count >= num_rows * vocab_size or ((~stops).sum(dim=1) >= width).all():
+                break
+            count *= 2  # too many complete a stop string, too few would go on
+        if self.semantics == "hf":  # what stops finishes among the best b; source: transformers 5.19 `_beam_search`
+            finished = ended(rules, candidates, stops, numbers(stops.shape[1], stops.device) < width)
+        elif self.semantics == "tridecode":  # or before the b-th that goes on; source: the trie paper's published code
+            finished = ended(rules, candidates, stops, (~stops).cumsum(dim=1) + stops.int() <= width)
+        else:
+            finished = _own_stops(rules, allowed, scores, means)
+            if self.eos_score_factor is not None:
+                own = _own_continuations(rules, allowed, scores, self.eos_score_factor[:1])
+                candidates = _ranked_with_factor(*self.eos_score_factor, candidates, own)
+                stops = rules.stops.end(candidates, means.completes)
+            if rules.is_last:
+                lives = alive(candidates, stops)
+                at_last = ended(rules, candidates, stops, lives & (lives.cumsum(dim=1) <= width))
+                finished = Candidates.join([finished, at_last])
+        by_slot = means.select_next(candidates, going_on(rules, candidates, stops), rules.width, num_rows)
+        return Choice(Step(*by_slot, finished), logprobs)
 
 
 def num_candidates(width: int, num_stop_tokens: int, num_parents: int = 0) -> int:
@@ -50,43 +77,6 @@ def num_candidates(width: int, num_stop_tokens: int, num_parents: int = 0) -> in
         num_parents: Beams that propose, if these may be more.
     """
     return max(2 * width, width + num_stop_tokens * max(width, num_parents))
-
-
-def best(
-    strategy: Best,
-    rules: SelectRules,
-    logprobs: torch.Tensor,
-    scores: torch.Tensor,
-    means: Means,
-) -> Step[torch.Tensor]:
-    """The best continuations become beams, or finish by the rules of `semantics`."""
-    _, num_rows, vocab_size = logprobs.shape
-    width = rules.num_beams or rules.width
-    count = num_candidates(width, len(rules.stops.token_ids), rules.width)
-    while True:
-        allowed = filtered(logprobs, rules.filters, count if means.boosts is None else None)
-        allowed = pruned(allowed if means.boosts is None else allowed + means.boosts, scores, rules.pruning)
-        candidates = rank_candidates(allowed, scores, count)
-        stops = rules.stops.end(candidates, means.completes)
-        if means.completes is None or count >= num_rows * vocab_size or ((~stops).sum(dim=1) >= width).all():
-            break
-        count *= 2  # too many complete a stop string, too few would go on
-    if strategy.semantics == "hf":  # what stops finishes among the best b; source: transformers 5.19 `_beam_search`
-        finished = ended(rules, candidates, stops, numbers(stops.shape[1], stops.device) < width)
-    elif strategy.semantics == "tridecode":  # or before the b-th that goes on; source: the trie paper's published code
-        finished = ended(rules, candidates, stops, (~stops).cumsum(dim=1) + stops.int() <= width)
-    else:
-        finished = _own_stops(rules, allowed, scores, means)
-        if strategy.eos_score_factor is not None:
-            own = _own_continuations(rules, allowed, scores, strategy.eos_score_factor[:1])
-            candidates = _ranked_with_factor(*strategy.eos_score_factor, candidates, own)
-            stops = rules.stops.end(candidates, means.completes)
-        if rules.is_last:
-            lives = alive(candidates, stops)
-            at_last = ended(rules, candidates, stops, lives & (lives.cumsum(dim=1) <= width))
-            finished = Candidates.join([finished, at_last])
-    by_slot = means.select_next(candidates, going_on(rules, candidates, stops), rules.width, num_rows)
-    return Step(*by_slot, finished)
 
 
 def _own_stops(
