@@ -141,9 +141,8 @@ class StepSearch:
 
     def take(self, drawn: Sequence[DrawnStep]) -> list[StepHypothesis]:
         """Take what was drawn, in the order of `draws`. Returns the candidates to score, each text once."""
-        extended = [_extended(beam, step) for beam, step in zip(self._drawing, drawn, strict=True)]
-        running_out = (c if c.is_finished else self._ended_by_length(c) for c in extended)
-        self._candidates = [*_distinct(running_out)]
+        drawn_of = zip(self._drawing, drawn, strict=True)
+        self._candidates = _distinct(_extended(beam, step, self.rules.max_tokens) for beam, step in drawn_of)
         return list(self._candidates)
 
     def judge(self, scores: Iterable[Any]) -> bool:
@@ -161,11 +160,6 @@ class StepSearch:
         self.beams = [c for c in ranked if not c.is_finished][:width]
         self.num_rounds += 1
         return not self.beams or (self.rules.stops_early and len(self.finished) == width)
-
-    def _ended_by_length(self, candidate: StepHypothesis) -> StepHypothesis:
-        if len(candidate.token_ids) < self.rules.max_tokens:
-            return candidate
-        return replace(candidate, finish_reason="length")
 
 
 def checked_scores(scores: Iterable[Any], count: int) -> list[float]:
@@ -192,13 +186,14 @@ def derived_seed(*numbers: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def _extended(beam: StepHypothesis, step: DrawnStep) -> StepHypothesis:
+def _extended(beam: StepHypothesis, step: DrawnStep, max_tokens: int) -> StepHypothesis:
+    token_ids = *beam.token_ids, *step.token_ids
     return StepHypothesis(
         (*_without_end(beam.steps, step.taken_back), step.text),
-        (*beam.token_ids, *step.token_ids),
+        token_ids,
         beam.scores,
         beam.sum_logprobs + step.sum_logprobs,
-        step.finish_reason,
+        step.finish_reason or ("length" if len(token_ids) >= max_tokens else None),
         step.stop_reason,
         (*beam.notes, step.note),
     )
