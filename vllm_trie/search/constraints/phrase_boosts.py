@@ -119,50 +119,39 @@ class _Automaton(NamedTuple, Generic[Array]):
 @lru_cache(maxsize=64)
 def _automaton(boosts: PhraseBoosts) -> _Automaton[np.ndarray]:
     phrases = boosts.phrases
-    ends, shares, edges = _trie(phrases)
-    by_parent = dict[int, dict[int, int]]()
-    for node, (parent, token) in enumerate(edges, start=1):
-        by_parent.setdefault(parent, {})[token] = node
-    depths = [0]
-    suffix_of = [NOWHERE]  # the longest proper one that is a node
-    for parent, token in edges:
-        depths.append(depths[parent] + 1)
-        suffix = suffix_of[parent]
-        while suffix != NOWHERE and token not in by_parent.get(suffix, {}):
-            suffix = suffix_of[suffix]
-        suffix_of.append(ROOT if suffix == NOWHERE else by_parent[suffix][token])
-    suffixes = np.full((len(depths), max(depths)), NOWHERE)
-    occurring, pending = np.zeros((2, len(depths)))
-    for node in range(1, len(depths)):
-        suffix = suffix_of[node]
-        ends[node] |= ends[suffix]
-        shares[node] = max(shares[node], shares[suffix])
-        occurring[node] = sum(phrases[number].weight for number in sorted(ends[node]))
-        pending[node] = shares[node] if shares[node] > -np.inf else 0.0
-    for node, depth in enumerate(depths):
-        if node != ROOT:
-            suffixes[node] = suffixes[suffix_of[node]]
-        if depth < suffixes.shape[1]:
-            suffixes[node, depth] = node
-    parents, of_edges = np.array(edges).T
-    tokens, columns = np.unique(of_edges, return_inverse=True)
-    children = np.arange(1, len(edges) + 1)
-    return _Automaton(parents, columns, np.array(depths)[parents], children, tokens, suffixes, occurring, pending)
-
-
-def _trie(phrases: Sequence[Phrase]) -> tuple[list[set[int]], list[float], list[tuple[int, int]]]:
-    """By node which phrases end there, and the largest share of those that go on; and edges: parents and tokens."""
     beginnings = sorted({way[:length] for phrase in phrases for way in phrase.ways for length in range(len(way) + 1)})
     beginnings.sort(key=len)
     nodes = {tokens: node for node, tokens in enumerate(beginnings)}
-    ends, shares = [set[int]() for _ in beginnings], [-np.inf] * len(beginnings)
+    ends = [set[int]() for _ in beginnings]  # which phrases end there
+    shares = [-np.inf] * len(beginnings)  # the largest share of those that go on
     for number, (ways, weight) in enumerate(phrases):
         for way in ways:
             ends[nodes[way]].add(number)
             for length in range(1, len(way)):
                 node = nodes[way[:length]]
                 shares[node] = max(shares[node], weight * length / len(way))
-    return ends, shares, [(nodes[tokens[:-1]], tokens[-1]) for tokens in beginnings[1:]]
+
+    suffix_of = [NOWHERE]  # the longest proper one that is a node
+    suffixes = np.full((len(beginnings), len(beginnings[-1])), NOWHERE)
+    suffixes[ROOT, 0] = ROOT
+    occurring, pending = np.zeros((2, len(beginnings)))
+    for node, tokens in enumerate(beginnings[1:], start=1):
+        longest = suffix_of[nodes[tokens[:-1]]]
+        while longest != NOWHERE and (*beginnings[longest], tokens[-1]) not in nodes:
+            longest = suffix_of[longest]
+        suffix = ROOT if longest == NOWHERE else nodes[*beginnings[longest], tokens[-1]]
+        suffix_of.append(suffix)
+        ends[node] |= ends[suffix]
+        shares[node] = max(shares[node], shares[suffix])
+        occurring[node] = sum(phrases[number].weight for number in sorted(ends[node]))
+        pending[node] = shares[node] if shares[node] > -np.inf else 0.0
+        suffixes[node] = suffixes[suffix]
+        if len(tokens) < suffixes.shape[1]:
+            suffixes[node, len(tokens)] = node
+    parents = np.array([nodes[tokens[:-1]] for tokens in beginnings[1:]])
+    depths = np.array([len(tokens) - 1 for tokens in beginnings[1:]])
+    of_all, columns = np.unique([tokens[-1] for tokens in beginnings[1:]], return_inverse=True)
+    return _Automaton(parents, columns, depths, np.arange(1, len(nodes)), of_all, suffixes, occurring, pending)
 
 
 @lru_cache(maxsize=64)
