@@ -69,7 +69,7 @@ class Plan:
         assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in shared[:-1])
         assert shared.trees.dtype == np.int64
         assert shared.trees.flags.c_contiguous
-        self._isa, self._kept = isa, (shared, tables)  # whose memory the kernel reads
+        self.shared, self._tables, self._isa = shared, tables, isa  # the kernel reads the memory of the first two
         self._batch = batch = _Batch(tables=tables.data_ptr(), table_stride=tables.stride(0))
         batch.tokens, batch.rows, batch.lengths = (a.ctypes.data for a in (shared.places, shared.rows, shared.lengths))
         batch.tree_starts, batch.trees = shared.tree_starts.ctypes.data, shared.trees.ctypes.data
@@ -77,11 +77,6 @@ class Plan:
         batch.num_groups, batch.num_words = len(shared.num_shared), shared.trees.shape[1]
         batch.num_threads = torch.get_num_threads()
         self._firsts: dict[int | None, tuple[np.ndarray, int]] = {}  # by window, with their address
-
-    @property
-    def shared(self) -> SharedTokens:
-        """The tokens."""
-        return self._kept[0]
 
     def attend(
         self,
