@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from functools import cache, lru_cache, partial
-from typing import Any
+from functools import lru_cache, partial
 
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
@@ -30,13 +29,9 @@ def row_params(params: SamplingParams | None) -> SamplingParams | None:
 def stop_strings_of(model_config: ModelConfig) -> Callable[[tuple[str, ...], bool], StopStrings]:
     """A function from stop strings, and whether special tokens are skipped in text, to what completes them."""
 
-    @cache
-    def tokenizer() -> Any:
-        return cached_tokenizer_from_config(model_config)
-
     @lru_cache(maxsize=STOP_STRINGS_KEPT)
     def stop_strings(strings: tuple[str, ...], skip_special_tokens: bool) -> StopStrings:
-        decode = partial(tokenizer().decode, skip_special_tokens=skip_special_tokens)
+        decode = partial(cached_tokenizer_from_config(model_config).decode, skip_special_tokens=skip_special_tokens)
         return StopStrings(strings, decode, model_config.get_vocab_size())
 
     return stop_strings
