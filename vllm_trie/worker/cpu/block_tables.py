@@ -67,11 +67,9 @@ def compute_slot_mappings(
     of_token = slots if num_tokens == len(slots) else np.repeat(slots, steps(starts[: len(slots) + 1]))
     for group, block_size in enumerate(self.block_sizes):
         mapping = slot_mappings[group].numpy()
-        mapping[num_tokens : max(num_tokens_padded, num_tokens)] = -1
+        mapping[: max(num_tokens_padded, num_tokens)] = -1
         if self._slot_mapping_enabled[group]:
             column, offset = np.divmod(position, block_size)
             blocks = self.block_tables[group].gpu.numpy()[of_token, column].astype(np.int64)
             mapping[:num_tokens] = np.where(of_token >= 0, blocks * block_size + offset, -1)
-        else:
-            mapping[:num_tokens] = -1
     return slot_mappings[:, :num_tokens_padded]
