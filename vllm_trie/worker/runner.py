@@ -107,7 +107,7 @@ class BeamModelRunner(GPUModelRunner):
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
-        check_demanded_layers(self.vllm_config, chain.from_iterable(self.attn_groups))
+        check_demanded_layers(self.vllm_config, [*chain(*self.attn_groups)])
         if self.drafter is not None and not takes_trees(self):
             self.drafter = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -40,7 +40,7 @@ def check_demanded_attention(vllm_config: VllmConfig) -> None:
         raise ValueError(f'shared_prefix_attention="on" cannot be: {error}; use "auto"') from error
 
 
-def check_demanded_layers(vllm_config: VllmConfig, attn_groups: Iterable[AttentionGroup]) -> None:
+def check_demanded_layers(vllm_config: VllmConfig, attn_groups: Sequence[AttentionGroup]) -> None:
     """Check what the layers of a model need for `shared_prefix_attention="on"`, once it is known who computes them.
 
     Raises:
@@ -48,19 +48,23 @@ def check_demanded_layers(vllm_config: VllmConfig, attn_groups: Iterable[Attenti
     """
     if config_of(vllm_config).shared_prefix_attention != "on" or not has_beams(vllm_config):
         return
-    can_share, stock = False, list["AttentionGroup"]()
-    for group in attn_groups:
-        builder = group.get_metadata_builder(0)
-        if isinstance(builder, SharesPrefixes) and builder.can_share:
-            can_share = True
-        else:
-            stock.append(group)
-    num_layers = sum(len(group.layer_names) for group in stock)
-    backends = ", ".join(sorted({group.backend.get_name() for group in stock}))
-    if stock and not can_share:
+    stock = [group for group in attn_groups if not _shares(group.get_metadata_builder(0))]
+    if not stock:
+        return
+    num_layers, backends = count_layers(stock)
+    if len(stock) == len(attn_groups):
         raise ValueError(
             f'shared_prefix_attention="on" cannot be: no layer of this model has attention that our kernels compute '
             f'({num_layers} by {backends}); use "auto"'
         )
-    if stock:
-        logger.warning_once(HAS_NO_EFFECT, num_layers, backends)
+    logger.warning_once(HAS_NO_EFFECT, num_layers, backends)
+
+
+def count_layers(attn_groups: Sequence[AttentionGroup]) -> tuple[int, str]:
+    """How many layers these are, and the names of their backends."""
+    backends = {group.backend.get_name() for group in attn_groups}
+    return sum(len(group.layer_names) for group in attn_groups), ", ".join(sorted(backends))
+
+
+def _shares(builder: object) -> bool:
+    return isinstance(builder, SharesPrefixes) and builder.can_share

@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
+from vllm_trie.worker.attention.check_attention import count_layers
 from vllm_trie.worker.attention.shared_rows import SharesPrefixes
 from vllm_trie.worker.hidden_states import HiddenStates
 from vllm_trie.worker.kv_slots import ByToken, KVSlots
@@ -38,8 +39,7 @@ def takes_trees(runner: GPUModelRunner) -> bool:
     """Whether attention of all layers takes trees; if not, the log says which do not."""
     stock = [group for group in chain(*attention_of(runner)) if not _takes(group.get_metadata_builder(0))]
     if stock:
-        num_layers, backends = sum(len(group.layer_names) for group in stock), {g.backend.get_name() for g in stock}
-        logger.warning_once(TAKES_NO_TREES, num_layers, ", ".join(sorted(backends)))
+        logger.warning_once(TAKES_NO_TREES, *count_layers(stock))
     return not stock
 
 
