@@ -97,7 +97,7 @@ def drafted(
     width = len(search.beams)
     forest = Forest([beam[-1] for beam in search.beams], max_drafts)
     texts = dict(enumerate(search.beams))
-    layer = Layer(list(range(width)), torch.from_numpy(search.scores), range(width))
+    layer = Layer(list(range(width)), torch.from_numpy(search.scores), width)
     for _ in range(num_layers):
         logprobs = draft.logprobs([texts[node] for node in layer.nodes])
         logprobs[:, EOS] = float("-inf")
@@ -176,7 +176,7 @@ def test_without_the_narrow_beam_first_perfect_drafts_miss_some(width: int) -> N
 
 
 def without_narrow_beam(layer: Layer) -> Layer:
-    return layer._replace(narrow=())
+    return layer._replace(num_narrow=0)
 
 
 def check(forest: Forest, max_drafts: int) -> None:
@@ -259,24 +259,24 @@ SCORES = torch.tensor([0.0, -1.0, -5.0])
 )
 def test_the_best_of_the_narrow_beam_come_first(draft_width: int, expected: list[tuple[int, int]]) -> None:
     forest = Forest([0, 0, 0], NO_LIMIT)
-    layer = grow(forest, Layer([0, 1, 2], SCORES, {0, 2}), LOGPROBS, 2, draft_width)
+    layer = grow(forest, Layer([0, 2, 1], SCORES[[0, 2, 1]], 2), LOGPROBS[[0, 2, 1]], 2, draft_width)
     assert [(forest.parents[node], forest.tokens[node]) for node in layer.nodes] == expected
-    assert [*layer.narrow] == [0, 1]
+    assert layer.num_narrow == 2
     assert layer.scores.tolist() == pytest.approx([(SCORES[p] + LOGPROBS[p, t]).item() for p, t in expected])
 
 
 def test_the_narrow_beam_is_drafted_although_others_score_better() -> None:
     forest = Forest([0, 0, 0], NO_LIMIT)
-    layer = grow(forest, Layer([0, 1, 2], SCORES, {2}), LOGPROBS, 1, 2)
+    layer = grow(forest, Layer([2, 1, 0], SCORES.flip(0), 1), LOGPROBS.flip(0), 1, 2)
     assert [(forest.parents[node], forest.tokens[node]) for node in layer.nodes] == [(2, 0), (0, 0)]
-    assert [*layer.narrow] == [0]
+    assert layer.num_narrow == 1
 
 
 def test_what_there_is_no_room_for_is_left_out_the_worst_first() -> None:
     forest = Forest([0, 0, 0], max_drafts=2)
-    layer = grow(forest, Layer([0, 1, 2], SCORES, {0, 1, 2}), LOGPROBS, 3, 6)
+    layer = grow(forest, Layer([0, 1, 2], SCORES, 3), LOGPROBS, 3, 6)
     assert [(forest.parents[node], forest.tokens[node]) for node in layer.nodes] == [(0, 0), (0, 1)]
-    assert [*layer.narrow] == [0, 1], "one of the narrow beam had no room"
+    assert layer.num_narrow == 2, "one of the narrow beam had no room"
 
 
 def test_what_ends_or_is_dead_is_not_drafted() -> None:
@@ -284,6 +284,6 @@ def test_what_ends_or_is_dead_is_not_drafted() -> None:
     logprobs[:, 1:] = float("-inf")
     forest = Forest([0, 0, 0], NO_LIMIT)
     dead = torch.tensor([0.0, float("-inf"), -5.0])
-    layer = grow(forest, Layer([0, 1, 2], dead, {0, 1, 2}), logprobs, 3, 9)
+    layer = grow(forest, Layer([0, 1, 2], dead, 3), logprobs, 3, 9)
     assert [(forest.parents[node], forest.tokens[node]) for node in layer.nodes] == [(0, 0), (2, 0)]
     assert grow(forest, layer, torch.full((2, 4), float("-inf")), 3, 9).nodes == []

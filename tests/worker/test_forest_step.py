@@ -40,7 +40,7 @@ def planted(histories: np.ndarray) -> ForestStep:
     rules = rules_of(NUM_BEAMS, stops=(STOP,), constraints=(along.rules, NO_PAIR_TWICE))
     budget = SpeculationBudget(NUM_LAYERS, 99, [[]], [[]], draft_width=4, rules=[rules] * NUM_LAYERS)
     roots = histories[:, -1].tolist()
-    layer = Layer([*range(NUM_BEAMS)], -torch.rand(NUM_BEAMS), range(NUM_BEAMS))
+    layer = Layer([*range(NUM_BEAMS)], -torch.rand(NUM_BEAMS), NUM_BEAMS)
     state = along.begin(NUM_BEAMS, CPU)
     for tokens in torch.from_numpy(histories[:, -2:]).T:
         state = along.advance(state, tokens[None])

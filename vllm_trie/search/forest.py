@@ -8,7 +8,7 @@ them see the row's own past and its ancestors.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -122,7 +122,7 @@ class Layer(NamedTuple):
 
     nodes: list[int]
     scores: torch.Tensor  # [nodes] float32, what ranks them: of the target for roots, by the draft's logits since then
-    narrow: Collection[int]  # positions of those that beam search by the draft model alone would have kept
+    num_narrow: int  # of these, the first ones: those that beam search by the draft model alone would have kept
 
 
 def grow(forest: Forest, layer: Layer, logprobs: torch.Tensor, width: int, draft_width: int) -> Layer:
@@ -144,10 +144,9 @@ def grow(forest: Forest, layer: Layer, logprobs: torch.Tensor, width: int, draft
     scores = (best + layer.scores[:, None]).cpu().numpy()
     by_rank = np.argsort(-scores, axis=None, kind="stable")
     positions, ranks = np.unravel_index(by_rank[scores.ravel()[by_rank] > -np.inf], scores.shape)
-    is_narrow = np.isin(positions, list(layer.narrow))
+    is_narrow = positions < layer.num_narrow
     is_narrow &= np.cumsum(is_narrow) <= width
     order = np.concatenate([np.flatnonzero(is_narrow), np.flatnonzero(~is_narrow)])[:draft_width]
-    num_narrow = int(is_narrow.sum())
 
     chosen = tokens.cpu().numpy()
     nodes, kept = list[int](), list[float]()
@@ -158,4 +157,4 @@ def grow(forest: Forest, layer: Layer, logprobs: torch.Tensor, width: int, draft
         nodes.append(forest.add(layer.nodes[position], int(chosen[position, rank])))
         kept.append(scores[position, rank])
     scores_of_nodes = torch.tensor(kept, dtype=torch.float32, device=logprobs.device)
-    return Layer(nodes, scores_of_nodes, range(min(num_narrow, len(nodes))))
+    return Layer(nodes, scores_of_nodes, min(int(is_narrow.sum()), len(nodes)))

@@ -90,7 +90,7 @@ class Drafter(ABC):
         step = replace(step, budget=(budget := kind.affordable(budget, step.rules)))
         forest = Forest(roots, budget.max_drafts)
         beams = self._selector.row_beams.before_drafts(step.rules, group, start + 1, budget.num_layers)
-        layer = Layer(list(range(len(roots))), beams.compete_by[0], range(len(roots)))
+        layer = Layer(list(range(len(roots))), beams.compete_by[0], len(roots))
         spare = [list(of_number) for of_number in budget.spare_blocks]
         return kind(step, group, start, tables.block_sizes, forest, layer, blocks, spare, beams.states)
 

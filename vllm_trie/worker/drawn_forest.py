@@ -78,7 +78,7 @@ class DrawnForest(ForestStep):
         self.follow(range(num_known, self.forest.num_nodes))
         grown = scores[parents] + logprobs[parents, tokens]
         alive = [at for at, node in enumerate(nodes) if node != NO_NODE]
-        self.layer = Layer([nodes[at] for at in alive], grown[alive], ())
+        self.layer = Layer([nodes[at] for at in alive], grown[alive], 0)
         self.drafts.append(drafts)
         self.nodes_of_drafts.append(nodes)
 
