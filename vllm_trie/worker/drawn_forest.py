@@ -63,18 +63,12 @@ class DrawnForest(ForestStep):
         every = logits.new_zeros(len(before), vocab_size)
         every[is_alive] = logits
         beams = self.beams_at([max(node, 0) for node in before], Beams(scores[None]))
-        q, logprobs = (
-            found[0] for found in joint_distribution(rules._replace(is_controlled=False), every[None], beams)
-        )
+        (q,), (logprobs,) = joint_distribution(rules._replace(is_controlled=False), every[None], beams)
         num_known = self.forest.num_nodes
         drafts = drafted(q, self.draft_rules, self.rng)
-        nodes = list[int]()
         parents, tokens = np.divmod(drafts.cells, vocab_size)
-        for parent, token in zip(parents.tolist(), tokens.tolist(), strict=True):
-            if token in rules.stops.token_ids:
-                nodes.append(NO_NODE)
-                continue
-            nodes.append(self.forest.add(before[parent], token))
+        drawn, ends = zip(parents.tolist(), tokens.tolist(), strict=True), rules.stops.token_ids
+        nodes = [NO_NODE if token in ends else self.forest.add(before[parent], token) for parent, token in drawn]
         self.follow(range(num_known, self.forest.num_nodes))
         grown = scores[parents] + logprobs[parents, tokens]
         alive = [at for at, node in enumerate(nodes) if node != NO_NODE]
@@ -95,9 +89,8 @@ class DrawnForest(ForestStep):
             """The target's joint distribution; after the first layer with a row for each draft of the layer before."""
             nonlocal before, logprobs
             before = self.beams_at(beams[-1], Beams(scores[None]))
-            joint, of_beams = joint_distribution(self.rules[len(steps)], nodes.logits(beams[-1])[None], before)
-            logprobs = of_beams[0]
-            of_rows = joint[0][np.maximum(slots_of_rows, 0)]
+            (joint,), (logprobs,) = joint_distribution(self.rules[len(steps)], nodes.logits(beams[-1])[None], before)
+            of_rows = joint[np.maximum(slots_of_rows, 0)]
             of_rows[slots_of_rows < 0] = 0.0
             return of_rows
 
@@ -116,7 +109,7 @@ class DrawnForest(ForestStep):
             if not verified.is_complete or step.num_beams == 0 or self.rules[len(steps) - 1].is_last:
                 break
             layer = self.nodes_of_drafts[len(steps) - 1]
-            slots_of_rows, scores = np.full(len(layer), NO_SLOT), torch.from_numpy(step.scores).to(logprobs.device)
+            slots_of_rows, scores = np.full(len(layer), NO_SLOT), newest.scores[0]
             slots_of_rows[verified.drafts] = slots
             at = {int(slot): layer[draft] for slot, draft in zip(slots, verified.drafts, strict=True) if slot >= 0}
             beams.append([at.get(slot, ROOT_OF_DEAD) for slot in range(len(step.scores))])
