@@ -15,7 +15,7 @@ from vllm_trie.search.rank import topk
 from vllm_trie.search.rules import Choice, Means, SelectRules
 from vllm_trie.search.sampling import joint_probabilities
 from vllm_trie.search.step_result import Step, TokenLogprobs, TopLogprobs
-from vllm_trie.search.strategies.boosted import Boosted
+from vllm_trie.search.strategies.boosted import choose_boosted
 
 PLAIN = Means()
 
@@ -30,11 +30,11 @@ def take_step(rules: SelectRules, logits: torch.Tensor, beams: Beams, means: Mea
         means: What else it takes.
     """
     logprobs, beams = _row_logprobs(rules, logits, beams)
-    choose = rules.strategy.choose
-    if (boosts := beams.boosts(logits.shape[-1], rules.is_last)) is not None:
-        at_end = beams.boosts(logits.shape[-1], is_end=True) if rules.stops.strings else None
-        choose = Boosted(choose, boosts, boosts if at_end is None else at_end).choose
-    return reported(rules, choose(rules, logprobs, beams, means))
+    if (boosts := beams.boosts(logits.shape[-1], rules.is_last)) is None:
+        return reported(rules, rules.strategy.choose(rules, logprobs, beams, means))
+    at_end = beams.boosts(logits.shape[-1], is_end=True) if rules.stops.strings else None
+    choice = choose_boosted(rules, logprobs, beams, means, boosts, boosts if at_end is None else at_end)
+    return reported(rules, choice)
 
 
 def joint_distribution(rules: SelectRules, logits: torch.Tensor, beams: Beams) -> tuple[torch.Tensor, torch.Tensor]:

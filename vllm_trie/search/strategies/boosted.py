@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 
 from vllm_trie.search.beams import Beams
@@ -13,35 +10,28 @@ from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import Choice, Means, SelectRules
 from vllm_trie.search.step_result import RankScores
 
-Choose = Callable[[SelectRules, torch.Tensor, Beams, Means], Choice]
 
-
-class Boosted(NamedTuple):
-    """A strategy whose candidates compete by cumulative log-probability and boosts.
+def choose_boosted(
+    rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means, boosts: torch.Tensor, at_end: torch.Tensor
+) -> Choice:
+    """As the strategy does, but candidates compete by cumulative log-probability and boosts; reports are without these.
 
     Args:
-        strategy: Which ranks candidates by cumulative scores.
+        rules, logprobs, beams, means: As for `Strategy.choose`.
         boosts: [G, r, V] float32, what each token adds.
         at_end: [G, r, V] float32, what it adds to a hypothesis that ends with it.
     """
-
-    strategy: Choose
-    boosts: torch.Tensor
-    at_end: torch.Tensor
-
-    def choose(self, rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means) -> Choice:
-        """As the strategy, by what candidates compete by; what is reported is without boosts."""
-        running = logprobs + self.boosts
-        before = beams.compete_by.where(beams.scores > NEVER, NEVER)
-        # Strategies rank scores of at most 0.
-        excess = (running.amax(dim=-1) + before).amax(dim=-1, keepdim=True).clamp(min=0)
-        ranked = beams._replace(scores=before - excess)
-        step, _ = self.strategy(rules, logprobs, ranked, means._replace(boosts=self.boosts))
-        by_slot = Candidates(*step[:3])
-        sums = [_total(logprobs, beams.scores, candidates) for candidates in (by_slot, step.finished)]
-        after = RankScores(_total(running, before, by_slot), _total(logprobs + self.at_end, before, step.finished))
-        finished = step.finished._replace(scores=sums[1])
-        return Choice(step._replace(scores=sums[0], finished=finished, rank_scores=after), logprobs)
+    running = logprobs + boosts
+    before = beams.compete_by.where(beams.scores > NEVER, NEVER)
+    # Strategies rank scores of at most 0.
+    excess = (running.amax(dim=-1) + before).amax(dim=-1, keepdim=True).clamp(min=0)
+    ranked = beams._replace(scores=before - excess)
+    step, _ = rules.strategy.choose(rules, logprobs, ranked, means._replace(boosts=boosts))
+    by_slot = Candidates(*step[:3])
+    sums = [_total(logprobs, beams.scores, candidates) for candidates in (by_slot, step.finished)]
+    after = RankScores(_total(running, before, by_slot), _total(logprobs + at_end, before, step.finished))
+    finished = step.finished._replace(scores=sums[1])
+    return Choice(step._replace(scores=sums[0], finished=finished, rank_scores=after), logprobs)
 
 
 def _total(values: torch.Tensor, scores: torch.Tensor, candidates: Candidates[torch.Tensor]) -> torch.Tensor:
