@@ -213,7 +213,7 @@ class BeamModelRunner(GPUModelRunner):
             is_ordinary[places], num_sampled[0, places] = False, group_step.selects
         ordinary, of_ordinary = is_ordinary.nonzero()[0], None
         if len(ordinary):
-            smaller, of_smaller = sub_batch(batch, ordinary)
+            smaller, _, of_smaller = sub_batch(batch, ordinary)
             if smaller.num_draft_tokens:
                 invalid = None if invalid_drafts is None else invalid_drafts[of_smaller]
                 of_ordinary = rejection_sampler(logits[of_smaller], smaller, draft_logits, invalid)
@@ -254,9 +254,9 @@ class BeamModelRunner(GPUModelRunner):
         rows = [at for at, row_id in enumerate(input_batch.req_ids) if row_id not in left_out_rows]
         drafts = self.req_states.draft_tokens.new_zeros(input_batch.num_reqs, self.num_speculative_steps)
         if rows:
-            smaller, _ = sub_batch(input_batch, np.array(rows))
+            smaller, tokens, _ = sub_batch(input_batch, np.array(rows))
             if isinstance(self.speculator, EagleSpeculator):
-                of_forward = [*sub_forward(self, input_batch, np.array(rows), smaller, *of_forward[2:])]
+                of_forward = [*sub_forward(self, smaller, tokens, *of_forward[2:])]
                 kwargs["is_profile"] = True  # no graphs: these read the whole batch's buffers
             else:
                 self.block_tables.gather_block_tables(smaller.idx_mapping, smaller.num_reqs)  # as drafters read them

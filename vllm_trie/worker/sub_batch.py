@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_trie.search.spans import spans
 
 
-def sub_batch(batch: InputBatch, rows: np.ndarray) -> tuple[InputBatch, torch.Tensor]:
+def sub_batch(batch: InputBatch, rows: np.ndarray) -> tuple[InputBatch, torch.Tensor, torch.Tensor]:
     """Rows of a batch, which come after the forward: nothing is padded, and the forward's buffers are left alone.
 
     Args:
@@ -22,7 +22,7 @@ def sub_batch(batch: InputBatch, rows: np.ndarray) -> tuple[InputBatch, torch.Te
         rows: [n] places in it, ascending.
 
     Returns:
-        The smaller batch, and [N] which logits of the batch are its.
+        The smaller batch, and which tokens [T] and logits [N] of the batch are its.
     """
     device = batch.input_ids.device
 
@@ -71,7 +71,7 @@ def sub_batch(batch: InputBatch, rows: np.ndarray) -> tuple[InputBatch, torch.Te
         max_query_len=None,
         fast_prefill=None,
     )
-    return smaller, logits
+    return smaller, tokens, logits
 
 
 def _some(values: Any, at: Any) -> Any:

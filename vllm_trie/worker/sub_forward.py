@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_trie.search.spans import spans
-
 
 def sub_forward(
     runner: GPUModelRunner,
-    batch: InputBatch,
-    rows: np.ndarray,
     smaller: InputBatch,
+    tokens: torch.Tensor,
     hidden_states: torch.Tensor,
     aux_hidden_states: list[torch.Tensor],
 ) -> tuple[Any, Any, torch.Tensor, list[torch.Tensor]]:
@@ -27,13 +22,9 @@ def sub_forward(
 
     Args:
         runner: vLLM's.
-        batch: The whole one.
-        rows: [n] places in it, ascending.
-        smaller: What `sub_batch` makes of these.
+        smaller, tokens: What `sub_batch` makes of these rows.
         hidden_states, aux_hidden_states: [T, H] of the whole batch; the latter of some layers.
     """
-    lengths = np.diff(batch.query_start_loc_np)[rows]
-    tokens = async_tensor_h2d(spans(batch.query_start_loc_np[rows], lengths), device=runner.device)
     tables, slots = GPUModelRunner.prepare_attn(runner, smaller)
     config, groups = runner.kv_cache_config, runner.attn_groups
     metadata = runner.model_state.prepare_attn(smaller, CUDAGraphMode.NONE, tables, slots, groups, config)
