@@ -64,12 +64,10 @@ class DrawnForest(ForestStep):
         every[is_alive] = logits
         beams = self.beams_at([max(node, 0) for node in before], Beams(scores[None]))
         (q,), (logprobs,) = joint_distribution(rules._replace(is_controlled=False), every[None], beams)
-        num_known = self.forest.num_nodes
         drafts = drafted(q, self.draft_rules, self.rng)
         parents, tokens = np.divmod(drafts.cells, vocab_size)
         drawn, ends = zip(parents.tolist(), tokens.tolist(), strict=True), rules.stops.token_ids
         nodes = [NO_NODE if token in ends else self.forest.add(before[parent], token) for parent, token in drawn]
-        self.follow(range(num_known, self.forest.num_nodes))
         grown = scores[parents] + logprobs[parents, tokens]
         alive = [at for at, node in enumerate(nodes) if node != NO_NODE]
         self.layer = Layer([nodes[at] for at in alive], grown[alive], 0)

@@ -111,15 +111,17 @@ class ForestStep:
         raise NotImplementedError
 
     def add_layer(self, logits: torch.Tensor, number: int) -> None:
-        """See `grow`; counts layers, and finds blocks for what was drafted."""
+        """See `grow`; counts layers, and finds states and blocks for what was drafted."""
+        num_known = self.forest.num_nodes
         self.grow(logits, number)
+        self._follow(range(num_known, self.forest.num_nodes))
         self.num_layers += bool(self.layer.nodes)
         self._take_blocks()
 
     def add_layers(self, found: DraftPaths) -> None:
         """Draft all layers at once."""
         for nodes in add_drafts(self.forest, found, self.budget.draft_width):
-            self.follow(nodes)
+            self._follow(nodes)
             self.num_layers += 1
         self._take_blocks()
 
@@ -131,7 +133,7 @@ class ForestStep:
                 for column in np.flatnonzero(reached == NO_BLOCK):
                     reached[column] = spare.pop()
 
-    def follow(self, nodes: Sequence[int]) -> None:
+    def _follow(self, nodes: Sequence[int]) -> None:
         """Advance to the nodes of the newest layer, the only ones whose states are not known."""
         if not self.states or not nodes:
             return

@@ -28,7 +28,6 @@ class SearchedForest(ForestStep):
         (logprobs,) = draft_logprobs(self.rules[number - 1], logits[None], before)
         self.forest.open(math.sqrt(number / self.budget.num_layers))  # or the first layers would take all
         self.layer = grow(self.forest, self.layer, logprobs, self.num_beams, self.budget.draft_width)
-        self.follow(self.layer.nodes)
 
     def search(self, nodes: Nodes) -> Found:
         """Plain beam search's own steps, until one depends on a beam that was not drafted.
