@@ -5,7 +5,7 @@ Those, tokens and KV blocks, lie in the engine's own tables; see `vllm_trie.work
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import add
 from typing import NamedTuple
@@ -55,16 +55,15 @@ class Beams(NamedTuple):
         """Those of one group."""
         if len(self.scores) == 1:
             return self
-        return self._some(slice(place, place + 1))
+        return self._each(lambda of_groups: of_groups[place : place + 1])
 
     def rows(self, which: slice) -> Beams:
         """Those of some rows of each group."""
-        return self._some((slice(None), which))
+        return self._each(lambda of_rows: of_rows[:, which])
 
     def gather(self, parents: torch.Tensor) -> Beams:
         """What rows carry that continue these: [G, k] which."""
-        rank_scores = None if self.rank_scores is None else _gathered(self.rank_scores, parents)
-        return Beams(_gathered(self.scores, parents), rank_scores, gather_states(self.states, parents), self.length)
+        return self._each(lambda of_rows: _gathered(of_rows, parents))
 
     def only(self, lives: torch.Tensor) -> Beams:
         """The same, where of the rows only these live: [G, r] bool."""
@@ -122,10 +121,11 @@ class Beams(NamedTuple):
             logprobs = logprobs if key is done else key.narrow(logprobs, state)
         return logprobs
 
-    def _some(self, which: slice | tuple[slice, slice]) -> Beams:
-        rank_scores = None if self.rank_scores is None else self.rank_scores[which]
-        states = {key: state[which] for key, state in self.states.items()}
-        return Beams(self.scores[which], rank_scores, states, self.length)
+    def _each(self, part: Callable[[torch.Tensor], torch.Tensor]) -> Beams:
+        """The same part of all that they carry."""
+        rank_scores = None if self.rank_scores is None else part(self.rank_scores)
+        states = {key: part(state) for key, state in self.states.items()}
+        return Beams(part(self.scores), rank_scores, states, self.length)
 
 
 def gather_states(states: States, parents: torch.Tensor) -> States:
