@@ -9,13 +9,13 @@ from vllm_trie.messages import Decided
 from vllm_trie.search.forest import Forest
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.step_result import Step
-from vllm_trie.worker.rank_check import _digest, disputes
+from vllm_trie.worker.rank_check import as_text, disputes
 
 
-def decided(parents: list[int], tokens: list[int], scores: tuple[float, ...] = (-1.0, -2.0)) -> bytes:
+def decided(parents: list[int], tokens: list[int], scores: tuple[float, ...] = (-1.0, -2.0)) -> str:
     nothing = Candidates(np.zeros(0), np.zeros(0), np.zeros(0))
     step = Step(np.array(parents), np.array(tokens), np.array(scores), nothing)
-    return _digest(Decided([step, step]).as_arrays())
+    return as_text(Decided([step, step]).as_arrays())
 
 
 def test_ranks_that_decide_the_same_agree() -> None:
@@ -29,7 +29,7 @@ def test_ranks_that_decide_the_same_agree() -> None:
 @pytest.mark.parametrize(
     "other", [decided([1, 0], [7, 8]), decided([0, 1], [8, 7]), decided([0], [7]), decided([0, 1], [7, 9])]
 )
-def test_a_rank_that_decides_otherwise_is_named_with_its_group(other: bytes) -> None:
+def test_a_rank_that_decides_otherwise_is_named_with_its_group(other: str) -> None:
     usual = {"a": decided([0, 1], [7, 8]), "b": decided([0, 1], [7, 8])}
     found = disputes([usual, {**usual, "b": other}, usual, usual])
     assert found == ["beam group 'b' (ranks 0, 2, 3 against rank 1)"]
@@ -41,11 +41,11 @@ def test_a_group_that_not_all_ranks_have_is_disputed() -> None:
 
 
 def test_forests_differ_by_any_node_and_by_where_it_grows() -> None:
-    def grown(*nodes: tuple[int, int]) -> bytes:
+    def grown(*nodes: tuple[int, int]) -> str:
         forest = Forest([3, 4], max_drafts=8)
         for parent, token in nodes:
             forest.add(parent, token)
-        return _digest(forest.as_arrays())
+        return as_text(forest.as_arrays())
 
     forests = [grown(), grown((0, 5)), grown((1, 5)), grown((0, 6)), grown((0, 5), (1, 5)), grown((1, 5), (0, 5))]
     assert len({*forests}) == len(forests)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -12,8 +11,6 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_trie.selection import config_of
-
-DIGEST_BYTES = 16
 
 
 class RanksDisagreeError(RuntimeError):
@@ -41,8 +38,8 @@ class RankCheck:
         Raises:
             RanksDisagreeError: on all ranks, naming the groups and who differs from whom.
         """
-        mine = {group_id: _digest(arrays) for group_id, arrays in of_groups.items()}
-        of_ranks: list[dict[str, bytes]] = [{}] * self._num_ranks
+        mine = {group_id: as_text(arrays) for group_id, arrays in of_groups.items()}
+        of_ranks: list[dict[str, str]] = [{}] * self._num_ranks
         dist.all_gather_object(of_ranks, mine, group=self._ranks)
         if found := disputes(of_ranks):
             raise RanksDisagreeError(
@@ -51,7 +48,7 @@ class RankCheck:
             )
 
 
-def disputes(of_ranks: Sequence[Mapping[str, bytes]]) -> list[str]:
+def disputes(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
     """The beam groups on which ranks disagree, each with who is against whom."""
     found = []
     for group_id in dict.fromkeys(group_id for of_rank in of_ranks for group_id in of_rank):
@@ -71,9 +68,6 @@ def rank_check(vllm_config: VllmConfig) -> RankCheck | None:
     return RankCheck(get_tp_group().cpu_group)
 
 
-def _digest(arrays: Iterable[np.ndarray]) -> bytes:
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for array in arrays:
-        digest.update(repr(array.shape).encode())
-        digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
-    return digest.digest()
+def as_text(arrays: Iterable[np.ndarray]) -> str:
+    """Integers, in which ranks may differ."""
+    return repr([array.tolist() for array in arrays])
