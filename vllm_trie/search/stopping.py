@@ -40,8 +40,7 @@ class Ended(NamedTuple):
 
     def some(self, which: np.ndarray) -> Ended:
         """Those where `which` [K] is true."""
-        tokens, nodes, rows = (list(compress(field, which)) for field in self[1:])
-        return Ended(list(compress(self.sums, which)), tokens, nodes, rows)
+        return Ended._make(list(compress(field, which)) for field in self)
 
 
 class Pool(ABC):
