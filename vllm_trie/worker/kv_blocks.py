@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +17,7 @@ PIECE_BYTES = 1 << 18  # that a host copies at a time: what stays in a core's ca
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
+class Segments(NamedTuple):
     """Where the blocks of all layers lie: a block is so many words in a row, once or more often per layer."""
 
     pointers: torch.Tensor  # [segments] uint64 on the device, to block 0
