@@ -68,12 +68,12 @@ def continuations(prompt: PromptIndex, generated: Array, ngrams: NGrams, num_tok
         num_tokens: Of each continuation.
         most: Different continuations of a beam.
     """
-    history = _Histories(prompt.tokens, generated)
-    matches = _matches(prompt, history, ngrams, num_tokens)
+    history = _Histories(prompt, generated)
+    matches = _matches(history, ngrams, num_tokens)
     best = np.zeros(len(generated), dtype=np.int64)
     np.maximum.at(best, matches.beams, matches.lengths)
     if generated.shape[1] > 1 and best.min() < ngrams.longest:
-        replaced = _matches(prompt, history, ngrams, num_tokens, is_replaced=True)
+        replaced = _matches(history, ngrams, num_tokens, is_replaced=True)
         matches = _Matches(*map(np.concatenate, zip(matches, replaced, strict=True)))
     order = np.lexsort((-matches.ends, -matches.lengths, matches.beams))  # the best first, of each beam
     beams, rows, ends = (matches.beams[order], matches.rows[order], matches.ends[order])
@@ -121,18 +121,18 @@ class _Histories:
     """All that is known of beams of equal length.
 
     Args:
-        prompt: [P].
+        prompt: Of P tokens.
         generated: [b, G].
     """
 
-    def __init__(self, prompt: Array, generated: Array) -> None:
+    def __init__(self, prompt: PromptIndex, generated: Array) -> None:
         self.prompt, self.generated = prompt, generated
-        self.length = len(prompt) + generated.shape[1]
+        self.length = len(prompt.tokens) + generated.shape[1]
 
     def tokens(self, rows: Array, positions: Array) -> Array:
         """The tokens of rows at positions from 0 on; of any shape."""
-        num_prompt = len(self.prompt)
-        of_prompt = self.prompt[np.minimum(positions, num_prompt - 1)]
+        num_prompt = len(self.prompt.tokens)
+        of_prompt = self.prompt.tokens[np.minimum(positions, num_prompt - 1)]
         return np.where(positions < num_prompt, of_prompt, self.generated[rows, np.maximum(positions - num_prompt, 0)])
 
 
@@ -145,16 +145,14 @@ class _Matches(NamedTuple):
     lengths: Array  # tokens that match
 
 
-def _matches(
-    prompt: PromptIndex, history: _Histories, ngrams: NGrams, num_tokens: int, is_replaced: bool = False
-) -> _Matches:
+def _matches(history: _Histories, ngrams: NGrams, num_tokens: int, is_replaced: bool = False) -> _Matches:
     """All matches that count.
 
     Args:
         is_replaced: The newest token of a beam stands for another one, which counts against the match.
     """
     skip = int(is_replaced)
-    beams, rows, ends = _places(prompt, history.generated, num_tokens + skip, skip)
+    beams, rows, ends = _places(history, num_tokens + skip, skip)
     lengths, growing = np.ones_like(ends), np.arange(len(ends))
     for back in range(1, min(ngrams.longest + skip, history.length - 1 - skip)):
         at = ends[growing] - back
@@ -167,12 +165,13 @@ def _matches(
     return _Matches(beams[kept], rows[kept], ends[kept] + skip, lengths[kept] - skip)
 
 
-def _places(prompt: PromptIndex, generated: Array, num_tokens: int, skip: int) -> tuple[Array, Array, Array]:
+def _places(history: _Histories, num_tokens: int, skip: int) -> tuple[Array, Array, Array]:
     """[H] beams, and the row and position of a token that is the same as their newest but `skip`, and before it.
 
     The prompt, and what all rows have in common from there on, is looked through once, as each beam's own; of rows that
     go on alike for `num_tokens` one is.
     """
+    prompt, generated = history.prompt, history.generated
     last = generated.shape[1] - 1 - skip
     newest, differs = generated[:, last], (generated != generated[0]).any(axis=0)
     num_common = min(max(int(differs.argmax()) - num_tokens, 0), last) if differs.any() else last
