@@ -67,16 +67,13 @@ class Beams(NamedTuple):
 
     def only(self, lives: torch.Tensor) -> Beams:
         """The same, where of the rows only these live: [G, r] bool."""
-        scores, rank_scores = self.scores.where(lives, NEVER), self.rank_scores
-        return self._replace(
-            scores=scores, rank_scores=None if rank_scores is None else rank_scores.where(lives, NEVER)
-        )
+        rank_scores = None if self.rank_scores is None else self.rank_scores.where(lives, NEVER)
+        return self._replace(scores=self.scores.where(lives, NEVER), rank_scores=rank_scores)
 
     def advance(self, tokens: torch.Tensor) -> Beams:
         """The same after one more token [G, r] each, as far as constraints go."""
-        return self._replace(
-            states={key: key.advance(state, tokens) for key, state in self.states.items()}, length=None
-        )
+        states = {key: key.advance(state, tokens) for key, state in self.states.items()}
+        return self._replace(states=states, length=None)
 
     def after(self, step: Step[torch.Tensor]) -> Beams:
         """What the next beams carry, by slot."""

@@ -77,9 +77,8 @@ class AlongItems(Constraint):
 
     def begin(self, num_rows: int, device: torch.device) -> torch.Tensor:
         """See `Constraint`."""
-        return torch.full(
-            (1, num_rows), 0 if self.rules.after is None else NOT_STARTED, dtype=torch.int64, device=device
-        )
+        state = 0 if self.rules.after is None else NOT_STARTED
+        return torch.full((1, num_rows), state, dtype=torch.int64, device=device)
 
     def continuations(self, states: torch.Tensor, vocab_size: int, length: int | None = None) -> Continuations:
         """See `Constraint`."""

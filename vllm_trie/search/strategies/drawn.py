@@ -45,9 +45,8 @@ class Drawn(_Drawn, Strategy):
         """See `Strategy`."""
         p = joint_probabilities(beams.scores, beams.narrow(logprobs), rules.filters)
         rngs = [generator(*draw) for draw in means.draws]
-        found = _continuations(
-            logprobs, beams.scores, *draw_continuations(p.flatten(1), rules.width, self.replacement, rngs)
-        )
+        drawn = draw_continuations(p.flatten(1), rules.width, self.replacement, rngs)
+        found = _continuations(logprobs, beams.scores, *drawn)
         stops = rules.stops.end(found, means.completes)
         by_slot = means.select_next(found, alive(found, stops), rules.width, beams.scores.shape[1])
         return Choice(self.kept(Step(*by_slot, ended(rules, found, stops))), logprobs)
