@@ -210,10 +210,8 @@ class Rows:
         """Let rows continue the histories of others, and where they are controlled, what their logits go by."""
         if not reorders.rows:
             return
-        moved = reorders.on(self.device)
-        reorder_rows(
-            moved, self._runner.req_states.all_token_ids.gpu, self.tables, self.kv_blocks, self._parts_of_blocks
-        )
+        moved, tokens = reorders.on(self.device), self._runner.req_states.all_token_ids.gpu
+        reorder_rows(moved, tokens, self.tables, self.kv_blocks, self._parts_of_blocks)
         if is_controlled:
             self._reorder_controls(*moved.rows[:2])
 

@@ -50,9 +50,8 @@ class Plan:
         num_tiles = -(-counts // per_tile)
         of_group = np.repeat(np.arange(len(counts)), num_tiles)
         first = shared.starts[:-1][of_group] + spans(0, num_tiles) * per_tile
-        tiles = np.stack(
-            [first, np.minimum(first + per_tile, shared.starts[1:][of_group]), shared.num_shared[of_group]]
-        )
+        end = np.minimum(first + per_tile, shared.starts[1:][of_group])
+        tiles = np.stack([first, end, shared.num_shared[of_group]])
         of_tokens = np.stack([shared.places, shared.rows, np.repeat(shared.num_shared, counts), shared.tree_starts])
         self._trees, self._has_trees = uploaded(shared.trees, device), bool((shared.tree_starts < shared.lengths).any())
         self._tiles, self._tokens = (uploaded(array.astype(np.int32), device) for array in (tiles, of_tokens))
