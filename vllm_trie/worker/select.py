@@ -67,9 +67,8 @@ class Selector:
             sampled: [R, ...] int64, receives the newest token of every row of a group.
         """
         alike = defaultdict(list)
-        for group_id, group_step in context.plain.items():
-            if group_step.selects:
-                alike[group_step.rules, group_step.decodes, group_id in context.masks].append(group_id)
+        for group_id, step_of_group in context.plain.items():
+            alike[step_of_group.rules, step_of_group.decodes, group_id in context.masks].append(group_id)
         selected, reorders = [], Reorders()
         into_slots = kernels.select_next if kernels.run_on(logits.device) else select_next
         for (rules, decodes, has_masks), group_ids in alike.items():

@@ -45,8 +45,8 @@ class StepContext:
 
     @property
     def plain(self) -> dict[str, GroupStep]:
-        """Those of groups that take one step each."""
-        return {group_id: step for group_id, step in self.steps.items() if group_id not in self.forests}
+        """Those of groups that take one step of their search each."""
+        return {key: step for key, step in self.steps.items() if step.selects and key not in self.forests}
 
     @property
     def decoding(self) -> list[str]:
