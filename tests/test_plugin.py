@@ -243,23 +243,23 @@ def with_states(random_model: Callable[[str], Path], **options: Any) -> VllmConf
 def test_a_model_that_cannot_have_beams_is_served_without_them(
     random_model: Callable[[str], Path], warned: list[str]
 ) -> None:
-    config = with_states(random_model, enable_prefix_caching=True)
+    config = with_states(random_model, runner="pooling")
     assert config.scheduler_config.scheduler_cls is None
     assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
     assert not has_beams(config)
-    feature = "a model with recurrent states and prefix caching; leave out enable_prefix_caching and mamba_block_size"
+    feature = "runner='pooling'"
     assert warned == [f"trie_beam has no beams for {feature}: this engine stays as it is"]
     assert why_without_beams(config) == f"with {feature}, for which trie_beam has no beams"
 
 
-def test_prefix_caching_is_off_by_default_where_models_have_states(
-    random_model: Callable[[str], Path], warned: list[str]
+@pytest.mark.parametrize(("options", "mode"), [({}, "align"), ({"enable_prefix_caching": False}, "none")])
+def test_prefixes_of_models_with_states_are_cached_unless_told_otherwise(
+    random_model: Callable[[str], Path], warned: list[str], options: dict[str, Any], mode: str
 ) -> None:
-    config = with_states(random_model)
+    config = with_states(random_model, **options)
     assert has_beams(config)
-    assert config.cache_config.mamba_cache_mode == "none"
-    assert not config.cache_config.enable_prefix_caching
-    assert warned == ["trie_beam starts this model without prefix caching, as it has recurrent states"]
+    assert config.cache_config.mamba_cache_mode == mode
+    assert warned == []
 
 
 @pytest.mark.parametrize(("custom_ops", "is_wrong"), [([], True), (["-rotary_embedding"], False)])
@@ -279,7 +279,7 @@ def test_what_vllm_infers_is_inferred_once(random_model: Callable[[str], Path], 
     ours = with_states(random_model, **options)
     for inferred in ("data_parallel_rank", "data_parallel_external_lb", "data_parallel_hybrid_lb"):
         assert getattr(ours.parallel_config, inferred) == getattr(stock.parallel_config, inferred)
-    assert ours.cache_config.enable_prefix_caching == (not has_beams(ours))
+    assert ours.cache_config.enable_prefix_caching == stock.cache_config.enable_prefix_caching
 
 
 def test_models_with_states_do_not_speculate(random_model: Callable[[str], Path]) -> None:

@@ -23,7 +23,6 @@ from vllm_trie.options import PLUGIN_NAME
 from vllm_trie.selection import (
     ASYNC_SCHEDULER,
     SCHEDULER,
-    caches_states,
     config_of,
     has_beams,
     is_selected,
@@ -70,13 +69,6 @@ def _select(original: Callable[..., VllmConfig], self: EngineArgs, *args: Any, *
     arguments = copy(self)
     _take_over(arguments)
     vllm_config = original(arguments, *args, **kwargs)
-    has_left_it_open = self.enable_prefix_caching is None and self.mamba_block_size is None
-    leaves_out_caching = has_left_it_open and caches_states(vllm_config)
-    if leaves_out_caching:
-        arguments = copy(self)
-        _take_over(arguments)
-        arguments.enable_prefix_caching = False
-        vllm_config = original(arguments, *args, **kwargs)
     if unsupported := unsupported_model(vllm_config):
         logger.warning("%s has no beams for %s: this engine stays as it is", PLUGIN_NAME, unsupported)
         vllm_config = original(self, *args, **kwargs)
@@ -86,21 +78,19 @@ def _select(original: Callable[..., VllmConfig], self: EngineArgs, *args: Any, *
         _check_files_and_attention(vllm_config)
         if vllm_config.scheduler_config.async_scheduling:
             vllm_config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
-        _log_startup(vllm_config, changed, leaves_out_caching)
+        _log_startup(vllm_config, changed)
     _wrap_front_end()
     return vllm_config
 
 
-def _log_startup(vllm_config: VllmConfig, changed: list[str], leaves_out_caching: bool) -> None:
-    """A line of the log for this engine, and warnings: of what differs in this build of vLLM, or is left out."""
+def _log_startup(vllm_config: VllmConfig, changed: list[str]) -> None:
+    """A line of the log for this engine, and warnings: of what differs in this build of vLLM, or is wrong in it."""
     config, parallel, version = config_of(vllm_config), vllm_config.parallel_config, installed_vllm().version
     if parallel._api_process_count > 1 and parallel._api_process_rank >= 0:
         return  # one of several servers of an engine; what started them has told
     if changed:
         text = "%s was not written for this build of vLLM %s, but may fit. The first %d steps of groups are checked. %s"
         logger.warning(text, PLUGIN_NAME, version, CHECKED_STEPS, f"What differs: {', '.join(changed)}")
-    if leaves_out_caching:
-        logger.warning("%s starts this model without prefix caching, as it has recurrent states", PLUGIN_NAME)
     if needs_cpu_kernels() and _is_eager_latent(vllm_config):
         text = "with enforce_eager=True vLLM itself computes latent attention wrongly on a CPU: leave it out, or %s"
         logger.warning(text, "set compilation_config={'custom_ops': ['-rotary_embedding']}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vllm_trie.compat.cpu import unsupported_without_triton
 from vllm_trie.options import PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.options.speculation import check_drafts
-from vllm_trie.speculative_config import drafts_of, has_states, unsupported_speculation
+from vllm_trie.speculative_config import drafts_of, unsupported_speculation
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
@@ -60,18 +60,10 @@ def padding_token(model_config: ModelConfig) -> int | None:
     return token if token is not None and 0 <= token < model_config.get_vocab_size() else None
 
 
-def caches_states(vllm_config: VllmConfig) -> bool:
-    """Whether states lie in the prefix cache, block by block, instead of one for each row."""
-    return has_states(vllm_config.model_config) and vllm_config.cache_config.enable_prefix_caching
-
-
 def unsupported_model(vllm_config: VllmConfig) -> str | None:
     """What about this engine's model makes beam groups impossible, if anything."""
-    if (runner := vllm_config.model_config.runner_type) != "generate":
-        return f"runner={runner!r}"
-    if caches_states(vllm_config):
-        return "a model with recurrent states and prefix caching; leave out enable_prefix_caching and mamba_block_size"
-    return None
+    runner = vllm_config.model_config.runner_type
+    return None if runner == "generate" else f"runner={runner!r}"
 
 
 def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:

@@ -61,9 +61,9 @@ Measured with {versions}, on a CPU with {cpus}.
 FOOT = """
 ## What is refused, and what needs an option
 
-- Recurrent states (Mamba-2, gated delta nets) run without prefix caching, and searches on them do not speculate:
-  [serving](serving.md). Short convolutions (LFM2) have beams, too, but on a CPU vLLM's own answers of LFM2 are neither
-  transformers' nor always the same, so nothing shows that they are right.
+- Searches on models with recurrent states (Mamba-2, gated delta nets) do not speculate: [serving](serving.md). Short
+  convolutions (LFM2) have beams, too, but on a CPU vLLM's own answers of LFM2 are neither transformers' nor always the
+  same, so nothing shows that they are right.
 - KV caches of other kinds than full, sliding-window, latent and cross attention and recurrent states are refused by
   name.
 - Chunked local attention, as in Llama-4, needs `disable_hybrid_kv_cache_manager=True`.

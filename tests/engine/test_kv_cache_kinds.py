@@ -29,6 +29,7 @@ SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 16, "
 FULL, LATENT = FullAttentionSpec(**SHAPE), MLAAttentionSpec(**SHAPE)
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=32)
 STATE = MambaSpec(block_size=512, shapes=((16, 3), (4, 8)), dtypes=(torch.bfloat16, torch.float32))
+CACHED_STATE = replace(STATE, mamba_cache_mode="align", num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1)
 
 
 def config_of(*specs: KVCacheSpec) -> KVCacheConfig:
@@ -43,7 +44,7 @@ def refusal_of(*specs: KVCacheSpec) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (LATENT,), (FULL, STATE), (STATE,)])
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW), (LATENT,), (FULL, STATE), (STATE,), (FULL, CACHED_STATE)])
 def test_attention_of_one_precision_and_states_are_supported(specs: tuple[KVCacheSpec, ...]) -> None:
     assert refusal_of(*specs) is None
 
@@ -66,7 +67,6 @@ def test_attention_of_one_precision_and_states_are_supported(specs: tuple[KVCach
             (FULL, ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)),
             "this model has: ChunkedLocalAttentionSpec; start vLLM with disable_hybrid_kv_cache_manager=True",
         ),
-        ((FULL, replace(STATE, mamba_cache_mode="align")), "this model has: MambaSpec of more than one state a row"),
         ((FULL, replace(STATE, num_speculative_blocks=3)), "this model has: MambaSpec of more than one state a row"),
         (
             (FULL, SlidingWindowSpec(**SHAPE | {"dtype": torch.float32}, sliding_window=32)),
@@ -76,3 +76,8 @@ def test_attention_of_one_precision_and_states_are_supported(specs: tuple[KVCach
 )
 def test_others_are_refused(specs: tuple[KVCacheSpec, ...], why: str) -> None:
     assert (refusal_of(*specs) or "it is not").endswith(why)
+
+
+def test_states_after_parts_of_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match="leave out prefix_match_unit, or set enable_prefix_caching=False"):
+        refuse_unsupported_kv_cache(config_of(FULL, CACHED_STATE), caches_parts=True)

@@ -60,22 +60,28 @@ class WatchedCache:
         """Raise AssertionError unless each block in the cache has the hash of the history that it stands for, and holds
         what this history leads to when it is computed anew. Returns how many there are.
         """
-        found = {entry: self._content(entry.group, entry.block_id) for entry in self.entries()}
+        found, compared = {entry: self._content(entry.group, entry.block_id) for entry in self.entries()}, set[Entry]()
         assert len(found) == sum(block.block_hash is not None for block in self._pool.blocks)
         for entry in found:
             block_hash = get_block_hash(self._pool.blocks[entry.block_id].block_hash)
             assert block_hash == self._hash(entry.history), f"block {entry.block_id} is hashed as another history's"
-        for history in _longest({entry.history for entry in found}):
+        histories = {entry.history for entry in found}
+        for history in histories if self._engine.scheduler.has_mamba_layers else _longest(histories):
             true = self._computed_anew(history)
             for entry, content in found.items():
-                if entry.history == history[: len(entry.history)]:
+                if entry.history == history[: len(entry.history)] and (entry.group, len(entry.history)) in true:
+                    compared.add(entry)
                     for layer, expected in true[entry.group, len(entry.history)].items():
                         is_true = torch.allclose(content[layer], expected, **TOLERANCE)
                         assert is_true, f"block {entry.block_id} is poisoned in {layer}: not {entry.history}"
+        assert compared == found.keys()
         return len(found)
 
     def _computed_anew(self, history: tuple[int, ...]) -> dict[tuple[int, int], dict[str, torch.Tensor]]:
-        """By KV cache group and tokens up to its end: each full block of a history, computed as a prompt."""
+        """By KV cache group and tokens up to its end: each full block of a history, computed as a prompt.
+
+        Of recurrent states, that is the last one alone.
+        """
         coordinator, held = self._engine.scheduler.kv_cache_manager.coordinator, list[tuple[list[Any], ...]]()
         with pytest.MonkeyPatch.context() as patch:
             free = coordinator.free
@@ -87,6 +93,7 @@ class WatchedCache:
             (group, number * size): self._content(group, block.block_id)
             for group, of_group in enumerate(blocks)
             for number, block in enumerate(of_group[: len(history) // size], 1)
+            if not block.is_null
         }
 
     def _hash(self, history: tuple[int, ...]) -> Any:
@@ -100,7 +107,12 @@ class WatchedCache:
         """By layer, those of a draft model among them."""
         layers = self._engine.core.vllm_config.compilation_config.static_forward_context
         names = self._engine.scheduler.kv_cache_config.kv_cache_groups[group].layer_names
-        return {name: layers[name].kv_cache[block_id].clone() for name in names}
+        caches = {name: layers[name].kv_cache for name in names}
+        return {
+            f"{name}, part {number}": part[block_id].clone()
+            for name, parts in caches.items()
+            for number, part in enumerate(parts if isinstance(parts, list | tuple) else [parts])
+        }
 
 
 def _longest(histories: set[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:

@@ -20,8 +20,12 @@ from vllm.v1.kv_cache_interface import (
 KNOWN_CACHES = FullAttentionSpec | SlidingWindowSpec | MLAAttentionSpec | CrossAttentionSpec | MambaSpec
 
 
-def refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig) -> None:
+def refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig, caches_parts: bool = False) -> None:
     """Refuse a model whose KV cache is of another kind than those that tests have shown to be right.
+
+    Args:
+        kv_cache_config: Its KV cache groups.
+        caches_parts: The prefix cache has states after parts of blocks, too, which a row that goes on would write over.
 
     Raises:
         ValueError: naming the kinds that it has.
@@ -34,6 +38,11 @@ def refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig) -> None:
         raise ValueError(
             "trie_beam needs KV caches of full, sliding-window, latent (MLA) or cross attention, or recurrent states; "
             f"this model has: {', '.join(unproven) or 'none'}{hint}"
+        )
+    if caches_parts:
+        raise ValueError(
+            "trie_beam needs a prefix cache of whole blocks where layers have recurrent states; leave out "
+            "prefix_match_unit, or set enable_prefix_caching=False"
         )
     if kv_cache_config.has_mixed_precision_kv_cache:  # where vLLM zeroes blocks that it gives to requests
         raise ValueError(
@@ -48,8 +57,7 @@ def _unproven(spec: KVCacheSpec) -> str | None:
     if type(spec) not in get_args(KNOWN_CACHES):
         return name
     if isinstance(spec, MambaSpec):
-        is_one = spec.mamba_cache_mode == "none" and spec.num_speculative_blocks == 0
-        return None if is_one else f"{name} of more than one state a row"
+        return None if spec.num_speculative_blocks == 0 else f"{name} of more than one state a row"
     assert isinstance(spec, AttentionSpec)
     if spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
         return f"{name} with {spec.kv_quant_mode.name}"

@@ -16,7 +16,7 @@ import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import CrossAttentionManager, SingleTypeKVCacheManager
-from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.engine.held_blocks import HeldBlocks
@@ -105,7 +105,7 @@ class BeamKVCacheManager(KVCacheManager):
         for manager in self._managers:
             num_held = num_encoded if isinstance(manager, CrossAttentionManager) else num_tokens
             blocks = -(-num_held // manager.block_size)
-            most = manager.max_admission_blocks_per_request  # of a window and the chunk that is computed
+            most = _most_at_a_time(manager)
             total += blocks if most is None else min(blocks, most)
         return total
 
@@ -364,7 +364,8 @@ class BeamKVCacheManager(KVCacheManager):
         """Make room for the next tokens of every row. Returns False if blocks are short."""
         num_tokens = request.num_computed_tokens
         for trie, manager in zip(group.tries, self._managers, strict=True):
-            trie.skip(_skipped(manager, num_tokens))
+            # Rows keep the state after their last full block: if an answer ends there, the next turn goes on from it.
+            trie.skip(_skipped(manager, num_tokens) - isinstance(manager.kv_cache_spec, MambaSpec))
         group.update = update = RowUpdate()
         if num_tokens + num_new_tokens <= group.num_tokens:
             return True  # after a preemption rows compute what there was room for from the start
@@ -433,6 +434,17 @@ def _num_hashed(blocks: Iterable[KVCacheBlock]) -> int:
 def _skipped(manager: SingleTypeKVCacheManager, num_computed_tokens: int) -> int:
     """How many blocks in front of the next token's window a manager holds no longer."""
     return manager.get_num_skipped_tokens(num_computed_tokens) // manager.block_size
+
+
+def _most_at_a_time(manager: SingleTypeKVCacheManager) -> int | None:
+    """The most blocks that a request holds, however long it is, if there is a limit.
+
+    They are those of a window and the chunk that is computed; or of a state, the last one that is cached, and one that
+    a prompt leads to on its way.
+    """
+    if isinstance(manager.kv_cache_spec, MambaSpec):
+        return 2 + manager.kv_cache_spec.num_prefill_checkpoint_blocks
+    return manager.max_admission_blocks_per_request
 
 
 def _blocks_beyond(manager: SingleTypeKVCacheManager, num_tokens: int, paths: list[list[int]]) -> int:

@@ -75,7 +75,7 @@ class BeamScheduler(Scheduler):
         with Patch("vllm.v1.core.sched.scheduler", "KVCacheManager").applied(BeamKVCacheManager):
             super().__init__(*args, **kwargs)
         config, speculative = config_of(self.vllm_config), self.vllm_config.speculative_config
-        refuse_unsupported_kv_cache(self.kv_cache_config)
+        refuse_unsupported_kv_cache(self.kv_cache_config, self.mamba_partial_cache_hit)
         self._steps_to_check = math.inf if config.check_invariants else steps_to_check(config.vllm_check)
         self._budgets = None if speculative is None else SpeculationBudgets(speculative, self.kv_cache_manager)
         self.kv_cache_manager.reclaim_interval = config.reclaim_interval

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec
 from vllm.v1.worker.gpu.mm.rope import RopeState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from vllm_trie.messages import MOST_DRAFTS, GroupStep
@@ -156,6 +157,10 @@ class Rows:
         states.total_len.gpu.index_fill_(0, at, length)
         states.num_computed_tokens.gpu.index_fill_(0, at, num_computed)
         states.draft_tokens.index_fill_(0, at, 0)
+        if isinstance(cached := self._runner.model_state, MambaHybridModelState) and cached._align_mode:
+            column = (num_computed - 1) // cached.cache_config.mamba_block_size
+            cached._mamba_state_idx_gpu.index_fill_(0, at, column)
+            cached.num_accepted_tokens_gpu.index_fill_(0, at, 1)
 
     def _write_rope_positions(
         self, first: int, slots: np.ndarray, at: torch.Tensor, num_prompt: int, length: int

@@ -66,6 +66,7 @@ MODES = {
     "few blocks": Mode("gqa", LONG, {"kv_cache_memory_bytes": 26 * BYTES_PER_BLOCK}),
     "a window": Mode("mistral", LONG),
     "windows": Mode("gemma2", [*LONG, *ALONG_ITEMS]),
+    "states": Mode("granite4", [*LONG, *ALONG_ITEMS]),
     "exact": Mode("gqa", each([*LONG, *ALONG_ITEMS], speculation="exact"), {}, 3),
     "auto": Mode("gqa", each(LONG, speculation="auto"), {}, 3, enters=None),  # as forests pay, and end
     "off": Mode("gqa", each(LONG, speculation="off"), {}, 3, enters=False),
@@ -103,18 +104,19 @@ def test_all_that_is_cached_is_what_its_history_leads_to(
 def test_the_next_turn_computes_its_tail_alone_and_answers_as_without_the_cache(
     engines: Engines, random_model: Callable[[str], Path]
 ) -> None:
-    for kind in ("gqa", "gemma2"):
-        engine = engines(random_model(kind))
+    for kind in ("gqa", "gemma2", "granite4", "mamba2"):
+        engine = engines(random_model(kind), enable_prefix_caching=True)  # by default not for mamba2
         assert engine.llm.llm_engine.reset_prefix_cache()
+        full = 2 * max(2 * BLOCK_SIZE, engine.core.vllm_config.cache_config.block_size)
         # Behind the last full block come few tokens, or the window in front of it is not held any more.
-        asked = [(prompt_of(length, length), 4 * BLOCK_SIZE + 4 - length) for length in (20, 40, 70)]
+        asked = [(prompt_of(length, length), full + 4 - length) for length in (20, 40, 70)]
         first = run(engine, [(prompt, beam_params(4, n=2, max_tokens=n, ignore_eos=True)) for prompt, n in asked])
         turns = [
             ([*prompt, *output.outputs[0].token_ids, *prompt_of(15, number)], beam_params(4, n=4, max_tokens=40))
             for number, ((prompt, _), output) in enumerate(zip(asked, first, strict=True))
         ]
         second = run(engine, turns)
-        assert [output.num_cached_tokens for output in second] == [4 * BLOCK_SIZE] * len(turns)
+        assert [output.num_cached_tokens for output in second] == [full] * len(turns)
         without = run(engines(random_model(kind), enable_prefix_caching=False), turns)
         assert count_ties(second, without) <= MOST_TIES * 4 * len(turns)
 
@@ -187,6 +189,7 @@ def _with_what_a_forest_computed(patch: pytest.MonkeyPatch, engine: Engine) -> N
     ("mode", "tamper"),
     [
         (Mode("gqa", LONG), _of_another_row),
+        (Mode("granite4", LONG), _of_another_row),
         (Mode("gqa", [{"max_tokens": 3 * BLOCK_SIZE - 40, "ignore_eos": True}]), _with_the_last_token),
         (MODES["off"], _with_a_draft_models_that_is_behind),
         (MODES["exact with windows"], _with_a_draft_models_that_is_behind),

@@ -16,11 +16,15 @@ from vllm_trie.worker import reorder
 pytestmark = pytest.mark.slow
 
 
-def test_what_blocks_held_before_is_never_read(engines: Engines, random_model: Callable[[str], Path]) -> None:
-    engine = engines(random_model("granite4"))
+@pytest.mark.parametrize("caching", [False, True])
+def test_what_blocks_held_before_is_never_read(
+    engines: Engines, random_model: Callable[[str], Path], caching: bool
+) -> None:
+    engine = engines(random_model("granite4"), enable_prefix_caching=caching)
     prompts = [prompt_of(length, length) for length in (5, 62, 100)]
     params = beam_params(4, n=4, max_tokens=70, ignore_eos=True)
     expected = engine.generate(prompts, params)
+    assert engine.llm.llm_engine.reset_prefix_cache() or not caching
     for cache in engine.runner.kv_caches:
         cache.view(torch.int8).fill_(-1)  # no numbers, whatever reads them
     found = engine.generate(prompts, params)

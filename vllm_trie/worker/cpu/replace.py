@@ -22,23 +22,28 @@ from vllm_trie.compat.patch import Patch
 Array = np.ndarray
 Function = Callable[..., Any]
 
-_MODULES = ("block_tables", "inputs", "logits", "mamba", "ngram", "rejection", "sampling")
+_MODULES = ("block_tables", "cached_states", "inputs", "logits", "mamba", "ngram", "rejection", "sampling")
 _V2 = "vllm.v1.worker.gpu."
 _kernels: dict[str, Function] = {}
 _functions: dict[str, Function] = {}
 _imported_by: dict[str, str] = {}
 
 
-def kernel(target: str, package: str = _V2) -> Callable[[Function], Function]:
-    """Marks what takes a kernel's place, "module:name" within vLLM's V2 worker, or within another package."""
+def kernel(target: str, package: str = _V2, imported_by: str = "") -> Callable[[Function], Function]:
+    """Marks what takes a kernel's place, "module:name" within vLLM's V2 worker, or within another package.
+
+    One module of the V2 worker may have imported it by name.
+    """
+    if imported_by:
+        _imported_by[package + target] = _V2 + imported_by
     return lambda function: _kernels.setdefault(package + target, function)
 
 
-def replaces(target: str, imported_by: str = "") -> Callable[[Function], Function]:
-    """Marks what takes the place of a function or method, "module:name"; one module may have imported it by name."""
+def replaces(target: str, imported_by: str = "", package: str = _V2) -> Callable[[Function], Function]:
+    """Marks what takes the place of a function or method, likewise."""
     if imported_by:
-        _imported_by[_V2 + target] = _V2 + imported_by
-    return lambda function: _functions.setdefault(_V2 + target, function)
+        _imported_by[package + target] = _V2 + imported_by
+    return lambda function: _functions.setdefault(package + target, function)
 
 
 def replacements() -> dict[str, Function]:
@@ -59,7 +64,8 @@ def install() -> None:
     Patch(_V2 + "spec_decode.ngram.speculator", "HAS_TRITON").apply(True)  # else there is no n-gram speculation
     for target, function in _kernels.items():
         module, name = target.split(":")
-        Patch(module, name).apply(Launch(getattr(importlib.import_module(module), name), function))
+        stock = getattr(importlib.import_module(module), name)
+        Patch(_imported_by.get(target, module), name).apply(Launch(stock, function))
     for target, function in _functions.items():
         module, name = target.split(":")
         owner, _, method = name.rpartition(".")
