@@ -97,7 +97,7 @@ def fanned_out(engine: Engine, prompt: dict[str, Any], is_resumed: bool, copies:
     return seen[-1]
 
 
-@pytest.mark.parametrize("kind", ["gqa", "gemma2"])
+@pytest.mark.parametrize("kind", ["gqa", "gemma2", "granite4"])
 @pytest.mark.parametrize("is_resumed", [False, True])
 def test_copied_rows_are_what_vllm_would_have_taken_in(
     engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, kind: str, is_resumed: bool
