@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from allpairspy import AllPairs
 from vllm import SamplingParams
 
@@ -14,6 +15,8 @@ from tests.support.engine import BLOCK_SIZE, ROOT, TRAINED_TARGET, Engine, Engin
 from tests.support.reference import NEAR_TIE
 from tests.support.running import MOST_TIES, Job, count_ties, prompt_of, run
 from vllm_trie import beam_params
+from vllm_trie.engine.adaptive_forests import AdaptiveForests
+from vllm_trie.search.forest_size import PLAIN, ForestSize
 
 TRAINED = (TRAINED_TARGET, ROOT / "benchmarks" / "stdlib_pair" / "draft")
 NOISE = 0.012  # about half of the drafts of one beam are accepted
@@ -61,14 +64,16 @@ def check_exact(
     asked: Sequence[Asked],
     after_step: Callable[[], None] = lambda: None,
     beside: Sequence[Job] = (),
+    speculation: str = "exact",
 ) -> list[Any]:
     """Search in both ways, and compare all that comes back. Returns what speculation found.
 
     Args:
         beside: Ordinary requests, that must answer as they do alone.
+        speculation: "exact" or "auto".
     """
     plain, alone = run(engine, searches(asked, "off")), run(engine, beside)
-    outputs = run(engine, [*searches(asked), *beside], after_step)
+    outputs = run(engine, [*searches(asked, speculation), *beside], after_step)
     assert count_differing(outputs[len(asked) :], alone) == 0
     ties = count_differing(outputs[: len(asked)], plain)
     assert ties <= MOST_TIES * sum(len(output.outputs) for output in plain)
@@ -92,3 +97,18 @@ def grid(prompts: list[list[int]], max_tokens: int) -> list[Asked]:
         options = {"beam_width": width, "draft_width": factor * width, "ignore_eos": ignore_eos}
         asked.append((prompt[:length], options | {"max_tokens": max_tokens}))
     return asked
+
+
+def sizes_in(monkeypatch: pytest.MonkeyPatch, *plan: ForestSize) -> list[int]:
+    """Let forests be of these sizes, over and over. Returns the layers of those that were chosen, as they are."""
+    chosen = list[int]()
+
+    def choose(_: Any, forests: Any, length: int, most_layers: int, num_tokens: int) -> ForestSize:
+        size = plan[len(chosen) % len(plan)]
+        chosen.append(size.num_layers)
+        if size == PLAIN:
+            forests.rest(length, 2)
+        return size._replace(num_layers=min(size.num_layers, most_layers))
+
+    monkeypatch.setattr(AdaptiveForests, "choose", choose)
+    return chosen

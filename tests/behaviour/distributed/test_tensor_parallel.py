@@ -15,11 +15,11 @@ from vllm import SamplingParams
 from vllm.v1.executor.ray_executor import RayDistributedExecutor
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
-from tests.support import models
 from tests.support.disturb import preempt_all
 from tests.support.engine import BLOCK_SIZE, TRAINED_TARGET, Engine, Engines
 from tests.support.grammars import GRAMMARS, structured
-from tests.support.pairs import NOISE, looking_up, steps_per_forward
+from tests.support.head_alone import heading
+from tests.support.pairs import NOISE, Pair, drafting, looking_up, steps_per_forward
 from tests.support.parallel_engine import RANKS, ParallelEngine
 from tests.support.ray_on_cpu import local_ray
 from tests.support.running import prompt_of, run, trained_prompts
@@ -144,11 +144,12 @@ def check_that_other_drafts_end(parallel: ParallelEngine, source: str, asked: li
         run(parallel, copied(asked))
 
 
+@pytest.mark.parametrize("drafts_by", ["a draft model", "a head"])
 def test_two_ranks_speculate_alike_and_drafts_that_differ_end_the_engine(
-    engines: Engines, model: Path, tmp_path_factory: pytest.TempPathFactory
+    engines: Engines, random_pair: Callable[[str, float], Pair], drafts_by: str
 ) -> None:
-    draft = models.make_draft(model, tmp_path_factory.mktemp("draft"), NOISE, seed=3)
-    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    pair = random_pair("gqa", NOISE)
+    model, config = (TRAINED_TARGET, heading(3)) if drafts_by == "a head" else (pair[0], drafting(pair[1], 3))
     exact: dict[str, Any] = {"speculation": "exact"}  # "auto" would depend on what steps happen to cost
     kinds = [
         exact,
@@ -172,8 +173,8 @@ def test_two_ranks_speculate_alike_and_drafts_that_differ_end_the_engine(
         return found
 
     # What is drawn depends on what is left over to speculate with, and so on how steps are scheduled.
-    expected = answers(engines(model, speculative_config=config, async_scheduling=False))
-    parallel = ParallelEngine(model, speculative_config=config, async_scheduling=False)
+    expected = answers(engines(model, **config, async_scheduling=False))
+    parallel = ParallelEngine(model, **config, async_scheduling=False)
     try:
         check_same(answers(parallel, parallel.check_rows), expected)
         parallel.check_nothing_is_left()

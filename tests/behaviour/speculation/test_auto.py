@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.support.engine import Engine, Engines
 from tests.support.options import DRAFTED
-from tests.support.pairs import TRAINED, count_differing, searches, speculating, steps_per_forward
+from tests.support.pairs import TRAINED, count_differing, searches, sizes_in, speculating, steps_per_forward
 from tests.support.running import MOST_TIES, prompt_of, run, trained_prompts
 from vllm_trie.engine.adaptive_forests import AdaptiveForests
 from vllm_trie.search.forest_size import PLAIN, ForestSize
@@ -21,21 +19,6 @@ LAYERS, WIDTH, TOKENS = 3, 3, 24
 @pytest.fixture
 def engine(engines: Engines) -> Engine:
     return speculating(engines, TRAINED, LAYERS, max_num_seqs=64)
-
-
-def sizes_in(monkeypatch: pytest.MonkeyPatch, *plan: ForestSize) -> list[int]:
-    """Let forests be of these sizes, over and over. Returns the layers of those that were chosen, as they are."""
-    chosen = list[int]()
-
-    def choose(_: Any, forests: Any, length: int, most_layers: int, num_tokens: int) -> ForestSize:
-        size = plan[len(chosen) % len(plan)]
-        chosen.append(size.num_layers)
-        if size == PLAIN:
-            forests.rest(length, 2)
-        return size._replace(num_layers=min(size.num_layers, most_layers))
-
-    monkeypatch.setattr(AdaptiveForests, "choose", choose)
-    return chosen
 
 
 def test_answers_are_those_of_plain_beams_whatever_is_chosen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 from benchmarks.stdlib_pair.head import HEAD, load_head, save, untrained
-from tests.support.disturb import preempt_all
+from tests.support.disturb import Unlucky, preempt_all
 from tests.support.draft_alone import search
 from tests.support.engine import BLOCK_SIZE, TRAINED_TARGET, Engine, Engines
 from tests.support.head_alone import HeadAlone, with_head
-from tests.support.pairs import BESIDE, check_exact, count_differing, grid, steps_per_forward
+from tests.support.pairs import BESIDE, check_exact, count_differing, grid, searches, sizes_in, steps_per_forward
 from tests.support.reference import SCORE_TOLERANCE, load
-from tests.support.running import trained_prompts
+from tests.support.running import run, trained_prompts
 from tests.support.trained_pair import DRAWN, WARPED, answer, own_sum, tokens
 from tests.support.trained_pair import search as draw
+from vllm_trie.search.forest_size import PLAIN, ForestSize
 from vllm_trie.worker.hidden_states import HiddenStates
 from vllm_trie.worker.kv_blocks import KVBlocks
 
@@ -63,6 +64,18 @@ def test_searches_are_preempted_beside_ordinary_requests(engine: Engine) -> None
     assert steps > 18
 
 
+def test_searches_whose_forests_change_their_size_are_preempted_one_by_one(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = sizes_in(monkeypatch, PLAIN, ForestSize(LAYERS, 8), ForestSize(1, 16), ForestSize(2, 8))
+    unlucky = Unlucky(engine, share=0.2)
+    asked = grid(trained_prompts([2 * BLOCK_SIZE] * 12), max_tokens=2 * BLOCK_SIZE + 6)
+    outputs = check_exact(engine, asked, unlucky.preempt_the_last, beside=BESIDE, speculation="auto")
+    assert unlucky.num_preempted > 5
+    assert len(chosen) > 10 * len(asked)
+    assert max(map(steps_per_forward, outputs)) > 1.3
+
+
 @pytest.mark.parametrize("mode", [DRAWN, DRAWN | WARPED, DRAWN | {"memory_mode": True}], ids=["drawn", "warped", "one"])
 def test_what_is_drawn_follows_its_seed_and_is_the_targets_own(engine: Engine, mode: dict[str, Any]) -> None:
     prompts = trained_prompts([32] * 4)
@@ -91,6 +104,22 @@ def test_the_head_says_what_it_says_alone(narrow: Engine, alone: HeadAlone, monk
     assert alone.num_wrong == 0
     assert alone.num_compared > 500
     assert alone.num_caught_up > 0
+
+
+def test_the_next_turn_finds_in_the_prefix_cache_what_the_head_goes_on_from(
+    narrow: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert narrow.llm.llm_engine.reset_prefix_cache()
+    prompts, unlucky = trained_prompts([40, 50]), Unlucky(narrow, share=0.1)
+    options = {"beam_width": 3, "draft_width": 9, "ignore_eos": True}
+    first = run(narrow, searches([(p, options | {"max_tokens": 70}) for p in prompts]), unlucky.preempt_the_last)
+    assert unlucky.num_preempted > 2
+    turns = [[*p, *output.outputs[0].token_ids, 9, 13] for p, output in zip(prompts, first, strict=True)]
+    alone = HeadAlone(narrow, load_head(load(TRAINED_TARGET), HEAD), monkeypatch)
+    outputs = check_exact(narrow, [(turn, options | {"max_tokens": 8}) for turn in turns])
+    assert all(output.num_cached_tokens > len(prompt) for prompt, output in zip(prompts, outputs, strict=True))
+    assert alone.num_compared > 20
+    assert alone.num_wrong == 0
 
 
 def leave_out_copies_of_blocks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
