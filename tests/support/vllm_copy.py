@@ -8,6 +8,7 @@ from pathlib import Path
 import vllm
 
 from vllm_trie.compat.fingerprint import touched
+from vllm_trie.compat.sources import minor
 
 INSTALLED = Path(vllm.__file__).parent.parent
 
@@ -17,7 +18,8 @@ class VllmCopy:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for module in {"vllm._version", *(target.split(":")[0] for target in touched())}:
+        here = [piece.target for piece in touched().values() if piece.only_in in ("", minor(vllm.__version__))]
+        for module in {"vllm._version", *(target.split(":")[0] for target in here)}:
             name = self.file(module).relative_to(folder)
             self.file(module).parent.mkdir(parents=True, exist_ok=True)
             self.file(module).write_text((INSTALLED / name).read_text())

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm_trie.compat.sources import installed_vllm, minor
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.sampling_params import BeamSearchParams
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
 
 class OwnBeams(NamedTuple):
@@ -47,6 +49,26 @@ def eos_token_ids(generation_config: dict[str, Any], eos_token_id: int | None) -
 def workers_ask_for_triton() -> bool:
     """Whether workers refuse Model Runner V2 without Triton, as configurations do."""
     return minor(installed_vllm().version) != "0.32"
+
+
+def planned_kv_cache(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> tuple[list[KVCacheGroupSpec], int]:
+    """The KV cache groups that an engine will have, and the bytes of a block, before it has a KV cache.
+
+    Args:
+        vllm_config: The engine's, of one stage alone.
+        specs: By layer.
+    """
+    if minor(installed_vllm().version) == "0.32":
+        from vllm.v1.core.kv_cache_utils import _pool_bytes_per_block, get_kv_cache_groups
+
+        groups = get_kv_cache_groups(vllm_config, specs)
+        return groups, _pool_bytes_per_block(vllm_config, groups)
+    from vllm.v1.core import kv_cache_planning as planning
+    from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
+
+    builder = get_kv_cache_config_builder(vllm_config)
+    groups = planning.get_kv_cache_groups_from_builder(builder, vllm_config, specs)
+    return groups, planning._pool_bytes_per_block_from_builder(builder, vllm_config, groups)
 
 
 @cache

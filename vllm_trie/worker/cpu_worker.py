@@ -12,6 +12,7 @@ from vllm_trie.compat.cpu import accept_v2_in_worker, needs_cpu_kernels
 from vllm_trie.compat.patch import Patch
 from vllm_trie.worker.attention.cpu_backend import use_shared_prefixes
 from vllm_trie.worker.catalogs import TakesCatalogs
+from vllm_trie.worker.hidden_states import KeepsHiddenStates
 from vllm_trie.worker.runner import BeamModelRunner
 
 
@@ -19,7 +20,7 @@ class BeamCPUModelRunner(BeamModelRunner, CPUModelRunner):
     """vLLM's CPU runner with beam groups."""
 
 
-class BeamCPUWorker(TakesCatalogs, CPUWorker):
+class BeamCPUWorker(TakesCatalogs, KeepsHiddenStates, CPUWorker):
     """`CPUWorker` names its runner class inside `init_device`; there is no other seam."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -6,10 +6,11 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_trie.selection import config_of
 from vllm_trie.worker.catalogs import TakesCatalogs
+from vllm_trie.worker.hidden_states import KeepsHiddenStates
 from vllm_trie.worker.runner import BeamModelRunner
 
 
-class BeamGPUWorker(TakesCatalogs, Worker):
+class BeamGPUWorker(TakesCatalogs, KeepsHiddenStates, Worker):
     """Makes the runner with beam groups."""
 
     def _make_model_runner(self) -> BeamModelRunner:

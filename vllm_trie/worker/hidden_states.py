@@ -15,12 +15,16 @@ drafts may be accepted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
+from vllm_trie.compat.versions import planned_kv_cache
 from vllm_trie.worker.kv_slots import ByToken
 
 
@@ -35,8 +39,7 @@ class HiddenStates:
         config, speculator = runner.kv_cache_config, runner.speculator
         assert isinstance(speculator, EagleSpeculator)
         self._model = speculator.model
-        self.layer = min(speculator.draft_attn_layer_names)
-        (self.number,) = (n for n, group in enumerate(config.kv_cache_groups) if self.layer in group.layer_names)
+        self.layer, self.number = _layer_of(speculator, config.kv_cache_groups)
         block_size = runner.block_tables.block_sizes[self.number]
         size = config.num_blocks, block_size, speculator.hidden_size
         self.by_token = ByToken(torch.zeros(size, dtype=speculator.dtype, device=runner.device), (block_size,))
@@ -49,3 +52,27 @@ class HiddenStates:
         slots = forward.slot_mappings_by_layer[self.layer][:num_tokens]
         states = torch.cat([of_layer[:num_tokens] for of_layer in forward.aux_hidden_states], dim=-1)
         self.by_slot[slots] = self._model.combine_hidden_states(states)
+
+
+def _layer_of(speculator: EagleSpeculator, groups: Sequence[KVCacheGroupSpec]) -> tuple[str, int]:
+    """A layer of the head, and its KV cache group: states lie by the slots of this one."""
+    layer = min(speculator.draft_attn_layer_names)
+    (number,) = (number for number, group in enumerate(groups) if layer in group.layer_names)
+    return layer, number
+
+
+class KeepsHiddenStates:
+    """A worker that leaves room for hidden states beside vLLM's KV cache."""
+
+    vllm_config: VllmConfig
+    model_runner: Any
+
+    def determine_available_memory(self) -> int:
+        """Bytes for vLLM's KV cache: as many blocks as there is memory for with the states of their tokens."""
+        available, speculator = super().determine_available_memory(), self.model_runner.speculator  # type: ignore[misc]
+        if not isinstance(speculator, EagleSpeculator):
+            return int(available)
+        groups, of_kv = planned_kv_cache(self.vllm_config, self.model_runner.get_kv_cache_spec())
+        _, number = _layer_of(speculator, groups)
+        of_states = groups[number].kv_cache_spec.block_size * speculator.hidden_size * speculator.dtype.itemsize
+        return int(available) // (of_kv + of_states) * of_kv

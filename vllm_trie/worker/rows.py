@@ -19,7 +19,6 @@ from vllm.v1.worker.gpu.mm.rope import RopeState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
-from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from vllm_trie.messages import MOST_DRAFTS, GroupStep
 from vllm_trie.search.devices import sees
@@ -53,6 +52,7 @@ class Rows:
         self._runner = runner
         self._sampler = runner.sampler  # None on the earlier stages of a pipeline
         self.device = runner.device
+        self.hidden_states: HiddenStates | None = None  # what a head goes on from, once there is a KV cache beside them
 
     @cached_property
     def tables(self) -> Tables:
@@ -72,11 +72,6 @@ class Rows:
     def kv_slots(self) -> KVSlots:
         """The same, token by token, of layers of which it is known how tokens lie in their blocks."""
         return kv_slots(self._runner, self.hidden_states)
-
-    @cached_property
-    def hidden_states(self) -> HiddenStates | None:
-        """What a head goes on from, if there is one."""
-        return HiddenStates(self._runner) if isinstance(self._runner.speculator, EagleSpeculator) else None
 
     @cached_property
     def _parts_of_blocks(self) -> KVSlots | None:

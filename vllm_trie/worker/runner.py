@@ -40,6 +40,7 @@ from vllm_trie.worker.draft_by_lookup import LookupDrafts
 from vllm_trie.worker.draft_by_model import ModelDrafts
 from vllm_trie.worker.expand import expand
 from vllm_trie.worker.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.hidden_states import HiddenStates
 from vllm_trie.worker.new_rows import may_copy_rows, refuse_own_state
 from vllm_trie.worker.pipeline import Stages
 from vllm_trie.worker.rank_check import rank_check
@@ -105,11 +106,13 @@ class BeamModelRunner(GPUModelRunner):
                 f"vLLM without speculative_config"
             ) from error
 
-    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        super().initialize_kv_cache(*args, **kwargs)
+    def initialize_kv_cache(self, *args: Any, is_profiling: bool = False, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, is_profiling=is_profiling, **kwargs)
         check_demanded_layers(self.vllm_config, [*chain(*self.attn_groups)])
         if self.drafter is not None and not takes_trees(self):
             self.drafter = None
+        if self.drafter is not None and isinstance(self.speculator, EagleSpeculator) and not is_profiling:
+            self.rows.hidden_states = HiddenStates(self)
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, *args: Any, dummy_run: bool = False, **kwargs: Any

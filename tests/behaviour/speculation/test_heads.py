@@ -11,7 +11,7 @@ import pytest
 from benchmarks.stdlib_pair.head import HEAD, load_head, save, untrained
 from tests.support.disturb import Unlucky, preempt_all
 from tests.support.draft_alone import search
-from tests.support.engine import BLOCK_SIZE, TRAINED_TARGET, Engine, Engines
+from tests.support.engine import BLOCK_SIZE, KV_CACHE_BYTES, TRAINED_TARGET, Engine, Engines
 from tests.support.head_alone import HeadAlone, with_head
 from tests.support.pairs import BESIDE, check_exact, count_differing, grid, searches, sizes_in, steps_per_forward
 from tests.support.reference import SCORE_TOLERANCE, load
@@ -74,6 +74,13 @@ def test_searches_whose_forests_change_their_size_are_preempted_one_by_one(
     assert unlucky.num_preempted > 5
     assert len(chosen) > 10 * len(asked)
     assert max(map(steps_per_forward, outputs)) > 1.3
+
+
+def test_hidden_states_take_their_memory_from_the_kv_cache(engine: Engine) -> None:
+    kept = [*engine.runner.kv_caches, engine.runner.rows.hidden_states.by_slot]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    num_bytes, num_blocks = sum(storages.values()), engine.runner.kv_cache_config.num_blocks
+    assert num_bytes <= KV_CACHE_BYTES < num_bytes / num_blocks * (num_blocks + 1)
 
 
 @pytest.mark.parametrize("mode", [DRAWN, DRAWN | WARPED, DRAWN | {"memory_mode": True}], ids=["drawn", "warped", "one"])
