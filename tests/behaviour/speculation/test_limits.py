@@ -94,10 +94,9 @@ class Watch:
 
 FEW_BLOCKS = {"kv_cache_memory_bytes": 20 * BYTES_PER_PAIR_OF_BLOCKS}
 SCARCE: dict[str, tuple[dict[str, int], set[str]]] = {
-    "rows": ({"max_num_seqs": 10}, {"spare blocks"}),
     "tokens": ({"max_num_seqs": 16, "max_num_batched_tokens": 24}, {"plain", "few drafts"}),
     "blocks": (FEW_BLOCKS, {"plain", "no free block", "fewer layers", "few drafts", "spare blocks"}),
-    "all": ({"max_num_seqs": 10, "max_num_batched_tokens": 24, **FEW_BLOCKS}, {"plain", "few drafts"}),
+    "both": ({"max_num_seqs": 16, "max_num_batched_tokens": 24, **FEW_BLOCKS}, {"plain", "few drafts"}),
 }
 
 
@@ -126,7 +125,7 @@ def test_a_group_whose_next_blocks_are_all_that_it_may_take_stays_within_those_i
     assert watch.least_free > engine.scheduler.kv_cache_manager.num_usable_blocks // 2
 
 
-@pytest.mark.parametrize("scarce", ["blocks", "all"])
+@pytest.mark.parametrize("scarce", ["blocks", "both"])
 def test_drawn_searches_are_given_a_whole_layer_or_nothing(
     engines: Engines, pair: Pair, scarce: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
