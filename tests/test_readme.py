@@ -155,7 +155,9 @@ def test_named_files_and_functions_exist(document: str) -> None:
     missing = [str(file) for file in files if not file.exists()]
     for file, name in NAME.findall(text):
         source = in_package(file).read_text() if in_package(file).exists() else ""
-        if not all(re.search(rf"^ *(?:(?:async )?def|class) {part}\b", source, re.MULTILINE) for part in name.split(".")):
+        if not all(
+            re.search(rf"^ *(?:(?:async )?def|class) {part}\b", source, re.MULTILINE) for part in name.split(".")
+        ):
             missing.append(f"{file}: {name}")
     assert missing == []
 

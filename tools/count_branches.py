@@ -25,7 +25,10 @@ FEATURES = {
 """What names something of a feature, in identifiers, attributes and texts of a test, and in paths."""
 
 
-AS_WIDE_AS_THEIRS = re.compile(r"kernels\.py$|worker/cpu/")
+OWN_FILES = {"speculation": "|head_model|hidden_states|tree_"}
+"""Further paths that belong to a feature."""
+
+AS_WIDE_AS_THEIRS = re.compile(r"kernels\.py$|worker/cpu/|attention/split_batch")
 MOST_SHOWN = 5
 
 
@@ -49,10 +52,12 @@ def tests_of(tree: ast.AST) -> Iterator[ast.expr]:
             yield from node.ifs
 
 
-def branches(root: Path, pattern: re.Pattern[str]) -> Iterator[Branch]:
+def branches(root: Path, feature: str) -> Iterator[Branch]:
     """Yields the branches on a feature in files that are not its own, one for each line."""
+    pattern = re.compile(FEATURES[feature], re.IGNORECASE)
+    own_files = re.compile(FEATURES[feature] + OWN_FILES.get(feature, ""), re.IGNORECASE)
     for path in sorted(root.rglob("*.py")):
-        if pattern.search(path.relative_to(root).as_posix()):
+        if own_files.search(path.relative_to(root).as_posix()):
             continue
         tests = {test.lineno: ast.unparse(test) for test in tests_of(ast.parse(path.read_text()))}
         yield from (Branch(path, line, test) for line, test in sorted(tests.items()) if pattern.search(test))
@@ -96,8 +101,8 @@ def main() -> None:
     parser.add_argument("root", nargs="?", type=Path, default=Path("vllm_trie"))
     parser.add_argument("--list", choices=FEATURES, help="show the branches on this feature")
     options = parser.parse_args()
-    for feature, words in FEATURES.items():
-        found = list(branches(options.root, re.compile(words, re.IGNORECASE)))
+    for feature in FEATURES:
+        found = list(branches(options.root, feature))
         print(f"{feature:14} {len({branch.path for branch in found}):3} files, {len(found):3} branches")
         if feature == options.list:
             print(*(f"  {branch.path}:{branch.line}: {branch.test}" for branch in found), sep="\n")

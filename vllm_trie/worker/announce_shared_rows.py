@@ -29,7 +29,7 @@ def announce_shared_rows(
 def reads_shared_blocks_once(runner: GPUModelRunner, context: StepContext, groups: Mapping[str, GroupRows]) -> bool:
     """Whether any layer will do that in this step, known before there is a batch."""
     return any(
-        group_id in context.forests or builder.takes(len(groups[group_id].slots), num_shared)
+        builder.takes(len(groups[group_id].slots), num_shared)
         for builder, shared in _builders(runner, context)
         for group_id, num_shared in shared.items()
     )

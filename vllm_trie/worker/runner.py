@@ -157,7 +157,8 @@ class BeamModelRunner(GPUModelRunner):
 
     def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
         state, uniform_token_count = super().gather_batch_req_state(*args, **kwargs)
-        if reads_shared_blocks_once(self, self.step, self.groups):  # full graphs of decoding steps do not
+        # Full graphs of decoding steps hold vLLM's attention.
+        if self.step.forests or reads_shared_blocks_once(self, self.step, self.groups):
             uniform_token_count = None
         return state, uniform_token_count
 

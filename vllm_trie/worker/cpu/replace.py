@@ -22,7 +22,9 @@ from vllm_trie.compat.patch import Patch
 Array = np.ndarray
 Function = Callable[..., Any]
 
-_MODULES = ("block_tables", "cached_states", "inputs", "logits", "mamba", "ngram", "rejection", "sampling")
+_MODULES = (
+    *("block_tables", "cached_states", "draft_inputs", "inputs", "logits", "mamba", "ngram", "rejection", "sampling"),
+)
 _V2 = "vllm.v1.worker.gpu."
 _kernels: dict[str, Function] = {}
 _functions: dict[str, Function] = {}
