@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from vllm_trie.options.parts import MOST_PHRASE_TOKENS
+from vllm_trie.options.parts import MOST_PHRASE_LENGTH, MOST_PHRASE_TOKENS
 from vllm_trie.sampling_params import stop_tokens
 
 if TYPE_CHECKING:
@@ -35,6 +35,10 @@ def phrases_as_tokens(
         for way in ways:
             if not 0 <= min(way) <= max(way) < vocab_size:
                 raise ValueError(f"phrase_boosts: {phrase!r} is no phrase of tokens; the vocabulary has {vocab_size}")
+            if len(way) > MOST_PHRASE_LENGTH:
+                raise ValueError(
+                    f"phrase_boosts: a phrase has {len(way)} tokens, and may have {MOST_PHRASE_LENGTH}; shorten it"
+                )
             if not set(way[:-1]).isdisjoint(stops):
                 raise ValueError(
                     f"phrase_boosts: {phrase!r} goes on after a stop token, which ends hypotheses; end it there"

@@ -18,6 +18,7 @@ MOST_NGRAM = 64  # tokens, which are compared one by one in every step
 MOST_SEQUENCES, MOST_SEQUENCE_TOKENS = 100_000, 2_000_000  # in a request; more make a catalog
 
 MOST_PHRASES, MOST_PHRASE_TOKENS = 1_000, 10_000  # in a request; every step looks at all of their tokens
+MOST_PHRASE_LENGTH = 256  # tokens; what a step looks at grows with the longest phrase
 MOST_WEIGHT = 100  # nats, far beyond what a model says of any token
 
 Semantics = Literal["hf", "vllm", "tridecode"]
