@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 SCHEDULER = "vllm_trie.engine.scheduler.BeamScheduler"
 ASYNC_SCHEDULER = "vllm_trie.engine.async_scheduler.AsyncBeamScheduler"
 
+_parsed: dict[int, tuple[object, TrieBeamConfig]] = {}  # by the id of an `additional_config`, which is kept with it
+
 
 def is_selected(engine: EngineArgs | VllmConfig) -> bool:
     """Whether this engine shall have beam groups."""
@@ -26,9 +28,12 @@ def is_selected(engine: EngineArgs | VllmConfig) -> bool:
     return PLUGIN_NAME in (envs.VLLM_PLUGINS or ()) or PLUGIN_NAME in (engine.additional_config or {})
 
 
-def config_of(engine: EngineArgs | VllmConfig) -> TrieBeamConfig:
-    """The options of an engine."""
-    return TrieBeamConfig.from_additional_config(engine.additional_config)
+def config_of(vllm_config: VllmConfig) -> TrieBeamConfig:
+    """The options of an engine, which are parsed once."""
+    options = vllm_config.additional_config
+    if id(options) not in _parsed:
+        _parsed[id(options)] = options, TrieBeamConfig.from_additional_config(options)
+    return _parsed[id(options)][1]
 
 
 def has_beams(vllm_config: VllmConfig) -> bool:
