@@ -1,0 +1,110 @@
+"""What one step of selection asks of a GPU, counted without one: operations, copies, kernels of ours, waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.harness import Bench, Cell, Measured, Setting, Table
+
+VOCAB_SIZE = 151_936  # of Qwen3
+MOST_CHILDREN = (256,) * 4  # by depth, of a catalog of semantic ids
+STOP_TOKEN_IDS, DIVERSITY, MIN_P, TOP_P, NUM_LOGPROBS = (2,), 0.5, 0.1, 0.9, 5
+PLAIN = "plain"
+WIDTHS, IN_ONE_BATCH = (4, 64, 512), (4, 8)  # beams; beams and groups
+FIRST, SECOND = 21, 22  # tokens of rows in two steps, of which the first one fills caches
+
+
+def _rules(width: int) -> dict[str, Any]:
+    from benchmarks.weightless import CATALOG
+    from vllm_trie.search.constraints.catalog import ItemRules
+    from vllm_trie.search.constraints.stops import Stops
+    from vllm_trie.search.filters import LogitsFilters
+    from vllm_trie.search.rules import SelectRules
+    from vllm_trie.search.strategies.best import Best
+    from vllm_trie.search.strategies.drawn import Drawn
+    from vllm_trie.search.strategies.in_groups import InGroups
+
+    plain = SelectRules(width, Best(), Stops(STOP_TOKEN_IDS))
+    return {
+        PLAIN: plain,
+        'semantics="vllm"': plain._replace(strategy=Best("vllm")),
+        "controlled": plain._replace(is_controlled=True),
+        "log-probabilities": plain._replace(num_logprobs=NUM_LOGPROBS),
+        "min_p and top_p": plain._replace(filters=LogitsFilters(min_p=MIN_P, top_p=TOP_P)),
+        "along a catalog": plain._replace(constraints=(ItemRules(CATALOG),)),
+        "in 2 groups of beams": plain._replace(strategy=InGroups(2, DIVERSITY, None)),
+        "drawn beams": plain._replace(strategy=Drawn(False, 1, None, False)),
+    }
+
+
+class Counted(NamedTuple):
+    """Of one step."""
+
+    operations: int
+    copies: int
+    kernels: int
+    waits: int
+
+    @property
+    def launches(self) -> int:
+        return self.operations + self.copies + self.kernels
+
+
+def counted(search: str, width: int, num_groups: int, num_ordinary: int = 0, is_whole: bool = False) -> Counted:
+    """Count one step of groups in one batch, not their first.
+
+    Args:
+        search: Of what kind.
+        width: Beams of each group.
+        num_groups: In the batch.
+        num_ordinary: Ordinary rows ahead of each group.
+        is_whole: All that happens where vLLM would sample, not the selection with its reorder alone.
+    """
+    from benchmarks.launch_counter import LaunchCounter
+    from benchmarks.weightless import WeightlessStep, kernels_noted
+
+    with kernels_noted() as noted:
+        groups = WeightlessStep(_rules(width)[search], num_groups, VOCAB_SIZE, num_ordinary, MOST_CHILDREN)
+        take: Callable[[np.ndarray], object] = groups.sample if is_whole else groups.select
+        take(np.full(num_groups, FIRST))
+        for kernel in noted.values():
+            kernel.count = 0
+        with LaunchCounter() as counter:
+            take(np.full(num_groups, SECOND))
+        kernels = sum(kernel.count for kernel in noted.values())
+    return Counted(len(counter.operations), counter.copies, kernels, counter.waits)
+
+
+def cells(setting: Setting) -> list[Cell]:
+    plain = [(PLAIN, width, 1) for width in setting.widths or WIDTHS]
+    others = [(search, WIDTHS[0], 1) for search in _rules(WIDTHS[0]) if search != PLAIN]
+    return [*plain, (PLAIN, *IN_ONE_BATCH), *others, ("along a catalog", WIDTHS[-1], 1), ("drawn beams", *IN_ONE_BATCH)]
+
+
+def measure(bench: Bench, search: str, width: int, num_groups: int) -> Measured:
+    shape = search, width, num_groups
+    step = counted(*shape)
+    alone, beside = (counted(*shape, num_ordinary, is_whole=True) for num_ordinary in (0, 1))
+    waits = max(step.waits, alone.waits, beside.waits)
+    counts = step.operations, step.copies, step.kernels, step.launches, alone.launches, beside.launches, waits
+    return Measured([(search, f"{width} x {num_groups}", *counts)])
+
+
+TABLE = Table(
+    "Launches of one step on a GPU, counted without one",
+    (
+        *("search", "beams x groups", "operations", "copies", "kernels of ours", "selection, in all"),
+        *("whole step", "whole step, beside ordinary rows", "waits"),
+    ),
+    cells,
+    measure,
+    f"a decoding step of groups in one batch, V = {VOCAB_SIZE:,}, bfloat16, on tensors without content: operations of "
+    "torch, one each, even where torch runs several kernels (topk, cumsum, cat); views, allocations and what the host "
+    "computes are left out, also what pins memory; copies between host and device; selection includes the reorder; the "
+    "whole step is all that happens where vLLM would sample, without vLLM's own sampling of ordinary rows, one ahead "
+    "of each group, and its processing of logits; what is uploaded once, in a first step, is not counted; waits of the "
+    "host for the device, in any of these",
+)

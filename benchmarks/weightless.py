@@ -1,0 +1,204 @@
+"""A step of selection on tensors without content, as on a GPU that nobody looks at.
+
+Tensors of torch's meta device have shapes and no content: a step runs on them as on a device that the host never waits
+for, in milliseconds, however large the vocabulary. Kernels of ours are noted, not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from vllm_trie.messages import GroupStep
+from vllm_trie.search import gumbel, sampling
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints.catalog import ItemTrie
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.worker import kernels
+from vllm_trie.worker.catalogs import DeviceCatalogs
+from vllm_trie.worker.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.kv_blocks import Segments
+from vllm_trie.worker.row_reorder import Tables
+from vllm_trie.worker.rows import Rows
+from vllm_trie.worker.runner import BeamModelRunner
+from vllm_trie.worker.select import Selector
+from vllm_trie.worker.step_context import PackedStep, StepContext
+
+NOWHERE = torch.device("meta")
+LENGTH, BLOCK_SIZES = 64, (16, 32)  # tokens of a slot; of a block, by KV cache group
+PROMPT = list(range(20))
+CATALOG = "items"  # its digest
+
+
+class Launches:
+    """In the place of a kernel: notes that it was launched."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getitem__(self, grid: object) -> Any:
+        def launch(*args: object, **options: object) -> None:
+            self.count += 1
+
+        return launch
+
+
+@contextmanager
+def kernels_noted() -> Iterator[dict[str, Launches]]:
+    """Within it, kernels do the work as on a GPU, and are noted by name."""
+    noted = {name: Launches() for name in ("_select_next", "_copy_histories", "_copy_tails")}
+    with ExitStack() as stack:
+        for name, launches in noted.items():
+            stack.enter_context(patch.object(kernels, name, launches))
+        stack.enter_context(patch.object(kernels, "run_on", lambda _: True))
+        for module in (gumbel, sampling):  # there are no generators without content
+            stack.enter_context(patch.object(module, "on_device", lambda *_: None))
+        yield noted
+
+
+def nowhere(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """A tensor of which nobody can look at the content."""
+    return torch.empty(shape, dtype=dtype, device=NOWHERE)
+
+
+class Sampler:
+    """vLLM's, which is not ours to count: it hands logits on, and takes tokens from nowhere.
+
+    Args:
+        num_slots: Of the runner.
+        vocab_size: V.
+    """
+
+    compute_nans = False
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self.penalties_state = SimpleNamespace(output_bin_counts=nowhere(num_slots, vocab_size, dtype=torch.int32))
+        self.logits_processors: list[Any] = []
+
+    def apply_sampling_params(self, logits: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return logits.float()
+
+    def __call__(self, logits: torch.Tensor, batch: InputBatch) -> SamplerOutput:
+        counts = nowhere(2, batch.num_reqs, dtype=torch.int32)
+        return SamplerOutput(nowhere(batch.num_reqs, 1), None, None, *counts)
+
+
+def runner_of(num_slots: int, vocab_size: int) -> Any:
+    """vLLM's, as far as rows and their selection know it."""
+    states = SimpleNamespace(
+        all_token_ids=SimpleNamespace(gpu=nowhere(num_slots, LENGTH, dtype=torch.int32)),
+        total_len=SimpleNamespace(gpu=nowhere(num_slots, dtype=torch.int32)),
+        last_sampled_tokens=nowhere(num_slots, 1),
+        req_id_to_index={str(slot): slot for slot in range(num_slots)},
+    )
+    sampler = Sampler(num_slots, vocab_size)
+    return SimpleNamespace(device=NOWHERE, model_config=None, req_states=states, sampler=sampler)
+
+
+def batch_of(slots: np.ndarray, num_tokens: np.ndarray) -> InputBatch:
+    """One token of each of R rows, which hold `num_tokens` [R] with it."""
+    count = len(slots)
+    starts, none_yet = np.arange(count + 1, dtype=np.int32), np.zeros(count, dtype=np.int32)
+    ints = {"dtype": torch.int32}
+    known: dict[str, Any] = {
+        "req_ids": [str(slot) for slot in slots],
+        **dict.fromkeys(("num_reqs", "num_reqs_after_padding", "num_tokens", "num_tokens_after_padding"), count),
+        "num_draft_tokens": 0,
+        **{name: nowhere(count, **ints) for name in ("idx_mapping", "expanded_idx_mapping", "expanded_local_pos")},
+        "idx_mapping_np": slots,
+        "num_scheduled_tokens": np.ones(count, dtype=np.int32),
+        "query_start_loc": nowhere(count + 1, **ints),
+        "query_start_loc_np": starts,
+        "seq_lens": nowhere(count, **ints),
+        "seq_lens_cpu_upper_bound": torch.from_numpy(num_tokens),
+        **dict.fromkeys(("num_computed_tokens_np", "prefill_len_np", "num_computed_prefill_tokens_np"), none_yet),
+        "is_prefilling_np": np.zeros(count, dtype=bool),
+        "has_prefill": False,
+        "input_ids": nowhere(count, **ints),
+        "positions": nowhere(count),
+        "is_padding": nowhere(count, dtype=torch.bool),
+        "logits_indices": nowhere(count),
+        "cu_num_logits": nowhere(count + 1, **ints),
+        "cu_num_logits_np": starts,
+    }
+    batch = object.__new__(InputBatch)  # versions of vLLM differ in further fields, which nobody asks for
+    for field in fields(InputBatch):
+        setattr(batch, field.name, known.get(field.name))
+    return batch
+
+
+class WeightlessStep:
+    """Groups with equal rules that have just fanned out, in one batch, each after so many ordinary rows.
+
+    Args:
+        rules: Theirs.
+        num_groups: G.
+        vocab_size: V.
+        num_ordinary: Ordinary rows ahead of each group.
+        most_children: By depth, of the catalog.
+    """
+
+    def __init__(
+        self,
+        rules: SelectRules,
+        num_groups: int,
+        vocab_size: int,
+        num_ordinary: int = 0,
+        most_children: tuple[int, ...] = (8, 5, 2),
+    ) -> None:
+        width, num_rows = rules.width, num_groups * (num_ordinary + rules.width)
+        self.num_slots = 2 * num_rows
+        self.runner = runner_of(self.num_slots, vocab_size)
+        rows = Rows(self.runner)
+        shuffled = np.random.default_rng(0).permutation(self.num_slots)[:num_rows]
+        self.slots = shuffled.reshape(num_groups, -1)
+        self.logits = nowhere(num_rows, vocab_size, dtype=torch.bfloat16)
+        self.groups: dict[str, GroupRows] = {}
+        request: Any = SimpleNamespace(prompt_token_ids=PROMPT)
+        for number, own in enumerate(self.slots[:, num_ordinary:]):
+            beams = Beams(nowhere(1, width, dtype=torch.float32))
+            self.groups[str(number)] = GroupRows(request, [str(slot) for slot in own], beams, nowhere(width))
+
+        catalogs, num_nodes = DeviceCatalogs(NOWHERE), 40
+        parts = nowhere(num_nodes + 1, dtype=torch.int32), nowhere(num_nodes, dtype=torch.int32)
+        catalogs.tries[CATALOG] = ItemTrie(*parts, nowhere(num_nodes, dtype=torch.bool), [*most_children])
+        self.selector = Selector(self.runner, self.groups, rows, catalogs)
+        steps = {name: GroupStep(rules, selects=True, decodes=True, draw=(3, 5)) for name in self.groups}
+        fanned_out = {"entered": [*self.groups], "new_tokens_unknown": [*self.groups]}
+        self.context = StepContext(steps, decided_at=SimpleNamespace(record=lambda: None), **fanned_out)
+        for group in self.groups.values():
+            group.slots = rows.slots_of(group.row_ids)
+            rows.write_first_tokens(group, rules.is_controlled)
+        self.selector.begin(self.context)
+        for group in self.groups.values():
+            states = {key: nowhere(1, width) for key in self.selector.row_beams.begin(rules, None)}
+            group.beams = group.beams._replace(states=states)
+        tables = [nowhere(self.num_slots, LENGTH // size, dtype=torch.int32) for size in BLOCK_SIZES]
+        rows.tables = Tables(tables, [*BLOCK_SIZES], [0, 1], nowhere(2, dtype=torch.uint64), nowhere(2), nowhere(2))
+        segments = Segments(nowhere(2, dtype=torch.uint64), nowhere(2), nowhere(2), 99, 8)
+        rows.kv_blocks = SimpleNamespace(segments=segments)
+
+    def batch(self, num_tokens: np.ndarray) -> InputBatch:
+        """All rows; by group, `num_tokens` [G] in each."""
+        return batch_of(self.slots.ravel(), num_tokens.repeat(self.slots.shape[1]))
+
+    def select(self, num_tokens: np.ndarray) -> list[PackedStep]:
+        """Let all groups select and reorder their rows, which hold `num_tokens` [G]."""
+        rows = BatchRows(self.batch(num_tokens), self.num_slots)
+        return self.selector.select(self.context, rows, self.logits, nowhere(len(self.logits), 1))
+
+    def sample(self, num_tokens: np.ndarray) -> None:
+        """All that the runner does where vLLM would sample; ordinary rows get their tokens from nowhere."""
+        of_runner: dict[str, Any] = {"step": self.context, "groups": self.groups, "selector": self.selector}
+        runner: Any = SimpleNamespace(**of_runner, max_num_reqs=self.num_slots, device=NOWHERE, rank_check=None)
+        batch = self.batch(num_tokens)
+        BeamModelRunner._sample_beside_beams(runner, self.runner.sampler, None, self.logits, batch)

@@ -1,0 +1,70 @@
+"""Launches of a step are counted without a GPU, and grow for no feature that is not asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.launch_counter import LaunchCounter
+from benchmarks.tables.launches import TABLE, counted
+from benchmarks.weightless import NOWHERE, nowhere
+from vllm_trie.search.devices import uploaded
+
+MOST_LAUNCHES = 45  # of a plain step; it may only fall
+
+
+def test_the_table_is_measured_and_no_step_waits(tmp_path: Path) -> None:
+    assert main(["--only", "launches", "--out", str(tmp_path)]) == 0
+    content = json.loads((tmp_path / "launches.json").read_text())
+    rows = [dict(zip(TABLE.columns, row, strict=True)) for cell in content["cells"] for row in cell["rows"]]
+    searches = {row["search"] for row in rows}
+    assert searches > {"plain", "controlled", "along a catalog", "in 2 groups of beams"}
+    assert all(row["waits"] == 0 for row in rows), rows
+    for row in rows:
+        assert row["selection, in all"] < row["whole step"] < row["whole step, beside ordinary rows"], row
+
+
+@pytest.mark.parametrize(("width", "num_groups"), [(4, 1), (64, 1), (512, 1), (4, 8)])
+def test_a_plain_step_takes_no_more_launches_than_today(width: int, num_groups: int) -> None:
+    step = counted("plain", width, num_groups)
+    assert step.launches <= MOST_LAUNCHES
+    assert step.kernels == 3
+
+
+def test_operations_copies_and_waits_are_told_apart() -> None:
+    on_device, on_host = nowhere(4, 3), np.zeros(3, np.int64)
+    with LaunchCounter() as counter:
+        on_device.view(3, 4).T[None].expand(2, 4, 3)
+        nowhere(5)
+        torch.from_numpy(on_host) + 1
+    assert (counter.operations, counter.copies, counter.waits) == ([], 0, 0)
+    with LaunchCounter() as counter:
+        on_device + uploaded(on_host, NOWHERE)
+        on_device.int()
+    assert (counter.operations, counter.copies, counter.waits) == (["add", "_to_copy"], 1, 0)
+
+
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        lambda values: values.sum().item(),
+        lambda values: bool(values[0] > 0),
+        lambda values: values.cpu(),
+        lambda values: values.tolist(),
+        lambda values: torch.zeros(3, dtype=torch.int64).to(values.device),
+        lambda values: values.copy_(torch.zeros(3, dtype=torch.int64)),
+        lambda values: torch.tensor([1, 2, 3], device=values.device),
+        lambda values: torch.as_tensor(np.arange(3), device=values.device),
+    ],
+    ids=["item", "bool", "cpu", "tolist", "upload", "copy", "tensor", "as tensor"],
+)
+def test_every_wait_is_counted(waiting: Callable[[torch.Tensor], object]) -> None:
+    with LaunchCounter() as counter:
+        waiting(nowhere(3))
+    assert counter.waits == 1
