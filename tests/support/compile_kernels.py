@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from triton.compiler import ASTSource
 from vllm_trie.worker import kernels
 from vllm_trie.worker.attention import triton_kernels
 
-HOPPER = GPUTarget("cuda", 90, 32)
+HOPPER, AMPERE = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32)
+ALIGNED = [["tt.divisibility", 16]]  # what Triton knows of a pointer or an int that is a multiple of 16
+ODD = "odd tables"  # whose stride is no multiple of 16
 INT, LONG, LONGS, FLOATS = "i32", "i64", "*i64", "*fp32"
 ROWS = dict.fromkeys(["slots", "sources", "num_tokens"], LONGS)
 TABLES = {"table_pointers": "*u64", "table_strides": LONGS, "block_sizes": LONGS}
@@ -33,11 +36,64 @@ ATTENTION = (
     | dict.fromkeys(["table_stride", "num_words", "num_parts", "count", "num_kv_heads"], INT)
     | {"sums": FLOATS, "logs": FLOATS, "scale": "fp32", "soft_cap": "fp32", "tree_starts": "*i32", "trees": LONGS}
 )
-HEADS = {"heads": 4, "head_size": 128, "padded_size": 128, "block_size": 16, "keys_at_a_time": triton_kernels.KEYS}
-OWN: dict[str, Any] = {"padded_heads": triton_kernels.LEAST_QUERIES}
-NO_SINKS = {"sinks": None}
-SCORING = [dict.fromkeys(["has_window", "has_soft_cap"], value) for value in (False, True)]
-STAGES = triton_kernels.NUM_WARPS, triton_kernels.NUM_STAGES
+SHARED: list[tuple[Any, ...]] = [  # head size, query heads per KV head, and what there is besides
+    (64, 1),
+    (64, 8, "window"),
+    (80, 4),
+    (128, 1, ODD),
+    (128, 4),
+    (128, 8, "window", "soft_cap"),
+    (256, 4),
+    (256, 8, "window", "soft_cap"),
+]
+OWN: list[tuple[Any, ...]] = [
+    (64, 1),
+    (64, 8, "window", "trees", "sinks"),
+    (80, 4, "trees"),
+    (128, 1, "soft_cap"),
+    (128, 4),
+    (128, 4, "window", "soft_cap", "trees", "sinks"),
+    (128, 8, "trees", ODD),
+    (256, 4, "trees"),
+    (256, 8, "window", "soft_cap", "trees"),
+]
+
+
+def attention(head_size: int, heads: int, *besides: str) -> dict[str, Any]:
+    """What both kernels of attention are compiled with."""
+    return {
+        "heads": heads,
+        "head_size": head_size,
+        "padded_size": triton.next_power_of_2(head_size),
+        "block_size": 16,
+        "keys_at_a_time": triton_kernels.KEYS,
+        **{f"has_{name}": name in besides for name in ("window", "soft_cap")},
+    }
+
+
+def to_shared(head_size: int, *others: Any) -> tuple[Any, ...]:
+    """The first kernel of attention, and what else `compiled` takes."""
+    constants = attention(head_size, *others) | {"tile": triton_kernels.TILE}
+    stages = triton_kernels.warps_of_tile(head_size), triton_kernels.NUM_STAGES
+    return triton_kernels._attend_to_shared, ATTENTION, constants, *stages, odd(others)
+
+
+def to_own(head_size: int, heads: int, *besides: str) -> tuple[Any, ...]:
+    """The second one likewise."""
+    has = {f"has_{name}": name in besides for name in ("trees", "sinks")}
+    padded_heads = max(triton.next_power_of_2(heads), triton_kernels.LEAST_QUERIES)
+    constants = attention(head_size, heads, *besides) | has | {"padded_heads": padded_heads}
+    types = ATTENTION | ({"sinks": "*bf16"} if has["has_sinks"] else {})
+    constants |= {} if has["has_sinks"] else {"sinks": None}
+    stages = triton_kernels.NUM_WARPS, triton_kernels.NUM_STAGES
+    return triton_kernels._attend_to_own, types, constants, *stages, odd(besides)
+
+
+def odd(besides: Sequence[Any]) -> list[str]:
+    """The arguments that are not aligned then."""
+    return ["table_stride"] if ODD in besides else []
+
+
 CASES: list[tuple[Any, ...]] = [
     *(
         (
@@ -62,42 +118,49 @@ CASES: list[tuple[Any, ...]] = [
         {"word": tl.int64, "tile_size": kernels.COPY_TILE},
         4,
     ),
-    *(
-        (triton_kernels._attend_to_shared, ATTENTION, HEADS | scoring | {"tile": triton_kernels.TILE}, *STAGES)
-        for scoring in SCORING
-    ),
-    *(
-        (
-            triton_kernels._attend_to_own,
-            ATTENTION | ({"sinks": "*bf16"} if has_sinks else {}),
-            HEADS | scoring | OWN | {"has_trees": has_trees, "has_sinks": has_sinks} | ({} if has_sinks else NO_SINKS),
-            *STAGES,
-        )
-        for scoring, has_trees, has_sinks in (
-            (SCORING[0], False, False),
-            (SCORING[0], True, False),
-            (SCORING[1], True, True),
-        )
-    ),
+    *(to_shared(*case) for case in SHARED),
+    *(to_own(*case) for case in OWN),
 ]
 
 
 def compiled(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int, num_stages: int = 3
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    num_warps: int,
+    num_stages: int = 3,
+    unaligned: Sequence[str] = (),
+    target: GPUTarget = HOPPER,
 ) -> dict[str, Any]:
-    """Bytes of shared memory, whether there are atomics, and what is said of registers, stack and local memory."""
+    """Compile a kernel as it is compiled when it is launched: for pointers and strides that are multiples of 16.
+
+    Args:
+        unaligned: Arguments that are not, besides those of which the kernel says that they need not be.
+
+    Returns:
+        Bytes of shared memory, whether there are atomics, and what is said of registers, stack and local memory.
+    """
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    known = {
+        (param.num,): ALIGNED
+        for param in kernel.params
+        if (signature[param.name].startswith("*") or signature[param.name] in (INT, LONG))
+        and not (param.do_not_specialize or param.do_not_specialize_on_alignment or param.name in unaligned)
+    }
     options = {"num_warps": num_warps, "num_stages": num_stages}
-    code = triton.compile(ASTSource(kernel, signature, values), HOPPER, options)
+    code = triton.compile(ASTSource(kernel, signature, values, known), target, options)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "cubin"
         cubin.write_bytes(code.asm["cubin"])
         dump = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
         usage = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
     has_atomics = bool(re.search(r"\b(atom|red)\.", code.asm["ptx"]))
-    return {"name": kernel.__name__, "shared": code.metadata.shared, "atomics": has_atomics, "usage": usage}
+    about = {"name": kernel.__name__, "head_size": constants.get("head_size"), "constants": repr(constants)}
+    return about | {"shared": code.metadata.shared, "atomics": has_atomics, "usage": usage, "arch": target.arch}
 
 
 if __name__ == "__main__":
-    print(json.dumps([compiled(*case) for case in CASES]))
+    largest = [case for case in CASES if case[2].get("head_size") == triton_kernels.MOST_HEAD_SIZE]
+    results = [compiled(*case) for case in CASES] + [compiled(*case, target=AMPERE) for case in largest]
+    print(json.dumps(results))

@@ -89,7 +89,6 @@ class Plan:
             "keys_at_a_time": KEYS,
             "has_window": window is not None,
             "has_soft_cap": soft_cap > 0,
-            "num_warps": NUM_WARPS,
             "num_stages": NUM_STAGES,
         }
         counts, seen = (self._num_parts, count, num_kv_heads), (self._lengths, self._spans[window])
@@ -97,6 +96,7 @@ class Plan:
             *(queries, queries.stride(0), *cache, *self._tiles, *self._tokens[:2], *seen, sums, logs, *counts),
             *(scale, soft_cap),
             tile=TILE,
+            num_warps=warps_of_tile(head_size),
             **of_both,
         )
         _attend_to_own[count, num_kv_heads](
@@ -105,8 +105,14 @@ class Plan:
             has_trees=self._has_trees,
             has_sinks=sinks is not None,
             padded_heads=max(triton.next_power_of_2(heads), LEAST_QUERIES),
+            num_warps=NUM_WARPS,
             **of_both,
         )
+
+
+def warps_of_tile(head_size: int) -> int:
+    """Warps of a program of the first kernel: fewer would spill the sums of large heads on some GPUs."""
+    return NUM_WARPS if head_size <= 128 else 2 * NUM_WARPS
 
 
 def _num_processors(device: torch.device) -> int:
