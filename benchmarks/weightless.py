@@ -196,9 +196,9 @@ class WeightlessStep:
         rows = BatchRows(self.batch(num_tokens), self.num_slots)
         return self.selector.select(self.context, rows, self.logits, nowhere(len(self.logits), 1))
 
-    def sample(self, num_tokens: np.ndarray) -> None:
+    def sample(self, num_tokens: np.ndarray) -> SamplerOutput:
         """All that the runner does where vLLM would sample; ordinary rows get their tokens from nowhere."""
         of_runner: dict[str, Any] = {"step": self.context, "groups": self.groups, "selector": self.selector}
         runner: Any = SimpleNamespace(**of_runner, max_num_reqs=self.num_slots, device=NOWHERE, rank_check=None)
         batch = self.batch(num_tokens)
-        BeamModelRunner._sample_beside_beams(runner, self.runner.sampler, None, self.logits, batch)
+        return BeamModelRunner._sample_beside_beams(runner, self.runner.sampler, None, self.logits, batch)

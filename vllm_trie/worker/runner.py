@@ -211,7 +211,8 @@ class BeamModelRunner(GPUModelRunner):
         """Where vLLM samples from logits [N, V]: beam rows get their tokens by the search, the others by vLLM."""
         step, rows = self.step, BatchRows(batch, self.max_num_reqs)
         is_ordinary = np.ones(batch.num_reqs, dtype=bool)
-        num_sampled = np.zeros((2, batch.num_reqs), dtype=np.int32)  # and how many tokens of the row were for nothing
+        # And how many tokens of the row were for nothing; both aligned, or vLLM's kernels would be compiled anew.
+        num_sampled = np.zeros((2, -(-batch.num_reqs // 4) * 4), dtype=np.int32)
         for group_id, group_step in step.steps.items():
             places = rows.places(self.groups[group_id].slots)
             is_ordinary[places], num_sampled[0, places] = False, group_step.selects
@@ -233,7 +234,7 @@ class BeamModelRunner(GPUModelRunner):
         if self.rank_check is not None:
             decided = step.results([selected.packed.cpu().numpy() for selected in step.selected])
             self.rank_check.compare("beams", {group_id: of_group.as_arrays() for group_id, of_group in decided.items()})
-        counts, rejected = async_tensor_h2d(num_sampled, device=self.device)
+        counts, rejected = async_tensor_h2d(num_sampled, device=self.device)[:, : batch.num_reqs]
         step.decided_at.record()
         num_nans = get_num_nans(logits[batch.cu_num_logits[:-1].long()]) if sampler.compute_nans else None
         if of_ordinary is None:

@@ -29,7 +29,7 @@ def verify(
         rows: Where their rows are.
         logits: [N, V], of all nodes among others, unprocessed.
         sampled: [R, steps] int64, receives the new tokens of every beam's row.
-        num_sampled: [2, R], receives how many these are, and how many tokens each row has computed for nothing.
+        num_sampled: [2, R or more], receives how many these are, and how many tokens each row has computed for nothing.
 
     Returns:
         What was decided, by group.
