@@ -183,7 +183,7 @@ class WeightlessStep:
             states = {key: nowhere(1, width) for key in self.selector.row_beams.begin(rules, None)}
             group.beams = group.beams._replace(states=states)
         tables = [nowhere(self.num_slots, LENGTH // size, dtype=torch.int32) for size in BLOCK_SIZES]
-        rows.tables = Tables(tables, [*BLOCK_SIZES], [0, 1], nowhere(2, dtype=torch.uint64), nowhere(2), nowhere(2))
+        rows.tables = Tables(tables, [*BLOCK_SIZES])
         segments = Segments(nowhere(2, dtype=torch.uint64), nowhere(2), nowhere(2), 99, 8)
         rows.kv_blocks = SimpleNamespace(segments=segments)
 
