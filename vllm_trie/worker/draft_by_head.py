@@ -30,6 +30,8 @@ class HeadDrafts(ModelDrafts):
 
         These are their prompts, and after a preemption what all their beams have in common.
         """
+        if not groups:  # as in a profile, when there is no KV cache yet
+            return
         tables, batch = self._runner.block_tables, DraftBatch()
         for group in groups:
             (slot,) = group.slots
@@ -41,5 +43,4 @@ class HeadDrafts(ModelDrafts):
             (tokens,) = self._selector.rows.tokens(group.slots, start, end).tolist()
             batch.add_sequence(tokens, start)
             batch.blocks.append(blocks)
-        if groups:
-            self.draft_model.forward(batch)
+        self.draft_model.forward(batch)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from benchmarks.stdlib_pair.head import HEAD, load_head, save, untrained
 from tests.support.disturb import Unlucky, preempt_all
@@ -30,6 +31,13 @@ LAYERS = 3
 @pytest.fixture
 def engine(engines: Engines) -> Engine:
     return with_head(engines, LAYERS, max_num_seqs=128)
+
+
+def test_an_engine_runs_the_head_when_it_measures_its_memory(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no KV cache then."""
+    engines.close()
+    monkeypatch.setattr(CPUWorker, "_should_warm_up_model", lambda _: True)
+    assert with_head(engines, 1, max_num_seqs=128).runner.drafter is not None
 
 
 @pytest.mark.parametrize("num_layers", [1, 4])
