@@ -14,11 +14,7 @@ from typing import Any, TypeAlias
 
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
-from vllm.entrypoints.openai.completion.protocol import (
-    CompletionRequest,
-    CompletionResponse,
-    CompletionStreamResponse,
-)
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse, CompletionStreamResponse
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import should_include_usage

@@ -78,13 +78,7 @@ class Plan:
         batch.num_threads = torch.get_num_threads()
         self._firsts: dict[int | None, tuple[np.ndarray, int]] = {}  # by window, with their address
 
-    def attend(
-        self,
-        queries: torch.Tensor,
-        outputs: torch.Tensor,
-        kv_cache: torch.Tensor,
-        scoring: Scoring,
-    ) -> None:
+    def attend(self, queries: torch.Tensor, outputs: torch.Tensor, kv_cache: torch.Tensor, scoring: Scoring) -> None:
         """Attention in one layer, causal or along trees. Outputs of what else is in the batch stay as they are.
 
         Args:

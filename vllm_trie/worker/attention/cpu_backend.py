@@ -75,10 +75,7 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
         except compiled.CompilerError as error:
             if self.option == "on":
                 raise ValueError(f'shared_prefix_attention="on" cannot be: {error}; use "auto"') from error
-            logger.warning_once(
-                WITHOUT_KERNEL,
-                error,
-            )
+            logger.warning_once(WITHOUT_KERNEL, error)
             return False
         return True
 

@@ -85,11 +85,7 @@ def row_by_row(groups: Sequence[SharedRows]) -> list[SharedRows]:
 
 
 def tokens_of(
-    groups: Sequence[SharedRows],
-    query_starts: np.ndarray,
-    lengths: np.ndarray,
-    block_size: int,
-    sees_all: bool = False,
+    groups: Sequence[SharedRows], query_starts: np.ndarray, lengths: np.ndarray, block_size: int, sees_all: bool = False
 ) -> SharedTokens:
     """Lay out what the rows of groups compute.
 
