@@ -36,7 +36,7 @@ def check(num_groups: int, width: int, num_rows: int, count: int, alive: float, 
         assert torch.equal(own, expected)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=75, deadline=None, derandomize=True)
 @given(
     st.integers(1, 3),
     st.integers(1, 20),

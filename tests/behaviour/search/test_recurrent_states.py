@@ -36,8 +36,9 @@ def test_what_blocks_held_before_is_never_read(
         assert [one.token_ids for one in output.outputs] == [one.token_ids for one in same.outputs]
 
 
-@pytest.mark.parametrize("kind", ["granite4", "mamba2", "qwen3_next"])
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "is_async"), [("granite4", False), ("granite4", True), ("mamba2", False), ("qwen3_next", True)]
+)
 def test_searches_that_go_on_from_cached_states_find_what_they_find_without(
     engines: Engines,
     random_model: Callable[[str], Path],
