@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
@@ -76,6 +78,16 @@ def test_an_address_whose_group_is_gone_gets_an_error() -> None:
     assert not mailbox.register(TICKET, request("1_p"))
     ((_, output),) = mailbox.empty()
     assert output.request_id == "1_p"
+    assert output.finish_reason == FinishReason.ERROR
+
+
+def test_an_address_whose_group_is_gone_is_not_that_of_another_group_of_the_same_id() -> None:
+    mailbox = Mailbox()
+    mailbox.register(TICKET, request("0_p"))
+    mailbox.withdraw("0_p")
+    mailbox.register(replace(TICKET, key="another"), request("0_p"))
+    assert not mailbox.register(TICKET, request("1_p"))
+    ((_, output),) = mailbox.empty()
     assert output.finish_reason == FinishReason.ERROR
 
 

@@ -50,7 +50,7 @@ class Mailbox:
         index, group_id = ticket.address(request.request_id)
         if index == 0:
             self._deliveries[group_id] = _Delivery(ticket, group_id)
-        elif group_id not in self._deliveries:  # it was aborted before this address arrived
+        elif group_id not in self._deliveries or self.ticket(group_id).key != ticket.key:  # ids may be taken once more
             self.refuse(request, "the beam group of this request was aborted")
             return False
         delivery = self._deliveries[group_id]

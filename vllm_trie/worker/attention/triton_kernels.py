@@ -44,7 +44,7 @@ class Plan:
     ) -> None:
         device, (num_heads, num_kv_heads) = tables.device, heads
         self.shared, self._lengths, self._tables = shared, lengths, tables
-        self._spans: dict[int | None, torch.Tensor] = {}  # by window: [N] int32, positions that each token sees
+        self._spans: dict[int, torch.Tensor] = {}  # by window: [N] int32, positions that each token sees
         per_tile = TILE // (num_heads // num_kv_heads)
         counts = np.diff(shared.starts)
         num_tiles = -(-counts // per_tile)
@@ -70,8 +70,10 @@ class Plan:
             scoring: The layer's.
         """
         scale, window, soft_cap, sinks = scoring
-        if window not in self._spans:
+        if window is not None and window not in self._spans:
             self._spans[window] = uploaded(self.shared.lengths - first_keys(self.shared, window), self._tables.device)
+        # What is bent are scaled scores; weights are powers of 2.
+        scales = (2 * scale / soft_cap, soft_cap * LOG2_E.value) if soft_cap else (scale * LOG2_E.value, 0.0)
         _, num_kv_heads, block_size, _ = kv_cache.shape
         _, num_heads, head_size = queries.shape
         assert queries.dtype == outputs.dtype == kv_cache.dtype
@@ -91,17 +93,18 @@ class Plan:
             "has_soft_cap": soft_cap > 0,
             "num_stages": NUM_STAGES,
         }
-        counts, seen = (self._num_parts, count, num_kv_heads), (self._lengths, self._spans[window])
+        counts = self._num_parts, count, num_kv_heads
+        seen = self._lengths, None if window is None else self._spans[window]
         _attend_to_shared[self._tiles.shape[1], num_kv_heads, self._num_parts](
             *(queries, queries.stride(0), *cache, *self._tiles, *self._tokens[:2], *seen, sums, logs, *counts),
-            *(scale, soft_cap),
+            *scales,
             tile=TILE,
             num_warps=warps_of_tile(head_size),
             **of_both,
         )
         _attend_to_own[count, num_kv_heads](
             *(queries, queries.stride(0), outputs, outputs.stride(0), *cache, *self._tokens, *seen),
-            *(self._trees, self._trees.shape[1], sums, logs, *counts, scale, soft_cap, sinks),
+            *(self._trees, self._trees.shape[1], sums, logs, *counts, *scales, sinks),
             has_trees=self._has_trees,
             has_sinks=sinks is not None,
             padded_heads=max(triton.next_power_of_2(heads), LEAST_QUERIES),
@@ -148,8 +151,7 @@ def _attend(
         keys = tl.load(at[:, None] + column[None, :], mask=is_there, other=0.0)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
         if has_soft_cap:
-            scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)  # tanh
-        scores *= LOG2_E
+            scores = soft_cap * (2.0 * tl.sigmoid(scores) - 1.0)  # tanh of half of them
         is_seen = is_key
         if has_tree:
             node = tl.maximum(key - tree_start, 0)
