@@ -19,7 +19,8 @@ from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import packed
 from vllm_trie.search.strategies.best import Best, num_candidates
-from vllm_trie.worker import kernels, reorder
+from vllm_trie.worker import reorder
+from vllm_trie.worker.kernels import copies, slots
 from vllm_trie.worker.kv_blocks import KVBlocks
 from vllm_trie.worker.row_reorder import Reorders, RowReorder, Tables
 
@@ -101,14 +102,14 @@ class Inputs:
         return rank_candidates(log_probabilities(self.logits), self.scores, num_candidates(self.shape.width, 1))
 
     def select_by_kernel(self) -> Candidates[torch.Tensor]:
-        return kernels.select_next(self.candidates, self.lives, self.shape.width, self.shape.width)
+        return slots.select_next(self.candidates, self.lives, self.shape.width, self.shape.width)
 
     def select_by_torch(self) -> Candidates[torch.Tensor]:
         return select_next(self.candidates, self.lives, self.shape.width, self.shape.width)
 
     def reorder_by_kernel(self) -> None:
-        kernels.copy_histories(self.rows, self.tokens, self.tables)
-        kernels.copy_tails(self.rows, self.tables, self.kv_blocks.segments)
+        copies.copy_histories(self.rows, self.tokens, self.tables)
+        copies.copy_tails(self.rows, self.tables, self.kv_blocks.segments)
 
     def reorder_by_torch(self) -> None:
         reorder.copy_histories(self.rows, self.tokens, self.tables)
@@ -116,7 +117,7 @@ class Inputs:
 
     def take_by_kernels(self) -> None:
         """All of it, as the runner does it."""
-        step = take_step(self.rules, self.logits, Beams(self.scores), Means(select_next=kernels.select_next))
+        step = take_step(self.rules, self.logits, Beams(self.scores), Means(select_next=slots.select_next))
         packed(step)
         self._reordered(step.parents)
         self.reorder_by_kernel()

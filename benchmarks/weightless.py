@@ -26,6 +26,7 @@ from vllm_trie.search.rules import SelectRules
 from vllm_trie.worker import kernels
 from vllm_trie.worker.catalogs import DeviceCatalogs
 from vllm_trie.worker.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.kernels import copies, slots
 from vllm_trie.worker.kv_blocks import Segments
 from vllm_trie.worker.row_reorder import Tables
 from vllm_trie.worker.rows import Rows
@@ -37,6 +38,7 @@ NOWHERE = torch.device("meta")
 LENGTH, BLOCK_SIZES = 64, (16, 32)  # tokens of a slot; of a block, by KV cache group
 PROMPT = list(range(20))
 CATALOG = "items"  # its digest
+KERNELS = ((slots, "_select_next"), (copies, "_copy_histories"), (copies, "_copy_tails"))
 
 
 class Launches:
@@ -55,13 +57,13 @@ class Launches:
 @contextmanager
 def kernels_noted() -> Iterator[dict[str, Launches]]:
     """Within it, kernels do the work as on a GPU, and are noted by name."""
-    noted = {name: Launches() for name in ("_select_next", "_copy_histories", "_copy_tails")}
+    noted = {name: Launches() for _, name in KERNELS}
     with ExitStack() as stack:
-        for name, launches in noted.items():
-            stack.enter_context(patch.object(kernels, name, launches))
+        for module, name in KERNELS:
+            stack.enter_context(patch.object(module, name, noted[name]))
         stack.enter_context(patch.object(kernels, "run_on", lambda _: True))
-        for module in (gumbel, sampling):  # there are no generators without content
-            stack.enter_context(patch.object(module, "on_device", lambda *_: None))
+        for drawing in (gumbel, sampling):  # there are no generators without content
+            stack.enter_context(patch.object(drawing, "on_device", lambda *_: None))
         yield noted
 
 

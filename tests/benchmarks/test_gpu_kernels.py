@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import gpu_attention
 from benchmarks.gpu_kernels import Inputs, Shape, check
-from vllm_trie.worker import kernels
+from vllm_trie.worker.kernels import copies, slots
 
 pytestmark = pytest.mark.slow
 
@@ -27,14 +27,14 @@ def test_check_passes_where_kernels_and_references_agree(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("kernel", ["copy_histories", "copy_tails"])
 def test_check_fails_where_rows_differ(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     inputs = Inputs(SHAPE, DEVICE, seed=1)
-    monkeypatch.setattr(kernels, kernel, lambda *_: None)
+    monkeypatch.setattr(copies, kernel, lambda *_: None)
     with pytest.raises(AssertionError, match="reordered"):
         check(inputs)
 
 
 def test_check_fails_where_beams_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = Inputs(SHAPE, DEVICE, seed=1)
-    monkeypatch.setattr(kernels, "select_next", lambda candidates, *_: candidates)
+    monkeypatch.setattr(slots, "select_next", lambda candidates, *_: candidates)
     with pytest.raises(AssertionError, match="selected"):
         check(inputs)
 

@@ -18,8 +18,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm_trie.worker import kernels
 from vllm_trie.worker.attention import triton_kernels
+from vllm_trie.worker.kernels import copies, slots
 
 HOPPER, AMPERE = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32)
 ALIGNED = [["tt.divisibility", 16]]  # what Triton knows of a pointer or an int that is a multiple of 16
@@ -97,25 +97,25 @@ def odd(besides: Sequence[Any]) -> list[str]:
 CASES: list[tuple[Any, ...]] = [
     *(
         (
-            kernels._select_next,
+            slots._select_next,
             dict.fromkeys(["parents", "tokens", "next_parents", "next_tokens"], LONGS)
             | {"scores": FLOATS, "next_scores": FLOATS, "lives": "*i8"}
             | dict.fromkeys(["count", "width", "num_rows"], INT),
-            {"slots": slots, "chunk": kernels.candidates_at_a_time(slots)},
-            kernels.warps_to_select(slots),
+            {"slots": num_slots, "chunk": slots.candidates_at_a_time(num_slots)},
+            slots.warps_to_select(num_slots),
         )
-        for slots in (4, 64, 512, kernels.MOST_SLOTS)
+        for num_slots in (4, 64, 512, slots.MOST_SLOTS)
     ),
     (
-        kernels._copy_histories,
+        copies._copy_histories,
         ROWS | TABLES | {"num_common": LONGS, "tokens": "*i32", "tokens_stride": INT},
-        {"tile_size": kernels.COPY_TILE},
+        {"tile_size": copies.COPY_TILE},
         4,
     ),
     (
-        kernels._copy_tails,
+        copies._copy_tails,
         ROWS | TABLES | {"num_tables": INT, "pointers": "*u64", "strides": LONGS, "words": LONGS},
-        {"word": tl.int64, "tile_size": kernels.COPY_TILE},
+        {"word": tl.int64, "tile_size": copies.COPY_TILE},
         4,
     ),
     *(to_shared(*case) for case in SHARED),

@@ -10,7 +10,8 @@ import torch
 
 from vllm_trie.search.rank import rank_candidates
 from vllm_trie.search.slots import select_next
-from vllm_trie.worker import kernels, reorder
+from vllm_trie.worker import reorder
+from vllm_trie.worker.kernels import copies
 from vllm_trie.worker.kv_blocks import KVBlocks
 from vllm_trie.worker.row_reorder import Reorders, RowReorder, Tables
 
@@ -61,7 +62,7 @@ def test_rows_take_over_tokens_and_full_blocks_as_in_torch(num_tokens: Sequence[
         slots, _, num_common, lengths = rows.rows[..., None]
         tokens[slots[:, 0]] += (torch.arange(LENGTH, device=DEVICE) >= num_common) * slots.int()
         results = []
-        for copy_histories in (kernels.copy_histories, reorder.copy_histories):
+        for copy_histories in (copies.copy_histories, reorder.copy_histories):
             own_tokens, tables = tokens.clone(), some_tables()
             copy_histories(rows, own_tokens, tables)
             is_history = torch.arange(LENGTH, device=DEVICE) < lengths
@@ -72,14 +73,14 @@ def test_rows_take_over_tokens_and_full_blocks_as_in_torch(num_tokens: Sequence[
 
 
 def test_rows_take_over_long_histories_as_in_torch() -> None:
-    length = 2 * kernels.COPY_TILE + 9
+    length = 2 * copies.COPY_TILE + 9
     fields = ([1, 0, 2], [1, 1, 1], [3, 3, 3], [length] * 3)
     rows = RowReorder(torch.tensor(fields, device=DEVICE), np.full(3, length))
     tokens = torch.randint(0, 99, (3, length + 5), generator=seeded(9), dtype=torch.int32).to(DEVICE)
     expected = tokens.clone()
     expected[0, 3:length] = expected[2, 3:length] = expected[1, 3:length]
     table = torch.randint(0, 99, (3, length), generator=seeded(10), dtype=torch.int32).to(DEVICE)
-    kernels.copy_histories(rows, tokens, Tables([table], [1]))
+    copies.copy_histories(rows, tokens, Tables([table], [1]))
     assert torch.equal(tokens, expected)
     assert torch.equal(table[0], table[1])
 
@@ -119,7 +120,7 @@ def test_tail_blocks_are_copied_as_in_torch(kind: str) -> None:
             before = [cache.clone() for cache in caches]
             blocks = KVBlocks(caches, NUM_BLOCKS)
             if by_kernel:
-                kernels.copy_tails(rows, tables, blocks.segments)
+                copies.copy_tails(rows, tables, blocks.segments)
             else:
                 reorder.copy_tails(rows, tables, blocks)
             changed = not all(map(torch.equal, caches, before))

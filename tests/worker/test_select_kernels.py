@@ -15,7 +15,7 @@ from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import packed
 from vllm_trie.search.strategies.best import num_candidates
-from vllm_trie.worker import kernels
+from vllm_trie.worker.kernels import slots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEAD = float("-inf")
@@ -30,7 +30,7 @@ def check(num_groups: int, width: int, num_rows: int, count: int, alive: float, 
     scores = -torch.rand(shape, generator=random).to(DEVICE)
     lives = (torch.rand(shape, generator=random) < alive).to(DEVICE)
     candidates = Candidates(parents, tokens, scores)
-    by_kernel, by_torch = (select(candidates, lives, width, num_rows) for select in (kernels.select_next, select_next))
+    by_kernel, by_torch = (select(candidates, lives, width, num_rows) for select in (slots.select_next, select_next))
     for own, expected in zip(by_kernel, by_torch, strict=True):
         assert own.dtype == expected.dtype
         assert torch.equal(own, expected)
@@ -63,7 +63,7 @@ def test_parts_of_larger_tensors_are_selected_as_in_torch() -> None:
     candidates = Candidates(parents[:, ::2], parents[:, 1::2], -parents.float()[:, :6])
     lives = (parents > 0)[:, ::2]
     for own, expected in zip(
-        kernels.select_next(candidates, lives, 4, 4), select_next(candidates, lives, 4, 4), strict=True
+        slots.select_next(candidates, lives, 4, 4), select_next(candidates, lives, 4, 4), strict=True
     ):
         assert torch.equal(own, expected)
 
@@ -77,7 +77,7 @@ def test_step_with_the_kernel_is_the_step_without(semantics: str) -> None:
     rules = rules_of(5, semantics, (1, 7))
     by_kernel, by_torch = (
         packed(take_step(rules, logits, Beams(scores), Means(select_next=one)))
-        for one in (kernels.select_next, select_next)
+        for one in (slots.select_next, select_next)
     )
     assert by_kernel[1] == by_torch[1]
     assert torch.equal(by_kernel[0], by_torch[0])

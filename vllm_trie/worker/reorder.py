@@ -9,6 +9,7 @@ import torch
 
 from vllm_trie.search.devices import numbers
 from vllm_trie.worker import kernels
+from vllm_trie.worker.kernels import copies
 from vllm_trie.worker.kv_blocks import KVBlocks
 from vllm_trie.worker.kv_slots import KVSlots
 from vllm_trie.worker.row_reorder import RowReorder, Tables
@@ -29,9 +30,9 @@ def reorder_rows(
         kv_slots: The same, token by token, where parts of blocks are to be copied.
     """
     if kernels.run_on(tokens.device):
-        kernels.copy_histories(rows, tokens, tables)
+        copies.copy_histories(rows, tokens, tables)
         if any((rows.num_tokens_on_host % block_size).any() for block_size in tables.block_sizes):
-            kernels.copy_tails(rows, tables, kv_blocks.segments)
+            copies.copy_tails(rows, tables, kv_blocks.segments)
     elif len((moving := rows.moving()).num_tokens_on_host):
         copy_histories(moving, tokens, tables)
         copy_tails(moving, tables, kv_blocks, kv_slots)

@@ -22,6 +22,7 @@ from vllm_trie.search.stop_strings import CONTEXT
 from vllm_trie.worker import kernels
 from vllm_trie.worker.catalogs import DeviceCatalogs
 from vllm_trie.worker.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.kernels import slots as slots_kernel
 from vllm_trie.worker.row_beams import RowBeams
 from vllm_trie.worker.row_params import stop_strings_of
 from vllm_trie.worker.row_reorder import Reorders
@@ -70,7 +71,7 @@ class Selector:
         for group_id, step_of_group in context.plain.items():
             alike[step_of_group.rules, step_of_group.decodes, group_id in context.masks].append(group_id)
         selected, reorders = [], Reorders()
-        into_slots = kernels.select_next if kernels.run_on(logits.device) else select_next
+        into_slots = slots_kernel.select_next if kernels.run_on(logits.device) else select_next
         for (rules, decodes, has_masks), group_ids in alike.items():
             groups = [self._groups[group_id] for group_id in group_ids]
             slots = np.array([group.slots for group in groups])

@@ -1,0 +1,113 @@
+"""Which slot each of the next beams takes, in one launch; `search.slots` has it in torch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_trie.search.rank import Candidates
+from vllm_trie.search.slots import select_next as select_next_in_torch
+
+PAIRS_PER_THREAD = 32  # (slot, candidate) pairs that a thread of `_select_next` compares at a time; more would spill
+MOST_SLOTS = 1024  # of a program of `_select_next`; of more it would spill, and its work grows with their square
+
+
+def select_next(
+    candidates: Candidates[torch.Tensor], lives: torch.Tensor, width: int, num_rows: int
+) -> Candidates[torch.Tensor]:
+    """What `search.slots.select_next` does, by one program per group; by torch itself where groups are too wide.
+
+    Args:
+        candidates: [G, K], the best first.
+        lives: [G, K] bool, which of them may go on.
+        width: Beams per group, b.
+        num_rows: Rows per group that they continue: 1, or b.
+    """
+    if width > MOST_SLOTS:
+        return select_next_in_torch(candidates, lives, width, num_rows)
+    num_groups, count = lives.shape
+    slots = triton.next_power_of_2(width)
+    chunk, num_warps = candidates_at_a_time(slots), warps_to_select(slots)
+    ranked = *(field.contiguous() for field in candidates), lives.contiguous().view(torch.int8)
+    parents, tokens = torch.empty(2, num_groups, width, dtype=torch.int64, device=lives.device)
+    beams = Candidates(parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=lives.device))
+    _select_next[num_groups,](*ranked, count, *beams, width, num_rows, slots=slots, chunk=chunk, num_warps=num_warps)
+    return beams
+
+
+def warps_to_select(slots: int) -> int:
+    """Warps of a program of `_select_next`."""
+    return 4 if slots <= 64 else 8 if slots <= 256 else 16
+
+
+def candidates_at_a_time(slots: int) -> int:
+    """Candidates that a program of `_select_next` compares with all slots at a time."""
+    return min(max(PAIRS_PER_THREAD * 32 * warps_to_select(slots) // slots, 16), 32)
+
+
+@triton.jit
+def _first_alive(lives, rank, count, num_alive, width):
+    """Which candidates at `rank` are among the first `width` that live."""
+    alive = tl.load(lives + rank, mask=rank < count, other=0) != 0
+    return alive & (num_alive + tl.cumsum(alive.to(tl.int32), axis=0) <= width)
+
+
+@triton.jit(do_not_specialize=["count", "width", "num_rows"], do_not_specialize_on_alignment=["next_tokens"])
+def _select_next(
+    parents, tokens, scores, lives, count, next_parents, next_tokens, next_scores, width, num_rows, slots: tl.constexpr,
+    chunk: tl.constexpr,
+):  # fmt: skip
+    """See `select_next`: a program per group.
+
+    Args:
+        parents: [G, K] int64.
+        tokens: [G, K] int64.
+        scores: [G, K].
+        lives: [G, K] int8.
+        next_parents: [G, b] int64.
+        next_tokens: [G, b] int64.
+        next_scores: [G, b].
+    """
+    first = tl.program_id(0).to(tl.int64) * count
+    parents, tokens, scores, lives = parents + first, tokens + first, scores + first, lives + first
+    slot = tl.arange(0, slots)
+
+    # Each slot's first child. As a rule `width` candidates live among little more than as many.
+    chosen = tl.zeros([slots], tl.int32) + count
+    start = 0
+    num_alive = 0
+    while (start < count) & (num_alive < width):
+        rank = start + tl.arange(0, chunk)
+        alive = _first_alive(lives, rank, count, num_alive, width)
+        parent = tl.load(parents + rank, mask=rank < count, other=0).to(tl.int32)
+        is_child = (parent[None, :] == slot[:, None]) & alive[None, :]
+        chosen = tl.minimum(chosen, tl.min(tl.where(is_child, rank[None, :], count), axis=1))
+        num_alive += tl.sum(alive.to(tl.int32), axis=0)
+        start += chunk
+
+    # The n-th of the other children takes the n-th dead slot.
+    first_child = chosen
+    is_dead = (first_child == count) & (slot < width)
+    nth_dead = tl.where(is_dead, tl.cumsum(is_dead.to(tl.int32), axis=0), 0)
+    start = 0
+    num_alive = 0
+    num_others = 0
+    while (start < count) & (num_alive < width):
+        rank = start + tl.arange(0, chunk)
+        alive = _first_alive(lives, rank, count, num_alive, width)
+        is_first = tl.max((first_child[:, None] == rank[None, :]).to(tl.int32), axis=0)
+        others = (alive & (is_first == 0)).to(tl.int32)
+        nth_other = tl.where(others == 1, num_others + tl.cumsum(others, axis=0), -1)
+        takes = nth_dead[:, None] == nth_other[None, :]
+        chosen = tl.minimum(chosen, tl.min(tl.where(takes, rank[None, :], count), axis=1))
+        num_alive += tl.sum(alive.to(tl.int32), axis=0)
+        num_others += tl.sum(others, axis=0)
+        start += chunk
+
+    is_slot, has_beam = slot < width, chosen < count
+    chosen, at = tl.minimum(chosen, count - 1), tl.program_id(0) * width + slot
+    itself = tl.minimum(slot, num_rows - 1).to(tl.int64)
+    tl.store(next_parents + at, tl.where(has_beam, tl.load(parents + chosen), itself), mask=is_slot)
+    tl.store(next_tokens + at, tl.load(tokens + chosen), mask=is_slot)
+    tl.store(next_scores + at, tl.where(has_beam, tl.load(scores + chosen), float("-inf")), mask=is_slot)
