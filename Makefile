@@ -49,6 +49,8 @@ lint: $(READY)
 	$(PYTHON) -m mypy
 	$(VENV)/bin/lint-imports
 	$(PYTHON) -m check_jsonschema --builtin-schema vendor.github-workflows $(FORGE)/workflows/*.yml
+	$(PYTHON) -m check_jsonschema --builtin-schema vendor.github-issue-forms $(FORGE)/ISSUE_TEMPLATE/*.yml
+	$(PYTHON) -m check_jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
 check-vllm: $(READY)
 	$(PYTHON) tools/check_vllm.py $(VERSION) $(if $(PACKAGE),--package $(PACKAGE)) $(if $(PLATFORM),--platform $(PLATFORM))
