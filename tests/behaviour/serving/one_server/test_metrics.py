@@ -52,3 +52,11 @@ def test_metrics_are_those_of_the_documents_and_none_without_the_plugin(server: 
     created = [(name, kind) for name, kind in shown if name.endswith("_created")]  # when, beside each counter
     assert sorted(set(shown) - set(created)) == sorted(documented)
     assert "trie" not in stock.metrics()
+
+
+@pytest.mark.parametrize("file", ["grafana.json", "alerts.yml"])
+def test_dashboard_and_alerts_ask_for_metrics_that_are_shown(server: Server, file: str) -> None:
+    asked = set(re.findall(r"\bvllm:\w+", (ROOT / "deploy" / file).read_text()))
+    shown = set(re.findall(r"^(vllm:\w+)", server.metrics(), re.MULTILINE))
+    assert asked
+    assert asked <= shown
