@@ -20,6 +20,7 @@ from tests.support.documents import (
     COMMANDS,
     DOCUMENTS,
     OFFLINE,
+    TRANSLATIONS,
     Example,
     run_here,
 )
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.slow
 PACKAGE = ROOT / "vllm_trie"
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 NAME = re.compile(r"`([\w/]+\.py):\s+([\w.]+)`")
+CODE = re.compile(r"^```.*?^```$|^    [^\n]*$", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"`((?:[\w-]+/)+[\w-]+\.(?:py|toml)|[\w-]+/)`")
 
 
@@ -165,3 +167,25 @@ def test_named_files_and_functions_exist(document: str) -> None:
 @pytest.mark.parametrize(("document", "most"), [("README.md", 150), ("RESULTS.md", 200)])
 def test_a_page_stays_a_page(document: str, most: int) -> None:
     assert DOCUMENTS[document].count("\n") <= most
+
+
+def untranslated(document: str, name: str) -> dict[str, list[str]]:
+    """What a translation leaves as it is; `name` is how it calls its other language."""
+    text = DOCUMENTS[document]
+    prose = CODE.sub("", text)
+    rows = re.findall(r"^\|.*$", prose, re.MULTILINE)
+    return {
+        "code": CODE.findall(text),
+        "headings": re.findall(r"^#+(?= )", prose, re.MULTILINE),
+        "links": sorted(link for label, link in re.findall(r"\[([^\]]*)\]\((.*?)\)", prose) if label != name),
+        "names": sorted({*re.findall(r"`[^`]+`", prose)}),
+        "figures": [" ".join(re.findall(r"\d+(?:\.\d+)?", row)) for row in rows],
+    }
+
+
+@pytest.mark.parametrize(("document", "original"), TRANSLATIONS.items())
+def test_a_translation_says_the_same(document: str, original: str) -> None:
+    translated, theirs = untranslated(document, "English"), untranslated(original, "中文")
+    assert all(theirs.values())
+    for part, expected in theirs.items():
+        assert translated[part] == expected, part

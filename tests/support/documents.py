@@ -12,6 +12,7 @@ DOCUMENTS = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/results/*.md")]
 }
+TRANSLATIONS = {"README.zh.md": "README.md"}  # whose examples are those of the other
 
 
 class Example(NamedTuple):
@@ -30,6 +31,7 @@ def examples(language: str) -> list[Example]:
     return [
         Example(document, number, code)
         for document, text in sorted(DOCUMENTS.items())
+        if document not in TRANSLATIONS
         for number, code in enumerate(block.findall(text), start=1)
     ]
 
