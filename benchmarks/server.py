@@ -9,10 +9,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import httpx
 import openai
@@ -31,7 +31,7 @@ PORTS_FOR_ANYBODY = Path("/proc/sys/net/ipv4/ip_local_port_range")
 class Server:
     """A running server."""
 
-    def __init__(self, process: subprocess.Popen, port: int, log: Path) -> None:
+    def __init__(self, process: Any, port: int, log: Path) -> None:
         self.process, self.log = process, log
         self.url = f"http://127.0.0.1:{port}"
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
@@ -84,7 +84,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(log: Path, *options: str, command: Sequence[str] = SERVE) -> Iterator[Server]:
+def serving(
+    log: Path, *options: str, command: Sequence[str] = SERVE, start: Callable[..., Any] | None = None
+) -> Iterator[Server]:
     """Serve the trained target, with the settings of the tests, on a free port.
 
     On leaving, interrupt the server and see that all its processes end.
@@ -93,6 +95,7 @@ def serving(log: Path, *options: str, command: Sequence[str] = SERVE) -> Iterato
         log: The file for what it prints.
         options: Of `vllm serve`, after those settings.
         command: The command before them.
+        start: Starts the command, its environment and output given, in a session of its own.
     """
     port = free_port()
     where = ["--host", "127.0.0.1", "--port", str(port)]
@@ -102,7 +105,7 @@ def serving(log: Path, *options: str, command: Sequence[str] = SERVE) -> Iterato
     environment = {k: v for k, v in os.environ.items() if k not in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_PLUGINS")}
     environment["VLLM_LOGGING_LEVEL"] = "INFO"
     with log.open("w") as output:
-        process = _start([VLLM, *command[1:], *where, *engine, *more], environment, output)
+        process = (start or _start)([VLLM, *command[1:], *where, *engine, *more], environment, output)
     server = Server(process, port, log)
     try:
         server.wait_until_ready()

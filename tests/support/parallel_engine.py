@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from vllm.v1.executor import multiproc_executor
 
+from tests.support import forks
 from tests.support.engine import Engine
 from tests.support.rows import Row, rows_of
 from vllm_trie.search.draft_lookup import NGrams
 
 RANKS = 2
-WORKERS_NEED = ["tests", "vllm.v1.worker.cpu_worker", "vllm.v1.executor.multiproc_executor"]
 
 
 class LookedInto:
@@ -51,20 +49,12 @@ class LookedInto:
             draft_model.logits = lambda *args: logits_of(*args).roll(1, dims=-1)
 
 
-@cache
-def imports_once() -> Any:
-    """How processes start: as forks of one that has imported vLLM, which takes eight seconds."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(WORKERS_NEED)
-    return context
-
-
 class ParallelEngine(Engine):
     """An engine whose scheduler is in this process, and whose ranks are not."""
 
     def __init__(self, model: Path, parallel: str = "tensor", **options: Any) -> None:
         checks = {"check_invariants": True, "debug_rank_check": True}
-        with mock.patch.object(multiproc_executor, "get_mp_context", imports_once):
+        with mock.patch.object(multiproc_executor, "get_mp_context", forks.context):
             super().__init__(
                 model,
                 **{f"{parallel}_parallel_size": RANKS},

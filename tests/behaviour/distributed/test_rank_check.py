@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.support.engine import ROOT, TRAINED_TARGET
+from tests.support import forks
+from tests.support.engine import TRAINED_TARGET
 
 pytestmark = pytest.mark.slow
 
@@ -15,8 +13,7 @@ SECONDS = 800
 
 
 def test_a_rank_that_goes_astray_ends_the_engine_and_the_log_says_why() -> None:
-    command = [sys.executable, "-m", "tests.support.astray", str(TRAINED_TARGET)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+    result = forks.run(["-m", "tests.support.astray", str(TRAINED_TARGET)], SECONDS)
     assert result.returncode == 0, result.stderr[-3000:]
     said = [line for line in result.stdout.splitlines() if line.startswith(("agreed", "ended"))]  # among log lines
     assert said[:1] == ["agreed"], "ranks that agree are left alone"

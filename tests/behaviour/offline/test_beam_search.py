@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -19,6 +17,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 from vllm.v1.structured_output.utils import choice_as_grammar
 
+from tests.support import forks
 from tests.support.engine import ROOT, TRAINED_TARGET, Engine, Engines
 from tests.support.grammars import CHOICES, GRAMMARS, structured
 from tests.support.reference import NEAR_TIE, SCORE_TOLERANCE
@@ -272,6 +271,6 @@ def test_beams_under_a_grammar_are_those_of_vllms_own_loop(trained: Engine, name
 def test_two_engines_interrupts_and_deletion(tmp_path: Path) -> None:
     """In real processes: see `two_engines.py` for the promises it checks."""
     script = ROOT / "tests" / "support" / "two_engines.py"
-    result = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    result = forks.run([str(script)], seconds=300)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.split() == ["apart", "interrupted", "deleted"], result.stdout

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.server import Server, serving
 from tests.support.documents import README_CLIENT, README_SERVES, run_here
+from tests.support.forks import Fork
 from tests.support.reference import Answer, agree, transformers_beams
 
 pytestmark = pytest.mark.slow
@@ -23,7 +24,7 @@ NAME = "smollm2"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, real_model: Path) -> Iterator[Server]:
     command = [str(real_model) if word == "$MODEL" else word for word in README_SERVES]
-    with serving(tmp_path_factory.mktemp("server") / "log", command=command) as server:
+    with serving(tmp_path_factory.mktemp("server") / "log", command=command, start=Fork) as server:
         yield server
 
 

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.common import TARGET
 from benchmarks.server import Server, serving
+from tests.support.forks import Fork
 from tests.support.served import NEWER, TITLES
 from vllm_trie.catalog import Catalog, tokenizer_digest
 
@@ -72,5 +73,5 @@ def server(folder: Path, scorer_url: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="package")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("stock") / "log") as server:
+    with serving(tmp_path_factory.mktemp("stock") / "log", start=Fork) as server:
         yield server

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.common import TARGET
 from benchmarks.server import Server, serving
+from tests.support.forks import Fork
 from tests.support.served import beams, complete
 
 pytestmark = pytest.mark.slow
@@ -26,7 +27,7 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = ["--data-parallel-size", "2", "--speculative-config", json.dumps(drafts)]
     with (
         mock.patch.dict("os.environ", VLLM_CPU_SIM_MULTI_NUMA="0"),
-        serving(tmp_path_factory.mktemp("parallel") / "log", "--plugin", "trie_beam", *options) as server,
+        serving(tmp_path_factory.mktemp("parallel") / "log", "--plugin", "trie_beam", *options, start=Fork) as server,
     ):
         yield server
 
