@@ -91,6 +91,7 @@ class Inputs:
         self.candidates = self.rank()
         self.lives = self.candidates.tokens != STOP_TOKEN_ID
         self.rows = self._reordered(self.select_by_torch().parents)
+        self.moving = self.rows.moving()
 
     def _reordered(self, parents: torch.Tensor) -> RowReorder:
         found, shape = Reorders(), self.shape
@@ -108,12 +109,11 @@ class Inputs:
         return select_next(self.candidates, self.lives, self.shape.width, self.shape.width)
 
     def reorder_by_kernel(self) -> None:
-        copies.copy_histories(self.rows, self.tokens, self.tables)
-        copies.copy_tails(self.rows, self.tables, self.kv_blocks.segments)
+        copies.reorder_rows(self.rows, self.tokens, self.tables, self.kv_blocks.segments)
 
     def reorder_by_torch(self) -> None:
-        reorder.copy_histories(self.rows, self.tokens, self.tables)
-        reorder.copy_tails(self.rows, self.tables, self.kv_blocks)
+        reorder.copy_histories(self.moving, self.tokens, self.tables)
+        reorder.copy_tails(self.moving, self.tables, self.kv_blocks)
 
     def take_by_kernels(self) -> None:
         """All of it, as the runner does it."""

@@ -38,7 +38,7 @@ NOWHERE = torch.device("meta")
 LENGTH, BLOCK_SIZES = 64, (16, 32)  # tokens of a slot; of a block, by KV cache group
 PROMPT = list(range(20))
 CATALOG = "items"  # its digest
-KERNELS = ((slots, "_select_next"), (copies, "_copy_histories"), (copies, "_copy_tails"))
+KERNELS = ((slots, "_select_next"), (copies, "_reorder_rows"), (copies, "_copy_blocks"))
 
 
 class Launches:

@@ -16,7 +16,7 @@ from benchmarks.tables.launches import TABLE, counted
 from benchmarks.weightless import NOWHERE, nowhere
 from vllm_trie.search.devices import uploaded
 
-MOST_LAUNCHES = 45  # of a plain step; it may only fall
+MOST_LAUNCHES = 40  # of a plain step; it may only fall
 
 
 def test_the_table_is_measured_and_no_step_waits(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_the_table_is_measured_and_no_step_waits(tmp_path: Path) -> None:
 def test_a_plain_step_takes_no_more_launches_than_today(width: int, num_groups: int) -> None:
     step = counted("plain", width, num_groups)
     assert step.launches <= MOST_LAUNCHES
-    assert step.kernels == 3
+    assert step.kernels == 2
 
 
 def test_operations_copies_and_waits_are_told_apart() -> None:

@@ -25,8 +25,10 @@ HOPPER, AMPERE = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32)
 ALIGNED = [["tt.divisibility", 16]]  # what Triton knows of a pointer or an int that is a multiple of 16
 ODD = "odd tables"  # whose stride is no multiple of 16
 INT, LONG, LONGS, FLOATS = "i32", "i64", "*i64", "*fp32"
-ROWS = dict.fromkeys(["slots", "sources", "num_tokens"], LONGS)
-TABLES = {"table_pointers": "*u64", "table_strides": LONGS, "block_sizes": LONGS}
+TABLES = {"table_pointers": "*u64", "table_strides": LONGS, "block_sizes": LONGS, "num_tables": INT}
+SEGMENTS = {"pointers": "*u64", "strides": LONGS, "words": LONGS} | dict.fromkeys(
+    ["num_workers", "num_pieces", "num_tiles"], INT
+)
 ATTENTION = (
     dict.fromkeys(["queries", "outputs", "cache"], "*bf16")
     | dict.fromkeys(["query_stride", "output_stride", "block_stride", "head_stride", "token_stride"], INT)
@@ -107,16 +109,18 @@ CASES: list[tuple[Any, ...]] = [
         for num_slots in (4, 64, 512, slots.MOST_SLOTS)
     ),
     (
-        copies._copy_histories,
-        ROWS | TABLES | {"num_common": LONGS, "tokens": "*i32", "tokens_stride": INT},
-        {"tile_size": copies.COPY_TILE},
-        4,
-    ),
-    (
-        copies._copy_tails,
-        ROWS | TABLES | {"num_tables": INT, "pointers": "*u64", "strides": LONGS, "words": LONGS},
+        copies._reorder_rows,
+        {"rows": LONGS, "parents": LONGS, "num_rows": INT, "tokens": "*i32", "tokens_stride": INT} | TABLES | SEGMENTS,
         {"word": tl.int64, "tile_size": copies.COPY_TILE},
         4,
+        1,
+    ),
+    (
+        copies._copy_blocks,
+        {"chains": LONGS, "num_chains": INT} | SEGMENTS,
+        {"held": copies.HELD, "word": tl.int64, "tile_size": copies.COPY_TILE},
+        4,
+        1,
     ),
     *(to_shared(*case) for case in SHARED),
     *(to_own(*case) for case in OWN),

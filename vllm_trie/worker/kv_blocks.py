@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.devices import sees
+from vllm_trie.search.devices import sees, uploaded
 
 PIECE_BYTES = 1 << 18  # that a host copies at a time: what stays in a core's cache
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -37,14 +37,14 @@ class KVBlocks:
 
     def __init__(self, kv_caches: Iterable[torch.Tensor], num_blocks: int) -> None:
         self._layers = _distinct(_blocks(cache, num_blocks) for cache in kv_caches)
+        self.device = self._layers[0].device
 
     def copy(self, sources: np.ndarray, destinations: np.ndarray) -> None:
         """Copy whole blocks, in every layer, [copies] each. A block may be copied onto itself.
 
         KV cache groups may lie over each other, so that layers see the same bytes: hence all are read first.
         """
-        device = self._layers[0].device
-        read, written = (torch.from_numpy(blocks).to(device).long() for blocks in (sources, destinations))
+        read, written = uploaded(np.stack([sources, destinations]).astype(np.int64), self.device)
         copies = [layer.index_select(0, read) for layer in self._layers]
         for layer, blocks in zip(self._layers, copies, strict=True):
             layer.index_copy_(0, written, blocks)
@@ -70,13 +70,26 @@ class KVBlocks:
         """What a kernel must know to copy blocks."""
         pointers, strides, lengths = zip(*itertools.chain(*map(_segments, self._layers)), strict=True)
         word_bytes = math.gcd(8, *pointers, *strides, *lengths)
-        device = self._layers[0].device
+        device = self.device
 
         def in_words(values: Iterable[int]) -> torch.Tensor:
             return torch.tensor([value // word_bytes for value in values], dtype=torch.int64, device=device)
 
         to_blocks = torch.tensor(pointers, dtype=torch.uint64, device=device)
         return Segments(to_blocks, in_words(strides), in_words(lengths), max(lengths) // word_bytes, word_bytes)
+
+    @cached_property
+    def are_apart(self) -> bool:
+        """Whether no byte of a block belongs to two layers, so that each layer may be copied when it likes."""
+        num_blocks, segments = len(self._layers[0]), sorted(itertools.chain(*map(_segments, self._layers)))
+        for at, (pointer, stride, length) in enumerate(segments, start=1):
+            for other, other_stride, other_length in segments[at:]:
+                if other >= pointer + (num_blocks - 1) * stride + length:
+                    break
+                offset = (other - pointer) % stride
+                if other_stride != stride or offset < length or offset + other_length > stride:
+                    return False
+        return True
 
 
 def _distinct(layers: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from vllm_trie.worker import kernels
 from vllm_trie.worker.kernels import copies
 from vllm_trie.worker.kv_blocks import KVBlocks
 from vllm_trie.worker.kv_slots import KVSlots
-from vllm_trie.worker.row_reorder import RowReorder, Tables
+from vllm_trie.worker.row_reorder import MovingRows, RowReorder, Tables
 
 LARGE_BLOCK = 128  # tokens: from here on a part of a block is copied faster than all of it
 
@@ -30,15 +30,13 @@ def reorder_rows(
         kv_slots: The same, token by token, where parts of blocks are to be copied.
     """
     if kernels.run_on(tokens.device):
-        copies.copy_histories(rows, tokens, tables)
-        if any((rows.num_tokens_on_host % block_size).any() for block_size in tables.block_sizes):
-            copies.copy_tails(rows, tables, kv_blocks.segments)
+        copies.reorder_rows(rows, tokens, tables, kv_blocks.segments)
     elif len((moving := rows.moving()).num_tokens_on_host):
         copy_histories(moving, tokens, tables)
         copy_tails(moving, tables, kv_blocks, kv_slots)
 
 
-def copy_histories(rows: RowReorder, tokens: torch.Tensor, tables: Tables) -> None:
+def copy_histories(rows: MovingRows, tokens: torch.Tensor, tables: Tables) -> None:
     """Copy tokens, and full blocks of all tables, from each row's source.
 
     What tokens lie beyond a history, nobody reads; on the earlier stages of a pipeline, where vLLM may have written the
@@ -57,7 +55,7 @@ def copy_histories(rows: RowReorder, tokens: torch.Tensor, tables: Tables) -> No
         full.index_copy_(0, slots, blocks)
 
 
-def copy_tails(rows: RowReorder, tables: Tables, kv_blocks: KVBlocks, kv_slots: KVSlots | None = None) -> None:
+def copy_tails(rows: MovingRows, tables: Tables, kv_blocks: KVBlocks, kv_slots: KVSlots | None = None) -> None:
     """Copy the content of each source's partly filled tail block into the row's own, in all layers.
 
     Of large blocks, as models with recurrent states have them, the filled part alone.

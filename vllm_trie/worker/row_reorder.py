@@ -40,23 +40,39 @@ class Reorders:
     def on(self, device: torch.device) -> RowReorder:
         """All of it, on the device."""
         on_host = np.concatenate(self.rows, axis=1)
-        rows = uploaded(on_host, device)
-        rows[1] = rows[0][rows[1] + torch.cat(self.parents)]  # from a place among the rows to the slot there
-        return RowReorder(rows, on_host[3])
+        parents = self.parents[0] if len(self.parents) == 1 else torch.cat(self.parents)
+        return RowReorder(uploaded(on_host, device), parents, on_host[3])
 
 
 class RowReorder(NamedTuple):
     """What R rows continue; on the device."""
 
+    rows: (
+        torch.Tensor
+    )  # [4, R] int64: slots, the first row of their group among the R, and two counts: see `MovingRows`
+    parents: torch.Tensor  # [R] integers, which row of its group each continues
+    num_tokens_on_host: np.ndarray  # [R], the last of the counts
+
+    @property
+    def sources(self) -> torch.Tensor:
+        """[R] int64, the slots that they continue."""
+        slots, firsts, *_ = self.rows
+        return slots[firsts + self.parents]
+
+    def moving(self) -> MovingRows:
+        """The rows alone that continue another one: for where it costs nothing to look at the device."""
+        slots, firsts, *counts = self.rows.cpu().numpy()
+        rows = np.stack([slots, slots[firsts + self.parents.cpu().numpy()], *counts])
+        rows = rows[:, rows[0] != rows[1]]
+        return MovingRows(torch.from_numpy(rows).to(self.rows.device), rows[3])
+
+
+class MovingRows(NamedTuple):
+    """Rows that continue others; on the device."""
+
     # [4, R] int64: slots, those that they continue, tokens that their group has in common, and tokens of histories
     rows: torch.Tensor
     num_tokens_on_host: np.ndarray  # [R], the last of these
-
-    def moving(self) -> RowReorder:
-        """The rows alone that continue another one: for where it costs nothing to look at the device."""
-        rows = self.rows.numpy()
-        moving = rows[:, rows[0] != rows[1]]
-        return RowReorder(torch.from_numpy(moving), moving[3])
 
 
 class Tables:

@@ -27,6 +27,7 @@ from vllm_trie.worker.group_rows import GroupRows
 from vllm_trie.worker.hidden_states import HiddenStates
 from vllm_trie.worker.kv_blocks import KVBlocks
 from vllm_trie.worker.kv_slots import KVSlots
+from vllm_trie.worker.moves import copy_to_others, move
 from vllm_trie.worker.new_rows import arrays_by_slot
 from vllm_trie.worker.reorder import LARGE_BLOCK, reorder_rows
 from vllm_trie.worker.row_reorder import Reorders, Tables
@@ -204,7 +205,7 @@ class Rows:
                 tables.num_blocks.np[number, slots] += 1
         copies = [rows.copies for step in steps.values() if (rows := step.rows) is not None and len(rows.copies)]
         if copies:
-            self.kv_blocks.copy_to_others(*self.upload(np.concatenate(copies).T))
+            copy_to_others(self.kv_blocks, np.concatenate(copies))
 
     def reorder(self, reorders: Reorders, is_controlled: bool = False) -> None:
         """Let rows continue the histories of others, and where they are controlled, what their logits go by."""
@@ -213,7 +214,7 @@ class Rows:
         moved, tokens = reorders.on(self.device), self._runner.req_states.all_token_ids.gpu
         reorder_rows(moved, tokens, self.tables, self.kv_blocks, self._parts_of_blocks)
         if is_controlled:
-            self._reorder_controls(*moved.rows[:2])
+            self._reorder_controls(moved.rows[0], moved.sources)
 
     def adopt(
         self, slots: np.ndarray, sources: np.ndarray, num_tokens: int, tables: list[np.ndarray], is_controlled: bool
@@ -242,17 +243,8 @@ class Rows:
                 reorder(slots, sources)
 
     def move(self, blocks: np.ndarray, tokens: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Copy the content of blocks, and on top of it that of single tokens; all are read before any is written.
-
-        Args:
-            blocks: [copies, 2], from where, and where to.
-            tokens: KV cache groups, and [2, tokens] slots of each, likewise.
-        """
-        held = [(number, to, self.kv_slots.read(number, from_)) for number, (from_, to) in tokens if len(to)]
-        if len(blocks):
-            self.kv_blocks.copy(*blocks.T)
-        for number, to, of_layers in held:
-            self.kv_slots.write(number, to, of_layers)
+        """See `moves.move`."""
+        move(self.kv_blocks, self.kv_slots, blocks, tokens)
 
     def write_drafts(self, forest_steps: Sequence[ForestStep]) -> None:
         """Write what the target computes of every row of forests: its root, its drafts, and the blocks for them."""

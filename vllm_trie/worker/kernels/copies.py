@@ -1,45 +1,78 @@
-"""Rows that continue the histories of others, in two launches; `worker.reorder` has it in torch."""
+"""Rows that continue the histories of others, and copies of blocks, in a launch each.
+
+In torch `worker.reorder` has the one, and `worker.kv_blocks` the other.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from vllm_trie.search.devices import uploaded
 from vllm_trie.worker.kv_blocks import Segments
 from vllm_trie.worker.row_reorder import RowReorder, Tables
 
+HELD = -1  # in the place of a block: what the copying program holds
 COPY_TILE = 1024  # words, or table entries, that one program copies at a time
+MOST_PROGRAMS = 4096  # that copy contents of blocks, unless rows are more: more than a GPU runs at a time
 WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
-def copy_histories(rows: RowReorder, tokens: torch.Tensor, tables: Tables) -> None:
-    """What `reorder.copy_histories` does: tokens beyond the common ones, and full blocks of all tables.
+def reorder_rows(rows: RowReorder, tokens: torch.Tensor, tables: Tables, segments: Segments) -> None:
+    """Let rows continue the histories of others: tokens, full blocks of all tables, and contents of tail blocks.
 
     Args:
         rows: R of them.
         tokens: [slots, length] int32.
         tables: Of all KV cache groups.
-    """
-    _copy_histories[len(rows.num_tokens_on_host), 1 + len(tables.tables)](
-        *rows.rows, tokens, tokens.stride(0), *tables.on_device, tile_size=COPY_TILE, num_warps=4
-    )
-
-
-def copy_tails(rows: RowReorder, tables: Tables, segments: Segments) -> None:
-    """What `reorder.copy_tails` does: the content of partly filled tail blocks, in all layers.
-
-    Args:
-        rows: R of them.
-        tables: Of all KV cache groups.
         segments: Where blocks lie, layer by layer.
     """
-    num_tables, num_tiles = len(tables.tables), triton.cdiv(segments.most_words, COPY_TILE)
-    of_rows = *rows.rows[:2], rows.rows[3]  # what all histories have in common matters to tokens alone
-    of_segments, word = (segments.pointers, segments.strides, segments.words), WORDS[segments.word_bytes]
-    _copy_tails[len(rows.num_tokens_on_host) * num_tables, len(segments.pointers), num_tiles](
-        *of_rows, *tables.on_device, num_tables, *of_segments, word=word, tile_size=COPY_TILE, num_warps=4
+    num_rows, num_tables = len(rows.num_tokens_on_host), len(tables.tables)
+    has_tails = any((rows.num_tokens_on_host % block_size).any() for block_size in tables.block_sizes)
+    num_workers = _workers(num_rows * num_tables, segments) if has_tails else 0
+    of_rows = rows.rows, rows.parents, num_rows, tokens, tokens.stride(0)
+    _reorder_rows[num_rows, 1 + num_tables * (1 + num_workers)](
+        *of_rows, *tables.on_device, num_tables, num_workers, *_of(segments), **_constants(segments)
     )
+
+
+def copy_blocks(chains: list[list[tuple[int, int]]], segments: Segments) -> None:
+    """Copy whole blocks, in all layers.
+
+    Args:
+        chains: Of each the copies (see `moves.chains_of`), one after the other; chains do not depend on each other.
+        segments: Where blocks lie, layer by layer.
+    """
+    starts = np.cumsum([0, *map(len, chains)])
+    order = np.array([copy for chain in chains for copy in chain], dtype=np.int64)
+    on_device = uploaded(np.concatenate([starts, order.ravel()]), segments.pointers.device)
+    num_workers = _workers(len(chains), segments)
+    _copy_blocks[len(chains), num_workers](
+        on_device, len(chains), num_workers, *_of(segments), held=HELD, **_constants(segments)
+    )
+
+
+def _num_tiles(segments: Segments) -> int:
+    return triton.cdiv(segments.most_words, COPY_TILE)
+
+
+def _workers(num_copies: int, segments: Segments) -> int:
+    """Programs for each block that is copied: few for each where many are."""
+    return min(max(MOST_PROGRAMS // num_copies, 1), len(segments.pointers) * _num_tiles(segments))
+
+
+def _of(segments: Segments) -> tuple[Any, ...]:
+    num_tiles = _num_tiles(segments)
+    return segments.pointers, segments.strides, segments.words, len(segments.pointers) * num_tiles, num_tiles
+
+
+def _constants(segments: Segments) -> dict[str, Any]:
+    # One stage: nothing is read ahead, as what is read may have been written just before.
+    return {"word": WORDS[segments.word_bytes], "tile_size": COPY_TILE, "num_warps": 4, "num_stages": 1}
 
 
 @triton.jit
@@ -49,60 +82,81 @@ def _copy(source, destination, start, end, tile_size: tl.constexpr):
         tl.store(destination + index, tl.load(source + index, mask=index < end), mask=index < end)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "sources", "num_common", "num_tokens"])
-def _copy_histories(
-    slots, sources, num_common, num_tokens, tokens, tokens_stride, table_pointers, table_strides, block_sizes,
-    tile_size: tl.constexpr,
+@triton.jit
+def _piece(piece, pointers, strides, words, num_tiles, word: tl.constexpr, tile_size: tl.constexpr):
+    """Of a piece of a block, a tile of a segment: block 0, words from block to block, and [tile] which words it is."""
+    segment = piece // num_tiles
+    index = (piece % num_tiles) * tile_size + tl.arange(0, tile_size)
+    blocks = tl.load(pointers + segment).to(tl.pointer_type(word))
+    return blocks, tl.load(strides + segment), index, index < tl.load(words + segment)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_workers"], do_not_specialize_on_alignment=["rows", "parents"])
+def _reorder_rows(
+    rows, parents, num_rows, tokens, tokens_stride, table_pointers, table_strides, block_sizes, num_tables, num_workers,
+    pointers, strides, words, num_pieces, num_tiles, word: tl.constexpr, tile_size: tl.constexpr,
 ):  # fmt: skip
-    """See `copy_histories`: a program per row and table, and one for its tokens.
+    """See `reorder_rows`: of each row a program for its tokens, one per table, and `num_workers` per tail block.
 
     Args:
-        slots: [R].
-        sources: [R].
-        num_common: [R].
-        num_tokens: [R].
+        rows: [4, R].
+        parents: [R].
         tokens: [slots, length].
-    """
-    row, part = tl.program_id(0), tl.program_id(1)
-    source, slot = tl.load(sources + row), tl.load(slots + row)
-    if source == slot:
-        return
-    length = tl.load(num_tokens + row)
-    if part == 0:
-        source_row, own_row = tokens + source * tokens_stride, tokens + slot * tokens_stride
-        _copy(source_row, own_row, tl.load(num_common + row), length, tile_size)
-    else:
-        table = tl.load(table_pointers + part - 1).to(tl.pointer_type(tl.int32))
-        stride = tl.load(table_strides + part - 1)
-        _copy(table + source * stride, table + slot * stride, 0, length // tl.load(block_sizes + part - 1), tile_size)
-
-
-@triton.jit(do_not_specialize=["num_tables"], do_not_specialize_on_alignment=["slots", "sources", "num_tokens"])
-def _copy_tails(
-    slots, sources, num_tokens, table_pointers, table_strides, block_sizes, num_tables, pointers, strides, words, word:
-    tl.constexpr, tile_size: tl.constexpr,
-):  # fmt: skip
-    """See `copy_tails`: a program per row and table, segment and tile.
-
-    Args:
-        slots: [R].
-        sources: [R].
-        num_tokens: [R].
         pointers: [segments].
         strides: [segments], from block to block, in words.
         words: [segments], of a block.
     """
-    row, of_table = tl.program_id(0) // num_tables, tl.program_id(0) % num_tables
-    segment, tile = tl.program_id(1), tl.program_id(2)
-    source, slot = tl.load(sources + row), tl.load(slots + row)
-    num_words, block_size = tl.load(words + segment), tl.load(block_sizes + of_table)
-    length = tl.load(num_tokens + row)
-    if (source == slot) | (length % block_size == 0) | (tile * tile_size >= num_words):
+    row, part = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(rows + row)
+    source = tl.load(rows + tl.load(rows + num_rows + row) + tl.load(parents + row))
+    if source == slot:
         return
-    table = tl.load(table_pointers + of_table).to(tl.pointer_type(tl.int32)) + length // block_size
-    stride = tl.load(table_strides + of_table)
-    from_block, to_block = tl.load(table + source * stride), tl.load(table + slot * stride)
-    blocks, block_stride = tl.load(pointers + segment).to(tl.pointer_type(word)), tl.load(strides + segment)
-    index = tile * tile_size + tl.arange(0, tile_size)
-    values = tl.load(blocks + from_block * block_stride + index, mask=index < num_words)
-    tl.store(blocks + to_block * block_stride + index, values, mask=index < num_words)
+    length = tl.load(rows + 3 * num_rows + row)
+    if part == 0:
+        source_row, own_row = tokens + source * tokens_stride, tokens + slot * tokens_stride
+        _copy(source_row, own_row, tl.load(rows + 2 * num_rows + row), length, tile_size)
+        return
+    of_table = part - 1
+    if part > num_tables:
+        of_table = (part - 1 - num_tables) // num_workers
+    table = tl.load(table_pointers + of_table).to(tl.pointer_type(tl.int32))
+    source_table = table + source * tl.load(table_strides + of_table)
+    own_table = table + slot * tl.load(table_strides + of_table)
+    block_size = tl.load(block_sizes + of_table)
+    if part <= num_tables:
+        _copy(source_table, own_table, 0, length // block_size, tile_size)
+    elif length % block_size > 0:
+        from_block, to_block = tl.load(source_table + length // block_size), tl.load(own_table + length // block_size)
+        for piece in range((part - 1 - num_tables) % num_workers, num_pieces, num_workers):
+            blocks, stride, index, mask = _piece(piece, pointers, strides, words, num_tiles, word, tile_size)
+            values = tl.load(blocks + from_block * stride + index, mask=mask)
+            tl.store(blocks + to_block * stride + index, values, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_chains", "num_workers"], do_not_specialize_on_alignment=["chains"])
+def _copy_blocks(
+    chains, num_chains, num_workers, pointers, strides, words, num_pieces, num_tiles, held: tl.constexpr, word:
+    tl.constexpr, tile_size: tl.constexpr,
+):  # fmt: skip
+    """See `copy_blocks`: `num_workers` programs per chain, each with some pieces of all its blocks.
+
+    Args:
+        chains: [C + 1] where each begins and ends, then [copies, 2].
+        pointers: [segments].
+        strides: [segments], from block to block, in words.
+        words: [segments], of a block.
+    """
+    first, end = tl.load(chains + tl.program_id(0)), tl.load(chains + tl.program_id(0) + 1)
+    copies = chains + num_chains + 1
+    for piece in range(tl.program_id(1), num_pieces, num_workers):
+        blocks, stride, index, mask = _piece(piece, pointers, strides, words, num_tiles, word, tile_size)
+        saved = tl.zeros([tile_size], word)
+        for copy in range(first, end):
+            source, destination = tl.load(copies + 2 * copy), tl.load(copies + 2 * copy + 1)
+            values = saved
+            if source != held:
+                values = tl.load(blocks + source * stride + index, mask=mask, other=0)
+            if destination == held:
+                saved = values
+            else:
+                tl.store(blocks + destination * stride + index, values, mask=mask)
