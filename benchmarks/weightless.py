@@ -26,7 +26,7 @@ from vllm_trie.search.rules import SelectRules
 from vllm_trie.worker import kernels
 from vllm_trie.worker.catalogs import DeviceCatalogs
 from vllm_trie.worker.group_rows import BatchRows, GroupRows
-from vllm_trie.worker.kernels import copies, slots
+from vllm_trie.worker.kernels import copies, rows_beside, slots
 from vllm_trie.worker.kv_blocks import Segments
 from vllm_trie.worker.row_reorder import Tables
 from vllm_trie.worker.rows import Rows
@@ -38,7 +38,8 @@ NOWHERE = torch.device("meta")
 LENGTH, BLOCK_SIZES = 64, (16, 32)  # tokens of a slot; of a block, by KV cache group
 PROMPT = list(range(20))
 CATALOG = "items"  # its digest
-KERNELS = ((slots, "_select_next"), (copies, "_reorder_rows"), (copies, "_copy_blocks"))
+OF_ROWS = (rows_beside, "_take_rows"), (rows_beside, "_put_sampled")
+KERNELS = ((slots, "_select_next"), (copies, "_reorder_rows"), (copies, "_copy_blocks"), *OF_ROWS)
 
 
 class Launches:

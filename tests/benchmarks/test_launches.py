@@ -17,6 +17,7 @@ from benchmarks.weightless import NOWHERE, nowhere
 from vllm_trie.search.devices import uploaded
 
 MOST_LAUNCHES = 40  # of a plain step; it may only fall
+MOST_BESIDE = 4  # more where there are ordinary rows beside beams; likewise
 
 
 def test_the_table_is_measured_and_no_step_waits(tmp_path: Path) -> None:
@@ -35,6 +36,12 @@ def test_a_plain_step_takes_no_more_launches_than_today(width: int, num_groups: 
     step = counted("plain", width, num_groups)
     assert step.launches <= MOST_LAUNCHES
     assert step.kernels == 2
+
+
+@pytest.mark.parametrize("search", ["plain", "controlled"])
+def test_ordinary_rows_beside_beams_take_few_launches_more(search: str) -> None:
+    alone, beside = (counted(search, 4, 1, num_ordinary, is_whole=True).launches for num_ordinary in (0, 3))
+    assert 0 < beside - alone <= MOST_BESIDE
 
 
 def test_operations_copies_and_waits_are_told_apart() -> None:

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_trie.worker.attention import triton_kernels
-from vllm_trie.worker.kernels import copies, slots
+from vllm_trie.worker.kernels import copies, rows_beside, slots
 
 HOPPER, AMPERE = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32)
 ALIGNED = [["tt.divisibility", 16]]  # what Triton knows of a pointer or an int that is a multiple of 16
@@ -29,6 +29,7 @@ TABLES = {"table_pointers": "*u64", "table_strides": LONGS, "block_sizes": LONGS
 SEGMENTS = {"pointers": "*u64", "strides": LONGS, "words": LONGS} | dict.fromkeys(
     ["num_workers", "num_pieces", "num_tiles"], INT
 )
+OF_BATCH = "idx_mapping", "seq_lens", "expanded_idx_mapping", "expanded_local_pos", "input_ids"
 ATTENTION = (
     dict.fromkeys(["queries", "outputs", "cache"], "*bf16")
     | dict.fromkeys(["query_stride", "output_stride", "block_stride", "head_stride", "token_stride"], INT)
@@ -121,6 +122,24 @@ CASES: list[tuple[Any, ...]] = [
         {"held": copies.HELD, "word": tl.int64, "tile_size": copies.COPY_TILE},
         4,
         1,
+    ),
+    (
+        rows_beside._take_rows,
+        dict.fromkeys(["rows", "logits", "moved", "tokens", "logits_indices", "own_logits_indices"], LONGS)
+        | dict.fromkeys(["positions", "own_positions"], LONGS)
+        | dict.fromkeys(["num_rows", "num_logits", "num_tokens"], INT)
+        | dict.fromkeys([own + name for own in ("", "own_") for name in OF_BATCH], "*i32")
+        | dict.fromkeys(["is_padding", "own_is_padding"], "*i8"),
+        {"tile_size": rows_beside.TILE},
+        4,
+    ),
+    (
+        rows_beside._put_sampled,
+        dict.fromkeys(["rows", "own_sampled", "sampled"], LONGS)
+        | dict.fromkeys(["own_counts", "own_rejected", "counts", "rejected"], "*i32")
+        | dict.fromkeys(["num_rows", "width", "own_stride", "sampled_stride"], INT),
+        {"tile_size": rows_beside.TILE},
+        4,
     ),
     *(to_shared(*case) for case in SHARED),
     *(to_own(*case) for case in OWN),

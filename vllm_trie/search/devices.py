@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
 
 NEVER = float("-inf")
+ALIGNMENT = 16  # bytes, at which Triton compiles kernels for aligned arguments
 
 
 def sees(device: torch.device) -> bool:
@@ -37,3 +39,16 @@ def uploaded(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """What the host has made, there: a copy for which nobody waits."""
     on_host = torch.from_numpy(array)
     return (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
+
+
+def uploaded_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Some arrays, there, by one copy for which nobody waits; each is aligned."""
+    starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)])
+    packed = np.empty(starts[-1], dtype=np.uint8)
+    for array, start in zip(arrays, starts, strict=False):
+        packed[start : start + array.nbytes].view(array.dtype)[:] = array.ravel()
+    there = uploaded(packed, device)
+    return [
+        there[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for array, start in zip(arrays, starts.tolist(), strict=False)
+    ]

@@ -30,6 +30,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_trie.messages import attach_results, catalog_changes, row_masks
 from vllm_trie.selection import has_logits_processors
+from vllm_trie.worker import kernels
 from vllm_trie.worker.announce_shared_rows import announce_shared_rows, reads_shared_blocks_once
 from vllm_trie.worker.attention.check_attention import check_demanded_layers
 from vllm_trie.worker.attention.tree_layers import takes_trees
@@ -41,13 +42,14 @@ from vllm_trie.worker.draft_by_model import ModelDrafts
 from vllm_trie.worker.expand import expand
 from vllm_trie.worker.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.hidden_states import HiddenStates
+from vllm_trie.worker.kernels import rows_beside
 from vllm_trie.worker.new_rows import may_copy_rows, refuse_own_state
 from vllm_trie.worker.pipeline import Stages
 from vllm_trie.worker.rank_check import rank_check
 from vllm_trie.worker.rows import Rows, rope_state
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext
-from vllm_trie.worker.sub_batch import scatter_logprobs, sub_batch
+from vllm_trie.worker.sub_batch import put_sampled, scatter_logprobs, sub_batch
 from vllm_trie.worker.sub_forward import sub_forward
 from vllm_trie.worker.tree_positions import tree_positions
 from vllm_trie.worker.verify import verify
@@ -218,14 +220,14 @@ class BeamModelRunner(GPUModelRunner):
             is_ordinary[places], num_sampled[0, places] = False, group_step.selects
         ordinary, of_ordinary = is_ordinary.nonzero()[0], None
         if len(ordinary):
-            smaller, _, of_smaller = sub_batch(batch, ordinary)
-            if smaller.num_draft_tokens:
-                invalid = None if invalid_drafts is None else invalid_drafts[of_smaller]
-                of_ordinary = rejection_sampler(logits[of_smaller], smaller, draft_logits, invalid)
+            smaller = sub_batch(batch, ordinary)
+            if smaller.batch.num_draft_tokens:
+                invalid = None if invalid_drafts is None else invalid_drafts[smaller.logits]
+                of_ordinary = rejection_sampler(logits[smaller.logits], smaller.batch, draft_logits, invalid)
             else:
-                of_ordinary = sampler(logits[of_smaller], smaller)
+                of_ordinary = sampler(smaller.of(logits), smaller.batch)
             if of_ordinary.logprobs_tensors is not None:
-                of_ordinary.logprobs_tensors = scatter_logprobs(of_ordinary.logprobs_tensors, of_smaller, batch)
+                of_ordinary.logprobs_tensors = scatter_logprobs(of_ordinary.logprobs_tensors, smaller.logits, batch)
 
         of_others = 1 if of_ordinary is None else of_ordinary.sampled_token_ids.shape[1]
         sampled = torch.zeros(batch.num_reqs, max(step.most_steps, of_others), dtype=torch.int64, device=self.device)
@@ -239,9 +241,9 @@ class BeamModelRunner(GPUModelRunner):
         num_nans = get_num_nans(logits[batch.cu_num_logits[:-1].long()]) if sampler.compute_nans else None
         if of_ordinary is None:
             return SamplerOutput(sampled, None, num_nans, counts, rejected)
-        at = async_tensor_h2d(ordinary, device=self.device, dtype=torch.int64)
-        sampled[at, : of_ordinary.sampled_token_ids.shape[1]] = of_ordinary.sampled_token_ids.long()
-        counts[at], rejected[at] = of_ordinary.num_sampled.int(), of_ordinary.num_rejected.int()
+        own = of_ordinary.sampled_token_ids, of_ordinary.num_sampled, of_ordinary.num_rejected
+        put = rows_beside.put_sampled if kernels.run_on(self.device) else put_sampled
+        put(smaller.rows, own, sampled, counts, rejected)
         return SamplerOutput(sampled, of_ordinary.logprobs_tensors, num_nans, counts, rejected)
 
     def _propose(self, stock: Any, input_batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -259,13 +261,12 @@ class BeamModelRunner(GPUModelRunner):
         rows = [at for at, row_id in enumerate(input_batch.req_ids) if row_id not in left_out_rows]
         drafts = self.req_states.draft_tokens.new_zeros(input_batch.num_reqs, self.num_speculative_steps)
         if rows:
-            smaller, tokens, _ = sub_batch(input_batch, np.array(rows))
+            smaller, at, tokens, *_ = sub_batch(input_batch, np.array(rows))
             if isinstance(self.speculator, EagleSpeculator):
                 of_forward = [*sub_forward(self, smaller, tokens, *of_forward[2:])]
                 kwargs["is_profile"] = True  # no graphs: these read the whole batch's buffers
             else:
                 self.block_tables.gather_block_tables(smaller.idx_mapping, smaller.num_reqs)  # as drafters read them
-            at = async_tensor_h2d(rows, device=self.device, dtype=torch.int64)
             drafts[at] = stock(smaller, *of_forward, num_sampled[at], num_rejected[at], *args[6:], **kwargs)
         return drafts
 

@@ -2,76 +2,124 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_trie.search.devices import ALIGNMENT, uploaded_together
 from vllm_trie.search.spans import spans
+from vllm_trie.worker import kernels
+from vllm_trie.worker.kernels import rows_beside
+
+# Of a batch, what has a place for each row, for each logit, and for each token.
+TAKEN = (
+    *("idx_mapping", "seq_lens"),
+    *("expanded_idx_mapping", "expanded_local_pos", "logits_indices"),
+    *("input_ids", "positions", "is_padding"),
+)
 
 
-def sub_batch(batch: InputBatch, rows: np.ndarray) -> tuple[InputBatch, torch.Tensor, torch.Tensor]:
+class SubBatch(NamedTuple):
+    """Some rows of a batch."""
+
+    batch: InputBatch  # of these alone
+    rows: torch.Tensor  # [R] int64, where they are in the whole one
+    tokens: torch.Tensor  # [T] int64, likewise
+    logits: torch.Tensor  # [N] int64, likewise
+    is_run: bool  # whether these logits come one after the other
+    first_logits: int
+
+    def of(self, logits: torch.Tensor) -> torch.Tensor:
+        """[N, V] of the logits of the whole batch; the same memory, if they come one after the other there, aligned."""
+        if self.is_run and self.first_logits * logits.stride(0) * logits.element_size() % ALIGNMENT == 0:
+            return logits[self.first_logits : self.first_logits + len(self.logits)]
+        return logits[self.logits]
+
+
+def sub_batch(batch: InputBatch, rows: np.ndarray) -> SubBatch:
     """Rows of a batch, which come after the forward: nothing is padded, and the forward's buffers are left alone.
 
     Args:
         batch: vLLM's.
-        rows: [n] places in it, ascending.
-
-    Returns:
-        The smaller batch, and which tokens [T] and logits [N] of the batch are its.
+        rows: [R] places in it, ascending.
     """
-    device = batch.input_ids.device
-
-    def on_device(values: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return async_tensor_h2d(values, device=device, dtype=dtype)
-
     lengths, num_logits = np.diff(batch.query_start_loc_np)[rows], np.diff(batch.cu_num_logits_np)[rows]
-    tokens = on_device(spans(batch.query_start_loc_np[rows], lengths))
-    logits = on_device(spans(batch.cu_num_logits_np[rows], num_logits))
+    tokens_np = spans(batch.query_start_loc_np[rows], lengths)
+    logits_np = spans(batch.cu_num_logits_np[rows], num_logits)
     query_starts, cu_num_logits = (np.concatenate([[0], n.cumsum()]).astype(np.int32) for n in (lengths, num_logits))
-    at = on_device(rows)
     # Where the tokens of a row lie among those of all rows, they lie among those of these.
-    moved = on_device(np.repeat(query_starts[:-1] - batch.query_start_loc_np[rows], num_logits))
+    moved_np = np.repeat(query_starts[:-1] - batch.query_start_loc_np[rows], num_logits)
+    indices = [n.astype(np.int64, copy=False) for n in (rows, logits_np, moved_np, tokens_np)]
+    at, logits, moved, tokens, starts, cumulative = uploaded_together(
+        [*indices, query_starts, cu_num_logits], batch.input_ids.device
+    )
+    take = rows_beside.take_rows if kernels.run_on(at.device) else take_rows
+    fields = dict(zip(TAKEN, take(at, logits, moved, tokens, [getattr(batch, name) for name in TAKEN]), strict=True))
     is_prefilling, counts = batch.is_prefilling_np[rows], _some(batch.num_draft_tokens_per_req, rows)
     smaller = replace(
         batch,
         req_ids=[batch.req_ids[row] for row in rows],
         num_reqs=len(rows),
         num_reqs_after_padding=len(rows),
-        idx_mapping=batch.idx_mapping[at],
         idx_mapping_np=batch.idx_mapping_np[rows],
-        expanded_idx_mapping=batch.expanded_idx_mapping[logits],
-        expanded_local_pos=batch.expanded_local_pos[logits],
         num_scheduled_tokens=batch.num_scheduled_tokens[rows],
         num_tokens=len(tokens),
         num_tokens_after_padding=len(tokens),
         num_draft_tokens=0 if counts is None else int(counts.sum()),
         num_draft_tokens_per_req=counts,
-        query_start_loc=on_device(query_starts, torch.int32),
+        query_start_loc=starts,
         query_start_loc_np=query_starts,
-        seq_lens=batch.seq_lens[at],
         seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound[torch.from_numpy(rows)],
         num_computed_tokens_np=batch.num_computed_tokens_np[rows],
         prefill_len_np=batch.prefill_len_np[rows],
         num_computed_prefill_tokens_np=batch.num_computed_prefill_tokens_np[rows],
         is_prefilling_np=is_prefilling,
         has_prefill=bool(is_prefilling.any()),
-        input_ids=batch.input_ids[tokens],
-        positions=batch.positions[tokens],
-        is_padding=batch.is_padding[tokens],
-        logits_indices=batch.logits_indices[logits] + moved,
-        cu_num_logits=on_device(cu_num_logits, torch.int32),
+        cu_num_logits=cumulative,
         cu_num_logits_np=cu_num_logits,
         prompt_lens=_some(batch.prompt_lens, at),
         prefill_runs_as_decode_np=_some(batch.prefill_runs_as_decode_np, rows),
         max_query_len=None,
         fast_prefill=None,
+        **fields,
     )
-    return smaller, tokens, logits
+    first, last = logits_np[0], logits_np[-1]
+    return SubBatch(smaller, at, tokens, logits, bool(last - first + 1 == len(logits_np)), int(first))
+
+
+def take_rows(
+    rows: torch.Tensor, logits: torch.Tensor, moved: torch.Tensor, tokens: torch.Tensor, fields: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The fields `TAKEN` of a batch for some rows [R], logits [N] and tokens [T] of it.
+
+    Args:
+        moved: [N] by how much further the token of each logit lies among these tokens.
+        fields: Of the whole batch.
+    """
+    at = dict.fromkeys(TAKEN[:2], rows) | dict.fromkeys(TAKEN[2:5], logits) | dict.fromkeys(TAKEN[5:], tokens)
+    own = [field[of_name] for field, of_name in zip(fields, at.values(), strict=True)]
+    own[TAKEN.index("logits_indices")] += moved
+    return own
+
+
+def put_sampled(
+    rows: torch.Tensor, own: Sequence[torch.Tensor], sampled: torch.Tensor, counts: torch.Tensor, rejected: torch.Tensor
+) -> None:
+    """Put what was sampled of some rows [R] to what was of all.
+
+    Args:
+        own: Tokens [R, n], and [R] how many there are, and how many were rejected.
+        sampled: [rows, n or more].
+        counts, rejected: [rows].
+    """
+    tokens, num_sampled, num_rejected = own
+    sampled[rows, : tokens.shape[1]] = tokens.to(sampled.dtype)
+    counts[rows], rejected[rows] = num_sampled.to(counts.dtype), num_rejected.to(rejected.dtype)
 
 
 def _some(values: Any, at: Any) -> Any:
