@@ -11,8 +11,8 @@ from vllm.v1.worker.cpu.model_runner import CPUModelRunner  # isort: skip
 from vllm_trie.compat.cpu import accept_v2_in_worker, needs_cpu_kernels
 from vllm_trie.compat.patch import Patch
 from vllm_trie.worker.attention.cpu_backend import use_shared_prefixes
-from vllm_trie.worker.catalogs import TakesCatalogs
 from vllm_trie.worker.hidden_states import KeepsHiddenStates
+from vllm_trie.worker.loads_catalogs import TakesCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_trie.selection import config_of
-from vllm_trie.worker.catalogs import TakesCatalogs
 from vllm_trie.worker.hidden_states import KeepsHiddenStates
+from vllm_trie.worker.loads_catalogs import TakesCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
 
 

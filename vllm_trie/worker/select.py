@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.search.rank import Candidates, Completes
 from vllm_trie.search.rules import Means, SelectRules
@@ -28,6 +28,9 @@ from vllm_trie.worker.row_params import stop_strings_of
 from vllm_trie.worker.row_reorder import Reorders
 from vllm_trie.worker.rows import Rows
 from vllm_trie.worker.step_context import PackedStep, StepContext
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 
 class Selector:

@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 
 from vllm_trie.selection import config_of, has_beams
 from vllm_trie.worker.attention.shared_rows import SharesPrefixes
+from vllm_trie.worker.attention.tree_layers import count_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,12 +59,6 @@ def check_demanded_layers(vllm_config: VllmConfig, attn_groups: Sequence[Attenti
             f'({num_layers} by {backends}); use "auto"'
         )
     logger.warning_once(HAS_NO_EFFECT, num_layers, backends)
-
-
-def count_layers(attn_groups: Sequence[AttentionGroup]) -> tuple[int, str]:
-    """How many layers these are, and the names of their backends."""
-    backends = {group.backend.get_name() for group in attn_groups}
-    return sum(len(group.layer_names) for group in attn_groups), ", ".join(sorted(backends))
 
 
 def _shares(builder: object) -> bool:

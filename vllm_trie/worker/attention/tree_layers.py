@@ -11,7 +11,6 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from vllm_trie.worker.attention.check_attention import count_layers
 from vllm_trie.worker.attention.shared_rows import SharesPrefixes
 from vllm_trie.worker.hidden_states import HiddenStates
 from vllm_trie.worker.kv_slots import ByToken, KVSlots
@@ -65,6 +64,12 @@ def _by_token(runner: GPUModelRunner, attn_groups: Sequence[AttentionGroup]) -> 
         for name in attn_group.layer_names:
             parts += builder.by_token(runner.compilation_config.static_forward_context[name].kv_cache)
     return parts
+
+
+def count_layers(attn_groups: Sequence[AttentionGroup]) -> tuple[int, str]:
+    """How many layers these are, and the names of their backends."""
+    backends = {group.backend.get_name() for group in attn_groups}
+    return sum(len(group.layer_names) for group in attn_groups), ", ".join(sorted(backends))
 
 
 def _takes(builder: AttentionMetadataBuilder[Any]) -> TypeGuard[SharesPrefixes]:
