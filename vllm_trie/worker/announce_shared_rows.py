@@ -23,15 +23,15 @@ def announce_shared_rows(
     trees = {group_id: forest_step.trees() for group_id, forest_step in context.forests.items()}
     for builder, shared in _builders(runner, context):
         sharing = [SharedRows(places[group_id], num, trees.get(group_id)) for group_id, num in shared.items()]
-        builder.groups = [rows for rows in sharing if rows.trees or builder.takes(len(rows.places), rows.num_shared)]
+        takes = builder.takes([(len(rows.places), rows.num_shared) for rows in sharing])
+        builder.groups = [rows for rows, takes_it in zip(sharing, takes, strict=True) if rows.trees or takes_it]
 
 
 def reads_shared_blocks_once(runner: GPUModelRunner, context: StepContext, groups: Mapping[str, GroupRows]) -> bool:
     """Whether any layer will do that in this step, known before there is a batch."""
     return any(
-        builder.takes(len(groups[group_id].slots), num_shared)
+        any(builder.takes([(len(groups[group_id].slots), num_shared) for group_id, num_shared in shared.items()]))
         for builder, shared in _builders(runner, context)
-        for group_id, num_shared in shared.items()
     )
 
 

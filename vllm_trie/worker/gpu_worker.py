@@ -14,7 +14,7 @@ class BeamGPUWorker(TakesCatalogs, KeepsHiddenStates, Worker):
     """Makes the runner with beam groups."""
 
     def _make_model_runner(self) -> BeamModelRunner:
-        if config_of(self.vllm_config).shared_prefix_attention == "on":
+        if config_of(self.vllm_config).shared_prefix_attention != "off":
             from vllm_trie.worker.attention.gpu_backend import use_shared_prefixes
 
             use_shared_prefixes()

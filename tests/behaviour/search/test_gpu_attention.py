@@ -1,4 +1,4 @@
-"""The GPU's backend sets rows apart that share blocks: ours computes those, FlashAttention the others."""
+"""The GPU's backend lets FlashAttention read shared blocks once; kernels of ours compute trees, and what it cannot."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import pytest
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
 from tests.support.engine import Engine, Engines
+from tests.support.flash_attention import flash_attn_varlen_func
 from tests.support.sharing import Batch, Group
 from tests.worker.attention.trees import TreeBatch, TreeGroup, random_tree
+from vllm_trie.worker.attention import gpu_backend
 from vllm_trie.worker.attention.gpu_backend import SharedPrefixBuilder, SharedPrefixImpl
 
 pytestmark = pytest.mark.slow
@@ -60,13 +63,70 @@ def described(batch: Batch) -> CommonAttentionMetadata:
     )
 
 
-@pytest.mark.parametrize("num_others", [0, 3])
-def test_groups_and_others_are_computed_apart(engine: Engine, monkeypatch: pytest.MonkeyPatch, num_others: int) -> None:
+def batch_of(num_others: int) -> Batch:
     groups = [Group(5, 3, [1, 2, 3, 33, 40], [1, 2, 3, 1, 1]), Group(2, 2, [7, 9], [1, 1])]
-    batch = Batch(groups, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, num_others)
+    return Batch(groups, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, num_others)
+
+
+def cache_of(batch: Batch) -> torch.Tensor:
+    """As vLLM lays it out."""
+    by_block = (-1, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
+    return torch.cat([part.view(by_block) for part in (batch.keys, batch.values)], dim=-1).transpose(1, 2)
+
+
+def layer_of(engine: Engine) -> Any:
+    return next(iter(engine.core.vllm_config.compilation_config.static_forward_context.values()))
+
+
+@pytest.mark.parametrize("num_others", [0, 3])
+def test_flash_attention_computes_all_rows_in_two_calls(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, num_others: int
+) -> None:
+    batch, calls, builder, layer = batch_of(num_others), [], builder_of(engine), layer_of(engine)
+
+    def attend(**options: Any) -> Any:
+        calls.append(options)
+        return flash_attn_varlen_func(**options)
+
+    monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", attend, raising=False)
+    builder.groups = batch.rows
+    metadata = builder.build(0, described(batch))
+    assert not builder.groups
+    outputs = torch.zeros_like(batch.queries)
+    found = layer.impl.forward(layer, batch.queries, None, None, cache_of(batch), metadata, outputs)
+    assert found is outputs
+    torch.testing.assert_close(found, batch.reference().float(), rtol=1e-5, atol=1e-5)
+    assert [call["causal"] is True for call in calls] == [False, True]
+
+
+def test_layers_with_windows_compute_the_whole_batch_as_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, builder, layer, asked = batch_of(2), builder_of(engine), layer_of(engine), list[FlashAttentionMetadata]()
+    builder.groups = batch.rows
+    metadata = builder.build(0, described(batch))
+    monkeypatch.setattr(layer.impl, "sliding_window", (7, 0))
+
+    def flash_attention(self: Any, layer: Any, query: Any, k: Any, v: Any, cache: Any, of: Any, output: Any) -> Any:
+        asked.append(of)
+        return output
+
+    monkeypatch.setattr(FlashAttentionImpl, "forward", flash_attention)
+    layer.impl.forward(layer, batch.queries, None, None, cache_of(batch), metadata, torch.zeros_like(batch.queries))
+    (of_all,) = asked
+    assert torch.equal(of_all.seq_lens, batch.lengths)
+    assert torch.equal(of_all.block_table, batch.tables)
+    assert torch.equal(of_all.query_start_loc, batch.starts)
+    del builder.splits
+    assert not builder.splits
+
+
+@pytest.mark.parametrize("num_others", [0, 3])
+def test_else_groups_and_others_are_computed_apart(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, num_others: int
+) -> None:
+    batch = batch_of(num_others)
     expected, of_groups = batch.reference().float(), batch.of_groups()
     builder, asked = builder_of(engine), list[FlashAttentionMetadata]()
-    builder.groups = batch.rows
+    builder.splits, builder.groups = False, batch.rows
     metadata = builder.build(0, described(batch))
     assert not builder.groups
 
@@ -77,11 +137,9 @@ def test_groups_and_others_are_computed_apart(engine: Engine, monkeypatch: pytes
         return output
 
     monkeypatch.setattr(FlashAttentionImpl, "forward", flash_attention)
-    by_block = (-1, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
-    cache = torch.cat([part.view(by_block) for part in (batch.keys, batch.values)], dim=-1).transpose(1, 2)
-    layer = next(iter(engine.core.vllm_config.compilation_config.static_forward_context.values()))
+    layer = layer_of(engine)
     outputs = torch.zeros_like(batch.queries)
-    found = layer.impl.forward(layer, batch.queries, None, None, cache, metadata, outputs)
+    found = layer.impl.forward(layer, batch.queries, None, None, cache_of(batch), metadata, outputs)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert len(asked) == (num_others > 0)
     assert metadata.num_actual_tokens == len(batch.queries)
@@ -103,11 +161,9 @@ def test_trees_are_computed_whether_or_not_shared_blocks_are_read_once(engine: E
     builder.can_share, builder.groups = shares, batch.rows
     metadata = builder.build(0, described(batch))
     assert metadata.plan.shared.num_shared.tolist() == ([64] if shares else [64] * 3)
-    by_block = (-1, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
-    cache = torch.cat([part.view(by_block) for part in (batch.keys, batch.values)], dim=-1).transpose(1, 2)
-    layer = next(iter(engine.core.vllm_config.compilation_config.static_forward_context.values()))
+    layer = layer_of(engine)
     outputs = torch.zeros_like(batch.queries)
-    found = layer.impl.forward(layer, batch.queries, None, None, cache, metadata, outputs)
+    found = layer.impl.forward(layer, batch.queries, None, None, cache_of(batch), metadata, outputs)
     torch.testing.assert_close(found, batch.reference().float(), rtol=1e-5, atol=1e-5)
 
 
@@ -120,3 +176,20 @@ def test_full_graphs_of_all_steps_are_refused(engine: Engine, monkeypatch: pytes
     monkeypatch.setattr(engine.core.vllm_config.compilation_config, "cudagraph_mode", CUDAGraphMode.FULL)
     with pytest.raises(ValueError, match="cudagraph_mode=FULL exclude each other"):
         builder_of(engine)
+
+
+def test_by_itself_it_reads_shared_blocks_once_where_that_pays(engine: Engine) -> None:
+    """Summed over the groups of a step; with "on" wherever any are shared."""
+    builder = builder_of(engine)
+    assert builder.takes([(2, 32), (2, 0)]) == [True, False]
+    builder.option = "auto"
+    assert builder.takes([(200, 4096), (2, 32)]) == [False, False]  # of layers as small as these
+    builder._layer_bytes = gpu_backend.LEAST_WEIGHTS
+    assert builder.takes([(200, 4096)]) == [True]
+    per_token = 2 * NUM_KV_HEADS * HEAD_SIZE * 4
+    enough = gpu_backend.LEAST_READ_AGAIN // per_token // 32
+    assert builder.takes([(33, enough - 32)]) == [False]
+    assert builder.takes([(33, enough), (4, 0)]) == [True, False]
+    assert builder.takes([(17, enough)] * 2) == [True, True]
+    builder.splits = False
+    assert builder.takes([(33, enough)]) == [False]

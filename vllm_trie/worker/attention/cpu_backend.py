@@ -6,6 +6,7 @@ layers which rows share what; a builder that cannot use it, as one that cannot a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -79,8 +80,11 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
             return False
         return True
 
-    def takes(self, num_rows: int, num_shared: int) -> bool:
+    def takes(self, sharing: Sequence[tuple[int, int]]) -> list[bool]:
         """See `SharesPrefixes`."""
+        return [self._takes(*of_group) for of_group in sharing]
+
+    def _takes(self, num_rows: int, num_shared: int) -> bool:
         if self.option == "on":
             return self.can_share and num_shared > 0
         was_measured = self.isa != "amx"  # whose matrix units vLLM's kernel has to itself

@@ -1,11 +1,14 @@
-"""vLLM's FlashAttention backend, whose layers read shared blocks once by kernels of ours, where an engine asks for it.
+"""vLLM's FlashAttention backend, whose layers read shared blocks once where that pays.
 
-`use_shared_prefixes` puts it in the place of FLASH_ATTN; layers that another backend computes stay as they are. Steps
-without such rows replay full CUDA graphs as ever, steps with them piecewise ones: attention is not in those.
+`use_shared_prefixes` puts it in the place of FLASH_ATTN; layers that another backend computes stay as they are.
+FlashAttention itself reads shared blocks, see `prefix_suffix`. Kernels of ours compute trees, and in steps with trees
+also what else shares blocks. Steps without such rows replay full CUDA graphs as ever, steps with them piecewise ones:
+attention is not in those.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -15,8 +18,10 @@ from vllm import envs
 from vllm.config import get_layers_from_vllm_config
 from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.layers.attention import Attention
-from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import async_tensor_h2d, canonicalize_singleton_dim_strides, is_quantized_kv_cache
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -26,6 +31,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_trie.selection import config_of, has_beams
+from vllm_trie.worker.attention.prefix_suffix import Calls, Layer, PrefixSuffix
 from vllm_trie.worker.attention.shared_rows import Scoring, SharesPrefixes, row_by_row, tokens_of
 from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_causal, others_than, replace_backend
 from vllm_trie.worker.attention.triton_kernels import MOST_HEAD_SIZE, TILE, Plan
@@ -41,7 +47,13 @@ def use_shared_prefixes() -> None:
 
 @dataclass
 class SharedPrefixMetadata(SetApart, FlashAttentionMetadata):
-    """A step in which rows share blocks."""
+    """A step in which rows share blocks.
+
+    Args:
+        prefix_suffix: Attention of all rows by FlashAttention; None where kernels of ours compute those set apart.
+    """
+
+    prefix_suffix: PrefixSuffix | None = None
 
 
 class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
@@ -51,37 +63,60 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
         super().__init__(*args, **kwargs)
         # vLLM derives builders of its own from this one, for batches that are not the runner's.
         self._is_for_beams = has_beams(self.vllm_config) and type(self) is SharedPrefixBuilder
-        is_asked = self._is_for_beams and config_of(self.vllm_config).shared_prefix_attention == "on"
+        self.option = config_of(self.vllm_config).shared_prefix_attention
         mode = self.compilation_config.cudagraph_mode
         self._has_mixed_graphs = mode.mixed_mode() == CUDAGraphMode.FULL
-        if is_asked and self._has_mixed_graphs:
+        if self._is_for_beams and self.option == "on" and self._has_mixed_graphs:
             raise ValueError(
                 f'shared_prefix_attention="on" and cudagraph_mode={mode.name} exclude each other, as full graphs hold '
                 f"vLLM's attention; use FULL_AND_PIECEWISE, or leave shared_prefix_attention out"
             )
-        self.can_share = is_asked and self.takes_trees
+        self.can_share = self.option != "off" and (self.splits or self.takes_trees)
 
     @cached_property
-    def takes_trees(self) -> bool:
-        """Whether all layers of this builder are of a kind that the kernels compute."""
+    def _layers(self) -> list[SharedPrefixImpl]:
+        """What computes the layers of this builder, if it is known of all of them how they weigh keys."""
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
-        return (
+        known = [layer.impl for layer in layers.values() if is_causal(layer.impl)]
+        is_known = (
             self._is_for_beams
+            and len(known) == len(layers)
             and not self._has_mixed_graphs
-            and all(is_causal(layer.impl) for layer in layers.values())
-            and self.kv_cache_dtype == self.model_config.dtype
-            and self.headdim % 16 == 0
-            and self.headdim <= MOST_HEAD_SIZE
-            and self.num_heads_q // self.num_heads_kv <= TILE
             and self.rswa_window is None
             and not self.model_config.is_mm_prefix_lm
             and not self.parallel_config.use_ubatching
             and not envs.VLLM_BATCH_INVARIANT
         )
+        return known if is_known else []
 
-    def takes(self, num_rows: int, num_shared: int) -> bool:
+    @cached_property
+    def splits(self) -> bool:
+        """Whether FlashAttention computes prefix and suffix apart in some layers: windows hide what all rows share."""
+        return any(layer.scoring.window is None for layer in self._layers) and not self.fa4_hd256
+
+    @cached_property
+    def takes_trees(self) -> bool:
+        """Whether all layers of this builder are of a kind that our kernels compute."""
+        return (
+            bool(self._layers)
+            and self.kv_cache_dtype == self.model_config.dtype
+            and self.headdim % 16 == 0
+            and self.headdim <= MOST_HEAD_SIZE
+            and self.num_heads_q // self.num_heads_kv <= TILE
+        )
+
+    def takes(self, sharing: Sequence[tuple[int, int]]) -> list[bool]:
         """See `SharesPrefixes`."""
-        return self.can_share and num_shared > 0
+        bytes_per_token = self.kv_cache_spec.page_size_bytes // self.block_size
+        again = sum((num_rows - 1) * num_shared for num_rows, num_shared in sharing) * bytes_per_token
+        pays_off = self.option == "on" or (self.splits and pays(again, self._layer_bytes))
+        return [self.can_share and pays_off and num_shared > 0 for _, num_shared in sharing]
+
+    @cached_property
+    def _layer_bytes(self) -> int:
+        """Of the weights of a layer on this device, about: as many as dense models of this width have."""
+        model, ranks = self.model_config, self.parallel_config.tensor_parallel_size
+        return 12 * model.get_hidden_size() ** 2 * model.dtype.itemsize // ranks
 
     def by_token(self, kv_cache: torch.Tensor) -> list[ByToken]:
         """See `SharesPrefixes`; [blocks, KV heads, block size, 2 * head size] in vLLM."""
@@ -94,6 +129,10 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
         if not groups or common.causal is not True:
             return super().build(common_prefix_len, common, *args, **kwargs)
         assert common.seq_lens_cpu_upper_bound is not None
+        has_trees = any(rows.trees is not None for rows in groups)
+        if self.splits and not has_trees:
+            stock = super().build(common_prefix_len, common, fast_build=True)  # windows alone read it
+            return SharedPrefixMetadata(**_fields(stock), prefix_suffix=PrefixSuffix(groups, common, self.block_size))
         if not self.can_share:
             groups = row_by_row(groups)
         bounds, tables = common.seq_lens_cpu_upper_bound.numpy(), common.block_table_tensor
@@ -103,11 +142,14 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
         plan = Plan(shared, common.seq_lens[rows] - behind, tables, (self.num_heads_q, self.num_heads_kv))
         others = others_than(shared.rows, common)
         stock = super().build(common_prefix_len, common if others is None else others.common, *args, **kwargs)
-        batch = {field.name: getattr(stock, field.name) for field in fields(stock)}
-        batch |= {name: getattr(common, name) for name in OF_BATCH} | {"block_table": tables}
+        batch = _fields(stock) | {name: getattr(common, name) for name in OF_BATCH} | {"block_table": tables}
         if others is None:
             return SharedPrefixMetadata(**batch, plan=plan)
         return SharedPrefixMetadata(**batch, plan=plan, others=stock, other_tokens=others.tokens)
+
+
+def _fields(metadata: FlashAttentionMetadata) -> dict[str, Any]:
+    return {field.name: getattr(metadata, field.name) for field in fields(metadata)}
 
 
 class SharedPrefixImpl(AttendsApart, FlashAttentionImpl):
@@ -117,6 +159,25 @@ class SharedPrefixImpl(AttendsApart, FlashAttentionImpl):
     def scoring(self) -> Scoring:
         before, _ = self.sliding_window
         return Scoring(self.scale, before + 1 if before >= 0 else None, self.logits_soft_cap or 0.0, self.sinks)
+
+    def attend(self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: Any, output: torch.Tensor) -> bool:
+        """See `AttendsApart`."""
+        if step.prefix_suffix is None:
+            return super().attend(layer, query, kv_cache, step, output)
+        if not step.prefix_suffix.computes(self.scoring.window):
+            return False
+        by_token = kv_cache.transpose(1, 2)
+        keys, values = by_token[..., : self.head_size], by_token[..., self.head_size :]
+        keys, values = canonicalize_singleton_dim_strides(keys), canonicalize_singleton_dim_strides(values)
+        if is_quantized_kv_cache(self.kv_cache_dtype):
+            keys, values = (part.view(current_platform.fp8_dtype()) for part in (keys, values))
+        scales = {"k_descale": layer._k_scale, "v_descale": layer._v_scale}
+        if self.supports_quant_query_input:
+            scales["q_descale"] = layer._q_scale
+        calls = Calls(flash_attn.flash_attn_varlen_func, flash_attn.merge_attn_states)
+        of_layer = Layer(query, output, keys, values, self.scoring, scales, self.vllm_flash_attn_version)
+        step.prefix_suffix.attend(calls, of_layer)
+        return True
 
 
 class SharedPrefixBackend(FlashAttentionBackend):
@@ -129,3 +190,21 @@ class SharedPrefixBackend(FlashAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
         return SharedPrefixBuilder
+
+
+# Reckoned, not measured: what an H100 reads in 80 us, and weights that it reads while the host launches a layer.
+LEAST_READ_AGAIN, LEAST_WEIGHTS = 1 << 28, 1 << 27
+
+
+def pays(read_again: int, layer_bytes: int) -> bool:
+    """Whether it is faster to read shared blocks once.
+
+    What is saved is what row by row each layer reads again. What it costs is the host's time: a step with shared blocks
+    replays no full graph, and launches two calls and a merge in every layer. While the device reads the weights of a
+    large layer that time is hidden. In small models it is not, and as much again must be saved.
+
+    Args:
+        read_again: Bytes of keys and values of one layer.
+        layer_bytes: Of its weights, on one device.
+    """
+    return read_again >= (LEAST_READ_AGAIN if layer_bytes >= LEAST_WEIGHTS else 2 * LEAST_READ_AGAIN)

@@ -54,8 +54,8 @@ class SharesPrefixes(ABC):
         """Whether all of these layers can attend to trees, also where they do not share."""
 
     @abstractmethod
-    def takes(self, num_rows: int, num_shared: int) -> bool:
-        """Whether it reads what so many rows share once, if that is so many tokens."""
+    def takes(self, sharing: Sequence[tuple[int, int]]) -> list[bool]:
+        """Which groups of a step it reads shared blocks once for: of each, its rows, and tokens that they share."""
 
     @abstractmethod
     def by_token(self, kv_cache: torch.Tensor) -> list[ByToken]:

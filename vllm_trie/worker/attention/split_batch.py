@@ -99,6 +99,13 @@ class AttendsApart:
         """How it weighs keys."""
         raise NotImplementedError
 
+    def attend(self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: Any, output: torch.Tensor) -> bool:
+        """Compute the rows that are set apart in a step; returns whether any are."""
+        if step.plan is None:
+            return False
+        step.plan.attend(query, output, kv_cache, self.scoring)
+        return True
+
     def forward(
         self,
         layer: Any,
@@ -113,9 +120,8 @@ class AttendsApart:
     ) -> torch.Tensor:
         """See vLLM's `AttentionImpl.forward`."""
         stock = super().forward  # type: ignore[misc]
-        if not isinstance(attn_metadata, SetApart) or attn_metadata.plan is None:
+        if not isinstance(attn_metadata, SetApart) or not self.attend(layer, query, kv_cache, attn_metadata, output):
             return stock(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        attn_metadata.plan.attend(query, output, kv_cache, self.scoring)
         if attn_metadata.others is not None:
             at = attn_metadata.other_tokens
             queries, of_others = query[at], torch.empty_like(output[at])
