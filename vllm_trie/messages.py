@@ -9,6 +9,7 @@ import numpy as np
 
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Step
+from vllm_trie.trie.traced import DraftedForest
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -127,6 +128,7 @@ class GroupStep:
     new_blocks: list[np.ndarray] | None = None  # at a block boundary, by KV cache group: [b] the next block of each
     budget: SpeculationBudget | None = None  # to speculate
     num_shared: list[int] | None = None  # where it decodes, by KV cache group: first tokens in blocks of all its rows
+    is_traced: bool = False  # what it drafts is reported
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ class Drafted(NamedTuple):
     draft_width: int  # drafts that a layer might have
     seconds: float  # of drafting, for all groups of the step together
     num_accepted: list[int]  # of them, those that became beams, by step; none in the first
+    forest: DraftedForest | None = None  # where the search is traced
 
     @property
     def is_forest(self) -> bool:

@@ -51,23 +51,26 @@ class Mode:
         return self.kind == "trained"
 
     @property
+    def speculates(self) -> bool:
+        return any(options.get("speculation", "off") != "off" for options in self.asked)
+
+    @property
     def overlaps(self) -> bool:
         """Steps of a search are scheduled while others are on their way."""
-        speculates = any(options.get("speculation", "off") != "off" for options in self.asked)
-        return self.options.get("async_scheduling", True) and not speculates
+        return self.options.get("async_scheduling", True) and not self.speculates
 
     def start(self, engines: Engines, random_pair: Callable[[str, float], Pair]) -> Engine:
         target, draft = TRAINED if self.is_trained else random_pair(self.kind, NOISE)
         drafts = drafting(draft, self.num_layers) if self.num_layers else {}
         return engines(target, **{**LIMITS, **self.options}, **drafts)
 
-    def jobs(self) -> list[Job]:
-        """The searches, and an ordinary request."""
+    def jobs(self, **more: Any) -> list[Job]:
+        """The searches, each with these options, too, and an ordinary request."""
         lengths = [options.get("prompt", PROMPT + number % 5) for number, options in enumerate(self.asked)]
         prompts = trained_prompts(lengths) if self.is_trained else [prompt_of(n, n) for n in lengths]
         jobs = []
         for prompt, options in zip(prompts, self.asked, strict=True):
-            options = {"beam_width": 3, "max_tokens": MAX_TOKENS} | options
+            options = {"beam_width": 3, "max_tokens": MAX_TOKENS} | options | more
             options.pop("prompt", None)
             options.setdefault("n", options["beam_width"])
             jobs.append((prompt, beam_params(**options)))

@@ -19,6 +19,7 @@ from vllm_trie.search.step_result import Step, TokenLogprobs, TopLogprobs
 from vllm_trie.search.stopping import Ended, HypothesisPool
 from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.trie.hypotheses import HypothesisTrie
+from vllm_trie.trie.traced import TracedTrie
 
 
 class BeamGroup:
@@ -74,7 +75,7 @@ class BeamGroup:
     def restart(self) -> None:
         """Forget the search; it will find the same again from the prompt."""
         self.length = 0  # tokens every running beam has generated
-        self.hypotheses = HypothesisTrie()
+        self.hypotheses = TracedTrie() if self.plan.params.trace else HypothesisTrie()
         self.pool = self.plan.new_pool()
         self.pool.most_boost = sum(constraint.most_boost for constraint in self.plan.select_rules.constraints)
         self._rank_scores: list[float] | None = None  # what rows compete by, if not by their sums
@@ -178,6 +179,11 @@ class BeamGroup:
     def best(self, count: int) -> list[Hypothesis]:
         """The best `count` finished hypotheses, best first; fewer if there are fewer."""
         return [self._hypothesis(*finished) for finished in self.pool.best(count)]
+
+    @property
+    def traced(self) -> TracedTrie | None:
+        """What remembers the search, if it is traced."""
+        return self.hypotheses if isinstance(self.hypotheses, TracedTrie) else None
 
     def unsent(self, best: list[Hypothesis]) -> list[Hypothesis]:
         """Of these, in a stream, what is not sent yet.

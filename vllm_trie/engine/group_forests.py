@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vllm_trie.options import BeamParams
+from vllm_trie.options.speculation import speculates
 from vllm_trie.search.forest_size import Acceptance
 
 DRAFTS_PER_BEAM = 2  # of a layer, unless a request says otherwise
@@ -57,4 +58,4 @@ class GroupForests(NoForests):
 
 def forests_of(params: BeamParams, width: int) -> NoForests | GroupForests:
     """Those of a search."""
-    return NoForests() if params.speculation in (None, "off") else GroupForests(params, width)
+    return GroupForests(params, width) if speculates(params) else NoForests()

@@ -85,6 +85,11 @@ class BeamKVCacheManager(KVCacheManager):
         """Blocks of the pool, its null block not counted."""
         return self.block_pool.num_gpu_blocks - 1
 
+    @property
+    def token_block_size(self) -> int:
+        """Tokens of a block, in the first KV cache group that holds tokens."""
+        return next(m.block_size for m in self._managers if not isinstance(m, CrossAttentionManager))
+
     def announce(self, request: Request, paths: list[list[int]]) -> int:
         """A group will fan out once all tokens of its request are computed, now or after a preemption.
 
@@ -141,6 +146,14 @@ class BeamKVCacheManager(KVCacheManager):
             else 0
             for trie, manager in zip(self._groups[request_id].tries, self._managers, strict=True)
         ]
+
+    def count_blocks(self, request_id: str) -> tuple[int, int]:
+        """How many KV blocks the rows of a decoding group hold, and how many of them, the first ones, all share.
+
+        Of the first KV cache group that holds tokens; blocks that have left a window are shared, and not held.
+        """
+        trie = next(trie for trie in self._groups[request_id].tries if not isinstance(trie, EncoderBlocks))
+        return trie.num_live_blocks, trie.num_common()
 
     def allocate_lookahead(
         self, request: Request, num_layers: int, drafts: range, most_rows: int | None = None

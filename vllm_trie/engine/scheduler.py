@@ -29,6 +29,7 @@ from vllm_trie.engine.outputs import Mailbox, compact_answer, outputs_of, part_o
 from vllm_trie.engine.prefix_publishing import AnswerCache
 from vllm_trie.engine.speculation_budget import Speculating, SpeculationBudgets
 from vllm_trie.engine.stats import BeamTally, SearchCounts, attach_stats
+from vllm_trie.engine.traces import trace_of
 from vllm_trie.messages import (
     NOT_DRAFTED,
     Decided,
@@ -269,7 +270,7 @@ class BeamScheduler(Scheduler):
                 continue
             request = self.requests[group_id]
             selects = request.num_computed_tokens == request.num_prompt_tokens + group.planned_length
-            step = GroupStep(group.next_rules(), selects, draw=group.next_draw())
+            step = GroupStep(group.next_rules(), selects, draw=group.next_draw(), is_traced=group.traced is not None)
             if update := self.kv_cache_manager.take_update(group_id):
                 step.decodes, step.rows, step.new_blocks = True, update.rows, update.new_blocks
                 step.num_shared = self.kv_cache_manager.num_shared_tokens(group_id)
@@ -442,6 +443,8 @@ class BeamScheduler(Scheduler):
         group.num_pending -= 1
         if decided.drafted.is_forest:
             group.forests.drafted_length = length
+        if group.traced and decided.drafted.forest:
+            group.traced.add_forest(decided.drafted.forest)
         over, forks = False, []
         for step in decided.steps:
             try:
@@ -473,6 +476,8 @@ class BeamScheduler(Scheduler):
                 self._plan_to_resume(request, group)
         elif was_decoding:
             self.kv_cache_manager.replay_forks(request.request_id, forks, num_tokens)
+            if group.traced:
+                group.traced.add_blocks(*self.kv_cache_manager.count_blocks(request.request_id))
         return over
 
     def _send_part(self, request: Request, group: BeamGroup) -> None:
@@ -506,6 +511,10 @@ class BeamScheduler(Scheduler):
         answer |= plan.catalog.answer(plan.stop_rules.stop_token_ids, [hypothesis.token_ids for hypothesis in best])
         for output in own_outputs if answer else ():  # the one open field of an output; there is no KV connector
             output.kv_transfer_params = {PLUGIN_NAME: answer}
+        if group.traced:  # large, so the last output alone has it, from which vLLM makes the user's
+            block_size = self.kv_cache_manager.token_block_size
+            trace = trace_of(group, group.traced, len(best), block_size, self.vllm_config.model_config)
+            own_outputs[-1].kv_transfer_params = {PLUGIN_NAME: {**answer, "trace": trace}}
         self.mailbox.post(group_id, own_outputs, stock)
         self._close_group(group_id, "stop" if group.num_steps_left else "length")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_trie.messages import MOST_DRAFTS
 from vllm_trie.options.request import BeamParams, SearchParams, StepParams
-from vllm_trie.options.speculation import check_draft_width
+from vllm_trie.options.speculation import check_draft_width, speculates
 from vllm_trie.selection import config_of
 from vllm_trie.trie.blocks import least_blocks_to_start
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
 
+MOST_TRACED = 1 << 18  # tokens of beams and drafts, in the trace of one search
 MOST_WAITING = 16  # candidates of a round of steps, for each row of the engine
 
 
@@ -67,6 +69,7 @@ def validate(
     if params.max_tokens is not None and beam.sample_first > params.max_tokens:
         raise ValueError(f"sample_first={beam.sample_first} exceeds max_tokens={params.max_tokens}; lower it")
     check_draft_width(beam, limits.vocab_size)
+    _check_trace(beam, params.max_tokens or 1)
     if limits.num_blocks is None:
         return
     prompt_length, rows, num_encoded = needed
@@ -94,6 +97,17 @@ def check_widths(n: int, beam: SearchParams, limits: EngineLimits, name: str = "
         raise ValueError(
             f"candidates={beam.candidates} for each of {name}={width} exceed {MOST_WAITING} times "
             f"max_num_seqs={rows} in all; lower one of them, or raise --max-num-seqs"
+        )
+
+
+def _check_trace(beam: BeamParams, max_tokens: int) -> None:
+    """Refuse a trace that might be too large to send and to draw."""
+    beside = MOST_DRAFTS * speculates(beam)
+    most = max_tokens * (beam.beam_width + beside)
+    if beam.trace and most > MOST_TRACED:
+        raise ValueError(
+            f"trace=True with beam_width={beam.beam_width} and max_tokens={max_tokens} might hold {most:,} tokens, "
+            f"{beam.beam_width} beams and {beside} drafts a step, and the most are {MOST_TRACED:,}; lower one of them"
         )
 
 

@@ -139,9 +139,13 @@ def num_prompts(request: TextRequest | ResponsesRequest | SpeechRequest) -> int:
 
 
 def _refuse_several_prompts(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
-    """Of several prompts vLLM's response has the field of compact answers and scores of steps for the first alone."""
+    """Of several prompts vLLM's response has the field of compact answers, traces and scores of steps for the first."""
     xargs = request.vllm_xargs or {}
-    what = "compact=1" if xargs.get("compact") else 'unit="step"' if xargs.get("unit") == "step" else None
+    if xargs.get("trace") and isinstance(request, SpeechRequest):
+        raise BeamRequestError("trace=1 has no place in the answer at this endpoint; leave it out")
+    asked = [f"{name}=1" for name in ("compact", "trace") if xargs.get(name)]
+    asked += ['unit="step"'] if xargs.get("unit") == "step" else []
+    what = next(iter(asked), None)
     if what is not None and (count := num_prompts(request)) > 1:
         raise BeamRequestError(f"{what} takes one prompt, and this request has {count}; send each by itself")
 

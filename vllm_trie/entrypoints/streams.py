@@ -1,8 +1,8 @@
 """`stream=true` with beams.
 
 A search with one answer streams it as vLLM streams any other: the engine sends what all beams have in common as soon as
-they do (`engine/answer_prefix.py`). Several answers, arrays of all hypotheses, searches by steps, and tool calls, which
-are parsed from a whole text, are known when the search is over: each choice is one chunk then.
+they do (`engine/answer_prefix.py`). Several answers, arrays of all hypotheses, traces, searches by steps, and tool
+calls, which are parsed from a whole text, are known when the search is over: each choice is one chunk then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_trie.compat.patch import wraps
 from vllm_trie.entrypoints.requests import BeamRequestError
 from vllm_trie.entrypoints.server import as_sampling_request, num_prompts
 from vllm_trie.messages import NO_HYPOTHESIS
-from vllm_trie.options import asks_for_beams
+from vllm_trie.options import PLUGIN_NAME, asks_for_beams
 from vllm_trie.selection import has_beams
 
 Request: TypeAlias = CompletionRequest | ChatCompletionRequest
@@ -39,17 +39,20 @@ async def create(
     original: Callable[..., Awaitable[Any]], self: Any, request: Request, *args: Any, **kwargs: Any
 ) -> Any:
     is_search = request.use_beam_search or asks_for_beams(request.vllm_xargs or {})
+    is_traced = is_search and (request.vllm_xargs or {}).get("trace") and not isinstance(self, AnthropicServingMessages)
     if not (request.stream and is_search and has_beams(self.engine_client.vllm_config)):
-        return await original(self, request, *args, **kwargs)
+        response = await original(self, request, *args, **kwargs)
+        return _with_trace(response) if is_traced else response
     if _is_known_early(request):
         events = await original(self, as_sampling_request(request), *args, **kwargs)
         return await _after_refusals(events, request) if isinstance(events, AsyncGenerator) else events
     if isinstance(self, AnthropicServingMessages):
-        raise BeamRequestError('messages with compact, unit="step" or tools come whole beside beams; leave stream out')
+        raise BeamRequestError('messages with compact, trace, unit="step" or tools come whole; leave stream out')
     whole = request.model_copy(update={"stream": False, "stream_options": None})
     response = await original(self, whole, *args, **kwargs)
     if not isinstance(response, Response):  # an error
         return response
+    response = _with_trace(response) if is_traced else response
     return _events(response, *should_include_usage(request.stream_options, self.enable_force_include_usage))
 
 
@@ -72,11 +75,21 @@ async def _chained(first: list[Any], others: AsyncGenerator[Any, None]) -> Async
             yield event
 
 
+def _with_trace(response: Any) -> Any:
+    """The response with the trace of its search, which came with the engine's output, in a field of its own."""
+    if isinstance(response, Response) and response.kv_transfer_params is not None:
+        others = {**response.kv_transfer_params[PLUGIN_NAME]}
+        response.trace = others.pop("trace")
+        response.kv_transfer_params = {PLUGIN_NAME: others} if others else None
+    return response
+
+
 def _is_known_early(request: Request) -> bool:
     """Whether the answer is sent while the search goes on."""
     calls_tools = isinstance(request, ChatCompletionRequest) and request.tools and request.tool_choice != "none"
     xargs = request.vllm_xargs or {}
-    return (request.n or 1) == 1 and not (xargs.get("compact") or xargs.get("unit") == "step" or calls_tools)
+    comes_whole = xargs.get("compact") or xargs.get("trace") or xargs.get("unit") == "step" or calls_tools
+    return (request.n or 1) == 1 and not comes_whole
 
 
 async def _after_refusals(

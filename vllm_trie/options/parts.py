@@ -114,9 +114,12 @@ class Delivery(Options):
     Args:
         compact: Return all hypotheses, `beam_width` of them, as arrays in the one output of the request (`n=1`), which
             `vllm_trie.hypotheses` reads.
+        trace: Return the search itself, too, as lists: the beams, finished hypotheses and drafts of all steps, which
+            `vllm_trie.Trace` reads and `python -m vllm_trie.trace` draws. See docs/trace.md.
     """
 
     compact: bool = option(False)
+    trace: bool = option(False)
 
 
 class Drawing(Options):

@@ -78,6 +78,11 @@ def resolve_speculation(
     return "exact" if wanted == "exact" or drafts == "ngrams" else "auto", ()
 
 
+def speculates(beam: Speculating) -> bool:
+    """Whether a search whose options are resolved may take several steps per forward."""
+    return beam.speculation not in (None, "off")
+
+
 def fit_widths(chosen: dict[str, Any], beam: Speculating, beam_width: int) -> None:
     """Fit widths that the engine says for all requests to this one."""
     if "draft_width" in chosen:

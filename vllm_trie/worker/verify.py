@@ -6,6 +6,8 @@ import numpy as np
 import torch
 
 from vllm_trie.messages import Decided, Drafted
+from vllm_trie.search.forest import Forest
+from vllm_trie.trie.traced import NO_DRAFT, DraftedForest
 from vllm_trie.worker.forest_nodes import Nodes
 from vllm_trie.worker.forest_path import accept_path
 from vllm_trie.worker.group_rows import BatchRows
@@ -45,6 +47,20 @@ def verify(
         num_sampled[0, places], num_sampled[1, places] = len(steps), rows.num_logits(places) - len(steps)
         forest_step.group.tokens = upload(steps[-1].tokens)
         size = forest_step.forest.num_drafts, forest_step.num_layers, forest_step.budget.draft_width
-        drafted = Drafted(*size, context.draft_seconds, accepted)
+        traced = drafted_forest(forest_step.forest, beams) if forest_step.step.is_traced else None
+        drafted = Drafted(*size, context.draft_seconds, accepted, traced)
         decided[group_id] = Decided(steps, drafted)
     return decided
+
+
+def drafted_forest(forest: Forest, beams: list[list[int]]) -> DraftedForest:
+    """A forest as a trace shows it.
+
+    Args:
+        forest: Its first nodes are the beams that it continues.
+        beams: For each step the nodes that its beams were before it.
+    """
+    num_roots = len(forest.rows)
+    parents = [node - num_roots if node >= num_roots else -1 - node for node in forest.parents[num_roots:]]
+    accepted = [[max(node - num_roots, NO_DRAFT) for node in nodes] for nodes in beams[1:]]
+    return DraftedForest(parents, forest.tokens[num_roots:], accepted)

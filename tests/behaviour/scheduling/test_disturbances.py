@@ -17,6 +17,7 @@ from tests.support.modes import (
 from tests.support.pairs import Pair
 from tests.support.reference import SCORE_TOLERANCE
 from tests.support.running import MOST_TIES, count_ties, run
+from tests.support.traces import check_trace
 from tests.support.trained_pair import own_sum
 
 pytestmark = pytest.mark.slow
@@ -58,7 +59,10 @@ def check(mode: Mode, found: list[Any], expected: list[Any]) -> None:
 def test_searches_that_overlap_or_whose_prompts_are_cached_find_the_same(
     mode: Mode, undisturbed: list[Any], engine: Engine
 ) -> None:
-    check(mode, run(engine, mode.jobs()), undisturbed)
+    found = run(engine, mode.jobs(trace=True))
+    check(mode, found, undisturbed)
+    traces = list(map(check_trace, found[:-1]))
+    assert any(trace.forests for trace in traces) == mode.speculates
     assert engine.watched.num_compared > 0
     assert engine.watched.most_pending == 1 + mode.overlaps
 
@@ -66,8 +70,11 @@ def test_searches_that_overlap_or_whose_prompts_are_cached_find_the_same(
 def test_groups_preempted_whenever_they_are_further_go_on_where_they_were(
     mode: Mode, undisturbed: list[Any], engine: Engine
 ) -> None:
-    clumsy, jobs = Clumsy(engine), mode.jobs()
-    check(mode, run(engine, jobs, clumsy.preempt_whenever_a_search_is_further), undisturbed)
+    clumsy, jobs = Clumsy(engine), mode.jobs(trace=True)
+    found = run(engine, jobs, clumsy.preempt_whenever_a_search_is_further)
+    check(mode, found, undisturbed)
+    for output in found[:-1]:
+        check_trace(output)
     longest = max(params.max_tokens for _, params in jobs)
     assert clumsy.num_preempted >= (longest - 1) / (1 + mode.num_layers)
     assert clumsy.num_steps < 16 * longest, "preempted groups hardly get on"

@@ -25,7 +25,7 @@ from tests.support.items import random_items
 from tests.support.pairs import TRAINED, count_differing, drafting
 from tests.support.reference import SCORE_TOLERANCE, load
 from tests.support.running import MOST_TIES, trained_prompts
-from vllm_trie import beam_params
+from vllm_trie import Trace, beam_params
 from vllm_trie.options.matrix import refusal
 
 pytestmark = pytest.mark.slow
@@ -67,6 +67,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     'accept="top_k"': {"do_sample": True, "seed": 3, "accept": "top_k"},
     "beam_widths": {"beam_widths": [2, 4, 3]},
     "compact": {"compact": True, "n": 1},
+    "trace": {"trace": True},
     "allowed_sequences": {"allowed_sequences": [[*item] for item in ITEMS]},
     "structured_outputs": {"structured_outputs": structured("choice")},
     "num_beam_groups": {"num_beam_groups": 2, "diversity_penalty": 0.7},
@@ -215,6 +216,10 @@ def names_an_option(name: str, why: str) -> bool:
 def check_promises(name: str, output: Any) -> None:
     """Raise AssertionError where an answer is not what both features promise."""
     features, found = {*name.split(" + ")}, found_in(output)
+    if "trace" in features:
+        assert [Trace.of(output).hypothesis(n) for n in Trace.of(output).returned] == [one.tokens for one in found], (
+            name
+        )
     assert output.finished, name
     assert bool(found) != (features == TOO_LONG), (name, "no hypothesis at all, or one that cannot be")
     assert all(one.finish_reason != "error" for one in output.outputs), (name, output.outputs[0].stop_reason)

@@ -17,6 +17,7 @@ from tests.support.modes import MODES, Mode
 from tests.support.pairs import Pair
 from tests.support.reference import SCORE_TOLERANCE
 from tests.support.running import MOST_TIES, Job, count_ties, run, trained_prompts
+from tests.support.traces import check_trace
 from tests.support.trained_pair import own_sum
 from vllm_trie import beam_params
 from vllm_trie.messages import NO_HYPOTHESIS
@@ -88,8 +89,12 @@ def test_streams_are_what_is_found_without_also_when_preempted(
     assert count_ties([joined(of_one) for of_one in parts], expected) <= MOST_TIES * len(jobs)
     assert sum(len(of_one) > 1 for of_one in parts) > len(jobs) / 3, "hardly anything is sent early"
     clumsy = Clumsy(engine)
-    disturbed = [joined(of_one) for of_one in run_streams(engine, jobs, clumsy.preempt_whenever_a_search_is_further)]
+    traced = of_one_answer(mode.jobs(trace=True))
+    disturbed_parts = run_streams(engine, traced, clumsy.preempt_whenever_a_search_is_further)
+    disturbed = list(map(joined, disturbed_parts))
     assert clumsy.num_preempted
+    for parts_of_one, whole in zip(disturbed_parts[:-1], disturbed, strict=False):
+        check_trace(SimpleNamespace(**{**vars(parts_of_one[-1]), "outputs": whole.outputs}))
     if not mode.draws_anew:
         assert count_ties(disturbed, expected) <= MOST_TIES * len(jobs)
         return

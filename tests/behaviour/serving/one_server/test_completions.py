@@ -11,6 +11,7 @@ import pytest
 from benchmarks.server import Server
 from tests.support.documents import CLIENT, README_CLIENT, Example, run_here
 from tests.support.served import PROMPTS, beams, chat, complete
+from vllm_trie import Trace
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +91,29 @@ def test_compact_answers_come_in_one_object(server: Server) -> None:
     assert len(chatted["token_ids"]) == 8
     with pytest.raises(openai.BadRequestError, match="compact=1 takes one prompt, and this request has 2"):
         complete(server, PROMPTS[:2], n=1, **beams(8, compact=1))
+
+
+@pytest.mark.parametrize("options", [{}, {"use_beam_search": True}, {"stream": True}], ids=str)
+def test_a_trace_is_a_field_of_the_response(server: Server, options: dict[str, Any]) -> None:
+    asked = {"n": 3, "return_token_ids": True, "include_stop_str_in_output": True, **options}
+    plain = complete(server, n=3, return_token_ids=True, include_stop_str_in_output=True, **beams(6))
+    answer = complete(server, **asked, **beams(6, trace=1, semantics="hf"))
+    chunks = [*answer] if "stream" in options else [answer]
+    trace = Trace.of(chunks[-1])
+    found = [[*choice.token_ids] for chunk in chunks for choice in chunk.choices]
+    assert [trace.hypothesis(number) for number in trace.returned] == found == [c.token_ids for c in plain.choices]
+    assert trace == Trace.of(json.loads(chunks[-1].model_dump_json()))
+    assert chunks[-1].model_dump().get("kv_transfer_params") is None
+    assert trace.texts.keys() >= {token for tokens in trace.tokens for token in tokens}
+
+
+def test_a_trace_comes_with_chats_and_beside_arrays(server: Server) -> None:
+    response = chat(server, n=1, extra_body=beams(4, trace=1, compact=1))
+    trace, arrays = Trace.of(response), response.kv_transfer_params["trie_beam"]
+    assert [trace.hypothesis(number) for number in trace.returned] == arrays["token_ids"]
+    assert "trace" not in arrays
+    with pytest.raises(openai.BadRequestError, match="trace=1 takes one prompt, and this request has 2"):
+        complete(server, PROMPTS[:2], n=1, **beams(4, trace=1))
 
 
 def test_what_vllms_conversion_drops_is_honoured(server: Server) -> None:

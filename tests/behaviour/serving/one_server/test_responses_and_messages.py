@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.server import Server
 from tests.support.served import PROMPTS, beams, chat, complete
+from vllm_trie import Trace
 
 pytestmark = pytest.mark.slow
 
@@ -43,3 +44,5 @@ def test_messages_that_cannot_come_in_parts_are_refused_as_a_stream(server: Serv
     assert (answer.status_code, "leave stream out" in answer.text) == (400, True)
     whole = httpx.post(f"{server.url}/v1/messages", json=asked).json()
     assert len(whole["kv_transfer_params"]["trie_beam"]["token_ids"]) == 4
+    traced = httpx.post(f"{server.url}/v1/messages", json={**asked, **beams(4, trace=1)}).json()
+    assert len(Trace.of(traced).returned) == 1

@@ -1,0 +1,66 @@
+"""What a traced trie says of a search is what happened, whatever its nodes are used for again."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from tests.support.traces import check_drafts
+from vllm_trie.trace import Trace
+from vllm_trie.trie.traced import DraftedForest, TracedTrie
+
+
+def trace_of(trie: TracedTrie, returned: list[int]) -> Trace:
+    """As a client reads it."""
+    sent = {"prompt_length": 5, "block_size": 4, **trie.as_dict(returned), "texts": []}
+    return Trace.of(json.loads(json.dumps({"trace": sent}, allow_nan=False)))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_walking_back_gives_what_plain_lists_hold_and_forgetting_changes_nothing(seed: int) -> None:
+    choose = random.Random(seed)
+    width, trie = choose.randint(1, 6), TracedTrie()
+    rows, expected, kept = [list[int]()], list[list[int]](), dict[int, int]()
+    for step in range(20):
+        for _ in range(choose.randint(0, 2)):
+            row, token = choose.randrange(len(rows)), choose.randrange(50)
+            (node,) = trie.finish([row], [token], [-float(step)])
+            kept[node] = len(expected)
+            expected.append([*rows[row], token])
+        while len(kept) > 2:  # their nodes are used again
+            worst = choose.choice([*kept])
+            trie.drop(worst)
+            del kept[worst]
+        parents = [choose.randrange(len(rows)) for _ in range(width)]
+        tokens = [choose.randrange(50) for _ in parents]
+        trie.advance(parents, tokens, [-1.0] * width)
+        rows = [[*rows[parent], token] for parent, token in zip(parents, tokens, strict=True)]
+    trace = trace_of(trie, [*kept])
+    assert [trace.hypothesis(number) for number in range(len(expected))] == expected
+    assert trace.returned == [*kept.values()]
+    assert [trace.beam(19, slot) for slot in range(width)] == rows
+
+
+def test_scores_without_a_beam_and_unknown_blocks_are_none_and_drafts_lie_where_they_were() -> None:
+    trie = TracedTrie()
+    trie.advance([0, 0], [7, 8], [-0.123456789, -float("inf")])
+    trie.add_forest(DraftedForest([-1, 0, -1], [3, 4, 5], [[0, 2], [1, -1]]))
+    trie.advance([0, 0], [3, 5], [-1.0, -2.0])
+    trie.advance([0, 1], [4, 9], [-3.0, -4.0])
+    trie.add_blocks(6, 2)
+    trie.advance([0, 0], [1, 2], [-5.0, -6.0])
+    (node,) = trie.finish([1], [6], [-7.0])
+    trace = trace_of(trie, [node])
+    assert trace.scores[0] == [-0.12346, None]
+    assert trace.blocks == [None, None, [6, 2], None]
+    assert trace.accepted == [[], [0, 2], [1, -1], []]
+    assert trace.hypothesis(0) == [7, 3, 4, 2, 6]
+    assert trie.tokens_in_it() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    check_drafts(trace)
+
+
+def test_an_answer_without_a_trace_is_told_so() -> None:
+    with pytest.raises(ValueError, match="has no trace; ask for one with trace=True"):
+        Trace.of({"choices": [], "kv_transfer_params": {"trie_beam": {"steps": 3}}})
