@@ -1,0 +1,35 @@
+"""`python -m vllm_trie.trace answer.json search.html`: draw a search on a page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from vllm_trie.trace.html_page import page
+from vllm_trie.trace.trace import Trace
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_trie.trace",
+        description="Draw a beam search that was asked for with trace=True on one HTML page, which needs no network.",
+    )
+    parser.add_argument("answer", type=Path, help="a server's response as JSON, or what Trace.to_json returned")
+    parser.add_argument("page", type=Path, help="the HTML file to write")
+    parser.add_argument("--title", default="Beam search")
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
+    try:
+        trace = Trace.of(json.loads(options.answer.read_text("utf-8")))
+        options.page.write_text(page(trace, options.title), "utf-8")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(f"{options.answer}: {error}")
+
+
+if __name__ == "__main__":
+    main()
