@@ -109,6 +109,10 @@ def test_a_command_is_understood(document: str, command: list[str]) -> None:
             from vllm_trie.catalog.__main__ import parser as catalog_parser
 
             assert catalog_parser().parse_args(arguments).command
+        if module == "vllm_trie.trace":
+            from vllm_trie.trace.__main__ import parser as trace_parser
+
+            assert trace_parser().parse_args(arguments).page
 
 
 def test_the_variables_of_the_readme_hold_folders(real_model: Path, real_draft: Path) -> None:

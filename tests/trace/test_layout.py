@@ -9,12 +9,12 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from py_mini_racer import MiniRacer
 
 from tests.support.engine import ROOT
 from tests.support.traces import random_trace
-from vllm_trie.trace import Trace
-
-mini_racer = pytest.importorskip("py_mini_racer", reason="mini-racer, of the extra `test`, is not installed")
+from vllm_trie.trace import Forest, Trace
+from vllm_trie.trace.trace import Finished
 
 SCRIPT = ROOT / "vllm_trie" / "trace" / "page" / "layout.js"
 PLAIN = "(key, value) => (ArrayBuffer.isView(value) ? [...value] : value instanceof Map ? [...value] : value)"
@@ -22,8 +22,8 @@ BEAM, FINISHED, DRAFT = range(3)
 
 
 @cache
-def engine() -> Any:
-    context = mini_racer.MiniRacer()
+def engine() -> MiniRacer:
+    context = MiniRacer()
     context.eval(SCRIPT.read_text())
     return context
 
@@ -127,3 +127,21 @@ def test_nodes_lie_as_near_to_their_parents_as_can_be() -> None:
     assert json.loads(lanes) == pytest.approx([1, 2, 3, 6.5, 7.5, 9])
     lanes = engine().eval("JSON.stringify(TraceLayout.spread([0, 0, 0], 10))")
     assert json.loads(lanes) == [0, 1, 2]
+
+
+def test_a_draft_after_a_draft_lies_one_step_later() -> None:
+    trace = Trace(
+        prompt_length=5,
+        block_size=4,
+        parents=[[0, 0], [0, 0], [0, 1]],
+        tokens=[[7, 8], [3, 5], [4, 9]],
+        scores=[[-1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0]],
+        finished=Finished([2], [1], [6], [-7.0]),
+        returned=[0],
+        forests=[Forest(step=1, parents=[-1, 0, 0, 1], tokens=[3, 4, 2, 2])],
+        accepted=[[], [0, -1], [1, -1]],
+    )
+    nodes = laid_out(trace)
+    assert [nodes["drafted"][nodes["nodeOf"][step][0]] for step in (0, 1, 2)] == [0, 2, 2]
+    (draft,) = [node for node, kind in enumerate(nodes["kind"]) if kind == DRAFT]  # the last one lies behind the end
+    assert (nodes["step"][draft], nodes["token"][draft], nodes["parent"][draft]) == (2, 2, nodes["nodeOf"][1][0])

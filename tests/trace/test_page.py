@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,38 +11,28 @@ from typing import Any
 
 import pytest
 
+from tests.support.browser import headless, new_tab
 from tests.support.engine import ROOT
 from tests.support.traces import random_trace
 from vllm_trie.trace import Trace
 from vllm_trie.trace.html_page import page
 
-BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
+pytestmark = pytest.mark.slow
+
 TRACE = random_trace(6, 30, num_drafts=10)
 DRAWN = "new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)))"  # all that is asked for
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright, of the extra `test`, is not installed")
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip(f"there is no browser: none of {', '.join(BROWSERS)}")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+    with headless() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
 def tab(browser: Any) -> Iterator[Any]:
-    """A page that fails the test on errors and on requests, once `open_page` has filled it."""
-    tab, wrong = browser.new_page(viewport={"width": 1200, "height": 900}), list[str]()
-    tab.on("pageerror", lambda error: wrong.append(str(error)))
-    tab.on("console", lambda message: message.type == "error" and wrong.append(message.text))
-    tab.on("request", lambda request: request.url.startswith(("file:", "data:")) or wrong.append(request.url))
-    yield tab
-    tab.close()
-    assert not wrong
+    with new_tab(browser) as tab:
+        yield tab
 
 
 def open_page(tab: Any, folder: Path, trace: Trace) -> None:

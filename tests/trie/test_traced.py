@@ -54,7 +54,7 @@ def test_scores_without_a_beam_and_unknown_blocks_are_none_and_drafts_lie_where_
     (node,) = trie.finish([1], [6], [-7.0])
     trace = trace_of(trie, [node])
     assert trace.scores[0] == [-0.12346, None]
-    assert trace.blocks == [None, None, [6, 2], None]
+    assert trace.blocks == [None, None, (6, 2), None]
     assert trace.accepted == [[], [0, 2], [1, -1], []]
     assert trace.hypothesis(0) == [7, 3, 4, 2, 6]
     assert trie.tokens_in_it() == [1, 2, 3, 4, 5, 6, 7, 8, 9]

@@ -83,7 +83,9 @@ class Trace:
             raise ValueError("this answer has no trace; ask for one with trace=True")
         finished = Finished(**found["finished"])
         forests = [Forest(**forest) for forest in found["forests"]]
-        return cls(**{**found, "finished": finished, "forests": forests, "texts": dict(found["texts"])})
+        blocks = [counts and (counts[0], counts[1]) for counts in found["blocks"]]
+        own = {"finished": finished, "forests": forests, "blocks": blocks, "texts": dict(found["texts"])}
+        return cls(**{**found, **own})
 
     @property
     def num_steps(self) -> int:

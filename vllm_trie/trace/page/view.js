@@ -470,10 +470,11 @@ const TraceView = (() => {
       const known = (this.trace.blocks || [])[step], numApart = count * (numPrompt + (count ? owners[0].length : 0));
       const held = known ? known[0] : sharers.size + (count ? numPrompt : 0);
       const all = numPrompt + [...sharers.values()].filter((number) => number === count && count > 1).length;
+      const ofPrompt = numPrompt ? `, the first one the ${numPrompt} of the prompt` : "";
       this.blocksText.textContent = count
-        ? `Step ${step + 1}. One row a beam, from top to bottom as above; a column is a block of ${this.trace.block_size} tokens, the first one `
-          + `the ${numPrompt} full blocks of the prompt. Of one colour: the same block, which these beams share; pale: read by `
-          + `one beam alone. ${held} blocks are held, of which all ${count} beams share ${all}; without sharing they would be ${numApart}.`
+        ? `Step ${step + 1}. A row is a beam, in the order above; a column is a block of ${this.trace.block_size} tokens${ofPrompt}. `
+          + "Where a colour goes over several rows, these beams share one block; pale ones have one reader. "
+          + `${held} blocks are held, of which all ${count} beams share ${all}; without sharing they would be ${numApart}.`
         : "No beam went on.";
       this.blocksCanvas.setAttribute("aria-label", this.blocksText.textContent);
     }

@@ -62,10 +62,11 @@ def write(path: Path, titles: list[str]) -> None:
 
 @pytest.fixture(scope="package")
 def server(folder: Path, scorer_url: str) -> Iterator[Server]:
-    """It has catalogs and scorers, and looks for tool calls in what chats answer."""
+    """It has catalogs and scorers, looks for tool calls in what chats answer, and lets any page ask."""
     scorers = {"short": scorer_url, "broken": f"{scorer_url}/broken"}
     catalogs = {"catalogs": {"lines": str(folder / "lines.catalog")}, "catalog_folder": str(folder)}
     options = ["--plugin", "trie_beam", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    options += ["--allowed-origins", '["*"]']
     options += ["--additional-config", json.dumps({"trie_beam": {"scorers": scorers, **catalogs}})]
     with serving(folder / "log", *options) as server:
         yield server
