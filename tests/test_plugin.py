@@ -16,6 +16,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from tests.support import forks
 from tests.support.engine import ROOT, TRAINED_TARGET
 from vllm_trie.compat import fingerprint
 from vllm_trie.compat.patch import PatchError
@@ -28,7 +29,7 @@ TRAINED_DRAFT = TRAINED_TARGET.with_name("draft")
 
 CONFIGURE = f"""
 from vllm.engine.arg_utils import EngineArgs
-config = EngineArgs({str(TRAINED_TARGET)!r}, **OPTIONS).create_engine_config()
+config = EngineArgs({str(TRAINED_TARGET)!r}).create_engine_config()
 """
 
 STOCK = """
@@ -53,22 +54,21 @@ assert config.scheduler_config.async_scheduling and config.use_v2_model_runner
 """
 
 
-def python(code: str, plugins: str | None = None, **options: object) -> subprocess.CompletedProcess[str]:
+def python(code: str, plugins: str | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
     environment.pop("VLLM_PLUGINS", None)
     if plugins is not None:
         environment["VLLM_PLUGINS"] = plugins
-    code = code.replace("OPTIONS", repr(options))
     return subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
 
 
-def succeed(*args: object, **options: object) -> None:
-    result = python(*args, **options)
+def succeed(code: str, plugins: str | None = None) -> None:
+    result = python(code, plugins)
     assert result.returncode == 0, result.stderr[-3000:]
 
 
-def refused(*args: object, **options: object) -> str:
-    result = python(*args, **options)
+def refused(code: str) -> str:
+    result = python(code)
     assert result.returncode != 0, "it was not refused"
     return result.stderr.strip().splitlines()[-1]
 
@@ -88,7 +88,7 @@ assert {name.split(".")[-1] for name in ours} == {
     "use_v2_model_runner", "_validate_v2_model_runner", "check_and_update_config",
 }, ours
 """
-        + CONFIGURE.replace("**OPTIONS", "additional_config={'trie_beam': {'reclaim_interval': 3}}")
+        + CONFIGURE.replace(").create", ", additional_config={'trie_beam': {'reclaim_interval': 3}}).create")
         + SELECTED
     )
 
@@ -211,9 +211,11 @@ for options in OPTIONS["engines"]:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[str]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What comes of each engine of `ENGINES`; one process configures them all."""
-    result = python(CONFIGURE_EACH, "trie_beam", engines=[options for options, _ in ENGINES])
+    script, engines = tmp_path_factory.mktemp("engines") / "configure.py", [options for options, _ in ENGINES]
+    script.write_text(CONFIGURE_EACH.replace("OPTIONS", repr({"engines": engines})))
+    result = forks.run([str(script)], 300, VLLM_PLUGINS="trie_beam")
     assert result.returncode == 0, result.stderr[-3000:]
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith('"')]
 
