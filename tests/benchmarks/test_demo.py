@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +14,11 @@ import pytest
 from benchmarks import demo
 from benchmarks.demo_prompts import REAL_TASKS, Subject, toy
 from benchmarks.smollm2.get import UnavailableError
-from tests.support.engine import ROOT, Engines
+from tests.support.engine import Engines
+from tests.support.forks import Fork
 
 pytestmark = pytest.mark.slow
 
-COMMAND = [sys.executable, "-m", "benchmarks.demo"]
 PROMISED = (
     "1. ANSWERS",
     "greedy",
@@ -79,16 +79,15 @@ def test_the_prompts_are_of_the_kinds_that_people_send() -> None:
     ]
 
 
-def test_an_interrupt_ends_it_without_a_traceback() -> None:
-    process = subprocess.Popen(
-        [*COMMAND, "--toy"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
-    )
-    assert process.stdout is not None
-    while "Starting vLLM" not in process.stdout.readline():
-        assert process.poll() is None
+def test_an_interrupt_ends_it_without_a_traceback(tmp_path: Path) -> None:
+    out, err = tmp_path / "out", tmp_path / "err"
+    with out.open("w") as stdout, err.open("w") as stderr:
+        process = Fork(["-m", "benchmarks.demo", "--toy"], os.environ, stdout, stderr)
+    while "Starting vLLM" not in out.read_text():
+        assert process.poll() is None, err.read_text()[-2000:]
+        time.sleep(0.05)
     time.sleep(1)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == demo.INTERRUPTED, err[-2000:]
-    assert "Interrupted." in out
-    assert "Traceback" not in err
+    assert process.wait(120) == demo.INTERRUPTED, err.read_text()[-2000:]
+    assert "Interrupted." in out.read_text()
+    assert "Traceback" not in err.read_text()

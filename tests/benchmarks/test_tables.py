@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +13,8 @@ import pytest
 
 from benchmarks.__main__ import OF_PAPERS, TABLES, main
 from benchmarks.report import fill_in
-from tests.support.engine import ROOT, Engines
+from tests.support.engine import Engines
+from tests.support.forks import Fork
 
 pytestmark = pytest.mark.slow
 
@@ -114,16 +114,17 @@ def test_searches_by_steps_answer_alike_wherever_their_kv_comes_from(tmp_path: P
 def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path, here: Callable[..., str]) -> None:
     options = ["--size", "minimal", "--only", "memory", "--widths", "2", "3", "4", "5", "--max-tokens", "32"]
     options += ["--out", str(tmp_path)]
-    command = [sys.executable, "-m", "benchmarks", *options]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        process = Fork(["-m", "benchmarks", *options], os.environ, output)
     deadline = time.monotonic() + 300
     while not (tmp_path / "memory.json").exists():
-        assert process.poll() is None, process.communicate()[0][-3000:]
+        assert process.poll() is None, log.read_text()[-3000:]
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    told = process.communicate(timeout=120)[0]
-    assert process.returncode == 130, told[-3000:]
+    status, told = process.wait(120), log.read_text()
+    assert status == 130, told[-3000:]
     assert "goes on from there" in " ".join(told.split())  # lines end where the terminal does
     kept = rows_of(tmp_path, "memory")
     assert kept

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.common import TARGET
 from benchmarks.server import VLLM, Server
+from tests.support import forks
 from tests.support.grammars import SCHEMA
 from tests.support.served import BOTH_WAYS, PROMPTS, abort_by, beams, chat, complete
 from vllm_trie.messages import NO_HYPOTHESIS
@@ -186,7 +186,7 @@ def test_a_benchmark_sees_tokens_come(server: Server, tmp_path: Path) -> None:
         *["--input-len", "20", "--output-len", "400", "--ignore-eos", "--extra-body", json.dumps(beams(2))],
         *["--save-result", "--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "serve.json"],
     ]
-    subprocess.run(command, check=True, capture_output=True)
+    forks.run(command, seconds=300).check_returncode()
     measured = json.loads((tmp_path / "serve.json").read_text())
     assert measured["completed"] == 3
     assert measured["output_lens"] == [400] * 3
