@@ -37,7 +37,7 @@ test: $(READY) lint
 
 test-fast: $(READY)
 	$(PYTHON) -m ruff check .
-	TRIE_OPERATIONS=20000 $(PYTHON) -m pytest -m "not slow" --numprocesses 2 --ignore tests/benchmarks
+	$(PYTHON) -m pytest -m "not slow" --numprocesses 2 --ignore tests/benchmarks
 
 test-0.33: $(READY_033)
 	$(VENV_033)/bin/python -m pytest --ignore tests/behaviour/distributed --ignore tests/behaviour/real_model \

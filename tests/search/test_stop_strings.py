@@ -103,7 +103,7 @@ def check_every_place(
 
 
 @every_vocabulary
-@settings(max_examples=3000, deadline=None, derandomize=True)
+@settings(max_examples=1200, deadline=None, derandomize=True)
 @given(seeds)
 def test_token_completes_what_the_whole_generated_text_says(vocabulary: Vocabulary, seed: int) -> None:
     choose = random.Random(seed)
@@ -116,7 +116,7 @@ def test_token_completes_what_the_whole_generated_text_says(vocabulary: Vocabula
 
 
 @every_vocabulary
-@settings(max_examples=1500, deadline=None, derandomize=True)
+@settings(max_examples=600, deadline=None, derandomize=True)
 @given(seeds)
 def test_string_that_begins_in_the_prompt_is_not_completed(vocabulary: Vocabulary, seed: int) -> None:
     choose = random.Random(seed)
