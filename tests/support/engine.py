@@ -29,15 +29,6 @@ atexit.register(gc.unfreeze)  # or libraries complain of leaks
 gc.freeze = gc.unfreeze = lambda: None
 
 
-@cache
-def _find_kernels_once() -> None:
-    """vLLM's CPU workers look through all modules for kernels to replace, and wrap those again that have been."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    find = cache(CpuPlatform.register_triton_kernel_overrides)
-    CpuPlatform.register_triton_kernel_overrides = staticmethod(find)
-
-
 _inspect_models_here_once = cache(inspect_models_here)
 
 
@@ -76,13 +67,14 @@ class Engine:
     def __init__(self, model: Path, **options: Any) -> None:
         from vllm import LLM
 
+        from tests.support import kernels_once  # noqa: F401
+
         options.setdefault("additional_config", {"trie_beam": {"check_invariants": True}})
         options.setdefault("max_model_len", 512)
         options.setdefault("max_num_seqs", 64)
         options.setdefault("kv_cache_memory_bytes", KV_CACHE_BYTES)
         options.setdefault("dtype", "float32")
         has_tokenizer = (model / "tokenizer.json").exists()
-        _find_kernels_once()
         _inspect_models_here_once()
         _look_for_plugins_once()
         _let_kv_caches_take_what_is_written()

@@ -7,7 +7,6 @@ Where vLLM would spawn a process, they fork. The servers of `tests/behaviour/ser
 from __future__ import annotations
 
 import atexit
-import gc
 import multiprocessing
 import os
 import runpy
@@ -21,22 +20,13 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
-IMPORTED = [
-    "tests.support.forks",
-    "vllm.entrypoints.cli.main",
-    "vllm.entrypoints.openai.api_server",
-    "vllm.model_executor.models.llama",
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.worker.cpu_worker",
-]
 
 
 @cache
 def context() -> Any:
     """Its processes are forks of one that has imported what engines and servers need."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
+    context.set_forkserver_preload(["tests.support.before_forks"])
     return context
 
 
@@ -68,10 +58,10 @@ class Fork:
         return self._process.exitcode
 
 
-def run(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """A `Fork` that has run to its end."""
+def run(command: Sequence[str], seconds: float, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A `Fork` that has run to its end, with these variables in its environment."""
     with tempfile.NamedTemporaryFile("r") as stdout, tempfile.NamedTemporaryFile("r") as stderr:
-        fork = Fork(command, os.environ, stdout, stderr)
+        fork = Fork(command, os.environ | variables, stdout, stderr)
         try:
             code = fork.wait(seconds)
         finally:
@@ -81,7 +71,6 @@ def run(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[s
 
 
 def _run(command: list[str], environment: dict[str, str], stdout: str, stderr: str) -> None:
-    gc.freeze()  # nothing that was imported is ever garbage
     os.setsid()
     os.chdir(ROOT)
     for stream, path in ((sys.stdout, stdout), (sys.stderr, stderr)):
