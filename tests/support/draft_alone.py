@@ -40,10 +40,16 @@ class Alone:
             found = logits(model, batch)
             texts, self._texts = self._texts, []
             tokens = [token for of_row in batch.tokens for token in of_row]
-            for (history, path), at, row in zip(texts, batch.wanted, found, strict=True):
+            of_lengths: dict[tuple[int, int], list[int]] = {}  # rows that the model reads together
+            for number, ((history, path), at) in enumerate(zip(texts, batch.wanted, strict=True)):
                 text = history + path
                 assert (text[-1], len(text) - 1) == (tokens[at], batch.positions[at])
-                self._compare(history, path, row)
+                of_lengths.setdefault((len(history), len(path)), []).append(number)
+            assert len(found) == len(texts)
+            for (_, num_drafts), numbers in of_lengths.items():
+                self._compare(
+                    [[*texts[number][0], *texts[number][1]] for number in numbers], num_drafts, found[numbers]
+                )
             return found
 
         def caught_up(batch: DraftBatch, forest_step: ForestStep, most: int | None = None) -> None:
@@ -54,9 +60,9 @@ class Alone:
         monkeypatch.setattr(DraftModel, "logits", compared)
         monkeypatch.setattr(DraftBatch, "add_pending", caught_up)
 
-    def says(self, history: list[int], path: list[int]) -> torch.Tensor:
-        """[V] logits after a path of drafts behind a history."""
-        logits: torch.Tensor = self.model(torch.tensor([history + path])).logits[0, -1]
+    def says(self, texts: torch.Tensor, num_drafts: int) -> torch.Tensor:
+        """[B, V] logits after texts [B, T], which end with so many drafts."""
+        logits: torch.Tensor = self.model(texts).logits[:, -1]
         return logits
 
     def _text(self, one: ForestStep, node: int) -> tuple[list[int], list[int]]:
@@ -68,11 +74,12 @@ class Alone:
 
     @one_thread()
     @torch.inference_mode()
-    def _compare(self, history: list[int], path: list[int], row: torch.Tensor) -> None:
-        if self.num_wrong == MOST_WRONG:
+    def _compare(self, texts: list[list[int]], num_drafts: int, rows: torch.Tensor) -> None:
+        if self.num_wrong >= MOST_WRONG:
             return
-        self.num_compared += 1
-        self.num_wrong += bool((self.says(history, path) - row).abs().max() > TOLERANCE)
+        self.num_compared += len(texts)
+        differences = (self.says(torch.tensor(texts), num_drafts) - rows).abs().amax(-1)
+        self.num_wrong += int((differences > TOLERANCE).sum())
 
 
 WIDTHS = (1, 4, 6)

@@ -26,11 +26,10 @@ class HeadAlone(Alone):
 
     model: Head
 
-    def says(self, history: list[int], path: list[int]) -> torch.Tensor:
+    def says(self, texts: torch.Tensor, num_drafts: int) -> torch.Tensor:
         """See `Alone`. Slot i holds the pair of token i and the states at token i - 1."""
-        tokens, passes = torch.tensor([history + path]), list[Pairs]()
-        beside = self.model.first(self.model.read(tokens)[0])
-        for _ in range(1 + len(path)):
-            passes.append(self.model(tokens, beside, passes))
+        passes, beside = list[Pairs](), self.model.first(self.model.read(texts)[0])
+        for _ in range(1 + num_drafts):
+            passes.append(self.model(texts, beside, passes))
             beside = shifted(passes[-1].states)
-        return passes[-1].logits[0, -1]
+        return passes[-1].logits[:, -1]
