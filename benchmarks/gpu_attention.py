@@ -1,34 +1,44 @@
-"""Attention over shared blocks by our kernels, of tokens and of trees: against torch, and timed.
+"""Attention over shared blocks, of tokens and of trees: by our kernels, and by two calls of FlashAttention 3.
 
-Beside them the same kernels that share nothing; of trees also xformers' `tree_attention`, where that is installed.
+All of it against torch, and timed beside the same kernels that share nothing; of trees also xformers' `tree_attention`,
+where that is installed. FlashAttention's library is vLLM's, which torch alone can load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from benchmarks.gpu_kernels import BLOCK_SIZE, HEAD_SIZE, KV_HEADS, device_us
+from benchmarks.gpu_kernels import BLOCK_SIZE, HEAD_SIZE, KV_HEADS, device_us, host_us
+from benchmarks.stand_ins import stand_in_for_vllm
+from vllm_trie.worker.attention.prefix_suffix import Calls, Layer, PrefixSuffix
 from vllm_trie.worker.attention.shared_rows import RowTrees, Scoring, SharedRows, row_by_row, tokens_of
 from vllm_trie.worker.attention.triton_kernels import Plan
 
 QUERIES_PER_KV_HEAD = 4
 OWN_TOKENS = 40
-WIDTHS, PREFIXES = (16, 128, 512), (256, 1024, 4096, 16384)
-TREE_WIDTHS, TREE_PREFIXES, NUM_NODES = (16, 128), (1024, 4096), (7, 31)  # of binary trees
 NUM_CHECKED, TOLERANCE = 4, 2e-2  # rows; of numbers of 8 bits
-COLUMNS = ("beams x prefix", "row by row, us", "shared blocks once, us", "times faster")
+COLUMNS = (
+    *("beams x prefix", "our kernels row by row, us", "once, us"),
+    *("FlashAttention row by row, us", "once, us", "host row by row, us", "host once, us"),
+)
 SETTING = (
     f"one layer, bfloat16, {KV_HEADS * QUERIES_PER_KV_HEAD} heads of {HEAD_SIZE} on {KV_HEADS}, block size "
     f"{BLOCK_SIZE}, {OWN_TOKENS} tokens of each row's own"
 )
-NOTE = f"{SETTING}; row by row: the same kernels, told that nothing is shared"
-TREE_COLUMNS = ("beams x nodes x prefix", *COLUMNS[1:], "xformers, us")
+NOTE = (
+    f"{SETTING}; our kernels row by row are told that nothing is shared; FlashAttention once: what rows share, what "
+    "comes after it, and a merge"
+)
+SCORINGS: dict[str, dict[str, Any]] = {"plain": {}, "soft cap": {"soft_cap": 5.0}, "sinks": {"has_sinks": True}}
+TREE_COLUMNS = ("beams x nodes x prefix", "row by row, us", "shared blocks once, us", "times faster", "xformers, us")
 TREE_NOTE = (
     f"{SETTING} and its tree; row by row: the nodes of a tree share what comes before it, the rows share nothing; "
     "xformers' tree_attention takes one tree for all rows, and the prefix once for each row"
@@ -43,6 +53,14 @@ class Shape(NamedTuple):
     num_nodes: int = 1  # of the tree that each row computes
 
 
+SHAPES = tuple(Shape(width, prefix) for width in (16, 128, 512) for prefix in (256, 1024, 4096, 16384))
+TREE_SHAPES = tuple(
+    Shape(width, prefix, num_nodes=nodes) for width in (16, 128) for nodes in (7, 31) for prefix in (1024, 4096)
+)
+SMALL_SHAPES = (Shape(5, 64, 1, 32),)
+SMALL_TREE_SHAPES = (Shape(3, 64, 1, 32, num_nodes=7),)
+
+
 class Inputs:
     """One group in one step, its blocks in any order."""
 
@@ -53,7 +71,9 @@ class Inputs:
         shared, num_blocks = num_prefix // BLOCK_SIZE, num_prefix // BLOCK_SIZE + width * num_own
         random = torch.Generator(device).manual_seed(0)
         on: dict[str, Any] = {"device": device, "dtype": dtype, "generator": random}
-        self.cache = torch.randn(num_blocks, num_kv_heads, BLOCK_SIZE, 2 * head_size, **on)
+        by_token = torch.randn(num_blocks, BLOCK_SIZE, num_kv_heads, 2 * head_size, **on)
+        self.cache = by_token.transpose(1, 2)  # as vLLM lays it out
+        self.sinks = torch.linspace(-2, 4, num_heads, device=device).to(dtype)
         self.queries = torch.randn(width * num_nodes, num_heads, head_size, **on)
         blocks = torch.randperm(num_blocks, device=device, generator=random).int()
         prefix, own = blocks[:shared].repeat(width, 1), blocks[shared:].view(width, num_own)
@@ -65,6 +85,7 @@ class Inputs:
             rows = rows._replace(trees=RowTrees(self.start, [self.tree] * width))
             apart = row_by_row([rows])
         plans = [tokens_of(groups, starts, lengths, BLOCK_SIZE) for groups in ([rows], apart)]
+        self.rows, self.lengths = rows, torch.from_numpy(lengths).int()
         self.once, self.row_by_row = (
             Plan(shared, torch.from_numpy(shared.lengths).to(device), self.tables, (num_heads, num_kv_heads))
             for shared in plans
@@ -75,7 +96,7 @@ class Inputs:
         plan.attend(self.queries, outputs, self.cache, Scoring(self.scale))
         return outputs
 
-    def reference(self) -> torch.Tensor:
+    def reference(self, soft_cap: float = 0.0, has_sinks: bool = False) -> torch.Tensor:
         """[rows, nodes, heads, head size] float32, of the first NUM_CHECKED rows."""
         num_nodes, rows = len(self.tree), []
         sees = np.hstack([np.ones((num_nodes, self.start), dtype=bool), self.tree])
@@ -83,8 +104,13 @@ class Inputs:
         by_row = self.queries.unflatten(0, (-1, num_nodes))[:NUM_CHECKED].float()
         for queries, of_row in zip(by_row, self.by_row(NUM_CHECKED).float(), strict=True):
             keys, values = of_row.repeat_interleave(QUERIES_PER_KV_HEAD, dim=1).chunk(2, dim=-1)
-            scores = (torch.einsum("qhd,khd->hqk", queries, keys) * self.scale).masked_fill(hidden, -torch.inf)
-            rows.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+            scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.scale
+            scores = soft_cap * (scores / soft_cap).tanh() if soft_cap else scores
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if has_sinks:
+                sinks = self.sinks.float()[:, None, None].expand(-1, num_nodes, 1)
+                scores = torch.cat([scores, sinks], dim=-1)
+            rows.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(keys)], values))
         return torch.stack(rows)
 
     def by_row(self, count: int) -> torch.Tensor:
@@ -109,17 +135,126 @@ def check(inputs: Inputs, tolerance: float = TOLERANCE) -> None:
         assert difference <= tolerance, f"attention differs from torch by {difference:.2g}"
 
 
-def by_prefix(device: torch.device) -> Iterator[tuple[Any, ...]]:
-    """A row of `COLUMNS` per width and prefix, all checked."""
-    for width in WIDTHS:
-        for num_prefix in PREFIXES:
-            inputs = Inputs(Shape(width, num_prefix), device)
-            check(inputs)
-            plain = device_us([partial(inputs.attend, inputs.row_by_row)])
-            once = device_us([partial(inputs.attend, inputs.once)])
-            yield f"{width} x {num_prefix}", plain, once, plain / once
-            del inputs
-            torch.cuda.empty_cache()
+class Flash:
+    """The same attention by FlashAttention, of a batch of one group.
+
+    Args:
+        inputs: Of rows that compute no trees.
+        calls: Its functions.
+    """
+
+    def __init__(self, inputs: Inputs, calls: Calls) -> None:
+        self.inputs, self.calls = inputs, calls
+        width, device = len(inputs.tables), inputs.tables.device
+        starts = torch.arange(width + 1, dtype=torch.int32)
+        self.starts, self.seq_lens = starts.to(device), inputs.lengths.to(device)
+        batch: Any = SimpleNamespace(
+            num_actual_tokens=width,
+            max_query_len=1,
+            query_start_loc=self.starts,
+            query_start_loc_cpu=starts,
+            seq_lens=self.seq_lens,
+            seq_lens_cpu_upper_bound=inputs.lengths,
+            block_table_tensor=inputs.tables,
+        )
+        self.plan = PrefixSuffix([inputs.rows], batch, BLOCK_SIZE)
+        self.keys, self.values = inputs.cache.transpose(1, 2).chunk(2, dim=-1)
+
+    def once(self, soft_cap: float = 0.0, has_sinks: bool = False) -> torch.Tensor:
+        """By prefix, suffix and merge."""
+        inputs = self.inputs
+        outputs, sinks = torch.empty_like(inputs.queries), inputs.sinks if has_sinks else None
+        scoring = Scoring(inputs.scale, soft_cap=soft_cap, sinks=sinks)
+        self.plan.attend(self.calls, Layer(inputs.queries, outputs, self.keys, self.values, scoring, {}, 3))
+        return outputs
+
+    def row_by_row(self, soft_cap: float = 0.0, has_sinks: bool = False) -> torch.Tensor:
+        """By one call, as vLLM does."""
+        outputs, _ = self.calls.attend(
+            q=self.inputs.queries,
+            k=self.keys,
+            v=self.values,
+            cu_seqlens_q=self.starts,
+            max_seqlen_q=1,
+            seqused_k=self.seq_lens,
+            max_seqlen_k=self.inputs.length,
+            block_table=self.inputs.tables,
+            softmax_scale=self.inputs.scale,
+            causal=True,
+            softcap=soft_cap,
+            s_aux=self.inputs.sinks if has_sinks else None,
+            return_softmax_lse=True,
+            fa_version=3,
+        )
+        return outputs
+
+
+def check_flash(flash: Flash, tolerance: float = TOLERANCE) -> None:
+    """Raise AssertionError where FlashAttention, in one call or in two, and torch differ."""
+    for name, scoring in SCORINGS.items():
+        reference = flash.inputs.reference(**scoring)[:, 0]
+        for way in (flash.row_by_row, flash.once):
+            difference = (way(**scoring)[:NUM_CHECKED].float() - reference).abs().max().item()
+            assert difference <= tolerance, f"{way.__name__} ({name}) differs from torch by {difference:.2g}"
+
+
+def load_flash(library: Path, merge: Path | None) -> Calls:
+    """FlashAttention 3 from vLLM's `_vllm_fa3_C.abi3.so`.
+
+    Args:
+        library: Its path.
+        merge: Of vLLM's `triton_merge_attn_states.py`; None: torch merges, which takes longer.
+    """
+    torch.ops.load_library(str(library))
+    if merge is None:
+        return Calls(attend_by_library, merge_in_torch)
+    stand_in_for_vllm()
+    spec = spec_from_file_location("vllm_merge_attn_states", merge)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return Calls(attend_by_library, module.merge_attn_states)
+
+
+def attend_by_library(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What vLLM's `flash_attn_varlen_func` does with `fa_version=3`, of paged keys and values."""
+    lengths = options["max_seqlen_q"], options["max_seqlen_k"]
+    new_keys, out, of_keys, rotary = (None, None), None, (None, None, None), (None, None, None)
+    batch = options["cu_seqlens_q"], *of_keys, options["seqused_k"], *lengths, options["block_table"], None, None
+    scales = (options.get(name) for name in ("q_descale", "k_descale", "v_descale"))
+    masks = options["softmax_scale"], options["causal"], -1, -1, options["softcap"], True
+    others = None, 0, None, 0, options["s_aux"], 1, 0, None  # from the scheduler's metadata on
+    result = torch.ops._vllm_fa3_C.fwd(q, k, v, *new_keys, None, out, *batch, *rotary, *scales, *masks, *others)
+    return result[0], result[1]
+
+
+def merge_in_torch(
+    output: torch.Tensor, prefix: torch.Tensor, prefix_log: torch.Tensor, suffix: torch.Tensor, suffix_log: torch.Tensor
+) -> None:
+    """What vLLM's `merge_attn_states` does, of tokens that see something."""
+    logs = torch.stack([prefix_log, suffix_log])
+    weights = logs.masked_fill(logs == torch.inf, -torch.inf).softmax(0).transpose(1, 2)[..., None]
+    output.copy_(prefix.float() * weights[0] + suffix.float() * weights[1])
+
+
+def measured(shape: Shape, device: torch.device, calls: Calls | None) -> tuple[Any, ...]:
+    """A row of `COLUMNS`, all checked; on the host no times."""
+    is_device = device.type == "cuda"
+    inputs, tolerance = Inputs(shape, device, torch.bfloat16 if is_device else torch.float32), TOLERANCE
+    check(inputs)
+    ways: list[Callable[[], torch.Tensor]] = [partial(inputs.attend, plan) for plan in (inputs.row_by_row, inputs.once)]
+    if calls is not None:
+        flash = Flash(inputs, calls)
+        check_flash(flash, tolerance)
+        ways += [flash.row_by_row, flash.once]
+    name = f"{shape.width} x {shape.num_prefix}"
+    if not is_device:
+        return (name, *["-"] * (len(COLUMNS) - 1))
+    times = [device_us([way]) for way in ways] + [host_us([way]) for way in ways[2:]]
+    return (name, *times, *["-"] * (len(COLUMNS) - 1 - len(times)))
 
 
 def by_xformers(inputs: Inputs) -> Callable[[], torch.Tensor]:
@@ -139,22 +274,19 @@ def by_xformers(inputs: Inputs) -> Callable[[], torch.Tensor]:
     return partial(tree_attention, queries, *keys_and_values, bias, prefix_bias)
 
 
-def by_tree(device: torch.device) -> Iterator[tuple[Any, ...]]:
-    """A row of `TREE_COLUMNS` per width, tree and prefix, all checked."""
-    for width in TREE_WIDTHS:
-        for num_nodes in NUM_NODES:
-            for num_prefix in TREE_PREFIXES:
-                inputs = Inputs(Shape(width, num_prefix, num_nodes=num_nodes), device)
-                check(inputs)
-                plain = device_us([partial(inputs.attend, inputs.row_by_row)])
-                once = device_us([partial(inputs.attend, inputs.once)])
-                theirs: float | str = "-"
-                if find_spec("xformers") is not None:
-                    run = by_xformers(inputs)
-                    torch.testing.assert_close(
-                        run().flatten(2, 3).flatten(0, 1), inputs.attend(inputs.once), rtol=TOLERANCE, atol=TOLERANCE
-                    )
-                    theirs = device_us([run])
-                yield f"{width} x {num_nodes} x {num_prefix}", plain, once, plain / once, theirs
-                del inputs
-                torch.cuda.empty_cache()
+def measured_tree(shape: Shape, device: torch.device) -> tuple[Any, ...]:
+    """A row of `TREE_COLUMNS`, all checked; on the host no times."""
+    is_device = device.type == "cuda"
+    inputs = Inputs(shape, device, torch.bfloat16 if is_device else torch.float32)
+    check(inputs)
+    name = f"{shape.width} x {shape.num_nodes} x {shape.num_prefix}"
+    if not is_device:
+        return (name, *["-"] * (len(TREE_COLUMNS) - 1))
+    plain, once = (device_us([partial(inputs.attend, plan)]) for plan in (inputs.row_by_row, inputs.once))
+    theirs: float | str = "-"
+    if find_spec("xformers") is not None:
+        run = by_xformers(inputs)
+        found, expected = run().flatten(2, 3).flatten(0, 1), inputs.attend(inputs.once)
+        torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+        theirs = device_us([run])
+    return name, plain, once, plain / once, theirs

@@ -1,87 +1,187 @@
-"""On a GPU: our kernels against their references and timed; with vLLM's CUDA build also whole searches.
+"""On a GPU: kernels, whole steps and attention against torch, and timed; with vLLM's CUDA build also whole searches.
 
-    python -m benchmarks.gpu_check
+    python -m benchmarks.gpu_check --fa3 _vllm_fa3_C.abi3.so --merge triton_merge_attn_states.py
 
-The kernels need torch and Triton alone. Every table goes to the terminal and, as JSON, to `--out`.
+Kernels, steps and attention need torch, Triton and numpy alone, and a few minutes. What fails is told, and the rest
+goes on; the exit status is 1 then. `--interpret` rehearses all of it on a CPU, on small shapes, without times. Every
+table goes to the terminal and, as JSON, to `--out`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
-from importlib.util import find_spec
+import time
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from benchmarks import gpu_attention, gpu_kernels, shared_prefix
-from benchmarks.common import console, save, show
+from benchmarks import gpu_attention, gpu_kernels, gpu_steps
+from benchmarks.stand_ins import is_there
 
+MOST_SECONDS = 420  # from here on nothing begins, so that a run fits into 8 minutes
+MOST_LINES = 3  # that are told of a failure
+PARTS = ("kernels", "steps", "attention", "trees", "searches")
 PARITY = ("tests/worker", "tests/behaviour/search/test_kernels.py", "tests/behaviour/search/test_parity.py")
-SPEED = ("throughput", "concurrency")
 
 
-def check_kernels(out: Path, num_inputs: int) -> None:
-    """Check and time kernels on real shapes."""
-    device = torch.device("cuda")
-    rows = list(tqdm(gpu_kernels.on_real_shapes(device, num_inputs), total=len(gpu_kernels.SHAPES), leave=False))
+class Findings:
+    """What all checks have come to.
+
+    Args:
+        most_seconds: From now on; no check begins later.
+    """
+
+    def __init__(self, most_seconds: float) -> None:
+        self._end = time.monotonic() + most_seconds
+        self.counts: dict[str, list[int]] = {}  # by part: checks that passed, that failed, and that were left out
+        self.failures: list[str] = []
+
+    def rows(self, part: str, check: Callable[[Any], tuple[Any, ...]], shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """What a check of each shape returns, if it passes."""
+        found, counts = [], self.counts.setdefault(part, [0, 0, 0])
+        for shape in shapes:
+            if time.monotonic() > self._end:
+                counts[2] += 1
+                continue
+            try:
+                found.append(check(shape))
+                counts[0] += 1
+            except Exception as error:
+                counts[1] += 1
+                self._note(f"{part}, {shape}", error)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        return found
+
+    def _note(self, name: str, error: Exception) -> None:
+        lines = str(error).strip().splitlines()[:MOST_LINES]
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        at = f"{Path(where.filename).name}:{where.lineno}"
+        self.failures.append(f"{name}: {type(error).__name__} at {at}: {' / '.join(lines)}")
+        print(f"FAILED {self.failures[-1]}", flush=True)
+
+
+def check_kernels(findings: Findings, device: torch.device, args: argparse.Namespace) -> None:
+    """Each kernel of selection and reordering."""
+    shapes = gpu_kernels.SMALL_SHAPES if args.interpret else gpu_kernels.SHAPES
+    rows = findings.rows("kernels", lambda shape: gpu_kernels.measured(shape, device, args.inputs), shapes)
     note = (
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; bfloat16 logits, {gpu_kernels.LAYERS} layers, "
-        f"block size {gpu_kernels.BLOCK_SIZE}, {gpu_kernels.NUM_TOKENS} tokens per row; medians over {num_inputs} "
-        "inputs; a step is modelled: 8B weights and each row's KV read once, at the speed of a copy on this device"
+        f"bfloat16 logits, {gpu_kernels.LAYERS} layers, block size {gpu_kernels.BLOCK_SIZE}, {gpu_kernels.NUM_TOKENS} "
+        f"tokens per row; medians over {args.inputs} inputs; a step is modelled: 8B weights and each row's KV read "
+        "once, at the speed of a copy on this device"
     )
-    show("Kernels, each equal to its reference", gpu_kernels.COLUMNS, rows, note)
-    save(out, "gpu_kernels", gpu_kernels.COLUMNS, rows, note)
+    tell("gpu_kernels", "Kernels, each equal to its reference", gpu_kernels.COLUMNS, rows, note, args.out)
 
 
-def check_attention(out: Path) -> None:
-    """Check and time attention over shared blocks, and along trees, by our kernels; and by xformers, if it is there."""
-    rows = list(gpu_attention.by_prefix(torch.device("cuda")))
-    show("Attention over shared blocks, by our kernels", gpu_attention.COLUMNS, rows, gpu_attention.NOTE)
-    save(out, "gpu_attention", gpu_attention.COLUMNS, rows, gpu_attention.NOTE)
-    rows = list(gpu_attention.by_tree(torch.device("cuda")))
-    show("Attention along trees", gpu_attention.TREE_COLUMNS, rows, gpu_attention.TREE_NOTE)
-    save(out, "gpu_trees", gpu_attention.TREE_COLUMNS, rows, gpu_attention.TREE_NOTE)
-    if find_spec("xformers") is None:
-        console.print("Attention to a shared prefix by xformers is left out: xformers is not installed.")
+def check_steps(findings: Findings, device: torch.device, args: argparse.Namespace) -> None:
+    """Whole steps."""
+    shapes = gpu_steps.SMALL_SHAPES if args.interpret else gpu_steps.SHAPES
+    sizes = gpu_steps.SMALL if args.interpret else gpu_steps.Sizes()
+    rows = findings.rows("steps", lambda shape: gpu_steps.measured(shape, sizes, device), shapes)
+    note = f"{', '.join(f'{name} {size:,}' for name, size in sizes._asdict().items())}; {gpu_steps.NOTE}"
+    tell("gpu_steps", "Whole steps, each equal to torch's", gpu_steps.COLUMNS, rows, note, args.out)
+
+
+def check_attention(findings: Findings, device: torch.device, args: argparse.Namespace) -> None:
+    """Attention over shared blocks."""
+    shapes = gpu_attention.SMALL_SHAPES if args.interpret else gpu_attention.SHAPES
+    calls = None
+    if args.fa3 is not None:
+        load = gpu_attention.load_flash
+        loaded = findings.rows("FlashAttention", lambda path: (load(path, args.merge),), [args.fa3])
+        calls = loaded[0][0] if loaded else None
+    rows = findings.rows("attention", lambda shape: gpu_attention.measured(shape, device, calls), shapes)
+    merged = "" if calls is None or args.merge else ", here by torch"
+    note = gpu_attention.NOTE + merged
+    tell("gpu_attention", "Attention over shared blocks", gpu_attention.COLUMNS, rows, note, args.out)
+
+
+def check_trees(findings: Findings, device: torch.device, args: argparse.Namespace) -> None:
+    """Attention along trees."""
+    shapes = gpu_attention.SMALL_TREE_SHAPES if args.interpret else gpu_attention.TREE_SHAPES
+    rows = findings.rows("trees", lambda shape: gpu_attention.measured_tree(shape, device), shapes)
+    columns, note = gpu_attention.TREE_COLUMNS, gpu_attention.TREE_NOTE
+    tell("gpu_trees", "Attention along trees", columns, rows, note, args.out)
+
+
+def check_searches(findings: Findings, device: torch.device, args: argparse.Namespace) -> None:
+    """Whole searches against transformers, and engines' times, where vLLM's CUDA build is installed."""
+    if args.interpret or not is_there("vllm"):
+        print("Whole searches are left out: they need vLLM's CUDA build and a GPU.")
         return
-    rows = list(shared_prefix.by_prefix(torch.device("cuda")))
-    show("Attention to a shared prefix, by xformers", shared_prefix.COLUMNS, rows, shared_prefix.NOTE)
-    save(out, "shared_prefix", shared_prefix.COLUMNS, rows, shared_prefix.NOTE)
+    commands = (["pytest", "-n", "0", "-q", *PARITY], ["benchmarks.gpu_engines", "--out", str(args.out)])
+    findings.rows("searches", run, commands)
 
 
-def check_searches(out: Path) -> bool:
-    """Whole searches against transformers, and the speed tables. Returns whether all of it succeeded."""
-    if find_spec("vllm") is None:
-        console.print("Whole searches are left out: vLLM is not installed.")
-        return True
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cuda():
-        console.print("Whole searches are left out: this vLLM is not built for CUDA.")
-        return True
-    commands = (
-        ["pytest", "-n", "0", "-q", *PARITY],
-        ["benchmarks", "--only", *SPEED, "--out", str(out)],
-    )
-    codes = [subprocess.run([sys.executable, "-m", *command]).returncode for command in commands]
-    return not any(codes)
+def run(command: Sequence[str]) -> tuple[Any, ...]:
+    """Run a module. Raises RuntimeError if it fails."""
+    code = subprocess.run([sys.executable, "-m", *command]).returncode
+    if code:
+        raise RuntimeError(f"{' '.join(command)} ended with status {code}")
+    return ()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--inputs", type=int, default=3, help="input sets per shape")
+def tell(name: str, title: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]], note: str, out: Path) -> None:
+    """Print a table, and keep it."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "rehearsed on a CPU"
+    note = f"{device}, torch {torch.__version__}; {note}"
+    if is_there("rich"):
+        from benchmarks.common import save, show
+
+        show(title, columns, rows, note)
+        save(out, name, columns, rows, note)
+        return
+    print(f"\n{title}\n" + " | ".join(columns))
+    for row in rows:
+        print(" | ".join(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
+    print(note, flush=True)
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__.splitlines()[0])
+    parser.add_argument("--interpret", action="store_true", help="rehearse it on a CPU, with Triton's interpreter")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--inputs", type=int, default=3, help="input sets per shape of a kernel")
+    parser.add_argument("--fa3", type=Path, help="vLLM's _vllm_fa3_C.abi3.so: FlashAttention 3")
+    parser.add_argument("--merge", type=Path, help="vLLM's triton_merge_attn_states.py, which goes with it")
+    parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="after which no check begins")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder for the JSON files")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
+    return parser.parse_args(arguments)
+
+
+CHECKS = {
+    "kernels": check_kernels,
+    "steps": check_steps,
+    "attention": check_attention,
+    "trees": check_trees,
+    "searches": check_searches,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parsed(arguments)
+    if args.interpret != (os.environ.get("TRITON_INTERPRET") == "1"):
+        raise SystemExit(
+            "gpu_check --interpret goes with TRITON_INTERPRET=1 in the environment, and neither without it."
+        )
+    if not (args.interpret or torch.cuda.is_available()):
         raise SystemExit(f"gpu_check needs a GPU with CUDA, and torch {torch.__version__} finds none on this machine.")
-    check_kernels(args.out, args.inputs)
-    check_attention(args.out)
-    if not check_searches(args.out):
-        raise SystemExit("Whole searches failed; see above.")
+    findings, device = Findings(args.seconds), torch.device("cpu" if args.interpret else "cuda")
+    for part in args.only:
+        CHECKS[part](findings, device, args)
+    print("\npart | passed | failed | left out")
+    for part, counts in findings.counts.items():
+        print(" | ".join(map(str, (part, *counts))))
+    for failure in findings.failures:
+        print(f"FAILED {failure}")
+    return int(bool(findings.failures))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

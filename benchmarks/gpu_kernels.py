@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,6 +65,7 @@ SHAPES = (
     Shape(512, 1, 32_000),
     Shape(512, 1, 151_936),
 )
+SMALL_SHAPES = (Shape(4, 2, 500, 2),)
 
 
 class Inputs:
@@ -166,6 +168,7 @@ def host_us(runs: list[Callable[[], object]], repeats: int = 15) -> float:
     return 1e6 * statistics.median(seconds)
 
 
+@cache
 def bytes_per_us(device: torch.device) -> float:
     """What a copy within the device's memory reads and writes per microsecond."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
@@ -179,22 +182,21 @@ def step_us(shape: Shape, speed: float) -> float:
     return (WEIGHT_BYTES + kv_bytes) / speed
 
 
-def on_real_shapes(device: torch.device, num_inputs: int) -> Iterator[tuple[Any, ...]]:
-    """A row of `COLUMNS` per shape, all checked."""
-    speed = bytes_per_us(device)
-    for shape in SHAPES:
-        inputs = [Inputs(shape, device, seed) for seed in range(num_inputs)]
-        for one in inputs:
-            check(one)
-        parts = ("rank", "select_by_kernel", "select_by_torch", "reorder_by_kernel", "reorder_by_torch")
-        whole = [one.take_by_kernels for one in inputs]
-        everything = device_us(whole)
-        yield (
-            f"{shape.width} x {shape.num_groups} x {shape.vocab_size}",
-            *(device_us([getattr(one, part) for one in inputs]) for part in parts),
-            everything,
-            host_us(whole),
-            100 * everything / step_us(shape, speed),
-        )
-        del inputs, whole
-        torch.cuda.empty_cache()
+def measured(shape: Shape, device: torch.device, num_inputs: int) -> tuple[Any, ...]:
+    """A row of `COLUMNS`, all checked; on the host no times."""
+    inputs = [Inputs(shape, device, seed) for seed in range(num_inputs)]
+    for one in inputs:
+        check(one)
+    name = f"{shape.width} x {shape.num_groups} x {shape.vocab_size}"
+    if device.type != "cuda":
+        return (name, *["-"] * (len(COLUMNS) - 1))
+    parts = ("rank", "select_by_kernel", "select_by_torch", "reorder_by_kernel", "reorder_by_torch")
+    whole = [one.take_by_kernels for one in inputs]
+    everything = device_us(whole)
+    return (
+        name,
+        *(device_us([getattr(one, part) for one in inputs]) for part in parts),
+        everything,
+        host_us(whole),
+        100 * everything / step_us(shape, bytes_per_us(device)),
+    )

@@ -1,31 +1,163 @@
-"""The check for GPUs says what it needs."""
+"""The check for GPUs is rehearsed on a CPU, where neither vLLM nor much else is installed, and tells what fails."""
 
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import vllm
 
+from benchmarks import gpu_attention, gpu_check, gpu_steps
 from tests.support.engine import ROOT
+from tests.support.flash_attention import flash_attn_varlen_func
+from vllm_trie.worker.attention.prefix_suffix import Calls
+from vllm_trie.worker.kernels import copies, slots
 
 pytestmark = pytest.mark.slow
 
+NUM_STEPS = len(gpu_steps.SMALL_SHAPES)
+ABSENT = "vllm", "pydantic", "xformers", "rich", "tqdm", "transformers"
+BLOCKED = f"""
+import sys
+from importlib.abc import MetaPathFinder
 
-def run(*command: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+class Blocker(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {ABSENT!r}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Blocker())
+from benchmarks import gpu_check
+sys.exit(gpu_check.main(["--interpret", "--inputs", "1", "--out", sys.argv[1]]))
+"""
 
 
-def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
-    result = run("-m", "benchmarks.gpu_check")
-    assert result.returncode == 1
-    assert result.stdout == ""
-    (line,) = result.stderr.strip().splitlines()
-    assert line.startswith("gpu_check needs a GPU with CUDA")
+def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(SystemExit, match="gpu_check needs a GPU with CUDA"):
+        gpu_check.main([])
 
 
-def test_kernels_need_no_vllm() -> None:
-    result = run("-c", "import sys; sys.modules['vllm'] = None; import benchmarks.gpu_check")
-    assert result.returncode == 0, result.stderr
+def test_all_of_it_runs_without_vllm_and_what_else_a_machine_may_lack(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", BLOCKED, str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [*result.stdout.strip().splitlines()[-5:]] == [
+        "part | passed | failed | left out",
+        "kernels | 1 | 0 | 0",
+        f"steps | {NUM_STEPS} | 0 | 0",
+        "attention | 1 | 0 | 0",
+        "trees | 1 | 0 | 0",
+    ]
+
+
+def checked(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str]:
+    """The exit status, and what a rehearsal says."""
+    code = gpu_check.main(["--interpret", "--inputs", "1", "--out", "/dev/null/none", *arguments])
+    return code, capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are not kept."""
+    monkeypatch.setattr(gpu_check, "tell", lambda *_: None)
+    monkeypatch.setattr(gpu_steps, "SMALL_SHAPES", [gpu_steps.Shape("plain", 4), gpu_steps.Shape("plain", 3)])
+
+
+def _other_tokens(*args: Any, select_next: Any = slots.select_next) -> Any:
+    selected = select_next(*args)
+    return selected._replace(tokens=selected.tokens + 1)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "wrong", "says"),
+    [
+        (slots, "select_next", _other_tokens, "beams"),
+        (copies, "reorder_rows", lambda *_: None, "reordered"),
+    ],
+)
+def test_a_step_that_differs_fails_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, module: Any, name: str, wrong: Any, says: str
+) -> None:
+    monkeypatch.setattr(module, name, wrong)
+    code, out = checked(capsys, "--only", "steps", "trees")
+    assert code == 1
+    assert "steps | 0 | 2 | 0" in out
+    assert "trees | 1 | 0 | 0" in out
+    assert says in out
+
+
+def test_a_graph_that_differs_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(gpu_steps, "captured", lambda run, _: (lambda: None, run().clone()))
+    code, out = checked(capsys, "--only", "steps")
+    assert code == 1
+    assert "a graph of the step does other than the step" in out
+
+
+def test_beams_that_score_otherwise_fail() -> None:
+    steps = [
+        gpu_steps.DeviceStep(gpu_steps.Shape("plain", 4), gpu_steps.SMALL, gpu_steps.HOST, seed) for seed in (0, 1)
+    ]
+    with pytest.raises(AssertionError, match="other scores"):
+        gpu_steps.check(*steps)
+
+
+def test_flash_attention_is_checked_beside_ours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    calls = Calls(flash_attn_varlen_func, gpu_attention.merge_in_torch)
+    monkeypatch.setattr(gpu_attention, "load_flash", lambda *_: calls)
+    assert checked(capsys, "--only", "attention", "--fa3", "library")[0] == 0
+    monkeypatch.setattr(gpu_attention, "load_flash", lambda *_: calls._replace(merge=lambda *_: None))
+    code, out = checked(capsys, "--only", "attention", "--fa3", "library")
+    assert code == 1
+    assert "once (plain) differs from torch" in out
+
+
+def test_a_library_that_cannot_be_loaded_fails_and_our_kernels_go_on(capsys: pytest.CaptureFixture) -> None:
+    code, out = checked(capsys, "--only", "attention", "--fa3", "nowhere.so")
+    assert code == 1
+    assert "FlashAttention | 0 | 1 | 0" in out
+    assert "attention | 1 | 0 | 0" in out
+
+
+def test_the_library_is_called_as_vllm_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fwd(*args: Any) -> tuple[Any, ...]:
+        asked.append(args)
+        return args[:4]
+
+    monkeypatch.setattr(torch.ops, "_vllm_fa3_C", SimpleNamespace(fwd=fwd), raising=False)
+    part, numbers = torch.zeros(2, 2, 2, 2), torch.arange(3)
+    options = {
+        **{
+            "max_seqlen_q": 7,
+            "max_seqlen_k": 11,
+            "softmax_scale": 0.5,
+            "causal": True,
+            "softcap": 3.0,
+            "fa_version": 3,
+        },
+        **{"cu_seqlens_q": numbers, "seqused_k": numbers + 1, "block_table": numbers + 2, "s_aux": numbers + 3},
+        **{"q_descale": numbers + 4, "k_descale": numbers + 5, "v_descale": numbers + 6, "return_softmax_lse": True},
+        "fa_version": 3,
+    }
+    interface = Path(vllm.__file__).parent / "vllm_flash_attn" / "flash_attn_interface.py"
+    for attend in (runpy.run_path(str(interface))["flash_attn_varlen_func"], gpu_attention.attend_by_library):
+        attend(q=part, k=part + 1, v=part + 2, **options)
+    theirs, ours = ([value.tolist() if isinstance(value, torch.Tensor) else value for value in args] for args in asked)
+    assert ours == theirs
+
+
+def test_what_does_not_fit_into_the_time_is_left_out(capsys: pytest.CaptureFixture) -> None:
+    code, out = checked(capsys, "--only", "steps", "--seconds", "-1")
+    assert code == 0
+    assert "steps | 0 | 0 | 2" in out
