@@ -6,7 +6,7 @@ for, in milliseconds, however large the vocabulary. Kernels of ours are noted, n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from types import SimpleNamespace
@@ -23,7 +23,8 @@ from vllm_trie.search import gumbel, sampling
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import ItemTrie
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.worker import kernels
+from vllm_trie.search.stop_strings import StopStrings
+from vllm_trie.worker import kernels, select
 from vllm_trie.worker.catalogs import DeviceCatalogs
 from vllm_trie.worker.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.kernels import copies, rows_beside, slots
@@ -38,8 +39,15 @@ NOWHERE = torch.device("meta")
 LENGTH, BLOCK_SIZES = 64, (16, 32)  # tokens of a slot; of a block, by KV cache group
 PROMPT = list(range(20))
 CATALOG = "items"  # its digest
+MOST_TOKENS = 1 << 20  # of a vocabulary
 OF_ROWS = (rows_beside, "_take_rows"), (rows_beside, "_put_sampled")
-KERNELS = ((slots, "_select_next"), (copies, "_reorder_rows"), (copies, "_copy_blocks"), *OF_ROWS)
+KERNELS = (
+    (slots, "_select_next"),
+    (copies, "_reorder_rows"),
+    (copies, "_copy_blocks"),
+    (copies, "_hold_tokens"),
+    *OF_ROWS,
+)
 
 
 class Launches:
@@ -66,6 +74,11 @@ def kernels_noted() -> Iterator[dict[str, Launches]]:
         for drawing in (gumbel, sampling):  # there are no generators without content
             stack.enter_context(patch.object(drawing, "on_device", lambda *_: None))
         yield noted
+
+
+def stop_strings(strings: Sequence[str], _: bool) -> StopStrings:
+    """In texts of letters, whatever the tokens."""
+    return StopStrings(strings, lambda tokens: "a" * len(tokens), MOST_TOKENS)
 
 
 def nowhere(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -174,7 +187,8 @@ class WeightlessStep:
         catalogs, num_nodes = DeviceCatalogs(NOWHERE), 40
         parts = nowhere(num_nodes + 1, dtype=torch.int32), nowhere(num_nodes, dtype=torch.int32)
         catalogs.tries[CATALOG] = ItemTrie(*parts, nowhere(num_nodes, dtype=torch.bool), [*most_children])
-        self.selector = Selector(self.runner, self.groups, rows, catalogs)
+        with patch.object(select, "stop_strings_of", lambda _: stop_strings):
+            self.selector = Selector(self.runner, self.groups, rows, catalogs)
         steps = {name: GroupStep(rules, selects=True, decodes=True, draw=(3, 5)) for name in self.groups}
         fanned_out = {"entered": [*self.groups], "new_tokens_unknown": [*self.groups]}
         self.context = StepContext(steps, decided_at=SimpleNamespace(record=lambda: None), **fanned_out)

@@ -12,6 +12,7 @@ from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 VOCAB_SIZE = 151_936  # of Qwen3
 MOST_CHILDREN = (256,) * 4  # by depth, of a catalog of semantic ids
 STOP_TOKEN_IDS, DIVERSITY, MIN_P, TOP_P, NUM_LOGPROBS = (2,), 0.5, 0.1, 0.9, 5
+STOP_STRINGS = ("\n\n",)
 PLAIN = "plain"
 WIDTHS, IN_ONE_BATCH = (4, 64, 512), (4, 8)  # beams; beams and groups
 FIRST, SECOND = 21, 22  # tokens of rows in two steps, of which the first one fills caches
@@ -34,6 +35,7 @@ def _rules(width: int) -> dict[str, Any]:
         "controlled": plain._replace(is_controlled=True),
         "log-probabilities": plain._replace(num_logprobs=NUM_LOGPROBS),
         "min_p and top_p": plain._replace(filters=LogitsFilters(min_p=MIN_P, top_p=TOP_P)),
+        "stop strings": plain._replace(stops=Stops(STOP_TOKEN_IDS, STOP_STRINGS)),
         "along a catalog": plain._replace(constraints=(ItemRules(CATALOG),)),
         "in 2 groups of beams": plain._replace(strategy=InGroups(2, DIVERSITY, None)),
         "drawn beams": plain._replace(strategy=Drawn(False, 1, None, False)),
@@ -69,7 +71,8 @@ def counted(search: str, width: int, num_groups: int, num_ordinary: int = 0, is_
     with kernels_noted() as noted:
         groups = WeightlessStep(_rules(width)[search], num_groups, VOCAB_SIZE, num_ordinary, MOST_CHILDREN)
         take: Callable[[np.ndarray], object] = groups.sample if is_whole else groups.select
-        take(np.full(num_groups, FIRST))
+        with LaunchCounter():
+            take(np.full(num_groups, FIRST))
         for kernel in noted.values():
             kernel.count = 0
         with LaunchCounter() as counter:

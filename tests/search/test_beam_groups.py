@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -12,6 +10,7 @@ from tests.support.items import along_of
 from tests.support.steps import rules_of, shortcuts, steps_of
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import NOT_STARTED, AlongItems, ItemRules
+from vllm_trie.search.constraints.stops import Completes
 from vllm_trie.search.group_pools import GroupPools
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import Means
@@ -25,9 +24,9 @@ NUM_SEARCHES, NUM_GROUPS, WIDTH, VOCAB = 3, 2, 3, 11
 STOPS = (1, 4)
 
 
-def completing(first: int) -> Callable[[Candidates[np.ndarray]], np.ndarray]:
+def completing(first: int) -> Completes:
     """Some continuations of slots, which are counted from `first` on, complete a stop string."""
-    return lambda candidates: (candidates.parents + first + candidates.tokens) % 4 == 0
+    return Completes(lambda parents, tokens, _: (parents + tokens) % 4 == 0).of_rows(first)
 
 
 def continued(step: Step[np.ndarray], first: int) -> list[list[tuple[int, int, float]]]:

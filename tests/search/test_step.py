@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.steps import rules_of, shortcuts, steps_of
 from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints.stops import Completes
 from vllm_trie.search.filters import log_probabilities
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import Means, SelectRules
@@ -104,13 +105,13 @@ def check(case: Case) -> None:
     """Raise AssertionError unless the step decides that, whether it looks at tensors or not."""
     completing = case.completing
 
-    def completes(candidates: Candidates) -> np.ndarray:
-        pairs = zip(candidates.parents.ravel().tolist(), candidates.tokens.ravel().tolist(), strict=True)
-        return np.array([pair in completing for pair in pairs]).reshape(candidates.tokens.shape)
+    def judge(parents: np.ndarray, tokens: np.ndarray, _: np.ndarray | None) -> np.ndarray:
+        pairs = zip(parents.ravel().tolist(), tokens.ravel().tolist(), strict=True)
+        return np.array([pair in completing for pair in pairs]).reshape(tokens.shape)
 
     for allowed in (True, False):
         with shortcuts(allowed):
-            means = Means(completes=None if completing is None else completes)
+            means = Means(completes=None if completing is None else Completes(judge))
             steps = steps_of(case.rules, case.logits, case.scores, means=means)
         for group, step in enumerate(steps):
             expected = decide(case, group)

@@ -12,8 +12,10 @@ import torch
 from tests.support.steps import rules_of
 from vllm_trie.search import gumbel, sampling
 from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints import stops
 from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
 from vllm_trie.search.constraints.ngrams import NoRepeats
+from vllm_trie.search.constraints.stops import Completes
 from vllm_trie.search.filters import LogitsFilters, Pruning
 from vllm_trie.search.rules import Means, SelectRules, Strategy
 from vllm_trie.search.step import joint_distribution, reported, take_step
@@ -92,21 +94,21 @@ def test_going_on_with_what_was_drawn_waits_for_nothing() -> None:
 def test_only_stop_strings_are_looked_for_on_the_host() -> None:
     asked = []
 
-    def completes(candidates: Any) -> np.ndarray:
-        asked.append(candidates)
-        return np.zeros(candidates.tokens.shape, dtype=bool)
+    def judge(*on_host: Any) -> np.ndarray:
+        asked.append(on_host)
+        return np.zeros(on_host[1].shape, dtype=bool)
 
-    rules = rules_of(WIDTH, stops=(1,))
-    take_step(rules, torch.randn(2, WIDTH, 30), Beams(torch.zeros(2, WIDTH)), Means(completes=completes))
-    (candidates,) = asked
-    assert all(isinstance(field, np.ndarray) for field in candidates)
-    take_step(
-        rules_of(WIDTH, stops=(1,), are_barred=True),
-        torch.randn(2, WIDTH, 30),
-        Beams(torch.zeros(2, WIDTH)),
-        Means(completes=completes),
-    )
-    assert len(asked) == 1, "no hypothesis may stop, so none is looked at"
+    rules, beside = rules_of(WIDTH, stops=(1,)), torch.arange(12, dtype=torch.int32).view(3, 4)
+    for is_barred, sees in ((False, True), (False, False), (True, True)):
+        of_rules = rules._replace(stops=rules.stops._replace(are_barred=is_barred))
+        with patch.object(stops, "sees", lambda _, sees=sees: sees):
+            means = Means(completes=Completes(judge, beside).of_rows(2))
+            take_step(of_rules, torch.randn(2, WIDTH, 30), Beams(torch.zeros(2, WIDTH)), means)
+    assert len(asked) == 2, "where no hypothesis may stop, none is looked at"
+    for parents, tokens, copied in asked:
+        assert parents.shape == tokens.shape
+        assert parents.min() >= 2
+        np.testing.assert_array_equal(copied, beside.numpy())
 
 
 ITEM_RULES = {

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
 from vllm_trie.search.devices import numbers
@@ -34,9 +33,6 @@ class Candidates(NamedTuple, Generic[Array]):
 def pick(candidates: Candidates[torch.Tensor], chosen: torch.Tensor) -> Candidates[torch.Tensor]:
     """Those at `chosen` [G, n]."""
     return Candidates(*(field.gather(1, chosen) for field in candidates))
-
-
-Completes = Callable[[Candidates[np.ndarray]], np.ndarray]  # of candidates [G, K] which complete a stop string, [G, K]
 
 
 def rank_candidates(logprobs: torch.Tensor, scores: torch.Tensor, count: int) -> Candidates[torch.Tensor]:

@@ -10,10 +10,10 @@ import torch
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import ItemRules
 from vllm_trie.search.constraints.constraint import Constraint
-from vllm_trie.search.constraints.stops import Stops
+from vllm_trie.search.constraints.stops import Completes, Stops
 from vllm_trie.search.devices import NEVER, numbers
 from vllm_trie.search.filters import LogitsFilters, Pruning
-from vllm_trie.search.rank import Candidates, Completes
+from vllm_trie.search.rank import Candidates
 from vllm_trie.search.slots import select_next
 from vllm_trie.search.step_result import Step
 
@@ -25,7 +25,7 @@ class Means(NamedTuple):
 
     Args:
         draws: Of each group, where something is drawn.
-        completes: Tells of candidates on the host which complete a stop string.
+        completes: Finds candidates that complete a stop string.
         select_next: That of `slots`, or what does the same on this device.
         boosts: [G, r or 1, V] float32, what ranks continuations besides log-probabilities, which filters see alone.
     """

@@ -59,12 +59,12 @@ class Nodes:
     def means(self, rules: SelectRules, nodes: list[int]) -> Means:
         """What a step from beams at `nodes` is taken with."""
 
-        def history(_: int, beam: int) -> tuple[list[int], list[int]]:
-            root, *path = self.forest.path(nodes[beam])
-            prompt, generated = self._selector.history(self.forest_step.group, root)
-            return prompt, generated + [self.forest.tokens[node] for node in path]
+        def path(beam: int) -> tuple[int, list[int]]:
+            root, *drafts = self.forest.path(nodes[beam])
+            return root, [self.forest.tokens[node] for node in drafts]
 
-        return Means(completes=self._selector.completes(rules, history))
+        num_tokens = np.array([self.forest_step.start + 1])
+        return Means(completes=self._selector.completes(rules, [self.forest_step.group], num_tokens, path))
 
 
 def on_host(step: Step) -> Step:

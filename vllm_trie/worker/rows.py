@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_trie.messages import MOST_DRAFTS, GroupStep
-from vllm_trie.search.devices import sees
+from vllm_trie.search.devices import sees, uploaded_together
 from vllm_trie.worker.attention.tree_layers import kv_slots
 from vllm_trie.worker.group_rows import GroupRows
 from vllm_trie.worker.hidden_states import HiddenStates
@@ -97,10 +97,23 @@ class Rows:
         """[..., end - start] int32, tokens of the rows in `slots`, of any shape."""
         return self._runner.req_states.all_token_ids.gpu[self.upload(slots), start:end]
 
-    def generated(self, group: GroupRows, row: int) -> list[int]:
-        """What a row has generated before this step. Waits for the device."""
-        states, slot = self._runner.req_states, group.slots[row]
-        return states.all_token_ids.gpu[slot, len(group.prompt) : int(states.total_len.gpu[slot])].tolist()
+    def generated(
+        self, groups: Sequence[GroupRows], num_tokens: np.ndarray
+    ) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+        """What rows of G groups have generated, of which each row of a group holds `num_tokens` [G].
+
+        Returns:
+            int32 tokens on the device, where the rows [G, r] are in them, and [G] where what was generated begins.
+            Where it saves copying, tokens of other rows, and of prompts, are among them.
+        """
+        tokens, slots = self._runner.req_states.all_token_ids.gpu, np.array([group.slots for group in groups])
+        starts = np.array([len(group.prompt) for group in groups])
+        if sees(self.device):
+            return tokens, slots, starts
+        columns = starts[:, None] + np.arange(max((num_tokens - starts).max(), 1))
+        rows, at = uploaded_together([slots, np.minimum(columns, tokens.shape[1] - 1)], self.device)
+        of_groups = tokens[rows[:, :, None], at[:, None]].flatten(0, 1)
+        return of_groups, np.arange(slots.size).reshape(slots.shape), np.zeros_like(starts)
 
     def num_computed(self, group: GroupRows) -> int:
         """Tokens of each row that are computed."""

@@ -7,13 +7,13 @@ text.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from vllm_trie.search.rank import Candidates, Completes
+from vllm_trie.search.constraints.stops import Completes
 from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import take_step
@@ -81,7 +81,7 @@ class Selector:
             places = rows.places(slots)
             num_tokens = rows.num_tokens(places[:, 0])
             draws = [draw for group_id in group_ids if (draw := context.steps[group_id].draw) is not None]
-            completes = self.completes(rules, lambda group, row: self.history(groups[group], row))  # noqa: B023
+            completes = self.completes(rules, groups, num_tokens)
             masks = [context.masks[group_id] for group_id in group_ids] if has_masks else []
             beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1])
             of_rows = self._logits(rules, rows, logits, slots, places)
@@ -141,28 +141,35 @@ class Selector:
         )
 
     def completes(
-        self, rules: SelectRules, history: Callable[[int, int], tuple[list[int], list[int]]]
+        self,
+        rules: SelectRules,
+        groups: Sequence[GroupRows],
+        num_tokens: np.ndarray,
+        path: Callable[[int], tuple[int, list[int]]] | None = None,
     ) -> Completes | None:
-        """Which candidates [G, K] on the host complete a stop string; None if none can.
+        """What finds candidates that complete a stop string; None if none can.
 
         Args:
             rules: Theirs.
-            history: Of a group and a row: the last few tokens of the prompt, and what the row has generated.
+            groups: G of them.
+            num_tokens: [G], of each row of a group before this step.
+            path: Of a beam: its row, and its further tokens; by default beams are rows, and have none.
         """
         stops = rules.stops
         if not stops.strings or stops.are_barred:
             return None
         strings = self._stop_strings(stops.strings, stops.skips_special_tokens)
+        tokens, at, starts = self.rows.generated(groups, num_tokens)
 
-        def completed(candidates: Candidates) -> np.ndarray:
-            result = strings.may_complete(candidates.tokens)
+        def judge(parents: np.ndarray, candidates: np.ndarray, histories: np.ndarray | None) -> np.ndarray:
+            assert histories is not None
+            result = strings.may_complete(candidates)
             for group, rank in zip(*result.nonzero(), strict=True):
-                prompt, generated = history(int(group), int(candidates.parents[group, rank]))
-                result[group, rank] = strings.is_completed_by(int(candidates.tokens[group, rank]), prompt, generated)
+                prompt, beam = groups[group].prompt, int(parents[group, rank])
+                row, further = (beam, []) if path is None else path(beam)
+                generated = histories[at[group, row], starts[group] :][: num_tokens[group] - len(prompt)].tolist()
+                token = int(candidates[group, rank])
+                result[group, rank] = strings.is_completed_by(token, prompt[-CONTEXT:], generated + further)
             return result
 
-        return completed
-
-    def history(self, group: GroupRows, row: int) -> tuple[list[int], list[int]]:
-        """The last few tokens of the prompt, and what a row has generated before this step. Waits for the device."""
-        return group.prompt[-CONTEXT:], self.rows.generated(group, row)
+        return Completes(judge, tokens)

@@ -46,7 +46,7 @@ class Best(_Best, Strategy):
             allowed = pruned(allowed if means.boosts is None else allowed + means.boosts, scores, rules.pruning)
             candidates = rank_candidates(allowed, scores, count)
             stops = rules.stops.end(candidates, means.completes)
-            if means.completes is None or count >= num_rows * vocab_size or ((~stops).sum(dim=1) >= width).all():
+            if means.completes is None or count >= num_rows * vocab_size or means.completes.num_going_on >= width:
                 break
             count *= 2  # too many complete a stop string, too few would go on
         if self.semantics == "hf":  # what stops finishes among the best b; source: transformers 5.19 `_beam_search`

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from vllm_trie.search.beams import STATELESS, Beams
 from vllm_trie.search.devices import NEVER
-from vllm_trie.search.rank import Candidates, Completes
+from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import Choice, Means, SelectRules, Strategy
 from vllm_trie.search.step_result import Step
 from vllm_trie.search.strategies.best import Best
@@ -55,7 +54,7 @@ class InGroups(_InGroups, Strategy):
             penalties, of_group = self.penalty * counts, beams.rows(at)
             if is_done:
                 of_group = of_group._replace(scores=torch.full_like(of_group.scores, NEVER))
-            completes = _of_slots(means.completes, first if num_rows > 1 else 0)
+            completes = means.completes and means.completes.of_rows(first if num_rows > 1 else 0)
             own = means._replace(boosts=-penalties[:, None], completes=completes)
             step, _ = Best().choose(rules_of_group, logprobs[:, at], of_group, own)
             if is_done and self.padding is not None:  # so this group has all its beams: fewer never fill a pool
@@ -71,14 +70,3 @@ class InGroups(_InGroups, Strategy):
         states = {key: torch.cat([states[key] for states in of_groups], dim=1) for key in of_groups[0]}
         step = Step(*by_slot, finished, states=states)
         return Choice(step, torch.cat(penalised, dim=1) if penalised else logprobs)
-
-
-def _of_slots(completes: Completes | None, first: int) -> Completes | None:
-    """The same of candidates whose parents are counted from slot `first` on."""
-    if completes is None or first == 0:
-        return completes
-
-    def completed(candidates: Candidates[np.ndarray]) -> np.ndarray:
-        return completes(candidates._replace(parents=candidates.parents + first))
-
-    return completed
