@@ -123,6 +123,16 @@ CASES: list[tuple[Any, ...]] = [
         4,
         1,
     ),
+    *(
+        (
+            copies._hold_tokens,
+            {"moves": LONGS, "held": LONGS, "pointers": "*u64", "token_words": INT, "num_workers": INT}
+            | dict.fromkeys(["of_block", "of_place", "words", "offsets"], LONGS),
+            {"word": tl.int64, "is_read": is_read, "tile_size": copies.TOKEN_TILE},
+            4,
+        )
+        for is_read in (True, False)
+    ),
     (
         rows_beside._take_rows,
         dict.fromkeys(["rows", "logits", "moved", "tokens", "logits_indices", "own_logits_indices"], LONGS)

@@ -11,8 +11,10 @@ import torch
 from vllm import _custom_ops as ops
 
 from vllm_trie.worker.attention.cpu_backend import SharedPrefixBuilder
+from vllm_trie.worker.kernels import copies
 from vllm_trie.worker.kv_slots import ByToken, KVSlots
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, HEAD_SIZE = 3, 2, 32, 64
 NUM_SLOTS = NUM_BLOCKS * BLOCK_SIZE
 LAYOUTS = [("vec", torch.float32), ("vec", torch.bfloat16), ("vec16", torch.float16), ("amx", torch.bfloat16)]
@@ -56,6 +58,32 @@ def test_the_first_tokens_of_a_block_are_copied(isa: str, dtype: torch.dtype, co
     assert all(map(np.array_equal, found, expected))
     rest = written(keys, values, isa).view(NUM_BLOCKS, -1)[1:]
     assert torch.equal(cache.view(NUM_BLOCKS, -1)[1:], rest), "other blocks stay as they are"
+
+
+def some_slots(layers: list[torch.Tensor], block_sizes: tuple[int, int]) -> KVSlots:
+    """Two KV cache groups, as FlashAttention lays them out, and beside them a state for each token."""
+    by_head = [ByToken(layer.transpose(1, 2), (layer.shape[2],)) for layer in layers[:3]]
+    return KVSlots([by_head[:2], [by_head[2], ByToken(layers[3], block_sizes[1:])]])
+
+
+def test_tokens_of_all_groups_are_moved_by_kernels_as_in_torch() -> None:
+    device, sizes, seeded = torch.device(DEVICE), (4, 6), torch.Generator().manual_seed(0)
+    shapes = [(9, 3, 4, 10), (9, 1, 4, 300), (9, 2, 6, 10), (9, 6, 7)]
+    by_kernel = [torch.randint(99, shape, generator=seeded).to(device, torch.bfloat16) for shape in shapes]
+    by_torch = [layer.clone() for layer in by_kernel]
+    random = np.random.default_rng(0)
+    moves = [
+        (number, np.stack([random.permutation(9 * size)[:25] for _ in range(2)])) for number, size in enumerate(sizes)
+    ]
+    segments, slots = some_slots(by_kernel, sizes).segments, some_slots(by_torch, sizes)
+    assert segments is not None
+    held = copies.HeldTokens(moves, segments)
+    assert all(map(torch.equal, by_kernel, by_torch)), "they are read before any is written"
+    held.write()
+    for number, (from_, to) in moves:
+        slots.write(number, to, slots.read(number, from_))
+    assert all(map(torch.equal, by_kernel, by_torch))
+    assert KVSlots([by_token(torch.zeros(NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE), "amx")]).segments is None
 
 
 def test_layers_that_share_a_cache_are_moved_once() -> None:

@@ -68,7 +68,7 @@ class KVBlocks:
     @cached_property
     def segments(self) -> Segments:
         """What a kernel must know to copy blocks."""
-        pointers, strides, lengths = zip(*itertools.chain(*map(_segments, self._layers)), strict=True)
+        pointers, strides, lengths = zip(*itertools.chain(*map(segments_of, self._layers)), strict=True)
         word_bytes = math.gcd(8, *pointers, *strides, *lengths)
         device = self.device
 
@@ -81,7 +81,7 @@ class KVBlocks:
     @cached_property
     def are_apart(self) -> bool:
         """Whether no byte of a block belongs to two layers, so that each layer may be copied when it likes."""
-        num_blocks, segments = len(self._layers[0]), sorted(itertools.chain(*map(_segments, self._layers)))
+        num_blocks, segments = len(self._layers[0]), sorted(itertools.chain(*map(segments_of, self._layers)))
         for at, (pointer, stride, length) in enumerate(segments, start=1):
             for other, other_stride, other_length in segments[at:]:
                 if other >= pointer + (num_blocks - 1) * stride + length:
@@ -99,7 +99,7 @@ def _distinct(layers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """
     distinct: dict[object, torch.Tensor] = {}
     for blocks in layers:
-        (pointer, stride, _), *others = _segments(blocks)
+        (pointer, stride, _), *others = segments_of(blocks)
         place = (pointer, blocks.dtype, blocks.shape, blocks.stride()) if others else (pointer, stride)
         if place not in distinct or blocks.nbytes > distinct[place].nbytes:
             distinct[place] = blocks
@@ -118,7 +118,7 @@ def _blocks(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return torch.unflatten(words, 0, (num_blocks, cache.shape[0] // num_blocks))
 
 
-def _segments(blocks: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+def segments_of(blocks: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     """Pointer to block 0, bytes from block to block, and bytes of a block, of each dense part of blocks [blocks, ...].
 
     Heads may lie apart, and a block of one layer between blocks of others.

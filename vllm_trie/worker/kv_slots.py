@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_trie.search.devices import sees, uploaded
-from vllm_trie.worker.kv_blocks import WORDS
+from vllm_trie.worker.kv_blocks import WORDS, segments_of
 
 
 class ByToken(NamedTuple):
@@ -18,6 +20,21 @@ class ByToken(NamedTuple):
 
     contents: torch.Tensor  # [blocks, *places, ...]
     places: tuple[int, ...]  # whose product is the block size: a token is at its place in that order
+
+
+class TokenSegments(NamedTuple):
+    """Where layers hold a token: so many words in a row, once or more often per layer; on the device.
+
+    The segments of a KV cache group come one after the other.
+    """
+
+    pointers: torch.Tensor  # [segments] uint64, to the first token of block 0
+    # [4, segments] int64, in words: from block to block, from token to token within a block, of one token, and where
+    # these begin among all words of a token
+    sizes: torch.Tensor
+    groups: tuple[tuple[int, int, int], ...]  # by KV cache group: first segment, last but one, and block size
+    token_words: int
+    word_bytes: int
 
 
 class KVSlots:
@@ -28,6 +45,7 @@ class KVSlots:
     """
 
     def __init__(self, layers: Sequence[Sequence[ByToken]]) -> None:
+        self._given = layers
         self._layers = [[*{_where(layer): _indexable(layer) for layer in of_group}.values()] for of_group in layers]
 
     def read(self, number: int, slots: np.ndarray) -> list[Any]:
@@ -52,6 +70,27 @@ class KVSlots:
             for source, destination, count in zip(*(n.tolist() for n in (sources, destinations, counts)), strict=True):
                 first = -(-count // unit)
                 layer.contents[destination, :first] = layer.contents[source, :first]
+
+    @cached_property
+    def segments(self) -> TokenSegments | None:
+        """What a kernel must know to copy tokens; None where some lie in their blocks otherwise than one by one."""
+        if any(len(layer.places) > 1 for of_group in self._given for layer in of_group):
+            return None
+        found, groups = list[tuple[int, int, int, int]](), list[tuple[int, int, int]]()
+        for of_group in self._given:
+            first = len(found)
+            for contents, _ in {_where(layer): layer for layer in of_group}.values():
+                of_place = contents.stride(1) * contents.element_size()
+                found += [(start, stride, of_place, n) for start, stride, n in segments_of(contents.select(1, 0))]
+            groups.append((first, len(found), of_group[0].places[0] if of_group else 1))
+        pointers, *sizes = np.array(found, dtype=np.uint64).T
+        device, word_bytes = self._given[0][0].contents.device, math.gcd(8, *chain(*found))
+        of_block, of_place, words = (n.astype(np.int64) // word_bytes for n in sizes)
+        on_host = np.stack([of_block, of_place, words, words.cumsum() - words])
+        to_tokens = torch.from_numpy(pointers.copy()).to(device)
+        return TokenSegments(
+            to_tokens, torch.from_numpy(on_host).to(device), tuple(groups), int(words.sum()), word_bytes
+        )
 
     def _split(self, number: int, slots: np.ndarray) -> dict[tuple[int, ...], tuple[Any, ...]]:
         """By the places of layers: blocks, and places in them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -32,13 +32,27 @@ def move(kv_blocks: KVBlocks, kv_slots: KVSlots, blocks: np.ndarray, tokens: Seq
         blocks: [copies, 2], from where, and where to.
         tokens: KV cache groups, and [2, tokens] slots of each, likewise.
     """
-    held = [(number, to, kv_slots.read(number, from_)) for number, (from_, to) in tokens if len(to)]
-    if len(blocks) and kernels.run_on(kv_blocks.device) and kv_blocks.are_apart:
+    moving = [(number, from_to) for number, from_to in tokens if from_to.size]
+    is_by_kernels = kernels.run_on(kv_blocks.device)
+    held = _held(kv_slots, moving, is_by_kernels)
+    if len(blocks) and is_by_kernels and kv_blocks.are_apart:
         copies.copy_blocks(chains_of(blocks), kv_blocks.segments)
     elif len(blocks):
         kv_blocks.copy(*blocks.T)
-    for number, to, of_layers in held:
-        kv_slots.write(number, to, of_layers)
+    held()
+
+
+def _held(kv_slots: KVSlots, moving: list[tuple[int, np.ndarray]], is_by_kernels: bool) -> Callable[[], None]:
+    """Read tokens; what is returned writes them."""
+    if moving and is_by_kernels and kv_slots.segments is not None:
+        return copies.HeldTokens(moving, kv_slots.segments).write
+    held = [(number, to, kv_slots.read(number, from_)) for number, (from_, to) in moving]
+
+    def write() -> None:
+        for of_number in held:
+            kv_slots.write(*of_number)
+
+    return write
 
 
 def chains_of(pairs: np.ndarray) -> list[list[tuple[int, int]]]:

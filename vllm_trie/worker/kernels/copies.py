@@ -5,6 +5,7 @@ In torch `worker.reorder` has the one, and `worker.kv_blocks` the other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,14 @@ import triton
 import triton.language as tl
 
 from vllm_trie.search.devices import uploaded
+from vllm_trie.worker.kv_blocks import WORDS as TORCH_WORDS
 from vllm_trie.worker.kv_blocks import Segments
+from vllm_trie.worker.kv_slots import TokenSegments
 from vllm_trie.worker.row_reorder import RowReorder, Tables
 
 HELD = -1  # in the place of a block: what the copying program holds
+WORKERS_OF_TOKEN = 8  # programs that copy the content of a token
+TOKEN_TILE = 256  # words that each copies at a time
 COPY_TILE = 1024  # words, or table entries, that one program copies at a time
 MOST_PROGRAMS = 4096  # that copy contents of blocks, unless rows are more: more than a GPU runs at a time
 WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -54,6 +59,42 @@ def copy_blocks(chains: list[list[tuple[int, int]]], segments: Segments) -> None
     _copy_blocks[len(chains), num_workers](
         on_device, len(chains), num_workers, *_of(segments), held=HELD, **_constants(segments)
     )
+
+
+class HeldTokens:
+    """What KV slots hold, read by one launch, to be written into others by another one.
+
+    Args:
+        moves: By KV cache group, [2, tokens] slots, from where, and where to.
+        segments: Where tokens lie, layer by layer.
+    """
+
+    def __init__(self, moves: Sequence[tuple[int, np.ndarray]], segments: TokenSegments) -> None:
+        fields = [self._of_group(from_to, *segments.groups[number]) for number, from_to in moves]
+        self._moves = uploaded(np.ascontiguousarray(np.concatenate(fields)), segments.sizes.device)
+        self._segments, dtype = segments, TORCH_WORDS[segments.word_bytes]
+        self._held = torch.empty(len(self._moves) * segments.token_words, dtype=dtype, device=segments.sizes.device)
+        self._launch(is_read=True)
+
+    @staticmethod
+    def _of_group(from_to: np.ndarray, first: int, end: int, block_size: int) -> np.ndarray:
+        """[tokens, 6] int64: segments from the first to the last but one; blocks and places in them."""
+        segments = np.broadcast_to([first, end], (from_to.shape[1], 2))
+        (source, at), (destination, to) = (divmod(slots, block_size) for slots in from_to)
+        return np.column_stack([segments, source, at, destination, to]).astype(np.int64)
+
+    def write(self) -> None:
+        """Write them."""
+        self._launch(is_read=False)
+
+    def _launch(self, is_read: bool) -> None:
+        segments, num_workers = self._segments, min(len(self._segments.pointers), WORKERS_OF_TOKEN)
+        _hold_tokens[len(self._moves), num_workers](
+            *(self._moves, self._held, segments.pointers, *segments.sizes, segments.token_words, num_workers),
+            word=WORDS[segments.word_bytes],
+            is_read=is_read,
+            tile_size=TOKEN_TILE,
+        )
 
 
 def _num_tiles(segments: Segments) -> int:
@@ -160,3 +201,35 @@ def _copy_blocks(
                 saved = values
             else:
                 tl.store(blocks + destination * stride + index, values, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["num_workers"], do_not_specialize_on_alignment=["of_block", "of_place", "words", "offsets"]
+)
+def _hold_tokens(
+    moves, held, pointers, of_block, of_place, words, offsets, token_words, num_workers, word: tl.constexpr, is_read:
+    tl.constexpr, tile_size: tl.constexpr,
+):  # fmt: skip
+    """See `HeldTokens`: `num_workers` programs per token, each with some segments.
+
+    Args:
+        moves: [tokens, 6].
+        held: [tokens, token_words].
+        pointers: [segments].
+        of_block: [segments].
+        of_place: [segments].
+        words: [segments].
+        offsets: [segments].
+    """
+    token = tl.program_id(0).to(tl.int64)
+    move = moves + 6 * token
+    at = move + 2 if is_read else move + 4
+    block, place = tl.load(at), tl.load(at + 1)
+    for segment in range(tl.load(move) + tl.program_id(1), tl.load(move + 1), num_workers):
+        own = tl.load(pointers + segment).to(tl.pointer_type(word))
+        own += block * tl.load(of_block + segment) + place * tl.load(of_place + segment)
+        beside = held + token * token_words + tl.load(offsets + segment)
+        if is_read:
+            _copy(own, beside, 0, tl.load(words + segment), tile_size)
+        else:
+            _copy(beside, own, 0, tl.load(words + segment), tile_size)
