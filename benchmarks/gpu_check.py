@@ -115,7 +115,8 @@ def check_searches(findings: Findings, device: torch.device, args: argparse.Name
     if args.interpret or not is_there("vllm"):
         print("Whole searches are left out: they need vLLM's CUDA build and a GPU.")
         return
-    commands = (["pytest", "-n", "0", "-q", *PARITY], ["benchmarks.gpu_engines", "--out", str(args.out)])
+    engines = [["benchmarks.gpu_engines", "--model", model, "--out", str(args.out)] for model in ("0.6B", "8B")]
+    commands = (["pytest", "-n", "0", "-q", *PARITY], *engines, [*engines[0], "--drafts"])
     findings.rows("searches", run, commands)
 
 
