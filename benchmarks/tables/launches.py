@@ -15,6 +15,7 @@ STOP_TOKEN_IDS, DIVERSITY, MIN_P, TOP_P, NUM_LOGPROBS = (2,), 0.5, 0.1, 0.9, 5
 STOP_STRINGS = ("\n\n",)
 PLAIN = "plain"
 WIDTHS, IN_ONE_BATCH = (4, 64, 512), (4, 8)  # beams; beams and groups
+NUM_LAYERS, DEPTH = 36, 4  # of models; of a forest
 FIRST, SECOND = 21, 22  # tokens of rows in two steps, of which the first one fills caches
 
 
@@ -77,6 +78,24 @@ def counted(search: str, width: int, num_groups: int, num_ordinary: int = 0, is_
             kernel.count = 0
         with LaunchCounter() as counter:
             take(np.full(num_groups, SECOND))
+        kernels = sum(kernel.count for kernel in noted.values())
+    return Counted(len(counter.operations), counter.copies, kernels, counter.waits)
+
+
+def counted_forest(width: int, num_groups: int) -> Counted:
+    """Count one step of groups that speculate with a draft model, without the forwards; all drafts are accepted."""
+    from benchmarks.launch_counter import LaunchCounter
+    from benchmarks.weightless import kernels_noted
+    from benchmarks.weightless_forest import WeightlessForest
+
+    with kernels_noted() as noted:
+        groups = WeightlessForest(_rules(width)[PLAIN], num_groups, VOCAB_SIZE, NUM_LAYERS, DEPTH)
+        with LaunchCounter():
+            groups.take()
+        for kernel in noted.values():
+            kernel.count = 0
+        with LaunchCounter() as counter:
+            groups.take()
         kernels = sum(kernel.count for kernel in noted.values())
     return Counted(len(counter.operations), counter.copies, kernels, counter.waits)
 

@@ -12,11 +12,12 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.launch_counter import LaunchCounter
-from benchmarks.tables.launches import TABLE, counted
+from benchmarks.tables.launches import TABLE, counted, counted_forest
 from benchmarks.weightless import NOWHERE, nowhere
 from vllm_trie.search.devices import uploaded
 
 MOST_LAUNCHES = 40  # of a plain step; it may only fall
+MOST_OF_FOREST, MOST_WAITS_OF_FOREST = 398, 11  # of four layers; likewise
 MOST_BESIDE = 4  # more where there are ordinary rows beside beams; likewise
 
 
@@ -42,6 +43,13 @@ def test_a_plain_step_takes_no_more_launches_than_today(width: int, num_groups: 
 def test_ordinary_rows_beside_beams_take_few_launches_more(search: str) -> None:
     alone, beside = (counted(search, 4, 1, num_ordinary, is_whole=True).launches for num_ordinary in (0, 3))
     assert 0 < beside - alone <= MOST_BESIDE
+
+
+def test_a_forest_takes_no_more_launches_and_waits_than_today() -> None:
+    forest = counted_forest(4, 1)
+    assert forest.launches <= MOST_OF_FOREST
+    assert forest.waits <= MOST_WAITS_OF_FOREST
+    assert forest.kernels == 3
 
 
 def test_operations_copies_and_waits_are_told_apart() -> None:

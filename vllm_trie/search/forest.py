@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_trie.search.devices import sees, uploaded
+
 ROOT = -1
 
 
@@ -141,14 +143,13 @@ def grow(forest: Forest, layer: Layer, logprobs: torch.Tensor, width: int, draft
         The new layer, empty if nothing can be drafted.
     """
     best, tokens = logprobs.topk(min(draft_width, logprobs.shape[-1]), dim=-1)
-    scores = (best + layer.scores[:, None]).cpu().numpy()
+    scores, chosen = _on_host(best + layer.scores[:, None], tokens)
     by_rank = np.argsort(-scores, axis=None, kind="stable")
     positions, ranks = np.unravel_index(by_rank[scores.ravel()[by_rank] > -np.inf], scores.shape)
     is_narrow = positions < layer.num_narrow
     is_narrow &= np.cumsum(is_narrow) <= width
     order = np.concatenate([np.flatnonzero(is_narrow), np.flatnonzero(~is_narrow)])[:draft_width]
 
-    chosen = tokens.cpu().numpy()
     nodes, kept = list[int](), list[float]()
     for candidate in order.tolist():
         if not forest.has_room:
@@ -156,5 +157,13 @@ def grow(forest: Forest, layer: Layer, logprobs: torch.Tensor, width: int, draft
         position, rank = positions[candidate], ranks[candidate]
         nodes.append(forest.add(layer.nodes[position], int(chosen[position, rank])))
         kept.append(scores[position, rank])
-    scores_of_nodes = torch.tensor(kept, dtype=torch.float32, device=logprobs.device)
+    scores_of_nodes = uploaded(np.array(kept, dtype=np.float32), logprobs.device)
     return Layer(nodes, scores_of_nodes, min(int(is_narrow.sum()), len(nodes)))
+
+
+def _on_host(scores: torch.Tensor, tokens: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """[nodes, n] float32 and integers; the host waits once."""
+    if sees(scores.device):
+        return scores.numpy(), tokens.numpy()
+    of_scores, of_tokens = torch.stack([scores.view(torch.int32), tokens.int()]).cpu().numpy()
+    return of_scores.view(np.float32), of_tokens

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 
 import numpy as np
+import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -76,16 +77,20 @@ class Drafter(ABC):
         rows, tables, budget = self._selector.rows, self._runner.block_tables, step.budget
         assert budget is not None
         start, slots, blocks = rows.num_computed(group), rows.upload(group.slots), []
-        for number, (table, block_size) in enumerate(zip(tables.block_tables, tables.block_sizes, strict=True)):
-            column, next_blocks = start // block_size, budget.next_blocks[number]
+        columns = [start // block_size for block_size in tables.block_sizes]
+        held = [table.gpu[slots, : column + 1] for table, column in zip(tables.block_tables, columns, strict=True)]
+        on_host = torch.cat([*held, group.tokens.int()[:, None]], dim=1).cpu().numpy()
+        *of_tables, newest = np.split(on_host, np.cumsum(columns) + np.arange(1, len(columns) + 1), axis=1)
+        for number, (column, block_size) in enumerate(zip(columns, tables.block_sizes, strict=True)):
+            next_blocks = budget.next_blocks[number]
             last = max((start + budget.max_drafts) // block_size, column + bool(next_blocks))
             own = np.full((len(slots), last + 1), NO_BLOCK, dtype=np.int32)
-            own[:, : column + 1] = table.gpu[slots, : column + 1].cpu().numpy()
+            own[:, : column + 1] = of_tables[number]
             own[:, : self._num_skipped(number, start)] = NO_BLOCK  # what has left the window may be another's by now
             if next_blocks:
                 own[:, column + 1] = next_blocks
             blocks.append(own)
-        roots = group.tokens.tolist()
+        roots = newest[:, 0].tolist()
         kind = FORESTS.get(type(step.rules.strategy), SearchedForest)
         step = replace(step, budget=(budget := kind.affordable(budget, step.rules)))
         forest = Forest(roots, budget.max_drafts)

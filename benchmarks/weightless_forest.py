@@ -1,0 +1,129 @@
+"""A step of speculation on tensors without content: drafted, verified and accepted, but for the forwards of models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+
+from benchmarks.weightless import BLOCK_SIZES, LENGTH, PROMPT, WeightlessStep, batch_of, nowhere
+from vllm_trie.messages import GroupStep, SpeculationBudget
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.worker import draft_model
+from vllm_trie.worker.draft_by_model import ModelDrafts
+from vllm_trie.worker.draft_model import DraftModel
+from vllm_trie.worker.group_rows import BatchRows
+from vllm_trie.worker.kv_blocks import KVBlocks
+from vllm_trie.worker.kv_slots import ByToken, KVSlots
+from vllm_trie.worker.step_context import StepContext
+from vllm_trie.worker.tree_positions import tree_positions
+from vllm_trie.worker.verify import verify
+
+HIDDEN_SIZE, HEADS, HEAD_SIZE, NUM_BLOCKS = 64, 2, 8, 400
+
+
+class WeightlessForest(WeightlessStep):
+    """Groups of plain searches that speculate with a draft model.
+
+    Args:
+        rules: Theirs.
+        num_groups: G.
+        vocab_size: V.
+        num_layers: Of the models together; each KV cache group has as many.
+        depth: Layers of a forest.
+    """
+
+    def __init__(self, rules: SelectRules, num_groups: int, vocab_size: int, num_layers: int, depth: int) -> None:
+        super().__init__(rules, num_groups, vocab_size)
+        self.depth, self.vocab_size = depth, vocab_size
+        runner, states = self.runner, self.runner.req_states
+        tables = self.selector.rows.tables.tables
+        runner.block_tables = SimpleNamespace(
+            block_tables=[SimpleNamespace(gpu=table) for table in tables],
+            block_sizes=[*BLOCK_SIZES],
+            num_blocks=SimpleNamespace(np=np.zeros((len(tables), self.num_slots), np.int32)),
+            apply_staged_writes=lambda: None,
+        )
+        states.num_computed_tokens_np = np.full(self.num_slots, len(PROMPT), np.int32)
+        states.draft_tokens, states.apply_staged_writes = nowhere(self.num_slots, depth), lambda: None
+        spec = SimpleNamespace(kv_cache_spec=None)
+        runner.kv_cache_config = SimpleNamespace(kv_cache_groups=[spec] * len(tables))
+        runner.max_num_tokens, runner.speculator = 1 << 13, object.__new__(StandaloneARSpeculator)
+        runner.speculator.attn_groups = []
+        runner.speculator.model = SimpleNamespace(compute_logits=lambda hidden: nowhere(len(hidden), vocab_size))
+        assert isinstance(runner.speculator, DraftModelSpeculator)
+        cache = nowhere(NUM_BLOCKS, HEADS, BLOCK_SIZES[0], 2 * HEAD_SIZE, dtype=torch.bfloat16)
+        caches = [cache] * num_layers
+        self.selector.rows.kv_blocks = KVBlocks(caches, NUM_BLOCKS)
+        by_token = ByToken(cache.transpose(1, 2), BLOCK_SIZES[:1])  # as FlashAttention has it
+        self.selector.rows.kv_slots = KVSlots([[by_token] * num_layers for _ in tables])
+        self.drafter = ModelDrafts(runner, self.selector, None)
+
+    def take(self) -> StepContext:
+        """Draft, verify and accept."""
+        width = len(self.groups["0"].row_ids)
+        rules, num_drafts = self.context.steps["0"].rules, self.depth * width
+        context = StepContext(decided_at=self.context.decided_at)
+        for group_id, group in self.groups.items():
+            group.num_drafted = len(PROMPT) - 1
+            budget = SpeculationBudget(
+                rules=[rules._replace() for _ in range(self.depth)],
+                num_layers=self.depth,
+                max_drafts=num_drafts,
+                draft_width=2 * width,
+                next_blocks=[[*range(width)] for _ in BLOCK_SIZES],
+                spare_blocks=[[*range(2 * num_drafts)] for _ in BLOCK_SIZES],
+            )
+            step = GroupStep(rules, selects=True, decodes=True, budget=budget, num_shared=[1] * len(BLOCK_SIZES))
+            context.steps[group_id] = step
+        row_ids = [row_id for group in self.groups.values() for row_id in group.row_ids]
+        output: Any = SimpleNamespace(
+            num_scheduled_tokens=dict.fromkeys(row_ids, 1), total_num_scheduled_tokens=len(row_ids)
+        )
+        output.scheduled_spec_decode_tokens = {}
+        context.forests = self._draft(context, output)
+        slots = self.slots.ravel()
+        num_nodes = np.array([output.num_scheduled_tokens[str(slot)] for slot in slots], np.int32)
+        batch = batch_of(slots, np.full(len(slots), LENGTH))
+        starts = np.concatenate([[0], num_nodes.cumsum()]).astype(np.int32)
+        batch.cu_num_logits_np = batch.query_start_loc_np = starts
+        batch.positions = nowhere(int(starts[-1]))
+        rows = BatchRows(batch, self.num_slots)
+        tree_positions(context.forests.values(), rows).write(batch.positions)
+        logits = nowhere(int(starts[-1]), self.vocab_size, dtype=torch.bfloat16)
+        sampled, counts = nowhere(len(slots), context.most_steps), np.zeros((2, len(slots)), np.int32)
+        context.decided = verify(self.selector, context, rows, logits, sampled, counts)
+        return context
+
+    def _draft(self, context: StepContext, output: SchedulerOutput) -> Any:
+        make_forest = self.drafter._make_forest
+
+        def in_blocks_of_their_own(*of_group: Any) -> Any:
+            forest_step = make_forest(*of_group)
+            forest_step.blocks = [np.arange(table.size).reshape(table.shape) for table in forest_step.blocks]
+            return forest_step
+
+        with without_forwards(), patch.object(self.drafter, "_make_forest", in_blocks_of_their_own):
+            return self.drafter.draft(context, self.groups, output)
+
+
+@contextmanager
+def without_forwards() -> Iterator[None]:
+    """Within it the draft model computes nothing, and vLLM makes no metadata for it."""
+
+    def run(_: DraftModel, batch: Any, token_ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        return nowhere(len(token_ids), HIDDEN_SIZE)
+
+    with ExitStack() as stack:
+        for name in ("build_attn_metadata", "build_slot_mappings_by_layer"):
+            stack.enter_context(patch.object(draft_model, name, lambda *_, **__: {}))
+        stack.enter_context(patch.object(DraftModel, "_run", run))
+        yield
