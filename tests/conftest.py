@@ -14,7 +14,7 @@ from xdist.scheduler import LoadScopeScheduling
 from benchmarks.models import COPIES, make
 from benchmarks.smollm2 import get
 from tests.support import models
-from tests.support.engine import TRAINED_TARGET, Engines
+from tests.support.engine import ROOT, TRAINED_TARGET, Engines
 
 AT_START = Path(__file__).parent / "support" / "at_start"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(AT_START), os.environ.get("PYTHONPATH")]))
@@ -120,3 +120,18 @@ def engines(_engines: Engines) -> Iterator[Engines]:
     yield _engines
     if _engines.alive is not None:
         _engines.alive.check_nothing_is_left()
+
+
+@pytest.fixture
+def with_shared_engines(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`LLM` gives an engine in this process that lives on; no example minds that it counts."""
+    import vllm
+
+    stock = vllm.LLM
+
+    def make(model: str, **options: Any) -> Any:
+        with monkeypatch.context() as for_engines:
+            for_engines.setattr(vllm, "LLM", stock)
+            return engines(ROOT / model, **{"disable_log_stats": False, **options}).llm
+
+    monkeypatch.setattr(vllm, "LLM", make)

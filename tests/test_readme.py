@@ -12,7 +12,6 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +23,7 @@ from tests.support.documents import (
     Example,
     run_here,
 )
-from tests.support.engine import ROOT, TRAINED_TARGET, Engines
+from tests.support.engine import ROOT, TRAINED_TARGET
 
 pytestmark = pytest.mark.slow
 
@@ -40,21 +39,6 @@ def real_folders(real_model: Path, real_draft: Path, monkeypatch: pytest.MonkeyP
     """The variables that README.md tells its readers to set."""
     monkeypatch.setenv("MODEL", str(real_model))
     monkeypatch.setenv("DRAFT", str(real_draft))
-
-
-@pytest.fixture
-def with_shared_engines(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`LLM` gives an engine in this process that lives on; no example minds that it counts."""
-    import vllm
-
-    stock = vllm.LLM
-
-    def make(model: str, **options: Any) -> Any:
-        with monkeypatch.context() as for_engines:
-            for_engines.setattr(vllm, "LLM", stock)
-            return engines(ROOT / model, **{"disable_log_stats": False, **options}).llm
-
-    monkeypatch.setattr(vllm, "LLM", make)
 
 
 @pytest.mark.parametrize("example", OFFLINE, ids=str)

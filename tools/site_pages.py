@@ -13,12 +13,12 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("", "docs", "docs/results", "docs/results/smollm2")
+DOCUMENTS = ("*.md", "docs/**/*.md", "examples/**/*.md")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    documents = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.md"))]
+    documents = [path for pattern in DOCUMENTS for path in sorted(ROOT.glob(pattern))]
     paths = dict.fromkeys([*documents, *(ROOT / style for style in config.extra_css)])
     for document in documents:
         linked = ((document.parent / link).resolve() for link in LINK.findall(document.read_text()))

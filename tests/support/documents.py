@@ -10,7 +10,8 @@ from tests.support.engine import ROOT
 
 DOCUMENTS = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/results/*.md")]
+    for pattern in ("*.md", "docs/*.md", "docs/results/*.md", "examples/**/*.md")
+    for path in ROOT.glob(pattern)
 }
 TRANSLATIONS = {"README.zh.md": "README.md"}  # whose examples are those of the other
 
@@ -47,6 +48,11 @@ COMMANDS = [
     for line in example.code.replace("\\\n", " ").splitlines()
 ]
 (README_SERVES,) = [command for document, command in COMMANDS if document == "README.md"]
+EXAMPLE_COMMANDS = [
+    command
+    for document, text in sorted(DOCUMENTS.items())
+    for command in re.findall(r"^    python (examples/.*)$", text, re.MULTILINE)
+]
 
 
 def run_here(example: Example, **replaced: str) -> None:
