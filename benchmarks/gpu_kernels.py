@@ -21,7 +21,8 @@ from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import packed
 from vllm_trie.search.strategies.best import Best, num_candidates
 from vllm_trie.worker import reorder
-from vllm_trie.worker.kernels import copies, slots
+from vllm_trie.worker.kernels import best, copies, slots
+from vllm_trie.worker.kernels.tiles import RowLogits
 from vllm_trie.worker.kv_blocks import KVBlocks
 from vllm_trie.worker.row_reorder import Reorders, RowReorder, Tables
 
@@ -35,6 +36,8 @@ COLUMNS = (
     "rank in torch, us",
     "select, us",
     "select in torch, us",
+    "step, us",
+    "step in torch, us",
     "reorder, us",
     "reorder in torch, us",
     "all by kernels, us",
@@ -90,6 +93,8 @@ class Inputs:
         caches = [torch.randn(num_rows, *block, dtype=torch.bfloat16, **on) for _ in range(num_layers)]
         self.caches, self.kv_blocks = caches, KVBlocks(caches, num_rows)
 
+        self.places = torch.arange(num_rows, device=device)
+        self.sampled = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)
         self.candidates = self.rank()
         self.lives = self.candidates.tokens != STOP_TOKEN_ID
         self.rows = self._reordered(self.select_by_torch().parents)
@@ -117,11 +122,22 @@ class Inputs:
         reorder.copy_histories(self.moving, self.tokens, self.tables)
         reorder.copy_tails(self.moving, self.tables, self.kv_blocks)
 
-    def take_by_kernels(self) -> None:
-        """All of it, as the runner does it."""
-        step = take_step(self.rules, self.logits, Beams(self.scores), Means(select_next=slots.select_next))
-        packed(step)
-        self._reordered(step.parents)
+    def take_by_kernels(self) -> best.Taken:
+        """A step, as the runner takes it: by kernels, or in torch where groups are too wide for them."""
+        shape = self.shape
+        if not best.takes(self.rules, shape.width, shape.vocab_size):
+            step = take_step(self.rules, self.logits, Beams(self.scores), Means(select_next=slots.select_next))
+            return best.Taken(step, *packed(step))
+        logits = RowLogits(self.logits.flatten(0, 1), self.places)
+        return best.take_step(self.rules, logits, Beams(self.scores), self.places, self.sampled)
+
+    def take_by_torch(self) -> torch.Tensor:
+        """The scores of the next beams."""
+        return take_step(self.rules, self.logits, Beams(self.scores)).scores
+
+    def all_by_kernels(self) -> None:
+        """A step and its reorder."""
+        self._reordered(self.take_by_kernels().step.parents)
         self.reorder_by_kernel()
 
 
@@ -129,6 +145,8 @@ def check(inputs: Inputs) -> None:
     """Raise AssertionError where a kernel and its reference differ."""
     by_kernel, by_torch = inputs.select_by_kernel(), inputs.select_by_torch()
     assert all(map(torch.equal, by_kernel, by_torch)), "other beams are selected than in torch"
+    taken = inputs.take_by_kernels().step.scores
+    assert torch.allclose(taken, inputs.take_by_torch(), rtol=1e-5), "steps have other scores than in torch"
     state = (inputs.tokens, *inputs.tables.tables, *inputs.caches)
     before = [part.clone() for part in state]
     inputs.reorder_by_kernel()
@@ -190,8 +208,9 @@ def measured(shape: Shape, device: torch.device, num_inputs: int) -> tuple[Any, 
     name = f"{shape.width} x {shape.num_groups} x {shape.vocab_size}"
     if device.type != "cuda":
         return (name, *["-"] * (len(COLUMNS) - 1))
-    parts = ("rank", "select_by_kernel", "select_by_torch", "reorder_by_kernel", "reorder_by_torch")
-    whole = [one.take_by_kernels for one in inputs]
+    parts = ("rank", "select_by_kernel", "select_by_torch", "take_by_kernels", "take_by_torch")
+    parts += ("reorder_by_kernel", "reorder_by_torch")
+    whole = [one.all_by_kernels for one in inputs]
     everything = device_us(whole)
     return (
         name,

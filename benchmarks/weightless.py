@@ -27,7 +27,7 @@ from vllm_trie.search.stop_strings import StopStrings
 from vllm_trie.worker import kernels, select
 from vllm_trie.worker.catalogs import DeviceCatalogs
 from vllm_trie.worker.group_rows import BatchRows, GroupRows
-from vllm_trie.worker.kernels import copies, rows_beside, slots
+from vllm_trie.worker.kernels import best, copies, items, rows_beside, slots, tiles
 from vllm_trie.worker.kv_blocks import Segments
 from vllm_trie.worker.row_reorder import Tables
 from vllm_trie.worker.rows import Rows
@@ -47,6 +47,9 @@ KERNELS = (
     (copies, "_copy_blocks"),
     (copies, "_hold_tokens"),
     *OF_ROWS,
+    *((tiles, name) for name in ("_tile_max", "_rank_rows")),
+    *((best, name) for name in ("_select_best", "_write_logprobs")),
+    *((items, name) for name in ("_rank_items", "_select_items")),
 )
 
 

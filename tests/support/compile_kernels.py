@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_trie.worker.attention import triton_kernels
-from vllm_trie.worker.kernels import copies, rows_beside, slots
+from vllm_trie.worker.kernels import best, copies, items, rows_beside, slots, tiles
 
 HOPPER, AMPERE = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32)
 ALIGNED = [["tt.divisibility", 16]]  # what Triton knows of a pointer or an int that is a multiple of 16
@@ -60,6 +60,57 @@ OWN: list[tuple[Any, ...]] = [
     (256, 4, "trees"),
     (256, 8, "window", "soft_cap", "trees"),
 ]
+
+
+LOGITS = {"logits": "*bf16", "index": LONGS, "barred": LONGS} | dict.fromkeys(
+    ["stride", "vocab_size", "num_barred"], INT
+)
+TILES = LOGITS | dict.fromkeys(["best", "maxima", "sums"], FLOATS)
+RANKED = dict.fromkeys(["num_blocks", "num_rows", "count"], INT) | {"scores": FLOATS, "keys": LONGS, "normal": FLOATS}
+WORDS = {"words": "*i32"} | dict.fromkeys(["num_words", "num_ints", "width", "count", "num_rows"], INT)
+SELECTED = (
+    dict.fromkeys(["keys", "stops", "order", "next_parents", "next_tokens", "places", "sampled"], LONGS)
+    | dict.fromkeys(["vocab_size", "num_bits", "num_stops", "going", "sampled_stride"], INT)
+    | {"next_scores": FLOATS}
+)
+
+
+def to_rank(kept: int, blocks: int = 64) -> tuple[Any, ...]:
+    """The kernel that ranks each row, for so many continuations of it."""
+    sizes = tiles.sizes_to_rank(blocks, kept)
+    return tiles._rank_rows, TILES | RANKED, sizes, tiles.warps_to_rank(kept)
+
+
+def to_select(per_row: int, width: int, is_hf: bool) -> tuple[Any, ...]:
+    """The kernel that selects among what the rows of a group have ranked."""
+    sizes = best.sizes_to_select(width, per_row, width)
+    return (
+        best._select_best,
+        SELECTED | WORDS,
+        {"is_hf": is_hf, "is_last": False} | sizes,
+        best.warps_to_select(sizes["lanes"]),
+    )
+
+
+TRIE = {"states": LONGS, "first_child": "*i32", "node_tokens": "*i32"}
+
+
+def to_rank_items(children: int, kept: int) -> tuple[Any, ...]:
+    """The kernel that ranks the children of each row's node, of which there are so many at most."""
+    return items._rank_items, TILES | RANKED | TRIE, items.sizes_to_rank(38, children, kept), items.WARPS_TO_RANK
+
+
+def to_select_items(per_row: int, width: int) -> tuple[Any, ...]:
+    """The kernel that selects among them."""
+    sizes = best.sizes_to_select(width, per_row, width) | {"may_end": True, "children": 256}
+    types = SELECTED | WORDS | TRIE | {"is_item": "*i8", "targets": LONGS}
+    return items._select_items, types, sizes, best.warps_to_select(sizes["lanes"])
+
+
+def to_report(per_row: int) -> tuple[Any, ...]:
+    """The kernel that writes log-probabilities."""
+    types = LOGITS | WORDS | {"keys": LONGS, "normal": FLOATS, "num_tops": INT}
+    return best._write_logprobs, types, {"per_row": per_row, "block": tiles.BLOCK}, best.WARPS_TO_REPORT
 
 
 def attention(head_size: int, heads: int, *besides: str) -> dict[str, Any]:
@@ -151,6 +202,12 @@ CASES: list[tuple[Any, ...]] = [
         {"tile_size": rows_beside.TILE},
         4,
     ),
+    (tiles._tile_max, TILES, {"tiles": tiles.TILES, "tile": tiles.TILE}, tiles.WARPS_TO_READ),
+    *(to_rank(*case) for case in ((1, 1), (8,), (64,), (tiles.MOST_PER_ROW,))),
+    *(to_select(*case) for case in ((8, 4, True), (64, 32, False), (tiles.MOST_PER_ROW, 64, True))),
+    *(to_rank_items(*case) for case in ((1, 4), (256, 64), (items.MOST_CHILDREN, tiles.MOST_PER_ROW))),
+    *(to_select_items(*case) for case in ((4, 4), (64, 64), (64, 128))),
+    *(to_report(per_row) for per_row in (8, tiles.MOST_PER_ROW)),
     *(to_shared(*case) for case in SHARED),
     *(to_own(*case) for case in OWN),
 ]

@@ -52,3 +52,13 @@ def uploaded_together(arrays: Sequence[np.ndarray], device: torch.device) -> lis
         there[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
         for array, start in zip(arrays, starts.tolist(), strict=False)
     ]
+
+
+def uploaded_once(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The same of an int64 array that comes again and again, uploaded the first time. Not to be written to."""
+    return _uploaded_once(array.astype(np.int64).tobytes(), array.shape, device)
+
+
+@lru_cache(maxsize=256)
+def _uploaded_once(content: bytes, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return uploaded(np.frombuffer(content, np.int64).reshape(shape).copy(), device)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
+from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.stops import Completes
+from vllm_trie.search.devices import uploaded_once
 from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import take_step
@@ -23,6 +26,9 @@ from vllm_trie.worker import kernels
 from vllm_trie.worker.catalogs import DeviceCatalogs
 from vllm_trie.worker.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.kernels import slots as slots_kernel
+from vllm_trie.worker.kernels.best import Taken
+from vllm_trie.worker.kernels.step import by_kernels
+from vllm_trie.worker.kernels.tiles import RowLogits
 from vllm_trie.worker.row_beams import RowBeams
 from vllm_trie.worker.row_params import stop_strings_of
 from vllm_trie.worker.row_reorder import Reorders
@@ -31,6 +37,22 @@ from vllm_trie.worker.step_context import PackedStep, StepContext
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+
+class RowsOf(NamedTuple):
+    """The rows of groups with equal rules, in one step."""
+
+    rules: SelectRules
+    rows: BatchRows
+    slots: np.ndarray  # [G, b]
+    places: np.ndarray  # [G, r], in the batch
+    beams: Beams  # before the step
+
+
+@lru_cache(maxsize=64)
+def no_depths(count: int, device: torch.device) -> torch.Tensor:
+    """[count] int32 zeros. Not to be written to."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 class Selector:
@@ -84,33 +106,36 @@ class Selector:
             completes = self.completes(rules, groups, num_tokens)
             masks = [context.masks[group_id] for group_id in group_ids] if has_masks else []
             beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1])
-            of_rows = self._logits(rules, rows, logits, slots, places)
-            step = take_step(rules, of_rows, beams, Means(draws, completes, into_slots))
-            selected.append(PackedStep(group_ids, *packed(step)))
-            tokens = step.tokens.long()
-            after = beams.after(step)
-            for place, (group, own) in enumerate(zip(groups, tokens, strict=True)):
+            means = Means(draws, completes, into_slots)
+            taken = self._take(RowsOf(rules, rows, slots, places, beams), logits, means, sampled)
+            selected.append(PackedStep(group_ids, taken.words, taken.layout))
+            step, after = taken.step, beams.after(taken.step)
+            for place, (group, own) in enumerate(zip(groups, step.tokens.long(), strict=True)):
                 group.tokens, group.batch, group.place = own, after, place
-            at = self.rows.upload(places)
-            sampled[at, 0] = tokens[:, : places.shape[1]]
             if decodes and places.shape[1] > 1:
                 reorders.add(slots, step.parents, [len(group.prompt) for group in groups], num_tokens)
         self.rows.reorder(reorders, any(rules.is_controlled for rules, *_ in alike))
         return selected
 
-    def _logits(
-        self, rules: SelectRules, rows: BatchRows, logits: torch.Tensor, slots: np.ndarray, places: np.ndarray
-    ) -> torch.Tensor:
-        """[G, r, V] of rows in the batch, processed if the rules want it."""
-        index = rows.first_logits(places)
-        flat = index.ravel()
-        if rules.is_controlled:
-            of_rows = self.processed(rows, logits, flat, slots.ravel(), rows.num_tokens(places).ravel())
-        elif flat.tolist() == [*range(flat[0], flat[0] + len(flat))]:
-            of_rows = logits[flat[0] : flat[0] + len(flat)]
-        else:
-            of_rows = logits[self.rows.upload(flat)]
-        return of_rows.view(*index.shape, -1)
+    def _take(self, of: RowsOf, logits: torch.Tensor, means: Means, sampled: torch.Tensor) -> Taken:
+        """The step of groups with equal rules; `sampled` [R, ...] receives newest tokens."""
+        (rules, _, _, places, beams), (values, index) = of, self._logits(of, logits)
+        if kernels.run_on(logits.device) and (take := by_kernels(rules, beams, places.shape[1], logits.shape[1])):
+            at, on_device = uploaded_once(np.stack([index.ravel(), places.ravel()]), logits.device)
+            return take(rules, RowLogits(values, at, rules.stops.barred_token_ids), beams, on_device, sampled)
+        of_rows = values[self._which(index.ravel())]
+        step = take_step(rules, of_rows.view(*places.shape, -1), beams, means)
+        sampled[self.rows.upload(places), 0] = step.tokens.long()[:, : places.shape[1]]
+        return Taken(step, *packed(step))
+
+    def _logits(self, of: RowsOf, logits: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
+        """Logits [N, V], processed if the rules want it, and which of them [G, r] are those of the rows."""
+        index = of.rows.first_logits(of.places)
+        if not of.rules.is_controlled:
+            return logits, index
+        num_tokens = of.rows.num_tokens(of.places).ravel()
+        processed = self.processed(of.rows, logits, index.ravel(), of.slots.ravel(), num_tokens)
+        return processed, np.arange(index.size).reshape(index.shape)
 
     def processed(
         self,
@@ -131,14 +156,21 @@ class Selector:
             num_tokens: [N], how many tokens come before what the logits are of.
             depths: [N], how many of the N just before it come on top of that history; none if left out.
         """
-        depths = np.zeros_like(slots) if depths is None else depths
-        batch = rows.batch
-        at, in_slots, local = map(self.rows.upload, (index, slots, depths))
+        batch, at, device = rows.batch, self._which(index), logits.device
+        in_slots = uploaded_once(slots, device)
+        local = no_depths(len(slots), device) if depths is None else self.rows.upload(depths, torch.int32)
         newest = batch.logits_indices[at]
         positions, tokens = batch.positions[newest], batch.input_ids[newest]
         return self._sampler.apply_sampling_params(
-            logits[at], in_slots, in_slots, slots, positions, tokens, local.int(), num_tokens, skip_top_k_top_p=True
+            logits[at], in_slots, in_slots, slots, positions, tokens, local, num_tokens, skip_top_k_top_p=True
         )
+
+    def _which(self, index: np.ndarray) -> slice | torch.Tensor:
+        """[N] as an index on the device; those that follow one another need none."""
+        first, count = int(index[0]), len(index)
+        if index.tolist() == [*range(first, first + count)]:
+            return slice(first, first + count)
+        return uploaded_once(index, self.rows.device)
 
     def completes(
         self,

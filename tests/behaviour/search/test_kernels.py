@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-import torch
 from vllm import SamplingParams
 
 from tests.support.engine import BLOCK_SIZE, Engines
 from tests.support.reference import agree, engine_answers, transformers_beams
 from vllm_trie import beam_params
+from vllm_trie.search.rules import SelectRules
 from vllm_trie.worker import kernels
+from vllm_trie.worker.kernels import best, items
 
 pytestmark = pytest.mark.slow
 
 MAX_TOKENS = 10  # from a partly filled block over its end into the next
 WIDTHS = (3, 2)
+FEW_TOKENS = 3
+
+
+def through_kernels(monkeypatch: pytest.MonkeyPatch) -> list[SelectRules]:
+    """Let kernels do the work. Returns the rules of the steps that they take from then on."""
+    taken = list[SelectRules]()
+    for module in (best, items):
+
+        def noted(rules: SelectRules, *args: Any, take_step: Any = module.take_step) -> best.Taken:
+            taken.append(rules)
+            return take_step(rules, *args)
+
+        monkeypatch.setattr(module, "take_step", noted)
+    monkeypatch.setattr(kernels, "run_on", lambda _: True)
+    return taken
 
 
 @pytest.mark.parametrize("kind", ["gqa", "gemma2"])
@@ -26,17 +43,37 @@ def test_search_through_kernels_finds_the_beams_of_transformers(
     model = random_model(kind)
     prompts = [list(range(2, 2 + BLOCK_SIZE - 4 + at)) for at in range(len(WIDTHS))]
     params = [beam_params(width, n=width, max_tokens=MAX_TOKENS) for width in WIDTHS]
-    launched = []
-
-    def run_on(device: torch.device) -> bool:
-        launched.append(device)
-        return True
-
-    monkeypatch.setattr(kernels, "run_on", run_on)
+    taken = through_kernels(monkeypatch)
     outputs = engines(model).generate(
         [*prompts, prompts[0]], [*params, SamplingParams(temperature=0, max_tokens=MAX_TOKENS)]
     )
-    assert launched
+    assert len(taken) == len(WIDTHS) * MAX_TOKENS
     for prompt, width, output in zip(prompts, WIDTHS, outputs, strict=False):
         theirs = transformers_beams(model, prompt, width, width, MAX_TOKENS, length_penalty=1.0, eos_token_id=1)
         assert agree(engine_answers(output, 1.0), theirs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_tokens": 2, "repetition_penalty": 1.3},
+        {"allowed_sequences": [[4, 5], [4, 6, 7], [8, 5, 9], [8, 6, 3]], "logprobs": None},
+    ],
+    ids=["controlled", "along a catalog"],
+)
+def test_kernels_find_what_torch_finds(
+    engines: Engines, random_model: Callable, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    engine, prompt = engines(random_model("gqa")), list(range(2, BLOCK_SIZE))
+    params = beam_params(2, n=2, **({"max_tokens": FEW_TOKENS, "logprobs": 2} | options))
+    (expected,) = engine.generate([prompt], [params])
+    taken = through_kernels(monkeypatch)
+    (found,) = engine.generate([prompt], [params])
+    assert len(taken) == FEW_TOKENS
+    for own, theirs in zip(found.outputs, expected.outputs, strict=True):
+        assert own.token_ids == theirs.token_ids
+        assert own.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-5)
+        for of_own, of_theirs in zip(own.logprobs or (), theirs.logprobs or (), strict=True):
+            assert {token: (one.rank, pytest.approx(one.logprob, abs=1e-5)) for token, one in of_own.items()} == {
+                token: (one.rank, one.logprob) for token, one in of_theirs.items()
+            }

@@ -1,0 +1,169 @@
+"""A step by kernels is the step that torch takes: on a GPU, or interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.support.items import along_of, random_items
+from tests.support.steps import rules_of
+from vllm_trie.search import step as search_step
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints.catalog import ItemRules
+from vllm_trie.search.devices import NEVER
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.step import take_step
+from vllm_trie.search.step_result import Step, packed, unpacked
+from vllm_trie.worker.kernels import best, items, tiles
+from vllm_trie.worker.kernels.tiles import RowLogits
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Problem:
+    """Logits of some groups among others, and what their rows carry."""
+
+    def __init__(self, rules: SelectRules, num_groups: int, num_rows: int, vocab_size: int, seed: int) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        self.rules, self.shape = rules, (num_groups, num_rows, vocab_size)
+        count = num_groups * num_rows
+        values = (torch.randn(count + 2, vocab_size, generator=self.random) * 3).to(DEVICE)
+        order = torch.randperm(count + 2, generator=self.random).to(DEVICE)
+        self.logits = RowLogits(values, order[:count], rules.stops.barred_token_ids)
+        self.scores = -torch.rand(num_groups, num_rows, generator=self.random).to(DEVICE)
+        self.places = torch.randperm(count, generator=self.random).to(DEVICE)
+
+    def of_rows(self) -> torch.Tensor:
+        return self.logits.values[self.logits.which].view(self.shape)
+
+    def by_kernels(self) -> tuple[best.Taken, torch.Tensor]:
+        sampled = torch.full((len(self.places), 2), -1, dtype=torch.int64, device=DEVICE)
+        return best.take_step(self.rules, self.logits, Beams(self.scores), self.places, sampled), sampled
+
+    def by_torch(self) -> Step:
+        return take_step(self.rules, self.of_rows(), Beams(self.scores))
+
+    def by_torch_of_the_same_sums(self) -> Step:
+        """As torch takes it, from log-probabilities that are normalised as the kernels have summed."""
+        ranked = tiles.rank_rows(self.logits, tiles.tiles_of(self.logits), self.scores, 1)
+        highest, rest = ranked.normal.view(*self.shape[:2], 2, 1).unbind(2)
+
+        def normalised(logits: torch.Tensor, barred: tuple[int, ...], temperature: float) -> torch.Tensor:
+            logprobs = (logits.float() - highest) - rest
+            logprobs[..., list(barred)] = NEVER
+            return logprobs.nan_to_num(NEVER, NEVER, NEVER)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(search_step, "log_probabilities", normalised)
+            return self.by_torch()
+
+
+def check(problem: Problem) -> None:
+    """Raise AssertionError unless kernels decide what torch decides: to the bit from equal sums, else by its sums."""
+    taken, sampled = problem.by_kernels()
+    expected, layout = packed(same := problem.by_torch_of_the_same_sums())
+    assert taken.layout == layout
+    for own, theirs in zip(
+        unpacked(taken.words.cpu().numpy(), layout), unpacked(expected.cpu().numpy(), layout), strict=True
+    ):
+        lives = theirs.scores > NEVER
+        assert own.scores.tolist() == theirs.scores.tolist()
+        assert own.parents.tolist() == theirs.parents.tolist()
+        assert own.tokens[lives].tolist() == theirs.tokens[lives].tolist()
+        assert [field.tolist() for field in own.finished] == [field.tolist() for field in theirs.finished]
+        check_reports(own, theirs, lives)
+    by_slot = zip(taken.step, same, strict=True)
+    for own, theirs in [*by_slot][:3]:
+        assert own.dtype == theirs.dtype
+    places = problem.places.view(problem.shape[:2])
+    assert torch.equal(sampled[places, 0], taken.step.tokens[:, : problem.shape[1]])
+    assert (sampled[:, 1] == -1).all()
+    torch.testing.assert_close(taken.step.scores, problem.by_torch().scores, rtol=2e-6, atol=2e-6)
+
+
+def check_reports(own: Step, theirs: Step, lives: torch.Tensor) -> None:
+    if theirs.top_logprobs is None:
+        return
+    for row in set(theirs.parents[lives].tolist()) | set(theirs.finished.parents.tolist()):
+        assert own.top_logprobs.logprobs[row].tolist() == theirs.top_logprobs.logprobs[row].tolist()
+    for of_own, of_theirs in zip(own.beam_logprobs, theirs.beam_logprobs, strict=True):
+        assert of_own[lives].tolist() == of_theirs[lives].tolist()
+    for of_own, of_theirs in zip(own.finished_logprobs, theirs.finished_logprobs, strict=True):
+        assert of_own.tolist() == of_theirs.tolist()
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    width = draw(st.integers(1, 4))
+    rules = rules_of(
+        width,
+        draw(st.sampled_from(["hf", "tridecode"])),
+        draw(st.sampled_from([(), (1,), (0, 2)])),
+        draw(st.booleans()),
+        is_last=draw(st.booleans()),
+        is_controlled=True,
+        num_beams=draw(st.sampled_from([None, 1])),
+        num_logprobs=draw(st.sampled_from([None, None, 0, 2, 40])),
+    )
+    num_rows = draw(st.sampled_from([1, width]))
+    vocab_size = draw(st.sampled_from([3, 64, 65, 4097]))
+    problem = Problem(rules, draw(st.integers(1, 2)), num_rows, vocab_size, draw(st.integers(0, 1 << 31)))
+    values = problem.logits.values
+    if draw(st.booleans()):
+        values.round_()  # ties
+    if draw(st.booleans()):
+        values.masked_fill_((torch.rand(values.shape, generator=problem.random) < 0.9).to(DEVICE), NEVER)
+    if draw(st.booleans()):
+        values[problem.logits.which[0]] = NEVER
+    if draw(st.booleans()):
+        problem.scores[0, draw(st.integers(0, num_rows - 1)) :] = NEVER
+    if draw(st.booleans()):
+        problem.scores.mul_(2).round_()
+    problem.logits = problem.logits._replace(values=values.to(draw(st.sampled_from(TYPES))))
+    return problem
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(problems())
+def test_kernels_take_the_step_of_torch(problem: Problem) -> None:
+    assert best.takes(problem.rules, *problem.shape[1:])
+    check(problem)
+
+
+ITEMS = random_items(60, (1, 2, 3, 4), tokens=(2, 12))  # some are the beginning of others
+
+
+@pytest.mark.parametrize("at_root", [True, False])
+@pytest.mark.parametrize("has_ties", [True, False])
+@pytest.mark.parametrize(("are_barred", "num_beams"), [(False, None), (False, 2), (True, None)])
+def test_kernels_take_the_step_of_torch_along_a_catalog(
+    at_root: bool, has_ties: bool, are_barred: bool, num_beams: int | None
+) -> None:
+    num_groups, width, along = 2, 3, along_of(ITEMS, ItemRules("items"))
+    rules = rules_of(width, "hf", (4,), are_barred, constraints=(along.rules,), num_beams=num_beams)
+    problem = Problem(rules, num_groups, width, 70, seed=int(has_ties))
+    states = torch.randint(along.trie.num_nodes, (num_groups, width), generator=problem.random)
+    if has_ties:
+        problem.logits.values.round_()
+        problem.scores.round_()
+    if at_root:
+        states.zero_()
+        problem.scores[1, 1:] = NEVER
+    beams = Beams(problem.scores, states={along: states})
+    assert items.takes(rules, beams, width)
+    sampled = torch.zeros(num_groups * width, 1, dtype=torch.int64)
+    taken = items.take_step(rules, problem.logits, beams, problem.places, sampled)
+    expected, layout = packed(theirs := take_step(rules, problem.of_rows(), beams))
+    lives = theirs.scores > NEVER
+    assert torch.equal(taken.step.states[along][lives], theirs.states[along][lives])
+    assert torch.equal(sampled[problem.places.view(num_groups, width), 0], taken.step.tokens)
+    for own, other in zip(unpacked(taken.words.numpy(), taken.layout), unpacked(expected.numpy(), layout), strict=True):
+        assert own.parents.tolist() == other.parents.tolist()
+        assert own.tokens[other.scores > NEVER].tolist() == other.tokens[other.scores > NEVER].tolist()
+        assert own.scores.tolist() == pytest.approx(other.scores.tolist(), rel=2e-6)
+        assert own.finished.parents.tolist() == other.finished.parents.tolist()
+        assert own.finished.tokens.tolist() == other.finished.tokens.tolist()
+        assert own.finished.scores.tolist() == pytest.approx(other.finished.scores.tolist(), rel=2e-6)

@@ -1,0 +1,183 @@
+"""A step along a catalog, in three launches; `search.strategies.best_continuations` has it in torch.
+
+Rows have few continuations there: the children of a node. One program per row looks at the logits of these alone.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints.catalog import AlongItems, ItemRules
+from vllm_trie.search.filters import LogitsFilters, Pruning
+from vllm_trie.search.rank import Candidates
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.step_result import Layout, Step
+from vllm_trie.search.strategies.best import Best
+from vllm_trie.worker.kernels.best import MOST_KEYS, Taken, first_in_order, into_slots, sizes_to_select, warps_to_select
+from vllm_trie.worker.kernels.tiles import (
+    KEY_UNIT,
+    LAST_KEY,
+    MOST_PER_ROW,
+    NUM_SCORE_BITS,
+    RowLogits,
+    cutoff,
+    keep,
+    logprobs_of,
+    normalise,
+    order_key,
+    score_of,
+    tiles_of,
+)
+
+MOST_CHILDREN = 4096  # of a node
+WARPS_TO_RANK = 4
+
+
+def takes(rules: SelectRules, beams: Beams, num_rows: int) -> bool:
+    """Whether a step by these rules is taken here, with so many rows of a group; else torch takes it."""
+    items = rules.items
+    if items is None or rules.constraints != (items,) or items != ItemRules(items.catalog):
+        return False
+    kept = triton.next_power_of_2(rules.num_beams or rules.width)
+    return (
+        rules.strategy in (Best("hf"), Best("tridecode"), Best("vllm"))
+        and (rules.filters, rules.pruning, rules.num_logprobs) == (LogitsFilters(), Pruning(), None)
+        and (not rules.stops.strings or rules.stops.are_barred)
+        and kept <= MOST_PER_ROW
+        and triton.next_power_of_2(num_rows) * kept <= MOST_KEYS
+        and _most_children(beams) <= MOST_CHILDREN
+    )
+
+
+def _most_children(beams: Beams) -> int:
+    """Of the nodes of all rows, or more."""
+    most, length = cast(AlongItems, beams.sparse).trie.most_children, beams.length
+    return max(most) if length is None else most[length] if length < len(most) else 1
+
+
+def take_step(
+    rules: SelectRules, logits: RowLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
+) -> Taken:
+    """What `search.step.take_step` does, where `takes` says so; as `best.take_step`."""
+    (num_groups, num_rows), device, along = beams.scores.shape, places.device, cast(AlongItems, beams.sparse)
+    width, count = rules.width, rules.num_beams or rules.width
+    kept, children = triton.next_power_of_2(count), triton.next_power_of_2(_most_children(beams))
+    scores, states, tiles = beams.scores.contiguous(), beams.states[along].contiguous(), tiles_of(logits)
+    trie = states, along.trie.first_child, along.trie.tokens
+    keys = torch.empty(num_groups * num_rows, 2, kept, dtype=torch.int64, device=device)
+    normal = torch.empty(num_groups * num_rows, 2, dtype=torch.float32, device=device)
+    _rank_items[num_groups * num_rows,](
+        *logits.arguments, *tiles.arguments[1:], scores, num_rows, count, *trie, keys, normal,
+        **sizes_to_rank(tiles.maxima.shape[1], children, kept), num_warps=WARPS_TO_RANK,
+    )  # fmt: skip
+    layout = Layout([width, width, count, count], [width, count], None, False)
+    words = torch.empty(num_groups, 3 * (width + count), dtype=torch.int32, device=device)
+    order = torch.empty(num_groups, 2, 2, kept, dtype=torch.int64, device=device)
+    parents, tokens, targets = torch.empty(3, num_groups, width, dtype=torch.int64, device=device)
+    by_slot = Candidates(parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=device))
+    num_bits, may_end = NUM_SCORE_BITS + (num_rows * children).bit_length(), not rules.stops.are_barred
+    sizes = sizes_to_select(width, kept, num_rows)
+    _select_items[num_groups,](
+        keys, num_rows, count, num_bits, *trie, along.trie.is_item.view(torch.int8), width, order, *by_slot, targets,
+        words, places, sampled, sampled.stride(0), may_end=may_end, children=children, **sizes,
+        num_warps=warps_to_select(sizes["lanes"]),
+    )  # fmt: skip
+    ended_by, ended_in = words[:, 2 * width : 2 * (width + count)].unflatten(1, (2, count)).unbind(1)
+    finished = Candidates(ended_by, ended_in, words[:, -count:].view(torch.float32))
+    return Taken(Step(*by_slot, finished, states={along: targets}), words, layout)
+
+
+def sizes_to_rank(num_blocks: int, children: int, kept: int) -> dict[str, int]:
+    """What `_rank_items` is compiled for."""
+    return {"blocks": triton.next_power_of_2(num_blocks), "children": max(children, 2), "kept": kept}
+
+
+@triton.jit(
+    do_not_specialize=["vocab_size", "num_barred", "num_blocks", "num_rows", "count"],
+    do_not_specialize_on_alignment=["index", "scores", "states"],
+)
+def _rank_items(
+    logits, index, stride, vocab_size, barred, num_barred, maxima, sums, num_blocks, scores, num_rows, count, states,
+    first_child, node_tokens, keys, normal, blocks: tl.constexpr, children: tl.constexpr, kept: tl.constexpr,
+):  # fmt: skip
+    """The best children of a row's node, and the best of those that have children: a program per row."""
+    row, child = tl.program_id(0), tl.arange(0, children)
+    normal += 2 * row
+    score = normalise(maxima, sums, num_blocks, scores, row, normal, blocks)
+    parent = tl.load(states + row)
+    node = tl.load(first_child + parent) + child
+    exists = node < tl.load(first_child + parent + 1)
+    token = tl.load(node_tokens + node, mask=exists, other=0)
+    values = logits + tl.load(index + row) * stride
+    logprob = logprobs_of(values, normal, token, vocab_size, barred, num_barred)
+    own = tl.where(exists, order_key(logprob + score, (row % num_rows) * children + child), LAST_KEY)
+    begin, end = (
+        tl.load(first_child + node, mask=exists, other=0),
+        tl.load(first_child + node + 1, mask=exists, other=0),
+    )
+    going = tl.where(begin < end, own, LAST_KEY)
+    keys += row.to(tl.int64) * 2 * kept
+    keep(own, (own < LAST_KEY) & (own <= cutoff(own, count, 62)), keys, 0, kept)
+    keep(going, (going < LAST_KEY) & (going <= cutoff(going, count, 62)), keys + kept, 0, kept)
+
+
+@triton.jit
+def _nodes(key, states, first_child, children: tl.constexpr):
+    """Where keys lead, and whether they lead anywhere."""
+    exists = key < LAST_KEY
+    place = tl.where(exists, key % KEY_UNIT, 0)
+    parent = tl.load(states + place // children)
+    node = tl.load(first_child + parent) + place % children
+    return (place // children).to(tl.int32), tl.where(exists, node, 0), tl.where(exists, score_of(key), float("-inf"))
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "count", "num_bits", "width"],
+    do_not_specialize_on_alignment=["places", "states", "next_tokens", "targets", "sampled", "sampled_stride"],
+)
+def _select_items(
+    keys, num_rows, count, num_bits, states, first_child, node_tokens, is_item, width, order, next_parents, next_tokens,
+    next_scores, targets, words, places, sampled, sampled_stride, may_end: tl.constexpr, children: tl.constexpr,
+    per_row: tl.constexpr, lanes: tl.constexpr, part: tl.constexpr, slots: tl.constexpr,
+):  # fmt: skip
+    """What is complete among the best finishes, the best that have children go on: a program per group."""
+    group = tl.program_id(0).to(tl.int64)
+    rank, slot, order = tl.arange(0, per_row), tl.arange(0, slots), order + group * 4 * per_row
+    keys, states = keys + group * num_rows * 2 * per_row, states + group * num_rows
+    words += group * 3 * (width + count)
+    floats = words + 2 * (width + count)
+    key = first_in_order(keys, 2 * per_row, num_rows, count, num_bits, order, per_row, lanes, part)
+    parent, node, score = _nodes(key, states, first_child, children)
+    ends = (tl.load(is_item + node) != 0) & may_end
+    is_ranked, ended = rank < count, words + 2 * width
+    tl.store(ended + rank, parent, mask=is_ranked)
+    tl.store(ended + count + rank, tl.load(node_tokens + node), mask=is_ranked)
+    ended_with = tl.where(ends, score, float("-inf")).to(tl.int32, bitcast=True)
+    tl.store(floats + width + rank, ended_with, mask=is_ranked)
+
+    order += 2 * per_row
+    key = first_in_order(keys + per_row, 2 * per_row, num_rows, count, num_bits, order, per_row, lanes, part)
+    parent, node, score = _nodes(key, states, first_child, children)
+    chosen = into_slots(parent, (score > float("-inf")) & is_ranked, slot, width, per_row)
+    is_slot, has_beam = slot < width, chosen < per_row
+    own = tl.load(order + per_row + tl.minimum(chosen, count - 1))
+    own_parent, own_node, own_score = _nodes(own, states, first_child, children)
+    own_parent = tl.where(has_beam, own_parent, tl.minimum(slot, num_rows - 1))
+    own_score = tl.where(has_beam, own_score, float("-inf"))
+    own_token = tl.load(node_tokens + own_node)
+    by_slot = group * width + slot
+    tl.store(next_parents + by_slot, own_parent.to(tl.int64), mask=is_slot)
+    tl.store(next_tokens + by_slot, own_token.to(tl.int64), mask=is_slot)
+    tl.store(next_scores + by_slot, own_score, mask=is_slot)
+    tl.store(targets + by_slot, own_node.to(tl.int64), mask=is_slot)
+    tl.store(words + slot, own_parent, mask=is_slot)
+    tl.store(words + width + slot, own_token, mask=is_slot)
+    tl.store(floats + slot, own_score.to(tl.int32, bitcast=True), mask=is_slot)
+    is_placed = is_slot & (slot < num_rows)
+    row = tl.load(places + group * num_rows + slot, mask=is_placed, other=0)
+    tl.store(sampled + row * sampled_stride, own_token.to(tl.int64), mask=is_placed)
