@@ -59,6 +59,8 @@ def num_pixels(tab: Any, name: str) -> int:
 def test_dead_drafted_finished_and_returned_have_their_colours(tab: Any, tmp_path: Path, scheme: str) -> None:
     tab.emulate_media(color_scheme=scheme)
     open_page(tab, tmp_path, TRACE)
+    named = tab.evaluate("view.colour")
+    assert len({named[name] for name in ("paper", "dead", "live", "drafted", "draft", "finished", "selected")}) == 7
     assert min(num_pixels(tab, name) for name in ("dead", "live", "drafted", "draft")) > 20
     tab.focus(".frame")
     tab.keyboard.press("End")

@@ -8,8 +8,10 @@ import random
 import pytest
 
 from tests.support.traces import check_drafts
+from vllm_trie.search.forest import Forest
 from vllm_trie.trace import Trace
 from vllm_trie.trie.traced import DraftedForest, TracedTrie
+from vllm_trie.worker.verify import drafted_forest
 
 
 def trace_of(trie: TracedTrie, returned: list[int]) -> Trace:
@@ -59,6 +61,14 @@ def test_scores_without_a_beam_and_unknown_blocks_are_none_and_drafts_lie_where_
     assert trace.hypothesis(0) == [7, 3, 4, 2, 6]
     assert trie.tokens_in_it() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     check_drafts(trace)
+
+
+def test_a_forest_is_told_without_its_roots() -> None:
+    forest = Forest([5, 6], max_drafts=4)
+    first, second = forest.add(1, 7), forest.add(0, 8)
+    third = forest.add(second, 9)
+    traced = drafted_forest(forest, [[0, 1], [second, 0], [third, first]])
+    assert traced == DraftedForest(parents=[-2, -1, 1], tokens=[7, 8, 9], accepted=[[1, -1], [2, 0]])
 
 
 def test_an_answer_without_a_trace_is_told_so() -> None:
