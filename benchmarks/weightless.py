@@ -9,15 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
-from types import SimpleNamespace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction, create_function_from_signature
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+import vllm_trie
 from vllm_trie.messages import GroupStep
 from vllm_trie.search import gumbel, sampling
 from vllm_trie.search.beams import Beams
@@ -27,7 +34,6 @@ from vllm_trie.search.stop_strings import StopStrings
 from vllm_trie.worker import kernels, select
 from vllm_trie.worker.catalogs import DeviceCatalogs
 from vllm_trie.worker.group_rows import BatchRows, GroupRows
-from vllm_trie.worker.kernels import best, copies, items, rows_beside, slots, tiles
 from vllm_trie.worker.kv_blocks import Segments
 from vllm_trie.worker.row_reorder import Tables
 from vllm_trie.worker.rows import Rows
@@ -40,38 +46,53 @@ LENGTH, BLOCK_SIZES = 64, (16, 32)  # tokens of a slot; of a block, by KV cache 
 PROMPT = list(range(20))
 CATALOG = "items"  # its digest
 MOST_TOKENS = 1 << 20  # of a vocabulary
-OF_ROWS = (rows_beside, "_take_rows"), (rows_beside, "_put_sampled")
-KERNELS = (
-    (slots, "_select_next"),
-    (copies, "_reorder_rows"),
-    (copies, "_copy_blocks"),
-    (copies, "_hold_tokens"),
-    *OF_ROWS,
-    *((tiles, name) for name in ("_tile_max", "_rank_rows")),
-    *((best, name) for name in ("_select_best", "_write_logprobs")),
-    *((items, name) for name in ("_rank_items", "_select_items")),
-)
+HOPPER = GPUTarget("cuda", 90, 32)
 
 
 class Launches:
-    """In the place of a kernel: notes that it was launched."""
+    """In the place of a kernel: notes that it was launched, and which of its variants, as Triton tells them apart.
 
-    def __init__(self) -> None:
+    Args:
+        kernel: Compiled or interpreted.
+    """
+
+    def __init__(self, kernel: Any) -> None:
         self.count = 0
+        self.variants: set[object] = set()
+        compiled = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
+        self._specialize = create_function_from_signature(compiled.signature, compiled.params, make_backend(HOPPER))
 
     def __getitem__(self, grid: object) -> Any:
         def launch(*args: object, **options: object) -> None:
             self.count += 1
+            _, specialization, options = self._specialize(*args, **options)
+            self.variants.add((*specialization, *sorted(options.items())))
 
         return launch
+
+
+def kernels_of_package() -> dict[str, ModuleType]:
+    """By name: where each kernel of ours is. What kernels call are none."""
+    package = Path(vllm_trie.__file__).parent
+    files = [path for path in package.rglob("*.py") if "@triton.jit" in path.read_text()]
+    names = [".".join(path.relative_to(package.parent).with_suffix("").parts) for path in files]
+    found = {
+        name: (module, value)
+        for module in map(import_module, names)
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction | InterpretedFunction) and value.fn.__module__ == module.__name__
+    }
+    called = {name for _, function in found.values() for name in function.fn.__code__.co_names}
+    return {name: module for name, (module, _) in found.items() if name not in called}
 
 
 @contextmanager
 def kernels_noted() -> Iterator[dict[str, Launches]]:
     """Within it, kernels do the work as on a GPU, and are noted by name."""
-    noted = {name: Launches() for _, name in KERNELS}
+    found = kernels_of_package()
+    noted = {name: Launches(vars(module)[name]) for name, module in found.items()}
     with ExitStack() as stack:
-        for module, name in KERNELS:
+        for name, module in found.items():
             stack.enter_context(patch.object(module, name, noted[name]))
         stack.enter_context(patch.object(kernels, "run_on", lambda _: True))
         for drawing in (gumbel, sampling):  # there are no generators without content

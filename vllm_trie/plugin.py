@@ -26,9 +26,11 @@ from vllm_trie.selection import (
     config_of,
     has_beams,
     is_selected,
+    most_beams,
     refuse_unsupported_engine,
     unsupported_model,
 )
+from vllm_trie.speculative_config import drafts_by
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -95,11 +97,10 @@ def _log_startup(vllm_config: VllmConfig, changed: list[str]) -> None:
     if needs_cpu_kernels() and _is_eager_latent(vllm_config):
         text = "with enforce_eager=True vLLM itself computes latent attention wrongly on a CPU: leave it out, or %s"
         logger.warning(text, "set compilation_config={'custom_ops': ['-rotary_embedding']}")
-    widest, drafts = vllm_config.scheduler_config.max_num_seqs, vllm_config.speculative_config
     logger.info(
         "%s on vLLM %s%s, Model Runner V2: beams up to %d wide, semantics %s, speculation %s, prefix sharing %s",
         *(PLUGIN_NAME, version, f" ({len(changed)} pieces differ from the record)" if changed else ""),
-        *(min(config.max_beam_width or widest, widest), config.semantics, "off" if drafts is None else drafts.model),
+        *(most_beams(vllm_config), config.semantics, drafts_by(vllm_config)),
         "on" if vllm_config.cache_config.enable_prefix_caching else "off",
     )
 

@@ -41,6 +41,12 @@ def has_beams(vllm_config: VllmConfig) -> bool:
     return vllm_config.scheduler_config.scheduler_cls in (SCHEDULER, ASYNC_SCHEDULER)
 
 
+def most_beams(vllm_config: VllmConfig) -> int:
+    """How wide a search may be in this engine."""
+    most = vllm_config.scheduler_config.max_num_seqs
+    return min(config_of(vllm_config).max_beam_width or most, most)
+
+
 def why_without_beams(vllm_config: VllmConfig) -> str:
     """Why this engine has no beam groups, to follow the name of what was asked of it."""
     if is_selected(vllm_config):

@@ -25,6 +25,17 @@ def drafts_of(vllm_config: VllmConfig) -> Drafts | None:
     return "ngrams" if config.use_ngram() else "model"
 
 
+def drafts_by(vllm_config: VllmConfig) -> str:
+    """The draft model of an engine, or how else it drafts, for its log."""
+    config = vllm_config.speculative_config
+    return "off" if config is None else str(config.model)
+
+
+def has_memory_mode(vllm_config: VllmConfig) -> bool:
+    """Whether searches may have more beams than the engine has rows."""
+    return vllm_config.speculative_config is not None
+
+
 def has_states(model: ModelConfig) -> bool:
     """Whether a model has layers with recurrent states: Mamba, linear attention, short convolutions."""
     return model.is_attention_free or model.is_hybrid

@@ -9,7 +9,6 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from vllm_trie.worker.kernels import best, copies, items, rows_beside, slots, ti
 
 HOPPER, AMPERE = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32)
 ALIGNED = [["tt.divisibility", 16]]  # what Triton knows of a pointer or an int that is a multiple of 16
-ODD = "odd tables"  # whose stride is no multiple of 16
 INT, LONG, LONGS, FLOATS = "i32", "i64", "*i64", "*fp32"
 TABLES = {"table_pointers": "*u64", "table_strides": LONGS, "block_sizes": LONGS, "num_tables": INT}
 SEGMENTS = {"pointers": "*u64", "strides": LONGS, "words": LONGS} | dict.fromkeys(
@@ -43,7 +41,7 @@ SHARED: list[tuple[Any, ...]] = [  # head size, query heads per KV head, and wha
     (64, 1),
     (64, 8, "window"),
     (80, 4),
-    (128, 1, ODD),
+    (128, 1),
     (128, 4),
     (128, 8, "window", "soft_cap"),
     (256, 4),
@@ -56,7 +54,7 @@ OWN: list[tuple[Any, ...]] = [
     (128, 1, "soft_cap"),
     (128, 4),
     (128, 4, "window", "soft_cap", "trees", "sinks"),
-    (128, 8, "trees", ODD),
+    (128, 8, "trees"),
     (256, 4, "trees"),
     (256, 8, "window", "soft_cap", "trees"),
 ]
@@ -129,7 +127,7 @@ def to_shared(head_size: int, *others: Any) -> tuple[Any, ...]:
     """The first kernel of attention, and what else `compiled` takes."""
     constants = attention(head_size, *others) | {"tile": triton_kernels.TILE}
     stages = triton_kernels.warps_of_tile(head_size), triton_kernels.NUM_STAGES
-    return triton_kernels._attend_to_shared, ATTENTION, constants, *stages, odd(others)
+    return triton_kernels._attend_to_shared, ATTENTION, constants, *stages
 
 
 def to_own(head_size: int, heads: int, *besides: str) -> tuple[Any, ...]:
@@ -140,12 +138,7 @@ def to_own(head_size: int, heads: int, *besides: str) -> tuple[Any, ...]:
     types = ATTENTION | ({"sinks": "*bf16"} if has["has_sinks"] else {})
     constants |= {} if has["has_sinks"] else {"sinks": None}
     stages = triton_kernels.NUM_WARPS, triton_kernels.NUM_STAGES
-    return triton_kernels._attend_to_own, types, constants, *stages, odd(besides)
-
-
-def odd(besides: Sequence[Any]) -> list[str]:
-    """The arguments that are not aligned then."""
-    return ["table_stride"] if ODD in besides else []
+    return triton_kernels._attend_to_own, types, constants, *stages
 
 
 CASES: list[tuple[Any, ...]] = [
@@ -219,13 +212,11 @@ def compiled(
     constants: dict[str, Any],
     num_warps: int,
     num_stages: int = 3,
-    unaligned: Sequence[str] = (),
     target: GPUTarget = HOPPER,
 ) -> dict[str, Any]:
     """Compile a kernel as it is compiled when it is launched: for pointers and strides that are multiples of 16.
 
-    Args:
-        unaligned: Arguments that are not, besides those of which the kernel says that they need not be.
+    Those are left out of which the kernel says that they need not be.
 
     Returns:
         Bytes of shared memory, whether there are atomics, and what is said of registers, stack and local memory.
@@ -236,7 +227,7 @@ def compiled(
         (param.num,): ALIGNED
         for param in kernel.params
         if (signature[param.name].startswith("*") or signature[param.name] in (INT, LONG))
-        and not (param.do_not_specialize or param.do_not_specialize_on_alignment or param.name in unaligned)
+        and not (param.do_not_specialize or param.do_not_specialize_on_alignment)
     }
     options = {"num_warps": num_warps, "num_stages": num_stages}
     code = triton.compile(ASTSource(kernel, signature, values, known), target, options)

@@ -8,9 +8,10 @@ from vllm_trie.selection import config_of
 from vllm_trie.worker.hidden_states import KeepsHiddenStates
 from vllm_trie.worker.loads_catalogs import TakesCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
+from vllm_trie.worker.warm_up import WarmsUp
 
 
-class BeamGPUWorker(TakesCatalogs, KeepsHiddenStates, Worker):
+class BeamGPUWorker(TakesCatalogs, KeepsHiddenStates, WarmsUp, Worker):
     """Makes the runner with beam groups."""
 
     def _make_model_runner(self) -> BeamModelRunner:

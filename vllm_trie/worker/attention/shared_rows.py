@@ -42,6 +42,15 @@ class Scoring(NamedTuple):
     sinks: torch.Tensor | None = None  # [heads], scores that take part in the softmax and have no values
 
 
+class Layer(NamedTuple):
+    """A layer whose attention is computed by kernels of ours."""
+
+    scoring: Scoring
+    kv_cache: torch.Tensor
+    table: torch.Tensor  # [rows, blocks] int32
+    heads: tuple[int, int]  # query heads, and KV heads
+
+
 class SharesPrefixes(ABC):
     """A builder of attention metadata for layers that may make use of such rows."""
 

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_trie.worker.attention.shared_rows import SharesPrefixes
 from vllm_trie.worker.hidden_states import HiddenStates
-from vllm_trie.worker.kv_slots import ByToken, KVSlots
+from vllm_trie.worker.kv_slots import ByToken, KVSlots, TokenSegments
 
 if TYPE_CHECKING:
     from vllm.v1.worker.utils import AttentionGroup
@@ -53,6 +53,12 @@ def kv_slots(runner: GPUModelRunner, hidden_states: HiddenStates | None = None) 
     if hidden_states is not None and (beside := parts[hidden_states.number]):
         beside.append(hidden_states.by_token)
     return KVSlots(parts)
+
+
+def token_segments(runner: Any) -> tuple[TokenSegments, ...]:
+    """Where layers of `BeamModelRunner` hold tokens, if it moves those of accepted drafts."""
+    segments = None if runner.drafter is None else runner.rows.kv_slots.segments
+    return () if segments is None else (segments,)
 
 
 def _by_token(runner: GPUModelRunner, attn_groups: Sequence[AttentionGroup]) -> list[ByToken]:

@@ -8,6 +8,7 @@ No autotuning and no atomics: ranks that compute the same get the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import triton.language as tl
 
 from vllm_trie.search.devices import uploaded
 from vllm_trie.search.spans import spans
-from vllm_trie.worker.attention.shared_rows import WORD, Scoring, SharedTokens, first_keys
+from vllm_trie.worker.attention.shared_rows import WORD, Layer, Scoring, SharedTokens, first_keys
 
 MOST_HEAD_SIZE = 256
 TILE = 64  # queries that a program of the first kernel takes
@@ -169,11 +170,12 @@ def _attend(
     return top, total, sums
 
 
-# A kernel is compiled anew where the alignment of an argument changes; those of packed tensors change with the batch.
+# A kernel is compiled anew where the alignment of an argument changes; those of packed tensors change with the batch,
+# and so do the strides of a draft model's tables.
 
 
 @triton.jit(
-    do_not_specialize=["num_parts", "count", "num_kv_heads"],
+    do_not_specialize=["table_stride", "num_parts", "count", "num_kv_heads"],
     do_not_specialize_on_alignment=["first_tokens", "end_tokens", "num_shared", "places", "rows", "lengths", "spans"],
 )
 def _attend_to_shared(
@@ -232,7 +234,7 @@ def _attend_to_shared(
 
 
 @triton.jit(
-    do_not_specialize=["num_words", "num_parts", "count", "num_kv_heads"],
+    do_not_specialize=["table_stride", "num_words", "num_parts", "count", "num_kv_heads"],
     do_not_specialize_on_alignment=["places", "rows", "num_shared", "tree_starts", "lengths", "spans"],
 )
 def _attend_to_own(
@@ -293,3 +295,20 @@ def _attend_to_own(
     )  # fmt: skip
     found = sum_of_token / total[:, None]
     tl.store(outputs + place * output_stride + at, found.to(outputs.dtype.element_ty), mask=is_there)
+
+
+def warm_up(layers: Iterable[Layer], has_trees: bool) -> None:
+    """Let each layer attend to one token, and where it may compute trees, to a tree of one."""
+    for layer in layers:
+        for has_tree in (False, True) if has_trees else (False,):
+            _attend_once(layer, has_tree)
+
+
+def _attend_once(layer: Layer, has_tree: bool) -> None:
+    none, one = np.zeros(1, np.int32), np.ones(1, np.int32)
+    tree_starts = none if has_tree else one
+    shared = SharedTokens(none, none, one, np.array([0, 1], np.int32), none, tree_starts, np.ones((1, 1), np.int64))
+    num_heads, head_size = layer.heads[0], layer.kv_cache.shape[3] // 2
+    queries = layer.kv_cache.new_zeros(1, num_heads, head_size)
+    plan = Plan(shared, uploaded(one, queries.device), layer.table, layer.heads)
+    plan.attend(queries, torch.empty_like(queries), layer.kv_cache, layer.scoring)

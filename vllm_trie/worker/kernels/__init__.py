@@ -3,11 +3,39 @@
 Nothing here waits for the device, and what a kernel computes depends on no schedule: no float atomics, no
 autotuning. So ranks of tensor parallelism agree. A kernel is compiled anew where the alignment of an argument changes:
 tensors that are parts of packed ones, whose alignment changes with the batch, are left out of this.
+
+Each module ends with `warm_up`, which launches all its kernels in all variants that serving can launch;
+`worker.warm_up` calls it.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+
+from vllm_trie.worker.kv_blocks import Segments
+from vllm_trie.worker.kv_slots import TokenSegments
+from vllm_trie.worker.row_reorder import Tables
+
+
+class Serving(NamedTuple):
+    """What the variants of kernels that an engine launches depend on."""
+
+    tokens: torch.Tensor  # [slots, length] int32
+    tables: Tables
+    segments: Segments
+    token_segments: tuple[TokenSegments, ...]  # one, or none where no tokens are moved
+    most_beams: int  # of a group
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens.device
+
+    @property
+    def widths(self) -> list[int]:
+        """The powers of two up to the first that is not below `most_beams`."""
+        return [1 << exponent for exponent in range((self.most_beams - 1).bit_length() + 1)]
 
 
 def run_on(device: torch.device) -> bool:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from vllm_trie.search.devices import uploaded
+from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.kv_blocks import WORDS as TORCH_WORDS
 from vllm_trie.worker.kv_blocks import Segments
 from vllm_trie.worker.kv_slots import TokenSegments
@@ -233,3 +234,13 @@ def _hold_tokens(
             _copy(own, beside, 0, tl.load(words + segment), tile_size)
         else:
             _copy(beside, own, 0, tl.load(words + segment), tile_size)
+
+
+def warm_up(serving: Serving) -> None:
+    """Let a row continue itself, and copy the null block, and its first token, onto themselves."""
+    nothing = torch.zeros(4, 1, dtype=torch.int64, device=serving.device)
+    row = RowReorder(nothing, nothing[0], np.zeros(1, np.int64))
+    reorder_rows(row, serving.tokens, serving.tables, serving.segments)
+    copy_blocks([[(0, 0)]], serving.segments)
+    for segments in serving.token_segments:
+        HeldTokens([(0, np.zeros((2, 1), np.int64))], segments).write()

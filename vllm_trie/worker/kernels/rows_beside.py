@@ -12,8 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_trie.worker.kernels import Serving
+
 TILE = 256  # values that one program copies
 NUM_FIELDS = 2, 3, 3  # of rows, of logits and of tokens
+TYPES = *(torch.int32,) * 4, torch.int64, torch.int32, torch.int64, torch.bool  # of these
 
 
 def take_rows(
@@ -75,7 +78,10 @@ def _take_rows(
     _take(is_padding, own_is_padding, at, index, mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "width", "own_stride", "sampled_stride"])
+@triton.jit(
+    do_not_specialize=["num_rows", "width", "own_stride", "sampled_stride"],
+    do_not_specialize_on_alignment=["own_counts", "own_rejected"],
+)
 def _put_sampled(
     rows, num_rows, width, own_sampled, own_counts, own_rejected, own_stride, sampled_stride, sampled, counts, rejected,
     tile_size: tl.constexpr,
@@ -96,3 +102,11 @@ def _put_sampled(
     mask = mask & (column == 0)
     tl.store(counts + at, tl.load(own_counts + row, mask=mask), mask=mask)
     tl.store(rejected + at, tl.load(own_rejected + row, mask=mask), mask=mask)
+
+
+def warm_up(serving: Serving) -> None:
+    """Let one row be beside none."""
+    fields = [torch.zeros(1, dtype=dtype, device=serving.device) for dtype in TYPES]
+    row, counts = fields[4], fields[0]
+    take_rows(row, row, row, row, fields)
+    put_sampled(row, (row[None], counts, counts), row.new_zeros(1, 1), counts.clone(), counts.clone())

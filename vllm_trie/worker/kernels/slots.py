@@ -8,6 +8,7 @@ import triton.language as tl
 
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.slots import select_next as select_next_in_torch
+from vllm_trie.worker.kernels import Serving
 
 PAIRS_PER_THREAD = 32  # (slot, candidate) pairs that a thread of `_select_next` compares at a time; more would spill
 MOST_SLOTS = 1024  # of a program of `_select_next`; of more it would spill, and its work grows with their square
@@ -111,3 +112,11 @@ def _select_next(
     tl.store(next_parents + at, tl.where(has_beam, tl.load(parents + chosen), itself), mask=is_slot)
     tl.store(next_tokens + at, tl.load(tokens + chosen), mask=is_slot)
     tl.store(next_scores + at, tl.where(has_beam, tl.load(scores + chosen), float("-inf")), mask=is_slot)
+
+
+def warm_up(serving: Serving) -> None:
+    """Launch the kernel for each number of slots."""
+    nothing = torch.zeros(1, 1, dtype=torch.int64, device=serving.device)
+    candidates = Candidates(nothing, nothing, nothing.float())
+    for width in serving.widths:
+        select_next(candidates, nothing.bool(), width, 1)

@@ -1,0 +1,161 @@
+"""Whatever kernel a serving engine launches, in whatever variant, it has launched before it served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.worker.gpu_worker import Worker
+
+from benchmarks.weightless import Launches, WeightlessStep, kernels_noted
+from tests.support.sharing import Batch, Group
+from tests.support.steps import rules_of
+from tests.worker.attention.trees import TreeBatch, TreeGroup, random_tree
+from tests.worker.test_waits import RULES
+from vllm_trie.options import PLUGIN_NAME
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.worker import warm_up as warm_up_module
+from vllm_trie.worker.attention import triton_kernels
+from vllm_trie.worker.attention.shared_rows import Scoring, SharesPrefixes
+from vllm_trie.worker.gpu_worker import BeamGPUWorker
+from vllm_trie.worker.kv_slots import ByToken, KVSlots
+from vllm_trie.worker.warm_up import warm_up
+
+VOCAB_SIZE, MOST_ROWS = 300, 40
+NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 6, 2, 32, 16
+SCORINGS = {
+    "plain": Scoring(0.2),
+    "window": Scoring(0.2, window=9),
+    "sinks and a soft cap": Scoring(0.2, soft_cap=20.0, sinks=torch.zeros(NUM_HEADS)),
+}
+
+
+class Builder(SharesPrefixes):
+    """Of layers that our kernels compute."""
+
+    takes_trees = True
+    num_heads_q, num_heads_kv = NUM_HEADS, NUM_KV_HEADS
+    takes = by_token = None
+
+
+def runner_with(scorings: dict[str, Scoring], has_drafts: bool = True, max_beam_width: int | None = None) -> Any:
+    """As far as the warm-up knows it, with a layer for each of these."""
+    step = WeightlessStep(rules_of(2), 1, VOCAB_SIZE)
+    step.selector.rows.kv_slots = KVSlots([[ByToken(torch.zeros(3, BLOCK_SIZE, 8), (BLOCK_SIZE,))]])
+    cache = torch.zeros(3, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE, dtype=torch.bfloat16)
+    layers = {
+        name: SimpleNamespace(impl=SimpleNamespace(scoring=scoring), kv_cache=cache)
+        for name, scoring in scorings.items()
+    }
+    attn_group = SimpleNamespace(layer_names=[*layers], get_metadata_builder=lambda _: Builder())
+    options = {PLUGIN_NAME: {} if max_beam_width is None else {"max_beam_width": max_beam_width}}
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=MOST_ROWS), additional_config=options)
+    config.speculative_config = object() if has_drafts else None
+    return SimpleNamespace(
+        rows=step.selector.rows,
+        req_states=step.runner.req_states,
+        drafter=object() if has_drafts else None,
+        speculator=None,
+        vllm_config=config,
+        attn_groups=[[attn_group]],
+        block_tables=SimpleNamespace(input_block_tables=[torch.zeros(MOST_ROWS, 48, dtype=torch.int32)]),
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+    )
+
+
+def new_variants(noted: dict[str, Launches], warmed: dict[str, set[object]]) -> dict[str, set[object]]:
+    return {name: new for name, kernel in noted.items() if (new := kernel.variants - warmed[name])}
+
+
+@pytest.fixture
+def noted() -> Iterator[dict[str, Launches]]:
+    with kernels_noted() as launches:
+        yield launches
+
+
+@pytest.fixture
+def warmed(noted: dict[str, Launches]) -> dict[str, set[object]]:
+    warm_up(runner_with(SCORINGS, has_drafts=True, max_beam_width=MOST_ROWS))
+    return {name: {*kernel.variants} for name, kernel in noted.items()}
+
+
+def test_every_kernel_of_the_package_is_warmed(warmed: dict[str, set[object]]) -> None:
+    assert warmed.keys() >= {"_select_next", "_reorder_rows", "_attend_to_shared", "_attend_to_own"}
+    assert all(warmed.values()), f"add these to the `warm_up` of their modules: {[n for n in warmed if not warmed[n]]}"
+
+
+@pytest.mark.parametrize("num_ordinary", [0, 1])
+@pytest.mark.parametrize("width", [*range(1, 10), 16, 17, 32, 33, MOST_ROWS])
+def test_no_width_launches_a_variant_that_was_not_warmed(
+    noted: dict[str, Launches], warmed: dict[str, set[object]], width: int, num_ordinary: int
+) -> None:
+    step = WeightlessStep(rules_of(width, stops=(1,)), 3, VOCAB_SIZE, num_ordinary)
+    for number in (24, 25):
+        step.sample(np.full(3, number))
+    assert noted["_select_next"].count > 0
+    assert not new_variants(noted, warmed)
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_no_kind_of_search_launches_a_variant_that_was_not_warmed(
+    noted: dict[str, Launches], warmed: dict[str, set[object]], rules: SelectRules
+) -> None:
+    for is_last in (False, True):
+        step = WeightlessStep(rules._replace(is_last=is_last), 2, VOCAB_SIZE)
+        step.sample(np.array([25, 26]))
+    assert not new_variants(noted, warmed)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+@pytest.mark.parametrize("num_blocks", [1, 5, 16, 33])
+def test_no_batch_launches_an_attention_that_was_not_warmed(
+    noted: dict[str, Launches], warmed: dict[str, set[object]], scoring: Scoring, num_blocks: int
+) -> None:
+    """Nor one whose tables have their own columns, as those of drafts do."""
+    trees = [random_tree(nodes, nodes) for nodes in (3, 9)]
+    of_trees = TreeGroup(2, 0, [BLOCK_SIZE - 9 + len(tree) for tree in trees], [3, 9], trees=trees)
+    groups = [Group(3, num_blocks - 1, [1] * 3, [1] * 3)]
+    of_heads = NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE
+    for batch in (Batch(groups, *of_heads, others=1), TreeBatch([of_trees, *groups], *of_heads)):
+        shared = batch.shared
+        plan = triton_kernels.Plan(shared, torch.from_numpy(shared.lengths), batch.tables, (NUM_HEADS, NUM_KV_HEADS))
+        projected = torch.zeros(len(batch.queries), NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_SIZE, dtype=torch.bfloat16)
+        cache = torch.zeros(batch.num_blocks, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE, dtype=torch.bfloat16)
+        queries = projected[:, :NUM_HEADS]
+        plan.attend(queries, torch.empty(queries.shape, dtype=queries.dtype), cache, scoring)
+    assert not new_variants(noted, warmed)
+
+
+@pytest.mark.parametrize(
+    ("has_drafts", "max_beam_width", "widest"),
+    [(False, None, 64), (False, 4, 4), (False, 99, 64), (True, None, 1024), (True, 99, 128)],
+)
+def test_as_many_slots_are_warmed_as_a_search_may_have(
+    noted: dict[str, Launches], has_drafts: bool, max_beam_width: int | None, widest: int
+) -> None:
+    """In memory mode, which needs drafts, a search may have more beams than rows."""
+    warm_up(runner_with({}, has_drafts, max_beam_width))
+    assert noted["_select_next"].count == len(noted["_select_next"].variants) == widest.bit_length()
+
+
+def test_layers_without_drafts_are_not_warmed_for_trees(noted: dict[str, Launches]) -> None:
+    warm_up(runner_with(SCORINGS, has_drafts=False))
+    assert noted["_attend_to_own"].count == len(SCORINGS)
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_a_worker_warms_up_before_vllm_begins_to_report_what_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, is_enabled: bool
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(warm_up_module, "warm_up", lambda _: order.append("ours"))
+    monkeypatch.setattr(Worker, "compile_or_warm_up_model", lambda _: order.append("vLLM's"))
+    worker: Any = object.__new__(BeamGPUWorker)
+    worker.model_runner = None
+    worker.vllm_config = SimpleNamespace(kernel_config=SimpleNamespace(enable_jit_warmup=is_enabled))
+    worker.compile_or_warm_up_model()
+    assert order == ["ours", "vLLM's"][not is_enabled :]

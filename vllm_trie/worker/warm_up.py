@@ -1,0 +1,71 @@
+"""Launches every kernel of ours before an engine serves, so that none is compiled while it does.
+
+Triton compiles a kernel when it is launched with constants, or with types and alignments of arguments, that it has not
+seen. Each module of kernels has a function `warm_up` that launches its own in all variants which serving can launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+
+from vllm_trie.selection import config_of, most_beams
+from vllm_trie.speculative_config import has_memory_mode
+from vllm_trie.worker.attention import triton_kernels
+from vllm_trie.worker.attention.shared_rows import Layer, SharesPrefixes
+from vllm_trie.worker.attention.tree_layers import attention_of, token_segments
+from vllm_trie.worker.kernels import Serving, copies, rows_beside, slots
+
+if TYPE_CHECKING:
+    from vllm_trie.worker.runner import BeamModelRunner
+
+
+class WarmsUp:
+    """A worker that launches them. At the end of vLLM's own warm-up, vLLM begins to report what is compiled."""
+
+    vllm_config: VllmConfig
+    model_runner: Any
+
+    def compile_or_warm_up_model(self) -> Any:
+        """See vLLM."""
+        if self.vllm_config.kernel_config.enable_jit_warmup:
+            warm_up(self.model_runner)
+        return super().compile_or_warm_up_model()  # type: ignore[misc]
+
+
+@torch.inference_mode()
+def warm_up(runner: BeamModelRunner) -> None:
+    """Launch all kernels of a runner, which has its KV cache. Nothing that anybody reads is written."""
+    rows, tokens = runner.rows, runner.req_states.all_token_ids.gpu
+    of_cache = rows.kv_blocks.segments, token_segments(runner)
+    serving = Serving(tokens, rows.tables, *of_cache, _widest(runner.vllm_config))
+    for module in (slots, copies, rows_beside):
+        module.warm_up(serving)
+    triton_kernels.warm_up(_layers(runner), has_trees=runner.drafter is not None)
+
+
+def _widest(vllm_config: VllmConfig) -> int:
+    """Beams of the widest search, or as many as kernels take."""
+    most = most_beams(vllm_config)
+    if has_memory_mode(vllm_config):
+        return config_of(vllm_config).max_beam_width or max(most, slots.MOST_SLOTS)
+    return most
+
+
+def _layers(runner: BeamModelRunner) -> Iterator[Layer]:
+    """Those whose attention our kernels may compute, of the target and of its draft model."""
+    tables, layers = runner.block_tables.input_block_tables, runner.compilation_config.static_forward_context
+    for table, attn_groups in zip(tables, attention_of(runner), strict=True):
+        for attn_group in attn_groups:
+            builder: Any = attn_group.get_metadata_builder(0)
+            if _is_ours(builder):
+                heads = builder.num_heads_q, builder.num_heads_kv
+                for layer in (layers[name] for name in attn_group.layer_names):
+                    yield Layer(layer.impl.scoring, layer.kv_cache, table, heads)
+
+
+def _is_ours(builder: object) -> bool:
+    return isinstance(builder, SharesPrefixes) and builder.takes_trees
