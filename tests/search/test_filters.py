@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,10 @@ from hypothesis import strategies as st
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
 from tests.support.loop import allowed
+from tests.support.steps import shortcuts
+from vllm_trie.search import filters
 from vllm_trie.search.filters import LogitsFilters, filtered, log_probabilities, running_sum
+from vllm_trie.search.sampling import draw
 
 ROWS, VOCAB_SIZE = 6, 40
 property_test = settings(max_examples=300, deadline=None, derandomize=True)
@@ -94,5 +99,52 @@ def test_running_sums_of_one_row_are_those_of_many(shape: tuple[int, ...], monke
         return scan(of, dim=dim)
 
     monkeypatch.setattr(torch.Tensor, "cumsum", watched)
-    assert torch.equal(running_sum(values), expected)
+    with shortcuts(allowed=False):
+        assert torch.equal(running_sum(values), expected)
     assert all(shape.numel() > shape[-1] for shape in scanned), "torch scanned a row that is alone"
+
+
+@pytest.fixture
+def long_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Rows of more than 4 are long ones, on a device at which nobody looks."""
+    monkeypatch.setattr(filters, "LONG_ROW", 4)
+    with shortcuts(allowed=False):
+        yield
+
+
+@pytest.mark.usefixtures("long_rows")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("shape", [(5,), (1, 999), (3, 999), (2, 3, 70)])
+def test_long_rows_have_the_same_running_sums(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(9).exp().to(dtype)
+    values[..., 2:4] = 0
+    expected = values.double().cumsum(dim=-1)
+    monkeypatch.setattr(torch.Tensor, "cumsum", None)  # which would scan floats
+    found = running_sum(values)
+    assert found.dtype == dtype
+    error = 16 * torch.finfo(dtype).eps * float(expected.max())
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=error)
+    assert (found.diff(dim=-1) >= 0).all()
+    assert (found[..., 1:4].diff(dim=-1) == 0).all()
+
+
+@pytest.mark.usefixtures("long_rows")
+def test_what_nobody_may_draw_is_not_drawn_of_long_rows() -> None:
+    random = torch.Generator().manual_seed(0)
+    logprobs = torch.randn(2, 3, 400, generator=random).mul(4)
+    logprobs[torch.rand(logprobs.shape, generator=random) < 0.7] = -torch.inf
+    chances = torch.rand(2, 3, 500, dtype=torch.float64, generator=random)
+    chances[..., :2] = torch.tensor([0.0, 1 - 2**-53])
+    drawn = draw(logprobs, chances)
+    assert (logprobs.gather(-1, drawn) > -torch.inf).all()
+    with shortcuts(allowed=True):
+        assert (drawn == draw(logprobs, chances)).float().mean() > 0.99
+    assert (draw(torch.full((1, 1, 9), -torch.inf), chances[:1, :1]) == 8).all()
+
+
+@pytest.mark.usefixtures("long_rows")
+def test_the_sum_of_a_long_row_depends_on_no_other() -> None:
+    values = torch.rand(4, 50, dtype=torch.float64)
+    assert torch.equal(running_sum(values)[2], running_sum(values[2]))

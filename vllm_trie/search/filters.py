@@ -9,6 +9,9 @@ import torch
 
 from vllm_trie.search.devices import NEVER, constant, sees
 
+LONG_ROW = 1 << 18  # longer than a vocabulary
+SUM_BITS = 61  # of a row's sum, so that nothing overflows
+LEAST_EXPONENT = -900  # of a sum that is not nothing
 FIRST_RANKED = 64  # most distributions hold most of their mass in fewer tokens
 
 
@@ -116,14 +119,33 @@ def best(logprobs: torch.Tensor, count: torch.Tensor | int, last: torch.Tensor) 
 
 
 def running_sum(values: torch.Tensor) -> torch.Tensor:
-    """Sums along [..., N], the same whenever and wherever they are computed.
+    """Sums along [..., N] of what is not negative, the same whenever they are computed on a device.
 
     On CUDA torch scans a single row by a kernel whose float sums depend on what else the device does, which tensor
-    parallel ranks must not; of several rows it scans each by itself. Source: torch 2.13 `scan_dim`.
+    parallel ranks must not; of several rows it scans each by itself, on few processors. Source: torch 2.13 `scan_dim`.
     """
+    if sees(values.device):
+        return values.cumsum(dim=-1)
+    if values.shape[-1] > LONG_ROW:
+        return _sum_in_fixed_point(values)
     if values.numel() != values.shape[-1]:
         return values.cumsum(dim=-1)
     return torch.stack([values, values]).cumsum(dim=-1)[0]
+
+
+def _sum_in_fixed_point(values: torch.Tensor) -> torch.Tensor:
+    """The same by sums of integers, which depend on no order: so all rows are scanned as one, by the whole device.
+
+    Their unit is a power of 2, which rounding of the total does not change where this is about 1. What is less than
+    2 ** -60 of its row may count as 0.
+    """
+    total = values.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    unit = torch.frexp(1.5 * total).exponent.clamp(min=LEAST_EXPONENT) - SUM_BITS
+    counts = torch.ldexp(values.double(), -unit).long()
+    first = counts[..., :1].clone()
+    sums = counts.view(-1).cumsum_(dim=0).view_as(counts)
+    sums.sub_(sums[..., :1] - first)
+    return torch.ldexp(sums.double(), unit).to(values.dtype)
 
 
 def _nucleus(logprobs: torch.Tensor, top_p: float, most: int) -> torch.Tensor:
