@@ -145,7 +145,7 @@ def _sum_in_fixed_point(values: torch.Tensor) -> torch.Tensor:
     first = counts[..., :1].clone()
     sums = counts.view(-1).cumsum_(dim=0).view_as(counts)
     sums.sub_(sums[..., :1] - first)
-    return torch.ldexp(sums.double(), unit).to(values.dtype)
+    return sums.double().ldexp_(unit).to(values.dtype)
 
 
 def _nucleus(logprobs: torch.Tensor, top_p: float, most: int) -> torch.Tensor:
@@ -154,7 +154,7 @@ def _nucleus(logprobs: torch.Tensor, top_p: float, most: int) -> torch.Tensor:
     num_ranked = min(FIRST_RANKED, most) if sees(logprobs.device) else most
     while True:
         best_first = logprobs.topk(num_ranked, dim=-1).values
-        held = running_sum((best_first - total).exp().nan_to_num())
+        held = running_sum((best_first - total).exp_().nan_to_num_())
         if num_ranked == most or ((held[..., -1:] >= top_p) | (total == NEVER)).all():
             break
         num_ranked = min(4 * num_ranked, most)

@@ -37,7 +37,7 @@ def gumbel_top_k(
     Returns:
         Log-weights with noise [G, count] float64, -inf where nothing was left to draw, and their indices.
     """
-    noisy = torch.stack([_perturbed(of_group, rng) for of_group, rng in zip(logs, rngs, strict=True)])
+    noisy = _perturbed(logs, rngs)
     values, indices = noisy.topk(count, dim=-1)
     return values, indices
 
@@ -57,7 +57,7 @@ def stochastic_step(
         count: Beams to keep; fewer come back if there are fewer continuations.
     """
     phi = scores.double()[..., None] + logprobs.double()
-    noisy = _with_maximum(_perturbed(phi, rng), perturbed.double()[..., None]).flatten(-2)
+    noisy = _with_maximum(_perturbed(phi[None], [rng])[0], perturbed.double()[..., None]).flatten(-2)
     best = noisy.topk(min(count, noisy.shape[-1]), dim=-1)
     return StochasticBeams(best.indices, phi.flatten(-2).gather(-1, best.indices), best.values)
 
@@ -67,10 +67,13 @@ def on_device(rng: np.random.Generator, device: torch.device) -> torch.Generator
     return torch.Generator(device).manual_seed(int(rng.integers(1 << 63)))
 
 
-def _perturbed(logs: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
-    """Log-weights plus noise, in float64. A vocabulary's noise costs more to send than to make, so it is made there."""
-    exponential = torch.empty_like(logs, dtype=torch.float64).exponential_(generator=on_device(rng, logs.device))
-    return logs - exponential.clamp_(min=TINY).log_()
+def _perturbed(logs: torch.Tensor, rngs: Sequence[np.random.Generator]) -> torch.Tensor:
+    """Log-weights [G, ...] plus noise, in float64. Noise costs more to send than to make, so it is made there."""
+    noise = torch.empty_like(logs, dtype=torch.float64, memory_format=torch.contiguous_format)
+    for of_group, rng in zip(noise, rngs, strict=True):
+        of_group.exponential_(generator=on_device(rng, logs.device))
+    noise.clamp_(min=TINY).log_()
+    return torch.sub(logs, noise, out=noise)
 
 
 def _with_maximum(values: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
@@ -79,6 +82,8 @@ def _with_maximum(values: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
     That is -log(exp(-maximum) - exp(-max values) + exp(-values)), without its overflows and cancellations.
     Source: Kool et al. 2019, appendix B.3.
     """
-    below = maximum - values + torch.log(-torch.expm1(values - values.amax(dim=-1, keepdim=True)))
-    moved = maximum - below.clamp(min=0) - torch.log1p(torch.exp(-below.abs()))
-    return moved.masked_fill(values == NEVER, NEVER)
+    gap = values - values.amax(dim=-1, keepdim=True)  # and then in place: there may be gigabytes
+    below = (maximum - values).add_(gap.expm1_().neg_().log_())
+    tail = torch.abs(below, out=gap).neg_().exp_().log1p_()
+    moved = torch.sub(maximum, below.clamp_(min=0), out=below).sub_(tail)
+    return moved.masked_fill_(values == NEVER, NEVER)

@@ -34,7 +34,7 @@ def draw(logprobs: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
             the last token stands for it.
         chances: [G, r, k] float64 in [0, 1).
     """
-    return _inverted(logprobs.double().softmax(dim=-1).nan_to_num(), chances)
+    return _inverted(logprobs.double().softmax(dim=-1).nan_to_num_(), chances)
 
 
 def joint_probabilities(scores: torch.Tensor, logprobs: torch.Tensor, filters: LogitsFilters) -> torch.Tensor:
@@ -52,8 +52,9 @@ def joint_probabilities(scores: torch.Tensor, logprobs: torch.Tensor, filters: L
     Returns:
         All zeros if nothing is possible.
     """
-    logs = (scores.double()[..., None] + logprobs.double()) / filters.temperature
-    return filtered(logs.flatten(-2), filters).softmax(dim=-1).nan_to_num().view_as(logs)
+    logs = logprobs.to(torch.float64, copy=True)  # and then in place: there may be gigabytes
+    logs.add_(scores[..., None]).div_(filters.temperature)
+    return filtered(logs.flatten(-2), filters).softmax(dim=-1).nan_to_num_().view_as(logs)
 
 
 def draw_continuations(

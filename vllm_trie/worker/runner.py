@@ -29,7 +29,8 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_trie.messages import attach_results, catalog_changes, row_masks
-from vllm_trie.selection import has_logits_processors
+from vllm_trie.search.devices import sees
+from vllm_trie.selection import config_of, has_logits_processors
 from vllm_trie.worker import kernels
 from vllm_trie.worker.announce_shared_rows import announce_shared_rows, reads_shared_blocks_once
 from vllm_trie.worker.attention.check_attention import check_demanded_layers
@@ -53,6 +54,7 @@ from vllm_trie.worker.sub_batch import put_sampled, scatter_logprobs, sub_batch
 from vllm_trie.worker.sub_forward import sub_forward
 from vllm_trie.worker.tree_positions import tree_positions
 from vllm_trie.worker.verify import verify
+from vllm_trie.worker.widest_steps import take_widest_steps
 
 DRAFTERS: dict[str, type[Drafter]] = {"ngram": LookupDrafts, "ngram_gpu": LookupDrafts, "eagle3": HeadDrafts}
 
@@ -115,6 +117,13 @@ class BeamModelRunner(GPUModelRunner):
             self.drafter = None
         if self.drafter is not None and isinstance(self.speculator, EagleSpeculator) and not is_profiling:
             self.rows.hidden_states = HiddenStates(self)
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor, **kwargs: Any) -> None:
+        super()._dummy_sampler_run(hidden_states, **kwargs)
+        if not sees(self.device):  # vLLM measures the memory that is left by what this takes
+            options, logits = config_of(self.vllm_config), self.model.compute_logits(hidden_states)
+            has_catalogs = bool(options.catalogs or options.catalog_folder)
+            take_widest_steps(logits, self.model_config.max_logprobs, has_catalogs)
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, *args: Any, dummy_run: bool = False, **kwargs: Any

@@ -1,0 +1,89 @@
+"""No step of the search holds more memory than vLLM has seen while it measured what is left for the KV cache."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from benchmarks.memory_counter import MemoryCounter
+from benchmarks.weightless import CATALOG, NOWHERE, WeightlessStep, kernels_noted, nowhere
+from tests.worker.test_waits import RULES
+from vllm_trie.options import PLUGIN_NAME
+from vllm_trie.search.constraints.catalog import ItemRules
+from vllm_trie.search.filters import LogitsFilters
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.strategies.drawn import Drawn
+from vllm_trie.search.strategies.sampled import SampledEach
+from vllm_trie.search.strategies.stochastic import Stochastic
+from vllm_trie.worker import runner as runner_module
+from vllm_trie.worker.runner import BeamModelRunner
+from vllm_trie.worker.widest_steps import take_widest_steps
+
+WIDTH, VOCAB_SIZE, MOST_LOGPROBS = 15, 20_000, 20
+CELLS = WIDTH * VOCAB_SIZE
+MOST_BYTES = {False: 57, True: 63}  # per row and token, with catalogs or without; they may only fall
+NUCLEUS = LogitsFilters(0.7, top_p=0.9)
+PLAIN = RULES["plain"]
+SEARCHES = RULES | {
+    "drawn from a nucleus": PLAIN._replace(strategy=Drawn(False, 1, None, False), filters=NUCLEUS),
+    "drawn with replacement": PLAIN._replace(strategy=Drawn(True, 1, None, False), filters=NUCLEUS),
+    "stochastic": PLAIN._replace(strategy=Stochastic(), filters=NUCLEUS),
+    "sampled from a nucleus": PLAIN._replace(strategy=SampledEach(), filters=NUCLEUS, is_controlled=True),
+    "log-probabilities": PLAIN._replace(num_logprobs=MOST_LOGPROBS, is_controlled=True),
+    "before a catalog": PLAIN._replace(constraints=(ItemRules(CATALOG, after=7),), filters=NUCLEUS),
+}
+
+
+@cache
+def profiled(has_catalogs: bool) -> int:
+    """Bytes that vLLM sees."""
+    logits = nowhere(WIDTH, VOCAB_SIZE, dtype=torch.bfloat16)
+    with kernels_noted(), torch.inference_mode(), MemoryCounter() as counter:
+        take_widest_steps(logits, MOST_LOGPROBS, has_catalogs)
+    return counter.most
+
+
+@pytest.mark.parametrize("rules", SEARCHES.values(), ids=SEARCHES)
+def test_no_search_holds_more_than_was_profiled(rules: SelectRules) -> None:
+    with kernels_noted(), torch.inference_mode():
+        step = WeightlessStep(rules._replace(width=WIDTH), 1, VOCAB_SIZE)
+        with MemoryCounter() as counter:
+            step.sample(np.array([25]))
+    assert CELLS < counter.most <= profiled(has_catalogs=rules.items is not None)
+
+
+@pytest.mark.parametrize("has_catalogs", [False, True])
+def test_no_more_is_set_aside_than_today(has_catalogs: bool) -> None:
+    assert profiled(has_catalogs) <= MOST_BYTES[has_catalogs] * CELLS
+
+
+def test_bytes_are_those_of_storages_that_are_held() -> None:
+    with MemoryCounter() as counter:
+        values = nowhere(1000)
+        view = values[10:].view(2, -1)
+        del values
+        assert (counter.held, counter.most) == (8000, 8000)
+        other = view.int()
+        assert (counter.held, counter.most) == (8000 + 3960, 8000 + 3960)
+        view.add_(1)
+        del view, other
+        assert (counter.held, counter.most) == (0, 8000 + 3960)
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), NOWHERE])
+def test_steps_are_taken_where_vllm_profiles_a_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    taken: list[Any] = []
+    monkeypatch.setattr(GPUModelRunner, "_dummy_sampler_run", lambda *_: taken.append("vLLM's"))
+    monkeypatch.setattr(runner_module, "take_widest_steps", lambda *arguments: taken.append(arguments))
+    runner: Any = object.__new__(BeamModelRunner)
+    runner.device, runner.model = device, SimpleNamespace(compute_logits=lambda states: states)
+    runner.model_config = SimpleNamespace(max_logprobs=7)
+    runner.vllm_config = SimpleNamespace(additional_config={PLUGIN_NAME: {"catalogs": {"items": "items.catalog"}}})
+    runner._dummy_sampler_run("states")
+    assert taken == ["vLLM's", *([("states", 7, True)] if device == NOWHERE else [])]
