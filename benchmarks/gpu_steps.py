@@ -252,6 +252,7 @@ class DeviceStep:
             device=self.device,
             model_config=None,
             max_num_reqs=self.num_slots,
+            most_together=self.num_slots,
             sampler=self.sampler,
             req_states=states,
             block_tables=SimpleNamespace(block_tables=[SimpleNamespace(gpu=self.table)], block_sizes=[BLOCK_SIZE]),
@@ -375,7 +376,9 @@ def check_same(found: Step[np.ndarray], expected: Step[np.ndarray]) -> None:
         if own is not None and theirs is not None:
             np.testing.assert_allclose(np.sort(own.logprobs), np.sort(theirs.logprobs), atol=TOLERANCE, rtol=0)
             if not isinstance(own, TokenLogprobs):
-                assert (own.tokens == theirs.tokens).all(), "other tokens are reported"
+                for of_row in zip(own.tokens, own.logprobs, theirs.tokens, theirs.logprobs, strict=True):
+                    scored = [dict(zip(*of_row[at : at + 2], strict=True)) for at in (0, 2)]
+                    _check_scores("reported tokens", *scored)
 
 
 def _check_beams(name: str, found: Any, expected: Any) -> None:
@@ -391,10 +394,14 @@ def _check_beams(name: str, found: Any, expected: Any) -> None:
         }
         for step in (found, expected)
     )
+    _check_scores(name, own, theirs)
+
+
+def _check_scores(name: str, own: dict[Any, float], theirs: dict[Any, float]) -> None:
     lowest = min(theirs.values(), default=0.0)
-    for pair in own.keys() | theirs.keys():
-        both = own.get(pair, lowest), theirs.get(pair, lowest)
-        assert abs(both[0] - both[1]) <= TOLERANCE, f"{name}: {pair} scores {both[0]}, not {both[1]}"
+    for one in own.keys() | theirs.keys():
+        both = own.get(one, lowest), theirs.get(one, lowest)
+        assert abs(both[0] - both[1]) <= TOLERANCE, f"{name}: {one} scores {both[0]}, not {both[1]}"
 
 
 def profiled(run: Callable[[], object]) -> tuple[int, int]:

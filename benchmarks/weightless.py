@@ -40,6 +40,7 @@ from vllm_trie.worker.rows import Rows
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import PackedStep, StepContext
+from vllm_trie.worker.widest_steps import ROWS
 
 NOWHERE = torch.device("meta")
 LENGTH, BLOCK_SIZES = 64, (16, 32)  # tokens of a slot; of a block, by KV cache group
@@ -141,7 +142,8 @@ def runner_of(num_slots: int, vocab_size: int) -> Any:
         req_id_to_index={str(slot): slot for slot in range(num_slots)},
     )
     sampler = Sampler(num_slots, vocab_size)
-    return SimpleNamespace(device=NOWHERE, model_config=None, req_states=states, sampler=sampler)
+    own = {"model_config": None, "most_together": ROWS}
+    return SimpleNamespace(device=NOWHERE, req_states=states, sampler=sampler, **own)
 
 
 def batch_of(slots: np.ndarray, num_tokens: np.ndarray) -> InputBatch:

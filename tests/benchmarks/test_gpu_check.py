@@ -18,7 +18,7 @@ from benchmarks import gpu_attention, gpu_check, gpu_steps
 from tests.support.engine import ROOT
 from tests.support.flash_attention import flash_attn_varlen_func
 from vllm_trie.worker.attention.prefix_suffix import Calls
-from vllm_trie.worker.kernels import copies, slots
+from vllm_trie.worker.kernels import best, copies
 
 pytestmark = pytest.mark.slow
 
@@ -73,15 +73,16 @@ def told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_steps, "SMALL_SHAPES", [gpu_steps.Shape("plain", 4), gpu_steps.Shape("plain", 3)])
 
 
-def _other_tokens(*args: Any, select_next: Any = slots.select_next) -> Any:
-    selected = select_next(*args)
-    return selected._replace(tokens=selected.tokens + 1)
+def _other_tokens(*args: Any, take_step: Any = best.take_step) -> Any:
+    taken = take_step(*args)
+    taken.words[:, taken.layout.ints[0]] += 1
+    return taken
 
 
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "says"),
     [
-        (slots, "select_next", _other_tokens, "beams"),
+        (best, "take_step", _other_tokens, "beams"),
         (copies, "reorder_rows", lambda *_: None, "reordered"),
     ],
 )

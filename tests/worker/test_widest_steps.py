@@ -23,7 +23,7 @@ from vllm_trie.search.strategies.sampled import SampledEach
 from vllm_trie.search.strategies.stochastic import Stochastic
 from vllm_trie.worker import runner as runner_module
 from vllm_trie.worker.runner import BeamModelRunner
-from vllm_trie.worker.widest_steps import take_widest_steps
+from vllm_trie.worker.widest_steps import ROWS, most_rows_together, take_widest_steps
 
 WIDTH, VOCAB_SIZE, MOST_LOGPROBS = 15, 20_000, 20
 CELLS = WIDTH * VOCAB_SIZE
@@ -45,7 +45,7 @@ def profiled(has_catalogs: bool) -> int:
     """Bytes that vLLM sees."""
     logits = nowhere(WIDTH, VOCAB_SIZE, dtype=torch.bfloat16)
     with kernels_noted(), torch.inference_mode(), MemoryCounter() as counter:
-        take_widest_steps(logits, MOST_LOGPROBS, has_catalogs)
+        take_widest_steps(logits, WIDTH, MOST_LOGPROBS, has_catalogs)
     return counter.most
 
 
@@ -55,7 +55,38 @@ def test_no_search_holds_more_than_was_profiled(rules: SelectRules) -> None:
         step = WeightlessStep(rules._replace(width=WIDTH), 1, VOCAB_SIZE)
         with MemoryCounter() as counter:
             step.sample(np.array([25]))
-    assert CELLS < counter.most <= profiled(has_catalogs=rules.items is not None)
+    assert 0 < counter.most <= profiled(has_catalogs=rules.items is not None)
+
+
+@pytest.mark.parametrize("search", ["sampled from a nucleus", "stochastic", "drawn from a nucleus", "before a catalog"])
+def test_searches_that_need_much_memory_share_it(search: str) -> None:
+    """No more of them are selected together than vLLM has seen."""
+    width, most = 16, dict[int, int]()
+    for num_groups in (ROWS // width, 3 * ROWS // width):
+        with kernels_noted(), torch.inference_mode():
+            step = WeightlessStep(SEARCHES[search]._replace(width=width), num_groups, VOCAB_SIZE)
+            with MemoryCounter() as counter:
+                step.select(np.full(num_groups, 25))
+        most[num_groups] = counter.most
+    fewer, more = most.values()
+    assert CELLS < more < 1.1 * fewer
+
+
+def test_of_large_batches_little_is_set_aside() -> None:
+    """The widest search, or 64 rows, decides what searches may need that need much."""
+    logits = nowhere(20 * WIDTH, VOCAB_SIZE, dtype=torch.bfloat16)
+    with kernels_noted(), torch.inference_mode(), MemoryCounter() as counter:
+        take_widest_steps(logits, WIDTH, MOST_LOGPROBS, has_catalogs=False)
+    assert counter.most <= 14 * 20 * CELLS
+
+
+@pytest.mark.parametrize(("max_num_seqs", "max_beam_width", "most"), [(512, 8, 64), (512, None, 512), (512, 100, 100)])
+def test_the_widest_search_decides(max_num_seqs: int, max_beam_width: int | None, most: int) -> None:
+    options = {PLUGIN_NAME: {} if max_beam_width is None else {"max_beam_width": max_beam_width}}
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs), additional_config=options
+    )
+    assert most_rows_together(config) == most
 
 
 @pytest.mark.parametrize("has_catalogs", [False, True])
@@ -83,7 +114,7 @@ def test_steps_are_taken_where_vllm_profiles_a_device(monkeypatch: pytest.Monkey
     monkeypatch.setattr(runner_module, "take_widest_steps", lambda *arguments: taken.append(arguments))
     runner: Any = object.__new__(BeamModelRunner)
     runner.device, runner.model = device, SimpleNamespace(compute_logits=lambda states: states)
-    runner.model_config = SimpleNamespace(max_logprobs=7)
+    runner.model_config, runner.most_together = SimpleNamespace(max_logprobs=7), 64
     runner.vllm_config = SimpleNamespace(additional_config={PLUGIN_NAME: {"catalogs": {"items": "items.catalog"}}})
     runner._dummy_sampler_run("states")
-    assert taken == ["vLLM's", *([("states", 7, True)] if device == NOWHERE else [])]
+    assert taken == ["vLLM's", *([("states", 64, 7, True)] if device == NOWHERE else [])]

@@ -10,11 +10,12 @@ import torch
 
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import NEVER, numbers, sees
-from vllm_trie.search.filters import log_probabilities
+from vllm_trie.search.filters import LogitsFilters, Pruning, log_probabilities
 from vllm_trie.search.rank import topk
 from vllm_trie.search.rules import Choice, Means, SelectRules
 from vllm_trie.search.sampling import joint_probabilities
 from vllm_trie.search.step_result import Step, TokenLogprobs, TopLogprobs
+from vllm_trie.search.strategies.best import Best
 from vllm_trie.search.strategies.boosted import choose_boosted
 
 PLAIN = Means()
@@ -35,6 +36,11 @@ def take_step(rules: SelectRules, logits: torch.Tensor, beams: Beams, means: Mea
     at_end = beams.boosts(logits.shape[-1], is_end=True) if rules.stops.strings else None
     choice = choose_boosted(rules, logprobs, beams, means, boosts, boosts if at_end is None else at_end)
     return reported(rules, choice)
+
+
+def is_light(rules: SelectRules) -> bool:
+    """Whether a step needs little memory beside its logits: nothing is drawn, sorted or compared with other groups."""
+    return isinstance(rules.strategy, Best) and (rules.filters, rules.pruning) == (LogitsFilters(), Pruning())
 
 
 def joint_distribution(rules: SelectRules, logits: torch.Tensor, beams: Beams) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,7 +54,7 @@ from vllm_trie.worker.sub_batch import put_sampled, scatter_logprobs, sub_batch
 from vllm_trie.worker.sub_forward import sub_forward
 from vllm_trie.worker.tree_positions import tree_positions
 from vllm_trie.worker.verify import verify
-from vllm_trie.worker.widest_steps import take_widest_steps
+from vllm_trie.worker.widest_steps import most_rows_together, take_widest_steps
 
 DRAFTERS: dict[str, type[Drafter]] = {"ngram": LookupDrafts, "ngram_gpu": LookupDrafts, "eagle3": HeadDrafts}
 
@@ -80,6 +80,11 @@ class BeamModelRunner(GPUModelRunner):
     @cached_property
     def _copies_rows(self) -> bool:
         return may_copy_rows(self) and not self._has_own_processors
+
+    @cached_property
+    def most_together(self) -> int:
+        """How many rows are selected together where that needs much memory."""
+        return self.max_num_reqs if sees(self.device) else most_rows_together(self.vllm_config)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         if isinstance(self.speculator, DraftModelSpeculator):
@@ -123,7 +128,7 @@ class BeamModelRunner(GPUModelRunner):
         if not sees(self.device):  # vLLM measures the memory that is left by what this takes
             options, logits = config_of(self.vllm_config), self.model.compute_logits(hidden_states)
             has_catalogs = bool(options.catalogs or options.catalog_folder)
-            take_widest_steps(logits, self.model_config.max_logprobs, has_catalogs)
+            take_widest_steps(logits, self.most_together, self.model_config.max_logprobs, has_catalogs)
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, *args: Any, dummy_run: bool = False, **kwargs: Any

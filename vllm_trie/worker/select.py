@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from vllm_trie.search.constraints.stops import Completes
 from vllm_trie.search.devices import uploaded_once
 from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.slots import select_next
-from vllm_trie.search.step import take_step
+from vllm_trie.search.step import is_light, take_step
 from vllm_trie.search.step_result import packed
 from vllm_trie.search.stop_strings import CONTEXT
 from vllm_trie.worker import kernels
@@ -36,7 +36,7 @@ from vllm_trie.worker.rows import Rows
 from vllm_trie.worker.step_context import PackedStep, StepContext
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm_trie.worker.runner import BeamModelRunner
 
 
 class RowsOf(NamedTuple):
@@ -59,17 +59,18 @@ class Selector:
     """Takes the steps of the search for the rows of one runner.
 
     Args:
-        runner: vLLM's, whose sampler processes logits.
+        runner: Theirs, whose sampler processes logits.
         groups: Its groups; their scores and newest tokens are updated.
         rows: Its rows.
         catalogs: On its device.
     """
 
     def __init__(
-        self, runner: GPUModelRunner, groups: dict[str, GroupRows], rows: Rows, catalogs: DeviceCatalogs
+        self, runner: BeamModelRunner, groups: dict[str, GroupRows], rows: Rows, catalogs: DeviceCatalogs
     ) -> None:
         self._groups = groups
-        self._sampler = runner.sampler
+        self._sampler: Any = runner.sampler  # type: ignore[has-type]
+        self._most_together = runner.most_together
         self.rows = rows
         self.row_beams = RowBeams(rows, catalogs)
         self._stop_strings = stop_strings_of(runner.model_config)
@@ -92,12 +93,9 @@ class Selector:
             logits: [N, V], unprocessed.
             sampled: [R, ...] int64, receives the newest token of every row of a group.
         """
-        alike = defaultdict(list)
-        for group_id, step_of_group in context.plain.items():
-            alike[step_of_group.rules, step_of_group.decodes, group_id in context.masks].append(group_id)
         selected, reorders = [], Reorders()
         into_slots = slots_kernel.select_next if kernels.run_on(logits.device) else select_next
-        for (rules, decodes, has_masks), group_ids in alike.items():
+        for rules, decodes, has_masks, group_ids in (together := self._together(context)):
             groups = [self._groups[group_id] for group_id in group_ids]
             slots = np.array([group.slots for group in groups])
             places = rows.places(slots)
@@ -114,8 +112,20 @@ class Selector:
                 group.tokens, group.batch, group.place = own, after, place
             if decodes and places.shape[1] > 1:
                 reorders.add(slots, step.parents, [len(group.prompt) for group in groups], num_tokens)
-        self.rows.reorder(reorders, any(rules.is_controlled for rules, *_ in alike))
+        self.rows.reorder(reorders, any(rules.is_controlled for rules, *_ in together))
         return selected
+
+    def _together(self, context: StepContext) -> list[tuple[SelectRules, bool, bool, list[str]]]:
+        """Groups that are alike: rules, whether they decode and have masks, ids; few of those that take much memory."""
+        alike = defaultdict(list)
+        for group_id, step in context.plain.items():
+            alike[step.rules, step.decodes, group_id in context.masks].append(group_id)
+        together = []
+        for (rules, decodes, has_masks), group_ids in alike.items():
+            most = len(group_ids) if is_light(rules) else max(self._most_together // rules.width, 1)
+            parts = [group_ids[at : at + most] for at in range(0, len(group_ids), most)]
+            together += [(rules, decodes, has_masks, part) for part in parts]
+        return together
 
     def _take(self, of: RowsOf, logits: torch.Tensor, means: Means, sampled: torch.Tensor) -> Taken:
         """The step of groups with equal rules; `sampled` [R, ...] receives newest tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from vllm.config import VllmConfig
 
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import ItemRules, ItemTrie
@@ -17,35 +18,46 @@ from vllm_trie.search.strategies.drawn import Drawn
 from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.search.strategies.sampled import SampledEach
 from vllm_trie.search.strategies.stochastic import Stochastic
+from vllm_trie.selection import most_beams
 
+ROWS = 64  # of searches that need much memory, together; more where one search has more
 STRATEGIES: tuple[Strategy, ...] = (
     *(Best(), InGroups(1, 0.5, None), SampledEach(), Stochastic()),
     *(Drawn(replacement, 1, None, False) for replacement in (False, True)),
 )
 FILTERS, PRUNING, STOPS = LogitsFilters(0.5, 0.1, 0, 0.9), Pruning(0.1, 1.0, 0.1, 2), Stops((0,))
+AFTER = ItemRules("", after=0)  # along a catalog, but from some token on: all tokens, or its items alone
 TRIE_TYPES = torch.int32, torch.int32, torch.bool  # of its children, tokens and ends
 
 
-def take_widest_steps(logits: torch.Tensor, num_logprobs: int, has_catalogs: bool) -> None:
-    """Take a step of each kind, of one search with as many beams as there are rows, and with all that it may ask for.
+def most_rows_together(vllm_config: VllmConfig) -> int:
+    """How many rows are selected together where that needs much memory."""
+    return max(most_beams(vllm_config), ROWS)
+
+
+def take_widest_steps(logits: torch.Tensor, most_together: int, num_logprobs: int, has_catalogs: bool) -> None:
+    """Take a step of each kind, of one search with as many beams as there may be, and with all that it may ask for.
 
     Args:
         logits: [R, V], of all rows.
+        most_together: Rows, where the search needs much memory.
         num_logprobs: The most that each row may have to report; -1: all.
         has_catalogs: Whether searches may go along catalogs.
     """
-    num_rows, device = len(logits), logits.device
+    some = logits[:most_together]
+    _take(SelectRules(len(logits), Best(), STOPS, num_logprobs, True), logits)
     for strategy in STRATEGIES:
-        _take(SelectRules(num_rows, strategy, STOPS, num_logprobs, True, FILTERS, PRUNING), logits, {})
+        _take(SelectRules(len(some), strategy, STOPS, num_logprobs, True, FILTERS, PRUNING), some)
     if has_catalogs:
-        rules = ItemRules("", after=0)
-        first_child, tokens, is_item = (torch.zeros(2, dtype=dtype, device=device) for dtype in TRIE_TYPES)
-        trie = ItemTrie(first_child, tokens, is_item, [1])
-        along = rules.on({"": trie}, STOPS.token_ids)
-        under: dict[Constraint, torch.Tensor] = {along: along.begin(num_rows, device)}
-        _take(SelectRules(num_rows, Best(), STOPS, num_logprobs, True, FILTERS, PRUNING, (rules,)), logits, under)
+        _take(SelectRules(len(logits), Best(), STOPS, num_logprobs, True, constraints=(AFTER,)), logits)
+        _take(SelectRules(len(some), Best(), STOPS, num_logprobs, True, FILTERS, PRUNING, (AFTER,)), some)
 
 
-def _take(rules: SelectRules, logits: torch.Tensor, under: dict[Constraint, torch.Tensor]) -> None:
+def _take(rules: SelectRules, logits: torch.Tensor) -> None:
+    under: dict[Constraint, torch.Tensor] = {}
+    if rules.constraints:
+        first_child, tokens, is_item = (torch.zeros(2, dtype=dtype, device=logits.device) for dtype in TRIE_TYPES)
+        along = AFTER.on({AFTER.catalog: ItemTrie(first_child, tokens, is_item, [1])}, STOPS.token_ids)
+        under = {along: along.begin(rules.width, logits.device)}
     beams = Beams(torch.zeros(1, rules.width, device=logits.device), states=under)
     packed(take_step(rules, logits.float()[None], beams, Means([(0, 0)])))  # as they are once they are processed
