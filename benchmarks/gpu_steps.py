@@ -37,6 +37,8 @@ from vllm_trie.worker import kernels  # noqa: E402
 from vllm_trie.worker.catalogs import DeviceCatalogs  # noqa: E402
 from vllm_trie.worker.group_rows import BatchRows, GroupRows  # noqa: E402
 from vllm_trie.worker.kernels import slots as slots_kernel  # noqa: E402
+from vllm_trie.worker.kernels.step import by_kernels  # noqa: E402
+from vllm_trie.worker.kernels.tiles import RowLogits  # noqa: E402
 from vllm_trie.worker.reorder import reorder_rows  # noqa: E402
 from vllm_trie.worker.row_reorder import Reorders, RowReorder  # noqa: E402
 from vllm_trie.worker.rows import Rows  # noqa: E402
@@ -335,12 +337,19 @@ class DeviceStep:
         if self.rules.items is not None:
             beams = beams._replace(length=1)
         self.static_logits = logits
+        take, which = by_kernels(self.rules, beams, *logits.shape[1:]), torch.arange(slots.size, device=self.device)
+        of_rows = RowLogits(logits.flatten(0, 1), which, self.rules.stops.barred_token_ids)
+        sampled = torch.zeros(slots.size, 1, dtype=torch.int64, device=self.device)
 
         def run() -> torch.Tensor:
-            step = take_step(self.rules, logits, beams, Means(select_next=slots_kernel.select_next))
+            if take is not None:
+                step, words, _ = take(self.rules, of_rows, beams, which, sampled)
+            else:
+                step = take_step(self.rules, logits, beams, Means(select_next=slots_kernel.select_next))
+                words = packed(step)[0]
             moved = RowReorder(rows, step.parents.flatten(), host)
             reorder_rows(moved, self.tokens, self.rows.tables, self.rows.kv_blocks, None)
-            return packed(step)[0]
+            return words
 
         return run
 

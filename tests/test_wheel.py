@@ -25,10 +25,9 @@ HOME = "https://forge.example/someone/vllm-trie"
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the sdist, and of the wheel that was made of it, as a forge builds them. Nothing is downloaded."""
     folder = tmp_path_factory.mktemp("dist")
-    server, _, repository = HOME.partition("/someone")
-    forge = {"GITHUB_SERVER_URL": server, "GITHUB_REPOSITORY": f"someone{repository}", "GITHUB_REF_NAME": "v1.2.3"}
+    release = {"RELEASE_HOME": HOME, "RELEASE_TAG": "v1.2.3"}
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
-    subprocess.run(command, cwd=ROOT, env=os.environ | forge, check=True, capture_output=True)
+    subprocess.run(command, cwd=ROOT, env=os.environ | release, check=True, capture_output=True)
     return folder
 
 

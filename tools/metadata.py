@@ -1,7 +1,8 @@
 """What a wheel says of where it comes from: hatchling's hook for metadata, see pyproject.toml.
 
-A package index shows the README without the files that it links to. So where the forge builds a release, and says who
-it is, links lead to the files there, and the metadata has its addresses. Elsewhere the README stays as it is.
+A package index shows the README without the files that it links to. So where a release is built, RELEASE_HOME and
+RELEASE_TAG say where its files are: links lead there, and the metadata has the addresses. Elsewhere the README stays
+as it is.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ class Metadata(MetadataHookInterface):
 
     def update(self, metadata: dict[str, Any]) -> None:
         text, urls = Path(self.root, "README.md").read_text(), {}
-        if repository := os.environ.get("GITHUB_REPOSITORY"):
-            home = f"{os.environ['GITHUB_SERVER_URL']}/{repository}"
-            text = with_absolute_links(text, home, os.environ["GITHUB_REF_NAME"])
+        if home := os.environ.get("RELEASE_HOME"):
+            text = with_absolute_links(text, home, os.environ["RELEASE_TAG"])
             urls = {"Source": home, "Issues": f"{home}/issues", "Changelog": f"{home}/blob/main/CHANGELOG.md"}
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
         metadata["urls"] = urls

@@ -27,7 +27,8 @@ TABLES = {"table_pointers": "*u64", "table_strides": LONGS, "block_sizes": LONGS
 SEGMENTS = {"pointers": "*u64", "strides": LONGS, "words": LONGS} | dict.fromkeys(
     ["num_workers", "num_pieces", "num_tiles"], INT
 )
-OF_BATCH = "idx_mapping", "seq_lens", "expanded_idx_mapping", "expanded_local_pos", "input_ids"
+OF_BATCH = "seq_lens", "expanded_local_pos", "input_ids"  # what of it is int32
+MAPPINGS = "idx_mapping", "expanded_idx_mapping"
 ATTENTION = (
     dict.fromkeys(["queries", "outputs", "cache"], "*bf16")
     | dict.fromkeys(["query_stride", "output_stride", "block_stride", "head_stride", "token_stride"], INT)
@@ -180,7 +181,7 @@ CASES: list[tuple[Any, ...]] = [
     (
         rows_beside._take_rows,
         dict.fromkeys(["rows", "logits", "moved", "tokens", "logits_indices", "own_logits_indices"], LONGS)
-        | dict.fromkeys(["positions", "own_positions"], LONGS)
+        | dict.fromkeys([f"{own}{name}" for own in ("", "own_") for name in ("positions", *MAPPINGS)], LONGS)
         | dict.fromkeys(["num_rows", "num_logits", "num_tokens"], INT)
         | dict.fromkeys([own + name for own in ("", "own_") for name in OF_BATCH], "*i32")
         | dict.fromkeys(["is_padding", "own_is_padding"], "*i8"),

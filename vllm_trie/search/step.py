@@ -40,7 +40,8 @@ def take_step(rules: SelectRules, logits: torch.Tensor, beams: Beams, means: Mea
 
 def is_light(rules: SelectRules) -> bool:
     """Whether a step needs little memory beside its logits: nothing is drawn, sorted or compared with other groups."""
-    return isinstance(rules.strategy, Best) and (rules.filters, rules.pruning) == (LogitsFilters(), Pruning())
+    strategy, has_no_filters = rules.strategy, (rules.filters, rules.pruning) == (LogitsFilters(), Pruning())
+    return isinstance(strategy, Best) and strategy.semantics != "vllm" and has_no_filters
 
 
 def joint_distribution(rules: SelectRules, logits: torch.Tensor, beams: Beams) -> tuple[torch.Tensor, torch.Tensor]:

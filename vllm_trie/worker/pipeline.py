@@ -73,7 +73,7 @@ class Stages:
             self._handler.main_stream.wait_event(beams.received)
             group.tokens = beams.tokens.long()
             if beams.have_rows and len(group.slots) > 1:
-                parents = beams.parents[None]
+                parents = beams.parents.long()[None]  # as on the last stage, or the kernel would be compiled anew
                 reorders.add(group.slots[None], parents, [len(group.prompt)], [beams.num_tokens])
         self._rows.reorder(reorders)
 

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks.server import Server, serving
 from tests.support.engine import TRAINED_TARGET, Engines
-from tests.support.forks import Fork
 from tests.support.parallel_engine import RANKS
 from vllm_trie import beam_params
 
@@ -30,8 +29,7 @@ def test_a_server_of_two_ranks_answers_as_one_engine_and_ends_with_all_its_proce
 ) -> None:
     params = beam_params(4, n=3, max_tokens=24)
     (expected,) = engines(TRAINED_TARGET).llm.generate(PROMPT, params, use_tqdm=False)
-    options = ["--plugin", "trie_beam", "--tensor-parallel-size", str(RANKS)]
-    with serving(tmp_path / "log", *options, start=Fork) as server:
+    with serving(tmp_path / "log", "--plugin", "trie_beam", "--tensor-parallel-size", str(RANKS)) as server:
         found = complete(server, max_tokens=24, n=3, extra_body={"vllm_xargs": {"beam_width": 4}})
         assert [choice.text for choice in found.choices] == [one.text for one in expected.outputs]
 

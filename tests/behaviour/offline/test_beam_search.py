@@ -269,7 +269,7 @@ def test_beams_under_a_grammar_are_those_of_vllms_own_loop(trained: Engine, name
 
 
 def test_two_engines_interrupts_and_deletion(tmp_path: Path) -> None:
-    """In real processes: see `two_engines.py` for the promises it checks."""
+    """In processes of its own: see `two_engines.py` for the promises it checks."""
     script = ROOT / "tests" / "support" / "two_engines.py"
     result = forks.run([str(script)], seconds=300)
     assert result.returncode == 0, result.stderr[-3000:]

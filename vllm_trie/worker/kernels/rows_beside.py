@@ -16,7 +16,7 @@ from vllm_trie.worker.kernels import Serving
 
 TILE = 256  # values that one program copies
 NUM_FIELDS = 2, 3, 3  # of rows, of logits and of tokens
-TYPES = *(torch.int32,) * 4, torch.int64, torch.int32, torch.int64, torch.bool  # of these
+TYPES = *(torch.int64, torch.int32) * 3, torch.int64, torch.bool  # of these
 
 
 def take_rows(
@@ -107,6 +107,6 @@ def _put_sampled(
 def warm_up(serving: Serving) -> None:
     """Let one row be beside none."""
     fields = [torch.zeros(1, dtype=dtype, device=serving.device) for dtype in TYPES]
-    row, counts = fields[4], fields[0]
+    row, counts = fields[0], fields[1]
     take_rows(row, row, row, row, fields)
     put_sampled(row, (row[None], counts, counts), row.new_zeros(1, 1), counts.clone(), counts.clone())
