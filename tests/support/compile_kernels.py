@@ -80,29 +80,25 @@ def to_rank(kept: int, blocks: int = 64) -> tuple[Any, ...]:
     return tiles._rank_rows, TILES | RANKED, sizes, tiles.warps_to_rank(kept)
 
 
-def to_select(per_row: int, width: int, is_hf: bool) -> tuple[Any, ...]:
+def to_select(slots: int, per_row: int) -> tuple[Any, ...]:
     """The kernel that selects among what the rows of a group have ranked."""
-    sizes = best.sizes_to_select(width, per_row, width)
-    return (
-        best._select_best,
-        SELECTED | WORDS,
-        {"is_hf": is_hf, "is_last": False} | sizes,
-        best.warps_to_select(sizes["lanes"]),
-    )
+    sizes = best.sizes_to_select(slots, per_row)
+    types = SELECTED | WORDS | {"is_hf": "u1", "is_last": "u1"}
+    return best._select_best, types, sizes, best.warps_to_select(sizes["lanes"])
 
 
 TRIE = {"states": LONGS, "first_child": "*i32", "node_tokens": "*i32"}
 
 
-def to_rank_items(children: int, kept: int) -> tuple[Any, ...]:
+def to_rank_items(children: int) -> tuple[Any, ...]:
     """The kernel that ranks the children of each row's node, of which there are so many at most."""
-    return items._rank_items, TILES | RANKED | TRIE, items.sizes_to_rank(38, children, kept), items.WARPS_TO_RANK
+    return items._rank_items, TILES | RANKED | TRIE, items.sizes_to_rank(38, children), items.WARPS_TO_RANK
 
 
-def to_select_items(per_row: int, width: int) -> tuple[Any, ...]:
+def to_select_items(slots: int) -> tuple[Any, ...]:
     """The kernel that selects among them."""
-    sizes = best.sizes_to_select(width, per_row, width) | {"may_end": True, "children": 256}
-    types = SELECTED | WORDS | TRIE | {"is_item": "*i8", "targets": LONGS}
+    sizes = best.sizes_to_select(slots, slots)
+    types = SELECTED | WORDS | TRIE | {"is_item": "*i8", "targets": LONGS, "may_end": "u1", "children": INT}
     return items._select_items, types, sizes, best.warps_to_select(sizes["lanes"])
 
 
@@ -197,11 +193,12 @@ CASES: list[tuple[Any, ...]] = [
         4,
     ),
     (tiles._tile_max, TILES, {"tiles": tiles.TILES, "tile": tiles.TILE}, tiles.WARPS_TO_READ),
-    *(to_rank(*case) for case in ((1, 1), (8,), (64,), (tiles.MOST_PER_ROW,))),
-    *(to_select(*case) for case in ((8, 4, True), (64, 32, False), (tiles.MOST_PER_ROW, 64, True))),
-    *(to_rank_items(*case) for case in ((1, 4), (256, 64), (items.MOST_CHILDREN, tiles.MOST_PER_ROW))),
-    *(to_select_items(*case) for case in ((4, 4), (64, 64), (64, 128))),
-    *(to_report(per_row) for per_row in (8, tiles.MOST_PER_ROW)),
+    to_rank(best.SLOTS[0], blocks=1),
+    *(to_rank(kept) for kept in sorted({*best.REPORTED, *(kept for _, kept in best.SIZES)})),
+    *(to_select(*sizes) for sizes in best.SIZES),
+    *(to_rank_items(children) for children in items.CHILDREN),
+    *(to_select_items(slots) for slots in best.SLOTS),
+    *(to_report(per_row) for per_row in best.REPORTED),
     *(to_shared(*case) for case in SHARED),
     *(to_own(*case) for case in OWN),
 ]

@@ -48,7 +48,7 @@ class Problem:
 
     def by_torch_of_the_same_sums(self) -> Step:
         """As torch takes it, from log-probabilities that are normalised as the kernels have summed."""
-        ranked = tiles.rank_rows(self.logits, tiles.tiles_of(self.logits), self.scores, 1)
+        ranked = tiles.rank_rows(self.logits, tiles.tiles_of(self.logits), self.scores, 1, 1)
         highest, rest = ranked.normal.view(*self.shape[:2], 2, 1).unbind(2)
 
         def normalised(logits: torch.Tensor, barred: tuple[int, ...], temperature: float) -> torch.Tensor:
@@ -129,7 +129,7 @@ def problems(draw: st.DrawFn) -> Problem:
 @settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(problems())
 def test_kernels_take_the_step_of_torch(problem: Problem) -> None:
-    assert best.takes(problem.rules, *problem.shape[1:])
+    assert best.takes(problem.rules, problem.shape[2])
     check(problem)
 
 
@@ -153,7 +153,7 @@ def test_kernels_take_the_step_of_torch_along_a_catalog(
         states.zero_()
         problem.scores[1, 1:] = NEVER
     beams = Beams(problem.scores, states={along: states})
-    assert items.takes(rules, beams, width)
+    assert items.takes(rules, beams)
     sampled = torch.zeros(num_groups * width, 1, dtype=torch.int64)
     taken = items.take_step(rules, problem.logits, beams, problem.places, sampled)
     expected, layout = packed(theirs := take_step(rules, problem.of_rows(), beams))

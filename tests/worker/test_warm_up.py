@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,17 +12,22 @@ import pytest
 import torch
 from vllm.v1.worker.gpu_worker import Worker
 
-from benchmarks.weightless import Launches, WeightlessStep, kernels_noted
+from benchmarks.weightless import CATALOG, NOWHERE, Launches, WeightlessStep, kernels_noted, nowhere
 from tests.support.sharing import Batch, Group
 from tests.support.steps import rules_of
 from tests.worker.attention.trees import TreeBatch, TreeGroup, random_tree
 from tests.worker.test_waits import RULES
 from vllm_trie.options import PLUGIN_NAME
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints.catalog import ItemRules, ItemTrie
+from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.worker import warm_up as warm_up_module
 from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.attention.shared_rows import Scoring, SharesPrefixes
 from vllm_trie.worker.gpu_worker import BeamGPUWorker
+from vllm_trie.worker.kernels.step import by_kernels
+from vllm_trie.worker.kernels.tiles import RowLogits
 from vllm_trie.worker.kv_slots import ByToken, KVSlots
 from vllm_trie.worker.warm_up import warm_up
 
@@ -42,7 +48,12 @@ class Builder(SharesPrefixes):
     takes = by_token = None
 
 
-def runner_with(scorings: dict[str, Scoring], has_drafts: bool = True, max_beam_width: int | None = None) -> Any:
+def runner_with(
+    scorings: dict[str, Scoring],
+    has_drafts: bool = True,
+    max_beam_width: int | None = None,
+    has_catalogs: bool = False,
+) -> Any:
     """As far as the warm-up knows it, with a layer for each of these."""
     step = WeightlessStep(rules_of(2), 1, VOCAB_SIZE)
     step.selector.rows.kv_slots = KVSlots([[ByToken(torch.zeros(3, BLOCK_SIZE, 8), (BLOCK_SIZE,))]])
@@ -52,12 +63,18 @@ def runner_with(scorings: dict[str, Scoring], has_drafts: bool = True, max_beam_
         for name, scoring in scorings.items()
     }
     attn_group = SimpleNamespace(layer_names=[*layers], get_metadata_builder=lambda _: Builder())
-    options = {PLUGIN_NAME: {} if max_beam_width is None else {"max_beam_width": max_beam_width}}
+    of_plugin = {"max_beam_width": max_beam_width, "catalogs": {CATALOG: "its file"} if has_catalogs else None}
+    options = {PLUGIN_NAME: {name: value for name, value in of_plugin.items() if value is not None}}
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=MOST_ROWS), additional_config=options)
     config.speculative_config = object() if has_drafts else None
     return SimpleNamespace(
         rows=step.selector.rows,
         req_states=step.runner.req_states,
+        sampler=step.runner.sampler,
+        model=SimpleNamespace(compute_logits=lambda hidden: nowhere(len(hidden), VOCAB_SIZE, dtype=hidden.dtype)),
+        model_config=SimpleNamespace(get_hidden_size=lambda: HEAD_SIZE),
+        dtype=torch.bfloat16,
+        device=NOWHERE,
         drafter=object() if has_drafts else None,
         speculator=None,
         vllm_config=config,
@@ -77,10 +94,11 @@ def noted() -> Iterator[dict[str, Launches]]:
         yield launches
 
 
-@pytest.fixture
-def warmed(noted: dict[str, Launches]) -> dict[str, set[object]]:
-    warm_up(runner_with(SCORINGS, has_drafts=True, max_beam_width=MOST_ROWS))
-    return {name: {*kernel.variants} for name, kernel in noted.items()}
+@pytest.fixture(scope="module")
+def warmed() -> dict[str, set[object]]:
+    with kernels_noted() as launches:
+        warm_up(runner_with(SCORINGS, has_drafts=True, max_beam_width=MOST_ROWS, has_catalogs=True))
+    return {name: kernel.variants for name, kernel in launches.items()}
 
 
 def test_every_kernel_of_the_package_is_warmed(warmed: dict[str, set[object]]) -> None:
@@ -96,7 +114,7 @@ def test_no_width_launches_a_variant_that_was_not_warmed(
     step = WeightlessStep(rules_of(width, stops=(1,)), 3, VOCAB_SIZE, num_ordinary)
     for number in (24, 25):
         step.sample(np.full(3, number))
-    assert noted["_select_next"].count > 0
+    assert noted["_select_best"].count > 0
     assert not new_variants(noted, warmed)
 
 
@@ -108,6 +126,63 @@ def test_no_kind_of_search_launches_a_variant_that_was_not_warmed(
         step = WeightlessStep(rules._replace(is_last=is_last), 2, VOCAB_SIZE)
         step.sample(np.array([25, 26]))
     assert not new_variants(noted, warmed)
+
+
+def take(rules: SelectRules, logits: torch.Tensor, num_rows: int, states: dict[Constraint, torch.Tensor]) -> None:
+    """Take a step of a group by kernels, if they take it; beside others, of which some speculate."""
+    beams, places = Beams(nowhere(1, num_rows, dtype=torch.float32), states=states), nowhere(2 * num_rows + 1)
+    take_step = by_kernels(rules, beams, VOCAB_SIZE)
+    for num_steps in (1, 4) if take_step else ():
+        which = RowLogits(logits, places[:num_rows], rules.stops.barred_token_ids)
+        take_step(rules, which, beams, places[num_rows + 1 :], nowhere(99, num_steps))
+
+
+def logits_of_steps() -> list[torch.Tensor]:
+    """Unprocessed ones of a batch, those of a row in it, and processed ones."""
+    logits = nowhere(MOST_ROWS, VOCAB_SIZE, dtype=torch.bfloat16)
+    return [logits, logits[3:4], logits.float(), logits[3:4].float()]
+
+
+@pytest.mark.parametrize("num_stops", [0, 1, 2, 3, 9])
+def test_no_step_by_kernels_launches_a_variant_that_was_not_warmed(
+    noted: dict[str, Launches], warmed: dict[str, set[object]], num_stops: int
+) -> None:
+    for width, semantics in product([*range(1, 10), 16, 17, 32, 33, MOST_ROWS], ["hf", "tridecode"]):
+        plain = rules_of(width, semantics, tuple(range(num_stops)))
+        others = [{"num_logprobs": count} for count in (0, 1, 9, 40, 128)]
+        for own in ({}, {"is_last": True}, {"num_beams": -(-width // 3)}, *others):
+            for logits, num_rows in product(logits_of_steps(), {1, width}):
+                take(plain._replace(**own), logits, num_rows, {})
+    assert noted["_select_best"].count > 100
+    assert not new_variants(noted, warmed)
+
+
+@pytest.mark.parametrize("most_children", [1, 16, 17, 4096])
+def test_no_step_along_a_catalog_launches_a_variant_that_was_not_warmed(
+    noted: dict[str, Launches], warmed: dict[str, set[object]], most_children: int
+) -> None:
+    items = ItemRules(CATALOG)
+    parts = nowhere(41, dtype=torch.int32), nowhere(40, dtype=torch.int32), nowhere(40, dtype=torch.bool)
+    along = items.on({CATALOG: ItemTrie(*parts, [most_children])}, ())
+    for width, semantics in product([*range(1, 10), 16, 17, 32, 33, MOST_ROWS], ["hf", "tridecode", "vllm"]):
+        for are_barred, num_beams in product([False, True], [None, -(-width // 3)]):
+            rules = rules_of(width, semantics, (1,), are_barred, constraints=(items,), num_beams=num_beams)
+            for logits, num_rows in product(logits_of_steps(), {1, width}):
+                take(rules, logits, num_rows, {along: nowhere(1, num_rows)})
+    assert noted["_select_items"].count > 100
+    assert not new_variants(noted, warmed)
+
+
+def test_engines_without_catalogs_warm_nothing_of_them(noted: dict[str, Launches]) -> None:
+    warm_up(runner_with({}))
+    assert noted["_select_best"].count > noted["_rank_items"].count == noted["_select_items"].count == 0
+
+
+def test_stages_of_a_pipeline_that_do_not_select_warm_no_step(noted: dict[str, Launches]) -> None:
+    runner = runner_with({})
+    runner.sampler = None
+    warm_up(runner)
+    assert noted["_reorder_rows"].count > noted["_tile_max"].count == 0
 
 
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)

@@ -30,7 +30,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_trie.messages import attach_results, catalog_changes, row_masks
 from vllm_trie.search.devices import sees
-from vllm_trie.selection import config_of, has_logits_processors
+from vllm_trie.selection import has_catalogs, has_logits_processors
 from vllm_trie.worker import kernels
 from vllm_trie.worker.announce_shared_rows import announce_shared_rows, reads_shared_blocks_once
 from vllm_trie.worker.attention.check_attention import check_demanded_layers
@@ -126,9 +126,8 @@ class BeamModelRunner(GPUModelRunner):
     def _dummy_sampler_run(self, hidden_states: torch.Tensor, **kwargs: Any) -> None:
         super()._dummy_sampler_run(hidden_states, **kwargs)
         if not sees(self.device):  # vLLM measures the memory that is left by what this takes
-            options, logits = config_of(self.vllm_config), self.model.compute_logits(hidden_states)
-            has_catalogs = bool(options.catalogs or options.catalog_folder)
-            take_widest_steps(logits, self.most_together, self.model_config.max_logprobs, has_catalogs)
+            logits, max_logprobs = self.model.compute_logits(hidden_states), self.model_config.max_logprobs
+            take_widest_steps(logits, self.most_together, max_logprobs, has_catalogs(self.vllm_config))
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, *args: Any, dummy_run: bool = False, **kwargs: Any

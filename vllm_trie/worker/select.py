@@ -130,7 +130,7 @@ class Selector:
     def _take(self, of: RowsOf, logits: torch.Tensor, means: Means, sampled: torch.Tensor) -> Taken:
         """The step of groups with equal rules; `sampled` [R, ...] receives newest tokens."""
         (rules, _, _, places, beams), (values, index) = of, self._logits(of, logits)
-        if kernels.run_on(logits.device) and (take := by_kernels(rules, beams, places.shape[1], logits.shape[1])):
+        if kernels.run_on(logits.device) and (take := by_kernels(rules, beams, logits.shape[1])):
             at, on_device = uploaded_once(np.stack([index.ravel(), places.ravel()]), logits.device)
             return take(rules, RowLogits(values, at, rules.stops.barred_token_ids), beams, on_device, sampled)
         of_rows = values[self._which(index.ravel())]

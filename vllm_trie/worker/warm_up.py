@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import VllmConfig
 
-from vllm_trie.selection import config_of, most_beams
+from vllm_trie.selection import config_of, has_catalogs, most_beams
 from vllm_trie.speculative_config import has_memory_mode
 from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.attention.shared_rows import Layer, SharesPrefixes
 from vllm_trie.worker.attention.tree_layers import attention_of, token_segments
-from vllm_trie.worker.kernels import Serving, copies, rows_beside, slots
+from vllm_trie.worker.kernels import Serving, best, copies, items, rows_beside, slots
 
 if TYPE_CHECKING:
     from vllm_trie.worker.runner import BeamModelRunner
@@ -41,8 +41,9 @@ def warm_up(runner: BeamModelRunner) -> None:
     """Launch all kernels of a runner, which has its KV cache. Nothing that anybody reads is written."""
     rows, tokens = runner.rows, runner.req_states.all_token_ids.gpu
     of_cache = rows.kv_blocks.segments, token_segments(runner)
-    serving = Serving(tokens, rows.tables, *of_cache, _widest(runner.vllm_config))
-    for module in (slots, copies, rows_beside):
+    most_beams, logits = _widest(runner.vllm_config), tuple(_logits(runner))
+    serving = Serving(tokens, rows.tables, *of_cache, most_beams, logits, has_catalogs(runner.vllm_config))
+    for module in (slots, copies, rows_beside, best, items):
         module.warm_up(serving)
     triton_kernels.warm_up(_layers(runner), has_trees=runner.drafter is not None)
 
@@ -53,6 +54,21 @@ def _widest(vllm_config: VllmConfig) -> int:
     if has_memory_mode(vllm_config):
         return config_of(vllm_config).max_beam_width or max(most, slots.MOST_SLOTS)
     return most
+
+
+def _logits(runner: BeamModelRunner) -> Iterator[torch.Tensor]:
+    """Logits as a step may have them: of one row or more, of all rows or the last, unprocessed or not.
+
+    All ranks of a stage of a pipeline compute them together; stages that do not select have none.
+    """
+    if runner.sampler is None:
+        return
+    for num_rows in (1, 2):
+        hidden = torch.zeros(num_rows, runner.model_config.get_hidden_size(), dtype=runner.dtype, device=runner.device)
+        logits = runner.model.compute_logits(hidden)
+        for own in (logits, logits[-1:]):
+            yield own
+            yield torch.empty_like(own, dtype=torch.float32)  # as vLLM's sampler makes them
 
 
 def _layers(runner: BeamModelRunner) -> Iterator[Layer]:

@@ -27,6 +27,8 @@ class Serving(NamedTuple):
     segments: Segments
     token_segments: tuple[TokenSegments, ...]  # one, or none where no tokens are moved
     most_beams: int  # of a group
+    logits: tuple[torch.Tensor, ...] = ()  # [N, V] each, of every type, stride and alignment that is selected from
+    has_catalogs: bool = False
 
     @property
     def device(self) -> torch.device:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -12,12 +13,14 @@ import triton
 import triton.language as tl
 
 from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.devices import constant, filled
 from vllm_trie.search.filters import LogitsFilters, Pruning
 from vllm_trie.search.rank import TILE, Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Layout, Step
 from vllm_trie.search.strategies.best import Best, num_candidates
+from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.kernels.tiles import (
     BLOCK,
     KEY_UNIT,
@@ -36,7 +39,11 @@ from vllm_trie.worker.kernels.tiles import (
     tiles_of,
 )
 
-MOST_KEYS = 8192  # of a group: a program has them in registers
+SLOTS = 4, 16, 32, 64  # that kernels are compiled for; of more a program would spill its group's keys
+SIZES = [  # slots, and continuations that are kept of each row: as many, twice or four times as many
+    *((slots, factor * slots) for slots in SLOTS for factor in (1, 2, 4) if factor * slots <= MOST_PER_ROW)
+]
+REPORTED = 8, 32, MOST_PER_ROW  # log-probabilities of each row that kernels are compiled for
 KEYS_AT_A_TIME = 1024  # that it puts in order
 
 
@@ -48,15 +55,18 @@ class Taken(NamedTuple):
     layout: Layout
 
 
-def takes(rules: SelectRules, num_rows: int, vocab_size: int) -> bool:
-    """Whether a step by these rules is taken here, with so many rows of a group; else torch takes it."""
-    kept = triton.next_power_of_2(_count(rules))
+def takes(rules: SelectRules, vocab_size: int) -> bool:
+    """Whether a step by these rules is taken here; else torch takes it.
+
+    So that few variants of the kernels are enough, torch also takes steps with more than three stop tokens, or than one
+    where there are more than 32 beams.
+    """
     return (
         rules.strategy in (Best("hf"), Best("tridecode"))
         and (rules.filters, rules.pruning, rules.constraints) == (LogitsFilters(), Pruning(), ())
         and (not rules.stops.strings or rules.stops.are_barred)
-        and kept <= MOST_PER_ROW
-        and triton.next_power_of_2(num_rows) * kept <= MOST_KEYS
+        and rules.width <= SLOTS[-1]
+        and (slots_of(rules.width), kept_of(rules)) in SIZES
         and -1 < (rules.num_logprobs or 0) <= MOST_PER_ROW
         and vocab_size <= MOST_TILES * TILE
     )
@@ -75,12 +85,11 @@ def take_step(
         sampled: [batch, ...] int64, receives the newest token of every row.
     """
     scores, tiles = beams.scores.contiguous(), tiles_of(logits)
-    ranked = rank_rows(logits, tiles, scores, _count(rules))
+    ranked = rank_rows(logits, tiles, scores, _count(rules), kept_of(rules))
     taken = _select(rules, logits, scores.shape, ranked, places, sampled)
     if taken.layout.top_shape is not None:
-        tops = rank_rows(
-            logits, tiles, filled(tuple(scores.shape), 0.0, scores.device), max(taken.layout.top_shape[1], 1)
-        )
+        nothing, count = filled(tuple(scores.shape), 0.0, scores.device), max(taken.layout.top_shape[1], 1)
+        tops = rank_rows(logits, tiles, nothing, count, next(kept for kept in REPORTED if kept >= count))
         _report(logits, tops, taken, scores.shape)
     return taken
 
@@ -88,6 +97,16 @@ def take_step(
 def _count(rules: SelectRules) -> int:
     """Candidates that must be ranked."""
     return num_candidates(rules.num_beams or rules.width, len(rules.stops.token_ids), rules.width)
+
+
+def kept_of(rules: SelectRules) -> int:
+    """Continuations that are kept of each row: a power of two, and as many as slots at least."""
+    return max(triton.next_power_of_2(_count(rules)), slots_of(rules.width))
+
+
+def slots_of(width: int) -> int:
+    """What kernels are compiled for that take steps of so many beams."""
+    return next(slots for slots in SLOTS if slots >= width)
 
 
 def layout_of(rules: SelectRules, num_rows: int, vocab_size: int) -> Layout:
@@ -121,26 +140,20 @@ def _select(
     stops = constant(rules.stops.token_ids, device)
     going, num_bits = rules.num_beams or width, NUM_SCORE_BITS + (num_rows * vocab_size).bit_length()
     of_groups = ranked.keys, num_rows, vocab_size, count, num_bits, stops, len(stops), width, going
-    sizes = sizes_to_select(width, per_row, num_rows)
+    sizes = sizes_to_select(slots_of(width), per_row)
     _select_best[num_groups,](
         *of_groups, order, *beams, words, words.shape[1], num_ints, places, sampled, sampled.stride(0),
-        is_hf=rules.strategy == Best("hf"), is_last=rules.is_last, **sizes,
-        num_warps=warps_to_select(sizes["lanes"]),
+        rules.strategy == Best("hf"), rules.is_last, **sizes, num_warps=warps_to_select(sizes["lanes"]),
     )  # fmt: skip
     ended_by, ended_in = words[:, 2 * width : 2 * (width + count)].unflatten(1, (2, count)).unbind(1)
     ended_with = words[:, num_ints + width : num_ints + width + count].view(torch.float32)
     return Taken(Step(*beams, Candidates(ended_by, ended_in, ended_with)), words, layout)
 
 
-def sizes_to_select(width: int, per_row: int, num_rows: int) -> dict[str, int]:
-    """What `_select_best` is compiled for: groups of so many beams and rows, and keys of each row."""
-    lanes = triton.next_power_of_2(num_rows) * per_row
-    return {
-        "per_row": per_row,
-        "lanes": lanes,
-        "part": min(lanes, KEYS_AT_A_TIME),
-        "slots": triton.next_power_of_2(width),
-    }
+def sizes_to_select(slots: int, per_row: int) -> dict[str, int]:
+    """What `_select_best` is compiled for: groups of so many slots, and as many rows at most; keys of each row."""
+    lanes = slots * per_row
+    return {"per_row": per_row, "lanes": lanes, "part": min(lanes, KEYS_AT_A_TIME), "slots": slots}
 
 
 def warps_to_select(lanes: int) -> int:
@@ -199,13 +212,16 @@ def into_slots(parent, alive, slot, width, count: tl.constexpr):
         "going",
         "num_words",
         "num_ints",
+        "sampled_stride",
+        "is_hf",
+        "is_last",
     ],
-    do_not_specialize_on_alignment=["places", "next_tokens", "sampled", "sampled_stride"],
+    do_not_specialize_on_alignment=["places", "next_tokens", "sampled"],
 )
 def _select_best(
     keys, num_rows, vocab_size, count, num_bits, stops, num_stops, width, going, order, next_parents, next_tokens,
-    next_scores, words, num_words, num_ints, places, sampled, sampled_stride, is_hf: tl.constexpr,
-    is_last: tl.constexpr, per_row: tl.constexpr, lanes: tl.constexpr, part: tl.constexpr, slots: tl.constexpr,
+    next_scores, words, num_words, num_ints, places, sampled, sampled_stride, is_hf, is_last, per_row: tl.constexpr,
+    lanes: tl.constexpr, part: tl.constexpr, slots: tl.constexpr,
 ):  # fmt: skip
     """See `_select`: a program per group."""
     group = tl.program_id(0).to(tl.int64)
@@ -219,9 +235,8 @@ def _select_best(
     stop = is_among(token, stops, num_stops)
     lives = (score > float("-inf")) & (stop == 0)
     alive = lives & (tl.cumsum(lives.to(tl.int32), axis=0) <= going)
-    num_going = rank + 1 if is_hf else tl.cumsum((stop == 0).to(tl.int32), axis=0) + stop.to(tl.int32)
-    may_end = num_going <= going
-    ends = may_end if is_last else may_end & stop
+    num_going = tl.where(is_hf, rank + 1, tl.cumsum((stop == 0).to(tl.int32), axis=0) + stop.to(tl.int32))
+    ends = (num_going <= going) & (stop | is_last)
     words += group * num_words
     ended, is_ranked = words + 2 * width, rank < count
     tl.store(ended + rank, parent, mask=is_ranked)
@@ -301,3 +316,27 @@ def _write_logprobs(
         token = (key % KEY_UNIT % vocab_size).to(tl.int32)
         tl.store(ints + first + rank, token, mask=rank < num_tops)
         tl.store(floats + first + rank, score_of(key).to(tl.int32, bitcast=True), mask=rank < num_tops)
+
+
+def warm_up(serving: Serving) -> None:
+    """Take a step for each number of slots, of continuations that are kept and of log-probabilities."""
+    for logits in serving.logits:
+        nothing = torch.zeros(1, dtype=torch.int64, device=serving.device)
+        for rules in _variants(serving.most_beams):
+            if takes(rules, logits.shape[1]):
+                own = Beams(torch.zeros(1, 1, device=serving.device))
+                take_step(rules, RowLogits(logits, nothing), own, nothing, nothing[None].clone())
+
+
+def slots_up_to(most_beams: int) -> list[int]:
+    """All that searches of so many beams at most are compiled for."""
+    return [slots for below, slots in zip((0, *SLOTS), SLOTS, strict=False) if below < most_beams]
+
+
+def _variants(most_beams: int) -> Iterator[SelectRules]:
+    """Rules that lead to each of `SIZES`, and that report."""
+    for slots in slots_up_to(most_beams):
+        of_slots = SelectRules(slots, Best())
+        yield from (of_slots._replace(num_beams=slots // 2), of_slots, of_slots._replace(stops=Stops((0, 0, 0))))
+    for num_logprobs in REPORTED:
+        yield SelectRules(SLOTS[0], Best(), num_logprobs=num_logprobs)

@@ -12,13 +12,23 @@ import triton
 import triton.language as tl
 
 from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.catalog import AlongItems, ItemRules
+from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
 from vllm_trie.search.filters import LogitsFilters, Pruning
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Layout, Step
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.worker.kernels.best import MOST_KEYS, Taken, first_in_order, into_slots, sizes_to_select, warps_to_select
+from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kernels.best import (
+    SLOTS,
+    Taken,
+    first_in_order,
+    into_slots,
+    sizes_to_select,
+    slots_of,
+    slots_up_to,
+    warps_to_select,
+)
 from vllm_trie.worker.kernels.tiles import (
     KEY_UNIT,
     LAST_KEY,
@@ -34,23 +44,22 @@ from vllm_trie.worker.kernels.tiles import (
     tiles_of,
 )
 
-MOST_CHILDREN = 4096  # of a node
+CHILDREN = 16, 256, 4096  # of a node, that kernels are compiled for
+ROOM = tl.constexpr(MOST_PER_ROW)  # for keys of a row
 WARPS_TO_RANK = 4
 
 
-def takes(rules: SelectRules, beams: Beams, num_rows: int) -> bool:
-    """Whether a step by these rules is taken here, with so many rows of a group; else torch takes it."""
+def takes(rules: SelectRules, beams: Beams) -> bool:
+    """Whether a step by these rules is taken here; else torch takes it."""
     items = rules.items
     if items is None or rules.constraints != (items,) or items != ItemRules(items.catalog):
         return False
-    kept = triton.next_power_of_2(rules.num_beams or rules.width)
     return (
         rules.strategy in (Best("hf"), Best("tridecode"), Best("vllm"))
         and (rules.filters, rules.pruning, rules.num_logprobs) == (LogitsFilters(), Pruning(), None)
         and (not rules.stops.strings or rules.stops.are_barred)
-        and kept <= MOST_PER_ROW
-        and triton.next_power_of_2(num_rows) * kept <= MOST_KEYS
-        and _most_children(beams) <= MOST_CHILDREN
+        and rules.width <= SLOTS[-1]
+        and _most_children(beams) <= CHILDREN[-1]
     )
 
 
@@ -66,25 +75,26 @@ def take_step(
     """What `search.step.take_step` does, where `takes` says so; as `best.take_step`."""
     (num_groups, num_rows), device, along = beams.scores.shape, places.device, cast(AlongItems, beams.sparse)
     width, count = rules.width, rules.num_beams or rules.width
-    kept, children = triton.next_power_of_2(count), triton.next_power_of_2(_most_children(beams))
+    slots, most_children = slots_of(width), _most_children(beams)
+    children = next(children for children in CHILDREN if children >= most_children)
     scores, states, tiles = beams.scores.contiguous(), beams.states[along].contiguous(), tiles_of(logits)
     trie = states, along.trie.first_child, along.trie.tokens
-    keys = torch.empty(num_groups * num_rows, 2, kept, dtype=torch.int64, device=device)
+    keys = torch.empty(num_groups * num_rows, 2, ROOM.value, dtype=torch.int64, device=device)
     normal = torch.empty(num_groups * num_rows, 2, dtype=torch.float32, device=device)
     _rank_items[num_groups * num_rows,](
         *logits.arguments, *tiles.arguments[1:], scores, num_rows, count, *trie, keys, normal,
-        **sizes_to_rank(tiles.maxima.shape[1], children, kept), num_warps=WARPS_TO_RANK,
+        **sizes_to_rank(tiles.maxima.shape[1], children), num_warps=WARPS_TO_RANK,
     )  # fmt: skip
     layout = Layout([width, width, count, count], [width, count], None, False)
     words = torch.empty(num_groups, 3 * (width + count), dtype=torch.int32, device=device)
-    order = torch.empty(num_groups, 2, 2, kept, dtype=torch.int64, device=device)
+    order = torch.empty(num_groups, 2, 2, slots, dtype=torch.int64, device=device)
     parents, tokens, targets = torch.empty(3, num_groups, width, dtype=torch.int64, device=device)
     by_slot = Candidates(parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=device))
     num_bits, may_end = NUM_SCORE_BITS + (num_rows * children).bit_length(), not rules.stops.are_barred
-    sizes = sizes_to_select(width, kept, num_rows)
+    sizes = sizes_to_select(slots, slots)
     _select_items[num_groups,](
         keys, num_rows, count, num_bits, *trie, along.trie.is_item.view(torch.int8), width, order, *by_slot, targets,
-        words, places, sampled, sampled.stride(0), may_end=may_end, children=children, **sizes,
+        words, places, sampled, sampled.stride(0), may_end, children, **sizes,
         num_warps=warps_to_select(sizes["lanes"]),
     )  # fmt: skip
     ended_by, ended_in = words[:, 2 * width : 2 * (width + count)].unflatten(1, (2, count)).unbind(1)
@@ -92,9 +102,9 @@ def take_step(
     return Taken(Step(*by_slot, finished, states={along: targets}), words, layout)
 
 
-def sizes_to_rank(num_blocks: int, children: int, kept: int) -> dict[str, int]:
+def sizes_to_rank(num_blocks: int, children: int) -> dict[str, int]:
     """What `_rank_items` is compiled for."""
-    return {"blocks": triton.next_power_of_2(num_blocks), "children": max(children, 2), "kept": kept}
+    return {"blocks": triton.next_power_of_2(num_blocks), "children": children}
 
 
 @triton.jit(
@@ -103,7 +113,7 @@ def sizes_to_rank(num_blocks: int, children: int, kept: int) -> dict[str, int]:
 )
 def _rank_items(
     logits, index, stride, vocab_size, barred, num_barred, maxima, sums, num_blocks, scores, num_rows, count, states,
-    first_child, node_tokens, keys, normal, blocks: tl.constexpr, children: tl.constexpr, kept: tl.constexpr,
+    first_child, node_tokens, keys, normal, blocks: tl.constexpr, children: tl.constexpr,
 ):  # fmt: skip
     """The best children of a row's node, and the best of those that have children: a program per row."""
     row, child = tl.program_id(0), tl.arange(0, children)
@@ -121,37 +131,37 @@ def _rank_items(
         tl.load(first_child + node + 1, mask=exists, other=0),
     )
     going = tl.where(begin < end, own, LAST_KEY)
-    keys += row.to(tl.int64) * 2 * kept
-    keep(own, (own < LAST_KEY) & (own <= cutoff(own, count, 62)), keys, 0, kept)
-    keep(going, (going < LAST_KEY) & (going <= cutoff(going, count, 62)), keys + kept, 0, kept)
+    keys += row.to(tl.int64) * 2 * ROOM
+    keep(own, (own < LAST_KEY) & (own <= cutoff(own, count, 62)), keys, 0, ROOM)
+    keep(going, (going < LAST_KEY) & (going <= cutoff(going, count, 62)), keys + ROOM, 0, ROOM)
 
 
 @triton.jit
-def _nodes(key, states, first_child, children: tl.constexpr):
+def _nodes(key, states, first_child, children):
     """Where keys lead, and whether they lead anywhere."""
     exists = key < LAST_KEY
-    place = tl.where(exists, key % KEY_UNIT, 0)
+    place = tl.where(exists, key % KEY_UNIT, 0).to(tl.int32)
     parent = tl.load(states + place // children)
     node = tl.load(first_child + parent) + place % children
-    return (place // children).to(tl.int32), tl.where(exists, node, 0), tl.where(exists, score_of(key), float("-inf"))
+    return place // children, tl.where(exists, node, 0), tl.where(exists, score_of(key), float("-inf"))
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "count", "num_bits", "width"],
-    do_not_specialize_on_alignment=["places", "states", "next_tokens", "targets", "sampled", "sampled_stride"],
+    do_not_specialize=["num_rows", "count", "num_bits", "width", "sampled_stride", "may_end", "children"],
+    do_not_specialize_on_alignment=["places", "states", "next_tokens", "targets", "sampled"],
 )
 def _select_items(
     keys, num_rows, count, num_bits, states, first_child, node_tokens, is_item, width, order, next_parents, next_tokens,
-    next_scores, targets, words, places, sampled, sampled_stride, may_end: tl.constexpr, children: tl.constexpr,
-    per_row: tl.constexpr, lanes: tl.constexpr, part: tl.constexpr, slots: tl.constexpr,
+    next_scores, targets, words, places, sampled, sampled_stride, may_end, children, per_row: tl.constexpr,
+    lanes: tl.constexpr, part: tl.constexpr, slots: tl.constexpr,
 ):  # fmt: skip
     """What is complete among the best finishes, the best that have children go on: a program per group."""
     group = tl.program_id(0).to(tl.int64)
     rank, slot, order = tl.arange(0, per_row), tl.arange(0, slots), order + group * 4 * per_row
-    keys, states = keys + group * num_rows * 2 * per_row, states + group * num_rows
+    keys, states = keys + group * num_rows * 2 * ROOM, states + group * num_rows
     words += group * 3 * (width + count)
     floats = words + 2 * (width + count)
-    key = first_in_order(keys, 2 * per_row, num_rows, count, num_bits, order, per_row, lanes, part)
+    key = first_in_order(keys, 2 * ROOM, num_rows, count, num_bits, order, per_row, lanes, part)
     parent, node, score = _nodes(key, states, first_child, children)
     ends = (tl.load(is_item + node) != 0) & may_end
     is_ranked, ended = rank < count, words + 2 * width
@@ -161,7 +171,7 @@ def _select_items(
     tl.store(floats + width + rank, ended_with, mask=is_ranked)
 
     order += 2 * per_row
-    key = first_in_order(keys + per_row, 2 * per_row, num_rows, count, num_bits, order, per_row, lanes, part)
+    key = first_in_order(keys + ROOM, 2 * ROOM, num_rows, count, num_bits, order, per_row, lanes, part)
     parent, node, score = _nodes(key, states, first_child, children)
     chosen = into_slots(parent, (score > float("-inf")) & is_ranked, slot, width, per_row)
     is_slot, has_beam = slot < width, chosen < per_row
@@ -181,3 +191,18 @@ def _select_items(
     is_placed = is_slot & (slot < num_rows)
     row = tl.load(places + group * num_rows + slot, mask=is_placed, other=0)
     tl.store(sampled + row * sampled_stride, own_token.to(tl.int64), mask=is_placed)
+
+
+def warm_up(serving: Serving) -> None:
+    """Take a step for each number of slots, and of children, if searches go along catalogs."""
+    if not serving.has_catalogs:
+        return
+    nothing, rules = torch.zeros(2, dtype=torch.int64, device=serving.device), ItemRules("")
+    for most_children in CHILDREN:
+        trie = ItemTrie(nothing.int(), nothing.int(), nothing.bool(), [most_children])
+        along, row = rules.on({"": trie}, ()), nothing[:1]
+        beams = Beams(torch.zeros(1, 1, device=serving.device), states={along: row[None]})
+        for slots in slots_up_to(serving.most_beams):
+            for logits in serving.logits:
+                of_items = SelectRules(slots, Best(), constraints=(rules,))
+                take_step(of_items, RowLogits(logits, row), beams, row, row[None].clone())

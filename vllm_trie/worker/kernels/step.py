@@ -15,8 +15,8 @@ from vllm_trie.worker.kernels.tiles import RowLogits
 TakeStep = Callable[[SelectRules, RowLogits, Beams, torch.Tensor, torch.Tensor], Taken]
 
 
-def by_kernels(rules: SelectRules, beams: Beams, num_rows: int, vocab_size: int) -> TakeStep | None:
-    """What takes a step of groups with so many rows each; None: torch."""
-    if best.takes(rules, num_rows, vocab_size):
+def by_kernels(rules: SelectRules, beams: Beams, vocab_size: int) -> TakeStep | None:
+    """What takes a step of groups by these rules; None: torch."""
+    if best.takes(rules, vocab_size):
         return best.take_step
-    return items.take_step if items.takes(rules, beams, num_rows) else None
+    return items.take_step if items.takes(rules, beams) else None

@@ -78,16 +78,17 @@ def tiles_of(logits: RowLogits) -> Tiles:
     return Tiles(best, maxima, sums)
 
 
-def rank_rows(logits: RowLogits, tiles: Tiles, scores: torch.Tensor, count: int) -> RowKeys:
+def rank_rows(logits: RowLogits, tiles: Tiles, scores: torch.Tensor, count: int, kept: int) -> RowKeys:
     """The best `count` continuations of each row.
 
     Args:
         logits: Of R rows.
         tiles: Theirs.
         scores: [G, r] float32, of the rows of G groups, r * G = R.
-        count: `MOST_PER_ROW` at most.
+        count: `kept` at most.
+        kept: Keys that there is room for; a power of two.
     """
-    num_rows, kept = len(logits.which), triton.next_power_of_2(count)
+    num_rows = len(logits.which)
     keys = torch.empty(num_rows, kept, dtype=torch.int64, device=scores.device)
     normal = torch.empty(num_rows, 2, dtype=torch.float32, device=scores.device)
     blocks = triton.next_power_of_2(tiles.maxima.shape[1])
