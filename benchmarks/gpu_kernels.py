@@ -124,12 +124,12 @@ class Inputs:
 
     def take_by_kernels(self) -> best.Taken:
         """A step, as the runner takes it: by kernels, or in torch where groups are too wide for them."""
-        shape = self.shape
-        if not best.takes(self.rules, shape.width, shape.vocab_size):
-            step = take_step(self.rules, self.logits, Beams(self.scores), Means(select_next=slots.select_next))
+        beams = Beams(self.scores)
+        if not best.takes(self.rules, beams, self.shape.vocab_size):
+            step = take_step(self.rules, self.logits, beams, Means(select_next=slots.select_next))
             return best.Taken(step, *packed(step))
         logits = RowLogits(self.logits.flatten(0, 1), self.places)
-        return best.take_step(self.rules, logits, Beams(self.scores), self.places, self.sampled)
+        return best.take_step(self.rules, logits, beams, self.places, self.sampled)
 
     def take_by_torch(self) -> torch.Tensor:
         """The scores of the next beams."""

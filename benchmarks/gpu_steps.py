@@ -226,7 +226,7 @@ class DeviceStep:
         catalogs.apply(CatalogChanges(new={catalog.digest: bytes(catalog.data)}))
         runner: Any = self._runner()
         self.rows, self.groups = Rows(runner), dict[str, GroupRows]()
-        self.selector = Selector(runner, self.groups, self.rows, catalogs)
+        self.selector = Selector(runner, self.groups, self.rows, catalogs, self.num_slots)
         request: Any = SimpleNamespace(prompt_token_ids=[0] * num_prompt)
         first_tokens = np.unique(catalog.tokens[1 : int(catalog.first_child[1])])
         steps = {}
@@ -254,7 +254,6 @@ class DeviceStep:
             device=self.device,
             model_config=None,
             max_num_reqs=self.num_slots,
-            most_together=self.num_slots,
             sampler=self.sampler,
             req_states=states,
             block_tables=SimpleNamespace(block_tables=[SimpleNamespace(gpu=self.table)], block_sizes=[BLOCK_SIZE]),
@@ -337,7 +336,7 @@ class DeviceStep:
         if self.rules.items is not None:
             beams = beams._replace(length=1)
         self.static_logits = logits
-        take, which = by_kernels(self.rules, beams, *logits.shape[1:]), torch.arange(slots.size, device=self.device)
+        take, which = by_kernels(self.rules, beams, logits.shape[-1]), torch.arange(slots.size, device=self.device)
         of_rows = RowLogits(logits.flatten(0, 1), which, self.rules.stops.barred_token_ids)
         sampled = torch.zeros(slots.size, 1, dtype=torch.int64, device=self.device)
 

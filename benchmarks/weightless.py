@@ -142,8 +142,7 @@ def runner_of(num_slots: int, vocab_size: int) -> Any:
         req_id_to_index={str(slot): slot for slot in range(num_slots)},
     )
     sampler = Sampler(num_slots, vocab_size)
-    own = {"model_config": None, "most_together": ROWS}
-    return SimpleNamespace(device=NOWHERE, req_states=states, sampler=sampler, **own)
+    return SimpleNamespace(device=NOWHERE, model_config=None, req_states=states, sampler=sampler)
 
 
 def batch_of(slots: np.ndarray, num_tokens: np.ndarray) -> InputBatch:
@@ -215,7 +214,7 @@ class WeightlessStep:
         parts = nowhere(num_nodes + 1, dtype=torch.int32), nowhere(num_nodes, dtype=torch.int32)
         catalogs.tries[CATALOG] = ItemTrie(*parts, nowhere(num_nodes, dtype=torch.bool), [*most_children])
         with patch.object(select, "stop_strings_of", lambda _: stop_strings):
-            self.selector = Selector(self.runner, self.groups, rows, catalogs)
+            self.selector = Selector(self.runner, self.groups, rows, catalogs, ROWS)
         steps = {name: GroupStep(rules, selects=True, decodes=True, draw=(3, 5)) for name in self.groups}
         fanned_out = {"entered": [*self.groups], "new_tokens_unknown": [*self.groups]}
         self.context = StepContext(steps, decided_at=SimpleNamespace(record=lambda: None), **fanned_out)

@@ -129,7 +129,7 @@ def problems(draw: st.DrawFn) -> Problem:
 @settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(problems())
 def test_kernels_take_the_step_of_torch(problem: Problem) -> None:
-    assert best.takes(problem.rules, problem.shape[2])
+    assert best.takes(problem.rules, Beams(problem.scores), problem.shape[2])
     check(problem)
 
 
@@ -153,7 +153,7 @@ def test_kernels_take_the_step_of_torch_along_a_catalog(
         states.zero_()
         problem.scores[1, 1:] = NEVER
     beams = Beams(problem.scores, states={along: states})
-    assert items.takes(rules, beams)
+    assert items.takes(rules, beams, 70)
     sampled = torch.zeros(num_groups * width, 1, dtype=torch.int64)
     taken = items.take_step(rules, problem.logits, beams, problem.places, sampled)
     expected, layout = packed(theirs := take_step(rules, problem.of_rows(), beams))
@@ -167,3 +167,26 @@ def test_kernels_take_the_step_of_torch_along_a_catalog(
         assert own.finished.parents.tolist() == other.finished.parents.tolist()
         assert own.finished.tokens.tolist() == other.finished.tokens.tolist()
         assert own.finished.scores.tolist() == pytest.approx(other.finished.scores.tolist(), rel=2e-6)
+
+
+def test_rows_go_on_where_each_node_has_one_child_and_take_tokens_where_beams_are_missing() -> None:
+    """Two items for three beams, by kernels alone: no slot, with a beam or without, has a token that is none."""
+    along = along_of([(2, 3, 4), (5, 6, 7)], ItemRules("items"))
+    rules = rules_of(3, "hf", constraints=(along.rules,))
+    beams = Beams(torch.tensor([[0.0, NEVER, NEVER]]), states={along: torch.zeros(1, 3, dtype=torch.int64)})
+    for length in range(3):
+        problem = Problem(rules, 1, 3, 70, seed=length)
+        sampled = torch.full((len(problem.places), 1), -1, dtype=torch.int64)
+        beams = beams._replace(length=length)
+        taken = items.take_step(rules, problem.logits, beams, problem.places, sampled)
+        theirs = take_step(rules, problem.of_rows(), beams)
+        lives = theirs.scores > NEVER
+        assert torch.equal(taken.step.parents, theirs.parents)
+        assert torch.equal(taken.step.tokens[lives], theirs.tokens[lives])
+        assert torch.equal(sampled[problem.places, 0], taken.step.tokens[0])
+        assert (sampled[problem.places] >= 0).all()
+        ended = theirs.finished.scores > NEVER
+        for own, other in zip(taken.step.finished, theirs.finished, strict=True):
+            torch.testing.assert_close(own[ended].to(other.dtype), other[ended], atol=1e-5, rtol=0)
+        beams = Beams(taken.step.scores, states={along: taken.step.states[along]})
+    assert ended.sum() == 2

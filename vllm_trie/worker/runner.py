@@ -99,7 +99,7 @@ class BeamModelRunner(GPUModelRunner):
         self.catalogs = DeviceCatalogs(None if self.sampler is None else self.device)
         if self.sampler is None:
             return
-        self.selector = Selector(self, self.groups, self.rows, self.catalogs)
+        self.selector = Selector(self, self.groups, self.rows, self.catalogs, self.most_together)
         if self.speculator is not None:
             drafter = DRAFTERS.get(self.speculative_config.method, ModelDrafts)
             self.drafter = drafter(self, self.selector, self.rank_check)

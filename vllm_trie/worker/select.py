@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from vllm_trie.worker.rows import Rows
 from vllm_trie.worker.step_context import PackedStep, StepContext
 
 if TYPE_CHECKING:
-    from vllm_trie.worker.runner import BeamModelRunner
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 
 class RowsOf(NamedTuple):
@@ -59,18 +59,24 @@ class Selector:
     """Takes the steps of the search for the rows of one runner.
 
     Args:
-        runner: Theirs, whose sampler processes logits.
+        runner: vLLM's, whose sampler processes logits.
         groups: Its groups; their scores and newest tokens are updated.
         rows: Its rows.
         catalogs: On its device.
+        most_together: Rows that are selected together where that needs much memory.
     """
 
     def __init__(
-        self, runner: BeamModelRunner, groups: dict[str, GroupRows], rows: Rows, catalogs: DeviceCatalogs
+        self,
+        runner: GPUModelRunner,
+        groups: dict[str, GroupRows],
+        rows: Rows,
+        catalogs: DeviceCatalogs,
+        most_together: int,
     ) -> None:
         self._groups = groups
-        self._sampler: Any = runner.sampler  # type: ignore[has-type]
-        self._most_together = runner.most_together
+        self._sampler = runner.sampler
+        self._most_together = most_together
         self.rows = rows
         self.row_beams = RowBeams(rows, catalogs)
         self._stop_strings = stop_strings_of(runner.model_config)

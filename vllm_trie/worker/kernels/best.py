@@ -55,7 +55,7 @@ class Taken(NamedTuple):
     layout: Layout
 
 
-def takes(rules: SelectRules, vocab_size: int) -> bool:
+def takes(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
     """Whether a step by these rules is taken here; else torch takes it.
 
     So that few variants of the kernels are enough, torch also takes steps with more than three stop tokens, or than one
@@ -292,13 +292,13 @@ def _write_logprobs(
     num_rows, num_tops, per_row: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """See `_report`: a program per group, and continuation or row."""
-    group, item, num_items = tl.program_id(0).to(tl.int64), tl.program_id(1), width + count
+    group, entry, num_entries = tl.program_id(0).to(tl.int64), tl.program_id(1), width + count
     words += group * num_words
-    ints, floats = words + 2 * num_items, words + num_ints + num_items
-    if item < num_items:
-        at = words + tl.where(item < width, item, item + width)
+    ints, floats = words + 2 * num_entries, words + num_ints + num_entries
+    if entry < num_entries:
+        at = words + tl.where(entry < width, entry, entry + width)
         of_parent = group * num_rows + tl.load(at)
-        newest = tl.load(at + tl.where(item < width, width, count)) + tl.arange(0, 1)
+        newest = tl.load(at + tl.where(entry < width, width, count)) + tl.arange(0, 1)
         values, of_row = logits + tl.load(index + of_parent) * stride, normal + 2 * of_parent
         own = logprobs_of(values, of_row, newest, vocab_size, barred, num_barred)
         num_as_good = tl.zeros([block], tl.int32)
@@ -306,13 +306,13 @@ def _write_logprobs(
             others = start + tl.arange(0, block)
             logprob = logprobs_of(values, of_row, others, vocab_size, barred, num_barred)
             num_as_good += ((logprob >= own) & (others < vocab_size)).to(tl.int32)
-        tl.store(ints + item, tl.sum(num_as_good, axis=0))
-        tl.store(floats + item + tl.arange(0, 1), own.to(tl.int32, bitcast=True))
+        tl.store(ints + entry, tl.sum(num_as_good, axis=0))
+        tl.store(floats + entry + tl.arange(0, 1), own.to(tl.int32, bitcast=True))
     else:
-        row, rank = item - num_items, tl.arange(0, per_row)
+        row, rank = entry - num_entries, tl.arange(0, per_row)
         keys += (group * num_rows + row) * per_row
         key = in_order(tl.load(keys + rank), rank, keys)
-        first = num_items + row * num_tops
+        first = num_entries + row * num_tops
         token = (key % KEY_UNIT % vocab_size).to(tl.int32)
         tl.store(ints + first + rank, token, mask=rank < num_tops)
         tl.store(floats + first + rank, score_of(key).to(tl.int32, bitcast=True), mask=rank < num_tops)
@@ -323,8 +323,8 @@ def warm_up(serving: Serving) -> None:
     for logits in serving.logits:
         nothing = torch.zeros(1, dtype=torch.int64, device=serving.device)
         for rules in _variants(serving.most_beams):
-            if takes(rules, logits.shape[1]):
-                own = Beams(torch.zeros(1, 1, device=serving.device))
+            own = Beams(torch.zeros(1, 1, device=serving.device))
+            if takes(rules, own, logits.shape[1]):
                 take_step(rules, RowLogits(logits, nothing), own, nothing, nothing[None].clone())
 
 

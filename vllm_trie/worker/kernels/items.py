@@ -49,7 +49,7 @@ ROOM = tl.constexpr(MOST_PER_ROW)  # for keys of a row
 WARPS_TO_RANK = 4
 
 
-def takes(rules: SelectRules, beams: Beams) -> bool:
+def takes(rules: SelectRules, beams: Beams, _: int) -> bool:
     """Whether a step by these rules is taken here; else torch takes it."""
     items = rules.items
     if items is None or rules.constraints != (items,) or items != ItemRules(items.catalog):
@@ -179,7 +179,9 @@ def _select_items(
     own_parent, own_node, own_score = _nodes(own, states, first_child, children)
     own_parent = tl.where(has_beam, own_parent, tl.minimum(slot, num_rows - 1))
     own_score = tl.where(has_beam, own_score, float("-inf"))
-    own_token = tl.load(node_tokens + own_node)
+    own_token = tl.maximum(
+        tl.load(node_tokens + own_node), 0
+    )  # where there is no beam, that of the root, which is none
     by_slot = group * width + slot
     tl.store(next_parents + by_slot, own_parent.to(tl.int64), mask=is_slot)
     tl.store(next_tokens + by_slot, own_token.to(tl.int64), mask=is_slot)

@@ -17,6 +17,5 @@ TakeStep = Callable[[SelectRules, RowLogits, Beams, torch.Tensor, torch.Tensor],
 
 def by_kernels(rules: SelectRules, beams: Beams, vocab_size: int) -> TakeStep | None:
     """What takes a step of groups by these rules; None: torch."""
-    if best.takes(rules, vocab_size):
-        return best.take_step
-    return items.take_step if items.takes(rules, beams) else None
+    takes = (kernels.take_step for kernels in (best, items) if kernels.takes(rules, beams, vocab_size))
+    return next(takes, None)
