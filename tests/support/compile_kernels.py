@@ -99,7 +99,7 @@ def to_select_items(slots: int) -> tuple[Any, ...]:
     """The kernel that selects among them."""
     sizes = best.sizes_to_select(slots, slots)
     types = SELECTED | WORDS | TRIE | {"is_item": "*i8", "targets": LONGS, "may_end": "u1", "children": INT}
-    return items._select_items, types, sizes, best.warps_to_select(sizes["lanes"])
+    return items._select_items, types, sizes, best.warps_to_select(2 * sizes["lanes"])
 
 
 def to_report(per_row: int) -> tuple[Any, ...]:

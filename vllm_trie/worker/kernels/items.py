@@ -95,7 +95,7 @@ def take_step(
     _select_items[num_groups,](
         keys, num_rows, count, num_bits, *trie, along.trie.is_item.view(torch.int8), width, order, *by_slot, targets,
         words, places, sampled, sampled.stride(0), may_end, children, **sizes,
-        num_warps=warps_to_select(sizes["lanes"]),
+        num_warps=warps_to_select(2 * sizes["lanes"]),
     )  # fmt: skip
     ended_by, ended_in = words[:, 2 * width : 2 * (width + count)].unflatten(1, (2, count)).unbind(1)
     finished = Candidates(ended_by, ended_in, words[:, -count:].view(torch.float32))
