@@ -179,9 +179,7 @@ def _select_items(
     own_parent, own_node, own_score = _nodes(own, states, first_child, children)
     own_parent = tl.where(has_beam, own_parent, tl.minimum(slot, num_rows - 1))
     own_score = tl.where(has_beam, own_score, float("-inf"))
-    own_token = tl.maximum(
-        tl.load(node_tokens + own_node), 0
-    )  # where there is no beam, that of the root, which is none
+    own_token = tl.maximum(tl.load(node_tokens + own_node), 0)  # the root, where there is no beam, has none
     by_slot = group * width + slot
     tl.store(next_parents + by_slot, own_parent.to(tl.int64), mask=is_slot)
     tl.store(next_tokens + by_slot, own_token.to(tl.int64), mask=is_slot)
