@@ -153,16 +153,19 @@ async def _events(response: Response, has_usage: bool, has_usage_in_chunks: bool
 
 
 def _chunks(response: Response, has_usage: bool, has_usage_in_chunks: bool) -> Iterator[dict[str, Any]]:
-    common = response.model_dump(mode="json", exclude={"choices", "usage"}, exclude_none=True)
+    """A trace is large: the last choice's chunk alone has it."""
+    common = response.model_dump(mode="json", exclude={"choices", "usage", "trace"}, exclude_none=True)
+    traced = {"trace": response.trace} if "trace" in (response.model_extra or {}) else {}
     usage = response.usage.model_dump(mode="json", exclude_none=True)
     if isinstance(response, ChatCompletionResponse):
         common["object"] = "chat.completion.chunk"
-    for choice in response.choices:
+    for number, choice in enumerate(response.choices, start=1):
         chunk = choice.model_dump(mode="json")
         if (message := chunk.pop("message", None)) is not None:
             chunk["delta"] = {name: value for name, value in message.items() if value is not None}
             for index, call in enumerate(chunk["delta"].get("tool_calls", ())):
                 call["index"] = index
-        yield {**common, "choices": [chunk], **({"usage": usage} if has_usage_in_chunks else {})}
+        of_last = traced if number == len(response.choices) else {}
+        yield {**common, "choices": [chunk], **({"usage": usage} if has_usage_in_chunks else {}), **of_last}
     if has_usage:
         yield {**common, "choices": [], "usage": usage}
