@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,30 @@ def test_the_text_alternative_has_every_finished_hypothesis(tab: Any, tmp_path: 
     shown = tab.evaluate("[...document.querySelectorAll('td.text')].map((cell) => cell.textContent)")
     assert sorted(shown) == sorted(TRACE.text(TRACE.hypothesis(n)) for n in range(len(TRACE.finished.steps)))
     assert shown[:3] == [TRACE.text(TRACE.hypothesis(number)) for number in TRACE.returned]
+
+
+def test_all_that_is_returned_is_listed_and_of_the_others_it_says_how_many_are_not(tab: Any, tmp_path: Path) -> None:
+    trace = random_trace(250, 2)
+    assert len(trace.finished.steps) == 250
+    open_page(tab, tmp_path, replace(trace, returned=[*range(230)]))
+    assert tab.locator("tbody tr").count() == 250
+    open_page(tab, tmp_path, replace(trace, returned=[0, 1, 2]))
+    assert tab.locator("tbody tr").count() == 203
+    assert tab.inner_text(".list p") == "and 47 more, which were not returned"
+
+
+def test_a_view_that_is_replaced_lets_go_of_the_page(tab: Any, tmp_path: Path) -> None:
+    open_page(tab, tmp_path, TRACE)
+    tab.evaluate(
+        """const add = MediaQueryList.prototype.addEventListener;
+        MediaQueryList.prototype.addEventListener = function (...given) { queries.push(this); add.apply(this, given); };
+        window.queries = [];"""
+    )
+    show = "window.view = TraceView.show(document.getElementById('trace'), view.trace)"
+    tab.evaluate(f"{show}; view.play(); window.old = view; {show}; view.play(); window.count = [0, 0]")
+    tab.evaluate("old.refresh = () => count[0]++; view.refresh = () => count[1]++; 0")
+    tab.evaluate("for (const query of queries) query.dispatchEvent(new Event('change'))")
+    assert tab.evaluate("[old.timer, view.timer > 0, count[0], count[1] > 0]") == [0, True, 0, True]
 
 
 def test_of_128_beams_only_what_is_seen_is_drawn(tab: Any, tmp_path: Path) -> None:

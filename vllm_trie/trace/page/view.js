@@ -7,7 +7,7 @@ const TraceView = (() => {
   const MARGIN = 24;
   const LABELLED_FROM = 12; // pixels of a lane
   const MOST_PIXELS = [8192, 4096]; // of a picture that is kept
-  const MOST_LISTED = 200;
+  const MOST_OTHERS = 200; // hypotheses that are listed and were not returned
   const MOST_SHOWN = 240; // characters that lead to what is selected
   const FRAME = 120; // milliseconds of a step that plays
 
@@ -82,7 +82,7 @@ const TraceView = (() => {
       const { steps, scores } = this.trace.finished;
       const others = steps.map((_, number) => number).filter((number) => !this.trace.returned.includes(number));
       others.sort((a, b) => scores[b] - scores[a]);
-      const numbers = [...this.trace.returned, ...others].slice(0, MOST_LISTED);
+      const numbers = [...this.trace.returned, ...others.slice(0, MOST_OTHERS)];
       this.rows = make("tbody", {}, table);
       this.numbers = numbers;
       numbers.forEach((number, rank) => {
@@ -111,8 +111,19 @@ const TraceView = (() => {
       this.frame.onmouseleave = () => (this.tip.hidden = true);
       this.frame.onclick = (event) => this.select(this.nodeAt(event), false);
       this.frame.onkeydown = (event) => this.press(event);
-      matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-      new ResizeObserver(redraw).observe(this.frame);
+      this.ending = new AbortController();
+      const { signal } = this.ending;
+      matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw, { signal });
+      const observer = new ResizeObserver(redraw);
+      observer.observe(this.frame);
+      signal.addEventListener("abort", () => observer.disconnect());
+    }
+
+    /** Lets go of the page, which shows another view now. */
+    close() {
+      this.pause();
+      cancelAnimationFrame(this.frameRequest);
+      this.ending.abort();
     }
 
     // What is shown.
@@ -504,5 +515,15 @@ const TraceView = (() => {
     }
   }
 
-  return { View, show: (element, answer) => new View(element, L.read(answer)) };
+  const views = new WeakMap(); // by element, the one that it has
+
+  function show(element, answer) {
+    const trace = L.read(answer); // or the element keeps its view
+    if (views.has(element)) views.get(element).close();
+    const view = new View(element, trace);
+    views.set(element, view);
+    return view;
+  }
+
+  return { View, show };
 })();
