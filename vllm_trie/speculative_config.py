@@ -36,6 +36,12 @@ def has_memory_mode(vllm_config: VllmConfig) -> bool:
     return vllm_config.speculative_config is not None
 
 
+def num_draft_layers(vllm_config: VllmConfig) -> int:
+    """Layers that a forest has at most, 0 in engines without drafts."""
+    config = vllm_config.speculative_config
+    return 0 if config is None else int(config.num_speculative_tokens)
+
+
 def has_states(model: ModelConfig) -> bool:
     """Whether a model has layers with recurrent states: Mamba, linear attention, short convolutions."""
     return model.is_attention_free or model.is_hybrid

@@ -99,6 +99,19 @@ def test_width_above_the_engines_rows_is_refused() -> None:
     check(beam_width=64)
 
 
+def test_a_trace_is_refused_by_what_the_engine_can_draft() -> None:
+    limits = replace(LIMITS, num_draft_layers=4)
+    check(limits, beam_width=4, max_tokens=3855, trace=True, speculation="auto")
+    check(limits, beam_width=4, max_tokens=7281, trace=True, speculation="exact")
+    instead = 'lower one of them, or pass speculation="off"$'
+    with pytest.raises(ValueError, match=f"4 beams and 64 drafts a step, and the most are 262,144; {instead}"):
+        check(limits, beam_width=4, max_tokens=3856, trace=True, speculation="auto")
+    with pytest.raises(ValueError, match="64 beams and 512 drafts a step"):
+        check(limits, beam_width=64, max_tokens=512, trace=True, speculation="exact", draft_width=200)
+    with pytest.raises(ValueError, match=r"4 beams and 0 drafts a step, .*; lower one of them$"):
+        check(limits, beam_width=4, max_tokens=65537, trace=True, speculation="off")
+
+
 def test_width_above_the_engines_own_limit_is_refused() -> None:
     limits = replace(LIMITS, max_beam_width=16)
     with pytest.raises(ValueError, match="beam_width=17 exceeds max_beam_width=16, which this engine was started with"):

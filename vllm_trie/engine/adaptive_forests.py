@@ -12,12 +12,21 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from vllm_trie.engine.group_forests import DRAFTS_PER_BEAM, GroupForests
-from vllm_trie.messages import Decided, Drafted
+from vllm_trie.messages import MOST_DRAFTS, Decided, Drafted
+from vllm_trie.options import BeamParams
+from vllm_trie.options.speculation import speculates
 from vllm_trie.search.forest_size import PLAIN, Acceptance, ForestSize, StepCosts, fastest
 
 LEAST_STEPS = 2  # of a kind, before anything is concluded from what they took
 MOST_DRAFTS_PER_BEAM = 4  # of a layer, unless a request says otherwise
 LEAST_REST, MOST_REST = 8, 64  # steps that are plain before a forest is thought of again: twice as many each time
+
+
+def most_drafts(beam: BeamParams, num_layers: int) -> int:
+    """Drafts that one forward of a search can verify, whose options are resolved, in an engine with so many layers."""
+    per_beam = MOST_DRAFTS_PER_BEAM if beam.speculation == "auto" else DRAFTS_PER_BEAM
+    draft_width = beam.draft_width or per_beam * beam.beam_width
+    return min(num_layers * draft_width, MOST_DRAFTS) if speculates(beam) else 0
 
 
 class _Scheduled(NamedTuple):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_trie.messages import MOST_DRAFTS
+from vllm_trie.engine.adaptive_forests import most_drafts
 from vllm_trie.options.request import BeamParams, SearchParams, StepParams
-from vllm_trie.options.speculation import check_draft_width, speculates
+from vllm_trie.options.speculation import check_draft_width
 from vllm_trie.selection import config_of
+from vllm_trie.speculative_config import num_draft_layers
 from vllm_trie.trie.blocks import least_blocks_to_start
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class EngineLimits:
     num_blocks: int | None  # None while the engine has not sized its KV cache
     max_beam_width: int | None = None  # what the engine's user allows
     has_window: bool = False  # attention layers may forget the prompt's first blocks
+    num_draft_layers: int = 0  # that one forward can verify
 
 
 def engine_limits(vllm_config: VllmConfig) -> EngineLimits:
@@ -41,6 +43,7 @@ def engine_limits(vllm_config: VllmConfig) -> EngineLimits:
         num_blocks=cache.num_gpu_blocks - 1 if cache.num_gpu_blocks else None,
         max_beam_width=config_of(vllm_config).max_beam_width,
         has_window=vllm_config.model_config.get_sliding_window() is not None,
+        num_draft_layers=num_draft_layers(vllm_config),
     )
 
 
@@ -69,7 +72,7 @@ def validate(
     if params.max_tokens is not None and beam.sample_first > params.max_tokens:
         raise ValueError(f"sample_first={beam.sample_first} exceeds max_tokens={params.max_tokens}; lower it")
     check_draft_width(beam, limits.vocab_size)
-    _check_trace(beam, params.max_tokens or 1)
+    _check_trace(beam, params.max_tokens or 1, limits.num_draft_layers)
     if limits.num_blocks is None:
         return
     prompt_length, rows, num_encoded = needed
@@ -100,14 +103,15 @@ def check_widths(n: int, beam: SearchParams, limits: EngineLimits, name: str = "
         )
 
 
-def _check_trace(beam: BeamParams, max_tokens: int) -> None:
+def _check_trace(beam: BeamParams, max_tokens: int, num_layers: int) -> None:
     """Refuse a trace that might be too large to send and to draw."""
-    beside = MOST_DRAFTS * speculates(beam)
+    beside = most_drafts(beam, num_layers)
     most = max_tokens * (beam.beam_width + beside)
     if beam.trace and most > MOST_TRACED:
+        instead = 'lower one of them, or pass speculation="off"' if beside else "lower one of them"
         raise ValueError(
             f"trace=True with beam_width={beam.beam_width} and max_tokens={max_tokens} might hold {most:,} tokens, "
-            f"{beam.beam_width} beams and {beside} drafts a step, and the most are {MOST_TRACED:,}; lower one of them"
+            f"{beam.beam_width} beams and {beside} drafts a step, and the most are {MOST_TRACED:,}; {instead}"
         )
 
 
