@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_trie.trace import Trace
-from vllm_trie.trace.trace import NO_DRAFT
+from vllm_trie.trace.trace import NO_DRAFT, tokens_of
 from vllm_trie.trie.traced import DraftedForest, TracedTrie
 
 
@@ -68,6 +68,6 @@ def random_trace(width: int, num_steps: int, num_drafts: int = 0, seed: int = 0)
             kept += trie.finish([choose.randrange(width)], [1], [min(scores)])
         trie.advance(parents, tokens, scores)
     kept += trie.finish([*range(width)], [1] * width, scores)
-    texts = [(token, "\n" if token == 5 else f" {chr(97 + token % 26)}{token}") for token in trie.tokens_in_it()]
-    own = {"prompt_length": 40, "block_size": 16, "texts": texts}
-    return Trace.of({**own, **trie.as_dict(kept[-3:])})
+    sent = {"prompt_length": 40, "block_size": 16, **trie.as_dict(kept[-3:])}
+    texts = [(token, "\n" if token == 5 else f" {chr(97 + token % 26)}{token}") for token in tokens_of(sent)]
+    return Trace.of({**sent, "texts": texts})

@@ -513,7 +513,7 @@ class BeamScheduler(Scheduler):
             output.kv_transfer_params = {PLUGIN_NAME: answer}
         if group.traced:  # large, so the last output alone has it, from which vLLM makes the user's
             block_size = self.kv_cache_manager.token_block_size
-            trace = trace_of(group, group.traced, len(best), block_size, self.vllm_config.model_config)
+            trace = trace_of(group, group.traced, len(best), block_size)
             own_outputs[-1].kv_transfer_params = {PLUGIN_NAME: {**answer, "trace": trace}}
         self.mailbox.post(group_id, own_outputs, stock)
         self._close_group(group_id, "stop" if group.num_steps_left else "length")

@@ -137,6 +137,12 @@ class Trace:
             slot = self.parents[at][slot]
 
 
+def tokens_of(trace: Mapping[str, Any]) -> list[int]:
+    """All tokens of beams, drafts and finished hypotheses in `as_dict`, each once, ascending."""
+    drafted = [forest["tokens"] for forest in trace["forests"]]
+    return sorted({*trace["finished"]["tokens"]}.union(*trace["tokens"], *drafted))
+
+
 def _found(answer: Any) -> dict[str, Any] | None:
     """The lists, wherever an answer has them."""
     fields: Mapping[str, Any] = answer if isinstance(answer, Mapping) else vars(answer)

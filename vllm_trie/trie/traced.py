@@ -57,11 +57,6 @@ class TracedTrie(HypothesisTrie):
         """After the newest step all beams together hold so many KV blocks, and share so many, the first ones."""
         self._blocks[len(self._beams) - 1] = num_held, num_shared
 
-    def tokens_in_it(self) -> list[int]:
-        """All tokens of beams, drafts and finished hypotheses, each once, ascending."""
-        found = {token for _, _, token, _ in self._finished}
-        return sorted(found.union(*(tokens for _, tokens, _ in self._beams), *(f["tokens"] for f in self._forests)))
-
     def as_dict(self, returned: Sequence[int]) -> dict[str, Any]:
         """The search as lists; see `vllm_trie.trace.Trace`.
 

@@ -19,6 +19,7 @@ from vllm_trie.entrypoints.requests import refusing
 from vllm_trie.entrypoints.step_search.drawn_steps import DrawError
 from vllm_trie.entrypoints.step_search.request import StepRequest, asks_for_steps, open_request, search_of
 from vllm_trie.entrypoints.step_search.scorers import Scorer, StepCandidate
+from vllm_trie.entrypoints.trace_texts import add_texts
 from vllm_trie.search.step_search import checked_scores
 from vllm_trie.selection import has_beams
 
@@ -73,6 +74,7 @@ def _draw(engine: LLMEngine, running: _Running) -> None:
 @wraps("step", LLMEngine)
 def step(original: Callable[..., list[Any]], self: LLMEngine, *args: Any, **kwargs: Any) -> list[Any]:
     outputs = original(self, *args, **kwargs)
+    add_texts(outputs, self.renderer.tokenizer)
     if not (searches := _searches.get(self)):
         return outputs
     others, drawn = [], []

@@ -18,6 +18,7 @@ from vllm_trie.entrypoints.server import is_served, raise_errors
 from vllm_trie.entrypoints.step_search.drawn_steps import DrawError
 from vllm_trie.entrypoints.step_search.request import StepRequest, asks_for_steps, open_request
 from vllm_trie.entrypoints.step_search.scorers import HttpScorer, StepCandidate
+from vllm_trie.entrypoints.trace_texts import is_traced, with_texts
 from vllm_trie.search.step_search import checked_scores
 from vllm_trie.selection import has_beams
 
@@ -34,6 +35,7 @@ def generate(
 ) -> AsyncGenerator[RequestOutput, None]:
     if not asks_for_steps(sampling_params) or not has_beams(self.vllm_config):
         outputs = original(self, prompt, sampling_params, request_id, *args, **kwargs)
+        outputs = with_texts(outputs, self.renderer.tokenizer) if is_traced(sampling_params) else outputs
         return raise_errors(outputs) if is_served(sampling_params) else outputs
     with refusing():
         call = arguments(original, self, prompt, sampling_params, request_id, *args, **kwargs)

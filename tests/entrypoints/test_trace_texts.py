@@ -1,0 +1,51 @@
+"""Texts of traces, made in the front end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from vllm.outputs import RequestOutput
+from vllm.tokenizers import get_tokenizer
+
+from tests.support.engine import TRAINED_TARGET
+from tests.support.traces import random_trace
+from vllm_trie import Trace
+from vllm_trie.entrypoints.trace_texts import DECODED_AT_ONCE, add_texts, with_texts
+from vllm_trie.trace.trace import tokens_of
+
+
+def output_of(sent: dict[str, Any]) -> RequestOutput:
+    return RequestOutput("1", "", [1], None, [], True, kv_transfer_params={"trie_beam": {"trace": sent}})
+
+
+def test_other_requests_go_on_while_the_texts_are_made() -> None:
+    sent = {**random_trace(20, 40, num_drafts=30).as_dict(), "texts": []}
+    tokens, tokenizer = tokens_of(sent), get_tokenizer(TRAINED_TARGET)
+    num_turns = 0
+
+    async def outputs() -> AsyncGenerator[RequestOutput, None]:
+        yield output_of(sent)
+
+    async def others() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    async def traced() -> RequestOutput:
+        going_on = asyncio.ensure_future(others())
+        (output,) = [output async for output in with_texts(outputs(), tokenizer)]
+        going_on.cancel()
+        return output
+
+    assert len(tokens) > DECODED_AT_ONCE
+    assert Trace.of(asyncio.run(traced())).texts == {token: tokenizer.decode([token]) for token in tokens}
+    assert num_turns >= len(tokens) // DECODED_AT_ONCE
+
+
+def test_without_a_tokenizer_there_are_no_texts() -> None:
+    output = output_of({**random_trace(2, 3).as_dict(), "texts": []})
+    add_texts([output], None)
+    assert Trace.of(output).texts == {}
