@@ -123,8 +123,8 @@ TABLE = Table(
     ),
     cells,
     measure,
-    f"a decoding step of groups in one batch, V = {VOCAB_SIZE:,}, bfloat16, one stop token (with none, or two, a plain "
-    "step takes one operation more), on tensors without content: operations of torch, one each, "
+    f"a decoding step of groups in one batch, V = {VOCAB_SIZE:,}, bfloat16, one stop token (with none, or two, a step "
+    "that torch takes has one operation more), on tensors without content: operations of torch, one each, "
     "even where torch runs several kernels (topk, cumsum, cat); views, allocations and what the host computes "
     "are left out, also what pins memory; copies between host and device; selection includes the reorder; the "
     "whole step is all that happens where vLLM would sample, without vLLM's own sampling of ordinary rows, one ahead "
