@@ -111,7 +111,9 @@ def demonstrate(subject: Subject, num_tasks: int | None, repeats: int) -> None:
         "- steps per forward: tokens by which the beams grow in one forward of the large model; forwards of prompts do "
         "not count.\n"
         "- drafts accepted: drafted tokens that became part of a beam; for each place several are drafted.\n"
-        "- times plain: 2 means twice as long as plain beams.",
+        "- times plain: 2 means twice as long as plain beams.\n"
+        "- same best answer: in bfloat16 a forward of more rows rounds otherwise, so beams with nearly equal scores "
+        "may change places; in float32 all are the same.",
         "Starting vLLM with a draft model ...",
     )
     draft = {"method": "draft_model", "model": str(subject.draft), "num_speculative_tokens": LAYERS}
