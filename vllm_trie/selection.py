@@ -50,7 +50,7 @@ def most_beams(vllm_config: VllmConfig) -> int:
 def has_catalogs(vllm_config: VllmConfig) -> bool:
     """Whether searches of this engine may go along catalogs."""
     options = config_of(vllm_config)
-    return any((options.catalogs, options.catalog_folder))
+    return bool(options.catalogs or options.catalog_folder)
 
 
 def why_without_beams(vllm_config: VllmConfig) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from vllm_trie.trace import Trace
-from vllm_trie.trace.trace import NO_DRAFT, tokens_of
-from vllm_trie.trie.traced import DraftedForest, TracedTrie
+from vllm_trie.trace.trace import tokens_of
+from vllm_trie.trie.traced import NO_DRAFT, DraftedForest, TracedTrie
 
 
 def check_trace(output: Any) -> Trace:

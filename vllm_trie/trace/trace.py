@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 PLUGIN_NAME = "trie_beam"  # that of `options`, which needs what a reader of traces may lack
-NO_DRAFT = -1
 
 
 class Finished(NamedTuple):
