@@ -7,16 +7,27 @@ if TYPE_CHECKING:
     from vllm_trie.entrypoints.beam_params import beam_params
     from vllm_trie.entrypoints.catalog_api import load_catalog
     from vllm_trie.entrypoints.compact import Hypotheses, hypotheses
+    from vllm_trie.entrypoints.reranking.metrics import HypothesisPair
     from vllm_trie.entrypoints.step_search.scorers import StepCandidate
     from vllm_trie.options import BeamParams
     from vllm_trie.trace import Trace
 
-__all__ = ["BeamParams", "Hypotheses", "StepCandidate", "Trace", "beam_params", "hypotheses", "load_catalog"]
+__all__ = [
+    "BeamParams",
+    "Hypotheses",
+    "HypothesisPair",
+    "StepCandidate",
+    "Trace",
+    "beam_params",
+    "hypotheses",
+    "load_catalog",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
     "BeamParams": "vllm_trie.options",
     "Hypotheses": "vllm_trie.entrypoints.compact",
+    "HypothesisPair": "vllm_trie.entrypoints.reranking.metrics",
     "Trace": "vllm_trie.trace",
     "StepCandidate": "vllm_trie.entrypoints.step_search.scorers",
     "beam_params": "vllm_trie.entrypoints.beam_params",

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 from vllm_trie.compat.patch import wrap_all
 from vllm_trie.entrypoints.limits import check_n
 from vllm_trie.options.other_names import did_you_mean, meant_by
-from vllm_trie.options.request import OPTIONS, StepParams, refuse_other_names, search_params
+from vllm_trie.options.request import OPTIONS, refuse_other_names, search_params
 from vllm_trie.options.table import cure
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
+
+
+OBJECTS = {"scorer", "metric"}  # options that may be any callable, which is not copied
 
 
 def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> SamplingParams:
@@ -43,9 +46,8 @@ def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> Sa
     for name in extra_args:
         if name in OPTIONS:
             raise ValueError(f"{name} is in extra_args; pass it as an argument of its own")
-    extra_args = {**extra_args, **beam.model_dump(exclude_unset=True, exclude_none=True, exclude={"scorer"})}
-    if isinstance(beam, StepParams):
-        extra_args["scorer"] = beam.scorer  # the object itself
+    extra_args = {**extra_args, **beam.model_dump(exclude_unset=True, exclude_none=True, exclude=OBJECTS)}
+    extra_args |= {name: own[name] for name in OBJECTS & own.keys()}
     try:
         params = SamplingParams(n=n, extra_args=extra_args, **options)
     except TypeError:

@@ -203,6 +203,8 @@ def _prepare(
     """Refuse what beam search cannot do for this request, and give it its ticket."""
     params, vllm_config, model_config = request.sampling_params, processor.vllm_config, processor.model_config
     assert params is not None
+    if beam.rerank is not None:
+        raise ValueError(f"rerank={beam.rerank!r} works in LLM.generate, LLM.chat and batch jobs, not here")
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         raise ValueError(f"{caller.feature} works on prompts of text or tokens, not on prompt_embeds")
     if request.mm_features:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
-from vllm_trie.options.parts import Catalogs, Delivery, Ranking, RequestDrawing, RequestSpeculating, Steps
+from vllm_trie.options.parts import Catalogs, Delivery, Ranking, RequestDrawing, RequestSpeculating, Reranking, Steps
 
 
 class Clash(NamedTuple):
@@ -39,6 +39,7 @@ ASKS_NOTHING = {
     "top_k": -1,
     "speculation": "off",
     "accept": "exact",
+    "rerank_scale": 0.0,
 }  # elsewhere False, what holds by default
 
 STEP, VLLM, EXACT, SAMPLE = 'unit="step"', 'semantics="vllm"', 'speculation="exact"', 'speculation="sample"'
@@ -50,9 +51,8 @@ PRUNING = ("prune_relative", "prune_absolute", "prune_relative_local", "max_cand
 OF_PLAIN_STEPS = ("beam_widths", "num_beam_groups", "stochastic", "structured_outputs")  # which forests do not follow
 BY_RANK = 'accept="top_k"'
 OF_DRAWN_DRAFTS = ("memory_mode", "min_width", "threshold", BY_RANK)
-NOT_OF_STEPS = tuple(
-    chain.from_iterable(part.model_fields for part in (Ranking, Delivery, RequestDrawing, Catalogs, RequestSpeculating))
-)
+OF_TOKENS = Ranking, Delivery, Reranking, RequestDrawing, Catalogs, RequestSpeculating
+NOT_OF_STEPS = tuple(chain.from_iterable(part.model_fields for part in OF_TOKENS))
 NOT_HONOURED = (
     *("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"),
     *("thinking_token_budget", "repetition_detection", "trace_decode_token_ids"),
@@ -90,6 +90,11 @@ CLASHES = (
     Clash(("logprobs",), ("catalog_renormalize",), "which scores by others than the model's"),
     Clash(("ignore_eos",), ("structured_outputs",), "which leave nothing else to end a hypothesis by", "leave it out"),
     Clash(("n", "logprobs"), ("compact",), "which returns all in one output", "leave it out"),
+    Clash(("compact", "trace"), ("rerank",), "which returns hypotheses in an order of its own"),
+    Clash(ITEMS, ("rerank",), "which compares texts, not items"),
+    Clash(("detokenize=False",), ("rerank",), "which compares texts", "leave it out"),
+    Clash(('output_kind="DELTA"',), ("rerank",), "whose order is known when the search is over", "do not stream"),
+    Clash(("rerank_confidence",), ("rerank_scale",), "whose weights pruning does not follow"),
     Clash(("replacement",), ("stochastic",), "which draws without replacement"),
     Clash(
         ("length_penalty", "early_stopping"), ("stochastic",), "which returns hypotheses in the order of their draws"
@@ -115,6 +120,7 @@ NEEDS = (
         ('speculation="off"',),
     ),
     Need(OF_DRAWN_DRAFTS, (SAMPLE,), f"means nothing where beams are not drawn; set {SAMPLE}", NOT_DRAWN),
+    Need(("metric", "rerank_scale", "rerank_confidence"), ("rerank",), 'orders nothing; add rerank="mbr"'),
     Need(("accept_top_k",), (BY_RANK,), f"ranks nothing; add {BY_RANK}, or leave it out"),
     Need(
         ("seed",),

@@ -6,6 +6,7 @@ Which go together is in `matrix.py`; here each has its type, range, default and 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
@@ -13,6 +14,7 @@ from pydantic import Field, Strict
 from vllm_trie.options.table import Number, Options, option
 from vllm_trie.search.stopping import EarlyStopping
 
+MOST_SCALE = 1_000  # of log-probabilities, where only the most probable one counts
 MOST_PENALTY = 6  # a million tokens to this power still fit float32
 MOST_NGRAM = 64  # tokens, which are compared one by one in every step
 MOST_SEQUENCES, MOST_SEQUENCE_TOKENS = 100_000, 2_000_000  # in a request; more make a catalog
@@ -24,6 +26,7 @@ MOST_WEIGHT = 100  # nats, far beyond what a model says of any token
 Semantics = Literal["hf", "vllm", "tridecode"]
 Speculation = Literal["auto", "exact", "sample", "off"]
 Acceptance = Literal["exact", "top_k"]
+MetricName = Literal["chrf", "chrf++", "bleu", "ter"]
 
 Tokens = Annotated[list[int], Field(min_length=1)]
 Weight = Annotated[int | float, Field(ge=-MOST_WEIGHT, le=MOST_WEIGHT)]
@@ -120,6 +123,30 @@ class Delivery(Options):
 
     compact: bool = option(False)
     trace: bool = option(False)
+
+
+class Reranking(Options):
+    """In which order hypotheses come back, offline and in batch jobs.
+
+    Args:
+        rerank: "mbr": by minimum Bayes risk. All `beam_width` hypotheses are a pool; the best `n` are those that are
+            most like all of the pool, by the metric. See docs/reranking.md.
+        metric: What says how alike two texts are: the name of one of sacrebleu's metrics, of sentences, or a callable
+            that takes a list of `vllm_trie.HypothesisPair` and returns a number for each, the higher the better.
+        rerank_scale: Each hypothesis of the pool weighs as much as its probability to this power; 0 weighs all alike,
+            as is right where they are drawn.
+        rerank_confidence: Judge fewer pairs: drop a hypothesis once it is not the best with this confidence, by
+            resampling. None judges all.
+    """
+
+    rerank: Literal["mbr"] | None = option(None)
+    metric: MetricName | Callable[..., Any] = option(
+        "chrf", 'is no metric; pass a callable, or one of "chrf", "chrf++", "bleu", "ter"'
+    )
+    rerank_scale: Number = option(0.0, "is not a power of probabilities; pass a number >= 0", ge=0, le=MOST_SCALE)
+    rerank_confidence: Number | None = option(
+        None, "is not a confidence; pass a number in (0, 1), such as 0.99", gt=0, lt=1
+    )
 
 
 class Drawing(Options):

@@ -12,16 +12,25 @@ from pydantic.fields import FieldInfo
 
 from vllm_trie.options.matrix import refuse
 from vllm_trie.options.other_names import did_you_mean, meant_by
-from vllm_trie.options.parts import Catalogs, Core, Delivery, Ranking, RequestDrawing, RequestSpeculating, Steps
+from vllm_trie.options.parts import (
+    Catalogs,
+    Core,
+    Delivery,
+    Ranking,
+    RequestDrawing,
+    RequestSpeculating,
+    Reranking,
+    Steps,
+)
 from vllm_trie.options.speculation import check_widths
 from vllm_trie.options.table import Options, choices
 
 # That may be options of others, where there is no beam_width.
-_COMMON_WORDS = {"accept", "threshold", "replacement", "unit", "scorer", "candidates", "max_steps"}
+_COMMON_WORDS = {"accept", "threshold", "replacement", "unit", "scorer", "candidates", "max_steps", "metric"}
 _OF_BEAMS = re.compile("beam|divers")  # nobody else's names
 
 
-class BeamParams(RequestSpeculating, Catalogs, RequestDrawing, Delivery, Ranking, Core):
+class BeamParams(RequestSpeculating, Catalogs, RequestDrawing, Reranking, Delivery, Ranking, Core):
     """The options of a search by tokens, as they stand in `SamplingParams.extra_args`."""
 
     def __init__(self, **options: Any) -> None:
@@ -66,6 +75,7 @@ PARTS: dict[str, type[Options]] = {
     "drawing": RequestDrawing,
     "catalogs": Catalogs,
     "delivery": Delivery,
+    "reranking": Reranking,
     "steps": Steps,
     "speculation": RequestSpeculating,
 }

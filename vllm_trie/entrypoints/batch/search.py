@@ -82,6 +82,8 @@ class Searcher:
         item_ids = answer.get("item_ids", ())  # where there is a catalog
         for hypothesis, item_id in zip(hypotheses, item_ids, strict=False):
             hypothesis["item_id"] = item_id
+        for hypothesis, utility in zip(hypotheses, answer.get("utilities", ()), strict=False):  # if reranked
+            hypothesis["utility"] = utility
         return {"hypotheses": hypotheses}
 
     def _hypothesis(self, found: CompletionOutput, prompt_length: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.entrypoints.requests import refusing
+from vllm_trie.entrypoints.reranking.offline import add_reranked, asks_for_reranking, forget, num_left_out, rerank
 from vllm_trie.entrypoints.step_search.drawn_steps import DrawError
 from vllm_trie.entrypoints.step_search.request import StepRequest, asks_for_steps, open_request, search_of
 from vllm_trie.entrypoints.step_search.scorers import Scorer, StepCandidate
@@ -47,6 +48,8 @@ _searches: WeakKeyDictionary[LLMEngine, dict[str, _Running]] = WeakKeyDictionary
 def add_request(
     original: Callable[..., str], self: LLMEngine, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> str:
+    if asks_for_reranking(params) and has_beams(self.vllm_config):
+        return add_reranked(original, self, request_id, prompt, params, *args, **kwargs)
     if not asks_for_steps(params) or not has_beams(self.vllm_config):
         return original(self, request_id, prompt, params, *args, **kwargs)
     with refusing():
@@ -75,6 +78,7 @@ def _draw(engine: LLMEngine, running: _Running) -> None:
 def step(original: Callable[..., list[Any]], self: LLMEngine, *args: Any, **kwargs: Any) -> list[Any]:
     outputs = original(self, *args, **kwargs)
     add_texts(outputs, self.renderer.tokenizer)
+    rerank(self, outputs)
     if not (searches := _searches.get(self)):
         return outputs
     others, drawn = [], []
@@ -157,9 +161,10 @@ def abort_request(
 ) -> None:
     """End searches, too, whether the ids are theirs or those of their candidates, as the engine calls them."""
     request_ids = list(request_ids)
+    states = self.output_processor.request_states
+    named = {*request_ids, *(states[id_].external_req_id for id_ in request_ids if id_ in states)}
+    forget(self, named)
     if searches := _searches.get(self):
-        states = self.output_processor.request_states
-        named = {*request_ids, *(states[id_].external_req_id for id_ in request_ids if id_ in states)}
         for own_id, running in list(searches.items()):
             if named & {own_id, running.request.request_id, *running.outputs}:
                 del searches[own_id]
@@ -172,4 +177,5 @@ def abort_request(
 def count_unfinished(original: Callable[..., int], self: LLMEngine, *args: Any, **kwargs: Any) -> int:
     """Each search counts as the outputs that it will have."""
     searches = _searches.get(self, {}).values()
-    return original(self, *args, **kwargs) + sum(search.request.params.n - len(search.drawing) for search in searches)
+    more = sum(search.request.params.n - len(search.drawing) for search in searches)
+    return original(self, *args, **kwargs) + more - num_left_out(self)

@@ -1,0 +1,95 @@
+"""`rerank` puts the hypotheses of a search into the order of least risk, and returns the best of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import sacrebleu
+
+from tests.support.engine import TRAINED_TARGET, Engine, Engines
+from vllm_trie import BeamParams, HypothesisPair, beam_params
+from vllm_trie.entrypoints.batch.search import Searcher
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = ["def is_prime(number):", "class Reader:\n    def"]
+WIDTH, N = 6, 2
+SEARCHES: list[dict[str, Any]] = [{}, {"do_sample": True, "replacement": True, "seed": 5}]
+
+
+@pytest.fixture
+def engine(engines: Engines) -> Engine:
+    return engines(TRAINED_TARGET)
+
+
+@pytest.mark.parametrize("search", SEARCHES, ids=["best", "drawn"])
+def test_the_best_of_the_pool_by_chrf_come_back(engine: Engine, search: dict[str, Any]) -> None:
+    options = {**search, "max_tokens": 12}
+    pools = engine.llm.generate(PROMPTS, beam_params(WIDTH, n=WIDTH, **options), use_tqdm=False)
+    reranked = engine.llm.generate(PROMPTS, beam_params(WIDTH, n=N, rerank="mbr", **options), use_tqdm=False)
+    for pool, output in zip(pools, reranked, strict=True):
+        texts = [hypothesis.text for hypothesis in pool.outputs]
+        utilities = [sum(sacrebleu.sentence_chrf(a, [b]).score for b in texts) / WIDTH for a in texts]
+        best = sorted(range(WIDTH), key=lambda place: -utilities[place])[:N]
+        assert [hypothesis.text for hypothesis in output.outputs] == [texts[place] for place in best]
+        assert [hypothesis.index for hypothesis in output.outputs] == [*range(N)]
+        answer = output.kv_transfer_params["trie_beam"]
+        assert answer["utilities"] == pytest.approx([utilities[place] for place in best])
+        assert answer["search_ranks"] == best
+        assert answer["num_judged"] == len(set(texts)) ** 2
+
+
+def test_a_callable_sees_prompts_and_pairs_beside_requests_that_are_not_reranked(engine: Engine) -> None:
+    seen = list[HypothesisPair]()
+
+    def longest(pairs: list[HypothesisPair]) -> list[int]:
+        seen.extend(pairs)
+        return [len(pair.hypothesis) for pair in pairs]
+
+    params = [beam_params(WIDTH, rerank="mbr", metric=longest, max_tokens=9), beam_params(WIDTH, n=WIDTH, max_tokens=9)]
+    one, whole = engine.llm.generate(PROMPTS[:1] * 2, params, use_tqdm=False)
+    texts = [hypothesis.text for hypothesis in whole.outputs]
+    assert {pair.prompt for pair in seen} == {PROMPTS[0]}
+    assert {(pair.hypothesis, pair.reference) for pair in seen} == {(a, b) for a in texts for b in texts}
+    assert [hypothesis.text for hypothesis in one.outputs] == [max(texts, key=len)]
+
+
+def test_a_metric_that_fails_ends_its_own_request_alone(engine: Engine) -> None:
+    def broken(pairs: list[HypothesisPair]) -> list[float]:
+        raise RuntimeError("no model")
+
+    params = [beam_params(2, n=2, rerank="mbr", metric=metric, max_tokens=4) for metric in (broken, "chrf")]
+    failed, fine = engine.llm.generate(PROMPTS, params, use_tqdm=False)
+    reasons = {(hypothesis.finish_reason, hypothesis.stop_reason) for hypothesis in failed.outputs}
+    assert reasons == {("error", "rerank='mbr': RuntimeError: no model")}
+    assert all(hypothesis.text for hypothesis in failed.outputs)
+    assert {hypothesis.finish_reason for hypothesis in fine.outputs} == {"length"}
+
+
+def test_wrong_requests_are_refused_before_any_work(engine: Engine) -> None:
+    params = beam_params(2, rerank="mbr", max_tokens=4)
+    params.n = 3
+    with pytest.raises(ValueError, match="n=3 exceeds beam_width=2"):
+        engine.llm.generate(PROMPTS, params, use_tqdm=False)
+    with pytest.raises(ValueError, match="detokenize=False is not supported together with rerank='mbr'"):
+        engine.llm.generate(PROMPTS, beam_params(2, rerank="mbr", detokenize=False), use_tqdm=False)
+
+
+def test_elsewhere_it_is_refused_in_a_sentence(engine: Engine) -> None:
+    processor = engine.llm.llm_engine.input_processor
+    prompt = {"type": "token", "prompt_token_ids": [1, 2, 3]}
+    with pytest.raises(ValueError, match=r"rerank='mbr' works in LLM\.generate, LLM\.chat and batch jobs, not here"):
+        processor.process_inputs("0", prompt, beam_params(2, rerank="mbr"), supported_tasks=("generate",))
+
+
+def test_a_batch_job_notes_utilities(engine: Engine) -> None:
+    searcher = object.__new__(Searcher)
+    searcher._llm, searcher._options = engine.llm, {}
+    searcher._params = beam_params(4, n=2, rerank="mbr", metric="ter", rerank_confidence=0.9, max_tokens=6)
+    searcher._beam = BeamParams(beam_width=4)
+    (line,) = searcher({"id": ["1"], "prompt": PROMPTS[:1]})["line"]
+    utilities = [hypothesis["utility"] for hypothesis in json.loads(line)["hypotheses"]]
+    assert len(utilities) == 2
+    assert 0 >= utilities[0] >= utilities[1]

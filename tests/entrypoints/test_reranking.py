@@ -1,0 +1,57 @@
+"""Metrics by name are sacrebleu's, and how references are weighed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import sacrebleu
+from vllm.outputs import CompletionOutput
+
+from vllm_trie import HypothesisPair
+from vllm_trie.entrypoints.reranking.metrics import metric_of
+from vllm_trie.entrypoints.reranking.offline import _weights
+
+PAIRS = [
+    HypothesisPair("", hypothesis, reference)
+    for hypothesis, reference in [
+        ("the cat sat on the mat", "a cat sat on the mat"),
+        ("a cat sat on the mat", "the cat sat on the mat today"),
+        ("nothing alike", "the cat"),
+        ("", "the cat"),
+    ]
+]
+SCORES: dict[str, Any] = {
+    "chrf": sacrebleu.sentence_chrf,
+    "chrf++": lambda *pair: sacrebleu.sentence_chrf(*pair, word_order=2),
+    "bleu": sacrebleu.sentence_bleu,  # with its effective order
+    "ter": sacrebleu.sentence_ter,
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_a_metric_by_name_is_sacrebleus_the_higher_the_better(name: str) -> None:
+    expected = [SCORES[name](pair.hypothesis, [pair.reference]).score for pair in PAIRS]
+    assert metric_of(name)(PAIRS) == [-score if name == "ter" else score for score in expected]
+
+
+def test_a_callable_is_its_own_metric() -> None:
+    assert metric_of(len) is len
+
+
+def test_without_sacrebleu_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    with pytest.raises(ValueError, match=r"metric='ter' needs sacrebleu; pip install 'vllm_trie\[mbr\]', or pass a"):
+        metric_of("ter")
+
+
+def test_references_weigh_their_probability_to_a_power_and_what_was_drawn_again_nothing() -> None:
+    drawn = [([1, 2], -1.0), ([3], -2.0), ([1, 2], -1.0), ([4], -900.0)]
+    pool = [CompletionOutput(0, "", tokens, total, None) for tokens, total in drawn]
+    weights = _weights(pool, 0.5)
+    assert weights is not None
+    expected = np.exp(0.5 * np.array([-1.0, -2.0, -np.inf, -900.0]))
+    np.testing.assert_allclose(weights / weights.sum(), expected / expected.sum())
+    assert _weights(pool, 0.0) is None

@@ -1,0 +1,130 @@
+"""`rerank` in an `LLMEngine`: the engine's core returns the whole pool, of which the best `n` go to who asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from copy import copy
+from dataclasses import replace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from vllm.logger import init_logger
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from vllm_trie.entrypoints.limits import check_n
+from vllm_trie.entrypoints.requests import refusing
+from vllm_trie.entrypoints.reranking.metrics import HypothesisPair, Metric, metric_of
+from vllm_trie.messages import NO_HYPOTHESIS
+from vllm_trie.options import PLUGIN_NAME, BeamParams, parse_options
+from vllm_trie.options.parts import Reranking
+from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
+from vllm_trie.search.minimum_bayes_risk import Pairs, rank_by_risk
+
+logger = init_logger("vllm.trie_beam.reranking")
+
+
+class _Asked(NamedTuple):
+    """How the pool of a request is ranked, and how many of it come back."""
+
+    beam: BeamParams
+    metric: Metric
+    n: int
+
+
+_asked: WeakKeyDictionary[LLMEngine, dict[str, _Asked]] = WeakKeyDictionary()  # by the ids of requests
+
+
+def asks_for_reranking(params: Any) -> bool:
+    """Whether a request asks for it; not whether it may."""
+    return isinstance(params, SamplingParams) and (params.extra_args or {}).get("rerank") is not None
+
+
+def add_reranked(
+    add_request: Callable[..., str],
+    engine: LLMEngine,
+    request_id: str,
+    prompt: Any,
+    params: SamplingParams,
+    *args: Any,
+    **kwargs: Any,
+) -> str:
+    """vLLM's `add_request`, for the whole pool."""
+    with refusing():
+        beam = parse_options(params.extra_args)
+        if not isinstance(beam, BeamParams):
+            raise ValueError(f"rerank={(params.extra_args or {})['rerank']!r} needs beams; add beam_width")
+        refuse_unsupported(matrix_fields(params), beam)
+        check_n(params.n, beam)
+        asked = _Asked(beam, metric_of(beam.metric), params.n)
+    of_pool = copy(params)
+    of_pool.n, of_pool.output_kind = beam.beam_width, RequestOutputKind.FINAL_ONLY
+    options = params.extra_args or {}
+    of_pool.extra_args = {name: value for name, value in options.items() if name not in Reranking.model_fields}
+    own_id = add_request(engine, request_id, prompt, of_pool, *args, **kwargs)
+    _asked.setdefault(engine, {})[request_id] = asked
+    return own_id
+
+
+def rerank(engine: LLMEngine, outputs: Iterable[Any]) -> None:
+    """Put the hypotheses of requests that asked for it into their order, and leave the best `n`."""
+    if not (of_engine := _asked.get(engine)):
+        return
+    for output in outputs:
+        if output.request_id in of_engine and output.finished:
+            _rerank(output, of_engine.pop(output.request_id))
+
+
+def forget(engine: LLMEngine, request_ids: Iterable[str]) -> None:
+    """These requests were aborted."""
+    for request_id in request_ids:
+        _asked.get(engine, {}).pop(request_id, None)
+
+
+def num_left_out(engine: LLMEngine) -> int:
+    """Hypotheses that are searched, and will not come back."""
+    return sum(asked.beam.beam_width - asked.n for asked in _asked.get(engine, {}).values())
+
+
+def _rerank(output: RequestOutput, asked: _Asked) -> None:
+    pool = [found for found in output.outputs if found.stop_reason != NO_HYPOTHESIS]
+    others = [found for found in output.outputs if found.stop_reason == NO_HYPOTHESIS]
+    if any(found.finish_reason in ("error", "abort") for found in pool):
+        output.outputs = output.outputs[: asked.n]
+        return
+
+    def judge(pairs: Pairs) -> Iterable[Any]:
+        return asked.metric([HypothesisPair(output.prompt or "", *pair) for pair in pairs])
+
+    beam = asked.beam
+    try:
+        texts, weights = [found.text for found in pool], _weights(pool, beam.rerank_scale)
+        ranking = rank_by_risk(texts, judge, weights, beam.rerank_confidence, asked.n)
+    except Exception as error:  # the metric's: it ends this request alone, and what was found is not lost
+        reason = f"rerank={beam.rerank!r}: {type(error).__name__}: {error}"
+        logger.error("The hypotheses of request %s stay in the search's order: %s", output.request_id, reason)
+        failed = output.outputs[: asked.n]
+        output.outputs = [replace(found, finish_reason="error", stop_reason=reason) for found in failed]
+        return
+    best = ranking.order[: asked.n]
+    found = [*(pool[place] for place in best), *others][: asked.n]
+    output.outputs = [replace(hypothesis, index=index) for index, hypothesis in enumerate(found)]
+    answer = {"utilities": [ranking.utilities[place] for place in best], "search_ranks": best}
+    of_search = (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
+    output.kv_transfer_params = {PLUGIN_NAME: {**of_search, **answer, "num_judged": ranking.num_judged}}
+
+
+def _weights(pool: list[CompletionOutput], scale: float) -> np.ndarray | None:
+    """[pool] the model's probabilities to the power of `scale`; 0 of one drawn again. None: all weigh alike."""
+    if not scale:
+        return None
+    sums = np.array([found.cumulative_logprob for found in pool], np.float64)
+    weights = np.exp(scale * (sums - sums.max()))
+    seen = set[tuple[int, ...]]()
+    for place, found in enumerate(pool):
+        if (token_ids := tuple(found.token_ids)) in seen:
+            weights[place] = 0.0
+        seen.add(token_ids)
+    return weights
