@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from vllm_trie.capture_sizes import are_sizes_set, capture_widest_steps, narrower_than_searches
 from vllm_trie.compat.cpu import configure_engines_on_cpu, needs_cpu_kernels
 from vllm_trie.compat.fingerprint import CHECKED_STEPS, verify
 from vllm_trie.compat.patch import Patch, wrap_all
@@ -79,6 +80,8 @@ def _select(original: Callable[..., VllmConfig], self: EngineArgs, *args: Any, *
         vars(self).update(vars(arguments))
         refuse_unsupported_engine(vllm_config)
         _check_files_and_attention(vllm_config)
+        if not are_sizes_set(arguments):
+            capture_widest_steps(vllm_config)
         if vllm_config.scheduler_config.async_scheduling:
             vllm_config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
         _log_startup(vllm_config, changed)
@@ -97,6 +100,10 @@ def _log_startup(vllm_config: VllmConfig, changed: list[str]) -> None:
     if needs_cpu_kernels() and _is_eager_latent(vllm_config):
         text = "with enforce_eager=True vLLM itself computes latent attention wrongly on a CPU: leave it out, or %s"
         logger.warning(text, "set compilation_config={'custom_ops': ['-rotary_embedding']}")
+    if narrower_than_searches(vllm_config):
+        widest, width = vllm_config.compilation_config.max_cudagraph_capture_size, config.max_beam_width
+        text = "max_beam_width=%d, but steps of more than %d rows replay no CUDA graph: %s, or set no size to capture"
+        logger.warning(text, width, widest, f"raise max_cudagraph_capture_size to {width}")
     logger.info(
         "%s on vLLM %s%s, Model Runner V2: beams up to %d wide, semantics %s, speculation %s, prefix sharing %s",
         *(PLUGIN_NAME, version, f" ({len(changed)} pieces differ from the record)" if changed else ""),

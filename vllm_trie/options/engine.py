@@ -25,7 +25,7 @@ class TrieBeamConfig(Speculating, Drawing):
         reclaim_interval: Steps between two returns of a group's dead blocks to vLLM's pool. They go back earlier when
             free blocks run low, and in any case when the group ends.
         max_beam_width: The widest search a request may ask for; without `memory_mode`, `max_num_seqs` limits it in
-            any case.
+            any case. On a GPU CUDA graphs are captured up to it, unless the sizes to capture are set.
         semantics: What requests get that name no semantics.
         check_invariants: Check every trie after every step; for tests and bug reports, slow.
         debug_rank_check: Let tensor parallel ranks compare what they decide in every step, and end the engine if they
