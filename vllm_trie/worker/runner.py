@@ -46,6 +46,7 @@ from vllm_trie.worker.hidden_states import HiddenStates
 from vllm_trie.worker.kernels import rows_beside
 from vllm_trie.worker.new_rows import may_copy_rows, refuse_own_state
 from vllm_trie.worker.pipeline import Stages
+from vllm_trie.worker.plain_step_graphs import add_graphs_of_plain_steps
 from vllm_trie.worker.rank_check import rank_check
 from vllm_trie.worker.rows import Rows, rope_state
 from vllm_trie.worker.select import Selector
@@ -118,6 +119,8 @@ class BeamModelRunner(GPUModelRunner):
     def initialize_kv_cache(self, *args: Any, is_profiling: bool = False, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, is_profiling=is_profiling, **kwargs)
         check_demanded_layers(self.vllm_config, [*chain(*self.attn_groups)])
+        assert self.cudagraph_manager is not None
+        add_graphs_of_plain_steps(self.cudagraph_manager)
         if self.drafter is not None and not takes_trees(self):
             self.drafter = None
         if self.drafter is not None and isinstance(self.speculator, EagleSpeculator) and not is_profiling:
