@@ -32,6 +32,7 @@ from vllm_trie.search.constraints.catalog import ItemTrie
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.stop_strings import StopStrings
 from vllm_trie.worker import kernels, select
+from vllm_trie.worker.amateur import AmateurLogits, amateur_logits
 from vllm_trie.worker.catalogs import DeviceCatalogs
 from vllm_trie.worker.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.kv_blocks import Segments
@@ -178,6 +179,20 @@ def batch_of(slots: np.ndarray, num_tokens: np.ndarray) -> InputBatch:
     return batch
 
 
+class Amateur:
+    """A draft model, which is not ours to count.
+
+    Args:
+        vocab_size: V.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def logits(self, _: InputBatch, places: np.ndarray) -> AmateurLogits:
+        return AmateurLogits(nowhere(len(places), self._vocab_size, dtype=torch.bfloat16), np.sort(places))
+
+
 class WeightlessStep:
     """Groups with equal rules that have just fanned out, in one batch, each after so many ordinary rows.
 
@@ -204,6 +219,7 @@ class WeightlessStep:
         shuffled = np.random.default_rng(0).permutation(self.num_slots)[:num_rows]
         self.slots = shuffled.reshape(num_groups, -1)
         self.logits = nowhere(num_rows, vocab_size, dtype=torch.bfloat16)
+        self.amateur: Any = Amateur(vocab_size)
         self.groups: dict[str, GroupRows] = {}
         request: Any = SimpleNamespace(prompt_token_ids=PROMPT)
         for number, own in enumerate(self.slots[:, num_ordinary:]):
@@ -237,11 +253,13 @@ class WeightlessStep:
     def select(self, num_tokens: np.ndarray) -> list[PackedStep]:
         """Let all groups select and reorder their rows, which hold `num_tokens` [G]."""
         rows = BatchRows(self.batch(num_tokens), self.num_slots)
-        return self.selector.select(self.context, rows, self.logits, nowhere(len(self.logits), 1))
+        amateur = amateur_logits(self.amateur, self.context.steps, self.groups, rows)
+        return self.selector.select(self.context, rows, self.logits, nowhere(len(self.logits), 1), amateur)
 
     def sample(self, num_tokens: np.ndarray) -> SamplerOutput:
         """All that the runner does where vLLM would sample; ordinary rows get their tokens from nowhere."""
         of_runner: dict[str, Any] = {"step": self.context, "groups": self.groups, "selector": self.selector}
+        of_runner["amateur"] = self.amateur
         runner: Any = SimpleNamespace(**of_runner, max_num_reqs=self.num_slots, device=NOWHERE, rank_check=None)
         batch = self.batch(num_tokens)
         return BeamModelRunner._sample_beside_beams(runner, self.runner.sampler, None, self.logits, batch)

@@ -20,6 +20,7 @@ FEATURES = {
     "beam sampling": "do_sample|drawn|gumbel|stochastic|sampled|beam_sampling|perturb",
     "catalogs": "catalog|\\bitems?\\b|item_ids|answer_forms",
     "grammars": "grammar|structured|bitmask",
+    "contrast": "contrast|amateur",
     "step search": "step_search|step_stop|step_params|unit\\b|scorer|candidates",
 }
 """What names something of a feature, in identifiers, attributes and texts of a test, and in paths."""

@@ -31,7 +31,7 @@ from vllm_trie.selection import (
     refuse_unsupported_engine,
     unsupported_model,
 )
-from vllm_trie.speculative_config import drafts_by
+from vllm_trie.speculative_config import DRAFT_VOCABULARY, drafts_by
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,8 +41,7 @@ logger = init_logger("vllm.trie_beam")
 
 CPU_WORKER = "vllm_trie.worker.cpu_worker.BeamCPUWorker"
 GPU_WORKER = "vllm_trie.worker.gpu_worker.BeamGPUWorker"
-DRAFT_ARCHITECTURE = "DraftVocabularyLlama"
-DRAFT_CLASS = f"vllm_trie.worker.draft_vocabulary:{DRAFT_ARCHITECTURE}"
+DRAFT_CLASS = f"vllm_trie.worker.draft_vocabulary:{DRAFT_VOCABULARY}"
 
 create_engine_config = Patch("vllm.engine.arg_utils:EngineArgs", "create_engine_config")
 
@@ -59,7 +58,7 @@ def register() -> None:
 def _make_draft_architecture_known() -> None:
     from vllm.model_executor.models import ModelRegistry
 
-    ModelRegistry.register_model(DRAFT_ARCHITECTURE, DRAFT_CLASS)  # imported by engines that load it
+    ModelRegistry.register_model(DRAFT_VOCABULARY, DRAFT_CLASS)  # imported by engines that load it
 
 
 def _select(original: Callable[..., VllmConfig], self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:

@@ -10,6 +10,7 @@ from vllm_trie.options.speculation import Drafts
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
+DRAFT_VOCABULARY = "DraftVocabularyLlama"  # the architecture of draft models that propose a part of the tokens
 UNSUPPORTED_HEADS = {  # methods of vLLM's, and why
     "eagle": "which reads other hidden states than an EAGLE-3 head",
     "mtp": "whose modules may have caches of their own, or read the target's",
@@ -23,6 +24,18 @@ def drafts_of(vllm_config: VllmConfig) -> Drafts | None:
     if config is None:
         return None
     return "ngrams" if config.use_ngram() else "model"
+
+
+def why_without_amateur(vllm_config: VllmConfig) -> str | None:
+    """What an engine has instead of a draft model that gives every token a probability; None if it has one."""
+    config = vllm_config.speculative_config
+    if config is None:
+        return "has none"
+    if not config.uses_draft_model():
+        return f"drafts by method={config.method!r}"
+    if DRAFT_VOCABULARY in config.draft_model_config.architectures:
+        return f"has {config.model!r}, which proposes a part of the tokens alone"
+    return None
 
 
 def drafts_by(vllm_config: VllmConfig) -> str:

@@ -14,6 +14,7 @@ from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
 
 CPU = torch.device("cpu")
 VOCAB = 4
+LOGPROBS = torch.zeros(1, 1, VOCAB)  # which phrases do not look at
 token = st.integers(0, VOCAB - 1)
 way = st.lists(token, min_size=1, max_size=4)
 phrase = st.tuples(st.lists(way, min_size=1, max_size=2), st.sampled_from([1.0, 2.5, 0.25, -1.0, -3.0]))
@@ -27,7 +28,7 @@ def test_boosts_are_what_one_counts_in_the_whole_hypothesis(
     constraint = PhraseBoosts.of(phrases)
     states, total = constraint.begin(1, CPU), 0.0
     for at in range(len(text) + 1):
-        running, at_end = (constraint.boosts(states, VOCAB, is_end)[0, 0] for is_end in (False, True))
+        running, at_end = (constraint.boosts(states, LOGPROBS, is_end)[0, 0] for is_end in (False, True))
         for newest in range(VOCAB):
             hypothesis = [*text[:at], newest]
             assert total + running[newest].item() == pytest.approx(boost_of(phrases, hypothesis), abs=1e-4)
@@ -41,7 +42,7 @@ def test_boosts_are_what_one_counts_in_the_whole_hypothesis(
 def test_rows_of_several_groups_have_each_their_own_boosts() -> None:
     constraint = PhraseBoosts.of([([0, 1], 2.0)])
     states = constraint.advance(constraint.begin(4, CPU).view(2, 2), torch.tensor([[0, 1], [2, 0]]))
-    boosts = constraint.boosts(states, VOCAB, is_end=False)
+    boosts = constraint.boosts(states, LOGPROBS, is_end=False)
     assert boosts[..., 1].tolist() == [[1.0, 0.0], [0.0, 1.0]]  # the second half of the phrase
     assert boosts[..., 0].tolist() == [[0.0, 1.0], [1.0, 0.0]]  # it begins anew, or begins
     assert boosts[..., 2].tolist() == [[-1.0, 0.0], [0.0, -1.0]]  # it does not go on
@@ -69,7 +70,7 @@ def test_steps_look_phrases_up_without_a_look_through_them() -> None:
     constraint = PhraseBoosts(Watched(PhraseBoosts.of([([0, 1], 2.0), ([3], 1.0)]).phrases))
     states, looks = {constraint: constraint.begin(2, CPU)}, []
     for _ in range(3):
-        assert constraint.boosts(states[constraint], VOCAB, is_end=False).max() <= constraint.most_boost
+        assert constraint.boosts(states[constraint], LOGPROBS, is_end=False).max() <= constraint.most_boost
         states = {constraint: constraint.advance(states[constraint], torch.tensor([[0, 1]]))}
         looks.append(Watched.num_looks)
     assert looks[-1] == looks[0]

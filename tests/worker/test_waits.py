@@ -27,6 +27,7 @@ from tests.support.steps import rules_of
 from vllm_trie.messages import GroupStep, NewRows, Resumed
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import ItemRules
+from vllm_trie.search.constraints.contrast import Contrast
 from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.search.filters import LogitsFilters, Pruning
 from vllm_trie.search.rules import SelectRules
@@ -48,6 +49,7 @@ RULES: dict[str, SelectRules] = {
     "drawn": rules_of(WIDTH, strategy=Drawn(False, 1, None, False)),
     "in groups": rules_of(WIDTH, strategy=InGroups(WIDTH, 0.5, 0)),
     "in groups along a catalog": rules_of(WIDTH, strategy=InGroups(WIDTH, 0.5, 0), constraints=(ItemRules(CATALOG),)),
+    "contrast": rules_of(WIDTH, stops=(1,), constraints=(Contrast(0.1, 0.5),)),
     "no n-gram twice": rules_of(WIDTH, constraints=(NoRepeats(2),)),
 }
 

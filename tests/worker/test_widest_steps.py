@@ -36,6 +36,7 @@ SEARCHES = RULES | {
     "stochastic": PLAIN._replace(strategy=Stochastic(), filters=NUCLEUS),
     "sampled from a nucleus": PLAIN._replace(strategy=SampledEach(), filters=NUCLEUS, is_controlled=True),
     "log-probabilities": PLAIN._replace(num_logprobs=MOST_LOGPROBS, is_controlled=True),
+    "contrast": RULES["contrast"]._replace(filters=NUCLEUS, is_controlled=True, num_logprobs=MOST_LOGPROBS),
     "before a catalog": PLAIN._replace(constraints=(ItemRules(CATALOG, after=7),), filters=NUCLEUS),
 }
 

@@ -15,7 +15,9 @@ from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.plan import SearchPlan
 from vllm_trie.messages import GroupTicket
 from vllm_trie.options import BeamParams, parse_options
+from vllm_trie.options.contrast import weights_of
 from vllm_trie.sampling_params import is_controlled, logits_filters, stop_tokens
+from vllm_trie.search.constraints.contrast import Contrast
 from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
 from vllm_trie.search.constraints.stops import Stops
@@ -54,6 +56,7 @@ def new_group(
     matchers = matchers_of(request, params)
     repeats = (NoRepeats(params.no_repeat_ngram_size),) if params.no_repeat_ngram_size else ()
     boosts = (PhraseBoosts.of(params.phrase_boosts),) if params.phrase_boosts else ()
+    contrast = (Contrast(**weights_of(params.contrast)),) if params.contrast is not None else ()
     select_rules = SelectRules(
         catalog.num_beams(len(stop_rules.stop_token_ids)),
         _strategy(params, stop_rules, ticket.padding),
@@ -62,7 +65,7 @@ def new_group(
         is_controlled(sampling) or (has_logits_processors and not ticket.is_offline),
         logits_filters(sampling),
         _pruning(params, stop_rules),
-        (*catalog.constraints, *repeats, *boosts, *matchers.constraints),
+        (*catalog.constraints, *repeats, *boosts, *contrast, *matchers.constraints),
     )
     items_end = select_rules.items is not None and not select_rules.items.ends_with_stop
     ended_by = None if items_end else stop_rules.stop_token_ids

@@ -22,11 +22,12 @@ from vllm_trie.entrypoints.limits import BlocksNeeded, engine_limits, validate
 from vllm_trie.entrypoints.phrases import phrases_as_tokens
 from vllm_trie.messages import BEAM_WIDTH, FORK, LLM_BEAM_SEARCH, TICKET, Caller, ForkTicket, GroupTicket
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, BeamParams, StepParams, asks_for_beams, parse_options
+from vllm_trie.options.contrast import check_amateur
 from vllm_trie.options.resolve import resolve
 from vllm_trie.options.table import cure
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
 from vllm_trie.selection import config_of, has_beams, has_logits_processors, padding_token, why_without_beams
-from vllm_trie.speculative_config import drafts_of
+from vllm_trie.speculative_config import drafts_of, why_without_amateur
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
@@ -142,6 +143,7 @@ def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | No
     refuse_unknown(params.extra_args or {}, vllm_config)
     fields = matrix_fields(params)
     refuse_unsupported(fields, beam, caller.feature)  # before the engine has its say
+    check_amateur(beam.contrast, why_without_amateur(vllm_config))
     return resolve(beam, config_of(vllm_config), drafts_of(vllm_config), fields)
 
 

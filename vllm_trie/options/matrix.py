@@ -46,9 +46,10 @@ STEP, VLLM, EXACT, SAMPLE = 'unit="step"', 'semantics="vllm"', 'speculation="exa
 DRAWN, NOT_DRAWN = ("do_sample", SAMPLE), ("do_sample=False", EXACT)
 OTHER_RULES = (VLLM, 'semantics="tridecode"')
 ITEMS = ("catalog", "allowed_sequences")
-OF_HF = ("beam_widths", "num_beam_groups", *ITEMS)  # which no other rules know: who asks for one asks for these rules
+# Which no other rules know: who asks for one asks for these rules.
+OF_HF = ("beam_widths", "num_beam_groups", "contrast", *ITEMS)
 PRUNING = ("prune_relative", "prune_absolute", "prune_relative_local", "max_candidates_per_parent")
-OF_PLAIN_STEPS = ("beam_widths", "num_beam_groups", "stochastic", "structured_outputs")  # which forests do not follow
+OF_PLAIN_STEPS = ("beam_widths", "num_beam_groups", "stochastic", "structured_outputs", "contrast")  # not of forests
 BY_RANK = 'accept="top_k"'
 OF_DRAWN_DRAFTS = ("memory_mode", "min_width", "threshold", BY_RANK)
 OF_TOKENS = Ranking, Delivery, Reranking, RequestDrawing, Catalogs, RequestSpeculating
@@ -83,6 +84,10 @@ CLASHES = (
     Clash(("phrase_boosts",), ("sample_first", *DRAWN), "which draws by the model's probabilities"),
     Clash(("phrase_boosts",), ("num_beam_groups",), "whose penalties stay in the scores of hypotheses"),
     Clash(("phrase_boosts",), ("catalog_renormalize",), "which scores by others than the model's"),
+    Clash(("contrast",), (EXACT,), "where the draft model drafts", 'use "off" or "auto"'),
+    Clash(("contrast",), ("num_beam_groups",), "whose penalties stay in the scores of hypotheses"),
+    Clash(("contrast",), ITEMS, "whose items may all be implausible"),
+    Clash(("contrast",), ("structured_outputs",), "whose masks the draft model does not know"),
     Clash(("num_beam_groups",), ("beam_widths",), "which would change how wide groups are"),
     Clash(("allowed_sequences",), ("catalog",), "which names others"),
     Clash(("stop",), ITEMS, "whose items end hypotheses"),

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
+from vllm_trie.options.contrast import MOST_BETA, ContrastOption
 from vllm_trie.options.table import Number, Options, option
 from vllm_trie.search.stopping import EarlyStopping
 
@@ -47,6 +48,7 @@ _PHRASES = (
     f"is not a list of 1 to {MOST_PHRASES:,} pairs of a phrase, a string or token ids, and a weight from "
     f"-{MOST_WEIGHT} to {MOST_WEIGHT}"
 )
+_CONTRAST = f'is not {{"model": "draft", "alpha": a number in (0, 1], "beta": a number from 0 to {MOST_BETA:,}}}'
 _EXPONENT = f"is not a number above -{MOST_PENALTY} and below {MOST_PENALTY}; 1.0 compares means, 0.0 sums"
 NO_BEAMS = "is not a number of beams; pass an integer >= 1"
 NO_SCORER = "is not a scorer; pass a callable, an `LLM` of a pooling model, or the name or URL of an endpoint"
@@ -92,6 +94,10 @@ class Ranking(Options):
             log-probability plus, for each phrase, its weight times the number of times that it occurs in them. A phrase
             is a text or a list of token ids; a weight may be negative. In `vllm_xargs` also as a JSON text. See
             docs/constraints.md.
+        contrast: Contrastive decoding, as in `{"model": "draft", "alpha": 0.1, "beta": 0.5}`, which are the defaults:
+            hypotheses compete by the sum of `(1 + beta) * log p - beta * log q` over their tokens, where p is the
+            model's probability and q the draft model's. A token must be at least `alpha` times as probable as the most
+            probable one in its place. In `vllm_xargs` a JSON text. See docs/constraints.md.
         no_repeat_ngram_size: No hypothesis has an n-gram of this many tokens twice, the prompt's n-grams among them; 0
             lets it repeat any. As transformers' `generate`.
     """
@@ -108,6 +114,7 @@ class Ranking(Options):
     prune_relative_local: Number | None = option(None, _RATIO, gt=0, le=1)
     max_candidates_per_parent: int | None = option(None, _WAYS, ge=1)
     phrase_boosts: list[PhraseBoost] | None = option(None, _PHRASES, min_length=1, max_length=MOST_PHRASES)
+    contrast: ContrastOption | None = option(None, _CONTRAST)
     no_repeat_ngram_size: int = option(0, _NGRAM, ge=0, le=MOST_NGRAM)
 
 

@@ -114,8 +114,8 @@ def parse_options(extra_args: Mapping[str, Any] | None) -> SearchParams | None:
     for name, value in options.items():
         if type(value) is int and True in choices(OPTIONS[name]):  # so the OpenAI server sends booleans
             options[name] = {0: False, 1: True}.get(value, value)
-    for name in {"allowed_sequences", "phrase_boosts"} & options.keys():
-        if isinstance(text := options[name], str):  # there it sends no lists of lists
+    for name in {"allowed_sequences", "phrase_boosts", "contrast"} & options.keys():
+        if isinstance(text := options[name], str):  # there it sends no lists of lists, and no objects
             with suppress(ValueError, RecursionError):
                 options[name] = json.loads(text)
     return search_params(options)

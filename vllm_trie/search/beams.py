@@ -95,9 +95,9 @@ class Beams(NamedTuple):
         """The constraint that lists what rows may take, if one does."""
         return next((key for key in self.states if key.is_sparse), None)
 
-    def boosts(self, vocab_size: int, is_end: bool) -> torch.Tensor | None:
+    def boosts(self, logprobs: torch.Tensor, is_end: bool) -> torch.Tensor | None:
         """See `Constraint.boosts`; those of all constraints together."""
-        found = [key.boosts(state, vocab_size, is_end) for key, state in self.states.items()]
+        found = [key.boosts(state, logprobs, is_end) for key, state in self.states.items()]
         return reduce(add, boosts) if (boosts := [boost for boost in found if boost is not None]) else None
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import ItemRules
-from vllm_trie.search.constraints.constraint import Constraint
+from vllm_trie.search.constraints.constraint import Constraint, Source
 from vllm_trie.search.constraints.stops import Completes, Stops
 from vllm_trie.search.devices import NEVER, numbers
 from vllm_trie.search.filters import LogitsFilters, Pruning
@@ -86,10 +86,19 @@ class SelectRules(NamedTuple):
         return next((key for key in self.constraints if isinstance(key, ItemRules)), None)
 
     @property
+    def contrasts(self) -> bool:
+        """Whether hypotheses also compete by what the draft model says."""
+        return any(key.source is Source.AMATEUR for key in self.constraints)
+
+    @property
+    def may_rise(self) -> bool:
+        """Whether constraints may add to what hypotheses compete by."""
+        return any(constraint.most_boost for constraint in self.constraints)
+
+    @property
     def ranks_together(self) -> bool:
         """Whether beams that are worse than whatever lives on have no say."""
-        may_rise = any(constraint.most_boost for constraint in self.constraints)
-        return self.strategy.has_one_ranking and self.pruning == Pruning() and not may_rise
+        return self.strategy.has_one_ranking and self.pruning == Pruning() and not self.may_rise
 
 
 def alive(candidates: Candidates[torch.Tensor], stops: torch.Tensor) -> torch.Tensor:

@@ -31,17 +31,17 @@ def take_step(rules: SelectRules, logits: torch.Tensor, beams: Beams, means: Mea
         means: What else it takes.
     """
     logprobs, beams = _row_logprobs(rules, logits, beams)
-    if (boosts := beams.boosts(logits.shape[-1], rules.is_last)) is None:
+    if (boosts := beams.boosts(logprobs, rules.is_last)) is None:
         return reported(rules, rules.strategy.choose(rules, logprobs, beams, means))
-    at_end = beams.boosts(logits.shape[-1], is_end=True) if rules.stops.strings else None
+    at_end = beams.boosts(logprobs, is_end=True) if rules.stops.strings else None
     choice = choose_boosted(rules, logprobs, beams, means, boosts, boosts if at_end is None else at_end)
     return reported(rules, choice)
 
 
 def is_light(rules: SelectRules) -> bool:
-    """Whether a step needs little memory beside its logits: nothing is drawn, sorted or compared with other groups."""
+    """Whether a step needs little memory beside its logits: nothing is drawn, sorted, or added to scores."""
     strategy, has_no_filters = rules.strategy, (rules.filters, rules.pruning) == (LogitsFilters(), Pruning())
-    return isinstance(strategy, Best) and strategy.semantics != "vllm" and has_no_filters
+    return isinstance(strategy, Best) and strategy.semantics != "vllm" and has_no_filters and not rules.may_rise
 
 
 def joint_distribution(rules: SelectRules, logits: torch.Tensor, beams: Beams) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +65,7 @@ def draft_logprobs(rules: SelectRules, logits: torch.Tensor, beams: Beams) -> to
     """
     logprobs = log_probabilities(logits, rules.stops.token_ids, rules.filters.temperature)
     logprobs = beams.narrow(beams.restrict(logprobs))
-    boosts = beams.boosts(logits.shape[-1], is_end=False)
+    boosts = beams.boosts(logprobs, is_end=False)
     return logprobs if boosts is None else logprobs + boosts
 
 

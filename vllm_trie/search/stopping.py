@@ -46,7 +46,7 @@ class Ended(NamedTuple):
 class Pool(ABC):
     """Where finished hypotheses compete, and when the search for them is over."""
 
-    most_boost: float = 0.0  # that a token can add to what they compete by, besides its log-probability
+    most_boost: float = 0.0  # that a token can add to what they compete by, besides its log-probability, or infinite
 
     @abstractmethod
     def advance(self, ended: Ended, running: np.ndarray, length: int) -> tuple[list[Finished], bool]:
@@ -106,7 +106,8 @@ class HypothesisPool(Pool):
         Sums rise by boosts alone. Below 0 the best that can come is as long, or as short, as possible; above it is the
         other of both.
         """
-        most = sum_logprobs + self.most_boost * (self.max_length - length)
+        num_left = self.max_length - length
+        most = sum_logprobs + (self.most_boost * num_left if num_left else 0.0)
         return self.score(most, self.max_length if (self.length_penalty > 0) == (most < 0) else length, NO_TOKEN)
 
     def is_decided(self, best_running: float, length: int) -> bool:

@@ -16,6 +16,7 @@ from vllm_trie.search.beams import Beams, States
 from vllm_trie.search.constraints.constraint import Constraint, Source
 from vllm_trie.search.constraints.grammar import unpacked_mask
 from vllm_trie.search.constraints.ngrams import NOTHING, flush_right
+from vllm_trie.search.filters import log_probabilities
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.worker.catalogs import DeviceCatalogs
 from vllm_trie.worker.group_rows import GroupRows
@@ -52,6 +53,7 @@ class RowBeams:
         num_tokens: np.ndarray,
         masks: Sequence[torch.Tensor],
         vocab_size: int,
+        amateur: torch.Tensor | None = None,
     ) -> Beams:
         """Of some groups with these rules, before they select.
 
@@ -62,6 +64,7 @@ class RowBeams:
             masks: By group: [r, V / 32] which tokens its rows may take, packed; none where there is no grammar, or the
                 search is over, and this a step that was scheduled before that was known.
             vocab_size: V.
+            amateur: [G, r, V] logits of a draft model, where the rules contrast it.
         """
         beams = groups[0].batch
         is_whole = len(beams.scores) == len(groups)  # they have selected together before, as a rule
@@ -75,6 +78,8 @@ class RowBeams:
                 states[key] = self._tokens(np.array([group.slots for group in groups]), num_tokens)
             elif key.source is Source.MASKS and masks:
                 states[key] = unpacked_mask(torch.stack([*masks]), vocab_size)
+            elif key.source is Source.AMATEUR and amateur is not None:
+                states[key] = log_probabilities(amateur, temperature=rules.filters.temperature)
         lengths = {int(total) - len(group.prompt) for total, group in zip(num_tokens, groups, strict=True)}
         return beams._replace(states=states, length=lengths.pop() if len(lengths) == 1 else None)
 

@@ -27,11 +27,13 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_trie.messages import attach_results, catalog_changes, row_masks
 from vllm_trie.search.devices import sees
 from vllm_trie.selection import has_catalogs, has_logits_processors
 from vllm_trie.worker import kernels
+from vllm_trie.worker.amateur import Amateur, amateur_logits, contrasting
 from vllm_trie.worker.announce_shared_rows import announce_shared_rows, reads_shared_blocks_once
 from vllm_trie.worker.attention.check_attention import check_demanded_layers
 from vllm_trie.worker.attention.tree_layers import takes_trees
@@ -77,6 +79,7 @@ class BeamModelRunner(GPUModelRunner):
         self.rows: Rows
         self.selector: Selector
         self.drafter: Drafter | None = None
+        self.amateur: Amateur | None = None
 
     @cached_property
     def _copies_rows(self) -> bool:
@@ -105,6 +108,8 @@ class BeamModelRunner(GPUModelRunner):
             drafter = DRAFTERS.get(self.speculative_config.method, ModelDrafts)
             self.drafter = drafter(self, self.selector, self.rank_check)
             self.speculator.propose = partial(self._propose, self.speculator.propose)
+        if isinstance(self.speculator, StandaloneARSpeculator):
+            self.amateur = Amateur(self, self.speculator)
 
     def _load_draft_model(self, stock: Any, *args: Any) -> Any:
         try:
@@ -247,7 +252,8 @@ class BeamModelRunner(GPUModelRunner):
 
         of_others = 1 if of_ordinary is None else of_ordinary.sampled_token_ids.shape[1]
         sampled = torch.zeros(batch.num_reqs, max(step.most_steps, of_others), dtype=torch.int64, device=self.device)
-        step.selected = self.selector.select(step, rows, logits, sampled)
+        amateur = amateur_logits(self.amateur, step.steps, self.groups, rows)
+        step.selected = self.selector.select(step, rows, logits, sampled, amateur)
         step.decided = verify(self.selector, step, rows, logits, sampled, num_sampled) if step.forests else {}
         if self.rank_check is not None:
             decided = step.results([selected.packed.cpu().numpy() for selected in step.selected])
@@ -264,7 +270,7 @@ class BeamModelRunner(GPUModelRunner):
 
     def _propose(self, stock: Any, input_batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Where vLLM drafts: for ordinary requests, and for groups that are one row yet, whose prompt it computes."""
-        left_out = self.step.decoding
+        left_out = [*self.step.decoding, *contrasting(self.step.steps)]
         if isinstance(self.drafter, HeadDrafts):
             beginning = [self.groups[group_id] for group_id in self.step.steps if group_id not in left_out]
             self.drafter.add_first_rows(beginning, BatchRows(input_batch, self.max_num_reqs))

@@ -23,6 +23,7 @@ from vllm_trie.search.step import is_light, take_step
 from vllm_trie.search.step_result import packed
 from vllm_trie.search.stop_strings import CONTEXT
 from vllm_trie.worker import kernels
+from vllm_trie.worker.amateur import AmateurLogits
 from vllm_trie.worker.catalogs import DeviceCatalogs
 from vllm_trie.worker.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.kernels import slots as slots_kernel
@@ -89,7 +90,12 @@ class Selector:
                 group.beams = group.beams._replace(states=self.row_beams.begin(step.rules, step.resumed))
 
     def select(
-        self, context: StepContext, rows: BatchRows, logits: torch.Tensor, sampled: torch.Tensor
+        self,
+        context: StepContext,
+        rows: BatchRows,
+        logits: torch.Tensor,
+        sampled: torch.Tensor,
+        amateur: AmateurLogits | None = None,
     ) -> list[PackedStep]:
         """Take one step of every group that searches and does not speculate.
 
@@ -98,6 +104,7 @@ class Selector:
             rows: Where its rows are.
             logits: [N, V], unprocessed.
             sampled: [R, ...] int64, receives the newest token of every row of a group.
+            amateur: Of the rows of groups that contrast a draft model, if there are any.
         """
         selected, reorders = [], Reorders()
         into_slots = slots_kernel.select_next if kernels.run_on(logits.device) else select_next
@@ -109,7 +116,8 @@ class Selector:
             draws = [draw for group_id in group_ids if (draw := context.steps[group_id].draw) is not None]
             completes = self.completes(rules, groups, num_tokens)
             masks = [context.masks[group_id] for group_id in group_ids] if has_masks else []
-            beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1])
+            contrasted = amateur.of(places) if amateur is not None and rules.contrasts else None
+            beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1], contrasted)
             means = Means(draws, completes, into_slots)
             taken = self._take(RowsOf(rules, rows, slots, places, beams), logits, means, sampled)
             selected.append(PackedStep(group_ids, taken.words, taken.layout))

@@ -1,4 +1,4 @@
-"""Some rows of vLLM's forward as a forward of their own, for a head that drafts for these alone."""
+"""Some rows of vLLM's forward as a forward of their own, for a head or a draft model that computes these alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.utils import AttentionGroup
 
 
 def sub_forward(
@@ -25,8 +26,21 @@ def sub_forward(
         smaller, tokens: What `sub_batch` makes of these rows.
         hidden_states, aux_hidden_states: [T, H] of the whole batch; the latter of some layers.
     """
+    metadata, slots = attention_of(runner, smaller, runner.attn_groups)
+    return metadata, slots, hidden_states[tokens], [of_layer[tokens] for of_layer in aux_hidden_states]
+
+
+def attention_of(
+    runner: GPUModelRunner, smaller: InputBatch, attn_groups: list[list[AttentionGroup]]
+) -> tuple[Any, Any]:
+    """Metadata and slots by layer.
+
+    Args:
+        runner: vLLM's.
+        smaller: What `sub_batch` makes of some rows.
+        attn_groups: By KV cache group, those of the layers that compute them.
+    """
     tables, slots = GPUModelRunner.prepare_attn(runner, smaller)
-    config, groups = runner.kv_cache_config, runner.attn_groups
-    metadata = runner.model_state.prepare_attn(smaller, CUDAGraphMode.NONE, tables, slots, groups, config)
-    by_layer = build_slot_mappings_by_layer(slots, config)
-    return metadata, by_layer, hidden_states[tokens], [of_layer[tokens] for of_layer in aux_hidden_states]
+    config = runner.kv_cache_config
+    metadata = runner.model_state.prepare_attn(smaller, CUDAGraphMode.NONE, tables, slots, attn_groups, config)
+    return metadata, build_slot_mappings_by_layer(slots, config)

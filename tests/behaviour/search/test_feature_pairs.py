@@ -73,6 +73,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "num_beam_groups": {"num_beam_groups": 2, "diversity_penalty": 0.7},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": NGRAM},
     "phrase_boosts": {"phrase_boosts": [([20, 25], 2.0), ([30], 1.0), ([25], -1.0)]},
+    "contrast": {"contrast": {"alpha": 0.05, "beta": 0.7}},
     'unit="step"': {"unit": "step", "step_stop": ["\n"], "scorer": score, "candidates": 2, "max_steps": 3},
     "output_kind=DELTA": {"n": 1, "output_kind": RequestOutputKind.DELTA},
 }

@@ -16,9 +16,10 @@ from tests.support.engine import BLOCK_SIZE, KV_CACHE_BYTES, TRAINED_TARGET, Eng
 from tests.support.head_alone import HeadAlone, with_head
 from tests.support.pairs import BESIDE, check_exact, count_differing, grid, searches, sizes_in, steps_per_forward
 from tests.support.reference import SCORE_TOLERANCE, load
-from tests.support.running import run, trained_prompts
+from tests.support.running import prompt_of, run, trained_prompts
 from tests.support.trained_pair import DRAWN, WARPED, answer, own_sum, tokens
 from tests.support.trained_pair import search as draw
+from vllm_trie import beam_params
 from vllm_trie.search.forest_size import PLAIN, ForestSize
 from vllm_trie.worker.hidden_states import HiddenStates
 from vllm_trie.worker.kv_blocks import KVBlocks
@@ -82,6 +83,13 @@ def test_searches_whose_forests_change_their_size_are_preempted_one_by_one(
     assert unlucky.num_preempted > 5
     assert len(chosen) > 10 * len(asked)
     assert max(map(steps_per_forward, outputs)) > 1.3
+
+
+def test_a_head_is_no_model_to_contrast(engine: Engine) -> None:
+    with pytest.raises(
+        ValueError, match=r"contrast=\{\} needs a draft model, and this engine drafts by method='eagle3'; start it"
+    ):
+        engine.generate([prompt_of(9)], beam_params(3, contrast={}, max_tokens=9))
 
 
 def test_hidden_states_take_their_memory_from_the_kv_cache(engine: Engine) -> None:

@@ -179,6 +179,13 @@ def test_beams_that_are_drawn_do_not_speculate(engine: Engine) -> None:
         engine.generate([prompt_of(9)], beam_params(3, speculation="sample", max_tokens=9))
 
 
+def test_n_grams_are_no_model_to_contrast(engine: Engine) -> None:
+    with pytest.raises(
+        ValueError, match=r"contrast=\{\} needs a draft model, and this engine drafts by method='ngram'; start it"
+    ):
+        engine.generate([prompt_of(9)], beam_params(3, contrast={}, max_tokens=9))
+
+
 def test_beam_search_of_the_llm_speculates(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [{"prompt_token_ids": prompt} for prompt in copies(3)]
     found = []

@@ -142,6 +142,8 @@ def test_groups_of_every_kind_run_side_by_side(engine: Engine, prompts: list[lis
         ({"replacement": True}, "replacement=True has nothing to draw; set do_sample=True"),
         ({"do_sample": 1, "speculation": "off", "memory_mode": 1}, "memory_mode=True has no drafts to act on"),
         ({"do_sample": 1, "sample_first": 2}, "sample_first=2 is not supported together with do_sample"),
+        ({"contrast": '{"alpha": 2}'}, "contrast={'alpha': 2} is not "),
+        ({"contrast": {}, "speculation": "exact"}, 'contrast is not supported together with speculation="exact"'),
         ({"do_sample": 1, "semantics": "vllm"}, 'do_sample=True is not supported together with semantics="vllm"'),
     ],
 )
@@ -191,6 +193,8 @@ def test_an_engine_without_drafts_finds_and_draws_the_same(
             assert x.cum_logprob == pytest.approx(y.cum_logprob, abs=NEAR_TIE * LENGTH)
     assert tokens(search(plain, prompts, **drawn)) == drawn_with_drafts
     assert tokens(search(plain, prompts, **drawn | {"speculation": None})) == drawn_with_drafts
+    with pytest.raises(ValueError, match=r"contrast=\{\} needs a draft model, and this engine has none; start it with"):
+        search(plain, prompts, contrast={})
     for speculation, needs in (("exact", "drafts"), ("sample", "a draft model")):
         with pytest.raises(ValueError, match=f'speculation="{speculation}" needs {needs}; start the engine with'):
             search(plain, prompts, speculation=speculation)

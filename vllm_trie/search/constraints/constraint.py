@@ -15,6 +15,7 @@ class Source(Enum):
     LAST_STEP = "last step"  # the step before, which has advanced them
     TOKENS = "tokens"  # they are the tokens of each row, its prompt's among them, see `ngrams`
     MASKS = "masks"  # they are which tokens the grammar of each row allows, which the scheduler knows
+    AMATEUR = "amateur"  # they are the draft model's log-probabilities of the next token, see `contrast`
 
 
 class Continuations(NamedTuple):
@@ -42,7 +43,7 @@ class Constraint:
     """
 
     source: ClassVar[Source] = Source.LAST_STEP
-    most_boost: float = 0.0  # see `boosts`: the most that one token may add
+    most_boost: float = 0.0  # see `boosts`: the most that one token may add; infinite, if there is no most
     is_sparse: ClassVar[bool] = False  # it lists `continuations`, which are few, instead of leaving tokens out
 
     def on(self, tries: Mapping[str, Any], stop_token_ids: tuple[int, ...]) -> Constraint:
@@ -61,10 +62,11 @@ class Constraint:
         """[G, r] bool, whether a token [G, r] is possible there and something may come after it."""
         raise NotImplementedError
 
-    def boosts(self, states: torch.Tensor, vocab_size: int, is_end: bool) -> torch.Tensor | None:
+    def boosts(self, states: torch.Tensor, logprobs: torch.Tensor, is_end: bool) -> torch.Tensor | None:
         """What each token adds to the score that hypotheses compete by, besides its log-probability; None: nothing.
 
         Args:
+            logprobs: [G, r, V], of what each row may take next.
             is_end: What it is added to ends with this token.
 
         Returns:

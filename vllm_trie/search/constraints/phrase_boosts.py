@@ -74,7 +74,7 @@ class PhraseBoosts(Constraint):
         """See `Constraint`."""
         return torch.ones_like(tokens, dtype=torch.bool)
 
-    def boosts(self, states: torch.Tensor, vocab_size: int, is_end: bool) -> torch.Tensor:
+    def boosts(self, states: torch.Tensor, logprobs: torch.Tensor, is_end: bool) -> torch.Tensor:
         """See `Constraint`."""
         tables = _tables(self, states.device)
         leads = _lead_on(tables, states)
@@ -84,7 +84,7 @@ class PhraseBoosts(Constraint):
         nodes.scatter_reduce_(-1, tables.columns.expand(leads.shape), tables.children.where(leads, ROOT), "amax")
         gains = tables.occurring[nodes] if is_end else (tables.occurring + tables.pending)[nodes]
         lost = -tables.pending[states][..., None]
-        boosts = lost.expand(*states.shape, vocab_size).clone()
+        boosts = lost.expand(*states.shape, logprobs.shape[-1]).clone()
         boosts[..., tables.tokens] = gains + lost
         return boosts
 

@@ -80,7 +80,11 @@ def test_speculation_is_asked_for_over_http(parallel: Server) -> None:
     assert one[0] == again[0] != other[0] != plain[0]
     assert one[1]["mean_width"] < 4
     assert found(**drawn, **beams(4, do_sample=1))[0] != found(seed=3, **beams(4, do_sample=1))[0], "temperature counts"
+    contrasted = found(**beams(4, contrast='{"beta": 2.0}'))
+    assert contrasted[0] != plain[0]
+    assert contrasted[1] is None
     for options, message in [
+        (beams(4, contrast='{"beta": -1}'), "contrast={'beta': -1} is not {"),
         (beams(4, speculation=1), "speculation=1 is unknown; known: 'auto', 'exact', 'sample', 'off'"),
         (beams(4, do_sample=2), "do_sample=2 is neither true nor false"),
         (beams(4, draft_widht=8), "unknown option draft_widht=8; did you mean draft_width?"),

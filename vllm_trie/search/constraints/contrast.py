@@ -1,0 +1,52 @@
+"""Contrastive decoding: hypotheses compete by how much more a model thinks of them than a weaker one, the amateur.
+
+Sources: Li et al. 2022, Contrastive Decoding: Open-ended Text Generation as Optimization (arXiv 2210.15097), whose
+beams compete by sums of log-probabilities of both models, which their code does not renormalise; O'Brien and Lewis
+2023, Contrastive Decoding Improves Reasoning in Large Language Models (arXiv 2309.09117), whose weights these are. They
+weigh logits of one sequence; logits of several beams have no zero in common, so log-probabilities stand in their place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, log
+
+import torch
+
+from vllm_trie.search.constraints.constraint import Constraint, Source
+from vllm_trie.search.devices import NEVER
+
+
+@dataclass(frozen=True)
+class Contrast(Constraint):
+    """A token counts (1 + beta) log p - beta log q, if p is at least alpha times the greatest p of its row.
+
+    p is the model's probability of the token, after all that changes or masks its logits, and q the amateur's. Other
+    tokens are not plausible, and do not go on. The states [G, r, V] float32 are log q.
+
+    Args:
+        alpha: In (0, 1].
+        beta: At least 0, where nothing is contrasted.
+    """
+
+    alpha: float
+    beta: float
+
+    source = Source.AMATEUR
+
+    @property
+    def most_boost(self) -> float:  # type: ignore[override]
+        """See `Constraint`: there is no most, as an amateur may think as little of a token as it likes."""
+        return inf if self.beta else 0.0
+
+    def boosts(self, states: torch.Tensor, logprobs: torch.Tensor, is_end: bool) -> torch.Tensor:
+        """See `Constraint`."""
+        return torch.where(self._are_plausible(logprobs), self.beta * (logprobs - states), 0.0)
+
+    def narrow(self, logprobs: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """See `Constraint`."""
+        return logprobs.where(self._are_plausible(logprobs), NEVER)
+
+    def _are_plausible(self, logprobs: torch.Tensor) -> torch.Tensor:
+        """[G, r, V] bool; the best token of a row always is."""
+        return logprobs >= logprobs.amax(dim=-1, keepdim=True) + log(self.alpha)
