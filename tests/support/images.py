@@ -53,7 +53,7 @@ class Seeing(NamedTuple):
 def why_not(kind: str) -> str | None:
     """Why this environment cannot run a kind, if it cannot."""
     if KINDS[kind].needs_torchvision and not is_torchvision_available():
-        return "vLLM does not load this model without torchvision, which tools/set_up.py mends where pip has one"
+        return "vLLM does not load this model without torchvision, which vllm_trie.mend mends where pip has one"
     return None
 
 
