@@ -147,6 +147,7 @@ def test_two_jobs_do_not_write_to_one_output(tmp_path: Path) -> None:
         (["--search-options", '{"seed": 2, "do_sample": false}'], "seed=2 has nothing to decide in a beam search"),
         (["--search-options", '{"prune_relativ": 2}'], "unknown option prune_relativ=2; did you mean prune_relative?"),
         (["--search-options", '{"compact": true}'], "--search-options says compact, which is not for a batch job"),
+        (["--search-options", '{"beam_results": true}'], "says beam_results, which is not for a batch job"),
         (["--search-options", '{"unit": "step"}'], "--search-options says unit, which is not for a batch job"),
         (["--search-options", '{"zzz": 2}'], "unknown option zzz=2; known: beam_width, "),
         (["--search-options", '{"stop_token_ids": "x"}'], "--search-options: "),

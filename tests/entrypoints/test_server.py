@@ -42,6 +42,7 @@ def test_fields_by_names_of_other_systems_are_refused_beside_beams_and_left_alon
     others = {"num_beams": 4, "best_of": 2, "early_stopping": True}
     assert kind(**asked, **others).to_sampling_params(8, {}).n == 1
     assert kind(**asked, num_beams=None, **beams(4)).to_sampling_params(8, {}).extra_args["beam_width"] == 4
+    assert kind(**asked, best_of=1, **beams(4)).to_sampling_params(8, {}).n == 1  # as benchmarks send it
     for name, value in others.items():
         with pytest.raises(BeamRequestError, match=f"{name}="):
             kind(**asked, **{name: value}, **beams(4)).to_sampling_params(8, {})

@@ -82,7 +82,8 @@ def new_group(
         seed=randbits(64) if sampling.seed is None else sampling.seed,
         num_draws=max_length if params.do_sample else params.sample_first,
     )
-    is_known_early = isinstance(select_rules.strategy, Best | Drawn) and not params.compact
+    comes_whole = params.compact or params.beam_results
+    is_known_early = isinstance(select_rules.strategy, Best | Drawn) and not comes_whole
     streams = ticket.n == 1 and sampling.output_kind is not RequestOutputKind.FINAL_ONLY and is_known_early
     return BeamGroup(plan, matchers, streams)
 

@@ -193,6 +193,11 @@ def compact_answer(hypotheses: Sequence[Hypothesis], max_length: int) -> dict[st
     }
 
 
+def said_of(hypotheses: Sequence[Hypothesis]) -> list[dict[str, Any]]:
+    """What vLLM's outputs have no room for, best first: see `entrypoints.beam_results`, which adds the rest."""
+    return [{"sequence_score": hypothesis.score, "matched": hypothesis.stopped_by} for hypothesis in hypotheses]
+
+
 def _has_ended(hypothesis: Hypothesis) -> bool:
     """By a token, or with its items."""
     return hypothesis.stopped_by is not None or hypothesis.is_complete

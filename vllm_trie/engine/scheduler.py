@@ -25,7 +25,7 @@ from vllm_trie.engine.group_forests import GroupForests
 from vllm_trie.engine.known_caches import refuse_unsupported_kv_cache
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.new_group import is_unchecked, new_group
-from vllm_trie.engine.outputs import Mailbox, compact_answer, outputs_of, part_output, take_output
+from vllm_trie.engine.outputs import Mailbox, compact_answer, outputs_of, part_output, said_of, take_output
 from vllm_trie.engine.prefix_publishing import AnswerCache
 from vllm_trie.engine.speculation_budget import Speculating, SpeculationBudgets
 from vllm_trie.engine.stats import BeamTally, SearchCounts, attach_stats
@@ -511,10 +511,14 @@ class BeamScheduler(Scheduler):
         answer |= plan.catalog.answer(plan.stop_rules.stop_token_ids, [hypothesis.token_ids for hypothesis in best])
         for output in own_outputs if answer else ():  # the one open field of an output; there is no KV connector
             output.kv_transfer_params = {PLUGIN_NAME: answer}
-        if group.traced:  # large, so the last output alone has it, from which vLLM makes the user's
+        large = {}  # the last output alone has it, from which vLLM makes the user's
+        if plan.params.beam_results:
+            large["beam_results"] = said_of(best)
+        if group.traced:
             block_size = self.kv_cache_manager.token_block_size
-            trace = trace_of(group, group.traced, len(best), block_size)
-            own_outputs[-1].kv_transfer_params = {PLUGIN_NAME: {**answer, "trace": trace}}
+            large["trace"] = trace_of(group, group.traced, len(best), block_size)
+        if large:
+            own_outputs[-1].kv_transfer_params = {PLUGIN_NAME: {**answer, **large}}
         self.mailbox.post(group_id, own_outputs, stock)
         self._close_group(group_id, "stop" if group.num_steps_left else "length")
 

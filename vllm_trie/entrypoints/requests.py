@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils import random_uuid
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
@@ -216,6 +216,11 @@ def _prepare(
         raise ValueError(f"{caller.feature} needs data for this model's encoder; add multi_modal_data to the prompt")
     if request.resumable:
         raise ValueError(f"{caller.feature} does not work with streaming input; send the prompt in one piece")
+    if beam.beam_results and params.n > 1 and params.output_kind is not RequestOutputKind.FINAL_ONLY:
+        raise ValueError(
+            f"beam_results=True with n={params.n} needs all hypotheses in one output; set output_kind=FINAL_ONLY, as "
+            "LLM.generate does"
+        )
     if params.stop and processor.tokenizer is None:
         raise ValueError("stop strings need a tokenizer; start the engine without skip_tokenizer_init")
     if beam.semantics == "vllm" and not own_beams().stops_by_generation_config:

@@ -39,6 +39,8 @@ _SEARCHABLE = (CompletionRequest, ChatCompletionRequest, TranscriptionRequest, T
 # Beam search does not sample: what a client sends for that, or generation_config.json says, has no say in it.
 _NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "seed": None}
 
+NO_BEST_OF = ("best_of", 1)  # says nothing; clients that measure servers send it with every completion
+
 _AS_SAMPLING = "trie_beam_as_sampling"  # in `vllm_xargs`, with a `Caller`, which no client can send
 
 
@@ -101,7 +103,8 @@ def _refuse_fields(request: TextRequest | ResponsesRequest | SpeechRequest) -> N
             f"logprobs={request.logprobs} with echo=True would tell of the prompt, where beams report nothing; leave "
             "one of them out"
         )
-    unknown = {name: value for name, value in (request.model_extra or {}).items() if value is not None}
+    extra = request.model_extra or {}
+    unknown = {name: value for name, value in extra.items() if value is not None and (name, value) != NO_BEST_OF}
     for name, value in unknown.items():
         if name in OPTIONS:
             raise BeamRequestError(f'{name}={value!r} is no field of a request; pass it in "vllm_xargs"')
@@ -139,11 +142,12 @@ def num_prompts(request: TextRequest | ResponsesRequest | SpeechRequest) -> int:
 
 
 def _refuse_several_prompts(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
-    """Of several prompts vLLM's response has the field of compact answers, traces and scores of steps for the first."""
+    """Of several prompts vLLM's response has what comes with the engine's output for the first."""
     xargs = request.vllm_xargs or {}
-    if xargs.get("trace") and isinstance(request, SpeechRequest):
-        raise BeamRequestError("trace=1 has no place in the answer at this endpoint; leave it out")
-    asked = [f"{name}=1" for name in ("compact", "trace") if xargs.get(name)]
+    for name in ("trace", "beam_results"):
+        if xargs.get(name) and isinstance(request, SpeechRequest):
+            raise BeamRequestError(f"{name}=1 has no place in the answer at this endpoint; leave it out")
+    asked = [f"{name}=1" for name in ("compact", "trace", "beam_results") if xargs.get(name)]
     asked += ['unit="step"'] if xargs.get("unit") == "step" else []
     what = next(iter(asked), None)
     if what is not None and (count := num_prompts(request)) > 1:

@@ -1,8 +1,9 @@
 """`stream=true` with beams.
 
 A search with one answer streams it as vLLM streams any other: the engine sends what all beams have in common as soon as
-they do (`engine/answer_prefix.py`). Several answers, arrays of all hypotheses, traces, searches by steps, and tool
-calls, which are parsed from a whole text, are known when the search is over: each choice is one chunk then.
+they do (`engine/answer_prefix.py`). Several answers, arrays of all hypotheses, `beam_results`, traces, searches by
+steps, and tool calls, which are parsed from a whole text, are known when the search is over: each choice is one chunk
+then.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 
 from vllm_trie.compat.patch import wraps
+from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.requests import BeamRequestError
 from vllm_trie.entrypoints.server import as_sampling_request, num_prompts
 from vllm_trie.messages import NO_HYPOTHESIS
@@ -28,6 +30,9 @@ from vllm_trie.selection import has_beams
 
 Request: TypeAlias = CompletionRequest | ChatCompletionRequest
 Response: TypeAlias = CompletionResponse | ChatCompletionResponse
+
+WITH_OWN_FIELDS = ("trace", BEAM_RESULTS)  # options
+OWN_FIELDS = ("trace", "meta_info")  # of responses
 
 DATA = "data: "
 DONE = f"{DATA}[DONE]"
@@ -39,20 +44,22 @@ async def create(
     original: Callable[..., Awaitable[Any]], self: Any, request: Request, *args: Any, **kwargs: Any
 ) -> Any:
     is_search = request.use_beam_search or asks_for_beams(request.vllm_xargs or {})
-    is_traced = is_search and (request.vllm_xargs or {}).get("trace") and not isinstance(self, AnthropicServingMessages)
+    has_own_fields = is_search and _asks_for_own_fields(request) and not isinstance(self, AnthropicServingMessages)
     if not (request.stream and is_search and has_beams(self.engine_client.vllm_config)):
         response = await original(self, request, *args, **kwargs)
-        return _with_trace(response) if is_traced else response
+        return _with_own_fields(response) if has_own_fields else response
     if _is_known_early(request):
         events = await original(self, as_sampling_request(request), *args, **kwargs)
         return await _after_refusals(events, request) if isinstance(events, AsyncGenerator) else events
     if isinstance(self, AnthropicServingMessages):
-        raise BeamRequestError('messages with compact, trace, unit="step" or tools come whole; leave stream out')
+        raise BeamRequestError(
+            'messages with compact, beam_results, trace, unit="step" or tools come whole; leave stream out'
+        )
     whole = request.model_copy(update={"stream": False, "stream_options": None})
     response = await original(self, whole, *args, **kwargs)
     if not isinstance(response, Response):  # an error
         return response
-    response = _with_trace(response) if is_traced else response
+    response = _with_own_fields(response) if has_own_fields else response
     return _events(response, *should_include_usage(request.stream_options, self.enable_force_include_usage))
 
 
@@ -75,11 +82,18 @@ async def _chained(first: list[Any], others: AsyncGenerator[Any, None]) -> Async
             yield event
 
 
-def _with_trace(response: Any) -> Any:
-    """The response with the trace of its search, which came with the engine's output, in a field of its own."""
+def _asks_for_own_fields(request: Request) -> bool:
+    return any((request.vllm_xargs or {}).get(name) for name in WITH_OWN_FIELDS)
+
+
+def _with_own_fields(response: Any) -> Any:
+    """The response with what came with the engine's output, and has a field of its own: a trace, `beam_results`."""
     if isinstance(response, Response) and response.kv_transfer_params is not None:
         others = {**response.kv_transfer_params[PLUGIN_NAME]}
-        response.trace = others.pop("trace")
+        if "trace" in others:
+            response.trace = others.pop("trace")
+        if BEAM_RESULTS in others:
+            response.meta_info = {BEAM_RESULTS: others.pop(BEAM_RESULTS)}
         response.kv_transfer_params = {PLUGIN_NAME: others} if others else None
     return response
 
@@ -88,7 +102,7 @@ def _is_known_early(request: Request) -> bool:
     """Whether the answer is sent while the search goes on."""
     calls_tools = isinstance(request, ChatCompletionRequest) and request.tools and request.tool_choice != "none"
     xargs = request.vllm_xargs or {}
-    comes_whole = xargs.get("compact") or xargs.get("trace") or xargs.get("unit") == "step" or calls_tools
+    comes_whole = xargs.get("compact") or _asks_for_own_fields(request) or xargs.get("unit") == "step" or calls_tools
     return (request.n or 1) == 1 and not comes_whole
 
 
@@ -153,9 +167,9 @@ async def _events(response: Response, has_usage: bool, has_usage_in_chunks: bool
 
 
 def _chunks(response: Response, has_usage: bool, has_usage_in_chunks: bool) -> Iterator[dict[str, Any]]:
-    """A trace is large: the last choice's chunk alone has it."""
-    common = response.model_dump(mode="json", exclude={"choices", "usage", "trace"}, exclude_none=True)
-    traced = {"trace": response.trace} if "trace" in (response.model_extra or {}) else {}
+    """The fields of our own are large: the last choice's chunk alone has them."""
+    own = {name: value for name, value in (response.model_extra or {}).items() if name in OWN_FIELDS}
+    common = response.model_dump(mode="json", exclude={"choices", "usage", *own}, exclude_none=True)
     usage = response.usage.model_dump(mode="json", exclude_none=True)
     if isinstance(response, ChatCompletionResponse):
         common["object"] = "chat.completion.chunk"
@@ -165,7 +179,7 @@ def _chunks(response: Response, has_usage: bool, has_usage_in_chunks: bool) -> I
             chunk["delta"] = {name: value for name, value in message.items() if value is not None}
             for index, call in enumerate(chunk["delta"].get("tool_calls", ())):
                 call["index"] = index
-        of_last = traced if number == len(response.choices) else {}
+        of_last = own if number == len(response.choices) else {}
         yield {**common, "choices": [chunk], **({"usage": usage} if has_usage_in_chunks else {}), **of_last}
     if has_usage:
         yield {**common, "choices": [], "usage": usage}

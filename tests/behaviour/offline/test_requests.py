@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
 from vllm_trie import beam_params
@@ -67,6 +68,16 @@ def test_bad_request_is_refused_and_the_next_one_served(engine: Engine, params: 
     engine.check_nothing_is_left()
     (output,) = engine.llm.generate([PROMPT], beam_params(2, n=2, max_tokens=4), use_tqdm=False)
     assert len(output.outputs) == 2
+
+
+def test_beam_results_need_all_hypotheses_in_one_output(engine: Engine) -> None:
+    (output,) = engine.llm.generate([PROMPT], beam_params(2, n=2, beam_results=True, max_tokens=4), use_tqdm=False)
+    results = output.kv_transfer_params["trie_beam"]["beam_results"]
+    assert [one["output_ids"] for one in results] == [list(one.token_ids) for one in output.outputs]
+    in_parts = beam_params(2, n=2, beam_results=True, max_tokens=4, output_kind=RequestOutputKind.CUMULATIVE)
+    with pytest.raises(ValueError, match="beam_results=True with n=2 needs all hypotheses in one output; set"):
+        engine.llm.llm_engine.add_request("parts", {"prompt": PROMPT}, in_parts)
+    engine.check_nothing_is_left()
 
 
 def test_a_bad_request_in_a_batch_stops_it_before_any_work(engine: Engine) -> None:

@@ -68,6 +68,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "beam_widths": {"beam_widths": [2, 4, 3]},
     "compact": {"compact": True, "n": 1},
     "trace": {"trace": True},
+    "beam_results": {"beam_results": True},
     "allowed_sequences": {"allowed_sequences": [[*item] for item in ITEMS]},
     "structured_outputs": {"structured_outputs": structured("choice")},
     "num_beam_groups": {"num_beam_groups": 2, "diversity_penalty": 0.7},
@@ -221,6 +222,9 @@ def check_promises(name: str, output: Any) -> None:
         assert [Trace.of(output).hypothesis(n) for n in Trace.of(output).returned] == [one.tokens for one in found], (
             name
         )
+    if "beam_results" in features:
+        said = output.kv_transfer_params["trie_beam"]["beam_results"]
+        assert [(one["output_ids"], one["text"]) for one in said] == [(one.tokens, one.text) for one in found], name
     assert output.finished, name
     assert bool(found) != (features == TOO_LONG), (name, "no hypothesis at all, or one that cannot be")
     assert all(one.finish_reason != "error" for one in output.outputs), (name, output.outputs[0].stop_reason)

@@ -119,7 +119,7 @@ def _search_options(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(
                 f"--search-options says {name}, which has an option of its own: --{name.replace('_', '-')}"
             )
-        if name in ("compact", "trace", "unit"):
+        if name in ("compact", "trace", "beam_results", "unit"):
             raise ValueError(f"--search-options says {name}, which is not for a batch job; leave it out")
     own = {name: getattr(args, name) for name in SEARCH}
     return own | {"early_stopping": EARLY_STOPPING[args.early_stopping]} | args.search_options

@@ -15,6 +15,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_trie.compat.patch import arguments, wraps
+from vllm_trie.entrypoints.beam_results import add_beam_results
 from vllm_trie.entrypoints.requests import refusing
 from vllm_trie.entrypoints.reranking.offline import add_reranked, asks_for_reranking, forget, num_left_out, rerank
 from vllm_trie.entrypoints.step_search.drawn_steps import DrawError
@@ -78,6 +79,7 @@ def _draw(engine: LLMEngine, running: _Running) -> None:
 def step(original: Callable[..., list[Any]], self: LLMEngine, *args: Any, **kwargs: Any) -> list[Any]:
     outputs = original(self, *args, **kwargs)
     add_texts(outputs, self.renderer.tokenizer)
+    add_beam_results(outputs)
     rerank(self, outputs)
     if not (searches := _searches.get(self)):
         return outputs

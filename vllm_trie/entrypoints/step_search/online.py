@@ -13,6 +13,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_trie.compat.patch import arguments, wraps
+from vllm_trie.entrypoints.beam_results import asks_for_beam_results, with_beam_results
 from vllm_trie.entrypoints.requests import refusing
 from vllm_trie.entrypoints.server import is_served, raise_errors
 from vllm_trie.entrypoints.step_search.drawn_steps import DrawError
@@ -36,6 +37,7 @@ def generate(
     if not asks_for_steps(sampling_params) or not has_beams(self.vllm_config):
         outputs = original(self, prompt, sampling_params, request_id, *args, **kwargs)
         outputs = with_texts(outputs, self.renderer.tokenizer) if is_traced(sampling_params) else outputs
+        outputs = with_beam_results(outputs) if asks_for_beam_results(sampling_params) else outputs
         return raise_errors(outputs) if is_served(sampling_params) else outputs
     with refusing():
         call = arguments(original, self, prompt, sampling_params, request_id, *args, **kwargs)

@@ -116,6 +116,41 @@ def test_a_trace_comes_with_chats_and_beside_arrays(server: Server) -> None:
         complete(server, PROMPTS[:2], n=1, **beams(4, trace=1))
 
 
+@pytest.mark.parametrize(
+    "options", [{"n": 3}, *({"n": n, "stream": True} for n in (1, 3)), {"n": 3, "use_beam_search": True}], ids=str
+)
+def test_beam_results_stand_where_clients_of_sglang_look(server: Server, options: dict[str, Any]) -> None:
+    asked = {"return_token_ids": True, "include_stop_str_in_output": True, "stop": ["return"]}
+    arrays = complete(server, n=1, **asked, **beams(6, compact=1)).kv_transfer_params["trie_beam"]
+    answer = complete(server, **options, **asked, **beams(6, beam_results=1, semantics="hf"))
+    chunks = [*answer] if "stream" in options else [answer]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    found = chunks[-1].model_dump()["meta_info"]["beam_results"]
+    assert [one["text"] for one in found] == [choice.text for choice in choices]
+    assert [one["output_ids"] for one in found] == arrays["token_ids"][: len(choices)]
+    for one, score, logprob, choice in zip(
+        found, arrays["scores"], arrays["cumulative_logprobs"], choices, strict=False
+    ):
+        assert one["meta_info"]["sequence_score"] == pytest.approx(score)
+        assert one["meta_info"]["cumulative_logprob"] == pytest.approx(logprob)
+        end = one["meta_info"]["finish_reason"]
+        assert end["type"] == choice.finish_reason
+        if end["type"] == "length":
+            assert end["length"] == len(one["output_ids"]) == 16
+        else:
+            assert end["matched"] in ("return", one["output_ids"][-1])
+    assert any(one["meta_info"]["finish_reason"]["type"] == "stop" for one in found)
+    assert chunks[-1].model_dump().get("kv_transfer_params") is None
+
+
+def test_beam_results_come_with_chats_and_of_one_prompt(server: Server) -> None:
+    response = chat(server, n=2, extra_body=beams(4, beam_results=1))
+    texts = [one["text"] for one in response.meta_info["beam_results"]]
+    assert texts == [choice.message.content for choice in response.choices]
+    with pytest.raises(openai.BadRequestError, match="beam_results=1 takes one prompt, and this request has 2"):
+        complete(server, PROMPTS[:2], n=1, **beams(4, beam_results=1))
+
+
 def test_what_vllms_conversion_drops_is_honoured(server: Server) -> None:
     crossing = "ing of"  # tokens end in the middle of it
     free = complete(server, n=4, use_beam_search=True)

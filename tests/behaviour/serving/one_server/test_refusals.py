@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
         ({"use_beam_search": True, "n": 2, **beams(65)}, "beam_width=65 exceeds max_num_seqs=64; lower it, or raise"),
         ({"use_beam_search": True, "prompt_logprobs": 1}, "prompt_logprobs=1 is not supported together with use_beam"),
         (beams(4, num_beams=4), "unknown option num_beams=4; did you mean beam_width?"),
+        (beams(4, beam_results=1, compact=1), "beam_results=True is not supported together with compact=True, which"),
         (beams(4, best_of=4), "unknown option best_of=4; the width is how many beams are searched, n how many"),
         (
             {"use_beam_search": True, "vllm_xargs": {"diversity_penalty": 0.5}},
