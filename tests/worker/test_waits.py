@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.utils import gpu_sync_debug
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from benchmarks.launch_counter import LaunchCounter
@@ -16,6 +19,7 @@ from benchmarks.weightless import (
     BLOCK_SIZES,
     CATALOG,
     LENGTH,
+    NOWHERE,
     PROMPT,
     Launches,
     WeightlessStep,
@@ -29,14 +33,19 @@ from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import ItemRules
 from vllm_trie.search.constraints.contrast import Contrast
 from vllm_trie.search.constraints.ngrams import NoRepeats
+from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
+from vllm_trie.search.constraints.stops import Stops
+from vllm_trie.search.devices import constant
 from vllm_trie.search.filters import LogitsFilters, Pruning
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.strategies.drawn import Drawn
 from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.search.strategies.sampled import SampledEach
+from vllm_trie.worker import runner as runner_module
 from vllm_trie.worker.group_rows import GroupRows
 from vllm_trie.worker.kv_blocks import KVBlocks
 from vllm_trie.worker.rows import Rows
+from vllm_trie.worker.runner import BeamModelRunner
 
 NUM_SLOTS, VOCAB_SIZE, WIDTH = 16, 300, 3
 RULES: dict[str, SelectRules] = {
@@ -51,6 +60,7 @@ RULES: dict[str, SelectRules] = {
     "in groups along a catalog": rules_of(WIDTH, strategy=InGroups(WIDTH, 0.5, 0), constraints=(ItemRules(CATALOG),)),
     "contrast": rules_of(WIDTH, stops=(1,), constraints=(Contrast(0.1, 0.5),)),
     "no n-gram twice": rules_of(WIDTH, constraints=(NoRepeats(2),)),
+    "boosted phrases": rules_of(WIDTH, stops=(1,), constraints=(PhraseBoosts.of([([5, 6], 1.0)]),)),
 }
 
 
@@ -65,14 +75,80 @@ def launches() -> Iterator[dict[str, Launches]]:
 def test_rows_are_taken_in_selected_and_reordered_without_waiting(
     launches: dict[str, Launches], rules: SelectRules
 ) -> None:
-    step = WeightlessStep(rules, 2, VOCAB_SIZE)
-    (selected,) = step.select(np.array([25, 26]))
+    constant.cache_clear()  # what is uploaded once is, too, uploaded without waiting
+    with LaunchCounter() as counter:
+        step = WeightlessStep(rules, 2, VOCAB_SIZE)
+        (selected,) = step.select(np.array([25, 26]))
+        step.select(np.array([26, 27]))
     assert selected.group_ids == [*step.groups]
     assert (selected.packed.device.type, len(selected.packed)) == ("meta", 2)
-    assert launches["_reorder_rows"].count == 1
-    with LaunchCounter() as counter:
-        step.select(np.array([26, 27]))
+    assert launches["_reorder_rows"].count == 2
     assert counter.waits == 0
+
+
+class Unannounced(LaunchCounter):
+    """Counts what vLLM would report as an error with `VLLM_GPU_SYNC_CHECK=error`."""
+
+    @property
+    def waits(self) -> int:
+        return self._waits
+
+    @waits.setter
+    def waits(self, count: int) -> None:
+        if not gpu_sync_debug._allow_depth.get():
+            self._waits = count
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM reports waits, but those that it is told of."""
+    monkeypatch.setattr(gpu_sync_debug, "_SYNC_CHECK_MODE", "error")
+
+
+@pytest.mark.usefixtures("launches", "checked")
+def test_vllm_is_told_of_the_waits_for_stop_strings() -> None:
+    rules = rules_of(WIDTH)._replace(stops=Stops((1,), ("ab",)))
+    step = WeightlessStep(rules, 2, VOCAB_SIZE)
+    with Unannounced() as counter:
+        step.sample(np.array([25, 26]))
+    assert counter.waits == 0
+    with Unannounced() as counter:
+        step.select(np.array([26, 27]))
+    assert counter.waits == 1
+
+
+class Waiting:
+    """In the place of what waits for the device: notes whether vLLM is told of it."""
+
+    def __init__(self) -> None:
+        self.told: list[bool] = []
+
+    def __call__(self, *_: Any) -> dict[str, Any]:
+        self.told.append(gpu_sync_debug._allow_depth.get() > 0)
+        return {}
+
+
+@pytest.mark.usefixtures("launches", "checked")
+def test_vllm_is_told_of_the_waits_for_forests_and_catalogs(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = Waiting()
+    step = WeightlessStep(RULES["plain"], 2, VOCAB_SIZE)
+    step.context.forests = dict.fromkeys(step.groups, SimpleNamespace(num_layers=1))
+    monkeypatch.setattr(runner_module, "verify", waiting)
+    step.sample(np.array([25, 26]))
+
+    runner: Any = object.__new__(BeamModelRunner)
+    for name in ("execute_model", "update_requests"):
+        monkeypatch.setattr(GPUModelRunner, name, lambda *_, **__: None)
+    drafting = SimpleNamespace(steps={}, speculating=["0"], cannot_draft=False)
+    runner.drafter, runner.groups, runner.step = SimpleNamespace(draft=waiting), {}, drafting
+    runner.block_tables = SimpleNamespace(apply_staged_writes=lambda: None)
+    runner.update_requests(None)
+    runner.catalogs, runner.device, runner.drafter = SimpleNamespace(apply=waiting), NOWHERE, None
+    runner._copies_rows = False
+    monkeypatch.setattr(runner_module, "StepContext", lambda: drafting)
+    monkeypatch.setattr(runner_module, "expand", lambda output, *_: (output, None))
+    runner.execute_model(SchedulerOutput.make_empty())
+    assert waiting.told == [True] * 3
 
 
 def test_a_look_at_the_device_would_be_seen() -> None:

@@ -20,7 +20,7 @@ def sees(device: torch.device) -> bool:
 @lru_cache(maxsize=1024)
 def constant(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """[n] int64, uploaded once. Not to be written to."""
-    return torch.tensor(values, dtype=torch.int64, device=device)
+    return uploaded(np.array(values, dtype=np.int64), device)
 
 
 @lru_cache(maxsize=1024)

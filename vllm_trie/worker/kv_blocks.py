@@ -73,9 +73,9 @@ class KVBlocks:
         device = self.device
 
         def in_words(values: Iterable[int]) -> torch.Tensor:
-            return torch.tensor([value // word_bytes for value in values], dtype=torch.int64, device=device)
+            return uploaded(np.array([value // word_bytes for value in values]), device)
 
-        to_blocks = torch.tensor(pointers, dtype=torch.uint64, device=device)
+        to_blocks = uploaded(np.array(pointers, np.uint64), device)
         return Segments(to_blocks, in_words(strides), in_words(lengths), max(lengths) // word_bytes, word_bytes)
 
     @cached_property

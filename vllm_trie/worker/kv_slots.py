@@ -87,10 +87,8 @@ class KVSlots:
         device, word_bytes = self._given[0][0].contents.device, math.gcd(8, *chain(*found))
         of_block, of_place, words = (n.astype(np.int64) // word_bytes for n in sizes)
         on_host = np.stack([of_block, of_place, words, words.cumsum() - words])
-        to_tokens = torch.from_numpy(pointers.copy()).to(device)
-        return TokenSegments(
-            to_tokens, torch.from_numpy(on_host).to(device), tuple(groups), int(words.sum()), word_bytes
-        )
+        to_tokens = uploaded(pointers.copy(), device)
+        return TokenSegments(to_tokens, uploaded(on_host, device), tuple(groups), int(words.sum()), word_bytes)
 
     def _split(self, number: int, slots: np.ndarray) -> dict[tuple[int, ...], tuple[Any, ...]]:
         """By the places of layers: blocks, and places in them."""

@@ -16,6 +16,7 @@ from vllm_trie.search.beams import Beams, States
 from vllm_trie.search.constraints.constraint import Constraint, Source
 from vllm_trie.search.constraints.grammar import unpacked_mask
 from vllm_trie.search.constraints.ngrams import NOTHING, flush_right
+from vllm_trie.search.devices import uploaded
 from vllm_trie.search.filters import log_probabilities
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.worker.catalogs import DeviceCatalogs
@@ -42,7 +43,7 @@ class RowBeams:
         if resumed is None:
             return {key: key.begin(1, device) for key in keys}
         states = {key: key.begin(len(resumed.histories), device) for key in keys}
-        for tokens in torch.tensor(resumed.histories, device=device).T if keys else ():
+        for tokens in uploaded(np.array(resumed.histories), device).T if keys else ():
             states = {key: key.advance(state, tokens[None]) for key, state in states.items()}
         return states
 

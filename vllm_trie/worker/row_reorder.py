@@ -90,7 +90,7 @@ class Tables:
         self.tables, self.block_sizes = tables, block_sizes
         self.numbers = range(len(tables)) if numbers is None else numbers
         device = tables[0].device
-        pointers = torch.tensor([table.data_ptr() for table in tables], dtype=torch.uint64, device=device)
-        strides = torch.tensor([table.stride(0) for table in tables], dtype=torch.int64, device=device)
-        sizes = torch.tensor(block_sizes, dtype=torch.int64, device=device)
+        pointers = uploaded(np.array([table.data_ptr() for table in tables], np.uint64), device)
+        strides = uploaded(np.array([table.stride(0) for table in tables]), device)
+        sizes = uploaded(np.array(block_sizes), device)
         self.on_device = pointers, strides, sizes  # [tables] each, what a kernel must know of them

@@ -10,12 +10,14 @@ host.
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -142,7 +144,8 @@ class BeamModelRunner(GPUModelRunner):
     ) -> Any:
         self.step = StepContext()
         if not dummy_run:
-            self.catalogs.apply(catalog_changes(scheduler_output))
+            with gpu_sync_allowed():
+                self.catalogs.apply(catalog_changes(scheduler_output))
             scheduler_output, self.step = expand(scheduler_output, self.groups, self.device, self._copies_rows)
         output = super().execute_model(scheduler_output, *args, dummy_run=dummy_run, **kwargs)
         forward = None if dummy_run or self.drafter is None else self.execute_model_state
@@ -175,7 +178,8 @@ class BeamModelRunner(GPUModelRunner):
         if self.drafter is not None and self.step.speculating:
             self.block_tables.apply_staged_writes()  # the draft model reads the tables before the target does
             start = time.perf_counter()
-            self.step.forests = self.drafter.draft(self.step, self.groups, scheduler_output)
+            with gpu_sync_allowed():
+                self.step.forests = self.drafter.draft(self.step, self.groups, scheduler_output)
             self.step.draft_seconds = time.perf_counter() - start
 
     def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
@@ -253,11 +257,13 @@ class BeamModelRunner(GPUModelRunner):
         of_others = 1 if of_ordinary is None else of_ordinary.sampled_token_ids.shape[1]
         sampled = torch.zeros(batch.num_reqs, max(step.most_steps, of_others), dtype=torch.int64, device=self.device)
         amateur = amateur_logits(self.amateur, step.steps, self.groups, rows)
-        step.selected = self.selector.select(step, rows, logits, sampled, amateur)
-        step.decided = verify(self.selector, step, rows, logits, sampled, num_sampled) if step.forests else {}
-        if self.rank_check is not None:
-            decided = step.results([selected.packed.cpu().numpy() for selected in step.selected])
-            self.rank_check.compare("beams", {group_id: of_group.as_arrays() for group_id, of_group in decided.items()})
+        with gpu_sync_allowed() if step.waits or self.rank_check is not None else nullcontext():
+            step.selected = self.selector.select(step, rows, logits, sampled, amateur)
+            step.decided = verify(self.selector, step, rows, logits, sampled, num_sampled) if step.forests else {}
+            if self.rank_check is not None:
+                decided = step.results([selected.packed.cpu().numpy() for selected in step.selected])
+                arrays = {group_id: of_group.as_arrays() for group_id, of_group in decided.items()}
+                self.rank_check.compare("beams", arrays)
         counts, rejected = async_tensor_h2d(num_sampled, device=self.device)[:, : batch.num_reqs]
         step.decided_at.record()
         num_nans = get_num_nans(logits[batch.cu_num_logits[:-1].long()]) if sampler.compute_nans else None
@@ -273,7 +279,8 @@ class BeamModelRunner(GPUModelRunner):
         left_out = [*self.step.decoding, *contrasting(self.step.steps)]
         if isinstance(self.drafter, HeadDrafts):
             beginning = [self.groups[group_id] for group_id in self.step.steps if group_id not in left_out]
-            self.drafter.add_first_rows(beginning, BatchRows(input_batch, self.max_num_reqs))
+            with gpu_sync_allowed():
+                self.drafter.add_first_rows(beginning, BatchRows(input_batch, self.max_num_reqs))
             left_out = [*self.step.steps]
         left_out_rows = {row_id for group_id in left_out for row_id in self.groups[group_id].row_ids}
         if not left_out_rows:

@@ -68,6 +68,11 @@ class StepContext:
         """Steps of the search that any group can take."""
         return max((1 + forest_step.num_layers for forest_step in self.forests.values()), default=1)
 
+    @property
+    def waits(self) -> bool:
+        """Whether the host waits for the device in it: for forests, or for stop strings, which it looks for in text."""
+        return bool(self.forests) or any(step.rules.stops.strings for step in self.steps.values())
+
     def results(self, packed: Sequence[np.ndarray]) -> dict[str, Decided]:
         """All that was decided, by group. `packed`: copies of what is on the device."""
         decided = dict(self.decided)

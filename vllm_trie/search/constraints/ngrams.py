@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vllm_trie.search.constraints.constraint import Constraint, Source
-from vllm_trie.search.devices import NEVER
+from vllm_trie.search.devices import NEVER, uploaded
 
 NOTHING = -1  # where a history has no token
 
@@ -72,6 +72,6 @@ def flush_right(tokens: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
     longest = tokens.shape[-1]
     if (lengths == longest).all():
         return tokens
-    missing = torch.from_numpy(longest - lengths).to(tokens.device, non_blocking=True)[:, None, None]
+    missing = uploaded(longest - lengths, tokens.device)[:, None, None]
     at = (torch.arange(longest, device=tokens.device) - missing).expand(tokens.shape)
     return tokens.gather(-1, at.clamp(min=0)).where(at >= 0, NOTHING)

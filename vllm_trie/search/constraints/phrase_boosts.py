@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from vllm_trie.search.constraints.constraint import Constraint
+from vllm_trie.search.devices import uploaded
 from vllm_trie.search.rank import Array
 
 ROOT, NOWHERE = 0, -1
@@ -156,7 +157,7 @@ def _automaton(boosts: PhraseBoosts) -> _Automaton[np.ndarray]:
 
 @lru_cache(maxsize=64)
 def _tables(boosts: PhraseBoosts, device: torch.device) -> _Automaton[torch.Tensor]:
-    tables = _Automaton(*(torch.from_numpy(array).to(device) for array in _automaton(boosts)))
+    tables = _Automaton(*(uploaded(array, device) for array in _automaton(boosts)))
     return tables._replace(occurring=tables.occurring.float(), pending=tables.pending.float())
 
 
