@@ -210,6 +210,26 @@ def test_a_scorer_that_fails_ends_its_search_and_no_other(engine: Engine, answer
     assert len(greedy.outputs[0].token_ids) == 5
 
 
+def test_a_scorer_may_ask_the_engine_that_it_scores_for(engine: Engine) -> None:
+    """It holds the engine, which cannot be copied. Nothing else may be under way: `generate` returns all answers."""
+
+    class Asking:
+        llm, num_answers = engine.llm, 0
+
+        def __init__(self) -> None:
+            self.engine = engine
+
+        def __call__(self, candidates: list[StepCandidate]) -> list[float]:
+            texts = [candidate.text for candidate in candidates]
+            self.num_answers += len(self.llm.generate(texts, SamplingParams(max_tokens=2), use_tqdm=False))
+            return score(candidates)
+
+    asking = Asking()
+    (output,) = engine.generate(PROMPTS[:1], params(scorer=asking))
+    assert found(output) == reference(engine, PROMPTS[0])
+    assert asking.num_answers > SEARCH["beam_width"] * SEARCH["candidates"] / 2
+
+
 def test_a_scorer_that_fails_on_one_search_leaves_others_that_it_scores(engine: Engine) -> None:
     bad = engine.llm.get_tokenizer().decode(PROMPTS[0])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -257,7 +258,8 @@ def _rendered(prompt: Any, engine: AsyncLLM | LLMEngine, tokenization_kwargs: di
 def _for_candidates(params: SamplingParams) -> SamplingParams:
     """What all candidates have in common: one output each, by vLLM's own sampler."""
     extra_args = {k: v for k, v in (params.extra_args or {}).items() if k not in OPTIONS}
-    shared = params.clone()
+    shared = copy(params)
     shared.n, shared.extra_args, shared.output_kind = 1, extra_args or None, RequestOutputKind.FINAL_ONLY
+    shared = shared.clone()  # now that the scorer is out of it, which may hold an engine that cannot be copied
     shared.logprobs = params.logprobs or 0  # without any, vLLM does not fill cumulative_logprob
     return shared
