@@ -44,9 +44,9 @@ def test_the_documents_commands_work_in_their_order(tmp_path: Path) -> None:
     (example,) = re.findall(r"^    \[12, .*?\n\n", DOCUMENT, re.DOTALL | re.MULTILINE)
     (tmp_path / "items.jsonl").write_text(re.sub("^    ", "", example.rstrip("\n"), flags=re.MULTILINE))
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
-    commands = [line for block in re.findall(r"```bash\n(.*?)```", DOCUMENT, re.DOTALL) for line in block.splitlines()]
+    commands = re.findall(rf"^{PROGRAM} .*$", DOCUMENT, re.MULTILINE)
     build, inspect, list_items, check = commands
-    assert run(tmp_path, build) == "items.catalog: 4 items, 1 duplicates left out\n"
+    assert run(tmp_path, build) == "items.catalog: 4 items of 1 to 3 tokens, 1 duplicates left out\n"
     assert re.search(r"^items +4, of 1 to 3 tokens$", run(tmp_path, inspect), re.MULTILINE)
     listed = [json.loads(line) for line in run(tmp_path, list_items).splitlines()]
     assert [item["id"] for item in listed] == [71, 70, 2]

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from tests.support.engine import TRAINED_TARGET
 from vllm_trie.catalog import lines
@@ -47,6 +51,17 @@ def test_text_is_an_item_per_line_as_it_stands(tmp_path: Path, tokenizer: object
 def test_a_byte_order_mark_is_no_part_of_an_item(tmp_path: Path, tokenizer: object, name: str, row: str) -> None:
     items = read(tmp_path / name, f"\ufeff{row}", row, tokenizer=tokenizer)
     assert sequences(items) == [tokenizer.encode("def", add_special_tokens=False)] * 2
+
+
+def test_a_text_that_the_tokenizer_does_not_know_is_refused(tmp_path: Path) -> None:
+    words = Tokenizer(WordLevel({"<unk>": 0, "red": 1, "shoes": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    assert sequences(read(tmp_path / "items.jsonl", '"red shoes"', tokenizer=tokenizer)) == [[1, 2]]
+    with pytest.raises(
+        ValueError, match=r"line 2 has a text .* no tokens for: 'blue shoes' becomes \['<unk>', 'shoes'\]"
+    ):
+        read(tmp_path / "items.jsonl", '"red shoes"', '{"text": "blue shoes"}', tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 20, 1000])

@@ -70,7 +70,8 @@ def _build(args: argparse.Namespace) -> None:
     catalog = Catalog.from_items(items, vocab_size, digest, lambda depths: tqdm(depths, "Sorting", unit=" levels"))
     catalog.save(args.output)
     num_duplicates = len(items.ids) - catalog.num_items
-    print(f"{args.output}: {catalog.num_items:,} items, {num_duplicates:,} duplicates left out")
+    lengths = f"of {catalog.shortest} to {catalog.longest} tokens"
+    print(f"{args.output}: {catalog.num_items:,} items {lengths}, {num_duplicates:,} duplicates left out")
 
 
 def _inspect(args: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from vllm_trie.catalog.items import Items
 
 CHUNK_BYTES = 1 << 20
 JSON_SUFFIXES = (".json", ".jsonl")
-FORMS = '[1, 2], "text", {"tokens": [1, 2]} or {"text": "text"}, these two with an "id" or not'
+FORMS = '[1, 2], "text", {"tokens": [1, 2]} or {"text": "text"}, these two with an "id", an integer, or not'
 
 
 class Line(msgspec.Struct):
@@ -100,6 +100,12 @@ def _items(rows: list[Row], numbers: Sequence[int], path: Path, tokenizer: Any, 
         raise ValueError(f"{name(texts[0])} is a text; say by --tokenizer what makes tokens of it")
     if texts:
         found = tokenizer([sequences[index] for index in texts], add_special_tokens=False, verbose=False)["input_ids"]
+        unknown = None if tokenizer.unk_token_id == tokenizer.eos_token_id else tokenizer.unk_token_id
         for index, tokens in zip(texts, found, strict=True):
+            if unknown is not None and unknown in tokens:
+                raise ValueError(
+                    f"{name(index)} has a text that the tokenizer has no tokens for: {sequences[index][:60]!r} becomes "
+                    f"{tokenizer.convert_ids_to_tokens(tokens)[:8]}; change the text, or write token ids"
+                )
             sequences[index] = tokens
     return Items.of(sequences, ids, vocab_size, name)

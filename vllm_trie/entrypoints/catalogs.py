@@ -50,9 +50,8 @@ def new_version(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, Cat
     config = config_of(vllm_config)
     _refuse_unknown(name, config.catalogs)
     if config.catalog_folder is None:
-        raise ValueError(
-            f"this engine takes no new catalogs; start it with {PLUGIN_NAME}.catalog_folder set to the folder of them"
-        )
+        start = f'additional_config={{"{PLUGIN_NAME}": {{"catalogs": {{NAME: FILE}}, "catalog_folder": FOLDER}}}}'
+        raise ValueError(f"this engine takes no new catalogs; start it with {start}")
     folder = Path(config.catalog_folder).resolve()
     try:
         path = (folder / file).resolve()
