@@ -123,15 +123,27 @@ def engines(_engines: Engines) -> Iterator[Engines]:
 
 
 @pytest.fixture
-def with_shared_engines(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`LLM` gives an engine in this process that lives on; no example minds that it counts."""
+def with_shared_engines(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`LLM` gives an engine in this process that lives on; no example minds that it counts. Pooling models end soon."""
     import vllm
 
-    stock = vllm.LLM
+    from vllm_trie.entrypoints.step_search import scorers  # noqa: F401  (it must know vLLM's own class)
+
+    stock, pooling = vllm.LLM, list[Any]()
 
     def make(model: str, **options: Any) -> Any:
         with monkeypatch.context() as for_engines:
             for_engines.setattr(vllm, "LLM", stock)
+            if options.get("runner") == "pooling":
+                pooling.append(stock(model, enforce_eager=True, max_model_len=512, dtype="float32", **options))
+                return pooling[-1]
             return engines(ROOT / model, **{"disable_log_stats": False, **options}).llm
 
     monkeypatch.setattr(vllm, "LLM", make)
+    yield
+    if pooling:  # which takes with it what all engines of this process need
+        if engines.alive is not None:
+            engines.alive.check_nothing_is_left()
+        engines.close()
+        for llm in pooling:
+            llm.llm_engine.engine_core.shutdown()

@@ -1,26 +1,43 @@
 """The commands of examples/ that need no server run, on the toy; `make examples` lets them run on the real model.
 
-The others run in behaviour/serving/one_server/test_examples.py.
+What hears is a tiny random Whisper in any case. The others run in behaviour/serving/one_server/test_examples.py.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
 import shlex
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+
+import ray
+import vllm
+from vllm.multimodal.media import audio
+
 from benchmarks.common import PAIR, TARGET
+from tests.support.audio import make_whisper, recording
 from tests.support.documents import EXAMPLE_COMMANDS
 from tests.support.engine import ROOT
+from tests.support.sounds import soundfile
 
 pytestmark = pytest.mark.slow
 
-COMMANDS = [command for command in EXAMPLE_COMMANDS if "$MODEL" in command]
-COMMANDS.sort(key=lambda command: "--draft" in command)  # those that share an engine in a row
+COMMANDS = [command for command in EXAMPLE_COMMANDS if "client.py" not in command]
+ON_RAY = [command for command in COMMANDS if "ray_data" in command]
+HEAR = [command for command in COMMANDS if "transcribe" in command]
+OFFLINE = [command for command in COMMANDS if command not in (*ON_RAY, *HEAR)]
+SHARE_AN_ENGINE = ("correct", "self_evaluate", "solve_by_steps")  # in a row; a reward model's end is that of the engine
+OFFLINE.sort(key=lambda command: next((i for i, name in enumerate(SHARE_AN_ENGINE) if f"/{name}/" in command), 3))
+
+Run = Callable[..., str]
 
 
 @pytest.fixture
@@ -32,14 +49,63 @@ def models(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("DRAFT", str(draft))
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.split()[0])
-@pytest.mark.usefixtures("models", "with_shared_engines")
-def test_an_example_runs(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    script, *arguments = shlex.split(os.path.expandvars(command))
-    monkeypatch.setattr(sys, "argv", [script, *arguments])
-    monkeypatch.chdir(ROOT)
-    runpy.run_path(script, run_name="__main__")
-    shown = capsys.readouterr().out
-    with capsys.disabled():
-        print(shown if os.environ.get("EXAMPLES_MODEL") == "real" else "", end="")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where commands put what they make."""
+    return tmp_path_factory.mktemp("made")
+
+
+@pytest.fixture
+def run(models: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`run(command, word="other")` runs it with some words replaced, and returns what it shows."""
+
+    def run(command: str, **replaced: str) -> str:
+        script, *arguments = (replaced.get(word, word) for word in shlex.split(os.path.expandvars(command)))
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        monkeypatch.chdir(ROOT)
+        runpy.run_path(script, run_name="__main__")
+        shown = capsys.readouterr().out
+        with capsys.disabled():
+            print(shown if os.environ.get("EXAMPLES_MODEL") == "real" else "", end="")
+        return shown
+
+    return run
+
+
+@pytest.fixture
+def hears(with_shared_engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sound files can be read, and engines are as small as the Whisper of the tests."""
+    stock = vllm.LLM
+    monkeypatch.setattr(vllm, "LLM", lambda model, **options: stock(model, max_model_len=128, **options))
+    monkeypatch.setattr(audio, "soundfile", soundfile)
+
+
+@pytest.mark.parametrize("command", OFFLINE, ids=lambda command: command.split()[0])
+@pytest.mark.usefixtures("with_shared_engines")
+def test_an_example_runs(command: str, run: Run, folder: Path) -> None:
+    shown = run(command, reward_model=str(folder / "reward_model"))
     assert re.search(r"^  .*\d", shown, re.MULTILINE), shown
+
+
+@pytest.mark.parametrize("command", HEAR, ids=lambda command: command.split()[0])
+@pytest.mark.usefixtures("hears")
+def test_a_sound_file_is_transcribed(command: str, run: Run, folder: Path) -> None:
+    (folder / "speech.wav").write_bytes(recording(7, seconds=1.8)[0])
+    whisper = make_whisper(folder / "whisper")
+    shown = run(command, **{"openai/whisper-small": str(whisper), "speech.wav": str(folder / "speech.wav")})
+    scores = [float(score) for score in re.findall(r"^  +(-\d\S+) ", shown, re.MULTILINE)]
+    assert len(scores) > 5
+    assert len(scores) % 5 == 0
+    assert scores[:5] == sorted(scores[:5], reverse=True)
+
+
+@pytest.mark.parametrize("command", ON_RAY, ids=lambda command: command.split()[0])
+def test_a_dataset_is_answered(command: str, run: Run, folder: Path) -> None:
+    quiet = {"include_dashboard": False, "log_to_driver": False}
+    with ray.init(num_cpus=2, **quiet, _system_config={"prestart_worker_first_driver": False}):
+        run(f"{command} --enforce-eager", **{"answers.jsonl": str(folder / "answers.jsonl")})
+    prompts = (ROOT / "examples" / "ray_data" / "prompts.jsonl").read_text().splitlines()
+    answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    expected = [(json.loads(line)["id"], rank) for line in prompts for rank in (0, 1)]
+    assert [(answer["id"], answer["rank"]) for answer in answers] == expected
+    assert all(best["logprob"] > second["logprob"] for best, second in zip(answers[::2], answers[1::2], strict=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import wave
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,15 @@ def sound(seed: int, seconds: float = 1.0) -> np.ndarray:
     time = np.arange(int(seconds * SAMPLING_RATE)) / SAMPLING_RATE
     tones = sum(np.sin(2 * np.pi * pitch * time) for pitch in random.uniform(100, 4000, 3))
     return (tones / 4 + random.normal(0, 0.1, len(time))).astype(np.float32)
+
+
+def recording(seed: int, seconds: float = 1.0) -> tuple[bytes, np.ndarray]:
+    """A WAV file, and what is to be heard in it."""
+    samples, file = (sound(seed, seconds) / 2 * 32767).astype(np.int16), io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setparams((1, 2, SAMPLING_RATE, 0, "NONE", ""))
+        writer.writeframes(samples.tobytes())
+    return file.getvalue(), samples.astype(np.float32) / 32768
 
 
 def prompt_of(heard: np.ndarray) -> dict[str, Any]:

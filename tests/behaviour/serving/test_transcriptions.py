@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
-import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import httpx
-import numpy as np
 import openai
 import pytest
 from transformers import AutoTokenizer
 from vllm.multimodal.audio import split_audio
 
 from benchmarks.server import Server, serving
-from tests.support.audio import EOS, SAMPLING_RATE, make_whisper, sound, whispers_answer
+from tests.support.audio import EOS, SAMPLING_RATE, make_whisper, recording, whispers_answer
 from tests.support.documents import TRANSCRIBES, Example, run_here
 from tests.support.engine import ROOT
 from tests.support.reference import Answer
@@ -45,15 +42,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Se
     log = tmp_path_factory.mktemp("server") / "log"
     with mock.patch.dict("os.environ", PYTHONPATH=path), serving(log, *limits, command=command) as server:
         yield server
-
-
-def recording(seed: int, seconds: float = 1.0) -> tuple[bytes, np.ndarray]:
-    """A WAV file, and what is to be heard in it."""
-    samples, file = (sound(seed, seconds) / 2 * 32767).astype(np.int16), io.BytesIO()
-    with wave.open(file, "wb") as writer:
-        writer.setparams((1, 2, SAMPLING_RATE, 0, "NONE", ""))
-        writer.writeframes(samples.tobytes())
-    return file.getvalue(), samples.astype(np.float32) / 32768
 
 
 def transcribe(server: Server, seed: int, task: str = "transcribe", seconds: float = 1.0, **fields: Any) -> Any:
