@@ -17,6 +17,7 @@ from vllm_trie.trace.html_page import page
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "trace.png"
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
+WIDTH, MARGIN = 1200, 20  # pixels, of the picture and below the KV blocks
 PROMPT = 'def is_prime(number):\n    """Whether the number is a prime."""\n'
 
 
@@ -37,12 +38,15 @@ def draw(trace: Trace, target: Path) -> None:
     with sync_playwright() as playwright:
         found = next(filter(None, map(shutil.which, BROWSERS)))
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        tab = browser.new_page(viewport={"width": 1200, "height": 700})
+        tab = browser.new_page(viewport={"width": WIDTH, "height": 700})
         shown = page(trace, "Six beams").replace("TraceView.show(document", "window.view = TraceView.show(document")
         tab.set_content(shown)
         tab.evaluate("view.select(view.nodes.nodeOfFinished[view.trace.returned[0]], true)")
         tab.wait_for_timeout(500)
-        tab.screenshot(path=target)
+        blocks = tab.locator("canvas.blocks").bounding_box()
+        assert blocks is not None
+        shown_down_to = blocks["y"] + blocks["height"] + MARGIN
+        tab.screenshot(path=target, full_page=True, clip={"x": 0, "y": 0, "width": WIDTH, "height": shown_down_to})
         browser.close()
 
 

@@ -511,7 +511,7 @@ class BeamScheduler(Scheduler):
         answer |= plan.catalog.answer(plan.stop_rules.stop_token_ids, [hypothesis.token_ids for hypothesis in best])
         for output in own_outputs if answer else ():  # the one open field of an output; there is no KV connector
             output.kv_transfer_params = {PLUGIN_NAME: answer}
-        large = {}  # the last output alone has it, from which vLLM makes the user's
+        large: dict[str, Any] = {}  # the last output alone has it, from which vLLM makes the user's
         if plan.params.beam_results:
             large["beam_results"] = said_of(best)
         if group.traced:
