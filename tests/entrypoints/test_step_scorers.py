@@ -13,7 +13,7 @@ import pytest
 
 from vllm_trie.entrypoints.step_search.scorers import HttpScorer, StepCandidate, scorer_of
 from vllm_trie.options import TrieBeamConfig
-from vllm_trie.search.step_search import ScorerError
+from vllm_trie.search.step_search.scores import ScorerError
 
 CANDIDATES = [
     StepCandidate("2+2?", ("a\n", "b"), (5, 6, 7), (0.5,), is_finished=True),

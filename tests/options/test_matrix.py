@@ -64,8 +64,10 @@ NOT_ENOUGH = {
     ("memory_mode", "speculation"),
     ("min_width", "speculation"),
     ("threshold", "speculation"),
-    ('accept="top_k"', "speculation"),
-}  # but "sample"
+    ('accept="top_k"', "speculation"),  # but "sample"
+    ("allot_temperature", 'unit="step"'),
+    ("prefer_shared", 'unit="step"'),  # but by score
+}
 MUST_BE_REFUSED = [  # what these say excludes each other
     {"stochastic": True, "do_sample": True, "num_beam_groups": 2, "diversity_penalty": 0.7},
     {"sample_first": 4, "num_beam_groups": 2, "diversity_penalty": 0.7},

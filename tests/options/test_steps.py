@@ -21,6 +21,11 @@ STEPS: dict[str, Any] = {"unit": "step", "step_stop": ["\n\n"], "scorer": "prm"}
         ({"step_stop": "\n"}, "is not a list of delimiters; pass strings"),
         ({"candidates": 0}, "candidates=0 is not a number of candidates; pass an integer >= 1"),
         ({"max_steps": 0}, "max_steps=0 is not a number of steps; pass an integer >= 1"),
+        ({"allot": "fair"}, "allot='fair' is unknown; known: 'even', 'rebase', 'dvts'"),
+        ({"allot": "rebase", "allot_temperature": 0}, "allot_temperature=0 is not a temperature; pass a number > 0"),
+        ({"allot": "rebase", "prefer_shared": -1}, "prefer_shared=-1 is not a price of KV; pass a number >= 0"),
+        ({"allot": "dvts", "prefer_shared": 0.1}, 'prefer_shared=0.1 acts on shares by score; add allot="rebase", or'),
+        ({"allot_temperature": 0.5}, 'allot_temperature=0.5 acts on shares by score; add allot="rebase", or leave it'),
         ({"scorer": None}, 'unit="step" needs scorer; pass one'),
         ({"step_stop": None}, 'unit="step" needs step_stop; pass one'),
         ({"early_stopping": "never"}, 'early_stopping="never" is not supported together with unit="step"'),
@@ -43,7 +48,8 @@ def test_what_a_search_by_steps_cannot_have_is_refused(options: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), {"step_stop": ["\n"], "scorer": len, "candidates": 2, "max_steps": 3}.items()
+    ("name", "value"),
+    {"step_stop": ["\n"], "scorer": len, "candidates": 2, "max_steps": 3, "allot": "dvts"}.items(),
 )
 def test_what_steps_have_is_refused_for_tokens(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f'{name}.* needs unit="step"; add it, or leave it out'):
@@ -52,6 +58,8 @@ def test_what_steps_have_is_refused_for_tokens(name: str, value: Any) -> None:
 
 def test_what_a_search_by_steps_can_have_passes_with_the_scorer_itself() -> None:
     options = STEPS | {"scorer": len, "candidates": 2, "max_steps": 3, "early_stopping": True}
+    assert beam_params(4, **options).extra_args == {"beam_width": 4, **options}
+    options |= {"allot": "rebase", "allot_temperature": 0.5, "prefer_shared": 1}
     assert beam_params(4, **options).extra_args == {"beam_width": 4, **options}
     beam_params(4, **STEPS, do_sample=False, speculation="off")  # which it is
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.step_reference import Drawn, search
-from vllm_trie.search.step_search import (
-    DrawnStep,
-    ScorerError,
-    StepHypothesis,
-    StepRules,
-    StepSearch,
-    checked_scores,
-    derived_seed,
-)
+from tests.support import step_reference
+from tests.support.step_reference import Drawn, Found, Task, beam_search
+from vllm_trie.search.step_search.allotment import by_score, evenly, worth_their_kv
+from vllm_trie.search.step_search.hypotheses import DrawnStep, StepHypothesis, derived_seed
+from vllm_trie.search.step_search.rules import StepRules
+from vllm_trie.search.step_search.scores import ScorerError, checked_scores
+from vllm_trie.search.step_search.search import StepSearch
 
 DELIMITER, EOS = 0, 1
 
@@ -49,31 +47,98 @@ def run(rules: StepRules, score: Any = few_scores) -> StepSearch:
     state, is_over = StepSearch(rules), False
     while not is_over:
         steps = []
-        for beam, seed, most, stops in state.draws():
+        for beam, _, seed, most, stops in state.draws():
             text, tokens, reason = drawn(beam.token_ids, seed, most, stops)
             steps.append(DrawnStep(text, tokens, -1.0 * len(tokens), reason))
         is_over = state.judge([score(candidate.text) for candidate in state.take(steps)])
     return state
 
 
-RULES = st.builds(
-    StepRules,
-    width=st.integers(1, 4),
-    candidates=st.integers(1, 3),
-    max_tokens=st.integers(1, 12),
-    max_steps=st.none() | st.integers(1, 4),
-    stops_early=st.booleans(),
-    seed=st.integers(0, 1000),
-)
+def task_of(rules: StepRules) -> Task:
+    asked = rules.width, rules.candidates, rules.max_tokens, rules.max_steps, rules.stops_early, rules.seed
+    return Task(drawn, few_scores, *asked)
+
+
+def found_by(state: StepSearch) -> list[Found]:
+    return [Found(h.text, h.token_ids, h.score, h.finish_reason or "") for h in state.finished]
+
+
+def rules_with(**others: Any) -> st.SearchStrategy[StepRules]:
+    return st.builds(
+        StepRules,
+        width=st.integers(1, 4),
+        candidates=st.integers(1, 3),
+        max_tokens=st.integers(1, 12),
+        max_steps=st.none() | st.integers(1, 4),
+        stops_early=st.booleans(),
+        seed=st.integers(0, 1000),
+        **others,
+    )
+
+
+RULES = rules_with()
+REBASE = rules_with(allot=st.just("rebase"), allot_temperature=st.sampled_from([0.3, 1.0, 2.7, 50.0]))
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(RULES)
 def test_it_finds_what_a_plain_loop_finds(rules: StepRules) -> None:
+    assert found_by(run(rules)) == beam_search(task_of(rules))
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(REBASE)
+def test_rebase_finds_what_the_papers_algorithm_finds(rules: StepRules) -> None:
     state = run(rules)
-    asked = rules.width, rules.candidates, rules.max_tokens, rules.max_steps, rules.stops_early, rules.seed
-    theirs = search(drawn, few_scores, *asked)
-    assert [(h.text, h.token_ids, h.score, h.finish_reason) for h in state.finished] == [(*f,) for f in theirs]
+    assert found_by(state) == step_reference.rebase(task_of(rules), rules.allot_temperature, 0.0)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
+@given(REBASE, st.floats(0.01, 3.0))
+def test_ets_finds_what_all_sets_of_leaves_tried_find(rules: StepRules, price: float) -> None:
+    rules = replace(rules, prefer_shared=price, width=min(rules.width, 3))
+    assert found_by(run(rules)) == step_reference.rebase(task_of(rules), rules.allot_temperature, price)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(rules_with(allot=st.just("dvts")))
+def test_dvts_finds_what_subtrees_find_one_after_the_other(rules: StepRules) -> None:
+    ours, theirs = found_by(run(rules)), step_reference.dvts(task_of(rules))
+    assert {(f.text, f.score) for f in ours} == {(f.text, f.score) for f in theirs}
+    assert [f.score for f in ours] == [f.score for f in theirs]
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=9), st.integers(0, 40), st.floats(0.05, 20))
+def test_shares_by_score_add_up_and_are_none_more_than_one_off(
+    scores: list[float], total: int, temperature: float
+) -> None:
+    scores = sorted(scores, reverse=True)
+    shares = by_score(scores, total, temperature)
+    weights = [math.exp(score / temperature) for score in scores]
+    assert sum(shares) == total
+    assert shares == sorted(shares, reverse=True)
+    for share, weight in zip(shares, weights, strict=True):
+        assert abs(share - total * weight / sum(weights)) < 1 + 1e-9
+
+
+def test_shares_are_rounded_by_largest_remainders_and_ties_go_to_the_better_beam() -> None:
+    assert by_score([0.0, 0.0, 0.0], 8, 1.0) == [3, 3, 2]
+    assert by_score([math.log(5.6), math.log(3.3), math.log(1.1)], 10, 1.0) == [6, 3, 1]
+    assert by_score([math.log(5.5), math.log(2.6), math.log(1.9)], 10, 1.0) == [5, 3, 2]
+    assert by_score([1e308, -1e308], 3, 1e-300) == [3, 0]
+    assert evenly(3, 8) == [3, 3, 2]
+
+
+def test_a_step_that_beams_share_is_paid_once() -> None:
+    """Two beams behind one long step are worth keeping where each alone is not."""
+
+    def beam(path: tuple[int, ...], *lengths: int) -> StepHypothesis:
+        return StepHypothesis(path=path, step_lengths=lengths)
+
+    left, right, alone = beam((0, 0), 8, 1), beam((0, 1), 8, 1), beam((1, 0), 8, 2)
+    assert worth_their_kv([left, right, alone], [3, 3, 3], 1.0) == [left, right]
+    assert worth_their_kv([left, right, alone], [3, 3, 3], 0.1) == [left, right, alone]
+    assert worth_their_kv([left, right, alone], [3, 3, 3], 9.0) == [left]  # something must go on
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -162,5 +227,5 @@ def test_scores_may_be_any_finite_numbers() -> None:
 
 
 def test_seeds_are_the_same_everywhere_and_fit_where_vllm_puts_them() -> None:
-    assert derived_seed(1, 2, 3, 4) == 3197974782137503471
-    assert all(0 <= derived_seed(seed) < 2**63 for seed in range(100))
+    assert derived_seed(1, (2, 3, 4)) == 3197974782137503471
+    assert all(0 <= derived_seed(seed, ()) < 2**63 for seed in range(100))

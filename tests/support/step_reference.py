@@ -1,11 +1,15 @@
-"""Best-of-n search over steps, written plainly: one beam after the other, nothing kept but texts, tokens and scores."""
+"""Searches over steps, written plainly from their papers: brute force, nothing kept but a tree of texts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from typing import NamedTuple
 
-from vllm_trie.search.step_search import derived_seed
+import numpy as np
+
+from vllm_trie.search.step_search.hypotheses import derived_seed
 
 
 class Found(NamedTuple):
@@ -22,41 +26,153 @@ class Drawn(NamedTuple):
 
 
 Draw = Callable[[tuple[int, ...], int, int, bool], Drawn]  # tokens so far, seed, most tokens, stops at delimiters
+Score = Callable[[str], float]
 
 
-def search(
-    draw: Draw,
-    score: Callable[[str], float],
-    width: int,
-    candidates: int,
-    max_tokens: int,
-    max_steps: int | None = None,
-    stops_early: bool = False,
-    seed: int = 0,
-) -> list[Found]:
-    """The best `width` texts, best first."""
-    beams: list[tuple[str, tuple[int, ...]]] = [("", ())]
-    completed: list[Found] = []
-    number = 0
+@dataclass(frozen=True)
+class Node:
+    """One candidate of the tree."""
+
+    number: tuple[int, ...] = ()  # of each step on the way here, among those drawn where it was
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()  # tokens up to the end of each step
+    score: float = 0.0
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is searched, and how."""
+
+    draw: Draw
+    score: Score
+    width: int
+    candidates: int
+    max_tokens: int
+    max_steps: int | None = None
+    stops_early: bool = False
+    seed: int = 0
+
+    def child(self, node: Node, number: int, depth: int) -> Node:
+        """The candidate of this number behind a node, which is drawn in this round."""
+        is_last = self.max_steps is not None and depth == self.max_steps - 1
+        seed = derived_seed(self.seed, (*node.number, number))
+        drawn = self.draw(node.tokens, seed, self.max_tokens - len(node.tokens), not is_last)
+        text, tokens = node.text + drawn.text, node.tokens + drawn.tokens
+        reason = drawn.reason or ("length" if len(tokens) == self.max_tokens else None)
+        return Node((*node.number, number), text, tokens, (*node.ends, len(tokens)), self.score(text), reason)
+
+    def best(self, completed: Sequence[Node]) -> list[Node]:
+        """The best `width` of these, each text once, the first of its kind."""
+        distinct = list[Node]()
+        for node in completed:
+            if all(node.text != other.text for other in distinct):
+                distinct.append(node)
+        return sorted(distinct, key=lambda node: -node.score)[: self.width]
+
+
+def found(nodes: Sequence[Node]) -> list[Found]:
+    return [Found(node.text, node.tokens, node.score, node.reason or "") for node in nodes]
+
+
+def apart(nodes: Sequence[Node]) -> list[Node]:
+    """Best first, each text once if it has ended, and once if it has not."""
+    kept = list[Node]()
+    for node in nodes:
+        if all((node.text, node.reason is None) != (other.text, other.reason is None) for other in kept):
+            kept.append(node)
+    return sorted(kept, key=lambda node: -node.score)
+
+
+def beam_search(task: Task) -> list[Found]:
+    """Search-and-learn's beam search: the best `width` texts, best first."""
+    beams, completed, depth = [Node()], list[Node](), 0
     while beams:
-        places = [beams[i % len(beams)] for i in range(width * candidates)]
-        active: list[Found] = []
-        for i, (text, tokens) in enumerate(places):
-            is_last = max_steps is not None and number == max_steps - 1
-            own_seed = derived_seed(seed, number, i % len(beams), i // len(beams))
-            drawn = draw(tokens, own_seed, max_tokens - len(tokens), not is_last)
-            new_text, new_tokens = text + drawn.text, tokens + drawn.tokens
-            reason = drawn.reason or ("length" if len(new_tokens) == max_tokens else None)
-            found = Found(new_text, new_tokens, score(new_text), reason or "")
-            if reason:
-                if all(found.text != other.text for other in completed):
-                    completed.append(found)
-            elif all(found.text != other.text for other in active):
-                active.append(found)
-        active.sort(key=lambda f: -f.score)
-        beams = [(f.text, f.tokens) for f in active[:width]]
-        completed = sorted(completed, key=lambda f: -f.score)[:width]
-        number += 1
-        if stops_early and len(completed) == width:
+        places = range(task.width * task.candidates)
+        drawn = [task.child(beams[i % len(beams)], i // len(beams), depth) for i in places]
+        nodes, depth = apart(drawn), depth + 1
+        completed = task.best([*completed, *(node for node in nodes if node.reason)])
+        beams = [node for node in nodes if not node.reason][: task.width]
+        if task.stops_early and len(completed) == task.width:
             break
-    return completed
+    return found(completed)
+
+
+def dvts(task: Task) -> list[Found]:
+    """One subtree after the other, each to its end; in no order."""
+    completed = list[Node]()
+    for subtree in range(task.width):
+        drawn = [task.child(Node(), subtree + task.width * i, 0) for i in range(task.candidates)]
+        depth = 1
+        while not (node := max(drawn, key=lambda node: node.score)).reason:
+            drawn = [task.child(node, i, depth) for i in range(task.candidates)]
+            depth += 1
+        completed.append(node)
+    return found(task.best(completed))
+
+
+def rebase(task: Task, temperature: float, price: float) -> list[Found]:
+    """Algorithm of "Inference Scaling Laws", section 3.2: the budget is the number of solutions that are still to come.
+
+    With a price, ETS's objective prunes what could go on before the budget is shared.
+    """
+    live, shares, completed, depth = [Node()], [task.width * task.candidates], list[Node](), 0
+    budget = task.width * task.candidates
+    while budget and live:
+        drawn = [
+            task.child(node, i, depth) for i in range(budget) for node, n in zip(live, shares, strict=True) if i < n
+        ]
+        assert len(drawn) == budget
+        budget -= sum(node.reason is not None for node in drawn)
+        nodes, depth = apart(drawn), depth + 1
+        completed = task.best([*completed, *(node for node in nodes if node.reason)])
+        if task.stops_early and len(completed) == task.width:
+            break
+        live = [node for node in nodes if not node.reason]
+        shares = shared([node.score for node in live], budget, temperature)
+        if price and budget and live:
+            live = pruned(live, shares, price)
+            shares = shared([node.score for node in live], budget, temperature)
+    return found(completed)
+
+
+def shared(scores: list[float], budget: int, temperature: float) -> list[int]:
+    """By softmax, rounded down; what is left goes, one by one, to who lacks most."""
+    if not scores:
+        return []
+    weights = np.exp(np.array(scores) / temperature)
+    exact = weights / weights.sum() * budget
+    shares = np.floor(exact + 1e-9).astype(int)
+    while shares.sum() < budget:
+        lacking = exact - shares
+        shares[np.flatnonzero(lacking > lacking.max() - 1e-9)[0]] += 1
+    return [*map(int, shares)]
+
+
+def worth(nodes: Sequence[Node], shares: Sequence[int], everything: float, price: float) -> float:
+    """ETS's objective (arXiv 2502.13575) without its third term, of some leaves."""
+    return sum(shares) / everything - price * kv_tokens(nodes)
+
+
+def kv_tokens(nodes: Sequence[Node]) -> int:
+    """Tokens of distinct steps on the ways to these nodes."""
+    steps = {node.number[: i + 1]: end - start for node in nodes for i, (start, end) in enumerate(spans(node))}
+    return sum(steps.values())
+
+
+def spans(node: Node) -> list[tuple[int, int]]:
+    return [*zip((0, *node.ends), node.ends, strict=False)]
+
+
+def pruned(live: list[Node], shares: list[int], price: float) -> list[Node]:
+    """The set of leaves that is worth most, of all sets; of several the largest."""
+    total, per_token = sum(shares), price / kv_tokens(live)
+    places = range(len(live))
+    sets = [chosen for size in places for chosen in combinations(places, size + 1)]
+
+    def value(chosen: tuple[int, ...]) -> tuple[float, int]:
+        nodes, of_these = [live[i] for i in chosen], [shares[i] for i in chosen]
+        return round(worth(nodes, of_these, total, per_token), 9), len(chosen)
+
+    return [live[i] for i in max(sets, key=value)]

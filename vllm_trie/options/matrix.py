@@ -42,6 +42,7 @@ ASKS_NOTHING = {
     "rerank_scale": 0.0,
 }  # elsewhere False, what holds by default
 
+REBASE = 'allot="rebase"'
 STEP, VLLM, EXACT, SAMPLE = 'unit="step"', 'semantics="vllm"', 'speculation="exact"', 'speculation="sample"'
 DRAWN, NOT_DRAWN = ("do_sample", SAMPLE), ("do_sample=False", EXACT)
 OTHER_RULES = (VLLM, 'semantics="tridecode"')
@@ -110,6 +111,7 @@ CLASHES = (
 
 NEEDS = (
     Need(tuple(Steps.model_fields), (STEP,), f"needs {STEP}; add it, or leave it out"),
+    Need(("allot_temperature", "prefer_shared"), (REBASE,), f"acts on shares by score; add {REBASE}, or leave it out"),
     Need(
         ("catalog_items", "catalog_after", "catalog_stop", "catalog_renormalize"),
         ITEMS,

@@ -13,6 +13,7 @@ from pydantic import Field, Strict
 
 from vllm_trie.options.contrast import MOST_BETA, ContrastOption
 from vllm_trie.options.table import Number, Options, option
+from vllm_trie.search.step_search.rules import Allot
 from vllm_trie.search.stopping import EarlyStopping
 
 MOST_SCALE = 1_000  # of log-probabilities, where only the most probable one counts
@@ -49,6 +50,8 @@ _PHRASES = (
     f"-{MOST_WEIGHT} to {MOST_WEIGHT}"
 )
 _CONTRAST = f'is not {{"model": "draft", "alpha": a number in (0, 1], "beta": a number from 0 to {MOST_BETA:,}}}'
+_TEMPERATURE = "is not a temperature; pass a number > 0"
+_PRICE = "is not a price of KV; pass a number >= 0"
 _EXPONENT = f"is not a number above -{MOST_PENALTY} and below {MOST_PENALTY}; 1.0 compares means, 0.0 sums"
 NO_BEAMS = "is not a number of beams; pass an integer >= 1"
 NO_SCORER = "is not a scorer; pass a callable, an `LLM` of a pooling model, or the name or URL of an endpoint"
@@ -219,6 +222,12 @@ class Steps(Options):
             name of one of the engine's `scorers`, or offline its URL.
         candidates: Steps that are drawn per beam: in each round `beam_width` times as many in all.
         max_steps: Rounds; in the last one candidates go on to their end. By default as many as it takes.
+        allot: Who gets the candidates of a round: "even" deals them out evenly over the best `beam_width` candidates.
+            "rebase" shares them, by softmax of scores, among all that have not ended, less one for each that has.
+            "dvts" searches `beam_width` subtrees, each of which goes on with its own best candidate.
+        allot_temperature: Of the softmax of scores under "rebase": the lower, the more the best get.
+        prefer_shared: What beams lose of their share in the candidates, in sum 1, under "rebase", for the part of the
+            KV cache that they alone need: those that do not pay for it are dropped. As ETS's lambda; 0 drops none.
     """
 
     step_stop: list[Annotated[str, Field(min_length=1)]] | None = option(
@@ -227,6 +236,9 @@ class Steps(Options):
     scorer: Any = option(None, NO_SCORER)
     candidates: int = option(4, "is not a number of candidates; pass an integer >= 1", ge=1)
     max_steps: int | None = option(None, "is not a number of steps; pass an integer >= 1", ge=1)
+    allot: Allot = option("even")
+    allot_temperature: Number = option(0.2, _TEMPERATURE, gt=0, lt=math.inf)
+    prefer_shared: Number = option(0.0, _PRICE, ge=0, lt=math.inf)
 
 
 class Speculating(Options):

@@ -75,7 +75,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "no_repeat_ngram_size": {"no_repeat_ngram_size": NGRAM},
     "phrase_boosts": {"phrase_boosts": [([20, 25], 2.0), ([30], 1.0), ([25], -1.0)]},
     "contrast": {"contrast": {"alpha": 0.05, "beta": 0.7}},
-    'unit="step"': {"unit": "step", "step_stop": ["\n"], "scorer": score, "candidates": 2, "max_steps": 3},
+    'unit="step"': {
+        **{"unit": "step", "step_stop": ["\n"], "scorer": score, "candidates": 2, "max_steps": 3},
+        **{"allot": "rebase", "prefer_shared": 0.1},
+    },
     "output_kind=DELTA": {"n": 1, "output_kind": RequestOutputKind.DELTA},
 }
 DRAWN = {"do_sample", "replacement", "stochastic", "sample_first", 'speculation="sample"', "memory_mode", 'unit="step"'}

@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
 from tests.support.running import trained_prompts
-from tests.support.step_reference import Drawn, Found, search
+from tests.support.step_reference import Drawn, Found, Task, beam_search
 from vllm_trie import StepCandidate, beam_params
 from vllm_trie.engine.held_blocks import HeldBlocks
 from vllm_trie.entrypoints.step_search.request import StepRequest
@@ -67,7 +67,7 @@ def reference(engine: Engine, prompt: list[int], **options: Any) -> list[Found]:
         )
 
     asked = {"seed": 7, "width": 2, "candidates": 3, "max_steps": 4} | own
-    return search(draw, by_text, max_tokens=MAX_TOKENS, **asked)
+    return beam_search(Task(draw, by_text, max_tokens=MAX_TOKENS, **asked))
 
 
 def found(output: Any) -> list[Found]:

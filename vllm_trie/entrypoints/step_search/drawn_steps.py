@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 
-from vllm_trie.search.step_search import DrawnStep, StepHypothesis
+from vllm_trie.search.step_search.hypotheses import DrawnStep, StepHypothesis
 from vllm_trie.search.stop_strings import INCOMPLETE, text_after
 
 CONTEXT = 8  # tokens before a step that decide how its first ones are written

@@ -22,7 +22,7 @@ from vllm_trie.entrypoints.step_search.drawn_steps import DrawError
 from vllm_trie.entrypoints.step_search.request import StepRequest, asks_for_steps, open_request, search_of
 from vllm_trie.entrypoints.step_search.scorers import Scorer, StepCandidate
 from vllm_trie.entrypoints.trace_texts import add_texts
-from vllm_trie.search.step_search import checked_scores
+from vllm_trie.search.step_search.scores import checked_scores
 from vllm_trie.selection import has_beams
 
 

@@ -23,7 +23,10 @@ from vllm_trie.entrypoints.step_search.scorers import Scorer, StepCandidate, sco
 from vllm_trie.messages import FORK, ForkTicket
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, StepParams, asks_for_beams, parse_options
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
-from vllm_trie.search.step_search import ScorerError, StepHypothesis, StepRules, StepSearch
+from vllm_trie.search.step_search.hypotheses import StepHypothesis
+from vllm_trie.search.step_search.rules import StepRules
+from vllm_trie.search.step_search.scores import ScorerError
+from vllm_trie.search.step_search.search import StepSearch
 from vllm_trie.selection import config_of
 
 if TYPE_CHECKING:
@@ -239,6 +242,9 @@ def open_request(
         max_steps=beam.max_steps,
         stops_early=beam.early_stopping is True,
         seed=random.getrandbits(63) if params.seed is None else params.seed,
+        allot=beam.allot,
+        allot_temperature=beam.allot_temperature,
+        prefer_shared=beam.prefer_shared,
     )
     scorer = scorer_of(beam.scorer, config_of(vllm_config).scorers, is_offline)
     forks = vllm_config.parallel_config.data_parallel_size == 1  # else candidates go to any engine

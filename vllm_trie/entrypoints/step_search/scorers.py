@@ -14,7 +14,7 @@ from vllm import LLM
 from vllm.logger import init_logger
 
 from vllm_trie.options.parts import NO_SCORER
-from vllm_trie.search.step_search import ScorerError
+from vllm_trie.search.step_search.scores import ScorerError
 
 logger = init_logger("vllm.trie_beam.scorers")
 
