@@ -17,7 +17,7 @@ from vllm_trie.search.step_search.scores import ScorerError
 
 CANDIDATES = [
     StepCandidate("2+2?", ("a\n", "b"), (5, 6, 7), (0.5,), is_finished=True),
-    StepCandidate("2+2?", ("c\n",), (8,), (), is_finished=False),
+    StepCandidate("2+2?", ("c\n",), (8,), (), is_finished=False, lookahead="d\ne"),
 ]
 
 
@@ -64,20 +64,20 @@ def test_an_endpoint_is_told_all_of_the_candidates(endpoint: Callable[..., Any])
     first, second = questions[0]["candidates"]
     assert first == {
         **{"prompt": "2+2?", "steps": ["a\n", "b"], "text": "a\nb"},
-        **{"token_ids": [5, 6, 7], "scores": [0.5], "is_finished": True},
+        **{"token_ids": [5, 6, 7], "scores": [0.5], "is_finished": True, "lookahead": ""},
     }
-    assert second["text"] == "c\n"
+    assert (second["text"], second["lookahead"]) == ("c\n", "d\ne")
     assert questions[0] == questions[1]
 
 
 @pytest.mark.parametrize(
     ("path", "asked", "data"),
     [
-        ("/classify", {"input": ["2+2?a\nb", "2+2?c\n"]}, [{"probs": [0.2, 0.8]}, {"probs": [0.7, 0.3]}]),
-        ("/pooling", {"input": ["2+2?a\nb", "2+2?c\n"]}, [{"data": [[0.9], [0.8]]}, {"data": [0.3]}]),
+        ("/classify", {"input": ["2+2?a\nb", "2+2?c\nd\ne"]}, [{"probs": [0.2, 0.8]}, {"probs": [0.7, 0.3]}]),
+        ("/pooling", {"input": ["2+2?a\nb", "2+2?c\nd\ne"]}, [{"data": [[0.9], [0.8]]}, {"data": [0.3]}]),
         (
             "/v1/score",
-            {"text_1": ["2+2?", "2+2?"], "text_2": ["a\nb", "c\n"]},
+            {"text_1": ["2+2?", "2+2?"], "text_2": ["a\nb", "c\nd\ne"]},
             [{"score": 0.8}, {"score": 0.3}],
         ),
     ],

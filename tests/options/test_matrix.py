@@ -15,6 +15,7 @@ from tests.support.asking import refusal as refused
 from vllm_trie import beam_params
 from vllm_trie.options import OPTIONS
 from vllm_trie.options.matrix import CLASHES, FIELDS, NEEDS, clash, parsed, refusal
+from vllm_trie.options.parts import Steps
 
 PAIRS = [frozenset(pair) for row in CLASHES for pair in product(row.these, row.others)]
 VALUES: dict[str, Any] = {"early_stopping": True, "speculation": "exact", "beam_width": "beam_width"}  # of the others 5
@@ -55,9 +56,10 @@ def test_what_an_option_needs_is_enough(need: Any) -> None:
         if need.without:
             assert refusal(said(option, need.without[0])) is not None
         else:
-            assert refusal(said(option)) == f"{option}=5 {need.why}"
+            assert refusal(said(option)) == f"{option if '=' in option else f'{option}=5'} {need.why}"
         for enough in need.needs:
-            assert refusal(said(option, enough)) is None or (option, enough) in NOT_ENOUGH
+            of_steps = ['unit="step"'] if parsed(option)[0] in Steps.model_fields else []
+            assert refusal(said(option, enough, *of_steps)) is None or (option, enough) in NOT_ENOUGH
 
 
 NOT_ENOUGH = {
@@ -65,8 +67,8 @@ NOT_ENOUGH = {
     ("min_width", "speculation"),
     ("threshold", "speculation"),
     ('accept="top_k"', "speculation"),  # but "sample"
-    ("allot_temperature", 'unit="step"'),
-    ("prefer_shared", 'unit="step"'),  # but by score
+    *((name, order) for name in ("pool", "exploration") for order in ('order="best"', 'order="mcts"')),  # but an end
+    ('order="mcts"', 'allot="rebase"'),
 }
 MUST_BE_REFUSED = [  # what these say excludes each other
     {"stochastic": True, "do_sample": True, "num_beam_groups": 2, "diversity_penalty": 0.7},

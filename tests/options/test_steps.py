@@ -25,6 +25,22 @@ STEPS: dict[str, Any] = {"unit": "step", "step_stop": ["\n\n"], "scorer": "prm"}
         ({"allot": "rebase", "allot_temperature": 0}, "allot_temperature=0 is not a temperature; pass a number > 0"),
         ({"allot": "rebase", "prefer_shared": -1}, "prefer_shared=-1 is not a price of KV; pass a number >= 0"),
         ({"allot": "dvts", "prefer_shared": 0.1}, 'prefer_shared=0.1 acts on shares by score; add allot="rebase", or'),
+        ({"order": "depth"}, "order='depth' is unknown; known: 'breadth', 'best', 'mcts'"),
+        ({"order": "best"}, 'order="best" never comes to an end by itself; set max_steps, or early_stopping=True'),
+        ({"order": "mcts"}, 'order="mcts" never comes to an end by itself; set max_steps, or early_stopping=True'),
+        ({"order": "mcts", "max_steps": 3, "exploration": -1}, "exploration=-1 is not a factor; pass a number >= 0"),
+        ({"order": "best", "max_steps": 3, "exploration": 2}, "exploration=2 has no tree search to act on; add order="),
+        ({"pool": 4}, 'pool=4 holds what nothing returns to; add order="best" or order="mcts", or leave it out'),
+        ({"order": "best", "max_steps": 3, "pool": -1}, "pool=-1 is not a number of candidates; pass an integer >= 0"),
+        ({"lookahead": -1}, "lookahead=-1 is not a number of tokens; pass an integer >= 0"),
+        (
+            {"order": "best", "max_steps": 3, "allot": "dvts"},
+            'allot="dvts" is not supported together with order="best", which expands the best of all subtrees; leave',
+        ),
+        (
+            {"order": "mcts", "max_steps": 3, "allot": "rebase"},
+            'allot="rebase" is not supported together with order="mcts", whose own rule says which candidates get how',
+        ),
         ({"allot_temperature": 0.5}, 'allot_temperature=0.5 acts on shares by score; add allot="rebase", or leave it'),
         ({"scorer": None}, 'unit="step" needs scorer; pass one'),
         ({"step_stop": None}, 'unit="step" needs step_stop; pass one'),
@@ -49,7 +65,7 @@ def test_what_a_search_by_steps_cannot_have_is_refused(options: dict[str, Any], 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    {"step_stop": ["\n"], "scorer": len, "candidates": 2, "max_steps": 3, "allot": "dvts"}.items(),
+    {"step_stop": ["\n"], "scorer": len, "candidates": 2, "max_steps": 3, "allot": "dvts", "lookahead": 4}.items(),
 )
 def test_what_steps_have_is_refused_for_tokens(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f'{name}.* needs unit="step"; add it, or leave it out'):
@@ -59,13 +75,19 @@ def test_what_steps_have_is_refused_for_tokens(name: str, value: Any) -> None:
 def test_what_a_search_by_steps_can_have_passes_with_the_scorer_itself() -> None:
     options = STEPS | {"scorer": len, "candidates": 2, "max_steps": 3, "early_stopping": True}
     assert beam_params(4, **options).extra_args == {"beam_width": 4, **options}
-    options |= {"allot": "rebase", "allot_temperature": 0.5, "prefer_shared": 1}
+    options |= {"allot": "rebase", "allot_temperature": 0.5, "prefer_shared": 1, "order": "best", "pool": 0}
+    options |= {"lookahead": 8}
     assert beam_params(4, **options).extra_args == {"beam_width": 4, **options}
+    beam_params(4, **STEPS, order="best", allot="rebase")  # which ends when its budget does
+    beam_params(4, **STEPS, order="mcts", early_stopping=True, exploration=0)
     beam_params(4, **STEPS, do_sample=False, speculation="off")  # which it is
 
 
 def test_words_that_others_may_use_pass_where_there_are_no_beams() -> None:
-    assert parse_options({"unit": "kg", "scorer": "rouge", "candidates": 3, "max_steps": 9}) is None
+    assert (
+        parse_options({"unit": "kg", "scorer": "rouge", "candidates": 3, "max_steps": 9, "order": "asc", "pool": 3})
+        is None
+    )
 
 
 @pytest.mark.parametrize(

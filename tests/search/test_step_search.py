@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,10 +48,11 @@ def run(rules: StepRules, score: Any = few_scores) -> StepSearch:
     state, is_over = StepSearch(rules), False
     while not is_over:
         steps = []
-        for beam, _, seed, most, stops in state.draws():
-            text, tokens, reason = drawn(beam.token_ids, seed, most, stops)
+        for beam, _, seed, most, stops, is_greedy in state.draws():
+            text, tokens, reason = drawn(beam.token_ids, 0 if is_greedy else seed, most, stops)
             steps.append(DrawnStep(text, tokens, -1.0 * len(tokens), reason))
-        is_over = state.judge([score(candidate.text) for candidate in state.take(steps)])
+        if questions := state.take(steps):
+            is_over = state.judge([score(candidate.text + lookahead) for candidate, lookahead in questions])
     return state
 
 
@@ -64,16 +66,15 @@ def found_by(state: StepSearch) -> list[Found]:
 
 
 def rules_with(**others: Any) -> st.SearchStrategy[StepRules]:
-    return st.builds(
-        StepRules,
-        width=st.integers(1, 4),
-        candidates=st.integers(1, 3),
-        max_tokens=st.integers(1, 12),
-        max_steps=st.none() | st.integers(1, 4),
-        stops_early=st.booleans(),
-        seed=st.integers(0, 1000),
-        **others,
-    )
+    fields = {
+        "width": st.integers(1, 4),
+        "candidates": st.integers(1, 3),
+        "max_tokens": st.integers(1, 12),
+        "max_steps": st.none() | st.integers(1, 4),
+        "stops_early": st.booleans(),
+        "seed": st.integers(0, 1000),
+    }
+    return st.builds(StepRules, **fields | others)
 
 
 RULES = rules_with()
@@ -106,6 +107,77 @@ def test_dvts_finds_what_subtrees_find_one_after_the_other(rules: StepRules) -> 
     ours, theirs = found_by(run(rules)), step_reference.dvts(task_of(rules))
     assert {(f.text, f.score) for f in ours} == {(f.text, f.score) for f in theirs}
     assert [f.score for f in ours] == [f.score for f in theirs]
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(rules_with(order=st.just("best"), max_steps=st.integers(1, 6)))
+def test_best_first_finds_what_a_plain_loop_over_all_open_candidates_finds(rules: StepRules) -> None:
+    assert found_by(run(rules)) == step_reference.best_first(task_of(rules))
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
+@given(rules_with(order=st.just("best"), allot=st.just("rebase"), allot_temperature=st.sampled_from([0.3, 1.0, 2.7])))
+def test_best_first_shares_its_budget_among_all_open_candidates(rules: StepRules) -> None:
+    assert found_by(run(rules)) == step_reference.rebase(task_of(rules), rules.allot_temperature, 0.0, returns=True)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    rules_with(order=st.just("mcts"), max_steps=st.integers(1, 6), exploration=st.sampled_from([0.0, 0.5, 1.0, 7.0]))
+)
+def test_tree_search_finds_what_uct_counted_anew_each_time_finds(rules: StepRules) -> None:
+    assert found_by(run(rules)) == step_reference.mcts(task_of(rules), rules.exploration)
+
+
+def test_tree_search_spreads_the_candidates_of_a_round_and_returns_to_other_branches() -> None:
+    """Worked by hand: means 0.5, 0.25, 0 after one visit each; a choice counts as 2 visits at once."""
+    rules = StepRules(2, 2, max_tokens=10, max_steps=9, stops_early=False, seed=0, order="mcts", exploration=1.0)
+    state = StepSearch(rules)
+    state.draws()
+    state.take([DrawnStep(text, [2]) for text in "abcd"])
+    state.judge([0.5, 0.25, 0.0, 0.0])
+    assert [beam.text for beam in state.beams] == ["a", "b"]
+    state.draws()
+    state.take([DrawnStep(text, [2]) for text in "efgh"])  # ae, bf, ag, bh
+    state.judge([0.0, 0.9, 0.0, 0.9])
+    assert [(beam.text, len(beam.path)) for beam in state.beams] == [("bf", 2), ("c", 1)]
+
+
+@pytest.mark.parametrize("order", ["breadth", "best", "mcts"])
+@pytest.mark.parametrize("lookahead", [1, 3, 100])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=20)
+@given(rules=rules_with(max_steps=st.integers(1, 4)))
+def test_a_lookahead_is_judged_and_is_no_part_of_what_is_found(order: Any, lookahead: int, rules: StepRules) -> None:
+    def look(tokens: tuple[int, ...], most: int) -> str:
+        return drawn(tokens, 0, most, False).text
+
+    task = replace(task_of(rules), look=look, lookahead=lookahead)
+    theirs = {
+        "breadth": beam_search,
+        "best": step_reference.best_first,
+        "mcts": partial(step_reference.mcts, exploration=1.0),
+    }
+    state = run(replace(rules, order=order, lookahead=lookahead))
+    assert found_by(state) == theirs[order](task)
+    assert all(h.text == text_of([*h.token_ids]).replace("?", "") for h in state.finished)
+
+
+@pytest.mark.parametrize("order", ["best", "mcts"])
+def test_what_is_drawn_at_a_place_of_the_tree_is_the_same_whenever_it_is_returned_to(order: Any) -> None:
+    """The same candidate, expanded in different rounds of two searches, has the same children."""
+    children = [dict[tuple[int, ...], Any](), dict[tuple[int, ...], Any]()]
+    for of_search, score in zip(children, (few_scores, lambda text: -few_scores(text)), strict=True):
+        state = StepSearch(StepRules(2, 3, 12, max_steps=8, stops_early=False, seed=5, order=order))
+        for _ in range(7):
+            draws = state.draws()
+            steps = [drawn(draw.beam.token_ids, draw.seed, draw.max_tokens, True) for draw in draws]
+            of_search |= {draw.path: step for draw, step in zip(draws, steps, strict=True)}
+            questions = state.take([DrawnStep(step.text, step.tokens, 0.0, step.reason) for step in steps])
+            state.judge([score(question.candidate.text) for question in questions])
+    one, other = children
+    assert len(one.keys() & other.keys()) > 12
+    assert all(one[path] == other[path] for path in one.keys() & other.keys())
+    assert one.keys() != other.keys()
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=9), st.integers(0, 40), st.floats(0.05, 20))
@@ -178,7 +250,7 @@ def test_equal_texts_are_one_candidate_but_for_one_that_has_ended() -> None:
         DrawnStep("a", [2, 1], 0.0, "stop"),
     ]
     asked = state.take([*drawn_steps, drawn_steps[1], drawn_steps[3]])
-    assert [(c.text, c.token_ids, c.is_finished) for c in asked] == [
+    assert [(c.text, c.token_ids, c.is_finished) for c, _ in asked] == [
         ("a", (2,), False),
         ("b", (3,), False),
         ("a", (2, 1), True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -53,6 +54,8 @@ class Task:
     max_steps: int | None = None
     stops_early: bool = False
     seed: int = 0
+    look: Callable[[tuple[int, ...], int], str] | None = None  # the text of the most probable tokens behind these
+    lookahead: int = 0
 
     def child(self, node: Node, number: int, depth: int) -> Node:
         """The candidate of this number behind a node, which is drawn in this round."""
@@ -61,7 +64,10 @@ class Task:
         drawn = self.draw(node.tokens, seed, self.max_tokens - len(node.tokens), not is_last)
         text, tokens = node.text + drawn.text, node.tokens + drawn.tokens
         reason = drawn.reason or ("length" if len(tokens) == self.max_tokens else None)
-        return Node((*node.number, number), text, tokens, (*node.ends, len(tokens)), self.score(text), reason)
+        ahead = ""
+        if self.look and reason is None:
+            ahead = self.look(tokens, min(self.lookahead, self.max_tokens - len(tokens)))
+        return Node((*node.number, number), text, tokens, (*node.ends, len(tokens)), self.score(text + ahead), reason)
 
     def best(self, completed: Sequence[Node]) -> list[Node]:
         """The best `width` of these, each text once, the first of its kind."""
@@ -112,11 +118,72 @@ def dvts(task: Task) -> list[Found]:
     return found(task.best(completed))
 
 
-def rebase(task: Task, temperature: float, price: float) -> list[Found]:
+def best_first(task: Task) -> list[Found]:
+    """Every round expands the best of all nodes that were never expanded, wherever they are."""
+    chosen, opened, completed, depth = [Node()], list[Node](), list[Node](), 0
+    while chosen and depth != task.max_steps:
+        places = range(task.width * task.candidates)
+        nodes = apart([task.child(chosen[i % len(chosen)], i // len(chosen), depth) for i in places])
+        depth += 1
+        completed = task.best([*completed, *(node for node in nodes if node.reason)])
+        if task.stops_early and len(completed) == task.width:
+            break
+        opened = sorted([*opened, *(node for node in nodes if not node.reason)], key=lambda node: -node.score)
+        chosen, opened = opened[: task.width], opened[task.width :]
+    return found(completed)
+
+
+def mcts(task: Task, exploration: float) -> list[Found]:
+    """MCTS without rollouts: selection by UCT, expansion, the score as the value, and all of it counted anew each time.
+
+    A round selects `width` leaves. Each is worth `candidates` visits at once to whoever selects next, as in WU-UCT.
+    """
+    chosen, opened, judged, completed, depth = [Node()], list[Node](), list[Node](), list[Node](), 0
+    while chosen and depth != task.max_steps:
+        places = range(task.width * task.candidates)
+        nodes = apart([task.child(chosen[i % len(chosen)], i // len(chosen), depth) for i in places])
+        depth += 1
+        completed = task.best([*completed, *(node for node in nodes if node.reason)])
+        if task.stops_early and len(completed) == task.width:
+            break
+        judged += nodes
+        opened += [node for node in nodes if not node.reason]
+        chosen = []
+        while opened and len(chosen) < task.width:
+            chosen.append(descend((), opened, judged, chosen * task.candidates, exploration))
+            opened.remove(chosen[-1])
+    return found(completed)
+
+
+def descend(
+    at: tuple[int, ...], opened: Sequence[Node], judged: Sequence[Node], pending: Sequence[Node], exploration: float
+) -> Node:
+    """The open node beneath a place of the tree that UCT leads to."""
+    for node in opened:
+        if node.number == at:
+            return node
+
+    def beneath(place: tuple[int, ...], nodes: Sequence[Node]) -> list[Node]:
+        return [node for node in nodes if node.number[: len(place)] == place]
+
+    def visits(place: tuple[int, ...]) -> int:
+        return len(beneath(place, judged)) + len(beneath(place, pending))
+
+    def value(number: int) -> float:
+        place, scores = (*at, number), [node.score for node in beneath((*at, number), judged)]
+        return sum(scores) / len(scores) + exploration * math.sqrt(math.log(visits(at)) / visits(place))
+
+    numbers = sorted({node.number[len(at)] for node in beneath(at, opened)})
+    return descend((*at, max(numbers, key=value)), opened, judged, pending, exploration)
+
+
+def rebase(task: Task, temperature: float, price: float, returns: bool = False) -> list[Found]:
     """Algorithm of "Inference Scaling Laws", section 3.2: the budget is the number of solutions that are still to come.
 
-    With a price, ETS's objective prunes what could go on before the budget is shared.
+    With a price, ETS's objective prunes what could go on before the budget is shared. If the search returns, what got
+    no share may get one later.
     """
+    without = list[Node]()
     live, shares, completed, depth = [Node()], [task.width * task.candidates], list[Node](), 0
     budget = task.width * task.candidates
     while budget and live:
@@ -129,11 +196,14 @@ def rebase(task: Task, temperature: float, price: float) -> list[Found]:
         completed = task.best([*completed, *(node for node in nodes if node.reason)])
         if task.stops_early and len(completed) == task.width:
             break
-        live = [node for node in nodes if not node.reason]
+        live = sorted([*without, *(node for node in nodes if not node.reason)], key=lambda node: -node.score)
+        everyone = live
         shares = shared([node.score for node in live], budget, temperature)
         if price and budget and live:
             live = pruned(live, shares, price)
             shares = shared([node.score for node in live], budget, temperature)
+        expanded = [node for node, share in zip(live, shares, strict=True) if share]
+        without = [node for node in everyone if node not in expanded] if returns else []
     return found(completed)
 
 

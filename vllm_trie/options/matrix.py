@@ -42,7 +42,7 @@ ASKS_NOTHING = {
     "rerank_scale": 0.0,
 }  # elsewhere False, what holds by default
 
-REBASE = 'allot="rebase"'
+REBASE, DVTS, BEST, MCTS = 'allot="rebase"', 'allot="dvts"', 'order="best"', 'order="mcts"'
 STEP, VLLM, EXACT, SAMPLE = 'unit="step"', 'semantics="vllm"', 'speculation="exact"', 'speculation="sample"'
 DRAWN, NOT_DRAWN = ("do_sample", SAMPLE), ("do_sample=False", EXACT)
 OTHER_RULES = (VLLM, 'semantics="tridecode"')
@@ -55,6 +55,8 @@ BY_RANK = 'accept="top_k"'
 OF_DRAWN_DRAFTS = ("memory_mode", "min_width", "threshold", BY_RANK)
 OF_TOKENS = Ranking, Delivery, Reranking, RequestDrawing, Catalogs, RequestSpeculating
 NOT_OF_STEPS = tuple(chain.from_iterable(part.model_fields for part in OF_TOKENS))
+OF_SHARES = ("allot_temperature", "prefer_shared")
+OF_ALL_STEPS = tuple(name for name in Steps.model_fields if name not in (*OF_SHARES, "pool", "exploration"))
 NOT_HONOURED = (
     *("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"),
     *("thinking_token_budget", "repetition_detection", "trace_decode_token_ids"),
@@ -64,6 +66,8 @@ USE_HF = 'leave it out, or use semantics="hf"'
 
 CLASHES = (
     Clash(NOT_OF_STEPS, (STEP,), "which draws steps", "leave it out"),
+    Clash((DVTS,), (BEST, MCTS), "which expands the best of all subtrees"),
+    Clash((REBASE,), (MCTS,), "whose own rule says which candidates get how many"),
     Clash(('early_stopping="never"',), (STEP,), "where no score is a bound", "use False or True"),
     Clash((*OF_AN_OUTPUT, *NOT_HONOURED), (STEP,), "where it would see one step alone", "leave it out"),
     Clash(("detokenize=False",), (STEP,), "which looks for delimiters", "leave it out"),
@@ -110,8 +114,15 @@ CLASHES = (
 )
 
 NEEDS = (
-    Need(tuple(Steps.model_fields), (STEP,), f"needs {STEP}; add it, or leave it out"),
-    Need(("allot_temperature", "prefer_shared"), (REBASE,), f"acts on shares by score; add {REBASE}, or leave it out"),
+    Need(
+        (BEST, MCTS),
+        ("max_steps", "early_stopping", REBASE),
+        "never comes to an end by itself; set max_steps, or early_stopping=True",
+    ),
+    Need(OF_ALL_STEPS, (STEP,), f"needs {STEP}; add it, or leave it out"),
+    Need(OF_SHARES, (REBASE,), f"acts on shares by score; add {REBASE}, or leave it out"),
+    Need(("pool",), (BEST, MCTS), f"holds what nothing returns to; add {BEST} or {MCTS}, or leave it out"),
+    Need(("exploration",), (MCTS,), f"has no tree search to act on; add {MCTS}, or leave it out"),
     Need(
         ("catalog_items", "catalog_after", "catalog_stop", "catalog_renormalize"),
         ITEMS,

@@ -13,7 +13,7 @@ from pydantic import Field, Strict
 
 from vllm_trie.options.contrast import MOST_BETA, ContrastOption
 from vllm_trie.options.table import Number, Options, option
-from vllm_trie.search.step_search.rules import Allot
+from vllm_trie.search.step_search.rules import Allot, Order
 from vllm_trie.search.stopping import EarlyStopping
 
 MOST_SCALE = 1_000  # of log-probabilities, where only the most probable one counts
@@ -52,6 +52,7 @@ _PHRASES = (
 _CONTRAST = f'is not {{"model": "draft", "alpha": a number in (0, 1], "beta": a number from 0 to {MOST_BETA:,}}}'
 _TEMPERATURE = "is not a temperature; pass a number > 0"
 _PRICE = "is not a price of KV; pass a number >= 0"
+_EXPLORATION = "is not a factor; pass a number >= 0"
 _EXPONENT = f"is not a number above -{MOST_PENALTY} and below {MOST_PENALTY}; 1.0 compares means, 0.0 sums"
 NO_BEAMS = "is not a number of beams; pass an integer >= 1"
 NO_SCORER = "is not a scorer; pass a callable, an `LLM` of a pooling model, or the name or URL of an endpoint"
@@ -228,6 +229,14 @@ class Steps(Options):
         allot_temperature: Of the softmax of scores under "rebase": the lower, the more the best get.
         prefer_shared: What beams lose of their share in the candidates, in sum 1, under "rebase", for the part of the
             KV cache that they alone need: those that do not pay for it are dropped. As ETS's lambda; 0 drops none.
+        order: What a round expands: "breadth" the candidates of the round before it, "best" the best of all that were
+            never expanded, wherever they are in the tree, "mcts" those that the rule of Monte Carlo tree search
+            (UCT) leads to, with scores as values.
+        exploration: How much "mcts" prefers what it has visited rarely, for scores from 0 to 1.
+        pool: Candidates that did not go on, but may be returned to, whose KV blocks stay held, as far as there is
+            memory; what follows others is computed again, with the same result. By default as many as a round draws.
+        lookahead: Tokens that the model writes greedily behind each candidate, for the scorer to see; they are no part
+            of the hypothesis.
     """
 
     step_stop: list[Annotated[str, Field(min_length=1)]] | None = option(
@@ -239,6 +248,10 @@ class Steps(Options):
     allot: Allot = option("even")
     allot_temperature: Number = option(0.2, _TEMPERATURE, gt=0, lt=math.inf)
     prefer_shared: Number = option(0.0, _PRICE, ge=0, lt=math.inf)
+    order: Order = option("breadth")
+    exploration: Number = option(1.0, _EXPLORATION, ge=0, lt=math.inf)
+    pool: int | None = option(None, "is not a number of candidates; pass an integer >= 0", ge=0)
+    lookahead: int = option(0, _TOKENS, ge=0)
 
 
 class Speculating(Options):

@@ -27,6 +27,7 @@ from vllm_trie.options.table import Options, choices
 
 # That may be options of others, where there is no beam_width.
 _COMMON_WORDS = {"accept", "threshold", "replacement", "unit", "scorer", "candidates", "max_steps", "metric"}
+_COMMON_WORDS |= {"order", "exploration", "pool", "lookahead"}
 _OF_BEAMS = re.compile("beam|divers")  # nobody else's names
 
 

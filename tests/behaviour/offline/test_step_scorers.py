@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 CANDIDATES = [
     StepCandidate("2+2?", ("a\n", "b"), (5, 6, 7), (0.5,), is_finished=True),
-    StepCandidate("2+2?", ("c\n",), (8,), (), is_finished=False),
+    StepCandidate("2+2?", ("c\n",), (8,), (), is_finished=False, lookahead="d"),
 ]
 
 
@@ -40,7 +40,7 @@ def test_a_pooling_models_score_is_what_transformers_computes(engines: Engines, 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     with torch.inference_mode():
         for candidate, score in zip(CANDIDATES, scores, strict=True):
-            tokens = torch.tensor([tokenizer(candidate.prompt + candidate.text).input_ids])
+            tokens = torch.tensor([tokenizer(candidate.prompt + candidate.text + candidate.lookahead).input_ids])
             assert score == pytest.approx(reward_model(tokens).logits.sigmoid().item(), abs=1e-5)
 
 

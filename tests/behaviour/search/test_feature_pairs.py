@@ -77,7 +77,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "contrast": {"contrast": {"alpha": 0.05, "beta": 0.7}},
     'unit="step"': {
         **{"unit": "step", "step_stop": ["\n"], "scorer": score, "candidates": 2, "max_steps": 3},
-        **{"allot": "rebase", "prefer_shared": 0.1},
+        **{"allot": "rebase", "prefer_shared": 0.1, "order": "best", "pool": 1, "lookahead": 2},
     },
     "output_kind=DELTA": {"n": 1, "output_kind": RequestOutputKind.DELTA},
 }

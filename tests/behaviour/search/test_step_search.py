@@ -24,6 +24,7 @@ STEP_STOP = ["\n"]
 PROMPTS = trained_prompts([5, 27, 64])
 SEARCH = {"beam_width": 2, "candidates": 3, "max_steps": 4}
 MAX_TOKENS = 48
+OF_TASK = ("seed", "width", "candidates", "max_steps", "look", "lookahead")
 
 
 @pytest.fixture
@@ -40,6 +41,15 @@ def score(candidates: list[StepCandidate]) -> list[float]:
     return [by_text(candidate.text) for candidate in candidates]
 
 
+def ahead_score(candidates: list[StepCandidate]) -> list[float]:
+    return [by_text(candidate.text_ahead) for candidate in candidates]
+
+
+def deep_score(candidates: list[StepCandidate]) -> list[float]:
+    """Between 0 and 1, and worse from step to step: so that what did not go on is returned to."""
+    return [by_text(candidate.text_ahead) % 1 / len(candidate.steps) for candidate in candidates]
+
+
 def params(**options: Any) -> SamplingParams:
     given = {"unit": "step", "step_stop": STEP_STOP, "scorer": score, "max_tokens": MAX_TOKENS, "seed": 7, "n": 2}
     return beam_params(**SEARCH | given | options)
@@ -50,7 +60,7 @@ def reference(engine: Engine, prompt: list[int], **options: Any) -> list[Found]:
     decode = partial(
         engine.llm.get_tokenizer().decode, skip_special_tokens=True
     )  # a delimiter's token may go beyond it: into the next line's indent
-    own = {name: options.pop(name) for name in ("seed", "width", "candidates", "max_steps") if name in options}
+    own = {name: options.pop(name) for name in OF_TASK if name in options}
 
     def draw(tokens: tuple[int, ...], seed: int, most: int, stops: bool) -> Drawn:
         asked = SamplingParams(
@@ -68,6 +78,18 @@ def reference(engine: Engine, prompt: list[int], **options: Any) -> list[Found]:
 
     asked = {"seed": 7, "width": 2, "candidates": 3, "max_steps": 4} | own
     return beam_search(Task(draw, by_text, max_tokens=MAX_TOKENS, **asked))
+
+
+def look(engine: Engine, prompt: list[int], count: int) -> Any:
+    """What vLLM writes greedily behind tokens, at most `count` of them."""
+    decode = partial(engine.llm.get_tokenizer().decode, skip_special_tokens=True)
+
+    def ahead(tokens: tuple[int, ...], most: int) -> str:
+        before = [*prompt, *tokens]
+        (output,) = engine.generate([before], SamplingParams(temperature=0, max_tokens=min(count, most)))
+        return decode([*before, *output.outputs[0].token_ids])[len(decode(before)) :]
+
+    return ahead
 
 
 def found(output: Any) -> list[Found]:
@@ -121,7 +143,7 @@ def test_log_probabilities_are_those_of_all_steps(engine: Engine) -> None:
 
 
 def test_a_stop_string_ends_a_hypothesis_and_is_cut(engine: Engine) -> None:
-    (output,) = engine.generate(PROMPTS[:1], params(stop=["("], max_steps=None, beam_width=4, n=4))
+    (output,) = engine.generate(PROMPTS[:1], params(stop=["("], max_steps=None, beam_width=4, n=4, seed=8))
     ended = [o for o in output.outputs if o.stop_reason == "("]
     assert ended, "no hypothesis came to the stop string"
     assert all("(" not in o.text and o.finish_reason == "stop" for o in ended)
@@ -158,7 +180,7 @@ def test_a_stop_string_ends_a_hypothesis_though_its_token_has_a_delimiter_before
         return score(candidates)
 
     options = {"beam_width": 4, "n": 4, "max_steps": None, "include_stop_str_in_output": is_included, "logprobs": 0}
-    (output,) = engine.generate(PROMPTS[:1], params(stop=[stop], scorer=watching, **options))
+    (output,) = engine.generate(PROMPTS[:1], params(stop=[stop], scorer=watching, seed=8, **options))
     assert not any(stop in candidate.text for candidate in seen if not candidate.is_finished)
     ended = [o for o in output.outputs if o.stop_reason == stop]
     assert ended, "no hypothesis came to the stop string"
@@ -318,6 +340,28 @@ def test_candidates_go_on_with_the_blocks_of_what_they_continue(
     assert len(forks) - forks.count(None) == len(later)
     monkeypatch.undo()
     assert [found(output) for output in outputs] == [reference(engine, prompt) for prompt in PROMPTS]
+
+
+def test_a_scorer_sees_what_would_come_next_and_hypotheses_keep_their_own_steps(engine: Engine) -> None:
+    (output,) = engine.generate(PROMPTS[:1], params(scorer=ahead_score, lookahead=6, seed=12))
+    assert found(output) == reference(engine, PROMPTS[0], look=look(engine, PROMPTS[0], 6), lookahead=6, seed=12)
+    assert found(output) != found(engine.generate(PROMPTS[:1], params(seed=12))[0])
+
+
+@pytest.mark.parametrize("options", [{"order": "best", "allot": "rebase"}, {"order": "mcts", "lookahead": 3}])
+def test_what_is_returned_to_is_the_same_held_or_computed_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    forks = watch_forks(monkeypatch)
+    answers, num_held = list[Any](), list[int]()
+    for pool in (None, 0):
+        asked = params(scorer=deep_score, beam_width=3, n=3, max_steps=6, pool=pool, **options)
+        answers.append([found(output) for output in engine.generate(PROMPTS, asked)])
+        num_held.append(len(forks) - forks.count(None))
+        forks.clear()
+    held, computed_again = num_held
+    assert answers[0] == answers[1]
+    assert held > computed_again, "it returned to nothing that was not among the last round's best"
 
 
 def test_a_scorer_that_fails_later_gives_held_blocks_back(engine: Engine) -> None:

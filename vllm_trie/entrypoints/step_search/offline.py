@@ -18,8 +18,8 @@ from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.entrypoints.beam_results import add_beam_results
 from vllm_trie.entrypoints.requests import refusing
 from vllm_trie.entrypoints.reranking.offline import add_reranked, asks_for_reranking, forget, num_left_out, rerank
-from vllm_trie.entrypoints.step_search.drawn_steps import DrawError
-from vllm_trie.entrypoints.step_search.request import StepRequest, asks_for_steps, open_request, search_of
+from vllm_trie.entrypoints.step_search.opening import asks_for_steps, open_request
+from vllm_trie.entrypoints.step_search.request import StepRequest, search_of
 from vllm_trie.entrypoints.step_search.scorers import Scorer, StepCandidate
 from vllm_trie.entrypoints.trace_texts import add_texts
 from vllm_trie.search.step_search.scores import checked_scores
@@ -96,6 +96,8 @@ def step(original: Callable[..., list[Any]], self: LLMEngine, *args: Any, **kwar
         return [*others, *_next_rounds(self, drawn)]
     except BaseException:  # the user interrupts
         for running in drawn:
+            searches.pop(running.request.own_id, None)
+            abort_request.original(self, running.drawing)  # of those that draw again
             _give_up(self, running)
         raise
 
@@ -105,8 +107,11 @@ def _next_rounds(engine: LLMEngine, drawn: list[_Running]) -> list[RequestOutput
     answers, asking = [], []
     for running in drawn:
         try:
-            asking.append((running, running.request.take([o for o in running.outputs.values() if o is not None])))
-        except DrawError as error:
+            if candidates := running.request.take([o for o in running.outputs.values() if o is not None]):
+                asking.append((running, candidates))
+            else:
+                _draw(engine, running)
+        except Exception as error:  # of the engine, or of a request that it refuses: it ends this search alone
             answers.append(running.request.failure(error))
             _release(engine, running)
     for running, scores in _scored(asking):

@@ -17,7 +17,8 @@ from vllm_trie.entrypoints.beam_results import asks_for_beam_results, with_beam_
 from vllm_trie.entrypoints.requests import refusing
 from vllm_trie.entrypoints.server import is_served, raise_errors
 from vllm_trie.entrypoints.step_search.drawn_steps import DrawError
-from vllm_trie.entrypoints.step_search.request import StepRequest, asks_for_steps, open_request
+from vllm_trie.entrypoints.step_search.opening import asks_for_steps, open_request
+from vllm_trie.entrypoints.step_search.request import StepRequest
 from vllm_trie.entrypoints.step_search.scorers import HttpScorer, StepCandidate
 from vllm_trie.entrypoints.trace_texts import is_traced, with_texts
 from vllm_trie.search.step_search.scores import checked_scores
@@ -76,8 +77,8 @@ async def _answer(engine: AsyncLLM, request: StepRequest, draw: Draw) -> Request
         requests = request.requests()
         drawn = await _all([_last(draw(candidate_id, *candidate)) for candidate_id, candidate in requests.items()])
         try:
-            candidates = request.take(drawn)
-            is_over = request.judge(await _scores(request, candidates))
+            if candidates := request.take(drawn):
+                is_over = request.judge(await _scores(request, candidates))
         except Exception as error:
             why = request.failure(error).outputs[0].stop_reason
             logger.error("Search %s ended: %s", request.request_id, why)

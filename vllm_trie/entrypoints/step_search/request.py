@@ -2,49 +2,29 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils import random_uuid
-from vllm.v1.engine import EngineCoreRequest
 
-from vllm_trie.entrypoints.limits import check_widths, engine_limits
-from vllm_trie.entrypoints.requests import refuse_unknown
 from vllm_trie.entrypoints.step_search.drawn_steps import DrawError, StepReader
-from vllm_trie.entrypoints.step_search.scorers import Scorer, StepCandidate, scorer_of
+from vllm_trie.entrypoints.step_search.scorers import Scorer, StepCandidate
 from vllm_trie.messages import FORK, ForkTicket
-from vllm_trie.options import OPTIONS, PLUGIN_NAME, StepParams, asks_for_beams, parse_options
-from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
-from vllm_trie.search.step_search.hypotheses import StepHypothesis
-from vllm_trie.search.step_search.rules import StepRules
+from vllm_trie.options import OPTIONS, PLUGIN_NAME, StepParams
+from vllm_trie.search.step_search.hypotheses import Draw, StepHypothesis
 from vllm_trie.search.step_search.scores import ScorerError
 from vllm_trie.search.step_search.search import StepSearch
-from vllm_trie.selection import config_of
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-
-class _Candidate(NamedTuple):
-    """One that is being drawn."""
-
-    prompt: dict[str, Any]
-    params: SamplingParams
-    continues: StepHypothesis
 
 
 @dataclass
 class StepRequest:
-    """A request and its search.
+    """A request and its search. Again and again: draw its `requests`, `take` the outputs, and `judge` what comes back.
 
     Args:
         request_id: As whoever asks calls it.
@@ -66,7 +46,7 @@ class StepRequest:
 
     def __post_init__(self) -> None:
         self.own_id = f"steps-{random_uuid()}"  # what the ids of its candidates begin with
-        self._drawing: dict[str, _Candidate] = {}  # by the ids of their requests, in their order
+        self._drawing: dict[str, Draw] = {}  # by the ids of their requests, in their order
         self._held: set[str] = set()  # keys of KV blocks that the engine may hold
         self._is_over = False
         self.first: RequestOutput | None = None  # of all that the engine returned
@@ -83,36 +63,55 @@ class StepRequest:
         return str(self.reader.tokenizer.decode(self.engine_input["prompt_token_ids"]) if text is None else text)
 
     def requests(self) -> dict[str, tuple[dict[str, Any], SamplingParams]]:
-        """Prompt and parameters of each candidate of the next round, by the id of its request, in their order."""
-        stop, step_stop = list(self.params.stop or ()), list(self.beam.step_stop or ())
-        shared, self._drawing = _for_candidates(self.params), {}
-        for index, draw in enumerate(self.search.draws()):
-            candidate_id = f"{self.own_id}-{self.search.num_rounds}-{index}"
-            parent = draw.beam.notes[-1].candidate_id if draw.beam.notes else None
-            key = candidate_id if draw.stops_at_delimiter else None
-            params = shared.clone()
-            ticket = ForkTicket(key, parent) if self.forks else ForkTicket()
-            params.extra_args = {**(params.extra_args or {}), FORK: ticket}
-            params.seed, params.max_tokens = draw.seed, draw.max_tokens
-            params.stop = [*stop, *step_stop] if draw.stops_at_delimiter else stop
-            params.include_stop_str_in_output = draw.stops_at_delimiter or self.params.include_stop_str_in_output
-            tokens = [*self.engine_input["prompt_token_ids"], *draw.beam.token_ids]
-            prompt = {**self.engine_input, "prompt_token_ids": tokens}
-            if draw.beam.steps:
-                prompt.pop("prompt", None)
-            self._drawing[candidate_id] = _Candidate(prompt, params, draw.beam)
-        return {candidate_id: candidate[:2] for candidate_id, candidate in self._drawing.items()}
+        """Prompt and parameters of each request that is to be drawn next, by its id, in their order."""
+        number, draws = self.search.num_rounds, self.search.draws()
+        self._drawing = {
+            f"{self.own_id}-{number}{'ahead' * draw.is_greedy}-{index}": draw for index, draw in enumerate(draws)
+        }
+        shared = _for_candidates(self.params)
+        return {id_: (self._prompt(draw), self._params(id_, draw, shared)) for id_, draw in self._drawing.items()}
+
+    def _prompt(self, draw: Draw) -> dict[str, Any]:
+        tokens = [*self.engine_input["prompt_token_ids"], *draw.beam.token_ids]
+        prompt = {**self.engine_input, "prompt_token_ids": tokens}
+        if draw.beam.steps:
+            prompt.pop("prompt", None)
+        return prompt
+
+    def _params(self, candidate_id: str, draw: Draw, shared: SamplingParams) -> SamplingParams:
+        params, stop = shared.clone(), list(self.params.stop or ())
+        parent = draw.beam.notes[-1].candidate_id if draw.beam.notes else None
+        key = candidate_id if draw.stops_at_delimiter else None
+        ticket = ForkTicket(key, parent) if self.forks else ForkTicket()
+        params.extra_args = {**(params.extra_args or {}), FORK: ticket}
+        params.seed, params.max_tokens = draw.seed, draw.max_tokens
+        params.stop = [*stop, *(self.beam.step_stop or ())] if draw.stops_at_delimiter else stop
+        params.include_stop_str_in_output = draw.stops_at_delimiter or self.params.include_stop_str_in_output
+        if draw.is_greedy:
+            params.seed, params.temperature, params.top_p, params.top_k, params.min_p = None, 0.0, 1.0, 0, 0.0
+        return params
 
     def take_released(self) -> list[str]:
-        """Keys of KV blocks that no candidate will go on from: to be aborted, whatever became of the search."""
+        """Keys of KV blocks that no candidate will go on from: to be aborted, whatever became of the search.
+
+        Of candidates that may yet be returned to the best are held, as many as the option `pool` says.
+        """
         if not self.forks:
             return []
-        needed = set() if self._is_over else {beam.notes[-1].candidate_id for beam in self.search.beams if beam.notes}
+        needed = set[str]()
+        if not self._is_over:
+            width, pool = self.search.rules.width, self.beam.pool
+            pooled = self.search.pool[: width * self.search.rules.candidates if pool is None else pool]
+            going_on = (*self.search.candidates, *self.search.beams, *pooled)
+            needed = {hypothesis.notes[-1].candidate_id for hypothesis in going_on if hypothesis.notes}
         released, self._held = self._held - needed, self._held & needed
         return sorted(released)
 
     def take(self, outputs: Sequence[RequestOutput]) -> list[StepCandidate]:
-        """Take what the requests returned, in their order. Returns what is to be scored.
+        """Take what the requests returned, in their order.
+
+        Returns:
+            What is to be scored; nothing if further `requests` come first.
 
         Raises:
             DrawError: a request came to no end.
@@ -120,10 +119,11 @@ class StepRequest:
         self.first = self.first or outputs[0]
         ended = list(zip(self._drawing.items(), outputs, strict=True))
         self._held.update(id_ for (id_, _), output in ended if isinstance(output.outputs[0].stop_reason, str))
-        drawn = [self.reader.step(id_, candidate.continues, output) for (id_, candidate), output in ended]
+        drawn = [self.reader.step(id_, draw.beam, output) for (id_, draw), output in ended]
         self._drawing = {}
         return [
-            StepCandidate(self.prompt, c.steps, c.token_ids, c.scores, c.is_finished) for c in self.search.take(drawn)
+            StepCandidate(self.prompt, c.steps, c.token_ids, c.scores, c.is_finished, lookahead)
+            for c, lookahead in self.search.take(drawn)
         ]
 
     def judge(self, scores: Any) -> bool:
@@ -195,70 +195,6 @@ class StepRequest:
 def search_of(candidate_id: str) -> str:
     """The own id of the search that a candidate's request would belong to."""
     return candidate_id.rsplit("-", 2)[0]
-
-
-def asks_for_steps(params: Any) -> bool:
-    """Whether these parameters of a request ask for a search by steps."""
-    extra_args = (params.extra_args if isinstance(params, SamplingParams) else None) or {}
-    return asks_for_beams(extra_args) and extra_args.get("unit") == "step"
-
-
-def open_request(
-    request_id: str,
-    prompt: Any,
-    params: SamplingParams,
-    engine: AsyncLLM | LLMEngine,
-    is_offline: bool,
-    tokenization_kwargs: dict[str, Any] | None = None,
-) -> StepRequest:
-    """Check a request that asks for a search by steps, and begin it.
-
-    Args:
-        prompt: As it is, or as vLLM's renderer returns it.
-        engine: Which draws the candidates.
-        is_offline: Whether its scorer may be a URL.
-        tokenization_kwargs: For the renderer, of a prompt as it is.
-
-    Raises:
-        ValueError: naming the option, its value and what would work.
-    """
-    vllm_config, beam = engine.vllm_config, parse_options(params.extra_args)
-    assert isinstance(beam, StepParams)
-    refuse_unknown(params.extra_args or {}, vllm_config)
-    refuse_unsupported(matrix_fields(params), beam)
-    check_widths(params.n, beam, engine_limits(vllm_config))
-    if engine.renderer.tokenizer is None:
-        raise ValueError('unit="step" needs a tokenizer; start the engine without skip_tokenizer_init')
-    if isinstance(prompt, EngineCoreRequest | AsyncGenerator):
-        raise ValueError(f'unit="step" works on prompts of text or tokens, not on a {type(prompt).__name__}')
-    engine_input = _rendered(prompt, engine, tokenization_kwargs or {})
-    if engine_input["type"] != "token":
-        raise ValueError('unit="step" works on prompts of text or tokens; send text alone')
-    room = vllm_config.model_config.max_model_len - len(engine_input["prompt_token_ids"])
-    rules = StepRules(
-        width=beam.beam_width,
-        candidates=beam.candidates,
-        max_tokens=max(room if params.max_tokens is None else min(params.max_tokens, room), 1),
-        max_steps=beam.max_steps,
-        stops_early=beam.early_stopping is True,
-        seed=random.getrandbits(63) if params.seed is None else params.seed,
-        allot=beam.allot,
-        allot_temperature=beam.allot_temperature,
-        prefer_shared=beam.prefer_shared,
-    )
-    scorer = scorer_of(beam.scorer, config_of(vllm_config).scorers, is_offline)
-    forks = vllm_config.parallel_config.data_parallel_size == 1  # else candidates go to any engine
-    reader = StepReader(engine.renderer.tokenizer, params)
-    return StepRequest(request_id, engine_input, beam, reader, scorer, StepSearch(rules), forks)
-
-
-def _rendered(prompt: Any, engine: AsyncLLM | LLMEngine, tokenization_kwargs: dict[str, Any]) -> Any:
-    if isinstance(prompt, dict) and "type" in prompt:
-        return prompt
-    parsed = parse_model_prompt(engine.model_config, prompt)
-    tok_params = engine.renderer.default_cmpl_tok_params.with_kwargs(**tokenization_kwargs)
-    (rendered,) = engine.renderer.render_cmpl([parsed], tok_params)
-    return rendered
 
 
 def _for_candidates(params: SamplingParams) -> SamplingParams:

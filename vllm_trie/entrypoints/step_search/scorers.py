@@ -31,6 +31,7 @@ class StepCandidate:
         token_ids: Of all steps, one after the other.
         scores: What the scorer said after each earlier step.
         is_finished: Whether it cannot go on.
+        lookahead: What the model would write next, greedily, as far as the request's `lookahead` goes.
     """
 
     prompt: str
@@ -38,11 +39,17 @@ class StepCandidate:
     token_ids: tuple[int, ...]
     scores: tuple[float, ...]
     is_finished: bool
+    lookahead: str = ""
 
     @property
     def text(self) -> str:
         """All steps."""
         return "".join(self.steps)
+
+    @property
+    def text_ahead(self) -> str:
+        """All steps and the lookahead: what a scorer of texts judges."""
+        return self.text + self.lookahead
 
 
 Scorer: TypeAlias = Callable[[list[StepCandidate]], Iterable[Any]]  # a number for each, the higher the better
@@ -95,7 +102,7 @@ class PoolingScorer:
             )
 
     def __call__(self, candidates: list[StepCandidate]) -> list[float]:
-        texts = [c.prompt + c.text for c in candidates]
+        texts = [c.prompt + c.text_ahead for c in candidates]
         outputs = self.llm.encode(texts, pooling_task=self.llm.pooling_task, use_tqdm=False)
         return [output.outputs.data.flatten()[-1].item() for output in outputs]
 
@@ -106,7 +113,7 @@ class HttpScorer:
 
     Where the path ends with /classify, /pooling or /score, it is one of vLLM's, and the score the last number that it
     returns for a candidate. Any other gets `{"candidates": [{"prompt", "text", "steps", "token_ids", "scores",
-    "is_finished"}, ...]}` and returns `{"scores": [number, ...]}`.
+    "is_finished", "lookahead"}, ...]}` and returns `{"scores": [number, ...]}`.
 
     Args:
         url: Where it is.
@@ -148,9 +155,9 @@ class HttpScorer:
     def question(self, candidates: Sequence[StepCandidate]) -> dict[str, Any]:
         """The body of the request."""
         if self._endpoint == "score":
-            return {"text_1": [c.prompt for c in candidates], "text_2": [c.text for c in candidates]}
+            return {"text_1": [c.prompt for c in candidates], "text_2": [c.text_ahead for c in candidates]}
         if self._endpoint in ("classify", "pooling"):
-            return {"input": [c.prompt + c.text for c in candidates]}
+            return {"input": [c.prompt + c.text_ahead for c in candidates]}
         return {"candidates": [{**asdict(c), "text": c.text} for c in candidates]}
 
     def values(self, response: httpx.Response) -> list[Any]:

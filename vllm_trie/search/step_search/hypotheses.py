@@ -50,7 +50,7 @@ class StepHypothesis:
 
 
 class Draw(NamedTuple):
-    """One candidate to draw.
+    """One candidate to draw, or what would follow one.
 
     Args:
         beam: What it continues.
@@ -58,6 +58,7 @@ class Draw(NamedTuple):
         seed: Decides what is drawn.
         max_tokens: The most tokens to draw, at least one.
         stops_at_delimiter: Whether it ends with its step; else with the hypothesis.
+        is_greedy: Whether it is a lookahead: what would follow `beam`, to be shown to the scorer, and then forgotten.
     """
 
     beam: StepHypothesis
@@ -65,6 +66,7 @@ class Draw(NamedTuple):
     seed: int
     max_tokens: int
     stops_at_delimiter: bool
+    is_greedy: bool = False
 
     def extended_by(self, step: DrawnStep) -> StepHypothesis:
         """The candidate, once its step is drawn."""
@@ -80,6 +82,13 @@ class Draw(NamedTuple):
             self.path,
             (*beam.step_lengths, len(step.token_ids)),
         )
+
+
+class Question(NamedTuple):
+    """A candidate that the scorer is asked about, and what would follow it greedily, if that is looked at."""
+
+    candidate: StepHypothesis
+    lookahead: str = ""
 
 
 class DrawnStep(NamedTuple):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Allot = Literal["even", "rebase", "dvts"]
+Order = Literal["breadth", "best", "mcts"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,9 @@ class StepRules:
         allot: Who gets the candidates of a round.
         allot_temperature: Of REBASE's softmax of scores.
         prefer_shared: What ETS takes off the weight of beams for the KV that they alone need.
+        order: Whether a round expands candidates of the round before it, or any that are open.
+        exploration: How much MCTS prefers what it has visited rarely.
+        lookahead: Tokens that are drawn greedily behind each candidate, for the scorer to see.
     """
 
     width: int
@@ -33,3 +37,6 @@ class StepRules:
     allot: Allot = "even"
     allot_temperature: float = 0.2
     prefer_shared: float = 0.0
+    order: Order = "breadth"
+    exploration: float = 1.0
+    lookahead: int = 0
