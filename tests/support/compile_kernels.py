@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_trie.worker.attention import triton_kernels
-from vllm_trie.worker.kernels import best, copies, items, rows_beside, slots, tiles
+from vllm_trie.worker.kernels import best, controls, copies, items, rows_beside, slots, tiles
 
 HOPPER, AMPERE = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32)
 ALIGNED = [["tt.divisibility", 16]]  # what Triton knows of a pointer or an int that is a multiple of 16
@@ -173,6 +173,20 @@ CASES: list[tuple[Any, ...]] = [
             4,
         )
         for is_read in (True, False)
+    ),
+    (
+        controls._take_newest,
+        dict.fromkeys(["at", "logits_indices", "positions", "own_positions"], LONGS)
+        | {"input_ids": "*i32", "own_input_ids": "*i32", "count": INT},
+        {"tile_size": controls.TILE},
+        4,
+    ),
+    (
+        controls._reorder_counts,
+        {"rows": LONGS, "parents": LONGS, "counts": "*i32"}
+        | dict.fromkeys(["num_rows", "counts_stride", "vocab_size"], INT),
+        {"tile_size": controls.COUNTS_TILE},
+        4,
     ),
     (
         rows_beside._take_rows,

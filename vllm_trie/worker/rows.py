@@ -7,7 +7,7 @@ first one comes in as vLLM's requests do, the others become what it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +22,17 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_trie.messages import MOST_DRAFTS, GroupStep
 from vllm_trie.search.devices import sees, uploaded_together
+from vllm_trie.worker import kernels
 from vllm_trie.worker.attention.tree_layers import kv_slots
 from vllm_trie.worker.group_rows import GroupRows
 from vllm_trie.worker.hidden_states import HiddenStates
+from vllm_trie.worker.kernels import controls
 from vllm_trie.worker.kv_blocks import KVBlocks
 from vllm_trie.worker.kv_slots import KVSlots
 from vllm_trie.worker.moves import copy_to_others, move
 from vllm_trie.worker.new_rows import arrays_by_slot
 from vllm_trie.worker.reorder import LARGE_BLOCK, reorder_rows
-from vllm_trie.worker.row_reorder import Reorders, Tables
+from vllm_trie.worker.row_reorder import Reorders, RowReorder, Tables
 
 if TYPE_CHECKING:
     from vllm_trie.worker.forest_step import ForestStep
@@ -227,7 +229,7 @@ class Rows:
         moved, tokens = reorders.on(self.device), self._runner.req_states.all_token_ids.gpu
         reorder_rows(moved, tokens, self.tables, self.kv_blocks, self._parts_of_blocks)
         if is_controlled:
-            self._reorder_controls(moved.rows[0], moved.sources)
+            self._reorder_controls(moved)
 
     def adopt(
         self, slots: np.ndarray, sources: np.ndarray, num_tokens: int, tables: list[np.ndarray], is_controlled: bool
@@ -244,16 +246,31 @@ class Rows:
         tokens[to, :num_tokens] = tokens[source, :num_tokens]
         self._write_tables(slots, to, tables)
         if is_controlled:
-            self._reorder_controls(to, source)
+            self._counts[to] = self._counts[source]
+            for take_over in self._of_processors:
+                take_over(to, source)
 
-    def _reorder_controls(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
-        """Let rows take over what the processors of their logits know of those that they continue: [R] int64 each."""
+    def _reorder_controls(self, rows: RowReorder) -> None:
+        """Let rows take over what the processors of their logits know of those that they continue."""
+        if kernels.run_on(self.device):
+            controls.reorder_counts(rows, self._counts)
+        else:
+            self._counts[rows.rows[0]] = self._counts[rows.sources]
+        for take_over in self._of_processors:
+            take_over(rows.rows[0], rows.sources)
+
+    @property
+    def _counts(self) -> torch.Tensor:
+        """[slots, V] int32, how often each token has come."""
         assert self._sampler is not None
-        counts = self._sampler.penalties_state.output_bin_counts
-        counts[slots] = counts[sources]
-        for processor in self._sampler.logits_processors:
-            if (reorder := getattr(processor, "reorder_rows", None)) is not None:  # ours to offer, not vLLM's
-                reorder(slots, sources)
+        return self._sampler.penalties_state.output_bin_counts
+
+    @property
+    def _of_processors(self) -> list[Callable[[torch.Tensor, torch.Tensor], None]]:
+        """Of processors that hold something by slot: lets slots [R] take over what it is of others [R]."""
+        assert self._sampler is not None  # the method is ours to offer, not vLLM's
+        found = (getattr(processor, "reorder_rows", None) for processor in self._sampler.logits_processors)
+        return [take_over for take_over in found if take_over is not None]
 
     def move(self, blocks: np.ndarray, tokens: Sequence[tuple[int, np.ndarray]]) -> None:
         """See `moves.move`."""

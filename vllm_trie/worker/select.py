@@ -26,6 +26,7 @@ from vllm_trie.worker import kernels
 from vllm_trie.worker.amateur import AmateurLogits
 from vllm_trie.worker.catalogs import DeviceCatalogs
 from vllm_trie.worker.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.kernels import controls
 from vllm_trie.worker.kernels import slots as slots_kernel
 from vllm_trie.worker.kernels.best import Taken
 from vllm_trie.worker.kernels.step import by_kernels
@@ -183,8 +184,12 @@ class Selector:
         batch, at, device = rows.batch, self._which(index), logits.device
         in_slots = uploaded_once(slots, device)
         local = no_depths(len(slots), device) if depths is None else self.rows.upload(depths, torch.int32)
-        newest = batch.logits_indices[at]
-        positions, tokens = batch.positions[newest], batch.input_ids[newest]
+        of_batch = batch.logits_indices, batch.positions, batch.input_ids
+        if kernels.run_on(device):
+            positions, tokens = controls.take_newest(uploaded_once(index, device), *of_batch)
+        else:
+            newest = batch.logits_indices[at]
+            positions, tokens = batch.positions[newest], batch.input_ids[newest]
         return self._sampler.apply_sampling_params(
             logits[at], in_slots, in_slots, slots, positions, tokens, local, num_tokens, skip_top_k_top_p=True
         )

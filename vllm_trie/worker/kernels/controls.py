@@ -1,0 +1,90 @@
+"""Rows whose logits processors change: what processors read of them, and what rows take over of others, a launch each.
+
+In torch `worker.select` has the one, and `worker.rows` the other.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.row_reorder import RowReorder
+
+TILE = 256  # rows of which one program reads the newest tokens
+COUNTS_TILE = 4096  # counts that one program copies
+
+
+def take_newest(
+    at: torch.Tensor, logits_indices: torch.Tensor, positions: torch.Tensor, input_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Position and id of the newest token before some logits.
+
+    Args:
+        at: [N] int64, which logits of the batch.
+        logits_indices: [logits] int64, which token of the batch each comes from.
+        positions: [tokens] int64.
+        input_ids: [tokens] int32.
+
+    Returns:
+        [N] each.
+    """
+    count = len(at)
+    own = positions.new_empty(count), input_ids.new_empty(count)
+    _take_newest[triton.cdiv(count, TILE),](at, count, logits_indices, positions, input_ids, *own, tile_size=TILE)
+    return own
+
+
+def reorder_counts(rows: RowReorder, counts: torch.Tensor) -> None:
+    """Let rows take over how often each token has come.
+
+    Args:
+        rows: R of them.
+        counts: [slots, V] int32.
+    """
+    num_rows, vocab_size = len(rows.num_tokens_on_host), counts.shape[1]
+    _reorder_counts[num_rows, triton.cdiv(vocab_size, COUNTS_TILE)](
+        rows.rows, rows.parents, num_rows, counts, counts.stride(0), vocab_size, tile_size=COUNTS_TILE
+    )
+
+
+@triton.jit(do_not_specialize=["count"])
+def _take_newest(
+    at, count, logits_indices, positions, input_ids, own_positions, own_input_ids, tile_size: tl.constexpr
+):  # fmt: skip
+    """See `take_newest`: a program per tile of rows."""
+    index = tl.program_id(0) * tile_size + tl.arange(0, tile_size)
+    mask = index < count
+    newest = tl.load(logits_indices + tl.load(at + index, mask=mask, other=0), mask=mask, other=0)
+    tl.store(own_positions + index, tl.load(positions + newest, mask=mask), mask=mask)
+    tl.store(own_input_ids + index, tl.load(input_ids + newest, mask=mask), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "counts_stride", "vocab_size"], do_not_specialize_on_alignment=["rows", "parents"]
+)
+def _reorder_counts(rows, parents, num_rows, counts, counts_stride, vocab_size, tile_size: tl.constexpr):
+    """See `reorder_counts`: a program per row and tile of the vocabulary.
+
+    Args:
+        rows: [4, R], see `RowReorder`.
+        parents: [R].
+    """
+    row = tl.program_id(0)
+    slot = tl.load(rows + row)
+    source = tl.load(rows + tl.load(rows + num_rows + row) + tl.load(parents + row))
+    if slot != source:
+        token = tl.program_id(1) * tile_size + tl.arange(0, tile_size)
+        mask = token < vocab_size
+        taken = tl.load(counts + source * counts_stride + token, mask=mask)
+        tl.store(counts + slot * counts_stride + token, taken, mask=mask)
+
+
+def warm_up(serving: Serving) -> None:
+    """Let processors read of one row, which continues itself."""
+    nothing = torch.zeros(4, 1, dtype=torch.int64, device=serving.device)
+    take_newest(nothing[0], nothing[0], nothing[0], nothing[0].int())
+    counts = torch.zeros(1, 1, dtype=torch.int32, device=serving.device)
+    reorder_counts(RowReorder(nothing, nothing[0], np.zeros(1, np.int64)), counts)
