@@ -46,7 +46,8 @@ from vllm_trie.worker.select import Selector  # noqa: E402
 from vllm_trie.worker.step_context import StepContext  # noqa: E402
 
 BLOCK_SIZE, NUM_PROMPT, NUM_GENERATED, LENGTH = 16, 500, 37, 576  # tokens
-STOP_TOKEN_ID, DIVERSITY, NUM_LOGPROBS, MIN_P, TOP_P, PENALTY = 2, 0.5, 5, 0.1, 0.9, 0.125
+STOP_TOKEN_ID, DIVERSITY, NUM_LOGPROBS, PENALTY = 2, 0.5, 5, 0.125
+TEMPERATURE, MIN_P, TOP_P = 0.7, 0.1, 0.9
 ITEMS, ITEM_LENGTH = 20_000, 3
 TOLERANCE = 1e-4  # of sums of log-probabilities in float32, which devices add up in another order
 SPREAD = 8  # of the beams' scores: so that some have several children
@@ -87,8 +88,8 @@ class Shape(NamedTuple):
 
 SMALL = Sizes(300, 2, 2, 32)  # what an interpreter takes
 SEARCHES = (
-    *("plain", 'semantics="vllm"', "controlled", "log-probabilities", "min_p and top_p", "along a catalog"),
-    "in 2 groups of beams",
+    *("plain", 'semantics="vllm"', "controlled", "log-probabilities", "temperature and min_p", "min_p and top_p"),
+    *("along a catalog", "in 2 groups of beams"),
 )
 SHAPES = (
     *(Shape("plain", width) for width in (4, 64, 512)),
@@ -108,6 +109,7 @@ def rules_of(search: str, width: int, catalog: str) -> SelectRules:
         'semantics="vllm"': {"strategy": Best("vllm")},
         "controlled": {"is_controlled": True},
         "log-probabilities": {"num_logprobs": NUM_LOGPROBS},
+        "temperature and min_p": {"filters": LogitsFilters(TEMPERATURE, MIN_P)},
         "min_p and top_p": {"filters": LogitsFilters(min_p=MIN_P, top_p=TOP_P)},
         "along a catalog": {"constraints": (ItemRules(catalog),)},
         "in 2 groups of beams": {"strategy": InGroups(2, DIVERSITY, None)},

@@ -11,7 +11,8 @@ from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 
 VOCAB_SIZE = 151_936  # of Qwen3
 MOST_CHILDREN = (256,) * 4  # by depth, of a catalog of semantic ids
-STOP_TOKEN_IDS, DIVERSITY, MIN_P, TOP_P, NUM_LOGPROBS = (2,), 0.5, 0.1, 0.9, 5
+STOP_TOKEN_IDS, DIVERSITY, NUM_LOGPROBS = (2,), 0.5, 5
+TEMPERATURE, MIN_P, TOP_P = 0.7, 0.1, 0.9
 STOP_STRINGS = ("\n\n",)
 PLAIN = "plain"
 WIDTHS, IN_ONE_BATCH = (4, 64, 512), (4, 8)  # beams; beams and groups
@@ -35,6 +36,7 @@ def _rules(width: int) -> dict[str, Any]:
         'semantics="vllm"': plain._replace(strategy=Best("vllm")),
         "controlled": plain._replace(is_controlled=True),
         "log-probabilities": plain._replace(num_logprobs=NUM_LOGPROBS),
+        "temperature and min_p": plain._replace(filters=LogitsFilters(TEMPERATURE, MIN_P)),
         "min_p and top_p": plain._replace(filters=LogitsFilters(min_p=MIN_P, top_p=TOP_P)),
         "stop strings": plain._replace(stops=Stops(STOP_TOKEN_IDS, STOP_STRINGS)),
         "along a catalog": plain._replace(constraints=(ItemRules(CATALOG),)),

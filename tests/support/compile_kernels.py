@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_trie.worker.attention import triton_kernels
-from vllm_trie.worker.kernels import best, controls, copies, items, rows_beside, slots, tiles
+from vllm_trie.worker.kernels import best, controls, copies, in_groups, items, report, rows_beside, slots, tiles
 
 HOPPER, AMPERE = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32)
 ALIGNED = [["tt.divisibility", 16]]  # what Triton knows of a pointer or an int that is a multiple of 16
@@ -61,16 +61,26 @@ OWN: list[tuple[Any, ...]] = [
 ]
 
 
-LOGITS = {"logits": "*bf16", "index": LONGS, "barred": LONGS} | dict.fromkeys(
-    ["stride", "vocab_size", "num_barred"], INT
+LOGITS = (
+    {"logits": "*bf16", "index": LONGS, "barred": LONGS}
+    | dict.fromkeys(["stride", "vocab_size", "num_barred"], INT)
+    | {"temperature": "fp32"}
 )
 TILES = LOGITS | dict.fromkeys(["best", "maxima", "sums"], FLOATS)
-RANKED = dict.fromkeys(["num_blocks", "num_rows", "count"], INT) | {"scores": FLOATS, "keys": LONGS, "normal": FLOATS}
+RANKED = dict.fromkeys(["num_blocks", "num_rows", "count", "num_own", "own_most"], INT) | {
+    "scores": FLOATS,
+    "log_min_p": "fp32",
+    "keys": LONGS,
+    "normal": FLOATS,
+    "own_tokens": LONGS,
+    "own": FLOATS,
+}
 WORDS = {"words": "*i32"} | dict.fromkeys(["num_words", "num_ints", "width", "count", "num_rows"], INT)
 SELECTED = (
     dict.fromkeys(["keys", "stops", "order", "next_parents", "next_tokens", "places", "sampled"], LONGS)
     | dict.fromkeys(["vocab_size", "num_bits", "num_stops", "going", "sampled_stride"], INT)
-    | {"next_scores": FLOATS}
+    | dict.fromkeys(["num_own", "num_ended", "semantics"], INT)
+    | {"next_scores": FLOATS, "own": FLOATS}
 )
 
 
@@ -83,8 +93,20 @@ def to_rank(kept: int, blocks: int = 64) -> tuple[Any, ...]:
 def to_select(slots: int, per_row: int) -> tuple[Any, ...]:
     """The kernel that selects among what the rows of a group have ranked."""
     sizes = best.sizes_to_select(slots, per_row)
-    types = SELECTED | WORDS | {"is_hf": "u1", "is_last": "u1"}
+    types = SELECTED | WORDS | {"is_last": "u1"}
     return best._select_best, types, sizes, best.warps_to_select(sizes["lanes"])
+
+
+def to_select_in_groups(slots: int, per_row: int) -> tuple[Any, ...]:
+    """The kernel that does so group after group."""
+    sizes = best.sizes_to_select(slots, per_row)
+    of_groups = dict.fromkeys(["num_groups", "padding", "num_done"], INT) | {"penalty": "fp32", "is_last": "u1"}
+    of_groups |= {"normal": FLOATS, "scores": FLOATS, "done": LONGS, "taken": LONGS}
+    types = LOGITS | SELECTED | WORDS | of_groups
+    return in_groups._select_in_groups, types, sizes, best.warps_to_select(sizes["lanes"])
+
+
+IN_GROUPS = (4, 16), (4, 64), (16, 64), (4, 128), (16, 128), (32, 128)  # slots, and continuations kept of each row
 
 
 TRIE = {"states": LONGS, "first_child": "*i32", "node_tokens": "*i32"}
@@ -105,7 +127,7 @@ def to_select_items(slots: int) -> tuple[Any, ...]:
 def to_report(per_row: int) -> tuple[Any, ...]:
     """The kernel that writes log-probabilities."""
     types = LOGITS | WORDS | {"keys": LONGS, "normal": FLOATS, "num_tops": INT}
-    return best._write_logprobs, types, {"per_row": per_row, "block": tiles.BLOCK}, best.WARPS_TO_REPORT
+    return report._write_logprobs, types, {"per_row": per_row, "block": tiles.BLOCK}, report.WARPS_TO_REPORT
 
 
 def attention(head_size: int, heads: int, *besides: str) -> dict[str, Any]:
@@ -208,11 +230,12 @@ CASES: list[tuple[Any, ...]] = [
     ),
     (tiles._tile_max, TILES, {"tiles": tiles.TILES, "tile": tiles.TILE}, tiles.WARPS_TO_READ),
     to_rank(best.SLOTS[0], blocks=1),
-    *(to_rank(kept) for kept in sorted({*best.REPORTED, *(kept for _, kept in best.SIZES)})),
+    *(to_rank(kept) for kept in sorted({*report.REPORTED, *(kept for _, kept in best.SIZES)})),
     *(to_select(*sizes) for sizes in best.SIZES),
+    *(to_select_in_groups(slots, per_row) for slots, per_row in IN_GROUPS),
     *(to_rank_items(children) for children in items.CHILDREN),
     *(to_select_items(slots) for slots in best.SLOTS),
-    *(to_report(per_row) for per_row in best.REPORTED),
+    *(to_report(per_row) for per_row in report.REPORTED),
     *(to_shared(*case) for case in SHARED),
     *(to_own(*case) for case in OWN),
 ]

@@ -13,10 +13,13 @@ from vllm_trie.search import step as search_step
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import ItemRules
 from vllm_trie.search.devices import NEVER
+from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Step, packed, unpacked
+from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.worker.kernels import best, items, tiles
+from vllm_trie.worker.kernels.step import by_kernels
 from vllm_trie.worker.kernels.tiles import RowLogits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,18 +44,21 @@ class Problem:
 
     def by_kernels(self) -> tuple[best.Taken, torch.Tensor]:
         sampled = torch.full((len(self.places), 2), -1, dtype=torch.int64, device=DEVICE)
-        return best.take_step(self.rules, self.logits, Beams(self.scores), self.places, sampled), sampled
+        take = by_kernels(self.rules, Beams(self.scores), self.shape[2])
+        assert take is not None
+        return take(self.rules, self.logits, Beams(self.scores), self.places, sampled), sampled
 
     def by_torch(self) -> Step:
         return take_step(self.rules, self.of_rows(), Beams(self.scores))
 
     def by_torch_of_the_same_sums(self) -> Step:
         """As torch takes it, from log-probabilities that are normalised as the kernels have summed."""
-        ranked = tiles.rank_rows(self.logits, tiles.tiles_of(self.logits), self.scores, 1, 1)
+        logits = self.logits._replace(temperature=self.rules.filters.temperature)
+        ranked = tiles.rank_rows(logits, tiles.tiles_of(logits), self.scores, 1, tiles.Wanted(1, 1))
         highest, rest = ranked.normal.view(*self.shape[:2], 2, 1).unbind(2)
 
         def normalised(logits: torch.Tensor, barred: tuple[int, ...], temperature: float) -> torch.Tensor:
-            logprobs = (logits.float() - highest) - rest
+            logprobs = (logits.float() / temperature - highest) - rest
             logprobs[..., list(barred)] = NEVER
             return logprobs.nan_to_num(NEVER, NEVER, NEVER)
 
@@ -95,20 +101,44 @@ def check_reports(own: Step, theirs: Step, lives: torch.Tensor) -> None:
         assert of_own.tolist() == of_theirs.tolist()
 
 
+FILTERS = LogitsFilters(), LogitsFilters(0.7), LogitsFilters(1.3, 0.1)
+
+
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    width = draw(st.integers(1, 4))
-    rules = rules_of(
-        width,
-        draw(st.sampled_from(["hf", "tridecode"])),
+def rules_of_best(draw: st.DrawFn) -> SelectRules:
+    return rules_of(
+        draw(st.integers(1, 4)),
+        draw(st.sampled_from(["hf", "tridecode", "vllm"])),
         draw(st.sampled_from([(), (1,), (0, 2)])),
         draw(st.booleans()),
         is_last=draw(st.booleans()),
         is_controlled=True,
         num_beams=draw(st.sampled_from([None, 1])),
         num_logprobs=draw(st.sampled_from([None, None, 0, 2, 40])),
+        filters=draw(st.sampled_from(FILTERS)),
     )
-    num_rows = draw(st.sampled_from([1, width]))
+
+
+@st.composite
+def rules_in_groups(draw: st.DrawFn) -> SelectRules:
+    number = draw(st.integers(2, 3))
+    penalty, padding = draw(st.sampled_from([0.1, 0.7, 9.0])), draw(st.sampled_from([None, 1]))
+    done = draw(st.sampled_from([(), (0,), (1,)]))
+    return rules_of(
+        number * draw(st.integers(1, 2)),
+        stops=draw(st.sampled_from([(), (1,), (0, 2)])),
+        are_barred=draw(st.booleans()),
+        strategy=InGroups(number, penalty, padding, done),
+        is_last=draw(st.booleans()),
+        is_controlled=True,
+        filters=draw(st.sampled_from(FILTERS)),
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn, of_rules: st.SearchStrategy[SelectRules]) -> Problem:
+    rules = draw(of_rules)
+    num_rows = draw(st.sampled_from([1, rules.width]))
     vocab_size = draw(st.sampled_from([3, 64, 65, 4097]))
     problem = Problem(rules, draw(st.integers(1, 2)), num_rows, vocab_size, draw(st.integers(0, 1 << 31)))
     values = problem.logits.values
@@ -127,9 +157,14 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate])
-@given(problems())
+@given(problems(rules_of_best()))
 def test_kernels_take_the_step_of_torch(problem: Problem) -> None:
-    assert best.takes(problem.rules, Beams(problem.scores), problem.shape[2])
+    check(problem)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(problems(rules_in_groups()))
+def test_kernels_take_the_step_of_torch_in_groups_of_beams(problem: Problem) -> None:
     check(problem)
 
 

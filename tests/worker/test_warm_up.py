@@ -21,7 +21,9 @@ from vllm_trie.options import PLUGIN_NAME
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import ItemRules, ItemTrie
 from vllm_trie.search.constraints.constraint import Constraint
+from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.worker import warm_up as warm_up_module
 from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.attention.shared_rows import Scoring, SharesPrefixes
@@ -147,13 +149,29 @@ def logits_of_steps() -> list[torch.Tensor]:
 def test_no_step_by_kernels_launches_a_variant_that_was_not_warmed(
     noted: dict[str, Launches], warmed: dict[str, set[object]], num_stops: int
 ) -> None:
-    for width, semantics in product([*range(1, 10), 16, 17, 32, 33, MOST_ROWS], ["hf", "tridecode"]):
+    for width, semantics in product([*range(1, 10), 16, 17, 32, 33, MOST_ROWS], ["hf", "tridecode", "vllm"]):
         plain = rules_of(width, semantics, tuple(range(num_stops)))
-        others = [{"num_logprobs": count} for count in (0, 1, 9, 40, 128)]
+        others: list[dict[str, Any]] = [{"num_logprobs": count} for count in (0, 1, 9, 40, 128)]
+        others.append({"filters": LogitsFilters(0.7, 0.1)})
         for own in ({}, {"is_last": True}, {"num_beams": -(-width // 3)}, *others):
             for logits, num_rows in product(logits_of_steps(), {1, width}):
                 take(plain._replace(**own), logits, num_rows, {})
     assert noted["_select_best"].count > 100
+    assert not new_variants(noted, warmed)
+
+
+@pytest.mark.parametrize("num_stops", [0, 1, 3])
+def test_no_step_in_groups_of_beams_launches_a_variant_that_was_not_warmed(
+    noted: dict[str, Launches], warmed: dict[str, set[object]], num_stops: int
+) -> None:
+    for width in (*range(2, 10), 16, 18, 32, 33, MOST_ROWS):
+        for number in (count for count in range(2, width + 1) if width % count == 0):
+            in_groups = InGroups(number, 0.5, *((7, (1,)) if number % 2 else (None, ())))
+            for is_last, are_barred in product([False, True], [False, True]):
+                rules = rules_of(width, "hf", tuple(range(num_stops)), are_barred, strategy=in_groups, is_last=is_last)
+                for logits, num_rows in product(logits_of_steps(), {1, width}):
+                    take(rules, logits, num_rows, {})
+    assert noted["_select_in_groups"].count > 100
     assert not new_variants(noted, warmed)
 
 

@@ -13,7 +13,7 @@ from tests.support.reference import agree, engine_answers, transformers_beams
 from vllm_trie import beam_params
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.worker import kernels
-from vllm_trie.worker.kernels import best, items
+from vllm_trie.worker.kernels import best, in_groups, items
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ FEW_TOKENS = 3
 def through_kernels(monkeypatch: pytest.MonkeyPatch) -> list[SelectRules]:
     """Let kernels do the work. Returns the rules of the steps that they take from then on."""
     taken = list[SelectRules]()
-    for module in (best, items):
+    for module in (best, in_groups, items):
 
         def noted(rules: SelectRules, *args: Any, take_step: Any = module.take_step) -> best.Taken:
             taken.append(rules)
@@ -58,8 +58,10 @@ def test_search_through_kernels_finds_the_beams_of_transformers(
     [
         {"min_tokens": 2, "repetition_penalty": 1.3},
         {"allowed_sequences": [[4, 5], [4, 6, 7], [8, 5, 9], [8, 6, 3]], "logprobs": None},
+        {"semantics": "vllm", "stop_token_ids": [3, 4]},
+        {"num_beam_groups": 2, "diversity_penalty": 0.7, "temperature": 0.6, "min_p": 0.01, "logprobs": None},
     ],
-    ids=["controlled", "along a catalog"],
+    ids=["controlled", "along a catalog", "by the rules of vLLM", "in groups of beams"],
 )
 def test_kernels_find_what_torch_finds(
     engines: Engines, random_model: Callable, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]

@@ -14,28 +14,23 @@ import triton.language as tl
 
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.stops import Stops
-from vllm_trie.search.devices import constant, filled
-from vllm_trie.search.filters import LogitsFilters, Pruning
+from vllm_trie.search.devices import constant
+from vllm_trie.search.filters import Pruning
 from vllm_trie.search.rank import TILE, Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Layout, Step
 from vllm_trie.search.strategies.best import Best, num_candidates
 from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kernels.order_keys import KEY_UNIT, NUM_SCORE_BITS, first_in_order, is_among, score_of
+from vllm_trie.worker.kernels.report import REPORTED, report
 from vllm_trie.worker.kernels.tiles import (
-    BLOCK,
-    KEY_UNIT,
-    LAST_KEY,
     MOST_PER_ROW,
     MOST_TILES,
-    NUM_SCORE_BITS,
     RowKeys,
     RowLogits,
-    cutoff,
-    is_among,
-    keep,
-    logprobs_of,
+    Wanted,
+    can_filter,
     rank_rows,
-    score_of,
     tiles_of,
 )
 
@@ -43,8 +38,9 @@ SLOTS = 4, 16, 32, 64  # that kernels are compiled for; of more a program would 
 SIZES = [  # slots, and continuations that are kept of each row: as many, twice or four times as many
     *((slots, factor * slots) for slots in SLOTS for factor in (1, 2, 4) if factor * slots <= MOST_PER_ROW)
 ]
-REPORTED = 8, 32, MOST_PER_ROW  # log-probabilities of each row that kernels are compiled for
 KEYS_AT_A_TIME = 1024  # that it puts in order
+SEMANTICS = Best("hf"), Best("tridecode"), Best("vllm")  # what says which hypotheses finish; in kernels by number
+HF, VLLM = tl.constexpr(SEMANTICS.index(Best("hf"))), tl.constexpr(SEMANTICS.index(Best("vllm")))
 
 
 class Taken(NamedTuple):
@@ -62,8 +58,9 @@ def takes(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
     where there are more than 32 beams.
     """
     return (
-        rules.strategy in (Best("hf"), Best("tridecode"))
-        and (rules.filters, rules.pruning, rules.constraints) == (LogitsFilters(), Pruning(), ())
+        rules.strategy in SEMANTICS
+        and (rules.pruning, rules.constraints) == (Pruning(), ())
+        and can_filter(rules.filters)
         and (not rules.stops.strings or rules.stops.are_barred)
         and rules.width <= SLOTS[-1]
         and (slots_of(rules.width), kept_of(rules)) in SIZES
@@ -84,13 +81,14 @@ def take_step(
         places: [G * r] int64, of rows in the batch.
         sampled: [batch, ...] int64, receives the newest token of every row.
     """
+    logits = logits._replace(temperature=rules.filters.temperature)
     scores, tiles = beams.scores.contiguous(), tiles_of(logits)
-    ranked = rank_rows(logits, tiles, scores, _count(rules), kept_of(rules))
+    own = (rules.stops.token_ids, 2 * rules.width) if rules.strategy == Best("vllm") else ()
+    wanted = Wanted(_count(rules), kept_of(rules), rules.filters, *own)
+    ranked = rank_rows(logits, tiles, scores, scores.shape[1], wanted)
     taken = _select(rules, logits, scores.shape, ranked, places, sampled)
     if taken.layout.top_shape is not None:
-        nothing, count = filled(tuple(scores.shape), 0.0, scores.device), max(taken.layout.top_shape[1], 1)
-        tops = rank_rows(logits, tiles, nothing, count, next(kept for kept in REPORTED if kept >= count))
-        _report(logits, tops, taken, scores.shape)
+        report(logits, tiles, taken.words, taken.layout)
     return taken
 
 
@@ -111,14 +109,15 @@ def slots_of(width: int) -> int:
 
 def layout_of(rules: SelectRules, num_rows: int, vocab_size: int) -> Layout:
     """How a step is packed."""
-    width, count = rules.width, min(_count(rules), num_rows * vocab_size)
-    ints, floats = [width, width, count, count], [width, count]
+    width, num_ended = rules.width, min(_count(rules), num_rows * vocab_size)
+    if rules.strategy == Best("vllm"):  # what stops finishes in each row, and what is left in the last step
+        num_ended = num_rows * len(rules.stops.token_ids) + (num_ended if rules.is_last else 0)
+    ints, floats = [width, width, num_ended, num_ended], [width, num_ended]
     if rules.num_logprobs is None:
         return Layout(ints, floats, None, False)
     top_shape = torch.Size([num_rows, min(rules.num_logprobs, vocab_size)])
-    return Layout(
-        [*ints, width, count, top_shape.numel()], [*floats, width, count, top_shape.numel()], top_shape, False
-    )
+    reported = [width, num_ended, top_shape.numel()]
+    return Layout(ints + reported, floats + reported, top_shape, False)
 
 
 def _select(
@@ -132,7 +131,7 @@ def _select(
     """Rank what the rows of each group have ranked, and say what finishes and what goes on in which slot."""
     (num_groups, num_rows), vocab_size, device = shape, logits.values.shape[1], places.device
     layout, width, per_row = layout_of(rules, num_rows, vocab_size), rules.width, ranked.keys.shape[1]
-    count, num_ints = layout.ints[2], sum(layout.ints)
+    count, num_ended, num_ints = min(_count(rules), num_rows * vocab_size), layout.ints[2], sum(layout.ints)
     words = torch.empty(num_groups, num_ints + sum(layout.floats), dtype=torch.int32, device=device)
     order = torch.empty(num_groups, 2, per_row, dtype=torch.int64, device=device)
     parents, tokens = torch.empty(2, num_groups, width, dtype=torch.int64, device=device)
@@ -140,14 +139,20 @@ def _select(
     stops = constant(rules.stops.token_ids, device)
     going, num_bits = rules.num_beams or width, NUM_SCORE_BITS + (num_rows * vocab_size).bit_length()
     of_groups = ranked.keys, num_rows, vocab_size, count, num_bits, stops, len(stops), width, going
+    ends = ranked.own, ranked.own.shape[1], num_ended, SEMANTICS.index(rules.strategy), rules.is_last
     sizes = sizes_to_select(slots_of(width), per_row)
     _select_best[num_groups,](
-        *of_groups, order, *beams, words, words.shape[1], num_ints, places, sampled, sampled.stride(0),
-        rules.strategy == Best("hf"), rules.is_last, **sizes, num_warps=warps_to_select(sizes["lanes"]),
+        *of_groups, *ends, order, *beams, words, words.shape[1], num_ints, places, sampled, sampled.stride(0),
+        **sizes, num_warps=warps_to_select(sizes["lanes"]),
     )  # fmt: skip
-    ended_by, ended_in = words[:, 2 * width : 2 * (width + count)].unflatten(1, (2, count)).unbind(1)
-    ended_with = words[:, num_ints + width : num_ints + width + count].view(torch.float32)
-    return Taken(Step(*beams, Candidates(ended_by, ended_in, ended_with)), words, layout)
+    return Taken(Step(*beams, finished_of(words, layout)), words, layout)
+
+
+def finished_of(words: torch.Tensor, layout: Layout) -> Candidates[torch.Tensor]:
+    """What finishes, of a step [G, n] that is packed."""
+    width, count, num_ints = *layout.floats[:2], sum(layout.ints)
+    parents, tokens = words[:, 2 * width :][:, : 2 * count].unflatten(1, (2, count)).unbind(1)
+    return Candidates(parents, tokens, words[:, num_ints + width :][:, :count].view(torch.float32))
 
 
 def sizes_to_select(slots: int, per_row: int) -> dict[str, int]:
@@ -159,31 +164,6 @@ def sizes_to_select(slots: int, per_row: int) -> dict[str, int]:
 def warps_to_select(lanes: int) -> int:
     """Warps of a program of `_select_best`."""
     return 4 if lanes <= 1024 else 8 if lanes <= 4096 else 16
-
-
-@triton.jit
-def in_order(unordered, rank, to):
-    """Keys in their order; `to`: where there is room for them."""
-    other, own = unordered[None, :], unordered[:, None]
-    is_before = (other < own) | ((other == own) & (rank[None, :] < rank[:, None]))
-    tl.store(to + tl.sum(is_before.to(tl.int32), axis=1), unordered)
-    tl.debug_barrier()
-    return tl.load(to + rank)
-
-
-@triton.jit
-def first_in_order(
-    keys, stride, num_rows, count, num_bits, order, per_row: tl.constexpr, lanes: tl.constexpr, part: tl.constexpr
-):  # fmt: skip
-    """The first `count` of a group's keys, in order; `stride`: from row to row; `order`: room for twice as many."""
-    lane, num_lanes, rank = tl.arange(0, lanes), num_rows * per_row, tl.arange(0, per_row)
-    of_rows = tl.load(keys + lane // per_row * stride + lane % per_row, mask=lane < num_lanes, other=LAST_KEY)
-    last, num_kept = cutoff(of_rows, count, num_bits), 0
-    for start in range(0, lanes, part):
-        at = start + tl.arange(0, part)
-        some = tl.load(keys + at // per_row * stride + at % per_row, mask=at < num_lanes, other=LAST_KEY)
-        num_kept = keep(some, (some < LAST_KEY) & (some <= last), order, num_kept, per_row)
-    return in_order(tl.load(order + rank), rank, order + per_row)
 
 
 @triton.jit
@@ -201,121 +181,92 @@ def into_slots(parent, alive, slot, width, count: tl.constexpr):
     return tl.minimum(first_child, taken)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_rows",
-        "vocab_size",
-        "count",
-        "num_bits",
-        "num_stops",
-        "width",
-        "going",
-        "num_words",
-        "num_ints",
-        "sampled_stride",
-        "is_hf",
-        "is_last",
-    ],
-    do_not_specialize_on_alignment=["places", "next_tokens", "sampled"],
-)
-def _select_best(
-    keys, num_rows, vocab_size, count, num_bits, stops, num_stops, width, going, order, next_parents, next_tokens,
-    next_scores, words, num_words, num_ints, places, sampled, sampled_stride, is_hf, is_last, per_row: tl.constexpr,
-    lanes: tl.constexpr, part: tl.constexpr, slots: tl.constexpr,
+@triton.jit
+def decide(
+    key, ranked, num_rows, vocab_size, count, stops, num_stops, width, going, semantics, is_last, per_row: tl.constexpr,
+    slots: tl.constexpr,
 ):  # fmt: skip
-    """See `_select`: a program per group."""
-    group = tl.program_id(0).to(tl.int64)
-    rank, slot, order = tl.arange(0, per_row), tl.arange(0, slots), order + group * 2 * per_row
-    keys += group * num_rows * per_row
-    key = first_in_order(keys, per_row, num_rows, count, num_bits, order, per_row, lanes, part)
+    """What is decided by keys in order, which lie in `ranked`, too.
 
+    Returns:
+        [per_row] parents and tokens of candidates, and their scores if they finish, else -inf; and by slot [slots]
+        parents, tokens and scores.
+    """
+    rank, slot = tl.arange(0, per_row), tl.arange(0, slots)
     place = tl.where(rank < count, key % KEY_UNIT, 0)
     parent, token = (place // vocab_size).to(tl.int32), (place % vocab_size).to(tl.int32)
     score = tl.where(rank < count, score_of(key), float("-inf"))
     stop = is_among(token, stops, num_stops)
     lives = (score > float("-inf")) & (stop == 0)
     alive = lives & (tl.cumsum(lives.to(tl.int32), axis=0) <= going)
-    num_going = tl.where(is_hf, rank + 1, tl.cumsum((stop == 0).to(tl.int32), axis=0) + stop.to(tl.int32))
-    ends = (num_going <= going) & (stop | is_last)
-    words += group * num_words
-    ended, is_ranked = words + 2 * width, rank < count
-    tl.store(ended + rank, parent, mask=is_ranked)
-    tl.store(ended + count + rank, token, mask=is_ranked)
-    ended_with = tl.where(ends, score, float("-inf")).to(tl.int32, bitcast=True)
-    tl.store(words + num_ints + width + rank, ended_with, mask=is_ranked)
+    num_going = tl.where(semantics == HF, rank + 1, tl.cumsum((stop == 0).to(tl.int32), axis=0) + stop.to(tl.int32))
+    ends = tl.where(semantics == VLLM, alive, (num_going <= going) & (stop | is_last))
 
-    is_slot, chosen = slot < width, into_slots(parent, alive, slot, width, per_row)
+    chosen = into_slots(parent, alive, slot, width, per_row)
     has_beam, chosen = chosen < per_row, tl.minimum(chosen, count - 1)
-    own = tl.load(order + per_row + chosen)
+    own = tl.load(ranked + chosen)
     own_place = own % KEY_UNIT
     own_parent = tl.where(has_beam, own_place // vocab_size, tl.minimum(slot, num_rows - 1).to(tl.int64))
-    own_token = own_place % vocab_size
     own_score = tl.where(has_beam, score_of(own), float("-inf"))
-    by_slot = group * width + slot
-    tl.store(next_parents + by_slot, own_parent, mask=is_slot)
-    tl.store(next_tokens + by_slot, own_token, mask=is_slot)
-    tl.store(next_scores + by_slot, own_score, mask=is_slot)
-    tl.store(words + slot, own_parent.to(tl.int32), mask=is_slot)
-    tl.store(words + width + slot, own_token.to(tl.int32), mask=is_slot)
-    tl.store(words + num_ints + slot, own_score.to(tl.int32, bitcast=True), mask=is_slot)
-    is_placed = is_slot & (slot < num_rows)
-    row = tl.load(places + group * num_rows + slot, mask=is_placed, other=0)
-    tl.store(sampled + row * sampled_stride, own_token, mask=is_placed)
+    return parent, token, tl.where(ends, score, float("-inf")), own_parent, own_place % vocab_size, own_score
 
 
-def _report(logits: RowLogits, tops: RowKeys, taken: Taken, shape: torch.Size) -> None:
-    """Write the log-probabilities that are reported: of each row the best, and of beams and what finishes their own.
-
-    Args:
-        logits: Of all rows.
-        tops: Their best tokens.
-        taken: What was decided.
-        shape: G and r.
-    """
-    (num_groups, num_rows), (words, layout) = shape, taken[1:]
-    width, count = layout.floats[:2]
-    _write_logprobs[num_groups, width + count + num_rows](
-        *logits.arguments, *tops, words, words.shape[1], sum(layout.ints), width, count, num_rows,
-        layout.ints[-1] // num_rows, per_row=tops.keys.shape[1], block=BLOCK, num_warps=WARPS_TO_REPORT,
-    )  # fmt: skip
+@triton.jit
+def write_ended(words, num_ints, width, num_ended, at, parent, token, score, mask):
+    """Write what finishes to its places among `num_ended`, in a step that is packed."""
+    ended = words + 2 * width + at
+    tl.store(ended, parent, mask=mask)
+    tl.store(ended + num_ended, token, mask=mask)
+    tl.store(words + num_ints + width + at, score.to(tl.int32, bitcast=True), mask=mask)
 
 
-WARPS_TO_REPORT = 4
+@triton.jit
+def write_beams(words, num_ints, width, at, parent, token, score, mask):
+    """Write beams to their slots, in a step that is packed."""
+    tl.store(words + at, parent.to(tl.int32), mask=mask)
+    tl.store(words + width + at, token.to(tl.int32), mask=mask)
+    tl.store(words + num_ints + at, score.to(tl.int32, bitcast=True), mask=mask)
 
 
 @triton.jit(
-    do_not_specialize=["vocab_size", "num_barred", "num_words", "num_ints", "width", "count", "num_rows", "num_tops"],
-    do_not_specialize_on_alignment=["index"],
+    do_not_specialize=[
+        *("num_rows", "vocab_size", "count", "num_bits", "num_stops", "width", "going", "num_own", "num_ended"),
+        *("semantics", "is_last", "num_words", "num_ints", "sampled_stride"),
+    ],
+    do_not_specialize_on_alignment=["places", "next_tokens", "sampled"],
 )
-def _write_logprobs(
-    logits, index, stride, vocab_size, barred, num_barred, keys, normal, words, num_words, num_ints, width, count,
-    num_rows, num_tops, per_row: tl.constexpr, block: tl.constexpr,
+def _select_best(
+    keys, num_rows, vocab_size, count, num_bits, stops, num_stops, width, going, own, num_own, num_ended, semantics,
+    is_last, order, next_parents, next_tokens, next_scores, words, num_words, num_ints, places, sampled, sampled_stride,
+    per_row: tl.constexpr, lanes: tl.constexpr, part: tl.constexpr, slots: tl.constexpr,
 ):  # fmt: skip
-    """See `_report`: a program per group, and continuation or row."""
-    group, entry, num_entries = tl.program_id(0).to(tl.int64), tl.program_id(1), width + count
+    """See `_select`: a program per group."""
+    group = tl.program_id(0).to(tl.int64)
+    rank, slot, order = tl.arange(0, per_row), tl.arange(0, slots), order + group * 2 * per_row
+    keys += group * num_rows * per_row
+    key = first_in_order(keys, per_row, num_rows, count, num_bits, order, per_row, lanes, part)
+    parent, token, ended_with, own_parent, own_token, own_score = decide(
+        key, order + per_row, num_rows, vocab_size, count, stops, num_stops, width, going, semantics, is_last, per_row,
+        slots,
+    )  # fmt: skip
+
     words += group * num_words
-    ints, floats = words + 2 * num_entries, words + num_ints + num_entries
-    if entry < num_entries:
-        at = words + tl.where(entry < width, entry, entry + width)
-        of_parent = group * num_rows + tl.load(at)
-        newest = tl.load(at + tl.where(entry < width, width, count)) + tl.arange(0, 1)
-        values, of_row = logits + tl.load(index + of_parent) * stride, normal + 2 * of_parent
-        own = logprobs_of(values, of_row, newest, vocab_size, barred, num_barred)
-        num_as_good = tl.zeros([block], tl.int32)
-        for start in range(0, vocab_size, block):
-            others = start + tl.arange(0, block)
-            logprob = logprobs_of(values, of_row, others, vocab_size, barred, num_barred)
-            num_as_good += ((logprob >= own) & (others < vocab_size)).to(tl.int32)
-        tl.store(ints + entry, tl.sum(num_as_good, axis=0))
-        tl.store(floats + entry + tl.arange(0, 1), own.to(tl.int32, bitcast=True))
-    else:
-        row, rank = entry - num_entries, tl.arange(0, per_row)
-        keys += (group * num_rows + row) * per_row
-        key = in_order(tl.load(keys + rank), rank, keys)
-        first = num_entries + row * num_tops
-        token = (key % KEY_UNIT % vocab_size).to(tl.int32)
-        tl.store(ints + first + rank, token, mask=rank < num_tops)
-        tl.store(floats + first + rank, score_of(key).to(tl.int32, bitcast=True), mask=rank < num_tops)
+    first = num_rows * num_own
+    is_ended = (rank < count) & (first + rank < num_ended)
+    write_ended(words, num_ints, width, num_ended, first + rank, parent, token, ended_with, is_ended)
+    for at in range(num_own):
+        stop, of_row, is_row = tl.load(stops + at).to(tl.int32), slot * num_own + at, slot < num_rows
+        with_stop = tl.load(own + group * num_rows * num_own + of_row, mask=is_row, other=float("-inf"))
+        write_ended(words, num_ints, width, num_ended, of_row, slot, stop, with_stop, is_row)
+
+    is_slot, by_slot = slot < width, group * width + slot
+    tl.store(next_parents + by_slot, own_parent, mask=is_slot)
+    tl.store(next_tokens + by_slot, own_token, mask=is_slot)
+    tl.store(next_scores + by_slot, own_score, mask=is_slot)
+    write_beams(words, num_ints, width, slot, own_parent, own_token, own_score, is_slot)
+    is_placed = is_slot & (slot < num_rows)
+    row = tl.load(places + group * num_rows + slot, mask=is_placed, other=0)
+    tl.store(sampled + row * sampled_stride, own_token, mask=is_placed)
 
 
 def warm_up(serving: Serving) -> None:

@@ -13,34 +13,40 @@ import triton.language as tl
 
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
-from vllm_trie.search.filters import LogitsFilters, Pruning
+from vllm_trie.search.filters import Pruning
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Layout, Step
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.kernels.best import (
+    SEMANTICS,
     SLOTS,
     Taken,
-    first_in_order,
+    finished_of,
     into_slots,
     sizes_to_select,
     slots_of,
     slots_up_to,
     warps_to_select,
 )
-from vllm_trie.worker.kernels.tiles import (
+from vllm_trie.worker.kernels.order_keys import (
     KEY_UNIT,
     LAST_KEY,
-    MOST_PER_ROW,
     NUM_SCORE_BITS,
-    RowLogits,
     cutoff,
+    first_in_order,
     keep,
-    logprobs_of,
-    normalise,
     order_key,
     score_of,
+)
+from vllm_trie.worker.kernels.tiles import (
+    MOST_PER_ROW,
+    RowLogits,
+    can_filter,
+    log_min_p,
+    logprobs_of,
+    normalise,
     tiles_of,
 )
 
@@ -55,8 +61,9 @@ def takes(rules: SelectRules, beams: Beams, _: int) -> bool:
     if items is None or rules.constraints != (items,) or items != ItemRules(items.catalog):
         return False
     return (
-        rules.strategy in (Best("hf"), Best("tridecode"), Best("vllm"))
-        and (rules.filters, rules.pruning, rules.num_logprobs) == (LogitsFilters(), Pruning(), None)
+        rules.strategy in SEMANTICS
+        and (rules.pruning, rules.num_logprobs) == (Pruning(), None)
+        and can_filter(rules.filters)
         and (not rules.stops.strings or rules.stops.are_barred)
         and rules.width <= SLOTS[-1]
         and _most_children(beams) <= CHILDREN[-1]
@@ -77,13 +84,14 @@ def take_step(
     width, count = rules.width, rules.num_beams or rules.width
     slots, most_children = slots_of(width), _most_children(beams)
     children = next(children for children in CHILDREN if children >= most_children)
+    logits = logits._replace(temperature=rules.filters.temperature)
     scores, states, tiles = beams.scores.contiguous(), beams.states[along].contiguous(), tiles_of(logits)
     trie = states, along.trie.first_child, along.trie.tokens
     keys = torch.empty(num_groups * num_rows, 2, ROOM.value, dtype=torch.int64, device=device)
     normal = torch.empty(num_groups * num_rows, 2, dtype=torch.float32, device=device)
     _rank_items[num_groups * num_rows,](
-        *logits.arguments, *tiles.arguments[1:], scores, num_rows, count, *trie, keys, normal,
-        **sizes_to_rank(tiles.maxima.shape[1], children), num_warps=WARPS_TO_RANK,
+        *logits.arguments, *tiles.arguments[1:], scores, num_rows, count, log_min_p(rules.filters), *trie, keys,
+        normal, **sizes_to_rank(tiles.maxima.shape[1], children), num_warps=WARPS_TO_RANK,
     )  # fmt: skip
     layout = Layout([width, width, count, count], [width, count], None, False)
     words = torch.empty(num_groups, 3 * (width + count), dtype=torch.int32, device=device)
@@ -97,9 +105,7 @@ def take_step(
         words, places, sampled, sampled.stride(0), may_end, children, **sizes,
         num_warps=warps_to_select(2 * sizes["lanes"]),
     )  # fmt: skip
-    ended_by, ended_in = words[:, 2 * width : 2 * (width + count)].unflatten(1, (2, count)).unbind(1)
-    finished = Candidates(ended_by, ended_in, words[:, -count:].view(torch.float32))
-    return Taken(Step(*by_slot, finished, states={along: targets}), words, layout)
+    return Taken(Step(*by_slot, finished_of(words, layout), states={along: targets}), words, layout)
 
 
 def sizes_to_rank(num_blocks: int, children: int) -> dict[str, int]:
@@ -112,8 +118,8 @@ def sizes_to_rank(num_blocks: int, children: int) -> dict[str, int]:
     do_not_specialize_on_alignment=["index", "scores", "states"],
 )
 def _rank_items(
-    logits, index, stride, vocab_size, barred, num_barred, maxima, sums, num_blocks, scores, num_rows, count, states,
-    first_child, node_tokens, keys, normal, blocks: tl.constexpr, children: tl.constexpr,
+    logits, index, stride, vocab_size, barred, num_barred, temperature, maxima, sums, num_blocks, scores, num_rows,
+    count, log_min_p, states, first_child, node_tokens, keys, normal, blocks: tl.constexpr, children: tl.constexpr,
 ):  # fmt: skip
     """The best children of a row's node, and the best of those that have children: a program per row."""
     row, child = tl.program_id(0), tl.arange(0, children)
@@ -124,7 +130,9 @@ def _rank_items(
     exists = node < tl.load(first_child + parent + 1)
     token = tl.load(node_tokens + node, mask=exists, other=0)
     values = logits + tl.load(index + row) * stride
-    logprob = logprobs_of(values, normal, token, vocab_size, barred, num_barred)
+    logprob = logprobs_of(values, normal, token, vocab_size, barred, num_barred, temperature)
+    least = tl.max(tl.where(exists, logprob, float("-inf")), axis=0) + log_min_p
+    logprob = tl.where(logprob < least, float("-inf"), logprob)
     own = tl.where(exists, order_key(logprob + score, (row % num_rows) * children + child), LAST_KEY)
     begin, end = (
         tl.load(first_child + node, mask=exists, other=0),

@@ -1,0 +1,215 @@
+"""A step of group beam search, in three launches; `search.strategies.in_groups` has it in torch.
+
+All rows are ranked at once, as if no group avoided anything. A penalty takes off the tokens of earlier groups alone, of
+which there are fewer than beams: so of each row that many more continuations are kept. One program per search then
+walks its groups, one after the other, and ranks what their rows have kept anew, less the penalties.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.devices import constant
+from vllm_trie.search.filters import Pruning
+from vllm_trie.search.rank import TILE, Candidates
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.step_result import Layout, Step
+from vllm_trie.search.strategies.best import num_candidates
+from vllm_trie.search.strategies.in_groups import InGroups
+from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kernels.best import (
+    HF,
+    SLOTS,
+    Taken,
+    decide,
+    finished_of,
+    sizes_to_select,
+    slots_of,
+    slots_up_to,
+    warps_to_select,
+    write_beams,
+    write_ended,
+)
+from vllm_trie.worker.kernels.order_keys import (
+    KEY_UNIT,
+    LAST_KEY,
+    NUM_SCORE_BITS,
+    first_in_order,
+    is_among,
+    order_key,
+    score_of,
+)
+from vllm_trie.worker.kernels.tiles import (
+    MOST_PER_ROW,
+    MOST_TILES,
+    RowLogits,
+    Wanted,
+    can_filter,
+    logprobs_of,
+    rank_rows,
+    tiles_of,
+)
+
+NO_TOKEN = tl.constexpr(-1)  # in the place of a token that no beam took
+
+
+class Groups(NamedTuple):
+    """The groups of beams of each search."""
+
+    number: int
+    width: int  # beams of each
+    num_candidates: int  # of each, that must be ranked
+
+
+def takes(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
+    """Whether a step by these rules is taken here; else torch takes it."""
+    return (
+        isinstance(rules.strategy, InGroups)
+        and (rules.pruning, rules.constraints, rules.num_logprobs) == (Pruning(), (), None)
+        and can_filter(rules.filters)
+        and (not rules.stops.strings or rules.stops.are_barred)
+        and rules.width <= SLOTS[-1]
+        and _per_row(rules) <= _kept(rules)
+        and vocab_size <= MOST_TILES * TILE
+    )
+
+
+def groups_of(rules: SelectRules) -> Groups:
+    """What rules say of groups of beams."""
+    number = cast(InGroups, rules.strategy).number
+    width = rules.width // number
+    return Groups(number, width, num_candidates(width, len(rules.stops.token_ids), width))
+
+
+def _per_row(rules: SelectRules) -> int:
+    """Continuations of a row that may be among the best of its group, whatever other groups take."""
+    _, width, count = groups_of(rules)
+    return count + rules.width - width
+
+
+def _kept(rules: SelectRules) -> int:
+    """How many are kept: so that few variants of the kernels are enough, by the number of slots alone."""
+    return min(4 * slots_of(rules.width), MOST_PER_ROW)
+
+
+def take_step(
+    rules: SelectRules, logits: RowLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
+) -> Taken:
+    """What `search.step.take_step` does, where `takes` says so; as `best.take_step`."""
+    (num_searches, num_rows), vocab_size, device = beams.scores.shape, logits.values.shape[1], places.device
+    strategy, (number, width, count) = cast(InGroups, rules.strategy), groups_of(rules)
+    logits = logits._replace(temperature=rules.filters.temperature)
+    scores, rows_of_group, kept = beams.scores.contiguous(), min(num_rows, width), _kept(rules)
+    ranked = rank_rows(logits, tiles_of(logits), scores, rows_of_group, Wanted(_per_row(rules), kept, rules.filters))
+
+    count, sizes = min(count, rows_of_group * vocab_size), sizes_to_select(slots_of(width), kept)
+    sides = [rules.width, number * count]
+    layout = Layout([side for side in sides for _ in range(2)], sides, None, False)
+    num_ints, num_bits = sum(layout.ints), NUM_SCORE_BITS + (rows_of_group * vocab_size).bit_length()
+    words = torch.empty(num_searches, num_ints + sum(sides), dtype=torch.int32, device=device)
+    order = torch.empty(num_searches, 2 * kept + sizes["lanes"], dtype=torch.int64, device=device)
+    parents, tokens, taken = torch.empty(3, num_searches, rules.width, dtype=torch.int64, device=device)
+    by_slot = Candidates(parents, tokens, torch.empty_like(scores.new_empty(num_searches, rules.width)))
+    stops, done = constant(rules.stops.token_ids, device), constant(strategy.done, device)
+    padding = NO_TOKEN.value if strategy.padding is None else strategy.padding
+    _select_in_groups[num_searches,](
+        *logits.arguments, ranked.normal, scores, ranked.keys, num_rows, count, num_bits, stops, len(stops), number,
+        width, float(strategy.penalty), padding, done, len(done), rules.is_last, order, *by_slot, taken, words,
+        words.shape[1], num_ints, places, sampled, sampled.stride(0), **sizes,
+        num_warps=warps_to_select(sizes["lanes"]), enable_fp_fusion=False,
+    )  # fmt: skip
+    return Taken(Step(*by_slot, finished_of(words, layout)), words, layout)
+
+
+@triton.jit
+def less_penalties(
+    keys, to, num_keys, logits, index, stride, vocab_size, barred, num_barred, temperature, normal, scores, taken,
+    num_taken, penalty, is_done, lanes: tl.constexpr, part: tl.constexpr,
+):  # fmt: skip
+    """Rank the continuations of a group's rows anew, less what each time costs that its token is among `taken`."""
+    for start in range(0, lanes, part):
+        lane = start + tl.arange(0, part)
+        key = tl.load(keys + lane, mask=lane < num_keys, other=LAST_KEY)
+        exists = key < LAST_KEY
+        place = tl.where(exists, key % KEY_UNIT, 0)
+        row, token = place // vocab_size, place % vocab_size
+        num_times = tl.zeros([part], tl.int32)
+        for at in range(num_taken):
+            num_times += (token == tl.load(taken + at)).to(tl.int32)
+        values = logits + tl.load(index + row) * stride
+        logprob = logprobs_of(values, normal + 2 * row, token, vocab_size, barred, num_barred, temperature)
+        score = (logprob - penalty * num_times.to(tl.float32)) + tl.load(scores + row)
+        score = tl.where((score_of(key) > float("-inf")) & (is_done == 0), score, float("-inf"))
+        tl.store(to + lane, tl.where(exists, order_key(score, place), LAST_KEY))
+    tl.debug_barrier()
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("vocab_size", "num_barred", "num_rows", "count", "num_bits", "num_stops", "num_groups", "width", "padding"),
+        *("num_done", "is_last", "num_words", "num_ints", "sampled_stride"),
+    ],
+    do_not_specialize_on_alignment=["index", "scores", "next_tokens", "taken", "places", "sampled"],
+)
+def _select_in_groups(
+    logits, index, stride, vocab_size, barred, num_barred, temperature, normal, scores, keys, num_rows, count, num_bits,
+    stops, num_stops, num_groups, width, penalty, padding, done, num_done, is_last, order, next_parents, next_tokens,
+    next_scores, taken, words, num_words, num_ints, places, sampled, sampled_stride, per_row: tl.constexpr, lanes:
+    tl.constexpr, part: tl.constexpr, slots: tl.constexpr,
+):  # fmt: skip
+    """See `take_step`: a program per search.
+
+    Args:
+        keys: [R, per_row] of the rows of all searches, as if nothing was taken.
+        order: [searches, 2 * per_row + lanes], room.
+        taken: [searches, b], room for the tokens that beams take.
+    """
+    search, rank, slot = tl.program_id(0).to(tl.int64), tl.arange(0, per_row), tl.arange(0, slots)
+    num_beams, num_ended, first_row = num_groups * width, num_groups * count, search * num_rows
+    order, words, taken = order + search * (2 * per_row + lanes), words + search * num_words, taken + search * num_beams
+    penalised = order + 2 * per_row
+    rows_of_group = tl.minimum(num_rows, width)
+    for number in range(num_groups):
+        first = number * width
+        row = first_row + tl.where(num_rows > 1, first, 0)
+        is_done = is_among(number, done, num_done).to(tl.int32)
+        less_penalties(
+            keys + row * per_row, penalised, rows_of_group * per_row, logits, index + row, stride, vocab_size, barred,
+            num_barred, temperature, normal + 2 * row, scores + row, taken, first, penalty, is_done, lanes, part,
+        )  # fmt: skip
+        key = first_in_order(penalised, per_row, rows_of_group, count, num_bits, order, per_row, lanes, part)
+        parent, token, ended_with, own_parent, own_token, own_score = decide(
+            key, order + per_row, rows_of_group, vocab_size, count, stops, num_stops, width, width, HF, is_last,
+            per_row, slots,
+        )  # fmt: skip
+        at, is_ranked, is_slot = number * count + rank, rank < count, slot < width
+        write_ended(words, num_ints, num_beams, num_ended, at, parent + first, token, ended_with, is_ranked)
+        own, own_parent = first + slot, own_parent + first
+        by_slot = search * num_beams + own
+        tl.store(next_parents + by_slot, own_parent, mask=is_slot)
+        tl.store(next_tokens + by_slot, own_token, mask=is_slot)
+        tl.store(next_scores + by_slot, own_score, mask=is_slot)
+        write_beams(words, num_ints, num_beams, own, own_parent, own_token, own_score, is_slot)
+        takes = tl.where(own_score > float("-inf"), own_token, NO_TOKEN)
+        tl.store(taken + own, tl.where(is_done != 0, padding, takes), mask=is_slot)
+        is_placed = is_slot & (own < num_rows)
+        in_batch = tl.load(places + first_row + own, mask=is_placed, other=0)
+        tl.store(sampled + in_batch * sampled_stride, own_token, mask=is_placed)
+        tl.debug_barrier()
+
+
+def warm_up(serving: Serving) -> None:
+    """Take a step for each number of slots, of searches and of their groups."""
+    nothing = torch.zeros(1, dtype=torch.int64, device=serving.device)
+    own = Beams(torch.zeros(1, 1, device=serving.device))
+    for logits in serving.logits:
+        for slots in slots_up_to(serving.most_beams):
+            for width in (SLOTS[0] // 2, *(slots // 2 for slots in SLOTS[1:])):
+                rules = SelectRules(slots, InGroups(slots // width, 1.0, None)) if width < slots else None
+                if rules is not None and takes(rules, own, logits.shape[1]):
+                    take_step(rules, RowLogits(logits, nothing), own, nothing, nothing[None].clone())

@@ -1,0 +1,88 @@
+"""Order keys in kernels: how they are made, which are the first of many, and in what order.
+
+`search.rank` has them in torch: int64, lower for a better score and, where scores are equal, for a lower place.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_trie.search.rank import NO_KEY, SCORE_UNIT
+
+KEY_UNIT, LAST_KEY = tl.constexpr(SCORE_UNIT), tl.constexpr(NO_KEY)
+NUM_SCORE_BITS = 31
+SCORE_BITS, PLACE_BITS = tl.constexpr(NUM_SCORE_BITS), tl.constexpr(SCORE_UNIT.bit_length() - 1)  # of an order key
+
+
+@triton.jit
+def order_key(score, place):
+    """As `search.rank` has it: lower for a better score and, where scores are equal, for a lower place."""
+    return tl.abs(score).to(tl.int32, bitcast=True).to(tl.int64) * KEY_UNIT + place
+
+
+@triton.jit
+def score_of(key):
+    """The score in an order key, which is at most 0."""
+    return 0.0 - (key // KEY_UNIT).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def cutoff(keys, count, num_bits):
+    """The `count`-th of order keys, all different; more than any if there are fewer.
+
+    Bit by bit, so that it takes as long for many as for few. `num_bits`: of scores, and of places as far as they go.
+    """
+    found = tl.sum(keys * 0, axis=0)
+    for at in range(num_bits):
+        bit = tl.where(at < SCORE_BITS, SCORE_BITS + PLACE_BITS, num_bits) - 1 - at
+        trial = found + (tl.full([], 1, tl.int64) << bit.to(tl.int64))
+        num_before = tl.sum((keys < trial).to(tl.int32), axis=0)
+        found = tl.where(num_before < count, trial, found)
+    return found
+
+
+@triton.jit
+def keep(values, is_kept, to, num_kept, size: tl.constexpr):
+    """Store those that are kept one after the other, behind `num_kept`, and `LAST_KEY` in what remains of `size`."""
+    place = num_kept + tl.cumsum(is_kept.to(tl.int32), axis=0) - 1
+    rest = tl.arange(0, size)
+    tl.store(to + place, values, mask=is_kept)
+    num_kept += tl.sum(is_kept.to(tl.int32), axis=0)
+    tl.store(to + rest, tl.full([size], LAST_KEY, tl.int64), mask=rest >= num_kept)
+    tl.debug_barrier()
+    return num_kept
+
+
+@triton.jit
+def is_among(tokens, ids, count):
+    """Which tokens are among `count` ids."""
+    found = tokens < 0
+    for at in range(count):
+        found = found | (tokens == tl.load(ids + at))
+    return found
+
+
+@triton.jit
+def in_order(unordered, rank, to):
+    """Keys in their order; `to`: where there is room for them."""
+    other, own = unordered[None, :], unordered[:, None]
+    is_before = (other < own) | ((other == own) & (rank[None, :] < rank[:, None]))
+    tl.store(to + tl.sum(is_before.to(tl.int32), axis=1), unordered)
+    tl.debug_barrier()
+    return tl.load(to + rank)
+
+
+@triton.jit
+def first_in_order(
+    keys, stride, num_rows, count, num_bits, order, per_row: tl.constexpr, lanes: tl.constexpr, part: tl.constexpr
+):  # fmt: skip
+    """The first `count` of a group's keys, in order; `stride`: from row to row; `order`: room for twice as many."""
+    lane, num_lanes, rank = tl.arange(0, lanes), num_rows * per_row, tl.arange(0, per_row)
+    of_rows = tl.load(keys + lane // per_row * stride + lane % per_row, mask=lane < num_lanes, other=LAST_KEY)
+    last, num_kept = cutoff(of_rows, count, num_bits), 0
+    for start in range(0, lanes, part):
+        at = start + tl.arange(0, part)
+        some = tl.load(keys + at // per_row * stride + at % per_row, mask=at < num_lanes, other=LAST_KEY)
+        num_kept = keep(some, (some < LAST_KEY) & (some <= last), order, num_kept, per_row)
+    return in_order(tl.load(order + rank), rank, order + per_row)

@@ -1,0 +1,72 @@
+"""Log-probabilities that a step reports, in two launches; `search.step.reported` has it in torch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_trie.search.devices import filled
+from vllm_trie.search.step_result import Layout
+from vllm_trie.worker.kernels.order_keys import KEY_UNIT, in_order, score_of
+from vllm_trie.worker.kernels.tiles import BLOCK, MOST_PER_ROW, RowLogits, Tiles, Wanted, logprobs_of, rank_rows
+
+REPORTED = 8, 32, MOST_PER_ROW  # log-probabilities of each row that kernels are compiled for
+
+
+def report(logits: RowLogits, tiles: Tiles, words: torch.Tensor, layout: Layout) -> None:
+    """Write the log-probabilities that are reported: of each row the best, and of beams and what finishes their own.
+
+    Args:
+        logits: Of all rows.
+        tiles: Theirs.
+        words: [G, n] int32, what was decided, see `search.step_result.packed`.
+        layout: Of these words.
+    """
+    assert layout.top_shape is not None
+    num_groups, (num_rows, num_tops), (width, count) = len(words), layout.top_shape, layout.floats[:2]
+    nothing, most = filled((num_groups, num_rows), 0.0, words.device), max(num_tops, 1)
+    kept = next(kept for kept in REPORTED if kept >= most)
+    tops = rank_rows(logits, tiles, nothing, num_rows, Wanted(most, kept))
+    _write_logprobs[num_groups, width + count + num_rows](
+        *logits.arguments, tops.keys, tops.normal, words, words.shape[1], sum(layout.ints), width, count, num_rows,
+        num_tops, per_row=tops.keys.shape[1], block=BLOCK, num_warps=WARPS_TO_REPORT,
+    )  # fmt: skip
+
+
+WARPS_TO_REPORT = 4
+
+
+@triton.jit(
+    do_not_specialize=["vocab_size", "num_barred", "num_words", "num_ints", "width", "count", "num_rows", "num_tops"],
+    do_not_specialize_on_alignment=["index"],
+)
+def _write_logprobs(
+    logits, index, stride, vocab_size, barred, num_barred, temperature, keys, normal, words, num_words, num_ints, width,
+    count, num_rows, num_tops, per_row: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """See `report`: a program per group, and continuation or row."""
+    group, entry, num_entries = tl.program_id(0).to(tl.int64), tl.program_id(1), width + count
+    words += group * num_words
+    ints, floats = words + 2 * num_entries, words + num_ints + num_entries
+    if entry < num_entries:
+        at = words + tl.where(entry < width, entry, entry + width)
+        of_parent = group * num_rows + tl.load(at)
+        newest = tl.load(at + tl.where(entry < width, width, count)) + tl.arange(0, 1)
+        values, of_row = logits + tl.load(index + of_parent) * stride, normal + 2 * of_parent
+        own = logprobs_of(values, of_row, newest, vocab_size, barred, num_barred, temperature)
+        num_as_good = tl.zeros([block], tl.int32)
+        for start in range(0, vocab_size, block):
+            others = start + tl.arange(0, block)
+            logprob = logprobs_of(values, of_row, others, vocab_size, barred, num_barred, temperature)
+            num_as_good += ((logprob >= own) & (others < vocab_size)).to(tl.int32)
+        tl.store(ints + entry, tl.sum(num_as_good, axis=0))
+        tl.store(floats + entry + tl.arange(0, 1), own.to(tl.int32, bitcast=True))
+    else:
+        row, rank = entry - num_entries, tl.arange(0, per_row)
+        keys += (group * num_rows + row) * per_row
+        key = in_order(tl.load(keys + rank), rank, keys)
+        first = num_entries + row * num_tops
+        token = (key % KEY_UNIT % vocab_size).to(tl.int32)
+        tl.store(ints + first + rank, token, mask=rank < num_tops)
+        tl.store(floats + first + rank, score_of(key).to(tl.int32, bitcast=True), mask=rank < num_tops)
