@@ -19,7 +19,7 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import async_tensor_h2d, canonicalize_singleton_dim_strides, is_quantized_kv_cache
+from vllm.utils.torch_utils import async_tensor_h2d, canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import (
@@ -169,7 +169,7 @@ class SharedPrefixImpl(AttendsApart, FlashAttentionImpl):
         by_token = kv_cache.transpose(1, 2)
         keys, values = by_token[..., : self.head_size], by_token[..., self.head_size :]
         keys, values = canonicalize_singleton_dim_strides(keys), canonicalize_singleton_dim_strides(values)
-        if is_quantized_kv_cache(self.kv_cache_dtype):
+        if flash_attn.is_quantized_kv_cache(self.kv_cache_dtype):
             keys, values = (part.view(current_platform.fp8_dtype()) for part in (keys, values))
         scales = {"k_descale": layer._k_scale, "v_descale": layer._v_scale}
         if self.supports_quant_query_input:
