@@ -29,9 +29,12 @@ def captured(max_beam_width: int | None, **options: Any) -> list[int]:
     own = {} if max_beam_width is None else {"max_beam_width": max_beam_width}
     limits = {"max_num_seqs": 2048, "max_num_batched_tokens": 4096}
     engine_args = EngineArgs(str(TRAINED_TARGET), additional_config={"trie_beam": own}, **(limits | options))
-    config = plugin._select(as_on_a_gpu, engine_args).compilation_config
-    assert config.max_cudagraph_capture_size == config.cudagraph_capture_sizes[-1]
-    return config.cudagraph_capture_sizes
+    config = plugin._select(as_on_a_gpu, engine_args)
+    sizes = [*config.compilation_config.cudagraph_capture_sizes]
+    config._set_cudagraph_sizes()  # as vLLM does once more for the configuration of a draft model
+    assert config.compilation_config.cudagraph_capture_sizes == sizes
+    assert config.compilation_config.max_cudagraph_capture_size == sizes[-1]
+    return sizes
 
 
 @pytest.mark.parametrize(
