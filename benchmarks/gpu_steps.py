@@ -1,56 +1,22 @@
-"""Whole steps of selection on a device, as the runner takes them: each equal to the same step by torch on the host.
-
-`Selector.select` is driven with all that it knows of vLLM's runner, in vLLM's layouts: KV caches are permuted views,
-and the tokens of all slots lie in the host's memory where the device can map it. vLLM itself need not be there, see
-`stand_ins`.
-"""
+"""Whole steps of selection on a device, as the runner takes them: each equal to the same step by torch on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch.autograd import DeviceType
 
+from benchmarks.device_step import DeviceStep, Shape, Sizes
 from benchmarks.gpu_kernels import device_us, host_us
-from benchmarks.stand_ins import stand_in_for_vllm
+from vllm_trie.search.step_result import Step, TokenLogprobs, unpacked
+from vllm_trie.worker import kernels
 
-stand_in_for_vllm()
-
-from vllm_trie.catalog import Catalog  # noqa: E402
-from vllm_trie.messages import CatalogChanges, GroupStep, Resumed  # noqa: E402
-from vllm_trie.search.beams import Beams  # noqa: E402
-from vllm_trie.search.constraints.catalog import ItemRules  # noqa: E402
-from vllm_trie.search.constraints.stops import Stops  # noqa: E402
-from vllm_trie.search.filters import LogitsFilters  # noqa: E402
-from vllm_trie.search.rules import Means, SelectRules  # noqa: E402
-from vllm_trie.search.step import take_step  # noqa: E402
-from vllm_trie.search.step_result import Step, TokenLogprobs, packed, unpacked  # noqa: E402
-from vllm_trie.search.strategies.best import Best  # noqa: E402
-from vllm_trie.search.strategies.in_groups import InGroups  # noqa: E402
-from vllm_trie.worker import kernels  # noqa: E402
-from vllm_trie.worker.catalogs import DeviceCatalogs  # noqa: E402
-from vllm_trie.worker.group_rows import BatchRows, GroupRows  # noqa: E402
-from vllm_trie.worker.kernels import slots as slots_kernel  # noqa: E402
-from vllm_trie.worker.kernels.step import by_kernels  # noqa: E402
-from vllm_trie.worker.kernels.tiles import RowLogits  # noqa: E402
-from vllm_trie.worker.reorder import reorder_rows  # noqa: E402
-from vllm_trie.worker.row_reorder import Reorders, RowReorder  # noqa: E402
-from vllm_trie.worker.rows import Rows  # noqa: E402
-from vllm_trie.worker.select import Selector  # noqa: E402
-from vllm_trie.worker.step_context import StepContext  # noqa: E402
-
-BLOCK_SIZE, NUM_PROMPT, NUM_GENERATED, LENGTH = 16, 500, 37, 576  # tokens
-STOP_TOKEN_ID, DIVERSITY, NUM_LOGPROBS, PENALTY = 2, 0.5, 5, 0.125
-TEMPERATURE, MIN_P, TOP_P = 0.7, 0.1, 0.9
-ITEMS, ITEM_LENGTH = 20_000, 3
 TOLERANCE = 1e-4  # of sums of log-probabilities in float32, which devices add up in another order
-SPREAD = 8  # of the beams' scores: so that some have several children
 HOST = torch.device("cpu")
 COLUMNS = (
     "search",
@@ -67,25 +33,6 @@ NOTE = (
     "copies by torch.profiler, time by events; a graph holds step, packing and reorder; host: to launch a step"
 )
 
-
-class Sizes(NamedTuple):
-    """Of a model."""
-
-    vocab_size: int = 151_936
-    num_layers: int = 4
-    num_kv_heads: int = 8
-    head_size: int = 128
-
-
-class Shape(NamedTuple):
-    """Of a batch: groups that search alike, each after so many ordinary rows."""
-
-    search: str
-    width: int
-    num_groups: int = 1
-    num_ordinary: int = 0
-
-
 SMALL = Sizes(300, 2, 2, 32)  # what an interpreter takes
 SEARCHES = (
     *("plain", 'semantics="vllm"', "controlled", "log-probabilities", "temperature and min_p", "min_p and top_p"),
@@ -99,22 +46,6 @@ SHAPES = (
     Shape("along a catalog", 512),
 )
 SMALL_SHAPES = (*(Shape(search, 4) for search in SEARCHES), Shape("plain", 3, 2, num_ordinary=1))
-
-
-def rules_of(search: str, width: int, catalog: str) -> SelectRules:
-    """Those of a kind of search; `catalog`: a digest."""
-    plain = SelectRules(width, Best(), Stops((STOP_TOKEN_ID,)))
-    others: dict[str, dict[str, Any]] = {
-        "plain": {},
-        'semantics="vllm"': {"strategy": Best("vllm")},
-        "controlled": {"is_controlled": True},
-        "log-probabilities": {"num_logprobs": NUM_LOGPROBS},
-        "temperature and min_p": {"filters": LogitsFilters(TEMPERATURE, MIN_P)},
-        "min_p and top_p": {"filters": LogitsFilters(min_p=MIN_P, top_p=TOP_P)},
-        "along a catalog": {"constraints": (ItemRules(catalog),)},
-        "in 2 groups of beams": {"strategy": InGroups(2, DIVERSITY, None)},
-    }
-    return plain._replace(**others[search])
 
 
 @contextmanager
@@ -135,224 +66,6 @@ def no_waits(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-class _Mapped:
-    """Pinned memory, described as that of a device."""
-
-    def __init__(self, on_host: torch.Tensor) -> None:
-        self.on_host, kind = on_host, on_host.numpy().dtype.str
-        place = {"data": (on_host.data_ptr(), False), "shape": tuple(on_host.shape), "typestr": kind, "version": 3}
-        self.__cuda_array_interface__ = place
-
-
-def host_mapped(content: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same content in the host's memory, as a tensor of the device, as vLLM has it."""
-    if device.type != "cuda":
-        return content.clone()
-    pinned = content.pin_memory()
-    mapped = torch.as_tensor(_Mapped(pinned), device=device)
-    assert mapped.data_ptr() == pinned.data_ptr(), "torch has copied what it was to map"
-    _kept.append(pinned)
-    return mapped
-
-
-_kept: list[torch.Tensor] = []  # what devices have mapped
-
-
-class Sampler:
-    """In the place of vLLM's: it takes a little off for each time that a token has come."""
-
-    def __init__(self, counts: torch.Tensor) -> None:
-        self.penalties_state = SimpleNamespace(output_bin_counts=counts)
-        self.logits_processors: list[Any] = []
-
-    def apply_sampling_params(self, logits: torch.Tensor, slots: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return logits.float() - PENALTY * self.penalties_state.output_bin_counts[slots]
-
-
-class DeviceStep:
-    """Groups with equal rules in one batch, the same wherever they are: in each all rows have just been computed.
-
-    Args:
-        shape: Theirs.
-        sizes: Of the model.
-        device: Where they are.
-        seed: Of all content.
-    """
-
-    def __init__(self, shape: Shape, sizes: Sizes, device: torch.device, seed: int = 0) -> None:
-        self.shape, self.device = shape, device
-        random, choose = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
-        self._random = random
-        vocab_size, num_groups, width = sizes.vocab_size, shape.num_groups, shape.width
-        num_rows = num_groups * (shape.num_ordinary + width)
-        self.num_slots = 2 * num_rows
-        self._in_batch = choose.permutation(self.num_slots)[:num_rows].reshape(num_groups, -1)
-        catalog = self._catalog(choose, vocab_size)
-        self.rules = rules_of(shape.search, width, catalog.digest)
-        starts = NUM_PROMPT if self.rules.items is None else NUM_PROMPT + NUM_GENERATED - 1
-        self.num_tokens = NUM_PROMPT + NUM_GENERATED + np.arange(num_groups) % 2 * (self.rules.items is None)
-        self.logits = torch.randn(num_rows, vocab_size, generator=random).mul_(3).bfloat16().to(device)
-        counts = torch.randint(2, (self.num_slots, vocab_size if self.rules.is_controlled else 1), generator=random)
-        self.sampler = Sampler(counts.int().to(device))
-        self._lay_out_rows(sizes, starts)
-        self._enter_groups(catalog, starts)
-        self._initial = self.snapshot()
-
-    @staticmethod
-    def _catalog(choose: np.random.Generator, vocab_size: int) -> Catalog:
-        items = choose.integers(STOP_TOKEN_ID + 1, min(vocab_size, 256 + STOP_TOKEN_ID), (ITEMS, ITEM_LENGTH))
-        return Catalog.from_sequences(items[: 30 * vocab_size].tolist())
-
-    def _lay_out_rows(self, sizes: Sizes, num_prompt: int) -> None:
-        num_slots, random = self.num_slots, self._random
-        columns, shared = LENGTH // BLOCK_SIZE, num_prompt // BLOCK_SIZE
-        num_own = columns - shared
-        num_blocks = num_slots * num_own + shared
-        tokens = torch.randint(sizes.vocab_size, (num_slots, LENGTH), generator=random, dtype=torch.int32)
-        tokens[:, :num_prompt] = tokens[:1, :num_prompt]
-        blocks = torch.randperm(num_blocks, generator=random).int()
-        table = torch.hstack([blocks[:shared].repeat(num_slots, 1), blocks[shared:].view(num_slots, num_own)])
-        layout = num_blocks, BLOCK_SIZE, sizes.num_kv_heads, 2 * sizes.head_size
-        content = torch.randn(num_blocks * BLOCK_SIZE, generator=random).bfloat16()
-        ramp = torch.arange(layout[2] * layout[3]).bfloat16()
-        of_layer = (content[:, None] + ramp).view(layout).to(self.device)
-        self.caches = [(of_layer + number).transpose(1, 2) for number in range(sizes.num_layers)]
-        self.tokens, self.table = host_mapped(tokens, self.device), table.to(self.device)
-        self.num_blocks = num_blocks
-
-    def _enter_groups(self, catalog: Catalog, num_prompt: int) -> None:
-        width, rules = self.shape.width, self.rules
-        catalogs = DeviceCatalogs(self.device)
-        catalogs.apply(CatalogChanges(new={catalog.digest: bytes(catalog.data)}))
-        runner: Any = self._runner()
-        self.rows, self.groups = Rows(runner), dict[str, GroupRows]()
-        self.selector = Selector(runner, self.groups, self.rows, catalogs, self.num_slots)
-        request: Any = SimpleNamespace(prompt_token_ids=[0] * num_prompt)
-        first_tokens = np.unique(catalog.tokens[1 : int(catalog.first_child[1])])
-        steps = {}
-        for number, slots in enumerate(self._in_batch[:, self.shape.num_ordinary :]):
-            name, scores = str(number), -20 - SPREAD * torch.rand(1, width, generator=self._random)
-            begun = [[int(first_tokens[row % len(first_tokens)])] for row in range(width)]
-            states = self.selector.row_beams.begin(rules, Resumed(begun, scores[0].tolist()))
-            beams = Beams(scores.to(self.device), states=states)
-            tokens = torch.zeros(width, dtype=torch.int64, device=self.device)
-            self.groups[name] = GroupRows(request, [str(slot) for slot in slots], beams, tokens, slots)
-            steps[name] = GroupStep(rules, selects=True, decodes=True)
-        self.context = StepContext(steps, decided_at=None)
-        self._beams = {name: group.beams for name, group in self.groups.items()}
-
-    def _runner(self) -> SimpleNamespace:
-        """vLLM's, as far as rows and their selection know it."""
-        states = SimpleNamespace(
-            all_token_ids=SimpleNamespace(gpu=self.tokens),
-            total_len=SimpleNamespace(gpu=torch.zeros(self.num_slots, dtype=torch.int32, device=self.device)),
-            last_sampled_tokens=torch.zeros(self.num_slots, 1, dtype=torch.int64, device=self.device),
-            req_id_to_index={str(slot): slot for slot in range(self.num_slots)},
-        )
-        groups = [SimpleNamespace(kv_cache_spec=None)]
-        return SimpleNamespace(
-            device=self.device,
-            model_config=None,
-            max_num_reqs=self.num_slots,
-            sampler=self.sampler,
-            req_states=states,
-            block_tables=SimpleNamespace(block_tables=[SimpleNamespace(gpu=self.table)], block_sizes=[BLOCK_SIZE]),
-            kv_cache_config=SimpleNamespace(kv_cache_groups=groups, num_blocks=self.num_blocks),
-            kv_caches=self.caches,
-        )
-
-    @property
-    def state(self) -> list[torch.Tensor]:
-        """All that a step changes, besides what groups carry."""
-        return [self.tokens, self.table, self.sampler.penalties_state.output_bin_counts, *self.caches]
-
-    def snapshot(self) -> list[torch.Tensor]:
-        """Copies of it, made by kernels: mapped memory is none that a device copies as its own."""
-        return [part + 0 for part in self.state]
-
-    def restore(self) -> None:
-        """As it was before any step."""
-        for part, initial in zip(self.state, self._initial, strict=True):
-            torch.add(initial, 0, out=part)
-        self.restore_groups()
-
-    def restore_groups(self) -> None:
-        """What they carry alone."""
-        for name, group in self.groups.items():
-            group.beams = self._beams[name]
-
-    def batch(self) -> BatchRows:
-        """All rows; each has one token in it."""
-        slots, count = self._in_batch.ravel(), self._in_batch.size
-        index = torch.arange(count, device=self.device)
-        num_tokens = self.num_tokens.repeat(self._in_batch.shape[1])
-        batch: Any = SimpleNamespace(
-            idx_mapping_np=slots,
-            num_reqs=count,
-            seq_lens_cpu_upper_bound=torch.from_numpy(num_tokens),
-            cu_num_logits_np=np.arange(count + 1),
-            logits_indices=index,
-            positions=index,
-            input_ids=index.int(),
-        )
-        return BatchRows(batch, self.num_slots)
-
-    def select(self) -> tuple[torch.Tensor, Any]:
-        """Take a step. Returns it, packed, and its layout."""
-        sampled = torch.zeros(len(self.logits), 1, dtype=torch.int64, device=self.device)
-        (selected,) = self.selector.select(self.context, self.batch(), self.logits, sampled)
-        return selected.packed, selected.layout
-
-    def reorder(self, parents: list[np.ndarray]) -> None:
-        """Let rows continue those of their group, by group."""
-        reorders = Reorders()
-        slots = np.array([group.slots for group in self.groups.values()])
-        chosen = torch.from_numpy(np.array(parents)).long().to(self.device)
-        reorders.add(slots, chosen, [len(group.prompt) for group in self.groups.values()], self.num_tokens)
-        self.rows.reorder(reorders, self.rules.is_controlled)
-
-    def histories(self) -> Iterator[torch.Tensor]:
-        """What rows hold, as far as anybody reads it: on the host."""
-        table = self.table.cpu()
-        for group, length in zip(self.groups.values(), self.num_tokens.tolist(), strict=True):
-            slots, full = torch.from_numpy(group.slots), length // BLOCK_SIZE
-            yield self.tokens[slots.to(self.device), :length].cpu()
-            yield table[slots, :full]
-            yield self.sampler.penalties_state.output_bin_counts[slots.to(self.device)].cpu()
-            for cache in self.caches:
-                yield cache[table[slots, full].long().to(self.device), :, : length % BLOCK_SIZE].cpu()
-
-    def on_device_alone(self) -> Callable[[], torch.Tensor]:
-        """A step, its packing and its reorder, as a graph holds them: all uploads are done before."""
-        index = torch.from_numpy(np.array([self.batch().places(group.slots) for group in self.groups.values()]))
-        logits = self.logits[index.to(self.device)]
-        beams, slots = Beams.join([*self._beams.values()]), np.array([group.slots for group in self.groups.values()])
-        first, host = (
-            np.repeat(np.arange(0, slots.size, slots.shape[1]), slots.shape[1]),
-            self.num_tokens.repeat(slots.shape[1]),
-        )
-        common = np.full(slots.size, len(next(iter(self.groups.values())).prompt))
-        rows = torch.from_numpy(np.stack([slots.ravel(), first, common, host])).to(self.device)
-        if self.rules.items is not None:
-            beams = beams._replace(length=1)
-        self.static_logits = logits
-        take, which = by_kernels(self.rules, beams, logits.shape[-1]), torch.arange(slots.size, device=self.device)
-        of_rows = RowLogits(logits.flatten(0, 1), which, self.rules.stops.barred_token_ids)
-        sampled = torch.zeros(slots.size, 1, dtype=torch.int64, device=self.device)
-
-        def run() -> torch.Tensor:
-            if take is not None:
-                step, words, _ = take(self.rules, of_rows, beams, which, sampled)
-            else:
-                step = take_step(self.rules, logits, beams, Means(select_next=slots_kernel.select_next))
-                words = packed(step)[0]
-            moved = RowReorder(rows, step.parents.flatten(), host)
-            reorder_rows(moved, self.tokens, self.rows.tables, self.rows.kv_blocks, None)
-            return words
-
-        return run
 
 
 def check(step: DeviceStep, twin: DeviceStep) -> None:
