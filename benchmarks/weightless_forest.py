@@ -58,7 +58,9 @@ class WeightlessForest(WeightlessStep):
         runner.kv_cache_config = SimpleNamespace(kv_cache_groups=[spec] * len(tables))
         runner.max_num_tokens, runner.speculator = 1 << 13, object.__new__(StandaloneARSpeculator)
         runner.speculator.attn_groups = []
-        runner.speculator.model = SimpleNamespace(compute_logits=lambda hidden: nowhere(len(hidden), vocab_size))
+        runner.speculator.model = SimpleNamespace(
+            compute_logits=lambda hidden: nowhere(len(hidden), vocab_size, dtype=torch.bfloat16)
+        )
         assert isinstance(runner.speculator, DraftModelSpeculator)
         cache = nowhere(NUM_BLOCKS, HEADS, BLOCK_SIZES[0], 2 * HEAD_SIZE, dtype=torch.bfloat16)
         caches = [cache] * num_layers
@@ -66,14 +68,15 @@ class WeightlessForest(WeightlessStep):
         by_token = ByToken(cache.transpose(1, 2), BLOCK_SIZES[:1])  # as FlashAttention has it
         self.selector.rows.kv_slots = KVSlots([[by_token] * num_layers for _ in tables])
         self.drafter = ModelDrafts(runner, self.selector, None)
+        for group in self.groups.values():
+            group.num_drafted = len(PROMPT) - 1
 
     def take(self) -> StepContext:
-        """Draft, verify and accept."""
+        """Draft, verify and accept all; the next time from there on."""
         width = len(self.groups["0"].row_ids)
         rules, num_drafts = self.context.steps["0"].rules, self.depth * width
         context = StepContext(decided_at=self.context.decided_at)
-        for group_id, group in self.groups.items():
-            group.num_drafted = len(PROMPT) - 1
+        for group_id in self.groups:
             budget = SpeculationBudget(
                 rules=[rules._replace() for _ in range(self.depth)],
                 num_layers=self.depth,
@@ -101,6 +104,7 @@ class WeightlessForest(WeightlessStep):
         logits = nowhere(int(starts[-1]), self.vocab_size, dtype=torch.bfloat16)
         sampled, counts = nowhere(len(slots), context.most_steps), np.zeros((2, len(slots)), np.int32)
         context.decided = verify(self.selector, context, rows, logits, sampled, counts)
+        self.runner.req_states.num_computed_tokens_np[slots] += context.most_steps
         return context
 
     def _draft(self, context: StepContext, output: SchedulerOutput) -> Any:

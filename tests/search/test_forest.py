@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.steps import rules_of, steps_of
-from vllm_trie.search.forest import ROOT, Forest, Layer, affordable, grow
+from vllm_trie.search.forest import ROOT, BestTokens, Forest, Layer, affordable, grow
 from vllm_trie.search.step_result import Step
 from vllm_trie.search.stopping import HfPool
 
@@ -85,6 +85,11 @@ class Search:
 Narrow = Callable[[Layer], Layer]
 
 
+def best(logprobs: torch.Tensor) -> BestTokens:
+    """All tokens, the best first."""
+    return BestTokens(*(field.numpy() for field in logprobs.sort(descending=True)))
+
+
 def drafted(
     search: Search,
     draft: Model,
@@ -97,11 +102,11 @@ def drafted(
     width = len(search.beams)
     forest = Forest([beam[-1] for beam in search.beams], max_drafts)
     texts = dict(enumerate(search.beams))
-    layer = Layer(list(range(width)), torch.from_numpy(search.scores), width)
+    layer = Layer(list(range(width)), search.scores, width)
     for _ in range(num_layers):
         logprobs = draft.logprobs([texts[node] for node in layer.nodes])
         logprobs[:, EOS] = float("-inf")
-        layer = grow(forest, seen(layer), logprobs, width, draft_width)
+        layer = grow(forest, seen(layer), best(logprobs), width, draft_width)
         if not layer.nodes:
             break
         for node in layer.nodes:
@@ -246,7 +251,7 @@ def test_as_many_layers_are_affordable_as_have_room_whatever_is_drafted(
 
 
 LOGPROBS = torch.tensor([[-0.5, -1.0, -9.0, -9.0], [-0.1, -3.0, -9.0, -9.0], [-0.2, -0.3, -9.0, -9.0]])
-SCORES = torch.tensor([0.0, -1.0, -5.0])
+SCORES = np.array([0.0, -1.0, -5.0], np.float32)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +264,7 @@ SCORES = torch.tensor([0.0, -1.0, -5.0])
 )
 def test_the_best_of_the_narrow_beam_come_first(draft_width: int, expected: list[tuple[int, int]]) -> None:
     forest = Forest([0, 0, 0], NO_LIMIT)
-    layer = grow(forest, Layer([0, 2, 1], SCORES[[0, 2, 1]], 2), LOGPROBS[[0, 2, 1]], 2, draft_width)
+    layer = grow(forest, Layer([0, 2, 1], SCORES[[0, 2, 1]], 2), best(LOGPROBS[[0, 2, 1]]), 2, draft_width)
     assert [(forest.parents[node], forest.tokens[node]) for node in layer.nodes] == expected
     assert layer.num_narrow == 2
     assert layer.scores.tolist() == pytest.approx([(SCORES[p] + LOGPROBS[p, t]).item() for p, t in expected])
@@ -267,14 +272,14 @@ def test_the_best_of_the_narrow_beam_come_first(draft_width: int, expected: list
 
 def test_the_narrow_beam_is_drafted_although_others_score_better() -> None:
     forest = Forest([0, 0, 0], NO_LIMIT)
-    layer = grow(forest, Layer([2, 1, 0], SCORES.flip(0), 1), LOGPROBS.flip(0), 1, 2)
+    layer = grow(forest, Layer([2, 1, 0], SCORES[::-1], 1), best(LOGPROBS.flip(0)), 1, 2)
     assert [(forest.parents[node], forest.tokens[node]) for node in layer.nodes] == [(2, 0), (0, 0)]
     assert layer.num_narrow == 1
 
 
 def test_what_there_is_no_room_for_is_left_out_the_worst_first() -> None:
     forest = Forest([0, 0, 0], max_drafts=2)
-    layer = grow(forest, Layer([0, 1, 2], SCORES, 3), LOGPROBS, 3, 6)
+    layer = grow(forest, Layer([0, 1, 2], SCORES, 3), best(LOGPROBS), 3, 6)
     assert [(forest.parents[node], forest.tokens[node]) for node in layer.nodes] == [(0, 0), (0, 1)]
     assert layer.num_narrow == 2, "one of the narrow beam had no room"
 
@@ -283,7 +288,7 @@ def test_what_ends_or_is_dead_is_not_drafted() -> None:
     logprobs = LOGPROBS.clone()
     logprobs[:, 1:] = float("-inf")
     forest = Forest([0, 0, 0], NO_LIMIT)
-    dead = torch.tensor([0.0, float("-inf"), -5.0])
-    layer = grow(forest, Layer([0, 1, 2], dead, 3), logprobs, 3, 9)
+    dead = np.array([0.0, -np.inf, -5.0], np.float32)
+    layer = grow(forest, Layer([0, 1, 2], dead, 3), best(logprobs), 3, 9)
     assert [(forest.parents[node], forest.tokens[node]) for node in layer.nodes] == [(0, 0), (2, 0)]
-    assert grow(forest, layer, torch.full((2, 4), float("-inf")), 3, 9).nodes == []
+    assert grow(forest, layer, best(torch.full((2, 4), float("-inf"))), 3, 9).nodes == []

@@ -17,7 +17,7 @@ from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
 from vllm_trie.search.constraints.ngrams import NOTHING, NoRepeats
 from vllm_trie.search.draft_lookup import DraftPaths
 from vllm_trie.search.forest import Forest, Layer
-from vllm_trie.worker.forest_step import ForestStep
+from vllm_trie.worker.forest_step import ForestStep, add_layer
 from vllm_trie.worker.searched_forest import SearchedForest
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def planted(histories: np.ndarray) -> ForestStep:
     rules = rules_of(NUM_BEAMS, stops=(STOP,), constraints=(along.rules, NO_PAIR_TWICE))
     budget = SpeculationBudget(NUM_LAYERS, 99, [[]], [[]], draft_width=4, rules=[rules] * NUM_LAYERS)
     roots = histories[:, -1].tolist()
-    layer = Layer([*range(NUM_BEAMS)], -torch.rand(NUM_BEAMS), NUM_BEAMS)
+    layer = Layer([*range(NUM_BEAMS)], -np.random.default_rng(0).random(NUM_BEAMS, np.float32), NUM_BEAMS)
     state = along.begin(NUM_BEAMS, CPU)
     for tokens in torch.from_numpy(histories[:, -2:]).T:
         state = along.advance(state, tokens[None])
@@ -77,7 +77,8 @@ def test_drafts_keep_to_constraints_and_nodes_carry_what_their_paths_say(seed: i
     histories = np.random.default_rng(seed).integers(0, 5, (NUM_BEAMS, 6)).astype(np.int32)
     forest_step, random = planted(histories), torch.Generator().manual_seed(seed)
     for number in range(1, NUM_LAYERS + 1):
-        forest_step.add_layer(torch.randn(len(forest_step.layer.nodes), VOCAB_SIZE, generator=random), number)
+        logits = torch.randn(len(forest_step.layer.nodes), VOCAB_SIZE, generator=random)
+        add_layer([forest_step], logits, number)
     assert check(forest_step, histories) > NUM_LAYERS
 
 

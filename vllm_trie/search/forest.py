@@ -12,9 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
-
-from vllm_trie.search.devices import sees, uploaded
 
 ROOT = -1
 
@@ -69,6 +66,10 @@ class Forest:
             path.append(node)
         return path[::-1]
 
+    def tokens_of_rows(self) -> list[list[int]]:
+        """The tokens of each row, in the order of its cache."""
+        return [[self.tokens[node] for node in nodes] for nodes in self.rows]
+
     def leaves(self) -> Iterator[int]:
         """Nodes without children."""
         parents = set(self.parents)
@@ -120,14 +121,21 @@ def affordable(max_drafts: int, num_layers: int, draft_width: int, least_width: 
 
 
 class Layer(NamedTuple):
-    """The newest layer of a forest that is searched as plain beam search would search it."""
+    """The newest layer of a forest that is searched as plain beam search would search it; on the host."""
 
     nodes: list[int]
-    scores: torch.Tensor  # [nodes] float32, what ranks them: of the target for roots, by the draft's logits since then
+    scores: np.ndarray  # [nodes] float32, what ranks them: of the target for roots, by the draft's logits since then
     num_narrow: int  # of these, the first ones: those that beam search by the draft model alone would have kept
 
 
-def grow(forest: Forest, layer: Layer, logprobs: torch.Tensor, width: int, draft_width: int) -> Layer:
+class BestTokens(NamedTuple):
+    """The best tokens after each node of a layer, best first; on the host."""
+
+    logprobs: np.ndarray  # [nodes, n] float32, of the draft model; -inf where a hypothesis ends
+    tokens: np.ndarray  # [nodes, n] integers
+
+
+def grow(forest: Forest, layer: Layer, best: BestTokens, width: int, draft_width: int) -> Layer:
     """Draft one more layer: the narrow beam's best children first, then the best others.
 
     The target's beams are found in the forest if all of them are; so what beam search of the target's own width
@@ -135,15 +143,14 @@ def grow(forest: Forest, layer: Layer, logprobs: torch.Tensor, width: int, draft
     draft misses some.) Children for which there is no room are left out, the worst first.
 
     Args:
-        logprobs: [nodes, V] of the draft model after each node; -inf where a hypothesis ends.
+        best: At least `draft_width` of each node, if it has so many.
         width: Beams of the search.
         draft_width: Nodes of the new layer.
 
     Returns:
         The new layer, empty if nothing can be drafted.
     """
-    best, tokens = logprobs.topk(min(draft_width, logprobs.shape[-1]), dim=-1)
-    scores, chosen = _on_host(best + layer.scores[:, None], tokens)
+    scores = best.logprobs + layer.scores[:, None]
     by_rank = np.argsort(-scores, axis=None, kind="stable")
     positions, ranks = np.unravel_index(by_rank[scores.ravel()[by_rank] > -np.inf], scores.shape)
     is_narrow = positions < layer.num_narrow
@@ -155,15 +162,6 @@ def grow(forest: Forest, layer: Layer, logprobs: torch.Tensor, width: int, draft
         if not forest.has_room:
             break
         position, rank = positions[candidate], ranks[candidate]
-        nodes.append(forest.add(layer.nodes[position], int(chosen[position, rank])))
+        nodes.append(forest.add(layer.nodes[position], int(best.tokens[position, rank])))
         kept.append(scores[position, rank])
-    scores_of_nodes = uploaded(np.array(kept, dtype=np.float32), logprobs.device)
-    return Layer(nodes, scores_of_nodes, min(int(is_narrow.sum()), len(nodes)))
-
-
-def _on_host(scores: torch.Tensor, tokens: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """[nodes, n] float32 and integers; the host waits once."""
-    if sees(scores.device):
-        return scores.numpy(), tokens.numpy()
-    of_scores, of_tokens = torch.stack([scores.view(torch.int32), tokens.int()]).cpu().numpy()
-    return of_scores.view(np.float32), of_tokens
+    return Layer(nodes, np.array(kept, dtype=np.float32), min(int(is_narrow.sum()), len(nodes)))

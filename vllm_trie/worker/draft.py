@@ -2,7 +2,7 @@
 
 The tree of a beam follows the beam's newest token in the beam's own row, as draft tokens do in vLLM, so that the target
 gives logits at each node. Drafts come from `draft_by_model`, `draft_by_head` or `draft_by_lookup`. Next: `verify`, then
-`accept_path`.
+`accepted_path`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 
 import numpy as np
-import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -21,7 +20,7 @@ from vllm_trie.search.forest import Forest, Layer
 from vllm_trie.search.strategies.drawn import Drawn
 from vllm_trie.worker.drawn_forest import DrawnForest
 from vllm_trie.worker.forest_step import NO_BLOCK, ForestStep
-from vllm_trie.worker.group_rows import GroupRows
+from vllm_trie.worker.group_rows import GroupRows, Roots
 from vllm_trie.worker.rank_check import RankCheck
 from vllm_trie.worker.searched_forest import SearchedForest
 from vllm_trie.worker.select import Selector
@@ -63,7 +62,8 @@ class Drafter(ABC):
                 output.num_scheduled_tokens[row_id] = len(nodes)
                 if len(nodes) > 1:
                     output.scheduled_spec_decode_tokens[row_id] = [0] * (len(nodes) - 1)  # see `Rows.write_drafts`
-        self._selector.rows.write_drafts([*forests.values()])
+        if forests:
+            self._selector.rows.write_drafts([*forests.values()])
         return forests
 
     def _compare(self, forests: Forests) -> None:
@@ -72,32 +72,27 @@ class Drafter(ABC):
             drafts = {group_id: forest_step.forest.as_arrays() for group_id, forest_step in forests.items()}
             self._rank_check.compare("drafts", drafts)
 
-    def _make_forest(self, step: GroupStep, group: GroupRows) -> ForestStep:
+    def _make_forest(self, step: GroupStep, group: GroupRows, roots: Roots) -> ForestStep:
         """A forest of a group's roots; to be called in the order of the groups."""
-        rows, tables, budget = self._selector.rows, self._runner.block_tables, step.budget
+        rows, block_sizes, budget, blocks = self._selector.rows, self._runner.block_tables.block_sizes, step.budget, []
         assert budget is not None
-        start, slots, blocks = rows.num_computed(group), rows.upload(group.slots), []
-        columns = [start // block_size for block_size in tables.block_sizes]
-        held = [table.gpu[slots, : column + 1] for table, column in zip(tables.block_tables, columns, strict=True)]
-        on_host = torch.cat([*held, group.tokens.int()[:, None]], dim=1).cpu().numpy()
-        *of_tables, newest = np.split(on_host, np.cumsum(columns) + np.arange(1, len(columns) + 1), axis=1)
-        for number, (column, block_size) in enumerate(zip(columns, tables.block_sizes, strict=True)):
-            next_blocks = budget.next_blocks[number]
+        start = rows.num_computed(group)
+        for number, (table, block_size) in enumerate(zip(roots.tables, block_sizes, strict=True)):
+            next_blocks, column = budget.next_blocks[number], table.shape[1] - 1
             last = max((start + budget.max_drafts) // block_size, column + bool(next_blocks))
-            own = np.full((len(slots), last + 1), NO_BLOCK, dtype=np.int32)
-            own[:, : column + 1] = of_tables[number]
+            own = np.full((len(table), last + 1), NO_BLOCK, dtype=np.int32)
+            own[:, : column + 1] = table
             own[:, : self._num_skipped(number, start)] = NO_BLOCK  # what has left the window may be another's by now
             if next_blocks:
                 own[:, column + 1] = next_blocks
             blocks.append(own)
-        roots = newest[:, 0].tolist()
         kind = FORESTS.get(type(step.rules.strategy), SearchedForest)
         step = replace(step, budget=(budget := kind.affordable(budget, step.rules)))
-        forest = Forest(roots, budget.max_drafts)
+        forest = Forest(roots.tokens[:, -1].tolist(), budget.max_drafts)
         beams = self._selector.row_beams.before_drafts(step.rules, group, start + 1, budget.num_layers)
-        layer = Layer(list(range(len(roots))), beams.compete_by[0], len(roots))
+        layer = Layer([*range(len(forest.rows))], roots.compete_by, len(forest.rows))
         spare = [list(of_number) for of_number in budget.spare_blocks]
-        return kind(step, group, start, tables.block_sizes, forest, layer, blocks, spare, beams.states)
+        return kind(step, group, start, block_sizes, forest, layer, blocks, spare, beams.states)
 
     def _num_skipped(self, number: int, num_computed_tokens: int) -> int:
         """How many blocks in front of the window of a KV cache group the scheduler holds no longer."""

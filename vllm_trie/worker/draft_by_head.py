@@ -8,7 +8,7 @@ from functools import cached_property
 from vllm_trie.worker.draft_by_model import ModelDrafts
 from vllm_trie.worker.draft_model import DraftBatch
 from vllm_trie.worker.forest_step import ForestStep
-from vllm_trie.worker.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.group_rows import BatchRows, GroupRows, Roots
 from vllm_trie.worker.head_model import HeadModel
 
 
@@ -20,9 +20,9 @@ class HeadDrafts(ModelDrafts):
         """The head."""
         return HeadModel(self._runner, self._selector.rows)
 
-    def _note_pending(self, forest_step: ForestStep) -> None:
+    def _note_pending(self, forest_step: ForestStep, roots: Roots) -> None:
         """As of a draft model; but drafts that are accepted are computed anew, beside the target's own states."""
-        super()._note_pending(forest_step)
+        super()._note_pending(forest_step, roots)
         forest_step.keeps_drafted = False
 
     def add_first_rows(self, groups: Sequence[GroupRows], rows: BatchRows) -> None:

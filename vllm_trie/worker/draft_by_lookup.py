@@ -16,7 +16,9 @@ from vllm_trie.search.devices import NEVER
 from vllm_trie.search.draft_lookup import DraftPaths, NGrams, PromptIndex, continuations
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.worker.draft import Drafter, Forests
-from vllm_trie.worker.group_rows import GroupRows
+from vllm_trie.worker.forest_step import ForestStep
+from vllm_trie.worker.group_rows import GroupRows, Roots
+from vllm_trie.worker.roots import roots_of
 from vllm_trie.worker.step_context import StepContext
 
 MOST_OF_BEAM = 4  # different continuations of a beam
@@ -33,26 +35,26 @@ class LookupDrafts(Drafter):
 
     def forests(self, context: StepContext, groups: dict[str, GroupRows]) -> Forests:
         """See `Drafter`."""
-        forests: Forests = {}
-        for group_id in context.speculating:
-            step, group = context.steps[group_id], groups[group_id]
-            found, scores = self._look_up(step, group), group.beams.scores[0].cpu().numpy()
+        forests, drafting = dict[str, ForestStep](), [groups[group_id] for group_id in context.speculating]
+        roots = roots_of(self._selector.rows, drafting, [len(group.prompt) for group in drafting])
+        for group_id, group, of_group in zip(context.speculating, drafting, roots, strict=True):
+            step = context.steps[group_id]
+            found, scores = self._look_up(step, group, of_group), of_group.scores
             found.tokens[scores[found.beams] == NEVER] = NO_TOKEN
             if _may_lead_on(found, step.rules, scores):
-                forests[group_id] = self._make_forest(step, group)
+                forests[group_id] = self._make_forest(step, group, of_group)
                 forests[group_id].add_layers(found)
         self._compare(forests)
         return forests
 
-    def _look_up(self, step: GroupStep, group: GroupRows) -> DraftPaths:
-        """How the beams of a group may go on. Waits for the device."""
+    def _look_up(self, step: GroupStep, group: GroupRows, roots: Roots) -> DraftPaths:
+        """How the beams of a group may go on. Waits for the device where there are constraints."""
         rows, budget = self._selector.rows, step.budget
         assert budget is not None
         if group.prompt_index is None:
             group.prompt_index = PromptIndex(group.prompt)
         end = rows.num_computed(group) + 1
-        generated = rows.tokens(group.slots, len(group.prompt), end).cpu().numpy()
-        found = continuations(group.prompt_index, generated, self._ngrams, budget.num_layers, MOST_OF_BEAM)
+        found = continuations(group.prompt_index, roots.tokens, self._ngrams, budget.num_layers, MOST_OF_BEAM)
         found.tokens[np.isin(found.tokens, step.rules.stops.token_ids)] = NO_TOKEN  # no beam goes on after it
         beams = self._selector.row_beams.before_drafts(step.rules, group, end, budget.num_layers)
         if beams.states and len(found.beams):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import cached_property
 
-import torch
-
 from vllm_trie.worker.draft import Drafter, Forests
 from vllm_trie.worker.draft_model import DraftBatch, DraftModel
-from vllm_trie.worker.forest_step import ForestStep
-from vllm_trie.worker.group_rows import GroupRows
+from vllm_trie.worker.forest_step import ForestStep, add_layer
+from vllm_trie.worker.group_rows import GroupRows, Roots
+from vllm_trie.worker.roots import roots_of
 from vllm_trie.worker.step_context import StepContext
 
 
@@ -23,21 +22,21 @@ class ModelDrafts(Drafter):
 
     def forests(self, context: StepContext, groups: dict[str, GroupRows]) -> Forests:
         """See `Drafter`."""
-        steps = {group_id: context.steps[group_id] for group_id in context.speculating}
-        forests = {group_id: self._make_forest(step, groups[group_id]) for group_id, step in steps.items()}
-        for forest_step in forests.values():
-            self._note_pending(forest_step)
+        drafting = [groups[group_id] for group_id in context.speculating]
+        roots = roots_of(self._selector.rows, drafting, [group.num_drafted for group in drafting])
+        forests = dict[str, ForestStep]()
+        for group_id, group, of_group in zip(context.speculating, drafting, roots, strict=True):
+            forests[group_id] = self._make_forest(context.steps[group_id], group, of_group)
+            self._note_pending(forests[group_id], of_group)
         self._catch_up(forests)
         for number in range(1, max(forest_step.budget.num_layers for forest_step in forests.values()) + 1):
             self._draft_layer(forests, number)
             self._compare(forests)
         return forests
 
-    def _note_pending(self, forest_step: ForestStep) -> None:
+    def _note_pending(self, forest_step: ForestStep, roots: Roots) -> None:
         """Note what of each beam the draft model has not computed."""
-        group, end = forest_step.group, forest_step.start + 1
-        forest_step.pending = self._selector.rows.tokens(group.slots, group.num_drafted, end).tolist()
-        group.num_drafted = forest_step.start
+        forest_step.pending, forest_step.group.num_drafted = roots.tokens.tolist(), forest_step.start
 
     def _catch_up(self, forests: Forests) -> None:
         """Compute with the draft model what plain steps have added, so that only a few tokens are left for each row."""
@@ -60,6 +59,4 @@ class ModelDrafts(Drafter):
                 batch.add_pending(forest_step)
             else:
                 batch.add_layer(forest_step)
-        logits = torch.split(self.draft_model.logits(batch), [len(forest_step.layer.nodes) for forest_step in active])
-        for forest_step, of_nodes in zip(active, logits, strict=True):
-            forest_step.add_layer(of_nodes, number)
+        add_layer(active, self.draft_model.logits(batch), number)

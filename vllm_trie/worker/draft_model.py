@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
+from vllm_trie.search.devices import uploaded_together
 from vllm_trie.search.spans import spans
 from vllm_trie.worker.attention.shared_rows import SharedRows, SharesPrefixes
 from vllm_trie.worker.forest_step import ForestStep
@@ -101,37 +102,41 @@ class DraftModel:
 
     def logits(self, batch: DraftBatch) -> torch.Tensor:
         """Compute tokens, write their KV, and return [wanted, V] what may come after some of them."""
-        hidden = self.forward(batch)
-        return self._speculator.model.compute_logits(hidden[self._on_device(np.array(batch.wanted))])
+        hidden, wanted = self._forward(batch)
+        return self._speculator.model.compute_logits(hidden[wanted])
 
     def forward(self, batch: DraftBatch) -> torch.Tensor:
         """Compute tokens, write their KV, and return [T, H]."""
-        config, speculator = self._runner.kv_cache_config, self._speculator
-        lengths, starts = batch.lengths, np.array(batch.starts)
+        return self._forward(batch)[0]
+
+    def _forward(self, batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, H] of all tokens, and [wanted] int64 after which of them logits are wanted."""
+        config, lengths, starts = self._runner.kv_cache_config, batch.lengths, np.array(batch.starts)
         ends = (starts + lengths).astype(np.int32)
         query_starts = np.zeros(len(lengths) + 1, dtype=np.int32)
         np.cumsum(lengths, out=query_starts[1:])
-        slots = self._slots(batch, spans(starts, lengths))
-        slot_mappings, positions = self._on_device(slots), self._on_device(np.array(batch.positions))
+        tokens = np.fromiter((token for row in batch.tokens for token in row), dtype=np.int32)
+        of_batch = [self._slots(batch, spans(starts, lengths)), np.array(batch.positions), query_starts, ends, tokens]
+        on_device = uploaded_together([*of_batch, np.array(batch.wanted, np.int64), *batch.tables], self._runner.device)
+        slot_mappings, positions, query_starts_there, ends_there, token_ids, wanted, *tables = on_device
         self._announce_trees(batch)
         metadata = build_attn_metadata(
-            attn_groups=speculator.attn_groups,
+            attn_groups=self._speculator.attn_groups,
             num_reqs=len(lengths),
             num_tokens=len(batch.positions),
-            query_start_loc_gpu=self._on_device(query_starts),
+            query_start_loc_gpu=query_starts_there,
             query_start_loc_cpu=torch.from_numpy(query_starts),
             max_query_len=int(lengths.max()),
-            seq_lens=self._on_device(ends),
+            seq_lens=ends_there,
             max_seq_len=int(ends.max()),
-            block_tables=[self._on_device(np.ascontiguousarray(table)) for table in batch.tables],
+            block_tables=tables,
             slot_mappings=slot_mappings,
             kv_cache_config=config,
             seq_lens_cpu_upper_bound=torch.from_numpy(ends),
             positions=positions,
         )
-        token_ids = self._on_device(np.fromiter((token for row in batch.tokens for token in row), dtype=np.int32))
         by_layer = build_slot_mappings_by_layer(slot_mappings, config)
-        return self._run(batch, token_ids, positions, metadata, by_layer)
+        return self._run(batch, token_ids, positions, metadata, by_layer), wanted
 
     def _run(
         self, batch: DraftBatch, token_ids: torch.Tensor, positions: torch.Tensor, metadata: Any, slots: Any
@@ -156,3 +161,11 @@ class DraftModel:
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return async_tensor_h2d(array, device=self._runner.device)
+
+
+def draft_logits(runner: Any) -> Iterator[torch.Tensor]:
+    """Logits as the draft model, or the head, of `BeamModelRunner` makes them, if forests grow from what it says."""
+    speculator = runner.speculator
+    if runner.drafter is not None and isinstance(speculator, DraftModelSpeculator):
+        hidden = torch.zeros(1, speculator.hidden_size, dtype=speculator.dtype, device=runner.device)
+        yield speculator.model.compute_logits(hidden)

@@ -5,6 +5,7 @@ Unless a request asks for acceptance by rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,15 +13,15 @@ import torch
 
 from vllm_trie.messages import SpeculationBudget
 from vllm_trie.search.beams import Beams
-from vllm_trie.search.devices import NEVER
-from vllm_trie.search.forest import Layer, affordable
+from vllm_trie.search.devices import NEVER, uploaded
+from vllm_trie.search.forest import affordable
 from vllm_trie.search.rejection import DraftRules, Drafts, Verified, drafted, verified_layers
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.sampling import generator
 from vllm_trie.search.step import joint_distribution, reported
-from vllm_trie.search.step_result import Step
+from vllm_trie.search.step_result import Step, packed, unpacked
 from vllm_trie.search.strategies.drawn import Drawn, take_cells
-from vllm_trie.worker.forest_nodes import ROOT_OF_DEAD, Nodes, on_host
+from vllm_trie.worker.forest_nodes import ROOT_OF_DEAD, Nodes
 from vllm_trie.worker.forest_step import ForestStep, Found
 
 NO_SLOT = NO_NODE = -1
@@ -32,6 +33,7 @@ class DrawnForest(ForestStep):
 
     strategy: Drawn = field(init=False)
     rng: np.random.Generator = field(init=False)
+    scores: torch.Tensor = field(init=False)  # [nodes] float32, what ranks those of the newest layer, on the device
     drafts: list[Drafts] = field(default_factory=list)  # by layer
     nodes_of_drafts: list[list[int]] = field(default_factory=list)  # likewise; NO_NODE where a hypothesis ends
 
@@ -39,6 +41,7 @@ class DrawnForest(ForestStep):
         assert isinstance(self.step.rules.strategy, Drawn)
         assert self.step.draw is not None
         self.strategy, self.rng = self.step.rules.strategy, generator(*self.step.draw)
+        self.scores = self.group.beams.compete_by[0]
 
     @classmethod
     def affordable(cls, budget: SpeculationBudget, rules: SelectRules) -> SpeculationBudget:
@@ -53,28 +56,43 @@ class DrawnForest(ForestStep):
         replacement, min_width, threshold, _, top_k = self.strategy
         return DraftRules(self.budget.draft_width, self.step.rules.width, min_width, threshold, replacement, top_k)
 
-    def grow(self, logits: torch.Tensor, number: int) -> None:
+    @classmethod
+    def grow(cls, growing: Sequence[tuple[ForestStep, np.ndarray]], logits: torch.Tensor, number: int) -> None:
         """See `ForestStep`."""
+        for forest_step, rows in growing:
+            assert isinstance(forest_step, DrawnForest)
+            forest_step.draw(logits[int(rows[0]) : int(rows[-1]) + 1], number)
+
+    def draw(self, logits: torch.Tensor, number: int) -> None:
+        """Draw layer `number` from what the draft model says, [nodes, V], after those nodes that are not the end."""
         rules = self.rules[number - 1]
         before, vocab_size = self.nodes_of_drafts[-1] if self.nodes_of_drafts else self.layer.nodes, logits.shape[-1]
-        is_alive = torch.tensor([node != NO_NODE for node in before], device=logits.device)
-        scores = torch.full((len(before),), NEVER, device=logits.device)
-        scores[is_alive] = self.layer.scores
-        every = logits.new_zeros(len(before), vocab_size)
-        every[is_alive] = logits
+        alive = uploaded(np.flatnonzero(np.array(before) != NO_NODE), logits.device)
+        scores = torch.full((len(before),), NEVER, device=logits.device).index_copy(0, alive, self.scores)
+        every = logits.new_zeros(len(before), vocab_size).index_copy(0, alive, logits)
         beams = self.beams_at([max(node, 0) for node in before], Beams(scores[None]))
         (q,), (logprobs,) = joint_distribution(rules._replace(is_controlled=False), every[None], beams)
         drafts = drafted(q, self.draft_rules, self.rng)
         parents, tokens = np.divmod(drafts.cells, vocab_size)
         drawn, ends = zip(parents.tolist(), tokens.tolist(), strict=True), rules.stops.token_ids
         nodes = [NO_NODE if token in ends else self.forest.add(before[parent], token) for parent, token in drawn]
-        grown = scores[parents] + logprobs[parents, tokens]
-        alive = [at for at, node in enumerate(nodes) if node != NO_NODE]
-        self.layer = Layer([nodes[at] for at in alive], grown[alive], 0)
+        going_on = np.flatnonzero(np.array(nodes) != NO_NODE)
+        at, of_tokens = uploaded(np.stack([parents, tokens])[:, going_on], logits.device)
+        self.layer = self.layer._replace(nodes=[nodes[place] for place in going_on])
+        self.scores = scores[at] + logprobs[at, of_tokens]
         self.drafts.append(drafts)
         self.nodes_of_drafts.append(nodes)
 
-    def search(self, nodes: Nodes) -> Found:
+    @classmethod
+    def search(cls, nodes: Sequence[Nodes]) -> list[Found]:
+        """See `ForestStep`. Waits for the device in every step of every group."""
+        found = []
+        for of_group in nodes:
+            assert isinstance(of_group.forest_step, DrawnForest)
+            found.append(of_group.forest_step.verify(of_group))
+        return found
+
+    def verify(self, nodes: Nodes) -> Found:
         """Layers that are distributed as beam sampling's, until one was not drafted in full."""
         steps, beams, accepted = list[Step](), [list(range(self.num_beams))], list[int]()
         slots_of_rows = np.arange(self.num_beams)  # by row of the distribution: the beam that it continues
@@ -95,7 +113,7 @@ class DrawnForest(ForestStep):
         def take(cells: np.ndarray) -> tuple[Step, np.ndarray]:
             nonlocal newest
             rules, drawn = self.rules[len(steps)], torch.from_numpy(cells).to(logprobs.device)
-            choice, slots = take_cells(rules, logprobs, scores, drawn, nodes.means(rules, beams[-1]))
+            choice, slots = take_cells(rules, logprobs, scores, drawn, nodes.means(rules, lambda: beams[-1]))
             newest = reported(rules, choice)
             return on_host(newest), slots.cpu().numpy()
 
@@ -115,4 +133,12 @@ class DrawnForest(ForestStep):
             steps.append(take(np.zeros(0, dtype=np.int64))[0])
             accepted.append(0)
         kept = self.strategy.kept(newest)
-        return Found([*steps[:-1], on_host(kept)], beams[: len(steps)], accepted, before.after(kept))
+        newest_tokens = kept.tokens[0].long()
+        return Found([*steps[:-1], on_host(kept)], beams[: len(steps)], accepted, newest_tokens, before.after(kept))
+
+
+def on_host(step: Step) -> Step:
+    """The step of a single group."""
+    words, layout = packed(step)
+    (of_group,) = unpacked(words.cpu().numpy(), layout)
+    return of_group

@@ -106,7 +106,7 @@ def _fan_out(
     assert step.rows is not None
     first_id, num_rows = group.request.req_id, len(step.rows.tables[0])
     group.row_ids = [first_id, *(f"{first_id}#{row}" for row in range(1, num_rows))]
-    group.num_drafted = num_computed_tokens
+    group.num_drafted, group.roots = num_computed_tokens, None
     histories: list[list[int]] = [[]] * num_rows
     if step.resumed is not None:
         histories = step.resumed.histories

@@ -28,7 +28,9 @@ class Found(NamedTuple):
     steps: list[Step[np.ndarray]]
     beams: list[list[int]]  # the nodes of the beams before each step
     accepted: list[int]  # how many drafts each accepted
-    carried: Beams  # by the beams after the last
+    tokens: torch.Tensor  # [b] int64, the newest, on the device
+    carried: Beams  # by the beams after the last, among those of other groups
+    place: int = 0  # of the group among these
 
 
 @dataclass(slots=True)
@@ -91,30 +93,32 @@ class ForestStep:
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
         """[1, numbers] int64."""
-        return async_tensor_h2d([[*numbers]], device=self.layer.scores.device, dtype=torch.int64)
+        return async_tensor_h2d([[*numbers]], device=next(iter(self.states.values())).device, dtype=torch.int64)
 
     @classmethod
     def affordable(cls, budget: SpeculationBudget, rules: SelectRules) -> SpeculationBudget:
         """What of a budget such a forest can use."""
         return budget
 
-    def grow(self, logits: torch.Tensor, number: int) -> None:
-        """Draft layer `number` as the search will select in that step.
+    @classmethod
+    def grow(cls, growing: Sequence[tuple[ForestStep, np.ndarray]], logits: torch.Tensor, number: int) -> None:
+        """Draft layer `number` of some groups as their searches will select in that step.
 
         Args:
-            logits: [nodes, V] of the draft model after each node of the layer before.
+            growing: Groups, and for each which logits follow the nodes of its newest layer, one after the other.
+            logits: [N, V] of the draft model.
+            number: From 1 on.
         """
         raise NotImplementedError
 
-    def search(self, nodes: Any) -> Found:
-        """Take steps of the search, as many as the forest holds, on its `forest_nodes.Nodes`."""
+    @classmethod
+    def search(cls, nodes: Sequence[Any]) -> list[Found]:
+        """Take steps of the search of some groups, as many as their forests hold, on their `forest_nodes.Nodes`."""
         raise NotImplementedError
 
-    def add_layer(self, logits: torch.Tensor, number: int) -> None:
-        """See `grow`; counts layers, and finds states and blocks for what was drafted."""
-        num_known = self.forest.num_nodes
-        self.grow(logits, number)
-        self._follow(range(num_known, self.forest.num_nodes))
+    def follow_layer(self, first: int) -> None:
+        """Count the newest layer, whose nodes come from `first` on, and find states and blocks for them."""
+        self._follow(range(first, self.forest.num_nodes))
         self.num_layers += bool(self.layer.nodes)
         self._take_blocks()
 
@@ -143,3 +147,21 @@ class ForestStep:
         self.states = {
             key: torch.cat([state, key.advance(before[key], tokens)], 1) for key, state in self.states.items()
         }
+
+
+def add_layer(forest_steps: Sequence[ForestStep], logits: torch.Tensor, number: int) -> None:
+    """Draft layer `number` of all these groups.
+
+    Args:
+        forest_steps: Of the groups.
+        logits: [N, V] of the draft model after all nodes of their newest layers.
+        number: From 1 on.
+    """
+    ends = np.cumsum([len(forest_step.layer.nodes) for forest_step in forest_steps])
+    rows = np.split(np.arange(ends[-1]), ends[:-1])
+    known = [forest_step.forest.num_nodes for forest_step in forest_steps]
+    kinds: dict[type[ForestStep], None] = dict.fromkeys(map(type, forest_steps))
+    for kind in kinds:
+        kind.grow([each for each in zip(forest_steps, rows, strict=True) if type(each[0]) is kind], logits, number)
+    for forest_step, first in zip(forest_steps, known, strict=True):
+        forest_step.follow_layer(first)

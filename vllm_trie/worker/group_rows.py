@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +27,16 @@ class NextBeams(NamedTuple):
     received: Any  # the event of its stream after which they are there
 
 
+class Roots(NamedTuple):
+    """What forests grow from: the rows of one group, b of them, on the host. See `roots`."""
+
+    tables: list[np.ndarray]  # by KV cache group: [b, columns] int32 blocks, as far as the newest token's
+    tokens: np.ndarray  # [b, n] int32, the newest ones
+    scores: np.ndarray  # [b] float32, cumulative log-probabilities; -inf where there is no beam
+    compete_by: np.ndarray  # [b] float32, what ranks the beams
+    end: int  # tokens that each row holds, the newest not computed
+
+
 @dataclass(slots=True)
 class GroupRows:
     """The rows of one group, each a request with a slot of its own to vLLM's runner."""
@@ -39,6 +50,7 @@ class GroupRows:
     next_beams: NextBeams | None = None  # on an earlier stage of a pipeline, until the next step
     prompt_index: PromptIndex | None = None  # in which drafts are looked up
     place: int = 0  # of the group in its batch
+    roots: Roots | None = None  # as they were after a step that was verified
 
     @property
     def beams(self) -> Beams:
@@ -52,6 +64,15 @@ class GroupRows:
     @property
     def prompt(self) -> list[int]:
         return self.request.prompt_token_ids or []
+
+
+def beams_of(groups: Sequence[GroupRows]) -> Beams:
+    """What the rows of some groups carry, which are equally wide and under equal constraints."""
+    beams = groups[0].batch
+    is_whole = len(beams.scores) == len(groups)  # they have selected together before, as a rule
+    if is_whole and all(group.batch is beams and group.place == place for place, group in enumerate(groups)):
+        return beams
+    return Beams.join([group.beams for group in groups])
 
 
 class BatchRows:

@@ -20,7 +20,7 @@ from vllm_trie.search.devices import uploaded
 from vllm_trie.search.filters import log_probabilities
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.worker.catalogs import DeviceCatalogs
-from vllm_trie.worker.group_rows import GroupRows
+from vllm_trie.worker.group_rows import GroupRows, beams_of
 from vllm_trie.worker.rows import Rows
 
 
@@ -67,10 +67,7 @@ class RowBeams:
             vocab_size: V.
             amateur: [G, r, V] logits of a draft model, where the rules contrast it.
         """
-        beams = groups[0].batch
-        is_whole = len(beams.scores) == len(groups)  # they have selected together before, as a rule
-        if not (is_whole and all(group.batch is beams and group.place == n for n, group in enumerate(groups))):
-            beams = Beams.join([group.beams for group in groups])
+        beams = beams_of(groups)
         if not (constraints := self._constraints(rules)):
             return beams
         states = dict(beams.states)

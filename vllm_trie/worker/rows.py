@@ -7,6 +7,7 @@ first one comes in as vLLM's requests do, the others become what it is.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
+from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.mm.rope import RopeState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -33,8 +35,10 @@ from vllm_trie.worker.moves import copy_to_others, move
 from vllm_trie.worker.new_rows import arrays_by_slot
 from vllm_trie.worker.reorder import LARGE_BLOCK, reorder_rows
 from vllm_trie.worker.row_reorder import Reorders, RowReorder, Tables
+from vllm_trie.worker.table_entries import TableEntries, side_by_side
 
 if TYPE_CHECKING:
+    from vllm_trie.worker.forest_path import AcceptedPath
     from vllm_trie.worker.forest_step import ForestStep
 
 
@@ -94,6 +98,16 @@ class Rows:
     def upload(self, values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """What the host knows, on the device; nobody waits for it."""
         return async_tensor_h2d(values, device=self.device, dtype=dtype)
+
+    @property
+    def block_tables(self) -> BlockTables:
+        """The runner's."""
+        return self._runner.block_tables
+
+    @property
+    def all_tokens(self) -> torch.Tensor:
+        """[slots, length] int32, the tokens of every row, and whatever lies behind them."""
+        return self._runner.req_states.all_token_ids.gpu
 
     def tokens(self, slots: np.ndarray, start: int, end: int) -> torch.Tensor:
         """[..., end - start] int32, tokens of the rows in `slots`, of any shape."""
@@ -218,6 +232,9 @@ class Rows:
                 at, to, blocks = self.upload(np.stack([slots, columns, np.concatenate([*growing.values()])]))
                 table.gpu[at, to] = blocks.int()
                 tables.num_blocks.np[number, slots] += 1
+            for group_id, of_rows in growing.items():
+                if (roots := groups[group_id].roots) is not None:
+                    roots.tables[number] = np.column_stack([roots.tables[number], of_rows])
         copies = [rows.copies for step in steps.values() if (rows := step.rows) is not None and len(rows.copies)]
         if copies:
             copy_to_others(self.kv_blocks, np.concatenate(copies))
@@ -231,24 +248,47 @@ class Rows:
         if is_controlled:
             self._reorder_controls(moved)
 
-    def adopt(
-        self, slots: np.ndarray, sources: np.ndarray, num_tokens: int, tables: list[np.ndarray], is_controlled: bool
-    ) -> None:
-        """Let rows continue the histories of others, with these blocks.
+    def accept(self, paths: Sequence[AcceptedPath], places: np.ndarray, sampled: torch.Tensor) -> None:
+        """Let rows of groups go on from where their searches have come to.
 
         Args:
-            slots, sources: [b] slots of rows.
-            num_tokens: Of the histories.
-            tables: By KV cache group: [b, columns] the blocks that each row has then.
-            is_controlled: Whether they also take over what the processors of their logits know.
+            paths: By group; those under control come first.
+            places: [rows of all groups] where they are in the batch.
+            sampled: [R, steps] int64, receives the new tokens of every row.
         """
-        to, source, tokens = self.upload(slots), self.upload(sources), self._runner.req_states.all_token_ids.gpu
-        tokens[to, :num_tokens] = tokens[source, :num_tokens]
-        self._write_tables(slots, to, tables)
-        if is_controlled:
+        moves = [np.hstack(of_groups) for of_groups in zip(*(path.moves for path in paths), strict=True)]
+        move(self.kv_blocks, self.kv_slots, np.concatenate([path.copies for path in paths]), [*enumerate(moves)])
+        slots, sources = (np.concatenate(of_groups) for of_groups in zip(*(path[:2] for path in paths), strict=True))
+        entries = [entry for path in paths for entry in path.entries]
+        rows = [slots, sources, places, side_by_side([path.tokens for path in paths])]
+        to, source, at, tokens = self._upload_with_blocks(rows, entries)
+        history = slice(min(path.num_prompt for path in paths), max(path.num_tokens for path in paths))
+        self.all_tokens[to, history] = self.all_tokens[source, history]  # what lies behind a history, nobody reads
+        sampled[at, : tokens.shape[1]] = tokens
+        if num_controlled := sum(len(path.slots) for path in paths if path.is_controlled):
+            to, source = to[:num_controlled], source[:num_controlled]
             self._counts[to] = self._counts[source]
             for take_over in self._of_processors:
                 take_over(to, source)
+
+    def _upload_with_blocks(
+        self, arrays: Sequence[np.ndarray], entries: Sequence[TableEntries]
+    ) -> Sequence[torch.Tensor]:
+        """Arrays on the device, and by the same copy entries of block tables, which are written."""
+        tables = self._runner.block_tables
+        for slots, number, num_blocks, *_ in entries:
+            tables.num_blocks.np[number, slots] = num_blocks
+        by_number = defaultdict[int, list[TableEntries]](list)
+        for entry in entries:
+            if len(entry.blocks):
+                by_number[entry.number].append(entry)
+        at = [np.concatenate([entry.at for entry in of_number], axis=1) for of_number in by_number.values()]
+        blocks = [np.concatenate([entry.blocks for entry in of_number]) for of_number in by_number.values()]
+        on_device = uploaded_together([*arrays, *at, *blocks], self.device)
+        first, end = len(arrays), len(arrays) + len(by_number)
+        for number, (rows, columns), of_number in zip(by_number, on_device[first:end], on_device[end:], strict=True):
+            tables.block_tables[number].gpu[rows, columns] = of_number
+        return on_device[: len(arrays)]
 
     def _reorder_controls(self, rows: RowReorder) -> None:
         """Let rows take over what the processors of their logits know of those that they continue."""
@@ -272,24 +312,21 @@ class Rows:
         found = (getattr(processor, "reorder_rows", None) for processor in self._sampler.logits_processors)
         return [take_over for take_over in found if take_over is not None]
 
-    def move(self, blocks: np.ndarray, tokens: Sequence[tuple[int, np.ndarray]]) -> None:
-        """See `moves.move`."""
-        move(self.kv_blocks, self.kv_slots, blocks, tokens)
-
     def write_drafts(self, forest_steps: Sequence[ForestStep]) -> None:
-        """Write what the target computes of every row of forests: its root, its drafts, and the blocks for them."""
+        """Write what the target computes of every row of forests: its root, its drafts, and the blocks for them.
+
+        There is one forest at least.
+        """
         states, tables = self._runner.req_states, self._runner.block_tables
         states.apply_staged_writes()
         tables.apply_staged_writes()
-        for forest_step in forest_steps:
-            forest, at = forest_step.forest, self.upload(forest_step.group.slots)
-            tokens = np.zeros((len(forest.rows), max(map(len, forest.rows))), dtype=np.int64)
-            for row, nodes in enumerate(forest.rows):
-                tokens[row, : len(nodes)] = [forest.tokens[node] for node in nodes]
-            uploaded = self.upload(tokens)
-            states.last_sampled_tokens[at, 0] = uploaded[:, 0]
-            self.tree_drafts[at, : tokens.shape[1] - 1] = uploaded[:, 1:]
-            for number, (table, column) in enumerate(zip(forest_step.blocks, forest_step.columns, strict=True)):
-                newest = table[:, column + 1 :]
-                tables.block_tables[number].gpu[at, column + 1 : table.shape[1]] = self.upload(newest, torch.int32)
-                tables.num_blocks.np[number, forest_step.group.slots] = table.shape[1]
+        slots = np.concatenate([forest_step.group.slots for forest_step in forest_steps])
+        trees = side_by_side([np.array([tokens]) for one in forest_steps for tokens in one.forest.tokens_of_rows()])
+        entries = [
+            TableEntries.of(forest_step.group.slots, number, table, column + 1)
+            for forest_step in forest_steps
+            for number, (table, column) in enumerate(zip(forest_step.blocks, forest_step.columns, strict=True))
+        ]
+        at, tokens = self._upload_with_blocks([slots, trees], entries)
+        states.last_sampled_tokens[at, 0] = tokens[:, 0]
+        self.tree_drafts[at, : tokens.shape[1] - 1] = tokens[:, 1:]

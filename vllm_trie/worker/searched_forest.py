@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from vllm_trie.search.beams import Beams
+from vllm_trie.search.devices import sees
 from vllm_trie.search.forest import grow
-from vllm_trie.search.step import draft_logprobs
-from vllm_trie.search.step_result import Step
+from vllm_trie.search.step_result import Step, unpacked
+from vllm_trie.worker.best_drafts import best_drafts
 from vllm_trie.worker.forest_nodes import ROOT_OF_DEAD, Nodes
 from vllm_trie.worker.forest_step import ForestStep, Found
+from vllm_trie.worker.forest_walk import Walk, walks_of
 
 DEAD = np.float32(-np.inf)
 
@@ -22,28 +24,39 @@ DEAD = np.float32(-np.inf)
 class SearchedForest(ForestStep):
     """The forest of a beam search."""
 
-    def grow(self, logits: torch.Tensor, number: int) -> None:
-        """See `ForestStep`."""
-        before = self.beams_at(self.layer.nodes, Beams(self.layer.scores[None]))
-        (logprobs,) = draft_logprobs(self.rules[number - 1], logits[None], before)
-        self.forest.open(math.sqrt(number / self.budget.num_layers))  # or the first layers would take all
-        self.layer = grow(self.forest, self.layer, logprobs, self.num_beams, self.budget.draft_width)
+    @classmethod
+    def grow(cls, growing: Sequence[tuple[ForestStep, np.ndarray]], logits: torch.Tensor, number: int) -> None:
+        """See `ForestStep`. Waits for the device once, for all groups together."""
+        forest_steps = [forest_step for forest_step, _ in growing]
+        best = best_drafts(forest_steps, logits, [rows for _, rows in growing], number)
+        for forest_step, of_group in zip(forest_steps, best, strict=True):
+            forest, budget = forest_step.forest, forest_step.budget
+            forest.open(math.sqrt(number / budget.num_layers))  # or the first layers would take all
+            forest_step.layer = grow(forest, forest_step.layer, of_group, forest_step.num_beams, budget.draft_width)
 
-    def search(self, nodes: Nodes) -> Found:
+    @classmethod
+    def search(cls, nodes: Sequence[Nodes]) -> list[Found]:
+        """See `ForestStep`. Waits for the device once, for all groups together."""
+        walks = walks_of(nodes)
+        found = dict[Nodes, Found]()
+        for walk, steps in zip(walks, _on_host(walks), strict=True):
+            for place, (of_group, of_steps) in enumerate(zip(walk.nodes, steps, strict=True)):
+                assert isinstance(of_group.forest_step, SearchedForest)
+                found[of_group] = of_group.forest_step.follow(walk, place, of_steps)
+        return [found[of_group] for of_group in nodes]
+
+    def follow(self, walk: Walk, place: int, taken: Iterable[Step[np.ndarray]]) -> Found:
         """Plain beam search's own steps, until one depends on a beam that was not drafted.
 
         A beam that was not drafted bounds the score of everything that descends from it: as long as whatever lives on
         is better, no step depends on it.
         """
-        carried = self.group.beams
         steps, beams, accepted = list[Step](), [list(range(self.num_beams))], [0]
-        before, unseen = carried, DEAD
-        for rules in self.rules:
-            step, after = nodes.step(rules, beams[-1], before)
+        unseen = DEAD
+        for rules, step in zip(self.rules, taken, strict=False):
             if unseen > DEAD and not (step.num_beams == rules.width and step.scores.min() > unseen):
                 break
             steps.append(step)
-            carried = after
             chosen = zip(step.parents.tolist(), step.tokens.tolist(), strict=True)
             drafts = [self.forest.child(beams[-1][parent], token) for parent, token in chosen]
             is_seen = np.array([draft is not None for draft in drafts])
@@ -51,7 +64,26 @@ class SearchedForest(ForestStep):
             if rules is self.rules[-1] or rules.is_last or step.num_beams < len(drafts) or not may_go_on:
                 break
             unseen = step.scores[~is_seen].max(initial=DEAD)
-            before = after if is_seen.all() else after.only(torch.from_numpy(is_seen).to(after.scores.device)[None])
             beams.append([ROOT_OF_DEAD if draft is None else draft for draft in drafts])
             accepted.append(int(is_seen.sum()))
-        return Found(steps, beams[: len(steps)], accepted[: len(steps)], carried)
+        last = walk.steps[len(steps) - 1]
+        newest = last.taken.step.tokens[place].long()
+        return Found(steps, beams[: len(steps)], accepted[: len(steps)], newest, last.after, place)
+
+
+def _on_host(walks: Sequence[Walk]) -> list[list[Iterable[Step[np.ndarray]]]]:
+    """By walk and group: its steps, all of them by one copy; or one after the other, where there is nothing to copy."""
+    device = walks[0].device
+    if sees(device):
+        return [[(unpacked(taken.words.numpy(), taken.layout)[0] for taken in walk)] for walk in walks]
+    taken = [[*walk] for walk in walks]
+    words = torch.cat([step.words.flatten() for of_walk in taken for step in of_walk]).cpu().numpy()
+    on_host, at = list[list[Iterable[Step[np.ndarray]]]](), 0
+    for of_walk in taken:
+        by_step = []
+        for step in of_walk:
+            size = step.words.numel()
+            by_step.append(unpacked(words[at : at + size].reshape(step.words.shape), step.layout))
+            at += size
+        on_host.append([*zip(*by_step, strict=True)])
+    return on_host

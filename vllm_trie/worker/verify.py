@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import chain
+
 import numpy as np
 import torch
 
@@ -9,8 +13,10 @@ from vllm_trie.messages import Decided, Drafted
 from vllm_trie.search.forest import Forest
 from vllm_trie.trie.traced import NO_DRAFT, DraftedForest
 from vllm_trie.worker.forest_nodes import Nodes
-from vllm_trie.worker.forest_path import accept_path
+from vllm_trie.worker.forest_path import AcceptedPath, accepted_path
+from vllm_trie.worker.forest_step import ForestStep, Found
 from vllm_trie.worker.group_rows import BatchRows
+from vllm_trie.worker.roots import after_path
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext
 
@@ -36,21 +42,32 @@ def verify(
     Returns:
         What was decided, by group.
     """
-    decided = {}
+    nodes = {group_id: Nodes(selector, rows, forest_step, logits) for group_id, forest_step in context.forests.items()}
+    found, paths, decided = _search([*nodes.values()]), list[AcceptedPath](), dict[str, Decided]()
     for group_id, forest_step in context.forests.items():
-        found = forest_step.search(Nodes(selector, rows, forest_step, logits))
-        steps, beams, accepted, forest_step.group.beams = found
-        tokens = accept_path(selector.rows, forest_step, steps, beams)
-        places = rows.places(forest_step.group.slots)
-        upload = selector.rows.upload
-        sampled[upload(places), : tokens.shape[1]] = upload(tokens)
+        steps, beams, accepted = found[nodes[group_id]][:3]
+        paths.append(accepted_path(forest_step, steps, beams))
+        group = forest_step.group
+        *_, group.tokens, group.batch, group.place = found[nodes[group_id]]
+        group.roots = after_path(paths[-1], steps[-1])
+        places = rows.places(group.slots)
         num_sampled[0, places], num_sampled[1, places] = len(steps), rows.num_logits(places) - len(steps)
-        forest_step.group.tokens = upload(steps[-1].tokens)
         size = forest_step.forest.num_drafts, forest_step.num_layers, forest_step.budget.draft_width
         traced = drafted_forest(forest_step.forest, beams) if forest_step.step.is_traced else None
         drafted = Drafted(*size, context.draft_seconds, accepted, traced)
         decided[group_id] = Decided(steps, drafted)
+    paths.sort(key=lambda path: not path.is_controlled)
+    selector.rows.accept(paths, rows.places(np.concatenate([path.slots for path in paths])), sampled)
     return decided
+
+
+def _search(nodes: Sequence[Nodes]) -> dict[Nodes, Found]:
+    """What came of all groups; those of a kind search together."""
+    by_kind = defaultdict[type[ForestStep], list[Nodes]](list)
+    for of_group in nodes:
+        by_kind[type(of_group.forest_step)].append(of_group)
+    searched = [zip(of_kind, kind.search(of_kind), strict=True) for kind, of_kind in by_kind.items()]
+    return dict(chain(*searched))
 
 
 def drafted_forest(forest: Forest, beams: list[list[int]]) -> DraftedForest:

@@ -13,9 +13,9 @@ from tests.support.engine import Engine, Engines
 from tests.support.pairs import NOISE, Pair, count_differing, speculating
 from tests.support.reference import load
 from vllm_trie.search.forest import Forest
-from vllm_trie.worker.draft import Drafter
-from vllm_trie.worker.forest_step import ForestStep
+from vllm_trie.worker.draft_by_model import ModelDrafts
 from vllm_trie.worker.group_rows import GroupRows
+from vllm_trie.worker.step_context import StepContext
 
 pytestmark = pytest.mark.slow
 
@@ -45,13 +45,14 @@ def test_the_draft_model_says_what_it_says_alone(engine: Engine, alone: Alone, m
 def test_without_catching_up_it_says_something_else_and_the_search_finds_the_same(
     engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant = Drafter._make_forest
+    draft = ModelDrafts.forests
 
-    def plant_at_the_newest(drafter: Drafter, step: Any, group: GroupRows) -> ForestStep:
-        group.num_drafted = int(engine.runner.req_states.num_computed_tokens_np[group.slots[0]])
-        return plant(drafter, step, group)
+    def drafted_from_the_newest(drafts: ModelDrafts, context: StepContext, groups: dict[str, GroupRows]) -> Any:
+        for group in (groups[group_id] for group_id in context.speculating):
+            group.num_drafted = int(engine.runner.req_states.num_computed_tokens_np[group.slots[0]])
+        return draft(drafts, context, groups)
 
-    monkeypatch.setattr(Drafter, "_make_forest", plant_at_the_newest)
+    monkeypatch.setattr(ModelDrafts, "forests", drafted_from_the_newest)
     assert count_differing(*search(engine, monkeypatch)) == 0
     assert alone.num_wrong > alone.num_compared // 10
 

@@ -28,20 +28,22 @@ from tests.support.pairs import (
 from tests.support.running import prompt_of, run, start_with, trained_prompts
 from vllm_trie import beam_params
 from vllm_trie.engine import kv_cache
-from vllm_trie.worker import verify
+from vllm_trie.worker import best_drafts, forest_walk, roots, searched_forest, verify
+from vllm_trie.worker.group_rows import GroupRows, Roots
+from vllm_trie.worker.rows import Rows
 
 pytestmark = pytest.mark.slow
 
 
 def watch_accepted_paths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Of every path that is accepted: the step that filled the roots' block, and how many steps there were."""
-    commits, stock = [], verify.accept_path
+    commits, stock = [], verify.accepted_path
 
-    def accept_path(selector: Any, one: Any, steps: Any, beams: Any) -> Any:
+    def accepted_path(one: Any, steps: Any, beams: Any) -> Any:
         commits.append((BLOCK_SIZE - one.start % BLOCK_SIZE, len(steps)))
-        return stock(selector, one, steps, beams)
+        return stock(one, steps, beams)
 
-    monkeypatch.setattr(verify, "accept_path", accept_path)
+    monkeypatch.setattr(verify, "accepted_path", accepted_path)
     return commits
 
 
@@ -53,6 +55,32 @@ def test_a_random_pair_finds_what_plain_steps_find(
     asked = grid([prompt_of(2 * BLOCK_SIZE, seed) for seed in range(40)], max_tokens=2 * BLOCK_SIZE + 6)
     outputs = check_exact(engine, asked, beside=BESIDE)
     assert max(map(steps_per_forward, outputs)) > 1 + num_layers / 2
+
+
+def test_groups_that_search_together_unseen_find_what_plain_steps_find(
+    engines: Engines, random_pair: Callable[[str, float], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, which the host does not see: it knows of rows what it would read there."""
+    known, compared = roots._known, 0
+
+    def known_as_read(rows: Rows, group: GroupRows, first: int) -> Roots | None:
+        nonlocal compared
+        if (found := known(rows, group, first)) is not None:
+            (read,) = roots._read(rows, [group], [first])
+            compared += 1
+            assert [table.tolist() for table in found.tables] == [table.tolist() for table in read.tables]
+            assert [of_rows.tolist() for of_rows in found[1:4]] == [of_rows.tolist() for of_rows in read[1:4]]
+            assert found.end == read.end
+        return found
+
+    monkeypatch.setattr(roots, "_known", known_as_read)
+    for module in (forest_walk, searched_forest, best_drafts):
+        monkeypatch.setattr(module, "sees", lambda _: False)
+    engine = speculating(engines, random_pair("gqa", NOISE), 5, max_num_seqs=128)
+    asked = grid([prompt_of(2 * BLOCK_SIZE, seed) for seed in range(12)], max_tokens=2 * BLOCK_SIZE + 6)
+    outputs = check_exact(engine, asked)
+    assert max(map(steps_per_forward, outputs)) > 2
+    assert compared > len(asked)
 
 
 def test_the_trained_pair_finds_what_plain_steps_find(engines: Engines) -> None:

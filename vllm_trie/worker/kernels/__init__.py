@@ -29,6 +29,7 @@ class Serving(NamedTuple):
     most_beams: int  # of a group
     logits: tuple[torch.Tensor, ...] = ()  # [N, V] each, of every type, stride and alignment that is selected from
     has_catalogs: bool = False
+    draft_logits: tuple[torch.Tensor, ...] = ()  # likewise, of a draft model
 
     @property
     def device(self) -> torch.device:
