@@ -14,9 +14,10 @@ MOST_CHILDREN = (256,) * 4  # by depth, of a catalog of semantic ids
 STOP_TOKEN_IDS, DIVERSITY, NUM_LOGPROBS = (2,), 0.5, 5
 TEMPERATURE, MIN_P, TOP_P = 0.7, 0.1, 0.9
 STOP_STRINGS = ("\n\n",)
-PLAIN = "plain"
+PLAIN, SPECULATING = "plain", "speculating"
 WIDTHS, IN_ONE_BATCH = (4, 64, 512), (4, 8)  # beams; beams and groups
 NUM_LAYERS, DEPTH = 36, 4  # of models; of a forest
+NOT_COUNTED = "-"
 FIRST, SECOND = 21, 22  # tokens of rows in two steps, of which the first one fills caches
 
 
@@ -105,11 +106,17 @@ def counted_forest(width: int, num_groups: int) -> Counted:
 def cells(setting: Setting) -> list[Cell]:
     plain = [(PLAIN, width, 1) for width in setting.widths or WIDTHS]
     others = [(search, WIDTHS[0], 1) for search in _rules(WIDTHS[0]) if search != PLAIN]
-    return [*plain, (PLAIN, *IN_ONE_BATCH), *others, ("along a catalog", WIDTHS[-1], 1), ("drawn beams", *IN_ONE_BATCH)]
+    wider = [("along a catalog", WIDTHS[-1], 1), ("drawn beams", *IN_ONE_BATCH)]
+    speculating = [(SPECULATING, WIDTHS[0], 1), (SPECULATING, *IN_ONE_BATCH)]
+    return [*plain, (PLAIN, *IN_ONE_BATCH), *others, *wider, *speculating]
 
 
 def measure(bench: Bench, search: str, width: int, num_groups: int) -> Measured:
     shape = search, width, num_groups
+    if search == SPECULATING:
+        forest = counted_forest(width, num_groups)
+        counts = forest.operations, forest.copies, forest.kernels, NOT_COUNTED, forest.launches, NOT_COUNTED
+        return Measured([(search, f"{width} x {num_groups}", *counts, forest.waits)])
     step = counted(*shape)
     alone, beside = (counted(*shape, num_ordinary, is_whole=True) for num_ordinary in (0, 1))
     waits = max(step.waits, alone.waits, beside.waits)
@@ -131,5 +138,7 @@ TABLE = Table(
     "are left out, also what pins memory; copies between host and device; selection includes the reorder; the "
     "whole step is all that happens where vLLM would sample, without vLLM's own sampling of ordinary rows, one ahead "
     "of each group, and its processing of logits; what is uploaded once, in a first step, is not counted; waits of the "
-    "host for the device, in any of these",
+    f"host for the device, in any of these; a group that speculates drafts {DEPTH} layers with a draft model, the host "
+    "waiting for each, takes as many steps and one more, and accepts all drafts: its whole step is counted, without "
+    "the forwards of the models and what attention makes ready for them, after another such step",
 )

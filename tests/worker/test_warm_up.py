@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu_worker import Worker
 
+from benchmarks.launch_counter import LaunchCounter
 from benchmarks.weightless import CATALOG, NOWHERE, Launches, WeightlessStep, kernels_noted, nowhere
+from benchmarks.weightless_forest import WeightlessForest
 from tests.support.sharing import Batch, Group
 from tests.support.steps import rules_of
 from tests.worker.attention.trees import TreeBatch, TreeGroup, random_tree
@@ -50,6 +53,15 @@ class Builder(SharesPrefixes):
     takes = by_token = None
 
 
+def draft_model() -> Any:
+    """As far as the warm-up knows it."""
+    speculator: Any = object.__new__(StandaloneARSpeculator)
+    speculator.hidden_size, speculator.dtype, speculator.attn_groups = HEAD_SIZE, torch.bfloat16, [[]]
+    logits = nowhere(1, VOCAB_SIZE, dtype=torch.bfloat16)
+    speculator.model = SimpleNamespace(compute_logits=lambda hidden: logits)
+    return speculator
+
+
 def runner_with(
     scorings: dict[str, Scoring],
     has_drafts: bool = True,
@@ -78,7 +90,7 @@ def runner_with(
         dtype=torch.bfloat16,
         device=NOWHERE,
         drafter=object() if has_drafts else None,
-        speculator=None,
+        speculator=draft_model() if has_drafts else None,
         vllm_config=config,
         attn_groups=[[attn_group]],
         block_tables=SimpleNamespace(input_block_tables=[torch.zeros(MOST_ROWS, 48, dtype=torch.int32)]),
@@ -128,6 +140,18 @@ def test_no_kind_of_search_launches_a_variant_that_was_not_warmed(
         step = WeightlessStep(rules._replace(is_last=is_last), 2, VOCAB_SIZE)
         step.sample(np.array([25, 26]))
     assert not new_variants(noted, warmed)
+
+
+@pytest.mark.parametrize("width", [1, 4, 9])
+@pytest.mark.parametrize("num_stops", [0, 3])
+def test_no_forest_launches_a_variant_that_was_not_warmed(
+    noted: dict[str, Launches], warmed: dict[str, set[object]], width: int, num_stops: int
+) -> None:
+    rules = rules_of(width, stops=tuple(range(1, 1 + num_stops)))
+    with LaunchCounter():  # which answers where the host waits
+        WeightlessForest(rules, 3, VOCAB_SIZE, num_layers=2, depth=2).take()
+    assert noted["_rank_rows"].count == noted["_tile_max"].count == 2 + 3
+    assert not new_variants({name: noted[name] for name in ("_tile_max", "_rank_rows", "_select_best")}, warmed)
 
 
 def take(rules: SelectRules, logits: torch.Tensor, num_rows: int, states: dict[Constraint, torch.Tensor]) -> None:
