@@ -193,8 +193,11 @@ def compact_answer(hypotheses: Sequence[Hypothesis], max_length: int) -> dict[st
     }
 
 
-def said_of(hypotheses: Sequence[Hypothesis]) -> list[dict[str, Any]]:
-    """What vLLM's outputs have no room for, best first: see `entrypoints.beam_results`, which adds the rest."""
+def scores_and_stops(hypotheses: Sequence[Hypothesis]) -> list[dict[str, Any]]:
+    """Scores, and the stop tokens that ended hypotheses, best first: vLLM's outputs have no room for these.
+
+    `entrypoints.beam_results` adds the rest.
+    """
     return [{"sequence_score": hypothesis.score, "matched": hypothesis.stopped_by} for hypothesis in hypotheses]
 
 

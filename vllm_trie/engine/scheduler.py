@@ -25,7 +25,7 @@ from vllm_trie.engine.group_forests import GroupForests
 from vllm_trie.engine.known_caches import refuse_unsupported_kv_cache
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.new_group import is_unchecked, new_group
-from vllm_trie.engine.outputs import Mailbox, compact_answer, outputs_of, part_output, said_of, take_output
+from vllm_trie.engine.outputs import Mailbox, compact_answer, outputs_of, part_output, scores_and_stops, take_output
 from vllm_trie.engine.prefix_publishing import AnswerCache
 from vllm_trie.engine.speculation_budget import Speculating, SpeculationBudgets
 from vllm_trie.engine.stats import BeamTally, SearchCounts, attach_stats
@@ -513,7 +513,7 @@ class BeamScheduler(Scheduler):
             output.kv_transfer_params = {PLUGIN_NAME: answer}
         large: dict[str, Any] = {}  # the last output alone has it, from which vLLM makes the user's
         if plan.params.beam_results:
-            large["beam_results"] = said_of(best)
+            large["beam_results"] = scores_and_stops(best)
         if group.traced:
             block_size = self.kv_cache_manager.token_block_size
             large["trace"] = trace_of(group, group.traced, len(best), block_size)

@@ -23,7 +23,7 @@ def asks_for_beam_results(params: Any) -> bool:
 
 
 async def with_beam_results(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-    """The outputs of a request that asks for them, with what the engine said of each hypothesis made one of them."""
+    """The outputs of a request that asks for them, with complete `beam_results`."""
     async with aclosing(outputs):
         async for output in outputs:
             add_beam_results([output])
@@ -31,12 +31,12 @@ async def with_beam_results(outputs: AsyncGenerator[RequestOutput, None]) -> Asy
 
 
 def add_beam_results(outputs: Sequence[Any]) -> None:
-    """Make what the engine says of hypotheses the `beam_results` of the outputs that have it."""
+    """Complete the `beam_results` of outputs that have them: the engine sends scores and stop tokens alone."""
     for output in outputs:
         answer = (output.kv_transfer_params or {}).get(PLUGIN_NAME) if isinstance(output, RequestOutput) else None
         if answer and BEAM_RESULTS in answer:  # where bans leave fewer hypotheses, other outputs stand for none
             found = zip(output.outputs, answer[BEAM_RESULTS], strict=False)
-            answer[BEAM_RESULTS] = [_beam_result(hypothesis, **said) for hypothesis, said in found]
+            answer[BEAM_RESULTS] = [_beam_result(hypothesis, **sent) for hypothesis, sent in found]
 
 
 def _beam_result(hypothesis: CompletionOutput, sequence_score: float, matched: int | None) -> dict[str, Any]:
