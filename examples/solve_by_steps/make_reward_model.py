@@ -54,13 +54,15 @@ if __name__ == "__main__":
 
     def features(texts: list[str]) -> torch.Tensor:
         """[texts, size], of the last token of each: what the head sees."""
-        with torch.inference_mode():
-            seen = [model.base_model(torch.tensor([tokenizer(text).input_ids])).last_hidden_state for text in texts]
-        return torch.cat([of_text[:, -1] for of_text in seen]).clone()
+        rows = [tokenizer(text).input_ids for text in texts]
+        last = torch.tensor([len(row) - 1 for row in rows])
+        padded = torch.tensor([row + [0] * (max(map(len, rows)) - len(row)) for row in rows])  # no token sees them
+        with torch.no_grad():
+            return model.base_model(padded).last_hidden_state[range(len(rows)), last]
 
-    texts, labels = steps(SEEN, 48)
+    texts, labels = steps(SEEN, 32)
     weights = fit(features(texts), labels)
-    texts, labels = steps(HELD_OUT, 24)
+    texts, labels = steps(HELD_OUT, 16)
     right = ((features(texts) @ weights > 0) == labels.bool()).float().mean().item()
     print(f"  {right:.0%} of {len(texts)} steps about other people and things are told apart")
 
