@@ -76,7 +76,8 @@ class RowBeams:
                 states[key] = self._tokens(np.array([group.slots for group in groups]), num_tokens)
             elif key.source is Source.MASKS and masks:
                 states[key] = unpacked_mask(torch.stack([*masks]), vocab_size)
-            elif key.source is Source.AMATEUR and amateur is not None:
+            elif key.source is Source.AMATEUR:
+                assert amateur is not None, "the front end lets no search contrast a draft model that there is not"
                 states[key] = log_probabilities(amateur, temperature=rules.filters.temperature)
         lengths = {int(total) - len(group.prompt) for total, group in zip(num_tokens, groups, strict=True)}
         return beams._replace(states=states, length=lengths.pop() if len(lengths) == 1 else None)

@@ -117,8 +117,8 @@ class Selector:
             draws = [draw for group_id in group_ids if (draw := context.steps[group_id].draw) is not None]
             completes = self.completes(rules, groups, num_tokens)
             masks = [context.masks[group_id] for group_id in group_ids] if has_masks else []
-            contrasted = amateur.of(places) if amateur is not None and rules.contrasts else None
-            beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1], contrasted)
+            of_amateur = None if amateur is None or not rules.contrasts else amateur.of(places)
+            beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1], of_amateur)
             means = Means(draws, completes, into_slots)
             taken = self._take(RowsOf(rules, rows, slots, places, beams), logits, means, sampled)
             selected.append(PackedStep(group_ids, taken.words, taken.layout))

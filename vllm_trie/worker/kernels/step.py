@@ -16,6 +16,6 @@ TakeStep = Callable[[SelectRules, RowLogits, Beams, torch.Tensor, torch.Tensor],
 
 
 def by_kernels(rules: SelectRules, beams: Beams, vocab_size: int) -> TakeStep | None:
-    """What takes a step of groups by these rules; None: torch."""
+    """What takes a step of groups by these rules; None: torch, as under each constraint but a catalog."""
     kinds = best, items, in_groups
     return next((kernels.take_step for kernels in kinds if kernels.takes(rules, beams, vocab_size)), None)
