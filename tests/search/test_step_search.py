@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support import step_reference
-from tests.support.step_reference import Drawn, Found, Task, beam_search
+from tests.support.step_reference import Draw, Drawn, Found, Task, beam_search
 from vllm_trie.search.step_search.allotment import by_score, evenly, worth_their_kv
 from vllm_trie.search.step_search.hypotheses import DrawnStep, StepHypothesis, derived_seed
 from vllm_trie.search.step_search.rules import StepRules
@@ -44,21 +45,40 @@ def few_scores(text: str) -> float:
     return float(random.Random(text).randrange(5))
 
 
-def run(rules: StepRules, score: Any = few_scores) -> StepSearch:
+class Drawer:
+    """Draws, and remembers by which seeds."""
+
+    def __init__(self) -> None:
+        self.seeds = list[int]()
+
+    def __call__(self, tokens: tuple[int, ...], seed: int, most: int, stops_at_delimiter: bool) -> Drawn:
+        self.seeds.append(seed)
+        return drawn(tokens, seed, most, stops_at_delimiter)
+
+
+def run(rules: StepRules, draw: Draw = drawn) -> StepSearch:
     state, is_over = StepSearch(rules), False
     while not is_over:
         steps = []
         for beam, _, seed, most, stops, is_greedy in state.draws():
-            text, tokens, reason = drawn(beam.token_ids, 0 if is_greedy else seed, most, stops)
+            text, tokens, reason = (drawn if is_greedy else draw)(beam.token_ids, seed, most, stops)
             steps.append(DrawnStep(text, tokens, -1.0 * len(tokens), reason))
         if questions := state.take(steps):
-            is_over = state.judge([score(candidate.text + lookahead) for candidate, lookahead in questions])
+            is_over = state.judge([few_scores(candidate.text + lookahead) for candidate, lookahead in questions])
     return state
 
 
 def task_of(rules: StepRules) -> Task:
     asked = rules.width, rules.candidates, rules.max_tokens, rules.max_steps, rules.stops_early, rules.seed
     return Task(drawn, few_scores, *asked)
+
+
+def check_equal(rules: StepRules, reference: Callable[[Task], list[Found]], **others: Any) -> None:
+    """Raise AssertionError unless the reference finds the same, and by the same draws, one after the other."""
+    ours, theirs = Drawer(), Drawer()
+    state = run(rules, ours)
+    assert found_by(state) == reference(replace(task_of(rules), draw=theirs, **others))
+    assert ours.seeds == theirs.seeds
 
 
 def found_by(state: StepSearch) -> list[Found]:
@@ -84,21 +104,20 @@ REBASE = rules_with(allot=st.just("rebase"), allot_temperature=st.sampled_from([
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(RULES)
 def test_it_finds_what_a_plain_loop_finds(rules: StepRules) -> None:
-    assert found_by(run(rules)) == beam_search(task_of(rules))
+    check_equal(rules, beam_search)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(REBASE)
 def test_rebase_finds_what_the_papers_algorithm_finds(rules: StepRules) -> None:
-    state = run(rules)
-    assert found_by(state) == step_reference.rebase(task_of(rules), rules.allot_temperature, 0.0)
+    check_equal(rules, partial(step_reference.rebase, temperature=rules.allot_temperature, price=0.0))
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
 @given(REBASE, st.floats(0.01, 3.0))
 def test_ets_finds_what_all_sets_of_leaves_tried_find(rules: StepRules, price: float) -> None:
     rules = replace(rules, prefer_shared=price, width=min(rules.width, 3))
-    assert found_by(run(rules)) == step_reference.rebase(task_of(rules), rules.allot_temperature, price)
+    check_equal(rules, partial(step_reference.rebase, temperature=rules.allot_temperature, price=price))
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -112,13 +131,14 @@ def test_dvts_finds_what_subtrees_find_one_after_the_other(rules: StepRules) -> 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(rules_with(order=st.just("best"), max_steps=st.integers(1, 6)))
 def test_best_first_finds_what_a_plain_loop_over_all_open_candidates_finds(rules: StepRules) -> None:
-    assert found_by(run(rules)) == step_reference.best_first(task_of(rules))
+    check_equal(rules, step_reference.best_first)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
 @given(rules_with(order=st.just("best"), allot=st.just("rebase"), allot_temperature=st.sampled_from([0.3, 1.0, 2.7])))
 def test_best_first_shares_its_budget_among_all_open_candidates(rules: StepRules) -> None:
-    assert found_by(run(rules)) == step_reference.rebase(task_of(rules), rules.allot_temperature, 0.0, returns=True)
+    temperature = rules.allot_temperature
+    check_equal(rules, partial(step_reference.rebase, temperature=temperature, price=0.0, returns=True))
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -126,7 +146,7 @@ def test_best_first_shares_its_budget_among_all_open_candidates(rules: StepRules
     rules_with(order=st.just("mcts"), max_steps=st.integers(1, 6), exploration=st.sampled_from([0.0, 0.5, 1.0, 7.0]))
 )
 def test_tree_search_finds_what_uct_counted_anew_each_time_finds(rules: StepRules) -> None:
-    assert found_by(run(rules)) == step_reference.mcts(task_of(rules), rules.exploration)
+    check_equal(rules, partial(step_reference.mcts, exploration=rules.exploration))
 
 
 def test_tree_search_spreads_the_candidates_of_a_round_and_returns_to_other_branches() -> None:
@@ -151,15 +171,14 @@ def test_a_lookahead_is_judged_and_is_no_part_of_what_is_found(order: Any, looka
     def look(tokens: tuple[int, ...], most: int) -> str:
         return drawn(tokens, 0, most, False).text
 
-    task = replace(task_of(rules), look=look, lookahead=lookahead)
+    rules = replace(rules, order=order, lookahead=lookahead)
     theirs = {
         "breadth": beam_search,
         "best": step_reference.best_first,
         "mcts": partial(step_reference.mcts, exploration=1.0),
     }
-    state = run(replace(rules, order=order, lookahead=lookahead))
-    assert found_by(state) == theirs[order](task)
-    assert all(h.text == text_of([*h.token_ids]).replace("?", "") for h in state.finished)
+    check_equal(rules, theirs[order], look=look, lookahead=lookahead)
+    assert all(h.text == text_of([*h.token_ids]).replace("?", "") for h in run(rules).finished)
 
 
 @pytest.mark.parametrize("order", ["best", "mcts"])

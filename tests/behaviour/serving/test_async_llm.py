@@ -95,7 +95,8 @@ def test_a_search_by_steps_takes_any_prompt_and_ends_when_it_is_aborted(
     token_ids = llm.get_tokenizer().encode(PROMPTS[0])
 
     async def ask() -> None:
-        params = beam_params(2, max_tokens=16, max_steps=3, **steps)
+        returning = {"order": "mcts", "pool": 1, "lookahead": 2}
+        params = beam_params(2, max_tokens=16, max_steps=3, **steps, **returning)
         prompts: list[Any] = [PROMPTS[0], {"prompt": PROMPTS[0]}, {"prompt_token_ids": token_ids}, token_ids]
         answers = [await all_of(llm.generate(prompt, params, str(i))) for i, prompt in enumerate(prompts)]
         texts = [answer.outputs[0].text for (answer,) in answers]
