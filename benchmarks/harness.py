@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks import models
+from benchmarks import models, puzzle
 from benchmarks.common import BLOCK_SIZE, PAIR, TARGET, console, make_engine, show, stop
 from benchmarks.peers.ctranslate2 import CTranslate2Search
 from benchmarks.prompts import CODE, PromptSet
@@ -108,9 +108,11 @@ class Bench:
         self._asked: tuple[str, dict[str, Any]] | None = None
 
     def model(self, variant: str = models.AS_IT_IS) -> str:
-        """The folder of the model, or of one made from it, see `models.VARIANTS`."""
+        """The folder of the model, of one made from it, see `models.VARIANTS`, or of the puzzle's."""
         if variant == models.AS_IT_IS:
             return self.setting.model
+        if variant == models.PUZZLE:
+            return str(puzzle.TARGET)
         if variant not in self._made:
             self._made[variant] = str(models.make(variant, self.setting.model, self._folder / str(len(self._made))))
         return self._made[variant]

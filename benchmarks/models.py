@@ -20,6 +20,7 @@ WINDOW = f"window {WINDOW_TOKENS}"
 VARIANTS = (AS_IT_IS, FULL_HEADS, WINDOW)
 RANDOM_60M = "random, 60 M"
 COPIES = "copies"
+PUZZLE = "solves the puzzle"  # made from none: it comes along
 
 
 def deeper(times: int) -> str:
