@@ -205,8 +205,8 @@ TABLE = Table(
     ),
     cells,
     measure,
-    "Countdown: four numbers, a target, three lines; a Llama of 0.8 M parameters, and a value model of the same size, "
-    "which learned from the Llama's own answers to other puzzles; solved: all lines are right and end at the target; "
+    "Countdown: four numbers, a target, three lines; a Llama of 0.8 M parameters, and a small network as scorer, which "
+    "learned from the Llama's own answers to other puzzles; solved: all lines are right and end at the target; "
     "intervals: Wilson's; alone, even alone: puzzles that this search solves and even allotment does not, and the "
     "reverse; p: McNemar's exact test; candidates: of a round, from the square root of as many beams; best, mcts: half "
     "the beams, twice the rounds; lookahead: of one line; "
