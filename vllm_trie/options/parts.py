@@ -130,7 +130,8 @@ class Delivery(Options):
             `vllm_trie.hypotheses` reads.
         trace: Return the search itself, too, as lists: the beams, finished hypotheses and drafts of all steps, which
             `vllm_trie.Trace` reads and `python -m vllm_trie.trace` draws. See docs/trace.md.
-        beam_results: Return the `n` hypotheses once more, with their scores, in SGLang's shape. See docs/coming_from.md.
+        beam_results: Return the `n` hypotheses once more, with their scores, in SGLang's shape. See
+            docs/coming_from.md.
     """
 
     compact: bool = option(False)
