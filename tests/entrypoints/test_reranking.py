@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import sacrebleu
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 
-from vllm_trie import HypothesisPair
+from vllm_trie import BeamParams, HypothesisPair
 from vllm_trie.entrypoints.reranking.metrics import metric_of
-from vllm_trie.entrypoints.reranking.offline import _weights
+from vllm_trie.entrypoints.reranking.offline import _Asked, _rerank, _weights
+from vllm_trie.messages import NO_HYPOTHESIS
 
 PAIRS = [
     HypothesisPair("", hypothesis, reference)
@@ -55,3 +56,10 @@ def test_references_weigh_their_probability_to_a_power_and_what_was_drawn_again_
     expected = np.exp(0.5 * np.array([-1.0, -2.0, -np.inf, -900.0]))
     np.testing.assert_allclose(weights / weights.sum(), expected / expected.sum())
     assert _weights(pool, 0.0) is None
+
+
+def test_where_nothing_was_found_there_is_nothing_to_rank() -> None:
+    none = CompletionOutput(0, "", [], 0.0, None, finish_reason="stop", stop_reason=NO_HYPOTHESIS)
+    output = RequestOutput("0", "prompt", [1], None, [none, none], finished=True)
+    _rerank(output, _Asked(BeamParams(beam_width=2, rerank="mbr"), metric_of("chrf"), 1, None))
+    assert [(one.finish_reason, one.stop_reason) for one in output.outputs] == [("stop", NO_HYPOTHESIS)]

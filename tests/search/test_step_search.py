@@ -17,6 +17,7 @@ from tests.support import step_reference
 from tests.support.step_reference import Draw, Drawn, Found, Task, beam_search
 from vllm_trie.search.step_search.allotment import by_score, evenly, worth_their_kv
 from vllm_trie.search.step_search.hypotheses import DrawnStep, StepHypothesis, derived_seed
+from vllm_trie.search.step_search.open_candidates import TreeSearch
 from vllm_trie.search.step_search.rules import StepRules
 from vllm_trie.search.step_search.scores import ScorerError, checked_scores
 from vllm_trie.search.step_search.search import StepSearch
@@ -320,3 +321,24 @@ def test_scores_may_be_any_finite_numbers() -> None:
 def test_seeds_are_the_same_everywhere_and_fit_where_vllm_puts_them() -> None:
     assert derived_seed(1, (2, 3, 4)) == 3197974782137503471
     assert all(0 <= derived_seed(seed, ()) < 2**63 for seed in range(100))
+
+
+def test_a_tree_search_selects_among_thousands_of_open_candidates_without_looking_at_each() -> None:
+    """The front end of a server does so between the tokens of all its streams."""
+    looked_at = 0
+
+    class Counted(dict[Any, float]):
+        def __getitem__(self, path: Any) -> float:
+            nonlocal looked_at
+            looked_at += 1
+            return super().__getitem__(path)
+
+    width, tree = 16, TreeSearch(candidates_each=64)
+    tree._sums = Counted()
+    parents = [(root,) for root in range(32)]
+    tree.add([StepHypothesis(path=path, scores=(0.5,), finish_reason="stop") for path in parents])
+    tree.add([StepHypothesis(path=(*path, i), scores=(i / 64,)) for path in parents for i in range(64)])
+    chosen = tree.first(width)
+    assert len({c.path for c in chosen}) == width
+    assert looked_at <= width * (len(parents) + 64)
+    assert len(tree.candidates) == len(parents) * 64

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import sacrebleu
+from vllm import SamplingParams
 
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
 from vllm_trie import BeamParams, HypothesisPair, beam_params
@@ -66,6 +67,41 @@ def test_a_metric_that_fails_ends_its_own_request_alone(engine: Engine) -> None:
     assert reasons == {("error", "rerank='mbr': RuntimeError: no model")}
     assert all(hypothesis.text for hypothesis in failed.outputs)
     assert {hypothesis.finish_reason for hypothesis in fine.outputs} == {"length"}
+
+
+def test_what_ends_before_its_ranking_is_forgotten(engine: Engine) -> None:
+    core, params = engine.llm.llm_engine, beam_params(4, rerank="mbr", max_tokens=4)
+    with pytest.raises(ValueError, match="beam_width=-1"):
+        engine.llm.generate(PROMPTS, [params, SamplingParams(extra_args={"beam_width": -1})], use_tqdm=False)
+    assert core.get_num_unfinished_requests() == 0
+
+    def interrupted(pairs: list[HypothesisPair]) -> list[float]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.llm.generate(PROMPTS, beam_params(4, rerank="mbr", metric=interrupted, max_tokens=4), use_tqdm=False)
+    while core.has_unfinished_requests():
+        core.step()
+    assert core.get_num_unfinished_requests() == 0
+
+    core.add_request("twice", {"prompt": PROMPTS[0]}, params)
+    with pytest.raises(ValueError, match="request_id='twice' is being searched already; give each request an id"):
+        core.add_request("twice", {"prompt": PROMPTS[0]}, params)
+    core.abort_request(["twice"])
+    assert core.get_num_unfinished_requests() == 0
+
+
+def test_a_metric_sees_the_text_of_a_prompt_of_tokens(engine: Engine) -> None:
+    seen = list[HypothesisPair]()
+
+    def noted(pairs: list[HypothesisPair]) -> list[float]:
+        seen.extend(pairs)
+        return [0.0] * len(pairs)
+
+    token_ids = engine.llm.get_tokenizer().encode(PROMPTS[0])
+    params = beam_params(2, rerank="mbr", metric=noted, max_tokens=4)
+    engine.llm.generate([{"prompt_token_ids": token_ids}], params, use_tqdm=False)
+    assert {pair.prompt for pair in seen} == {engine.llm.get_tokenizer().decode(token_ids)}
 
 
 def test_wrong_requests_are_refused_before_any_work(engine: Engine) -> None:

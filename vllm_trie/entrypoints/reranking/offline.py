@@ -32,6 +32,7 @@ class _Asked(NamedTuple):
     beam: BeamParams
     metric: Metric
     n: int
+    tokenizer: Any
 
 
 _asked: WeakKeyDictionary[LLMEngine, dict[str, _Asked]] = WeakKeyDictionary()  # by the ids of requests
@@ -58,7 +59,11 @@ def add_reranked(
             raise ValueError(f"rerank={(params.extra_args or {})['rerank']!r} needs beams; add beam_width")
         refuse_unsupported(matrix_fields(params), beam)
         check_n(params.n, beam)
-        asked = _Asked(beam, metric_of(beam.metric), params.n)
+        if (tokenizer := engine.renderer.tokenizer) is None:
+            raise ValueError(f"rerank={beam.rerank!r} compares texts; start the engine without skip_tokenizer_init")
+        if request_id in _asked.get(engine, {}):
+            raise ValueError(f"request_id={request_id!r} is being searched already; give each request an id of its own")
+        asked = _Asked(beam, metric_of(beam.metric), params.n, tokenizer)
     of_pool = copy(params)
     of_pool.n, of_pool.output_kind = beam.beam_width, RequestOutputKind.FINAL_ONLY
     options = params.extra_args or {}
@@ -72,9 +77,10 @@ def rerank(engine: LLMEngine, outputs: Iterable[Any]) -> None:
     """Put the hypotheses of requests that asked for it into their order, and leave the best `n`."""
     if not (of_engine := _asked.get(engine)):
         return
-    for output in outputs:
-        if output.request_id in of_engine and output.finished:
-            _rerank(output, of_engine.pop(output.request_id))
+    finished = [output for output in outputs if output.request_id in of_engine and output.finished]
+    asked = [of_engine.pop(output.request_id) for output in finished]  # all, as the user may interrupt a metric
+    for output, of_output in zip(finished, asked, strict=True):
+        _rerank(output, of_output)
 
 
 def forget(engine: LLMEngine, request_ids: Iterable[str]) -> None:
@@ -91,15 +97,16 @@ def num_left_out(engine: LLMEngine) -> int:
 def _rerank(output: RequestOutput, asked: _Asked) -> None:
     pool = [found for found in output.outputs if found.stop_reason != NO_HYPOTHESIS]
     others = [found for found in output.outputs if found.stop_reason == NO_HYPOTHESIS]
-    if any(found.finish_reason in ("error", "abort") for found in pool):
+    if not pool or any(found.finish_reason in ("error", "abort") for found in pool):
         output.outputs = output.outputs[: asked.n]
         return
 
     def judge(pairs: Pairs) -> Iterable[Any]:
-        return asked.metric([HypothesisPair(output.prompt or "", *pair) for pair in pairs])
+        return asked.metric([HypothesisPair(prompt, *pair) for pair in pairs])
 
-    beam = asked.beam
+    beam, prompt = asked.beam, output.prompt
     try:
+        prompt = asked.tokenizer.decode(output.prompt_token_ids) if prompt is None else prompt
         texts, weights = [found.text for found in pool], _weights(pool, beam.rerank_scale)
         ranking = rank_by_risk(texts, judge, weights, beam.rerank_confidence, asked.n)
     except Exception as error:  # the metric's: it ends this request alone, and what was found is not lost

@@ -19,7 +19,7 @@ class Note(NamedTuple):
     """What is kept of a step."""
 
     candidate_id: str
-    logprobs: Any
+    logprobs: Any  # None where nobody asked for them: they are many times as large as a step
 
 
 class DrawError(RuntimeError):
@@ -58,7 +58,8 @@ class StepReader:
             None if is_delimiter else drawn.stop_reason,
             Note(candidate_id, drawn.logprobs),
         )
-        return self._ended_by_stop_string(context, beam, step)
+        step = self._ended_by_stop_string(context, beam, step)
+        return step if self.params.logprobs is not None else step._replace(note=Note(candidate_id, None))
 
     def _ended_by_stop_string(self, context: list[int], beam: StepHypothesis, step: DrawnStep) -> DrawnStep:
         """The step up to the first stop string, which may have begun in earlier ones, or behind a delimiter."""

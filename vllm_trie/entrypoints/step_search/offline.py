@@ -168,8 +168,9 @@ def abort_request(
 ) -> None:
     """End searches, too, whether the ids are theirs or those of their candidates, as the engine calls them."""
     request_ids = list(request_ids)
-    states = self.output_processor.request_states
-    named = {*request_ids, *(states[id_].external_req_id for id_ in request_ids if id_ in states)}
+    states, parents = self.output_processor.request_states, self.output_processor.parent_requests
+    own = [of[id_] for of in (states, parents) for id_ in request_ids if id_ in of]
+    named = {*request_ids, *(request.external_req_id for request in own)}
     forget(self, named)
     if searches := _searches.get(self):
         for own_id, running in list(searches.items()):

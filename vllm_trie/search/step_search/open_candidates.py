@@ -68,36 +68,44 @@ class TreeSearch(BestFirst):
     candidates_each: int = 1
     _visits: Counter[Path] = field(default_factory=Counter)
     _sums: dict[Path, float] = field(default_factory=dict)  # of scores
+    _children: dict[Path, list[Path]] = field(default_factory=dict)
+    _num_open: Counter[Path] = field(default_factory=Counter)  # open candidates of each subtree
 
     def add(self, judged: Sequence[StepHypothesis]) -> None:
         super().add(judged)
         for candidate in judged:
+            self._children.setdefault(candidate.path[:-1], []).append(candidate.path)
             for path in _way_to(candidate):
                 self._visits[path] += 1
                 self._sums[path] = self._sums.get(path, 0.0) + candidate.score
+                self._num_open[path] += not candidate.is_finished
 
     def first(self, count: int) -> list[StepHypothesis]:
-        left, visits, chosen = list(self.candidates), self._visits.copy(), list[StepHypothesis]()
-        for _ in range(min(count, len(left))):
-            chosen.append(self._select(left, visits))
-            left.remove(chosen[-1])
-            for path in _way_to(chosen[-1]):
-                visits[path] += self.candidates_each
+        candidates, taken = {c.path: c for c in self.candidates}, Counter[Path]()
+        chosen = list[StepHypothesis]()
+        for _ in range(min(count, len(candidates))):
+            path: Path = ()
+            while path not in candidates:
+                path = self._child(path, taken)
+            chosen.append(candidates[path])
+            taken.update(_way_to(chosen[-1]))
         return chosen
 
-    def _select(self, left: Sequence[StepHypothesis], visits: Counter[Path]) -> StepHypothesis:
-        depth = 0
-        while len(left) > 1:
-            parent = visits[left[0].path[:depth]]
-            depth += 1
+    def close(self, expanded: Sequence[StepHypothesis]) -> None:
+        super().close(expanded)
+        for candidate in expanded:
+            self._num_open.subtract(_way_to(candidate))
 
-            def uct(path: Path, log_parent: float = math.log(parent)) -> float:
-                mean = self._sums[path] / self._visits[path]
-                return mean + self.exploration * math.sqrt(log_parent / visits[path])
+    def _child(self, parent: Path, taken: Counter[Path]) -> Path:
+        """Where UCT goes on from a node, beside what was taken in this round; of equal ones the one drawn first."""
+        log_parent = math.log(self._visits[parent] + self.candidates_each * taken[parent])
 
-            child = max(sorted({c.path[:depth] for c in left}), key=uct)
-            left = [c for c in left if c.path[:depth] == child]
-        return left[0]
+        def uct(path: Path) -> float:
+            visits = self._visits[path] + self.candidates_each * taken[path]
+            return self._sums[path] / self._visits[path] + self.exploration * math.sqrt(log_parent / visits)
+
+        live = (path for path in self._children[parent] if self._num_open[path] > taken[path])
+        return max(live, key=lambda path: (uct(path), -path[-1]))
 
 
 def open_candidates(rules: StepRules) -> OpenCandidates:
