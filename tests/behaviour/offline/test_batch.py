@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.support.engine import ROOT, TRAINED_TARGET, Engines
-from vllm_trie import BeamParams, beam_params
+from vllm_trie import beam_params
 from vllm_trie.entrypoints.batch.__main__ import INTERRUPTED
 from vllm_trie.entrypoints.batch.search import Searcher
 
@@ -30,12 +30,26 @@ MARK = "TRIE_BATCH_TEST"  # an environment variable that all processes of a job 
 def test_a_hypothesis_along_a_catalog_has_the_id_of_its_item(engines: Engines) -> None:
     searcher, items = object.__new__(Searcher), ["return", "raise", "yield from"]
     searcher._llm = engines(TRAINED_TARGET).llm
-    searcher._params = beam_params(4, n=4, allowed_sequences=items, max_tokens=6)
-    searcher._beam = BeamParams(beam_width=4)
+    searcher._params = beam_params(4, n=4, allowed_sequences=items, max_tokens=6, beam_results=True)
     (answer,) = searcher._search(["def close(self):\n    "])
     found = answer["hypotheses"]
     assert sorted(hypothesis["text"] for hypothesis in found) == sorted(items)
     assert [items[hypothesis["item_id"]] for hypothesis in found] == [hypothesis["text"] for hypothesis in found]
+
+
+def test_a_score_is_what_hypotheses_compete_by(engines: Engines) -> None:
+    searcher, options = object.__new__(Searcher), {"phrase_boosts": [("return", 3.0)], "max_tokens": 8}
+    searcher._llm = engines(TRAINED_TARGET).llm
+    searcher._params = beam_params(4, n=4, **options, beam_results=True)
+    (answer,) = searcher._search(["def is_prime(number):"])
+    found = answer["hypotheses"]
+    assert any("return" in hypothesis["text"] for hypothesis in found)
+    scores = [hypothesis["score"] for hypothesis in found]
+    assert scores == sorted(scores, reverse=True)
+    sums = [hypothesis["cumulative_logprob"] + 3.0 * hypothesis["text"].count("return") for hypothesis in found]
+    assert scores == pytest.approx(
+        [total / len(h["token_ids"]) for total, h in zip(sums, found, strict=True)], abs=1e-4
+    )
 
 
 TEXTS = [f"def {name}(self):" for name in ("close", "open", "read", "write", "__init__", "run", "stop", "get", "set")]

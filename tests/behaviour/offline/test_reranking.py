@@ -10,7 +10,7 @@ import sacrebleu
 from vllm import SamplingParams
 
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
-from vllm_trie import BeamParams, HypothesisPair, beam_params
+from vllm_trie import HypothesisPair, beam_params
 from vllm_trie.entrypoints.batch.search import Searcher
 
 pytestmark = pytest.mark.slow
@@ -61,12 +61,16 @@ def test_a_metric_that_fails_ends_its_own_request_alone(engine: Engine) -> None:
     def broken(pairs: list[HypothesisPair]) -> list[float]:
         raise RuntimeError("no model")
 
-    params = [beam_params(2, n=2, rerank="mbr", metric=metric, max_tokens=4) for metric in (broken, "chrf")]
+    options: dict[str, Any] = {"n": 2, "rerank": "mbr", "max_tokens": 4, "beam_results": True}
+    params = [beam_params(3, metric=metric, **options) for metric in (broken, "chrf")]
     failed, fine = engine.llm.generate(PROMPTS, params, use_tqdm=False)
     reasons = {(hypothesis.finish_reason, hypothesis.stop_reason) for hypothesis in failed.outputs}
     assert reasons == {("error", "rerank='mbr': RuntimeError: no model")}
     assert all(hypothesis.text for hypothesis in failed.outputs)
     assert {hypothesis.finish_reason for hypothesis in fine.outputs} == {"length"}
+    for output in (failed, fine):
+        results = output.kv_transfer_params["trie_beam"]["beam_results"]
+        assert [result["output_ids"] for result in results] == [list(one.token_ids) for one in output.outputs]
 
 
 def test_what_ends_before_its_ranking_is_forgotten(engine: Engine) -> None:
@@ -123,9 +127,12 @@ def test_elsewhere_it_is_refused_in_a_sentence(engine: Engine) -> None:
 def test_a_batch_job_notes_utilities(engine: Engine) -> None:
     searcher = object.__new__(Searcher)
     searcher._llm, searcher._options = engine.llm, {}
-    searcher._params = beam_params(4, n=2, rerank="mbr", metric="ter", rerank_confidence=0.9, max_tokens=6)
-    searcher._beam = BeamParams(beam_width=4)
+    options: dict[str, Any] = {"n": 2, "rerank": "mbr", "metric": "ter", "rerank_confidence": 0.9, "max_tokens": 6}
+    searcher._params = beam_params(4, **options, beam_results=True)
     (line,) = searcher({"id": ["1"], "prompt": PROMPTS[:1]})["line"]
-    utilities = [hypothesis["utility"] for hypothesis in json.loads(line)["hypotheses"]]
+    hypotheses = json.loads(line)["hypotheses"]
+    utilities = [hypothesis["utility"] for hypothesis in hypotheses]
+    scores = [hypothesis["cumulative_logprob"] / len(hypothesis["token_ids"]) for hypothesis in hypotheses]
+    assert [hypothesis["score"] for hypothesis in hypotheses] == pytest.approx(scores)
     assert len(utilities) == 2
     assert 0 >= utilities[0] >= utilities[1]

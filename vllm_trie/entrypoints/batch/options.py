@@ -17,6 +17,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_trie.entrypoints.beam_params import beam_params
+from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.cli import plugin_name
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.options.table import choices
@@ -119,7 +120,7 @@ def _search_options(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(
                 f"--search-options says {name}, which has an option of its own: --{name.replace('_', '-')}"
             )
-        if name in ("compact", "trace", "beam_results", "unit"):
+        if name in ("compact", "trace", BEAM_RESULTS, "unit"):
             raise ValueError(f"--search-options says {name}, which is not for a batch job; leave it out")
     own = {name: getattr(args, name) for name in SEARCH}
     return own | {"early_stopping": EARLY_STOPPING[args.early_stopping]} | args.search_options
@@ -127,7 +128,7 @@ def _search_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _search(search: dict[str, Any]) -> SamplingParams:
     try:
-        return beam_params(**{**search, **_of_json(search)})
+        return beam_params(**{**search, **_of_json(search), BEAM_RESULTS: True})
     except (TypeError, VLLMValidationError) as error:  # of vLLM's own, for a wrong value
         name = getattr(error, "parameter", None)
         flag = f"--{name.replace('_', '-')}" if name in SEARCH else "--search-options"

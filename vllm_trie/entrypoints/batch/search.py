@@ -17,15 +17,16 @@ from ray.exceptions import RayError
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 
-from vllm_trie.engine.new_group import new_pool
 from vllm_trie.entrypoints.batch.files import JobError, Prompt
 from vllm_trie.entrypoints.batch.options import Job
+from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.limits import BlocksNeeded, engine_limits, validate
 from vllm_trie.entrypoints.requests import searches
+from vllm_trie.entrypoints.reranking.metrics import metric_of
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME
 
@@ -37,7 +38,7 @@ class Searcher:
 
     Args:
         engine_args: The engine's.
-        params: Of every prompt.
+        params: Of every prompt. They ask for `beam_results`, which have the scores.
         options: What lines hold in "search".
     """
 
@@ -47,8 +48,9 @@ class Searcher:
         vllm_config = self._llm.llm_engine.vllm_config
         beam = searches(params, vllm_config)
         assert beam is not None
-        self._beam = beam
         # What no prompt can have ends the job at once.
+        if beam.rerank is not None:
+            metric_of(beam.metric)
         validate(params, beam, engine_limits(vllm_config), BlocksNeeded(1, beam.beam_width))
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
@@ -77,28 +79,23 @@ class Searcher:
         if best.finish_reason == "error":
             return {"hypotheses": [], "error": best.stop_reason}
         found = [hypothesis for hypothesis in output.outputs if hypothesis.stop_reason != NO_HYPOTHESIS]
-        hypotheses = [self._hypothesis(hypothesis, len(output.prompt_token_ids or ())) for hypothesis in found]
         answer = (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
+        hypotheses = [
+            {
+                "text": hypothesis.text,
+                "token_ids": list(hypothesis.token_ids),
+                "cumulative_logprob": hypothesis.cumulative_logprob,
+                "score": result["meta_info"]["sequence_score"],
+                "finish_reason": hypothesis.finish_reason,
+            }
+            for hypothesis, result in zip(found, answer.get(BEAM_RESULTS, ()), strict=True)
+        ]
         item_ids = answer.get("item_ids", ())  # where there is a catalog
         for hypothesis, item_id in zip(hypotheses, item_ids, strict=False):
             hypothesis["item_id"] = item_id
         for hypothesis, utility in zip(hypotheses, answer.get("utilities", ()), strict=False):  # if reranked
             hypothesis["utility"] = utility
         return {"hypotheses": hypotheses}
-
-    def _hypothesis(self, found: CompletionOutput, prompt_length: int) -> dict[str, Any]:
-        tokens, total = list(found.token_ids), found.cumulative_logprob
-        assert total is not None
-        eos = self._llm.renderer.get_eos_token_id()
-        uncounted = frozenset(self._params.stop_token_ids or ()) | ({eos} - {None})
-        pool = new_pool(self._beam, len(tokens), prompt_length, uncounted)
-        return {
-            "text": found.text,
-            "token_ids": tokens,
-            "cumulative_logprob": total,
-            "score": pool.score(total, len(tokens), tokens[-1]),
-            "finish_reason": found.finish_reason,
-        }
 
 
 def on_ray(num_engines: int) -> AbstractContextManager[Any]:

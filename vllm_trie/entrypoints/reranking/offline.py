@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.limits import check_n
 from vllm_trie.entrypoints.requests import refusing
 from vllm_trie.entrypoints.reranking.metrics import HypothesisPair, Metric, metric_of
@@ -98,7 +99,7 @@ def _rerank(output: RequestOutput, asked: _Asked) -> None:
     pool = [found for found in output.outputs if found.stop_reason != NO_HYPOTHESIS]
     others = [found for found in output.outputs if found.stop_reason == NO_HYPOTHESIS]
     if not pool or any(found.finish_reason in ("error", "abort") for found in pool):
-        output.outputs = output.outputs[: asked.n]
+        _return(output, output.outputs[: asked.n], range(asked.n))
         return
 
     def judge(pairs: Pairs) -> Iterable[Any]:
@@ -113,14 +114,23 @@ def _rerank(output: RequestOutput, asked: _Asked) -> None:
         reason = f"rerank={beam.rerank!r}: {type(error).__name__}: {error}"
         logger.error("The hypotheses of request %s stay in the search's order: %s", output.request_id, reason)
         failed = output.outputs[: asked.n]
-        output.outputs = [replace(found, finish_reason="error", stop_reason=reason) for found in failed]
+        failed = [replace(found, finish_reason="error", stop_reason=reason) for found in failed]
+        _return(output, failed, range(asked.n))
         return
     best = ranking.order[: asked.n]
     found = [*(pool[place] for place in best), *others][: asked.n]
-    output.outputs = [replace(hypothesis, index=index) for index, hypothesis in enumerate(found)]
+    _return(output, [replace(hypothesis, index=index) for index, hypothesis in enumerate(found)], best)
     answer = {"utilities": [ranking.utilities[place] for place in best], "search_ranks": best}
     of_search = (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
     output.kv_transfer_params = {PLUGIN_NAME: {**of_search, **answer, "num_judged": ranking.num_judged}}
+
+
+def _return(output: RequestOutput, found: list[CompletionOutput], places: Sequence[int]) -> None:
+    """Leave these outputs, and of `beam_results` those that were at these places of the pool."""
+    output.outputs = found
+    of_search = (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
+    if (results := of_search.get(BEAM_RESULTS)) is not None:
+        of_search[BEAM_RESULTS] = [results[place] for place in places if place < len(results)]
 
 
 def _weights(pool: list[CompletionOutput], scale: float) -> np.ndarray | None:
