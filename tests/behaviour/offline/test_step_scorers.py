@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from shutil import copy
 
@@ -33,8 +34,10 @@ def test_a_pooling_models_score_is_what_transformers_computes(engines: Engines, 
         copy(TRAINED_TARGET / name, tmp_path)
     limits = {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 24}
     llm = LLM(str(tmp_path), runner="pooling", dtype="float32", enforce_eager=True, **limits)
+    chats = [replace(candidate, prompt=f"<s>{candidate.prompt}") for candidate in CANDIDATES]
     try:
         scores = PoolingScorer(llm)(CANDIDATES)
+        assert PoolingScorer(llm)(chats) == pytest.approx(scores)
     finally:
         llm.llm_engine.engine_core.shutdown()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)

@@ -102,9 +102,17 @@ class PoolingScorer:
             )
 
     def __call__(self, candidates: list[StepCandidate]) -> list[float]:
-        texts = [c.prompt + c.text_ahead for c in candidates]
+        tokenizer = self.llm.get_tokenizer()
+        texts = [_begun_once(c.prompt + c.text_ahead, tokenizer) for c in candidates]
         outputs = self.llm.encode(texts, pooling_task=self.llm.pooling_task, use_tqdm=False)
         return [output.outputs.data.flatten()[-1].item() for output in outputs]
+
+
+def _begun_once(text: str, tokenizer: Any) -> str:
+    """The text without its first token where the tokenizer adds this token: a chat's text has it already."""
+    start: str = getattr(tokenizer, "bos_token", None) or ""
+    is_added = text.startswith(start) and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
+    return text.removeprefix(start) if is_added else text
 
 
 @dataclass(frozen=True)
