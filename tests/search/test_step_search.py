@@ -299,13 +299,13 @@ def test_the_last_step_goes_on_to_the_end() -> None:
 @pytest.mark.parametrize(
     ("scores", "why"),
     [
-        ([1.0], "returned 1 scores for 2 candidates; return one for each"),
+        ([1.0], "returned 1 numbers for 2 candidates; return one for each"),
         ([1.0, math.nan], "returned nan for candidate 1 of 2; return finite numbers"),
         ([math.inf, 1.0], "returned inf for candidate 0 of 2; return finite numbers"),
         ([1.0, -math.inf], "returned -inf for candidate 1 of 2; return finite numbers"),
-        ([1.0, None], "returned what are no scores"),
-        (None, "returned what are no scores"),
-        (["high", 1], "returned what are no scores"),
+        ([1.0, None], "returned what are no numbers"),
+        (None, "returned what are no numbers"),
+        (["high", 1], "returned what are no numbers"),
     ],
 )
 def test_what_are_no_scores_is_refused(scores: Any, why: str) -> None:

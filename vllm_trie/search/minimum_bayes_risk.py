@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_trie.search.finite_numbers import finite_numbers
+
 FIRST_REFERENCES = 8  # of a search of pairs that prunes; each round has twice as many
 NUM_RESAMPLES = 500
 SEED = 0  # the same pool is always ranked alike
@@ -88,7 +90,7 @@ class _Table:
         at = np.argwhere(asked & np.isnan(self._known))
         pairs = [(self._texts[hypothesis], self._texts[reference]) for hypothesis, reference in at]
         if pairs:
-            self._known[tuple(at.T)] = _checked(self._judge(pairs), len(pairs))
+            self._known[tuple(at.T)] = finite_numbers(self._judge(pairs), len(pairs), "metric", "pair", MetricError)
         self.num_judged += len(pairs)
         return self._known[np.ix_(hypotheses, references)]
 
@@ -125,16 +127,3 @@ def _pruned(table: _Table, places: np.ndarray, confidence: float, num_best: int)
         stays[best[:num_best]] = True
         alive = alive[stays]
         num_references = min(2 * num_references, len(places))
-
-
-def _checked(values: Iterable[Any], count: int) -> list[float]:
-    try:
-        numbers = [float(value) for value in values]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise MetricError(f"the metric returned what are no numbers: {error}; return a number per pair") from None
-    if len(numbers) != count:
-        raise MetricError(f"the metric returned {len(numbers)} numbers for {count} pairs; return one for each")
-    for index, number in enumerate(numbers):
-        if not math.isfinite(number):
-            raise MetricError(f"the metric returned {number} for pair {index} of {count}; return finite numbers")
-    return numbers

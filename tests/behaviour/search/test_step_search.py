@@ -215,10 +215,10 @@ def test_a_scorer_sees_the_prompt_all_steps_and_what_it_said_before(engine: Engi
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (lambda candidates: [0.0], "the scorer returned 1 scores for"),
+        (lambda candidates: [0.0], "the scorer returned 1 numbers for"),
         (lambda candidates: [float("nan")] * len(candidates), "the scorer returned nan for candidate 0 of"),
         (lambda candidates: [0.0, -math.inf] * (len(candidates) // 2), "the scorer returned -inf for candidate 1 of"),
-        (lambda candidates: [10**400] * len(candidates), "the scorer returned what are no scores: int too large"),
+        (lambda candidates: [10**400] * len(candidates), "the scorer returned what are no numbers: int too large"),
         (lambda candidates: 1 / 0, "ZeroDivisionError: division by zero"),
     ],
 )

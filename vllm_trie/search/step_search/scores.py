@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
+
+from vllm_trie.search.finite_numbers import finite_numbers
 
 
 class ScorerError(ValueError):
@@ -17,13 +18,4 @@ def checked_scores(scores: Iterable[Any], count: int) -> list[float]:
     Raises:
         ScorerError: it is something else.
     """
-    try:
-        values = [float(score) for score in scores]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ScorerError(f"the scorer returned what are no scores: {error}; return a number per candidate") from None
-    if len(values) != count:
-        raise ScorerError(f"the scorer returned {len(values)} scores for {count} candidates; return one for each")
-    for index, value in enumerate(values):
-        if not math.isfinite(value):
-            raise ScorerError(f"the scorer returned {value} for candidate {index} of {count}; return finite numbers")
-    return values
+    return finite_numbers(scores, count, "scorer", "candidate", ScorerError)
