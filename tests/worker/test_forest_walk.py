@@ -13,29 +13,33 @@ from tests.support.steps import rules_of
 from vllm_trie.messages import GroupStep, SpeculationBudget
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import NEVER
+from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.forest import Forest, Layer
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import packed, unpacked
+from vllm_trie.search.step import is_light, take_step
+from vllm_trie.search.step_result import Step, packed, unpacked
 from vllm_trie.worker import best_drafts, forest_walk, kernels, searched_forest
 from vllm_trie.worker.forest_nodes import Nodes
 from vllm_trie.worker.forest_step import Found, add_layer
 from vllm_trie.worker.group_rows import GroupRows
 from vllm_trie.worker.searched_forest import SearchedForest
+from vllm_trie.worker.select import Selector
 
 NUM_LAYERS, VOCAB_SIZE, STOP = 3, 300, 7
-NUM_GROUPS = 4
+NUM_GROUPS, MOST_TOGETHER = 4, 7  # groups, and rows where these need much memory
+MOST_DRAFTS = 99, 5  # by group, in turn
 RULES = {
     "one beam": rules_of(1, stops=(STOP,)),
     "hf": rules_of(3, stops=(STOP, 8)),
     "tridecode": rules_of(3, "tridecode", (STOP,)),
     "vllm": rules_of(3, "vllm", (STOP,)),
     "log-probabilities": rules_of(3, num_logprobs=2),
+    "a nucleus": rules_of(3, filters=LogitsFilters(0.7, top_p=0.9)),
 }
 
 
 class Planted:
-    """Forests of some groups, and what the target says after every node.
+    """Forests of some groups, and what the target says after every node, or whatever else a beam may be.
 
     Args:
         rules: Of all of them.
@@ -45,39 +49,46 @@ class Planted:
     """
 
     def __init__(self, rules: SelectRules, seed: int, is_coarse: bool, num_groups: int = NUM_GROUPS) -> None:
-        self.random, self.is_coarse = torch.Generator().manual_seed(seed), is_coarse
+        self.random, self.seed, self.is_coarse = torch.Generator().manual_seed(seed), seed, is_coarse
         of_steps = [rules._replace(is_last=number == NUM_LAYERS) for number in range(1, NUM_LAYERS + 1)]
         self.forest_steps, self.logits = list[SearchedForest](), torch.zeros(0, VOCAB_SIZE)
         for number in range(num_groups):
-            budget = SpeculationBudget(NUM_LAYERS, 99, [[]], [[]], draft_width=2 * rules.width, rules=of_steps)
+            most = MOST_DRAFTS[number % len(MOST_DRAFTS)]
+            budget = SpeculationBudget(NUM_LAYERS, most, [[]], [[]], draft_width=2 * rules.width, rules=of_steps)
             scores, slots = -torch.rand(rules.width, generator=self.random), np.arange(rules.width)
             request: Any = SimpleNamespace(req_id=str(number), prompt_token_ids=[1])
             row_ids = [f"{number}#{row}" for row in slots]
             group = GroupRows(request, row_ids, Beams(scores[None]), torch.zeros(rules.width), slots=slots)
             layer = Layer(slots.tolist(), scores.numpy(), rules.width)
             step, blocks = GroupStep(rules, selects=True, budget=budget), [np.ones((rules.width, 9), np.int32)]
-            forest = Forest([0] * rules.width, 99)
+            forest = Forest([0] * rules.width, most)
             self.forest_steps.append(SearchedForest(step, group, 5, [16], forest, layer, blocks, [[]], {}))
-        self.by_node: list[list[torch.Tensor]] = [[] for _ in self.forest_steps]
-        for number in range(1, NUM_LAYERS + 2):
-            said = [self._says(of_group, one) for of_group, one in zip(self.by_node, self.forest_steps, strict=True)]
-            if number <= NUM_LAYERS:
-                noise = torch.randn(sum(map(len, said)), VOCAB_SIZE, generator=self.random)
-                add_layer(self.forest_steps, torch.cat(said) + 0.3 * noise, number)
+        for number in range(1, NUM_LAYERS + 1):
+            growing = [(at, one) for at, one in enumerate(self.forest_steps) if one.layer.nodes]
+            said = torch.stack([self._after(at, node) for at, one in growing for node in one.layer.nodes])
+            noise = torch.randn(said.shape, generator=self.random)
+            add_layer([one for _, one in growing], said + 0.3 * noise, number)
 
-    def _says(self, of_group: list[torch.Tensor], forest_step: SearchedForest) -> torch.Tensor:
-        logits = 3 * torch.randn(len(forest_step.layer.nodes), VOCAB_SIZE, generator=self.random)
-        of_group += (logits := logits.round() if self.is_coarse else logits)
-        return logits
+    def says(self, number: int, root: int, *tokens: int) -> torch.Tensor:
+        """The target's logits, of a group, after a root and what follows it."""
+        random = torch.Generator().manual_seed(hash((self.seed, number, root, *tokens)) & (1 << 32) - 1)
+        logits = 3 * torch.randn(VOCAB_SIZE, generator=random)
+        return logits.round() if self.is_coarse else logits
+
+    def _after(self, number: int, node: int) -> torch.Tensor:
+        forest = self.forest_steps[number].forest
+        root, *drafts = forest.path(node)
+        return self.says(number, root, *(forest.tokens[draft] for draft in drafts))
 
     def nodes(self) -> list[Nodes]:
         """Those of all groups, whose logits lie anywhere."""
         counts = [one.forest.num_nodes for one in self.forest_steps]
         order = torch.randperm(sum(counts), generator=self.random)
-        every = torch.cat([torch.stack(of_group) for of_group in self.by_node])
+        every = torch.stack([self._after(at, node) for at, count in enumerate(counts) for node in range(count)])
         values = torch.empty_like(every)
         values[order] = every
-        selector: Any = SimpleNamespace(completes=lambda *_: None)
+        selector: Any = object.__new__(Selector)
+        selector._most_together = MOST_TOGETHER
         rows: Any = SimpleNamespace(places=lambda slots: slots, first_logits=lambda places: places)
         found = []
         for one, at in zip(self.forest_steps, np.split(order.numpy(), np.cumsum(counts)[:-1]), strict=True):
@@ -86,19 +97,28 @@ class Planted:
         return found
 
 
-def step_by_step(forest_step: SearchedForest, logits: list[torch.Tensor]) -> list[list[list[float]]]:
-    """What plain beam search finds of one group, as long as all beams are nodes: parents, tokens and scores by step."""
-    nodes, beams, found = [*range(forest_step.num_beams)], forest_step.group.beams, []
+def step_by_step(planted: Planted, number: int) -> list[Any]:
+    """What plain beam search finds of one group, wherever its beams come: what lives and what ends, by step."""
+    forest_step, found = planted.forest_steps[number], []
+    histories: list[tuple[int, ...]] = [(root,) for root in range(forest_step.num_beams)]
+    beams = forest_step.group.beams
     for rules in forest_step.rules:
-        step = take_step(rules, torch.stack([logits[node] for node in nodes])[None], beams)
-        (on_host,) = unpacked(*(lambda words, layout: (words.numpy(), layout))(*packed(step)))
-        found.append([field.tolist() for field in on_host[:3]])
+        logits = torch.stack([planted.says(number, *history) for history in histories])
+        step = take_step(rules, logits[None], beams)
+        words, layout = packed(step)
+        (on_host,) = unpacked(words.numpy(), layout)
+        found.append(of_step(on_host))
         chosen = zip(on_host.parents.tolist(), on_host.tokens.tolist(), strict=True)
-        children = [forest_step.forest.child(nodes[parent], token) for parent, token in chosen]
-        if None in children or rules.is_last or on_host.num_beams < len(children):
-            break
-        nodes, beams = [child for child in children if child is not None], beams.after(step)
+        histories, beams = [(*histories[parent], token) for parent, token in chosen], beams.after(step)
     return found
+
+
+def of_step(step: Step) -> tuple[list[tuple[int, ...]], list[tuple[float, ...]]]:
+    """The beams of a step by slot, and what ends in it, in order: parents, tokens and scores."""
+    beams, ended = (
+        [*zip(*(field.tolist() for field in candidates), strict=True)] for candidates in (step[:3], step.finished)
+    )
+    return [beam if beam[2] > NEVER else () for beam in beams], [one for one in ended if one[2] > NEVER]
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,14 +143,13 @@ def test_groups_that_walk_together_find_what_each_finds_alone(
         with monkeypatch.context() as patch:
             as_on_a_gpu(patch)
             together = SearchedForest.search(nodes := planted.nodes())
-            assert len(forest_walk.walks_of(nodes)) == 1
-        for one, own, found, logits in zip(planted.forest_steps, alone, together, planted.by_node, strict=True):
+            assert len(forest_walk.walks_of(nodes)) == (1 if is_light(rules) else 2)
+        for number, (own, found) in enumerate(zip(alone, together, strict=True)):
             assert steps_of(found) == steps_of(own)
             assert (found.beams, found.accepted) == (own.beams, own.accepted)
             assert found.tokens.tolist() == found.steps[-1].tokens.tolist()
             assert found.carried.at(found.place).scores[0].tolist() == found.steps[-1].scores.tolist()
-            plain = step_by_step(one, logits)
-            assert steps_of(found)[: len(plain)] == plain
+            assert [*map(of_step, found.steps)] == step_by_step(planted, number)[: len(found.steps)]
             num_steps += len(found.steps)
     assert num_steps > 1.5 * 4 * NUM_GROUPS
 

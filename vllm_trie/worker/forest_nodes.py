@@ -50,6 +50,10 @@ class Nodes:
         self.values = self._selector.processed(rows, self.values, *of_paths)
         self.at[nodes] = np.arange(len(nodes))
 
+    def parts(self, alike: list[Nodes]) -> list[list[Nodes]]:
+        """Groups with the rules of this one that may take their steps together, see `Selector.parts`."""
+        return self._selector.parts(self.rules[0], alike)
+
     def logits(self, nodes: list[int]) -> torch.Tensor:
         """[nodes, V]."""
         return self.values[self._selector.rows.upload(self.at[nodes])]

@@ -1,7 +1,7 @@
 """Steps of the search from node to node of forests, none of which waits for what the one before has chosen.
 
-The device itself looks up which nodes the next beams are at. Where the host sees what the device has, it need not take
-more steps than lead somewhere.
+The device itself looks up which nodes the next beams are at; only to judge stop strings the host must know them. Where
+the host sees what the device has, it need not take more steps than lead somewhere.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ class Walk:
 
 
 def walks_of(nodes: Sequence[Nodes]) -> list[Walk]:
-    """Walks of groups, those together that have equal rules and nothing that is theirs alone."""
+    """Walks of groups, those together that have equal rules and nothing that is theirs alone, as far as memory goes."""
     alike = defaultdict(list)
     for number, of_group in enumerate(nodes):
         first = of_group.rules[0]
         is_alone = sees(of_group.values.device) or first.is_controlled or first.constraints or first.stops.strings
         alike[number if is_alone else None, *of_group.rules].append(of_group)
-    return [Walk(of_walk) for of_walk in alike.values()]
+    return [Walk(part) for of_walk in alike.values() for part in of_walk[0].parts(of_walk)]

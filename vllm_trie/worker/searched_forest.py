@@ -36,7 +36,7 @@ class SearchedForest(ForestStep):
 
     @classmethod
     def search(cls, nodes: Sequence[Nodes]) -> list[Found]:
-        """See `ForestStep`. Waits for the device once, for all groups together."""
+        """See `ForestStep`. Waits for the device once, for all groups together, and in each step for stop strings."""
         walks = walks_of(nodes)
         found = dict[Nodes, Found]()
         for walk, steps in zip(walks, _on_host(walks), strict=True):

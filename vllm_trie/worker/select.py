@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ from vllm_trie.worker.step_context import PackedStep, StepContext
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+Group = TypeVar("Group")
 
 
 class RowsOf(NamedTuple):
@@ -137,10 +139,13 @@ class Selector:
             alike[step.rules, step.decodes, group_id in context.masks].append(group_id)
         together = []
         for (rules, decodes, has_masks), group_ids in alike.items():
-            most = len(group_ids) if is_light(rules) else max(self._most_together // rules.width, 1)
-            parts = [group_ids[at : at + most] for at in range(0, len(group_ids), most)]
-            together += [(rules, decodes, has_masks, part) for part in parts]
+            together += [(rules, decodes, has_masks, part) for part in self.parts(rules, group_ids)]
         return together
+
+    def parts(self, rules: SelectRules, groups: list[Group]) -> list[list[Group]]:
+        """Groups with equal rules that may take a step together: all of them, or few where it takes much memory."""
+        most = len(groups) if is_light(rules) else max(self._most_together // rules.width, 1)
+        return [groups[at : at + most] for at in range(0, len(groups), most)]
 
     def _take(self, of: RowsOf, logits: torch.Tensor, means: Means, sampled: torch.Tensor) -> Taken:
         """The step of groups with equal rules; `sampled` [R, ...] receives newest tokens."""
