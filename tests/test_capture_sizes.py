@@ -74,6 +74,20 @@ def test_what_a_user_sets_is_left_alone_and_warned_of_where_searches_are_wider(
     assert "max_beam_width=1000, but steps of more than " in warned[0]
 
 
+@pytest.mark.parametrize(
+    ("max_beam_width", "max_num_seqs", "size"), [(90, 2048, 96), (1000, 2048, 1008), (1000, 500, 512)]
+)
+def test_whoever_does_as_the_warning_says_is_warned_no_more(
+    warned: list[str], max_beam_width: int, max_num_seqs: int, size: int
+) -> None:
+    captured(max_beam_width, max_num_seqs=max_num_seqs, max_cudagraph_capture_size=80)
+    assert len(warned) == 1
+    assert f"raise max_cudagraph_capture_size to {size}, or add {size} to cudagraph_capture_sizes, or" in warned[0]
+    for options in ({"max_cudagraph_capture_size": size}, {"cudagraph_capture_sizes": [8, size]}):
+        assert captured(max_beam_width, max_num_seqs=max_num_seqs, **options)[-1] == size
+    assert len(warned) == 1
+
+
 def test_a_step_is_padded_by_an_eighth_at_most_and_few_graphs_are_added() -> None:
     sizes = wider_sizes(512, 8192)
     assert len(sizes) == 32

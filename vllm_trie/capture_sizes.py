@@ -40,6 +40,11 @@ def narrower_than_searches(vllm_config: VllmConfig) -> bool:
     return bool(widest_graph) and widest_graph < _rows_of_widest(vllm_config)
 
 
+def size_to_set(vllm_config: VllmConfig) -> int:
+    """The size that a user must have captured so that it holds the widest search: one that vLLM does not truncate."""
+    return -(-_rows_of_widest(vllm_config) // MULTIPLE) * MULTIPLE
+
+
 def _rows_of_widest(vllm_config: VllmConfig, multiple: int = 1) -> int:
     """Rows of a step of the widest search that was asked for, rounded up as far as a step can be; 0: of none."""
     width = config_of(vllm_config).max_beam_width or 0

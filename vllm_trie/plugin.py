@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from vllm_trie.capture_sizes import are_sizes_set, capture_widest_steps, narrower_than_searches
+from vllm_trie.capture_sizes import are_sizes_set, capture_widest_steps, narrower_than_searches, size_to_set
 from vllm_trie.compat.cpu import configure_engines_on_cpu, needs_cpu_kernels
 from vllm_trie.compat.fingerprint import CHECKED_STEPS, verify
 from vllm_trie.compat.patch import Patch, wrap_all
@@ -100,9 +100,10 @@ def _log_startup(vllm_config: VllmConfig, changed: list[str]) -> None:
         text = "with enforce_eager=True vLLM itself computes latent attention wrongly on a CPU: leave it out, or %s"
         logger.warning(text, "set compilation_config={'custom_ops': ['-rotary_embedding']}")
     if narrower_than_searches(vllm_config):
-        widest, width = vllm_config.compilation_config.max_cudagraph_capture_size, config.max_beam_width
+        widest, size = vllm_config.compilation_config.max_cudagraph_capture_size, size_to_set(vllm_config)
         text = "max_beam_width=%d, but steps of more than %d rows replay no CUDA graph: %s, or set no size to capture"
-        logger.warning(text, width, widest, f"raise max_cudagraph_capture_size to {width}")
+        cure = f"raise max_cudagraph_capture_size to {size}, or add {size} to cudagraph_capture_sizes"
+        logger.warning(text, config.max_beam_width, widest, cure)
     logger.info(
         "%s on vLLM %s%s, Model Runner V2: beams up to %d wide, semantics %s, speculation %s, prefix sharing %s",
         *(PLUGIN_NAME, version, f" ({len(changed)} pieces differ from the record)" if changed else ""),
