@@ -26,8 +26,8 @@ STEPS: dict[str, Any] = {"unit": "step", "step_stop": ["\n\n"], "scorer": "prm"}
         ({"allot": "rebase", "prefer_shared": -1}, "prefer_shared=-1 is not a price of KV; pass a number >= 0"),
         ({"allot": "dvts", "prefer_shared": 0.1}, 'prefer_shared=0.1 acts on shares by score; add allot="rebase", or'),
         ({"order": "depth"}, "order='depth' is unknown; known: 'breadth', 'best', 'mcts'"),
-        ({"order": "best"}, 'order="best" never comes to an end by itself; set max_steps, or early_stopping=True'),
-        ({"order": "mcts"}, 'order="mcts" never comes to an end by itself; set max_steps, or early_stopping=True'),
+        ({"order": "best"}, 'order="best" may go back for ever, as there is always an open candidate; set max_steps'),
+        ({"order": "mcts"}, 'order="mcts" may go back for ever, as there is always an open candidate; set max_steps'),
         ({"order": "mcts", "max_steps": 3, "exploration": -1}, "exploration=-1 is not a factor; pass a number >= 0"),
         ({"order": "best", "max_steps": 3, "exploration": 2}, "exploration=2 has no tree search to act on; add order="),
         ({"pool": 4}, 'pool=4 holds what nothing returns to; add order="best" or order="mcts", or leave it out'),
@@ -78,8 +78,7 @@ def test_what_a_search_by_steps_can_have_passes_with_the_scorer_itself() -> None
     options |= {"allot": "rebase", "allot_temperature": 0.5, "prefer_shared": 1, "order": "best", "pool": 0}
     options |= {"lookahead": 8}
     assert beam_params(4, **options).extra_args == {"beam_width": 4, **options}
-    beam_params(4, **STEPS, order="best", allot="rebase")  # which ends when its budget does
-    beam_params(4, **STEPS, order="mcts", early_stopping=True, exploration=0)
+    beam_params(4, **STEPS, order="mcts", max_steps=2, exploration=0)
     beam_params(4, **STEPS, do_sample=False, speculation="off")  # which it is
 
 

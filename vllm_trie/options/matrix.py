@@ -116,8 +116,8 @@ CLASHES = (
 NEEDS = (
     Need(
         (BEST, MCTS),
-        ("max_steps", "early_stopping", REBASE),
-        "never comes to an end by itself; set max_steps, or early_stopping=True",
+        ("max_steps",),
+        "may go back for ever, as there is always an open candidate; set max_steps",
     ),
     Need(OF_ALL_STEPS, (STEP,), f"needs {STEP}; add it, or leave it out"),
     Need(OF_SHARES, (REBASE,), f"acts on shares by score; add {REBASE}, or leave it out"),

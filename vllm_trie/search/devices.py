@@ -29,8 +29,8 @@ def numbers(count: int, device: torch.device, last: int | None = None) -> torch.
     return torch.arange(count, device=device).clamp(max=count if last is None else last)
 
 
-@lru_cache(maxsize=1024)
-def filled(shape: tuple[int, ...], value: int, device: torch.device) -> torch.Tensor:
+@lru_cache(maxsize=1024, typed=True)
+def filled(shape: tuple[int, ...], value: float, device: torch.device) -> torch.Tensor:
     """`value` everywhere."""
     return torch.full(shape, value, device=device)
 

@@ -88,11 +88,22 @@ def test_what_ends_before_its_ranking_is_forgotten(engine: Engine) -> None:
         core.step()
     assert core.get_num_unfinished_requests() == 0
 
-    core.add_request("twice", {"prompt": PROMPTS[0]}, params)
-    with pytest.raises(ValueError, match="request_id='twice' is being searched already; give each request an id"):
-        core.add_request("twice", {"prompt": PROMPTS[0]}, params)
-    core.abort_request(["twice"])
+    core.add_request("named", {"prompt": PROMPTS[0]}, params)
+    core.abort_request(["named"])
     assert core.get_num_unfinished_requests() == 0
+    assert not core.has_unfinished_requests()
+
+
+def test_requests_of_one_name_are_told_apart(engine: Engine) -> None:
+    core, answers = engine.llm.llm_engine, list[Any]()
+    for params in (beam_params(4, rerank="mbr", max_tokens=4), SamplingParams(max_tokens=4)):
+        core.add_request("same", {"prompt": PROMPTS[0]}, params)
+    while core.has_unfinished_requests():
+        answers += [output for output in core.step() if output.finished]
+    assert [output.request_id for output in answers] == ["same"] * 2
+    reranked = ["utilities" in (output.kv_transfer_params or {}).get("trie_beam", {}) for output in answers]
+    assert sorted(reranked) == [False, True]
+    assert [len(output.outputs) for output in answers] == [1, 1]
 
 
 def test_a_metric_sees_the_text_of_a_prompt_of_tokens(engine: Engine) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils import random_uuid
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
@@ -30,13 +31,14 @@ logger = init_logger("vllm.trie_beam.reranking")
 class _Asked(NamedTuple):
     """How the pool of a request is ranked, and how many of it come back."""
 
+    request_id: str  # as whoever asks calls it
     beam: BeamParams
     metric: Metric
     n: int
     tokenizer: Any
 
 
-_asked: WeakKeyDictionary[LLMEngine, dict[str, _Asked]] = WeakKeyDictionary()  # by the ids of requests
+_asked: WeakKeyDictionary[LLMEngine, dict[str, _Asked]] = WeakKeyDictionary()  # by ids that the engine's requests have
 
 
 def asks_for_reranking(params: Any) -> bool:
@@ -62,16 +64,15 @@ def add_reranked(
         check_n(params.n, beam)
         if (tokenizer := engine.renderer.tokenizer) is None:
             raise ValueError(f"rerank={beam.rerank!r} compares texts; start the engine without skip_tokenizer_init")
-        if request_id in _asked.get(engine, {}):
-            raise ValueError(f"request_id={request_id!r} is being searched already; give each request an id of its own")
-        asked = _Asked(beam, metric_of(beam.metric), params.n, tokenizer)
+        asked = _Asked(request_id, beam, metric_of(beam.metric), params.n, tokenizer)
     of_pool = copy(params)
     of_pool.n, of_pool.output_kind = beam.beam_width, RequestOutputKind.FINAL_ONLY
     options = params.extra_args or {}
     of_pool.extra_args = {name: value for name, value in options.items() if name not in Reranking.model_fields}
-    own_id = add_request(engine, request_id, prompt, of_pool, *args, **kwargs)
-    _asked.setdefault(engine, {})[request_id] = asked
-    return own_id
+    own_id = f"rerank-{random_uuid()}"
+    engine_id = add_request(engine, own_id, prompt, of_pool, *args, **kwargs)
+    _asked.setdefault(engine, {})[own_id] = asked
+    return engine_id
 
 
 def rerank(engine: LLMEngine, outputs: Iterable[Any]) -> None:
@@ -81,13 +82,17 @@ def rerank(engine: LLMEngine, outputs: Iterable[Any]) -> None:
     finished = [output for output in outputs if output.request_id in of_engine and output.finished]
     asked = [of_engine.pop(output.request_id) for output in finished]  # all, as the user may interrupt a metric
     for output, of_output in zip(finished, asked, strict=True):
+        output.request_id = of_output.request_id
         _rerank(output, of_output)
 
 
-def forget(engine: LLMEngine, request_ids: Iterable[str]) -> None:
-    """These requests were aborted."""
-    for request_id in request_ids:
-        _asked.get(engine, {}).pop(request_id, None)
+def forget(engine: LLMEngine, names: Container[str]) -> list[str]:
+    """Requests of these names are aborted, ours or those that they have elsewhere. Returns our names of them."""
+    of_engine = _asked.get(engine, {})
+    gone = [own_id for own_id, asked in of_engine.items() if own_id in names or asked.request_id in names]
+    for own_id in gone:
+        del of_engine[own_id]
+    return gone
 
 
 def num_left_out(engine: LLMEngine) -> int:

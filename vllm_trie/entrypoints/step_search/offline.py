@@ -171,7 +171,7 @@ def abort_request(
     states, parents = self.output_processor.request_states, self.output_processor.parent_requests
     own = [of[id_] for of in (states, parents) for id_ in request_ids if id_ in of]
     named = {*request_ids, *(request.external_req_id for request in own)}
-    forget(self, named)
+    request_ids += forget(self, named)
     if searches := _searches.get(self):
         for own_id, running in list(searches.items()):
             if named & {own_id, running.request.request_id, *running.outputs}:

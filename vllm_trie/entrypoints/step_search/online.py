@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from vllm.exceptions import GenerationError
@@ -26,6 +26,7 @@ from vllm_trie.selection import has_beams
 
 logger = init_logger("vllm.trie_beam.step_search")
 
+T = TypeVar("T")
 Draw = Callable[..., AsyncGenerator[RequestOutput, None]]
 
 _searches: WeakKeyDictionary[AsyncLLM, dict[asyncio.Task[RequestOutput], str]] = WeakKeyDictionary()  # and their ids
@@ -74,17 +75,26 @@ async def _search(engine: AsyncLLM, request: StepRequest, draw: Draw) -> AsyncGe
 async def _answer(engine: AsyncLLM, request: StepRequest, draw: Draw) -> RequestOutput:
     is_over = False
     while not is_over:
-        requests = request.requests()
+        requests = await _in_thread(request.requests)
         drawn = await _all([_last(draw(candidate_id, *candidate)) for candidate_id, candidate in requests.items()])
         try:
             if candidates := request.take(drawn):
-                is_over = request.judge(await _scores(request, candidates))
+                is_over = await _in_thread(request.judge, await _scores(request, candidates))
         except Exception as error:
             why = request.failure(error).outputs[0].stop_reason
             logger.error("Search %s ended: %s", request.request_id, why)
             raise GenerationError(str(why)) from error
         await _release(engine, request)
     return request.answer()
+
+
+async def _in_thread(function: Callable[..., T], *args: Any) -> T:
+    """What a wide search has to reckon, while others are served; who cancels it waits until it is done."""
+    running = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        return await asyncio.shield(running)
+    finally:
+        await asyncio.wait([running])
 
 
 @wraps("abort", AsyncLLM)

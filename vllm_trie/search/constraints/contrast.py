@@ -41,6 +41,8 @@ class Contrast(Constraint):
 
     def boosts(self, states: torch.Tensor, logprobs: torch.Tensor, is_end: bool) -> torch.Tensor:
         """See `Constraint`."""
+        if not self.beta:
+            return torch.zeros_like(logprobs)
         return torch.where(self._are_plausible(logprobs), self.beta * (logprobs - states), 0.0)
 
     def narrow(self, logprobs: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
