@@ -222,7 +222,7 @@ def test_engines_without_catalogs_warm_nothing_of_them(noted: dict[str, Launches
 
 def test_stages_of_a_pipeline_that_do_not_select_warm_no_step(noted: dict[str, Launches]) -> None:
     runner = runner_with({})
-    runner.sampler = None
+    runner.sampler = runner.drafter = None  # pipelines do not speculate
     warm_up(runner)
     assert noted["_reorder_rows"].count > noted["_tile_max"].count == 0
 

@@ -54,9 +54,9 @@ def test_a_seed_decides_the_answer_whatever_else_is_in_the_batch(engine: Engine)
         assert [tuple(o.token_ids) for o in output.outputs] == [tokens for tokens, _ in expected]
 
 
-def test_without_a_seed_two_searches_differ(engine: Engine) -> None:
-    one, other = (found(engine, params_of(None), prompt_of(30)) for _ in range(2))
-    assert one != other
+def test_without_a_seed_searches_differ(engine: Engine) -> None:
+    one, *others = (found(engine, params_of(None), prompt_of(30)) for _ in range(6))  # two are alike once in 60 times
+    assert any(other != one for other in others)
 
 
 @one_thread()
