@@ -61,5 +61,5 @@ def test_references_weigh_their_probability_to_a_power_and_what_was_drawn_again_
 def test_where_nothing_was_found_there_is_nothing_to_rank() -> None:
     none = CompletionOutput(0, "", [], 0.0, None, finish_reason="stop", stop_reason=NO_HYPOTHESIS)
     output = RequestOutput("0", "prompt", [1], None, [none, none], finished=True)
-    _rerank(output, _Asked(BeamParams(beam_width=2, rerank="mbr"), metric_of("chrf"), 1, None))
+    _rerank(output, _Asked("0", BeamParams(beam_width=2, rerank="mbr"), metric_of("chrf"), 1, None))
     assert [(one.finish_reason, one.stop_reason) for one in output.outputs] == [("stop", NO_HYPOTHESIS)]
