@@ -27,6 +27,8 @@ LONGEST_FIRST = (
     "tests/behaviour/offline/",
     "tests/benchmarks/",
     "tests/behaviour/real_model/",
+    "tests/test_examples",
+    "tests/test_readme",
     "tests/behaviour/",
     "tests/test_",
 )
