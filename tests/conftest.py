@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -61,6 +62,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid} starts an engine: mark it as slow")
     starts = [*LONGEST_FIRST, ""]
     items.sort(key=lambda item: next(rank for rank, start in enumerate(starts) if item.nodeid.startswith(start)))
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The warnings that the plugin logs."""
+    warned: list[str] = []
+    logger = logging.getLogger("vllm.trie_beam")
+    monkeypatch.setattr(logger, "warning", lambda text, *args: warned.append(text % args))
+    return warned
 
 
 @pytest.fixture(scope="session")

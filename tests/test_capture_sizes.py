@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -14,14 +13,6 @@ from vllm_trie import plugin
 from vllm_trie.capture_sizes import wider_sizes
 
 OWN = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]  # vLLM's, where nobody asks for others
-
-
-@pytest.fixture
-def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    warned: list[str] = []
-    logger = logging.getLogger("vllm.trie_beam")
-    monkeypatch.setattr(logger, "warning", lambda text, *args: warned.append(text % args))
-    return warned
 
 
 def captured(max_beam_width: int | None, **options: Any) -> list[int]:

@@ -228,14 +228,6 @@ def test_engines_with_these_options_start_or_say_what_cannot_work(outcomes: list
 SELECTING: dict[str, Any] = {"additional_config": {"trie_beam": {}}}
 
 
-@pytest.fixture
-def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    warned: list[str] = []
-    logger = logging.getLogger("vllm.trie_beam")
-    monkeypatch.setattr(logger, "warning", lambda text, *args: warned.append(text % args))
-    return warned
-
-
 def with_states(random_model: Callable[[str], Path], **options: Any) -> VllmConfig:
     """The configuration of an engine whose model has recurrent states."""
     options = {"skip_tokenizer_init": True, **SELECTING, **options}
