@@ -6,24 +6,23 @@ engine in a process of its own goes on with these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
+from vllm.inputs import PromptType
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from vllm_trie.compat.patch import arguments, wraps
-from vllm_trie.entrypoints.beam_results import add_beam_results
+from vllm_trie.compat.patch import arguments
 from vllm_trie.entrypoints.requests import refusing
-from vllm_trie.entrypoints.reranking.offline import add_reranked, asks_for_reranking, forget, num_left_out, rerank
-from vllm_trie.entrypoints.step_search.opening import asks_for_steps, open_request
+from vllm_trie.entrypoints.step_search.opening import open_request
 from vllm_trie.entrypoints.step_search.request import StepRequest, search_of
 from vllm_trie.entrypoints.step_search.scorers import Scorer, StepCandidate
-from vllm_trie.entrypoints.trace_texts import add_texts
 from vllm_trie.search.step_search.scores import checked_scores
-from vllm_trie.selection import has_beams
 
 
 @dataclass
@@ -45,19 +44,21 @@ OF_ONE_REQUEST = {"self", "request_id", "prompt", "params", "prompt_text", "arri
 _searches: WeakKeyDictionary[LLMEngine, dict[str, _Running]] = WeakKeyDictionary()  # that draw, by their own ids
 
 
-@wraps("add_request", LLMEngine)
-def add_request(
-    original: Callable[..., str], self: LLMEngine, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+def add_search(
+    add_request: Callable[..., str],
+    engine: LLMEngine,
+    request_id: str,
+    prompt: Any,
+    params: SamplingParams,
+    *args: Any,
+    **kwargs: Any,
 ) -> str:
-    if asks_for_reranking(params) and has_beams(self.vllm_config):
-        return add_reranked(original, self, request_id, prompt, params, *args, **kwargs)
-    if not asks_for_steps(params) or not has_beams(self.vllm_config):
-        return original(self, request_id, prompt, params, *args, **kwargs)
+    """vLLM's `add_request`, for a search by steps."""
     with refusing():
-        call = arguments(original, self, request_id, prompt, params, *args, **kwargs)
-        request = open_request(request_id, prompt, params, self, True, call.get("tokenization_kwargs"))
+        call = arguments(add_request, engine, request_id, prompt, params, *args, **kwargs)
+        request = open_request(request_id, prompt, params, engine, True, call.get("tokenization_kwargs"))
     options = {name: call[name] for name in call if name not in OF_ONE_REQUEST}
-    _draw(self, _Running(request, options))
+    _draw(engine, _Running(request, options))
     return request.own_id
 
 
@@ -66,22 +67,18 @@ def _draw(engine: LLMEngine, running: _Running) -> None:
     running.outputs = {}
     try:
         for candidate_id, (prompt, params) in running.request.requests().items():
-            add_request.original(engine, candidate_id, prompt, params, **running.options)
+            engine.add_request(candidate_id, cast(PromptType, prompt), params, **running.options)
             running.outputs[candidate_id] = None
     except BaseException:
-        abort_request.original(engine, list(running.outputs))
+        engine.abort_request(list(running.outputs))
         _give_up(engine, running)
         raise
     _searches.setdefault(engine, {})[running.request.own_id] = running
 
 
-@wraps("step", LLMEngine)
-def step(original: Callable[..., list[Any]], self: LLMEngine, *args: Any, **kwargs: Any) -> list[Any]:
-    outputs = original(self, *args, **kwargs)
-    add_texts(outputs, self.renderer.tokenizer)
-    add_beam_results(outputs)
-    rerank(self, outputs)
-    if not (searches := _searches.get(self)):
+def go_on(engine: LLMEngine, outputs: list[Any]) -> list[Any]:
+    """Take what a step of the engine returned of candidates. Returns the outputs of all others, and of searches."""
+    if not (searches := _searches.get(engine)):
         return outputs
     others, drawn = [], []
     for output in outputs:
@@ -93,13 +90,29 @@ def step(original: Callable[..., list[Any]], self: LLMEngine, *args: Any, **kwar
         if not running.drawing:
             drawn.append(searches.pop(running.request.own_id))
     try:
-        return [*others, *_next_rounds(self, drawn)]
+        return [*others, *_next_rounds(engine, drawn)]
     except BaseException:  # the user interrupts
         for running in drawn:
             searches.pop(running.request.own_id, None)
-            abort_request.original(self, running.drawing)  # of those that draw again
-            _give_up(self, running)
+            engine.abort_request(running.drawing)  # of those that draw again
+            _give_up(engine, running)
         raise
+
+
+def abort_searches(engine: LLMEngine, names: AbstractSet[str]) -> None:
+    """End searches of these names: their own, those of whoever asks, or those of their candidates."""
+    searches = _searches.get(engine, {})
+    for own_id, running in list(searches.items()):
+        if names & {own_id, running.request.request_id, *running.outputs}:
+            del searches[own_id]
+            engine.abort_request(running.drawing)
+            _give_up(engine, running)
+
+
+def num_more_outputs(engine: LLMEngine) -> int:
+    """Outputs that searches will have, beyond the candidates that they draw."""
+    searches = _searches.get(engine, {}).values()
+    return sum(search.request.params.n - len(search.drawing) for search in searches)
 
 
 def _next_rounds(engine: LLMEngine, drawn: list[_Running]) -> list[RequestOutput]:
@@ -160,30 +173,3 @@ def _ask(scorer: Scorer, candidates: list[StepCandidate]) -> list[float] | Excep
         return checked_scores(scorer(list(candidates)), len(candidates))
     except Exception as error:
         return error
-
-
-@wraps("abort_request", LLMEngine)
-def abort_request(
-    original: Callable[..., None], self: LLMEngine, request_ids: Iterable[str], *args: Any, **kwargs: Any
-) -> None:
-    """End searches, too, whether the ids are theirs or those of their candidates, as the engine calls them."""
-    request_ids = list(request_ids)
-    states, parents = self.output_processor.request_states, self.output_processor.parent_requests
-    own = [of[id_] for of in (states, parents) for id_ in request_ids if id_ in of]
-    named = {*request_ids, *(request.external_req_id for request in own)}
-    request_ids += forget(self, named)
-    if searches := _searches.get(self):
-        for own_id, running in list(searches.items()):
-            if named & {own_id, running.request.request_id, *running.outputs}:
-                del searches[own_id]
-                original(self, running.drawing)
-                _give_up(self, running)
-    original(self, request_ids, *args, **kwargs)
-
-
-@wraps("get_num_unfinished_requests", LLMEngine)
-def count_unfinished(original: Callable[..., int], self: LLMEngine, *args: Any, **kwargs: Any) -> int:
-    """Each search counts as the outputs that it will have."""
-    searches = _searches.get(self, {}).values()
-    more = sum(search.request.params.n - len(search.drawing) for search in searches)
-    return original(self, *args, **kwargs) + more - num_left_out(self)

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Container
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from vllm.exceptions import GenerationError
 from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_trie.compat.patch import arguments, wraps
-from vllm_trie.entrypoints.beam_results import asks_for_beam_results, with_beam_results
+from vllm_trie.compat.patch import arguments
 from vllm_trie.entrypoints.requests import refusing
-from vllm_trie.entrypoints.server import is_served, raise_errors
 from vllm_trie.entrypoints.step_search.drawn_steps import DrawError
-from vllm_trie.entrypoints.step_search.opening import asks_for_steps, open_request
+from vllm_trie.entrypoints.step_search.opening import open_request
 from vllm_trie.entrypoints.step_search.request import StepRequest
 from vllm_trie.entrypoints.step_search.scorers import HttpScorer, StepCandidate
-from vllm_trie.entrypoints.trace_texts import is_traced, with_texts
 from vllm_trie.search.step_search.scores import checked_scores
-from vllm_trie.selection import has_beams
 
 logger = init_logger("vllm.trie_beam.step_search")
 
@@ -32,24 +29,30 @@ Draw = Callable[..., AsyncGenerator[RequestOutput, None]]
 _searches: WeakKeyDictionary[AsyncLLM, dict[asyncio.Task[RequestOutput], str]] = WeakKeyDictionary()  # and their ids
 
 
-@wraps("generate", AsyncLLM)
-def generate(
-    original: Draw, self: AsyncLLM, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
+def search(
+    draw: Draw, engine: AsyncLLM, prompt: Any, params: SamplingParams, request_id: str, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[RequestOutput, None]:
-    if not asks_for_steps(sampling_params) or not has_beams(self.vllm_config):
-        outputs = original(self, prompt, sampling_params, request_id, *args, **kwargs)
-        outputs = with_texts(outputs, self.renderer.tokenizer) if is_traced(sampling_params) else outputs
-        outputs = with_beam_results(outputs) if asks_for_beam_results(sampling_params) else outputs
-        return raise_errors(outputs) if is_served(sampling_params) else outputs
+    """What vLLM's `generate` is called with, as a search by steps.
+
+    Args:
+        draw: vLLM's own `generate`.
+    """
     with refusing():
-        call = arguments(original, self, prompt, sampling_params, request_id, *args, **kwargs)
-        request = open_request(request_id, prompt, sampling_params, self, False, call.get("tokenization_kwargs"))
+        call = arguments(draw, engine, prompt, params, request_id, *args, **kwargs)
+        request = open_request(request_id, prompt, params, engine, False, call.get("tokenization_kwargs"))
     options = {name: value for name, value in kwargs.items() if name != "prompt_text"}
 
-    def draw(candidate_id: str, prompt: Any, params: Any) -> AsyncGenerator[RequestOutput, None]:
-        return original(self, prompt, params, candidate_id, *args, **options)
+    def draw_candidate(candidate_id: str, prompt: Any, params: Any) -> AsyncGenerator[RequestOutput, None]:
+        return draw(engine, prompt, params, candidate_id, *args, **options)
 
-    return _search(self, request, draw)
+    return _search(engine, request, draw_candidate)
+
+
+def cancel_searches(engine: AsyncLLM, request_ids: Container[str]) -> None:
+    """End the searches of these requests."""
+    for searching, request_id in _searches.get(engine, {}).items():
+        if request_id in request_ids:
+            searching.cancel()
 
 
 async def _search(engine: AsyncLLM, request: StepRequest, draw: Draw) -> AsyncGenerator[RequestOutput, None]:
@@ -95,18 +98,6 @@ async def _in_thread(function: Callable[..., T], *args: Any) -> T:
         return await asyncio.shield(running)
     finally:
         await asyncio.wait([running])
-
-
-@wraps("abort", AsyncLLM)
-async def abort(
-    original: Callable[..., Awaitable[None]], self: AsyncLLM, request_id: str | Iterable[str], *args: Any, **kwargs: Any
-) -> None:
-    """End searches, too, which the engine knows nothing of."""
-    ids = [request_id] if isinstance(request_id, str) else list(request_id)
-    for searching, of_search in _searches.get(self, {}).items():
-        if of_search in ids:
-            searching.cancel()
-    await original(self, ids, *args, **kwargs)
 
 
 async def _release(engine: AsyncLLM, request: StepRequest) -> None:
