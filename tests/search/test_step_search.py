@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support import step_reference
-from tests.support.step_reference import Draw, Drawn, Found, Task, beam_search
+from tests.support.step_reference import Draw, Drawn, Found, Node, Task, beam_search
 from vllm_trie.search.step_search.allotment import by_score, evenly, worth_their_kv
 from vllm_trie.search.step_search.hypotheses import DrawnStep, StepHypothesis, derived_seed
 from vllm_trie.search.step_search.open_candidates import TreeSearch
@@ -231,6 +232,61 @@ def test_a_step_that_beams_share_is_paid_once() -> None:
     assert worth_their_kv([left, right, alone], [3, 3, 3], 1.0) == [left, right]
     assert worth_their_kv([left, right, alone], [3, 3, 3], 0.1) == [left, right, alone]
     assert worth_their_kv([left, right, alone], [3, 3, 3], 9.0) == [left]  # something must go on
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[StepHypothesis]:
+    """At most eight beams in any order, some behind long runs of steps that nothing else continues."""
+    paths = list[tuple[int, ...]]()
+    for _ in range(draw(st.integers(1, 8))):
+        shared = draw(st.sampled_from(paths))[: draw(st.integers(0, 5))] if paths else ()
+        paths.append((*shared, *draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))))
+    leaves = [p for p in dict.fromkeys(paths) if not any(q[: len(p)] == p for q in paths if q != p)]
+    steps = {path[: i + 1]: 0 for path in leaves for i in range(len(path))}
+    lengths = {step: draw(st.integers(1, 9)) for step in steps}
+    spans = [tuple(lengths[path[: i + 1]] for i in range(len(path))) for path in leaves]
+    return [StepHypothesis(path=path, step_lengths=span) for path, span in zip(leaves, spans, strict=True)]
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(trees(), st.data(), st.floats(0.01, 3.0))
+def test_no_set_of_beams_is_worth_more_than_the_one_that_pays_for_its_kv(
+    beams: list[StepHypothesis], data: st.DataObject, price: float
+) -> None:
+    shares = data.draw(st.lists(st.integers(1, 5), min_size=len(beams), max_size=len(beams)))
+    nodes = [Node(beam.path, ends=tuple(accumulate(beam.step_lengths))) for beam in beams]
+    per_token = price / step_reference.kv_tokens(nodes)
+
+    def worth(kept: Collection[Node]) -> float:
+        of_these = [share for node, share in zip(nodes, shares, strict=True) if node in kept]
+        return step_reference.worth([*kept], of_these, sum(shares), per_token)
+
+    kept = worth_their_kv(beams, shares, price)
+    assert kept == [beam for beam in beams if beam in kept]
+    best = step_reference.pruned(nodes, shares, price)
+    assert worth([node for node, beam in zip(nodes, beams, strict=True) if beam in kept]) == pytest.approx(worth(best))
+
+
+def test_of_beams_that_lose_alike_the_best_one_is_kept() -> None:
+    beams = [StepHypothesis(path=path, step_lengths=(4, 4)) for path in [(2, 0), (0, 1), (0, 0), (1, 0)]]
+    assert worth_their_kv(beams, [1, 1, 1, 1], 99.0) == beams[:1]
+
+
+def test_what_beams_cost_is_found_without_cutting_each_path_at_each_step() -> None:
+    """The front end of a server does so for thousands of beams between the tokens of all its streams."""
+    num_cuts, num_beams = 0, 64
+
+    class Counted(tuple[int, ...]):
+        def __getitem__(self, place: Any) -> Any:
+            nonlocal num_cuts
+            num_cuts += 1
+            return super().__getitem__(place)
+
+    paths = [Counted((*[0] * 20, i, *[0] * 20)) for i in range(num_beams)]
+    lengths = Counted([1] * 41)
+    beams = [StepHypothesis(path=path, step_lengths=lengths) for path in paths]
+    assert worth_their_kv(beams, [1] * num_beams, 0.01) == beams
+    assert num_cuts <= 4 * num_beams
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

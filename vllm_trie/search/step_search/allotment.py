@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
 from vllm_trie.search.step_search.hypotheses import Path, StepHypothesis
 
@@ -51,20 +54,48 @@ def worth_their_kv(beams: Sequence[StepHypothesis], shares: Sequence[int], price
         beams: None of which continues another.
         shares: That REBASE gives them.
     """
-    lengths = {b.path[:depth]: b.step_lengths[depth - 1] for b in beams for depth in range(1, len(b.path) + 1)}
-    total_length, total_share = sum(lengths.values()), sum(shares)
-    gains = {beam.path: share / total_share for beam, share in zip(beams, shares, strict=True)}
-    children: dict[Path, list[Path]] = {}
-    for path in lengths:
-        children.setdefault(path[:-1], []).append(path)
-    for path in sorted(lengths, key=len, reverse=True):
-        if path in children:
-            gains[path] = sum(gains[child] for child in _paying(children[path], gains))
-        gains[path] -= price * lengths[path] / total_length
-    kept = {path for siblings in children.values() for path in _paying(siblings, gains)}
-    return [beam for beam in beams if all(beam.path[:depth] in kept for depth in range(1, len(beam.path) + 1))]
+    paths = [beam.path for beam in beams]
+    in_order = sorted(range(len(beams)), key=paths.__getitem__)  # what shares steps is together: one pass is enough
+    shared = [_num_shared(paths[one], paths[other]) for one, other in pairwise(in_order)]
+    total_length = sum(sum(beams[i].step_lengths[n:]) for i, n in zip(in_order, (0, *shared), strict=True))
+    total_share = sum(shares)
+    parting = [_Parting(0)]
+    for i, num_shared_with_next in zip(in_order, (*shared, 0), strict=True):
+        subtree, depth = _Subtree(i, shares[i] / total_share, [i]), len(paths[i])
+        while True:  # up to where the next beam parts from this one
+            if parting[-1].depth < num_shared_with_next:
+                parting.append(_Parting(num_shared_with_next))
+            cost = price * sum(beams[i].step_lengths[parting[-1].depth : depth]) / total_length
+            parting[-1].subtrees.append(subtree._replace(gain=subtree.gain - cost))
+            if parting[-1].depth == num_shared_with_next:
+                break
+            closed = parting.pop()
+            subtree, depth = closed.paying(), closed.depth
+    return [beams[i] for i in sorted(parting[0].paying().beams)]
 
 
-def _paying(siblings: Sequence[Path], gains: dict[Path, float]) -> list[Path]:
-    """Those that lose nothing; if there are none, the one that loses least."""
-    return [path for path in siblings if gains[path] >= 0] or [max(siblings, key=gains.__getitem__)]
+class _Subtree(NamedTuple):
+    """Beams that share a step, by their places among all."""
+
+    first: int  # of all of them
+    gain: float  # of those that pay, less what their steps cost
+    beams: list[int]  # that pay
+
+
+@dataclass
+class _Parting:
+    """Where beams part: behind so many steps."""
+
+    depth: int
+    subtrees: list[_Subtree] = field(default_factory=list)
+
+    def paying(self) -> _Subtree:
+        """Those that lose nothing; if there are none, the one that loses least, of equal ones that of the best beam."""
+        subtrees = sorted(self.subtrees)
+        paying = [s for s in subtrees if s.gain >= 0] or [max(subtrees, key=lambda s: s.gain)]
+        return _Subtree(subtrees[0].first, sum(s.gain for s in paying), [i for s in paying for i in s.beams])
+
+
+def _num_shared(one: Path, other: Path) -> int:
+    """Steps that both begin with."""
+    return next(depth for depth, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
