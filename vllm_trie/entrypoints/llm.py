@@ -16,6 +16,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.compat.versions import has_allowlist
+from vllm_trie.entrypoints.llm_engine import abort_all
 from vllm_trie.entrypoints.requests import CALLER, forget_unsent, refusing, why_not_behind
 from vllm_trie.messages import LLM_BEAM_SEARCH, NO_HYPOTHESIS
 from vllm_trie.options import BeamParams
@@ -179,5 +180,5 @@ def _aborted_on_error(engine: LLMEngine) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        abort_all(engine)
         raise

@@ -9,8 +9,21 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_trie.compat.patch import wraps
 from vllm_trie.entrypoints.beam_results import add_beam_results
-from vllm_trie.entrypoints.reranking.offline import add_reranked, asks_for_reranking, forget, num_left_out, rerank
-from vllm_trie.entrypoints.step_search.offline import abort_searches, add_search, go_on, num_more_outputs
+from vllm_trie.entrypoints.reranking.offline import (
+    add_reranked,
+    asks_for_reranking,
+    forget,
+    num_left_out,
+    rerank,
+    reranked_of,
+)
+from vllm_trie.entrypoints.step_search.offline import (
+    abort_searches,
+    add_search,
+    go_on,
+    num_more_outputs,
+    searches_of,
+)
 from vllm_trie.entrypoints.step_search.opening import asks_for_steps
 from vllm_trie.entrypoints.trace_texts import add_texts
 from vllm_trie.selection import has_beams
@@ -51,6 +64,12 @@ def abort_request(
     request_ids += forget(self, named)
     abort_searches(self, named)
     original(self, request_ids, *args, **kwargs)
+
+
+def abort_all(engine: LLMEngine) -> None:
+    """Abort all requests, and what waits for outputs that are lost, as a step that is interrupted returns none."""
+    running = engine.output_processor.request_states
+    engine.abort_request([*running, *searches_of(engine), *reranked_of(engine)], internal=True)
 
 
 @wraps("get_num_unfinished_requests", LLMEngine)

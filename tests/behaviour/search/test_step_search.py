@@ -287,6 +287,26 @@ def test_an_interrupt_ends_searches(engine: Engine, monkeypatch: pytest.MonkeyPa
     engine.check_nothing_is_left()
 
 
+def test_an_interrupted_metric_ends_searches_whose_candidates_came_in_the_same_step(engine: Engine) -> None:
+    (first,) = engine.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=1))
+    delimiter = first.outputs[0].text
+    core, num_running = engine.llm.llm_engine, list[int]()
+
+    def metric(pairs: list[Any]) -> list[float]:
+        num_running.append(len(core.output_processor.request_states))
+        raise KeyboardInterrupt
+
+    one_step = params(step_stop=[delimiter], beam_width=1, candidates=1, n=1, top_k=1)
+    reranked = beam_params(2, rerank="mbr", metric=metric, max_tokens=1)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS[:1] * 2, [one_step, reranked])
+    assert num_running == [0], "the candidate was still being drawn"
+    assert core.get_num_unfinished_requests() == 0
+    engine.check_nothing_is_left()
+    (later,) = engine.generate(PROMPTS[:1], params(max_steps=1))
+    assert {output.finish_reason for output in later.outputs} <= {"stop", "length"}
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

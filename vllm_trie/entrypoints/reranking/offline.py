@@ -86,6 +86,11 @@ def rerank(engine: LLMEngine, outputs: Iterable[Any]) -> None:
         _rerank(output, of_output)
 
 
+def reranked_of(engine: LLMEngine) -> list[str]:
+    """The ids that the engine's requests have whose pools are to be ranked."""
+    return [*_asked.get(engine, {})]
+
+
 def forget(engine: LLMEngine, names: Container[str]) -> list[str]:
     """Requests of these names are aborted, ours or those that they have elsewhere. Returns our names of them."""
     of_engine = _asked.get(engine, {})

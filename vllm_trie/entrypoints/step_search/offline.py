@@ -99,6 +99,11 @@ def go_on(engine: LLMEngine, outputs: list[Any]) -> list[Any]:
         raise
 
 
+def searches_of(engine: LLMEngine) -> list[str]:
+    """The own ids of searches that draw."""
+    return [*_searches.get(engine, {})]
+
+
 def abort_searches(engine: LLMEngine, names: AbstractSet[str]) -> None:
     """End searches of these names: their own, those of whoever asks, or those of their candidates."""
     searches = _searches.get(engine, {})
