@@ -20,11 +20,13 @@ from vllm_trie.catalog import Catalog, tokenizer_digest
 
 
 class ShortIsGood(BaseHTTPRequestHandler):
-    """Prefers short texts; at /broken it answers with an error."""
+    """Prefers short texts, at /ahead with what comes next; at /broken it answers with an error."""
 
     def do_POST(self) -> None:
         question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        body = json.dumps({"scores": [-len(candidate["text"]) for candidate in question["candidates"]]}).encode()
+        fields = ("text", "lookahead") if self.path == "/ahead" else ("text",)
+        scores = [-sum(len(candidate[field]) for field in fields) for candidate in question["candidates"]]
+        body = json.dumps({"scores": scores}).encode()
         self.send_response(500 if self.path == "/broken" else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -63,7 +65,7 @@ def write(path: Path, titles: list[str]) -> None:
 @pytest.fixture(scope="package")
 def server(folder: Path, scorer_url: str) -> Iterator[Server]:
     """It has catalogs and scorers, looks for tool calls in what chats answer, and lets any page ask."""
-    scorers = {"short": scorer_url, "broken": f"{scorer_url}/broken"}
+    scorers = {"short": scorer_url, "broken": f"{scorer_url}/broken", "ahead": f"{scorer_url}/ahead"}
     catalogs = {"catalogs": {"lines": str(folder / "lines.catalog")}, "catalog_folder": str(folder)}
     options = ["--plugin", "trie_beam", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     options += ["--allowed-origins", '["*"]']

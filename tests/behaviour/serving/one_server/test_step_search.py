@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
 from benchmarks.server import Server
+from tests.support.engine import TRAINED_TARGET, Engines
+from vllm_trie import beam_params
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +45,35 @@ def test_chats_and_streams_work(server: Server) -> None:
     assert f'"text": {json.dumps(texts[0])}' in ask(server, {}, stream=True, n=1).text
 
 
+CHANGING: list[dict[str, Any]] = [
+    {},
+    {"allot": "dvts"},
+    {"allot": "rebase", "allot_temperature": 9.0},
+    {"allot": "rebase", "allot_temperature": 1.0},
+    {"allot": "rebase", "allot_temperature": 9.0, "prefer_shared": 2.0},
+    {"order": "best"},
+    {"order": "mcts", "exploration": 0.0},
+    {"order": "mcts", "exploration": 90.0},
+    {"lookahead": 4},
+]
+UNCHANGING = {"order": "best", "pool": 0}  # what is held, and not what is found
+
+
+def test_options_do_what_they_do_offline(server: Server, engines: Engines, scorer_url: str) -> None:
+    prompt, common = "def is_prime(number):", {"n": 2, "seed": 5, "max_tokens": 32}
+    search = {"beam_width": 2, "unit": "step", "step_stop": ["\n"], "candidates": 3, "max_steps": 5}
+    asked = [search | options for options in (*CHANGING, UNCHANGING)]
+    params = [beam_params(**xargs, scorer=f"{scorer_url}/ahead", **common) for xargs in asked]
+    answers = engines(TRAINED_TARGET).llm.generate([prompt] * len(asked), params, use_tqdm=False)
+    with ThreadPoolExecutor() as clients:
+        requests = [
+            clients.submit(ask, server, xargs | {"scorer": "ahead"}, **common, prompt=prompt) for xargs in asked
+        ]
+        served = [[choice["text"] for choice in request.result().json()["choices"]] for request in requests]
+    assert served == [[output.text for output in answer.outputs] for answer in answers]
+    assert len({*map(tuple, served)}) == len(CHANGING), "an option changed nothing, so that it may be lost"
+
+
 def test_several_prompts_are_refused_as_scores_are_told_of_one(server: Server) -> None:
     response = ask(server, {}, prompt=["x", "y"])
     assert response.status_code == 400
@@ -59,6 +91,7 @@ def test_a_word_of_others_is_no_search(server: Server) -> None:
     ("xargs", "status", "why"),
     [
         ({"scorer": "http://127.0.0.1/other"}, 400, "is no scorer of this engine, which knows: short, broken"),
+        ({"allot": "fairly"}, 400, "allot='fairly' is unknown; known: 'even', 'rebase', 'dvts'"),
         ({"do_sample": 1}, 400, "do_sample=True is not supported together with unit="),
         ({"scorer": "broken"}, 500, "answered 500"),
     ],
