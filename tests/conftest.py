@@ -14,7 +14,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from benchmarks.models import COPIES, make
 from benchmarks.smollm2 import get
-from tests.support import models
+from tests.support import language_once, models  # noqa: F401
 from tests.support.engine import ROOT, TRAINED_TARGET, Engines
 
 AT_START = Path(__file__).parent / "support" / "at_start"

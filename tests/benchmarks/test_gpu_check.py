@@ -35,6 +35,7 @@ class Blocker(MetaPathFinder):
 
 sys.meta_path.insert(0, Blocker())
 from benchmarks import gpu_check
+from tests.support import language_once
 sys.exit(gpu_check.main(["--interpret", "--inputs", "1", "--out", sys.argv[1]]))
 """
 
@@ -47,7 +48,7 @@ def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch: pytest.MonkeyPatc
 
 
 def test_all_of_it_runs_without_vllm_and_what_else_a_machine_may_lack(tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", BLOCKED, str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -83,6 +83,8 @@ def _serve(pipe: Connection) -> None:
     _let_masks_come_of_reductions()
     import vllm.v1.worker.cpu.shm  # noqa: F401  patches torch for a CPU
 
+    from tests.support import language_once  # noqa: F401
+
     while True:
         target, arguments = pickle.loads(pipe.recv_bytes())
         try:
