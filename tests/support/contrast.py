@@ -53,7 +53,7 @@ class Weights(NamedTuple):
 @torch.inference_mode()
 def logprobs_by(model: Path, texts: list[list[int]], num_last: int = 1) -> list[list[list[float]]]:
     """By text, of equal lengths: what a model says of each token that may come in the last places, [places, V]."""
-    logits: torch.Tensor = load(model)(torch.tensor(texts)).logits[:, -num_last:]
+    logits: torch.Tensor = load(model)(torch.tensor(texts), logits_to_keep=num_last).logits
     return logits.double().log_softmax(-1).tolist()
 
 

@@ -79,7 +79,7 @@ def loop_group_beams(
             if group in done or not beams[group]:
                 continue
             texts = [prompt + tokens for _, tokens in beams[group]]
-            logprobs = load(model)(torch.tensor(texts)).logits[:, -1].log_softmax(-1)
+            logprobs = load(model)(torch.tensor(texts), logits_to_keep=1).logits[:, -1].log_softmax(-1)
             if length <= min_tokens:
                 logprobs[:, [*stops]] = -torch.inf
             for row, text in zip(logprobs, texts, strict=True):

@@ -187,7 +187,8 @@ def loop_beams(
 
     beams = [*start]
     for length in range(len(start[0][0]) + 1, max_tokens + 1):
-        logits = load(model_folder)(torch.tensor([prompt + generated for generated, _ in beams])).logits[:, -1]
+        beams_in_full = torch.tensor([prompt + generated for generated, _ in beams])
+        logits = load(model_folder)(beams_in_full, logits_to_keep=1).logits[:, -1]
         rows = []
         for (generated, total), row in zip(beams, logits, strict=True):
             masked = stops if length <= min_tokens else ()

@@ -45,7 +45,7 @@ def boost_of(phrases: Phrases, tokens: list[int], is_over: bool = False) -> floa
 @torch.inference_mode()
 def next_logprobs(model: Path, prompt: list[int], beams: list[list[int]]) -> list[list[float]]:
     """By beam: what the model says of each token that may come next."""
-    logits = load(model)(torch.tensor([prompt + beam for beam in beams])).logits[:, -1]
+    logits = load(model)(torch.tensor([prompt + beam for beam in beams]), logits_to_keep=1).logits[:, -1]
     return logits.float().log_softmax(-1).tolist()
 
 
