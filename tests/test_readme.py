@@ -56,7 +56,7 @@ def test_the_first_example_runs_compiled_in_processes_of_its_own(tmp_path: Path)
     """On the toy, whose few layers compile soon."""
     script = tmp_path / "example.py"
     script.write_text(next(example.code for example in OFFLINE if example.document == "README.md"))
-    as_outside_tests = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCHDYNAMO_DISABLE": "0", "PYTHONPATH": ""}
+    as_outside_tests = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCHDYNAMO_DISABLE": "0"}
     environment = os.environ | as_outside_tests | {"MODEL": str(TRAINED_TARGET)}
     result = subprocess.run([sys.executable, script], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -1,7 +1,7 @@
 """Processes as forks of one that has imported vLLM, which takes eight seconds of a core.
 
-Where vLLM would spawn a process, they fork. No forks are the servers of `tests/behaviour/serving/one_server/` with the
-plugin, of `test_transcriptions.py`, and of several ranks: there vLLM spawns engines and ranks, as it does for users.
+Where vLLM would spawn a process, they fork. No forks are the server of `tests/behaviour/serving/one_server/` with the
+plugin, and those of several ranks: there vLLM spawns engines and ranks, as it does for users.
 """
 
 from __future__ import annotations

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import IO, Any
 
 import httpx
 import openai
@@ -19,7 +17,7 @@ from vllm.multimodal.audio import split_audio
 from benchmarks.server import Server, serving
 from tests.support.audio import EOS, SAMPLING_RATE, make_whisper, recording, whispers_answer
 from tests.support.documents import TRANSCRIBES, Example, run_here
-from tests.support.engine import ROOT
+from tests.support.forks import Fork
 from tests.support.reference import Answer
 
 pytestmark = pytest.mark.slow
@@ -38,10 +36,13 @@ def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Se
     command = ("vllm", "serve", str(model), "--served-model-name", "whisper", "--plugin", "trie_beam")
     limits = ["--max-model-len", "128", "--max-num-batched-tokens", "256", "--max-num-seqs", "16"]
     limits += ["--num-gpu-blocks-override", "24"]  # too few for long answers of 16 beams
-    path = os.pathsep.join([str(ROOT / "tests" / "support" / "sounds"), os.environ.get("PYTHONPATH", "")])
     log = tmp_path_factory.mktemp("server") / "log"
-    with mock.patch.dict("os.environ", PYTHONPATH=path), serving(log, *limits, command=command) as server:
+    with serving(log, *limits, command=command, start=start) as server:
         yield server
+
+
+def start(command: Sequence[str], environment: Mapping[str, str], output: IO[str]) -> Fork:
+    return Fork(["-m", "tests.support.hears", *command[1:]], environment, output)
 
 
 def transcribe(server: Server, seed: int, task: str = "transcribe", seconds: float = 1.0, **fields: Any) -> Any:

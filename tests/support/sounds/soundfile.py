@@ -1,6 +1,6 @@
 """Reads WAV files as the package of this name does, which vLLM asks for uploads, and which need not be installed.
 
-Servers that tests start find it on their PYTHONPATH.
+`tests/support/hears.py` puts it in the place of that package.
 """
 
 from __future__ import annotations
