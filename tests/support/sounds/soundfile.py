@@ -33,8 +33,3 @@ class SoundFile:
 
 class LibsndfileError(Exception):
     """Which it never raises."""
-
-
-def available_formats() -> dict[str, str]:
-    """For others that find it."""
-    return {"WAV": "WAV (Microsoft)"}
