@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-CONTEXT = 6  # tokens before the text that is judged; some tokenizers write a token differently in first place
+CONTEXT = 8  # tokens before the text that is judged: a whole character, and all but one of an open one, if each is four
 UNKNOWN, NO, MAYBE = -1, 0, 1
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for part of a character
 

@@ -10,9 +10,9 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 
 from vllm_trie.search.step_search.hypotheses import DrawnStep, StepHypothesis
-from vllm_trie.search.stop_strings import INCOMPLETE, text_after
+from vllm_trie.search.stop_strings import INCOMPLETE, context_of, text_after
 
-CONTEXT = 8  # tokens before a step that decide how its first ones are written
+Context = tuple[list[int], str]  # a few tokens before a step, on which depends how it is written, and their text
 
 
 class Note(NamedTuple):
@@ -49,7 +49,7 @@ class StepReader:
             raise DrawError(f"the engine ended a candidate: {drawn.finish_reason}, {drawn.stop_reason}")
         is_delimiter = isinstance(drawn.stop_reason, str) and drawn.stop_reason not in (self.params.stop or ())
         assert output.prompt_token_ids is not None
-        context = output.prompt_token_ids[-CONTEXT:]
+        context = context_of(output.prompt_token_ids, self._decode)
         step = DrawnStep(
             self._text(context, drawn),
             drawn.token_ids,
@@ -61,7 +61,7 @@ class StepReader:
         step = self._ended_by_stop_string(context, beam, step)
         return step if self.params.logprobs is not None else step._replace(note=Note(candidate_id, None))
 
-    def _ended_by_stop_string(self, context: list[int], beam: StepHypothesis, step: DrawnStep) -> DrawnStep:
+    def _ended_by_stop_string(self, context: Context, beam: StepHypothesis, step: DrawnStep) -> DrawnStep:
         """The step up to the first stop string, which may have begun in earlier ones, or behind a delimiter."""
         stops = self.params.stop or ()
         earlier = beam.text[-max(max(map(len, stops), default=1) - 1, 1) :]
@@ -73,7 +73,7 @@ class StepReader:
         start, stop = min(found, key=lambda of_one: of_one[0] + len(of_one[1]))
         end, tokens = start + len(stop), step.token_ids
         lengths, whole = range(len(tokens), 0, -1), step.text[:end]
-        count = next(n for n in lengths if not self._decoded(context, tokens[: n - 1]).startswith(whole))
+        count = next(n for n in lengths if not self._text_behind(context, tokens[: n - 1]).startswith(whole))
         logprobs = step.note.logprobs[:count]
         sum_logprobs = sum(of[token].logprob for token, of in zip(tokens[:count], logprobs, strict=True))
         is_included = self.params.include_stop_str_in_output
@@ -87,15 +87,16 @@ class StepReader:
             0 if is_included else max(-start, 0),
         )
 
-    def _text(self, context: list[int], drawn: CompletionOutput) -> str:
+    def _text(self, context: Context, drawn: CompletionOutput) -> str:
         """What its tokens say: vLLM cuts the text at the delimiter, though the last token may go beyond it."""
         stops_by_token = drawn.finish_reason == "stop" and not isinstance(drawn.stop_reason, str)
         is_cut = stops_by_token and not self.params.include_stop_str_in_output
-        return self._decoded(context, drawn.token_ids[: len(drawn.token_ids) - is_cut])
+        return self._text_behind(context, drawn.token_ids[: len(drawn.token_ids) - is_cut])
 
-    def _decoded(self, context: list[int], tokens: Sequence[int]) -> str:
+    def _text_behind(self, context: Context, tokens: Sequence[int]) -> str:
         """What tokens say behind others, but for a character that they leave open."""
-        skips = self.params.skip_special_tokens
-        before = self.tokenizer.decode(context, skip_special_tokens=skips)
-        text = self.tokenizer.decode([*context, *tokens], skip_special_tokens=skips)
-        return text_after(before, text).rstrip(INCOMPLETE)
+        before, text_before = context
+        return text_after(text_before, self._decode([*before, *tokens])).rstrip(INCOMPLETE)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=self.params.skip_special_tokens))
