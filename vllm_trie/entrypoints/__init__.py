@@ -1,1 +1,1 @@
-"""The front end's side: requests are checked before anything is scheduled."""
+"""The front end's side: requests, which are checked before an engine sees them, and its answers."""

@@ -19,6 +19,7 @@ BEAM_RESULTS = "beam_results"
 
 
 def asks_for_beam_results(params: Any) -> bool:
+    """Whether these are the parameters of a request that asks for them."""
     return isinstance(params, SamplingParams) and bool((params.extra_args or {}).get(BEAM_RESULTS))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_trie.catalog import Catalog, CatalogStore, tokenizer_digest
-from vllm_trie.entrypoints.texts import half_character
+from vllm_trie.entrypoints.lone_surrogates import lone_surrogate
 from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.options.items import num_beams_along
 from vllm_trie.options.parts import MOST_SEQUENCE_TOKENS
@@ -143,7 +143,7 @@ def _token(token: int | str | None, vocab_size: int, tokenizer: Any) -> int | No
 
 
 def _refuse_half_characters(name: str, text: str) -> None:
-    if half := half_character(text):
+    if half := lone_surrogate(text):
         raise ValueError(f"{name} has half a character, {half}; mend or remove it")
 
 

@@ -1,4 +1,7 @@
-"""`LLM.beam_search` in the engine: same arguments, same results, no request per beam and token."""
+"""`LLM.beam_search` in the engine: same arguments, same results, no request per beam and token.
+
+Here, too, `LLM` ends what runs when its user interrupts it.
+"""
 
 from __future__ import annotations
 

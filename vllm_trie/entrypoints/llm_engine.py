@@ -12,7 +12,7 @@ from vllm_trie.entrypoints.beam_results import add_beam_results
 from vllm_trie.entrypoints.reranking.offline import (
     add_reranked,
     asks_for_reranking,
-    forget,
+    forget_reranked,
     num_left_out,
     rerank,
     reranked_of,
@@ -61,7 +61,7 @@ def abort_request(
     states, parents = self.output_processor.request_states, self.output_processor.parent_requests
     own = [of[id_] for of in (states, parents) for id_ in request_ids if id_ in of]
     named = {*request_ids, *(request.external_req_id for request in own)}
-    request_ids += forget(self, named)
+    request_ids += forget_reranked(self, named)
     abort_searches(self, named)
     original(self, request_ids, *args, **kwargs)
 

@@ -1,10 +1,10 @@
-"""What of a text no tokenizer takes."""
+"""Half characters of UTF-16, which a JSON text can hold and no tokenizer takes."""
 
 from __future__ import annotations
 
 
-def half_character(text: str) -> str | None:
-    """The first lone surrogate, as it is written, if there is one: JSON can hold it, and no tokenizer takes it."""
+def lone_surrogate(text: str) -> str | None:
+    """The first one of a text, as it is written; None if there is none."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -91,8 +91,15 @@ def reranked_of(engine: LLMEngine) -> list[str]:
     return [*_asked.get(engine, {})]
 
 
-def forget(engine: LLMEngine, names: Container[str]) -> list[str]:
-    """Requests of these names are aborted, ours or those that they have elsewhere. Returns our names of them."""
+def forget_reranked(engine: LLMEngine, names: Container[str]) -> list[str]:
+    """Do not wait for the pools of requests that are aborted.
+
+    Args:
+        names: Of these requests: those that the engine's have, or those that whoever asked gave them.
+
+    Returns:
+        The ids that the engine's requests have.
+    """
     of_engine = _asked.get(engine, {})
     gone = [own_id for own_id, asked in of_engine.items() if own_id in names or asked.request_id in names]
     for own_id in gone:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-Path = tuple[int, ...]  # which child each node is of the one before it, from the prompt on
+Path = tuple[int, ...]  # from the prompt on, the number of each node among the children of the one before it
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class StepHypothesis:
         finish_reason: Why it cannot go on, "stop" or "length"; None if it can.
         stop_reason: The stop token or stop string that ended it, if one did.
         notes: What whoever draws wants to keep of each step.
-        path: Where it is in the tree of candidates: for each step, the how manieth it is of those drawn there.
+        path: Where it is in the tree of candidates: for each step its number, from 0, among those drawn at that place.
         step_lengths: Tokens of each step.
     """
 

@@ -4,7 +4,7 @@ This is the search alone: who runs it draws the candidates and asks the scorer (
 the rules are those of beam search with process rewards in "Scaling LLM Test-Time Compute", as search-and-learn has
 them. Each round draws `width * candidates` candidates, dealt out evenly over the beams. Those that have ended leave the
 beam, and compete in the end. Of the others the best `width` go on. The last of `max_steps` rounds draws to the end.
-Candidates of equal text are one (there that is an option): the best would else be copies of each other. Ties go to the
+Candidates of equal text are one (there as an option); otherwise the best would be copies of each other. Ties go to the
 earlier one.
 """
 
