@@ -40,7 +40,7 @@ from vllm_trie.worker.select import Selector  # noqa: E402
 from vllm_trie.worker.step_context import StepContext  # noqa: E402
 
 BLOCK_SIZE, NUM_PROMPT, NUM_GENERATED, LENGTH = 16, 500, 37, 576  # tokens
-STOP_TOKEN_ID, DIVERSITY, NUM_LOGPROBS, PENALTY = 2, 0.5, 5, 0.125
+STOP_TOKEN_ID, NUM_STOPS, DIVERSITY, NUM_LOGPROBS, PENALTY = 2, 6, 0.5, 5, 0.125
 TEMPERATURE, MIN_P, TOP_P = 0.7, 0.1, 0.9
 ITEMS, ITEM_LENGTH = 20_000, 3
 SPREAD = 8  # of the beams' scores: so that some have several children
@@ -69,6 +69,7 @@ def rules_of(search: str, width: int, catalog: str) -> SelectRules:
     plain = SelectRules(width, Best(), Stops((STOP_TOKEN_ID,)))
     others: dict[str, dict[str, Any]] = {
         "plain": {},
+        "many stop tokens": {"stops": Stops(tuple(range(STOP_TOKEN_ID, STOP_TOKEN_ID + NUM_STOPS)))},
         'semantics="vllm"': {"strategy": Best("vllm")},
         "controlled": {"is_controlled": True},
         "log-probabilities": {"num_logprobs": NUM_LOGPROBS},

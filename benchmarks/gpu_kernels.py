@@ -15,13 +15,13 @@ from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import log_probabilities
 from vllm_trie.search.rank import Candidates, rank_candidates
-from vllm_trie.search.rules import Means, SelectRules
+from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import packed
 from vllm_trie.search.strategies.best import Best, num_candidates
 from vllm_trie.worker import reorder
 from vllm_trie.worker.kernels import best, copies, slots
+from vllm_trie.worker.kernels.step import by_kernels
 from vllm_trie.worker.kernels.tiles import RowLogits
 from vllm_trie.worker.kv_blocks import KVBlocks
 from vllm_trie.worker.row_reorder import Reorders, RowReorder, Tables
@@ -123,13 +123,11 @@ class Inputs:
         reorder.copy_tails(self.moving, self.tables, self.kv_blocks)
 
     def take_by_kernels(self) -> best.Taken:
-        """A step, as the runner takes it: by kernels, or in torch where groups are too wide for them."""
-        beams = Beams(self.scores)
-        if not best.takes(self.rules, beams, self.shape.vocab_size):
-            step = take_step(self.rules, self.logits, beams, Means(select_next=slots.select_next))
-            return best.Taken(step, *packed(step))
-        logits = RowLogits(self.logits.flatten(0, 1), self.places)
-        return best.take_step(self.rules, logits, beams, self.places, self.sampled)
+        """A step, as the runner takes it."""
+        beams, logits = Beams(self.scores), RowLogits(self.logits.flatten(0, 1), self.places)
+        take = by_kernels(self.rules, beams, self.shape.vocab_size)
+        assert take is not None
+        return take(self.rules, logits, beams, self.places, self.sampled)
 
     def take_by_torch(self) -> torch.Tensor:
         """The scores of the next beams."""

@@ -33,17 +33,20 @@ NOTE = (
     "copies by torch.profiler, time by events; a graph holds step, packing and reorder; host: to launch a step"
 )
 
+WIDE, WIDEST = 512, 2000  # beams
 SMALL = Sizes(300, 2, 2, 32)  # what an interpreter takes
 SEARCHES = (
-    *("plain", 'semantics="vllm"', "controlled", "log-probabilities", "temperature and min_p", "min_p and top_p"),
-    *("along a catalog", "in 2 groups of beams"),
+    *("plain", "many stop tokens", 'semantics="vllm"', "controlled", "log-probabilities", "temperature and min_p"),
+    *("min_p and top_p", "along a catalog", "in 2 groups of beams"),
 )
 SHAPES = (
-    *(Shape("plain", width) for width in (4, 64, 512)),
+    *(Shape("plain", width) for width in (4, 64, WIDE)),
     Shape("plain", 4, 8),
     Shape("plain", 4, 8, num_ordinary=1),
     *(Shape(search, *batch) for search in SEARCHES[1:] for batch in ((4, 1), (64, 1), (4, 8))),
-    Shape("along a catalog", 512),
+    *(Shape(search, WIDE) for search in ("along a catalog", 'semantics="vllm"', "log-probabilities")),
+    Shape("plain", WIDE, 4),
+    *(Shape(search, WIDEST) for search in ("plain", "along a catalog")),
 )
 SMALL_SHAPES = (*(Shape(search, 4) for search in SEARCHES), Shape("plain", 3, 2, num_ordinary=1))
 

@@ -18,7 +18,21 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_trie.worker.attention import triton_kernels
-from vllm_trie.worker.kernels import best, controls, copies, in_groups, items, report, rows_beside, slots, tiles
+from vllm_trie.worker.kernels import (
+    best,
+    controls,
+    copies,
+    in_groups,
+    items,
+    report,
+    rows_beside,
+    slots,
+    tiles,
+    wide,
+    wide_catalog,
+    wide_keys,
+    wide_slots,
+)
 
 HOPPER, AMPERE = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32)
 ALIGNED = [["tt.divisibility", 16]]  # what Triton knows of a pointer or an int that is a multiple of 16
@@ -130,6 +144,35 @@ def to_report(per_row: int) -> tuple[Any, ...]:
     return report._write_logprobs, types, {"per_row": per_row, "block": tiles.BLOCK}, report.WARPS_TO_REPORT
 
 
+OF_WIDE = (
+    {"chosen": LONGS, "of_rows": FLOATS, "first_child": "*i32", "dead": "*i32"}
+    | dict.fromkeys(["num_chosen", "num_tiles", "num_groups", "per_row", "most", "room"], INT)
+    | {"first_children": "*i32", "is_last": "u1", "nothing": LONGS, "is_item": "*i8", "targets": LONGS, "may_end": "u1"}
+)
+
+
+def of_wide(kernel: Any, sizes: dict[str, Any], num_warps: int) -> tuple[Any, ...]:
+    """A kernel of steps of many beams."""
+    return kernel, TILES | RANKED | SELECTED | WORDS | OF_WIDE | TRIE, sizes, num_warps
+
+
+PARTS = {"tile": tiles.TILE, "lanes": wide_keys.KEYS_AT_A_TIME}
+CHILDREN = {"slots": wide_slots.SLOTS_AT_A_TIME, "part": wide_slots.CHILDREN_AT_A_TIME}
+WIDE = [
+    *(
+        of_wide(wide_keys._rank_blocks, wide_keys.sizes_to_rank_blocks(blocks), wide_keys.warps_to_rank_blocks(blocks))
+        for blocks in (16, wide.MOST_BLOCKS)
+    ),
+    of_wide(wide_keys._rank_tiles, PARTS | {"tiles": tiles.TILES}, wide_keys.WARPS_TO_SPLIT),
+    of_wide(wide_keys._rank_tokens, PARTS, wide_keys.WARPS_TO_SPLIT),
+    of_wide(wide_slots._find_first_children, CHILDREN, wide_slots.NUM_WARPS),
+    of_wide(wide._select_wide, {"part": wide_slots.PART}, wide_slots.NUM_WARPS),
+    of_wide(wide_catalog._rank_item_tiles, wide_catalog.sizes_to_rank(wide.MOST_BLOCKS), wide_catalog.WARPS_TO_RANK),
+    of_wide(wide_catalog._rank_items_of_tiles, PARTS, wide_keys.WARPS_TO_SPLIT),
+    of_wide(wide_catalog._select_wide_items, {"part": wide_slots.PART}, wide_slots.NUM_WARPS),
+]
+
+
 def attention(head_size: int, heads: int, *besides: str) -> dict[str, Any]:
     """What both kernels of attention are compiled with."""
     return {
@@ -235,6 +278,7 @@ CASES: list[tuple[Any, ...]] = [
     *(to_select_in_groups(slots, per_row) for slots, per_row in IN_GROUPS),
     *(to_rank_items(children) for children in items.CHILDREN),
     *(to_select_items(slots) for slots in best.SLOTS),
+    *WIDE,
     *(to_report(per_row) for per_row in report.REPORTED),
     *(to_shared(*case) for case in SHARED),
     *(to_own(*case) for case in OWN),

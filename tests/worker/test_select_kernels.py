@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.support.steps import rules_of
 from vllm_trie.search.beams import Beams
-from vllm_trie.search.rank import Candidates
+from vllm_trie.search.rank import SCORE_UNIT, Candidates
 from vllm_trie.search.rules import Means
 from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import packed
 from vllm_trie.search.strategies.best import num_candidates
-from vllm_trie.worker.kernels import slots
+from vllm_trie.worker.kernels import slots, wide, wide_slots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEAD = float("-inf")
@@ -49,6 +49,34 @@ def test_kernel_selects_as_torch(
     num_groups: int, width: int, is_first: bool, count: int, alive: float, seed: int
 ) -> None:
     check(num_groups, width, 1 if is_first else width, count, alive, seed)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(st.integers(1, 2), st.integers(1, 9), st.booleans(), st.integers(1, 30), st.integers(0, 1 << 31))
+def test_kernels_for_many_beams_select_as_torch(
+    num_groups: int, width: int, is_first: bool, count: int, seed: int
+) -> None:
+    """Of keys in order, where some tokens are stops and the last have no score."""
+    random, vocab_size, num_rows = torch.Generator().manual_seed(seed), 40, 1 if is_first else width
+    scores = torch.rand(num_groups, count, generator=random).sort(dim=1).values.neg()
+    scores[0, -(seed % 4) or count :] = DEAD
+    parents = torch.randint(num_rows, scores.shape, generator=random)
+    tokens = torch.randint(vocab_size, scores.shape, generator=random)
+    keys = scores.abs().view(torch.int32).long() * SCORE_UNIT + parents * vocab_size + tokens
+    rules = rules_of(width, stops=(1, 2, *range(9, 9 + seed % 9)))
+    lives = (scores > DEAD) & ~rules.stops.end(candidates := Candidates(parents, tokens, scores), None)
+    places = torch.arange(num_groups * num_rows, device=DEVICE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wide, "PART", 4)
+        patch.setattr(wide_slots, "SLOTS_AT_A_TIME", 2)
+        patch.setattr(wide_slots, "CHILDREN_AT_A_TIME", 4)
+        nothing = torch.empty(len(places), 0, device=DEVICE)
+        taken = wide.select(rules, keys.to(DEVICE), nothing, vocab_size, places, places[:, None].clone())
+    expected = select_next(candidates, lives, width, num_rows)
+    has_beam = expected.scores > DEAD
+    assert torch.equal(taken.step.scores.cpu(), expected.scores)
+    assert torch.equal(taken.step.parents.cpu(), expected.parents)
+    assert torch.equal(taken.step.tokens.cpu()[has_beam], expected.tokens[has_beam])
 
 
 @pytest.mark.parametrize("width", [33, 64, 200, 512, 1024, 5000])

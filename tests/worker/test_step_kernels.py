@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from types import ModuleType
+
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -12,13 +17,14 @@ from tests.support.steps import rules_of
 from vllm_trie.search import step as search_step
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import ItemRules
+from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Step, packed, unpacked
 from vllm_trie.search.strategies.in_groups import InGroups
-from vllm_trie.worker.kernels import best, items, tiles
+from vllm_trie.worker.kernels import best, items, tiles, wide, wide_catalog, wide_keys, wide_slots
 from vllm_trie.worker.kernels.step import by_kernels
 from vllm_trie.worker.kernels.tiles import RowLogits
 
@@ -38,18 +44,23 @@ class Problem:
         self.logits = RowLogits(values, order[:count], rules.stops.barred_token_ids)
         self.scores = -torch.rand(num_groups, num_rows, generator=self.random).to(DEVICE)
         self.places = torch.randperm(count, generator=self.random).to(DEVICE)
+        self.states: dict[Constraint, torch.Tensor] = {}
+
+    @property
+    def beams(self) -> Beams:
+        return Beams(self.scores, states=self.states)
 
     def of_rows(self) -> torch.Tensor:
         return self.logits.values[self.logits.which].view(self.shape)
 
     def by_kernels(self) -> tuple[best.Taken, torch.Tensor]:
         sampled = torch.full((len(self.places), 2), -1, dtype=torch.int64, device=DEVICE)
-        take = by_kernels(self.rules, Beams(self.scores), self.shape[2])
+        take = by_kernels(self.rules, self.beams, self.shape[2])
         assert take is not None
-        return take(self.rules, self.logits, Beams(self.scores), self.places, sampled), sampled
+        return take(self.rules, self.logits, self.beams, self.places, sampled), sampled
 
     def by_torch(self) -> Step:
-        return take_step(self.rules, self.of_rows(), Beams(self.scores))
+        return take_step(self.rules, self.of_rows(), self.beams)
 
     def by_torch_of_the_same_sums(self) -> Step:
         """As torch takes it, from log-probabilities that are normalised as the kernels have summed."""
@@ -71,9 +82,9 @@ def check(problem: Problem) -> None:
     """Raise AssertionError unless kernels decide what torch decides: to the bit from equal sums, else by its sums."""
     taken, sampled = problem.by_kernels()
     expected, layout = packed(same := problem.by_torch_of_the_same_sums())
-    assert taken.layout == layout
+    assert problem.states or taken.layout == layout  # along catalogs those of kernels have room for more
     for own, theirs in zip(
-        unpacked(taken.words.cpu().numpy(), layout), unpacked(expected.cpu().numpy(), layout), strict=True
+        unpacked(taken.words.cpu().numpy(), taken.layout), unpacked(expected.cpu().numpy(), layout), strict=True
     ):
         lives = theirs.scores > NEVER
         assert own.scores.tolist() == theirs.scores.tolist()
@@ -84,6 +95,9 @@ def check(problem: Problem) -> None:
     by_slot = zip(taken.step, same, strict=True)
     for own, theirs in [*by_slot][:3]:
         assert own.dtype == theirs.dtype
+    for key in problem.states:
+        lives = same.scores > NEVER
+        assert torch.equal(taken.step.states[key][lives], same.states[key][lives])
     places = problem.places.view(problem.shape[:2])
     assert torch.equal(sampled[places, 0], taken.step.tokens[:, : problem.shape[1]])
     assert (sampled[:, 1] == -1).all()
@@ -105,9 +119,9 @@ FILTERS = LogitsFilters(), LogitsFilters(0.7), LogitsFilters(1.3, 0.1)
 
 
 @st.composite
-def rules_of_best(draw: st.DrawFn) -> SelectRules:
+def rules_of_best(draw: st.DrawFn, most_beams: int = 4) -> SelectRules:
     return rules_of(
-        draw(st.integers(1, 4)),
+        draw(st.integers(1, most_beams)),
         draw(st.sampled_from(["hf", "tridecode", "vllm"])),
         draw(st.sampled_from([(), (1,), (0, 2)])),
         draw(st.booleans()),
@@ -136,10 +150,12 @@ def rules_in_groups(draw: st.DrawFn) -> SelectRules:
 
 
 @st.composite
-def problems(draw: st.DrawFn, of_rules: st.SearchStrategy[SelectRules]) -> Problem:
+def problems(
+    draw: st.DrawFn, of_rules: st.SearchStrategy[SelectRules], vocab_sizes: tuple[int, ...] = (3, 64, 65, 4097)
+) -> Problem:
     rules = draw(of_rules)
     num_rows = draw(st.sampled_from([1, rules.width]))
-    vocab_size = draw(st.sampled_from([3, 64, 65, 4097]))
+    vocab_size = draw(st.sampled_from(vocab_sizes))
     problem = Problem(rules, draw(st.integers(1, 2)), num_rows, vocab_size, draw(st.integers(0, 1 << 31)))
     values = problem.logits.values
     if draw(st.booleans()):
@@ -166,6 +182,54 @@ def test_kernels_take_the_step_of_torch(problem: Problem) -> None:
 @given(problems(rules_in_groups()))
 def test_kernels_take_the_step_of_torch_in_groups_of_beams(problem: Problem) -> None:
     check(problem)
+
+
+@contextmanager
+def only_wide() -> Iterator[None]:
+    """Within it, kernels for many beams take steps of few, a few slots and continuations at a time."""
+    lowered: list[tuple[ModuleType, str, int]] = [
+        *((module, "PART", 4) for module in (wide, wide_catalog)),
+        *((module, "KEYS_AT_A_TIME", 128) for module in (wide_keys, wide_catalog)),
+        (wide_slots, "SLOTS_AT_A_TIME", 2),
+        (wide_slots, "CHILDREN_AT_A_TIME", 4),
+        (wide_catalog, "CHILDREN_AT_A_TIME", tiles.TILE),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, value in lowered:
+            patch.setattr(module, name, value)
+        for module in (best, items):
+            patch.setattr(module, "takes", lambda *_: False)
+        yield
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(problems(rules_of_best(most_beams=7), vocab_sizes=(3, 65, 4097, 12_300)))
+def test_kernels_take_the_step_of_torch_with_many_beams(problem: Problem) -> None:
+    with only_wide():
+        check(problem)
+
+
+def test_of_many_beams_equal_ones_rank_by_place() -> None:
+    """Also where more blocks, tiles and tokens are equally good than are chosen."""
+    problem = Problem(rules_of(3), 1, 3, 12_300, seed=0)
+    problem.logits.values.zero_()
+    problem.scores.zero_()
+    with only_wide():
+        check(problem)
+        taken, _ = problem.by_kernels()
+    assert (taken.step.parents.tolist(), taken.step.tokens.tolist()) == ([[0, 0, 0]], [[0, 1, 2]])
+
+
+def test_of_many_beams_what_filters_drop_of_a_row_displaces_nothing_of_another() -> None:
+    """One row has a better score, and one token that is far better than what fills its blocks and tiles."""
+    problem = Problem(rules_of(2, filters=LogitsFilters(min_p=0.5)), 1, 2, 12_300, seed=0)
+    problem.scores.copy_(torch.tensor([[0.0, -500.0]]))
+    problem.logits.values[problem.logits.which[0], 5000] = 40.0
+    with only_wide():
+        check(problem)
+        taken, _ = problem.by_kernels()
+    assert taken.step.parents.tolist() == [[0, 1]]
+    assert (taken.step.scores > NEVER).all()
 
 
 ITEMS = random_items(60, (1, 2, 3, 4), tokens=(2, 12))  # some are the beginning of others
@@ -202,6 +266,47 @@ def test_kernels_take_the_step_of_torch_along_a_catalog(
         assert own.finished.parents.tolist() == other.finished.parents.tolist()
         assert own.finished.tokens.tolist() == other.finished.tokens.tolist()
         assert own.finished.scores.tolist() == pytest.approx(other.finished.scores.tolist(), rel=2e-6)
+
+
+MANY_CHILDREN = along_of(
+    [*product(range(150), (3, 9)), (150,), *product((5,), range(60), (1,)), *((7, own, own % 2) for own in range(70))]
+    + [(7, own) for own in range(70, 150)],
+    ItemRules("items"),
+)
+NODES = 0, 1 + 5, 1 + 7, 1 + 8, 1 + 150  # the root, and nodes where all, many, some and no children go on
+
+
+@st.composite
+def problems_along_items(draw: st.DrawFn) -> Problem:
+    rules = rules_of(
+        draw(st.integers(1, 7)),
+        stops=draw(st.sampled_from([(), (4,)])),
+        are_barred=draw(st.booleans()),
+        constraints=(MANY_CHILDREN.rules,),
+        num_beams=draw(st.sampled_from([None, 1])),
+        filters=draw(st.sampled_from([LogitsFilters(), LogitsFilters(0.7, 0.5)])),
+    )
+    problem = draw(problems(st.just(rules), vocab_sizes=(151,)))
+    num_groups, num_rows, _ = problem.shape
+    nodes = torch.tensor(draw(st.lists(st.sampled_from(NODES), min_size=1, unique=True)))
+    problem.states = {MANY_CHILDREN: nodes[torch.randint(len(nodes), (num_groups, num_rows), generator=problem.random)]}
+    return problem
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(problems_along_items())
+def test_kernels_take_the_step_of_torch_with_many_beams_along_a_catalog(problem: Problem) -> None:
+    with only_wide():
+        check(problem)
+
+
+@pytest.mark.parametrize("filters", [LogitsFilters(), LogitsFilters(0.7, 0.5)], ids=["all", "filtered"])
+@pytest.mark.parametrize("node", NODES[::2])
+def test_kernels_take_the_step_of_torch_with_many_beams_behind_a_node(node: int, filters: LogitsFilters) -> None:
+    problem = Problem(rules_of(5, constraints=(MANY_CHILDREN.rules,), filters=filters), 1, 5, 151, seed=node)
+    problem.states = {MANY_CHILDREN: torch.full((1, 5), node)}
+    with only_wide():
+        check(problem)
 
 
 def test_rows_go_on_where_each_node_has_one_child_and_take_tokens_where_beams_are_missing() -> None:

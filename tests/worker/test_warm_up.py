@@ -31,12 +31,13 @@ from vllm_trie.worker import warm_up as warm_up_module
 from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.attention.shared_rows import Scoring, SharesPrefixes
 from vllm_trie.worker.gpu_worker import BeamGPUWorker
+from vllm_trie.worker.kernels.best import SLOTS
 from vllm_trie.worker.kernels.step import by_kernels
 from vllm_trie.worker.kernels.tiles import RowLogits
 from vllm_trie.worker.kv_slots import ByToken, KVSlots
 from vllm_trie.worker.warm_up import warm_up
 
-VOCAB_SIZE, MOST_ROWS = 300, 40
+VOCAB_SIZE, MOST_ROWS = 300, 100
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 6, 2, 32, 16
 SCORINGS = {
     "plain": Scoring(0.2),
@@ -121,14 +122,14 @@ def test_every_kernel_of_the_package_is_warmed(warmed: dict[str, set[object]]) -
 
 
 @pytest.mark.parametrize("num_ordinary", [0, 1])
-@pytest.mark.parametrize("width", [*range(1, 10), 16, 17, 32, 33, MOST_ROWS])
+@pytest.mark.parametrize("width", [*range(1, 10), 16, 17, 32, 33, 64, MOST_ROWS])
 def test_no_width_launches_a_variant_that_was_not_warmed(
     noted: dict[str, Launches], warmed: dict[str, set[object]], width: int, num_ordinary: int
 ) -> None:
     step = WeightlessStep(rules_of(width, stops=(1,)), 3, VOCAB_SIZE, num_ordinary)
     for number in (24, 25):
         step.sample(np.full(3, number))
-    assert noted["_select_best"].count > 0
+    assert noted["_select_best" if width <= SLOTS[-1] else "_select_wide"].count > 0
     assert not new_variants(noted, warmed)
 
 
@@ -173,14 +174,15 @@ def logits_of_steps() -> list[torch.Tensor]:
 def test_no_step_by_kernels_launches_a_variant_that_was_not_warmed(
     noted: dict[str, Launches], warmed: dict[str, set[object]], num_stops: int
 ) -> None:
-    for width, semantics in product([*range(1, 10), 16, 17, 32, 33, MOST_ROWS], ["hf", "tridecode", "vllm"]):
+    for width, semantics in product([*range(1, 10), 16, 17, 32, 33, 64, MOST_ROWS], ["hf", "tridecode", "vllm"]):
         plain = rules_of(width, semantics, tuple(range(num_stops)))
         others: list[dict[str, Any]] = [{"num_logprobs": count} for count in (0, 1, 9, 40, 128)]
         others.append({"filters": LogitsFilters(0.7, 0.1)})
         for own in ({}, {"is_last": True}, {"num_beams": -(-width // 3)}, *others):
             for logits, num_rows in product(logits_of_steps(), {1, width}):
                 take(plain._replace(**own), logits, num_rows, {})
-    assert noted["_select_best"].count > 100
+    assert noted["_select_best"].count + noted["_select_wide"].count > 100
+    assert noted["_select_wide"].count > 0
     assert not new_variants(noted, warmed)
 
 
@@ -188,7 +190,7 @@ def test_no_step_by_kernels_launches_a_variant_that_was_not_warmed(
 def test_no_step_in_groups_of_beams_launches_a_variant_that_was_not_warmed(
     noted: dict[str, Launches], warmed: dict[str, set[object]], num_stops: int
 ) -> None:
-    for width in (*range(2, 10), 16, 18, 32, 33, MOST_ROWS):
+    for width in (*range(2, 10), 16, 18, 32, 33, 64, MOST_ROWS):
         for number in (count for count in range(2, width + 1) if width % count == 0):
             in_groups = InGroups(number, 0.5, *((7, (1,)) if number % 2 else (None, ())))
             for is_last, are_barred in product([False, True], [False, True]):
@@ -199,25 +201,28 @@ def test_no_step_in_groups_of_beams_launches_a_variant_that_was_not_warmed(
     assert not new_variants(noted, warmed)
 
 
-@pytest.mark.parametrize("most_children", [1, 16, 17, 4096])
+@pytest.mark.parametrize("most_children", [1, 16, 17, 4096, 4097])
 def test_no_step_along_a_catalog_launches_a_variant_that_was_not_warmed(
     noted: dict[str, Launches], warmed: dict[str, set[object]], most_children: int
 ) -> None:
     items = ItemRules(CATALOG)
     parts = nowhere(41, dtype=torch.int32), nowhere(40, dtype=torch.int32), nowhere(40, dtype=torch.bool)
     along = items.on({CATALOG: ItemTrie(*parts, [most_children])}, ())
-    for width, semantics in product([*range(1, 10), 16, 17, 32, 33, MOST_ROWS], ["hf", "tridecode", "vllm"]):
+    for width, semantics in product([*range(1, 10), 16, 17, 32, 33, 64, MOST_ROWS], ["hf", "tridecode", "vllm"]):
         for are_barred, num_beams in product([False, True], [None, -(-width // 3)]):
             rules = rules_of(width, semantics, (1,), are_barred, constraints=(items,), num_beams=num_beams)
             for logits, num_rows in product(logits_of_steps(), {1, width}):
                 take(rules, logits, num_rows, {along: nowhere(1, num_rows)})
-    assert noted["_select_items"].count > 100
+    assert noted["_select_items"].count + noted["_select_wide_items"].count > 100
+    assert noted["_select_wide_items"].count > 0
     assert not new_variants(noted, warmed)
 
 
 def test_engines_without_catalogs_warm_nothing_of_them(noted: dict[str, Launches]) -> None:
     warm_up(runner_with({}))
-    assert noted["_select_best"].count > noted["_rank_items"].count == noted["_select_items"].count == 0
+    of_catalogs = "_rank_items", "_select_items", "_rank_item_tiles", "_rank_items_of_tiles", "_select_wide_items"
+    assert noted["_select_best"].count > 0
+    assert {name: noted[name].count for name in of_catalogs} == dict.fromkeys(of_catalogs, 0)
 
 
 def test_stages_of_a_pipeline_that_do_not_select_warm_no_step(noted: dict[str, Launches]) -> None:
@@ -249,7 +254,7 @@ def test_no_batch_launches_an_attention_that_was_not_warmed(
 
 @pytest.mark.parametrize(
     ("has_drafts", "max_beam_width", "widest"),
-    [(False, None, 64), (False, 4, 4), (False, 99, 64), (True, None, 1024), (True, 99, 128)],
+    [(False, None, 128), (False, 4, 4), (False, 200, 128), (True, None, 1024), (True, 99, 128)],
 )
 def test_as_many_slots_are_warmed_as_a_search_may_have(
     noted: dict[str, Launches], has_drafts: bool, max_beam_width: int | None, widest: int

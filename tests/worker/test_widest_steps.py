@@ -16,6 +16,7 @@ from benchmarks.weightless import CATALOG, NOWHERE, WeightlessStep, kernels_note
 from tests.worker.test_waits import RULES
 from vllm_trie.options import PLUGIN_NAME
 from vllm_trie.search.constraints.catalog import ItemRules
+from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.strategies.drawn import Drawn
@@ -37,6 +38,7 @@ SEARCHES = RULES | {
     "sampled from a nucleus": PLAIN._replace(strategy=SampledEach(), filters=NUCLEUS, is_controlled=True),
     "log-probabilities": PLAIN._replace(num_logprobs=MOST_LOGPROBS, is_controlled=True),
     "contrast": RULES["contrast"]._replace(filters=NUCLEUS, is_controlled=True, num_logprobs=MOST_LOGPROBS),
+    "many stop tokens": PLAIN._replace(stops=Stops(tuple(range(9))), num_logprobs=MOST_LOGPROBS, is_controlled=True),
     "before a catalog": PLAIN._replace(constraints=(ItemRules(CATALOG, after=7),), filters=NUCLEUS),
 }
 
@@ -57,6 +59,20 @@ def test_no_search_holds_more_than_was_profiled(rules: SelectRules) -> None:
         with MemoryCounter() as counter:
             step.sample(np.array([25]))
     assert 0 < counter.most <= profiled(has_catalogs=rules.items is not None)
+
+
+@pytest.mark.parametrize("constraints", [(), (ItemRules(CATALOG),)], ids=["plain", "along a catalog"])
+def test_no_search_of_many_beams_by_kernels_holds_more_than_was_profiled(constraints: tuple[ItemRules, ...]) -> None:
+    width, counters = 500, [MemoryCounter(), MemoryCounter()]
+    rules = PLAIN._replace(width=width, constraints=constraints)
+    with kernels_noted() as noted, torch.inference_mode():
+        with counters[0]:
+            take_widest_steps(nowhere(width, VOCAB_SIZE, dtype=torch.bfloat16), width, 0, bool(constraints))
+        step = WeightlessStep(rules, 1, VOCAB_SIZE, most_children=(8192,) * 3)
+        with counters[1]:
+            step.sample(np.array([25]))
+    assert noted["_select_wide_items" if constraints else "_select_wide"].count == 1
+    assert 0 < counters[1].most <= counters[0].most
 
 
 @pytest.mark.parametrize("search", ["sampled from a nucleus", "stochastic", "drawn from a nucleus", "before a catalog"])

@@ -18,7 +18,19 @@ from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.attention.shared_rows import Layer, SharesPrefixes
 from vllm_trie.worker.attention.tree_layers import attention_of, token_segments
 from vllm_trie.worker.draft_model import draft_logits
-from vllm_trie.worker.kernels import Serving, best, controls, copies, drafts, in_groups, items, rows_beside, slots
+from vllm_trie.worker.kernels import (
+    Serving,
+    best,
+    controls,
+    copies,
+    drafts,
+    in_groups,
+    items,
+    rows_beside,
+    slots,
+    wide,
+    wide_catalog,
+)
 
 if TYPE_CHECKING:
     from vllm_trie.worker.runner import BeamModelRunner
@@ -45,7 +57,7 @@ def warm_up(runner: BeamModelRunner) -> None:
     most_beams, logits = _widest(runner.vllm_config), tuple(_logits(runner))
     serving = Serving(tokens, rows.tables, *of_cache, most_beams, logits, has_catalogs(runner.vllm_config))
     serving = serving._replace(draft_logits=tuple(draft_logits(runner)))
-    for module in (slots, copies, controls, rows_beside, best, in_groups, items, drafts):
+    for module in (slots, copies, controls, rows_beside, best, in_groups, items, wide, wide_catalog, drafts):
         module.warm_up(serving)
     triton_kernels.warm_up(_layers(runner), has_trees=runner.drafter is not None)
 

@@ -84,7 +84,7 @@ def take_step(
     logits = logits._replace(temperature=rules.filters.temperature)
     scores, tiles = beams.scores.contiguous(), tiles_of(logits)
     own = (rules.stops.token_ids, 2 * rules.width) if rules.strategy == Best("vllm") else ()
-    wanted = Wanted(_count(rules), kept_of(rules), rules.filters, *own)
+    wanted = Wanted(num_ranked(rules), kept_of(rules), rules.filters, *own)
     ranked = rank_rows(logits, tiles, scores, scores.shape[1], wanted)
     taken = _select(rules, logits, scores.shape, ranked, places, sampled)
     if taken.layout.top_shape is not None:
@@ -92,14 +92,14 @@ def take_step(
     return taken
 
 
-def _count(rules: SelectRules) -> int:
+def num_ranked(rules: SelectRules) -> int:
     """Candidates that must be ranked."""
     return num_candidates(rules.num_beams or rules.width, len(rules.stops.token_ids), rules.width)
 
 
 def kept_of(rules: SelectRules) -> int:
     """Continuations that are kept of each row: a power of two, and as many as slots at least."""
-    return max(triton.next_power_of_2(_count(rules)), slots_of(rules.width))
+    return max(triton.next_power_of_2(num_ranked(rules)), slots_of(rules.width))
 
 
 def slots_of(width: int) -> int:
@@ -109,7 +109,7 @@ def slots_of(width: int) -> int:
 
 def layout_of(rules: SelectRules, num_rows: int, vocab_size: int) -> Layout:
     """How a step is packed."""
-    width, num_ended = rules.width, min(_count(rules), num_rows * vocab_size)
+    width, num_ended = rules.width, min(num_ranked(rules), num_rows * vocab_size)
     if rules.strategy == Best("vllm"):  # what stops finishes in each row, and what is left in the last step
         num_ended = num_rows * len(rules.stops.token_ids) + (num_ended if rules.is_last else 0)
     ints, floats = [width, width, num_ended, num_ended], [width, num_ended]
@@ -131,7 +131,7 @@ def _select(
     """Rank what the rows of each group have ranked, and say what finishes and what goes on in which slot."""
     (num_groups, num_rows), vocab_size, device = shape, logits.values.shape[1], places.device
     layout, width, per_row = layout_of(rules, num_rows, vocab_size), rules.width, ranked.keys.shape[1]
-    count, num_ended, num_ints = min(_count(rules), num_rows * vocab_size), layout.ints[2], sum(layout.ints)
+    count, num_ended, num_ints = min(num_ranked(rules), num_rows * vocab_size), layout.ints[2], sum(layout.ints)
     words = torch.empty(num_groups, num_ints + sum(layout.floats), dtype=torch.int32, device=device)
     order = torch.empty(num_groups, 2, per_row, dtype=torch.int64, device=device)
     parents, tokens = torch.empty(2, num_groups, width, dtype=torch.int64, device=device)

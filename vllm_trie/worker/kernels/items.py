@@ -57,6 +57,11 @@ WARPS_TO_RANK = 4
 
 def takes(rules: SelectRules, beams: Beams, _: int) -> bool:
     """Whether a step by these rules is taken here; else torch takes it."""
+    return are_items_alone(rules) and rules.width <= SLOTS[-1] and most_children(beams) <= CHILDREN[-1]
+
+
+def are_items_alone(rules: SelectRules) -> bool:
+    """Whether beams go along a catalog, each one item, and kernels know what else is asked."""
     items = rules.items
     if items is None or rules.constraints != (items,) or items != ItemRules(items.catalog):
         return False
@@ -65,12 +70,10 @@ def takes(rules: SelectRules, beams: Beams, _: int) -> bool:
         and (rules.pruning, rules.num_logprobs) == (Pruning(), None)
         and can_filter(rules.filters)
         and (not rules.stops.strings or rules.stops.are_barred)
-        and rules.width <= SLOTS[-1]
-        and _most_children(beams) <= CHILDREN[-1]
     )
 
 
-def _most_children(beams: Beams) -> int:
+def most_children(beams: Beams) -> int:
     """Of the nodes of all rows, or more."""
     most, length = cast(AlongItems, beams.sparse).trie.most_children, beams.length
     return max(most) if length is None else most[length] if length < len(most) else 1
@@ -82,8 +85,8 @@ def take_step(
     """What `search.step.take_step` does, where `takes` says so; as `best.take_step`."""
     (num_groups, num_rows), device, along = beams.scores.shape, places.device, cast(AlongItems, beams.sparse)
     width, count = rules.width, rules.num_beams or rules.width
-    slots, most_children = slots_of(width), _most_children(beams)
-    children = next(children for children in CHILDREN if children >= most_children)
+    slots, most = slots_of(width), most_children(beams)
+    children = next(children for children in CHILDREN if children >= most)
     logits = logits._replace(temperature=rules.filters.temperature)
     scores, states, tiles = beams.scores.contiguous(), beams.states[along].contiguous(), tiles_of(logits)
     trie = states, along.trie.first_child, along.trie.tokens

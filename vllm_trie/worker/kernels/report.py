@@ -7,11 +7,26 @@ import triton
 import triton.language as tl
 
 from vllm_trie.search.devices import filled
+from vllm_trie.search.rank import TILE
 from vllm_trie.search.step_result import Layout
 from vllm_trie.worker.kernels.order_keys import KEY_UNIT, in_order, score_of
-from vllm_trie.worker.kernels.tiles import BLOCK, MOST_PER_ROW, RowLogits, Tiles, Wanted, logprobs_of, rank_rows
+from vllm_trie.worker.kernels.tiles import (
+    BLOCK,
+    MOST_PER_ROW,
+    MOST_TILES,
+    RowLogits,
+    Tiles,
+    Wanted,
+    logprobs_of,
+    rank_rows,
+)
 
 REPORTED = 8, 32, MOST_PER_ROW  # log-probabilities of each row that kernels are compiled for
+
+
+def can_report(num_logprobs: int, vocab_size: int) -> bool:
+    """Whether kernels rank so many tokens of each row."""
+    return 0 <= num_logprobs <= REPORTED[-1] and vocab_size <= MOST_TILES * TILE
 
 
 def report(logits: RowLogits, tiles: Tiles, words: torch.Tensor, layout: Layout) -> None:

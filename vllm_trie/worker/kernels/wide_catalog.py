@@ -1,0 +1,258 @@
+"""A step of many beams along a catalog, in five launches and two of `torch.topk`; or of nodes with many children.
+
+`search.strategies.best_continuations` has it in torch. As in `wide_keys`, the best K tiles, here of children of rows'
+nodes, hold the best K children. What finishes and what goes on are ranked apart, but together by the same launches.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
+from vllm_trie.search.devices import constant
+from vllm_trie.search.rank import TILE, Candidates
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.step_result import Layout, Step
+from vllm_trie.search.strategies.best import Best
+from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kernels.best import Taken, finished_of, write_ended
+from vllm_trie.worker.kernels.items import are_items_alone, most_children
+from vllm_trie.worker.kernels.order_keys import LAST_KEY, order_key
+from vllm_trie.worker.kernels.tiles import RowLogits, log_min_p, logprobs_of, normalise, tiles_of
+from vllm_trie.worker.kernels.wide import clear_slots, put_beams
+from vllm_trie.worker.kernels.wide_keys import (
+    KEYS_AT_A_TIME,
+    OF_ROW,
+    WARPS_TO_SPLIT,
+    have_keys,
+    in_order,
+    parts_of,
+    split,
+)
+from vllm_trie.worker.kernels.wide_slots import (
+    NUM_WARPS,
+    PART,
+    continuations,
+    first_children,
+    going_on,
+    list_dead,
+    slots_of,
+)
+
+CHILDREN_AT_A_TIME = 256  # that a program looks at
+WARPS_TO_RANK = 4
+
+
+def takes(rules: SelectRules, beams: Beams, _: int) -> bool:
+    """Whether a step by these rules is taken here; else torch takes it."""
+    return are_items_alone(rules) and have_keys(rules.width, _room(beams))
+
+
+def _room(beams: Beams) -> int:
+    """Places for the children of a row's node: whole tiles."""
+    return triton.cdiv(most_children(beams), TILE) * TILE
+
+
+def take_step(
+    rules: SelectRules, logits: RowLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
+) -> Taken:
+    """What `search.step.take_step` does, where `takes` says so; as `best.take_step`."""
+    (num_groups, num_rows), device, along, room = beams.scores.shape, places.device, _along(beams), _room(beams)
+    logits, states = logits._replace(temperature=rules.filters.temperature), beams.states[along].contiguous()
+    keys, width = _best_items(rules, logits, beams, room), rules.width
+    count, nothing = keys.shape[1], constant((), device)
+    layout = Layout([width, width, count, count], [width, count], None, False)
+    words = torch.empty(num_groups, 3 * (width + count), dtype=torch.int32, device=device)
+    parents, tokens, targets = torch.empty(3, num_groups, width, dtype=torch.int64, device=device)
+    by_slot = Candidates(parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=device))
+    slots = first_children(keys[num_groups:], room, nothing, width, count)
+    trie = states, along.trie.first_child, along.trie.tokens, along.trie.is_item.view(torch.int8)
+    _select_wide_items[num_groups,](
+        keys, num_rows, room, count, nothing, width, *trie, not rules.stops.are_barred, *slots, *by_slot, targets,
+        words, places, sampled, sampled.stride(0), part=PART, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return Taken(Step(*by_slot, finished_of(words, layout), states={along: targets}), words, layout)
+
+
+def _along(beams: Beams) -> AlongItems:
+    return cast(AlongItems, beams.sparse)
+
+
+def _best_items(rules: SelectRules, logits: RowLogits, beams: Beams, room: int) -> torch.Tensor:
+    """[2 * G, K] int64, order keys, in order: of each group's best children, then of each one's best that have some."""
+    (num_groups, num_rows), along, tiles = beams.scores.shape, _along(beams), tiles_of(logits)
+    num_lists, count, scores = 2 * num_groups, rules.num_beams or rules.width, beams.scores.contiguous()
+    of_rows = torch.empty(scores.numel(), OF_ROW.value, dtype=torch.float32, device=scores.device)
+    keys = torch.empty(num_lists, num_rows * room // TILE, dtype=torch.int64, device=scores.device)
+    trie = beams.states[along].contiguous(), along.trie.first_child, along.trie.tokens
+    sizes = sizes_to_rank(tiles.maxima.shape[1])
+    _rank_item_tiles[scores.numel(),](
+        *logits.arguments, *tiles.arguments[1:], scores, num_rows, room, log_min_p(rules.filters), *trie, keys, of_rows,
+        **sizes, num_warps=WARPS_TO_RANK,
+    )  # fmt: skip
+    chosen, keys = split(keys, count)
+    _rank_items_of_tiles[num_lists, triton.cdiv(keys.shape[1], KEYS_AT_A_TIME)](
+        *logits.arguments, chosen, chosen.shape[1], of_rows, num_groups, num_rows, room, *trie, keys, tile=TILE,
+        lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
+    )  # fmt: skip
+    return in_order(keys, min(count, keys.shape[1]))
+
+
+def sizes_to_rank(num_blocks: int) -> dict[str, int]:
+    """What `_rank_item_tiles` is compiled for."""
+    return {"blocks": triton.next_power_of_2(num_blocks), "tile": TILE, "part": CHILDREN_AT_A_TIME}
+
+
+@triton.jit
+def item_keys(
+    node, exists, place, values, of_rows, least, score, first_child, node_tokens, vocab_size, barred, num_barred,
+    temperature,
+):  # fmt: skip
+    """Order keys of children, and the same of those that have children."""
+    token = tl.load(node_tokens + node, mask=exists, other=0)
+    logprob = logprobs_of(values, of_rows, token, vocab_size, barred, num_barred, temperature)
+    logprob = tl.where(logprob < least, float("-inf"), logprob)
+    own = tl.where(exists, order_key(logprob + score, place), LAST_KEY)
+    begin = tl.load(first_child + node, mask=exists, other=0)
+    end = tl.load(first_child + node + 1, mask=exists, other=0)
+    return own, tl.where(begin < end, own, LAST_KEY)
+
+
+@triton.jit(
+    do_not_specialize=["vocab_size", "num_barred", "num_blocks", "num_rows", "room"],
+    do_not_specialize_on_alignment=["index", "scores", "states"],
+)
+def _rank_item_tiles(
+    logits, index, stride, vocab_size, barred, num_barred, temperature, maxima, sums, num_blocks, scores, num_rows,
+    room, log_min_p, states, first_child, node_tokens, keys, of_rows, blocks: tl.constexpr, tile: tl.constexpr, part:
+    tl.constexpr,
+):  # fmt: skip
+    """The keys of the best of each tile of children of a row's node, and of the best that have children themselves.
+
+    A program per row.
+
+    Args:
+        keys: [2, R, room / tile].
+        of_rows: [R, OF_ROW].
+    """
+    row, num_rows_in_all, num_tiles = tl.program_id(0).to(tl.int64), tl.num_programs(0), room // tile
+    of_rows += row * OF_ROW
+    score = normalise(maxima, sums, num_blocks, scores, row, of_rows, blocks)
+    values, parent = logits + tl.load(index + row) * stride, tl.load(states + row)
+    first, end = tl.load(first_child + parent), tl.load(first_child + parent + 1)
+    least = tl.sum(tl.zeros([part], tl.float32), axis=0) + float("-inf")
+    if log_min_p > float("-inf"):
+        for start in range(0, room, part):
+            node = first + start + tl.arange(0, part)
+            token = tl.load(node_tokens + node, mask=node < end, other=0)
+            logprob = logprobs_of(values, of_rows, token, vocab_size, barred, num_barred, temperature)
+            least = tl.maximum(least, tl.max(tl.where(node < end, logprob, float("-inf")), axis=0))
+        least += log_min_p
+    tl.store(of_rows + 2, least)
+    tl.store(of_rows + 3, score)
+    keys += row * num_tiles
+    for start in range(0, room, part):
+        child = start + tl.arange(0, part)
+        exists = (child < room) & (first + child < end)
+        own, going = item_keys(
+            first + child, exists, (row % num_rows) * room + child, values, of_rows, least, score, first_child,
+            node_tokens, vocab_size, barred, num_barred, temperature,
+        )  # fmt: skip
+        at = start // tile + tl.arange(0, part // tile)
+        best = tl.min(tl.reshape(own, [part // tile, tile]), axis=1)
+        tl.store(keys + at, best, mask=at < num_tiles)
+        best = tl.min(tl.reshape(going, [part // tile, tile]), axis=1)
+        tl.store(keys + num_rows_in_all * num_tiles + at, best, mask=at < num_tiles)
+
+
+@triton.jit(
+    do_not_specialize=["vocab_size", "num_barred", "num_chosen", "num_groups", "num_rows", "room"],
+    do_not_specialize_on_alignment=["index", "states"],
+)
+def _rank_items_of_tiles(
+    logits, index, stride, vocab_size, barred, num_barred, temperature, chosen, num_chosen, of_rows, num_groups,
+    num_rows, room, states, first_child, node_tokens, keys, tile: tl.constexpr, lanes: tl.constexpr,
+):  # fmt: skip
+    """Make order keys of the children in chosen tiles: programs per list of a group and part of these."""
+    number = tl.program_id(0).to(tl.int64)
+    place_of_best, child, exists, at, has_room = parts_of(chosen, num_chosen, tile, lanes)
+    place = place_of_best // tile * tile + child
+    row, child = place // room, place % room
+    of_row = number % num_groups * num_rows + row
+    parent = tl.load(states + of_row)
+    node = tl.load(first_child + parent) + child
+    exists &= node < tl.load(first_child + parent + 1)
+    values, of_rows = logits + tl.load(index + of_row) * stride, of_rows + of_row * OF_ROW
+    own, going = item_keys(
+        node, exists, place, values, of_rows, tl.load(of_rows + 2), tl.load(of_rows + 3), first_child, node_tokens,
+        vocab_size, barred, num_barred, temperature,
+    )  # fmt: skip
+    tl.store(keys + number * num_chosen * tile + at, tl.where(number < num_groups, own, going), mask=has_room)
+
+
+@triton.jit
+def nodes_of(parent, child, score, states, first_child):
+    """Nodes that continuations lead to; the root where there is none."""
+    node = tl.load(first_child + tl.load(states + parent)) + child
+    return tl.where(score > float("-inf"), node, 0)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "room", "count", "width", "may_end", "sampled_stride"],
+    do_not_specialize_on_alignment=["states", "dead", "places", "next_tokens", "targets", "sampled"],
+)
+def _select_wide_items(
+    keys, num_rows, room, count, nothing, width, states, first_child, node_tokens, is_item, may_end, first_children,
+    dead, next_parents, next_tokens, next_scores, targets, words, places, sampled, sampled_stride, part: tl.constexpr,
+):  # fmt: skip
+    """What is complete among the best finishes, the best that have children go on: a program per group."""
+    group = tl.program_id(0).to(tl.int64)
+    over, live = keys + group * count, keys + (tl.num_programs(0) + group) * count
+    states, places = states + group * num_rows, places + group * num_rows
+    words, num_ints = words + group * 3 * (width + count), 2 * (width + count)
+    first_children, dead, targets = first_children + group * width, dead + group * width, targets + group * width
+    next_parents += group * width
+    next_tokens += group * width
+    next_scores += group * width
+    clear_slots(
+        next_parents, next_tokens, next_scores, words, num_ints, width, places, sampled, sampled_stride, num_rows, part
+    )  # fmt: skip
+    for start in range(0, width, part):
+        slot = start + tl.arange(0, part)
+        tl.store(targets + slot, tl.zeros([part], tl.int64), mask=slot < width)
+    list_dead(first_children, dead, width, count, part)
+    num_living, num_others = 0, 0
+    for start in range(0, count, part):
+        rank = start + tl.arange(0, part)
+        parent, child, score, _ = continuations(over, rank, count, room, nothing, 0)
+        node = nodes_of(parent, child, score, states, first_child)
+        ends = (tl.load(is_item + node) != 0) & may_end
+        token, ended_with = tl.load(node_tokens + node), tl.where(ends, score, float("-inf"))
+        write_ended(words, num_ints, width, count, rank, parent, token, ended_with, rank < count)
+
+        parent, child, score, no_stop = continuations(live, rank, count, room, nothing, 0)
+        node = nodes_of(parent, child, score, states, first_child)
+        is_going, num_living = going_on(score, no_stop, num_living, count)
+        slot, num_others = slots_of(rank, parent, is_going, first_children, dead, num_others)
+        put_beams(
+            slot, parent, tl.load(node_tokens + node), score, is_going, next_parents, next_tokens, next_scores, words,
+            num_ints, width, places, sampled, sampled_stride, num_rows,
+        )  # fmt: skip
+        tl.store(targets + slot, node.to(tl.int64), mask=is_going)
+
+
+def warm_up(serving: Serving) -> None:
+    """Take a step, if searches go along catalogs."""
+    if not serving.has_catalogs:
+        return
+    nothing, rules = torch.zeros(2, dtype=torch.int64, device=serving.device), ItemRules("")
+    along, row = rules.on({"": ItemTrie(nothing.int(), nothing.int(), nothing.bool(), [1])}, ()), nothing[:1]
+    beams = Beams(torch.zeros(1, 1, device=serving.device), states={along: row[None]})
+    for logits in serving.logits:
+        of_items = SelectRules(1, Best(), constraints=(rules,))
+        take_step(of_items, RowLogits(logits, row), beams, row, row[None].clone())
