@@ -9,6 +9,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks import device_bytes
+
 LAUNCH_NOTHING = {  # besides views
     *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"),
     *("aten::_unsafe_view", "aten::_reshape_alias", "aten::resize_", "aten::set_"),
@@ -19,7 +21,7 @@ READS = "aten::_local_scalar_dense"  # item(), bool(), int(), float()
 
 
 class LaunchCounter(TorchDispatchMode):
-    """Counts operations of torch on a device, copies between it and the host, and waits of the host.
+    """Counts operations of torch on a device and the bytes of these, copies from and to the host, and its waits.
 
     The host waits for copies that it does not ask to be non-blocking, and for what it reads, which is 0.
     An operation whose result is as large as values say (`nonzero`, masks as indices) cannot run: torch raises.
@@ -28,7 +30,7 @@ class LaunchCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[str] = []  # their names, in order
-        self.copies = self.waits = 0
+        self.copies = self.waits = self.num_bytes = 0
         self._from_values = _FromValues(self)
 
     def __enter__(self) -> LaunchCounter:
@@ -56,6 +58,7 @@ class LaunchCounter(TorchDispatchMode):
         is_there = any(not tensor.is_cpu for tensor in (*tensors, *written))
         if is_there and not func.is_view and name not in LAUNCH_NOTHING:
             self.operations.append(name.removeprefix("aten::"))
+            self.num_bytes += device_bytes.of_operation(name, args, tensors, written)
         return result
 
     @staticmethod

@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 import vllm_trie
+from benchmarks import device_bytes
 from vllm_trie.messages import GroupStep
 from vllm_trie.search import gumbel, sampling
 from vllm_trie.search.beams import Beams
@@ -52,21 +53,26 @@ HOPPER = GPUTarget("cuda", 90, 32)
 
 
 class Launches:
-    """In the place of a kernel: notes that it was launched, and which of its variants, as Triton tells them apart.
+    """In the place of a kernel: notes that it was launched, with how many bytes, and which of its variants.
+
+    Variants are those that Triton tells apart.
 
     Args:
         kernel: Compiled or interpreted.
     """
 
     def __init__(self, kernel: Any) -> None:
-        self.count = 0
+        self.count = self.num_bytes = 0
+        self._name, self._parameters = kernel.fn.__name__, kernel.arg_names
         self.variants: set[object] = set()
         compiled = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
         self._specialize = create_function_from_signature(compiled.signature, compiled.params, make_backend(HOPPER))
 
-    def __getitem__(self, grid: object) -> Any:
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: object, **options: object) -> None:
             self.count += 1
+            given = dict(zip(self._parameters, args, strict=False)) | options
+            self.num_bytes += device_bytes.of_kernel(self._name, given, grid)
             _, specialization, options = self._specialize(*args, **options)
             self.variants.add((*specialization, *sorted(options.items())))
 

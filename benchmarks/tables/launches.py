@@ -1,4 +1,4 @@
-"""What one step of selection asks of a GPU, counted without one: operations, copies, kernels of ours, waits."""
+"""What one step of selection asks of a GPU, counted without one: operations, copies, kernels of ours, waits, bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ STOP_TOKEN_IDS, DIVERSITY, NUM_LOGPROBS = (2,), 0.5, 5
 TEMPERATURE, MIN_P, TOP_P = 0.7, 0.1, 0.9
 STOP_STRINGS = ("\n\n",)
 PLAIN, SPECULATING = "plain", "speculating"
-WIDTHS, IN_ONE_BATCH = (4, 64, 512), (4, 8)  # beams; beams and groups
+WIDTHS, IN_ONE_BATCH = (4, 64, 512, 5000), (4, 8)  # beams; beams and groups
+WIDE = 512
+LOGIT_BYTES, MEGABYTE = 2, 1e6
 NUM_LAYERS, DEPTH = 36, 4  # of models; of a forest
 NOT_COUNTED = "-"
 FIRST, SECOND = 21, 22  # tokens of rows in two steps, of which the first one fills caches
@@ -53,6 +55,8 @@ class Counted(NamedTuple):
     copies: int
     kernels: int
     waits: int
+    num_bytes: int = 0  # read and written by operations and kernels, but for those that reorder rows
+    most_held: int = 0  # bytes, at a time, besides what was there before
 
     @property
     def launches(self) -> int:
@@ -70,6 +74,7 @@ def counted(search: str, width: int, num_groups: int, num_ordinary: int = 0, is_
         is_whole: All that happens where vLLM would sample, not the selection with its reorder alone.
     """
     from benchmarks.launch_counter import LaunchCounter
+    from benchmarks.memory_counter import MemoryCounter
     from benchmarks.weightless import WeightlessStep, kernels_noted
 
     with kernels_noted() as noted:
@@ -78,11 +83,12 @@ def counted(search: str, width: int, num_groups: int, num_ordinary: int = 0, is_
         with LaunchCounter():
             take(np.full(num_groups, FIRST))
         for kernel in noted.values():
-            kernel.count = 0
-        with LaunchCounter() as counter:
+            kernel.count = kernel.num_bytes = 0
+        with MemoryCounter() as memory, LaunchCounter() as counter:
             take(np.full(num_groups, SECOND))
         kernels = sum(kernel.count for kernel in noted.values())
-    return Counted(len(counter.operations), counter.copies, kernels, counter.waits)
+        num_bytes = counter.num_bytes + sum(kernel.num_bytes for kernel in noted.values())
+    return Counted(len(counter.operations), counter.copies, kernels, counter.waits, num_bytes, memory.most)
 
 
 def counted_forest(width: int, num_groups: int) -> Counted:
@@ -106,7 +112,7 @@ def counted_forest(width: int, num_groups: int) -> Counted:
 def cells(setting: Setting) -> list[Cell]:
     plain = [(PLAIN, width, 1) for width in setting.widths or WIDTHS]
     others = [(search, WIDTHS[0], 1) for search in _rules(WIDTHS[0]) if search != PLAIN]
-    wider = [("along a catalog", WIDTHS[-1], 1), ("drawn beams", *IN_ONE_BATCH)]
+    wider = [("along a catalog", width, 1) for width in (WIDE, WIDTHS[-1])] + [("drawn beams", *IN_ONE_BATCH)]
     speculating = [(SPECULATING, WIDTHS[0], 1), (SPECULATING, *IN_ONE_BATCH)]
     return [*plain, (PLAIN, *IN_ONE_BATCH), *others, *wider, *speculating]
 
@@ -116,12 +122,20 @@ def measure(bench: Bench, search: str, width: int, num_groups: int) -> Measured:
     if search == SPECULATING:
         forest = counted_forest(width, num_groups)
         counts = forest.operations, forest.copies, forest.kernels, NOT_COUNTED, forest.launches, NOT_COUNTED
-        return Measured([(search, f"{width} x {num_groups}", *counts, forest.waits)])
+        of_memory = [NOT_COUNTED] * 3
+        return Measured([(search, f"{width} x {num_groups}", *counts, forest.waits, *of_memory)])
     step = counted(*shape)
     alone, beside = (counted(*shape, num_ordinary, is_whole=True) for num_ordinary in (0, 1))
     waits = max(step.waits, alone.waits, beside.waits)
     counts = step.operations, step.copies, step.kernels, step.launches, alone.launches, beside.launches, waits
-    return Measured([(search, f"{width} x {num_groups}", *counts)])
+    of_logits = width * num_groups * VOCAB_SIZE * LOGIT_BYTES
+    of_memory = _megabytes(step.num_bytes), step.num_bytes / of_logits, _megabytes(step.most_held)
+    return Measured([(search, f"{width} x {num_groups}", *counts, *of_memory)])
+
+
+def _megabytes(num_bytes: int) -> float:
+    """Without a fraction, where they are many."""
+    return num_bytes / MEGABYTE if num_bytes < 100 * MEGABYTE else round(num_bytes / MEGABYTE)
 
 
 TABLE = Table(
@@ -129,6 +143,7 @@ TABLE = Table(
     (
         *("search", "beams x groups", "operations", "copies", "kernels of ours", "selection, in all"),
         *("whole step", "whole step, beside ordinary rows", "waits"),
+        *("MB read and written", "times the logits", "MB held"),
     ),
     cells,
     measure,
@@ -140,5 +155,9 @@ TABLE = Table(
     "of each group, and its processing of logits; what is uploaded once, in a first step, is not counted; waits of the "
     f"host for the device, in any of these; a group that speculates drafts {DEPTH} layers with a draft model, the host "
     "waiting for each, takes as many steps and one more, and accepts all drafts: its whole step is counted, without "
-    "the forwards of the models and what attention makes ready for them, after another such step",
+    "the forwards of the models and what attention makes ready for them, after another such step; MB: device memory "
+    "of the selection without its reorder, each tensor that an operation or kernel reads or writes counted once, as "
+    "large as it is, or as much of it as is looked up, whatever caches spare and what topk and sorts read anew; times "
+    "the logits: those of all beams in bfloat16, so 1 is a single pass over them; held: what the step allocates at "
+    "most at a time, without what torch's operations take for themselves",
 )

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.__main__ import main
+from benchmarks.device_bytes import LOGITS_READ, of_kernel
 from benchmarks.launch_counter import LaunchCounter
-from benchmarks.tables.launches import SPECULATING, TABLE, counted, counted_forest
-from benchmarks.weightless import NOWHERE, nowhere
+from benchmarks.tables.launches import SPECULATING, TABLE, VOCAB_SIZE, counted, counted_forest
+from benchmarks.weightless import NOWHERE, kernels_of_package, nowhere
 from vllm_trie.search.devices import uploaded
 
 MOST_LAUNCHES = {  # they may only fall
@@ -72,6 +74,64 @@ def test_forests_take_no_more_launches_and_waits_than_today_however_many_there_a
     forests = counted_forest(4, num_groups)
     assert forests.launches <= MOST_OF_FOREST
     assert forests.waits <= MOST_WAITS_OF_FOREST
+
+
+@pytest.mark.parametrize(("search", "width"), [("plain", 4), ("plain", 512), ("plain", 5000), ("along a catalog", 512)])
+def test_a_step_by_kernels_goes_over_the_logits_once(search: str, width: int) -> None:
+    step, of_logits = counted(search, width, 1), 2 * width * VOCAB_SIZE
+    assert of_logits < step.num_bytes < 1.15 * of_logits
+    assert 0 < step.most_held < 0.05 * of_logits
+
+
+SHORT, LONG = nowhere(4, dtype=torch.float32), nowhere(6, 4, dtype=torch.float32)
+WHERE = nowhere(2)
+
+
+@pytest.mark.parametrize(
+    ("operation", "num_bytes"),
+    [
+        (lambda: LONG + LONG, 3 * 96),
+        (lambda: LONG + SHORT.expand(6, 4), 2 * 96 + 16),
+        (lambda: LONG.add_(1), 2 * 96),
+        (lambda: LONG.bool(), 96 + 24),
+        (lambda: LONG[::2].sum(dim=0), 48 + 16),
+        (lambda: LONG.topk(2), 96 + 6 * 2 * (4 + 8)),
+        (lambda: LONG.gather(0, nowhere(1, 4)), 16 + 32 + 16),
+        (lambda: LONG[WHERE], 32 + 16 + 32),
+        (lambda: LONG[WHERE, WHERE], 8 + 16 + 16 + 8),
+        (lambda: LONG.index_select(1, WHERE), 48 + 16 + 48),
+        (lambda: LONG.index_fill_(1, WHERE, 0.0), 48 + 16),
+        (lambda: LONG.index_put_((WHERE,), SHORT), 32 + 16 + 16),
+        (lambda: (LONG.view(4, 6), LONG.T, nowhere(9)), 0),
+        (lambda: torch.zeros(9) + 1, 0),
+    ],
+)
+def test_bytes_are_those_of_operands_and_results(operation: Callable[[], object], num_bytes: int) -> None:
+    with LaunchCounter() as counter:
+        operation()
+    assert counter.num_bytes == num_bytes
+
+
+def test_bytes_of_kernels_are_those_of_tensors_and_of_the_logits_that_they_read() -> None:
+    logits, chosen = nowhere(3, 1000, dtype=torch.bfloat16), nowhere(1, 5)
+    best = nowhere(3, 64, dtype=torch.float32)
+    given: dict[str, Any] = {"logits": logits, "index": nowhere(2), "best": best, "vocab_size": 1000, "stride": 1000}
+    assert of_kernel("_tile_max", given, (2, 1)) == 2 * 1000 * 2 + 2 * 8 + 3 * 64 * 4
+    given = {"chosen": chosen, "logits": logits, "keys": nowhere(1, 5 * 64), "tile": 64}
+    assert of_kernel("_rank_tokens", given, (1, 1)) == 5 * 8 + 5 * 64 * 2 + 5 * 64 * 8
+    assert of_kernel("_rank_tiles", {"chosen": chosen, "best": best, "tiles": 64}, (1, 1)) == 5 * 8 + 5 * 64 * 4
+    assert of_kernel("_reorder_rows", {"tokens": logits}, (2, 1)) == 0
+    with pytest.raises(KeyError):
+        of_kernel("_unheard_of", {"logits": logits}, (1,))
+
+
+def test_of_each_kernel_that_reads_logits_it_is_known_how_many() -> None:
+    reading = set[str]()
+    for name, module in kernels_of_package().items():
+        types = vars(module)[name].fn.__code__.co_varnames[: vars(module)[name].fn.__code__.co_argcount]
+        if "logits" in types and "temperature" in types:
+            reading.add(name)
+    assert reading == LOGITS_READ.keys()
 
 
 def test_operations_copies_and_waits_are_told_apart() -> None:
