@@ -14,7 +14,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from benchmarks.models import COPIES, make
 from benchmarks.smollm2 import get
-from tests.support import language_once, models  # noqa: F401
+from tests.support import language_once  # noqa: F401
 from tests.support.engine import ROOT, TRAINED_TARGET, Engines
 
 AT_START = Path(__file__).parent / "support" / "at_start"
@@ -76,6 +76,8 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder of a tiny random model, of a kind that `tests.support.models` knows."""
+    from tests.support import models  # and transformers, which the process that shares out tests never needs
+
     return cache(lambda kind: models.make(kind, tmp_path_factory.mktemp(kind)))
 
 
@@ -84,6 +86,7 @@ def random_pair(
     random_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, float], tuple[Path, Path]]:
     """A random model of a kind that `tests.support.models` knows, and a draft of it with so much noise."""
+    from tests.support import models
 
     def make(kind: str, noise: float) -> tuple[Path, Path]:
         target = random_model(kind)
