@@ -1,4 +1,4 @@
-"""A step of many beams by the best continuations, in five launches and three of `torch.topk`.
+"""A step of many beams by the best continuations, in six launches and three of `torch.topk`.
 
 `search.step` and `search.strategies.best` have it in torch. `best` takes what it can in fewer launches: it ranks each
 row by itself, which pays for few beams.
@@ -43,7 +43,7 @@ from vllm_trie.worker.kernels.wide_slots import (
     slots_of,
 )
 
-MOST_BLOCKS = 128  # of a row; of more a program would spill
+MOST_BLOCKS = 128  # of a row, that kernels are compiled for
 
 
 def takes(rules: SelectRules, _: Beams, vocab_size: int) -> bool:

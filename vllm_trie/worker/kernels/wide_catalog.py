@@ -95,7 +95,7 @@ def _best_items(rules: SelectRules, logits: RowLogits, beams: Beams, room: int) 
         *logits.arguments, *tiles.arguments[1:], scores, num_rows, room, log_min_p(rules.filters), *trie, keys, of_rows,
         **sizes, num_warps=WARPS_TO_RANK,
     )  # fmt: skip
-    chosen, keys = split(keys, count)
+    chosen, keys = split(keys, count, TILE)
     _rank_items_of_tiles[num_lists, triton.cdiv(keys.shape[1], KEYS_AT_A_TIME)](
         *logits.arguments, chosen, chosen.shape[1], of_rows, num_groups, num_rows, room, *trie, keys, tile=TILE,
         lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,

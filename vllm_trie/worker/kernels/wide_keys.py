@@ -77,27 +77,23 @@ def best_of_groups(
         *logits.arguments, *tiles.arguments, scores, num_rows, log_min_p(filters), *of_own, keys, of_rows,
         **sizes, num_warps=warps_to_rank_blocks(sizes["blocks"]),
     )  # fmt: skip
-    chosen, keys = split(keys, count)
-    grid = num_groups, triton.cdiv(keys.shape[1], KEYS_AT_A_TIME)
-    sizes = {"tiles": TILES, "tile": TILE, "lanes": KEYS_AT_A_TIME}
-    of_vocabulary = logits.values.shape[1], num_blocks, num_rows
-    _rank_tiles[grid](
-        chosen, chosen.shape[1], tiles.best, of_rows, *of_vocabulary, keys, **sizes, num_warps=WARPS_TO_SPLIT
-    )
-    chosen, keys = split(keys, count)
-    sizes.pop("tiles")
-    grid = num_groups, triton.cdiv(keys.shape[1], KEYS_AT_A_TIME)
-    _rank_tokens[grid](
-        *logits.arguments, chosen, chosen.shape[1], of_rows, num_blocks * TILES, num_rows, keys, **sizes,
-        num_warps=WARPS_TO_SPLIT,
+    chosen, keys = split(keys, count, TILES)
+    _rank_tiles[num_groups, triton.cdiv(keys.shape[1], KEYS_AT_A_TIME)](
+        chosen, chosen.shape[1], tiles.best, of_rows, logits.values.shape[1], num_blocks, num_rows, keys, tiles=TILES,
+        tile=TILE, lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
+    )  # fmt: skip
+    chosen, keys = split(keys, count, TILE)
+    _rank_tokens[num_groups, triton.cdiv(keys.shape[1], KEYS_AT_A_TIME)](
+        *logits.arguments, chosen, chosen.shape[1], of_rows, num_blocks * TILES, num_rows, keys, tile=TILE,
+        lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
     )  # fmt: skip
     return in_order(keys, count), own
 
 
-def split(keys: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `count` of each group's keys, in no order, and room for a tile of keys for each."""
+def split(keys: torch.Tensor, count: int, num_parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `count` of each group's keys, in no order, and room for `num_parts` keys in the place of each."""
     chosen = keys if keys.shape[1] <= count else keys.topk(count, largest=False, sorted=False).values
-    return chosen, keys.new_empty(len(keys), chosen.shape[1] * TILE)
+    return chosen, keys.new_empty(len(keys), chosen.shape[1] * num_parts)
 
 
 def in_order(keys: torch.Tensor, count: int) -> torch.Tensor:
