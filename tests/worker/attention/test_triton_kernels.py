@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.sharing import Batch, Group, any_groups
 from tests.worker.attention.trees import TreeBatch, TreeGroup, any_trees, random_tree
 from vllm_trie.worker.attention import triton_kernels
-from vllm_trie.worker.attention.shared_rows import Scoring, row_by_row
+from vllm_trie.worker.attention.shared_rows import Scoring, SharedTokens, row_by_row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNTOUCHED = 123.0
@@ -22,6 +22,13 @@ def check(
     batch: Batch, dtype: torch.dtype = torch.float32, rtol: float = 1e-5, heads_first: bool = True, **scoring: Any
 ) -> None:
     """Raise AssertionError unless rows of groups are as in float64, and others untouched."""
+    attend_and_compare(batch, batch.shared, dtype, rtol, heads_first, **scoring)
+
+
+def attend_and_compare(
+    batch: Batch, shared: SharedTokens, dtype: torch.dtype, rtol: float, heads_first: bool, **scoring: Any
+) -> None:
+    """The same of tokens that may be laid out with greater lengths than they have."""
     batch.forget_unused()
     num_kv_heads, head_size = batch.keys.shape[1:]
     by_block = (-1, batch.block_size, num_kv_heads, head_size)
@@ -29,8 +36,9 @@ def check(
     cache = (cache.contiguous() if heads_first else cache).to(DEVICE, dtype)
     outputs = torch.full_like(batch.queries, UNTOUCHED, device=DEVICE, dtype=dtype)
     queries = torch.cat([batch.queries, torch.full_like(batch.queries, torch.nan)], dim=1).to(DEVICE, dtype)
-    shared, heads = batch.shared, (batch.queries.shape[1], num_kv_heads)
-    plan = triton_kernels.Plan(shared, torch.from_numpy(shared.lengths).to(DEVICE), batch.tables.to(DEVICE), heads)
+    heads = batch.queries.shape[1], num_kv_heads
+    lengths = torch.from_numpy(batch.shared.lengths).to(DEVICE)
+    plan = triton_kernels.Plan(shared, lengths, batch.tables.to(DEVICE), heads)
     on_device = {
         name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in scoring.items()
     }
@@ -110,3 +118,15 @@ def test_each_row_can_be_a_group_of_its_own() -> None:
     batch.rows = row_by_row(batch.rows)
     assert batch.shared.num_shared.tolist() == [32] * 3
     check(batch)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 9, 60])
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_the_host_need_not_know_trees_nor_how_long_rows_are(window: int | None, is_shared: bool) -> None:
+    trees = [random_tree(nodes, nodes) for nodes in (3, 1, 9, 70)]
+    group = TreeGroup(4, 1, [30 + len(tree) for tree in trees], [1] * 4, trees=trees)
+    batch = TreeBatch([group], 4, 2, 32, 16)
+    batch.forget_masks(DEVICE)
+    batch.rows = batch.rows if is_shared else row_by_row(batch.rows)
+    longer = batch.shared._replace(lengths=batch.shared.lengths + 7)
+    attend_and_compare(batch, longer, torch.float32, 1e-5, heads_first=True, window=window)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from tests.support.sharing import Batch, Group
-from vllm_trie.worker.attention.shared_rows import RowTrees
+from vllm_trie.worker.attention.shared_rows import RowTrees, pack
 
 
 @dataclass
@@ -34,6 +34,13 @@ class TreeBatch(Batch):
                 computed = [tree[-count:] for tree, count in zip(group.trees, group.computed, strict=True)]
                 start = int(self.lengths[places[0]]) - len(group.trees[0])
                 self.rows[number] = self.rows[number]._replace(trees=RowTrees(start, computed))
+
+    def forget_masks(self, device: str) -> None:
+        """Let the device alone know what the tokens see of trees, of which each row computes one."""
+        for number, rows in enumerate(self.rows):
+            assert rows.trees is not None
+            masks = torch.from_numpy(pack(rows.trees.sees)).to(device)
+            self.rows[number] = rows._replace(trees=RowTrees(rows.trees.start, masks))
 
     def reference(
         self, window: int | None = None, soft_cap: float = 0.0, sinks: torch.Tensor | None = None

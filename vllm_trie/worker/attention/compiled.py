@@ -67,6 +67,7 @@ class Plan:
         assert tables.dtype == torch.int32
         assert tables.stride(1) == 1
         assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in shared[:-1])
+        assert isinstance(shared.trees, np.ndarray)
         assert shared.trees.dtype == np.int64
         assert shared.trees.flags.c_contiguous
         self.shared, self._tables, self._isa = shared, tables, isa  # the kernel reads the memory of the first two

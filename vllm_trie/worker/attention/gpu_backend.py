@@ -141,7 +141,10 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
         rows = async_tensor_h2d(shared.rows, device=self.device, dtype=torch.int64)
         plan = Plan(shared, common.seq_lens[rows] - behind, tables, (self.num_heads_q, self.num_heads_kv))
         others = others_than(shared.rows, common)
-        stock = super().build(common_prefix_len, common if others is None else others.common, *args, **kwargs)
+        if others is None:  # nothing but its fields is read, and there may be more rows than requests
+            stock = super().build(common_prefix_len, common, fast_build=True)
+        else:
+            stock = super().build(common_prefix_len, others.common, *args, **kwargs)
         batch = _fields(stock) | {name: getattr(common, name) for name in OF_BATCH} | {"block_table": tables}
         if others is None:
             return SharedPrefixMetadata(**batch, plan=plan)

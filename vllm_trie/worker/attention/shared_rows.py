@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_trie.search.devices import numbers, uploaded
 from vllm_trie.search.spans import spans
 from vllm_trie.worker.kv_slots import ByToken
 
@@ -22,7 +23,9 @@ class RowTrees(NamedTuple):
     """
 
     start: int  # where in the cache the trees begin: as many tokens of each row come before them
-    sees: list[np.ndarray]  # by row: [tokens that it computes now, tokens of its tree] bool
+    # By row: [tokens that it computes now, tokens of its tree] bool. Where the device alone knows: [rows, words] int64,
+    # as `SharedTokens` has it, of rows that compute one token each. In a batch all are of one kind.
+    sees: list[np.ndarray] | torch.Tensor
 
 
 class SharedRows(NamedTuple):
@@ -80,7 +83,8 @@ class SharedTokens(NamedTuple):
     starts: np.ndarray  # [G + 1] int32, where each group's tokens begin
     num_shared: np.ndarray  # [G] int32, keys that all rows of a group share
     tree_starts: np.ndarray  # [N] int32, the first key that belongs to the tree of its row; its length if there is none
-    trees: np.ndarray  # [N, words] int64; bit i of all words: whether it sees key i of its row's tree
+    # [N, words] int64; bit i of all words: whether it sees key i of its row's tree. On the device, if it alone knows.
+    trees: np.ndarray | torch.Tensor
 
 
 def row_by_row(groups: Sequence[SharedRows]) -> list[SharedRows]:
@@ -88,8 +92,8 @@ def row_by_row(groups: Sequence[SharedRows]) -> list[SharedRows]:
     found = []
     for places, _, trees in groups:
         assert trees is not None
-        for place, mask in zip(np.array_split(places, len(places)), trees.sees, strict=True):
-            found.append(SharedRows(place, trees.start, RowTrees(trees.start, [mask])))
+        for row, place in enumerate(np.array_split(places, len(places))):
+            found.append(SharedRows(place, trees.start, RowTrees(trees.start, trees.sees[row : row + 1])))
     return found
 
 
@@ -111,15 +115,15 @@ def tokens_of(
     seen = np.repeat(lengths[rows], counts) if sees_all else spans(lengths[rows] - counts + 1, counts)
     first_rows = np.cumsum([0, *(len(group.places) for group in groups)])
     starts = np.append(0, counts.cumsum())[first_rows]
-    tree_starts, trees = seen, np.zeros((len(seen), 1), dtype=np.int64)
-    if any(group.trees is not None for group in groups):
+    tree_starts: np.ndarray = seen
+    trees: np.ndarray | torch.Tensor = np.zeros((len(seen), 1), dtype=np.int64)
+    of_groups = [group.trees for group in groups if group.trees is not None]
+    if of_groups:
         per_group = np.diff(starts)
         in_tree = np.repeat([group.trees is not None for group in groups], per_group)
         start_of_tree = np.repeat([0 if group.trees is None else group.trees.start for group in groups], per_group)
         tree_starts = np.where(in_tree, start_of_tree, seen)
-        of_trees = pack([mask for group in groups if group.trees is not None for mask in group.trees.sees])
-        trees = np.zeros((len(seen), of_trees.shape[1]), dtype=np.int64)
-        trees[in_tree] = of_trees
+        trees = _words(of_groups, in_tree)
     num_shared = np.minimum([group.num_shared for group in groups], np.minimum.reduceat(tree_starts, starts[:-1]))
     num_shared = num_shared // block_size * block_size
     return SharedTokens(
@@ -127,6 +131,19 @@ def tokens_of(
         *(seen.astype(np.int32), starts.astype(np.int32), num_shared.astype(np.int32), tree_starts.astype(np.int32)),
         trees,
     )
+
+
+def _words(of_groups: Sequence[RowTrees], in_tree: np.ndarray) -> np.ndarray | torch.Tensor:
+    """[N, words] int64 what tokens see of trees; `in_tree` [N] bool: which tokens are in any."""
+    there = [trees.sees for trees in of_groups if isinstance(trees.sees, torch.Tensor)]
+    if there:
+        assert len(there) == len(of_groups)
+        assert in_tree.all()
+        return there[0] if len(there) == 1 else torch.cat(there)
+    of_trees = pack([mask for trees in of_groups for mask in trees.sees])
+    words = np.zeros((len(in_tree), of_trees.shape[1]), dtype=np.int64)
+    words[in_tree] = of_trees
+    return words
 
 
 def pack(masks: Sequence[np.ndarray]) -> np.ndarray:
@@ -146,9 +163,21 @@ def first_keys(shared: SharedTokens, window: int | None) -> np.ndarray:
     """
     if window is None:
         return np.zeros(len(shared.lengths), dtype=np.int32)
+    assert isinstance(shared.trees, np.ndarray)
     sees = np.unpackbits(shared.trees.view(np.uint8), axis=1, bitorder="little")
     # Tokens of the tree that it sees, from each one on.
     from_here = sees[:, ::-1].cumsum(axis=1, dtype=np.int32)[:, ::-1]
     in_tree, in_window = from_here[:, 0], (sees > 0) & (from_here <= window)
     first = shared.tree_starts + np.where(in_tree > window, in_window.argmax(axis=1), in_tree - window)
     return np.maximum(first, 0).astype(np.int32)
+
+
+def first_keys_there(shared: SharedTokens, window: int) -> torch.Tensor:
+    """The same, [N] int32 on the device, of tokens whose trees it alone knows."""
+    assert isinstance(shared.trees, torch.Tensor)
+    device = shared.trees.device
+    sees = (shared.trees[..., None] >> numbers(WORD, device) & 1).flatten(1)
+    from_here = sees.flip(1).cumsum(1).flip(1)
+    in_tree, is_first = from_here[:, 0], (sees > 0) & (from_here == window)
+    first = (numbers(sees.shape[1], device) * is_first).sum(1).where(in_tree > window, in_tree - window)
+    return (uploaded(shared.tree_starts, device) + first).clamp(min=0).int()

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from vllm_trie.search.devices import uploaded
 from vllm_trie.search.spans import spans
-from vllm_trie.worker.attention.shared_rows import WORD, Layer, Scoring, SharedTokens, first_keys
+from vllm_trie.worker.attention.shared_rows import WORD, Layer, Scoring, SharedTokens, first_keys, first_keys_there
 
 MOST_HEAD_SIZE = 256
 TILE = 64  # queries that a program of the first kernel takes
@@ -54,7 +54,8 @@ class Plan:
         end = np.minimum(first + per_tile, shared.starts[1:][of_group])
         tiles = np.stack([first, end, shared.num_shared[of_group]])
         of_tokens = np.stack([shared.places, shared.rows, np.repeat(shared.num_shared, counts), shared.tree_starts])
-        self._trees, self._has_trees = uploaded(shared.trees, device), bool((shared.tree_starts < shared.lengths).any())
+        self._trees = shared.trees if isinstance(shared.trees, torch.Tensor) else uploaded(shared.trees, device)
+        self._has_trees = bool((shared.tree_starts < shared.lengths).any())
         self._tiles, self._tokens = (uploaded(array.astype(np.int32), device) for array in (tiles, of_tokens))
         programs, most = len(first) * num_kv_heads, int(shared.num_shared.max())
         wanted = -(-2 * _num_processors(device) // programs)
@@ -72,7 +73,7 @@ class Plan:
         """
         scale, window, soft_cap, sinks = scoring
         if window is not None and window not in self._spans:
-            self._spans[window] = uploaded(self.shared.lengths - first_keys(self.shared, window), self._tables.device)
+            self._spans[window] = self._spans_of(window)
         # What is bent are scaled scores; weights are powers of 2.
         scales = (2 * scale / soft_cap, soft_cap * LOG2_E.value) if soft_cap else (scale * LOG2_E.value, 0.0)
         _, num_kv_heads, block_size, _ = kv_cache.shape
@@ -112,6 +113,12 @@ class Plan:
             num_warps=NUM_WARPS,
             **of_both,
         )
+
+    def _spans_of(self, window: int) -> torch.Tensor:
+        """[N] int32 on the device, for a window of so many positions."""
+        if isinstance(self.shared.trees, torch.Tensor):
+            return self._lengths - first_keys_there(self.shared, window)
+        return uploaded(self.shared.lengths - first_keys(self.shared, window), self._tables.device)
 
 
 def warps_of_tile(head_size: int) -> int:
