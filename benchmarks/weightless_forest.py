@@ -18,6 +18,7 @@ from benchmarks.weightless import BLOCK_SIZES, LENGTH, PROMPT, WeightlessStep, b
 from vllm_trie.messages import GroupStep, SpeculationBudget
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.worker import draft_model
+from vllm_trie.worker.draft_batch import DraftInputs
 from vllm_trie.worker.draft_by_model import ModelDrafts
 from vllm_trie.worker.draft_model import DraftModel
 from vllm_trie.worker.group_rows import BatchRows
@@ -123,8 +124,8 @@ class WeightlessForest(WeightlessStep):
 def without_forwards() -> Iterator[None]:
     """Within it the draft model computes nothing, and vLLM makes no metadata for it."""
 
-    def run(_: DraftModel, batch: Any, token_ids: torch.Tensor, *args: Any) -> torch.Tensor:
-        return nowhere(len(token_ids), HIDDEN_SIZE)
+    def run(_: DraftModel, inputs: DraftInputs, *args: Any) -> torch.Tensor:
+        return nowhere(len(inputs.tokens), HIDDEN_SIZE)
 
     with ExitStack() as stack:
         for name in ("build_attn_metadata", "build_slot_mappings_by_layer"):

@@ -154,10 +154,10 @@ TABLE = Table(
     "whole step is all that happens where vLLM would sample, without vLLM's own sampling of ordinary rows, one ahead "
     "of each group, and its processing of logits; what is uploaded once, in a first step, is not counted; waits of the "
     f"host for the device, in any of these; a group that speculates drafts {DEPTH} layers with a draft model, the host "
-    "waiting for each, takes as many steps and one more, and accepts all drafts: its whole step is counted, without "
-    "the forwards of the models and what attention makes ready for them, after another such step; MB: device memory "
-    "of the selection without its reorder, each tensor that an operation or kernel reads or writes counted once, as "
-    "large as it is, or as much of it as is looked up, whatever caches spare and what topk and sorts read anew; times "
-    "the logits: those of all beams in bfloat16, so 1 is a single pass over them; held: what the step allocates at "
-    "most at a time, without what torch's operations take for themselves",
+    "waiting once for all of them, takes as many steps and one more, and accepts all drafts: its whole step is "
+    "counted, without the forwards of the models and what attention makes ready for them, after another such step; MB: "
+    "device memory of the selection without its reorder, each tensor that an operation or kernel reads or writes "
+    "counted once, as large as it is, or as much of it as is looked up, whatever caches spare and what topk and sorts "
+    "read anew; times the logits: those of all beams in bfloat16, so 1 is a single pass over them; held: what the step "
+    "allocates at most at a time, without what torch's operations take for themselves",
 )

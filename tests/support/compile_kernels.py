@@ -22,6 +22,7 @@ from vllm_trie.worker.kernels import (
     best,
     controls,
     copies,
+    forest_growth,
     in_groups,
     items,
     report,
@@ -173,6 +174,28 @@ WIDE = [
 ]
 
 
+GROWING = (
+    dict.fromkeys(["about", "parents", "tokens", "ends", "counts", "totals", "tables", "reached", "spare"], "*i32")
+    | dict.fromkeys(["rows", "masks", "slots", "keys", "stops", "order"], LONGS)
+    | {"scores": FLOATS, "block_sizes": "*i32"}
+    | dict.fromkeys(["vocab_size", "num_bits", "first_of_layer", "num_totals", "num_words", "num_nodes"], INT)
+    | dict.fromkeys(["num_rows", "columns", "num_forests", "most_spare", "num_tables"], INT)
+)
+
+
+def to_draft(slots: int, per_row: int) -> tuple[Any, ...]:
+    """The kernel that drafts a layer of each forest."""
+    sizes = forest_growth.sizes_to_draft(slots, per_row)
+    types = {name: kind for name, kind in GROWING.items() if name != "slots"}
+    return forest_growth._draft_nodes, types, sizes, best.warps_to_select(sizes["lanes"])
+
+
+def to_place(lanes: int) -> tuple[Any, ...]:
+    """The kernel that finds rows, masks, blocks and slots for it."""
+    constants = {"lanes": lanes, "chunk": forest_growth.NODES_AT_A_TIME}
+    return forest_growth._place_nodes, GROWING, constants, forest_growth.warps_to_place(lanes)
+
+
 def attention(head_size: int, heads: int, *besides: str) -> dict[str, Any]:
     """What both kernels of attention are compiled with."""
     return {
@@ -280,6 +303,8 @@ CASES: list[tuple[Any, ...]] = [
     *(to_select_items(slots) for slots in best.SLOTS),
     *WIDE,
     *(to_report(per_row) for per_row in report.REPORTED),
+    *(to_draft(*sizes) for sizes in best.SIZES),
+    *(to_place(lanes) for lanes in forest_growth.LANES),
     *(to_shared(*case) for case in SHARED),
     *(to_own(*case) for case in OWN),
 ]

@@ -12,10 +12,13 @@ from tests.support.engine import BLOCK_SIZE, Engine
 from tests.support.loop import one_thread
 from tests.support.pairs import searches
 from tests.support.running import prompt_of, run
+from tests.support.unseen import paths_before
 from vllm_trie.engine.scheduler import BeamScheduler
+from vllm_trie.worker.draft_batch import DraftBatch
 from vllm_trie.worker.draft_by_model import ModelDrafts
-from vllm_trie.worker.draft_model import DraftBatch, DraftModel
+from vllm_trie.worker.draft_model import DraftModel
 from vllm_trie.worker.forest_step import ForestStep
+from vllm_trie.worker.unseen_forests import UnseenForests
 
 TOLERANCE = 1e-3
 MOST_WRONG = 100  # rows, after which the rest is not compared
@@ -27,6 +30,8 @@ class Alone:
     def __init__(self, engine: Engine, draft_alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine, self.model = engine, draft_alone
         self.num_compared = self.num_wrong = self.num_caught_up = 0
+        self.num_unseen = 0  # of those that are compared
+        self._are_unseen = False
         self._texts: list[tuple[list[int], list[int]]] = []  # of the rows of the next logits, up to its root and after
         draft_layer, logits, add_pending = ModelDrafts._draft_layer, DraftModel.logits, DraftBatch.add_pending
 
@@ -38,24 +43,34 @@ class Alone:
 
         def compared(model: DraftModel, batch: DraftBatch) -> torch.Tensor:
             found = logits(model, batch)
+            if self._are_unseen:
+                return found
             texts, self._texts = self._texts, []
             tokens = [token for of_row in batch.tokens for token in of_row]
-            of_lengths: dict[tuple[int, int], list[int]] = {}  # rows that the model reads together
-            for number, ((history, path), at) in enumerate(zip(texts, batch.wanted, strict=True)):
+            for (history, path), at in zip(texts, batch.wanted, strict=True):
                 text = history + path
                 assert (text[-1], len(text) - 1) == (tokens[at], batch.positions[at])
-                of_lengths.setdefault((len(history), len(path)), []).append(number)
-            assert len(found) == len(texts)
-            for (_, num_drafts), numbers in of_lengths.items():
-                self._compare(
-                    [[*texts[number][0], *texts[number][1]] for number in numbers], num_drafts, found[numbers]
-                )
+            self._compare_all(texts, found)
             return found
 
         def caught_up(batch: DraftBatch, forest_step: ForestStep, most: int | None = None) -> None:
             self.num_caught_up += most is not None
             add_pending(batch, forest_step, most)
 
+        all_unseen, draft_unseen = ModelDrafts._draft_unseen, UnseenForests.draft
+
+        def all_layers(drafts: ModelDrafts, forests: dict[str, ForestStep]) -> None:
+            self._are_unseen = True
+            all_unseen(drafts, forests)
+            self._are_unseen = False
+
+        def unseen_after(unseen: UnseenForests, found: torch.Tensor, number: int) -> None:
+            """The device is seen by this test alone."""
+            self._compare_unseen(unseen, found, number)
+            draft_unseen(unseen, found, number)
+
+        monkeypatch.setattr(ModelDrafts, "_draft_unseen", all_layers)
+        monkeypatch.setattr(UnseenForests, "draft", unseen_after)
         monkeypatch.setattr(ModelDrafts, "_draft_layer", layer_after)
         monkeypatch.setattr(DraftModel, "logits", compared)
         monkeypatch.setattr(DraftBatch, "add_pending", caught_up)
@@ -64,6 +79,25 @@ class Alone:
         """[B, V] logits after texts [B, T], which end with so many drafts."""
         logits: torch.Tensor = self.model(texts).logits[:, -1]
         return logits
+
+    def _compare_all(self, texts: list[tuple[list[int], list[int]]], found: torch.Tensor) -> None:
+        of_lengths: dict[tuple[int, int], list[int]] = {}  # rows that the model reads together
+        for number, (history, path) in enumerate(texts):
+            of_lengths.setdefault((len(history), len(path)), []).append(number)
+        assert len(found) == len(texts)
+        for (_, num_drafts), numbers in of_lengths.items():
+            self._compare([[*texts[number][0], *texts[number][1]] for number in numbers], num_drafts, found[numbers])
+
+    def _compare_unseen(self, unseen: UnseenForests, found: torch.Tensor, number: int) -> None:
+        texts, at = [], []
+        for row, (plan, path) in enumerate(paths_before(unseen, number)):
+            if path is not None:
+                history, _ = self._text(plan.forest_step, path[0])
+                texts.append((history, path[1:]))
+                at.append(row)
+        before = self.num_compared
+        self._compare_all(texts, found[at])
+        self.num_unseen += self.num_compared - before
 
     def _text(self, one: ForestStep, node: int) -> tuple[list[int], list[int]]:
         root, *path = one.forest.path(node)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.steps import rules_of
+from tests.support.unseen import paths_before, pretend_unseen
 from vllm_trie.messages import GroupStep, SpeculationBudget
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import NEVER
@@ -18,12 +19,13 @@ from vllm_trie.search.forest import Forest, Layer
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import is_light, take_step
 from vllm_trie.search.step_result import Step, packed, unpacked
-from vllm_trie.worker import best_drafts, forest_walk, kernels, searched_forest
+from vllm_trie.worker import forest_walk, kernels
 from vllm_trie.worker.forest_nodes import Nodes
 from vllm_trie.worker.forest_step import Found, add_layer
 from vllm_trie.worker.group_rows import GroupRows
 from vllm_trie.worker.searched_forest import SearchedForest
 from vllm_trie.worker.select import Selector
+from vllm_trie.worker.unseen_forests import UnseenForests
 
 NUM_LAYERS, VOCAB_SIZE, STOP = 3, 300, 7
 NUM_GROUPS, MOST_TOGETHER = 4, 7  # groups, and rows where these need much memory
@@ -46,9 +48,12 @@ class Planted:
         seed: Of what the models say; the draft model says about the same as the target.
         is_coarse: Many tokens are as good as others.
         num_groups: G.
+        are_unseen: The forests grow as on a GPU.
     """
 
-    def __init__(self, rules: SelectRules, seed: int, is_coarse: bool, num_groups: int = NUM_GROUPS) -> None:
+    def __init__(
+        self, rules: SelectRules, seed: int, is_coarse: bool, num_groups: int = NUM_GROUPS, are_unseen: bool = False
+    ) -> None:
         self.random, self.seed, self.is_coarse = torch.Generator().manual_seed(seed), seed, is_coarse
         of_steps = [rules._replace(is_last=number == NUM_LAYERS) for number in range(1, NUM_LAYERS + 1)]
         self.forest_steps, self.logits = list[SearchedForest](), torch.zeros(0, VOCAB_SIZE)
@@ -63,11 +68,20 @@ class Planted:
             step, blocks = GroupStep(rules, selects=True, budget=budget), [np.ones((rules.width, 9), np.int32)]
             forest = Forest([0] * rules.width, most)
             self.forest_steps.append(SearchedForest(step, group, 5, [16], forest, layer, blocks, [[]], {}))
+        if are_unseen:
+            self._grow_unseen()
+            return
         for number in range(1, NUM_LAYERS + 1):
             growing = [(at, one) for at, one in enumerate(self.forest_steps) if one.layer.nodes]
-            said = torch.stack([self._after(at, node) for at, one in growing for node in one.layer.nodes])
-            noise = torch.randn(said.shape, generator=self.random)
-            add_layer([one for _, one in growing], said + 0.3 * noise, number)
+            said = [self._drafted_after(at, *self._path(at, node)) for at, one in growing for node in one.layer.nodes]
+            add_layer([one for _, one in growing], torch.stack(said), number)
+
+    def _grow_unseen(self) -> None:
+        unseen = UnseenForests(self.forest_steps, [16], torch.device("cpu"))
+        for number in range(1, NUM_LAYERS + 1):
+            paths = [(plan.place, path or [0]) for plan, path in paths_before(unseen, number)]
+            unseen.draft(torch.stack([self._drafted_after(at, *path) for at, path in paths]), number)
+        unseen.replay()
 
     def says(self, number: int, root: int, *tokens: int) -> torch.Tensor:
         """The target's logits, of a group, after a root and what follows it."""
@@ -75,10 +89,18 @@ class Planted:
         logits = 3 * torch.randn(VOCAB_SIZE, generator=random)
         return logits.round() if self.is_coarse else logits
 
+    def _drafted_after(self, number: int, root: int, *tokens: int) -> torch.Tensor:
+        """What the draft model says, likewise."""
+        random = torch.Generator().manual_seed(hash((number, root, *tokens, self.seed)) & (1 << 32) - 1)
+        return self.says(number, root, *tokens) + 0.3 * torch.randn(VOCAB_SIZE, generator=random)
+
     def _after(self, number: int, node: int) -> torch.Tensor:
+        return self.says(number, *self._path(number, node))
+
+    def _path(self, number: int, node: int) -> list[int]:
         forest = self.forest_steps[number].forest
         root, *drafts = forest.path(node)
-        return self.says(number, root, *(forest.tokens[draft] for draft in drafts))
+        return [root, *(forest.tokens[draft] for draft in drafts)]
 
     def nodes(self) -> list[Nodes]:
         """Those of all groups, whose logits lie anywhere."""
@@ -121,12 +143,6 @@ def of_step(step: Step) -> tuple[list[tuple[int, ...]], list[tuple[float, ...]]]
     return [beam if beam[2] > NEVER else () for beam in beams], [one for one in ended if one[2] > NEVER]
 
 
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host sees nothing of what the device has."""
-    for module in (forest_walk, searched_forest, best_drafts):
-        monkeypatch.setattr(module, "sees", lambda _: False)
-
-
 def steps_of(found: Found) -> list[list[list[float]]]:
     return [[field.tolist() for field in step[:3]] for step in found.steps]
 
@@ -141,7 +157,7 @@ def test_groups_that_walk_together_find_what_each_finds_alone(
         planted = Planted(rules, seed, is_coarse)
         alone = SearchedForest.search(planted.nodes())
         with monkeypatch.context() as patch:
-            as_on_a_gpu(patch)
+            pretend_unseen(patch)
             together = SearchedForest.search(nodes := planted.nodes())
             assert len(forest_walk.walks_of(nodes)) == (1 if is_light(rules) else 2)
         for number, (own, found) in enumerate(zip(alone, together, strict=True)):
@@ -158,9 +174,9 @@ def test_by_kernels_they_draft_and_find_the_same(monkeypatch: pytest.MonkeyPatch
     rules = rules_of(2, "tridecode", (STOP,))
     by_torch = Planted(rules, 1, is_coarse=False, num_groups=2)
     expected = SearchedForest.search(by_torch.nodes())
-    as_on_a_gpu(monkeypatch)
+    pretend_unseen(monkeypatch)
     monkeypatch.setattr(kernels, "run_on", lambda _: True)
-    by_kernels = Planted(rules, 1, is_coarse=False, num_groups=2)
+    by_kernels = Planted(rules, 1, is_coarse=False, num_groups=2, are_unseen=True)
     for own, theirs in zip(by_kernels.forest_steps, by_torch.forest_steps, strict=True):
         assert (own.forest.tokens, own.forest.parents) == (theirs.forest.tokens, theirs.forest.parents)
     for found, theirs in zip(SearchedForest.search(by_kernels.nodes()), expected, strict=True):
@@ -170,22 +186,3 @@ def test_by_kernels_they_draft_and_find_the_same(monkeypatch: pytest.MonkeyPatch
             assert step.parents.tolist() == plain.parents.tolist()
             assert step.tokens[lives].tolist() == plain.tokens[lives].tolist()
             assert step.scores == pytest.approx(plain.scores, abs=1e-5)
-
-
-def test_kernels_rank_drafts_in_total_order_and_what_ends_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    forest_steps = Planted(RULES["hf"], 0, is_coarse=False, num_groups=2).forest_steps
-    as_on_a_gpu(monkeypatch)
-    monkeypatch.setattr(kernels, "run_on", lambda _: True)
-    logits = torch.randint(-4, 5, (5, VOCAB_SIZE), generator=torch.Generator().manual_seed(0)).float()
-    logits[4, 20:] = NEVER
-    rows = [np.arange(2), np.arange(2, 5)]
-    found = best_drafts.best_drafts(forest_steps, logits, rows, 1)
-    logprobs = logits.log_softmax(dim=-1)
-    logprobs[:, [STOP, 8]] = NEVER
-    for of_group, own in zip(found, rows, strict=True):
-        best, tokens = logprobs[own].sort(dim=-1, descending=True, stable=True)
-        keep = min(forest_steps[0].budget.draft_width, tokens.shape[1])
-        for logprob, token, values, order in zip(*of_group, best, tokens, strict=True):
-            going_on = logprob > NEVER
-            assert token[going_on][:keep].tolist() == order[values > NEVER][:keep].tolist()
-            assert logprob[going_on][:keep] == pytest.approx(values[:keep].numpy(), abs=1e-5)

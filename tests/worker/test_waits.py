@@ -27,6 +27,7 @@ from benchmarks.weightless import (
     nowhere,
     runner_of,
 )
+from benchmarks.weightless_forest import WeightlessForest
 from tests.support.steps import rules_of
 from vllm_trie.messages import GroupStep, NewRows, Resumed
 from vllm_trie.search.beams import Beams
@@ -84,6 +85,19 @@ def test_rows_are_taken_in_selected_and_reordered_without_waiting(
     assert (selected.packed.device.type, len(selected.packed)) == ("meta", 2)
     assert launches["_reorder_rows"].count == 2
     assert counter.waits == 0
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("kind", ["plain", "filters", "along a catalog", "no n-gram twice", "boosted phrases"])
+def test_a_step_with_forests_waits_for_what_is_drafted_and_for_what_is_accepted(kind: str) -> None:
+    """However many layers they have: once for all of them, and once for all steps that are taken on them."""
+    with LaunchCounter():
+        forest = WeightlessForest(RULES[kind], 2, VOCAB_SIZE, num_layers=2, depth=4)
+        forest.take()  # before which the host does not know the rows
+    with LaunchCounter() as counter:
+        context = forest.take()
+    assert [forest_step.num_layers for forest_step in context.forests.values()] == [4, 4]
+    assert counter.waits == 2
 
 
 class Unannounced(LaunchCounter):

@@ -152,7 +152,9 @@ def test_no_forest_launches_a_variant_that_was_not_warmed(
     with LaunchCounter():  # which answers where the host waits
         WeightlessForest(rules, 3, VOCAB_SIZE, num_layers=2, depth=2).take()
     assert noted["_rank_rows"].count == noted["_tile_max"].count == 2 + 3
-    assert not new_variants({name: noted[name] for name in ("_tile_max", "_rank_rows", "_select_best")}, warmed)
+    assert (noted["_draft_nodes"].count, noted["_place_nodes"].count) == (2, 1)
+    launched = "_tile_max", "_rank_rows", "_draft_nodes", "_place_nodes", "_select_best"
+    assert not new_variants({name: noted[name] for name in launched}, warmed)
 
 
 def take(rules: SelectRules, logits: torch.Tensor, num_rows: int, states: dict[Constraint, torch.Tensor]) -> None:

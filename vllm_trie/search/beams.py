@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_trie.search.constraints.constraint import Constraint, Source
-from vllm_trie.search.devices import NEVER, numbers
+from vllm_trie.search.devices import NEVER, filled, numbers
 from vllm_trie.search.step_result import Step
 
 States = Mapping[Constraint, torch.Tensor]  # [G, r, ...] each
@@ -67,8 +67,9 @@ class Beams(NamedTuple):
 
     def only(self, lives: torch.Tensor) -> Beams:
         """The same, where of the rows only these live: [G, r] bool."""
-        rank_scores = None if self.rank_scores is None else self.rank_scores.where(lives, NEVER)
-        return self._replace(scores=self.scores.where(lives, NEVER), rank_scores=rank_scores)
+        never = filled((), NEVER, self.scores.device)
+        rank_scores = None if self.rank_scores is None else self.rank_scores.where(lives, never)
+        return self._replace(scores=self.scores.where(lives, never), rank_scores=rank_scores)
 
     def advance(self, tokens: torch.Tensor) -> Beams:
         """The same after one more token [G, r] each, as far as constraints go."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+from vllm_trie.worker.draft_batch import DraftBatch
 from vllm_trie.worker.draft_by_model import ModelDrafts
-from vllm_trie.worker.draft_model import DraftBatch
 from vllm_trie.worker.forest_step import ForestStep
 from vllm_trie.worker.group_rows import BatchRows, GroupRows, Roots
 from vllm_trie.worker.head_model import HeadModel

@@ -1,15 +1,19 @@
-"""Forests from a draft model, layer by layer: one forward of it for each, for all groups."""
+"""Forests from a draft model, layer by layer: one forward of it for each, for all groups that grow in the same way."""
 
 from __future__ import annotations
 
 from functools import cached_property
 
+from vllm_trie.search.devices import sees
 from vllm_trie.worker.draft import Drafter, Forests
-from vllm_trie.worker.draft_model import DraftBatch, DraftModel
+from vllm_trie.worker.draft_batch import DraftBatch
+from vllm_trie.worker.draft_model import DraftModel
 from vllm_trie.worker.forest_step import ForestStep, add_layer
 from vllm_trie.worker.group_rows import GroupRows, Roots
 from vllm_trie.worker.roots import roots_of
+from vllm_trie.worker.searched_forest import SearchedForest
 from vllm_trie.worker.step_context import StepContext
+from vllm_trie.worker.unseen_forests import UnseenForests
 
 
 class ModelDrafts(Drafter):
@@ -29,9 +33,14 @@ class ModelDrafts(Drafter):
             forests[group_id] = self._make_forest(context.steps[group_id], group, of_group)
             self._note_pending(forests[group_id], of_group)
         self._catch_up(forests)
-        for number in range(1, max(forest_step.budget.num_layers for forest_step in forests.values()) + 1):
-            self._draft_layer(forests, number)
-            self._compare(forests)
+        is_seen = sees(self._runner.device)
+        unseen: Forests = {key: one for key, one in forests.items() if isinstance(one, SearchedForest) and not is_seen}
+        if unseen:
+            self._draft_unseen(unseen)
+        others = {key: one for key, one in forests.items() if key not in unseen}
+        for number in range(1, max((one.budget.num_layers for one in others.values()), default=0) + 1):
+            self._draft_layer(others, number)
+            self._compare(others)
         return forests
 
     def _note_pending(self, forest_step: ForestStep, roots: Roots) -> None:
@@ -48,6 +57,18 @@ class ModelDrafts(Drafter):
                 batch.add_pending(forest_step, per_row)
                 self.draft_model.forward(batch)
                 forest_step.pending = [row[per_row:] for row in forest_step.pending]
+
+    def _draft_unseen(self, forests: Forests) -> None:
+        """Draft all layers of forests whose shape the host does not know meanwhile. Waits for the device once."""
+        unseen = UnseenForests([*forests.values()], self._runner.block_tables.block_sizes, self._runner.device)
+        batch = DraftBatch()
+        for forest_step in unseen.forest_steps:
+            batch.add_pending(forest_step)
+        unseen.draft(self.draft_model.logits(batch), 1)
+        for number in range(1, unseen.num_layers):
+            unseen.draft(self.draft_model.logits_after(unseen.inputs(number)), number + 1)
+        unseen.replay()
+        self._compare(forests)
 
     def _draft_layer(self, forests: Forests, number: int) -> None:
         active = [step for step in forests.values() if step.budget.num_layers >= number and step.layer.nodes]

@@ -87,9 +87,11 @@ class ForestStep:
 
     def beams_at(self, nodes: Sequence[int], beams: Beams) -> Beams:
         """These beams, which have come to these nodes, with the states that they have there."""
-        if not self.states:
-            return beams
-        return beams._replace(states=gather_states(self.states, self._on_device(nodes)))
+        return beams._replace(states=self.states_at(nodes)) if self.states else beams
+
+    def states_at(self, nodes: Sequence[int]) -> States:
+        """[1, nodes, ...] under each constraint."""
+        return gather_states(self.states, self._on_device(nodes)) if self.states else self.states
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
         """[1, numbers] int64."""
@@ -119,7 +121,16 @@ class ForestStep:
     def follow_layer(self, first: int) -> None:
         """Count the newest layer, whose nodes come from `first` on, and find states and blocks for them."""
         self._follow(range(first, self.forest.num_nodes))
-        self.num_layers += bool(self.layer.nodes)
+        self._count_layer(self.layer.nodes)
+
+    def replay_layer(self, parents: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """Add a layer that was drafted elsewhere. Returns its nodes, whose states are the caller's to add."""
+        nodes = [self.forest.add(parent, token) for parent, token in zip(parents, tokens, strict=True)]
+        self._count_layer(nodes)
+        return nodes
+
+    def _count_layer(self, nodes: Sequence[int]) -> None:
+        self.num_layers += bool(nodes)
         self._take_blocks()
 
     def add_layers(self, found: DraftPaths) -> None:
@@ -143,10 +154,13 @@ class ForestStep:
             return
         parents = self._on_device([self.forest.parents[node] for node in nodes])
         tokens = self._on_device([self.forest.tokens[node] for node in nodes])
-        before = gather_states(self.states, parents)
-        self.states = {
-            key: torch.cat([state, key.advance(before[key], tokens)], 1) for key, state in self.states.items()
-        }
+        self.states = followed(self.states, parents, tokens)
+
+
+def followed(states: States, parents: torch.Tensor, tokens: torch.Tensor) -> States:
+    """[1, nodes + n, ...], behind the states of some nodes those of n more; `parents`, `tokens`: [1, n] int64."""
+    before = gather_states(states, parents)
+    return {key: torch.cat([state, key.advance(before[key], tokens)], 1) for key, state in states.items()}
 
 
 def add_layer(forest_steps: Sequence[ForestStep], logits: torch.Tensor, number: int) -> None:

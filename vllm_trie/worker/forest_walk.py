@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vllm_trie.search.beams import Beams, gather_states
-from vllm_trie.search.devices import numbers, sees, uploaded
+from vllm_trie.search.devices import filled, numbers, sees, uploaded
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import packed
@@ -102,7 +102,7 @@ class Walk:
         keys = torch.add(tokens, parents, alpha=PARENT_UNIT)
         places = torch.searchsorted(self._keys, keys)
         is_drafted = self._keys.gather(1, places) == keys
-        return self._known.gather(1, places).where(is_drafted, ROOT_OF_DEAD), is_drafted
+        return self._known.gather(1, places).where(is_drafted, filled((), ROOT_OF_DEAD, self.device)), is_drafted
 
 
 def walks_of(nodes: Sequence[Nodes]) -> list[Walk]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
-from vllm_trie.worker.draft_model import DraftBatch, DraftModel
-from vllm_trie.worker.hidden_states import HiddenStates
+from vllm_trie.worker.draft_batch import DraftInputs
+from vllm_trie.worker.draft_model import DraftModel
 from vllm_trie.worker.rows import Rows
 
 
@@ -26,26 +25,20 @@ class HeadModel(DraftModel):
         super().__init__(runner)
         self._rows = rows
 
-    def _run(
-        self, batch: DraftBatch, token_ids: torch.Tensor, positions: torch.Tensor, metadata: Any, slots: Any
-    ) -> torch.Tensor:
+    def _run(self, inputs: DraftInputs, metadata: Any, slots: Any) -> torch.Tensor:
         """See `DraftModel`. Where logits are wanted, drafts follow: these go on from the head's own states."""
-        speculator, states, num_tokens = self._speculator, self._rows.hidden_states, len(token_ids)
+        speculator, states, num_tokens = self._speculator, self._rows.hidden_states, len(inputs.tokens)
         assert isinstance(speculator, EagleSpeculator)
         assert states is not None
         buffers = speculator.input_buffers
-        buffers.input_ids[:num_tokens], buffers.positions[:num_tokens] = token_ids, positions
-        speculator.hidden_states[:num_tokens] = self._beside(batch, states)
+        buffers.input_ids[:num_tokens], buffers.positions[:num_tokens] = inputs.tokens, inputs.positions
+        before = inputs.slots_before(states.number)  # zeros stand before the first token
+        beside = states.by_slot[before.clamp(min=0)].masked_fill_((before < 0)[:, None], 0)
+        speculator.hidden_states[:num_tokens] = beside
         hidden, own = speculator._run_model(num_tokens, metadata, slots, None)
-        if batch.wanted:
-            wanted = self._on_device(np.array(batch.wanted))
-            states.by_slot[slots[states.layer][wanted]] = own[wanted]
+        to = slots[states.layer]
+        if inputs.wanted is None:
+            states.by_slot[to] = own[:num_tokens]
+        elif len(inputs.wanted):
+            states.by_slot[to[inputs.wanted]] = own[inputs.wanted]
         return hidden
-
-    def _beside(self, batch: DraftBatch, states: HiddenStates) -> torch.Tensor:
-        """[T, H] the states at the token before each; zeros before the first."""
-        parents = np.array(batch.parents)
-        before = self._slots(batch, np.maximum(parents, 0))[states.number]
-        beside = states.by_slot[self._on_device(before)]
-        beside[self._on_device(np.flatnonzero(parents < 0))] = 0
-        return beside

@@ -26,7 +26,7 @@ class SearchedForest(ForestStep):
 
     @classmethod
     def grow(cls, growing: Sequence[tuple[ForestStep, np.ndarray]], logits: torch.Tensor, number: int) -> None:
-        """See `ForestStep`. Waits for the device once, for all groups together."""
+        """See `ForestStep`. The host sees the device; elsewhere such forests grow as `unseen_forests` says."""
         forest_steps = [forest_step for forest_step, _ in growing]
         best = best_drafts(forest_steps, logits, [rows for _, rows in growing], number)
         for forest_step, of_group in zip(forest_steps, best, strict=True):

@@ -24,6 +24,7 @@ from vllm_trie.worker.kernels import (
     controls,
     copies,
     drafts,
+    forest_growth,
     in_groups,
     items,
     rows_beside,
@@ -57,7 +58,8 @@ def warm_up(runner: BeamModelRunner) -> None:
     most_beams, logits = _widest(runner.vllm_config), tuple(_logits(runner))
     serving = Serving(tokens, rows.tables, *of_cache, most_beams, logits, has_catalogs(runner.vllm_config))
     serving = serving._replace(draft_logits=tuple(draft_logits(runner)))
-    for module in (slots, copies, controls, rows_beside, best, in_groups, items, wide, wide_catalog, drafts):
+    of_steps = best, in_groups, items, wide, wide_catalog
+    for module in (slots, copies, controls, rows_beside, *of_steps, drafts, forest_growth):
         module.warm_up(serving)
     triton_kernels.warm_up(_layers(runner), has_trees=runner.drafter is not None)
 

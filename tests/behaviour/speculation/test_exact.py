@@ -26,9 +26,10 @@ from tests.support.pairs import (
     steps_per_forward,
 )
 from tests.support.running import prompt_of, run, start_with, trained_prompts
+from tests.support.unseen import grow_unseen_in_turn, pretend_unseen
 from vllm_trie import beam_params
 from vllm_trie.engine import kv_cache
-from vllm_trie.worker import best_drafts, forest_walk, roots, searched_forest, verify
+from vllm_trie.worker import roots, verify
 from vllm_trie.worker.group_rows import GroupRows, Roots
 from vllm_trie.worker.rows import Rows
 
@@ -74,8 +75,7 @@ def test_groups_that_search_together_unseen_find_what_plain_steps_find(
         return found
 
     monkeypatch.setattr(roots, "_known", known_as_read)
-    for module in (forest_walk, searched_forest, best_drafts):
-        monkeypatch.setattr(module, "sees", lambda _: False)
+    pretend_unseen(monkeypatch)
     engine = speculating(engines, random_pair("gqa", NOISE), 5, max_num_seqs=128)
     asked = grid([prompt_of(2 * BLOCK_SIZE, seed) for seed in range(12)], max_tokens=2 * BLOCK_SIZE + 6)
     outputs = check_exact(engine, asked)
@@ -90,8 +90,9 @@ def test_the_trained_pair_finds_what_plain_steps_find(engines: Engines) -> None:
     assert sum(steps_per_forward(output) > 1.5 for output in outputs) > len(outputs) // 3
 
 
-def test_whatever_acts_on_a_search_acts_on_each_step_of_it(engines: Engines) -> None:
+def test_whatever_acts_on_a_search_acts_on_each_step_of_it(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
+    grow_unseen_in_turn(monkeypatch)
     asked = []
     for width, draft_width in ((1, 3), (4, 12)):
         prompts = trained_prompts([BLOCK_SIZE - 9] * len(DRAFTED))
@@ -117,7 +118,7 @@ def test_with_the_target_as_its_own_draft_model_every_step_is_found(
     assert {fills for fills, count in commits if count == num_steps >= fills} == {*range(1, num_steps + 1)}
 
 
-def test_searches_of_every_kind_share_a_batch(engines: Engines) -> None:
+def test_searches_of_every_kind_share_a_batch(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = speculating(engines, TRAINED, 4, max_num_seqs=128)
     kinds: list[dict[str, Any]] = [
         {"speculation": "off"},
@@ -137,7 +138,11 @@ def test_searches_of_every_kind_share_a_batch(engines: Engines) -> None:
         return run(engine, jobs)
 
     outputs = found()
-    assert count_differing(found(), outputs) == 0
+    with monkeypatch.context() as patch:
+        pretend_unseen(patch)
+        unseen = found()
+    assert count_differing(unseen, outputs) == 0
+    assert [output.kv_transfer_params for output in unseen] == [output.kv_transfer_params for output in outputs]
     exact = [at for at, one in enumerate(kinds) if one["speculation"] == "exact"]
     asked = [(prompts[at], {"beam_width": 4, "max_tokens": 34, "n": 1, **kinds[at]}) for at in exact]
     for _, one in asked:

@@ -5,12 +5,11 @@ In torch it is a log-softmax and a top-k.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import triton
 
-from vllm_trie.search.devices import NEVER, filled
-from vllm_trie.search.rank import NO_KEY, SCORE_UNIT, TILE
+from vllm_trie.search.devices import filled
+from vllm_trie.search.rank import TILE
 from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.kernels.tiles import MOST_PER_ROW, MOST_TILES, RowLogits, Wanted, rank_rows, tiles_of
 
@@ -22,29 +21,23 @@ def takes(count: int, vocab_size: int) -> bool:
     return count <= MOST_PER_ROW and vocab_size <= MOST_TILES * TILE
 
 
-def best_of_rows(values: torch.Tensor, which: torch.Tensor, count: int) -> torch.Tensor:
-    """Order keys of the best tokens of R rows, [R, P] int64 in no order.
+def best_of_rows(values: torch.Tensor, which: torch.Tensor, count: int, kept: int) -> torch.Tensor:
+    """Order keys of the best tokens of R rows, [R, kept] int64 in no order.
 
     Args:
         values: [N, V] logits.
         which: [R] int64, the rows.
         count: Tokens of each row.
+        kept: Keys that there is room for; a power of two, `kept_of(count)` or more.
     """
     logits = RowLogits(values, which)
     zeros = filled((len(which),), 0.0, values.device)
-    return rank_rows(logits, tiles_of(logits), zeros, 1, Wanted(count, kept_of(count))).keys
+    return rank_rows(logits, tiles_of(logits), zeros, 1, Wanted(count, kept)).keys
 
 
 def kept_of(count: int) -> int:
     """Keys for which there is room."""
     return max(triton.next_power_of_2(count), LEAST_KEPT)
-
-
-def decoded(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities [R, P] float32, and tokens [R, P] int64, of such keys: the best first, at last -inf."""
-    keys = np.sort(keys, axis=1)
-    logprobs = -(keys // SCORE_UNIT).astype(np.uint32).view(np.float32)
-    return np.where(keys == NO_KEY, np.float32(NEVER), logprobs), keys % SCORE_UNIT
 
 
 def warm_up(serving: Serving) -> None:
@@ -53,5 +46,5 @@ def warm_up(serving: Serving) -> None:
         row = torch.zeros(1, dtype=torch.int64, device=serving.device)
         kept = LEAST_KEPT
         while kept <= MOST_PER_ROW:
-            best_of_rows(logits, row, kept)
+            best_of_rows(logits, row, kept, kept)
             kept *= 2

@@ -1,0 +1,41 @@
+"""Forests as on a GPU, where a host that looks at what the device has would wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle
+
+import pytest
+
+from vllm_trie.worker import draft_by_model, forest_walk, searched_forest
+from vllm_trie.worker.forest_growth import NO_NODE, ForestPlan, Part
+from vllm_trie.worker.unseen_forests import UnseenForests
+
+
+def pretend_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the host see nothing of what the device has of forests."""
+    for module in (draft_by_model, forest_walk, searched_forest):
+        monkeypatch.setattr(module, "sees", lambda _: False)
+
+
+def grow_unseen_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let forests grow as on a GPU in every other step."""
+    turns = cycle([False, True])
+    monkeypatch.setattr(draft_by_model, "sees", lambda _: next(turns))
+
+
+def paths_before(unseen: UnseenForests, number: int) -> Iterator[tuple[ForestPlan, list[int] | None]]:
+    """The beam and the drafts that lead to each node after which layer `number` grows; None for what is no node."""
+    for plan in unseen._active(number):
+        for at in range(plan.parts[number - 1].size):
+            yield plan, _path(unseen, plan.parts[:number], at)
+
+
+def _path(unseen: UnseenForests, parts: list[Part], at: int) -> list[int] | None:
+    path = list[int]()
+    for part in reversed(parts[1:]):
+        path.insert(0, int(unseen._growing.tokens[part.first + at]))
+        at = int(unseen._growing.parents[part.first + at])
+        if at == NO_NODE:
+            return None
+    return [at, *path]
