@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.steps import rules_of
 from vllm_trie.messages import GroupStep, SpeculationBudget
 from vllm_trie.search.beams import States
-from vllm_trie.search.devices import NEVER
+from vllm_trie.search.devices import ALIGNMENT, NEVER
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.forest import Forest, Layer
 from vllm_trie.search.rank import NO_KEY, SCORE_UNIT
@@ -153,6 +153,10 @@ def check(problem: Problem, by_kernels: bool) -> None:
                 rows = [said[first : first + len(one.layer.nodes)] for first, one in zip(firsts, growing, strict=True)]
                 add_layer(growing, torch.cat(rows).cpu(), number)
             check_layer(unseen, seen, number)
+            if number < unseen.num_layers:
+                inputs = unseen.inputs(number)
+                read = inputs.tokens, inputs.positions, *inputs.slots, inputs.ends, *inputs.tables
+                assert all(part.data_ptr() % ALIGNMENT == 0 for part in read)
         unseen.replay()
     for theirs, own in zip(seen, replayed, strict=True):
         for name in ("tokens", "parents", "rows", "row_of", "places", "_masks", "depths"):

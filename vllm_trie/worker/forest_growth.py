@@ -19,7 +19,7 @@ from vllm_trie.worker.attention.shared_rows import WORD
 from vllm_trie.worker.forest_step import NO_BLOCK, ForestStep
 
 NO_NODE = -1  # the parent of what could have been a node, and of roots
-ALIGNED = 4  # nodes: where layers begin, so that all that is read of one is aligned
+ALIGNED = 4  # nodes: where layers begin, and columns of tables, so that all that is read of them is aligned
 NUM_DRAFTS, NUM_NARROW, NUM_TAKEN = 0, 1, 2  # columns of `Growing.totals`
 
 
@@ -118,11 +118,11 @@ def plant(
         device: Where.
     """
     forest_steps, num_forests = [plan.forest_step for plan in plans], len(plans)
+    columns = max(table.shape[1] for forest_step in forest_steps for table in forest_step.blocks)
     num_nodes, num_rows, num_tables = layer_of(plans, -1).stop, plans[-1].rows.stop, len(forest_steps[0].blocks)
-    num_nodes = -(-num_nodes // ALIGNED) * ALIGNED
+    num_nodes, columns = (-(-count // ALIGNED) * ALIGNED for count in (num_nodes, columns))
     num_words = -(-(1 + max(forest_step.budget.max_drafts for forest_step in forest_steps)) // WORD)
     most_spare = max(len(blocks) for forest_step in forest_steps for blocks in forest_step.spare_blocks)
-    columns = max(table.shape[1] for forest_step in forest_steps for table in forest_step.blocks)
     drafted, ends = np.zeros((2, num_nodes), np.int32), np.zeros(num_nodes, np.int32)
     drafted[0] = NO_NODE
     scores, rows = np.full(num_nodes, NEVER, np.float32), np.zeros(num_nodes, np.int64)
