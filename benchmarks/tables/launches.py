@@ -141,23 +141,23 @@ def _megabytes(num_bytes: int) -> float:
 TABLE = Table(
     "Launches of one step on a GPU, counted without one",
     (
-        *("search", "beams x groups", "operations", "copies", "kernels of ours", "selection, in all"),
-        *("whole step", "whole step, beside ordinary rows", "waits"),
-        *("MB read and written", "times the logits", "MB held"),
+        *("search", "beams x groups", "torch", "copies", "kernels", "in all", "step", "beside rows", "waits"),
+        *("MB", "x logits", "held"),
     ),
     cells,
     measure,
-    f"a decoding step of groups in one batch, V = {VOCAB_SIZE:,}, bfloat16, one stop token (with none, or two, a step "
-    "that torch takes has one operation more), on tensors without content: operations of torch, one each, "
-    "even where torch runs several kernels (topk, cumsum, cat); views, allocations and what the host computes "
-    "are left out, also what pins memory; copies between host and device; selection includes the reorder; the "
-    "whole step is all that happens where vLLM would sample, without vLLM's own sampling of ordinary rows, one ahead "
-    "of each group, and its processing of logits; what is uploaded once, in a first step, is not counted; waits of the "
-    f"host for the device, in any of these; a group that speculates drafts {DEPTH} layers with a draft model, the host "
-    "waiting once for all of them, takes as many steps and one more, and accepts all drafts: its whole step is "
-    "counted, without the forwards of the models and what attention makes ready for them, after another such step; MB: "
-    "device memory of the selection without its reorder, each tensor that an operation or kernel reads or writes "
-    "counted once, as large as it is, or as much of it as is looked up, whatever caches spare and what topk and sorts "
-    "read anew; times the logits: those of all beams in bfloat16, so 1 is a single pass over them; held: what the step "
+    f"a decoding step of groups in one batch, V = {VOCAB_SIZE:,}, bfloat16, one stop token (with none, or two, a "
+    "step that torch takes has one operation more), on tensors without content: torch: its operations, one each, "
+    "even where it runs several kernels (topk, cumsum, cat); views, allocations and what the host computes are "
+    "left out, also what pins memory; copies between host and device; kernels of ours; in all: of the selection, "
+    "with its reorder; step: all that happens where vLLM would sample, without vLLM's own sampling of ordinary "
+    "rows, and its processing of logits; beside rows: the same with an ordinary row ahead of each group; what is "
+    "uploaded once, in a first step, is not counted; waits of the host for the device, in any of these; a group "
+    f"that speculates drafts {DEPTH} layers with a draft model, the host waiting once for all of them, takes as "
+    "many steps and one more, and accepts all drafts: its step is counted, without the forwards of the models and"
+    " what attention makes ready for them, after another such step; MB of device memory that the selection reads "
+    "and writes, without its reorder, each tensor that an operation or kernel is given counted once, as large as "
+    "it is, or as much of it as is looked up, whatever caches spare and what topk and sorts read anew; x logits: "
+    "as a multiple of those of all beams in bfloat16, so 1 is a single pass over them; MB held: what the step "
     "allocates at most at a time, without what torch's operations take for themselves",
 )

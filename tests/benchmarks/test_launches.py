@@ -41,11 +41,11 @@ def test_the_table_is_measured_and_no_step_waits_but_for_stop_strings(tmp_path: 
     speculating = [row for row in rows if row["search"] == SPECULATING]
     assert [row["beams x groups"] for row in speculating] == ["4 x 1", "4 x 8"]
     for row in speculating:
-        assert (row["whole step"], row["waits"]) == (MOST_OF_FOREST, MOST_WAITS_OF_FOREST)
+        assert (row["step"], row["waits"]) == (MOST_OF_FOREST, MOST_WAITS_OF_FOREST)
     rows = [row for row in rows if row not in speculating]
     assert all(row["waits"] == (row["search"] == "stop strings") for row in rows), rows
     for row in rows:
-        assert row["selection, in all"] < row["whole step"] < row["whole step, beside ordinary rows"], row
+        assert row["in all"] < row["step"] < row["beside rows"], row
 
 
 @pytest.mark.parametrize(("width", "num_groups"), [(4, 1), (64, 1), (4, 8)])
