@@ -47,12 +47,6 @@ def most_beams(vllm_config: VllmConfig) -> int:
     return min(config_of(vllm_config).max_beam_width or most, most)
 
 
-def has_catalogs(vllm_config: VllmConfig) -> bool:
-    """Whether searches of this engine may go along catalogs."""
-    options = config_of(vllm_config)
-    return bool(options.catalogs or options.catalog_folder)
-
-
 def why_without_beams(vllm_config: VllmConfig) -> str:
     """Why this engine has no beam groups, to follow the name of what was asked of it."""
     if is_selected(vllm_config):

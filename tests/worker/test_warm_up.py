@@ -67,7 +67,6 @@ def runner_with(
     scorings: dict[str, Scoring],
     has_drafts: bool = True,
     max_beam_width: int | None = None,
-    has_catalogs: bool = False,
 ) -> Any:
     """As far as the warm-up knows it, with a layer for each of these."""
     step = WeightlessStep(rules_of(2), 1, VOCAB_SIZE)
@@ -78,8 +77,7 @@ def runner_with(
         for name, scoring in scorings.items()
     }
     attn_group = SimpleNamespace(layer_names=[*layers], get_metadata_builder=lambda _: Builder())
-    of_plugin = {"max_beam_width": max_beam_width, "catalogs": {CATALOG: "its file"} if has_catalogs else None}
-    options = {PLUGIN_NAME: {name: value for name, value in of_plugin.items() if value is not None}}
+    options = {PLUGIN_NAME: {} if max_beam_width is None else {"max_beam_width": max_beam_width}}
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=MOST_ROWS), additional_config=options)
     config.speculative_config = object() if has_drafts else None
     return SimpleNamespace(
@@ -112,7 +110,7 @@ def noted() -> Iterator[dict[str, Launches]]:
 @pytest.fixture(scope="module")
 def warmed() -> dict[str, set[object]]:
     with kernels_noted() as launches:
-        warm_up(runner_with(SCORINGS, has_drafts=True, max_beam_width=MOST_ROWS, has_catalogs=True))
+        warm_up(runner_with(SCORINGS, has_drafts=True, max_beam_width=MOST_ROWS))
     return {name: kernel.variants for name, kernel in launches.items()}
 
 
@@ -218,13 +216,6 @@ def test_no_step_along_a_catalog_launches_a_variant_that_was_not_warmed(
     assert noted["_select_items"].count + noted["_select_wide_items"].count > 100
     assert noted["_select_wide_items"].count > 0
     assert not new_variants(noted, warmed)
-
-
-def test_engines_without_catalogs_warm_nothing_of_them(noted: dict[str, Launches]) -> None:
-    warm_up(runner_with({}))
-    of_catalogs = "_rank_items", "_select_items", "_rank_item_tiles", "_rank_items_of_tiles", "_select_wide_items"
-    assert noted["_select_best"].count > 0
-    assert {name: noted[name].count for name in of_catalogs} == dict.fromkeys(of_catalogs, 0)
 
 
 def test_stages_of_a_pipeline_that_do_not_select_warm_no_step(noted: dict[str, Launches]) -> None:

@@ -19,6 +19,7 @@ from vllm_trie.search.constraints.catalog import ItemRules
 from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.step import is_light
 from vllm_trie.search.strategies.drawn import Drawn
 from vllm_trie.search.strategies.sampled import SampledEach
 from vllm_trie.search.strategies.stochastic import Stochastic
@@ -28,7 +29,7 @@ from vllm_trie.worker.widest_steps import ROWS, most_rows_together, take_widest_
 
 WIDTH, VOCAB_SIZE, MOST_LOGPROBS = 15, 20_000, 20
 CELLS = WIDTH * VOCAB_SIZE
-MOST_BYTES = {False: 57, True: 63}  # per row and token, with catalogs or without; they may only fall
+MOST_BYTES = 63  # per row and token; it may only fall
 NUCLEUS = LogitsFilters(0.7, top_p=0.9)
 PLAIN = RULES["plain"]
 SEARCHES = RULES | {
@@ -39,16 +40,17 @@ SEARCHES = RULES | {
     "log-probabilities": PLAIN._replace(num_logprobs=MOST_LOGPROBS, is_controlled=True),
     "contrast": RULES["contrast"]._replace(filters=NUCLEUS, is_controlled=True, num_logprobs=MOST_LOGPROBS),
     "many stop tokens": PLAIN._replace(stops=Stops(tuple(range(9))), num_logprobs=MOST_LOGPROBS, is_controlled=True),
+    "all tokens up to one, then a catalog": PLAIN._replace(constraints=(ItemRules(CATALOG, after=7),)),
     "before a catalog": PLAIN._replace(constraints=(ItemRules(CATALOG, after=7),), filters=NUCLEUS),
 }
 
 
 @cache
-def profiled(has_catalogs: bool) -> int:
-    """Bytes that vLLM sees."""
-    logits = nowhere(WIDTH, VOCAB_SIZE, dtype=torch.bfloat16)
+def profiled(num_rows: int = WIDTH) -> int:
+    """Bytes that vLLM sees of batches of so many rows."""
+    logits = nowhere(num_rows, VOCAB_SIZE, dtype=torch.bfloat16)
     with kernels_noted(), torch.inference_mode(), MemoryCounter() as counter:
-        take_widest_steps(logits, WIDTH, MOST_LOGPROBS, has_catalogs)
+        take_widest_steps(logits, WIDTH, MOST_LOGPROBS)
     return counter.most
 
 
@@ -58,7 +60,7 @@ def test_no_search_holds_more_than_was_profiled(rules: SelectRules) -> None:
         step = WeightlessStep(rules._replace(width=WIDTH), 1, VOCAB_SIZE)
         with MemoryCounter() as counter:
             step.sample(np.array([25]))
-    assert 0 < counter.most <= profiled(has_catalogs=rules.items is not None)
+    assert 0 < counter.most <= profiled()
 
 
 @pytest.mark.parametrize("constraints", [(), (ItemRules(CATALOG),)], ids=["plain", "along a catalog"])
@@ -67,7 +69,7 @@ def test_no_search_of_many_beams_by_kernels_holds_more_than_was_profiled(constra
     rules = PLAIN._replace(width=width, constraints=constraints)
     with kernels_noted() as noted, torch.inference_mode():
         with counters[0]:
-            take_widest_steps(nowhere(width, VOCAB_SIZE, dtype=torch.bfloat16), width, 0, bool(constraints))
+            take_widest_steps(nowhere(width, VOCAB_SIZE, dtype=torch.bfloat16), width, 0)
         step = WeightlessStep(rules, 1, VOCAB_SIZE, most_children=(8192,) * 3)
         with counters[1]:
             step.sample(np.array([25]))
@@ -91,10 +93,17 @@ def test_searches_that_need_much_memory_share_it(search: str) -> None:
 
 def test_of_large_batches_little_is_set_aside() -> None:
     """The widest search, or 64 rows, decides what searches may need that need much."""
-    logits = nowhere(20 * WIDTH, VOCAB_SIZE, dtype=torch.bfloat16)
-    with kernels_noted(), torch.inference_mode(), MemoryCounter() as counter:
-        take_widest_steps(logits, WIDTH, MOST_LOGPROBS, has_catalogs=False)
-    assert counter.most <= 14 * 20 * CELLS
+    assert profiled(20 * WIDTH) <= 14 * 20 * CELLS
+
+
+@pytest.mark.parametrize("search", [name for name, rules in SEARCHES.items() if is_light(rules._replace(width=WIDTH))])
+def test_no_large_batch_holds_more_than_was_profiled(search: str) -> None:
+    """Of searches that are all selected together."""
+    with kernels_noted(), torch.inference_mode():
+        step = WeightlessStep(SEARCHES[search]._replace(width=WIDTH), 20, VOCAB_SIZE)
+        with MemoryCounter() as counter:
+            step.select(np.full(20, 25))
+    assert 0 < counter.most <= profiled(20 * WIDTH)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "max_beam_width", "most"), [(512, 8, 64), (512, None, 512), (512, 100, 100)])
@@ -106,9 +115,8 @@ def test_the_widest_search_decides(max_num_seqs: int, max_beam_width: int | None
     assert most_rows_together(config) == most
 
 
-@pytest.mark.parametrize("has_catalogs", [False, True])
-def test_no_more_is_set_aside_than_today(has_catalogs: bool) -> None:
-    assert profiled(has_catalogs) <= MOST_BYTES[has_catalogs] * CELLS
+def test_no_more_is_set_aside_than_today() -> None:
+    assert profiled() <= MOST_BYTES * CELLS
 
 
 def test_bytes_are_those_of_storages_that_are_held() -> None:
@@ -132,6 +140,5 @@ def test_steps_are_taken_where_vllm_profiles_a_device(monkeypatch: pytest.Monkey
     runner: Any = object.__new__(BeamModelRunner)
     runner.device, runner.model = device, SimpleNamespace(compute_logits=lambda states: states)
     runner.model_config, runner.most_together = SimpleNamespace(max_logprobs=7), 64
-    runner.vllm_config = SimpleNamespace(additional_config={PLUGIN_NAME: {"catalogs": {"items": "items.catalog"}}})
     runner._dummy_sampler_run("states")
-    assert taken == ["vLLM's", *([("states", 64, 7, True)] if device == NOWHERE else [])]
+    assert taken == ["vLLM's", *([("states", 64, 7)] if device == NOWHERE else [])]

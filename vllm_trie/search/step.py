@@ -39,9 +39,11 @@ def take_step(rules: SelectRules, logits: torch.Tensor, beams: Beams, means: Mea
 
 
 def is_light(rules: SelectRules) -> bool:
-    """Whether a step needs little memory beside its logits: nothing is drawn, sorted, or added to scores."""
+    """Whether a step needs little memory beside its logits: nothing is drawn, sorted, masked, or added to scores."""
     strategy, has_no_filters = rules.strategy, (rules.filters, rules.pruning) == (LogitsFilters(), Pruning())
-    return isinstance(strategy, Best) and strategy.semantics != "vllm" and has_no_filters and not rules.may_rise
+    if rules.may_rise or (rules.items is not None and rules.items.after is not None):
+        return False
+    return isinstance(strategy, Best) and strategy.semantics != "vllm" and has_no_filters
 
 
 def joint_distribution(rules: SelectRules, logits: torch.Tensor, beams: Beams) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,7 +33,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from vllm_trie.messages import attach_results, catalog_changes, row_masks
 from vllm_trie.search.devices import sees
-from vllm_trie.selection import has_catalogs, has_logits_processors
+from vllm_trie.selection import has_logits_processors
 from vllm_trie.worker import kernels
 from vllm_trie.worker.amateur import Amateur, amateur_logits, contrasting
 from vllm_trie.worker.announce_shared_rows import announce_shared_rows, reads_shared_blocks_once
@@ -137,7 +137,7 @@ class BeamModelRunner(GPUModelRunner):
         super()._dummy_sampler_run(hidden_states, **kwargs)
         if not sees(self.device):  # vLLM measures the memory that is left by what this takes
             logits, max_logprobs = self.model.compute_logits(hidden_states), self.model_config.max_logprobs
-            take_widest_steps(logits, self.most_together, max_logprobs, has_catalogs(self.vllm_config))
+            take_widest_steps(logits, self.most_together, max_logprobs)
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, *args: Any, dummy_run: bool = False, **kwargs: Any

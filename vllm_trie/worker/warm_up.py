@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import VllmConfig
 
-from vllm_trie.selection import config_of, has_catalogs, most_beams
+from vllm_trie.selection import config_of, most_beams
 from vllm_trie.speculative_config import has_memory_mode
 from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.attention.shared_rows import Layer, SharesPrefixes
@@ -56,8 +56,7 @@ def warm_up(runner: BeamModelRunner) -> None:
     rows, tokens = runner.rows, runner.req_states.all_token_ids.gpu
     of_cache = rows.kv_blocks.segments, token_segments(runner)
     most_beams, logits = _widest(runner.vllm_config), tuple(_logits(runner))
-    serving = Serving(tokens, rows.tables, *of_cache, most_beams, logits, has_catalogs(runner.vllm_config))
-    serving = serving._replace(draft_logits=tuple(draft_logits(runner)))
+    serving = Serving(tokens, rows.tables, *of_cache, most_beams, logits, tuple(draft_logits(runner)))
     of_steps = best, in_groups, items, wide, wide_catalog
     for module in (slots, copies, controls, rows_beside, *of_steps, drafts, forest_growth):
         module.warm_up(serving)

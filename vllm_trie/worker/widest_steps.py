@@ -35,22 +35,19 @@ def most_rows_together(vllm_config: VllmConfig) -> int:
     return max(most_beams(vllm_config), ROWS)
 
 
-def take_widest_steps(logits: torch.Tensor, most_together: int, num_logprobs: int, has_catalogs: bool) -> None:
+def take_widest_steps(logits: torch.Tensor, most_together: int, num_logprobs: int) -> None:
     """Take a step of each kind, of one search with as many beams as there may be, and with all that it may ask for.
 
     Args:
         logits: [R, V], of all rows.
         most_together: Rows, where the search needs much memory.
         num_logprobs: The most that each row may have to report; -1: all.
-        has_catalogs: Whether searches may go along catalogs.
     """
     some = logits[:most_together]
     _take(SelectRules(len(logits), Best(), STOPS, num_logprobs, True), logits)
     for strategy in STRATEGIES:
         _take(SelectRules(len(some), strategy, STOPS, num_logprobs, True, FILTERS, PRUNING), some)
-    if has_catalogs:
-        _take(SelectRules(len(logits), Best(), STOPS, num_logprobs, True, constraints=(AFTER,)), logits)
-        _take(SelectRules(len(some), Best(), STOPS, num_logprobs, True, FILTERS, PRUNING, (AFTER,)), some)
+    _take(SelectRules(len(some), Best(), STOPS, num_logprobs, True, FILTERS, PRUNING, (AFTER,)), some)
 
 
 def _take(rules: SelectRules, logits: torch.Tensor) -> None:

@@ -28,7 +28,6 @@ class Serving(NamedTuple):
     token_segments: tuple[TokenSegments, ...]  # one, or none where no tokens are moved
     most_beams: int  # of a group
     logits: tuple[torch.Tensor, ...] = ()  # [N, V] each, of every type, stride and alignment that is selected from
-    has_catalogs: bool = False
     draft_logits: tuple[torch.Tensor, ...] = ()  # likewise, of a draft model
 
     @property

@@ -205,9 +205,7 @@ def _select_items(
 
 
 def warm_up(serving: Serving) -> None:
-    """Take a step for each number of slots, and of children, if searches go along catalogs."""
-    if not serving.has_catalogs:
-        return
+    """Take a step for each number of slots, and of children."""
     nothing, rules = torch.zeros(2, dtype=torch.int64, device=serving.device), ItemRules("")
     for most_children in CHILDREN:
         trie = ItemTrie(nothing.int(), nothing.int(), nothing.bool(), [most_children])

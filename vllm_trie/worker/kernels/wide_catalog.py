@@ -247,9 +247,7 @@ def _select_wide_items(
 
 
 def warm_up(serving: Serving) -> None:
-    """Take a step, if searches go along catalogs."""
-    if not serving.has_catalogs:
-        return
+    """Take a step."""
     nothing, rules = torch.zeros(2, dtype=torch.int64, device=serving.device), ItemRules("")
     along, row = rules.on({"": ItemTrie(nothing.int(), nothing.int(), nothing.bool(), [1])}, ()), nothing[:1]
     beams = Beams(torch.zeros(1, 1, device=serving.device), states={along: row[None]})
