@@ -66,7 +66,7 @@ LOGITS_READ: dict[str, Callable[[Arguments, Grid], int]] = {  # by kernel: of ho
     "_rank_item_tiles": lambda given, grid: grid[0] * given["room"],
     "_rank_items_of_tiles": lambda given, grid: given["chosen"].numel() * given["tile"],
     "_select_in_groups": lambda given, grid: given["keys"].numel(),
-    "_write_logprobs": lambda given, grid: grid[0] * (grid[1] - given["num_rows"]) * given["vocab_size"],
+    "_write_logprobs": lambda given, grid: (grid[0] - given["num_rows"]) * grid[1] * given["vocab_size"],
 }
 OF_CHILDREN = {"node_tokens": 1, "first_child": 2}  # of a catalog: how many numbers are read for each child's logit
 OF_TILES = "_rank_tiles", "best"  # of which the kernel reads those in chosen blocks

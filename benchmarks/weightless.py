@@ -50,6 +50,7 @@ PROMPT = list(range(20))
 CATALOG = "items"  # its digest
 MOST_TOKENS = 1 << 20  # of a vocabulary
 HOPPER = GPUTarget("cuda", 90, 32)
+MOST_PROGRAMS = 65_535  # that CUDA launches in the second dimension of a grid; in the first one there may be any number
 
 
 class Launches:
@@ -70,6 +71,7 @@ class Launches:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: object, **options: object) -> None:
+            assert all(size <= MOST_PROGRAMS for size in grid[1:]), f"CUDA does not launch {self._name}[{grid}]"
             self.count += 1
             given = dict(zip(self._parameters, args, strict=False)) | options
             self.num_bytes += device_bytes.of_kernel(self._name, given, grid)

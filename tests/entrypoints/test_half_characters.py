@@ -39,19 +39,20 @@ def detokenizer(prompt: list[int], mark: str = TICKET, **options: Any) -> Increm
 
 
 @cache
-def cuts_within_characters() -> list[tuple[list[int], list[int]]]:
-    ids = tokenizer()(TEXT, add_special_tokens=False)["input_ids"]
-    return [(ids[:cut], ids[cut:]) for cut in range(8, len(ids)) if decode(ids[:cut]).endswith(INCOMPLETE)]
+def cuts_within_characters(text: str = TEXT) -> list[tuple[list[int], list[int]]]:
+    ids = tokenizer()(text, add_special_tokens=False)["input_ids"]
+    return [(ids[:cut], ids[cut:]) for cut in range(1, len(ids)) if decode(ids[:cut]).endswith(INCOMPLETE)]
 
 
+@pytest.mark.parametrize("text", [TEXT, "日本語 = 1", "é = 1"])
 @pytest.mark.parametrize("mark", [TICKET, FORK])
 @pytest.mark.parametrize("is_whole", [False, True])
-def test_an_answer_begins_with_the_character_that_its_prompt_leaves_open(mark: str, is_whole: bool) -> None:
-    for prompt, generated in cuts_within_characters():
+def test_an_answer_begins_with_the_character_that_its_prompt_leaves_open(text: str, mark: str, is_whole: bool) -> None:
+    for prompt, generated in cuts_within_characters(text):
         answer = detokenizer(prompt, mark)
         for tokens in [generated] if is_whole else [[token] for token in generated]:
             answer.update(tokens, False)
-        assert answer.get_next_output_text(True, False) == TEXT.removeprefix(decode(prompt).rstrip(INCOMPLETE))
+        assert answer.get_next_output_text(True, False) == text.removeprefix(decode(prompt).rstrip(INCOMPLETE))
 
 
 def test_what_a_prompt_leaves_open_for_good_is_no_part_of_the_answer() -> None:

@@ -41,9 +41,9 @@ def take_step(rules: SelectRules, logits: torch.Tensor, beams: Beams, means: Mea
 def is_light(rules: SelectRules) -> bool:
     """Whether a step needs little memory beside its logits: nothing is drawn, sorted, masked, or added to scores."""
     strategy, has_no_filters = rules.strategy, (rules.filters, rules.pruning) == (LogitsFilters(), Pruning())
-    if rules.may_rise or (rules.items is not None and rules.items.after is not None):
-        return False
-    return isinstance(strategy, Best) and strategy.semantics != "vllm" and has_no_filters
+    if rules.items is not None and not (rules.items.is_plain and rules.num_logprobs is None):
+        return False  # a catalog's root, and what is not plain, may have as many children as there are tokens
+    return isinstance(strategy, Best) and strategy.semantics != "vllm" and has_no_filters and not rules.may_rise
 
 
 def joint_distribution(rules: SelectRules, logits: torch.Tensor, beams: Beams) -> tuple[torch.Tensor, torch.Tensor]:

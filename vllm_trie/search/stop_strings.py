@@ -68,11 +68,12 @@ def _fits(piece: str, string: str) -> bool:
 
 
 def context_of(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> tuple[list[int], str]:
-    """The last few of some tokens, and their text, which does not begin within a character."""
+    """The last few of some tokens, and their text, which begins within a character only if no whole one is in it."""
     context = [int(token) for token in tokens[-CONTEXT:]]
-    while (text := decode(context)).startswith(INCOMPLETE):
-        context = context[1:]
-    return context, text
+    whole = context
+    while (text := decode(whole)).startswith(INCOMPLETE):
+        whole = whole[1:]
+    return (whole, text) if text else (context, decode(context))
 
 
 def text_after(before: str, text: str) -> str:

@@ -36,6 +36,11 @@ class ItemRules(Constraint):
     ends_with_stop: bool = False
     renormalizes: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether each hypothesis is an item, and nothing but that, by the model's own probabilities."""
+        return self == ItemRules(self.catalog)
+
     def on(self, tries: Mapping[str, ItemTrie], stop_token_ids: tuple[int, ...]) -> AlongItems:
         """See `Constraint`."""
         return AlongItems(self, tries[self.catalog], stop_token_ids)

@@ -52,9 +52,9 @@ class Taken(NamedTuple):
 
 
 def takes(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
-    """Whether a step by these rules is taken here; else torch takes it.
+    """Whether a step by these rules is taken here.
 
-    So that few variants of the kernels are enough, torch also takes steps with more than three stop tokens, or than one
+    So that few variants of the kernels are enough, `wide` takes steps with more than three stop tokens, or than one
     where there are more than 32 beams.
     """
     return (

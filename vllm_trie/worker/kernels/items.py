@@ -56,14 +56,14 @@ WARPS_TO_RANK = 4
 
 
 def takes(rules: SelectRules, beams: Beams, _: int) -> bool:
-    """Whether a step by these rules is taken here; else torch takes it."""
+    """Whether a step by these rules is taken here; `wide_catalog` takes those of more beams, or children."""
     return are_items_alone(rules) and rules.width <= SLOTS[-1] and most_children(beams) <= CHILDREN[-1]
 
 
 def are_items_alone(rules: SelectRules) -> bool:
     """Whether beams go along a catalog, each one item, and kernels know what else is asked."""
     items = rules.items
-    if items is None or rules.constraints != (items,) or items != ItemRules(items.catalog):
+    if items is None or rules.constraints != (items,) or not items.is_plain:
         return False
     return (
         rules.strategy in SEMANTICS

@@ -43,7 +43,7 @@ def report(logits: RowLogits, tiles: Tiles, words: torch.Tensor, layout: Layout)
     nothing, most = filled((num_groups, num_rows), 0.0, words.device), max(num_tops, 1)
     kept = next(kept for kept in REPORTED if kept >= most)
     tops = rank_rows(logits, tiles, nothing, num_rows, Wanted(most, kept))
-    _write_logprobs[num_groups, width + count + num_rows](
+    _write_logprobs[width + count + num_rows, num_groups](
         *logits.arguments, tops.keys, tops.normal, words, words.shape[1], sum(layout.ints), width, count, num_rows,
         num_tops, per_row=tops.keys.shape[1], block=BLOCK, num_warps=WARPS_TO_REPORT,
     )  # fmt: skip
@@ -60,8 +60,8 @@ def _write_logprobs(
     logits, index, stride, vocab_size, barred, num_barred, temperature, keys, normal, words, num_words, num_ints, width,
     count, num_rows, num_tops, per_row: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """See `report`: a program per group, and continuation or row."""
-    group, entry, num_entries = tl.program_id(0).to(tl.int64), tl.program_id(1), width + count
+    """See `report`: a program per continuation or row, and group."""
+    entry, group, num_entries = tl.program_id(0), tl.program_id(1).to(tl.int64), width + count
     words += group * num_words
     ints, floats = words + 2 * num_entries, words + num_ints + num_entries
     if entry < num_entries:

@@ -96,7 +96,7 @@ def _best_items(rules: SelectRules, logits: RowLogits, beams: Beams, room: int) 
         **sizes, num_warps=WARPS_TO_RANK,
     )  # fmt: skip
     chosen, keys = split(keys, count, TILE)
-    _rank_items_of_tiles[num_lists, triton.cdiv(keys.shape[1], KEYS_AT_A_TIME)](
+    _rank_items_of_tiles[triton.cdiv(keys.shape[1], KEYS_AT_A_TIME), num_lists](
         *logits.arguments, chosen, chosen.shape[1], of_rows, num_groups, num_rows, room, *trie, keys, tile=TILE,
         lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
     )  # fmt: skip
@@ -178,8 +178,8 @@ def _rank_items_of_tiles(
     logits, index, stride, vocab_size, barred, num_barred, temperature, chosen, num_chosen, of_rows, num_groups,
     num_rows, room, states, first_child, node_tokens, keys, tile: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
-    """Make order keys of the children in chosen tiles: programs per list of a group and part of these."""
-    number = tl.program_id(0).to(tl.int64)
+    """Make order keys of the children in chosen tiles: programs per part of these and list of a group."""
+    number = tl.program_id(1).to(tl.int64)
     place_of_best, child, exists, at, has_room = parts_of(chosen, num_chosen, tile, lanes)
     place = place_of_best // tile * tile + child
     row, child = place // room, place % room

@@ -78,12 +78,12 @@ def best_of_groups(
         **sizes, num_warps=warps_to_rank_blocks(sizes["blocks"]),
     )  # fmt: skip
     chosen, keys = split(keys, count, TILES)
-    _rank_tiles[num_groups, triton.cdiv(keys.shape[1], KEYS_AT_A_TIME)](
+    _rank_tiles[triton.cdiv(keys.shape[1], KEYS_AT_A_TIME), num_groups](
         chosen, chosen.shape[1], tiles.best, of_rows, logits.values.shape[1], num_blocks, num_rows, keys, tiles=TILES,
         tile=TILE, lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
     )  # fmt: skip
     chosen, keys = split(keys, count, TILE)
-    _rank_tokens[num_groups, triton.cdiv(keys.shape[1], KEYS_AT_A_TIME)](
+    _rank_tokens[triton.cdiv(keys.shape[1], KEYS_AT_A_TIME), num_groups](
         *logits.arguments, chosen, chosen.shape[1], of_rows, num_blocks * TILES, num_rows, keys, tile=TILE,
         lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
     )  # fmt: skip
@@ -163,7 +163,7 @@ def parts_of(chosen, num_chosen, per_entry: tl.constexpr, lanes: tl.constexpr):
         [lanes] place of the chosen one, number within it, whether there is such a one; and place of the key in the
         group's, and whether there is room for it.
     """
-    group, lane = tl.program_id(0).to(tl.int64), tl.program_id(1) * lanes + tl.arange(0, lanes)
+    group, lane = tl.program_id(1).to(tl.int64), tl.program_id(0) * lanes + tl.arange(0, lanes)
     has_room = lane < num_chosen * per_entry
     key = tl.load(chosen + group * num_chosen + lane // per_entry, mask=has_room, other=LAST_KEY)
     exists = key < LAST_KEY
@@ -175,8 +175,8 @@ def _rank_tiles(
     chosen, num_chosen, best, of_rows, vocab_size, num_blocks, num_rows, keys, tiles: tl.constexpr, tile: tl.constexpr,
     lanes: tl.constexpr,
 ):  # fmt: skip
-    """Make order keys of the tiles in chosen blocks: programs per group and part of these."""
-    group = tl.program_id(0).to(tl.int64)
+    """Make order keys of the tiles in chosen blocks: programs per part of these and group."""
+    group = tl.program_id(1).to(tl.int64)
     block, number, exists, at, has_room = parts_of(chosen, num_chosen, tiles, lanes)
     row, number = block // num_blocks, block % num_blocks * tiles + number
     exists &= number * tile < vocab_size
@@ -199,8 +199,8 @@ def _rank_tokens(
     logits, index, stride, vocab_size, barred, num_barred, temperature, chosen, num_chosen, of_rows, num_tiles,
     num_rows, keys, tile: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
-    """Make order keys of the tokens in chosen tiles: programs per group and part of these."""
-    group = tl.program_id(0).to(tl.int64)
+    """Make order keys of the tokens in chosen tiles: programs per part of these and group."""
+    group = tl.program_id(1).to(tl.int64)
     of_tile, number, exists, at, has_room = parts_of(chosen, num_chosen, tile, lanes)
     row, token = of_tile // num_tiles, of_tile % num_tiles * tile + number
     exists &= token < vocab_size

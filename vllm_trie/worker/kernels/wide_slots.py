@@ -39,7 +39,7 @@ def first_children(keys: torch.Tensor, per_row: int, stops: torch.Tensor, width:
     """
     num_groups, count = keys.shape
     first_child, dead = torch.empty(2, num_groups, width, dtype=torch.int32, device=keys.device)
-    _find_first_children[num_groups, triton.cdiv(width, SLOTS_AT_A_TIME)](
+    _find_first_children[triton.cdiv(width, SLOTS_AT_A_TIME), num_groups](
         keys, count, per_row, stops, len(stops), width, most, first_child, slots=SLOTS_AT_A_TIME,
         part=CHILDREN_AT_A_TIME, num_warps=NUM_WARPS,
     )  # fmt: skip
@@ -72,7 +72,7 @@ def _find_first_children(
     keys, count, per_row, stops, num_stops, width, most, first_child, slots: tl.constexpr, part: tl.constexpr
 ):  # fmt: skip
     """See `first_children`: programs per group and part of its slots."""
-    group, slot = tl.program_id(0).to(tl.int64), tl.program_id(1) * slots + tl.arange(0, slots)
+    group, slot = tl.program_id(1).to(tl.int64), tl.program_id(0) * slots + tl.arange(0, slots)
     keys += group * count
     first = tl.zeros([slots], tl.int32) + count
     start, num_living = 0, 0
