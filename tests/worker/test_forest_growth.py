@@ -21,6 +21,7 @@ from vllm_trie.worker import best_drafts, kernels, unseen_forests
 from vllm_trie.worker.forest_growth import layer_of
 from vllm_trie.worker.forest_step import NO_BLOCK, ForestStep, add_layer
 from vllm_trie.worker.kernels import drafts
+from vllm_trie.worker.kernels.forest_growth import SLOTS
 from vllm_trie.worker.searched_forest import SearchedForest
 from vllm_trie.worker.unseen_forests import UnseenForests
 
@@ -38,39 +39,40 @@ class Problem:
 
     def __init__(self, seed: int) -> None:
         self.seed, random = seed, np.random.default_rng(seed)
-        most = 5, 5, 10, 5  # layers; beams; drafts of a layer; drafts of a beam and layer
-        self.sizes = random.integers(1, most, (random.integers(1, 4), 4)).tolist()
+        limits = 5, 5, 10, 5  # layers; beams; drafts of a layer; drafts of a beam and layer
+        sizes = random.integers(1, limits, (random.integers(1, 4), 4))
+        most = random.integers(1, 1 + sizes[:, [0, 1, 3]].prod(axis=1))
+        self.sizes = np.column_stack([sizes[:, :3], most]).tolist()
+        if random.random() < 0.3:
+            self.sizes.append([6, int(random.integers(1, 3)), 30, int(random.choice([62, 63, 64, 65, 130]))])
         self.block_sizes = BLOCK_SIZES[: random.integers(1, 3)]
-        self.start, self.num_stops = int(random.integers(0, 10)), int(random.integers(0, 3))
+        self.starts, self.num_stops = random.integers(0, 10, len(self.sizes)).tolist(), int(random.integers(0, 3))
 
     def planted(self) -> list[ForestStep]:
         """Forests of roots alone; some of these are dead."""
         random, found = np.random.default_rng(self.seed), []
-        for num_layers, width, draft_width, per_beam in self.sizes:
+        for start, (num_layers, width, draft_width, most) in zip(self.starts, self.sizes, strict=True):
             filters = LogitsFilters(random.choice([0.7, 1.0, 1.0]))  # torch ranks tokens with a temperature
-            rules = [rules_of(1, stops=STOPS[: self.num_stops], filters=filters)] * 4
-            most = random.integers(1, 1 + width * per_beam * num_layers)
+            rules = [rules_of(1, stops=STOPS[: self.num_stops], filters=filters)] * num_layers
             numbers, blocks, spare = iter(random.permutation(2000) + 1), [], []
             for size in self.block_sizes:
-                column, has_next = self.start // size, random.random() < 0.5
-                table = np.full((width, max((self.start + most) // size, column + has_next) + 1), NO_BLOCK, np.int32)
+                column, has_next = start // size, random.random() < 0.5
+                table = np.full((width, max((start + most) // size, column + has_next) + 1), NO_BLOCK, np.int32)
                 for row in table:
                     row[: column + 1 + has_next] = [next(numbers) for _ in range(column + 1 + has_next)]
                 table[:, : random.integers(0, column + 1)] = NO_BLOCK  # behind a window
                 blocks.append(table)
                 spare.append([int(next(numbers)) for _ in range(width * table.shape[1])])
-            budget = SpeculationBudget(
-                num_layers, int(most), [], spare, draft_width=draft_width, rules=rules[:num_layers]
-            )
+            budget = SpeculationBudget(num_layers, most, [], spare, draft_width=draft_width, rules=rules)
             scores = -random.integers(0, 4, width).astype(np.float32)
             scores[random.random(width) < 0.2] = NEVER
             layer, forest = (
                 Layer([*range(width)], scores, width),
-                Forest(random.integers(0, 9, width).tolist(), int(most)),
+                Forest(random.integers(0, 9, width).tolist(), most),
             )
             group: Any = type("Group", (), {"row_ids": ["row"] * width})
             step = GroupStep(rules[0], selects=True, budget=budget, num_shared=[4] * len(self.block_sizes))
-            found.append(SearchedForest(step, group, self.start, self.block_sizes, forest, layer, blocks, spare, {}))
+            found.append(SearchedForest(step, group, start, self.block_sizes, forest, layer, blocks, spare, {}))
         return found
 
     def says(self, count: int, number: int) -> torch.Tensor:
@@ -131,12 +133,19 @@ def unseen_order(seen: list[ForestStep]) -> list[int]:
     return [order.index(at) for at in range(len(seen))]
 
 
-def check(problem: Problem, by_kernels: bool) -> None:
-    """Raise AssertionError unless the forests are those of the host."""
+def check(problem: Problem, by_kernels: bool, most_slots: int = SLOTS[-1]) -> None:
+    """Raise AssertionError unless the forests are those of the host.
+
+    Args:
+        problem: Which.
+        by_kernels: On a device that has some.
+        most_slots: Wider forests kernels do not draft alone.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for module in (best_drafts, unseen_forests):
             patch.setattr(module, "rank", rank)
         patch.setattr(drafts, "best_of_rows", best_of_rows)
+        patch.setattr(kernels.forest_growth, "SLOTS", (most_slots,))
         patch.setattr(kernels, "run_on", lambda _: by_kernels)
         seen, replayed = problem.planted(), problem.planted()
         unseen = UnseenForests(replayed, problem.block_sizes, DEVICE)
@@ -172,6 +181,6 @@ def test_forests_that_grow_unseen_are_those_of_the_host(seed: int) -> None:
 
 
 @settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate])
-@given(st.integers(0, 10**9))
-def test_forests_that_kernels_grow_are_those_of_the_host(seed: int) -> None:
-    check(Problem(seed), by_kernels=True)
+@given(st.integers(0, 10**9), st.sampled_from([4, SLOTS[-1]]))
+def test_forests_that_kernels_grow_are_those_of_the_host(seed: int, most_slots: int) -> None:
+    check(Problem(seed), by_kernels=True, most_slots=most_slots)

@@ -159,7 +159,8 @@ def draft(growing: Growing, plan: ForestPlan, number: int, logprobs: torch.Tenso
     """
     before, part, totals = plan.parts[number - 1], plan.parts[number], growing.totals[plan.place]
     known = growing.scores[before.nodes, None]
-    scores = (logprobs + known).where(known > NEVER, NEVER).flatten()
+    scores = logprobs + known
+    scores = scores.where(scores > NEVER, NEVER).flatten()  # nor what is no number
     by_rank = scores.argsort(descending=True, stable=True)
     is_narrow = (by_rank // logprobs.shape[1] < totals[NUM_NARROW]) & (scores[by_rank] > NEVER)
     is_narrow &= is_narrow.cumsum(0) <= plan.forest_step.num_beams

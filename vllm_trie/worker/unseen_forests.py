@@ -70,14 +70,22 @@ class UnseenForests:
         drafted = self._kernels.draft(self._growing, logits, number) if self._kernels is not None else set()
         for plan in plans:
             if plan.place not in drafted:
-                before, states = plan.parts[number - 1], self._states[plan.place]
-                of_forest = logits[before.first - first :][: before.size]
-                of_layer = {key: state[:, state.shape[1] - before.size :] for key, state in states.items()}
-                best = rank(plan.forest_step, of_forest, of_layer, number)
-                forest_growth.draft(self._growing, plan, number, *best)
+                before = plan.parts[number - 1]
+                nodes = slice(before.first - first, before.first - first + before.size)
+                forest_growth.draft(self._growing, plan, number, *self._best(plan, logits, nodes, number))
             self._follow(plan, number)
         if going_on := self._active(number + 1):
             self._place(going_on, number)
+
+    def _best(
+        self, plan: ForestPlan, logits: torch.Tensor, nodes: slice, number: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `best_drafts.rank`."""
+        if self._kernels is not None and (best := self._kernels.best(plan, logits, nodes, number)):
+            return best
+        own = logits[nodes]
+        states = {key: state[:, state.shape[1] - len(own) :] for key, state in self._states[plan.place].items()}
+        return rank(plan.forest_step, own, states, number)
 
     def inputs(self, number: int) -> DraftInputs:
         """What the draft model computes of the nodes of layer `number`, of groups that have one more."""

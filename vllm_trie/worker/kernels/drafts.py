@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 import triton
 
-from vllm_trie.search.devices import filled
-from vllm_trie.search.rank import TILE
+from vllm_trie.search.devices import NEVER, constant, filled
+from vllm_trie.search.rank import NO_KEY, SCORE_UNIT, TILE
 from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.kernels.tiles import MOST_PER_ROW, MOST_TILES, RowLogits, Wanted, rank_rows, tiles_of
 
@@ -33,6 +33,19 @@ def best_of_rows(values: torch.Tensor, which: torch.Tensor, count: int, kept: in
     logits = RowLogits(values, which)
     zeros = filled((len(which),), 0.0, values.device)
     return rank_rows(logits, tiles_of(logits), zeros, 1, Wanted(count, kept)).keys
+
+
+def decoded(keys: torch.Tensor, ends: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [R, P] float32, and tokens [R, P] int64, of such keys: the best first, at last -inf.
+
+    Those of tokens that end hypotheses are -inf as well.
+    """
+    keys = keys.sort(dim=1).values
+    logprobs, tokens = -(keys // SCORE_UNIT).int().view(torch.float32), keys % SCORE_UNIT
+    goes_on = keys != NO_KEY
+    if ends:
+        goes_on &= ~torch.isin(tokens, constant(ends, keys.device))
+    return logprobs.where(goes_on, NEVER), tokens
 
 
 def kept_of(count: int) -> int:

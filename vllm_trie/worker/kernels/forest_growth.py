@@ -82,6 +82,24 @@ class GrowthKernels:
         draft_nodes(growing, (keys, logits.shape[1], first), about[number - 1, : len(active)], stops, sizes)
         return {plan.place for plan in ranked}
 
+    def best(
+        self, plan: ForestPlan, logits: torch.Tensor, nodes: slice, number: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What `best_drafts.rank` finds, for a forest that is too wide for `draft`; None where torch must rank tokens.
+
+        Args:
+            plan: The forest's.
+            logits: [nodes of the layer before, V], of all forests.
+            nodes: Its own among them.
+            number: From 1 on.
+        """
+        count = _num_ranked(plan, number, logits.shape[1])
+        if not _is_plain(plan) or not drafts.takes(count, logits.shape[1]):
+            return None
+        own = numbers(len(logits), logits.device)[nodes]
+        keys = drafts.best_of_rows(logits, own, count, drafts.kept_of(count))
+        return drafts.decoded(keys, plan.forest_step.rules[number - 1].stops.token_ids)
+
     def place(self, growing: Growing, number: int, num_forests: int) -> bool:
         """Do what `forest_growth.place` does, for layer `number` of the first `num_forests`; not if one is too wide."""
         widest = max(map(_widest, self._plans[:num_forests]))
@@ -134,10 +152,14 @@ def place_nodes(growing: Growing, about: torch.Tensor, block_sizes: torch.Tensor
 
 
 def _is_ranked(plan: ForestPlan) -> bool:
-    """Whether kernels rank the tokens of a forest: by the draft model's log-probabilities alone, and not too many."""
+    """Whether kernels draft all layers of a forest."""
+    return _is_plain(plan) and _widest(plan) <= SLOTS[-1]
+
+
+def _is_plain(plan: ForestPlan) -> bool:
+    """Whether drafts compete by the draft model's log-probabilities alone."""
     forest_step = plan.forest_step
-    is_plain = not forest_step.states and all(rules.filters.temperature == 1.0 for rules in forest_step.rules)
-    return is_plain and _widest(plan) <= SLOTS[-1]
+    return not forest_step.states and all(rules.filters.temperature == 1.0 for rules in forest_step.rules)
 
 
 def _widest(plan: ForestPlan) -> int:
