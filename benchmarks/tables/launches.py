@@ -16,7 +16,7 @@ TEMPERATURE, MIN_P, TOP_P = 0.7, 0.1, 0.9
 STOP_STRINGS = ("\n\n",)
 PLAIN, SPECULATING = "plain", "speculating"
 WIDTHS, IN_ONE_BATCH = (4, 64, 512, 5000), (4, 8)  # beams; beams and groups
-WIDE = 512
+WIDE, MANY = 512, 40  # beams; the latter have more drafts a layer than kernels take
 LOGIT_BYTES, MEGABYTE = 2, 1e6
 NUM_LAYERS, DEPTH = 36, 4  # of models; of a forest
 NOT_COUNTED = "-"
@@ -113,7 +113,7 @@ def cells(setting: Setting) -> list[Cell]:
     plain = [(PLAIN, width, 1) for width in setting.widths or WIDTHS]
     others = [(search, WIDTHS[0], 1) for search in _rules(WIDTHS[0]) if search != PLAIN]
     wider = [("along a catalog", width, 1) for width in (WIDE, WIDTHS[-1])] + [("drawn beams", *IN_ONE_BATCH)]
-    speculating = [(SPECULATING, WIDTHS[0], 1), (SPECULATING, *IN_ONE_BATCH)]
+    speculating = [(SPECULATING, width, 1) for width in (WIDTHS[0], MANY)] + [(SPECULATING, *IN_ONE_BATCH)]
     return [*plain, (PLAIN, *IN_ONE_BATCH), *others, *wider, *speculating]
 
 

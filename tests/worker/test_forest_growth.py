@@ -184,3 +184,20 @@ def test_forests_that_grow_unseen_are_those_of_the_host(seed: int) -> None:
 @given(st.integers(0, 10**9), st.sampled_from([4, SLOTS[-1]]))
 def test_forests_that_kernels_grow_are_those_of_the_host(seed: int, most_slots: int) -> None:
     check(Problem(seed), by_kernels=True, most_slots=most_slots)
+
+
+@pytest.mark.parametrize("count", [3, 80])
+def test_kernels_rank_what_goes_on_as_torch(count: int) -> None:
+    """Whatever ends hypotheses is no draft."""
+    logits = torch.randn(5, 700, generator=torch.Generator().manual_seed(count)).to(DEVICE)
+    which, ends = torch.tensor([4, 0, 2], device=DEVICE), tuple(logits[4].topk(2).indices.tolist())
+    keys = drafts.best_of_rows(logits, which, count + len(ends), drafts.kept_of(count + len(ends)))
+    logprobs, tokens = (of_rows[:, :count] for of_rows in drafts.decoded(keys, ends))
+    expected = logits[which].log_softmax(dim=1)
+    expected[:, list(ends)] = NEVER
+    best = expected.topk(count + len(ends), dim=1)
+    for row in range(len(which)):
+        goes_on = logprobs[row] > NEVER
+        assert goes_on.sum() >= count - len(ends)
+        assert tokens[row][goes_on].tolist() == best.indices[row][: goes_on.sum()].tolist()
+        assert torch.allclose(logprobs[row][goes_on], best.values[row][: goes_on.sum()], atol=1e-5)
