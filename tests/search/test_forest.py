@@ -222,12 +222,12 @@ def test_rows_are_the_trees_of_their_roots_within_the_limit(
         check(forest, max_drafts)
 
 
-def test_there_is_room_up_to_the_last_draft_and_the_share_that_is_open() -> None:
+def test_there_is_room_up_to_the_last_draft_and_those_that_are_open() -> None:
     forest = Forest([7, 8], max_drafts=3)
-    forest.open(0.3)
+    forest.open(1)
     assert forest.add(0, 1) == 2
     assert not forest.has_room
-    forest.open(1.0)
+    forest.open(3)
     assert (forest.add(0, 2), forest.add(2, 2)) == (3, 4)
     assert not forest.has_room
     assert forest.add(0, 1) == 2, "what is there needs no room"

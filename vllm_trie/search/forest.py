@@ -7,7 +7,6 @@ them see the row's own past and its ancestors.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -36,9 +35,9 @@ class Forest:
         self._num_open = max_drafts
         self._children: dict[tuple[int, int], int] = {}
 
-    def open(self, share: float) -> None:
-        """Let only this share of the drafts be used, until more are opened."""
-        self._num_open = math.ceil(share * self.max_drafts)
+    def open(self, num_drafts: int) -> None:
+        """Let only so many drafts be used, until more are opened."""
+        self._num_open = num_drafts
 
     @property
     def num_nodes(self) -> int:

@@ -7,7 +7,6 @@ as kernels; `unseen_forests` calls either.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -47,10 +46,6 @@ class ForestPlan(NamedTuple):
         """Its own, among those of all forests."""
         return slice(self.first_row, self.first_row + self.forest_step.num_beams)
 
-    def limit(self, number: int) -> int:
-        """Nodes besides the roots when layer `number` is drafted: or the first layers would take all."""
-        return most_drafts(self.forest_step, number)
-
 
 class Growing(NamedTuple):
     """Forests on the device: N nodes of all layers, R rows, G forests."""
@@ -78,11 +73,6 @@ class Growing(NamedTuple):
         return self.drafted[1]
 
 
-def most_drafts(forest_step: ForestStep, number: int) -> int:
-    """See `ForestPlan.limit`."""
-    return math.ceil(math.sqrt(number / forest_step.budget.num_layers) * forest_step.budget.max_drafts)
-
-
 def plans_of(forest_steps: Sequence[ForestStep]) -> list[ForestPlan]:
     """Plans of forests that have nothing but roots yet. All of one layer come before the next one, forest by forest."""
     most_layers = max(forest_step.budget.num_layers for forest_step in forest_steps)
@@ -93,7 +83,7 @@ def plans_of(forest_steps: Sequence[ForestStep]) -> list[ForestPlan]:
             count = forest_step.num_beams
             if number > 0:
                 is_drafted = number <= forest_step.budget.num_layers
-                count = min(forest_step.budget.draft_width, most_drafts(forest_step, number)) if is_drafted else 0
+                count = min(forest_step.budget.draft_width, forest_step.num_open(number)) if is_drafted else 0
             of_forest.append(Part(first, count))
             first += count
         first = -(-first // ALIGNED) * ALIGNED
@@ -166,7 +156,7 @@ def draft(growing: Growing, plan: ForestPlan, number: int, logprobs: torch.Tenso
     is_narrow &= is_narrow.cumsum(0) <= plan.forest_step.num_beams
     chosen = by_rank[is_narrow.logical_not().byte().argsort(stable=True)][: part.size]
     own, ranks = slice(part.first, part.first + len(chosen)), numbers(len(chosen), scores.device)
-    exists = (scores[chosen] > NEVER) & (ranks < plan.limit(number) - totals[NUM_DRAFTS])
+    exists = (scores[chosen] > NEVER) & (ranks < plan.forest_step.num_open(number) - totals[NUM_DRAFTS])
     growing.parents[own] = (chosen // logprobs.shape[1]).where(exists, NO_NODE).int()
     growing.tokens[own] = tokens.flatten()[chosen].where(exists, 0).int()
     growing.scores[own] = scores[chosen].where(exists, NEVER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -70,6 +71,10 @@ class ForestStep:
     def columns(self) -> list[int]:
         """By KV cache group: that of the block in which the roots are."""
         return [self.start // block_size for block_size in self.block_sizes]
+
+    def num_open(self, number: int) -> int:
+        """Drafts that there may be with layer `number`, from 1 on: or the first layers would take all."""
+        return math.ceil(math.sqrt(number / self.budget.num_layers) * self.budget.max_drafts)
 
     def trees(self, firsts: Mapping[int, int] | None = None) -> RowTrees:
         """The masks of trees.

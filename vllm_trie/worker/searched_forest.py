@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +30,7 @@ class SearchedForest(ForestStep):
         best = best_drafts(forest_steps, logits, [rows for _, rows in growing], number)
         for forest_step, of_group in zip(forest_steps, best, strict=True):
             forest, budget = forest_step.forest, forest_step.budget
-            forest.open(math.sqrt(number / budget.num_layers))  # or the first layers would take all
+            forest.open(forest_step.num_open(number))
             forest_step.layer = grow(forest, forest_step.layer, of_group, forest_step.num_beams, budget.draft_width)
 
     @classmethod

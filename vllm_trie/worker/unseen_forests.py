@@ -97,7 +97,7 @@ class UnseenForests:
             part, start = plan.parts[number], plan.forest_step.start
             own = np.arange(part.first - first, part.first - first + part.size)
             num_drafts = sum(of_layer.size for of_layer in plan.parts[1 : number + 1])
-            most_ends[own] = start + 1 + min(num_drafts, plan.limit(number))
+            most_ends[own] = start + 1 + min(num_drafts, plan.forest_step.num_open(number))
             trees, num_shared = RowTrees(start, growing.masks[part.nodes]), plan.forest_step.step.num_shared
             assert num_shared is not None
             sharing.append([SharedRows(own, of_table, trees) for of_table in num_shared])
@@ -116,7 +116,7 @@ class UnseenForests:
         parents, tokens = self._growing.drafted.cpu().numpy()
         for plan, states in zip(self._plans, self._states, strict=True):
             forest_step, nodes = plan.forest_step, [*range(plan.forest_step.num_beams)]
-            forest_step.forest.open(1.0)
+            forest_step.forest.open(forest_step.budget.max_drafts)
             kept, first = [np.arange(len(nodes))], len(nodes)  # what of `states` belongs to nodes
             for part in plan.parts[1:]:
                 exists = np.flatnonzero(parents[part.nodes] != NO_NODE)

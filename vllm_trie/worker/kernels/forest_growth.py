@@ -56,9 +56,9 @@ class GrowthKernels:
             if number <= budget.num_layers:
                 ends = forest_step.rules[number - 1].stops.token_ids
                 parts = *plan.parts[number - 1], *plan.parts[number]
-                of_search = plan.limit(number), forest_step.num_beams, budget.draft_width, len(stops), len(ends)
+                of_rules = forest_step.num_beams, budget.draft_width, len(stops), len(ends)
                 of_rows = self._is_ranked[plan.place], plan.first_row, forest_step.start
-                about[number - 1, plan.place] = *parts, *of_search, *of_rows
+                about[number - 1, plan.place] = *parts, forest_step.num_open(number), *of_rules, *of_rows
                 stops += ends
         self.arrays: list[np.ndarray] = [about, np.array(stops or [NO_NODE], np.int64), np.array(block_sizes, np.int32)]
         self.on_device: list[torch.Tensor] = []  # the same, once they are there

@@ -64,6 +64,7 @@ def take_step(
     """What `search.step.take_step` does, where `takes` says so; as `best.take_step`."""
     (num_groups, num_rows), device, along, room = beams.scores.shape, places.device, _along(beams), _room(beams)
     logits, states = logits._replace(temperature=rules.filters.temperature), beams.states[along].contiguous()
+    beams = beams._replace(states={along: states})
     keys, width = _best_items(rules, logits, beams, room), rules.width
     count, nothing = keys.shape[1], constant((), device)
     layout = Layout([width, width, count, count], [width, count], None, False)
@@ -89,7 +90,7 @@ def _best_items(rules: SelectRules, logits: RowLogits, beams: Beams, room: int) 
     num_lists, count, scores = 2 * num_groups, rules.num_beams or rules.width, beams.scores.contiguous()
     of_rows = torch.empty(scores.numel(), OF_ROW.value, dtype=torch.float32, device=scores.device)
     keys = torch.empty(num_lists, num_rows * room // TILE, dtype=torch.int64, device=scores.device)
-    trie = beams.states[along].contiguous(), along.trie.first_child, along.trie.tokens
+    trie = beams.states[along], along.trie.first_child, along.trie.tokens
     sizes = sizes_to_rank(tiles.maxima.shape[1])
     _rank_item_tiles[scores.numel(),](
         *logits.arguments, *tiles.arguments[1:], scores, num_rows, room, log_min_p(rules.filters), *trie, keys, of_rows,
