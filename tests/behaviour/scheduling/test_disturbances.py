@@ -29,10 +29,18 @@ def mode(request: pytest.FixtureRequest) -> Mode:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(mode: Mode, _engines: Engines, random_pair: Callable[[str, float], Pair]) -> list[Any]:
+def found_in_sync(_engines: Engines, random_pair: Callable[[str, float], Pair]) -> list[Any]:
+    return run(MODES["sync"].start(_engines, random_pair), MODES["sync"].jobs())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    mode: Mode, request: pytest.FixtureRequest, _engines: Engines, random_pair: Callable[[str, float], Pair]
+) -> list[Any]:
     """What is found in the mode; under "async", what steps find of which each waits for the one before."""
-    reference = MODES["sync"] if mode.asked is PLAIN else mode
-    return run(reference.start(_engines, random_pair), reference.jobs())
+    if mode.asked is PLAIN:
+        return request.getfixturevalue("found_in_sync")
+    return run(mode.start(_engines, random_pair), mode.jobs())
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def test_a_random_pair_finds_what_plain_steps_find(
     engines: Engines, random_pair: Callable[[str, float], Pair], num_layers: int
 ) -> None:
     engine = speculating(engines, random_pair("gqa", NOISE), num_layers, max_num_seqs=128)
-    asked = grid([prompt_of(2 * BLOCK_SIZE, seed) for seed in range(40)], max_tokens=2 * BLOCK_SIZE + 6)
+    asked = grid([prompt_of(2 * BLOCK_SIZE, seed) for seed in range(40)], max_tokens=BLOCK_SIZE + 6)
     outputs = check_exact(engine, asked, beside=BESIDE)
     assert max(map(steps_per_forward, outputs)) > 1 + num_layers / 2
 
@@ -77,7 +77,7 @@ def test_groups_that_search_together_unseen_find_what_plain_steps_find(
     monkeypatch.setattr(roots, "_known", known_as_read)
     pretend_unseen(monkeypatch)
     engine = speculating(engines, random_pair("gqa", NOISE), 5, max_num_seqs=128)
-    asked = grid([prompt_of(2 * BLOCK_SIZE, seed) for seed in range(12)], max_tokens=2 * BLOCK_SIZE + 6)
+    asked = grid([prompt_of(2 * BLOCK_SIZE, seed) for seed in range(12)], max_tokens=BLOCK_SIZE + 6)
     outputs = check_exact(engine, asked)
     assert max(map(steps_per_forward, outputs)) > 2
     assert compared > len(asked)
@@ -97,7 +97,7 @@ def test_whatever_acts_on_a_search_acts_on_each_step_of_it(engines: Engines, mon
     for width, draft_width in ((1, 3), (4, 12)):
         prompts = trained_prompts([BLOCK_SIZE - 9] * len(DRAFTED))
         widths = {"beam_width": width, "draft_width": draft_width}
-        asked += [(p, {"max_tokens": 36, **widths, **one}) for p, one in zip(prompts, DRAFTED, strict=True)]
+        asked += [(p, {"max_tokens": 24, **widths, **one}) for p, one in zip(prompts, DRAFTED, strict=True)]
     outputs = check_exact(engine, asked, beside=BESIDE)
     assert sum(steps_per_forward(output) > 1.2 for output in outputs) > len(outputs) // 3
 

@@ -115,17 +115,7 @@ def test_scarcity_makes_speculation_less_and_changes_no_answer(
     assert must_happen <= watch.happened()
 
 
-def test_a_group_whose_next_blocks_are_all_that_it_may_take_stays_within_those_it_has(
-    engines: Engines, pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = speculating(engines, pair, 4, max_num_seqs=80)
-    watch = Watch(engine, monkeypatch)
-    check_exact(engine, [(prompt_of(20), {"beam_width": 20, "draft_width": 40, "ignore_eos": True, "max_tokens": 40})])
-    assert "fewer layers" in watch.happened()
-    assert watch.least_free > engine.scheduler.kv_cache_manager.num_usable_blocks // 2
-
-
-@pytest.mark.parametrize("scarce", ["blocks", "both"])
+@pytest.mark.parametrize("scarce", ["both", "blocks"])
 def test_drawn_searches_are_given_a_whole_layer_or_nothing(
     engines: Engines, pair: Pair, scarce: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +129,16 @@ def test_drawn_searches_are_given_a_whole_layer_or_nothing(
     outputs = run(engine, jobs)
     assert max(map(steps_per_forward, outputs)) > 1.1
     assert "plain" in watch.happened()
+
+
+def test_a_group_whose_next_blocks_are_all_that_it_may_take_stays_within_those_it_has(
+    engines: Engines, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = speculating(engines, pair, 4, max_num_seqs=80)
+    watch = Watch(engine, monkeypatch)
+    check_exact(engine, [(prompt_of(20), {"beam_width": 20, "draft_width": 40, "ignore_eos": True, "max_tokens": 40})])
+    assert "fewer layers" in watch.happened()
+    assert watch.least_free > engine.scheduler.kv_cache_manager.num_usable_blocks // 2
 
 
 def test_logprobs_of_a_request_that_joins_a_speculating_batch_are_its_own(engines: Engines, pair: Pair) -> None:
@@ -175,7 +175,7 @@ def test_beyond_the_length_that_the_draft_model_takes_steps_are_plain(engines: E
     target, draft = pair
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4, "max_model_len": 96}
     engine = engines(target, speculative_config=config)
-    options = {"beam_width": 1, "draft_width": 3, "ignore_eos": True, "max_tokens": 60}
+    options = {"beam_width": 1, "draft_width": 3, "ignore_eos": True, "max_tokens": 40}
     asked = [(prompt_of(length, length), options) for length in (60, 95, 96, 120)]
     short, *longer = [steps_per_forward(*check_exact(engine, [one])) for one in asked]
     assert short > 1.5
@@ -280,7 +280,7 @@ def test_a_forest_lives_within_the_means_of_its_group(
         "sparing": {"do_sample": True, "seed": 1, "draft_width": draft_width, "memory_mode": True},
     }.items():
         manager.peak_group_blocks = 0
-        (output,) = run(engine, [(prompt, beam_params(width, max_tokens=96, ignore_eos=True, **own))])
+        (output,) = run(engine, [(prompt, beam_params(width, max_tokens=2 * BLOCK_SIZE, ignore_eos=True, **own))])
         peaks[name] = manager.peak_group_blocks
         assert name == "plain" or steps_per_forward(output) > 1.0
     assert peaks["plain"] < peaks["exact"] <= most * peaks["plain"]

@@ -60,24 +60,22 @@ def test_what_is_copied_takes_fewer_forwards(engines: Engines, copying_model: Pa
     assert min(least) > 2
 
 
+def test_whatever_acts_on_a_search_acts_on_each_step_of_it(engines: Engines, copying_model: Path) -> None:
+    engine = engines(copying_model, **looking_up(4), max_num_seqs=128)
+    widths = {"beam_width": 4, "draft_width": 12, "max_tokens": 24}
+    prompts = copies(len(DRAFTED), BLOCK_SIZE - 9)
+    asked = [(p, widths | options) for p, options in zip(prompts, DRAFTED, strict=True)]
+    outputs = check_exact(engine, asked, beside=BESIDE)
+    assert sum(steps_per_forward(output) > 1.2 for output in outputs) > len(outputs) // 5
+
+
 @pytest.mark.parametrize("kind", ["gqa", "gemma2"])
 def test_a_model_that_makes_everything_up_finds_what_plain_steps_find(
     engines: Engines, random_model: Callable[[str], Path], kind: str
 ) -> None:
     engine = engines(random_model(kind), **looking_up(3), max_num_seqs=128)
     prompts = [[*prompt_of(BLOCK_SIZE, seed), *prompt_of(BLOCK_SIZE, seed)] for seed in range(40)]
-    check_exact(engine, grid(prompts, max_tokens=2 * BLOCK_SIZE + 6)[:20], beside=BESIDE)
-
-
-def test_whatever_acts_on_a_search_acts_on_each_step_of_it(engines: Engines, copying_model: Path) -> None:
-    engine = engines(copying_model, **looking_up(4), max_num_seqs=128)
-    asked = []
-    for width, draft_width in ((1, 3), (4, 12)):
-        widths = {"beam_width": width, "draft_width": draft_width, "max_tokens": 36}
-        prompts = copies(len(DRAFTED), BLOCK_SIZE - 9)
-        asked += [(p, widths | options) for p, options in zip(prompts, DRAFTED, strict=True)]
-    outputs = check_exact(engine, asked, beside=BESIDE)
-    assert sum(steps_per_forward(output) > 1.2 for output in outputs) > len(outputs) // 5
+    check_exact(engine, grid(prompts, max_tokens=BLOCK_SIZE + 6)[:20], beside=BESIDE)
 
 
 @pytest.fixture
@@ -164,13 +162,6 @@ def test_ordinary_requests_keep_the_drafts_of_vllm(engine: Engine) -> None:
     assert answers(beside[:1]) == answers(alone)
 
 
-def test_a_method_that_schedules_ahead_finds_the_same(engines: Engines, copying_model: Path) -> None:
-    engine = engines(copying_model, **looking_up(3, method="ngram_gpu"), max_num_seqs=64)
-    prompts = [[*prompt_of(BLOCK_SIZE, seed), *prompt_of(BLOCK_SIZE, seed)] for seed in range(12)]
-    outputs = check_exact(engine, grid(prompts, max_tokens=BLOCK_SIZE + 6), beside=BESIDE)
-    assert max(map(steps_per_forward, outputs)) > 1.5
-
-
 def test_beams_that_are_drawn_do_not_speculate(engine: Engine) -> None:
     params = beam_params(3, do_sample=True, temperature=0.7, seed=1, max_tokens=9)
     (output,) = run(engine, [(prompt_of(9), params)])
@@ -201,3 +192,10 @@ def test_searches_of_both_kinds_share_a_batch(engine: Engine) -> None:
     jobs = [*searches(asked), *searches(asked, "off")]
     outputs = run(engine, jobs)
     assert count_differing(outputs[: len(asked)], outputs[len(asked) :]) == 0
+
+
+def test_a_method_that_schedules_ahead_finds_the_same(engines: Engines, copying_model: Path) -> None:
+    engine = engines(copying_model, **looking_up(3, method="ngram_gpu"), max_num_seqs=64)
+    prompts = [[*prompt_of(BLOCK_SIZE, seed), *prompt_of(BLOCK_SIZE, seed)] for seed in range(12)]
+    outputs = check_exact(engine, grid(prompts, max_tokens=BLOCK_SIZE + 6), beside=BESIDE)
+    assert max(map(steps_per_forward, outputs)) > 1.5

@@ -31,7 +31,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SEARCHES)
 def test_a_search_that_asks_to_speculate_finds_what_it_finds_without(engines: Engines, name: str) -> None:
     engine, prompts = trained_pair(engines), held_out()[:2]
-    options = {"width": 4, **SEARCHES[name]}
+    options = {"width": 4, "max_tokens": 16, **SEARCHES[name]}
     plain = search(engine, prompts, **options, speculation="off")
     for asked in ({"speculation": "sample" if "seed" in options else "exact"}, {"speculation": "auto"}, {}):
         for own in (asked, asked | {"draft_width": 8}):
