@@ -27,7 +27,7 @@ from vllm_trie.messages import NO_HYPOTHESIS
 
 pytestmark = pytest.mark.slow
 
-STEPS = int(os.environ.get("WORKLOAD_STEPS", 600))
+STEPS = int(os.environ.get("WORKLOAD_STEPS", 300))
 MOST_WAITING = 10
 MOST_TIES = 0.02
 ITEMS = random_items(2000, [3, 4, 6])
@@ -170,11 +170,11 @@ class Workload:
     def act(self) -> None:
         if len(self.running) < MOST_WAITING and self.choose.random() < 0.3:
             self.ask()
-        if self.running and self.choose.random() < 0.01:
+        if self.running and self.choose.random() < 0.02:
             self.abort()
-        if self.choose.random() < 0.03:
+        if self.choose.random() < 0.06:
             self.preempt()
-        if self.choose.random() < 0.01:
+        if self.choose.random() < 0.02:
             self.reset()
         self.step()
 
