@@ -10,7 +10,8 @@ import torch
 
 from tests.support.items import Item
 from tests.support.loop import one_thread
-from tests.support.reference import Answer, load
+from tests.support.next_logits import NextLogits
+from tests.support.reference import Answer
 
 Scored = tuple[float, list[int]]
 
@@ -47,6 +48,7 @@ def loop_group_beams(
     pools: list[list[Scored]] = [[] for _ in range(num_groups)]
     beams: list[list[Scored]] = [[(0.0, [])] for _ in range(num_groups)]
     cut: list[list[Scored]] = [[] for _ in range(num_groups)]  # what ends at the greatest length
+    next_logits = [NextLogits(model) for _ in range(num_groups)]
     done: set[int] = set()
 
     def compared(total: float, length: int) -> float:
@@ -79,7 +81,7 @@ def loop_group_beams(
             if group in done or not beams[group]:
                 continue
             texts = [prompt + tokens for _, tokens in beams[group]]
-            logprobs = load(model)(torch.tensor(texts), logits_to_keep=1).logits[:, -1].log_softmax(-1)
+            logprobs = next_logits[group](texts).log_softmax(-1)
             if length <= min_tokens:
                 logprobs[:, [*stops]] = -torch.inf
             for row, text in zip(logprobs, texts, strict=True):

@@ -1,4 +1,4 @@
-"""Beam search as a plain loop over a transformers model, written from the rules: nothing cached, no group beside."""
+"""Beam search as a plain loop over a transformers model, written from the rules: no group beside."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from tests.support.reference import Answer, load
+from tests.support.next_logits import NextLogits
+from tests.support.reference import Answer
 from vllm_trie.compat.versions import own_beams
 
 Adjust = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]  # logits [V], prompt, generated -> logits
@@ -185,10 +186,9 @@ def loop_beams(
         # One beam is greedy search: it stops at once, whatever the options.
         return early_stopping is True or width == 1 or best_running / length**length_penalty <= pool[-1].score
 
-    beams = [*start]
+    beams, next_logits = [*start], NextLogits(model_folder)
     for length in range(len(start[0][0]) + 1, max_tokens + 1):
-        beams_in_full = torch.tensor([prompt + generated for generated, _ in beams])
-        logits = load(model_folder)(beams_in_full, logits_to_keep=1).logits[:, -1]
+        logits = next_logits([prompt + generated for generated, _ in beams])
         rows = []
         for (generated, total), row in zip(beams, logits, strict=True):
             masked = stops if length <= min_tokens else ()
