@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from allpairspy import AllPairs
+from torch.nn.utils.rnn import pad_sequence
 from vllm import SamplingParams
 from vllm.tokenizers import get_tokenizer
 
@@ -170,18 +171,24 @@ def check(case: Case, outputs: list[Any]) -> bool:
         by = found.stopped_by
         assert (o.finish_reason, o.stop_reason) == ("length" if by is None else "stop", None if by == case.eos else by)
         assert o.text == (text_to_return(case, found) if case.eos is not None else "")
-    for o in real if case.logprobs is not None else []:
-        check_logprobs(case, o)
+    if case.logprobs is not None and real:
+        check_logprobs(case, real)
     return same
 
 
 @one_thread()
 @torch.inference_mode()
-def check_logprobs(case: Case, output: Any) -> None:
+def check_logprobs(case: Case, outputs: list[Any]) -> None:
     """Each token, and the best in its place, have the log-probability and the rank of the adjusted distribution."""
+    texts = pad_sequence([torch.tensor([*case.prompt, *output.token_ids]) for output in outputs], batch_first=True)
+    logits_of_outputs = load(case.model)(texts, logits_to_keep=texts.shape[1] - len(case.prompt) + 1).logits
+    for output, logits in zip(outputs, logits_of_outputs, strict=True):
+        _check_logprobs(case, output, logits)
+
+
+def _check_logprobs(case: Case, output: Any, logits: torch.Tensor) -> None:
     prompt, tokens, most = [*case.prompt], [*output.token_ids], case.logprobs or 0
     stops = {*case.stop_token_ids} | (set() if case.ignore_eos else {EOS})
-    logits = load(case.model)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     for place, (token, reported) in enumerate(zip(tokens, output.logprobs, strict=True)):
         masked = stops if place < case.min_tokens else ()
         row = masked_logprobs(case.adjust(logits[place], prompt, tokens[:place]), masked)

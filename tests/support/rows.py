@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -17,21 +18,23 @@ class Row(NamedTuple):
 def rows_of(runner: Any) -> dict[str, list[Row]]:
     """The rows of each group that has all of them in a model runner."""
     known = runner.req_states.req_id_to_index
+    return rows_of_groups(runner, [name for name, group in runner.groups.items() if known.keys() >= {*group.row_ids}])
+
+
+def rows_of_groups(runner: Any, group_ids: Iterable[str]) -> dict[str, list[Row]]:
+    """The rows of groups that have all of them in a model runner on a CPU, whose memory numpy reads as it is."""
+    states, num_blocks = runner.req_states, runner.block_tables.num_blocks.np
+    tokens, starts, ends = states.all_token_ids.gpu.numpy(), states.prompt_len.np, states.total_len.gpu.numpy()
+    tables = [table.gpu.numpy() for table in runner.block_tables.block_tables]
+
+    def row(slot: int) -> Row:
+        blocks = [table[slot, :count].tolist() for table, count in zip(tables, num_blocks[:, slot], strict=True)]
+        return Row(tokens[slot, starts[slot] : ends[slot]].tolist(), blocks)
+
     return {
-        group_id: [_row(runner, row_id) for row_id in group.row_ids]
-        for group_id, group in runner.groups.items()
-        if known.keys() >= {*group.row_ids}
+        group_id: [row(states.req_id_to_index[row_id]) for row_id in runner.groups[group_id].row_ids]
+        for group_id in group_ids
     }
-
-
-def _row(runner: Any, row_id: str) -> Row:
-    states, tables = runner.req_states, runner.block_tables
-    slot = states.req_id_to_index[row_id]
-    tokens = states.all_token_ids.gpu[slot, states.prompt_len.np[slot] : states.total_len.gpu[slot]].tolist()
-    counts = tables.num_blocks.np[:, slot].tolist()
-    return Row(
-        tokens, [table.gpu[slot, :count].tolist() for table, count in zip(tables.block_tables, counts, strict=True)]
-    )
 
 
 class WatchedRows:
@@ -56,10 +59,9 @@ class WatchedRows:
 
     def _sample_tokens(self, *args: Any) -> Any:
         output, runner = self._sample(*args), self._engine.runner
-        rows = rows_of(runner)
         waiting = runner.groups.keys() - runner.step.steps.keys()
         self.waiting.update(len(runner.groups[group_id].row_ids) for group_id in waiting)
-        self._seen.append({group_id: rows[group_id] for group_id in runner.step.decoding})
+        self._seen.append(rows_of_groups(runner, runner.step.decoding))
         return output
 
     def _update_from_output(self, scheduler_output: Any, *args: Any) -> Any:
