@@ -16,7 +16,7 @@ from benchmarks.watch import total_counts
 from tests.support.disturb import Clumsy
 from tests.support.engine import Engine, Engines
 from tests.support.pairs import drafting, looking_up
-from tests.support.reference import agree, engine_answers, transformers_beams
+from tests.support.reference import agree, engine_answers, transformers_beams_of_all
 from tests.support.running import MOST_TIES, count_ties, run
 from vllm_trie import beam_params
 from vllm_trie.entrypoints.llm import beam_search
@@ -47,8 +47,8 @@ def search(**options: Any) -> Any:
 def test_beams_are_those_of_transformers(engine: Engine, real_model: Path, prompts: list[list[int]]) -> None:
     outputs = run(engine, [(prompt, search()) for prompt in prompts])
     same = 0
-    for prompt, output in zip(prompts, outputs, strict=True):
-        theirs = transformers_beams(real_model, prompt, WIDTH, WIDTH, TOKENS, eos_token_id=EOS)
+    answers = transformers_beams_of_all(real_model, prompts, WIDTH, WIDTH, TOKENS, eos_token_id=EOS)
+    for output, theirs in zip(outputs, answers, strict=True):
         same += agree(engine_answers(output, 1.0), theirs)
     assert same == len(prompts)
     assert {hypothesis.finish_reason for output in outputs for hypothesis in output.outputs} == {"stop", "length"}

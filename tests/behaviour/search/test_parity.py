@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from allpairspy import AllPairs
@@ -14,7 +15,14 @@ from vllm import SamplingParams
 
 from tests.support.cases import LENGTH_PENALTIES
 from tests.support.engine import BLOCK_SIZE, TRAINED_TARGET, Engines
-from tests.support.reference import agree, engine_answers, is_greedy, transformers_beams
+from tests.support.reference import (
+    Answer,
+    agree,
+    engine_answers,
+    is_greedy,
+    transformers_beams,
+    transformers_one_beam,
+)
 from tests.support.running import MOST_TIES, trained_prompts
 from vllm_trie import beam_params
 
@@ -66,23 +74,23 @@ def run_cases(engine, cases: list[Case], prompts: list[list[int]]) -> tuple[list
     return outputs[::2], outputs[1::2]
 
 
+def transformers_answers(model: Path, case: Case, prompt: list[int], output: Any) -> list[Answer]:
+    """What transformers answers, where `output` is likely."""
+    eos, options = 1 if case.eos_occurs else None, {"length_penalty": case.length_penalty}
+    if case.width == 1:
+        return transformers_one_beam(model, prompt, [*output.outputs[0].token_ids], MAX_TOKENS, eos=eos, **options)
+    options |= {"early_stopping": case.early_stopping, "eos_token_id": eos}
+    return transformers_beams(model, prompt, case.width, case.width, MAX_TOKENS, **options)
+
+
 def check_cases(
     model: Path, cases: list[Case], prompts: list[list[int]], beams: list, ordinary: list
 ) -> tuple[int, int]:
     """Compare every case with transformers. Returns how many agree to the last token, and how many saw EOS."""
     in_full = with_eos = 0
     for case, prompt, output, beside in zip(cases, prompts, beams, ordinary, strict=True):
-        theirs = transformers_beams(
-            model,
-            prompt,
-            case.width,
-            case.width,
-            MAX_TOKENS,
-            length_penalty=case.length_penalty,
-            early_stopping=case.early_stopping,
-            eos_token_id=1 if case.eos_occurs else None,
-        )
-        in_full += agree(engine_answers(output, case.length_penalty), theirs)
+        ours, theirs = engine_answers(output, case.length_penalty), transformers_answers(model, case, prompt, output)
+        in_full += agree(ours, theirs)
         with_eos += any(answer.token_ids[-1] == 1 for answer in theirs) and case.eos_occurs
         assert is_greedy(model, prompt, list(beside.outputs[0].token_ids), MAX_TOKENS)
     return in_full, with_eos
