@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import gc
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
@@ -56,6 +58,13 @@ def _let_kv_caches_take_what_is_written() -> None:
     attn_utils.allocate_kv_cache = allocate_by_pages
 
 
+@contextmanager
+def _collecting_no_garbage() -> Iterator[None]:
+    """vLLM collects it a dozen times at an engine's start and end, which costs more than all else there."""
+    with mock.patch.object(gc, "collect", lambda *_: 0):
+        yield
+
+
 def num_used_blocks(manager: Any) -> int:
     """KV blocks that are in use, by groups or by ordinary requests."""
     return int(manager.num_usable_blocks - manager.block_pool.get_num_free_blocks())
@@ -80,13 +89,14 @@ class Engine:
         _let_kv_caches_take_what_is_written()
         if next(_starts) < 2:
             _freeze()
-        self.llm = LLM(
-            str(model),
-            enforce_eager=True,
-            block_size=BLOCK_SIZE,
-            skip_tokenizer_init=not has_tokenizer,
-            **options,
-        )
+        with _collecting_no_garbage():
+            self.llm = LLM(
+                str(model),
+                enforce_eager=True,
+                block_size=BLOCK_SIZE,
+                skip_tokenizer_init=not has_tokenizer,
+                **options,
+            )
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.watched = self.watch()
@@ -114,7 +124,8 @@ class Engine:
         assert not self.llm.llm_engine.has_unfinished_requests()
 
     def close(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
+        with _collecting_no_garbage():
+            self.llm.llm_engine.engine_core.shutdown()
         del self.llm, self.core, self.scheduler
         gc.collect()
 

@@ -15,7 +15,6 @@ import ray
 from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayError
 from vllm import LLM
-from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
@@ -37,13 +36,14 @@ class Searcher:
     """An engine that is an actor.
 
     Args:
-        engine_args: The engine's.
+        engine_args: The engine's `EngineArgs`, as Ray keeps them: of arguments themselves Ray Data tells its actor of
+            statistics, which would import vLLM for these.
         params: Of every prompt. They ask for `beam_results`, which have the scores.
         options: What lines hold in "search".
     """
 
-    def __init__(self, engine_args: EngineArgs, params: SamplingParams, options: dict[str, Any]) -> None:
-        self._llm = LLM.from_engine_args(engine_args)
+    def __init__(self, engine_args: ray.ObjectRef, params: SamplingParams, options: dict[str, Any]) -> None:
+        self._llm = LLM.from_engine_args(ray.get(engine_args))
         self._params, self._options = params, options
         vllm_config = self._llm.llm_engine.vllm_config
         beam = searches(params, vllm_config)
@@ -128,7 +128,7 @@ def lines(job: Job, prompts: Sequence[Prompt]) -> Iterator[str]:
     num_batches = ceil(len(rows) / job.batch_size)
     found = ray.data.from_items(rows, override_num_blocks=num_batches).map_batches(
         Searcher,
-        fn_constructor_args=(job.engine_args, job.params, job.search),
+        fn_constructor_args=(ray.put(job.engine_args), job.params, job.search),
         batch_size=job.batch_size,
         compute=ActorPoolStrategy(size=job.num_engines),
         num_cpus=1,
