@@ -8,6 +8,7 @@ os.environ.setdefault("VLLM_TRIE_CHECK", "strict")  # also in the processes that
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes test at a time, and the models are tiny
+os.environ.setdefault("RAY_worker_niceness", "0")  # beside busy neighbours Ray's actors would hardly run
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # eager engines would still compile the log-probabilities' kernel
 

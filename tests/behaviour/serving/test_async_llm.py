@@ -7,13 +7,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import utils
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from tests.support import forks
 from tests.support.engine import BLOCK_SIZE, KV_CACHE_BYTES, TRAINED_TARGET
 from vllm_trie import StepCandidate, beam_params
 
@@ -43,7 +46,8 @@ def llm(loop: asyncio.AbstractEventLoop) -> Iterator[AsyncLLM]:
     )
 
     async def start() -> AsyncLLM:
-        return AsyncLLM.from_engine_args(args)
+        with mock.patch.object(utils, "get_mp_context", forks.context):
+            return AsyncLLM.from_engine_args(args)
 
     llm = loop.run_until_complete(start())
     yield llm
