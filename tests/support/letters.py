@@ -11,7 +11,8 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.support.loop import one_thread
-from tests.support.reference import Answer, load
+from tests.support.next_logits import NextLogits
+from tests.support.reference import Answer
 
 EOS = 1
 Tokens = tuple[int, ...]
@@ -51,23 +52,28 @@ class Letters(NamedTuple):
 
     @one_thread()
     @torch.inference_mode()
-    def ways(self, tokens: Tokens) -> dict[int, float]:
-        """What may come next, with its log-probability among what the grammar allows."""
+    def ways(self, beginnings: Sequence[Tokens], next_logits: NextLogits) -> list[dict[int, float]]:
+        """What may come next behind each of equal length, with its log-probability among what the grammar allows."""
+        rows = next_logits([[*self.prompt, *tokens] for tokens in beginnings])
+        return [self._ways(tokens, logits) for tokens, logits in zip(beginnings, rows, strict=True)]
+
+    def _ways(self, tokens: Tokens, logits: torch.Tensor) -> dict[int, float]:
         own = pieces(self.model, self.letters)
         length = sum(len(own[token]) for token in tokens)
         may_come = [token for token, text in own.items() if length + len(text) <= self.longest]
         may_come += [EOS] if length >= self.shortest else []
-        logits = load(self.model)(torch.tensor([[*self.prompt, *tokens]])).logits[0, -1, may_come]
-        found = zip(may_come, logits.log_softmax(-1).tolist(), strict=True)
+        found = zip(may_come, logits[may_come].log_softmax(-1).tolist(), strict=True)
         return {t: logprob for t, logprob in found if not repeats([*self.prompt, *tokens, t], self.size)}
 
     def all(self, max_tokens: int) -> tuple[list[Answer], int]:
         """Every hypothesis with its sum, the best first, and how many beginnings can take no token at all."""
-        running, found, num_stuck = [(Tokens(), 0.0)], list[Answer](), 0
+        running, found, num_stuck, next_logits = [(Tokens(), 0.0)], list[Answer](), 0, NextLogits(self.model)
         for length in range(1, max_tokens + 1):
+            if not running:
+                break
             before, running = running, []
-            for tokens, total in before:
-                ways = self.ways(tokens)
+            ways_of_all = self.ways([tokens for tokens, _ in before], next_logits)
+            for (tokens, total), ways in zip(before, ways_of_all, strict=True):
                 num_stuck += not ways
                 for token, logprob in ways.items():
                     if token == EOS or length == max_tokens:
@@ -78,12 +84,13 @@ class Letters(NamedTuple):
 
     def beams(self, width: int, max_tokens: int) -> list[Answer]:
         """What beam search finds by transformers' rules, `early_stopping=False`; scores are means."""
-        running, found = [(Tokens(), 0.0)], list[Answer]()
+        running, found, next_logits = [(Tokens(), 0.0)], list[Answer](), NextLogits(self.model)
         for length in range(1, max_tokens + 1):
+            ways_of_all = self.ways([tokens for tokens, _ in running], next_logits)
             ranked = [
                 ((*tokens, token), total + logprob)
-                for tokens, total in running
-                for token, logprob in self.ways(tokens).items()
+                for (tokens, total), ways in zip(running, ways_of_all, strict=True)
+                for token, logprob in ways.items()
             ]
             ranked.sort(key=lambda candidate: -candidate[1])
             for tokens, total in ranked[:width]:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.server import Server, serving
 from tests.support.documents import README_CLIENT, README_SERVES, run_here
 from tests.support.forks import Fork
-from tests.support.reference import Answer, agree, transformers_beams
+from tests.support.reference import Answer, agree, transformers_beams_of_all
 
 pytestmark = pytest.mark.slow
 
@@ -43,12 +43,14 @@ def test_the_example_of_the_readme_runs(server: Server, capsys: pytest.CaptureFi
 
 
 def test_served_beams_are_those_of_transformers(server: Server, real_model: Path, prompts: list[list[int]]) -> None:
-    for prompt in prompts[:3]:
+    prompts = prompts[:3]
+    answers_of_all = transformers_beams_of_all(real_model, prompts, WIDTH, WIDTH, TOKENS, eos_token_id=EOS)
+    for prompt, theirs in zip(prompts, answers_of_all, strict=True):
         choices = complete(server, prompt, n=WIDTH).choices
         answers = [
             Answer(choice.token_ids, sum(choice.logprobs.token_logprobs) / len(choice.token_ids)) for choice in choices
         ]
-        assert agree(answers, transformers_beams(real_model, prompt, WIDTH, WIDTH, TOKENS, eos_token_id=EOS))
+        assert agree(answers, theirs)
 
 
 def test_the_parts_of_a_stream_make_the_whole(server: Server, prompts: list[list[int]]) -> None:
