@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 
 import pytest
 import vllm.envs
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from benchmarks.server import VLLM
+from tests.support import forks
 from tests.support.engine import TRAINED_TARGET
 from vllm_trie.plugin import register
 
@@ -65,6 +64,6 @@ def test_a_name_that_vllm_plugins_leaves_out_is_refused(
 
 @pytest.mark.slow
 def test_a_command_other_than_serve_knows_the_flag_too() -> None:
-    result = subprocess.run([VLLM, "bench", "latency", "--plugin", "zzz"], capture_output=True, text=True)
+    result = forks.run(["-m", "vllm.entrypoints.cli.main", "bench", "latency", "--plugin", "zzz"], seconds=120)
     assert result.returncode == 2
     assert "unknown plugin 'zzz'" in result.stderr
