@@ -21,10 +21,16 @@ AT_START = Path(__file__).parent / "support" / "at_start"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(AT_START), os.environ.get("PYTHONPATH")]))
 
 SMOKE = "tests/behaviour/test_smoke.py"
-SHARED_SERVER = "tests/behaviour/serving/one_server"  # one process tests all files of this folder
-LONGEST_FIRST = (
-    SHARED_SERVER,
+SHARE_A_PROCESS = (  # the server of a folder, and what they fork their processes from
+    "tests/behaviour/serving/",
     "tests/behaviour/distributed/",
+    "tests/behaviour/offline/test_beam_search.py",
+    "tests/behaviour/real_model/test_served.py",
+    "tests/entrypoints/test_cli.py",
+    "tests/test_plugin.py",
+)
+LONGEST_FIRST = (
+    *SHARE_A_PROCESS,
     "tests/behaviour/offline/",
     "tests/benchmarks/",
     "tests/behaviour/real_model/",
@@ -36,14 +42,14 @@ LONGEST_FIRST = (
 
 
 class _Shares(LoadScopeScheduling):
-    """Gives each process whole files, in their order."""
+    """Gives each process whole files, in their order; one of them all that `SHARE_A_PROCESS` names."""
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
         config.option.loadscopereorder = False
         super().__init__(config, log)
 
     def _split_scope(self, nodeid: str) -> str:
-        return SHARED_SERVER if nodeid.startswith(SHARED_SERVER) else nodeid.partition("::")[0]
+        return "shared" if nodeid.startswith(SHARE_A_PROCESS) else nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
