@@ -21,7 +21,7 @@ AT_START = Path(__file__).parent / "support" / "at_start"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(AT_START), os.environ.get("PYTHONPATH")]))
 
 SMOKE = "tests/behaviour/test_smoke.py"
-SHARE_A_PROCESS = (  # the server of a folder, and what they fork their processes from
+FORK = (  # from a process that has imported vLLM; some share a server, too
     "tests/behaviour/serving/",
     "tests/behaviour/distributed/",
     "tests/behaviour/offline/test_beam_search.py",
@@ -29,8 +29,9 @@ SHARE_A_PROCESS = (  # the server of a folder, and what they fork their processe
     "tests/entrypoints/test_cli.py",
     "tests/test_plugin.py",
 )
+INTERPRET = ("tests/worker/cpu/",)  # vLLM's kernels, in a process of their own
 LONGEST_FIRST = (
-    *SHARE_A_PROCESS,
+    *FORK,
     "tests/behaviour/offline/",
     "tests/benchmarks/",
     "tests/behaviour/real_model/",
@@ -42,14 +43,15 @@ LONGEST_FIRST = (
 
 
 class _Shares(LoadScopeScheduling):
-    """Gives each process whole files, in their order; one of them all that `SHARE_A_PROCESS` names."""
+    """Gives each process whole files, in their order, and one process all files that `FORK` names, or `INTERPRET`."""
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
         config.option.loadscopereorder = False
         super().__init__(config, log)
 
     def _split_scope(self, nodeid: str) -> str:
-        return "shared" if nodeid.startswith(SHARE_A_PROCESS) else nodeid.partition("::")[0]
+        together = (names for names in (FORK, INTERPRET) if nodeid.startswith(names))
+        return next(together, (nodeid.partition("::")[0],))[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:

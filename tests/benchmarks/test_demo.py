@@ -14,7 +14,7 @@ import pytest
 from benchmarks import demo
 from benchmarks.demo_prompts import REAL_TASKS, Subject, toy
 from benchmarks.smollm2.get import UnavailableError
-from tests.support.engine import Engines
+from tests.support.engine import Engines, freeze_all_there_is
 from tests.support.forks import Fork
 
 pytestmark = pytest.mark.slow
@@ -40,6 +40,7 @@ def test_demo_shows_answers_blocks_times_and_drafts(
 ) -> None:
     """In this process, and shorter than its users see it."""
     engines.close()
+    freeze_all_there_is()
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # and as it was afterwards: an engine's start sets it
     monkeypatch.setattr(demo, "TIMED_TOKENS", 8)
     monkeypatch.setattr(demo, "BLOCKS_TOKENS", 40)

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.__main__ import OF_PAPERS, TABLES, main
 from benchmarks.report import fill_in
-from tests.support.engine import Engines
+from tests.support.engine import Engines, freeze_all_there_is
 from tests.support.forks import Fork
 
 pytestmark = pytest.mark.slow
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 def measured(_engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the whole benchmark left its results. It runs in this process, which starts sooner."""
     _engines.close()
+    freeze_all_there_is()
     out = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # and as it was afterwards: an engine's start sets it

@@ -58,6 +58,11 @@ def _let_kv_caches_take_what_is_written() -> None:
     attn_utils.allocate_kv_cache = allocate_by_pages
 
 
+def freeze_all_there_is() -> None:
+    """Look for garbage among objects that are made from now on alone."""
+    _freeze()
+
+
 @contextmanager
 def _collecting_no_garbage() -> Iterator[None]:
     """vLLM collects it a dozen times at an engine's start and end, which costs more than all else there."""
@@ -88,7 +93,7 @@ class Engine:
         _look_for_plugins_once()
         _let_kv_caches_take_what_is_written()
         if next(_starts) < 2:
-            _freeze()
+            freeze_all_there_is()
         with _collecting_no_garbage():
             self.llm = LLM(
                 str(model),
