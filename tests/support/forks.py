@@ -72,6 +72,7 @@ def run(command: Sequence[str], seconds: float, **variables: str) -> subprocess.
 
 def _run(command: list[str], environment: dict[str, str], stdout: str, stderr: str) -> None:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which whatever a shell runs in the background ignores
     os.chdir(ROOT)
     for stream, path in ((sys.stdout, stdout), (sys.stderr, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), stream.fileno())
