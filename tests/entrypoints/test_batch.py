@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import gzip
 import json
+import pickle
+import pickletools
 import re
 import shlex
 import sys
@@ -12,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray.data
+from ray.data._internal.metadata_exporter import sanitize_for_struct
 
 from tests.support.engine import ROOT, TRAINED_TARGET
 from vllm_trie.entrypoints.batch.__main__ import main
 from vllm_trie.entrypoints.batch.files import JobError, Prompt, open_output, read_prompts
 from vllm_trie.entrypoints.batch.options import parse
-from vllm_trie.entrypoints.batch.search import reason
+from vllm_trie.entrypoints.batch.search import lines, reason
 
 DOCUMENT = (ROOT / "docs/batch.md").read_text()
 
@@ -243,3 +247,27 @@ To change retry attempts, configure `ray.data.DataContext` if you believe this t
 def test_of_a_traceback_what_the_engine_said_is_told() -> None:
     assert reason(TRACEBACK) == "ValueError: beam_width=6 exceeds max_num_seqs=4; lower it, or raise --max-num-seqs"
     assert reason("The actor died unexpectedly.\nIt was killed.\n") == "It was killed."
+
+
+def test_what_ray_data_tells_of_the_engines_needs_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or its actor of statistics would import it."""
+    asked = dict[str, Any]()
+
+    class Rows:
+        def map_batches(self, _: type, **options: Any) -> Any:
+            asked.update(options)
+            return self
+
+        def iter_rows(self) -> list[Any]:
+            return []
+
+    monkeypatch.setattr(ray.data, "from_items", lambda *_, **__: Rows())
+    monkeypatch.setattr(ray, "put", lambda _: ray.ObjectRef.nil())
+    job = parse(["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"])
+    assert [*lines(job, [Prompt(1, "x")])] == []
+    told, stock = (
+        [op.name for op, *_ in pickletools.genops(pickle.dumps(sanitize_for_struct(arguments))) if "GLOBAL" in op.name]
+        for arguments in (asked["fn_constructor_args"], job.engine_args)
+    )
+    assert told == []
+    assert stock, "engine arguments themselves are not told as texts alone"
