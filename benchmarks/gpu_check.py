@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu_check --fa3 _vllm_fa3_C.abi3.so --merge triton_merge_attn_states.py
 
-Kernels, steps and attention need torch, Triton and numpy alone, and a few minutes. What fails is told, and the rest
-goes on; the exit status is 1 then. `--interpret` rehearses all of it on a CPU, on small shapes, without times. Every
-table goes to the terminal and, as JSON, to `--out`.
+Kernels, steps and attention need torch, Triton, numpy and msgspec alone, and a minute. What fails is told, and the rest
+goes on unless the process has lost the device; the exit status is 1 then. `--interpret` rehearses all of it on a CPU,
+on small shapes, without times. Every table goes to the terminal and, as JSON, to `--out`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ class Findings:
         self._end = time.monotonic() + most_seconds
         self.counts: dict[str, list[int]] = {}  # by part: checks that passed, that failed, and that were left out
         self.failures: list[str] = []
+        self._lost = False  # the device: after an illegal access it refuses all that a process asks for
 
     def rows(self, part: str, check: Callable[[Any], tuple[Any, ...]], shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
         """What a check of each shape returns, if it passes."""
         found, counts = [], self.counts.setdefault(part, [0, 0, 0])
         for shape in shapes:
-            if time.monotonic() > self._end:
+            if self._lost or time.monotonic() > self._end:
                 counts[2] += 1
                 continue
             try:
@@ -55,7 +56,8 @@ class Findings:
             except Exception as error:
                 counts[1] += 1
                 self._note(f"{part}, {shape}", error)
-            if torch.cuda.is_available():
+                self._lost = isinstance(error, torch.AcceleratorError)
+            if torch.cuda.is_available() and not self._lost:
                 torch.cuda.empty_cache()
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -155,7 +156,12 @@ def captured(run: Callable[[], torch.Tensor], device: torch.device) -> tuple[Cal
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         words = run()
-    return graph.replay, words
+    return partial(_replay, graph, run), words
+
+
+def _replay(graph: torch.cuda.CUDAGraph, run: Callable[[], object]) -> None:
+    """Replay a run; it is kept as long as the graph is, which reads tensors that only the run holds."""
+    graph.replay()
 
 
 def check_graph(step: DeviceStep) -> Callable[[], object]:

@@ -81,8 +81,6 @@ class Engine:
     def __init__(self, model: Path, **options: Any) -> None:
         from vllm import LLM
 
-        from tests.support import kernels_once  # noqa: F401
-
         options.setdefault("additional_config", {"trie_beam": {"check_invariants": True}})
         options.setdefault("max_model_len", 512)
         options.setdefault("max_num_seqs", 64)
@@ -91,7 +89,10 @@ class Engine:
         has_tokenizer = (model / "tokenizer.json").exists()
         _inspect_models_here_once()
         _look_for_plugins_once()
-        _let_kv_caches_take_what_is_written()
+        if not torch.cuda.is_available():
+            from tests.support import kernels_once  # noqa: F401
+
+            _let_kv_caches_take_what_is_written()
         if next(_starts) < 2:
             freeze_all_there_is()
         with _collecting_no_garbage():

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -19,12 +20,22 @@ NEED_MORE = "'head_size': 256", "'kept': 128"  # for the largest heads; to rank 
 NUM_KERNELS = 92
 
 
-def test_kernels_compile_as_they_run_and_spill_nothing() -> None:
+def compiled_by(script: str) -> Any:
+    """What a script prints that compiles kernels, in a process of its own."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(ROOT / "tests" / "support" / "compile_kernels.py")]
+    command = [sys.executable, str(ROOT / "tests" / "support" / script)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    kernels = json.loads(result.stdout.splitlines()[-1])
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_kernels_that_are_launched_compile_together_and_none_is_launched() -> None:
+    """There is no GPU: a launch would fail."""
+    assert compiled_by("compile_together.py") == {"counts": [2, 0], "compiled": [True, True]}
+
+
+def test_kernels_compile_as_they_run_and_spill_nothing() -> None:
+    kernels = compiled_by("compile_kernels.py")
     assert len(kernels) == NUM_KERNELS
     for kernel in kernels:
         needs_more = any(text in kernel["constants"] for text in NEED_MORE)

@@ -120,6 +120,12 @@ def test_no_more_is_set_aside_than_today() -> None:
     assert profiled() <= MOST_BYTES * CELLS
 
 
+@pytest.mark.parametrize("content", [0.0, float("nan")])
+def test_the_widest_steps_can_be_taken(content: float) -> None:
+    """Whatever the logits hold while vLLM measures: tensors with content must be read where they have some."""
+    take_widest_steps(torch.full((3, 700), content, dtype=torch.bfloat16), 2, MOST_LOGPROBS)
+
+
 def test_bytes_are_those_of_storages_that_are_held() -> None:
     with MemoryCounter() as counter:
         values = nowhere(1000)

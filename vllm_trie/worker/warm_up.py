@@ -6,11 +6,13 @@ seen. Each module of kernels has a function `warm_up` that launches its own in a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 
 from vllm_trie.selection import config_of, most_beams
 from vllm_trie.speculative_config import has_memory_mode
@@ -32,9 +34,12 @@ from vllm_trie.worker.kernels import (
     wide,
     wide_catalog,
 )
+from vllm_trie.worker.kernels.compiling import compile_together
 
 if TYPE_CHECKING:
     from vllm_trie.worker.runner import BeamModelRunner
+
+logger = init_logger("vllm.trie_beam.warm_up")
 
 
 class WarmsUp:
@@ -46,6 +51,9 @@ class WarmsUp:
     def compile_or_warm_up_model(self) -> Any:
         """See vLLM."""
         if self.vllm_config.kernel_config.enable_jit_warmup:
+            start = time.monotonic()
+            count = compile_together(lambda: warm_up(self.model_runner))
+            logger.info("compiled %d kernels of beam search in %.1f s", count, time.monotonic() - start)
             warm_up(self.model_runner)
         return super().compile_or_warm_up_model()  # type: ignore[misc]
 

@@ -27,7 +27,6 @@ STRATEGIES: tuple[Strategy, ...] = (
 )
 FILTERS, PRUNING, STOPS = LogitsFilters(0.5, 0.1, 0, 0.9), Pruning(0.1, 1.0, 0.1, 2), Stops((0,))
 AFTER = ItemRules("", after=0)  # along a catalog, but from some token on: all tokens, or its items alone
-TRIE_TYPES = torch.int32, torch.int32, torch.bool  # of its children, tokens and ends
 
 
 def most_rows_together(vllm_config: VllmConfig) -> int:
@@ -53,8 +52,9 @@ def take_widest_steps(logits: torch.Tensor, most_together: int, num_logprobs: in
 def _take(rules: SelectRules, logits: torch.Tensor) -> None:
     under: dict[Constraint, torch.Tensor] = {}
     if rules.constraints:
-        first_child, tokens, is_item = (torch.zeros(2, dtype=dtype, device=logits.device) for dtype in TRIE_TYPES)
-        along = AFTER.on({AFTER.catalog: ItemTrie(first_child, tokens, is_item, [1])}, STOPS.token_ids)
+        first_child = torch.zeros(3, dtype=torch.int32, device=logits.device)
+        trie = ItemTrie(first_child, first_child[:-1], first_child[:-1].bool(), [1])  # two nodes without children
+        along = AFTER.on({AFTER.catalog: trie}, STOPS.token_ids)
         under = {along: along.begin(rules.width, logits.device)}
     beams = Beams(torch.zeros(1, rules.width, device=logits.device), states=under)
     packed(take_step(rules, logits.float()[None], beams, Means([(0, 0)])))  # as they are once they are processed

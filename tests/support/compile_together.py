@@ -1,0 +1,40 @@
+"""Compiles kernels together for a GPU that is not there, and prints what was compiled, as JSON.
+
+Run by a test, in a process of its own: where Triton interprets, it compiles nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+
+from vllm_trie.search.rank import Candidates
+from vllm_trie.worker.kernels import slots
+from vllm_trie.worker.kernels.compiling import compile_together
+
+WIDTHS = 3, 4, 9  # beams, for two sizes of the kernel
+device: Any = SimpleNamespace(
+    get_current_device=lambda: 0,
+    get_current_stream=lambda _: 0,
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+)
+
+
+def launch() -> None:
+    for width in WIDTHS:
+        parents, tokens = torch.zeros(2, 1, 2 * width, dtype=torch.int64)
+        candidates = Candidates(parents, tokens, torch.zeros(1, 2 * width))
+        slots.select_next(candidates, torch.ones(1, 2 * width, dtype=torch.bool), width, width)
+
+
+if __name__ == "__main__":
+    triton.runtime.driver.set_active(device)
+    counts = [compile_together(launch) for _ in range(2)]
+    variants = slots._select_next.device_caches[0][0].values()
+    print(json.dumps({"counts": counts, "compiled": [isinstance(kernel, CompiledKernel) for kernel in variants]}))

@@ -1,0 +1,50 @@
+"""Compiles kernels on all cores, before they are launched for the first time; one by one they would take a minute."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest.mock import patch
+
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+PACKAGE = __name__.partition(".")[0]
+
+
+def compile_together(launch: Callable[[], None]) -> int:
+    """Compile all kernels of ours that a function launches, in the variants in which it launches them.
+
+    None of them is launched, so `launch` must not depend on what they write. Where Triton interprets, nothing is done.
+
+    Returns:
+        How many variants were new.
+    """
+    if knobs.runtime.interpret:
+        return 0
+    wanted: dict[tuple[Any, object], str] = {}
+    stock = JITFunction.run
+
+    def run(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        return stock(kernel, *args, warmup=warmup or _is_ours(kernel.module), **kwargs)
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        """Returns whether Triton shall not compile it."""
+        if is_ours := _is_ours(fn.module):
+            wanted[fn.jit_function, compile["key"]] = compile["specialization_data"]
+        return is_ours
+
+    with patch.object(JITFunction, "run", run), knobs.runtime.scope():
+        knobs.runtime.jit_cache_hook = note
+        launch()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:  # LLVM and ptxas run beside each other
+        compiled = [threads.submit(kernel.preload, variant) for (kernel, _), variant in wanted.items()]
+    for one in compiled:
+        one.result()
+    return len(compiled)
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == PACKAGE
