@@ -167,6 +167,20 @@ def test_trees_are_computed_whether_or_not_shared_blocks_are_read_once(engine: E
     torch.testing.assert_close(found, batch.reference().float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("num_nodes", "shares"), [(31, True), (32, False)])
+def test_trees_that_fill_a_tile_share_nothing(engine: Engine, num_nodes: int, shares: bool) -> None:
+    """A tile takes 64 queries, 2 of each node; a smaller tree beside it is a group of its own."""
+    tree = random_tree(num_nodes, 1)
+    large = TreeGroup(2, 2, [5 + num_nodes, 5 + 1], [num_nodes, 1], trees=[tree, random_tree(1, 1)])
+    small = TreeGroup(2, 2, [5 + 3] * 2, [3] * 2, trees=[random_tree(3, seed) for seed in (1, 2)])
+    batch = TreeBatch([large, small], NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE)
+    builder = builder_of(engine)
+    builder.option, builder.groups = "auto", batch.rows
+    assert (builder.build(0, described(batch)).plan.shared.num_shared > 0).tolist() == [True] * (2 if shares else 3)
+    builder.option, builder.groups = "on", batch.rows
+    assert len(builder.build(0, described(batch)).plan.shared.num_shared) == 2
+
+
 def test_a_step_without_shared_blocks_is_vllms_own(engine: Engine) -> None:
     batch = Batch([Group(3, 2, [1, 2, 3], [1, 1, 1])], NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE)
     assert type(builder_of(engine).build(0, described(batch))) is FlashAttentionMetadata
@@ -184,8 +198,9 @@ def test_by_itself_it_reads_shared_blocks_once_where_that_pays(engine: Engine) -
     assert builder.takes([(2, 32), (2, 0)]) == [True, False]
     builder.option = "auto"
     assert builder.takes([(200, 4096), (2, 32)]) == [False, False]  # of layers as small as these
-    builder._layer_bytes = gpu_backend.LEAST_WEIGHTS
-    assert builder.takes([(200, 4096)]) == [True]
+    assert builder.takes([(2000, 4096)]) == [True]
+    builder._layer_bytes = gpu_backend.HOST_US * gpu_backend.WEIGHTS_PER_US
+    assert builder.takes([(300, 4096)]) == [True]
     per_token = 2 * NUM_KV_HEADS * HEAD_SIZE * 4
     enough = gpu_backend.LEAST_READ_AGAIN // per_token // 32
     assert builder.takes([(33, enough - 32)]) == [False]
@@ -193,3 +208,11 @@ def test_by_itself_it_reads_shared_blocks_once_where_that_pays(engine: Engine) -
     assert builder.takes([(17, enough)] * 2) == [True, True]
     builder.splits = False
     assert builder.takes([(33, enough)]) == [False]
+
+
+def test_the_less_the_host_waits_for_the_device_the_more_must_be_shared() -> None:
+    """Rows of Qwen3's 8B and 0.6B, with 4 KiB of keys and values of each token and layer."""
+    large, small = (12 * hidden**2 * 2 for hidden in (4096, 1024))
+    for layer_bytes, rows_to_share, rows_not_to in ((large, 320, 256), (small, 512, 384)):
+        assert gpu_backend.pays(rows_to_share * 1024 * 4096, layer_bytes)
+        assert not gpu_backend.pays(rows_not_to * 1024 * 4096, layer_bytes)

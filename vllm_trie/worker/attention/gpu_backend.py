@@ -32,7 +32,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_trie.selection import config_of, has_beams
 from vllm_trie.worker.attention.prefix_suffix import Calls, Layer, PrefixSuffix
-from vllm_trie.worker.attention.shared_rows import Scoring, SharesPrefixes, row_by_row, tokens_of
+from vllm_trie.worker.attention.shared_rows import Scoring, SharedRows, SharesPrefixes, row_by_row, tokens_of
 from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_causal, others_than, replace_backend
 from vllm_trie.worker.attention.triton_kernels import MOST_HEAD_SIZE, TILE, Plan
 from vllm_trie.worker.kv_slots import ByToken
@@ -118,6 +118,13 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
         model, ranks = self.model_config, self.parallel_config.tensor_parallel_size
         return 12 * model.get_hidden_size() ** 2 * model.dtype.itemsize // ranks
 
+    def _is_apart(self, group: SharedRows) -> bool:
+        """Whether the rows of a group of trees share nothing: one tree's queries may fill a tile by themselves."""
+        if group.trees is None or not self.can_share:
+            return not self.can_share
+        nodes = 1 if isinstance(group.trees.sees, torch.Tensor) else max(map(len, group.trees.sees))
+        return self.option != "on" and nodes * (self.num_heads_q // self.num_heads_kv) >= TILE
+
     def by_token(self, kv_cache: torch.Tensor) -> list[ByToken]:
         """See `SharesPrefixes`; [blocks, KV heads, block size, 2 * head size] in vLLM."""
         return [ByToken(kv_cache.transpose(1, 2), kv_cache.shape[2:3])]
@@ -133,8 +140,7 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
         if self.splits and not has_trees:
             stock = super().build(common_prefix_len, common, fast_build=True)  # windows alone read it
             return SharedPrefixMetadata(**_fields(stock), prefix_suffix=PrefixSuffix(groups, common, self.block_size))
-        if not self.can_share:
-            groups = row_by_row(groups)
+        groups = [part for group in groups for part in (row_by_row([group]) if self._is_apart(group) else [group])]
         bounds, tables = common.seq_lens_cpu_upper_bound.numpy(), common.block_table_tensor
         shared = tokens_of(groups, common.query_start_loc_cpu.numpy(), bounds, self.block_size)
         behind = async_tensor_h2d(bounds[shared.rows] - shared.lengths, device=self.device, dtype=torch.int32)
@@ -195,19 +201,21 @@ class SharedPrefixBackend(FlashAttentionBackend):
         return SharedPrefixBuilder
 
 
-# Reckoned, not measured: what an H100 reads in 80 us, and weights that it reads while the host launches a layer.
-LEAST_READ_AGAIN, LEAST_WEIGHTS = 1 << 28, 1 << 27
+# What an H200 reads per microsecond, of weights and of what rows share, and what a step with shared blocks costs the
+# host in each layer; source: benchmarks.gpu_check, docs/results/gpu.md.
+WEIGHTS_PER_US, AGAIN_PER_US, HOST_US = 4_000_000, 6_000_000, 300
+LEAST_READ_AGAIN = 1 << 28  # of less, two calls and a merge take the device as long as one
 
 
 def pays(read_again: int, layer_bytes: int) -> bool:
     """Whether it is faster to read shared blocks once.
 
-    What is saved is what row by row each layer reads again. What it costs is the host's time: a step with shared blocks
-    replays no full graph, and launches two calls and a merge in every layer. While the device reads the weights of a
-    large layer that time is hidden. In small models it is not, and as much again must be saved.
+    A step with shared blocks replays no full graph: the host launches each layer's attention, two calls and a merge.
+    That is for nothing where vLLM's full graph would have been done with the layer by then.
 
     Args:
-        read_again: Bytes of keys and values of one layer.
+        read_again: Bytes of keys and values of one layer that rows read again, each by itself.
         layer_bytes: Of its weights, on one device.
     """
-    return read_again >= (LEAST_READ_AGAIN if layer_bytes >= LEAST_WEIGHTS else 2 * LEAST_READ_AGAIN)
+    by_full_graph = layer_bytes / WEIGHTS_PER_US + read_again / AGAIN_PER_US
+    return read_again >= LEAST_READ_AGAIN and by_full_graph >= HOST_US

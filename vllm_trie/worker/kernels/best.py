@@ -20,7 +20,7 @@ from vllm_trie.search.rank import TILE, Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Layout, Step
 from vllm_trie.search.strategies.best import Best, num_candidates
-from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kernels import Serving, next_power_of_2
 from vllm_trie.worker.kernels.order_keys import KEY_UNIT, NUM_SCORE_BITS, first_in_order, is_among, score_of
 from vllm_trie.worker.kernels.report import REPORTED, report
 from vllm_trie.worker.kernels.tiles import (
@@ -99,7 +99,7 @@ def num_ranked(rules: SelectRules) -> int:
 
 def kept_of(rules: SelectRules) -> int:
     """Continuations that are kept of each row: a power of two, and as many as slots at least."""
-    return max(triton.next_power_of_2(num_ranked(rules)), slots_of(rules.width))
+    return max(next_power_of_2(num_ranked(rules)), slots_of(rules.width))
 
 
 def slots_of(width: int) -> int:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kernels import Serving, cdiv
 from vllm_trie.worker.row_reorder import RowReorder
 
 TILE = 256  # rows of which one program reads the newest tokens
@@ -33,7 +33,7 @@ def take_newest(
     """
     count = len(at)
     own = positions.new_empty(count), input_ids.new_empty(count)
-    _take_newest[triton.cdiv(count, TILE),](at, count, logits_indices, positions, input_ids, *own, tile_size=TILE)
+    _take_newest[cdiv(count, TILE),](at, count, logits_indices, positions, input_ids, *own, tile_size=TILE)
     return own
 
 
@@ -45,7 +45,7 @@ def reorder_counts(rows: RowReorder, counts: torch.Tensor) -> None:
         counts: [slots, V] int32.
     """
     num_rows, vocab_size = len(rows.num_tokens_on_host), counts.shape[1]
-    _reorder_counts[num_rows, triton.cdiv(vocab_size, COUNTS_TILE)](
+    _reorder_counts[num_rows, cdiv(vocab_size, COUNTS_TILE)](
         rows.rows, rows.parents, num_rows, counts, counts.stride(0), vocab_size, tile_size=COUNTS_TILE
     )
 

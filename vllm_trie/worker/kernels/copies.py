@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from vllm_trie.search.devices import uploaded
-from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kernels import Serving, cdiv
 from vllm_trie.worker.kv_blocks import WORDS as TORCH_WORDS
 from vllm_trie.worker.kv_blocks import Segments
 from vllm_trie.worker.kv_slots import TokenSegments
@@ -99,7 +99,7 @@ class HeldTokens:
 
 
 def _num_tiles(segments: Segments) -> int:
-    return triton.cdiv(segments.most_words, COPY_TILE)
+    return cdiv(segments.most_words, COPY_TILE)
 
 
 def _workers(num_copies: int, segments: Segments) -> int:

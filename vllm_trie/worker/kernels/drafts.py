@@ -6,11 +6,10 @@ In torch it is a log-softmax and a top-k.
 from __future__ import annotations
 
 import torch
-import triton
 
 from vllm_trie.search.devices import NEVER, constant, filled
 from vllm_trie.search.rank import NO_KEY, SCORE_UNIT, TILE
-from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kernels import Serving, next_power_of_2
 from vllm_trie.worker.kernels.tiles import MOST_PER_ROW, MOST_TILES, RowLogits, Wanted, rank_rows, tiles_of
 
 LEAST_KEPT = 4  # of a row, so that few variants are enough
@@ -50,7 +49,7 @@ def decoded(keys: torch.Tensor, ends: tuple[int, ...]) -> tuple[torch.Tensor, to
 
 def kept_of(count: int) -> int:
     """Keys for which there is room."""
-    return max(triton.next_power_of_2(count), LEAST_KEPT)
+    return max(next_power_of_2(count), LEAST_KEPT)
 
 
 def warm_up(serving: Serving) -> None:

@@ -18,7 +18,7 @@ from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Layout, Step
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kernels import Serving, next_power_of_2
 from vllm_trie.worker.kernels.best import (
     SEMANTICS,
     SLOTS,
@@ -113,7 +113,7 @@ def take_step(
 
 def sizes_to_rank(num_blocks: int, children: int) -> dict[str, int]:
     """What `_rank_items` is compiled for."""
-    return {"blocks": triton.next_power_of_2(num_blocks), "children": children}
+    return {"blocks": next_power_of_2(num_blocks), "children": children}
 
 
 @triton.jit(

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kernels import Serving, cdiv
 
 TILE = 256  # values that one program copies
 NUM_FIELDS = 2, 3, 3  # of rows, of logits and of tokens
@@ -26,7 +26,7 @@ def take_rows(
     counts = len(rows), len(logits), len(tokens)
     own = [field.new_empty(count) for field, count in zip(fields, np.repeat(counts, NUM_FIELDS).tolist(), strict=True)]
     words = [field.view(torch.int8) if field.dtype is torch.bool else field for field in (*fields, *own)]
-    _take_rows[triton.cdiv(max(counts), TILE),](rows, logits, moved, tokens, *counts, *words, tile_size=TILE)
+    _take_rows[cdiv(max(counts), TILE),](rows, logits, moved, tokens, *counts, *words, tile_size=TILE)
     return own
 
 
@@ -35,7 +35,7 @@ def put_sampled(
 ) -> None:
     """What `sub_batch.put_sampled` does."""
     num_rows, width = own[0].shape
-    num_programs = triton.cdiv(num_rows * width, TILE)
+    num_programs = cdiv(num_rows * width, TILE)
     strides = own[0].stride(0), sampled.stride(0)
     _put_sampled[num_programs,](rows, num_rows, width, *own, *strides, sampled, counts, rejected, tile_size=TILE)
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.slots import select_next as select_next_in_torch
-from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kernels import Serving, next_power_of_2
 
 PAIRS_PER_THREAD = 32  # (slot, candidate) pairs that a thread of `_select_next` compares at a time; more would spill
 MOST_SLOTS = 1024  # of a program of `_select_next`; of more it would spill, and its work grows with their square
@@ -28,7 +28,7 @@ def select_next(
     if width > MOST_SLOTS:
         return select_next_in_torch(candidates, lives, width, num_rows)
     num_groups, count = lives.shape
-    slots = triton.next_power_of_2(width)
+    slots = next_power_of_2(width)
     chunk, num_warps = candidates_at_a_time(slots), warps_to_select(slots)
     ranked = *(field.contiguous() for field in candidates), lives.contiguous().view(torch.int8)
     parents, tokens = torch.empty(2, num_groups, width, dtype=torch.int64, device=lives.device)

@@ -16,6 +16,7 @@ import triton.language as tl
 from vllm_trie.search.devices import NEVER, constant
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rank import TILE
+from vllm_trie.worker.kernels import cdiv, next_power_of_2
 from vllm_trie.worker.kernels.order_keys import LAST_KEY, NUM_SCORE_BITS, cutoff, is_among, keep, order_key
 
 TILES = 64  # of a block
@@ -90,7 +91,7 @@ class Wanted(NamedTuple):
 def tiles_of(logits: RowLogits) -> Tiles:
     """Read all logits once."""
     num_rows, vocab_size = len(logits.which), logits.values.shape[1]
-    num_blocks, device = triton.cdiv(vocab_size, BLOCK), logits.which.device
+    num_blocks, device = cdiv(vocab_size, BLOCK), logits.which.device
     best = torch.empty(num_rows, num_blocks * TILES, dtype=torch.float32, device=device)
     maxima, sums = (torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device) for _ in range(2))
     _tile_max[num_rows, num_blocks](
@@ -113,7 +114,7 @@ def rank_rows(logits: RowLogits, tiles: Tiles, scores: torch.Tensor, num_rows: i
     num_own, device = len(own_tokens), scores.device
     keys = torch.empty(len(logits.which), kept, dtype=torch.int64, device=device)
     normal, own = (torch.empty(len(keys), size, dtype=torch.float32, device=device) for size in (2, num_own))
-    sizes = sizes_to_rank(triton.next_power_of_2(tiles.maxima.shape[1]), kept)
+    sizes = sizes_to_rank(next_power_of_2(tiles.maxima.shape[1]), kept)
     of_own = constant(own_tokens, device), num_own, own_most, own
     _rank_rows[len(keys),](
         *logits.arguments, *tiles.arguments, scores, num_rows, count, log_min_p(filters), *of_own, keys, normal,

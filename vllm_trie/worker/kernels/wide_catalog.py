@@ -19,7 +19,7 @@ from vllm_trie.search.rank import TILE, Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Layout, Step
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kernels import Serving, cdiv, next_power_of_2
 from vllm_trie.worker.kernels.best import Taken, finished_of, write_ended
 from vllm_trie.worker.kernels.items import are_items_alone, most_children
 from vllm_trie.worker.kernels.order_keys import LAST_KEY, order_key
@@ -55,7 +55,7 @@ def takes(rules: SelectRules, beams: Beams, _: int) -> bool:
 
 def _room(beams: Beams) -> int:
     """Places for the children of a row's node: whole tiles."""
-    return triton.cdiv(most_children(beams), TILE) * TILE
+    return cdiv(most_children(beams), TILE) * TILE
 
 
 def take_step(
@@ -97,7 +97,7 @@ def _best_items(rules: SelectRules, logits: RowLogits, beams: Beams, room: int) 
         **sizes, num_warps=WARPS_TO_RANK,
     )  # fmt: skip
     chosen, keys = split(keys, count, TILE)
-    _rank_items_of_tiles[triton.cdiv(keys.shape[1], KEYS_AT_A_TIME), num_lists](
+    _rank_items_of_tiles[cdiv(keys.shape[1], KEYS_AT_A_TIME), num_lists](
         *logits.arguments, chosen, chosen.shape[1], of_rows, num_groups, num_rows, room, *trie, keys, tile=TILE,
         lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
     )  # fmt: skip
@@ -106,7 +106,7 @@ def _best_items(rules: SelectRules, logits: RowLogits, beams: Beams, room: int) 
 
 def sizes_to_rank(num_blocks: int) -> dict[str, int]:
     """What `_rank_item_tiles` is compiled for."""
-    return {"blocks": triton.next_power_of_2(num_blocks), "tile": TILE, "part": CHILDREN_AT_A_TIME}
+    return {"blocks": next_power_of_2(num_blocks), "tile": TILE, "part": CHILDREN_AT_A_TIME}
 
 
 @triton.jit

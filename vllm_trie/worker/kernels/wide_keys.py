@@ -17,6 +17,7 @@ import triton.language as tl
 from vllm_trie.search.devices import constant
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rank import SCORE_UNIT, TILE
+from vllm_trie.worker.kernels import cdiv, next_power_of_2
 from vllm_trie.worker.kernels.order_keys import KEY_UNIT, LAST_KEY, order_key
 from vllm_trie.worker.kernels.tiles import (
     TILES,
@@ -78,12 +79,12 @@ def best_of_groups(
         **sizes, num_warps=warps_to_rank_blocks(sizes["blocks"]),
     )  # fmt: skip
     chosen, keys = split(keys, count, TILES)
-    _rank_tiles[triton.cdiv(keys.shape[1], KEYS_AT_A_TIME), num_groups](
+    _rank_tiles[cdiv(keys.shape[1], KEYS_AT_A_TIME), num_groups](
         chosen, chosen.shape[1], tiles.best, of_rows, logits.values.shape[1], num_blocks, num_rows, keys, tiles=TILES,
         tile=TILE, lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
     )  # fmt: skip
     chosen, keys = split(keys, count, TILE)
-    _rank_tokens[triton.cdiv(keys.shape[1], KEYS_AT_A_TIME), num_groups](
+    _rank_tokens[cdiv(keys.shape[1], KEYS_AT_A_TIME), num_groups](
         *logits.arguments, chosen, chosen.shape[1], of_rows, num_blocks * TILES, num_rows, keys, tile=TILE,
         lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
     )  # fmt: skip
@@ -103,7 +104,7 @@ def in_order(keys: torch.Tensor, count: int) -> torch.Tensor:
 
 def sizes_to_rank_blocks(num_blocks: int) -> dict[str, int]:
     """What `_rank_blocks` is compiled for."""
-    return {"blocks": triton.next_power_of_2(num_blocks), "tiles": TILES, "tile": TILE}
+    return {"blocks": next_power_of_2(num_blocks), "tiles": TILES, "tile": TILE}
 
 
 def warps_to_rank_blocks(blocks: int) -> int:

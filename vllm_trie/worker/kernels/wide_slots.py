@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_trie.worker.kernels import cdiv
 from vllm_trie.worker.kernels.order_keys import KEY_UNIT, LAST_KEY, is_among, score_of
 
 SLOTS_AT_A_TIME, CHILDREN_AT_A_TIME = 32, 256  # that a program compares with each other
@@ -39,7 +40,7 @@ def first_children(keys: torch.Tensor, per_row: int, stops: torch.Tensor, width:
     """
     num_groups, count = keys.shape
     first_child, dead = torch.empty(2, num_groups, width, dtype=torch.int32, device=keys.device)
-    _find_first_children[triton.cdiv(width, SLOTS_AT_A_TIME), num_groups](
+    _find_first_children[cdiv(width, SLOTS_AT_A_TIME), num_groups](
         keys, count, per_row, stops, len(stops), width, most, first_child, slots=SLOTS_AT_A_TIME,
         part=CHILDREN_AT_A_TIME, num_warps=NUM_WARPS,
     )  # fmt: skip
