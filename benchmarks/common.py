@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
-import platform
 import statistics
 import time
 import warnings
@@ -136,11 +134,3 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], note
     for row in rows:
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
     console.print(table)
-
-
-def save(folder: Path, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], note: str) -> None:
-    """Write one table as JSON."""
-    folder.mkdir(parents=True, exist_ok=True)
-    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    content = {"machine": machine, "settings": note, "columns": list(columns), "rows": [list(row) for row in rows]}
-    (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")

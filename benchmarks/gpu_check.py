@@ -22,12 +22,13 @@ from typing import Any
 import torch
 
 from benchmarks import gpu_attention, gpu_kernels, gpu_steps
+from benchmarks.gpu_tables import tell
 from benchmarks.stand_ins import is_there
 
 MOST_SECONDS = 420  # from here on nothing begins, so that a run fits into 8 minutes
 MOST_LINES = 3  # that are told of a failure
 PARTS = ("kernels", "steps", "attention", "trees", "searches")
-PARITY = ("tests/worker", "tests/behaviour/search/test_kernels.py", "tests/behaviour/search/test_parity.py")
+PARITY = ("tests/behaviour/search/test_kernels.py", "tests/behaviour/search/test_parity.py")
 
 
 class Findings:
@@ -117,8 +118,10 @@ def check_searches(findings: Findings, device: torch.device, args: argparse.Name
     if args.interpret or not is_there("vllm"):
         print("Whole searches are left out: they need vLLM's CUDA build and a GPU.")
         return
-    engines = [["benchmarks.gpu_engines", "--model", model, "--out", str(args.out)] for model in ("0.6B", "8B")]
-    commands = (["pytest", "-n", "0", "-q", *PARITY], *engines, [*engines[0], "--drafts"])
+    out = "--out", str(args.out)
+    engines = [["benchmarks.gpu_engines", "--model", model, *out] for model in ("0.6B", "8B")]
+    searches = (["pytest", "-n", "0", "-q", *PARITY], ["benchmarks.gpu_searches", *out])
+    commands = (*searches, *engines, [*engines[0], "--drafts"])
     findings.rows("searches", run, commands)
 
 
@@ -128,22 +131,6 @@ def run(command: Sequence[str]) -> tuple[Any, ...]:
     if code:
         raise RuntimeError(f"{' '.join(command)} ended with status {code}")
     return ()
-
-
-def tell(name: str, title: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]], note: str, out: Path) -> None:
-    """Print a table, and keep it."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "rehearsed on a CPU"
-    note = f"{device}, torch {torch.__version__}; {note}"
-    if is_there("rich"):
-        from benchmarks.common import save, show
-
-        show(title, columns, rows, note)
-        save(out, name, columns, rows, note)
-        return
-    print(f"\n{title}\n" + " | ".join(columns))
-    for row in rows:
-        print(" | ".join(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
-    print(note, flush=True)
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:

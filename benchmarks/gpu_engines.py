@@ -23,16 +23,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.common import generate, save, show, timed
+from benchmarks.common import alternate, generate
+from benchmarks.gpu_tables import tell
 
 VOCAB_SIZE, HEAD_SIZE, KV_HEADS, MAX_LENGTH = 151_936, 128, 8, 8192
 ITEMS, ITEM_LENGTH, NUM_CODES = 100_000, 3, 256  # of a catalog
 WIDEST = 5000
 COLUMNS = ("model", "case", "ms", "tokens of rows per second", "times sampling")
 NOTE = (
-    "bfloat16, weights without content, CUDA graphs, prompts in the prefix cache; ms: a call of LLM.generate, the "
-    "median; sampling: n requests of temperature 1 in place of n beams; speculation: drafts by n-grams, of which "
-    "hardly any is accepted, so this is what they cost"
+    "bfloat16, weights without content, torch.compile and CUDA graphs, prompts in the prefix cache; ms: a call of "
+    "LLM.generate, the median, in turn with sampling: n requests of temperature 1 in place of n beams; of drafts by "
+    "n-grams hardly any is accepted, so that is what they cost"
 )
 
 
@@ -71,14 +72,17 @@ class Case(NamedTuple):
 
 CATALOG_FILE = "items.catalog"
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+GRAPHS_ALONE = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # without torch.compile
 CATALOG, LOOKUP = (("catalog", "items"),), (("speculation", "exact"),)
 CASES = (
-    *(Case(width, 64) for width in (4, 16, 64, 512)),
+    *(Case(width, 64) for width in (4, 16, 64)),
+    Case(512, 16),
     Case(4, 64, num_prompts=8),
-    *(Case(width, 64, 4000) for width in (64, 512)),
-    *(Case(WIDEST, tokens) for tokens in (3, 16, 32)),
-    *(Case(256, ITEM_LENGTH, length, prompts, CATALOG) for length, prompts in ((1000, 1), (5000, 8))),
+    Case(256, ITEM_LENGTH, 1000, options=CATALOG),
     Case(50, ITEM_LENGTH, 2465, options=CATALOG),
+    *(Case(width, 16, 4000) for width in (64, 128, 512)),
+    Case(256, ITEM_LENGTH, 5000, 8, CATALOG),
+    *(Case(WIDEST, tokens) for tokens in (3, 16, 32)),
     Case(4, 64, options=LOOKUP),
 )
 SMALL_CASES = (Case(3, 4, 40), Case(3, ITEM_LENGTH, 40, 2, CATALOG), Case(3, 8, 40, options=LOOKUP))
@@ -121,7 +125,7 @@ def engine(folder: Path, args: argparse.Namespace) -> Any:
     """An engine with beams, and with drafts by n-grams, if it shall have these."""
     from vllm import LLM
 
-    most = 64 if args.rehearse else WIDEST + 120
+    most = 64 if args.rehearse else args.most_beams + 120
     return LLM(
         str(folder),
         dtype="bfloat16",
@@ -132,6 +136,7 @@ def engine(folder: Path, args: argparse.Namespace) -> Any:
         max_num_batched_tokens=2 * max(most, 256),
         enforce_eager=args.rehearse,
         kv_cache_memory_bytes=args.kv_cache_gib << 30,
+        compilation_config=GRAPHS_ALONE if args.no_compile else None,
         speculative_config=NGRAMS if args.drafts else None,
         additional_config={
             "trie_beam": {
@@ -160,21 +165,20 @@ def runs_of(llm: Any, case: Case) -> dict[str, Callable[[], Any]]:
     return {"beams": lambda: generate(llm, prompts, beams), "sampling": lambda: generate(llm, prompts, sampling)}
 
 
-def measured(llm: Any, name: str, case: Case, repeats: int) -> tuple[Any, ...]:
+def measured(llm: Any, case: Case, repeats: int) -> tuple[Any, ...]:
     """A row of `COLUMNS`."""
-    seconds = {}
-    for kind, run in runs_of(llm, case).items():
-        run()
-        seconds[kind] = statistics.median(timed(run) for _ in range(repeats))
+    seconds = {kind: statistics.median(times) for kind, times in alternate(runs_of(llm, case), repeats).items()}
     per_second = case.width * case.num_prompts * case.num_tokens / seconds["beams"]
-    return name, case.name, 1000 * seconds["beams"], per_second, seconds["beams"] / seconds["sampling"]
+    row = "vllm_trie", case.name, 1000 * seconds["beams"], per_second, seconds["beams"] / seconds["sampling"]
+    print(row, flush=True)
+    return row
 
 
-def by_sglang(name: str, folder: Path, case: Case, repeats: int) -> tuple[Any, ...]:
+def by_sglang(folder: Path, case: Case, repeats: int) -> tuple[Any, ...]:
     """A row of SGLang's own beams, in a process of its own."""
     command = [sys.executable, "-c", SGLANG, str(folder), json.dumps(case._asdict()), str(repeats), str(VOCAB_SIZE)]
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return name, case.name, float(found.stdout.strip().splitlines()[-1]), "-", "-"
+    return "SGLang", case.name, float(found.stdout.strip().splitlines()[-1]), "-", "-"
 
 
 SGLANG = """
@@ -204,22 +208,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=MODELS, default="0.6B")
     parser.add_argument("--drafts", action="store_true", help="an engine that drafts by n-grams, and its cases")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--most-beams", type=int, default=WIDEST, help="at a time; cases of more are left out")
+    parser.add_argument("--no-compile", action="store_true", help="CUDA graphs without torch.compile: a shorter start")
     parser.add_argument("--kv-cache-gib", type=int, default=40)
     parser.add_argument("--shared-prefix-attention", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--rehearse", action="store_true", help="on any machine, with a tiny model and small cases")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder for the JSON file")
     args = parser.parse_args(arguments)
     cases = [case for case in (SMALL_CASES if args.rehearse else CASES) if (case.options == LOOKUP) == args.drafts]
+    cases = [case for case in cases if case.width * case.num_prompts <= args.most_beams]
     name, rows, failures = "tiny" if args.rehearse else args.model, list[tuple[Any, ...]](), 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_config(TINY if args.rehearse else MODELS[name], Path(temporary))
         write_catalog(folder / CATALOG_FILE)
         llm = engine(folder, args)
-        runs = [partial(measured, llm, name, case, args.repeats) for case in cases]
+        runs = [partial(measured, llm, case, args.repeats) for case in cases]
         del llm
         if find_spec("sglang") is not None and not args.rehearse:
             plain = [case for case in cases if not case.options]
-            runs += [partial(by_sglang, f"{name}, SGLang", folder, case, args.repeats) for case in plain]
+            runs += [partial(by_sglang, folder, case, args.repeats) for case in plain]
         while runs:
             run = runs.pop(0)
             try:
@@ -229,8 +236,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"FAILED {run.args[1:]}: {type(error).__name__}: {error}", flush=True)
             del run
             gc.collect()
-    show("Engines", COLUMNS, rows, NOTE)
-    save(args.out, f"gpu_engines_{name}{'_drafts' if args.drafts else ''}", COLUMNS, rows, NOTE)
+    ways = {
+        "drafts": ("drafts by n-grams", args.drafts),
+        "rows": ("each row reads", args.shared_prefix_attention == "off"),
+    }
+    also = {key: told for key, (told, is_so) in ways.items() if is_so}
+    title = ", ".join([f"Beams beside samples, {name}", *also.values()])
+    tell("_".join(["gpu_engines", name, *also]), title, COLUMNS, rows, NOTE, args.out)
     return int(failures > 0)
 
 

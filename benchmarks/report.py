@@ -25,6 +25,7 @@ from benchmarks.smollm2 import get
 
 ROOT = Path(__file__).resolve().parent.parent
 OF_REAL_MODEL = "smollm2"  # the folder beside the toy's tables
+OF_GPUS = "gpu"  # another one, whose tables have one page together
 MEASURED = ROOT / "benchmarks" / "measured"
 PAGES = ROOT / "docs" / "results"
 RESULTS = ROOT / "RESULTS.md"
@@ -102,6 +103,10 @@ def write_pages(folder: Path, pages: Path) -> None:
                 (pages / place / f"{value}.md").write_text(f"# {titles[value]}\n\n{_whole(part)}")
         links = "\n".join(f"- [{title}]({Path(place) / name}.md)" for name, title in titles.items())
         parts += [f"## {told}\n\n{links}\n"] if titles else []
+    if of_gpus := [json.loads(path.read_text()) for path in sorted((folder / OF_GPUS).glob("*.json"))]:
+        tables = "\n".join(f"## {content['title']}\n\n{_whole(content)}" for content in of_gpus)
+        (pages / f"{OF_GPUS}.md").write_text(f"# On a GPU\n\n{tables}")
+        parts += [f"## On a GPU\n\n- [{', '.join(content['title'] for content in of_gpus)}]({OF_GPUS}.md)\n"]
     (pages / "README.md").write_text("\n".join(parts))
 
 
@@ -129,7 +134,8 @@ def take_over(results: Path, folder: Path) -> None:
         content = json.loads(path.read_text())
         if "cells" in content:
             rows = [row for cell in content["cells"] for row in cell["rows"]]
-            place = OF_REAL_MODEL if content["setting"]["model"] == get.NAME else "."
+            is_of_gpu = "torch" in content["machine"]
+            place = OF_GPUS if is_of_gpu else OF_REAL_MODEL if content["setting"]["model"] == get.NAME else "."
             (folder / place).mkdir(parents=True, exist_ok=True)
             _keep(folder / place / path.name, content | {"cells": [{"rows": rows}]})
     for name in (name for names in PICTURES.values() for name in names):
@@ -180,7 +186,7 @@ def _spread(content: Content, value: str, by: str) -> Content:
 
 def _whole(content: Content) -> str:
     """A table with all that its note says."""
-    engine = content["machine"]["engine"] if "machine" in content else ""
+    engine = content.get("machine", {}).get("engine", "")
     note, where = content["note"], _where(content)
     about = f"{note[0].upper()}{note[1:]}. {where}{f' Engine: {engine}.' if engine else ''}".rstrip()
     return f"{_table(content)}\n\n{about}\n"
@@ -197,6 +203,9 @@ def _where(content: Content) -> str:
     if "command" not in content:
         return ""
     machine = content["machine"]
+    if "torch" in machine:
+        vllm = f", vLLM {machine['vllm']}" if machine["vllm"] else ""
+        return f"`{content['command']}`, {machine['processor']}, torch {machine['torch']}{vllm}."
     return f"`{content['command']}`, {machine['cores']} cores of {machine['processor']}, vLLM {machine['vllm']}."
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import vllm
 
-from benchmarks import gpu_attention, gpu_check, gpu_steps
+from benchmarks import gpu_attention, gpu_check, gpu_searches, gpu_steps, gpu_tables, report
 from tests.support.engine import ROOT
 from tests.support.flash_attention import flash_attn_varlen_func
 from vllm_trie.worker.attention.prefix_suffix import Calls
@@ -163,3 +163,45 @@ def test_what_does_not_fit_into_the_time_is_left_out(capsys: pytest.CaptureFixtu
     code, out = checked(capsys, "--only", "steps", "--seconds", "-1")
     assert code == 0
     assert "steps | 0 | 0 | 2" in out
+
+
+def test_a_device_that_is_lost_ends_it_and_what_failed_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def lose(*_: Any) -> None:
+        raise torch.AcceleratorError("an illegal memory access was encountered", 700)
+
+    monkeypatch.setattr(copies, "reorder_rows", lose)
+    code, out = checked(capsys, "--only", "steps", "trees")
+    assert code == 1
+    assert "steps | 0 | 1 | 1" in out
+    assert "trees | 0 | 0 | 1" in out
+    assert "FAILED steps" in out
+
+
+def test_its_tables_become_a_page_of_the_report(tmp_path: Path) -> None:
+    """As a rehearsal writes them, but for the device."""
+    measured, pages = tmp_path / "measured", tmp_path / "pages"
+    gpu_tables.tell("gpu_steps", "Whole steps", ("search", "us"), [("plain", 1.5)], "of a GPU", tmp_path / "results")
+    report.take_over(tmp_path / "results", measured)
+    pages.mkdir()
+    report.write_pages(measured, pages)
+    page = (pages / "gpu.md").read_text()
+    assert "## Whole steps\n\n| search | us |\n|---|---|\n| plain | 1.5 |\n\nOf a GPU. `python -m benchmarks." in page
+    assert f"torch {torch.__version__}" in page
+    assert "(gpu.md)" in (pages / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("changed", "code"), [({}, 0), ({"best": 1}, 0), ({"best": 2}, 1), ({"apart": 0.3}, 1)])
+def test_whole_searches_must_find_what_transformers_finds_but_for_ties(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: dict[str, Any], code: int
+) -> None:
+    """Of ten prompts nine best hypotheses must be the same."""
+    expected = [[((number, 1), -1.0), ((number, 2), -1.1)] for number in range(10)]
+    found = [[(tokens, score + changed.get("apart", 0)) for tokens, score in of_prompt] for of_prompt in expected]
+    for number in range(changed.get("best", 0)):
+        found[number].reverse()
+    monkeypatch.setattr(gpu_searches, "prompts", lambda _: [[0]] * 10)
+    monkeypatch.setattr(gpu_searches, "by_transformers", lambda *_: expected)
+    monkeypatch.setattr(gpu_searches, "by_engine", lambda *_: (found, 1.0))
+    assert gpu_searches.main(["--rehearse", "--only", "plain steps", "--out", str(tmp_path)]) == code

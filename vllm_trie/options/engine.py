@@ -34,7 +34,7 @@ class TrieBeamConfig(Speculating, Drawing):
         catalog_folder: The folder from which a running engine may take new versions of its catalogs.
         scorers: Endpoints that score steps, by the names that requests use: a client of a server can name no other.
         shared_prefix_attention: Attention reads the KV blocks that all beams share once for all of them: "auto" where
-            that pays, as was measured on CPUs and is reckoned on GPUs, there in layers of FlashAttention; "on"
+            that pays, as was measured on CPUs and on a GPU, there in layers of FlashAttention; "on"
             wherever it can; "off" never.
         vllm_check: What a vLLM that differs from the recorded one leads to: "strict", to a refusal; "warn", to a
             warning where what differs may still fit; "off", to nothing. By default what `VLLM_TRIE_CHECK` says, else
