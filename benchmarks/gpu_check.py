@@ -42,13 +42,13 @@ class Findings:
         self._end = time.monotonic() + most_seconds
         self.counts: dict[str, list[int]] = {}  # by part: checks that passed, that failed, and that were left out
         self.failures: list[str] = []
-        self._lost = False  # the device: after an illegal access it refuses all that a process asks for
+        self._is_lost = False
 
     def rows(self, part: str, check: Callable[[Any], tuple[Any, ...]], shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
         """What a check of each shape returns, if it passes."""
         found, counts = [], self.counts.setdefault(part, [0, 0, 0])
         for shape in shapes:
-            if self._lost or time.monotonic() > self._end:
+            if self._is_lost or time.monotonic() > self._end:
                 counts[2] += 1
                 continue
             try:
@@ -57,10 +57,19 @@ class Findings:
             except Exception as error:
                 counts[1] += 1
                 self._note(f"{part}, {shape}", error)
-                self._lost = isinstance(error, torch.AcceleratorError)
-            if torch.cuda.is_available() and not self._lost:
-                torch.cuda.empty_cache()
+            self._is_lost = not self._can_go_on()
         return found
+
+    @staticmethod
+    def _can_go_on() -> bool:
+        """Whether the device still answers: after an illegal access it refuses all that this process asks for."""
+        try:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+        except Exception:
+            return False
+        return True
 
     def _note(self, name: str, error: Exception) -> None:
         lines = str(error).strip().splitlines()[:MOST_LINES]

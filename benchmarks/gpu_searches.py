@@ -94,12 +94,14 @@ def by_engine(asked: list[list[int]], way: dict[str, Any], rehearses: bool) -> t
     exact = {"speculation": "exact"} if drafts else {}
     params = beam_params(WIDTH, n=WIDTH, max_tokens=MAX_TOKENS, ignore_eos=True, length_penalty=0.0, **exact)
     params.detokenize = False
-    outputs = generate(llm, [{"prompt_token_ids": prompt} for prompt in asked], params)
+    try:
+        outputs = generate(llm, [{"prompt_token_ids": prompt} for prompt in asked], params)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
     found = [[(tuple(one.token_ids), one.cumulative_logprob) for one in output.outputs] for output in outputs]
     told = [(output.kv_transfer_params or {}).get("trie_beam", {}) for output in outputs]
-    llm.llm_engine.engine_core.shutdown()
-    del llm
-    gc.collect()
     steps, forwards = (sum(of_one.get(name, 1) for of_one in told) for name in ("steps", "target_forwards"))
     return found, steps / forwards
 

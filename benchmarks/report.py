@@ -106,7 +106,8 @@ def write_pages(folder: Path, pages: Path) -> None:
     if of_gpus := [json.loads(path.read_text()) for path in sorted((folder / OF_GPUS).glob("*.json"))]:
         tables = "\n".join(f"## {content['title']}\n\n{_whole(content)}" for content in of_gpus)
         (pages / f"{OF_GPUS}.md").write_text(f"# On a GPU\n\n{tables}")
-        parts += [f"## On a GPU\n\n- [{', '.join(content['title'] for content in of_gpus)}]({OF_GPUS}.md)\n"]
+        links = "\n".join(f"- [{content['title']}]({OF_GPUS}.md)" for content in of_gpus)
+        parts.append(f"## On a GPU\n\n{links}\n")
     (pages / "README.md").write_text("\n".join(parts))
 
 

@@ -6,6 +6,7 @@ Run by a test, in a process of its own: where Triton interprets, it compiles not
 from __future__ import annotations
 
 import json
+from threading import local
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +20,19 @@ from vllm_trie.worker.kernels import slots
 from vllm_trie.worker.kernels.compiling import compile_together
 
 WIDTHS = 3, 4, 9  # beams, for two sizes of the kernel
+DEVICE = 1  # of this rank; a thread begins with the first one
+
+
+class Device(local):
+    """As CUDA has it, of each thread."""
+
+    current = 0
+
+
+of_thread = Device()
 device: Any = SimpleNamespace(
-    get_current_device=lambda: 0,
+    get_current_device=lambda: of_thread.current,
+    set_current_device=lambda number: setattr(of_thread, "current", number),
     get_current_stream=lambda _: 0,
     get_current_target=lambda: GPUTarget("cuda", 90, 32),
 )
@@ -35,6 +47,7 @@ def launch() -> None:
 
 if __name__ == "__main__":
     triton.runtime.driver.set_active(device)
+    device.set_current_device(DEVICE)
     counts = [compile_together(launch) for _ in range(2)]
-    variants = slots._select_next.device_caches[0][0].values()
+    variants = slots._select_next.device_caches[DEVICE][0].values()
     print(json.dumps({"counts": counts, "compiled": [isinstance(kernel, CompiledKernel) for kernel in variants]}))

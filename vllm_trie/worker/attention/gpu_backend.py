@@ -121,7 +121,7 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
     def _is_apart(self, group: SharedRows) -> bool:
         """Whether the rows of a group of trees share nothing: one tree's queries may fill a tile by themselves."""
         if group.trees is None or not self.can_share:
-            return not self.can_share
+            return group.trees is not None
         nodes = 1 if isinstance(group.trees.sees, torch.Tensor) else max(map(len, group.trees.sees))
         return self.option != "on" and nodes * (self.num_heads_q // self.num_heads_kv) >= TILE
 
@@ -201,10 +201,10 @@ class SharedPrefixBackend(FlashAttentionBackend):
         return SharedPrefixBuilder
 
 
-# What an H200 reads per microsecond, of weights and of what rows share, and what a step with shared blocks costs the
-# host in each layer; source: benchmarks.gpu_check, docs/results/gpu.md.
+# A model of what a layer takes on an H200, fitted to docs/results/gpu.md: bytes that it reads per microsecond, of
+# weights and of what rows read again; the host's microseconds for two calls, a merge and the graphs around them.
 WEIGHTS_PER_US, AGAIN_PER_US, HOST_US = 4_000_000, 6_000_000, 300
-LEAST_READ_AGAIN = 1 << 28  # of less, two calls and a merge take the device as long as one
+LEAST_READ_AGAIN = 1 << 27  # of less, two calls and a merge take the device longer than one call
 
 
 def pays(read_again: int, layer_bytes: int) -> bool:

@@ -19,6 +19,7 @@ import triton.language as tl
 from vllm_trie.search.devices import uploaded
 from vllm_trie.search.spans import spans
 from vllm_trie.worker.attention.shared_rows import WORD, Layer, Scoring, SharedTokens, first_keys, first_keys_there
+from vllm_trie.worker.sizes import next_power_of_2
 
 MOST_HEAD_SIZE = 256
 TILE = 64  # queries that a program of the first kernel takes
@@ -88,7 +89,7 @@ class Plan:
         of_both: dict[str, Any] = {
             "heads": heads,
             "head_size": head_size,
-            "padded_size": triton.next_power_of_2(head_size),
+            "padded_size": next_power_of_2(head_size),
             "block_size": block_size,
             "keys_at_a_time": KEYS,
             "has_window": window is not None,
@@ -109,7 +110,7 @@ class Plan:
             *(self._trees, self._trees.shape[1], sums, logs, *counts, *scales, sinks),
             has_trees=self._has_trees,
             has_sinks=sinks is not None,
-            padded_heads=max(triton.next_power_of_2(heads), LEAST_QUERIES),
+            padded_heads=max(next_power_of_2(heads), LEAST_QUERIES),
             num_warps=NUM_WARPS,
             **of_both,
         )

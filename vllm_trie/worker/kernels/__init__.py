@@ -40,16 +40,6 @@ class Serving(NamedTuple):
         return [1 << exponent for exponent in range((self.most_beams - 1).bit_length() + 1)]
 
 
-def cdiv(count: int, size: int) -> int:
-    """Parts of `size`, the last one maybe less; Triton's function takes microseconds."""
-    return -(-count // size)
-
-
-def next_power_of_2(count: int) -> int:
-    """The first power of two that is not below `count`; Triton's function takes microseconds."""
-    return 1 << (count - 1).bit_length()
-
-
 def run_on(device: torch.device) -> bool:
     """Whether kernels do the work on this device; elsewhere torch does."""
     return device.type == "cuda"

@@ -20,7 +20,7 @@ from vllm_trie.search.rank import TILE, Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Layout, Step
 from vllm_trie.search.strategies.best import Best, num_candidates
-from vllm_trie.worker.kernels import Serving, next_power_of_2
+from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.kernels.order_keys import KEY_UNIT, NUM_SCORE_BITS, first_in_order, is_among, score_of
 from vllm_trie.worker.kernels.report import REPORTED, report
 from vllm_trie.worker.kernels.tiles import (
@@ -33,6 +33,7 @@ from vllm_trie.worker.kernels.tiles import (
     rank_rows,
     tiles_of,
 )
+from vllm_trie.worker.sizes import next_power_of_2
 
 SLOTS = 4, 16, 32, 64  # that kernels are compiled for; of more a program would spill its group's keys
 SIZES = [  # slots, and continuations that are kept of each row: as many, twice or four times as many

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from triton import knobs
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 PACKAGE = __name__.partition(".")[0]
@@ -39,7 +40,12 @@ def compile_together(launch: Callable[[], None]) -> int:
     with patch.object(JITFunction, "run", run), knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = note
         launch()
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:  # LLVM and ptxas run beside each other
+    device = driver.active  # which each thread has to itself
+    with ThreadPoolExecutor(  # LLVM and ptxas run beside each other
+        len(os.sched_getaffinity(0)),
+        initializer=device.set_current_device,
+        initargs=(device.get_current_device(),),
+    ) as threads:
         compiled = [threads.submit(kernel.preload, variant) for (kernel, _), variant in wanted.items()]
     for one in compiled:
         one.result()

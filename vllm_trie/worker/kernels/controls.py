@@ -10,8 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.worker.kernels import Serving, cdiv
+from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.row_reorder import RowReorder
+from vllm_trie.worker.sizes import cdiv
 
 TILE = 256  # rows of which one program reads the newest tokens
 COUNTS_TILE = 4096  # counts that one program copies

@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 
 from vllm_trie.search.devices import uploaded
-from vllm_trie.worker.kernels import Serving, cdiv
+from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.kv_blocks import WORDS as TORCH_WORDS
 from vllm_trie.worker.kv_blocks import Segments
 from vllm_trie.worker.kv_slots import TokenSegments
 from vllm_trie.worker.row_reorder import RowReorder, Tables
+from vllm_trie.worker.sizes import cdiv
 
 HELD = -1  # in the place of a block: what the copying program holds
 WORKERS_OF_TOKEN = 8  # programs that copy the content of a token

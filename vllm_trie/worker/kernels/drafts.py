@@ -9,8 +9,9 @@ import torch
 
 from vllm_trie.search.devices import NEVER, constant, filled
 from vllm_trie.search.rank import NO_KEY, SCORE_UNIT, TILE
-from vllm_trie.worker.kernels import Serving, next_power_of_2
+from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.kernels.tiles import MOST_PER_ROW, MOST_TILES, RowLogits, Wanted, rank_rows, tiles_of
+from vllm_trie.worker.sizes import next_power_of_2
 
 LEAST_KEPT = 4  # of a row, so that few variants are enough
 

@@ -18,7 +18,7 @@ from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Layout, Step
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.worker.kernels import Serving, next_power_of_2
+from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.kernels.best import (
     SEMANTICS,
     SLOTS,
@@ -49,6 +49,7 @@ from vllm_trie.worker.kernels.tiles import (
     normalise,
     tiles_of,
 )
+from vllm_trie.worker.sizes import next_power_of_2
 
 CHILDREN = 16, 256, 4096  # of a node, that kernels are compiled for
 ROOM = tl.constexpr(MOST_PER_ROW)  # for keys of a row

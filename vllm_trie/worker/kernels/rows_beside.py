@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.worker.kernels import Serving, cdiv
+from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.sizes import cdiv
 
 TILE = 256  # values that one program copies
 NUM_FIELDS = 2, 3, 3  # of rows, of logits and of tokens

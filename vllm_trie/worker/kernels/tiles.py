@@ -16,8 +16,8 @@ import triton.language as tl
 from vllm_trie.search.devices import NEVER, constant
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rank import TILE
-from vllm_trie.worker.kernels import cdiv, next_power_of_2
 from vllm_trie.worker.kernels.order_keys import LAST_KEY, NUM_SCORE_BITS, cutoff, is_among, keep, order_key
+from vllm_trie.worker.sizes import cdiv, next_power_of_2
 
 TILES = 64  # of a block
 BLOCK = TILES * TILE  # tokens

@@ -19,7 +19,7 @@ from vllm_trie.search.rank import TILE, Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Layout, Step
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.worker.kernels import Serving, cdiv, next_power_of_2
+from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.kernels.best import Taken, finished_of, write_ended
 from vllm_trie.worker.kernels.items import are_items_alone, most_children
 from vllm_trie.worker.kernels.order_keys import LAST_KEY, order_key
@@ -43,6 +43,7 @@ from vllm_trie.worker.kernels.wide_slots import (
     list_dead,
     slots_of,
 )
+from vllm_trie.worker.sizes import cdiv, next_power_of_2
 
 CHILDREN_AT_A_TIME = 256  # that a program looks at
 WARPS_TO_RANK = 4

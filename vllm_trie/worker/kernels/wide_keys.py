@@ -17,7 +17,6 @@ import triton.language as tl
 from vllm_trie.search.devices import constant
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rank import SCORE_UNIT, TILE
-from vllm_trie.worker.kernels import cdiv, next_power_of_2
 from vllm_trie.worker.kernels.order_keys import KEY_UNIT, LAST_KEY, order_key
 from vllm_trie.worker.kernels.tiles import (
     TILES,
@@ -28,6 +27,7 @@ from vllm_trie.worker.kernels.tiles import (
     normalise,
     num_better_than,
 )
+from vllm_trie.worker.sizes import cdiv, next_power_of_2
 
 KEYS_AT_A_TIME = 1024  # that a program makes
 WARPS_TO_SPLIT = 4

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.worker.kernels import cdiv
 from vllm_trie.worker.kernels.order_keys import KEY_UNIT, LAST_KEY, is_among, score_of
+from vllm_trie.worker.sizes import cdiv
 
 SLOTS_AT_A_TIME, CHILDREN_AT_A_TIME = 32, 256  # that a program compares with each other
 PART = 1024  # slots or continuations that the last kernel takes at a time
