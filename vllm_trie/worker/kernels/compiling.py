@@ -40,7 +40,7 @@ def compile_together(launch: Callable[[], None]) -> int:
     with patch.object(JITFunction, "run", run), knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = note
         launch()
-    device = driver.active  # which each thread has to itself
+    device = driver.active  # each thread has a current one of its own, for which it compiles
     with ThreadPoolExecutor(  # LLVM and ptxas run beside each other
         len(os.sched_getaffinity(0)),
         initializer=device.set_current_device,
