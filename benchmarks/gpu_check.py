@@ -28,6 +28,8 @@ from benchmarks.stand_ins import is_there
 MOST_SECONDS = 420  # from here on nothing begins, so that a run fits into 8 minutes
 MOST_LINES = 3  # that are told of a failure
 PARTS = ("kernels", "steps", "attention", "trees", "searches")
+KERNELS = ("attention/triton_kernels", "forest_growth", "step_kernels", "select_kernels", "controls_kernels")
+KERNELS += ("reorder", "kv_slots", "sub_batch")  # tests in tests/worker whose tensors are a GPU's where there is one
 PARITY = ("tests/behaviour/search/test_kernels.py", "tests/behaviour/search/test_parity.py")
 
 
@@ -129,9 +131,15 @@ def check_searches(findings: Findings, device: torch.device, args: argparse.Name
         return
     out = "--out", str(args.out)
     engines = [["benchmarks.gpu_engines", "--model", model, *out] for model in ("0.6B", "8B")]
-    searches = (["pytest", "-n", "0", "-q", *PARITY], ["benchmarks.gpu_searches", *out])
-    commands = (*searches, *engines, [*engines[0], "--drafts"])
+    tests = ["pytest", "-n", "0", "-q", *map(test_of, KERNELS), *PARITY]
+    commands = (tests, ["benchmarks.gpu_searches", *out], *engines, [*engines[0], "--drafts"])
     findings.rows("searches", run, commands)
+
+
+def test_of(name: str) -> str:
+    """The file of a test in tests/worker, by what it tests."""
+    folder, _, module = name.rpartition("/")
+    return str(Path("tests", "worker", folder, f"test_{module}.py"))
 
 
 def run(command: Sequence[str]) -> tuple[Any, ...]:

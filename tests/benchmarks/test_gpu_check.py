@@ -180,6 +180,15 @@ def test_a_device_that_is_lost_ends_it_and_what_failed_is_told(
     assert "FAILED steps" in out
 
 
+def test_all_tests_that_can_run_on_a_gpu_do() -> None:
+    of_worker = (ROOT / "tests" / "worker").rglob("test_*.py")
+    found = {
+        str(path.relative_to(ROOT)) for path in of_worker if "if torch.cuda.is_available() else" in path.read_text()
+    }
+    assert found == {gpu_check.test_of(name) for name in gpu_check.KERNELS}
+    assert all((ROOT / path).exists() for path in gpu_check.PARITY)
+
+
 def test_its_tables_become_a_page_of_the_report(tmp_path: Path) -> None:
     """As a rehearsal writes them, but for the device."""
     measured, pages = tmp_path / "measured", tmp_path / "pages"
