@@ -16,20 +16,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import generate
-from benchmarks.gpu_engines import GRAPHS_ALONE
+from benchmarks.common import PAIR, TARGET, generate
+from benchmarks.gpu_engines import GRAPHS_ALONE, NGRAMS
 from benchmarks.gpu_tables import tell
 from benchmarks.stdlib_pair.corpus import held_out_prompts
 
-PAIR = Path(__file__).parent / "stdlib_pair"
 WIDTH, PROMPT_LENGTH, MAX_TOKENS = 5, 96, 32
 LEAST_SAME, MOST_APART = 0.9, 0.25  # of best hypotheses, in half precision; and of the sums of their log-probabilities
-NUM_DRAFTS = 3
-WAYS: dict[str, dict[str, Any]] = {
-    "plain steps": {"shared_prefix_attention": "off"},
-    "shared blocks once": {"shared_prefix_attention": "on"},
-    "drafts of a model": {"method": "draft_model", "model": str(PAIR / "draft")},
-    "drafts by n-grams": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4},
+DRAFT_MODEL = {"method": "draft_model", "model": str(PAIR / "draft"), "num_speculative_tokens": 3}
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {  # options of trie_beam, and vLLM's speculative_config
+    "plain steps": ({"shared_prefix_attention": "off"}, None),
+    "shared blocks once": ({"shared_prefix_attention": "on"}, None),
+    "drafts of a model": ({}, DRAFT_MODEL),
+    "drafts by n-grams": ({}, NGRAMS),
 }
 COLUMNS = ("way", "same best, %", "same of all, %", "furthest best score", "steps per forward")
 NOTE = (
@@ -44,7 +43,7 @@ def prompts(count: int) -> list[list[int]]:
     """Held-out code, all of a length."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
     tokens = tokenizer("\n\n".join(held_out_prompts(4 * count)))["input_ids"]
     return [tokens[at * PROMPT_LENGTH :][:PROMPT_LENGTH] for at in range(count)]
 
@@ -54,7 +53,7 @@ def by_transformers(asked: list[list[int]], device: str) -> list[Found]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32).to(device)
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).to(device)
     model.generation_config.eos_token_id = None
     answer = model.generate(
         torch.tensor(asked, device=device),
@@ -71,16 +70,16 @@ def by_transformers(asked: list[list[int]], device: str) -> list[Found]:
     return [found[at : at + WIDTH] for at in range(0, len(found), WIDTH)]
 
 
-def by_engine(asked: list[list[int]], way: dict[str, Any], rehearses: bool) -> tuple[list[Found], float]:
+def by_engine(
+    asked: list[list[int]], options: dict[str, Any], drafts: dict[str, Any] | None, rehearses: bool
+) -> tuple[list[Found], float]:
     """What an engine finds, and its steps per forward of the target."""
     from vllm import LLM
 
     from vllm_trie import beam_params
 
-    own = {name: value for name, value in way.items() if name == "shared_prefix_attention"}
-    drafts = {name: value for name, value in way.items() if name not in own}
     llm = LLM(
-        str(PAIR / "target"),
+        str(TARGET),
         dtype="float32" if rehearses else "float16",
         max_model_len=256,
         max_num_seqs=128,
@@ -88,8 +87,8 @@ def by_engine(asked: list[list[int]], way: dict[str, Any], rehearses: bool) -> t
         enforce_eager=rehearses,
         compilation_config=None if rehearses else GRAPHS_ALONE,
         skip_tokenizer_init=True,
-        speculative_config=drafts | {"num_speculative_tokens": NUM_DRAFTS} if drafts else None,
-        additional_config={"trie_beam": own},
+        speculative_config=drafts,
+        additional_config={"trie_beam": options},
     )
     exact = {"speculation": "exact"} if drafts else {}
     params = beam_params(WIDTH, n=WIDTH, max_tokens=MAX_TOKENS, ignore_eos=True, length_penalty=0.0, **exact)
@@ -127,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     expected = by_transformers(asked, "cpu" if args.rehearse else "cuda")
     for name in args.only:
         try:
-            found, per_forward = by_engine(asked, WAYS[name], args.rehearse)
+            found, per_forward = by_engine(asked, *WAYS[name], args.rehearse)
         except Exception as error:
             failures.append(f"{name}: {type(error).__name__}: {error}")
             print(f"FAILED {failures[-1]}", flush=True)
