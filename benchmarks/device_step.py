@@ -38,6 +38,7 @@ from vllm_trie.worker.row_reorder import Reorders, RowReorder  # noqa: E402
 from vllm_trie.worker.rows import Rows  # noqa: E402
 from vllm_trie.worker.select import Selector  # noqa: E402
 from vllm_trie.worker.step_context import StepContext  # noqa: E402
+from vllm_trie.worker.step_graphs import GraphCapture, StepGraphs  # noqa: E402
 
 BLOCK_SIZE, NUM_PROMPT, NUM_GENERATED, LENGTH = 16, 500, 37, 576  # tokens
 STOP_TOKEN_ID, NUM_STOPS, DIVERSITY, NUM_LOGPROBS, PENALTY = 2, 6, 0.5, 5, 0.125
@@ -173,6 +174,8 @@ class DeviceStep:
         runner: Any = self._runner()
         self.rows, self.groups = Rows(runner), dict[str, GroupRows]()
         self.selector = Selector(runner, self.groups, self.rows, catalogs, self.num_slots)
+        if self.device.type == "cuda":
+            self.selector.graphs = StepGraphs(self.device, self.logits.dtype, GraphCapture())
         request: Any = SimpleNamespace(prompt_token_ids=[0] * num_prompt)
         first_tokens = np.unique(catalog.tokens[1 : int(catalog.first_child[1])])
         steps = {}

@@ -28,8 +28,9 @@ from benchmarks.stand_ins import is_there
 MOST_SECONDS = 420  # from here on nothing begins, so that a run fits into 8 minutes
 MOST_LINES = 3  # that are told of a failure
 PARTS = ("kernels", "steps", "attention", "trees", "searches")
+# Tests in tests/worker whose tensors are a GPU's where there is one.
 KERNELS = ("attention/triton_kernels", "forest_growth", "step_kernels", "select_kernels", "controls_kernels")
-KERNELS += ("reorder", "kv_slots", "sub_batch")  # tests in tests/worker whose tensors are a GPU's where there is one
+KERNELS += ("reorder", "kv_slots", "sub_batch", "step_graphs")
 PARITY = ("tests/behaviour/search/test_kernels.py", "tests/behaviour/search/test_parity.py")
 
 

@@ -135,7 +135,7 @@ class Inputs:
 
     def all_by_kernels(self) -> None:
         """A step and its reorder."""
-        self._reordered(self.take_by_kernels().step.parents)
+        self._reordered(self.take_by_kernels().going.parents)
         self.reorder_by_kernel()
 
 
@@ -143,7 +143,7 @@ def check(inputs: Inputs) -> None:
     """Raise AssertionError where a kernel and its reference differ."""
     by_kernel, by_torch = inputs.select_by_kernel(), inputs.select_by_torch()
     assert all(map(torch.equal, by_kernel, by_torch)), "other beams are selected than in torch"
-    taken = inputs.take_by_kernels().step.scores
+    taken = inputs.take_by_kernels().going.scores
     assert torch.allclose(taken, inputs.take_by_torch(), rtol=1e-5), "steps have other scores than in torch"
     state = (inputs.tokens, *inputs.tables.tables, *inputs.caches)
     before = [part.clone() for part in state]

@@ -1,10 +1,11 @@
-"""Whole searches of a small trained model on a GPU, in float16, against transformers' in float32.
+"""Whole searches of a small trained model on a GPU, in float16, against transformers'.
 
     python -m benchmarks.gpu_searches
 
 Each way that an engine may go on a GPU: by CUDA graphs, with shared blocks read once, with drafts of a model along
-trees, and with drafts by n-grams. Half precision ties what float32 tells apart, so most hypotheses must be the same,
-not all. The exit status is 1 where fewer are.
+trees, and with drafts by n-grams. Most hypotheses must be those of transformers in float16: not all, since two
+implementations round otherwise, and what one of them keeps by a hair the other drops. But every hypothesis must have
+the log-probability that transformers gives it in float32, up to rounding: blocks that beams mixed up would change it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from benchmarks.gpu_tables import tell
 from benchmarks.stdlib_pair.corpus import held_out_prompts
 
 WIDTH, PROMPT_LENGTH, MAX_TOKENS = 5, 96, 32
-LEAST_SAME, MOST_APART = 0.9, 0.25  # of best hypotheses, in half precision; and of the sums of their log-probabilities
+LEAST_SAME, MOST_APART = 0.8, 0.25  # of best hypotheses, and of a sum of log-probabilities, in half precision
 DRAFT_MODEL = {"method": "draft_model", "model": str(PAIR / "draft"), "num_speculative_tokens": 3}
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {  # options of trie_beam, and vLLM's speculative_config
     "plain steps": ({"shared_prefix_attention": "off"}, None),
@@ -30,10 +31,11 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {  # options of 
     "drafts of a model": ({}, DRAFT_MODEL),
     "drafts by n-grams": ({}, NGRAMS),
 }
-COLUMNS = ("way", "same best, %", "same of all, %", "furthest best score", "steps per forward")
+COLUMNS = ("way", "same best, %", "same of all, %", "furthest sum", "steps per forward")
 NOTE = (
-    f"{WIDTH} beams, {MAX_TOKENS} tokens after {PROMPT_LENGTH}; compared with `generate` of transformers in float32: "
-    "best hypotheses that are the same, those of all, and how far the sums of log-probabilities of best ones are apart"
+    f"{WIDTH} beams, {MAX_TOKENS} tokens after {PROMPT_LENGTH}; compared with transformers: best hypotheses that its "
+    "`generate` finds, too, in float16, and those of all; and how far any sum of log-probabilities is from what it "
+    "gives the same tokens in float32"
 )
 
 Found = list[tuple[tuple[int, ...], float]]  # hypotheses of a prompt, the best first: tokens, and their log-probability
@@ -48,14 +50,20 @@ def prompts(count: int) -> list[list[int]]:
     return [tokens[at * PROMPT_LENGTH :][:PROMPT_LENGTH] for at in range(count)]
 
 
-def by_transformers(asked: list[list[int]], device: str) -> list[Found]:
-    """What transformers finds."""
-    import torch
+def model_of_transformers(device: str, dtype: str) -> Any:
+    """The target."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).to(device)
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=dtype).to(device)
     model.generation_config.eos_token_id = None
-    answer = model.generate(
+    return model
+
+
+def by_transformers(asked: list[list[int]], device: str, dtype: str) -> list[Found]:
+    """What transformers finds."""
+    import torch
+
+    answer = model_of_transformers(device, dtype).generate(
         torch.tensor(asked, device=device),
         num_beams=WIDTH,
         num_return_sequences=WIDTH,
@@ -68,6 +76,19 @@ def by_transformers(asked: list[list[int]], device: str) -> list[Found]:
     tokens, scores = answer.sequences[:, PROMPT_LENGTH:].tolist(), answer.sequences_scores.tolist()
     found = [(tuple(own), score) for own, score in zip(tokens, scores, strict=True)]
     return [found[at : at + WIDTH] for at in range(0, len(found), WIDTH)]
+
+
+def sums_of(asked: list[list[int]], found: list[Found], device: str) -> list[list[float]]:
+    """The log-probability in float32 that transformers gives each hypothesis."""
+    import torch
+
+    model, sums = model_of_transformers(device, "float32"), list[list[float]]()
+    for prompt, own in zip(asked, found, strict=True):
+        tokens = torch.tensor([[*prompt, *new] for new, _ in own], device=device)
+        with torch.inference_mode():
+            logprobs = model(tokens).logits[:, PROMPT_LENGTH - 1 : -1].log_softmax(-1)
+        sums.append(logprobs.gather(-1, tokens[:, PROMPT_LENGTH:, None]).sum(dim=(1, 2)).tolist())
+    return sums
 
 
 def by_engine(
@@ -84,6 +105,7 @@ def by_engine(
         max_model_len=256,
         max_num_seqs=128,
         kv_cache_memory_bytes=1 << 28,
+        gpu_memory_utilization=0.1,
         enforce_eager=rehearses,
         compilation_config=None if rehearses else GRAPHS_ALONE,
         skip_tokenizer_init=True,
@@ -105,13 +127,13 @@ def by_engine(
     return found, steps / forwards
 
 
-def compared(found: list[Found], expected: list[Found]) -> tuple[float, float, float]:
-    """Shares of hypotheses that are the same, of the best and of all, and the furthest score of a best one."""
+def compared(found: list[Found], expected: list[Found], sums: list[list[float]]) -> tuple[float, float, float]:
+    """Shares of hypotheses that are the same, of the best and of all, and the furthest that one is from its sum."""
     best, every, furthest = 0, 0, 0.0
-    for own, theirs in zip(found, expected, strict=True):
+    for own, theirs, of_own in zip(found, expected, sums, strict=True):
         best += own[0][0] == theirs[0][0]
         every += len({tokens for tokens, _ in own} & {tokens for tokens, _ in theirs})
-        furthest = max(furthest, abs(own[0][1] - theirs[0][1]))
+        furthest = max(furthest, *(abs(score - exact) for (_, score), exact in zip(own, of_own, strict=True)))
     return best / len(expected), every / sum(map(len, expected)), furthest
 
 
@@ -123,7 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder for the JSON file")
     args = parser.parse_args(arguments)
     asked, rows, failures = prompts(args.prompts), list[tuple[Any, ...]](), list[str]()
-    expected = by_transformers(asked, "cpu" if args.rehearse else "cuda")
+    device, dtype = ("cpu", "float32") if args.rehearse else ("cuda", "float16")
+    expected = by_transformers(asked, device, dtype)
     for name in args.only:
         try:
             found, per_forward = by_engine(asked, *WAYS[name], args.rehearse)
@@ -131,11 +154,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failures.append(f"{name}: {type(error).__name__}: {error}")
             print(f"FAILED {failures[-1]}", flush=True)
             continue
-        best, every, furthest = compared(found, expected)
+        best, every, furthest = compared(found, expected, sums_of(asked, found, device))
         rows.append((name, 100 * best, 100 * every, furthest, per_forward))
         print(rows[-1], flush=True)
         if best < LEAST_SAME or furthest > MOST_APART:
-            failures.append(f"{name}: {best:.0%} of the best hypotheses are transformers', scores {furthest:.2g} apart")
+            failures.append(f"{name}: {best:.0%} of the best hypotheses are transformers', sums {furthest:.2g} apart")
     tell("gpu_searches", "Whole searches", COLUMNS, rows, NOTE, args.out)
     for failure in failures:
         print(f"FAILED {failure}")

@@ -28,10 +28,12 @@ COLUMNS = (
     "launches of a graph",
     "graph, us",
     "host, us",
+    "host by graphs, us",
 )
 NOTE = (
     "`Selector.select` with its reorder, each step equal to torch's on the host, and without a wait; launches and "
-    "copies by torch.profiler, time by events; a graph holds step, packing and reorder; host: to launch a step"
+    "copies by torch.profiler, time by events; a graph holds step, packing and reorder; host: to launch a step, and "
+    "the same where `StepGraphs` may hold it"
 )
 
 WIDE, WIDEST = 512, 2000  # beams
@@ -76,14 +78,18 @@ def check(step: DeviceStep, twin: DeviceStep) -> None:
     """Raise AssertionError where a step differs from that of its twin on the host, RuntimeError where it waits."""
     with kernels_on(step.device):
         step.select()  # compiles, and uploads what is kept
-        step.restore()
-        with no_waits(step.device):
-            words, layout = step.select()
-    found = unpacked(words.cpu().numpy(), layout)
+        taken = []
+        for graphs in (None, step.selector.graphs):
+            step.selector.graphs = graphs
+            step.restore()
+            with no_waits(step.device):
+                taken.append(step.select())
     expected_words, expected_layout = twin.select()
-    assert layout == expected_layout
-    for own, expected in zip(found, unpacked(expected_words.numpy(), expected_layout), strict=True):
-        check_same(own, expected)
+    for words, layout in taken:
+        assert layout == expected_layout
+        found = unpacked(words.cpu().numpy(), layout)
+        for own, expected in zip(found, unpacked(expected_words.numpy(), expected_layout), strict=True):
+            check_same(own, expected)
     twin.restore()
     twin.reorder([own.parents for own in found])
     assert all(map(torch.equal, step.histories(), twin.histories())), "rows are reordered otherwise than in torch"
@@ -193,13 +199,8 @@ def measured(shape: Shape, sizes: Sizes, device: torch.device) -> tuple[Any, ...
         step.restore_groups()
         step.select()
 
+    graphs, step.selector.graphs = step.selector.graphs, None
     with kernels_on(device):
-        return (
-            shape.search,
-            name,
-            *profiled(whole),
-            device_us([whole]),
-            profiled(replay)[0],
-            device_us([replay]),
-            host_us([whole]),
-        )
+        counts = *profiled(whole), device_us([whole]), profiled(replay)[0], device_us([replay]), host_us([whole])
+        step.selector.graphs = graphs
+        return shape.search, name, *counts, host_us([whole])

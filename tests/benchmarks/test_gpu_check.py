@@ -203,17 +203,20 @@ def test_its_tables_become_a_page_of_the_report(tmp_path: Path) -> None:
     assert "(gpu.md)" in (pages / "README.md").read_text()
 
 
-@pytest.mark.parametrize(("changed", "code"), [({}, 0), ({"best": 1}, 0), ({"best": 2}, 1), ({"apart": 0.3}, 1)])
+@pytest.mark.parametrize(("changed", "code"), [({}, 0), ({"best": 2}, 0), ({"best": 3}, 1), ({"apart": 0.3}, 1)])
 def test_whole_searches_must_find_what_transformers_finds_but_for_ties(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: dict[str, Any], code: int
 ) -> None:
-    """Of ten prompts nine best hypotheses must be the same."""
+    """Of ten prompts eight best hypotheses must be the same, and each sum what transformers gives these tokens."""
     expected = [[((number, 1), -1.0), ((number, 2), -1.1)] for number in range(10)]
-    found = [[(tokens, score + changed.get("apart", 0)) for tokens, score in of_prompt] for of_prompt in expected]
+    found = [[*of_prompt] for of_prompt in expected]
     for number in range(changed.get("best", 0)):
         found[number].reverse()
+    sums = [[score for _, score in of_prompt] for of_prompt in found]
+    sums[7][1] += changed.get("apart", 0)
     monkeypatch.setattr(gpu_searches, "prompts", lambda _: [[0]] * 10)
     monkeypatch.setattr(gpu_searches, "by_transformers", lambda *_: expected)
+    monkeypatch.setattr(gpu_searches, "sums_of", lambda *_: sums)
     monkeypatch.setattr(gpu_searches, "by_engine", lambda *_: (found, 1.0))
     assert gpu_searches.main(["--rehearse", "--only", "plain steps", "--out", str(tmp_path)]) == code
 

@@ -15,7 +15,7 @@ from vllm_trie.search.group_pools import GroupPools
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import Means
 from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import Step
+from vllm_trie.search.step_result import Going, Step
 from vllm_trie.search.stopping import Ended, HfPool
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.search.strategies.in_groups import InGroups
@@ -88,7 +88,8 @@ def test_groups_without_a_penalty_go_along_a_catalog_as_searches_of_their_own(al
             assert (together.parents[:, of_group] == alone.parents + first).all()
             assert (together.tokens[:, of_group] == alone.tokens).all()
             assert (together.scores[:, of_group] == alone.scores).all()
-            assert (before.after(together).states[along][:, of_group] == before.after(alone).states[along]).all()
+            own, of_alone = (before.after(Going.of(step)).states[along] for step in (together, alone))
+            assert (own[:, of_group] == of_alone).all()
             is_own = together.finished.parents // WIDTH == first // WIDTH
             for field, of_alone in zip(together.finished, alone.finished, strict=True):
                 expected = of_alone + first if of_alone is alone.finished.parents else of_alone

@@ -18,6 +18,7 @@ from vllm_trie.search.constraints.catalog import ItemRules
 from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import take_step
+from vllm_trie.search.step_result import Going
 
 VOCAB = 12
 STOP, OTHER_STOP = 10, 11
@@ -212,7 +213,7 @@ def test_steps_are_those_of_a_plain_loop(
         assert [b.score for b in found] == pytest.approx([b.score for b in expected], abs=1e-5)
         if not found:
             return
-        slots, states, scores = grown, before.after(step).states[along], step.scores
+        slots, states, scores = grown, before.after(Going.of(step)).states[along], step.scores
 
 
 def test_a_bound_by_depth_is_enough_where_the_device_is_not_looked_at() -> None:

@@ -19,7 +19,7 @@ from vllm_trie.search.constraints.stops import Completes
 from vllm_trie.search.filters import LogitsFilters, Pruning
 from vllm_trie.search.rules import Means, SelectRules, Strategy
 from vllm_trie.search.step import joint_distribution, reported, take_step
-from vllm_trie.search.step_result import packed
+from vllm_trie.search.step_result import Going, packed
 from vllm_trie.search.strategies import sampled
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.search.strategies.drawn import Drawn, take_cells
@@ -131,7 +131,7 @@ def test_step_along_a_catalog_waits_for_nothing(item_rules: ItemRules, strategy:
         items = AlongItems(item_rules, trie, rules.stops.token_ids)
         beams = Beams(torch.empty(3, num_rows, device=NOWHERE), None, {items: states}, length)
         found = take_step(rules, logits, beams)
-        after = beams.after(found)
+        after = beams.after(Going.of(found))
         assert after.states[items].shape == found.tokens.shape == (3, WIDTH)
         assert after.advance(found.tokens).states[items].shape == (3, WIDTH)
         assert [after.at(group).states[items].shape for group in range(3)] == [(1, WIDTH)] * 3

@@ -18,7 +18,7 @@ from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.forest import Forest, Layer
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import is_light, take_step
-from vllm_trie.search.step_result import Step, packed, unpacked
+from vllm_trie.search.step_result import Going, Step, packed, unpacked
 from vllm_trie.worker import forest_walk, kernels
 from vllm_trie.worker.forest_nodes import Nodes
 from vllm_trie.worker.forest_step import Found, add_layer
@@ -131,7 +131,7 @@ def step_by_step(planted: Planted, number: int) -> list[Any]:
         (on_host,) = unpacked(words.numpy(), layout)
         found.append(of_step(on_host))
         chosen = zip(on_host.parents.tolist(), on_host.tokens.tolist(), strict=True)
-        histories, beams = [(*histories[parent], token) for parent, token in chosen], beams.after(step)
+        histories, beams = [(*histories[parent], token) for parent, token in chosen], beams.after(Going.of(step))
     return found
 
 

@@ -74,9 +74,9 @@ def test_kernels_for_many_beams_select_as_torch(
         taken = wide.select(rules, keys.to(DEVICE), nothing, vocab_size, places, places[:, None].clone())
     expected = select_next(candidates, lives, width, num_rows)
     has_beam = expected.scores > DEAD
-    assert torch.equal(taken.step.scores.cpu(), expected.scores)
-    assert torch.equal(taken.step.parents.cpu(), expected.parents)
-    assert torch.equal(taken.step.tokens.cpu()[has_beam], expected.tokens[has_beam])
+    assert torch.equal(taken.going.scores.cpu(), expected.scores)
+    assert torch.equal(taken.going.parents.cpu(), expected.parents)
+    assert torch.equal(taken.going.tokens.cpu()[has_beam], expected.tokens[has_beam])
 
 
 @pytest.mark.parametrize("width", [33, 64, 200, 512, 1024, 5000])

@@ -22,7 +22,7 @@ from vllm_trie.search.devices import NEVER
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import Step, packed, unpacked
+from vllm_trie.search.step_result import Going, Step, packed, unpacked
 from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.worker.kernels import best, items, tiles, wide, wide_catalog, wide_keys, wide_slots
 from vllm_trie.worker.kernels.step import by_kernels
@@ -92,16 +92,15 @@ def check(problem: Problem) -> None:
         assert own.tokens[lives].tolist() == theirs.tokens[lives].tolist()
         assert [field.tolist() for field in own.finished] == [field.tolist() for field in theirs.finished]
         check_reports(own, theirs, lives)
-    by_slot = zip(taken.step, same, strict=True)
-    for own, theirs in [*by_slot][:3]:
+    for own, theirs in zip(taken.going[:3], Going.of(same)[:3], strict=True):
         assert own.dtype == theirs.dtype
     for key in problem.states:
         lives = same.scores > NEVER
-        assert torch.equal(taken.step.states[key][lives], same.states[key][lives])
+        assert torch.equal(taken.going.states[key][lives], same.states[key][lives])
     places = problem.places.view(problem.shape[:2])
-    assert torch.equal(sampled[places, 0], taken.step.tokens[:, : problem.shape[1]])
+    assert torch.equal(sampled[places, 0], taken.going.tokens[:, : problem.shape[1]])
     assert (sampled[:, 1] == -1).all()
-    torch.testing.assert_close(taken.step.scores, problem.by_torch().scores, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(taken.going.scores, problem.by_torch().scores, rtol=2e-6, atol=2e-6)
 
 
 def check_reports(own: Step, theirs: Step, lives: torch.Tensor) -> None:
@@ -217,7 +216,7 @@ def test_of_many_beams_equal_ones_rank_by_place() -> None:
     with only_wide():
         check(problem)
         taken, _ = problem.by_kernels()
-    assert (taken.step.parents.tolist(), taken.step.tokens.tolist()) == ([[0, 0, 0]], [[0, 1, 2]])
+    assert (taken.going.parents.tolist(), taken.going.tokens.tolist()) == ([[0, 0, 0]], [[0, 1, 2]])
 
 
 def test_of_many_beams_what_filters_drop_of_a_row_displaces_nothing_of_another() -> None:
@@ -228,8 +227,8 @@ def test_of_many_beams_what_filters_drop_of_a_row_displaces_nothing_of_another()
     with only_wide():
         check(problem)
         taken, _ = problem.by_kernels()
-    assert taken.step.parents.tolist() == [[0, 1]]
-    assert (taken.step.scores > NEVER).all()
+    assert taken.going.parents.tolist() == [[0, 1]]
+    assert (taken.going.scores > NEVER).all()
 
 
 ITEMS = random_items(60, (1, 2, 3, 4), tokens=(2, 12))  # some are the beginning of others
@@ -257,8 +256,8 @@ def test_kernels_take_the_step_of_torch_along_a_catalog(
     taken = items.take_step(rules, problem.logits, beams, problem.places, sampled)
     expected, layout = packed(theirs := take_step(rules, problem.of_rows(), beams))
     lives = theirs.scores > NEVER
-    assert torch.equal(taken.step.states[along][lives], theirs.states[along][lives])
-    assert torch.equal(sampled[problem.places.view(num_groups, width), 0], taken.step.tokens)
+    assert torch.equal(taken.going.states[along][lives], theirs.states[along][lives])
+    assert torch.equal(sampled[problem.places.view(num_groups, width), 0], taken.going.tokens)
     for own, other in zip(unpacked(taken.words.numpy(), taken.layout), unpacked(expected.numpy(), layout), strict=True):
         assert own.parents.tolist() == other.parents.tolist()
         assert own.tokens[other.scores > NEVER].tolist() == other.tokens[other.scores > NEVER].tolist()
@@ -321,12 +320,13 @@ def test_rows_go_on_where_each_node_has_one_child_and_take_tokens_where_beams_ar
         taken = items.take_step(rules, problem.logits, beams, problem.places, sampled)
         theirs = take_step(rules, problem.of_rows(), beams)
         lives = theirs.scores > NEVER
-        assert torch.equal(taken.step.parents, theirs.parents)
-        assert torch.equal(taken.step.tokens[lives], theirs.tokens[lives])
-        assert torch.equal(sampled[problem.places, 0], taken.step.tokens[0])
+        assert torch.equal(taken.going.parents, theirs.parents)
+        assert torch.equal(taken.going.tokens[lives], theirs.tokens[lives])
+        assert torch.equal(sampled[problem.places, 0], taken.going.tokens[0])
         assert (sampled[problem.places] >= 0).all()
+        (own,) = unpacked(taken.words.numpy(), taken.layout)
         ended = theirs.finished.scores > NEVER
-        for own, other in zip(taken.step.finished, theirs.finished, strict=True):
-            torch.testing.assert_close(own[ended].to(other.dtype), other[ended], atol=1e-5, rtol=0)
-        beams = Beams(taken.step.scores, states={along: taken.step.states[along]})
+        for field, other in zip(own.finished, theirs.finished, strict=True):
+            torch.testing.assert_close(torch.from_numpy(field).to(other.dtype), other[ended], atol=1e-5, rtol=0)
+        beams = Beams(taken.going.scores, states={along: taken.going.states[along]})
     assert ended.sum() == 2

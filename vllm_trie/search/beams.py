@@ -14,7 +14,7 @@ import torch
 
 from vllm_trie.search.constraints.constraint import Constraint, Source
 from vllm_trie.search.devices import NEVER, filled, numbers
-from vllm_trie.search.step_result import Step
+from vllm_trie.search.step_result import Going
 
 States = Mapping[Constraint, torch.Tensor]  # [G, r, ...] each
 STATELESS: States = {}
@@ -76,13 +76,13 @@ class Beams(NamedTuple):
         states = {key: key.advance(state, tokens) for key, state in self.states.items()}
         return self._replace(states=states, length=None)
 
-    def after(self, step: Step[torch.Tensor]) -> Beams:
+    def after(self, going: Going) -> Beams:
         """What the next beams carry, by slot."""
-        states = dict(step.states or {})
+        states = dict(going.states or {})
         for key, state in self.states.items():
             if key.source is Source.LAST_STEP and key not in states:
-                states[key] = key.advance(_gathered(state, step.parents), step.tokens)
-        return Beams(step.scores, None if step.rank_scores is None else step.rank_scores.beams, states)
+                states[key] = key.advance(_gathered(state, going.parents), going.tokens)
+        return Beams(going.scores, going.rank_scores, states)
 
     def lead_on(self, tokens: torch.Tensor) -> torch.Tensor:
         """[G, r] bool, whether all constraints allow a token [G, r], and something after it."""

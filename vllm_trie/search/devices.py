@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec
 
 import numpy as np
 import torch
+
+P = ParamSpec("P")
 
 NEVER = float("-inf")
 ALIGNMENT = 16  # bytes, at which Triton compiles kernels for aligned arguments
@@ -17,19 +21,52 @@ def sees(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-@lru_cache(maxsize=1024)
+_borrowers: list[list[torch.Tensor]] = []
+
+
+@contextmanager
+def borrowed() -> Iterator[list[torch.Tensor]]:
+    """All tensors of `kept` functions that are asked for within it: whoever holds them keeps them where they are."""
+    tensors: list[torch.Tensor] = []
+    _borrowers.append(tensors)
+    try:
+        yield tensors
+    finally:
+        _borrowers.pop()
+
+
+def kept(most: int) -> Callable[[Callable[P, torch.Tensor]], Callable[P, torch.Tensor]]:
+    """Lets a function make a tensor once for the same arguments, as far as the `most` newest go."""
+
+    def decorate(make: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
+        cached: Any = lru_cache(most, typed=True)(make)
+
+        @wraps(make)
+        def get(*args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
+            tensor: torch.Tensor = cached(*args, **kwargs)
+            for tensors in _borrowers:
+                tensors.append(tensor)
+            return tensor
+
+        get.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
+        return get
+
+    return decorate
+
+
+@kept(1024)
 def constant(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """[n] int64, uploaded once. Not to be written to."""
     return uploaded(np.array(values, dtype=np.int64), device)
 
 
-@lru_cache(maxsize=1024)
+@kept(1024)
 def numbers(count: int, device: torch.device, last: int | None = None) -> torch.Tensor:
     """0, 1, ... [count], and `last` instead of what is greater. Kept: for counts that come again and again."""
     return torch.arange(count, device=device).clamp(max=count if last is None else last)
 
 
-@lru_cache(maxsize=1024, typed=True)
+@kept(1024)
 def filled(shape: tuple[int, ...], value: float, device: torch.device) -> torch.Tensor:
     """`value` everywhere."""
     return torch.full(shape, value, device=device)
@@ -59,6 +96,6 @@ def uploaded_once(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return _uploaded_once(array.astype(np.int64).tobytes(), array.shape, device)
 
 
-@lru_cache(maxsize=256)
+@kept(256)
 def _uploaded_once(content: bytes, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return uploaded(np.frombuffer(content, np.int64).reshape(shape).copy(), device)

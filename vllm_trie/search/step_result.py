@@ -37,6 +37,22 @@ class RankScores(NamedTuple, Generic[Array]):
     finished: Array
 
 
+class Going(NamedTuple):
+    """The beams that go on, by slot: tensors [G, b]."""
+
+    parents: torch.Tensor  # the slot whose beam this slot continues
+    tokens: torch.Tensor
+    scores: torch.Tensor  # float32; -inf where there is no beam
+    rank_scores: torch.Tensor | None = None  # float32, what they compete by, if not by `scores`
+    states: Mapping[Constraint, torch.Tensor] | None = None  # those known already
+
+    @classmethod
+    def of(cls, step: Step[torch.Tensor]) -> Going:
+        """Those of a step."""
+        ranks = None if step.rank_scores is None else step.rank_scores.beams
+        return cls(step.parents, step.tokens, step.scores, ranks, step.states)
+
+
 class Step(NamedTuple, Generic[Array]):
     """What one step decided: tensors [G, b] and [G, F]; on the host [b] and [F], of a single group."""
 

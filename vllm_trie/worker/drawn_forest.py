@@ -19,7 +19,7 @@ from vllm_trie.search.rejection import DraftRules, Drafts, Verified, drafted, ve
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.sampling import generator
 from vllm_trie.search.step import joint_distribution, reported
-from vllm_trie.search.step_result import Step, packed, unpacked
+from vllm_trie.search.step_result import Going, Step, packed, unpacked
 from vllm_trie.search.strategies.drawn import Drawn, take_cells
 from vllm_trie.worker.forest_nodes import ROOT_OF_DEAD, Nodes
 from vllm_trie.worker.forest_step import ForestStep, Found
@@ -134,7 +134,9 @@ class DrawnForest(ForestStep):
             accepted.append(0)
         kept = self.strategy.kept(newest)
         newest_tokens = kept.tokens[0].long()
-        return Found([*steps[:-1], on_host(kept)], beams[: len(steps)], accepted, newest_tokens, before.after(kept))
+        return Found(
+            [*steps[:-1], on_host(kept)], beams[: len(steps)], accepted, newest_tokens, before.after(Going.of(kept))
+        )
 
 
 def on_host(step: Step) -> Step:

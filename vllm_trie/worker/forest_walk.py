@@ -18,7 +18,7 @@ from vllm_trie.search.beams import Beams, gather_states
 from vllm_trie.search.devices import filled, numbers, sees, uploaded
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import packed
+from vllm_trie.search.step_result import Going, packed
 from vllm_trie.worker import kernels
 from vllm_trie.worker.forest_nodes import ROOT_OF_DEAD, Nodes
 from vllm_trie.worker.group_rows import beams_of
@@ -73,7 +73,7 @@ class Walk:
         for rules in all_rules:
             beams = self._at_nodes(beams, nodes)
             taken = self._take(rules, nodes, beams)
-            self.steps.append(Walked(taken, beams.after(taken.step)))
+            self.steps.append(Walked(taken, beams.after(taken.going)))
             yield taken
             if rules.is_last or rules is all_rules[-1]:
                 return
@@ -94,11 +94,11 @@ class Walk:
             return take(rules, which, beams, numbers(len(at), device), nowhere)
         means = self.nodes[0].means(rules, cache(lambda: nodes[0].tolist()))
         step = take_step(rules, self._values[at].view(*nodes.shape, -1), beams, means)
-        return Taken(step, *packed(step))
+        return Taken(Going.of(step), *packed(step))
 
     def _next_nodes(self, taken: Taken, nodes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The nodes [G, b] of beams that were drafted, and which these are."""
-        tokens, parents = taken.step.tokens.long(), nodes.gather(1, taken.step.parents.long())
+        tokens, parents = taken.going.tokens.long(), nodes.gather(1, taken.going.parents.long())
         keys = torch.add(tokens, parents, alpha=PARENT_UNIT)
         places = torch.searchsorted(self._keys, keys)
         is_drafted = self._keys.gather(1, places) == keys

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -55,6 +56,7 @@ from vllm_trie.worker.rank_check import rank_check
 from vllm_trie.worker.rows import Rows, rope_state
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import StepContext
+from vllm_trie.worker.step_graphs import GraphCapture, StepGraphs
 from vllm_trie.worker.sub_batch import put_sampled, scatter_logprobs, sub_batch
 from vllm_trie.worker.sub_forward import sub_forward
 from vllm_trie.worker.tree_positions import tree_positions
@@ -106,6 +108,8 @@ class BeamModelRunner(GPUModelRunner):
         if self.sampler is None:
             return
         self.selector = Selector(self, self.groups, self.rows, self.catalogs, self.most_together)
+        if not sees(self.device) and self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+            self.selector.graphs = StepGraphs(self.device, self.dtype, GraphCapture())
         if self.speculator is not None:
             drafter = DRAFTERS.get(self.speculative_config.method, ModelDrafts)
             self.drafter = drafter(self, self.selector, self.rank_check)

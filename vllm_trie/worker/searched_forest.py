@@ -66,7 +66,7 @@ class SearchedForest(ForestStep):
             beams.append([ROOT_OF_DEAD if draft is None else draft for draft in drafts])
             accepted.append(int(is_seen.sum()))
         last = walk.steps[len(steps) - 1]
-        newest = last.taken.step.tokens[place].long()
+        newest = last.taken.going.tokens[place].long()
         return Found(steps, beams[: len(steps)], accepted[: len(steps)], newest, last.after, place)
 
 

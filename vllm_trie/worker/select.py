@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -20,7 +21,7 @@ from vllm_trie.search.devices import uploaded_once
 from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import is_light, take_step
-from vllm_trie.search.step_result import packed
+from vllm_trie.search.step_result import Going, packed
 from vllm_trie.search.stop_strings import CONTEXT
 from vllm_trie.worker import kernels
 from vllm_trie.worker.amateur import AmateurLogits
@@ -36,6 +37,7 @@ from vllm_trie.worker.row_params import stop_strings_of
 from vllm_trie.worker.row_reorder import Reorders
 from vllm_trie.worker.rows import Rows
 from vllm_trie.worker.step_context import PackedStep, StepContext
+from vllm_trie.worker.step_graphs import StepGraphs
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -53,6 +55,28 @@ class RowsOf(NamedTuple):
     beams: Beams  # before the step
 
 
+@dataclass(frozen=True)
+class TakeRows:
+    """Takes a step by kernels where they can, else by torch; called as `kernels.step.TakeStep`."""
+
+    means: Means
+    which: slice | torch.Tensor  # of the logits, for torch
+
+    def __call__(
+        self, rules: SelectRules, logits: RowLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
+    ) -> Taken:
+        if take := by_kernels(rules, beams, logits.values.shape[1]):
+            return take(rules, logits, beams, places, sampled)
+        step = take_step(rules, logits.values[self.which].view(*beams.scores.shape, -1), beams, self.means)
+        sampled[:, 0].index_copy_(0, places, newest_of(Going.of(step), beams))
+        return Taken(Going.of(step), *packed(step))
+
+
+def newest_of(going: Going, beams: Beams) -> torch.Tensor:
+    """[G * r] int64, the newest tokens of as many beams as there were rows."""
+    return going.tokens[:, : beams.scores.shape[1]].long().flatten()
+
+
 @lru_cache(maxsize=64)
 def no_depths(count: int, device: torch.device) -> torch.Tensor:
     """[count] int32 zeros. Not to be written to."""
@@ -60,7 +84,7 @@ def no_depths(count: int, device: torch.device) -> torch.Tensor:
 
 
 class Selector:
-    """Takes the steps of the search for the rows of one runner.
+    """Takes the steps of the search for the rows of one runner, by `graphs` where there are some.
 
     Args:
         runner: vLLM's, whose sampler processes logits.
@@ -83,6 +107,7 @@ class Selector:
         self._most_together = most_together
         self.rows = rows
         self.row_beams = RowBeams(rows, catalogs)
+        self.graphs: StepGraphs | None = None
         self._stop_strings = stop_strings_of(runner.model_config)
 
     def begin(self, context: StepContext) -> None:
@@ -124,11 +149,11 @@ class Selector:
             means = Means(draws, completes, into_slots)
             taken = self._take(RowsOf(rules, rows, slots, places, beams), logits, means, sampled)
             selected.append(PackedStep(group_ids, taken.words, taken.layout))
-            step, after = taken.step, beams.after(taken.step)
-            for place, (group, own) in enumerate(zip(groups, step.tokens.long(), strict=True)):
+            after = beams.after(taken.going)
+            for place, (group, own) in enumerate(zip(groups, taken.going.tokens.long(), strict=True)):
                 group.tokens, group.batch, group.place = own, after, place
             if decodes and places.shape[1] > 1:
-                reorders.add(slots, step.parents, [len(group.prompt) for group in groups], num_tokens)
+                reorders.add(slots, taken.going.parents, [len(group.prompt) for group in groups], num_tokens)
         self.rows.reorder(reorders, any(rules.is_controlled for rules, *_ in together))
         return selected
 
@@ -150,13 +175,19 @@ class Selector:
     def _take(self, of: RowsOf, logits: torch.Tensor, means: Means, sampled: torch.Tensor) -> Taken:
         """The step of groups with equal rules; `sampled` [R, ...] receives newest tokens."""
         (rules, _, _, places, beams), (values, index) = of, self._logits(of, logits)
-        if kernels.run_on(logits.device) and (take := by_kernels(rules, beams, logits.shape[1])):
-            at, on_device = uploaded_once(np.stack([index.ravel(), places.ravel()]), logits.device)
-            return take(rules, RowLogits(values, at, rules.stops.barred_token_ids), beams, on_device, sampled)
-        of_rows = values[self._which(index.ravel())]
-        step = take_step(rules, of_rows.view(*places.shape, -1), beams, means)
-        sampled[self.rows.upload(places), 0] = step.tokens.long()[:, : places.shape[1]]
-        return Taken(step, *packed(step))
+        if not kernels.run_on(logits.device):
+            of_rows = values[self._which(index.ravel())]
+            step = take_step(rules, of_rows.view(*places.shape, -1), beams, means)
+            sampled[self.rows.upload(places), 0] = step.tokens.long()[:, : places.shape[1]]
+            return Taken(Going.of(step), *packed(step))
+        at, on_device = uploaded_once(np.stack([index.ravel(), places.ravel()]), logits.device)
+        logits_of = RowLogits(values, at, rules.stops.barred_token_ids)
+        if self.graphs is not None and self.graphs.hold(rules, means, logits_of):
+            taken = self.graphs.take(rules, logits_of, beams, TakeRows(means, slice(None)))
+            if taken is not None:
+                sampled[:, 0].index_copy_(0, on_device, newest_of(taken.going, beams))
+                return taken
+        return TakeRows(means, self._which(index.ravel()))(rules, logits_of, beams, on_device, sampled)
 
     def _logits(self, of: RowsOf, logits: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
         """Logits [N, V], processed if the rules want it, and which of them [G, r] are those of the rows."""

@@ -18,7 +18,7 @@ from vllm_trie.search.devices import constant
 from vllm_trie.search.filters import Pruning
 from vllm_trie.search.rank import TILE, Candidates
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step_result import Layout, Step
+from vllm_trie.search.step_result import Going, Layout
 from vllm_trie.search.strategies.best import Best, num_candidates
 from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.kernels.order_keys import KEY_UNIT, NUM_SCORE_BITS, first_in_order, is_among, score_of
@@ -47,7 +47,7 @@ HF, VLLM = tl.constexpr(SEMANTICS.index(Best("hf"))), tl.constexpr(SEMANTICS.ind
 class Taken(NamedTuple):
     """A step of G groups, and what goes to the host."""
 
-    step: Step[torch.Tensor]  # without the log-probabilities that are reported
+    going: Going
     words: torch.Tensor  # [G, n] int32, as `search.step_result.packed` lays it out
     layout: Layout
 
@@ -146,14 +146,7 @@ def _select(
         *of_groups, *ends, order, *beams, words, words.shape[1], num_ints, places, sampled, sampled.stride(0),
         **sizes, num_warps=warps_to_select(sizes["lanes"]),
     )  # fmt: skip
-    return Taken(Step(*beams, finished_of(words, layout)), words, layout)
-
-
-def finished_of(words: torch.Tensor, layout: Layout) -> Candidates[torch.Tensor]:
-    """What finishes, of a step [G, n] that is packed."""
-    width, count, num_ints = *layout.floats[:2], sum(layout.ints)
-    parents, tokens = words[:, 2 * width :][:, : 2 * count].unflatten(1, (2, count)).unbind(1)
-    return Candidates(parents, tokens, words[:, num_ints + width :][:, :count].view(torch.float32))
+    return Taken(Going(*beams), words, layout)
 
 
 def sizes_to_select(slots: int, per_row: int) -> dict[str, int]:

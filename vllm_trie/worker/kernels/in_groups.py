@@ -18,7 +18,7 @@ from vllm_trie.search.devices import constant
 from vllm_trie.search.filters import Pruning
 from vllm_trie.search.rank import TILE, Candidates
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step_result import Layout, Step
+from vllm_trie.search.step_result import Going, Layout
 from vllm_trie.search.strategies.best import num_candidates
 from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.worker.kernels import Serving
@@ -27,7 +27,6 @@ from vllm_trie.worker.kernels.best import (
     SLOTS,
     Taken,
     decide,
-    finished_of,
     sizes_to_select,
     slots_of,
     slots_up_to,
@@ -123,7 +122,7 @@ def take_step(
         words.shape[1], num_ints, places, sampled, sampled.stride(0), **sizes,
         num_warps=warps_to_select(sizes["lanes"]), enable_fp_fusion=False,
     )  # fmt: skip
-    return Taken(Step(*by_slot, finished_of(words, layout)), words, layout)
+    return Taken(Going(*by_slot), words, layout)
 
 
 @triton.jit

@@ -16,14 +16,13 @@ from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
 from vllm_trie.search.filters import Pruning
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step_result import Layout, Step
+from vllm_trie.search.step_result import Going, Layout
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.kernels.best import (
     SEMANTICS,
     SLOTS,
     Taken,
-    finished_of,
     into_slots,
     sizes_to_select,
     slots_of,
@@ -109,7 +108,7 @@ def take_step(
         words, places, sampled, sampled.stride(0), may_end, children, **sizes,
         num_warps=warps_to_select(2 * sizes["lanes"]),
     )  # fmt: skip
-    return Taken(Step(*by_slot, finished_of(words, layout), states={along: targets}), words, layout)
+    return Taken(Going(*by_slot, states={along: targets}), words, layout)
 
 
 def sizes_to_rank(num_blocks: int, children: int) -> dict[str, int]:

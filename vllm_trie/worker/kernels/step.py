@@ -12,7 +12,7 @@ from vllm_trie.worker.kernels import best, in_groups, items, wide, wide_catalog
 from vllm_trie.worker.kernels.best import Taken
 from vllm_trie.worker.kernels.tiles import RowLogits
 
-TakeStep = Callable[[SelectRules, RowLogits, Beams, torch.Tensor, torch.Tensor], Taken]
+TakeStep = Callable[[SelectRules, RowLogits, Beams, torch.Tensor, torch.Tensor], Taken]  # as `best.take_step`
 
 
 def by_kernels(rules: SelectRules, beams: Beams, vocab_size: int) -> TakeStep | None:

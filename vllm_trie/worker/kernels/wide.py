@@ -16,7 +16,7 @@ from vllm_trie.search.devices import constant
 from vllm_trie.search.filters import Pruning
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step_result import Step
+from vllm_trie.search.step_result import Going
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.kernels.best import (
@@ -24,7 +24,6 @@ from vllm_trie.worker.kernels.best import (
     SEMANTICS,
     VLLM,
     Taken,
-    finished_of,
     layout_of,
     num_ranked,
     write_beams,
@@ -93,7 +92,7 @@ def select(
         keys, num_rows, vocab_size, count, stops, len(stops), width, most, *ends, *slots, *by_slot, words,
         words.shape[1], num_ints, places, sampled, sampled.stride(0), part=PART, num_warps=NUM_WARPS,
     )  # fmt: skip
-    return Taken(Step(*by_slot, finished_of(words, layout)), words, layout)
+    return Taken(Going(*by_slot), words, layout)
 
 
 @triton.jit

@@ -17,10 +17,10 @@ from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
 from vllm_trie.search.devices import constant
 from vllm_trie.search.rank import TILE, Candidates
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step_result import Layout, Step
+from vllm_trie.search.step_result import Going, Layout
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.worker.kernels import Serving
-from vllm_trie.worker.kernels.best import Taken, finished_of, write_ended
+from vllm_trie.worker.kernels.best import Taken, write_ended
 from vllm_trie.worker.kernels.items import are_items_alone, most_children
 from vllm_trie.worker.kernels.order_keys import LAST_KEY, order_key
 from vllm_trie.worker.kernels.tiles import RowLogits, log_min_p, logprobs_of, normalise, tiles_of
@@ -78,7 +78,7 @@ def take_step(
         keys, num_rows, room, count, nothing, width, *trie, not rules.stops.are_barred, *slots, *by_slot, targets,
         words, places, sampled, sampled.stride(0), part=PART, num_warps=NUM_WARPS,
     )  # fmt: skip
-    return Taken(Step(*by_slot, finished_of(words, layout), states={along: targets}), words, layout)
+    return Taken(Going(*by_slot, states={along: targets}), words, layout)
 
 
 def _along(beams: Beams) -> AlongItems:
