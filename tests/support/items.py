@@ -23,10 +23,10 @@ def random_items(count: int, lengths: Sequence[int], seed: int = 0, tokens: tupl
     return sorted(items)
 
 
-def along_of(items: Sequence[Item], rules: ItemRules, stops: tuple[int, ...] = ()) -> AlongItems:
-    """The constraint that holds rows to them, on the host."""
+def along_of(items: Sequence[Item], rules: ItemRules, stops: tuple[int, ...] = (), device: str = "cpu") -> AlongItems:
+    """The constraint that holds rows to them, on a device."""
     catalog = Catalog.from_sequences(items)
-    arrays = (torch.tensor(array) for array in (catalog.first_child, catalog.tokens, catalog.is_item))
+    arrays = (torch.tensor(array, device=device) for array in (catalog.first_child, catalog.tokens, catalog.is_item))
     return AlongItems(rules, ItemTrie(*arrays, catalog.most_children), stops)
 
 

@@ -22,10 +22,10 @@ def rows_of(runner: Any) -> dict[str, list[Row]]:
 
 
 def rows_of_groups(runner: Any, group_ids: Iterable[str]) -> dict[str, list[Row]]:
-    """The rows of groups that have all of them in a model runner on a CPU, whose memory numpy reads as it is."""
+    """The rows of groups that have all of them in a model runner."""
     states, num_blocks = runner.req_states, runner.block_tables.num_blocks.np
-    tokens, starts, ends = states.all_token_ids.gpu.numpy(), states.prompt_len.np, states.total_len.gpu.numpy()
-    tables = [table.gpu.numpy() for table in runner.block_tables.block_tables]
+    tokens, ends = (of_slots.gpu.cpu().numpy() for of_slots in (states.all_token_ids, states.total_len))
+    starts, tables = states.prompt_len.np, [table.gpu.cpu().numpy() for table in runner.block_tables.block_tables]
 
     def row(slot: int) -> Row:
         blocks = [table[slot, :count].tolist() for table, count in zip(tables, num_blocks[:, slot], strict=True)]

@@ -9,7 +9,10 @@ import torch
 
 from benchmarks.device_step import DeviceStep, Shape, Sizes
 from benchmarks.gpu_steps import kernels_on
+from tests.support.taken_again import TakenAgain
 from vllm_trie.search import devices
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rules import Means
 from vllm_trie.search.step import PLAIN
 from vllm_trie.search.strategies.best import Best
@@ -21,27 +24,6 @@ from vllm_trie.worker.step_graphs import GraphCapture, StepGraphs
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = Sizes(300, 2, 2, 32)
 HELD = ("plain", "many stop tokens", "controlled", "log-probabilities", "min_p and top_p", "in 2 groups of beams")
-
-
-class TakenAgain:
-    """In the place of captures: replaying takes the step once more, and writes where the first one has."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, run: Callable[[], Taken]) -> tuple[Callable[[], None], Taken]:
-        self.count += 1
-        kept = run()
-        places = [*kept.going[:3], kept.words]
-        for place in places:
-            place.fill_(-1)
-
-        def replay() -> None:
-            taken = run()
-            for place, result in zip(places, [*taken.going[:3], taken.words], strict=True):
-                place.copy_(result)
-
-        return replay, kept
 
 
 class Counted(TakenAgain):
@@ -155,21 +137,22 @@ def test_what_is_kept_for_all_outlives_its_cache_in_a_graph() -> None:
         step.restore()
         step.select()
     (graph,) = step.selector.graphs._graphs.values()
-    assert any(tensor is devices.constant(step.rules.stops.token_ids, DEVICE) for tensor in graph.used)
+    assert any(tensor is devices.constant(step.rules.stops.token_ids, step.logits.device) for tensor in graph.used)
 
 
 def test_graphs_hold_nothing_of_many_rows_or_that_the_host_alone_knows() -> None:
-    graphs = StepGraphs(DEVICE, torch.bfloat16, Counted())
+    graphs, beams = StepGraphs(DEVICE, torch.bfloat16, Counted()), Beams(torch.zeros(1, 1))
     plain, nothing = DeviceStep(Shape("plain", 4), SIZES, DEVICE).rules, torch.empty(1, 300, dtype=torch.bfloat16)
 
     def hold(rules=plain, means: Means = PLAIN, num_rows: int = 1, logits: torch.Tensor = nothing) -> bool:
-        return graphs.hold(rules, means, RowLogits(logits, torch.zeros(num_rows)))
+        return graphs.hold(rules, means, RowLogits(logits, torch.zeros(num_rows)), beams)
 
     assert hold()
     assert hold(num_rows=256)
     assert not hold(num_rows=257)
-    assert hold(num_rows=16, logits=torch.empty(1, 1 << 18, dtype=torch.bfloat16))
-    assert not hold(num_rows=17, logits=torch.empty(1, 1 << 18, dtype=torch.bfloat16))
+    for rules, most in ((plain, 32), (plain._replace(filters=LogitsFilters(top_p=0.9)), 8)):  # by kernels, by torch
+        assert hold(rules, num_rows=most, logits=torch.empty(1, 1 << 18, dtype=torch.bfloat16))
+        assert not hold(rules, num_rows=most + 1, logits=torch.empty(1, 1 << 18, dtype=torch.bfloat16))
     assert not hold(logits=nothing.half())
     assert not hold(means=Means(draws=[(0, 0)]))
     along = DeviceStep(Shape("along a catalog", 4), SIZES, DEVICE).rules

@@ -69,7 +69,8 @@ class Problem:
         highest, rest = ranked.normal.view(*self.shape[:2], 2, 1).unbind(2)
 
         def normalised(logits: torch.Tensor, barred: tuple[int, ...], temperature: float) -> torch.Tensor:
-            logprobs = (logits.float() / temperature - highest) - rest
+            # By a number torch divides on a GPU as it multiplies by what 1 is divided by it.
+            logprobs = (logits.float() / torch.tensor(temperature, device=logits.device) - highest) - rest
             logprobs[..., list(barred)] = NEVER
             return logprobs.nan_to_num(NEVER, NEVER, NEVER)
 
@@ -240,10 +241,10 @@ ITEMS = random_items(60, (1, 2, 3, 4), tokens=(2, 12))  # some are the beginning
 def test_kernels_take_the_step_of_torch_along_a_catalog(
     at_root: bool, has_ties: bool, are_barred: bool, num_beams: int | None
 ) -> None:
-    num_groups, width, along = 2, 3, along_of(ITEMS, ItemRules("items"))
+    num_groups, width, along = 2, 3, along_of(ITEMS, ItemRules("items"), device=DEVICE)
     rules = rules_of(width, "hf", (4,), are_barred, constraints=(along.rules,), num_beams=num_beams)
     problem = Problem(rules, num_groups, width, 70, seed=int(has_ties))
-    states = torch.randint(along.trie.num_nodes, (num_groups, width), generator=problem.random)
+    states = torch.randint(along.trie.num_nodes, (num_groups, width), generator=problem.random).to(DEVICE)
     if has_ties:
         problem.logits.values.round_()
         problem.scores.round_()
@@ -252,13 +253,14 @@ def test_kernels_take_the_step_of_torch_along_a_catalog(
         problem.scores[1, 1:] = NEVER
     beams = Beams(problem.scores, states={along: states})
     assert items.takes(rules, beams, 70)
-    sampled = torch.zeros(num_groups * width, 1, dtype=torch.int64)
+    sampled = torch.zeros(num_groups * width, 1, dtype=torch.int64, device=DEVICE)
     taken = items.take_step(rules, problem.logits, beams, problem.places, sampled)
     expected, layout = packed(theirs := take_step(rules, problem.of_rows(), beams))
     lives = theirs.scores > NEVER
     assert torch.equal(taken.going.states[along][lives], theirs.states[along][lives])
     assert torch.equal(sampled[problem.places.view(num_groups, width), 0], taken.going.tokens)
-    for own, other in zip(unpacked(taken.words.numpy(), taken.layout), unpacked(expected.numpy(), layout), strict=True):
+    found = unpacked(taken.words.cpu().numpy(), taken.layout)
+    for own, other in zip(found, unpacked(expected.cpu().numpy(), layout), strict=True):
         assert own.parents.tolist() == other.parents.tolist()
         assert own.tokens[other.scores > NEVER].tolist() == other.tokens[other.scores > NEVER].tolist()
         assert own.scores.tolist() == pytest.approx(other.scores.tolist(), rel=2e-6)
@@ -271,6 +273,7 @@ MANY_CHILDREN = along_of(
     [*product(range(150), (3, 9)), (150,), *product((5,), range(60), (1,)), *((7, own, own % 2) for own in range(70))]
     + [(7, own) for own in range(70, 150)],
     ItemRules("items"),
+    device=DEVICE,
 )
 NODES = 0, 1 + 5, 1 + 7, 1 + 8, 1 + 150  # the root, and nodes where all, many, some and no children go on
 
@@ -288,7 +291,8 @@ def problems_along_items(draw: st.DrawFn) -> Problem:
     problem = draw(problems(st.just(rules), vocab_sizes=(151,)))
     num_groups, num_rows, _ = problem.shape
     nodes = torch.tensor(draw(st.lists(st.sampled_from(NODES), min_size=1, unique=True)))
-    problem.states = {MANY_CHILDREN: nodes[torch.randint(len(nodes), (num_groups, num_rows), generator=problem.random)]}
+    which = torch.randint(len(nodes), (num_groups, num_rows), generator=problem.random)
+    problem.states = {MANY_CHILDREN: nodes[which].to(DEVICE)}
     return problem
 
 
@@ -303,19 +307,20 @@ def test_kernels_take_the_step_of_torch_with_many_beams_along_a_catalog(problem:
 @pytest.mark.parametrize("node", NODES[::2])
 def test_kernels_take_the_step_of_torch_with_many_beams_behind_a_node(node: int, filters: LogitsFilters) -> None:
     problem = Problem(rules_of(5, constraints=(MANY_CHILDREN.rules,), filters=filters), 1, 5, 151, seed=node)
-    problem.states = {MANY_CHILDREN: torch.full((1, 5), node)}
+    problem.states = {MANY_CHILDREN: torch.full((1, 5), node, device=DEVICE)}
     with only_wide():
         check(problem)
 
 
 def test_rows_go_on_where_each_node_has_one_child_and_take_tokens_where_beams_are_missing() -> None:
     """Two items for three beams, by kernels alone: no slot, with a beam or without, has a token that is none."""
-    along = along_of([(2, 3, 4), (5, 6, 7)], ItemRules("items"))
+    along = along_of([(2, 3, 4), (5, 6, 7)], ItemRules("items"), device=DEVICE)
     rules = rules_of(3, "hf", constraints=(along.rules,))
-    beams = Beams(torch.tensor([[0.0, NEVER, NEVER]]), states={along: torch.zeros(1, 3, dtype=torch.int64)})
+    root = torch.zeros(1, 3, dtype=torch.int64, device=DEVICE)
+    beams = Beams(torch.tensor([[0.0, NEVER, NEVER]], device=DEVICE), states={along: root})
     for length in range(3):
         problem = Problem(rules, 1, 3, 70, seed=length)
-        sampled = torch.full((len(problem.places), 1), -1, dtype=torch.int64)
+        sampled = torch.full((len(problem.places), 1), -1, dtype=torch.int64, device=DEVICE)
         beams = beams._replace(length=length)
         taken = items.take_step(rules, problem.logits, beams, problem.places, sampled)
         theirs = take_step(rules, problem.of_rows(), beams)
@@ -324,9 +329,9 @@ def test_rows_go_on_where_each_node_has_one_child_and_take_tokens_where_beams_ar
         assert torch.equal(taken.going.tokens[lives], theirs.tokens[lives])
         assert torch.equal(sampled[problem.places, 0], taken.going.tokens[0])
         assert (sampled[problem.places] >= 0).all()
-        (own,) = unpacked(taken.words.numpy(), taken.layout)
+        (own,) = unpacked(taken.words.cpu().numpy(), taken.layout)
         ended = theirs.finished.scores > NEVER
         for field, other in zip(own.finished, theirs.finished, strict=True):
-            torch.testing.assert_close(torch.from_numpy(field).to(other.dtype), other[ended], atol=1e-5, rtol=0)
+            torch.testing.assert_close(torch.from_numpy(field).to(other), other[ended], atol=1e-5, rtol=0)
         beams = Beams(taken.going.scores, states={along: taken.going.states[along]})
     assert ended.sum() == 2

@@ -182,7 +182,7 @@ class Selector:
             return Taken(Going.of(step), *packed(step))
         at, on_device = uploaded_once(np.stack([index.ravel(), places.ravel()]), logits.device)
         logits_of = RowLogits(values, at, rules.stops.barred_token_ids)
-        if self.graphs is not None and self.graphs.hold(rules, means, logits_of):
+        if self.graphs is not None and self.graphs.hold(rules, means, logits_of, beams):
             taken = self.graphs.take(rules, logits_of, beams, TakeRows(means, slice(None)))
             if taken is not None:
                 sampled[:, 0].index_copy_(0, on_device, newest_of(taken.going, beams))

@@ -17,10 +17,11 @@ from vllm_trie.search.devices import borrowed, numbers
 from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.step_result import Going
 from vllm_trie.worker.kernels.best import Taken
-from vllm_trie.worker.kernels.step import TakeStep
+from vllm_trie.worker.kernels.step import TakeStep, by_kernels
 from vllm_trie.worker.kernels.tiles import RowLogits
 
-MOST_LOGITS = 1 << 22  # of a step; one of more keeps the device busy for longer than the host, and takes much memory
+MOST_LOGITS = 1 << 23  # of a step; one of more keeps the device busy for longer than the host
+MOST_LOGITS_OF_TORCH = 1 << 21  # of a step that torch takes: what it needs beside its logits, nobody else can use
 MOST_ROWS = 256
 MOST_GRAPHS = 64  # that are kept, those that were needed last
 
@@ -58,12 +59,13 @@ class StepGraphs:
         self._logits = {of: torch.empty(MOST_LOGITS, dtype=of, device=device) for of in (dtype, torch.float32)}
         self._of_beams = torch.empty(2, MOST_ROWS, dtype=torch.float32, device=device)
 
-    def hold(self, rules: SelectRules, means: Means, logits: RowLogits) -> bool:
+    def hold(self, rules: SelectRules, means: Means, logits: RowLogits, beams: Beams) -> bool:
         """Whether graphs may hold such steps: of few rows, without constraints and whatever the host alone knows."""
+        if rules.constraints or means.draws or means.completes is not None or logits.values.dtype not in self._logits:
+            return False
         num_rows, (_, vocab_size) = len(logits.which), logits.values.shape
-        of_host = rules.constraints or means.draws or means.completes is not None
-        is_small = num_rows <= min(MOST_ROWS, MOST_LOGITS // vocab_size)
-        return is_small and not of_host and logits.values.dtype in self._logits
+        most_logits = MOST_LOGITS if by_kernels(rules, beams, vocab_size) else MOST_LOGITS_OF_TORCH
+        return num_rows <= MOST_ROWS and num_rows * vocab_size <= most_logits
 
     def take(self, rules: SelectRules, logits: RowLogits, beams: Beams, take_rows: TakeStep) -> Taken | None:
         """Take a step by its graph. None, and nothing is done, if it comes for the first time.

@@ -6,14 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 
 from tests.support.engine import BLOCK_SIZE, Engines
 from tests.support.reference import agree, engine_answers, transformers_beams
+from tests.support.taken_again import TakenAgain
 from vllm_trie import beam_params
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.worker import kernels
 from vllm_trie.worker.kernels import best, in_groups, items
+from vllm_trie.worker.step_graphs import StepGraphs
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +54,29 @@ def test_search_through_kernels_finds_the_beams_of_transformers(
     for prompt, width, output in zip(prompts, WIDTHS, outputs, strict=False):
         theirs = transformers_beams(model, prompt, width, width, MAX_TOKENS, length_penalty=1.0, eos_token_id=1)
         assert agree(engine_answers(output, 1.0), theirs)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"repetition_penalty": 1.3}], ids=str)
+def test_searches_by_graphs_of_steps_find_what_they_find_without(
+    engines: Engines, random_model: Callable, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Some at a time, beside each other and ordinary requests, the second time in another order."""
+    engine = engines(random_model("gqa"))
+    prompts = [list(range(2, 2 + BLOCK_SIZE - 4 + at)) for at in range(len(WIDTHS))]
+    params = [beam_params(width, n=width, max_tokens=MAX_TOKENS, ignore_eos=True, **options) for width in WIDTHS]
+    requests = [*zip(prompts, params, strict=True), (prompts[0], SamplingParams(temperature=0, max_tokens=MAX_TOKENS))]
+    through_kernels(monkeypatch)
+
+    def found(order: slice) -> list[tuple[list[tuple[int, ...]], float | None]]:
+        outputs = engine.generate(*map(list, zip(*requests[order], strict=True)))[order]
+        hypotheses = [[tuple(one.token_ids) for one in output.outputs] for output in outputs]
+        return [*zip(hypotheses, [output.outputs[0].cumulative_logprob for output in outputs], strict=True)]
+
+    expected, captures = found(slice(None)), TakenAgain()
+    monkeypatch.setattr(engine.runner.selector, "graphs", StepGraphs(torch.device("cpu"), torch.float32, captures))
+    for order in (slice(None), slice(None, None, -1)):
+        assert found(order) == expected
+    assert captures.count == 3 * len(WIDTHS)  # the first step of each, the others, and the last one
 
 
 @pytest.mark.parametrize(
