@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.common import alternate, generate
-from benchmarks.gpu_tables import tell
+from benchmarks.gpu_tables import tell, write
 
 VOCAB_SIZE, HEAD_SIZE, KV_HEADS, MAX_LENGTH = 151_936, 128, 8, 8192
 ITEMS, ITEM_LENGTH, NUM_CODES = 100_000, 3, 256  # of a catalog
@@ -218,6 +218,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = [case for case in (SMALL_CASES if args.rehearse else CASES) if (case.options == LOOKUP) == args.drafts]
     cases = [case for case in cases if case.width * case.num_prompts <= args.most_beams]
     name, rows, failures = "tiny" if args.rehearse else args.model, list[tuple[Any, ...]](), 0
+    ways = {
+        "drafts": ("drafts by n-grams", args.drafts),
+        "rows": ("each row reads", args.shared_prefix_attention == "off"),
+        "uncompiled": ("without torch.compile", args.no_compile),
+    }
+    also = {key: told for key, (told, is_so) in ways.items() if is_so}
+    title = ", ".join([f"Beams beside samples, {name}", *also.values()])
+    table, note = ("_".join(["gpu_engines", name, *also]), title, COLUMNS), NOTE + (OF_DRAFTS if args.drafts else "")
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_config(TINY if args.rehearse else MODELS[name], Path(temporary))
         write_catalog(folder / CATALOG_FILE)
@@ -231,19 +239,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run = runs.pop(0)
             try:
                 rows.append(run())
+                write(*table, rows, note, args.out)  # what is measured stays if time runs out
             except Exception as error:
                 failures += 1
                 print(f"FAILED {run.args[1:]}: {type(error).__name__}: {error}", flush=True)
             del run
             gc.collect()
-    ways = {
-        "drafts": ("drafts by n-grams", args.drafts),
-        "rows": ("each row reads", args.shared_prefix_attention == "off"),
-    }
-    also = {key: told for key, (told, is_so) in ways.items() if is_so}
-    title = ", ".join([f"Beams beside samples, {name}", *also.values()])
-    note = f"{NOTE}{OF_DRAFTS if args.drafts else ''}{'; without torch.compile' if args.no_compile else ''}"
-    tell("_".join(["gpu_engines", name, *also]), title, COLUMNS, rows, note, args.out)
+    tell(*table, rows, note, args.out)
     return int(failures > 0)
 
 

@@ -29,8 +29,7 @@ def tell(name: str, title: str, columns: Sequence[str], rows: Sequence[tuple[Any
         note: Below it.
         out: The folder.
     """
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    printed = f"{device}, torch {torch.__version__}; {note}"
+    printed = f"{_device()}, torch {torch.__version__}; {note}"
     if is_there("rich"):
         from benchmarks.common import show
 
@@ -40,11 +39,21 @@ def tell(name: str, title: str, columns: Sequence[str], rows: Sequence[tuple[Any
         for row in rows:
             print(" | ".join(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
         print(printed, flush=True)
-    machine = {"processor": device, "torch": torch.__version__, "vllm": _vllm()}
+    write(name, title, columns, rows, note, out)
+
+
+def write(name: str, title: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]], note: str, out: Path) -> None:
+    """Write a table alone: see `tell`."""
+    machine = {"processor": _device(), "torch": torch.__version__, "vllm": _vllm()}
     command = " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     content = {"title": title, "note": note, "columns": list(columns), "command": command, "machine": machine}
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(content | {"cells": [{"rows": rows}]}, indent=1) + "\n")
+
+
+def _device() -> str:
+    """The GPU, or the processor where there is none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
 
 
 def _vllm() -> str | None:

@@ -20,7 +20,7 @@ from vllm_trie.worker.kernels.best import Taken
 from vllm_trie.worker.kernels.step import TakeStep, by_kernels
 from vllm_trie.worker.kernels.tiles import RowLogits
 
-MOST_LOGITS = 1 << 23  # of a step; one of more keeps the device busy for longer than the host
+MOST_LOGITS = 1 << 22  # of a step; one of more keeps the device busy for longer than the host
 MOST_LOGITS_OF_TORCH = 1 << 21  # of a step that torch takes: what it needs beside its logits, nobody else can use
 MOST_ROWS = 256
 MOST_GRAPHS = 64  # that are kept, those that were needed last
