@@ -206,8 +206,19 @@ def test_by_itself_it_reads_shared_blocks_once_where_that_pays(engine: Engine) -
     assert builder.takes([(33, enough - 32)]) == [False]
     assert builder.takes([(33, enough), (4, 0)]) == [True, False]
     assert builder.takes([(17, enough)] * 2) == [True, True]
+    builder._host_us = gpu_backend.HOST_US_WITHOUT_GRAPHS
+    assert builder.takes([(33, enough)]) == [False]
+    builder._host_us = gpu_backend.HOST_US
     builder.splits = False
     assert builder.takes([(33, enough)]) == [False]
+
+
+@pytest.mark.parametrize(("mode", "host_us"), [("FULL_DECODE_ONLY", 1000), ("FULL_AND_PIECEWISE", 300), ("NONE", 300)])
+def test_where_graphs_of_parts_are_missing_the_host_launches_whole_layers(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, mode: str, host_us: int
+) -> None:
+    monkeypatch.setattr(engine.core.vllm_config.compilation_config, "cudagraph_mode", CUDAGraphMode[mode])
+    assert builder_of(engine)._host_us == host_us
 
 
 def test_the_less_the_host_waits_for_the_device_the_more_must_be_shared() -> None:

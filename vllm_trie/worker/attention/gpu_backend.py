@@ -66,6 +66,7 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
         self.option = config_of(self.vllm_config).shared_prefix_attention
         mode = self.compilation_config.cudagraph_mode
         self._has_mixed_graphs = mode.mixed_mode() == CUDAGraphMode.FULL
+        self._host_us = HOST_US_WITHOUT_GRAPHS if mode == CUDAGraphMode.FULL_DECODE_ONLY else HOST_US
         if self._is_for_beams and self.option == "on" and self._has_mixed_graphs:
             raise ValueError(
                 f'shared_prefix_attention="on" and cudagraph_mode={mode.name} exclude each other, as full graphs hold '
@@ -109,7 +110,7 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
         """See `SharesPrefixes`."""
         bytes_per_token = self.kv_cache_spec.page_size_bytes // self.block_size
         again = sum((num_rows - 1) * num_shared for num_rows, num_shared in sharing) * bytes_per_token
-        pays_off = self.option == "on" or (self.splits and pays(again, self._layer_bytes))
+        pays_off = self.option == "on" or (self.splits and pays(again, self._layer_bytes, self._host_us))
         return [self.can_share and pays_off and num_shared > 0 for _, num_shared in sharing]
 
     @cached_property
@@ -202,12 +203,13 @@ class SharedPrefixBackend(FlashAttentionBackend):
 
 
 # A model of what a layer takes on an H200, fitted to docs/results/gpu.md: bytes that it reads per microsecond, of
-# weights and of what rows read again; the host's microseconds for two calls, a merge and the graphs around them.
-WEIGHTS_PER_US, AGAIN_PER_US, HOST_US = 4_000_000, 6_000_000, 300
+# weights and of what rows read again; the host's microseconds for two calls, a merge and the graphs around them; and
+# for all operations of a layer, where there are full graphs alone, about.
+WEIGHTS_PER_US, AGAIN_PER_US, HOST_US, HOST_US_WITHOUT_GRAPHS = 4_000_000, 6_000_000, 300, 1000
 LEAST_READ_AGAIN = 1 << 27  # of less, two calls and a merge take the device longer than one call
 
 
-def pays(read_again: int, layer_bytes: int) -> bool:
+def pays(read_again: int, layer_bytes: int, host_us: int = HOST_US) -> bool:
     """Whether it is faster to read shared blocks once.
 
     A step with shared blocks replays no full graph: the host launches each layer's attention, two calls and a merge.
@@ -216,6 +218,7 @@ def pays(read_again: int, layer_bytes: int) -> bool:
     Args:
         read_again: Bytes of keys and values of one layer that rows read again, each by itself.
         layer_bytes: Of its weights, on one device.
+        host_us: What the host takes for such a layer.
     """
     by_full_graph = layer_bytes / WEIGHTS_PER_US + read_again / AGAIN_PER_US
-    return read_again >= LEAST_READ_AGAIN and by_full_graph >= HOST_US
+    return read_again >= LEAST_READ_AGAIN and by_full_graph >= host_us
