@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vllm_trie.worker.kernels.best import Taken
+from vllm_trie.worker.step_graphs import GraphCapture
 
 
-class TakenAgain:
-    """A capture as `StepGraphs` asks for it. Replaying takes the step once more, and writes where the first one has.
+class TakenAgain(GraphCapture):
+    """Replaying takes the step once more, and writes where the first one has.
 
-    As a graph's capture does, it leaves nothing there. `count`: captures.
+    As a graph's capture does, it leaves nothing there. `count`: captures; `has_memory`: whether there may be any.
     """
 
     def __init__(self) -> None:
         self.count = 0
+        self.has_memory = True
+
+    def has_room(self, num_bytes: int) -> bool:
+        return self.has_memory
 
     def __call__(self, run: Callable[[], Taken]) -> tuple[Callable[[], None], Taken]:
         self.count += 1

@@ -131,6 +131,16 @@ def test_few_graphs_are_kept_those_that_were_needed_last(monkeypatch: pytest.Mon
     assert captures.count == 3
 
 
+def test_where_memory_is_short_steps_are_taken_as_they_were() -> None:
+    step, captures = step_with_graphs(Shape("plain", 4))
+    without = DeviceStep(Shape("plain", 4), SIZES, DEVICE)
+    without.selector.graphs = None
+    for has_memory, count in ((False, 0), (False, 0), (False, 0), (True, 1), (False, 1)):
+        captures.has_memory = has_memory
+        assert all(map(torch.equal, taken_by(step, step.logits.clone()), taken_by(without, step.logits.clone())))
+        assert captures.count == count
+
+
 def test_what_is_kept_for_all_outlives_its_cache_in_a_graph() -> None:
     step, _ = step_with_graphs(Shape("many stop tokens", 4))
     for _ in range(2):

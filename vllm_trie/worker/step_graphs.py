@@ -22,10 +22,10 @@ from vllm_trie.worker.kernels.tiles import RowLogits
 
 MOST_LOGITS = 1 << 22  # of a step; one of more keeps the device busy for longer than the host
 MOST_LOGITS_OF_TORCH = 1 << 21  # of a step that torch takes: what it needs beside its logits, nobody else can use
+BYTES_OF_LOGIT = 56  # of that memory, at most
 MOST_ROWS = 256
 MOST_GRAPHS = 64  # that are kept, those that were needed last
 
-Capture = Callable[[Callable[[], Taken]], tuple[Callable[[], None], Taken]]
 Key = tuple[Any, ...]
 
 
@@ -49,10 +49,10 @@ class StepGraphs:
     Args:
         device: The runner's.
         dtype: Of its logits, as a rule.
-        capture: Returns what replays a run that has been made before, and where it writes.
+        capture: Makes them.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, capture: Capture) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, capture: GraphCapture) -> None:
         self._device, self._capture = device, capture
         self._graphs: dict[Key, StepGraph | None] = {}  # None: it came once; what was needed last is at the end
         # What graphs read, taken before vLLM measures the memory that is left.
@@ -68,7 +68,7 @@ class StepGraphs:
         return num_rows <= MOST_ROWS and num_rows * vocab_size <= most_logits
 
     def take(self, rules: SelectRules, logits: RowLogits, beams: Beams, take_rows: TakeStep) -> Taken | None:
-        """Take a step by its graph. None, and nothing is done, if it comes for the first time.
+        """Take a step by its graph. None, and nothing is done, if it comes for the first time, or there is no memory.
 
         Args:
             rules: Those of G groups.
@@ -78,16 +78,18 @@ class StepGraphs:
         """
         (num_rows,), vocab_size, dtype = logits.which.shape, logits.values.shape[1], logits.values.dtype
         key = rules, beams.scores.shape, beams.rank_scores is None, vocab_size, dtype
-        if key not in self._graphs:
+        if (graph := self._graphs.get(key)) is None:
+            is_new = key not in self._graphs
             self._keep(key, None)
-            return None
+            if is_new or not self._capture.has_room(BYTES_OF_LOGIT * num_rows * vocab_size):
+                return None
         values = self._logits[dtype][: num_rows * vocab_size].view(num_rows, vocab_size)
         torch.index_select(logits.values, 0, logits.which, out=values)
         scores, rank_scores = self._of_beams
         own = Beams(_copied(beams.scores, scores))
         if beams.rank_scores is not None:
             own = own._replace(rank_scores=_copied(beams.rank_scores, rank_scores))
-        if (graph := self._graphs.pop(key)) is None:
+        if graph is None:
             graph = self._captured(rules, logits._replace(values=values), own, take_rows)
         self._keep(key, graph)
         graph.replay()
@@ -97,6 +99,7 @@ class StepGraphs:
         return Taken(own_going, words.clone(), layout)
 
     def _keep(self, key: Key, graph: StepGraph | None) -> None:
+        self._graphs.pop(key, None)
         self._graphs[key] = graph
         if len(self._graphs) > MOST_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
@@ -121,6 +124,11 @@ class GraphCapture:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so much of the device's memory is free."""
+        free, _ = torch.cuda.mem_get_info()
+        return free >= num_bytes
 
     def __call__(self, run: Callable[[], Taken]) -> tuple[Callable[[], None], Taken]:
         """What replays a run that has been made before, and where it writes."""
