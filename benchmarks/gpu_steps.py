@@ -90,10 +90,27 @@ def check(step: DeviceStep, twin: DeviceStep) -> None:
         found = unpacked(words.cpu().numpy(), layout)
         for own, expected in zip(found, unpacked(expected_words.numpy(), expected_layout), strict=True):
             check_same(own, expected)
+    if step.selector.graphs is not None:
+        check_other_logits(step)
     twin.restore()
     twin.reorder([own.parents for own in found])
     assert all(map(torch.equal, step.histories(), twin.histories())), "rows are reordered otherwise than in torch"
     assert not all(map(torch.equal, twin._initial, twin.state)), "nothing was reordered"
+
+
+def check_other_logits(step: DeviceStep) -> None:
+    """Raise AssertionError unless its graph, once captured, decides by other logits what the step decides."""
+    graphs, logits, taken = step.selector.graphs, step.logits.clone(), []
+    for step.selector.graphs in (None, graphs):
+        step.restore()
+        step.logits.copy_(logits.flip(-1))
+        with kernels_on(step.device):
+            taken.append(step.select()[0])
+    assert torch.equal(*taken), "the step's graph does other than the step"
+    step.logits.copy_(logits)
+    step.restore()
+    with kernels_on(step.device):
+        step.select()
 
 
 def check_same(found: Step[np.ndarray], expected: Step[np.ndarray]) -> None:

@@ -7,6 +7,9 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +21,11 @@ import vllm
 from benchmarks import gpu_attention, gpu_check, gpu_engines, gpu_searches, gpu_steps, gpu_tables, report
 from tests.support.engine import ROOT
 from tests.support.flash_attention import flash_attn_varlen_func
+from tests.support.taken_again import TakenAgain
 from vllm_trie.worker.attention.prefix_suffix import Calls
 from vllm_trie.worker.kernels import best, copies
+from vllm_trie.worker.kernels.best import Taken
+from vllm_trie.worker.step_graphs import StepGraphs
 
 pytestmark = pytest.mark.slow
 
@@ -179,6 +185,24 @@ def test_a_device_that_is_lost_ends_it_and_what_failed_is_told(
     assert "steps | 0 | 1 | 1" in out
     assert "trees | 0 | 0 | 1" in out
     assert "FAILED steps" in out
+
+
+class TakenOnce(TakenAgain):
+    """A graph that goes on to decide what it decided when it was replayed first."""
+
+    def __call__(self, run: Callable[[], Taken]) -> tuple[Callable[[], None], Taken]:
+        replay, taken = super().__call__(run)
+        return cache(replay), taken
+
+
+@pytest.mark.parametrize(("capture", "failure"), [(TakenAgain, None), (TakenOnce, "other than the step")])
+def test_graphs_that_the_engine_keeps_are_checked_by_other_logits(
+    capture: type[TakenAgain], failure: str | None
+) -> None:
+    step, twin = (gpu_steps.DeviceStep(gpu_steps.Shape("plain", 4), gpu_steps.SMALL, gpu_steps.HOST) for _ in range(2))
+    step.selector.graphs = StepGraphs(gpu_steps.HOST, step.logits.dtype, capture())
+    with pytest.raises(AssertionError, match=failure) if failure else nullcontext():
+        gpu_steps.check(step, twin)
 
 
 def test_all_tests_that_can_run_on_a_gpu_do() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import patch
 
+from vllm_trie.search import devices
 from vllm_trie.worker.kernels.best import Taken
 from vllm_trie.worker.step_graphs import GraphCapture
 
@@ -11,7 +13,8 @@ from vllm_trie.worker.step_graphs import GraphCapture
 class TakenAgain(GraphCapture):
     """Replaying takes the step once more, and writes where the first one has.
 
-    As a graph's capture does, it leaves nothing there. `count`: captures; `has_memory`: whether there may be any.
+    As a capture does, it leaves nothing there, and fails where something is uploaded. `count`: captures; `has_memory`:
+    whether there may be any.
     """
 
     def __init__(self) -> None:
@@ -23,7 +26,8 @@ class TakenAgain(GraphCapture):
 
     def __call__(self, run: Callable[[], Taken]) -> tuple[Callable[[], None], Taken]:
         self.count += 1
-        kept = run()
+        with patch.object(devices, "uploaded", side_effect=AssertionError("uploaded in a capture")):
+            kept = run()
         places = [*kept.going[:3], kept.words]
         for place in places:
             place.fill_(-1)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, ClassVar
+from weakref import ref
 
 import pytest
 import torch
 
-from benchmarks.device_step import DeviceStep, Shape, Sizes
+from benchmarks.device_step import DeviceStep, Shape, Sizes, rules_of
 from benchmarks.gpu_steps import kernels_on
 from tests.support.taken_again import TakenAgain
 from vllm_trie.search import devices
 from vllm_trie.search.beams import Beams
-from vllm_trie.search.filters import LogitsFilters
-from vllm_trie.search.rules import Means
+from vllm_trie.search.constraints.stops import Completes
+from vllm_trie.search.filters import LogitsFilters, Pruning
+from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.step import PLAIN
+from vllm_trie.search.step_result import Going, Layout
 from vllm_trie.search.strategies.best import Best
+from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.worker import step_graphs
 from vllm_trie.worker.kernels.best import Taken
 from vllm_trie.worker.kernels.tiles import RowLogits
@@ -50,6 +58,12 @@ def step_with_graphs(shape: Shape) -> tuple[DeviceStep, Counted]:
     return step, captures
 
 
+def without_graphs(shape: Shape) -> DeviceStep:
+    step = DeviceStep(shape, SIZES, DEVICE)
+    step.selector.graphs = None
+    return step
+
+
 def taken_by(step: DeviceStep, logits: torch.Tensor) -> list[torch.Tensor]:
     """What a step decides by these logits, and what it does to rows."""
     step.restore()
@@ -59,20 +73,65 @@ def taken_by(step: DeviceStep, logits: torch.Tensor) -> list[torch.Tensor]:
     return [words, *(group.tokens for group in groups), *(group.beams.scores for group in groups), *step.snapshot()]
 
 
-@pytest.mark.parametrize("search", HELD)
-@pytest.mark.parametrize("batch", [(4, 1, 0), (4, 2, 1)], ids=str)
-def test_graphs_decide_what_the_step_decides(search: str, batch: tuple[int, int, int]) -> None:
-    """From the second time on, whatever the logits are; and what they decided before stays as it is."""
-    shape = Shape(search, *batch)
-    step, captures = step_with_graphs(shape)
-    without = DeviceStep(shape, SIZES, DEVICE)
-    without.selector.graphs = None
+OTHERS: dict[str, dict[str, Any]] = {  # than `HELD`, of plain beams
+    "by the rules of vLLM": {"strategy": Best("vllm")},
+    "by those of the trie paper": {"strategy": Best("tridecode")},
+    "top_k": {"filters": LogitsFilters(top_k=5)},
+    "pruned": {"pruning": Pruning(0.1, 2.0, 0.1, 2)},
+    "the last step": {"is_last": True},
+    "groups of beams with log-probabilities": {"strategy": InGroups(2, 0.5, None), "num_logprobs": 2},
+}
+
+
+def check(step: DeviceStep, without: DeviceStep) -> list[torch.Tensor]:
+    """Raise AssertionError unless graphs decide what the step decides, whatever the logits are; from when on it is
+    captured, and what was decided before stays as it is."""
     inputs = [step.logits.roll(by, -1) for by in range(4)]
     found = [taken_by(step, logits) for logits in inputs]
     for own, logits in zip(found, inputs, strict=True):
         assert all(map(torch.equal, own, taken_by(without, logits)))
     assert not torch.equal(found[1][0], found[2][0])
+
+
+@pytest.mark.parametrize("search", HELD)
+@pytest.mark.parametrize("batch", [(4, 1, 0), (4, 2, 1)], ids=str)
+def test_graphs_decide_what_the_step_decides(search: str, batch: tuple[int, int, int]) -> None:
+    step, captures = step_with_graphs(Shape(search, *batch))
+    check(step, without_graphs(Shape(search, *batch)))
     assert captures.count == 1
+
+
+@pytest.mark.parametrize("changed", OTHERS)
+def test_so_they_do_by_all_other_rules(changed: str) -> None:
+    (step, captures), without = step_with_graphs(Shape("plain", 4)), without_graphs(Shape("plain", 4))
+    for one in (step, without):
+        (of_group,) = one.context.steps.values()
+        of_group.rules = of_group.rules._replace(**OTHERS[changed])
+    check(step, without)
+    assert captures.count == 1
+
+
+def test_of_many_beams_too() -> None:
+    (step, captures), without = step_with_graphs(Shape("plain", 70)), without_graphs(Shape("plain", 70))
+    check(step, without)
+    assert captures.count == 1
+
+
+def test_rows_lie_as_far_apart_as_they_did() -> None:
+    """Vocabularies are padded, and kernels are compiled for that."""
+    graphs, seen = StepGraphs(DEVICE, torch.bfloat16, Counted()), list[RowLogits]()
+    values, which = torch.rand(5, 320, device=DEVICE).bfloat16()[:, :303], torch.tensor([4, 1], device=DEVICE)
+    rules, beams = rules_of("plain", 2, ""), Beams(torch.zeros(1, 2, device=DEVICE))
+
+    def take(rules: SelectRules, logits: RowLogits, beams: Beams, *_: Any) -> Taken:
+        seen.append(logits)
+        going = Going(*torch.zeros(2, 1, 2, dtype=torch.int64, device=DEVICE), beams.scores + 1)
+        return Taken(going, logits.values[:, :3].int(), Layout([], [], None, False))
+
+    for _ in range(2):
+        taken = graphs.take(rules, RowLogits(values, which), beams, take)
+    assert {logits.values.stride() for logits in seen} == {values.stride()} == {(320, 1)}
+    assert torch.equal(taken.words, values[which, :3].int())
 
 
 @pytest.mark.parametrize("search", ["plain", "min_p and top_p"])
@@ -93,8 +152,7 @@ def test_newest_tokens_of_rows_go_where_the_rows_are_in_the_batch(search: str) -
 def test_one_graph_serves_all_batches_with_as_many_rows() -> None:
     """Wherever rows are in them."""
     step, captures = step_with_graphs(Shape("plain", 4, 1, 2))
-    without = DeviceStep(Shape("plain", 4, 1, 2), SIZES, DEVICE)
-    without.selector.graphs = None
+    without = without_graphs(Shape("plain", 4, 1, 2))
     for seed in range(4):
         order = torch.randperm(step._in_batch.size, generator=torch.Generator().manual_seed(seed)).numpy()
         results = []
@@ -110,61 +168,105 @@ def test_one_graph_serves_all_batches_with_as_many_rows() -> None:
 
 
 def test_few_graphs_are_kept_those_that_were_needed_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that come once displace none of them."""
     monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(step_graphs, "MOST_SEEN", 3)
     step, captures = step_with_graphs(Shape("plain", 4))
-    rules = [step.rules._replace(num_beams=count) for count in (2, 3, 4)]
+    (of_group,) = step.context.steps.values()
 
-    def take(which: int) -> None:
+    def take(temperature: float) -> int:
         step.restore()
-        (of_group,) = step.context.steps.values()
-        of_group.rules = rules[which]
+        of_group.rules = step.rules._replace(filters=LogitsFilters(temperature))
         step.select()
+        return captures.count
 
-    for which in (0, 0, 1, 1, 0):  # each comes once, then it is captured
-        take(which)
-    assert captures.count == 2
-    take(2)
-    take(0)
-    assert captures.count == 2
-    take(1)  # had to go
-    take(1)
-    assert captures.count == 3
+    assert [take(one) for one in (1, 1, 2, 2, 1)] == [0, 1, 1, 2, 2]
+    assert [take(one) for one in (3, 4, 5, 6, 2, 1)] == [2] * 6
+    assert take(6) == 3  # in the place of 2
+    assert [take(one) for one in (1, 6, 2, 3)] == [3, 3, 3, 3]  # neither 2 nor 3 is known any more
+    assert take(2) == 4
+
+
+class Graph:
+    """In the place of `torch.cuda.CUDAGraph`: a pool that graphs have used goes with the last of them."""
+
+    users: ClassVar = Counter[object]()
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        assert pool not in self.users or self.users[pool] > 0, "the pool has gone"
+        self.users[pool] += 1
+        self._pool = pool
+
+    def capture_end(self) -> None:
+        assert not gc.isenabled()
+
+    def replay(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        self.users[self._pool] -= 1
+
+
+def test_the_memory_of_graphs_outlives_all_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("Stream", object), ("stream", nullcontext), ("graph_pool_handle", object)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    capture, nothing = GraphCapture(), Taken(Going(*torch.zeros(3, 1)), torch.zeros(1), Layout([], [], None, False))
+    for _ in range(3):
+        replay, taken = capture(lambda: nothing)
+        assert taken is nothing
+        del replay
+    assert [*Graph.users.values()] == [1]
+    assert gc.isenabled()
 
 
 def test_where_memory_is_short_steps_are_taken_as_they_were() -> None:
     step, captures = step_with_graphs(Shape("plain", 4))
-    without = DeviceStep(Shape("plain", 4), SIZES, DEVICE)
-    without.selector.graphs = None
+    without = without_graphs(Shape("plain", 4))
     for has_memory, count in ((False, 0), (False, 0), (False, 0), (True, 1), (False, 1)):
         captures.has_memory = has_memory
         assert all(map(torch.equal, taken_by(step, step.logits.clone()), taken_by(without, step.logits.clone())))
         assert captures.count == count
 
 
-def test_what_is_kept_for_all_outlives_its_cache_in_a_graph() -> None:
-    step, _ = step_with_graphs(Shape("many stop tokens", 4))
-    for _ in range(2):
-        step.restore()
-        step.select()
-    (graph,) = step.selector.graphs._graphs.values()
-    assert any(tensor is devices.constant(step.rules.stops.token_ids, step.logits.device) for tensor in graph.used)
+def test_what_is_uploaded_once_outlives_its_cache_in_a_graph() -> None:
+    """It is there when the graph is captured, too, however long ago the step came first."""
+    step, captures = step_with_graphs(Shape("many stop tokens", 4))
+    step.select()
+    devices.constant.cache_clear()
+    step.restore()
+    step.select()
+    assert captures.count == 1
+    stops = ref(devices.constant(step.rules.stops.token_ids, step.logits.device))
+    devices.constant.cache_clear()
+    assert stops() is not None
+    step.selector.graphs = None
+    assert stops() is None
 
 
-def test_graphs_hold_nothing_of_many_rows_or_that_the_host_alone_knows() -> None:
-    graphs, beams = StepGraphs(DEVICE, torch.bfloat16, Counted()), Beams(torch.zeros(1, 1))
-    plain, nothing = DeviceStep(Shape("plain", 4), SIZES, DEVICE).rules, torch.empty(1, 300, dtype=torch.bfloat16)
+def test_graphs_hold_nothing_of_many_rows_or_that_does_not_come_again() -> None:
+    graphs, plain = StepGraphs(DEVICE, torch.bfloat16, Counted()), rules_of("plain", 4, "")
 
-    def hold(rules=plain, means: Means = PLAIN, num_rows: int = 1, logits: torch.Tensor = nothing) -> bool:
-        return graphs.hold(rules, means, RowLogits(logits, torch.zeros(num_rows)), beams)
+    def hold(
+        rules: SelectRules = plain, means: Means = PLAIN, num_rows: int = 1, vocab_size: int = 300, **beams: Any
+    ) -> bool:
+        logits = RowLogits(torch.empty(1, vocab_size, dtype=torch.bfloat16), torch.zeros(num_rows))
+        return graphs.hold(rules, means, logits, Beams(torch.zeros(1, 1), **beams))
 
     assert hold()
     assert hold(num_rows=256)
     assert not hold(num_rows=257)
     for rules, most in ((plain, 16), (plain._replace(filters=LogitsFilters(top_p=0.9)), 8)):  # by kernels, by torch
-        assert hold(rules, num_rows=most, logits=torch.empty(1, 1 << 18, dtype=torch.bfloat16))
-        assert not hold(rules, num_rows=most + 1, logits=torch.empty(1, 1 << 18, dtype=torch.bfloat16))
-    assert not hold(logits=nothing.half())
+        assert hold(rules, num_rows=most, vocab_size=1 << 18)
+        assert not hold(rules, num_rows=most + 1, vocab_size=1 << 18)
+    assert not graphs.hold(
+        plain, PLAIN, RowLogits(torch.empty(1, 300).half(), torch.zeros(1)), Beams(torch.zeros(1, 1))
+    )
     assert not hold(means=Means(draws=[(0, 0)]))
-    along = DeviceStep(Shape("along a catalog", 4), SIZES, DEVICE).rules
-    assert along.strategy == Best()
-    assert not hold(along)
+    assert not hold(means=Means(completes=Completes(lambda *_: None, torch.zeros(1, 1))))
+    assert not hold(rank_scores=torch.zeros(1, 1))
+    assert not hold(rules_of("along a catalog", 4, "items"))
+    assert not hold(plain._replace(strategy=Best("vllm", (2, 0.5))))
+    assert hold(plain._replace(num_logprobs=128))
+    assert not hold(plain._replace(num_logprobs=129))
+    assert not hold(plain._replace(num_logprobs=-1))

@@ -108,7 +108,7 @@ class BeamModelRunner(GPUModelRunner):
         if self.sampler is None:
             return
         self.selector = Selector(self, self.groups, self.rows, self.catalogs, self.most_together)
-        if not sees(self.device) and self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+        if kernels.run_on(self.device) and self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
             self.selector.graphs = StepGraphs(self.device, self.dtype, GraphCapture())
         if self.speculator is not None:
             drafter = DRAFTERS.get(self.speculative_config.method, ModelDrafts)

@@ -60,14 +60,14 @@ class TakeRows:
     """Takes a step by kernels where they can, else by torch; called as `kernels.step.TakeStep`."""
 
     means: Means
-    which: slice | torch.Tensor  # of the logits, for torch
+    which: Callable[[], slice | torch.Tensor]  # those of the rows among all logits; asked for where torch takes it
 
     def __call__(
         self, rules: SelectRules, logits: RowLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
     ) -> Taken:
         if take := by_kernels(rules, beams, logits.values.shape[1]):
             return take(rules, logits, beams, places, sampled)
-        step = take_step(rules, logits.values[self.which].view(*beams.scores.shape, -1), beams, self.means)
+        step = take_step(rules, logits.values[self.which()].view(*beams.scores.shape, -1), beams, self.means)
         sampled[:, 0].index_copy_(0, places, newest_of(Going.of(step), beams))
         return Taken(Going.of(step), *packed(step))
 
@@ -183,11 +183,11 @@ class Selector:
         at, on_device = uploaded_once(np.stack([index.ravel(), places.ravel()]), logits.device)
         logits_of = RowLogits(values, at, rules.stops.barred_token_ids)
         if self.graphs is not None and self.graphs.hold(rules, means, logits_of, beams):
-            taken = self.graphs.take(rules, logits_of, beams, TakeRows(means, slice(None)))
+            taken = self.graphs.take(rules, logits_of, beams, TakeRows(means, lambda: slice(None)))
             if taken is not None:
                 sampled[:, 0].index_copy_(0, on_device, newest_of(taken.going, beams))
                 return taken
-        return TakeRows(means, self._which(index.ravel()))(rules, logits_of, beams, on_device, sampled)
+        return TakeRows(means, lambda: self._which(index.ravel()))(rules, logits_of, beams, on_device, sampled)
 
     def _logits(self, of: RowsOf, logits: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
         """Logits [N, V], processed if the rules want it, and which of them [G, r] are those of the rows."""

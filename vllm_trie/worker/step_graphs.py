@@ -7,7 +7,9 @@ write it: one graph serves any rows of any batch, and what was decided stays as 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +18,17 @@ from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import borrowed, numbers
 from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.step_result import Going
+from vllm_trie.search.strategies.best import Best
 from vllm_trie.worker.kernels.best import Taken
 from vllm_trie.worker.kernels.step import TakeStep, by_kernels
-from vllm_trie.worker.kernels.tiles import RowLogits
+from vllm_trie.worker.kernels.tiles import MOST_PER_ROW, RowLogits
 
 MOST_LOGITS = 1 << 22  # of a step; one of more keeps the device busy for longer than the host
 MOST_LOGITS_OF_TORCH = 1 << 21  # of a step that torch takes: what it needs beside its logits, nobody else can use
 BYTES_OF_LOGIT = 56  # of that memory, at most
 MOST_ROWS = 256
 MOST_GRAPHS = 64  # that are kept, those that were needed last
+MOST_SEEN = 256  # steps that came once, of which it is kept that they did
 
 Key = tuple[Any, ...]
 
@@ -54,21 +58,29 @@ class StepGraphs:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, capture: GraphCapture) -> None:
         self._device, self._capture = device, capture
-        self._graphs: dict[Key, StepGraph | None] = {}  # None: it came once; what was needed last is at the end
+        self._seen: dict[Key, None] = {}  # steps that came once; here and below, what came last is at the end
+        self._graphs: dict[Key, StepGraph] = {}
         # What graphs read, taken before vLLM measures the memory that is left.
         self._logits = {of: torch.empty(MOST_LOGITS, dtype=of, device=device) for of in (dtype, torch.float32)}
-        self._of_beams = torch.empty(2, MOST_ROWS, dtype=torch.float32, device=device)
+        self._scores = torch.empty(MOST_ROWS, dtype=torch.float32, device=device)
 
     def hold(self, rules: SelectRules, means: Means, logits: RowLogits, beams: Beams) -> bool:
-        """Whether graphs may hold such steps: of few rows, without constraints and whatever the host alone knows."""
-        if rules.constraints or means.draws or means.completes is not None or logits.values.dtype not in self._logits:
+        """Whether graphs may hold such steps.
+
+        They are small, and come again: whatever the host alone knows is no part of them, nor what changes with the
+        length of hypotheses.
+        """
+        knows_more = means.draws or means.completes is not None or beams.states or beams.rank_scores is not None
+        changes = rules.constraints or (isinstance(rules.strategy, Best) and rules.strategy.eos_score_factor)
+        if knows_more or changes or not 0 <= (rules.num_logprobs or 0) <= MOST_PER_ROW:
             return False
-        num_rows, (_, vocab_size) = len(logits.which), logits.values.shape
-        most_logits = MOST_LOGITS if by_kernels(rules, beams, vocab_size) else MOST_LOGITS_OF_TORCH
-        return num_rows <= MOST_ROWS and num_rows * vocab_size <= most_logits
+        num_rows, values = len(logits.which), logits.values
+        most_logits = MOST_LOGITS if by_kernels(rules, beams, values.shape[1]) else MOST_LOGITS_OF_TORCH
+        is_small = num_rows <= MOST_ROWS and num_rows * values.stride(0) <= most_logits
+        return is_small and values.dtype in self._logits
 
     def take(self, rules: SelectRules, logits: RowLogits, beams: Beams, take_rows: TakeStep) -> Taken | None:
-        """Take a step by its graph. None, and nothing is done, if it comes for the first time, or there is no memory.
+        """Take a step by its graph. None, and nothing is done, if it comes for the first time, or memory is short.
 
         Args:
             rules: Those of G groups.
@@ -76,46 +88,41 @@ class StepGraphs:
             beams: What these carry.
             take_rows: Takes a step, by kernels or torch.
         """
-        (num_rows,), vocab_size, dtype = logits.which.shape, logits.values.shape[1], logits.values.dtype
-        key = rules, beams.scores.shape, beams.rank_scores is None, vocab_size, dtype
-        if (graph := self._graphs.get(key)) is None:
-            is_new = key not in self._graphs
-            self._keep(key, None)
+        num_rows, values = len(logits.which), logits.values
+        vocab_size, stride = values.shape[1], values.stride(0)
+        key = rules, beams.scores.shape, values.dtype, vocab_size, stride
+        if (graph := self._graphs.pop(key, None)) is None:
+            is_new = key not in self._seen
+            _keep(self._seen, key, None, MOST_SEEN)
             if is_new or not self._capture.has_room(BYTES_OF_LOGIT * num_rows * vocab_size):
                 return None
-        values = self._logits[dtype][: num_rows * vocab_size].view(num_rows, vocab_size)
-        torch.index_select(logits.values, 0, logits.which, out=values)
-        scores, rank_scores = self._of_beams
-        own = Beams(_copied(beams.scores, scores))
-        if beams.rank_scores is not None:
-            own = own._replace(rank_scores=_copied(beams.rank_scores, rank_scores))
+        # As far apart as they were: kernels are compiled for that.
+        own_values = self._logits[values.dtype][: num_rows * stride].view(num_rows, stride)[:, :vocab_size]
+        torch.index_select(values, 0, logits.which, out=own_values)
+        own_scores = self._scores[:num_rows].view(beams.scores.shape).copy_(beams.scores)
         if graph is None:
-            graph = self._captured(rules, logits._replace(values=values), own, take_rows)
-        self._keep(key, graph)
+            graph = self._captured(rules, logits._replace(values=own_values), Beams(own_scores), take_rows)
+        _keep(self._graphs, key, graph, MOST_GRAPHS)
         graph.replay()
         going, words, layout = graph.taken
-        ranks = None if going.rank_scores is None else going.rank_scores.clone()
-        own_going = Going(going.parents.clone(), going.tokens.clone(), going.scores.clone(), ranks)
-        return Taken(own_going, words.clone(), layout)
-
-    def _keep(self, key: Key, graph: StepGraph | None) -> None:
-        self._graphs.pop(key, None)
-        self._graphs[key] = graph
-        if len(self._graphs) > MOST_GRAPHS:
-            del self._graphs[next(iter(self._graphs))]
+        return Taken(Going(going.parents.clone(), going.tokens.clone(), going.scores.clone()), words.clone(), layout)
 
     def _captured(self, rules: SelectRules, logits: RowLogits, beams: Beams, take_rows: TakeStep) -> StepGraph:
         num_rows = len(logits.which)
         sampled = torch.empty(num_rows, 1, dtype=torch.int64, device=self._device)
         with borrowed() as constants:
             which = numbers(num_rows, self._device)
-            replay, taken = self._capture(lambda: take_rows(rules, logits._replace(which=which), beams, which, sampled))
+            logits = logits._replace(which=which)
+            take_rows(rules, logits, beams, which, sampled)  # so that nothing is compiled or uploaded in the capture
+            replay, taken = self._capture(lambda: take_rows(rules, logits, beams, which, sampled))
         return StepGraph(replay, taken, [sampled, *constants])
 
 
-def _copied(of_rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """The same where graphs read it."""
-    return place[: of_rows.numel()].view(of_rows.shape).copy_(of_rows)
+def _keep(kept: dict[Key, Any], key: Key, value: Any, most: int) -> None:
+    kept.pop(key, None)
+    kept[key] = value
+    if len(kept) > most:
+        del kept[next(iter(kept))]
 
 
 class GraphCapture:
@@ -124,6 +131,7 @@ class GraphCapture:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._first: torch.cuda.CUDAGraph | None = None  # kept: with the last graph of a pool the pool goes
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether so much of the device's memory is free."""
@@ -131,13 +139,26 @@ class GraphCapture:
         return free >= num_bytes
 
     def __call__(self, run: Callable[[], Taken]) -> tuple[Callable[[], None], Taken]:
-        """What replays a run that has been made before, and where it writes."""
+        """What replays a run that has just been made before, and where it writes."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _garbage_left():
             # `torch.cuda.graph` would wait for the device, and look for garbage.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 taken = run()
             finally:
                 graph.capture_end()
+        self._first = self._first or graph
         return graph.replay, taken
+
+
+@contextmanager
+def _garbage_left() -> Iterator[None]:
+    """Within it garbage is left where it is: some of it, as it goes, asks of the device what no capture can hold."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
