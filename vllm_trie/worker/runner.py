@@ -109,7 +109,7 @@ class BeamModelRunner(GPUModelRunner):
             return
         self.selector = Selector(self, self.groups, self.rows, self.catalogs, self.most_together)
         if kernels.run_on(self.device) and self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
-            self.selector.graphs = StepGraphs(self.device, self.dtype, GraphCapture())
+            self.selector.graphs = StepGraphs(self.device, self.model_config.dtype, GraphCapture())
         if self.speculator is not None:
             drafter = DRAFTERS.get(self.speculative_config.method, ModelDrafts)
             self.drafter = drafter(self, self.selector, self.rank_check)

@@ -84,7 +84,7 @@ def test_searches_by_graphs_of_steps_find_what_they_find_without(
     [
         {"min_tokens": 2, "repetition_penalty": 1.3},
         {"allowed_sequences": [[4, 5], [4, 6, 7], [8, 5, 9], [8, 6, 3]], "logprobs": None},
-        {"semantics": "vllm", "stop_token_ids": [3, 4]},
+        {"semantics": "vllm", "stop_token_ids": [3], "ignore_eos": True},  # of several vLLM 0.33 has rules of its own
         {"num_beam_groups": 2, "diversity_penalty": 0.7, "temperature": 0.6, "min_p": 0.01, "logprobs": None},
     ],
     ids=["controlled", "along a catalog", "by the rules of vLLM", "in groups of beams"],
