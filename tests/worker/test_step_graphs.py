@@ -79,7 +79,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # than `HELD`, of plain beams
     "top_k": {"filters": LogitsFilters(top_k=5)},
     "pruned": {"pruning": Pruning(0.1, 2.0, 0.1, 2)},
     "the last step": {"is_last": True},
-    "groups of beams with log-probabilities": {"strategy": InGroups(2, 0.5, None), "num_logprobs": 2},
+    "groups of beams at a temperature": {"strategy": InGroups(2, 0.5, None), "filters": LogitsFilters(0.7)},
 }
 
 
@@ -259,14 +259,16 @@ def test_graphs_hold_nothing_of_many_rows_or_that_does_not_come_again() -> None:
     for rules, most in ((plain, 16), (plain._replace(filters=LogitsFilters(top_p=0.9)), 8)):  # by kernels, by torch
         assert hold(rules, num_rows=most, vocab_size=1 << 18)
         assert not hold(rules, num_rows=most + 1, vocab_size=1 << 18)
-    assert not graphs.hold(
-        plain, PLAIN, RowLogits(torch.empty(1, 300).half(), torch.zeros(1)), Beams(torch.zeros(1, 1))
-    )
+    for values in (torch.empty(1, 300).half(), torch.empty(300, 2, dtype=torch.bfloat16).T):
+        assert not graphs.hold(plain, PLAIN, RowLogits(values, torch.zeros(1)), Beams(torch.zeros(1, 1)))
     assert not hold(means=Means(draws=[(0, 0)]))
     assert not hold(means=Means(completes=Completes(lambda *_: None, torch.zeros(1, 1))))
     assert not hold(rank_scores=torch.zeros(1, 1))
     assert not hold(rules_of("along a catalog", 4, "items"))
     assert not hold(plain._replace(strategy=Best("vllm", (2, 0.5))))
+    for strategy, changed in ((InGroups(2, 0.5, None), {"num_logprobs": 2}), (Best("vllm"), {"pruning": Pruning(0.1)})):
+        assert hold(plain._replace(strategy=strategy))
+        assert not hold(plain._replace(strategy=strategy, **changed)), "torch needs more than its logits are"
     assert hold(plain._replace(num_logprobs=128))
     assert not hold(plain._replace(num_logprobs=129))
     assert not hold(plain._replace(num_logprobs=-1))

@@ -25,7 +25,7 @@ from vllm_trie.worker.kernels.tiles import MOST_PER_ROW, RowLogits
 
 MOST_LOGITS = 1 << 22  # of a step; one of more keeps the device busy for longer than the host
 MOST_LOGITS_OF_TORCH = 1 << 21  # of a step that torch takes: what it needs beside its logits, nobody else can use
-BYTES_OF_LOGIT = 56  # of that memory, at most
+BYTES_OF_LOGIT, MOST_BYTES_BESIDE = 56, 64 << 20  # of that memory, at most; and of what torch takes more than it needs
 MOST_ROWS = 256
 MOST_GRAPHS = 64  # that are kept, those that were needed last
 MOST_SEEN = 256  # steps that came once, of which it is kept that they did
@@ -74,10 +74,12 @@ class StepGraphs:
         changes = rules.constraints or (isinstance(rules.strategy, Best) and rules.strategy.eos_score_factor)
         if knows_more or changes or not 0 <= (rules.num_logprobs or 0) <= MOST_PER_ROW:
             return False
-        num_rows, values = len(logits.which), logits.values
-        most_logits = MOST_LOGITS if by_kernels(rules, beams, values.shape[1]) else MOST_LOGITS_OF_TORCH
-        is_small = num_rows <= MOST_ROWS and num_rows * values.stride(0) <= most_logits
-        return is_small and values.dtype in self._logits
+        num_rows, values, (stride, one) = len(logits.which), logits.values, logits.values.stride()
+        is_laid_out = values.dtype in self._logits and one == 1 and stride >= values.shape[1]
+        most_logits = MOST_LOGITS
+        if not by_kernels(rules, beams, values.shape[1]):  # by torch, other strategies need more memory than their rows
+            most_logits = MOST_LOGITS_OF_TORCH if rules.strategy in (Best("hf"), Best("tridecode")) else 0
+        return is_laid_out and num_rows <= MOST_ROWS and num_rows * stride <= most_logits
 
     def take(self, rules: SelectRules, logits: RowLogits, beams: Beams, take_rows: TakeStep) -> Taken | None:
         """Take a step by its graph. None, and nothing is done, if it comes for the first time, or memory is short.
@@ -94,7 +96,7 @@ class StepGraphs:
         if (graph := self._graphs.pop(key, None)) is None:
             is_new = key not in self._seen
             _keep(self._seen, key, None, MOST_SEEN)
-            if is_new or not self._capture.has_room(BYTES_OF_LOGIT * num_rows * vocab_size):
+            if is_new or not self._capture.has_room(BYTES_OF_LOGIT * num_rows * vocab_size + MOST_BYTES_BESIDE):
                 return None
         # As far apart as they were: kernels are compiled for that.
         own_values = self._logits[values.dtype][: num_rows * stride].view(num_rows, stride)[:, :vocab_size]
@@ -144,11 +146,11 @@ class GraphCapture:
         with torch.cuda.stream(self._stream), _garbage_left():
             # `torch.cuda.graph` would wait for the device, and look for garbage.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            self._first = self._first or graph
             try:
                 taken = run()
             finally:
                 graph.capture_end()
-        self._first = self._first or graph
         return graph.replay, taken
 
 
