@@ -71,13 +71,13 @@ class StepGraphs:
         length of hypotheses.
         """
         knows_more = means.draws or means.completes is not None or beams.states or beams.rank_scores is not None
-        changes = rules.constraints or (isinstance(rules.strategy, Best) and rules.strategy.eos_score_factor)
-        if knows_more or changes or not 0 <= (rules.num_logprobs or 0) <= MOST_PER_ROW:
+        if knows_more or rules.constraints or not 0 <= (rules.num_logprobs or 0) <= MOST_PER_ROW:
             return False
         num_rows, values, (stride, one) = len(logits.which), logits.values, logits.values.stride()
         is_laid_out = values.dtype in self._logits and one == 1 and stride >= values.shape[1]
         most_logits = MOST_LOGITS
-        if not by_kernels(rules, beams, values.shape[1]):  # by torch, other strategies need more memory than their rows
+        if not by_kernels(rules, beams, values.shape[1]):
+            # Others need more memory in torch than their rows, or come once, as their factor changes with the length.
             most_logits = MOST_LOGITS_OF_TORCH if rules.strategy in (Best("hf"), Best("tridecode")) else 0
         return is_laid_out and num_rows <= MOST_ROWS and num_rows * stride <= most_logits
 
