@@ -6,7 +6,7 @@ for, in milliseconds, however large the vocabulary. Kernels of ours are noted, n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from importlib import import_module
@@ -66,8 +66,7 @@ class Launches:
         self.count = self.num_bytes = 0
         self._name, self._parameters = kernel.fn.__name__, kernel.arg_names
         self.variants: set[object] = set()
-        compiled = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
-        self._specialize = create_function_from_signature(compiled.signature, compiled.params, make_backend(HOPPER))
+        self._variant_of = variants_of(kernel)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: object, **options: object) -> None:
@@ -75,10 +74,21 @@ class Launches:
             self.count += 1
             given = dict(zip(self._parameters, args, strict=False)) | options
             self.num_bytes += device_bytes.of_kernel(self._name, given, grid)
-            _, specialization, options = self._specialize(*args, **options)
-            self.variants.add((*specialization, *sorted(options.items())))
+            self.variants.add(self._variant_of(*args, **options))
 
         return launch
+
+
+def variants_of(kernel: Any) -> Callable[..., object]:
+    """Says which variant of a kernel, compiled or interpreted, a launch with some arguments is to Triton, on Hopper."""
+    compiled = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
+    specialize = create_function_from_signature(compiled.signature, compiled.params, make_backend(HOPPER))
+
+    def variant_of(*args: object, **options: object) -> object:
+        _, specialization, options = specialize(*args, **options)
+        return (*specialization, *sorted(options.items()))
+
+    return variant_of
 
 
 def kernels_of_package() -> dict[str, ModuleType]:

@@ -68,6 +68,7 @@ class WeightlessForest(WeightlessStep):
         self.selector.rows.kv_blocks = KVBlocks(caches, NUM_BLOCKS)
         by_token = ByToken(cache.transpose(1, 2), BLOCK_SIZES[:1])  # as FlashAttention has it
         self.selector.rows.kv_slots = KVSlots([[by_token] * num_layers for _ in tables])
+        self.selector.rows.make_room_for_trees()
         self.drafter = ModelDrafts(runner, self.selector, None)
         for group in self.groups.values():
             group.num_drafted = len(PROMPT) - 1

@@ -6,11 +6,15 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from weakref import ref
 
 import pytest
 import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from benchmarks.device_step import DeviceStep, Shape, Sizes, rules_of
 from benchmarks.gpu_steps import kernels_on
@@ -24,9 +28,11 @@ from vllm_trie.search.step import PLAIN
 from vllm_trie.search.step_result import Going, Layout
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.search.strategies.in_groups import InGroups
+from vllm_trie.worker import runner as runner_module
 from vllm_trie.worker import step_graphs
 from vllm_trie.worker.kernels.best import Taken
 from vllm_trie.worker.kernels.tiles import RowLogits
+from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.step_graphs import GraphCapture, StepGraphs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -272,3 +278,20 @@ def test_graphs_hold_nothing_of_many_rows_or_that_does_not_come_again() -> None:
     assert hold(plain._replace(num_logprobs=128))
     assert not hold(plain._replace(num_logprobs=129))
     assert not hold(plain._replace(num_logprobs=-1))
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE])
+def test_a_runner_takes_steps_by_graphs_where_its_engine_has_some(
+    monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode
+) -> None:
+    monkeypatch.setattr(GPUModelRunner, "load_model", lambda _: None)
+    monkeypatch.setattr(runner_module, "GraphCapture", TakenAgain)
+    runner: Any = object.__new__(BeamModelRunner)
+    runner.device, runner.groups, runner.most_together = DEVICE, {}, 8
+    runner.speculator = runner.pp_handler = None
+    runner.sampler, runner.model_state = SimpleNamespace(), object.__new__(DefaultModelState)
+    runner.model_state.rope_state = None
+    runner.model_config = SimpleNamespace(dtype=torch.bfloat16)
+    runner.compilation_config = SimpleNamespace(cudagraph_mode=mode)
+    runner.load_model()
+    assert isinstance(runner.selector.graphs, StepGraphs if mode != CUDAGraphMode.NONE else type(None))

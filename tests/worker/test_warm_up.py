@@ -27,6 +27,7 @@ from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.strategies.in_groups import InGroups
+from vllm_trie.worker import draft_warm_up
 from vllm_trie.worker import warm_up as warm_up_module
 from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.attention.shared_rows import Scoring, SharesPrefixes
@@ -99,6 +100,14 @@ def runner_with(
 
 def new_variants(noted: dict[str, Launches], warmed: dict[str, set[object]]) -> dict[str, set[object]]:
     return {name: new for name, kernel in noted.items() if (new := kernel.variants - warmed[name])}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_kernels_of_vllms() -> Iterator[None]:
+    """Which are not here; `test_warm_engine` launches them."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(draft_warm_up, "warm_up", lambda _: None)
+        yield
 
 
 @pytest.fixture

@@ -59,6 +59,7 @@ class Rows:
         self._runner = runner
         self._sampler = runner.sampler  # None on the earlier stages of a pipeline
         self.device = runner.device
+        self.tree_drafts: torch.Tensor  # [slots, drafts] int64, those of each row's tree, in engines that draft
         self.hidden_states: HiddenStates | None = None  # what a head goes on from, once there is a KV cache beside them
 
     @cached_property
@@ -85,15 +86,12 @@ class Rows:
         """The same, where blocks are so large that parts of them are copied."""
         return self.kv_slots if sees(self.device) and max(self.tables.block_sizes) >= LARGE_BLOCK else None
 
-    @cached_property
-    def tree_drafts(self) -> torch.Tensor:
-        """[slots, drafts] int64, those of each row's tree; the first columns are vLLM's own drafts."""
+    def make_room_for_trees(self) -> None:
+        """Let rows hold as many drafts as a tree may have. vLLM's own are the first ones, where it looks for them."""
         states = self._runner.req_states
         num_slots, num_drafts = states.draft_tokens.shape
-        wide = states.draft_tokens.new_zeros(num_slots, max(num_drafts, MOST_DRAFTS))
-        wide[:, :num_drafts] = states.draft_tokens
-        states.draft_tokens = wide[:, :num_drafts]
-        return wide
+        self.tree_drafts = states.draft_tokens.new_zeros(num_slots, max(num_drafts, MOST_DRAFTS))
+        states.draft_tokens = self.tree_drafts[:, :num_drafts]
 
     def upload(self, values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """What the host knows, on the device; nobody waits for it."""

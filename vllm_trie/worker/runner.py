@@ -113,6 +113,7 @@ class BeamModelRunner(GPUModelRunner):
         if self.speculator is not None:
             drafter = DRAFTERS.get(self.speculative_config.method, ModelDrafts)
             self.drafter = drafter(self, self.selector, self.rank_check)
+            self.rows.make_room_for_trees()
             self.speculator.propose = partial(self._propose, self.speculator.propose)
         if isinstance(self.speculator, StandaloneARSpeculator):
             self.amateur = Amateur(self, self.speculator)

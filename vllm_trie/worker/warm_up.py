@@ -1,7 +1,8 @@
 """Launches every kernel of ours before an engine serves, so that none is compiled while it does.
 
 Triton compiles a kernel when it is launched with constants, or with types and alignments of arguments, that it has not
-seen. Each module of kernels has a function `warm_up` that launches its own in all variants which serving can launch.
+seen. Each module of kernels has a function `warm_up` that launches its own in all variants which serving can launch;
+`draft_warm_up` has those of vLLM's that vLLM leaves out.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from vllm.logger import init_logger
 
 from vllm_trie.selection import config_of, most_beams
 from vllm_trie.speculative_config import has_memory_mode
+from vllm_trie.worker import draft_warm_up
 from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.attention.shared_rows import Layer, SharesPrefixes
 from vllm_trie.worker.attention.tree_layers import attention_of, token_segments
@@ -69,6 +71,7 @@ def warm_up(runner: BeamModelRunner) -> None:
     for module in (slots, copies, controls, rows_beside, *of_steps, drafts, forest_growth):
         module.warm_up(serving)
     triton_kernels.warm_up(_layers(runner), has_trees=runner.drafter is not None)
+    draft_warm_up.warm_up(runner)
 
 
 def _widest(vllm_config: VllmConfig) -> int:

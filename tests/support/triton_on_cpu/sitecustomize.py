@@ -17,4 +17,10 @@ class Driver:
         return True
 
 
-triton.backends.backends["cpu"] = triton.backends.Backend(compiler=None, driver=Driver)
+class Compiler:
+    @staticmethod
+    def supports_target(target: object) -> bool:
+        return False
+
+
+triton.backends.backends["cpu"] = triton.backends.Backend(compiler=Compiler, driver=Driver)
