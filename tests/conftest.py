@@ -29,7 +29,7 @@ FORK = (  # from a process that has imported vLLM; some share a server, too
     "tests/entrypoints/test_cli.py",
     "tests/test_plugin.py",
 )
-INTERPRET = ("tests/worker/cpu/", "tests/worker/test_warm_engine.py")  # vLLM's kernels, in a process of their own
+INTERPRET = "tests/worker/cpu/", "tests/worker/test_interpreted_engine.py"  # vLLM's kernels, in a process apart
 LONGEST_FIRST = (
     *FORK,
     "tests/behaviour/offline/",

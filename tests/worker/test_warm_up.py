@@ -104,7 +104,7 @@ def new_variants(noted: dict[str, Launches], warmed: dict[str, set[object]]) -> 
 
 @pytest.fixture(scope="module", autouse=True)
 def without_kernels_of_vllms() -> Iterator[None]:
-    """Which are not here; `test_warm_engine` launches them."""
+    """Which are not here; `test_interpreted_engine` launches them."""
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(draft_warm_up, "warm_up", lambda _: None)
         yield

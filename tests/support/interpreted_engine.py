@@ -1,0 +1,108 @@
+"""An engine whose kernels, vLLM's and ours, are interpreted: what it finds, and which variants of them it comes to.
+
+`served` is to be called in a process of `Interpreter`. There kernels do the work as on a GPU, but for attention, and
+launches are told apart as Triton does it, which compiles a kernel anew for other constants, types, strides and
+alignments.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+from benchmarks.weightless import variants_of
+from tests.support.engine import TRAINED_TARGET, Engine
+from tests.support.pairs import TRAINED, drafting
+from tests.support.running import trained_prompts
+from tests.support.taken_again import TakenAgain
+from tests.support.trained_pair import Answer, answer
+from vllm_trie import beam_params
+from vllm_trie.worker import kernels, warm_up
+from vllm_trie.worker.step_graphs import StepGraphs
+
+MAX_TOKENS = 5
+NOT_RUN = ["_apply_grammar_bitmask_kernel", "_topk_topp_kernel"]  # which the interpreter cannot; nobody reads of them
+
+Variants = defaultdict[str, set[object]]  # by kernel
+told_apart = cache(variants_of)
+
+
+@contextmanager
+def noted(variants: Variants, runs: bool) -> Iterator[None]:
+    """Within it, kernels of all modules are noted as they are launched, and run or not."""
+    run = InterpretedFunction.run
+
+    def run_noted(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        variants[f"{kernel.fn.__module__}:{kernel.fn.__name__}"].add(told_apart(kernel)(*args, **options))
+        if runs and kernel.fn.__name__ not in NOT_RUN:
+            run(kernel, *args, grid=grid, warmup=warmup, **options)
+
+    with patch.object(InterpretedFunction, "run", run_noted):
+        yield
+
+
+def start(engine: Engine, variants: Variants) -> None:
+    """What a worker on a GPU does before it serves. Nobody reads what our kernels write then."""
+    from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+    worker = engine.core.model_executor.driver_worker.worker
+    with patch.object(warm_up, "_layers", lambda _: ()), noted(variants, runs=False):
+        warm_up.warm_up(engine.runner)
+    with patch.object(torch.accelerator, "synchronize"), noted(variants, runs=True):
+        warmup_kernels(engine.runner, worker.execute_model, worker.sample_tokens)
+
+
+def jobs() -> dict[str, list[Any]]:
+    """By name, requests that are served together: ordinary ones, and beams of several kinds."""
+    from vllm import SamplingParams
+
+    ordinary = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.7, ignore_eos=True)
+    plain, drafting = (
+        beam_params(3, n=3, max_tokens=MAX_TOKENS, ignore_eos=True, speculation=speculation)
+        for speculation in ("off", "exact")
+    )
+    controlled = beam_params(2, n=2, max_tokens=MAX_TOKENS, ignore_eos=True, repetition_penalty=1.2, logprobs=2)
+    alone = {"ordinary": [ordinary], "plain": [plain], "drafting": [drafting], "controlled": [controlled]}
+    return {**alone, "beside each other": [ordinary, plain, drafting]}
+
+
+def serve(engine: Engine) -> Iterator[tuple[str, list[Answer]]]:
+    """What comes of each of `jobs`: the hypotheses of those that are searches."""
+    for number, (name, params) in enumerate(jobs().items()):
+        prompts = trained_prompts([20 + 9 * number] * len(params))
+        outputs = engine.generate(prompts, params)
+        yield name, [answer(output) for output, asked in zip(outputs, params, strict=True) if asked.n > 1]
+
+
+def start_pair(make: Callable[..., Engine]) -> Engine:
+    """An engine with a draft model, as `make` makes them."""
+    few = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": 128}
+    return make(TRAINED_TARGET, **drafting(TRAINED[1], 3), additional_config={"trie_beam": {}}, **few)
+
+
+def served() -> tuple[dict[str, list[str]], dict[str, list[Answer]], int]:
+    """Serve `jobs` by kernels, and by what stands in for CUDA graphs.
+
+    Returns:
+        By job, kernels that would have been compiled for it; what it finds; and how many graphs there are.
+    """
+    warmed, launched, graphs = Variants(set), Variants(set), TakenAgain()
+    new, found = dict[str, list[str]](), dict[str, list[Answer]]()
+    with patch.object(kernels, "run_on", lambda _: True):
+        engine = start_pair(Engine)
+        engine.runner.selector.graphs = StepGraphs(engine.runner.device, engine.runner.dtype, graphs)
+        start(engine, warmed)
+        with noted(launched, runs=True):
+            for name, answers in serve(engine):
+                new[name] = [kernel for kernel, variants in launched.items() if variants - warmed[kernel]]
+                found[name] = answers
+                launched.clear()
+        engine.close()
+    return new, found, graphs.count
