@@ -35,6 +35,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm_trie.messages import attach_results, catalog_changes, row_masks
 from vllm_trie.search.devices import sees
 from vllm_trie.selection import has_logits_processors
+from vllm_trie.speculative_config import most_verified
 from vllm_trie.worker import kernels
 from vllm_trie.worker.amateur import Amateur, amateur_logits, contrasting
 from vllm_trie.worker.announce_shared_rows import announce_shared_rows, reads_shared_blocks_once
@@ -61,7 +62,7 @@ from vllm_trie.worker.sub_batch import put_sampled, scatter_logprobs, sub_batch
 from vllm_trie.worker.sub_forward import sub_forward
 from vllm_trie.worker.tree_positions import tree_positions
 from vllm_trie.worker.verify import verify
-from vllm_trie.worker.widest_steps import most_rows_together, take_widest_steps
+from vllm_trie.worker.widest_steps import most_rows_together, take_widest_steps, widest_move
 
 DRAFTERS: dict[str, type[Drafter]] = {"ngram": LookupDrafts, "ngram_gpu": LookupDrafts, "eagle3": HeadDrafts}
 
@@ -138,11 +139,24 @@ class BeamModelRunner(GPUModelRunner):
         if self.drafter is not None and isinstance(self.speculator, EagleSpeculator) and not is_profiling:
             self.rows.hidden_states = HiddenStates(self)
 
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM measures the memory that is left by what this takes."""
+        graphs = None if self.sampler is None else self.selector.graphs
+        held = None if graphs is None else graphs.room()  # until all else has been taken, too
+        super().profile_run(*args, **kwargs)
+        del held
+
     def _dummy_sampler_run(self, hidden_states: torch.Tensor, **kwargs: Any) -> None:
         super()._dummy_sampler_run(hidden_states, **kwargs)
-        if not sees(self.device):  # vLLM measures the memory that is left by what this takes
-            logits, max_logprobs = self.model.compute_logits(hidden_states), self.model_config.max_logprobs
-            take_widest_steps(logits, self.most_together, max_logprobs)
+        if sees(self.device):
+            return
+        held = None
+        if self.drafter is not None:
+            num_verified = most_verified(self.vllm_config)
+            held = widest_move(self.get_kv_cache_spec().values(), num_verified, self.device)
+            hidden_states = hidden_states.new_zeros(max(num_verified, len(hidden_states)), hidden_states.shape[1])
+        take_widest_steps(self.model.compute_logits(hidden_states), self.most_together, self.model_config.max_logprobs)
+        del held
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, *args: Any, dummy_run: bool = False, **kwargs: Any

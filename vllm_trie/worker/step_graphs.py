@@ -64,6 +64,11 @@ class StepGraphs:
         self._logits = {of: torch.empty(MOST_LOGITS, dtype=of, device=device) for of in (dtype, torch.float32)}
         self._scores = torch.empty(MOST_ROWS, dtype=torch.float32, device=device)
 
+    def room(self) -> torch.Tensor:
+        """As much memory as graphs may take of their own, [bytes] uint8."""
+        num_bytes = BYTES_OF_LOGIT * MOST_LOGITS_OF_TORCH + MOST_BYTES_BESIDE
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
     def hold(self, rules: SelectRules, means: Means, logits: RowLogits, beams: Beams) -> bool:
         """Whether graphs may hold such steps.
 
