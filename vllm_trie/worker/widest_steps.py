@@ -55,7 +55,8 @@ def take_widest_steps(logits: torch.Tensor, most_together: int, num_logprobs: in
         _take(SelectRules(len(some), strategy, STOPS, num_logprobs, True, FILTERS, PRUNING), some)
     _take(SelectRules(len(some), Best(), STOPS, num_logprobs, True, FILTERS, PRUNING, (AFTER,)), some)
     gigabytes = MOST_BYTES * some.numel() / 1e9
-    logger.info("left %.1f GB for searches that draw or filter, %d beams together", gigabytes, len(some))
+    text = "left up to %.1f GB for searches that draw or filter, %d beams together; max_beam_width bounds them"
+    logger.info(text, gigabytes, len(some))
 
 
 def widest_move(specs: Iterable[KVCacheSpec], num_tokens: int, device: torch.device) -> torch.Tensor:
