@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 DRAFT_VOCABULARY = "DraftVocabularyLlama"  # the architecture of draft models that propose a part of the tokens
-MOST_VERIFIED = 256  # tokens of a step, drafts among them, in engines with fewer rows
 UNSUPPORTED_HEADS = {  # methods of vLLM's, and why
     "eagle": "which reads other hidden states than an EAGLE-3 head",
     "mtp": "whose modules may have caches of their own, or read the target's",
@@ -54,16 +53,6 @@ def num_draft_layers(vllm_config: VllmConfig) -> int:
     """Layers that a forest has at most, 0 in engines without drafts."""
     config = vllm_config.speculative_config
     return 0 if config is None else int(config.num_speculative_tokens)
-
-
-def most_verified(vllm_config: VllmConfig) -> int:
-    """Tokens of a step of which the target may compute logits where there are drafts, these and all others.
-
-    On a GPU vLLM sees the memory that so many need while it measures what is left for the KV cache.
-    """
-    scheduler = vllm_config.scheduler_config
-    is_measured = vllm_config.device_config.device_type != "cpu"
-    return max(scheduler.max_num_seqs, MOST_VERIFIED) if is_measured else scheduler.max_num_batched_tokens
 
 
 def has_states(model: ModelConfig) -> bool:

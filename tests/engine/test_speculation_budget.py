@@ -20,7 +20,7 @@ def budgets_of(by_ngrams: bool) -> SpeculationBudgets:
         target_model_config=SimpleNamespace(max_model_len=64),
         use_ngram=lambda: by_ngrams,
     )
-    return SpeculationBudgets(config, None, 64)
+    return SpeculationBudgets(config, None)
 
 
 @pytest.mark.parametrize("speculation", ["exact", "auto"])

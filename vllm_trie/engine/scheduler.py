@@ -43,7 +43,7 @@ from vllm_trie.messages import (
 )
 from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.selection import config_of, has_logits_processors
-from vllm_trie.speculative_config import drafts_of, most_verified
+from vllm_trie.speculative_config import drafts_of
 
 logger = init_logger("vllm.trie_beam.scheduler")
 
@@ -78,9 +78,7 @@ class BeamScheduler(Scheduler):
         config, speculative = config_of(self.vllm_config), self.vllm_config.speculative_config
         refuse_unsupported_kv_cache(self.kv_cache_config, self.mamba_partial_cache_hit)
         self._steps_to_check = math.inf if config.check_invariants else steps_to_check(config.vllm_check)
-        self._budgets = None
-        if speculative is not None:
-            self._budgets = SpeculationBudgets(speculative, self.kv_cache_manager, most_verified(self.vllm_config))
+        self._budgets = None if speculative is None else SpeculationBudgets(speculative, self.kv_cache_manager)
         self.kv_cache_manager.reclaim_interval = config.reclaim_interval
         self.kv_cache_manager.num_lookahead_tokens = self.num_lookahead_tokens
         self.groups: dict[str, BeamGroup] = {}  # by the request that stands for the group
@@ -224,10 +222,9 @@ class BeamScheduler(Scheduler):
         self, budgets: SpeculationBudgets, output: SchedulerOutput, steps: dict[str, GroupStep]
     ) -> None:
         num_tokens = self._num_tokens(output, steps)
-        drafts = output.scheduled_spec_decode_tokens
-        num_verified = self._num_rows() + sum(map(len, drafts.values()))
-        spare_tokens = min(self.max_num_scheduled_tokens - num_tokens, budgets.most_verified - num_verified)
+        spare_tokens = self.max_num_scheduled_tokens - num_tokens
         budgets.share_out(list(self._speculating(output, steps)), num_tokens, spare_tokens)
+        drafts = output.scheduled_spec_decode_tokens
         is_steady = all(n == 1 + len(drafts.get(id_, ())) for id_, n in output.num_scheduled_tokens.items())
         if output.num_scheduled_tokens:  # else vLLM had nothing to do but wait for results
             budgets.adaptive.scheduled(num_tokens, is_steady)

@@ -36,11 +36,9 @@ class SpeculationBudgets:
     Args:
         config: The engine's.
         kv_cache_manager: Lends the blocks.
-        most_verified: Tokens of a step that may have logits.
     """
 
-    def __init__(self, config: SpeculativeConfig, kv_cache_manager: BeamKVCacheManager, most_verified: int) -> None:
-        self.most_verified = most_verified
+    def __init__(self, config: SpeculativeConfig, kv_cache_manager: BeamKVCacheManager) -> None:
         self._num_layers, self._by_ngrams = config.num_speculative_tokens, config.use_ngram()
         self._draft_max_model_len = config.draft_model_config.max_model_len
         self._max_model_len = config.target_model_config.max_model_len

@@ -35,7 +35,6 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from vllm_trie.messages import attach_results, catalog_changes, row_masks
 from vllm_trie.search.devices import sees
 from vllm_trie.selection import has_logits_processors
-from vllm_trie.speculative_config import most_verified
 from vllm_trie.worker import kernels
 from vllm_trie.worker.amateur import Amateur, amateur_logits, contrasting
 from vllm_trie.worker.announce_shared_rows import announce_shared_rows, reads_shared_blocks_once
@@ -46,6 +45,7 @@ from vllm_trie.worker.draft import Drafter
 from vllm_trie.worker.draft_by_head import HeadDrafts
 from vllm_trie.worker.draft_by_lookup import LookupDrafts
 from vllm_trie.worker.draft_by_model import ModelDrafts
+from vllm_trie.worker.draft_memory import take_widest_move
 from vllm_trie.worker.expand import expand
 from vllm_trie.worker.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.hidden_states import HiddenStates
@@ -62,7 +62,7 @@ from vllm_trie.worker.sub_batch import put_sampled, scatter_logprobs, sub_batch
 from vllm_trie.worker.sub_forward import sub_forward
 from vllm_trie.worker.tree_positions import tree_positions
 from vllm_trie.worker.verify import verify
-from vllm_trie.worker.widest_steps import most_rows_together, take_widest_steps, widest_move
+from vllm_trie.worker.widest_steps import most_rows_together, take_widest_steps
 
 DRAFTERS: dict[str, type[Drafter]] = {"ngram": LookupDrafts, "ngram_gpu": LookupDrafts, "eagle3": HeadDrafts}
 
@@ -150,13 +150,10 @@ class BeamModelRunner(GPUModelRunner):
         super()._dummy_sampler_run(hidden_states, **kwargs)
         if sees(self.device):
             return
-        held = None
+        logits = self.model.compute_logits(hidden_states)
         if self.drafter is not None:
-            num_verified = most_verified(self.vllm_config)
-            held = widest_move(self.get_kv_cache_spec().values(), num_verified, self.device)
-            hidden_states = hidden_states.new_zeros(max(num_verified, len(hidden_states)), hidden_states.shape[1])
-        take_widest_steps(self.model.compute_logits(hidden_states), self.most_together, self.model_config.max_logprobs)
-        del held
+            take_widest_move(self)
+        take_widest_steps(logits, self.most_together, self.model_config.max_logprobs)
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, *args: Any, dummy_run: bool = False, **kwargs: Any

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import ItemRules, ItemTrie
@@ -27,7 +24,7 @@ from vllm_trie.selection import most_beams
 logger = init_logger("vllm.trie_beam.widest_steps")
 
 ROWS = 64  # of searches that need much memory, together; more where one search has more
-MOST_BYTES = 63  # of these, for each row and token of the vocabulary
+LIGHT_BYTES, MOST_BYTES = 14, 63  # for each row and token of the vocabulary, of others and of these
 STRATEGIES: tuple[Strategy, ...] = (
     *(Best(), InGroups(1, 0.5, None), SampledEach(), Stochastic()),
     *(Drawn(replacement, 1, None, False) for replacement in (False, True)),
@@ -54,21 +51,9 @@ def take_widest_steps(logits: torch.Tensor, most_together: int, num_logprobs: in
     for strategy in STRATEGIES:
         _take(SelectRules(len(some), strategy, STOPS, num_logprobs, True, FILTERS, PRUNING), some)
     _take(SelectRules(len(some), Best(), STOPS, num_logprobs, True, FILTERS, PRUNING, (AFTER,)), some)
-    gigabytes = MOST_BYTES * some.numel() / 1e9
-    text = "left up to %.1f GB for searches that draw or filter, %d beams together; max_beam_width bounds them"
-    logger.info(text, gigabytes, len(some))
-
-
-def widest_move(specs: Iterable[KVCacheSpec], num_tokens: int, device: torch.device) -> torch.Tensor:
-    """As much memory as keys and values of so many tokens take, while those of accepted drafts move: [bytes] uint8.
-
-    Args:
-        specs: Of all layers.
-        num_tokens: The most that move in a step.
-        device: Where.
-    """
-    per_token = sum(-(-spec.page_size_bytes // spec.block_size) for spec in specs if isinstance(spec, AttentionSpec))
-    return torch.empty(num_tokens * per_token, dtype=torch.uint8, device=device)
+    num_bytes = max(LIGHT_BYTES * logits.numel(), MOST_BYTES * some.numel())
+    text = "left up to %.1f GB for searches, of which %d beams together may draw or filter; max_beam_width bounds these"
+    logger.info(text, num_bytes / 1e9, len(some))
 
 
 def _take(rules: SelectRules, logits: torch.Tensor) -> None:

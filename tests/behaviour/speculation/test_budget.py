@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.engine import Engines
-from tests.support.pairs import NOISE, TRAINED, Pair, count_differing, speculating
-from tests.support.running import prompt_of, run, trained_prompts
+from tests.support.pairs import NOISE, Pair, speculating
+from tests.support.running import prompt_of, run
 from vllm_trie import beam_params
 from vllm_trie.engine.speculation_budget import Speculating
 
@@ -58,26 +58,3 @@ def test_the_least_of_use_is_given_and_nothing_less(
     assert num_budgets > 0
     assert num_saved > 0, "so little is of no use"
     assert searched(tokens - 1) == (0, 0)
-
-
-def test_no_more_is_verified_in_a_step_than_was_measured(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, most, num_rows = speculating(engines, TRAINED, 3), 20, 6
-    share_out, verified = engine.scheduler._budgets.share_out, list[int]()
-
-    def share(candidates: Sequence[Speculating], num_tokens: int, spare_tokens: int) -> None:
-        share_out(candidates, num_tokens, spare_tokens)
-        budgets = [one.step.budget for one in candidates if one.step.budget is not None]
-        if num_tokens == num_rows:  # all decode
-            verified.append(num_tokens + sum(budget.max_drafts for budget in budgets))
-
-    def searched() -> tuple[list[Any], list[int]]:
-        verified.clear()
-        params = beam_params(3, max_tokens=16, ignore_eos=True, speculation="exact")
-        return run(engine, [(prompt, params.clone()) for prompt in trained_prompts([20, 21])]), [*verified]
-
-    monkeypatch.setattr(engine.scheduler._budgets, "share_out", share)
-    expected, unbounded = searched()
-    monkeypatch.setattr(engine.scheduler._budgets, "most_verified", most)
-    found, bounded = searched()
-    assert num_rows < max(bounded) <= most < max(unbounded)
-    assert count_differing(found, expected) == 0

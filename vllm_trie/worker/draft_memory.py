@@ -1,0 +1,21 @@
+"""What accepted drafts hold, for vLLM to see while it measures what is left for the KV cache."""
+
+from __future__ import annotations
+
+import torch
+from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+
+from vllm_trie.speculative_config import num_draft_layers
+
+
+def take_widest_move(runner: GPUModelRunner) -> None:
+    """Hold as much memory as keys and values of the most drafts, which all rows accept, and hidden states beside them."""
+    config, speculator = runner.vllm_config, runner.speculator
+    specs = [spec for spec in runner.get_kv_cache_spec().values() if isinstance(spec, AttentionSpec)]
+    per_token = sum(-(-spec.page_size_bytes // spec.block_size) for spec in specs)
+    if isinstance(speculator, EagleSpeculator):
+        per_token += speculator.hidden_size * speculator.dtype.itemsize
+    num_tokens = config.scheduler_config.max_num_seqs * num_draft_layers(config)
+    torch.empty(num_tokens * per_token, dtype=torch.uint8, device=runner.device)
