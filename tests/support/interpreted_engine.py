@@ -7,11 +7,12 @@ alignments.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -48,6 +49,19 @@ def noted(variants: Variants, runs: bool) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Within it, kernels do the work, and the host does not look at what the device has."""
+    from vllm_trie.worker import cpu_worker  # noqa: F401  so that all are there that are patched
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(kernels, "run_on", lambda _: True))
+        for name, module in sorted(sys.modules.items()):
+            if name.startswith("vllm_trie.") and hasattr(module, "sees"):
+                stack.enter_context(patch.object(module, "sees", lambda _: False))
+        yield
+
+
 def start(engine: Engine, variants: Variants) -> None:
     """What a worker on a GPU does before it serves. Nobody reads what our kernels write then."""
     from vllm.v1.worker.gpu.warmup import warmup_kernels
@@ -76,7 +90,7 @@ def jobs() -> dict[str, list[Any]]:
 def serve(engine: Engine) -> Iterator[tuple[str, list[Answer]]]:
     """What comes of each of `jobs`: the hypotheses of those that are searches."""
     for number, (name, params) in enumerate(jobs().items()):
-        prompts = trained_prompts([20 + 9 * number] * len(params))
+        prompts = trained_prompts([20 * (1 + number)] * len(params))
         outputs = engine.generate(prompts, params)
         yield name, [answer(output) for output, asked in zip(outputs, params, strict=True) if asked.n > 1]
 
@@ -87,22 +101,35 @@ def start_pair(make: Callable[..., Engine]) -> Engine:
     return make(TRAINED_TARGET, **drafting(TRAINED[1], 3), additional_config={"trie_beam": {}}, **few)
 
 
-def served() -> tuple[dict[str, list[str]], dict[str, list[Answer]], int]:
-    """Serve `jobs` by kernels, and by what stands in for CUDA graphs.
+class Served(NamedTuple):
+    """What came of `jobs`.
 
-    Returns:
-        By job, kernels that would have been compiled for it; what it finds; and how many graphs there are.
+    Args:
+        launched: Kernels, by job.
+        new: Those of them that would have been compiled for it.
+        found: What it finds.
+        num_graphs: How many graphs there are.
     """
-    warmed, launched, graphs = Variants(set), Variants(set), TakenAgain()
-    new, found = dict[str, list[str]](), dict[str, list[Answer]]()
-    with patch.object(kernels, "run_on", lambda _: True):
+
+    launched: dict[str, list[str]]
+    new: dict[str, list[str]]
+    found: dict[str, list[Answer]]
+    num_graphs: int
+
+
+def served() -> Served:
+    """Serve `jobs` by kernels, and by what stands in for CUDA graphs."""
+    warmed, variants, graphs = Variants(set), Variants(set), TakenAgain()
+    launched, new, found = dict[str, list[str]](), dict[str, list[str]](), dict[str, list[Answer]]()
+    with as_on_a_gpu():
         engine = start_pair(Engine)
         engine.runner.selector.graphs = StepGraphs(engine.runner.device, engine.runner.dtype, graphs)
         start(engine, warmed)
-        with noted(launched, runs=True):
+        with noted(variants, runs=True):
             for name, answers in serve(engine):
-                new[name] = [kernel for kernel, variants in launched.items() if variants - warmed[kernel]]
+                launched[name] = [kernel.rpartition(":")[2] for kernel in variants]
+                new[name] = [kernel for kernel, of_kernel in variants.items() if of_kernel - warmed[kernel]]
                 found[name] = answers
-                launched.clear()
+                variants.clear()
         engine.close()
-    return new, found, graphs.count
+    return Served(launched, new, found, graphs.count)

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.support.engine import Engines
-from tests.support.interpreted_engine import jobs, serve, start_pair
+from tests.support.interpreted_engine import Served, jobs, serve, start_pair
 from tests.support.interpreter import Interpreter
 
 pytestmark = pytest.mark.slow
 
+LAUNCHED = {  # among others
+    "ordinary": {"_gumbel_sample_kernel", "_combine_sampled_and_draft_tokens_kernel"},
+    "plain": {"_rank_rows", "_select_best", "_reorder_rows"},
+    "drafting": {"_draft_nodes", "_place_nodes", "_hold_tokens", "_combine_sampled_and_draft_tokens_kernel"},
+    "controlled": {"_take_newest", "_reorder_counts", "_penalties_kernel"},
+    "beside each other": {"_put_sampled", "_select_best", "_draft_nodes"},
+}
+
 
 @pytest.fixture(scope="module")
-def served(interpreter: Interpreter) -> tuple[Any, ...]:
+def served(interpreter: Interpreter) -> Served:
     by_kernels, _ = interpreter.call("tests.support.interpreted_engine:served")
-    return (*by_kernels,)
+    assert isinstance(by_kernels, Served)
+    return by_kernels
 
 
-def test_no_kind_of_request_launches_a_variant_that_was_not_warmed(served: tuple[Any, ...]) -> None:
-    new, _, _ = served
-    assert new.keys() == jobs().keys()
-    assert not any(new.values()), new
+def test_no_kind_of_request_launches_a_variant_that_was_not_warmed(served: Served) -> None:
+    assert served.launched.keys() == served.new.keys() == jobs().keys()
+    missing = {name: expected - {*served.launched[name]} for name, expected in LAUNCHED.items()}
+    assert not any(missing.values()), missing
+    assert not any(served.new.values()), served.new
 
 
-def test_searches_find_by_kernels_and_graphs_what_they_find_without(served: tuple[Any, ...], engines: Engines) -> None:
-    _, found, num_graphs = served
+def test_searches_find_by_kernels_and_graphs_what_they_find_without(served: Served, engines: Engines) -> None:
     expected = dict(serve(start_pair(engines)))
     assert sum(map(len, expected.values())) == 5
     for name, answers in expected.items():
-        for own, theirs in zip(found[name], answers, strict=True):
+        for own, theirs in zip(served.found[name], answers, strict=True):
             assert [tokens for tokens, _ in own] == [tokens for tokens, _ in theirs], name
             assert [score for _, score in own] == pytest.approx([score for _, score in theirs], abs=1e-4), name
-    assert num_graphs >= 2
+    assert served.num_graphs >= 2

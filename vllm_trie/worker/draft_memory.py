@@ -11,7 +11,7 @@ from vllm_trie.speculative_config import num_draft_layers
 
 
 def take_widest_move(runner: GPUModelRunner) -> None:
-    """Hold as much memory as keys and values of the most drafts, which all rows accept, and hidden states beside them."""
+    """Hold as much memory as drafts that all rows accept: their keys and values, and hidden states beside them."""
     config, speculator = runner.vllm_config, runner.speculator
     specs = [spec for spec in runner.get_kv_cache_spec().values() if isinstance(spec, AttentionSpec)]
     per_token = sum(-(-spec.page_size_bytes // spec.block_size) for spec in specs)
