@@ -7,10 +7,16 @@ import pytest
 import torch
 
 from tests.support.exhaustive import drawn_pair_distribution
+from vllm_trie.search import parts
 from vllm_trie.search.gumbel import gumbel_top_k, stochastic_step
 from vllm_trie.search.sampling import generator
 
 NEVER = float("-inf")
+
+
+@pytest.fixture(autouse=True, params=[parts.CELLS, 2], ids=["in one part", "in parts"])
+def _cells(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "CELLS", request.param)
 
 
 def deviation(counts: np.ndarray, distribution: np.ndarray) -> float:

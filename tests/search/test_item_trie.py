@@ -93,7 +93,7 @@ def test_ways_and_states_are_those_of_the_definition(
     state = along.begin(1, CPU)
     for choice in choices:
         with shortcuts(looks):
-            ways = along.continuations(state, VOCAB)
+            ways = along.continuations(state, along.most_continuations(state, VOCAB))
         outcomes = along.outcomes(ways.targets)
         exist = ways.exist[0, 0].nonzero()[:, 0].tolist()
         tokens = [int(ways.tokens[0, 0, place]) for place in exist]
@@ -224,7 +224,7 @@ def test_a_bound_by_depth_is_enough_where_the_device_is_not_looked_at() -> None:
             state = along.begin(1, CPU)
             for token in path:
                 state = along.advance(state, torch.tensor([[token]]))
-            ways = along.continuations(state, VOCAB, length)
+            ways = along.continuations(state, along.most_continuations(state, VOCAB, length))
             assert ways.tokens.shape[-1] == along.trie.most_children[length]
             exist = ways.tokens[0, 0][ways.exist[0, 0]].tolist()
             assert exist == sorted({item[length] for item in items if item[:length] == path})
@@ -240,5 +240,5 @@ def test_behind_the_last_token_of_an_item_there_is_a_stop_token_or_nothing(ends_
     for looks in (False, True):
         for length in (3, 4):
             with shortcuts(looks):
-                ways = along.continuations(states, VOCAB, length)
+                ways = along.continuations(states, along.most_continuations(states, VOCAB, length))
             assert ways.tokens[ways.exist].tolist() == [STOP] * ends_with_stop

@@ -10,6 +10,7 @@ import torch
 
 from tests.support.exhaustive import drawn_pair_distribution
 from tests.support.steps import rules_of
+from vllm_trie.search import parts
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rules import Means, SelectRules
@@ -21,6 +22,11 @@ from vllm_trie.search.strategies.drawn import Drawn, best_of
 from vllm_trie.search.strategies.sampled import SampledEach
 
 DEAD = float("-inf")
+
+
+@pytest.fixture(autouse=True, params=[parts.CELLS, 2], ids=["in one part", "in parts"])
+def _cells(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "CELLS", request.param)
 
 
 def test_the_same_seed_and_step_draw_the_same() -> None:

@@ -18,6 +18,7 @@ from benchmarks.weightless import CATALOG, NOWHERE, WeightlessStep, kernels_note
 from tests.support.taken_again import TakenAgain
 from tests.worker.test_waits import RULES
 from vllm_trie.options import PLUGIN_NAME
+from vllm_trie.search import parts
 from vllm_trie.search.constraints.catalog import ItemRules
 from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import LogitsFilters
@@ -33,9 +34,8 @@ from vllm_trie.worker.kv_slots import ByToken, KVSlots
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.step_graphs import StepGraphs
 from vllm_trie.worker.widest_steps import (
-    LIGHT_BYTES,
-    MOST_BYTES,
     ROWS,
+    most_bytes,
     most_rows_together,
     take_widest_steps,
 )
@@ -61,9 +61,17 @@ SEARCHES = RULES | {
 }
 
 
+@pytest.fixture(params=[1, 3, 15])
+def num_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """In how many parts rows are taken where that needs much memory."""
+    num_parts: int = request.param
+    monkeypatch.setattr(parts, "CELLS", CELLS // num_parts)
+    return num_parts
+
+
 @cache
-def profiled(num_rows: int = WIDTH) -> int:
-    """Bytes that vLLM sees of batches of so many rows."""
+def profiled(num_rows: int = WIDTH, _: int = 1) -> int:
+    """Bytes that vLLM sees of batches of so many rows, `_` parts of them one by one."""
     logits = nowhere(num_rows, VOCAB_SIZE, dtype=torch.bfloat16)
     with kernels_noted(), torch.inference_mode(), MemoryCounter() as counter:
         take_widest_steps(logits, WIDTH, MOST_LOGPROBS)
@@ -71,12 +79,12 @@ def profiled(num_rows: int = WIDTH) -> int:
 
 
 @pytest.mark.parametrize("rules", SEARCHES.values(), ids=SEARCHES)
-def test_no_search_holds_more_than_was_profiled(rules: SelectRules) -> None:
+def test_no_search_holds_more_than_was_profiled(rules: SelectRules, num_parts: int) -> None:
     with kernels_noted(), torch.inference_mode():
         step = WeightlessStep(rules._replace(width=WIDTH), 1, VOCAB_SIZE, most_children=MOST_CHILDREN)
         with MemoryCounter() as counter:
             step.sample(np.array([25]))
-    assert 0 < counter.most <= profiled()
+    assert 0 < counter.most <= profiled(WIDTH, num_parts)
 
 
 @pytest.mark.parametrize("constraints", [(), (ItemRules(CATALOG),)], ids=["plain", "along a catalog"])
@@ -123,11 +131,18 @@ def test_the_widest_search_decides(max_num_seqs: int, max_beam_width: int | None
     assert most_rows_together(config) == most
 
 
-def test_as_much_is_set_aside_as_the_log_says() -> None:
-    """It may only fall."""
-    assert 0.98 * MOST_BYTES * CELLS < profiled() <= MOST_BYTES * CELLS
-    assert 0.9 * LIGHT_BYTES * 20 * CELLS < profiled(20 * WIDTH) <= LIGHT_BYTES * 20 * CELLS
-    assert (LIGHT_BYTES, MOST_BYTES) <= (14, 63)
+def test_as_much_is_set_aside_as_the_log_says(num_parts: int) -> None:
+    for num_rows in (WIDTH, 20 * WIDTH):
+        said = most_bytes(num_rows, VOCAB_SIZE, WIDTH)
+        assert 0.9 * said < profiled(num_rows, num_parts) <= said
+
+
+def test_what_is_set_aside_grows_no_more() -> None:
+    """That of 64 rows, and of so many that it is far more."""
+    at_most = {64: 54 * 64, 1024: 25 * 1024 + 49 * 110}
+    for num_rows, num_bytes in at_most.items():
+        assert most_bytes(num_rows, 151_936, num_rows) <= num_bytes * 151_936
+    assert most_bytes(1000, 151_936, 1) <= 14 * 1000 * 151_936
 
 
 @pytest.mark.parametrize("content", [0.0, float("nan")])

@@ -59,6 +59,8 @@ class Beams(NamedTuple):
 
     def rows(self, which: slice) -> Beams:
         """Those of some rows of each group."""
+        if which == slice(None):
+            return self
         return self._each(lambda of_rows: of_rows[:, which])
 
     def gather(self, parents: torch.Tensor) -> Beams:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from math import inf, log
+from operator import or_
 from typing import NamedTuple
 
 import torch
 
 from vllm_trie.search.devices import NEVER, constant, sees
+from vllm_trie.search.parts import in_parts, parts, split
 
 LONG_ROW = 1 << 18  # longer than a vocabulary
 SUM_BITS = 61  # of a row's sum, so that nothing overflows
@@ -22,6 +25,10 @@ class LogitsFilters(NamedTuple):
     min_p: float = 0.0
     top_k: int = 0  # 0: all
     top_p: float = 1.0
+
+    def leave_out(self, vocab_size: int) -> bool:
+        """Whether they may leave out any of so many tokens."""
+        return self.min_p > 0 or 0 < self.top_k < vocab_size or self.top_p < 1
 
 
 class Pruning(NamedTuple):
@@ -65,14 +72,25 @@ def filtered(logprobs: torch.Tensor, filters: LogitsFilters, most: int | None = 
         A new tensor, or `logprobs` itself if nothing filters.
     """
     vocab_size = logprobs.shape[-1]
+    if not filters.leave_out(vocab_size):
+        return logprobs
+    rows = logprobs.reshape(1, -1, vocab_size)
+    (allowed,) = in_parts(rows.shape, lambda part: (filter_(rows[0, part].clone(), filters, most)[None],))
+    return allowed.view_as(logprobs)
+
+
+def filter_(logprobs: torch.Tensor, filters: LogitsFilters, most: int | None = None) -> torch.Tensor:
+    """The same in place, of rows [R, V]; returns them."""
+    vocab_size = logprobs.shape[-1]
     if filters.min_p > 0:
         threshold = logprobs.amax(dim=-1, keepdim=True) + log(filters.min_p)
-        logprobs = logprobs.masked_fill(logprobs < threshold, NEVER)
+        logprobs.masked_fill_(logprobs < threshold, NEVER)
     if 0 < filters.top_k < vocab_size:
         last = logprobs.topk(filters.top_k, dim=-1).values[..., -1:]
-        logprobs = logprobs.masked_fill(logprobs < last, NEVER)
+        logprobs.masked_fill_(logprobs < last, NEVER)
     if filters.top_p < 1:
-        logprobs = _nucleus(logprobs, filters.top_p, min(most or vocab_size, vocab_size))
+        count, last = _nucleus(logprobs, filters.top_p, min(most or vocab_size, vocab_size))
+        logprobs.masked_fill_(~best(logprobs, count, last), NEVER)
     return logprobs
 
 
@@ -94,17 +112,32 @@ def pruned(logprobs: torch.Tensor, scores: torch.Tensor, pruning: Pruning) -> to
     Returns:
         A new tensor, or `logprobs` itself if nothing prunes.
     """
-    kept = logprobs
+    return logprobs if pruning == Pruning() else prune_(logprobs.clone(), scores, pruning)
+
+
+def prune_(logprobs: torch.Tensor, scores: torch.Tensor, pruning: Pruning) -> torch.Tensor:
+    """The same in place; returns log-probabilities."""
+    if pruning == Pruning():
+        return logprobs
+    best_of_rows = logprobs.amax(dim=-1)
     if pruning.margin < inf:
-        leader = (logprobs.amax(dim=-1) + scores).amax(dim=-1)[:, None, None]
-        kept = kept.masked_fill(logprobs + scores[..., None] < leader - pruning.margin, NEVER)
+        least = (best_of_rows + scores).amax(dim=-1)[:, None, None] - pruning.margin
     if pruning.relative_local is not None:
-        leader = logprobs.amax(dim=-1).masked_fill(scores == NEVER, NEVER).amax(dim=-1)[:, None, None]
-        kept = kept.masked_fill(logprobs < leader + log(pruning.relative_local), NEVER)
-    if pruning.per_parent is not None and pruning.per_parent < logprobs.shape[-1]:
-        last = logprobs.topk(pruning.per_parent, dim=-1).values[..., -1:]
-        kept = kept.masked_fill(~best(logprobs, pruning.per_parent, last), NEVER)
-    return kept
+        best_of_live = best_of_rows.masked_fill(scores == NEVER, NEVER).amax(dim=-1)
+        least_local = best_of_live[:, None, None] + log(pruning.relative_local)
+    for rows in parts(logprobs.shape):
+        of_rows = logprobs[:, rows]
+        dropped = []
+        if pruning.margin < inf:
+            dropped.append(of_rows + scores[:, rows, None] < least)
+        if pruning.relative_local is not None:
+            dropped.append(of_rows < least_local)
+        if pruning.per_parent is not None and pruning.per_parent < of_rows.shape[-1]:
+            last = of_rows.topk(pruning.per_parent, dim=-1).values[..., -1:]
+            dropped.append(~best(of_rows, pruning.per_parent, last))
+        if dropped:
+            of_rows.masked_fill_(reduce(or_, dropped), NEVER)
+    return logprobs
 
 
 def best(logprobs: torch.Tensor, count: torch.Tensor | int, last: torch.Tensor) -> torch.Tensor:
@@ -115,7 +148,7 @@ def best(logprobs: torch.Tensor, count: torch.Tensor | int, last: torch.Tensor) 
         last: [..., 1], the least of them.
     """
     above, ties = logprobs > last, logprobs == last
-    return above | (ties & (ties.cumsum(dim=-1) <= count - above.sum(dim=-1, keepdim=True)))
+    return above | (ties & (ties.cumsum(dim=-1, dtype=torch.int32) <= count - above.sum(dim=-1, keepdim=True)))
 
 
 def running_sum(values: torch.Tensor) -> torch.Tensor:
@@ -148,8 +181,14 @@ def _sum_in_fixed_point(values: torch.Tensor) -> torch.Tensor:
     return sums.double().ldexp_(unit).to(values.dtype)
 
 
-def _nucleus(logprobs: torch.Tensor, top_p: float, most: int) -> torch.Tensor:
-    """The fewest best of each row that hold `top_p` of its mass, or the `most` best if these are fewer."""
+def _nucleus(logprobs: torch.Tensor, top_p: float, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fewest best of each row that hold `top_p` of its mass, or the `most` best if these are fewer.
+
+    Returns:
+        How many they are, [R, 1], and the least of them, [R, 1].
+    """
+    if len(split(logprobs)) > 1 and not sees(logprobs.device):
+        return _nucleus_of_long_rows(logprobs, top_p)
     total = logprobs.logsumexp(dim=-1, keepdim=True)
     num_ranked = min(FIRST_RANKED, most) if sees(logprobs.device) else most
     while True:
@@ -159,4 +198,31 @@ def _nucleus(logprobs: torch.Tensor, top_p: float, most: int) -> torch.Tensor:
             break
         num_ranked = min(4 * num_ranked, most)
     count = (1 + (held < top_p).sum(dim=-1, keepdim=True)).clamp_(max=num_ranked)
-    return logprobs.masked_fill(~best(logprobs, count, best_first.gather(-1, count - 1)), NEVER)
+    return count, best_first.gather(-1, count - 1)
+
+
+def _nucleus_of_long_rows(logs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of rows [R, N], at most 0, which are too long to be sorted: the least, float64, is found by halving.
+
+    Floats of one sign compare as their bits do: there are no more halves than they have bits.
+    """
+    greatest = logs.amax(dim=-1, keepdim=True).double()
+
+    def mass_from(least: torch.Tensor) -> torch.Tensor:
+        """[R, 1], in units of the greatest one's."""
+        held = torch.zeros_like(greatest)
+        for part in split(logs):
+            held += (part - greatest).exp_().masked_fill_(part < least, 0.0).sum(dim=-1, keepdim=True)
+        return held
+
+    wanted = top_p * mass_from(torch.full_like(greatest, NEVER))
+    above, held = torch.full_like(greatest, -1, dtype=torch.int64), torch.zeros_like(greatest)
+    last = torch.full_like(greatest, inf).view(torch.int64)
+    for _ in range(63):
+        middle = (above + (last - above) // 2).clamp_(min=0)  # a sum of both might be too large
+        mass = mass_from(-middle.view(torch.float64))
+        is_enough = mass >= wanted
+        last, above, held = middle.where(is_enough, last), above.where(is_enough, middle), held.where(is_enough, mass)
+    least = -last.view(torch.float64)
+    num_ties = ((wanted - held) / (least - greatest).exp_()).ceil_().nan_to_num_().clamp_(min=1)
+    return (logs > least).sum(dim=-1, keepdim=True) + num_ties.long(), least

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vllm_trie.search.devices import NEVER
+from vllm_trie.search.parts import parts, split
 
 TINY = torch.finfo(torch.float64).tiny  # so that noise is finite
 
@@ -37,8 +38,12 @@ def gumbel_top_k(
     Returns:
         Log-weights with noise [G, count] float64, -inf where nothing was left to draw, and their indices.
     """
-    noisy = _perturbed(logs, rngs)
-    values, indices = noisy.topk(count, dim=-1)
+    generators, found, first = [on_device(rng, logs.device) for rng in rngs], list[tuple[torch.Tensor, ...]](), 0
+    for part in split(logs):
+        values, indices = _perturbed(part, generators).topk(min(count, part.shape[-1]), dim=-1)
+        found.append((values, indices + first if first else indices))
+        first += part.shape[-1]
+    values, indices = _best_of(found, count)
     return values, indices
 
 
@@ -56,10 +61,24 @@ def stochastic_step(
         logprobs: [..., b, V], normalised; -inf for what may not be taken.
         count: Beams to keep; fewer come back if there are fewer continuations.
     """
-    phi = scores.double()[..., None] + logprobs.double()
-    noisy = _with_maximum(_perturbed(phi[None], [rng])[0], perturbed.double()[..., None]).flatten(-2)
-    best = noisy.topk(min(count, noisy.shape[-1]), dim=-1)
-    return StochasticBeams(best.indices, phi.flatten(-2).gather(-1, best.indices), best.values)
+    generator, found, vocab_size = on_device(rng, logprobs.device), list[tuple[torch.Tensor, ...]](), logprobs.shape[-1]
+    for rows in parts((logprobs[..., 0, 0].numel(), *logprobs.shape[-2:])):
+        phi = scores[..., rows].double()[..., None] + logprobs[..., rows, :].double()
+        noise = _perturbed(phi[None], [generator])[0]
+        noisy = _with_maximum(noise, perturbed[..., rows].double()[..., None]).flatten(-2)
+        values, cells = noisy.topk(min(count, noisy.shape[-1]), dim=-1)
+        found.append((values, cells + (rows.start or 0) * vocab_size, phi.flatten(-2).gather(-1, cells)))
+    noisy, cells, sums = _best_of(found, min(count, logprobs.shape[-2] * vocab_size))
+    return StochasticBeams(cells, sums, noisy)
+
+
+def _best_of(found: Sequence[tuple[torch.Tensor, ...]], count: int) -> tuple[torch.Tensor, ...]:
+    """The best `count` by the first field [..., n], of those found in all parts."""
+    if len(found) == 1:
+        return found[0]
+    fields = [torch.cat(of_parts, dim=-1) for of_parts in zip(*found, strict=True)]
+    best = fields[0].topk(count, dim=-1).indices
+    return tuple(field.gather(-1, best) for field in fields)
 
 
 def on_device(rng: np.random.Generator, device: torch.device) -> torch.Generator:
@@ -67,11 +86,11 @@ def on_device(rng: np.random.Generator, device: torch.device) -> torch.Generator
     return torch.Generator(device).manual_seed(int(rng.integers(1 << 63)))
 
 
-def _perturbed(logs: torch.Tensor, rngs: Sequence[np.random.Generator]) -> torch.Tensor:
+def _perturbed(logs: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:
     """Log-weights [G, ...] plus noise, in float64. Noise costs more to send than to make, so it is made there."""
     noise = torch.empty_like(logs, dtype=torch.float64, memory_format=torch.contiguous_format)
-    for of_group, rng in zip(noise, rngs, strict=True):
-        of_group.exponential_(generator=on_device(rng, logs.device))
+    for of_group, generator in zip(noise, generators, strict=True):
+        of_group.exponential_(generator=generator)
     noise.clamp_(min=TINY).log_()
     return torch.sub(logs, noise, out=noise)
 

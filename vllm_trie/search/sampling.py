@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
 
 from vllm_trie.search.devices import NEVER
-from vllm_trie.search.filters import LogitsFilters, filtered, running_sum
+from vllm_trie.search.filters import LogitsFilters, filter_, running_sum
 from vllm_trie.search.gumbel import gumbel_top_k, on_device
+from vllm_trie.search.parts import in_parts, split
 
 
 def generator(seed: int, step: int) -> np.random.Generator:
@@ -34,7 +36,12 @@ def draw(logprobs: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
             the last token stands for it.
         chances: [G, r, k] float64 in [0, 1).
     """
-    return _inverted(logprobs.double().softmax(dim=-1).nan_to_num_(), chances)
+
+    def of_rows(rows: slice) -> tuple[torch.Tensor]:
+        return (_inverted(logprobs[:, rows].double().softmax(dim=-1).nan_to_num_(), chances[:, rows]),)
+
+    (drawn,) = in_parts(logprobs.shape, of_rows)
+    return drawn
 
 
 def joint_probabilities(scores: torch.Tensor, logprobs: torch.Tensor, filters: LogitsFilters) -> torch.Tensor:
@@ -54,7 +61,8 @@ def joint_probabilities(scores: torch.Tensor, logprobs: torch.Tensor, filters: L
     """
     logs = logprobs.to(torch.float64, copy=True)  # and then in place: there may be gigabytes
     logs.add_(scores[..., None]).div_(filters.temperature)
-    return filtered(logs.flatten(-2), filters).softmax(dim=-1).nan_to_num_().view_as(logs)
+    rows = logs.view(-1, logs.shape[-2] * logs.shape[-1])
+    return filter_(rows, filters).softmax(dim=-1).nan_to_num_().view_as(logs)
 
 
 def draw_continuations(
@@ -90,8 +98,14 @@ def draw_cells(p: torch.Tensor, count: int, replacement: bool, rng: np.random.Ge
 
 def _inverted(p: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
     """Where the running sums of p [..., N] pass the chances [..., k], these being shares of its total."""
-    share = running_sum(p)
-    total = share[..., -1:]
+    *others, last = split(p)
+    share = running_sum(last)
+    ends = [running_sum(part)[..., -1:].clone() for part in others]
+    *starts, start = accumulate(ends, initial=torch.zeros_like(share[..., -1:]))
+    total = share.add_(start)[..., -1:]
     below_total = torch.nextafter(total, torch.zeros_like(total))  # rounding must not reach beyond the last possible
-    drawn = torch.searchsorted(share, torch.minimum(chances * total, below_total), right=True)
+    passed = torch.minimum(chances * total, below_total)
+    drawn = torch.searchsorted(share, passed, right=True)
+    for part, start in zip(others, starts, strict=True):
+        drawn += torch.searchsorted(running_sum(part).add_(start), passed, right=True)
     return drawn.clamp_(max=p.shape[-1] - 1)

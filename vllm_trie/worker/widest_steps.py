@@ -11,6 +11,7 @@ from vllm_trie.search.constraints.catalog import ItemRules, ItemTrie
 from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import LogitsFilters, Pruning
+from vllm_trie.search.parts import rows_at_a_time
 from vllm_trie.search.rules import Means, SelectRules, Strategy
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import packed
@@ -24,7 +25,9 @@ from vllm_trie.selection import most_beams
 logger = init_logger("vllm.trie_beam.widest_steps")
 
 ROWS = 64  # of searches that need much memory, together; more where one search has more
-LIGHT_BYTES, MOST_BYTES = 14, 63  # for each row and token of the vocabulary, of others and of these
+LIGHT_BYTES = 14  # for each row and token of the vocabulary, of other searches
+HEAVY_BYTES = 54  # of these, where their rows are taken in one part
+HEAVY_BYTES_IN_PARTS, BYTES_OF_PART = 25, 49  # of all their rows, and besides of those of a part
 STRATEGIES: tuple[Strategy, ...] = (
     *(Best(), InGroups(1, 0.5, None), SampledEach(), Stochastic()),
     *(Drawn(replacement, 1, None, False) for replacement in (False, True)),
@@ -46,14 +49,29 @@ def take_widest_steps(logits: torch.Tensor, most_together: int, num_logprobs: in
         most_together: Rows, where the search needs much memory.
         num_logprobs: The most that each row may have to report; -1: all.
     """
-    some = logits[:most_together]
     _take(SelectRules(len(logits), Best(), STOPS, num_logprobs, True), logits)
-    for strategy in STRATEGIES:
-        _take(SelectRules(len(some), strategy, STOPS, num_logprobs, True, FILTERS, PRUNING), some)
-    _take(SelectRules(len(some), Best(), STOPS, num_logprobs, True, FILTERS, PRUNING, (AFTER,)), some)
-    num_bytes = max(LIGHT_BYTES * logits.numel(), MOST_BYTES * some.numel())
+    for num_rows in sorted({most_together, min(most_together, rows_at_a_time(logits.shape[1]))}):
+        some = logits[:num_rows]
+        for strategy in STRATEGIES:
+            _take(SelectRules(len(some), strategy, STOPS, num_logprobs, True, FILTERS, PRUNING), some)
+        _take(SelectRules(len(some), Best(), STOPS, num_logprobs, True, FILTERS, PRUNING, (AFTER,)), some)
     text = "left up to %.1f GB for searches, of which %d beams together may draw or filter; max_beam_width bounds these"
-    logger.info(text, num_bytes / 1e9, len(some))
+    logger.info(text, most_bytes(*logits.shape, len(some)) / 1e9, len(some))
+
+
+def most_bytes(num_rows: int, vocab_size: int, num_heavy: int) -> int:
+    """How much memory steps take at most.
+
+    Args:
+        num_rows: Of all searches.
+        vocab_size: Tokens that there are.
+        num_heavy: Rows together, where the search needs much memory.
+    """
+    of_part = rows_at_a_time(vocab_size)
+    heavy = HEAVY_BYTES * num_heavy
+    if num_heavy > of_part:
+        heavy = HEAVY_BYTES_IN_PARTS * num_heavy + BYTES_OF_PART * of_part
+    return max(LIGHT_BYTES * num_rows, heavy) * vocab_size
 
 
 def _take(rules: SelectRules, logits: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from vllm_trie.search.constraints.constraint import Constraint, Continuations, Outcomes
 from vllm_trie.search.devices import NEVER, constant, numbers, sees
+from vllm_trie.search.parts import in_parts
 
 NOT_STARTED = -1  # the state of a hypothesis whose items have not begun
 STOPPED = -2  # and of one that a stop token has ended
@@ -85,13 +86,26 @@ class AlongItems(Constraint):
         state = 0 if self.rules.after is None else NOT_STARTED
         return torch.full((1, num_rows), state, dtype=torch.int64, device=device)
 
-    def continuations(self, states: torch.Tensor, vocab_size: int, length: int | None = None) -> Continuations:
+    def most_continuations(self, states: torch.Tensor, vocab_size: int, length: int | None = None) -> int:
+        """See `Constraint`; stop tokens that follow an item aside."""
+        trie, looks, after = self.trie, sees(states.device), self.rules.after
+        if after is not None and not (looks and bool((states != NOT_STARTED).all())):
+            return vocab_size
+        if looks:
+            node = states % trie.num_nodes
+            return max(int((trie.first_child[node + 1] - trie.first_child[node]).max()), 1)
+        if length is None or self.rules.num_items > 1 or after is not None:
+            return max(trie.most_children)
+        # Behind the leaves, where a stop token may follow, or a step that is scheduled before the host knows the end.
+        return trie.most_children[length] if length < len(trie.most_children) else 1
+
+    def continuations(self, states: torch.Tensor, most: int) -> Continuations:
         """See `Constraint`."""
         trie, rules, device = self.trie, self.rules, states.device
         of_item, node = states // trie.num_nodes * trie.num_nodes, states % trie.num_nodes
         start, end = trie.first_child[node][..., None], trie.first_child[node + 1][..., None]
         is_before = (states == NOT_STARTED)[..., None]
-        every = numbers(self._most(is_before, end - start, vocab_size, length), device)
+        every = numbers(most, device)
         nodes = start + every.int()
         exist = nodes < end
         nodes = nodes.clamp_(max=trie.num_nodes - 1).long()
@@ -126,18 +140,6 @@ class AlongItems(Constraint):
             return Outcomes(states, is_complete, is_stopped, goes_on | (is_item & is_last))
         return Outcomes(states, is_complete, is_complete, goes_on)
 
-    def _most(self, is_before: torch.Tensor, num_children: torch.Tensor, vocab_size: int, length: int | None) -> int:
-        """How many continuations any of these rows has, stops aside, or a bound that needs no look at the device."""
-        looks, most_children = sees(is_before.device), self.trie.most_children
-        if self.rules.after is not None and not (looks and not is_before.any()):
-            return vocab_size
-        if looks:
-            return max(int(num_children.max()), 1)
-        if length is None or self.rules.num_items > 1 or self.rules.after is not None:
-            return max(most_children)
-        # Behind the leaves, where a stop token may follow, or a step that is scheduled before the host knows the end.
-        return most_children[length] if length < len(most_children) else 1
-
     def advance(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""
         targets, _ = self._targets(states, tokens)
@@ -171,9 +173,15 @@ class AlongItems(Constraint):
 
         Plain steps look at `continuations` alone, which are few.
         """
-        found = self.continuations(states, logprobs.shape[-1])
-        kept = super().logprobs_of(logprobs, found).where(self.outcomes(found.targets).goes_on, NEVER)
-        return torch.full_like(logprobs, NEVER).scatter_reduce(-1, found.tokens, kept, "amax")
+        most = self.most_continuations(states, logprobs.shape[-1])
+
+        def of_rows(rows: slice) -> tuple[torch.Tensor]:
+            found, own = self.continuations(states[:, rows], most), logprobs[:, rows]
+            kept = super(AlongItems, self).logprobs_of(own, found).where(self.outcomes(found.targets).goes_on, NEVER)
+            return (torch.full_like(own, NEVER).scatter_reduce(-1, found.tokens, kept, "amax"),)
+
+        (narrowed,) = in_parts(logprobs.shape, of_rows)
+        return narrowed
 
     def logprobs_of(self, logprobs: torch.Tensor, continuations: Continuations) -> torch.Tensor:
         """See `Constraint`."""

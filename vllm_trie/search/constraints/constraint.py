@@ -86,14 +86,18 @@ class Constraint:
         """Log-probabilities [G, r, V] with -inf for what does not go on, as filters have it; reports are without it."""
         return logprobs
 
-    def continuations(self, states: torch.Tensor, vocab_size: int, length: int | None) -> Continuations:
-        """How rows may go on.
+    def most_continuations(self, states: torch.Tensor, vocab_size: int, length: int | None) -> int:
+        """How many continuations any of these rows has, or a bound that needs no look at the device.
 
         Args:
             states: [G, r].
             vocab_size: Tokens that there are.
             length: Of these hypotheses, if they are equally long, in tokens.
         """
+        raise NotImplementedError
+
+    def continuations(self, states: torch.Tensor, most: int) -> Continuations:
+        """How rows may go on, if none of them has more continuations than `most`, as `most_continuations` has it."""
         raise NotImplementedError
 
     def outcomes(self, targets: torch.Tensor) -> Outcomes:

@@ -9,6 +9,7 @@ import torch
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import NEVER, constant, numbers
 from vllm_trie.search.filters import filtered, pruned
+from vllm_trie.search.parts import in_parts
 from vllm_trie.search.rank import Candidates, pick, rank_candidates, topk
 from vllm_trie.search.rules import Choice, Means, SelectRules, Strategy, alive, by_row, ended, going_on
 from vllm_trie.search.step_result import Step
@@ -37,13 +38,12 @@ class Best(_Best, Strategy):
         """See `Strategy`."""
         if (sparse := beams.sparse) is not None:
             return best_continuations(rules, logprobs, beams, means, sparse)
-        narrowed, scores = beams.narrow(logprobs), beams.scores
+        scores = beams.scores
         num_rows, vocab_size = logprobs.shape[1:]
         width = rules.num_beams or rules.width
         count = num_candidates(width, len(rules.stops.token_ids), rules.width)
         while True:
-            allowed = filtered(narrowed, rules.filters, count if means.boosts is None else None)
-            allowed = pruned(allowed if means.boosts is None else allowed + means.boosts, scores, rules.pruning)
+            allowed = pruned(_allowed(rules, logprobs, beams, means, count), scores, rules.pruning)
             candidates = rank_candidates(allowed, scores, count)
             stops = rules.stops.end(candidates, means.completes)
             if means.completes is None or count >= num_rows * vocab_size or means.completes.num_going_on >= width:
@@ -77,6 +77,30 @@ def num_candidates(width: int, num_stop_tokens: int, num_parents: int = 0) -> in
         num_parents: Beams that propose, if these may be more.
     """
     return max(2 * width, width + num_stop_tokens * max(width, num_parents))
+
+
+def _allowed(rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means, count: int) -> torch.Tensor:
+    """[G, r, V] log-probabilities with boosts, -inf for what constraints and filters leave out.
+
+    Args:
+        count: Candidates that will be ranked.
+
+    Returns:
+        A new tensor, or `logprobs` itself if there is nothing of all that.
+    """
+    boosts, vocab_size = means.boosts, logprobs.shape[-1]
+    if boosts is None and not beams.states and not rules.filters.leave_out(vocab_size):
+        return logprobs
+
+    def of_rows(rows: slice) -> tuple[torch.Tensor]:
+        narrowed = beams.rows(rows).narrow(logprobs[:, rows])
+        allowed = filtered(narrowed, rules.filters, count if boosts is None else None)
+        if boosts is None:
+            return (allowed,)
+        return (allowed + (boosts if boosts.shape[1] == 1 else boosts[:, rows]),)
+
+    (allowed,) = in_parts(logprobs.shape, of_rows)
+    return allowed
 
 
 def _own_stops(

@@ -7,7 +7,8 @@ import torch
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.constraint import Constraint, Outcomes
 from vllm_trie.search.devices import NEVER, sees
-from vllm_trie.search.filters import filtered, pruned
+from vllm_trie.search.filters import filtered, prune_
+from vllm_trie.search.parts import in_parts, parts
 from vllm_trie.search.rank import Candidates, rank_candidates
 from vllm_trie.search.rules import Choice, Means, SelectRules, going_on
 from vllm_trie.search.step_result import Step
@@ -25,27 +26,37 @@ def best_continuations(
         sparse: The constraint that lists continuations.
     """
     (num_rows, vocab_size), width, scores = logprobs.shape[1:], rules.num_beams or rules.width, beams.scores
-    found = sparse.continuations(beams.states[sparse], vocab_size, beams.length)
-    own = sparse.logprobs_of(beams.narrow(logprobs, done=sparse), found)
-    allowed = filtered(own, rules.filters, width if means.boosts is None else None)
-    if means.boosts is not None:
-        allowed = allowed + means.boosts.expand_as(logprobs).gather(-1, found.tokens)
-    allowed = pruned(allowed, scores, rules.pruning)
+    states, boosts = beams.states[sparse], means.boosts
+    most = sparse.most_continuations(states, vocab_size, beams.length)
+
+    def of_rows(rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        narrowed = beams.rows(rows).narrow(logprobs[:, rows], done=sparse)
+        found = sparse.continuations(states[:, rows], most)
+        own = sparse.logprobs_of(narrowed, found)
+        allowed = filtered(own, rules.filters, width if boosts is None else None)
+        if boosts is not None:
+            allowed = allowed + boosts.expand_as(logprobs)[:, rows].gather(-1, found.tokens)
+        return allowed, found.tokens.int(), found.targets
+
+    allowed, tokens, targets = in_parts((*states.shape, most), of_rows)
+    prune_(allowed, scores, rules.pruning)
 
     def outcomes(candidates: Candidates[torch.Tensor]) -> Outcomes:
-        return sparse.outcomes(found.targets.flatten(1).gather(1, candidates.tokens))
+        return sparse.outcomes(targets.flatten(1).gather(1, candidates.tokens))
 
-    tokens = found.tokens.flatten(1)
+    tokens = tokens.flatten(1)
     over = live = _best_places(allowed, scores, width)
     of_over = of_live = outcomes(over)
     if not (sees(scores.device) and bool((of_over.goes_on | (over.scores == NEVER)).all())):
-        live = _best_places(allowed.where(sparse.outcomes(found.targets).goes_on, NEVER), scores, width)
+        for rows in parts(allowed.shape):
+            allowed[:, rows].masked_fill_(~sparse.outcomes(targets[:, rows]).goes_on, NEVER)
+        live = _best_places(allowed, scores, width)
         of_live = outcomes(live)
     ends = (of_over.is_complete if rules.is_last else of_over.ends) & (not rules.stops.are_barred)
-    finished = over._replace(tokens=tokens.gather(1, over.tokens), scores=over.scores.where(ends, NEVER))
+    finished = over._replace(tokens=tokens.gather(1, over.tokens).long(), scores=over.scores.where(ends, NEVER))
     by_slot = means.select_next(live, going_on(rules, live, ~of_live.goes_on), rules.width, num_rows)
     states = {sparse: outcomes(by_slot).states}
-    by_slot = by_slot._replace(tokens=tokens.gather(1, by_slot.tokens))
+    by_slot = by_slot._replace(tokens=tokens.gather(1, by_slot.tokens).long())
     return Choice(Step(*by_slot, finished, states=states), logprobs)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add
+
 import torch
 
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import NEVER
+from vllm_trie.search.parts import in_parts
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import Choice, Means, SelectRules
 from vllm_trie.search.step_result import RankScores
@@ -21,21 +25,21 @@ def choose_boosted(
         boosts: [G, r, V] float32, what each token adds.
         at_end: [G, r, V] float32, what it adds to a hypothesis that ends with it.
     """
-    running = logprobs + boosts
     before = beams.compete_by.where(beams.scores > NEVER, NEVER)
-    # Strategies rank scores of at most 0.
-    excess = (running.amax(dim=-1) + before).amax(dim=-1, keepdim=True).clamp(min=0)
+    (best,) = in_parts(logprobs.shape, lambda rows: ((logprobs[:, rows] + boosts[:, rows]).amax(dim=-1),))
+    excess = (best + before).amax(dim=-1, keepdim=True).clamp(min=0)  # strategies rank scores of at most 0
     ranked = beams._replace(scores=before - excess)
     step, _ = rules.strategy.choose(rules, logprobs, ranked, means._replace(boosts=boosts))
     by_slot = Candidates(*step[:3])
-    sums = [_total(logprobs, beams.scores, candidates) for candidates in (by_slot, step.finished)]
-    after = RankScores(_total(running, before, by_slot), _total(logprobs + at_end, before, step.finished))
+    sums = [_total(beams.scores, candidates, logprobs) for candidates in (by_slot, step.finished)]
+    after = RankScores(_total(before, by_slot, logprobs, boosts), _total(before, step.finished, logprobs, at_end))
     finished = step.finished._replace(scores=sums[1])
     return Choice(step._replace(scores=sums[0], finished=finished, rank_scores=after), logprobs)
 
 
-def _total(values: torch.Tensor, scores: torch.Tensor, candidates: Candidates[torch.Tensor]) -> torch.Tensor:
-    """[G, K] what candidates have of their rows, and of their tokens; -inf where there is none."""
+def _total(scores: torch.Tensor, candidates: Candidates[torch.Tensor], *values: torch.Tensor) -> torch.Tensor:
+    """[G, K] what candidates have of their rows, and of their tokens in all values; -inf where there is none."""
     parents, tokens, ranked = candidates
-    own = values.flatten(1).gather(1, parents * values.shape[-1] + tokens)
+    cells = parents * values[0].shape[-1] + tokens
+    own = reduce(add, (of_tokens.flatten(1).gather(1, cells) for of_tokens in values))
     return torch.where(ranked > NEVER, own + scores.gather(1, parents), NEVER)

@@ -10,6 +10,7 @@ from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.filters import filtered
 from vllm_trie.search.gumbel import stochastic_step
+from vllm_trie.search.parts import in_parts
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import Choice, Means, SelectRules, Strategy, alive, ended
 from vllm_trie.search.sampling import generator
@@ -26,9 +27,13 @@ class Stochastic(Strategy):
     def choose(self, rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means) -> Choice:
         """See `Strategy`."""
         scores, vocab_size = beams.scores, logprobs.shape[-1]
-        allowed = filtered(beams.narrow(logprobs), rules.filters)
-        total = allowed.logsumexp(dim=-1, keepdim=True)
-        allowed = (allowed - total).where(total > NEVER, NEVER)
+
+        def of_rows(rows: slice) -> tuple[torch.Tensor]:
+            kept = filtered(beams.rows(rows).narrow(logprobs[:, rows]), rules.filters)
+            total = kept.logsumexp(dim=-1, keepdim=True)
+            return ((kept - total).masked_fill_(total == NEVER, NEVER),)
+
+        (allowed,) = in_parts(logprobs.shape, of_rows)
         before = torch.zeros_like(scores) if beams.rank_scores is None else beams.rank_scores
         steps = [
             stochastic_step(own, noise, of_rows, rules.width, generator(*draw))

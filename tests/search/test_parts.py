@@ -1,0 +1,195 @@
+"""Rows that are taken part by part have the steps that they have together, whatever a part holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.search.test_item_trie import along_of
+from tests.support.steps import rules_of, shortcuts
+from vllm_trie.search import parts
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints.catalog import ItemRules
+from vllm_trie.search.constraints.constraint import Constraint
+from vllm_trie.search.constraints.contrast import Contrast
+from vllm_trie.search.constraints.grammar import Grammar
+from vllm_trie.search.constraints.ngrams import NoRepeats
+from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
+from vllm_trie.search.constraints.stops import Completes
+from vllm_trie.search.filters import LogitsFilters, Pruning, best, filter_
+from vllm_trie.search.parts import in_parts
+from vllm_trie.search.rules import Means, Strategy
+from vllm_trie.search.sampling import draw, draw_continuations, generator
+from vllm_trie.search.step import take_step
+from vllm_trie.search.step_result import packed
+from vllm_trie.search.strategies.best import Best
+from vllm_trie.search.strategies.in_groups import InGroups
+
+NEVER = float("-inf")
+NUM_ROWS, VOCAB_SIZE = 6, 30
+STOPS = (1, 2)
+ITEMS = [(3, 4, 5), (3, 4, 6), (3, 9), (7, 8), *((10, token) for token in range(11, 25))]
+CELLS = pytest.mark.parametrize("cells", [VOCAB_SIZE, 2 * VOCAB_SIZE, 5 * VOCAB_SIZE])
+
+
+def states_under(constraint: Constraint, num_groups: int, random: torch.Generator) -> torch.Tensor:
+    """Those of rows that are at different places."""
+    of_tokens = num_groups, NUM_ROWS, VOCAB_SIZE
+    if isinstance(constraint, Grammar):
+        return torch.rand(of_tokens, generator=random) < 0.7
+    if isinstance(constraint, Contrast):
+        return torch.randn(of_tokens, generator=random).log_softmax(-1)
+    histories = torch.randint(3, 12, (*of_tokens[:2], 9), dtype=torch.int32, generator=random)
+    if isinstance(constraint, NoRepeats):
+        return histories
+    states = constraint.begin(num_groups * NUM_ROWS, torch.device("cpu")).view(num_groups, NUM_ROWS)
+    for row, tokens in enumerate([(), (3,), (3, 4), (10,), (7,), ()]):  # of ITEMS, behind 20 if they come after that
+        for token in (20, *tokens)[getattr(getattr(constraint, "rules", None), "after", None) is None :]:
+            states[:, row] = constraint.advance(states[:, row, None], torch.full((num_groups, 1), token))[:, 0]
+    return states
+
+
+UNDER: dict[str, tuple[Constraint, ...]] = {
+    "nothing": (),
+    "a catalog": (along_of(ITEMS, ItemRules(""), STOPS),),
+    "a catalog after a token": (along_of(ITEMS, ItemRules("", 2, 20, ends_with_stop=True), STOPS), NoRepeats(2)),
+    "a contrast": (Contrast(0.05, 0.5),),
+    "a grammar": (Grammar(2),),
+    "phrases": (PhraseBoosts.of([([5, 6], 1.0), ([8], -0.5)]),),
+}
+
+
+@CELLS
+@pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize("under", UNDER.values(), ids=UNDER)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"filters": LogitsFilters(0.7, 0.01, 20, 0.95), "pruning": Pruning(1e-4, 9.0, 1e-3, 7)},
+        {"pruning": Pruning(relative_local=0.02)},
+    ],
+    ids=["plain", "filters and pruning", "pruning by the best of all rows"],
+)
+@pytest.mark.parametrize("strategy", [Best("hf"), Best("vllm", (1, 1.2)), Best("tridecode"), InGroups(2, 0.4, 0)])
+def test_steps_are_the_same(
+    strategy: Strategy,
+    options: dict[str, Any],
+    under: tuple[Constraint, ...],
+    looks: bool,
+    cells: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rules = rules_of(NUM_ROWS, stops=STOPS, strategy=strategy, num_logprobs=3, **options)
+    found = []
+    for of_part in (parts.CELLS, cells):
+        monkeypatch.setattr(parts, "CELLS", of_part)
+        random = torch.Generator().manual_seed(0)
+        for num_groups in (1, 2):
+            logits = 3 * torch.randn(num_groups, NUM_ROWS, VOCAB_SIZE, generator=random)
+            logits[:, 3] = logits[:, 2].round()  # so that some continuations tie
+            scores = -torch.rand(num_groups, NUM_ROWS, generator=random)
+            scores[0, 4] = NEVER
+            states = {key: states_under(key, num_groups, random) for key in under}
+            with shortcuts(looks):
+                found.append(packed(take_step(rules, logits, Beams(scores, states=states)))[0])
+    for together, in_parts_ in zip(found[:2], found[2:], strict=True):
+        assert torch.equal(together, in_parts_)
+
+
+def test_stop_strings_are_looked_for_among_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More candidates are ranked where too many complete one."""
+    rules = rules_of(NUM_ROWS, filters=LogitsFilters(top_p=0.999))
+    logits, found = torch.randn(1, NUM_ROWS, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)), []
+    for of_part in (parts.CELLS, VOCAB_SIZE):
+        monkeypatch.setattr(parts, "CELLS", of_part)
+        completes = Completes(lambda parents, tokens, _: (parents + tokens) % 5 != 0)
+        found.append(packed(take_step(rules, logits, Beams(torch.zeros(1, NUM_ROWS)), Means(completes=completes)))[0])
+    assert torch.equal(*found)
+
+
+@given(
+    st.integers(0, 1 << 32),
+    st.sampled_from([1e-9, 0.1, 0.5, 0.9, 0.999]),
+    st.sampled_from([0.0, 0.02]),
+    st.integers(1, 90),
+)
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_a_long_row_keeps_what_a_sorted_one_keeps(seed: int, top_p: float, min_p: float, cells: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    logs = torch.randn(4, 90, dtype=torch.float64, generator=random).mul(4).log_softmax(-1) - 900
+    logs[1] = logs[1].round()  # many are equal
+    logs[2, 3:] = NEVER
+    logs[3] = NEVER
+    filters = LogitsFilters(min_p=min_p, top_p=top_p)
+    expected = filter_(logs.clone(), filters)
+    with pytest.MonkeyPatch.context() as patch, shortcuts(allowed=False):
+        patch.setattr(parts, "CELLS", cells)
+        found = filter_(logs.clone(), filters)
+    assert torch.equal(found, expected)
+
+
+def test_equal_ones_of_a_long_row_are_kept_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "CELLS", 5)
+    for value in (0.0, -3.0):
+        with shortcuts(allowed=False):
+            (found,) = filter_(torch.full((1, 20), value, dtype=torch.float64), LogitsFilters(top_p=0.42))
+        assert (found > NEVER).tolist() == [True] * 9 + [False] * 11
+
+
+@CELLS
+def test_the_same_chances_draw_the_same(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = torch.Generator().manual_seed(0)
+    logprobs = 3 * torch.randn(2, NUM_ROWS, VOCAB_SIZE, generator=random)
+    logprobs[torch.rand(logprobs.shape, generator=random) < 0.4] = NEVER
+    logprobs[1, 2] = NEVER
+    chances = torch.rand(2, NUM_ROWS, 500, dtype=torch.float64, generator=random)
+    chances[..., :2] = torch.tensor([0.0, 1 - 2**-53])
+    expected = draw(logprobs, chances)
+    monkeypatch.setattr(parts, "CELLS", cells)
+    drawn = draw(logprobs, chances)
+    lives = (logprobs > NEVER).any(dim=-1)
+    assert (logprobs.gather(-1, drawn)[lives] > NEVER).all()
+    assert (drawn == expected).float().mean() > 0.999
+    assert (drawn[~lives] == VOCAB_SIZE - 1).all()
+
+
+@CELLS
+def test_cells_are_drawn_from_all_parts_with_replacement(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = torch.rand(2, 5 * VOCAB_SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    p[0, 40:] *= p[0, 40:] > 0.6
+    p[1] = 0
+    rngs = lambda: [generator(0, 1), generator(0, 2)]  # noqa: E731
+    expected, is_possible = draw_continuations(p, 400, True, rngs())
+    monkeypatch.setattr(parts, "CELLS", cells)
+    drawn, still_possible = draw_continuations(p, 400, True, rngs())
+    assert (drawn == expected).float().mean() > 0.999
+    assert torch.equal(is_possible, still_possible)
+    assert (p[0, drawn[0]] > 0).all()
+
+
+def test_parts_are_joined_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, asked = torch.arange(2 * 5 * 3).view(2, 5, 3), list[slice]()
+
+    def function(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(rows)
+        return values[:, rows] + 1, values[:, rows].sum(dim=-1)
+
+    for cells, num_parts in ((12, 3), (6, 5), (1, 5), (29, 2), (30, 1)):
+        monkeypatch.setattr(parts, "CELLS", cells)
+        asked.clear()
+        added, summed = in_parts(values.shape, function)
+        assert torch.equal(added, values + 1)
+        assert torch.equal(summed, values.sum(dim=-1))
+        assert len(asked) == num_parts
+
+
+def test_the_best_are_counted_in_rows_of_any_length() -> None:
+    values = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
+    assert best(values, 2, torch.tensor([[2.0]])).tolist() == [[False, True, True, False, False]]
+    np.testing.assert_array_equal(best(values, 4, torch.tensor([[1.0]])), [[True, True, True, True, False]])
