@@ -25,7 +25,7 @@ from tests.support.running import trained_prompts
 from tests.support.taken_again import TakenAgain
 from tests.support.trained_pair import Answer, answer
 from vllm_trie import beam_params
-from vllm_trie.worker import kernels, warm_up
+from vllm_trie.worker import draft_warm_up, kernels, warm_up
 from vllm_trie.worker.step_graphs import StepGraphs
 
 MAX_TOKENS = 5
@@ -69,6 +69,7 @@ def start(engine: Engine, variants: Variants) -> None:
     worker = engine.core.model_executor.driver_worker.worker
     with patch.object(warm_up, "_layers", lambda _: ()), noted(variants, runs=False):
         warm_up.warm_up(engine.runner)
+        draft_warm_up.warm_up(engine.runner)
     with patch.object(torch.accelerator, "synchronize"), noted(variants, runs=True):
         warmup_kernels(engine.runner, worker.execute_model, worker.sample_tokens)
 

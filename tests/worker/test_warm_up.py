@@ -102,14 +102,6 @@ def new_variants(noted: dict[str, Launches], warmed: dict[str, set[object]]) -> 
     return {name: new for name, kernel in noted.items() if (new := kernel.variants - warmed[name])}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def without_kernels_of_vllms() -> Iterator[None]:
-    """Which are not here; `test_interpreted_engine` launches them."""
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(draft_warm_up, "warm_up", lambda _: None)
-        yield
-
-
 @pytest.fixture
 def noted() -> Iterator[dict[str, Launches]]:
     with kernels_noted() as launches:
@@ -277,9 +269,10 @@ def test_a_worker_warms_up_before_vllm_begins_to_report_what_is_compiled(
 ) -> None:
     order: list[str] = []
     monkeypatch.setattr(warm_up_module, "warm_up", lambda _: order.append("ours"))
+    monkeypatch.setattr(draft_warm_up, "warm_up", lambda _: order.append("vLLM's of drafts"))
     monkeypatch.setattr(Worker, "compile_or_warm_up_model", lambda _: order.append("vLLM's"))
     worker: Any = object.__new__(BeamGPUWorker)
     worker.model_runner = None
     worker.vllm_config = SimpleNamespace(kernel_config=SimpleNamespace(enable_jit_warmup=is_enabled))
     worker.compile_or_warm_up_model()
-    assert order == ["ours", "vLLM's"][not is_enabled :]
+    assert order == (["ours", "vLLM's of drafts", "vLLM's"] if is_enabled else ["vLLM's"])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-CELLS = 1 << 24  # tokens of the rows of a part
+CELLS = 10_000_000  # tokens of the rows of a part: about 64 rows of the larger vocabularies
 
 
 def rows_at_a_time(num_tokens: int) -> int:
@@ -48,4 +48,4 @@ def in_parts(shape: tuple[int, ...], function: Callable[[slice], tuple[torch.Ten
 
 def split(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Parts [..., n] of [..., N], the tokens of all rows of a group one after the other; as a rule it is one part."""
-    return values.split(CELLS, dim=-1)
+    return torch.split(values, CELLS, dim=-1)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 MOST_TOKENS = 512  # of a request, that one pass of a draft model's kernel takes
 
 
+@torch.inference_mode()
 def warm_up(runner: BeamModelRunner) -> None:
     """Launch them for a batch of one request that has no tokens: scratch memory is all they write."""
     zeros = torch.zeros(2, dtype=torch.int32, device=runner.device)

@@ -57,6 +57,7 @@ class WarmsUp:
             count = compile_together(lambda: warm_up(self.model_runner))
             logger.info("compiled %d kernels of beam search in %.1f s", count, time.monotonic() - start)
             warm_up(self.model_runner)
+            draft_warm_up.warm_up(self.model_runner)
         return super().compile_or_warm_up_model()  # type: ignore[misc]
 
 
@@ -71,7 +72,6 @@ def warm_up(runner: BeamModelRunner) -> None:
     for module in (slots, copies, controls, rows_beside, *of_steps, drafts, forest_growth):
         module.warm_up(serving)
     triton_kernels.warm_up(_layers(runner), has_trees=runner.drafter is not None)
-    draft_warm_up.warm_up(runner)
 
 
 def _widest(vllm_config: VllmConfig) -> int:

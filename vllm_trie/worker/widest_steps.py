@@ -56,7 +56,7 @@ def take_widest_steps(logits: torch.Tensor, most_together: int, num_logprobs: in
             _take(SelectRules(len(some), strategy, STOPS, num_logprobs, True, FILTERS, PRUNING), some)
         _take(SelectRules(len(some), Best(), STOPS, num_logprobs, True, FILTERS, PRUNING, (AFTER,)), some)
     text = "left up to %.1f GB for searches, of which %d beams together may draw or filter; max_beam_width bounds these"
-    logger.info(text, most_bytes(*logits.shape, len(some)) / 1e9, len(some))
+    logger.info(text, most_bytes(len(logits), logits.shape[1], len(some)) / 1e9, len(some))
 
 
 def most_bytes(num_rows: int, vocab_size: int, num_heavy: int) -> int:

@@ -26,19 +26,19 @@ def best_continuations(
         sparse: The constraint that lists continuations.
     """
     (num_rows, vocab_size), width, scores = logprobs.shape[1:], rules.num_beams or rules.width, beams.scores
-    states, boosts = beams.states[sparse], means.boosts
-    most = sparse.most_continuations(states, vocab_size, beams.length)
+    before, boosts = beams.states[sparse], means.boosts
+    most = sparse.most_continuations(before, vocab_size, beams.length)
 
     def of_rows(rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         narrowed = beams.rows(rows).narrow(logprobs[:, rows], done=sparse)
-        found = sparse.continuations(states[:, rows], most)
+        found = sparse.continuations(before[:, rows], most)
         own = sparse.logprobs_of(narrowed, found)
         allowed = filtered(own, rules.filters, width if boosts is None else None)
         if boosts is not None:
             allowed = allowed + boosts.expand_as(logprobs)[:, rows].gather(-1, found.tokens)
         return allowed, found.tokens.int(), found.targets
 
-    allowed, tokens, targets = in_parts((*states.shape, most), of_rows)
+    allowed, tokens, targets = in_parts((*before.shape, most), of_rows)
     prune_(allowed, scores, rules.pruning)
 
     def outcomes(candidates: Candidates[torch.Tensor]) -> Outcomes:
