@@ -20,10 +20,15 @@ from tests.worker.test_waits import RULES
 from vllm_trie.options import PLUGIN_NAME
 from vllm_trie.search import parts
 from vllm_trie.search.constraints.catalog import ItemRules
+from vllm_trie.search.constraints.constraint import Source
+from vllm_trie.search.constraints.contrast import Contrast
+from vllm_trie.search.constraints.grammar import Grammar
+from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import is_light
+from vllm_trie.search.strategies.best import Best
 from vllm_trie.search.strategies.drawn import Drawn
 from vllm_trie.search.strategies.sampled import SampledEach
 from vllm_trie.search.strategies.stochastic import Stochastic
@@ -45,6 +50,7 @@ CELLS = WIDTH * VOCAB_SIZE
 MOST_CHILDREN = (VOCAB_SIZE,) * 9  # by depth, of a catalog
 NUCLEUS = LogitsFilters(0.7, top_p=0.9)
 PLAIN = RULES["plain"]
+ALL_REPORTED = PLAIN._replace(num_logprobs=MOST_LOGPROBS, is_controlled=True)
 SEARCHES = RULES | {
     "drawn from a nucleus": PLAIN._replace(strategy=Drawn(False, 1, None, False), filters=NUCLEUS),
     "drawn with replacement": PLAIN._replace(strategy=Drawn(True, 1, None, False), filters=NUCLEUS),
@@ -57,6 +63,10 @@ SEARCHES = RULES | {
     "several items": PLAIN._replace(constraints=(ItemRules(CATALOG, num_items=2),)),
     "items with log-probabilities": PLAIN._replace(constraints=(ItemRules(CATALOG),), num_logprobs=MOST_LOGPROBS),
     "items, renormalized": PLAIN._replace(constraints=(ItemRules(CATALOG, renormalizes=True),)),
+    "a grammar": ALL_REPORTED._replace(constraints=(Grammar(), NoRepeats(2))),
+    "a grammar of what LLM.beam_search sees": ALL_REPORTED._replace(constraints=(Grammar(5),), strategy=Best("vllm")),
+    "a grammar and a contrast": ALL_REPORTED._replace(constraints=(Grammar(), Contrast(0.1, 0.5)), filters=NUCLEUS),
+    "a grammar, drawn": ALL_REPORTED._replace(constraints=(Grammar(),), strategy=Drawn(False, 1, None, False)),
     "before a catalog": PLAIN._replace(constraints=(ItemRules(CATALOG, after=7),), filters=NUCLEUS),
 }
 
@@ -78,10 +88,18 @@ def profiled(num_rows: int = WIDTH, _: int = 1) -> int:
     return counter.most
 
 
+def with_masks(step: WeightlessStep) -> WeightlessStep:
+    """Of each group, if it has a grammar."""
+    for name, own in step.context.steps.items():
+        if any(key.source is Source.MASKS for key in own.rules.constraints):
+            step.context.masks[name] = nowhere(WIDTH, VOCAB_SIZE // 32, dtype=torch.int32)
+    return step
+
+
 @pytest.mark.parametrize("rules", SEARCHES.values(), ids=SEARCHES)
 def test_no_search_holds_more_than_was_profiled(rules: SelectRules, num_parts: int) -> None:
     with kernels_noted(), torch.inference_mode():
-        step = WeightlessStep(rules._replace(width=WIDTH), 1, VOCAB_SIZE, most_children=MOST_CHILDREN)
+        step = with_masks(WeightlessStep(rules._replace(width=WIDTH), 1, VOCAB_SIZE, most_children=MOST_CHILDREN))
         with MemoryCounter() as counter:
             step.sample(np.array([25]))
     assert 0 < counter.most <= profiled(WIDTH, num_parts)
@@ -116,7 +134,8 @@ def test_searches_that_need_much_memory_share_it(search: str) -> None:
 def test_no_large_batch_holds_more_than_was_profiled(search: str) -> None:
     """Of searches that are all selected together."""
     with kernels_noted(), torch.inference_mode():
-        step = WeightlessStep(SEARCHES[search]._replace(width=WIDTH), 20, VOCAB_SIZE, most_children=MOST_CHILDREN)
+        rules = SEARCHES[search]._replace(width=WIDTH)
+        step = with_masks(WeightlessStep(rules, 20, VOCAB_SIZE, most_children=MOST_CHILDREN))
         with MemoryCounter() as counter:
             step.select(np.full(20, 25))
     assert 0 < counter.most <= profiled(20 * WIDTH)

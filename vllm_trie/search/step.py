@@ -11,6 +11,7 @@ import torch
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import NEVER, numbers, sees
 from vllm_trie.search.filters import LogitsFilters, Pruning, log_probabilities
+from vllm_trie.search.parts import in_parts
 from vllm_trie.search.rank import topk
 from vllm_trie.search.rules import Choice, Means, SelectRules
 from vllm_trie.search.sampling import joint_probabilities
@@ -80,10 +81,13 @@ def _row_logprobs(rules: SelectRules, logits: torch.Tensor, beams: Beams) -> tup
     if rules.is_controlled or masked is not logits:
         is_barred = masked.amax(dim=-1) == NEVER
         if not sees(logits.device) or is_barred.any():
-            masked = masked.masked_fill(is_barred[..., None], 0.0)
+            masked = masked.clone() if masked is logits else masked
+            masked.masked_fill_(is_barred[..., None], 0.0)
             beams = beams._replace(scores=beams.scores.masked_fill(is_barred, NEVER))
     temperature = rules.filters.temperature if rules.strategy.scales_logits else 1.0
-    return beams.restrict(log_probabilities(masked, rules.stops.barred_token_ids, temperature)), beams
+    logprobs = log_probabilities(masked, rules.stops.barred_token_ids, temperature)
+    del masked  # which may be as large
+    return beams.restrict(logprobs), beams
 
 
 def reported(rules: SelectRules, choice: Choice) -> Step[torch.Tensor]:
@@ -102,10 +106,19 @@ def reported(rules: SelectRules, choice: Choice) -> Step[torch.Tensor]:
 
 
 def _token_logprobs(logprobs: torch.Tensor, parents: torch.Tensor, tokens: torch.Tensor) -> TokenLogprobs[torch.Tensor]:
-    num_groups, num_rows, vocab_size = logprobs.shape
+    num_rows, vocab_size = logprobs.shape[1:]
     own = logprobs.flatten(1).gather(1, parents * vocab_size + tokens)
-    groups = numbers(num_groups, own.device)[:, None]
     # As many at a time as there are rows, to save memory.
-    parts = zip(torch.split(parents, num_rows, 1), torch.split(own, num_rows, 1), strict=True)
-    ranks = [(logprobs[groups, rows] >= of_rows[..., None]).sum(dim=-1) for rows, of_rows in parts]
-    return TokenLogprobs(own, torch.cat(ranks, dim=1))
+    some_of_each = zip(torch.split(parents, num_rows, 1), torch.split(own, num_rows, 1), strict=True)
+    return TokenLogprobs(own, torch.cat([_ranks(logprobs, *some) for some in some_of_each], dim=1))
+
+
+def _ranks(logprobs: torch.Tensor, parents: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """[G, k] how many tokens of their rows `parents` [G, k] are as probable as these, or more."""
+    groups = numbers(len(parents), own.device)[:, None]
+
+    def of_some(some: slice) -> tuple[torch.Tensor]:
+        return ((logprobs[groups, parents[:, some]] >= own[:, some, None]).sum(dim=-1),)
+
+    (ranks,) = in_parts((*parents.shape, logprobs.shape[-1]), of_some)
+    return ranks

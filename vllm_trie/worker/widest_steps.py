@@ -6,9 +6,9 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from vllm_trie.search.beams import Beams
+from vllm_trie.search.beams import STATELESS, Beams, States
 from vllm_trie.search.constraints.catalog import ItemRules, ItemTrie
-from vllm_trie.search.constraints.constraint import Constraint
+from vllm_trie.search.constraints.grammar import Grammar
 from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import LogitsFilters, Pruning
 from vllm_trie.search.parts import rows_at_a_time
@@ -49,12 +49,13 @@ def take_widest_steps(logits: torch.Tensor, most_together: int, num_logprobs: in
         most_together: Rows, where the search needs much memory.
         num_logprobs: The most that each row may have to report; -1: all.
     """
-    _take(SelectRules(len(logits), Best(), STOPS, num_logprobs, True), logits)
+    _take(SelectRules(len(logits), Best(), STOPS, num_logprobs, True), logits, _by_a_grammar(logits))
     for num_rows in sorted({most_together, min(most_together, rows_at_a_time(logits.shape[1]))}):
         some = logits[:num_rows]
         for strategy in STRATEGIES:
             _take(SelectRules(len(some), strategy, STOPS, num_logprobs, True, FILTERS, PRUNING), some)
-        _take(SelectRules(len(some), Best(), STOPS, num_logprobs, True, FILTERS, PRUNING, (AFTER,)), some)
+        rules = SelectRules(len(some), Best(), STOPS, num_logprobs, True, FILTERS, PRUNING, (AFTER,))
+        _take(rules, some, _before_items(rules, logits.device))
     text = "left up to %.1f GB for searches, of which %d beams together may draw or filter; max_beam_width bounds these"
     logger.info(text, most_bytes(len(logits), logits.shape[1], len(some)) / 1e9, len(some))
 
@@ -74,12 +75,19 @@ def most_bytes(num_rows: int, vocab_size: int, num_heavy: int) -> int:
     return max(LIGHT_BYTES * num_rows, heavy) * vocab_size
 
 
-def _take(rules: SelectRules, logits: torch.Tensor) -> None:
-    under: dict[Constraint, torch.Tensor] = {}
-    if rules.constraints:
-        first_child = torch.zeros(3, dtype=torch.int32, device=logits.device)
-        trie = ItemTrie(first_child, first_child[:-1], first_child[:-1].bool(), [1])  # two nodes without children
-        along = AFTER.on({AFTER.catalog: trie}, STOPS.token_ids)
-        under = {along: along.begin(rules.width, logits.device)}
+def _take(rules: SelectRules, logits: torch.Tensor, under: States = STATELESS) -> None:
     beams = Beams(torch.zeros(1, rules.width, device=logits.device), states=under)
     packed(take_step(rules, logits.float()[None], beams, Means([(0, 0)])))  # as they are once they are processed
+
+
+def _by_a_grammar(logits: torch.Tensor) -> States:
+    """Of beams of which it allows all tokens."""
+    return {Grammar(): torch.ones(1, *logits.shape, dtype=torch.bool, device=logits.device)}
+
+
+def _before_items(rules: SelectRules, device: torch.device) -> States:
+    """Of beams that may take any token, in front of a catalog of two nodes without children."""
+    first_child = torch.zeros(3, dtype=torch.int32, device=device)
+    trie = ItemTrie(first_child, first_child[:-1], first_child[:-1].bool(), [1])
+    along = AFTER.on({AFTER.catalog: trie}, STOPS.token_ids)
+    return {along: along.begin(rules.width, device)}
