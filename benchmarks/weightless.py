@@ -42,7 +42,7 @@ from vllm_trie.worker.rows import Rows
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.select import Selector
 from vllm_trie.worker.step_context import PackedStep, StepContext
-from vllm_trie.worker.widest_steps import ROWS
+from vllm_trie.worker.widest_steps import most_rows_together
 
 NOWHERE = torch.device("meta")
 LENGTH, BLOCK_SIZES = 64, (16, 32)  # tokens of a slot; of a block, by KV cache group
@@ -248,7 +248,7 @@ class WeightlessStep:
         parts = nowhere(num_nodes + 1, dtype=torch.int32), nowhere(num_nodes, dtype=torch.int32)
         catalogs.tries[CATALOG] = ItemTrie(*parts, nowhere(num_nodes, dtype=torch.bool), [*most_children])
         with patch.object(select, "stop_strings_of", lambda _: stop_strings):
-            self.selector = Selector(self.runner, self.groups, rows, catalogs, ROWS)
+            self.selector = Selector(self.runner, self.groups, rows, catalogs, most_rows_together(vocab_size))
         steps = {name: GroupStep(rules, selects=True, decodes=True, draw=(3, 5)) for name in self.groups}
         fanned_out = {"entered": [*self.groups], "new_tokens_unknown": [*self.groups]}
         self.context = StepContext(steps, decided_at=SimpleNamespace(record=lambda: None), **fanned_out)

@@ -66,8 +66,9 @@ def test_a_step_takes_no_more_launches_than_today(search: str) -> None:
 
 @pytest.mark.parametrize(("search", "num_groups"), [("plain", 1), ("plain", 8), ("controlled", 1)])
 def test_ordinary_rows_beside_beams_take_few_launches_more(search: str, num_groups: int) -> None:
+    """Beside an upload of counts that steps of the same beams alone have made once."""
     alone, beside = (counted(search, 4, num_groups, num_ordinary, is_whole=True).launches for num_ordinary in (0, 3))
-    assert 0 < beside - alone <= MOST_BESIDE
+    assert 0 < beside - (alone + 1) <= MOST_BESIDE
 
 
 @pytest.mark.parametrize("num_groups", [1, 8])

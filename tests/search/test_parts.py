@@ -29,6 +29,7 @@ from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import packed
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.search.strategies.in_groups import InGroups
+from vllm_trie.search.strategies.stochastic import Stochastic
 
 NEVER = float("-inf")
 NUM_ROWS, VOCAB_SIZE = 6, 30
@@ -174,19 +175,39 @@ def test_cells_are_drawn_from_all_parts_with_replacement(cells: int, monkeypatch
 
 
 def test_parts_are_joined_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    values, asked = torch.arange(2 * 5 * 3).view(2, 5, 3), list[slice]()
+    values, scores, num_asked = torch.arange(2 * 5 * 3).view(2, 5, 3), torch.arange(10.0).view(2, 5), list[int]()
 
-    def function(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        asked.append(rows)
-        return values[:, rows] + 1, values[:, rows].sum(dim=-1)
+    def function(values: torch.Tensor, beams: Beams) -> tuple[torch.Tensor, torch.Tensor]:
+        num_asked.append(values.shape[1])
+        return values + 1, values.sum(dim=-1) + beams.scores
 
-    for cells, num_parts in ((12, 3), (6, 5), (1, 5), (29, 2), (30, 1)):
+    for cells, expected in ((12, [2, 2, 1]), (6, [1] * 5), (1, [1] * 5), (29, [4, 1]), (30, [5])):
         monkeypatch.setattr(parts, "CELLS", cells)
-        asked.clear()
-        added, summed = in_parts(values.shape, function)
+        num_asked.clear()
+        added, summed = in_parts(values.shape, function, values, Beams(scores))
         assert torch.equal(added, values + 1)
-        assert torch.equal(summed, values.sum(dim=-1))
-        assert len(asked) == num_parts
+        assert torch.equal(summed, values.sum(dim=-1) + scores)
+        assert num_asked == expected
+
+
+@CELLS
+def test_a_row_without_a_number_draws_nothing_and_keeps_no_other_from_it(
+    cells: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what rows may not take, is not drawn of them in any part."""
+    monkeypatch.setattr(parts, "CELLS", cells)
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, NUM_ROWS, VOCAB_SIZE, generator=random)
+    logits[0, 1, 5] = torch.nan
+    key = Grammar(2)
+    allowed = states_under(key, 1, random)
+    scores = torch.zeros(1, NUM_ROWS)
+    for seed in range(20):
+        beams = Beams(scores, scores, {key: allowed})
+        step = take_step(rules_of(NUM_ROWS, strategy=Stochastic()), logits, beams, Means([(seed, 1)]))
+        assert (step.scores > NEVER).all()
+        assert allowed[0, step.parents[0], step.tokens[0]].all()
+        assert not (step.parents == 1).any()
 
 
 def test_the_best_are_counted_in_rows_of_any_length() -> None:

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from tests.support.engine import TRAINED_TARGET
 from tests.support.graphs import as_on_a_gpu
+from vllm_trie.worker import runner as runner_module
 from vllm_trie.worker.plain_step_graphs import add_graphs_of_plain_steps
 from vllm_trie.worker.runner import BeamModelRunner
 
@@ -97,5 +98,6 @@ def test_a_runner_adds_them_before_anything_is_captured(monkeypatch: pytest.Monk
     runner.vllm_config, runner.attn_groups, runner.drafter = graphs.vllm_config, [], None
     made = lambda runner, *_, **__: setattr(runner, "cudagraph_manager", graphs)  # noqa: E731
     monkeypatch.setattr(GPUModelRunner, "initialize_kv_cache", made)
+    monkeypatch.setattr(runner_module, "tell_layer_bytes", lambda _: None)
     runner.initialize_kv_cache(None, is_profiling=True)
     assert dispatched(graphs, 3).cg_mode == CUDAGraphMode.FULL

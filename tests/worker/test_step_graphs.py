@@ -235,6 +235,18 @@ def test_where_memory_is_short_steps_are_taken_as_they_were() -> None:
         assert captures.count == count
 
 
+def test_memory_that_is_not_there_is_asked_for_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, captures = step_with_graphs(Shape("plain", 4))
+    taken, asked = list[int](), list[int]()
+    monkeypatch.setattr(captures, "has_room", lambda _: asked.append(len(taken)))
+    for number in range(20):
+        taken.append(number)
+        step.restore()
+        step.select()
+    assert asked == [2, 4, 8, 16]
+    assert captures.count == 0
+
+
 def test_what_is_uploaded_once_outlives_its_cache_in_a_graph() -> None:
     """It is there when the graph is captured, too, however long ago the step came first."""
     step, captures = step_with_graphs(Shape("many stop tokens", 4))
@@ -287,11 +299,11 @@ def test_a_runner_takes_steps_by_graphs_where_its_engine_has_some(
     monkeypatch.setattr(GPUModelRunner, "load_model", lambda _: None)
     monkeypatch.setattr(runner_module, "GraphCapture", TakenAgain)
     runner: Any = object.__new__(BeamModelRunner)
-    runner.device, runner.groups, runner.most_together = DEVICE, {}, 8
+    runner.device, runner.groups, runner.max_num_reqs = DEVICE, {}, 8
     runner.speculator = runner.pp_handler = None
     runner.sampler, runner.model_state = SimpleNamespace(), object.__new__(DefaultModelState)
     runner.model_state.rope_state = None
-    runner.model_config = SimpleNamespace(dtype=torch.bfloat16)
+    runner.model_config = SimpleNamespace(dtype=torch.bfloat16, get_vocab_size=lambda: 300)
     runner.compilation_config = SimpleNamespace(cudagraph_mode=mode)
     runner.load_model()
     assert isinstance(runner.selector.graphs, StepGraphs if mode != CUDAGraphMode.NONE else type(None))

@@ -59,8 +59,6 @@ class Beams(NamedTuple):
 
     def rows(self, which: slice) -> Beams:
         """Those of some rows of each group."""
-        if which == slice(None):
-            return self
         return self._each(lambda of_rows: of_rows[:, which])
 
     def gather(self, parents: torch.Tensor) -> Beams:
@@ -92,6 +90,11 @@ class Beams(NamedTuple):
         for key, state in self.states.items():
             allowed &= key.leads_on(state, tokens)
         return allowed
+
+    @property
+    def are_narrowed(self) -> bool:
+        """Whether any constraint has a `narrow` of its own."""
+        return any(type(key).narrow is not Constraint.narrow for key in self.states)
 
     @property
     def sparse(self) -> Constraint | None:

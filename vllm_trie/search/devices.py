@@ -91,11 +91,13 @@ def uploaded_together(arrays: Sequence[np.ndarray], device: torch.device) -> lis
     ]
 
 
-def uploaded_once(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The same of an int64 array that comes again and again, uploaded the first time. Not to be written to."""
-    return _uploaded_once(array.astype(np.int64).tobytes(), array.shape, device)
+def uploaded_once(array: np.ndarray, device: torch.device, dtype: type[np.integer[Any]] = np.int64) -> torch.Tensor:
+    """The same of integers that come again and again, uploaded the first time. Not to be written to."""
+    return _uploaded_once(array.astype(dtype).tobytes(), array.shape, dtype, device)
 
 
 @kept(256)
-def _uploaded_once(content: bytes, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return uploaded(np.frombuffer(content, np.int64).reshape(shape).copy(), device)
+def _uploaded_once(
+    content: bytes, shape: tuple[int, ...], dtype: type[np.integer[Any]], device: torch.device
+) -> torch.Tensor:
+    return uploaded(np.frombuffer(content, dtype).reshape(shape).copy(), device)

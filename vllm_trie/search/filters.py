@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 from math import inf, log
 from operator import or_
@@ -71,27 +72,38 @@ def filtered(logprobs: torch.Tensor, filters: LogitsFilters, most: int | None = 
     Returns:
         A new tensor, or `logprobs` itself if nothing filters.
     """
-    vocab_size = logprobs.shape[-1]
-    if not filters.leave_out(vocab_size):
+    if not filters.leave_out(logprobs.shape[-1]):
         return logprobs
-    rows = logprobs.reshape(1, -1, vocab_size)
-    (allowed,) = in_parts(rows.shape, lambda part: (filter_(rows[0, part].clone(), filters, most)[None],))
+    rows = logprobs.reshape(1, -1, logprobs.shape[-1])
+    (allowed,) = in_parts(rows.shape, lambda part: (_filtered(part, filters, most, part),), rows)
     return allowed.view_as(logprobs)
 
 
-def filter_(logprobs: torch.Tensor, filters: LogitsFilters, most: int | None = None) -> torch.Tensor:
-    """The same in place, of rows [R, V]; returns them."""
+def filter_(logprobs: torch.Tensor, filters: LogitsFilters) -> torch.Tensor:
+    """The same in place; returns log-probabilities."""
+    return _filtered(logprobs, filters)
+
+
+def _filtered(
+    logprobs: torch.Tensor, filters: LogitsFilters, most: int | None = None, kept: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`filtered`, in place, unless they are `kept`."""
     vocab_size = logprobs.shape[-1]
     if filters.min_p > 0:
         threshold = logprobs.amax(dim=-1, keepdim=True) + log(filters.min_p)
-        logprobs.masked_fill_(logprobs < threshold, NEVER)
+        logprobs = _without(logprobs, logprobs < threshold, kept)
     if 0 < filters.top_k < vocab_size:
         last = logprobs.topk(filters.top_k, dim=-1).values[..., -1:]
-        logprobs.masked_fill_(logprobs < last, NEVER)
+        logprobs = _without(logprobs, logprobs < last, kept)
     if filters.top_p < 1:
         count, last = _nucleus(logprobs, filters.top_p, min(most or vocab_size, vocab_size))
-        logprobs.masked_fill_(~best(logprobs, count, last), NEVER)
+        logprobs = _without(logprobs, ~best(logprobs, count, last), kept)
     return logprobs
+
+
+def _without(logprobs: torch.Tensor, dropped: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+    """Log-probabilities with -inf for what is dropped: in place, unless they are `kept`."""
+    return logprobs.masked_fill(dropped, NEVER) if logprobs is kept else logprobs.masked_fill_(dropped, NEVER)
 
 
 def pruned(logprobs: torch.Tensor, scores: torch.Tensor, pruning: Pruning) -> torch.Tensor:
@@ -112,32 +124,45 @@ def pruned(logprobs: torch.Tensor, scores: torch.Tensor, pruning: Pruning) -> to
     Returns:
         A new tensor, or `logprobs` itself if nothing prunes.
     """
-    return logprobs if pruning == Pruning() else prune_(logprobs.clone(), scores, pruning)
+    if not (rules := _dropping(logprobs, scores, pruning)):
+        return logprobs
+
+    def of_rows(own: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor]:
+        return (own.masked_fill(_dropped(own, scores, rules), NEVER),)
+
+    (kept,) = in_parts(logprobs.shape, of_rows, logprobs, scores)
+    return kept
 
 
 def prune_(logprobs: torch.Tensor, scores: torch.Tensor, pruning: Pruning) -> torch.Tensor:
     """The same in place; returns log-probabilities."""
-    if pruning == Pruning():
-        return logprobs
-    best_of_rows = logprobs.amax(dim=-1)
-    if pruning.margin < inf:
-        least = (best_of_rows + scores).amax(dim=-1)[:, None, None] - pruning.margin
-    if pruning.relative_local is not None:
-        best_of_live = best_of_rows.masked_fill(scores == NEVER, NEVER).amax(dim=-1)
-        least_local = best_of_live[:, None, None] + log(pruning.relative_local)
-    for rows in parts(logprobs.shape):
-        of_rows = logprobs[:, rows]
-        dropped = []
-        if pruning.margin < inf:
-            dropped.append(of_rows + scores[:, rows, None] < least)
-        if pruning.relative_local is not None:
-            dropped.append(of_rows < least_local)
-        if pruning.per_parent is not None and pruning.per_parent < of_rows.shape[-1]:
-            last = of_rows.topk(pruning.per_parent, dim=-1).values[..., -1:]
-            dropped.append(~best(of_rows, pruning.per_parent, last))
-        if dropped:
-            of_rows.masked_fill_(reduce(or_, dropped), NEVER)
+    if rules := _dropping(logprobs, scores, pruning):
+        for rows in parts(logprobs.shape):
+            own = logprobs[:, rows]
+            own.masked_fill_(_dropped(own, scores[:, rows], rules), NEVER)
     return logprobs
+
+
+Drops = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of log-probabilities [G, k, V] and scores [G, k]
+
+
+def _dropping(logprobs: torch.Tensor, scores: torch.Tensor, pruning: Pruning) -> list[Drops]:
+    """By rule, what says which continuations of some rows it drops; arguments as for `pruned`."""
+    rules = list[Drops]()
+    if pruning.margin < inf:
+        least = (logprobs.amax(dim=-1) + scores).amax(dim=-1)[:, None, None] - pruning.margin
+        rules.append(lambda own, scores: own + scores[..., None] < least)
+    if pruning.relative_local is not None:
+        leader = logprobs.amax(dim=-1).masked_fill(scores == NEVER, NEVER).amax(dim=-1)[:, None, None]
+        least_local = leader + log(pruning.relative_local)
+        rules.append(lambda own, _: own < least_local)
+    if (count := pruning.per_parent) is not None and count < logprobs.shape[-1]:
+        rules.append(lambda own, _: ~best(own, count, own.topk(count, dim=-1).values[..., -1:]))
+    return rules
+
+
+def _dropped(logprobs: torch.Tensor, scores: torch.Tensor, rules: list[Drops]) -> torch.Tensor:
+    return reduce(or_, (rule(logprobs, scores) for rule in rules))
 
 
 def best(logprobs: torch.Tensor, count: torch.Tensor | int, last: torch.Tensor) -> torch.Tensor:
@@ -187,7 +212,7 @@ def _nucleus(logprobs: torch.Tensor, top_p: float, most: int) -> tuple[torch.Ten
     Returns:
         How many they are, [R, 1], and the least of them, [R, 1].
     """
-    if len(split(logprobs)) > 1 and not sees(logprobs.device):
+    if not sees(logprobs.device) and len(split(logprobs)) > 1:
         return _nucleus_of_long_rows(logprobs, top_p)
     total = logprobs.logsumexp(dim=-1, keepdim=True)
     num_ranked = min(FIRST_RANKED, most) if sees(logprobs.device) else most

@@ -67,7 +67,7 @@ def stochastic_step(
         noise = _perturbed(phi[None], [generator])[0]
         noisy = _with_maximum(noise, perturbed[..., rows].double()[..., None]).flatten(-2)
         values, cells = noisy.topk(min(count, noisy.shape[-1]), dim=-1)
-        found.append((values, cells + (rows.start or 0) * vocab_size, phi.flatten(-2).gather(-1, cells)))
+        found.append((values, cells + rows.start * vocab_size, phi.flatten(-2).gather(-1, cells)))
     noisy, cells, sums = _best_of(found, min(count, logprobs.shape[-2] * vocab_size))
     return StochasticBeams(cells, sums, noisy)
 

@@ -37,10 +37,10 @@ def draw(logprobs: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
         chances: [G, r, k] float64 in [0, 1).
     """
 
-    def of_rows(rows: slice) -> tuple[torch.Tensor]:
-        return (_inverted(logprobs[:, rows].double().softmax(dim=-1).nan_to_num_(), chances[:, rows]),)
+    def of_rows(logprobs: torch.Tensor, chances: torch.Tensor) -> tuple[torch.Tensor]:
+        return (_inverted(logprobs.double().softmax(dim=-1).nan_to_num_(), chances),)
 
-    (drawn,) = in_parts(logprobs.shape, of_rows)
+    (drawn,) = in_parts(logprobs.shape, of_rows, logprobs, chances)
     return drawn
 
 
@@ -99,10 +99,12 @@ def draw_cells(p: torch.Tensor, count: int, replacement: bool, rng: np.random.Ge
 def _inverted(p: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
     """Where the running sums of p [..., N] pass the chances [..., k], these being shares of its total."""
     *others, last = split(p)
-    share = running_sum(last)
     ends = [running_sum(part)[..., -1:].clone() for part in others]
-    *starts, start = accumulate(ends, initial=torch.zeros_like(share[..., -1:]))
-    total = share.add_(start)[..., -1:]
+    *starts, start = accumulate(ends, initial=torch.zeros_like(p[..., :1]))
+    share = running_sum(last)
+    if others:
+        share.add_(start)
+    total = share[..., -1:]
     below_total = torch.nextafter(total, torch.zeros_like(total))  # rounding must not reach beyond the last possible
     passed = torch.minimum(chances * total, below_total)
     drawn = torch.searchsorted(share, passed, right=True)

@@ -117,8 +117,8 @@ def _ranks(logprobs: torch.Tensor, parents: torch.Tensor, own: torch.Tensor) -> 
     """[G, k] how many tokens of their rows `parents` [G, k] are as probable as these, or more."""
     groups = numbers(len(parents), own.device)[:, None]
 
-    def of_some(some: slice) -> tuple[torch.Tensor]:
-        return ((logprobs[groups, parents[:, some]] >= own[:, some, None]).sum(dim=-1),)
+    def of_some(parents: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((logprobs[groups, parents] >= own[..., None]).sum(dim=-1),)
 
-    (ranks,) = in_parts((*parents.shape, logprobs.shape[-1]), of_some)
+    (ranks,) = in_parts((*parents.shape, logprobs.shape[-1]), of_some, parents, own)
     return ranks

@@ -16,10 +16,13 @@ drafts may be accepted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.device_allocator import get_mem_allocator_instance
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
@@ -42,7 +45,9 @@ class HiddenStates:
         self.layer, self.number = _layer_of(speculator, config.kv_cache_groups)
         block_size = runner.block_tables.block_sizes[self.number]
         size = config.num_blocks, block_size, speculator.hidden_size
-        self.by_token = ByToken(torch.zeros(size, dtype=speculator.dtype, device=runner.device), (block_size,))
+        with _memory_of_kv_caches(runner.vllm_config):
+            states = torch.zeros(size, dtype=speculator.dtype, device=runner.device)
+        self.by_token = ByToken(states, (block_size,))
         self.by_slot = self.by_token.contents.flatten(0, 1)  # [slots, H], the same memory
 
     @torch.inference_mode()
@@ -52,6 +57,13 @@ class HiddenStates:
         slots = forward.slot_mappings_by_layer[self.layer][:num_tokens]
         states = torch.cat([of_layer[:num_tokens] for of_layer in forward.aux_hidden_states], dim=-1)
         self.by_slot[slots] = self._model.combine_hidden_states(states)
+
+
+def _memory_of_kv_caches(vllm_config: VllmConfig) -> AbstractContextManager[Any]:
+    """Within it, what is allocated is dropped where vLLM's KV cache is, while an engine sleeps, and is not copied."""
+    if not (current_platform.is_cuda_alike() and vllm_config.model_config.enable_cumem_allocator):
+        return nullcontext()
+    return get_mem_allocator_instance().use_memory_pool(tag="kv_cache")
 
 
 def _layer_of(speculator: EagleSpeculator, groups: Sequence[KVCacheGroupSpec]) -> tuple[str, int]:

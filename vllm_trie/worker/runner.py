@@ -33,12 +33,13 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_trie.messages import attach_results, catalog_changes, row_masks
-from vllm_trie.search.devices import sees
+from vllm_trie.search.devices import sees, uploaded_once
 from vllm_trie.selection import has_logits_processors
 from vllm_trie.worker import kernels
 from vllm_trie.worker.amateur import Amateur, amateur_logits, contrasting
 from vllm_trie.worker.announce_shared_rows import announce_shared_rows, reads_shared_blocks_once
 from vllm_trie.worker.attention.check_attention import check_demanded_layers
+from vllm_trie.worker.attention.layer_bytes import tell_layer_bytes
 from vllm_trie.worker.attention.tree_layers import takes_trees
 from vllm_trie.worker.catalogs import DeviceCatalogs
 from vllm_trie.worker.draft import Drafter
@@ -62,7 +63,7 @@ from vllm_trie.worker.sub_batch import put_sampled, scatter_logprobs, sub_batch
 from vllm_trie.worker.sub_forward import sub_forward
 from vllm_trie.worker.tree_positions import tree_positions
 from vllm_trie.worker.verify import verify
-from vllm_trie.worker.widest_steps import most_rows_together, take_widest_steps
+from vllm_trie.worker.widest_steps import most_heavy_rows, most_rows_together, take_widest_steps
 
 DRAFTERS: dict[str, type[Drafter]] = {"ngram": LookupDrafts, "ngram_gpu": LookupDrafts, "eagle3": HeadDrafts}
 
@@ -76,10 +77,10 @@ class BeamModelRunner(GPUModelRunner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.groups: dict[str, GroupRows] = {}
-        self._has_own_processors = has_logits_processors(self.vllm_config)  # which may write something in any step
         self.step = StepContext()
         self.rank_check = rank_check(self.vllm_config)
         self.stages: Stages | None = None
+        self._sets_rows_apart = False  # whether attention does so in this step, see `announce_shared_rows`
         self.catalogs: DeviceCatalogs
         self.rows: Rows
         self.selector: Selector
@@ -87,13 +88,13 @@ class BeamModelRunner(GPUModelRunner):
         self.amateur: Amateur | None = None
 
     @cached_property
-    def _copies_rows(self) -> bool:
-        return may_copy_rows(self) and not self._has_own_processors
+    def _has_own_processors(self) -> bool:
+        """Those of a user, which may write something in any step."""
+        return has_logits_processors(self.vllm_config)
 
     @cached_property
-    def most_together(self) -> int:
-        """How many rows are selected together where that needs much memory."""
-        return self.max_num_reqs if sees(self.device) else most_rows_together(self.vllm_config)
+    def _copies_rows(self) -> bool:
+        return may_copy_rows(self) and not self._has_own_processors
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         if isinstance(self.speculator, DraftModelSpeculator):
@@ -108,7 +109,8 @@ class BeamModelRunner(GPUModelRunner):
         self.catalogs = DeviceCatalogs(None if self.sampler is None else self.device)
         if self.sampler is None:
             return
-        self.selector = Selector(self, self.groups, self.rows, self.catalogs, self.most_together)
+        together = self.max_num_reqs if sees(self.device) else most_rows_together(self.model_config.get_vocab_size())
+        self.selector = Selector(self, self.groups, self.rows, self.catalogs, together)
         if kernels.run_on(self.device) and self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
             self.selector.graphs = StepGraphs(self.device, self.model_config.dtype, GraphCapture())
         if self.speculator is not None:
@@ -132,9 +134,10 @@ class BeamModelRunner(GPUModelRunner):
     def initialize_kv_cache(self, *args: Any, is_profiling: bool = False, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, is_profiling=is_profiling, **kwargs)
         check_demanded_layers(self.vllm_config, [*chain(*self.attn_groups)])
+        tell_layer_bytes(self)
         assert self.cudagraph_manager is not None
         add_graphs_of_plain_steps(self.cudagraph_manager)
-        if self.drafter is not None and not takes_trees(self):
+        if self.drafter is not None and not is_profiling and not takes_trees(self):
             self.drafter = None
         if self.drafter is not None and isinstance(self.speculator, EagleSpeculator) and not is_profiling:
             self.rows.hidden_states = HiddenStates(self)
@@ -153,7 +156,7 @@ class BeamModelRunner(GPUModelRunner):
         logits = self.model.compute_logits(hidden_states)
         if self.drafter is not None:
             take_widest_move(self)
-        take_widest_steps(logits, self.most_together, self.model_config.max_logprobs)
+        take_widest_steps(logits, most_heavy_rows(self.vllm_config), self.model_config.max_logprobs)
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, *args: Any, dummy_run: bool = False, **kwargs: Any
@@ -200,10 +203,9 @@ class BeamModelRunner(GPUModelRunner):
 
     def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
         state, uniform_token_count = super().gather_batch_req_state(*args, **kwargs)
+        self._sets_rows_apart = bool(self.step.forests) or reads_shared_blocks_once(self, self.step, self.groups)
         # Full graphs of decoding steps hold vLLM's attention.
-        if self.step.forests or reads_shared_blocks_once(self, self.step, self.groups):
-            uniform_token_count = None
-        return state, uniform_token_count
+        return state, None if self._sets_rows_apart else uniform_token_count
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         if not self.step.forests:
@@ -215,7 +217,8 @@ class BeamModelRunner(GPUModelRunner):
             self.req_states.draft_tokens = stock
 
     def prepare_attn(self, input_batch: InputBatch, **kwargs: Any) -> Any:
-        announce_shared_rows(self, self.step, self.groups, input_batch)
+        if self._sets_rows_apart:
+            announce_shared_rows(self, self.step, self.groups, input_batch)
         prepared = super().prepare_attn(input_batch, **kwargs)
         if self.step.forests:
             rows = BatchRows(input_batch, self.max_num_reqs)
@@ -280,7 +283,9 @@ class BeamModelRunner(GPUModelRunner):
                 decided = step.results([selected.packed.cpu().numpy() for selected in step.selected])
                 arrays = {group_id: of_group.as_arrays() for group_id, of_group in decided.items()}
                 self.rank_check.compare("beams", arrays)
-        counts, rejected = async_tensor_h2d(num_sampled, device=self.device)[:, : batch.num_reqs]
+        # Where nothing is written to them, they come again and again.
+        there = async_tensor_h2d if of_ordinary is not None else partial(uploaded_once, dtype=np.int32)
+        counts, rejected = there(num_sampled, device=self.device)[:, : batch.num_reqs]
         step.decided_at.record()
         num_nans = get_num_nans(logits[batch.cu_num_logits[:-1].long()]) if sampler.compute_nans else None
         if of_ordinary is None:

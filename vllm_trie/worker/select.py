@@ -91,7 +91,7 @@ class Selector:
         groups: Its groups; their scores and newest tokens are updated.
         rows: Its rows.
         catalogs: On its device.
-        most_together: Rows that are selected together where that needs much memory.
+        most_together: Rows of several groups that are selected together where that needs much memory.
     """
 
     def __init__(

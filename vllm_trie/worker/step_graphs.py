@@ -58,7 +58,8 @@ class StepGraphs:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, capture: GraphCapture) -> None:
         self._device, self._capture = device, capture
-        self._seen: dict[Key, None] = {}  # steps that came once; here and below, what came last is at the end
+        # How often steps came that have no graph; here and below, what came last is at the end.
+        self._seen: dict[Key, int] = {}
         self._graphs: dict[Key, StepGraph] = {}
         # What graphs read, taken before vLLM measures the memory that is left.
         self._logits = {of: torch.empty(MOST_LOGITS, dtype=of, device=device) for of in (dtype, torch.float32)}
@@ -78,6 +79,8 @@ class StepGraphs:
         knows_more = means.draws or means.completes is not None or beams.states or beams.rank_scores is not None
         if knows_more or rules.constraints or not 0 <= (rules.num_logprobs or 0) <= MOST_PER_ROW:
             return False
+        if _key(rules, logits, beams) in self._graphs:
+            return True
         num_rows, values, (stride, one) = len(logits.which), logits.values, logits.values.stride()
         is_laid_out = values.dtype in self._logits and one == 1 and stride >= values.shape[1]
         most_logits = MOST_LOGITS
@@ -97,12 +100,15 @@ class StepGraphs:
         """
         num_rows, values = len(logits.which), logits.values
         vocab_size, stride = values.shape[1], values.stride(0)
-        key = rules, beams.scores.shape, values.dtype, vocab_size, stride
+        key = _key(rules, logits, beams)
         if (graph := self._graphs.pop(key, None)) is None:
-            is_new = key not in self._seen
-            _keep(self._seen, key, None, MOST_SEEN)
-            if is_new or not self._capture.has_room(BYTES_OF_LOGIT * num_rows * vocab_size + MOST_BYTES_BESIDE):
+            count = self._seen.get(key, 0) + 1
+            _keep(self._seen, key, count, MOST_SEEN)
+            # Where there is no memory, it is asked for again ever more rarely: each time waits for the driver.
+            is_asked = count > 1 and count.bit_count() == 1
+            if not (is_asked and self._capture.has_room(BYTES_OF_LOGIT * num_rows * vocab_size + MOST_BYTES_BESIDE)):
                 return None
+            del self._seen[key]
         # As far apart as they were: kernels are compiled for that.
         own_values = self._logits[values.dtype][: num_rows * stride].view(num_rows, stride)[:, :vocab_size]
         torch.index_select(values, 0, logits.which, out=own_values)
@@ -123,6 +129,12 @@ class StepGraphs:
             take_rows(rules, logits, beams, which, sampled)  # so that nothing is compiled or uploaded in the capture
             replay, taken = self._capture(lambda: take_rows(rules, logits, beams, which, sampled))
         return StepGraph(replay, taken, [sampled, *constants])
+
+
+def _key(rules: SelectRules, logits: RowLogits, beams: Beams) -> Key:
+    """What steps have in common that a graph may take."""
+    values = logits.values
+    return rules, beams.scores.shape, values.dtype, values.shape[1], values.stride()
 
 
 def _keep(kept: dict[Key, Any], key: Key, value: Any, most: int) -> None:

@@ -8,7 +8,9 @@ from vllm.logger import init_logger
 
 from vllm_trie.search.beams import STATELESS, Beams, States
 from vllm_trie.search.constraints.catalog import ItemRules, ItemTrie
+from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.constraints.grammar import Grammar
+from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
 from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import LogitsFilters, Pruning
 from vllm_trie.search.parts import rows_at_a_time
@@ -24,38 +26,50 @@ from vllm_trie.selection import most_beams
 
 logger = init_logger("vllm.trie_beam.widest_steps")
 
-ROWS = 64  # of searches that need much memory, together; more where one search has more
+ROWS = 64  # of several searches that need much memory, together
 LIGHT_BYTES = 14  # for each row and token of the vocabulary, of other searches
-HEAVY_BYTES = 54  # of these, where their rows are taken in one part
-HEAVY_BYTES_IN_PARTS, BYTES_OF_PART = 25, 49  # of all their rows, and besides of those of a part
+HEAVY_BYTES = 63  # of these, where their rows are taken in one part
+HEAVY_BYTES_IN_PARTS, BYTES_OF_PART = 28, 59  # of all their rows, and besides of those of a part
 STRATEGIES: tuple[Strategy, ...] = (
     *(Best(), InGroups(1, 0.5, None), SampledEach(), Stochastic()),
     *(Drawn(replacement, 1, None, False) for replacement in (False, True)),
 )
 FILTERS, PRUNING, STOPS = LogitsFilters(0.5, 0.1, 0, 0.9), Pruning(0.1, 1.0, 0.1, 2), Stops((0,))
-AFTER = ItemRules("", after=0)  # along a catalog, but from some token on: all tokens, or its items alone
+AFTER = ItemRules("", 2, after=0, ends_with_stop=True)  # from some token on along a catalog, and before it any token
+
+PHRASES = PhraseBoosts.of([([0], 1.0)])
 
 
-def most_rows_together(vllm_config: VllmConfig) -> int:
-    """How many rows are selected together where that needs much memory."""
-    return max(most_beams(vllm_config), ROWS)
+def most_rows_together(vocab_size: int) -> int:
+    """How many rows of several searches are selected together where that needs much memory: a part at most."""
+    return min(ROWS, rows_at_a_time(vocab_size))
 
 
-def take_widest_steps(logits: torch.Tensor, most_together: int, num_logprobs: int) -> None:
+def most_heavy_rows(vllm_config: VllmConfig) -> int:
+    """How many rows are selected together where that needs much memory: those of the widest search, or of several."""
+    return max(most_beams(vllm_config), most_rows_together(vllm_config.model_config.get_vocab_size()))
+
+
+def take_widest_steps(logits: torch.Tensor, num_heavy: int, num_logprobs: int) -> None:
     """Take a step of each kind, of one search with as many beams as there may be, and with all that it may ask for.
 
     Args:
         logits: [R, V], of all rows.
-        most_together: Rows, where the search needs much memory.
+        num_heavy: See `most_heavy_rows`.
         num_logprobs: The most that each row may have to report; -1: all.
     """
     _take(SelectRules(len(logits), Best(), STOPS, num_logprobs, True), logits, _by_a_grammar(logits))
-    for num_rows in sorted({most_together, min(most_together, rows_at_a_time(logits.shape[1]))}):
+    of_part = rows_at_a_time(logits.shape[1])
+    heavy = SelectRules(1, Best(), STOPS, num_logprobs, True, FILTERS, PRUNING)
+    for num_rows in sorted({num_heavy, min(num_heavy, of_part)}):
         some = logits[:num_rows]
         for strategy in STRATEGIES:
-            _take(SelectRules(len(some), strategy, STOPS, num_logprobs, True, FILTERS, PRUNING), some)
-        rules = SelectRules(len(some), Best(), STOPS, num_logprobs, True, FILTERS, PRUNING, (AFTER,))
-        _take(rules, some, _before_items(rules, logits.device))
+            _take(heavy._replace(width=len(some), strategy=strategy), some)
+        of_items = heavy._replace(width=len(some), constraints=(AFTER, PHRASES))
+        _take(of_items, some, _before_items(1, len(some), logits.device))
+    several = logits[: most_rows_together(logits.shape[1])]
+    in_groups = heavy._replace(strategy=InGroups(1, 0.5, None), constraints=(AFTER,))
+    _take(in_groups, several, _before_items(len(several), 1, logits.device))
     text = "left up to %.1f GB for searches, of which %d beams together may draw or filter; max_beam_width bounds these"
     logger.info(text, most_bytes(len(logits), logits.shape[1], len(some)) / 1e9, len(some))
 
@@ -66,7 +80,7 @@ def most_bytes(num_rows: int, vocab_size: int, num_heavy: int) -> int:
     Args:
         num_rows: Of all searches.
         vocab_size: Tokens that there are.
-        num_heavy: Rows together, where the search needs much memory.
+        num_heavy: See `most_heavy_rows`.
     """
     of_part = rows_at_a_time(vocab_size)
     heavy = HEAVY_BYTES * num_heavy
@@ -76,18 +90,21 @@ def most_bytes(num_rows: int, vocab_size: int, num_heavy: int) -> int:
 
 
 def _take(rules: SelectRules, logits: torch.Tensor, under: States = STATELESS) -> None:
-    beams = Beams(torch.zeros(1, rules.width, device=logits.device), states=under)
-    packed(take_step(rules, logits.float()[None], beams, Means([(0, 0)])))  # as they are once they are processed
+    """Take a step of as many groups as there are rows for, with logits as they are once they are processed."""
+    by_group = logits.float().view(-1, rules.width, logits.shape[1])
+    beams = Beams(torch.zeros(by_group.shape[:2], device=logits.device), states=under)
+    packed(take_step(rules, by_group, beams, Means([(0, 0)] * len(by_group))))
 
 
 def _by_a_grammar(logits: torch.Tensor) -> States:
-    """Of beams of which it allows all tokens."""
+    """Of one group, of which it allows all tokens."""
     return {Grammar(): torch.ones(1, *logits.shape, dtype=torch.bool, device=logits.device)}
 
 
-def _before_items(rules: SelectRules, device: torch.device) -> States:
-    """Of beams that may take any token, in front of a catalog of two nodes without children."""
+def _before_items(num_groups: int, width: int, device: torch.device) -> States:
+    """Of groups that may take any token, in front of a catalog of two nodes without children, and a phrase."""
     first_child = torch.zeros(3, dtype=torch.int32, device=device)
     trie = ItemTrie(first_child, first_child[:-1], first_child[:-1].bool(), [1])
     along = AFTER.on({AFTER.catalog: trie}, STOPS.token_ids)
-    return {along: along.begin(rules.width, device)}
+    keys: tuple[Constraint, ...] = (along, PHRASES) if num_groups == 1 else (along,)
+    return {key: key.begin(num_groups * width, device).view(num_groups, width) for key in keys}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.support.flash_attention import flash_attn_varlen_func
 from tests.support.sharing import Batch, Group
 from tests.worker.attention.trees import TreeBatch, TreeGroup, random_tree
 from vllm_trie.worker.attention import gpu_backend
+from vllm_trie.worker.attention.check_attention import check_demanded_layers
 from vllm_trie.worker.attention.gpu_backend import SharedPrefixBuilder, SharedPrefixImpl
 
 pytestmark = pytest.mark.slow
@@ -186,20 +188,40 @@ def test_a_step_without_shared_blocks_is_vllms_own(engine: Engine) -> None:
     assert type(builder_of(engine).build(0, described(batch))) is FlashAttentionMetadata
 
 
+def attn_group_of(builder: SharedPrefixBuilder) -> Any:
+    return SimpleNamespace(get_metadata_builder=lambda _: builder)
+
+
 def test_full_graphs_of_all_steps_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.core.vllm_config.compilation_config, "cudagraph_mode", CUDAGraphMode.FULL)
     with pytest.raises(ValueError, match="cudagraph_mode=FULL exclude each other"):
-        builder_of(engine)
+        check_demanded_layers(engine.core.vllm_config, [attn_group_of(builder_of(engine))])
+
+
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+def test_graphs_are_those_that_vllm_chooses_when_it_has_all_builders(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    config = engine.core.vllm_config.compilation_config
+    monkeypatch.setattr(config, "cudagraph_mode", CUDAGraphMode.FULL)
+    builder = builder_of(engine)
+    monkeypatch.setattr(config, "cudagraph_mode", CUDAGraphMode[mode])
+    check_demanded_layers(engine.core.vllm_config, [attn_group_of(builder)])
+    assert (builder.can_share, builder.takes_trees) == (True, True)
+    assert builder.takes([(2, 32)]) == [True]
 
 
 def test_by_itself_it_reads_shared_blocks_once_where_that_pays(engine: Engine) -> None:
     """Summed over the groups of a step; with "on" wherever any are shared."""
     builder = builder_of(engine)
+    ((group,),) = engine.runner.attn_groups
+    builder.layer_bytes = group.get_metadata_builder(0).layer_bytes
+    assert builder.layer_bytes > 0, "runners tell it to the builders that they have"
     assert builder.takes([(2, 32), (2, 0)]) == [True, False]
     builder.option = "auto"
     assert builder.takes([(200, 4096), (2, 32)]) == [False, False]  # of layers as small as these
     assert builder.takes([(2000, 4096)]) == [True]
-    builder._layer_bytes = gpu_backend.HOST_US * gpu_backend.WEIGHTS_PER_US
+    builder.layer_bytes = gpu_backend.HOST_US * gpu_backend.WEIGHTS_PER_US
     assert builder.takes([(300, 4096)]) == [True]
     per_token = 2 * NUM_KV_HEADS * HEAD_SIZE * 4
     enough = gpu_backend.LEAST_READ_AGAIN // per_token // 32

@@ -123,22 +123,30 @@ class AlongItems(Constraint):
 
     def outcomes(self, targets: torch.Tensor) -> Outcomes:
         """See `Constraint`."""
-        trie, rules = self.trie, self.rules
-        node, is_within = targets % trie.num_nodes, targets >= 0
+        trie, rules, node = self.trie, self.rules, targets % self.trie.num_nodes
+        is_item = trie.is_item[node] & (targets >= 0)
         is_last = targets >= (rules.num_items - 1) * trie.num_nodes
-        is_item = trie.is_item[node] & is_within
         is_stopped = targets == STOPPED
         is_complete = (is_item & is_last) | is_stopped
-        goes_on = (trie.first_child[node] < trie.first_child[node + 1]) & is_within
         states = targets
         if rules.num_items > 1:
             states = torch.where(is_item & ~is_last, (targets // trie.num_nodes + 1) * trie.num_nodes, targets)
-            goes_on = goes_on | (is_item & ~is_last)
-        if rules.after is not None:
-            goes_on = goes_on | (targets == NOT_STARTED)
+        ends = is_stopped if rules.ends_with_stop else is_complete
+        return Outcomes(states, is_complete, ends, self._go_on(targets, node))
+
+    def go_on(self, targets: torch.Tensor) -> torch.Tensor:
+        """See `Constraint`."""
+        return self._go_on(targets, targets % self.trie.num_nodes)
+
+    def _go_on(self, targets: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
+        trie, rules = self.trie, self.rules
+        goes_on = trie.first_child[node] < trie.first_child[node + 1]
         if rules.ends_with_stop:
-            return Outcomes(states, is_complete, is_stopped, goes_on | (is_item & is_last))
-        return Outcomes(states, is_complete, is_complete, goes_on)
+            goes_on |= trie.is_item[node]
+        elif rules.num_items > 1:
+            goes_on |= trie.is_item[node] & (targets < (rules.num_items - 1) * trie.num_nodes)
+        goes_on &= targets >= 0
+        return goes_on if rules.after is None else goes_on | (targets == NOT_STARTED)
 
     def advance(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""
@@ -148,7 +156,7 @@ class AlongItems(Constraint):
     def leads_on(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""
         targets, exist = self._targets(states, tokens)
-        return exist & self.outcomes(targets).goes_on
+        return exist & self.go_on(targets)
 
     def _targets(self, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What tokens that are no stops lead to, and whether there is such a way; of any shape."""
@@ -175,12 +183,13 @@ class AlongItems(Constraint):
         """
         most = self.most_continuations(states, logprobs.shape[-1])
 
-        def of_rows(rows: slice) -> tuple[torch.Tensor]:
-            found, own = self.continuations(states[:, rows], most), logprobs[:, rows]
-            kept = super(AlongItems, self).logprobs_of(own, found).where(self.outcomes(found.targets).goes_on, NEVER)
-            return (torch.full_like(own, NEVER).scatter_reduce(-1, found.tokens, kept, "amax"),)
+        def of_rows(logprobs: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor]:
+            found = self.continuations(states, most)
+            own = super(AlongItems, self).logprobs_of(logprobs, found)
+            kept = own.where(self.go_on(found.targets), NEVER)
+            return (torch.full_like(logprobs, NEVER).scatter_reduce(-1, found.tokens, kept, "amax"),)
 
-        (narrowed,) = in_parts(logprobs.shape, of_rows)
+        (narrowed,) = in_parts(logprobs.shape, of_rows, logprobs, states)
         return narrowed
 
     def logprobs_of(self, logprobs: torch.Tensor, continuations: Continuations) -> torch.Tensor:

@@ -104,6 +104,10 @@ class Constraint:
         """What continuations lead to, by their targets, of any shape."""
         raise NotImplementedError
 
+    def go_on(self, targets: torch.Tensor) -> torch.Tensor:
+        """What `outcomes` says of them in `goes_on`, alone."""
+        raise NotImplementedError
+
     def logprobs_of(self, logprobs: torch.Tensor, continuations: Continuations) -> torch.Tensor:
         """[G, r, B] log-probabilities of continuations, of all [G, r, V]; -inf where there is none."""
         return logprobs.gather(-1, continuations.tokens).where(continuations.exist, float("-inf"))

@@ -8,7 +8,7 @@ import torch
 
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import NEVER, constant, numbers
-from vllm_trie.search.filters import filtered, pruned
+from vllm_trie.search.filters import filtered, prune_, pruned
 from vllm_trie.search.parts import in_parts
 from vllm_trie.search.rank import Candidates, pick, rank_candidates, topk
 from vllm_trie.search.rules import Choice, Means, SelectRules, Strategy, alive, by_row, ended, going_on
@@ -43,7 +43,9 @@ class Best(_Best, Strategy):
         width = rules.num_beams or rules.width
         count = num_candidates(width, len(rules.stops.token_ids), rules.width)
         while True:
-            allowed = pruned(_allowed(rules, logprobs, beams, means, count), scores, rules.pruning)
+            allowed = _allowed(rules, logprobs, beams, means, count)
+            prune = pruned if allowed is logprobs else prune_
+            allowed = prune(allowed, scores, rules.pruning)
             candidates = rank_candidates(allowed, scores, count)
             stops = rules.stops.end(candidates, means.completes)
             if means.completes is None or count >= num_rows * vocab_size or means.completes.num_going_on >= width:
@@ -88,18 +90,16 @@ def _allowed(rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Me
     Returns:
         A new tensor, or `logprobs` itself if there is nothing of all that.
     """
-    boosts, vocab_size = means.boosts, logprobs.shape[-1]
-    if boosts is None and not beams.states and not rules.filters.leave_out(vocab_size):
+    boosts = means.boosts
+    if boosts is None and not beams.are_narrowed and not rules.filters.leave_out(logprobs.shape[-1]):
         return logprobs
+    boosts = boosts if boosts is None else boosts.expand_as(logprobs)
 
-    def of_rows(rows: slice) -> tuple[torch.Tensor]:
-        narrowed = beams.rows(rows).narrow(logprobs[:, rows])
-        allowed = filtered(narrowed, rules.filters, count if boosts is None else None)
-        if boosts is None:
-            return (allowed,)
-        return (allowed + (boosts if boosts.shape[1] == 1 else boosts[:, rows]),)
+    def of_rows(logprobs: torch.Tensor, beams: Beams, boosts: torch.Tensor | None = None) -> tuple[torch.Tensor]:
+        allowed = filtered(beams.narrow(logprobs), rules.filters, count if boosts is None else None)
+        return (allowed if boosts is None else allowed + boosts,)
 
-    (allowed,) = in_parts(logprobs.shape, of_rows)
+    (allowed,) = in_parts(logprobs.shape, of_rows, logprobs, beams, *([] if boosts is None else [boosts]))
     return allowed
 
 

@@ -26,19 +26,21 @@ def best_continuations(
         sparse: The constraint that lists continuations.
     """
     (num_rows, vocab_size), width, scores = logprobs.shape[1:], rules.num_beams or rules.width, beams.scores
-    before, boosts = beams.states[sparse], means.boosts
-    most = sparse.most_continuations(before, vocab_size, beams.length)
+    boosts = means.boosts if means.boosts is None else means.boosts.expand_as(logprobs)
+    most = sparse.most_continuations(beams.states[sparse], vocab_size, beams.length)
 
-    def of_rows(rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        narrowed = beams.rows(rows).narrow(logprobs[:, rows], done=sparse)
-        found = sparse.continuations(before[:, rows], most)
-        own = sparse.logprobs_of(narrowed, found)
+    def of_rows(
+        logprobs: torch.Tensor, beams: Beams, boosts: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        found = sparse.continuations(beams.states[sparse], most)
+        own = sparse.logprobs_of(beams.narrow(logprobs, done=sparse), found)
         allowed = filtered(own, rules.filters, width if boosts is None else None)
         if boosts is not None:
-            allowed = allowed + boosts.expand_as(logprobs)[:, rows].gather(-1, found.tokens)
+            allowed = allowed + boosts.gather(-1, found.tokens)
         return allowed, found.tokens.int(), found.targets
 
-    allowed, tokens, targets = in_parts((*before.shape, most), of_rows)
+    shape = *scores.shape, most  # a few more, where stop tokens are among them
+    allowed, tokens, targets = in_parts(shape, of_rows, logprobs, beams, *([] if boosts is None else [boosts]))
     prune_(allowed, scores, rules.pruning)
 
     def outcomes(candidates: Candidates[torch.Tensor]) -> Outcomes:
@@ -49,7 +51,7 @@ def best_continuations(
     of_over = of_live = outcomes(over)
     if not (sees(scores.device) and bool((of_over.goes_on | (over.scores == NEVER)).all())):
         for rows in parts(allowed.shape):
-            allowed[:, rows].masked_fill_(~sparse.outcomes(targets[:, rows]).goes_on, NEVER)
+            allowed[:, rows].masked_fill_(~sparse.go_on(targets[:, rows]), NEVER)
         live = _best_places(allowed, scores, width)
         of_live = outcomes(live)
     ends = (of_over.is_complete if rules.is_last else of_over.ends) & (not rules.stops.are_barred)

@@ -26,7 +26,7 @@ def choose_boosted(
         at_end: [G, r, V] float32, what it adds to a hypothesis that ends with it.
     """
     before = beams.compete_by.where(beams.scores > NEVER, NEVER)
-    (best,) = in_parts(logprobs.shape, lambda rows: ((logprobs[:, rows] + boosts[:, rows]).amax(dim=-1),))
+    (best,) = in_parts(logprobs.shape, lambda own, boosts: ((own + boosts).amax(dim=-1),), logprobs, boosts)
     excess = (best + before).amax(dim=-1, keepdim=True).clamp(min=0)  # strategies rank scores of at most 0
     ranked = beams._replace(scores=before - excess)
     step, _ = rules.strategy.choose(rules, logprobs, ranked, means._replace(boosts=boosts))

@@ -28,12 +28,12 @@ class Stochastic(Strategy):
         """See `Strategy`."""
         scores, vocab_size = beams.scores, logprobs.shape[-1]
 
-        def of_rows(rows: slice) -> tuple[torch.Tensor]:
-            kept = filtered(beams.rows(rows).narrow(logprobs[:, rows]), rules.filters)
+        def of_rows(logprobs: torch.Tensor, beams: Beams) -> tuple[torch.Tensor]:
+            kept = filtered(beams.narrow(logprobs), rules.filters)
             total = kept.logsumexp(dim=-1, keepdim=True)
-            return ((kept - total).masked_fill_(total == NEVER, NEVER),)
+            return ((kept - total).masked_fill_(~(total > NEVER), NEVER),)
 
-        (allowed,) = in_parts(logprobs.shape, of_rows)
+        (allowed,) = in_parts(logprobs.shape, of_rows, logprobs, beams)
         before = torch.zeros_like(scores) if beams.rank_scores is None else beams.rank_scores
         steps = [
             stochastic_step(own, noise, of_rows, rules.width, generator(*draw))

@@ -49,6 +49,10 @@ def check_demanded_layers(vllm_config: VllmConfig, attn_groups: Sequence[Attenti
     """
     if config_of(vllm_config).shared_prefix_attention != "on" or not has_beams(vllm_config):
         return
+    for group in attn_groups:
+        builder: object = group.get_metadata_builder(0)
+        if isinstance(builder, SharesPrefixes) and builder.hindrance is not None:
+            raise ValueError(builder.hindrance)
     stock = [group for group in attn_groups if not _shares(group.get_metadata_builder(0))]
     if not stock:
         return

@@ -57,22 +57,41 @@ class SharedPrefixMetadata(SetApart, FlashAttentionMetadata):
 
 
 class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
-    """Sets the rows apart that share blocks."""
+    """Sets the rows apart that share blocks.
+
+    What depends on CUDA graphs is asked for later: vLLM chooses their mode once it has all builders.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # vLLM derives builders of its own from this one, for batches that are not the runner's.
         self._is_for_beams = has_beams(self.vllm_config) and type(self) is SharedPrefixBuilder
         self.option = config_of(self.vllm_config).shared_prefix_attention
-        mode = self.compilation_config.cudagraph_mode
-        self._has_mixed_graphs = mode.mixed_mode() == CUDAGraphMode.FULL
-        self._host_us = HOST_US_WITHOUT_GRAPHS if mode == CUDAGraphMode.FULL_DECODE_ONLY else HOST_US
-        if self._is_for_beams and self.option == "on" and self._has_mixed_graphs:
-            raise ValueError(
-                f'shared_prefix_attention="on" and cudagraph_mode={mode.name} exclude each other, as full graphs hold '
-                f"vLLM's attention; use FULL_AND_PIECEWISE, or leave shared_prefix_attention out"
-            )
-        self.can_share = self.option != "off" and (self.splits or self.takes_trees)
+
+    @cached_property
+    def can_share(self) -> bool:  # type: ignore[override]
+        """See `SharesPrefixes`."""
+        return self.option != "off" and (self.splits or self.takes_trees)
+
+    @property
+    def hindrance(self) -> str | None:  # type: ignore[override]
+        """See `SharesPrefixes`."""
+        if not (self._is_for_beams and self._has_mixed_graphs):
+            return None
+        return (
+            f'shared_prefix_attention="on" and cudagraph_mode={self.compilation_config.cudagraph_mode.name} exclude '
+            f"each other, as full graphs hold vLLM's attention; use FULL_AND_PIECEWISE, or leave "
+            f"shared_prefix_attention out"
+        )
+
+    @cached_property
+    def _has_mixed_graphs(self) -> bool:
+        return self.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL
+
+    @cached_property
+    def _host_us(self) -> int:
+        has_no_parts = self.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+        return HOST_US_WITHOUT_GRAPHS if has_no_parts else HOST_US
 
     @cached_property
     def _layers(self) -> list[SharedPrefixImpl]:
@@ -110,14 +129,8 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
         """See `SharesPrefixes`."""
         bytes_per_token = self.kv_cache_spec.page_size_bytes // self.block_size
         again = sum((num_rows - 1) * num_shared for num_rows, num_shared in sharing) * bytes_per_token
-        pays_off = self.option == "on" or (self.splits and pays(again, self._layer_bytes, self._host_us))
+        pays_off = self.option == "on" or (self.splits and pays(again, self.layer_bytes, self._host_us))
         return [self.can_share and pays_off and num_shared > 0 for _, num_shared in sharing]
-
-    @cached_property
-    def _layer_bytes(self) -> int:
-        """Of the weights of a layer on this device, about: as many as dense models of this width have."""
-        model, ranks = self.model_config, self.parallel_config.tensor_parallel_size
-        return 12 * model.get_hidden_size() ** 2 * model.dtype.itemsize // ranks
 
     def _is_apart(self, group: SharedRows) -> bool:
         """Whether the rows of a group of trees share nothing: one tree's queries may fill a tile by themselves."""

@@ -58,6 +58,8 @@ class SharesPrefixes(ABC):
     """A builder of attention metadata for layers that may make use of such rows."""
 
     can_share = False  # whether these layers do
+    layer_bytes = 0  # of the weights of one of them on this device, once that is known
+    hindrance: str | None = None  # why they cannot although that is demanded, if something else than their kind is why
     groups: Sequence[SharedRows] = ()  # of the next batch that it sees, such as it takes; it takes them out
 
     @property
