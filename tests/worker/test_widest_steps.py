@@ -76,11 +76,16 @@ SEARCHES = RULES | {
         constraints=(ItemRules(CATALOG, 3, 7, ends_with_stop=True), PhraseBoosts.of([([5, 6], 1.0)]))
     ),
     "a grammar, drawn": ALL_REPORTED._replace(constraints=(Grammar(),), strategy=Drawn(False, 1, None, False)),
+    "a contrast that only narrows": ALL_REPORTED._replace(constraints=(Contrast(0.1, 0.0),)),
+    "phrases that only lose": ALL_REPORTED._replace(constraints=(PhraseBoosts.of([([5], -1.0)]),)),
+    "phrases and many stop tokens of LLM.beam_search": ALL_REPORTED._replace(
+        strategy=Best("vllm"), stops=Stops(tuple(range(40))), constraints=(PhraseBoosts.of([([5], 1.0)]),)
+    ),
     "before a catalog": PLAIN._replace(constraints=(ItemRules(CATALOG, after=7),), filters=NUCLEUS),
 }
 
 
-@pytest.fixture(params=[1, 3, 15])
+@pytest.fixture(params=[1, 5])
 def num_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """In how many parts rows are taken where that needs much memory."""
     num_parts: int = request.param

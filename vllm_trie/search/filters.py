@@ -87,7 +87,7 @@ def filter_(logprobs: torch.Tensor, filters: LogitsFilters) -> torch.Tensor:
 def _filtered(
     logprobs: torch.Tensor, filters: LogitsFilters, most: int | None = None, kept: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`filtered`, in place, unless they are `kept`."""
+    """`filtered`, in place. `kept`: log-probabilities that stay as they are."""
     vocab_size = logprobs.shape[-1]
     if filters.min_p > 0:
         threshold = logprobs.amax(dim=-1, keepdim=True) + log(filters.min_p)
@@ -102,7 +102,7 @@ def _filtered(
 
 
 def _without(logprobs: torch.Tensor, dropped: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-    """Log-probabilities with -inf for what is dropped: in place, unless they are `kept`."""
+    """Log-probabilities with -inf for what is dropped, in place unless they are `kept`."""
     return logprobs.masked_fill(dropped, NEVER) if logprobs is kept else logprobs.masked_fill_(dropped, NEVER)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.devices import NEVER, numbers, sees
 from vllm_trie.search.filters import LogitsFilters, Pruning, log_probabilities
 from vllm_trie.search.parts import in_parts
@@ -44,7 +45,8 @@ def is_light(rules: SelectRules) -> bool:
     strategy, has_no_filters = rules.strategy, (rules.filters, rules.pruning) == (LogitsFilters(), Pruning())
     if rules.items is not None and not (rules.items.is_plain and rules.num_logprobs is None):
         return False  # a catalog's root, and what is not plain, may have as many children as there are tokens
-    return isinstance(strategy, Best) and strategy.semantics != "vllm" and has_no_filters and not rules.may_rise
+    boosts = any(type(key).boosts is not Constraint.boosts for key in rules.constraints)
+    return isinstance(strategy, Best) and strategy.semantics != "vllm" and has_no_filters and not boosts
 
 
 def joint_distribution(rules: SelectRules, logits: torch.Tensor, beams: Beams) -> tuple[torch.Tensor, torch.Tensor]:

@@ -139,5 +139,10 @@ def _own_continuations(
     """Each row's continuation by each of `token_ids`; -inf unless it is among the row's best 2b."""
     tokens = constant(token_ids, allowed.device)
     own = allowed.index_select(-1, tokens)
-    num_better = (allowed[:, :, None] > own[..., None]).sum(dim=-1)
+    num_groups, num_rows, vocab_size = allowed.shape
+    (num_better,) = in_parts(
+        (num_groups, num_rows, len(tokens) * vocab_size),
+        lambda allowed, own: ((allowed[:, :, None] > own[..., None]).sum(dim=-1),),
+        *(allowed, own),
+    )
     return by_row(tokens.expand_as(own), (own + scores[..., None]).where(num_better < 2 * rules.width, NEVER))
