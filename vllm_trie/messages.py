@@ -129,6 +129,7 @@ class GroupStep:
     budget: SpeculationBudget | None = None  # to speculate
     num_shared: list[int] | None = None  # where it decodes, by KV cache group: first tokens in blocks of all its rows
     is_traced: bool = False  # what it drafts is reported
+    has_new_prefix: bool = False  # it contrasts, and others compute in this very step what it found in the prefix cache
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ blocks over.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -285,6 +285,11 @@ class BeamKVCacheManager(KVCacheManager):
             # Beyond the prefix a request's tokens are no row's history.
             num_computed_tokens = min(num_computed_tokens, group.prefix_length)
         super().cache_blocks(request, num_computed_tokens, **kwargs)
+
+    def full_blocks(self, request_id: str, first: int, end: int) -> Iterator[int]:
+        """The blocks that tokens `first` to `end` of a request fill; none of a group that has fanned out."""
+        for manager, blocks in zip(self._managers, self.get_block_ids(request_id), strict=True):
+            yield from blocks[first // manager.block_size : end // manager.block_size]
 
     def cache_row(self, request_id: str, row: int, num_tokens: int, history: Callable[[], Request]) -> None:
         """Enter the full blocks of a row of a decoding group into vLLM's prefix cache, as far as they are not in it.

@@ -25,6 +25,7 @@ from vllm_trie.engine.group_forests import GroupForests
 from vllm_trie.engine.known_caches import refuse_unsupported_kv_cache
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.new_group import is_unchecked, new_group
+from vllm_trie.engine.new_prefixes import mark_new_prefixes
 from vllm_trie.engine.outputs import Mailbox, compact_answer, outputs_of, part_output, scores_and_stops, take_output
 from vllm_trie.engine.prefix_publishing import AnswerCache
 from vllm_trie.engine.speculation_budget import Speculating, SpeculationBudgets
@@ -276,6 +277,7 @@ class BeamScheduler(Scheduler):
                 step.num_shared = self.kv_cache_manager.num_shared_tokens(group_id)
                 step.resumed = group.resumed() if update.rows is not None else None
             steps[group_id] = step
+        mark_new_prefixes(steps, output, self.requests, self.kv_cache_manager)
         return steps
 
     def _rows(self, request: Request) -> int:

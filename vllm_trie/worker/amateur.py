@@ -3,11 +3,16 @@
 It computes the tokens that the target computes of these rows, in the same steps: prompts, what is computed again after
 a preemption, and the newest token of each beam. Its KV lies in the same blocks: it follows forks, and is there where a
 prefix is cached. vLLM's own drafting leaves these rows out.
+
+That drafting computes all other rows, but not before their next tokens are sampled. So where such a row finds in the
+prefix cache what others compute in the same step, these are computed here as well, in one forward pass, as the
+target computes all rows. They are prompts, and what is computed again: of other rows the draft model has computed
+the newest token in the step that sampled it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +22,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_trie.messages import GroupStep
-from vllm_trie.search.devices import uploaded_once
+from vllm_trie.search.devices import uploaded, uploaded_once
 from vllm_trie.worker.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.sub_batch import sub_batch
 from vllm_trie.worker.sub_forward import attention_of
@@ -47,18 +52,23 @@ class Amateur:
         self._runner = runner
         self._speculator = speculator
 
-    def logits(self, batch: InputBatch, places: np.ndarray) -> AmateurLogits:
+    def logits(self, batch: InputBatch, places: np.ndarray, read: np.ndarray) -> AmateurLogits:
         """Compute tokens, write their KV, and return what may come after the last one of each row.
 
         Args:
             batch: vLLM's, after its forward.
             places: [R] of the rows in it.
+            read: [n] of others, whose tokens are computed with them, as they read these.
         """
         rows, speculator = np.sort(places), self._speculator
-        smaller = sub_batch(batch, rows).batch
+        computed = np.union1d(rows, read) if len(read) else rows
+        smaller = sub_batch(batch, computed).batch
         metadata, slots = attention_of(self._runner, smaller, speculator.attn_groups)
         hidden = speculator._run_model(smaller.input_ids, smaller.positions, metadata, slots, None)
-        return AmateurLogits(speculator.model.compute_logits(hidden[smaller.logits_indices]), rows)
+        last = smaller.logits_indices
+        if len(read):
+            last = last[uploaded(smaller.cu_num_logits_np[np.searchsorted(computed, rows)], last.device)]
+        return AmateurLogits(speculator.model.compute_logits(hidden[last]), rows)
 
 
 def contrasting(steps: Mapping[str, GroupStep]) -> list[str]:
@@ -80,5 +90,15 @@ def amateur_logits(
     group_ids = contrasting(steps)
     if amateur is None or not group_ids:
         return None
-    slots = np.concatenate([groups[group_id].slots for group_id in group_ids])
-    return amateur.logits(rows.batch, rows.places(slots))
+    places = rows.places(_slots(groups, group_ids))
+    read = np.zeros(0, np.int64)
+    if any(steps[group_id].has_new_prefix for group_id in group_ids):
+        decoding = [group_id for group_id, step in steps.items() if step.decodes]
+        left_out = np.concatenate([places, rows.places(_slots(groups, decoding))])
+        read = np.setdiff1d(rows.batch.is_prefilling_np.nonzero()[0], left_out)
+    return amateur.logits(rows.batch, places, read)
+
+
+def _slots(groups: Mapping[str, GroupRows], group_ids: Sequence[str]) -> np.ndarray:
+    """[R] of the rows of some groups."""
+    return np.concatenate([np.zeros(0, np.int64), *(groups[group_id].slots for group_id in group_ids)])

@@ -28,7 +28,9 @@ class HeadDrafts(ModelDrafts):
     def add_first_rows(self, groups: Sequence[GroupRows], rows: BatchRows) -> None:
         """Compute what the target has computed in this step of groups that are one row yet. Waits for the device.
 
-        These are their prompts, and after a preemption what all their beams have in common.
+        These are their prompts, and after a preemption what all their beams have in common. Of a prefix that they found
+        in the cache, vLLM may compute some only after this. A head of one layer writes KV that depends on no other's;
+        of one with more layers fewer drafts may be accepted then.
         """
         if not groups:  # as in a profile, when there is no KV cache yet
             return

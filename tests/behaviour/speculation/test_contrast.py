@@ -10,6 +10,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from tests.support.cached import WatchedCache
 from tests.support.contrast import Weights, contrasted_beams, score_of
 from tests.support.disturb import Clumsy
 from tests.support.engine import BLOCK_SIZE, TRAINED_TARGET, Engine
@@ -90,6 +91,39 @@ def test_prompts_in_chunks_and_cached_prompts_lead_to_the_same(engine: Engine, m
     assert engine.llm.llm_engine.reset_prefix_cache()
     monkeypatch.setattr(engine.scheduler.scheduler_config, "long_prefill_token_threshold", 20)
     assert count_differing(run(engine, contrasting()), whole) == 0
+
+
+def found_from_nothing(engine: Engine, jobs: list[Job]) -> list[Any]:
+    """What requests answer that begin in one step, where no KV block holds anything true before."""
+    for cache in engine.runner.kv_caches:
+        cache.fill_(1.0)
+    with WatchedCache(engine) as watched:
+        outputs = run(engine, jobs)
+        assert watched.check() > 0
+    return outputs
+
+
+def contrast(prompt: list[int], width: int = 4, **weights: float) -> Job:
+    return prompt, beam_params(width, n=width, contrast=weights, max_tokens=MAX_TOKENS)
+
+
+def greedy(prompt: list[int]) -> Job:
+    return prompt, SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+
+
+def test_a_prompt_that_others_compute_in_the_same_step_leads_to_what_it_leads_to_alone(engine: Engine) -> None:
+    """The prefix cache has blocks of the others before the draft model has computed them."""
+    prompt, longer = PROMPTS[3], [*PROMPTS[3], *PROMPTS[4]]
+    contrasts = [contrast(prompt), contrast(prompt, 2, beta=2.0), contrast([*prompt, *PROMPTS[2]], 3)]
+    alone = [output for job in contrasts for output in found_from_nothing(engine, [job])]
+    searches = [(longer, beam_params(3, max_tokens=8, speculation=mode)) for mode in ("exact", "off")]
+    for others in ([greedy(longer)], searches):
+        outputs = found_from_nothing(engine, [*others, *contrasts])
+        assert count_differing(outputs[len(others) :], alone) == 0
+    first, _, last = contrasts
+    chain = [greedy(prompt), first, greedy(last[0]), last]  # each goes on from blocks of the one before it
+    _, found_first, _, found_last = found_from_nothing(engine, chain)
+    assert count_differing([found_first, found_last], [alone[0], alone[2]]) == 0
 
 
 def test_the_next_turn_finds_both_models_kv_of_an_answer_in_the_prefix_cache(engine: Engine) -> None:
