@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
+from vllm_trie.options.shown import shown
 from vllm_trie.options.table import Number
 
 MOST_BETA = 1_000  # with more, sums in float32 would no longer tell hypotheses apart
@@ -40,6 +41,6 @@ def check_amateur(contrast: Mapping[str, Any] | None, why_not: str | None) -> No
     """
     if contrast is not None and why_not is not None:
         raise ValueError(
-            f"contrast={dict(contrast)} needs a draft model, and this engine {why_not}; start it with "
+            f"contrast={shown(dict(contrast))} needs a draft model, and this engine {why_not}; start it with "
             'speculative_config={"method": "draft_model", "model": ..., "num_speculative_tokens": ...}, or leave it out'
         )

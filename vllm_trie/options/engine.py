@@ -11,6 +11,7 @@ from vllm_trie.options.matrix import refuse
 from vllm_trie.options.other_names import meant_by
 from vllm_trie.options.parts import NO_BEAMS, Drawing, Semantics, Speculating
 from vllm_trie.options.request import OPTIONS
+from vllm_trie.options.shown import shown
 from vllm_trie.options.table import option
 
 PLUGIN_NAME = "trie_beam"
@@ -64,7 +65,9 @@ class TrieBeamConfig(Speculating, Drawing):
         """
         options = (additional_config or {}).get(PLUGIN_NAME, {})
         if not isinstance(options, Mapping):
-            raise ValueError(f'additional_config["{PLUGIN_NAME}"]={options!r} is not a mapping of options; pass {{}}')
+            raise ValueError(
+                f'additional_config["{PLUGIN_NAME}"]={shown(options)} is not a mapping of options; pass {{}}'
+            )
         return cls(**{str(name): value for name, value in options.items()})
 
     def check(self) -> None:

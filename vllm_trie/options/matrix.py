@@ -8,12 +8,12 @@ checked in `request.py`.
 from __future__ import annotations
 
 import ast
-import reprlib
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
 from vllm_trie.options.parts import Catalogs, Delivery, Ranking, RequestDrawing, RequestSpeculating, Reranking, Steps
+from vllm_trie.options.shown import shown
 
 
 class Clash(NamedTuple):
@@ -229,4 +229,4 @@ def _shown(key: str, value: Any) -> str:
     """As it was asked; of an object the name alone. What every search has may go by another name."""
     if key == "beam_width":
         return str(value)
-    return key if "=" in key or not isinstance(value, int | float | str | list) else f"{key}={reprlib.repr(value)}"
+    return key if "=" in key or not isinstance(value, int | float | str | list) else f"{key}={shown(value)}"

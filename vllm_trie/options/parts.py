@@ -19,10 +19,17 @@ from vllm_trie.search.stopping import EarlyStopping
 MOST_SCALE = 1_000  # of log-probabilities, where only the most probable one counts
 MOST_PENALTY = 6  # a million tokens to this power still fit float32
 MOST_NGRAM = 64  # tokens, which are compared one by one in every step
+MOST_WIDTHS = 4_096  # of `beam_widths`, one for each step until the last goes on
 MOST_SEQUENCES, MOST_SEQUENCE_TOKENS = 100_000, 2_000_000  # in a request; more make a catalog
+MOST_SEQUENCE_CHARACTERS = 8_000_000  # where they are strings: as many as so many tokens have
+MOST_SEQUENCE_JSON = 32_000_000  # characters: room for so many tokens of seven digits
 
 MOST_PHRASES, MOST_PHRASE_TOKENS = 1_000, 10_000  # in a request; every step looks at all of their tokens
 MOST_PHRASE_LENGTH = 256  # tokens; what a step looks at grows with the longest phrase
+MOST_PHRASE_CHARACTERS = 100_000  # of all phrases
+MOST_PHRASE_JSON = 500_000  # characters
+MOST_STOPS, MOST_STOP_LENGTH = 64, 256  # stop strings, or delimiters of steps, and characters of each
+MOST_URL = 2_000  # characters
 MOST_WEIGHT = 100  # nats, far beyond what a model says of any token
 
 Semantics = Literal["hf", "vllm", "tridecode"]
@@ -30,11 +37,17 @@ Speculation = Literal["auto", "exact", "sample", "off"]
 Acceptance = Literal["exact", "top_k"]
 MetricName = Literal["chrf", "chrf++", "bleu", "ter"]
 
-Tokens = Annotated[list[int], Field(min_length=1)]
+FAIL_FAST = Field(fail_fast=True)  # one wrong entry is enough: a sentence names the option, and not all of them
+Tokens = Annotated[list[int], Field(min_length=1), FAIL_FAST]
+Int64 = Annotated[int, Field(ge=-1 << 63, lt=1 << 63)]
+Sequences = Annotated[list[str], FAIL_FAST] | Annotated[list[Annotated[list[Int64], FAIL_FAST]], FAIL_FAST]
 Weight = Annotated[int | float, Field(ge=-MOST_WEIGHT, le=MOST_WEIGHT)]
 # A phrase, or all ways to write it, and its weight; a list, too, as JSON has no pairs.
 PhraseBoost = Annotated[
-    tuple[Annotated[str, Field(min_length=1)] | Tokens | Annotated[list[Tokens], Field(min_length=1)], Weight],
+    tuple[
+        Annotated[str, Field(min_length=1)] | Tokens | Annotated[list[Tokens], Field(min_length=1), FAIL_FAST],
+        Weight,
+    ],
     Strict(False),
 ]
 
@@ -43,12 +56,14 @@ _RATIO = "is not a ratio of probabilities; pass a number in (0, 1]"
 _DIFFERENCE = "is not a difference of log-probabilities; pass a number >= 0"
 _WAYS = "is not a number of continuations; pass an integer >= 1"
 _NGRAM = f"is not a number of tokens; pass an integer from 0 to {MOST_NGRAM}"
+_WIDTHS = f"is not a list of numbers of beams; pass 1 to {MOST_WIDTHS:,} integers >= 1"
 _TOKENS = "is not a number of tokens; pass an integer >= 0"
 _SEQUENCES = f"is not a list of 1 to {MOST_SEQUENCES:,} strings, or lists of token ids"
 _PHRASES = (
     f"is not a list of 1 to {MOST_PHRASES:,} pairs of a phrase, a string or token ids, and a weight from "
     f"-{MOST_WEIGHT} to {MOST_WEIGHT}"
 )
+_DELIMITERS = f"is not a list of delimiters; pass strings, at most {MOST_STOPS}, of 1 to {MOST_STOP_LENGTH} characters"
 _CONTRAST = f'is not {{"model": "draft", "alpha": a number in (0, 1], "beta": a number from 0 to {MOST_BETA:,}}}'
 _TEMPERATURE = "is not a temperature; pass a number > 0"
 _PRICE = "is not a price of KV; pass a number >= 0"
@@ -96,8 +111,8 @@ class Ranking(Options):
         max_candidates_per_parent: Continue each beam in at most this many ways.
         phrase_boosts: Phrases and weights, as in `[("Kubernetes", 2.0)]`: hypotheses compete by their cumulative
             log-probability plus, for each phrase, its weight times the number of times that it occurs in them. A phrase
-            is a text or a list of token ids; a weight may be negative. In `vllm_xargs` also as a JSON text. See
-            docs/constraints.md.
+            is a text or a list of token ids; a weight may be negative. At most 10,000 tokens in all, 256 of a phrase,
+            and 100,000 characters. In `vllm_xargs` also as a JSON text. See docs/constraints.md.
         contrast: Contrastive decoding, as in `{"model": "draft", "alpha": 0.1, "beta": 0.5}`, which are the defaults:
             hypotheses compete by the sum of `(1 + beta) * log p - beta * log q` over their tokens, where p is the
             model's probability and q the draft model's. A token must be at least `alpha` times as probable as the most
@@ -109,7 +124,7 @@ class Ranking(Options):
     semantics: Semantics | None = option(None)
     length_penalty: Number = option(1.0, _EXPONENT, gt=-MOST_PENALTY, lt=MOST_PENALTY)
     beam_widths: list[Annotated[int, Field(ge=1)]] | None = option(
-        None, "is not a list of numbers of beams; pass integers >= 1", min_length=1
+        None, _WIDTHS, min_length=1, max_length=MOST_WIDTHS, fail_fast=True
     )
     num_beam_groups: int = option(1, "is not a number of groups; pass an integer >= 1", ge=1)
     diversity_penalty: Number = option(0.0, _DIFFERENCE, ge=0, lt=math.inf)
@@ -117,7 +132,9 @@ class Ranking(Options):
     prune_absolute: Number | None = option(None, _DIFFERENCE, ge=0, lt=math.inf)
     prune_relative_local: Number | None = option(None, _RATIO, gt=0, le=1)
     max_candidates_per_parent: int | None = option(None, _WAYS, ge=1)
-    phrase_boosts: list[PhraseBoost] | None = option(None, _PHRASES, min_length=1, max_length=MOST_PHRASES)
+    phrase_boosts: list[PhraseBoost] | None = option(
+        None, _PHRASES, MOST_PHRASE_JSON, min_length=1, max_length=MOST_PHRASES, fail_fast=True
+    )
     contrast: ContrastOption | None = option(None, _CONTRAST)
     no_repeat_ngram_size: int = option(0, _NGRAM, ge=0, le=MOST_NGRAM)
 
@@ -196,7 +213,7 @@ class Catalogs(Options):
     Args:
         catalog: The engine's catalog along whose items beams go; each hypothesis is one of them. See docs/catalogs.md.
         allowed_sequences: The items themselves, strings or lists of token ids, instead of a catalog's name; in
-            `extra_args` and `vllm_xargs` also as a JSON text. 2,000,000 tokens in all at most.
+            `extra_args` and `vllm_xargs` also as a JSON text. At most 2,000,000 tokens in all, or 8,000,000 characters.
         catalog_items: Items of a hypothesis, one after the other.
         catalog_after: Let hypotheses begin freely; the items come after this token, an id or its text.
         catalog_stop: Whether a stop token must follow the last item, with its log-probability; otherwise the item
@@ -205,8 +222,8 @@ class Catalogs(Options):
     """
 
     catalog: str | None = option(None, "is not the name of a catalog; pass a string")
-    allowed_sequences: list[str] | list[list[int]] | None = option(
-        None, _SEQUENCES, min_length=1, max_length=MOST_SEQUENCES
+    allowed_sequences: Sequences | None = option(
+        None, _SEQUENCES, MOST_SEQUENCE_JSON, min_length=1, max_length=MOST_SEQUENCES
     )
     catalog_items: int = option(1, "is not a number of items; pass an integer >= 1", ge=1)
     catalog_after: int | str | None = option(None, "is not a token; pass its id or its text")
@@ -239,10 +256,10 @@ class Steps(Options):
             of the hypothesis.
     """
 
-    step_stop: list[Annotated[str, Field(min_length=1)]] | None = option(
-        None, "is not a list of delimiters; pass strings", min_length=1
+    step_stop: list[Annotated[str, Field(min_length=1, max_length=MOST_STOP_LENGTH)]] | None = option(
+        None, _DELIMITERS, min_length=1, max_length=MOST_STOPS, fail_fast=True
     )
-    scorer: Any = option(None, NO_SCORER)
+    scorer: Any = option(None, NO_SCORER, most_text=MOST_URL)
     candidates: int = option(4, "is not a number of candidates; pass an integer >= 1", ge=1)
     max_steps: int | None = option(None, "is not a number of steps; pass an integer >= 1", ge=1)
     allot: Allot = option("even")

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import islice
 from typing import Any, TypeAlias
 
 from pydantic.fields import FieldInfo
@@ -22,12 +23,14 @@ from vllm_trie.options.parts import (
     Reranking,
     Steps,
 )
+from vllm_trie.options.shown import listed, shown, shown_name
 from vllm_trie.options.speculation import check_widths
 from vllm_trie.options.table import Options, choices
 
 # That may be options of others, where there is no beam_width.
 _COMMON_WORDS = {"accept", "threshold", "replacement", "unit", "scorer", "candidates", "max_steps", "metric"}
 _COMMON_WORDS |= {"order", "exploration", "pool", "lookahead"}
+MOST_KEYS = 64  # in `extra_args`, that a beam request may have, and that are compared with the names of options
 _OF_BEAMS = re.compile("beam|divers")  # nobody else's names
 
 
@@ -37,6 +40,7 @@ class BeamParams(RequestSpeculating, Catalogs, RequestDrawing, Reranking, Delive
     def __init__(self, **options: Any) -> None:
         widths = options.get("beam_widths")
         if widths is not None and options.get("beam_width") is None:
+            self.check_sizes({"beam_widths": widths})
             are_numbers = isinstance(widths, list) and all(type(width) is int for width in widths)
             options["beam_width"] = max(1, *widths) if are_numbers and widths else 1
         super().__init__(**options)
@@ -46,7 +50,7 @@ class BeamParams(RequestSpeculating, Catalogs, RequestDrawing, Reranking, Delive
         refuse(self.params())
         width, widths = self.beam_width, self.beam_widths
         if widths is not None and width != max(widths):
-            raise ValueError(f"beam_width={width} is not the greatest of beam_widths={widths}; leave it out")
+            raise ValueError(f"beam_width={width} is not the greatest of beam_widths={shown(widths)}; leave it out")
         if width % self.num_beam_groups:
             raise ValueError(
                 f"num_beam_groups={self.num_beam_groups} does not divide beam_width={width}; make it a multiple"
@@ -83,13 +87,18 @@ PARTS: dict[str, type[Options]] = {
 OPTIONS: dict[str, FieldInfo] = {n: field for part in PARTS.values() for n, field in part.model_fields.items()}
 
 
+def kind_of(options: Mapping[str, Any]) -> type[SearchParams]:
+    """What a search with these options is."""
+    return StepParams if options.get("unit") == "step" else BeamParams
+
+
 def search_params(options: Mapping[str, Any]) -> SearchParams:
     """The options of the search that these ask for.
 
     Raises:
         ValueError: naming the option, its value and what would work.
     """
-    kind = StepParams if options.get("unit") == "step" else BeamParams
+    kind = kind_of(options)
     params = kind(**{name: value for name, value in options.items() if name in kind.model_fields})
     others = options.keys() - kind.model_fields.keys()
     refuse({name: options[name] for name in others if options[name] != OPTIONS[name].default} | {"unit": params.unit})
@@ -105,16 +114,18 @@ def parse_options(extra_args: Mapping[str, Any] | None) -> SearchParams | None:
     Raises:
         ValueError: naming the option, its value and what would work.
     """
-    extra_args = extra_args or {}
+    if not extra_args:
+        return None
     refuse_other_names(extra_args, asks_for_beams(extra_args))
     options = {name: extra_args[name] for name in OPTIONS if name in extra_args}
     if not asks_for_beams(options):
         if options.keys() <= _COMMON_WORDS:
             return None
-        raise ValueError(f"{', '.join(options)} given without beam_width; add beam_width to search with beams")
+        raise ValueError(f"{listed(options)} given without beam_width; add beam_width to search with beams")
     for name, value in options.items():
         if type(value) is int and True in choices(OPTIONS[name]):  # so the OpenAI server sends booleans
             options[name] = {0: False, 1: True}.get(value, value)
+    kind_of(options).check_sizes(options)  # before a text is read
     for name in {"allowed_sequences", "phrase_boosts", "contrast"} & options.keys():
         if isinstance(text := options[name], str):  # there it sends no lists of lists, and no objects
             with suppress(ValueError, RecursionError):
@@ -136,8 +147,10 @@ def refuse_other_names(names: Mapping[str, Any], is_beam_request: bool = True) -
     Raises:
         ValueError: naming the key, its value and what to use here.
     """
-    for name, value in names.items():
+    if is_beam_request and len(names) > MOST_KEYS:
+        raise ValueError(f"{len(names):,} options are more than the {MOST_KEYS} that a beam request may have")
+    for name, value in islice(names.items(), MOST_KEYS):  # of an ordinary request they are others', however many
         meant = None if name in OPTIONS else meant_by(str(name), OPTIONS)
         is_ours = (meant in OPTIONS and meant not in _COMMON_WORDS) or _OF_BEAMS.search(str(name))
         if meant is not None and (is_beam_request or is_ours):
-            raise ValueError(f"unknown option {name}={value!r}; {did_you_mean(meant)}")
+            raise ValueError(f"unknown option {shown_name(name)}={shown(value)}; {did_you_mean(meant)}")

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import inspect
 import re
-import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from vllm_trie.options.other_names import did_you_mean, meant_by
+from vllm_trie.options.shown import listed, shown, shown_name
 
 Number = int | float
 
 
-def option(default: Any, wrong: str = "", **bounds: Any) -> Any:
+MOST_TEXT = 256  # characters of an option that is a text, a name mostly; what brings data has its own bound
+MOST_ENTRIES = 256  # of an option that is a list, likewise
+
+
+def option(default: Any, wrong: str = "", most_text: int = MOST_TEXT, **bounds: Any) -> Any:
     """A row of the table; its meaning stands in the docstring of its class.
 
     Args:
         wrong: What is said of a value out of range, after the option and the value; where there are few values, this
             is derived.
+        most_text: Characters, where the value is a text.
     """
-    return Field(default, json_schema_extra={"wrong": wrong}, **bounds)
+    most = {"most_text": most_text, "most_entries": bounds.get("max_length", MOST_ENTRIES)}
+    return Field(default, json_schema_extra={"wrong": wrong, **most}, **bounds)
 
 
 class Options(BaseModel):
@@ -37,17 +43,34 @@ class Options(BaseModel):
     prefix: ClassVar[str] = ""  # of the names in a refusal
 
     def __init__(self, **options: Any) -> None:
+        self.check_sizes(options)
         try:
             super().__init__(**options)
         except ValidationError as error:
-            name = str(error.errors()[0]["loc"][0])
+            name = str(error.errors(include_url=False, include_context=False, include_input=False)[0]["loc"][0])
             field = type(self).model_fields.get(name)
             if field is None:
-                raise ValueError(f"unknown option {self.prefix}{name}; {self.cure(name)}") from None
-            value = options.get(name)
-            shown = reprlib.repr(value) if isinstance(value, list) else repr(value)
-            raise ValueError(f"{self.prefix}{name}={shown} {what_is_wrong(field)}") from None
+                raise ValueError(f"unknown option {self.prefix}{shown_name(name)}; {self.cure(name)}") from None
+            raise ValueError(f"{self.prefix}{name}={shown(options.get(name))} {what_is_wrong(field)}") from None
         self.check()
+
+    @classmethod
+    def check_sizes(cls, options: Mapping[str, Any]) -> None:
+        """Refuse texts and lists that are too long, and numbers that no device takes: before anything reads them.
+
+        Raises:
+            ValueError: naming the option, its size and what would work.
+        """
+        known = [(name, value, cls.model_fields[name]) for name, value in options.items() if name in cls.model_fields]
+        for name, value, field in known:
+            if isinstance(value, int) and value.bit_length() > 63:
+                raise ValueError(f"{cls.prefix}{name}={shown(value)} {what_is_wrong(field)}")
+            if isinstance(value, str | list | dict):
+                size, most, unit = len(value), *most_of(field, type(value))
+                if size > most:
+                    raise ValueError(
+                        f"{cls.prefix}{name}={shown(value)} has {size:,} {unit}, and may have {most:,}; shorten it"
+                    )
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -71,7 +94,7 @@ class Options(BaseModel):
 def cure(name: str, known: Iterable[str]) -> str:
     """What to do about an option that is none of those that are known."""
     meant = meant_by(name, known, cutoff=0.6)
-    return did_you_mean(meant) if meant is not None else f"known: {', '.join(known)}"
+    return did_you_mean(meant) if meant is not None else f"known: {listed(known)}"
 
 
 def what_is_wrong(field: FieldInfo) -> str:
@@ -80,6 +103,14 @@ def what_is_wrong(field: FieldInfo) -> str:
     assert isinstance(extra, dict)
     derived = "is neither true nor false" if True in known else f"is unknown; known: {', '.join(map(repr, known))}"
     return str(extra["wrong"]) or derived
+
+
+def most_of(field: FieldInfo, kind: type) -> tuple[int, str]:
+    """The most characters of a text that is the value of an option, or entries of a list, and what these are called."""
+    extra = field.json_schema_extra
+    assert isinstance(extra, dict)
+    of_kind, unit = ("most_text", "characters") if issubclass(kind, str) else ("most_entries", "entries")
+    return int(str(extra[of_kind])), unit
 
 
 def choices(field: FieldInfo) -> list[Any]:

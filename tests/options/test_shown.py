@@ -1,0 +1,127 @@
+"""A refusal quotes of a request as much as it takes to find it, however large that is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_trie import beam_params
+from vllm_trie.options import OPTIONS, parse_options
+from vllm_trie.options.other_names import MOST_LIKE, OTHER_NAMES
+from vllm_trie.options.request import MOST_KEYS
+from vllm_trie.options.shown import MOST_LISTED, MOST_QUOTED, MOST_SHOWN, listed, shortened, shown, shown_name
+from vllm_trie.options.table import most_of
+
+MANY = 1_000_000
+
+
+class _Unwritten:
+    """Whoever writes all of it down fails."""
+
+    def __len__(self) -> int:
+        return MANY
+
+    def __repr__(self) -> str:
+        raise AssertionError("all of it was written down")
+
+
+LARGE: dict[str, Any] = {
+    "a text": "a" * MANY,
+    "a list": ["a" * MANY] * MANY,
+    "lists in lists": [[[[[["a" * MANY] * 9] * 9] * 9] * 9] * 9] * 9,
+    "a mapping": dict.fromkeys(map(str, range(MANY)), "b" * MANY),
+    "a number": 1 << MANY,
+    "a long number": 10**200,
+    "an array": np.ones(MANY),
+    "what writes itself": _Unwritten(),
+}
+
+
+@pytest.mark.parametrize("value", LARGE.values(), ids=LARGE)
+def test_a_value_is_shown_in_few_characters(value: Any) -> None:
+    assert 0 < len(shown(value)) <= MOST_SHOWN
+
+
+@pytest.mark.parametrize("value", [3, 2.5, True, None, "tree", [2, 3], {"model": "draft"}, "a 'b'"])
+def test_a_short_value_is_shown_as_it_is(value: object) -> None:
+    assert shown(value) == repr(value)
+
+
+def test_a_long_name_keeps_its_beginning_and_its_end() -> None:
+    assert shown_name("begin" + "a" * MANY + "end").startswith("begina")
+    assert shown_name("begin" + "a" * MANY + "end").endswith("aend")
+
+
+def test_names_are_listed_as_far_as_there_is_room() -> None:
+    assert listed(["a", "b"]) == "a, b"
+    text = listed(OPTIONS)
+    assert text.startswith("beam_width, ")
+    assert text.endswith(f"and {len(OPTIONS) - text.count(',') - 1} more")
+    assert len(text) < MOST_LISTED + 20
+    assert shortened("a" * MANY) != "a" * MANY
+
+
+HOSTILE: dict[str, Mapping[str, Any]] = {
+    "a near miss with a large value": {"beam_widht": "x" * MANY},
+    "all options without a width": dict.fromkeys(OPTIONS.keys() - {"beam_width", "beam_widths"}, 1),
+    "too many keys": {"beam_width": 2, **dict.fromkeys(map(str, range(MOST_KEYS)), 1)},
+    "a million widths": {"beam_widths": [1] * MANY},
+    "a million widths beside another": {"beam_width": 2, "beam_widths": [1] * MANY},
+    "widths that are no integers": {"beam_widths": ["x" * MANY] * 9},
+    "a text that would be a million sequences": {"beam_width": 2, "allowed_sequences": f"[{'[1],' * 9 * MANY}[1]]"},
+    "sequences that are no lists": {"beam_width": 2, "allowed_sequences": [1] * 100_000},
+    "a million sequences": {"beam_width": 2, "allowed_sequences": [[1]] * MANY},
+    "phrases that are none": {"beam_width": 2, "phrase_boosts": [1] * 1_000},
+    "phrases nested without end": {"beam_width": 2, "phrase_boosts": "[" * 200_000},
+    "a text of a megabyte for a contrast": {"beam_width": 2, "contrast": "{" * MANY},
+    "a mapping for a contrast": {"beam_width": 2, "contrast": dict.fromkeys(map(str, range(MANY)), 1)},
+    "delimiters of a megabyte": {"beam_width": 2, "unit": "step", "scorer": "a", "step_stop": ["x" * MANY]},
+    "options that do not go together": {"beam_widths": [3] * 4096, "allowed_sequences": [["x" * MANY]], "stop": "x"},
+    "widths of a thousand digits": {"beam_width": 10**1000, "min_width": 10**1001, "threshold": 0.5},
+} | {f"a large text for {name}": {"beam_width": 2, name: "x" * 40 * MANY} for name in OPTIONS}
+
+
+@pytest.mark.parametrize("extra_args", HOSTILE.values(), ids=HOSTILE)
+def test_a_refusal_is_one_sentence_of_at_most_500_characters(extra_args: Mapping[str, Any]) -> None:
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        parse_options(extra_args)
+    text = str(refusal.value)
+    assert len(text) <= MOST_QUOTED
+    assert "\n" not in text
+
+
+def test_beam_params_shortens_what_it_quotes_too() -> None:
+    for options in ({"beam_widht": "x" * MANY}, {"y" * MANY: 1}, {"beam_width": 2, "max_tokens": "x" * MANY}):
+        with pytest.raises(ValueError) as refusal:  # noqa: PT011
+            beam_params(**options)
+        assert len(str(refusal.value)) <= MOST_QUOTED
+
+
+class _Counted(dict[str, Any]):
+    """Counts how many of its keys are looked at."""
+
+    looked_at = 0
+
+    def items(self) -> Any:
+        for key, value in super().items():
+            self.looked_at += 1
+            yield key, value
+
+
+def test_of_an_ordinary_request_few_names_are_compared() -> None:
+    extra_args = _Counted({f"key{number}": number for number in range(10_000)})
+    assert parse_options(extra_args) is None
+    assert extra_args.looked_at <= MOST_KEYS
+
+
+def test_no_name_is_longer_than_what_is_compared() -> None:
+    known = [*OPTIONS, *(name for names in OTHER_NAMES.values() for name in names.split())]
+    assert 1.5 * max(map(len, known)) < MOST_LIKE
+
+
+def test_every_option_has_a_bound_for_texts_and_for_lists() -> None:
+    for field in OPTIONS.values():
+        assert all(0 < most_of(field, kind)[0] < 1 << 25 for kind in (str, list))
