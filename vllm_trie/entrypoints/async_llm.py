@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from functools import partial
 from typing import Any
 
 from vllm.outputs import RequestOutput
@@ -10,6 +11,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_trie.compat.patch import wraps
 from vllm_trie.entrypoints.beam_results import asks_for_beam_results, with_beam_results
+from vllm_trie.entrypoints.reading import brings_data, generate_once_read
 from vllm_trie.entrypoints.server import is_served, raise_errors
 from vllm_trie.entrypoints.step_search.online import Draw, cancel_searches, search
 from vllm_trie.entrypoints.step_search.opening import asks_for_steps
@@ -23,7 +25,8 @@ def generate(
 ) -> AsyncGenerator[RequestOutput, None]:
     if asks_for_steps(sampling_params) and has_beams(self.vllm_config):
         return search(original, self, prompt, sampling_params, request_id, *args, **kwargs)
-    outputs = original(self, prompt, sampling_params, request_id, *args, **kwargs)
+    generate = partial(generate_once_read, original) if brings_data(sampling_params) else original
+    outputs = generate(self, prompt, sampling_params, request_id, *args, **kwargs)
     outputs = with_texts(outputs, self.renderer.tokenizer) if is_traced(sampling_params) else outputs
     outputs = with_beam_results(outputs) if asks_for_beam_results(sampling_params) else outputs
     return raise_errors(outputs) if is_served(sampling_params) else outputs

@@ -11,6 +11,7 @@ from vllm_trie.compat.patch import wrap_all
 from vllm_trie.entrypoints.limits import check_n
 from vllm_trie.options.other_names import did_you_mean, meant_by
 from vllm_trie.options.request import OPTIONS, refuse_other_names, search_params
+from vllm_trie.options.shown import shown, shown_name
 from vllm_trie.options.table import cure
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
 
@@ -64,7 +65,7 @@ def _refuse_unknown(options: Mapping[str, Any], fields: Sequence[str]) -> None:
     for name, value in unknown.items():
         meant = meant_by(name, fields, cutoff=0.6)
         what_works = did_you_mean(meant) if meant is not None else cure(name, OPTIONS)
-        raise ValueError(f"unknown option {name}={value!r}; {what_works}")
+        raise ValueError(f"unknown option {shown_name(name)}={shown(value)}; {what_works}")
 
 
 def _refuse_wrong_type(options: Mapping[str, Any]) -> None:
@@ -76,7 +77,7 @@ def _refuse_wrong_type(options: Mapping[str, Any]) -> None:
         try:
             SamplingParams(**{name: value})
         except TypeError as error:
-            raise ValueError(f"{name}={value!r} is of the wrong type: {error}") from None
+            raise ValueError(f"{name}={shown(value)} is of the wrong type: {shown_name(error)}") from None
         except (ValueError, VLLMValidationError):  # it needs another one
             continue
 

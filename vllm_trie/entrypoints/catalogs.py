@@ -1,27 +1,24 @@
-"""Catalogs in the front end: what requests may name, sets that come with requests, and new versions of a file."""
+"""Catalogs in the front end: what requests may name, and new versions of a file."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from functools import lru_cache
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_trie.catalog import Catalog, CatalogStore, tokenizer_digest
-from vllm_trie.entrypoints.lone_surrogates import lone_surrogate
+from vllm_trie.entrypoints.lone_surrogates import refuse_half_characters
 from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.options.items import num_beams_along
-from vllm_trie.options.parts import MOST_SEQUENCE_TOKENS
+from vllm_trie.options.shown import listed, shown, shown_name
 from vllm_trie.sampling_params import stop_tokens
 from vllm_trie.selection import config_of, has_beams, why_without_beams
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
-
-Sequences = tuple[str, ...] | tuple[tuple[int, ...], ...]
 
 _stores: dict[str, CatalogStore] = {}  # by engine, as this process knows them
 
@@ -56,51 +53,52 @@ def new_version(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, Cat
     try:
         path = (folder / file).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, say
-        raise ValueError(f"file={file!r} cannot be read: {error}") from None
+        raise ValueError(f"file={shown(file)} cannot be read: {shown_name(error)}") from None
     if path.parent != folder:
-        raise ValueError(f"file={file!r} is not in {PLUGIN_NAME}.catalog_folder; pass the name of a file there")
+        raise ValueError(f"file={shown(file)} is not in {PLUGIN_NAME}.catalog_folder; pass the name of a file there")
     return str(path), _checked(str(path), vllm_config.model_config)
 
 
 def resolve_items(
-    params: SamplingParams, beam: BeamParams, vllm_config: VllmConfig, tokenizer: Any
-) -> tuple[BeamParams, bytes | None, int]:
+    params: SamplingParams,
+    beam: BeamParams,
+    item_set: Catalog | None,
+    vllm_config: VllmConfig,
+    tokenizer: Any,
+) -> tuple[BeamParams, int]:
     """What a request's catalog is, checked. Where its items end hypotheses, these tokens are part of the text.
 
     Args:
         params: The request's own copy, `max_tokens` and stop tokens filled in.
         beam: Its options.
+        item_set: That comes with it.
         tokenizer: None if the engine has none.
 
     Returns:
-        The options with ids in place of text, the content of a set that comes with the request, and how many beams can
-        live.
+        The options with ids in place of text, and how many beams can live.
 
     Raises:
         ValueError: naming the option, its value and what would work.
     """
-    if beam.catalog is None and beam.allowed_sequences is None:
-        return beam, None, beam.beam_width
+    if beam.catalog is None and item_set is None:
+        return beam, beam.beam_width
     if not beam.catalog_stop:
         params.include_stop_str_in_output = True
-    vocab_size, content = vllm_config.model_config.get_vocab_size(), None
-    if beam.allowed_sequences is not None:
-        sequences = tuple(item if isinstance(item, str) else tuple(item) for item in beam.allowed_sequences)
-        catalog, content = _inline(sequences, vocab_size, tokenizer)
-        what = "allowed_sequences"
+    if item_set is not None:
+        catalog, what = item_set, "allowed_sequences"
     else:
         known = catalogs_of(vllm_config)
         _refuse_unknown(beam.catalog, known.names)
-        catalog, what = known[str(beam.catalog)], f"catalog={beam.catalog!r}"
-    after = _token(beam.catalog_after, vocab_size, tokenizer)
+        catalog, what = known[str(beam.catalog)], f"catalog={shown(beam.catalog)}"
+    after = _token(beam.catalog_after, vllm_config.model_config.get_vocab_size(), tokenizer)
     if after in stop_tokens(params):
         raise ValueError(
-            f"catalog_after={beam.catalog_after!r} is a stop token, which ends hypotheses before their items; pass "
-            "another one, or leave it out of stop_token_ids, or if it is an EOS token set ignore_eos=True"
+            f"catalog_after={shown(beam.catalog_after)} is a stop token, which ends hypotheses before their items; "
+            "pass another one, or leave it out of stop_token_ids, or if it is an EOS token set ignore_eos=True"
         )
     _check_fits(params, beam, catalog, what)
     beam = beam.model_copy(update={"allowed_sequences": None, "catalog_after": after})
-    return beam, content, num_beams_along(beam, catalog.num_items, len(stop_tokens(params)))
+    return beam, num_beams_along(beam, catalog.num_items, len(stop_tokens(params)))
 
 
 def _check_fits(params: SamplingParams, beam: BeamParams, catalog: Catalog, what: str) -> None:
@@ -123,52 +121,25 @@ def _check_fits(params: SamplingParams, beam: BeamParams, catalog: Catalog, what
 def _refuse_unknown(name: str | None, known: Collection[str]) -> None:
     if name not in known:
         start = f'start it with additional_config={{"{PLUGIN_NAME}": {{"catalogs": {{NAME: FILE}}}}}}'
-        names = f"known: {', '.join(known)}" if known else f"this engine has none; {start}"
-        raise ValueError(f"catalog={name!r} is unknown; {names}")
+        names = f"known: {listed(known)}" if known else f"this engine has none; {start}"
+        raise ValueError(f"catalog={shown(name)} is unknown; {names}")
 
 
 def _token(token: int | str | None, vocab_size: int, tokenizer: Any) -> int | None:
     """The token of `catalog_after`."""
     if isinstance(token, str):
         if tokenizer is None:
-            raise ValueError(f"catalog_after={token!r} needs a tokenizer; pass the token's id")
-        _refuse_half_characters("catalog_after", token)
+            raise ValueError(f"catalog_after={shown(token)} needs a tokenizer; pass the token's id")
+        refuse_half_characters("catalog_after", token)
         ids = tokenizer.encode(token, add_special_tokens=False)
         if len(ids) != 1:
-            raise ValueError(f"catalog_after={token!r} is {len(ids)} tokens; pass text that is one token, or its id")
+            raise ValueError(
+                f"catalog_after={shown(token)} is {len(ids)} tokens; pass text that is one token, or its id"
+            )
         return int(ids[0])
     if token is not None and not 0 <= token < vocab_size:
-        raise ValueError(f"catalog_after={token} is no token; the vocabulary has {vocab_size}")
+        raise ValueError(f"catalog_after={shown(token)} is no token; the vocabulary has {vocab_size}")
     return token
-
-
-def _refuse_half_characters(name: str, text: str) -> None:
-    if half := lone_surrogate(text):
-        raise ValueError(f"{name} has half a character, {half}; mend or remove it")
-
-
-@lru_cache(maxsize=16)
-def _inline(sequences: Sequences, vocab_size: int, tokenizer: Any) -> tuple[Catalog, bytes]:
-    """A set that comes with a request, once for equal ones."""
-    rows: Sequence[Sequence[int]]
-    if isinstance(sequences[0], str):
-        if tokenizer is None:
-            raise ValueError("allowed_sequences of strings need a tokenizer; pass lists of token ids")
-        texts = [text for text in sequences if isinstance(text, str)]
-        _refuse_half_characters("allowed_sequences", "".join(texts))
-        rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    else:
-        rows = sequences
-    if (num_tokens := sum(map(len, rows))) > MOST_SEQUENCE_TOKENS:
-        raise ValueError(
-            f"allowed_sequences have {num_tokens} tokens, and a request may bring {MOST_SEQUENCE_TOKENS}; build a "
-            "catalog of them, by python -m vllm_trie.catalog build"
-        )
-    try:
-        catalog = Catalog.from_sequences(rows, vocab_size=vocab_size)
-    except ValueError as error:
-        raise ValueError(f"allowed_sequences: {error}") from None
-    return catalog, catalog.to_bytes()
 
 
 def _checked(path: str, model_config: ModelConfig) -> Catalog:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_trie.engine.adaptive_forests import most_drafts
 from vllm_trie.options.request import BeamParams, SearchParams, StepParams
+from vllm_trie.options.shown import shown
 from vllm_trie.options.speculation import check_draft_width
 from vllm_trie.selection import config_of
 from vllm_trie.speculative_config import num_draft_layers
@@ -118,6 +119,6 @@ def _check_trace(beam: BeamParams, max_tokens: int, num_layers: int) -> None:
 def check_n(n: int, beam: SearchParams, name: str = "beam_width") -> None:
     """Refuse to return more hypotheses than there are beams."""
     if type(n) is not int:
-        raise ValueError(f"n={n!r} is not a number of hypotheses; pass an integer from 1 to {name}")
+        raise ValueError(f"n={shown(n)} is not a number of hypotheses; pass an integer from 1 to {name}")
     if n > beam.beam_width:
         raise ValueError(f"n={n} exceeds {name}={beam.beam_width}; a search returns at most one hypothesis per beam")

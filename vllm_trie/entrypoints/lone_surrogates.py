@@ -10,3 +10,13 @@ def lone_surrogate(text: str) -> str | None:
     except UnicodeEncodeError as error:
         return repr(text[error.start])
     return None
+
+
+def refuse_half_characters(name: str, text: str) -> None:
+    """Refuse a text that no tokenizer takes.
+
+    Raises:
+        ValueError: naming the option, and what would work.
+    """
+    if half := lone_surrogate(text):
+        raise ValueError(f"{name} has half a character, {half}; mend or remove it")

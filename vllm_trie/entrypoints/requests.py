@@ -19,13 +19,15 @@ from vllm_trie.compat.versions import own_beams
 from vllm_trie.entrypoints.catalogs import resolve_items
 from vllm_trie.entrypoints.grammars import prepare_grammar
 from vllm_trie.entrypoints.limits import BlocksNeeded, engine_limits, validate
-from vllm_trie.entrypoints.phrases import phrases_as_tokens
+from vllm_trie.entrypoints.phrases import check_phrases
+from vllm_trie.entrypoints.request_data import BRINGS, READ, RequestData, read_data
 from vllm_trie.messages import BEAM_WIDTH, FORK, LLM_BEAM_SEARCH, TICKET, Caller, ForkTicket, GroupTicket
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, BeamParams, StepParams, asks_for_beams, parse_options
 from vllm_trie.options.contrast import check_amateur
 from vllm_trie.options.resolve import resolve
+from vllm_trie.options.shown import shortened, shown, shown_name
 from vllm_trie.options.table import cure
-from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
+from vllm_trie.sampling_params import matrix_fields, refuse_unsupported, stop_tokens
 from vllm_trie.selection import config_of, has_beams, has_logits_processors, padding_token, why_without_beams
 from vllm_trie.speculative_config import drafts_of, why_without_amateur
 
@@ -43,12 +45,12 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise BeamRequestError(str(error)) from None
+        raise BeamRequestError(shortened(str(error))) from None
 
 
 CALLER = "trie_beam_caller"  # in `extra_args`: a `Caller`, which no client of a server can send
 
-_MARKS = {CALLER, TICKET, FORK}  # of the front end's own, in `extra_args`
+_MARKS = {CALLER, TICKET, FORK, READ}  # of the front end's own, in `extra_args`
 _READ_BY_VLLM = {"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", "session_id"}  # likewise
 
 
@@ -63,20 +65,20 @@ def process_inputs(
     **kwargs: Any,
 ) -> EngineCoreRequest:
     """What vLLM makes of a request, with its ticket if it asks for beams."""
-    beam = None
+    data = None
     try:
         if isinstance(params, SamplingParams):
             with refusing():
                 _refuse_without_kernel(params, self.vllm_config)
-                beam = searches(params, self.vllm_config)
+                data = RequestData.of(params) or read_request(params, self, self.tokenizer)
         request = original(self, request_id, prompt, params, *args, **kwargs)
         if (own := request.sampling_params) is None:
             return request
         with refusing():
             if has_beams(self.vllm_config):
                 _refuse_too_long(own)
-            if beam is not None:
-                _prepare(request, beam, _caller(params), params.stop_token_ids, self)
+            if data is not None:
+                _prepare(request, data, _caller(params), params.stop_token_ids, self)
     except Exception:
         forget_unsent(self, prompt)
         raise
@@ -122,6 +124,17 @@ def _refuse_too_long(params: SamplingParams) -> None:
             )
 
 
+def read_request(params: SamplingParams, processor: InputProcessor, tokenizer: Any) -> RequestData | None:
+    """The search that a request asks for, if any, and what it brings.
+
+    Raises:
+        BeamRequestError: naming the option, its value and what would work.
+    """
+    with refusing():
+        beam = searches(params, processor.vllm_config)
+        return None if beam is None else read_data(beam, processor, tokenizer)
+
+
 def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | None:
     """The search that a request asks an engine for, if any.
 
@@ -156,9 +169,11 @@ def refuse_unknown(extra_args: Mapping[str, Any], vllm_config: VllmConfig) -> No
     known = OPTIONS.keys() | _MARKS | _READ_BY_VLLM
     for name, value in extra_args.items():
         if name in SamplingParams.__struct_fields__:
-            raise ValueError(f"{name}={value!r} does nothing in vllm_xargs (extra_args); it is a field of the request")
+            raise ValueError(
+                f"{name}={shown(value)} does nothing in vllm_xargs (extra_args); it is a field of the request"
+            )
         if name not in known and not has_logits_processors(vllm_config):
-            raise ValueError(f"unknown option {name}={value!r}; {cure(name, OPTIONS)}")
+            raise ValueError(f"unknown option {shown_name(name)}={shown(value)}; {cure(name, OPTIONS)}")
 
 
 def why_not_behind(engine_input: Any, vllm_config: VllmConfig) -> str | None:
@@ -197,7 +212,7 @@ def forget_unsent(processor: InputProcessor, engine_input: Any) -> None:
 
 def _prepare(
     request: EngineCoreRequest,
-    beam: BeamParams,
+    data: RequestData,
     caller: Caller,
     own_stop_token_ids: list[int] | None,
     processor: InputProcessor,
@@ -205,6 +220,7 @@ def _prepare(
     """Refuse what beam search cannot do for this request, and give it its ticket."""
     params, vllm_config, model_config = request.sampling_params, processor.vllm_config, processor.model_config
     assert params is not None
+    beam, item_set = data.beam, data.item_set
     if beam.rerank is not None:
         raise ValueError(f"rerank={beam.rerank!r} works in LLM.generate, LLM.chat and batch jobs, not here")
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
@@ -225,10 +241,11 @@ def _prepare(
         raise ValueError("stop strings need a tokenizer; start the engine without skip_tokenizer_init")
     if beam.semantics == "vllm" and not own_beams().stops_by_generation_config:
         params.stop_token_ids = list(own_stop_token_ids or ())
-    if beam.phrase_boosts is not None:
-        boosts = phrases_as_tokens(params, beam.phrase_boosts, vllm_config, processor.tokenizer)
-        beam = beam.model_copy(update={"phrase_boosts": boosts})
-    beam, item_set, num_beams = resolve_items(params, beam, vllm_config, processor.tokenizer)
+    if data.phrases is not None:
+        vocab_size = model_config.get_vocab_size()
+        check_phrases(beam.phrase_boosts or (), data.phrases, vocab_size, stop_tokens(params))
+        beam = beam.model_copy(update={"phrase_boosts": data.phrases})
+    beam, num_beams = resolve_items(params, beam, item_set, vllm_config, processor.tokenizer)
     prepare_grammar(params, request.prompt_token_ids, vllm_config.structured_outputs_config, processor.tokenizer)
     features = request.mm_features if model_config.is_encoder_decoder and request.mm_features else ()
     num_encoded = sum(feature.mm_position.get_num_embeds() for feature in features)
@@ -238,7 +255,8 @@ def _prepare(
         params.logprobs = 2 * beam.beam_width
     eos_token_id = processor.renderer.get_eos_token_id()
     padding = None if beam.num_beam_groups == 1 else padding_token(model_config)
-    ticket = GroupTicket(random_uuid(), params.n, eos_token_id, beam.model_dump(), caller, item_set, padding)
-    dropped = {CALLER, "allowed_sequences", "phrase_boosts"}  # which the ticket has
+    content = None if item_set is None else item_set.to_bytes()
+    ticket = GroupTicket(random_uuid(), params.n, eos_token_id, beam.model_dump(), caller, content, padding)
+    dropped = {CALLER, READ, *BRINGS}  # which the ticket has
     others = {name: value for name, value in (params.extra_args or {}).items() if name not in dropped}
     params.extra_args = {**others, TICKET: asdict(ticket)}

@@ -20,7 +20,6 @@ from tests.support.running import MOST_TIES, prompt_of, trained_prompts
 from vllm_trie import beam_params, hypotheses, load_catalog
 from vllm_trie.catalog import Catalog
 from vllm_trie.engine import catalogs as catalogs_of_engine
-from vllm_trie.entrypoints import catalogs as catalogs_of_requests
 from vllm_trie.entrypoints.requests import BeamRequestError
 from vllm_trie.messages import NO_HYPOTHESIS
 
@@ -269,12 +268,6 @@ def test_sets_that_nobody_uses_have_a_bound_in_bytes(
     engine.generate([prompt], beam_params(2, max_tokens=2))
     assert engine.scheduler.catalogs._num_inline_bytes() <= 200
     assert len(engine.runner.catalogs.tries) == len(engine.scheduler.catalogs.by_digest) < 3
-
-
-def test_a_set_of_too_many_tokens_is_refused(engines: Engines, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogs_of_requests, "MOST_SEQUENCE_TOKENS", 8)
-    with pytest.raises(BeamRequestError, match="allowed_sequences have 9 tokens, and a request may bring 8; build a"):
-        engines(model).generate([prompt_of(20)], beam_params(2, allowed_sequences=[[7, 8, 9]] * 3, max_tokens=4))
 
 
 def test_beams_that_cannot_live_need_no_memory(engines: Engines, model: Path) -> None:

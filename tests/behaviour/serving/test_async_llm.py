@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from itertools import pairwise
+from threading import Event, current_thread, main_thread
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from tests.support import forks
 from tests.support.engine import BLOCK_SIZE, KV_CACHE_BYTES, TRAINED_TARGET
 from vllm_trie import StepCandidate, beam_params
+from vllm_trie.entrypoints import request_data
+from vllm_trie.entrypoints.item_sets import ItemSets
+from vllm_trie.entrypoints.requests import BeamRequestError
 
 pytestmark = pytest.mark.slow
 
@@ -132,3 +136,48 @@ def test_a_stream_that_nobody_reads_any_more_ends_its_search(llm: AsyncLLM, loop
         assert again.outputs[0].token_ids
 
     loop.run_until_complete(asyncio.wait_for(leave(), 60))
+
+
+def test_others_are_served_while_a_thread_reads_what_a_request_brings(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading waits for another request to end: on the event loop that would never happen."""
+    other_ended, readers = Event(), []
+    read = {"sets": ItemSets.read, "phrases": request_data.phrases_as_tokens}
+
+    def once_another_ended(name: str, *args: Any) -> Any:
+        assert other_ended.wait(60)
+        readers.append(current_thread())
+        return read[name](*args)
+
+    monkeypatch.setattr(ItemSets, "read", lambda *args: once_another_ended("sets", *args))
+    monkeypatch.setattr(request_data, "phrases_as_tokens", lambda *args: once_another_ended("phrases", *args))
+    brings = {
+        "sets": {"allowed_sequences": ["self.x", "self.y = 1"]},
+        "as JSON": {"allowed_sequences": '["self.x", "self.y = 1"]'},
+        "phrases": {"phrase_boosts": [("self", 2.0)]},
+    }
+
+    async def ask() -> list[Any]:
+        asking = []
+        for name, options in brings.items():
+            params = SamplingParams(max_tokens=9, n=2, extra_args={"beam_width": 2, **options})
+            asking.append(asyncio.ensure_future(all_of(llm.generate(PROMPTS[0], params, name))))
+        await all_of(llm.generate(PROMPTS[1], SamplingParams(max_tokens=4), "ordinary"))
+        await all_of(llm.generate(PROMPTS[1], beam_params(2, max_tokens=4), "plain beams"))
+        other_ended.set()
+        return await asyncio.gather(*asking)
+
+    (items,), (as_json,), (boosted,) = loop.run_until_complete(asyncio.wait_for(ask(), 120))
+    assert {output.text for output in items.outputs} == {"self.x", "self.y = 1"}
+    assert [o.token_ids for o in as_json.outputs] == [o.token_ids for o in items.outputs]
+    assert all(output.token_ids for output in boosted.outputs)
+    assert len(readers) == 3
+    assert main_thread() not in readers
+
+
+def test_what_a_thread_refuses_is_a_refusal(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+    params = SamplingParams(max_tokens=9, extra_args={"beam_width": 2, "allowed_sequences": "x" * 100})
+    with pytest.raises(BeamRequestError, match=r"allowed_sequences='xxx.*' is not a list of 1 to 100,000 strings"):
+        loop.run_until_complete(all_of(llm.generate(PROMPTS[0], params, "refused")))
+    assert not llm.output_processor.has_unfinished_requests()

@@ -22,6 +22,7 @@ from vllm_trie.entrypoints.reranking.metrics import HypothesisPair, Metric, metr
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME, BeamParams, parse_options
 from vllm_trie.options.parts import Reranking
+from vllm_trie.options.shown import shortened, shown
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
 from vllm_trie.search.minimum_bayes_risk import Pairs, rank_by_risk
 
@@ -59,7 +60,7 @@ def add_reranked(
     with refusing():
         beam = parse_options(params.extra_args)
         if not isinstance(beam, BeamParams):
-            raise ValueError(f"rerank={(params.extra_args or {})['rerank']!r} needs beams; add beam_width")
+            raise ValueError(f"rerank={shown((params.extra_args or {})['rerank'])} needs beams; add beam_width")
         refuse_unsupported(matrix_fields(params), beam)
         check_n(params.n, beam)
         if (tokenizer := engine.renderer.tokenizer) is None:
@@ -128,7 +129,7 @@ def _rerank(output: RequestOutput, asked: _Asked) -> None:
         texts, weights = [found.text for found in pool], _weights(pool, beam.rerank_scale)
         ranking = rank_by_risk(texts, judge, weights, beam.rerank_confidence, asked.n)
     except Exception as error:  # the metric's: it ends this request alone, and what was found is not lost
-        reason = f"rerank={beam.rerank!r}: {type(error).__name__}: {error}"
+        reason = shortened(f"rerank={beam.rerank!r}: {type(error).__name__}: {error}")
         logger.error("The hypotheses of request %s stay in the search's order: %s", output.request_id, reason)
         failed = output.outputs[: asked.n]
         failed = [replace(found, finish_reason="error", stop_reason=reason) for found in failed]

@@ -17,6 +17,7 @@ from vllm_trie.entrypoints.step_search.drawn_steps import DrawError, StepReader
 from vllm_trie.entrypoints.step_search.scorers import Scorer, StepCandidate
 from vllm_trie.messages import FORK, ForkTicket
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, StepParams
+from vllm_trie.options.shown import shortened
 from vllm_trie.search.step_search.hypotheses import Draw, StepHypothesis
 from vllm_trie.search.step_search.scores import ScorerError
 from vllm_trie.search.step_search.search import StepSearch
@@ -154,7 +155,7 @@ class StepRequest:
     def failure(self, error: Exception) -> RequestOutput:
         """The end of a search that cannot go on: `n` outputs in an error, whose stop reason says why."""
         why = str(error) if isinstance(error, ScorerError | DrawError) else f"{type(error).__name__}: {error}"
-        return self._without_answer("error", why)
+        return self._without_answer("error", shortened(why))
 
     def aborted(self) -> RequestOutput:
         """The end of a search that somebody else ended."""

@@ -14,6 +14,7 @@ from vllm import LLM
 from vllm.logger import init_logger
 
 from vllm_trie.options.parts import NO_SCORER
+from vllm_trie.options.shown import listed, shown
 from vllm_trie.search.step_search.scores import ScorerError
 
 logger = init_logger("vllm.trie_beam.scorers")
@@ -71,16 +72,16 @@ def scorer_of(scorer: Any, known: Mapping[str, str], is_offline: bool) -> Scorer
             return HttpScorer(known[scorer], scorer)
         if is_offline and scorer.startswith(("http://", "https://")):
             return HttpScorer(scorer)
-        names = ", ".join(known) or "none"
+        names = listed(known) or "none"
         raise ValueError(
-            f"scorer={scorer!r} is no scorer of this engine, which knows: {names}; start it with "
+            f"scorer={shown(scorer)} is no scorer of this engine, which knows: {names}; start it with "
             'additional_config={"trie_beam": {"scorers": {"prm": "http://host:8000/classify"}}}'
         )
     if isinstance(scorer, LLM):
         return PoolingScorer(scorer)
     if callable(scorer):
         return scorer
-    raise ValueError(f"scorer={scorer!r} {NO_SCORER}")
+    raise ValueError(f"scorer={shown(scorer)} {NO_SCORER}")
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ class PoolingScorer:
         task = self.llm.pooling_task
         if task not in ("classify", "token_classify"):
             raise ValueError(
-                f"scorer={self.llm!r} is an LLM for {task or 'generate'!r}; pass one of a classifier or reward model, "
-                'started with runner="pooling"'
+                f"scorer={shown(self.llm)} is an LLM for {task or 'generate'!r}; pass one of a classifier or reward "
+                'model, started with runner="pooling"'
             )
 
     def __call__(self, candidates: list[StepCandidate]) -> list[float]:

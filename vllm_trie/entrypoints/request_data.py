@@ -1,0 +1,60 @@
+"""What a request says and brings, read and checked as far as that needs no prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakKeyDictionary
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
+
+from vllm_trie.entrypoints.item_sets import ItemSets
+from vllm_trie.entrypoints.phrases import Boosts, phrases_as_tokens
+from vllm_trie.options import BeamParams
+
+if TYPE_CHECKING:
+    from vllm_trie.catalog import Catalog
+
+READ = "trie_beam_read"  # in `extra_args`: a `RequestData`, which no client of a server can send
+BRINGS = ("allowed_sequences", "phrase_boosts")  # the options that may be large
+
+_item_sets: WeakKeyDictionary[InputProcessor, ItemSets] = WeakKeyDictionary()  # by the engine that takes them
+
+
+@dataclass(frozen=True)
+class RequestData:
+    """The search that a request asks for, and what it brings along."""
+
+    beam: BeamParams
+    phrases: Boosts | None = None  # as tokens
+    item_set: Catalog | None = None
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        """Itself, as nobody changes it; vLLM copies what users pass."""
+        return self
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> RequestData | None:
+        """What was read of a request before."""
+        data = (params.extra_args or {}).get(READ)
+        return data if isinstance(data, cls) else None
+
+
+def read_data(beam: BeamParams, processor: InputProcessor, tokenizer: Any) -> RequestData:
+    """What a request brings.
+
+    Args:
+        beam: Its options.
+        tokenizer: None if the engine has none.
+
+    Raises:
+        ValueError: naming the option, its value and what would work.
+    """
+    phrases = None if beam.phrase_boosts is None else phrases_as_tokens(beam.phrase_boosts, tokenizer)
+    item_set = None
+    if beam.allowed_sequences is not None:
+        if (sets := _item_sets.get(processor)) is None:
+            sets = _item_sets[processor] = ItemSets()
+        item_set = sets.read(beam.allowed_sequences, processor.model_config.get_vocab_size(), tokenizer)
+    return RequestData(beam, phrases, item_set)
