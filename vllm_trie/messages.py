@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -51,6 +51,14 @@ class GroupTicket:
         """The ticket of a request that the front end has checked; a client of a server can send no mapping."""
         ticket = ((params and params.extra_args) or {}).get(TICKET)
         return cls(**{**ticket, "caller": Caller(*ticket["caller"])}) if isinstance(ticket, dict) else None
+
+    def without_items(self, params: SamplingParams) -> GroupTicket:
+        """The same without the set of items, in these params, too: whoever has taken it alone holds its bytes."""
+        if self.item_set is None:
+            return self
+        ticket = replace(self, item_set=None)
+        params.extra_args = {**(params.extra_args or {}), TICKET: asdict(ticket)}
+        return ticket
 
     @property
     def is_offline(self) -> bool:

@@ -36,6 +36,7 @@ from vllm_trie.search.strategies.sampled import SampledEach
 from vllm_trie.search.strategies.stochastic import Stochastic
 from vllm_trie.worker import runner as runner_module
 from vllm_trie.worker import step_graphs
+from vllm_trie.worker.catalogs import DeviceCatalogs
 from vllm_trie.worker.draft_memory import take_widest_move
 from vllm_trie.worker.kv_slots import ByToken, KVSlots
 from vllm_trie.worker.runner import BeamModelRunner
@@ -234,6 +235,7 @@ class ProfiledRunner(BeamModelRunner):
     def __init__(self, device: torch.device = NOWHERE, drafter: object = None, graphs: Any = None) -> None:
         self.device, self.drafter, self.sampler = device, drafter, SimpleNamespace()
         self.selector: Any = SimpleNamespace(graphs=graphs)
+        self.catalogs = DeviceCatalogs(device, room=1000)
         self.speculator = None
         self.model = SimpleNamespace(compute_logits=lambda states: states)
         self.model_config = SimpleNamespace(max_logprobs=7, get_vocab_size=lambda: 8)
@@ -278,11 +280,11 @@ def test_steps_are_taken_where_vllm_profiles_a_device(
     assert taken == ["vLLM's", *(moves + steps if device == "meta" else [])]
 
 
-def test_what_graphs_take_is_held_as_long_as_vllm_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_graphs_and_requests_bring_is_held_as_long_as_vllm_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs, held = StepGraphs(NOWHERE, torch.bfloat16, TakenAgain()), list[int]()
     with MemoryCounter() as counter:
         monkeypatch.setattr(GPUModelRunner, "profile_run", lambda _: held.append(counter.held))
         ProfiledRunner(NOWHERE, graphs=graphs).profile_run()
         ProfiledRunner(NOWHERE).profile_run()
     needed = step_graphs.BYTES_OF_LOGIT * step_graphs.MOST_LOGITS_OF_TORCH + step_graphs.MOST_BYTES_BESIDE
-    assert (held, counter.held) == ([needed, 0], 0)
+    assert (held, counter.held) == ([1000 + needed, 1000], 0)

@@ -100,7 +100,8 @@ class Catalog(Header):
         return self.first_child.nbytes + self.tokens.nbytes + self.is_item.nbytes
 
     def to_bytes(self) -> bytes:
-        return bytes(self.data)
+        """The whole content; where it came in bytes, these."""
+        return self.data.obj if isinstance(self.data.obj, bytes) else bytes(self.data)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file, or replace one: whoever opens it sees the old content or the new one, whole."""

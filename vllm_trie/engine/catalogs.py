@@ -1,9 +1,13 @@
-"""The catalogs of one engine as its scheduler sees them: who uses which, and what workers must do about it."""
+"""The catalogs of one engine as its scheduler sees them: who uses which, and what workers must do about it.
+
+A set that comes with a request waits on the host, in the bytes that came. It goes to the devices with the step that
+admits its search. There all that comes with requests has a room of so many bytes.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,8 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
 NO_TOKEN = -1
-# Sets of requests that are kept on the device while nobody uses them.
-MOST_INLINE, MOST_INLINE_BYTES = 32, 64 << 20
+MOST_IDLE = 32  # sets of requests that workers keep while no search runs along them
 
 LOAD_CATALOG = "load_catalog"  # the workers' method, and what the engine does beside them
 
@@ -62,6 +65,7 @@ class NoCatalog:
     """What a search without a catalog has in its place."""
 
     constraints: tuple[ItemRules, ...] = ()
+    brings: Mapping[Hashable, int] = {}
 
     def __init__(self, params: BeamParams) -> None:
         self.params = params
@@ -79,15 +83,22 @@ class NoCatalog:
 
 
 class CatalogUse(NoCatalog):
-    """The catalog along which one search goes: the version that it began with."""
+    """The catalog along which one search goes: the version that it began with.
 
-    def __init__(self, params: BeamParams, catalog: Catalog, store: EngineCatalogs) -> None:
+    Args:
+        brings: By digest, the bytes that it takes on each device if it came with the request.
+    """
+
+    def __init__(
+        self, params: BeamParams, catalog: Catalog, store: EngineCatalogs, brings: Mapping[Hashable, int]
+    ) -> None:
         super().__init__(params)
         after = params.catalog_after
         assert not isinstance(after, str), "the front end has not looked up the token of catalog_after"
         counts = params.catalog_items, after, params.catalog_stop, params.catalog_renormalize
         self.rules = ItemRules(catalog.digest, *counts)
         self.constraints = (self.rules,)
+        self.brings = brings
         self._catalog, self._store = catalog, store
 
     def num_beams(self, num_stop_tokens: int) -> int:
@@ -117,26 +128,29 @@ class CatalogUse(NoCatalog):
 
 
 class EngineCatalogs(CatalogStore):
-    """Which catalogs there are, and who uses them.
+    """Which catalogs there are, who uses them, and which of them workers hold.
 
-    What nobody uses any more, and no name stands for, leaves the workers with the next step. Sets that came with
-    requests stay for a while.
+    What no search uses, and no name stands for, leaves the workers with the next step. Sets that came with requests
+    stay as long as there is room.
 
     Args:
         paths: Files, by name.
+        room: Bytes on each device for what comes with requests: `request_tables_bytes`.
     """
 
-    def __init__(self, paths: Mapping[str, str]) -> None:
-        self._inline = dict[str, None]()  # digests of sets that came with requests, the one that was used last at last
-        self._users: Counter[str] = Counter()
+    def __init__(self, paths: Mapping[str, str], room: int) -> None:
+        self._room = room
+        self._held = set[str]()  # digests of what workers hold
+        self._sets = dict[str, None]()  # of these, those that came with requests; what was needed last is at the end
+        self._users: Counter[str] = Counter()  # searches, those that wait among them
         self._changes = CatalogChanges()
         self._num_loads = 0
         self.has_news = False  # since `counts`
         super().__init__({name: Catalog.open(path) for name, path in paths.items()})
 
     def counts(self) -> CatalogCounts:
-        """What there is now, as it was reported."""
-        self.has_news, catalogs = False, self.by_digest.values()
+        """What workers hold now, as it was reported."""
+        self.has_news, catalogs = False, [self.by_digest[digest] for digest in self._held]
         num_bytes = sum(catalog.num_bytes_on_device for catalog in catalogs)
         return CatalogCounts(sum(catalog.num_items for catalog in catalogs), num_bytes, self._num_loads)
 
@@ -147,33 +161,51 @@ class EngineCatalogs(CatalogStore):
 
     def take_back(self, digest: str) -> None:
         """Some workers may have loaded this, and others not: let them forget it, unless all of them have it anyway."""
-        if digest not in self.by_digest:
+        if digest not in self._held:
             self._changes.gone[digest] = False
 
     def use(self, params: BeamParams, item_set: bytes | None) -> NoCatalog:
         """What a new search goes along: a name's present catalog, what came with its request, or none."""
         if item_set is not None:
             catalog = Catalog.from_bytes(item_set)
-            if catalog.digest not in self.by_digest and not self._changes.gone.get(catalog.digest):
-                self._changes.new[catalog.digest] = item_set
-            self.add(catalog)
-            self._inline.pop(catalog.digest, None)
-            self._inline[catalog.digest] = None
+            catalog = self.by_digest.setdefault(catalog.digest, catalog)  # the bytes of equal sets are held once
+            brings: dict[Hashable, int] = {catalog.digest: catalog.num_bytes_on_device}
         elif params.catalog is not None:
-            catalog = self[params.catalog]
+            catalog, brings = self[params.catalog], {}
         else:
             return NoCatalog(params)
         self._users[catalog.digest] += 1
-        return CatalogUse(params, catalog, self)
+        return CatalogUse(params, catalog, self, brings)
 
     def release(self, digest: str) -> None:
         """A search is over."""
         self._users[digest] -= 1
-        while len(self._inline) > MOST_INLINE or self._num_inline_bytes() > MOST_INLINE_BYTES:
-            oldest = next(iter(self._inline))
-            del self._inline[oldest]
-            self.drop_unused(oldest)
         self.drop_unused(digest)
+
+    def has_room(self, brought: Mapping[Hashable, int]) -> bool:
+        """Whether all that searches bring fits on a device: bytes by what it is, equal things once."""
+        return self._num_bytes(brought) <= self._room
+
+    def load(self, brought: Mapping[Hashable, int]) -> None:
+        """Let workers have the sets among what running searches bring, from the next step on, instead of idle ones."""
+        needed = [key for key in brought if isinstance(key, str)]
+        for digest in needed:
+            if digest in self._sets or digest not in self._held:
+                self._sets.pop(digest, None)
+                self._sets[digest] = None
+        spare, num_idle = self._room - self._num_bytes(brought), 0
+        for digest in [digest for digest in reversed(self._sets) if digest not in brought]:
+            num_bytes = self.by_digest[digest].num_bytes_on_device
+            if num_bytes > spare or num_idle == MOST_IDLE:
+                self._unload(digest)
+            else:
+                spare, num_idle = spare - num_bytes, num_idle + 1
+        for digest in needed:
+            if digest not in self._held:
+                self._held.add(digest)
+                self.has_news = True
+                if not self._changes.gone.pop(digest, False):  # else all workers have it still
+                    self._changes.new[digest] = self.by_digest[digest].to_bytes()
 
     def take_changes(self) -> CatalogChanges:
         """What workers must do before the next step."""
@@ -181,20 +213,41 @@ class EngineCatalogs(CatalogStore):
         return changes
 
     def add(self, catalog: Catalog) -> None:
+        """Know what workers have loaded for a name."""
         super().add(catalog)
+        self._held.add(catalog.digest)
+        self._sets.pop(catalog.digest, None)
         self._changes.gone.pop(catalog.digest, None)
         self.has_news = True
 
     def drop_unused(self, digest: str) -> bool:
         if is_gone := super().drop_unused(digest):
             del self._users[digest]
-            self.has_news = True
-            if self._changes.new.pop(digest, None) is None:  # else no worker has it yet
-                self._changes.gone[digest] = True
+            self._forget(digest)
         return is_gone
 
     def is_needed(self, digest: str) -> bool:
-        return bool(self._users[digest]) or digest in self._inline or super().is_needed(digest)
+        return bool(self._users[digest]) or digest in self._sets or super().is_needed(digest)
 
-    def _num_inline_bytes(self) -> int:
-        return sum(self.by_digest[digest].num_bytes_on_device for digest in self._inline)
+    def check_invariants(self, brought: Mapping[Hashable, int]) -> None:
+        """Raise AssertionError unless workers hold the sets of running searches, and no more than there is room for."""
+        assert {key for key in brought if isinstance(key, str)} <= self._held, "a search runs without its set"
+        assert self._sets.keys() <= self._held <= self.by_digest.keys()
+        idle: dict[Hashable, int] = {digest: self.by_digest[digest].num_bytes_on_device for digest in self._sets}
+        assert self._num_bytes({**idle, **brought}) <= self._room, "what requests bring takes more than its room"
+
+    def _num_bytes(self, brought: Mapping[Hashable, int]) -> int:
+        """Without what workers hold anyway, as a name stands for it, or did."""
+        return sum(size for key, size in brought.items() if key in self._sets or key not in self._held)
+
+    def _unload(self, digest: str) -> None:
+        """Let workers forget a set. Searches along it that wait have it loaded again."""
+        del self._sets[digest]
+        if not self.drop_unused(digest):
+            self._forget(digest)
+
+    def _forget(self, digest: str) -> None:
+        if digest in self._held:
+            self._held.discard(digest)
+            self._changes.gone[digest] = True
+            self.has_news = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ class Mailbox:
         """A request of a group has arrived. Returns whether it is the one that stands for the group."""
         index, group_id = ticket.address(request.request_id)
         if index == 0:
-            self._deliveries[group_id] = _Delivery(ticket, group_id)
+            self._deliveries[group_id] = _Delivery(replace(ticket, item_set=None), group_id)
         elif group_id not in self._deliveries or self.ticket(group_id).key != ticket.key:  # ids may be taken once more
             self.refuse(request, "the beam group of this request was aborted")
             return False

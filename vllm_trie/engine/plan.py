@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 from vllm_trie.engine.catalogs import NoCatalog
@@ -48,6 +48,11 @@ class SearchPlan:
     def width(self) -> int:
         """Beams side by side: `beam_width`, or where fewer can live as many."""
         return self.select_rules.width
+
+    @property
+    def brings(self) -> Mapping[Hashable, int]:
+        """What came with the request, and lies on each device while it runs: bytes by what equal things have equal."""
+        return self.catalog.brings
 
     def rules(self, length: int, pool: Pool) -> SelectRules:
         """How the worker selects in the step that makes beams this long."""

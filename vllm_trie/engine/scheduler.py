@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,7 +56,9 @@ class _StepState:
     """What has happened since the step that is under way was begun."""
 
     sessions: list[Request] = field(default_factory=list)  # waited when it began, for input or to go on: they have rows
-    held_back: list[Request] = field(default_factory=list)  # found no rows
+    held_back: list[Request] = field(default_factory=list)  # found no rows, or no room for what they bring
+    brings: bool = False  # somebody may have been admitted who brings something to the devices
+    lacks_room: bool = False  # somebody was held back who does
     last_preempted: Request | None = None
     has_released: bool = False  # held blocks: the next step tells the worker
     results: dict[str, Decided] = field(default_factory=dict)
@@ -86,7 +88,7 @@ class BeamScheduler(Scheduler):
         self.mailbox = Mailbox()
         self._answers = AnswerCache(self.kv_cache_manager, has_draft_kv=drafts_of(self.vllm_config) == "model")
         self.tally = BeamTally()
-        self.catalogs = EngineCatalogs(config.catalogs)
+        self.catalogs = EngineCatalogs(config.catalogs, config.request_tables_bytes)
         wrap_all("vllm_trie.engine.catalogs")
         self._now = _StepState()
         self._failed: dict[str, str] = {}  # group id -> why it cannot go on
@@ -107,6 +109,7 @@ class BeamScheduler(Scheduler):
 
     def _open_group(self, request: Request, params: BeamParams, ticket: GroupTicket) -> None:
         catalog = self.catalogs.use(params, ticket.item_set)
+        ticket = ticket.without_items(request.sampling_params)
         has_processors = has_logits_processors(self.vllm_config)
         group = new_group(request, params, ticket, self.max_model_len, has_processors, catalog)
         needed = self.kv_cache_manager.announce(request, group.paths_to_fan_out())
@@ -177,6 +180,8 @@ class BeamScheduler(Scheduler):
             self.deferred_waiting.difference_update(self._now.held_back)
         self._give_up_on_a_group_that_starves_alone(output)
         self._drop_padding(output)
+        if self._now.brings:
+            self.catalogs.load(self._brought())
         steps = self._group_steps(output)
         if self._budgets is not None:
             self._share_out_budget(self._budgets, output, steps)
@@ -319,14 +324,39 @@ class BeamScheduler(Scheduler):
             if (why := why_not_along(compiled)) is not None:
                 self._failed[request.request_id] = why
                 return False
+        group = self.groups.get(request.request_id)
+        if group is not None and group.plan.brings and self._now.lacks_room:
+            self._now.held_back.append(request)
+            return False
         needed = 0 if self._holds_kv_blocks(request) else self._rows(request)
         if not self.groups or self._num_rows() + needed <= self.max_num_running_reqs:
-            return super()._handle_blocked_waiting_request(request, **kwargs)
+            is_ready = super()._handle_blocked_waiting_request(request, **kwargs)
+            return is_ready and (group is None or self._has_room_for(request, group))
         if self._num_sessions() + needed <= self.max_num_running_reqs:  # else others need not wait until clients leave
             # No rows left: a limit that everybody exceeds ends this step's admission, and the queue keeps its order.
             self.max_num_active_reqs = NO_ADMISSION
         self._now.held_back.append(request)
         return False
+
+    def _has_room_for(self, request: Request, group: BeamGroup) -> bool:
+        """Whether there is room for what a group brings beside what the running ones have brought.
+
+        If not it waits, and so do those after it that bring something: else they would overtake it for ever. All others
+        go on, which take no such room.
+        """
+        if not group.plan.brings:
+            return True
+        if self.catalogs.has_room({**self._brought(), **group.plan.brings}):
+            self._now.brings = True
+            return True
+        self._now.lacks_room = True
+        self._now.held_back.append(request)
+        return False
+
+    def _brought(self) -> dict[Hashable, int]:
+        """What running groups have brought to the devices."""
+        groups = (self.groups.get(request.request_id) for request in self.running)
+        return {key: size for group in groups if group is not None for key, size in group.plan.brings.items()}
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
@@ -527,6 +557,7 @@ class BeamScheduler(Scheduler):
     def check_invariants(self) -> None:
         """Raise AssertionError unless tries, pool and vLLM's own books agree."""
         self.kv_cache_manager.check_invariants()
+        self.catalogs.check_invariants(self._brought())
         for group_id, group in self.groups.items():
             group.check_invariants()
             request = self.requests[group_id]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.engine import EngineCoreRequest
 
 from vllm_trie.compat.patch import wraps
-from vllm_trie.messages import TICKET, GroupTicket
+from vllm_trie.messages import GroupTicket
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor
@@ -37,9 +36,8 @@ def add_request(
     if index > 0 and (ticket := GroupTicket.of(params)) is not None:
         request.mm_features = None
         if ticket.item_set is not None:
-            params = copy(params)
-            params.extra_args = {**(params.extra_args or {}), TICKET: asdict(replace(ticket, item_set=None))}
-            request.sampling_params = params
+            request.sampling_params = copy(params)
+            ticket.without_items(request.sampling_params)
     original(self, request, prompt, parent, index, *args, **kwargs)
 
 

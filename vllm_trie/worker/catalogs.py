@@ -14,11 +14,16 @@ class DeviceCatalogs:
 
     Args:
         device: Where the search is; None on the earlier stages of a pipeline, which have no part in it, and hold none.
+        room: Bytes for what comes with requests: `request_tables_bytes`.
     """
 
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device
+    def __init__(self, device: torch.device | None, room: int = 0) -> None:
+        self._device, self._room = device, room
         self.tries: dict[str, ItemTrie] = {}
+
+    def room(self) -> torch.Tensor | None:
+        """As much memory as what comes with requests may take; None without a device."""
+        return None if self._device is None else torch.empty(self._room, dtype=torch.uint8, device=self._device)
 
     def load(self, path: str, digest: str | None = None) -> str:
         """Take in a file, unless its digest is another one than this. Returns what it is."""

@@ -34,7 +34,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from vllm_trie.messages import attach_results, catalog_changes, row_masks
 from vllm_trie.search.devices import sees, uploaded_once
-from vllm_trie.selection import has_logits_processors
+from vllm_trie.selection import config_of, has_logits_processors
 from vllm_trie.worker import kernels
 from vllm_trie.worker.amateur import Amateur, amateur_logits, contrasting
 from vllm_trie.worker.announce_shared_rows import announce_shared_rows, reads_shared_blocks_once
@@ -106,7 +106,8 @@ class BeamModelRunner(GPUModelRunner):
             rope.prepare_positions = partial(self._prepare_rope_positions, rope.prepare_positions, rope)
         if self.pp_handler is not None:
             self.stages = Stages(self.pp_handler, self.groups, self.rows, self.max_num_reqs)
-        self.catalogs = DeviceCatalogs(None if self.sampler is None else self.device)
+        room = config_of(self.vllm_config).request_tables_bytes
+        self.catalogs = DeviceCatalogs(None if self.sampler is None else self.device, room)
         if self.sampler is None:
             return
         together = self.max_num_reqs if sees(self.device) else most_rows_together(self.model_config.get_vocab_size())
@@ -145,7 +146,8 @@ class BeamModelRunner(GPUModelRunner):
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
         """vLLM measures the memory that is left by what this takes."""
         graphs = None if self.sampler is None else self.selector.graphs
-        held = None if graphs is None else graphs.room()  # until all else has been taken, too
+        # Until all else has been taken, too.
+        held = self.catalogs.room(), None if graphs is None else graphs.room()
         super().profile_run(*args, **kwargs)
         del held
 

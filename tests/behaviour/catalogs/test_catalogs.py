@@ -11,15 +11,16 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
 
+from tests.support.disturb import preempt_all
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
 from tests.support.items import EOS, Item, along, random_items
 from tests.support.pairs import TRAINED, speculating, steps_per_forward
 from tests.support.reference import Answer, agree, engine_answers, load, transformers_beams, transformers_greedy
-from tests.support.running import MOST_TIES, prompt_of, trained_prompts
+from tests.support.running import MOST_TIES, count_ties, prompt_of, run, start_with, trained_prompts
 from vllm_trie import beam_params, hypotheses, load_catalog
 from vllm_trie.catalog import Catalog
-from vllm_trie.engine import catalogs as catalogs_of_engine
 from vllm_trie.entrypoints.requests import BeamRequestError
 from vllm_trie.messages import NO_HYPOTHESIS
 
@@ -257,17 +258,84 @@ def test_a_set_travels_once_and_leaves_when_others_come(engines: Engines, model:
     assert sum(len(changes.gone) for changes in sent) >= 8
 
 
-def test_sets_that_nobody_uses_have_a_bound_in_bytes(
+def set_of(number: int) -> list[list[int]]:
+    return [[5, 6 + number, token, token] for token in range(10, 20)]
+
+
+SIZE = Catalog.from_sequences(set_of(0)).num_bytes_on_device
+
+
+def test_sets_wait_for_room_in_their_order_and_others_do_not_wait(
     engines: Engines, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, prompt = engines(model), prompt_of(20)
-    monkeypatch.setattr(catalogs_of_engine, "MOST_INLINE_BYTES", 200)
-    for number in range(6):
-        sequences = [[5, 6 + number, token] for token in range(10, 20)]
-        engine.generate([prompt], beam_params(2, allowed_sequences=sequences, max_tokens=4))
-    engine.generate([prompt], beam_params(2, max_tokens=2))
-    assert engine.scheduler.catalogs._num_inline_bytes() <= 200
-    assert len(engine.runner.catalogs.tries) == len(engine.scheduler.catalogs.by_digest) < 3
+    scheduler, tries = engine.scheduler, engine.runner.catalogs.tries
+    monkeypatch.setattr(scheduler.catalogs, "_room", int(2.5 * SIZE))
+    small = [[7, 8]]  # for which there is room always, but it came after others
+    sets = [set_of(0), set_of(1), set_of(0), set_of(2), small, set_of(3), set_of(2)]
+    along = [beam_params(2, n=2, allowed_sequences=own, max_tokens=8) for own in sets]
+    plain = [beam_params(3, n=3, max_tokens=2, ignore_eos=True), SamplingParams(temperature=0, max_tokens=2)]
+    entered: list[str] = []
+
+    def look() -> None:
+        entered.extend(request.request_id for request in scheduler.running if request.request_id not in entered)
+        of_requests = [trie for digest, trie in tries.items() if digest in scheduler.catalogs._sets]
+        held = sum(t.nbytes for trie in of_requests for t in (trie.first_child, trie.tokens, trie.is_item))
+        assert held <= 2.5 * SIZE
+
+    outputs = run(engine, [(prompt, params) for params in (*along, *plain)], look)
+    for own, output in zip(sets, outputs, strict=False):
+        found = [list(hypothesis.token_ids) for hypothesis in output.outputs if hypothesis.token_ids]
+        assert len(found) == min(2, len(own))
+        assert all(item in own for item in found)
+    order = [int(request_id.split("_")[-1].split("-")[0]) for request_id in entered]
+    assert [number for number in order if number < len(sets)] == [*range(len(sets))]
+    assert {*order[:5]} == {0, 1, 2, len(sets), len(sets) + 1}  # in the first step: what there is room for, and others
+
+
+def test_a_preempted_search_has_its_set_again(engines: Engines, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, job = engines(model), (prompt_of(20), beam_params(2, n=2, allowed_sequences=set_of(0), max_tokens=8))
+    catalogs, steps = engine.scheduler.catalogs, 0
+    expected = run(engine, [job])
+
+    def lose_all_once() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            assert engine.scheduler.running
+            preempt_all(engine)
+            monkeypatch.setattr(catalogs, "_room", 0)
+            catalogs.load({})  # as if others had needed the room
+            monkeypatch.undo()
+            assert not catalogs._sets
+
+    assert count_ties(run(engine, [job], lose_all_once), expected) == 0
+
+
+def test_aborted_searches_leave_no_set_behind(engines: Engines, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, core = engines(model), engines(model).llm.llm_engine
+    monkeypatch.setattr(engine.scheduler.catalogs, "_room", int(1.5 * SIZE))
+    for number in range(4):  # of which one runs
+        params = beam_params(2, n=2, allowed_sequences=set_of(number), max_tokens=8)
+        core.add_request(f"set {number}", {"prompt_token_ids": prompt_of(20)}, params)
+    core.step()
+    core.abort_request([f"set {number}" for number in (0, 2, 1, 3)])
+    engine.generate([prompt_of(20)], beam_params(2, allowed_sequences=set_of(4), max_tokens=8))
+    engine.generate([prompt_of(20)], beam_params(2, max_tokens=2))
+    digest = Catalog.from_sequences(set_of(4), vocab_size=300).digest
+    assert [*engine.scheduler.catalogs._sets] == [digest]
+    assert engine.runner.catalogs.tries.keys() == engine.scheduler.catalogs.by_digest.keys()
+
+
+def test_a_set_larger_than_all_room_is_refused(engines: Engines, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, params = engines(model), beam_params(2, allowed_sequences=set_of(0), max_tokens=8)
+    start_with(engine, monkeypatch, request_tables_bytes=SIZE - 1)
+    with pytest.raises(
+        BeamRequestError,
+        match=f"^allowed_sequences need {SIZE:,} bytes of each device, and trie_beam.request_tables_bytes={SIZE - 1:,} "
+        "has no room for them; leave some out, or start the engine with more$",
+    ):
+        engine.generate([prompt_of(20)], params)
 
 
 def test_beams_that_cannot_live_need_no_memory(engines: Engines, model: Path) -> None:

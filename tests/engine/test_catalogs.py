@@ -1,0 +1,151 @@
+"""Sets that come with requests wait on the host, and go to the workers when their searches run, if there is room."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_trie.catalog import Catalog
+from vllm_trie.engine.catalogs import MOST_IDLE, EngineCatalogs
+from vllm_trie.messages import CatalogChanges
+from vllm_trie.options import BeamParams
+from vllm_trie.worker.catalogs import DeviceCatalogs
+
+PARAMS = BeamParams(beam_width=2)
+
+
+def set_of(number: int, num_items: int = 10) -> bytes:
+    return Catalog.from_sequences([[number, item] for item in range(num_items)]).to_bytes()
+
+
+SIZE = Catalog.from_bytes(set_of(0)).num_bytes_on_device
+
+
+def brought(*uses: Any) -> dict[Any, int]:
+    return {key: size for use in uses for key, size in use.brings.items()}
+
+
+def test_a_set_waits_on_the_host_and_goes_to_workers_once_its_search_runs() -> None:
+    catalogs = EngineCatalogs({}, 10 * SIZE)
+    use = catalogs.use(PARAMS, set_of(1))
+    assert catalogs.take_changes() == CatalogChanges()
+    assert catalogs.counts().bytes == 0
+    catalogs.load(brought(use))
+    assert catalogs.take_changes() == CatalogChanges(new={use.rules.catalog: set_of(1)})
+    assert catalogs.counts().bytes == SIZE
+    catalogs.load(brought(use))
+    assert catalogs.take_changes() == CatalogChanges()
+
+
+def test_equal_sets_are_held_and_counted_once() -> None:
+    catalogs, first = EngineCatalogs({}, SIZE), set_of(1)
+    uses = [catalogs.use(PARAMS, content) for content in (first, bytes(bytearray(first)))]
+    assert catalogs.has_room(brought(*uses))
+    catalogs.load(brought(*uses))
+    assert [*catalogs.take_changes().new.values()] == [first]
+    (catalog,) = catalogs.by_digest.values()
+    assert catalog.data.obj is first
+    assert catalog.to_bytes() is first
+
+
+def test_a_set_that_waits_and_is_given_up_leaves_nothing() -> None:
+    catalogs = EngineCatalogs({}, SIZE)
+    catalogs.use(PARAMS, set_of(1)).release()
+    assert not catalogs.by_digest
+    assert not catalogs._users
+    assert catalogs.take_changes() == CatalogChanges()
+
+
+def test_running_searches_share_the_room_and_idle_sets_make_way_the_oldest_first() -> None:
+    catalogs = EngineCatalogs({}, 3 * SIZE)
+    uses = [catalogs.use(PARAMS, set_of(number)) for number in range(4)]
+    assert catalogs.has_room(brought(*uses[:3]))
+    assert not catalogs.has_room(brought(*uses))
+    for use in uses[:3]:
+        catalogs.load(brought(use))
+        use.release()
+    catalogs.take_changes()
+    catalogs.load(brought(uses[3]))
+    changes = catalogs.take_changes()
+    assert [*changes.gone] == [uses[0].rules.catalog]
+    assert [*changes.new] == [uses[3].rules.catalog]
+    catalogs.check_invariants(brought(uses[3]))
+
+
+def test_a_search_that_was_preempted_gets_its_set_again() -> None:
+    catalogs = EngineCatalogs({}, SIZE)
+    preempted, other = catalogs.use(PARAMS, set_of(1)), catalogs.use(PARAMS, set_of(2))
+    for running in (preempted, other, preempted):
+        catalogs.load(brought(running))
+        catalogs.check_invariants(brought(running))
+        assert [*catalogs.take_changes().new] == [running.rules.catalog]
+
+
+def test_few_sets_stay_while_nobody_uses_them() -> None:
+    catalogs = EngineCatalogs({}, 1000 * SIZE)
+    for number in range(MOST_IDLE + 9):
+        use = catalogs.use(PARAMS, set_of(number))
+        catalogs.load(brought(use))
+        use.release()
+    assert len(catalogs.by_digest) == MOST_IDLE + 1
+
+
+def test_what_a_name_stands_for_takes_no_room_of_requests(tmp_path: Any) -> None:
+    (tmp_path / "items").write_bytes(set_of(1))
+    catalogs = EngineCatalogs({"items": str(tmp_path / "items")}, SIZE)
+    named, other = catalogs.use(PARAMS, set_of(1)), catalogs.use(PARAMS, set_of(2))
+    assert catalogs.has_room(brought(named, other))
+    catalogs.load(brought(named, other))
+    assert [*catalogs.take_changes().new] == [other.rules.catalog]
+    catalogs.name("items", Catalog.from_bytes(set_of(2)))  # which was loaded by request, and has a name from now on
+    assert catalogs.has_room(brought(other, catalogs.use(PARAMS, set_of(3))))
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_workers_hold_what_running_searches_need_and_never_more_than_there_is_room_for(data: st.DataObject) -> None:
+    """Whatever comes, is admitted, preempted, given up and ended, in any order."""
+    room = data.draw(st.integers(1, 4)) * SIZE
+    catalogs, workers = EngineCatalogs({}, room), DeviceCatalogs(torch.device("cpu"), room)
+    waiting, running = list[Any](), list[Any]()
+    for _ in range(data.draw(st.integers(1, 30))):
+        step = data.draw(st.sampled_from(["come", "admit", "preempt", "give up", "end"]))
+        if step == "come":
+            waiting.append(catalogs.use(PARAMS, set_of(data.draw(st.integers(0, 5)), data.draw(st.integers(1, 10)))))
+        elif step == "admit" and waiting and catalogs.has_room(brought(*running, waiting[0])):
+            running.append(waiting.pop(0))
+            catalogs.load(brought(*running))
+        elif step == "preempt" and running:
+            waiting.insert(0, running.pop())
+        elif step == "give up" and waiting:
+            waiting.pop().release()
+        elif step == "end" and running:
+            running.pop(0).release()
+        catalogs.check_invariants(brought(*running))
+        workers.apply(catalogs.take_changes())
+        assert workers.tries.keys() == catalogs._held >= brought(*running).keys()
+        tries = workers.tries.values()
+        held = sum(t.nbytes for trie in tries for t in (trie.first_child, trie.tokens, trie.is_item))
+        assert held == catalogs.counts().bytes <= room
+    for use in waiting + running:
+        use.release()
+    catalogs.load({})
+    assert catalogs.by_digest.keys() == catalogs._held
+    assert not any(catalogs._users.values())
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_a_load_that_failed_is_taken_back_whatever_waits(is_waiting: bool) -> None:
+    """Some workers have the set of a search that waits by a file that others could not read."""
+    catalogs = EngineCatalogs({}, SIZE)
+    use = catalogs.use(PARAMS, set_of(1))
+    if not is_waiting:
+        catalogs.load(brought(use))
+        catalogs.take_changes()
+    catalogs.take_back(use.rules.catalog)
+    catalogs.load(brought(use))
+    assert [*catalogs.take_changes().new] == [use.rules.catalog] * is_waiting
