@@ -13,6 +13,7 @@ from vllm_trie.compat.patch import wraps
 from vllm_trie.entrypoints.beam_results import asks_for_beam_results, with_beam_results
 from vllm_trie.entrypoints.reading import brings_data, generate_once_read
 from vllm_trie.entrypoints.server import is_served, raise_errors
+from vllm_trie.entrypoints.single_tokens import asks_for_single_tokens, with_single_tokens
 from vllm_trie.entrypoints.step_search.online import Draw, cancel_searches, search
 from vllm_trie.entrypoints.step_search.opening import asks_for_steps
 from vllm_trie.entrypoints.trace_texts import is_traced, with_texts
@@ -23,12 +24,15 @@ from vllm_trie.selection import has_beams
 def generate(
     original: Draw, self: AsyncLLM, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[RequestOutput, None]:
+    tokenizer, is_parsed = self.renderer.tokenizer, asks_for_single_tokens(sampling_params)
     if asks_for_steps(sampling_params) and has_beams(self.vllm_config):
-        return search(original, self, prompt, sampling_params, request_id, *args, **kwargs)
+        outputs = search(original, self, prompt, sampling_params, request_id, *args, **kwargs)
+        return with_single_tokens(outputs, sampling_params, tokenizer) if is_parsed else outputs
     generate = partial(generate_once_read, original) if brings_data(sampling_params) else original
     outputs = generate(self, prompt, sampling_params, request_id, *args, **kwargs)
-    outputs = with_texts(outputs, self.renderer.tokenizer) if is_traced(sampling_params) else outputs
+    outputs = with_texts(outputs, tokenizer) if is_traced(sampling_params) else outputs
     outputs = with_beam_results(outputs) if asks_for_beam_results(sampling_params) else outputs
+    outputs = with_single_tokens(outputs, sampling_params, tokenizer) if is_parsed else outputs
     return raise_errors(outputs) if is_served(sampling_params) else outputs
 
 

@@ -50,7 +50,9 @@ def refusing() -> Iterator[None]:
 
 CALLER = "trie_beam_caller"  # in `extra_args`: a `Caller`, which no client of a server can send
 
-_MARKS = {CALLER, TICKET, FORK, READ}  # of the front end's own, in `extra_args`
+SINGLE_TOKENS = "trie_beam_single_tokens"  # in `extra_args`: see `entrypoints.single_tokens`
+
+_MARKS = {CALLER, SINGLE_TOKENS, TICKET, FORK, READ}  # of the front end's own, in `extra_args`
 _READ_BY_VLLM = {"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", "session_id"}  # likewise
 
 

@@ -24,6 +24,7 @@ from vllm_trie.compat.patch import wraps
 from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.requests import BeamRequestError
 from vllm_trie.entrypoints.server import as_sampling_request, num_prompts
+from vllm_trie.entrypoints.single_tokens import asking_for_single_tokens
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME, asks_for_beams
 from vllm_trie.selection import has_beams
@@ -49,7 +50,10 @@ async def create(
         response = await original(self, request, *args, **kwargs)
         return _with_own_fields(response) if has_own_fields else response
     if _is_known_early(request):
-        events = await original(self, as_sampling_request(request), *args, **kwargs)
+        streamed = as_sampling_request(request)
+        if isinstance(request, ChatCompletionRequest) and self.parser_cls is not None:
+            streamed = asking_for_single_tokens(streamed)
+        events = await original(self, streamed, *args, **kwargs)
         return await _after_refusals(events, request) if isinstance(events, AsyncGenerator) else events
     if isinstance(self, AnthropicServingMessages):
         raise BeamRequestError(
@@ -68,8 +72,12 @@ async def respond(
     original: Callable[..., Awaitable[Any]], self: Any, request: ResponsesRequest, *args: Any, **kwargs: Any
 ) -> Any:
     """Hold back the two events that vLLM sends before it asks the engine, which may refuse: that is a 400 then."""
+    if not asks_for_beams(request.vllm_xargs or {}):
+        return await original(self, request, *args, **kwargs)
+    if request.stream and self.parser is not None:
+        request = asking_for_single_tokens(request)
     events = await original(self, request, *args, **kwargs)
-    if not asks_for_beams(request.vllm_xargs or {}) or not isinstance(events, AsyncGenerator) or request.background:
+    if not isinstance(events, AsyncGenerator) or request.background:
         return events
     return _chained([await anext(events) for _ in ("created", "in progress", "of the answer")], events)
 

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from itertools import pairwise
 from threading import Event, current_thread, main_thread
 from typing import Any
-from unittest import mock
 
 import pytest
 from vllm import SamplingParams
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import utils
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from tests.support import forks
-from tests.support.engine import BLOCK_SIZE, KV_CACHE_BYTES, TRAINED_TARGET
 from vllm_trie import StepCandidate, beam_params
 from vllm_trie.entrypoints import request_data
 from vllm_trie.entrypoints.item_sets import ItemSets
@@ -27,36 +22,6 @@ from vllm_trie.entrypoints.requests import BeamRequestError
 pytestmark = pytest.mark.slow
 
 PROMPTS = ["def is_prime(number):", "class Foo:\n    def close(self):", "import os\n"]
-
-
-@pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
-
-
-@pytest.fixture(scope="module")
-def llm(loop: asyncio.AbstractEventLoop) -> Iterator[AsyncLLM]:
-    args = AsyncEngineArgs(
-        str(TRAINED_TARGET),
-        dtype="float32",
-        enforce_eager=True,
-        block_size=BLOCK_SIZE,
-        max_model_len=512,
-        max_num_seqs=64,
-        kv_cache_memory_bytes=KV_CACHE_BYTES,
-        additional_config={"trie_beam": {"check_invariants": True}},
-    )
-
-    async def start() -> AsyncLLM:
-        with mock.patch.object(utils, "get_mp_context", forks.context):
-            return AsyncLLM.from_engine_args(args)
-
-    llm = loop.run_until_complete(start())
-    yield llm
-    llm.shutdown()
-    loop.run_until_complete(asyncio.sleep(0.1))  # its tasks end
 
 
 def asked(llm: AsyncLLM, prompt: str, params: SamplingParams, kind: RequestOutputKind) -> AsyncGenerator[Any, None]:

@@ -1,0 +1,97 @@
+"""Streams of one token a part, for parsers of reasoning and of tool calls.
+
+A search sends as many tokens at once as have become certain. Parsers of vLLM's look for marks among the tokens of a
+part: some take a mark that others follow for text, some take no second token at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from copy import copy
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.tokenizers import TokenizerLike
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+from vllm_trie.entrypoints.requests import SINGLE_TOKENS
+from vllm_trie.messages import TICKET
+
+ParsedRequest = TypeVar("ParsedRequest", ChatCompletionRequest, ResponsesRequest)
+
+
+def asking_for_single_tokens(request: ParsedRequest) -> ParsedRequest:
+    """A copy of a request, whose stream has one token in each part."""
+    return request.model_copy(update={"vllm_xargs": {**(request.vllm_xargs or {}), SINGLE_TOKENS: True}})
+
+
+def asks_for_single_tokens(params: Any) -> bool:
+    """Whether these are the parameters of such a request."""
+    return isinstance(params, SamplingParams) and bool((params.extra_args or {}).get(SINGLE_TOKENS))
+
+
+async def with_single_tokens(
+    outputs: AsyncGenerator[RequestOutput, None], params: SamplingParams, tokenizer: TokenizerLike | None
+) -> AsyncGenerator[RequestOutput, None]:
+    """The outputs of such a request, which has one answer."""
+    detokenizer = None
+    async with aclosing(outputs):
+        async for output in outputs:
+            detokenizer = detokenizer or _detokenizer(output.prompt_token_ids, params, tokenizer)
+            for part in single_tokens(output, detokenizer):
+                yield part
+
+
+def _detokenizer(
+    prompt: list[int] | None, params: SamplingParams, tokenizer: TokenizerLike | None
+) -> IncrementalDetokenizer:
+    """One like that of the engine's client, which is given several tokens at once."""
+    params = copy(params)
+    params.extra_args = {TICKET: {}}  # see `entrypoints.half_characters`
+    nothing = {"mm_features": None, "pooling_params": None, "lora_request": None, "cache_salt": None}
+    request = EngineCoreRequest(
+        request_id="",
+        prompt_token_ids=prompt,
+        sampling_params=params,
+        arrival_time=0.0,
+        data_parallel_rank=None,
+        **nothing,
+    )
+    return IncrementalDetokenizer.from_new_request(tokenizer, request)
+
+
+def single_tokens(output: RequestOutput, detokenizer: IncrementalDetokenizer) -> Iterator[RequestOutput]:
+    """A part of a stream, as if its tokens had come one by one.
+
+    Args:
+        detokenizer: That of the stream, given what came before this part.
+    """
+    (whole,) = output.outputs
+    text, tokens, logprobs = whole.text, [*whole.token_ids], whole.logprobs
+    for place, token in enumerate(tokens[:-1]):
+        of_token = _text(token, detokenizer)[: len(text)]
+        text = text.removeprefix(of_token)
+        own = {"token_ids": [token], "logprobs": logprobs and logprobs[place : place + 1], "cumulative_logprob": None}
+        part = replace(whole, text=of_token, finish_reason=None, stop_reason=None, **own)
+        yield _output(output, part, finished=False)
+    if tokens and whole.finish_reason is None:
+        _text(tokens[-1], detokenizer)
+    last = replace(whole, text=text, token_ids=tokens[-1:], logprobs=logprobs and logprobs[max(len(tokens) - 1, 0) :])
+    yield _output(output, last, output.finished)
+
+
+def _text(token: int, detokenizer: IncrementalDetokenizer) -> str:
+    detokenizer.update([token], False)
+    return detokenizer.get_next_output_text(finished=False, delta=True)
+
+
+def _output(whole: RequestOutput, part: CompletionOutput, finished: bool) -> RequestOutput:
+    output = copy(whole)
+    output.outputs, output.finished = [part], finished
+    return output
