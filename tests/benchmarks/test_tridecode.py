@@ -80,11 +80,11 @@ def test_search_on_the_trained_model_finds_what_the_loop_finds(width: int) -> No
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_reclaiming_changes_the_nodes_held_and_nothing_else(grouped: Path, width: int) -> None:
-    for prompt in PROMPTS[:4]:
-        _, fed = expected(grouped, prompt, width, eos=None)
+def test_reclaiming_changes_the_nodes_held_and_nothing_else(width: int) -> None:
+    for prompt in PROMPTS[:3]:  # of the trained model: a near-tie of a random one would change which nodes live
+        _, fed = expected(TRAINED_TARGET, prompt, width, eos=None)
         live = [num_live_nodes(prompt, beams) for beams in fed]
-        every, third, never = (found(load(grouped), prompt, width, interval, None) for interval in (1, 3, None))
+        every, third, never = (found(load(TRAINED_TARGET), prompt, width, interval, None) for interval in (1, 3, None))
         assert every.tokens == third.tokens == never.tokens
         assert [every.score, third.score] == pytest.approx([never.score] * 2, rel=1e-5)
 

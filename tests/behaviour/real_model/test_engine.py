@@ -30,7 +30,7 @@ FEWER_TOKENS = 12  # where two searches are compared that both are ours
 NUM_LAYERS = 4
 FEW_BLOCKS = 20  # one search fits, six do not
 LEAST_STEPS_OF_ONE_BEAM = 1.2  # per forward
-MOST_BFLOAT16 = 0.05  # nats per token between two kernels in bfloat16; in float32 it is a thousandth of that
+MOST_BFLOAT16 = 0.05  # nats per token between bfloat16 and float32, and between what near-ties in bfloat16 lead to
 
 
 @pytest.fixture
@@ -128,20 +128,22 @@ def test_n_grams_find_what_plain_steps_find(engines: Engines, real_model: Path, 
     assert total_counts(outputs).accepted > 0
 
 
-def test_beams_in_bfloat16_are_those_of_vllms_own_loop(
+def test_beams_in_bfloat16_are_as_good_as_those_of_vllms_own_loop(
     engines: Engines, real_model: Path, prompts: list[list[int]]
 ) -> None:
+    """Which of two beams that bfloat16 cannot tell apart goes on depends on how a processor rounds."""
     engine, prompts = engines(real_model, dtype="bfloat16"), prompts[:3]
     outputs = run(engine, [(prompt, search(ignore_eos=True)) for prompt in prompts])
     client = BeamSearchParams(WIDTH, max_tokens=TOKENS, ignore_eos=True)
     theirs = beam_search.original(engine.llm, [{"prompt_token_ids": prompt} for prompt in prompts], client)
-    reference = AutoModelForCausalLM.from_pretrained(real_model, dtype=torch.bfloat16).eval()
+    reference = AutoModelForCausalLM.from_pretrained(real_model, dtype=torch.float32).eval()
     for prompt, output, loop in zip(prompts, outputs, theirs, strict=True):
-        best, other = output.outputs[0], loop.sequences[0]
-        assert list(best.token_ids) == other.tokens[len(prompt) :]
-        assert best.cumulative_logprob == pytest.approx(other.cum_logprob, abs=MOST_BFLOAT16 * TOKENS)
-        by_transformers = forced(reference, prompt, list(best.token_ids))
-        assert best.cumulative_logprob == pytest.approx(by_transformers, abs=MOST_BFLOAT16 * TOKENS)
+        for hypothesis in output.outputs:
+            by_reference = forced(reference, prompt, list(hypothesis.token_ids))
+            assert hypothesis.cumulative_logprob == pytest.approx(by_reference, abs=MOST_BFLOAT16 * TOKENS)
+        answers = list(output.outputs[0].token_ids), loop.sequences[0].tokens[len(prompt) :]
+        ours, other = (forced(reference, prompt, answer) for answer in answers)
+        assert ours == pytest.approx(other, abs=MOST_BFLOAT16 * TOKENS)
 
 
 @torch.inference_mode()
