@@ -1,8 +1,9 @@
 """`make soak`: a server under mixed traffic for an hour, and whether it is as well at the end as at the beginning.
 
 Searches of all kinds and ordinary requests come from several clients at once. Some clients vanish, catalogs are
-replaced while they are searched along, and there are too few KV blocks for all, so that requests are preempted. What a
-request is answered is compared with what the same request was answered when nothing else ran.
+replaced while they are searched along, and there are too few KV blocks for all, so that requests are preempted. Some
+requests are as large as they may be, others larger, which must be refused; now and then the engine is paused, which
+aborts what runs. What a request is answered is compared with what the same request was answered when nothing else ran.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import random
 import re
 import statistics
@@ -40,7 +42,8 @@ from vllm_trie.catalog.items import Items
 MINUTES, CLIENTS, SEED = 60, 12, 0
 NUM_PROMPTS = 6
 VANISHING, MOST_PATIENCE = 0.15, 1.5  # share of requests, and seconds after which their clients are gone at the latest
-SECONDS_BETWEEN_VERSIONS, SECONDS_BETWEEN_SAMPLES = 20.0, 5.0
+SECONDS_BETWEEN_VERSIONS, SECONDS_BETWEEN_SAMPLES, SECONDS_BETWEEN_PAUSES = 20.0, 5.0, 45.0
+LONGEST_REFUSAL = 500  # characters
 NEAR = 1e-3  # log-probability by which answers that differ may differ in all
 MOST_GROWTH, SETTLED_AFTER = 0.05, 10  # of memory; minutes
 KV_CACHE_BYTES = 20 << 20  # 160 blocks
@@ -54,8 +57,17 @@ SCHEMA = {
 }
 
 
+VOCABULARY = 1024  # tokens, at least
+STOPS = [*range(64, VOCABULARY, 2)]
+
+
 def beams(width: int, **options: Any) -> dict[str, Any]:
     return {"vllm_xargs": {"beam_width": width, **options}}
+
+
+def items(number: int, seed: int) -> str:
+    """So many items of three tokens, as a request names them."""
+    return json.dumps(np.random.default_rng(seed).integers(64, VOCABULARY, (number, 3)).tolist())
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -76,6 +88,24 @@ KINDS: dict[str, dict[str, Any]] = {
     "stochastic": {**beams(4, do_sample=True, stochastic=True), "n": 4, "max_tokens": 32},
     "steps": {**beams(2, unit="step", step_stop=["\n"], scorer=SCORER, candidates=3, max_steps=4), "max_tokens": 64},
     "next turn": {**beams(3), "max_tokens": 24},
+    "480 stop tokens": {**beams(4), "n": 4, "max_tokens": 24, "stop_token_ids": STOPS},
+    "480 stop tokens, vLLM's rules": {**beams(4, semantics="vllm"), "n": 4, "max_tokens": 8, "stop_token_ids": STOPS},
+    "ignored EOS, not before 8 tokens": {**beams(4), "max_tokens": 24, "min_tokens": 8, "ignore_eos": True},
+    "32 stop strings": {**beams(4), "max_tokens": 32, "stop": [f"\n{' ' * size}return" for size in range(32)]},
+    "items of its own": {**beams(8, allowed_sequences=items(5_000, seed=1)), "n": 4, "max_tokens": 3},
+    "other items of its own": {**beams(8, allowed_sequences=items(20_000, seed=2)), "n": 4, "max_tokens": 3},
+    "boosted items": {
+        **beams(8, allowed_sequences=items(2_000, seed=3), phrase_boosts=json.dumps([[[[70, 71], [72, 73, 74]], 2.0]])),
+        "max_tokens": 3,
+    },
+    "contrast": {**beams(4, contrast='{"model": "draft", "alpha": 0.1, "beta": 0.5}'), "max_tokens": 24},
+}
+TOO_MUCH: dict[str, dict[str, Any]] = {  # what must be refused
+    "a million widths": beams(4, beam_widths=[4] * 1_000_000),
+    "10,000 unknown options": beams(4, **{f"option_{number}": 1 for number in range(10_000)}),
+    "a name of a megabyte": beams(4, **{"x" * (1 << 20): 1}),
+    "a stop string of a megabyte": {**beams(4), "stop": ["x" * (1 << 20)]},
+    "too many items": beams(4, allowed_sequences=items(100_001, seed=0)),
 }
 FIRST_TURN = "4 beams"  # whose best hypothesis the next turn goes on from
 NOT_COMPARED = ("drawn", "drawn beams", "stochastic", "steps")  # what is drawn depends on what else is
@@ -87,10 +117,12 @@ class Answer(NamedTuple):
     Args:
         texts: Of its choices.
         logprobs: Of each choice, the sum over its tokens; none where chunks do not tell it.
+        is_aborted: The engine was paused before the answer was whole.
     """
 
     texts: tuple[str, ...]
     logprobs: tuple[float, ...]
+    is_aborted: bool = False
 
     def is_near(self, other: Answer) -> bool:
         """Whether both might come of the same search, with other rounding."""
@@ -109,8 +141,10 @@ async def ask(client: httpx.AsyncClient, kind: str, prompt: str) -> Answer:
         response = await client.post("/v1/completions", json=body)
         await raise_if_refused(response)
         choices = response.json()["choices"]
-        found = [(one["text"], math.fsum(one["logprobs"]["token_logprobs"])) for one in choices]
-        return Answer(*zip(*found, strict=True))
+        sums = (math.fsum((one["logprobs"] or {"token_logprobs": ()})["token_logprobs"]) for one in choices)
+        is_aborted = any(one["finish_reason"] == "abort" for one in choices)
+        return Answer(tuple(one["text"] for one in choices), tuple(sums), is_aborted)
+    is_aborted = False
     texts: dict[int, str] = defaultdict(str)
     logprobs: dict[int, float] = defaultdict(float)
     async with client.stream("POST", "/v1/completions", json=body) as response:
@@ -119,15 +153,23 @@ async def ask(client: httpx.AsyncClient, kind: str, prompt: str) -> Answer:
             if line.startswith("data: {"):
                 for choice in json.loads(line.removeprefix("data: "))["choices"]:
                     texts[choice["index"]] += choice["text"]
+                    is_aborted |= choice["finish_reason"] == "abort"
                     if choice["logprobs"] is not None:
                         logprobs[choice["index"]] += math.fsum(choice["logprobs"]["token_logprobs"])
-    return Answer(tuple(texts[i] for i in sorted(texts)), tuple(logprobs[i] for i in sorted(logprobs)))
+    return Answer(tuple(texts[i] for i in sorted(texts)), tuple(logprobs[i] for i in sorted(logprobs)), is_aborted)
 
 
 async def raise_if_refused(response: httpx.Response) -> None:
     """Raise httpx.HTTPError with what the server says."""
     if response.is_error:
         raise httpx.HTTPError((await response.aread()).decode())
+
+
+async def is_refused(client: httpx.AsyncClient, kind: str, prompt: str) -> bool:
+    """Whether the server refuses what is too much, in a sentence."""
+    response = await client.post("/v1/completions", json={"model": "target", "prompt": prompt, **TOO_MUCH[kind]})
+    is_short = response.is_error and len(response.json()["error"]["message"]) <= LONGEST_REFUSAL
+    return response.status_code == httpx.codes.BAD_REQUEST and is_short
 
 
 class Soak:
@@ -142,10 +184,10 @@ class Soak:
         self.server, self.random = server, random
         self.prompts = held_out_prompts(NUM_PROMPTS)
         self.expected: dict[tuple[str, str], list[Answer]] = defaultdict(list)
-        self.outcomes: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
+        self.outcomes: dict[str, Counter[str]] = {kind: Counter() for kind in (*KINDS, *TOO_MUCH)}
         self.wrong: list[tuple[str, str, Answer, list[Answer]]] = []
         self.memory: list[tuple[float, int]] = []  # seconds since the beginning, bytes of all processes
-        self.num_versions = 0
+        self.num_versions = self.num_pauses = 0
 
     async def run(self, minutes: float) -> None:
         """Learn what is right, then let all clients loose."""
@@ -155,7 +197,12 @@ class Soak:
             end = start + 60 * minutes
             with tqdm(total=round(60 * minutes), unit="s") as progress:
                 clients = [self._client(client, end) for _ in range(CLIENTS)]
-                await asyncio.gather(*clients, self._replace_catalogs(client, end), self._watch(start, end, progress))
+                events = (
+                    self._replace_catalogs(client, end),
+                    self._pause(client, end),
+                    self._watch(start, end, progress),
+                )
+                await asyncio.gather(*clients, *events)
 
     async def _learn(self, client: httpx.AsyncClient) -> None:
         """What each request is answered if it is alone, along each version of the catalog."""
@@ -176,8 +223,11 @@ class Soak:
 
     async def _client(self, client: httpx.AsyncClient, end: float) -> None:
         while time.monotonic() < end:
-            kind, prompt = self.random.choice([*KINDS]), self.random.choice(self.prompts)
+            kind, prompt = self.random.choice([*self.outcomes]), self.random.choice(self.prompts)
             outcomes = self.outcomes[kind]
+            if kind in TOO_MUCH:
+                outcomes["refused" if await is_refused(client, kind, prompt) else "wrong"] += 1
+                continue
             vanishes = self.random.random() < VANISHING
             patience = self.random.uniform(0, MOST_PATIENCE) if vanishes else None
             try:
@@ -185,13 +235,15 @@ class Soak:
             except TimeoutError:
                 outcomes["vanished"] += 1
             except httpx.HTTPError as error:
-                outcomes["refused"] += 1
+                outcomes["failed"] += 1
                 console.print(f"{kind}: {error!r}")
             else:
                 outcomes[self.judged(kind, prompt, answer)] += 1
 
     def judged(self, kind: str, prompt: str, answer: Answer) -> str:
         """Which outcome it is."""
+        if answer.is_aborted:
+            return "aborted"
         if kind in NOT_COMPARED:
             return "answered"
         expected = self.expected[kind, prompt]
@@ -208,6 +260,13 @@ class Soak:
             await asyncio.sleep(min(SECONDS_BETWEEN_VERSIONS, left))
             self.num_versions += 1
             await self._take(client, versions[self.num_versions % len(versions)])
+
+    async def _pause(self, client: httpx.AsyncClient, end: float) -> None:
+        while (left := end - time.monotonic()) > 0:
+            await asyncio.sleep(min(SECONDS_BETWEEN_PAUSES, left))
+            await raise_if_refused(await client.post("/pause", params={"mode": "abort"}))
+            await raise_if_refused(await client.post("/resume"))
+            self.num_pauses += 1
 
     async def _watch(self, start: float, end: float, progress: tqdm) -> None:
         parent = psutil.Process(self.server.process.pid)
@@ -292,6 +351,7 @@ def main() -> None:
         folder = Path(name)
         write_catalogs(folder)
         console.print(f"Starting a server for {args.minutes:g} minutes of traffic from {CLIENTS} clients ...")
+        os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # for /pause
         with serving(folder / "log", *options_of(folder, scorer)) as server:
             soak = Soak(server, random.Random(args.seed))
             asyncio.run(soak.run(args.minutes))
@@ -302,6 +362,7 @@ def main() -> None:
                 "searches aborted": server.gauge("vllm:trie_beam_groups_finished_total", label='"abort"'),
                 "KV blocks of answers kept": server.gauge("vllm:trie_beam_kv_blocks_cached_total"),
                 "versions of the catalog": soak.num_versions,
+                "pauses": soak.num_pauses,
             }
         errors = error_lines((folder / "log").read_text())
     report(soak, args, counters, errors)
@@ -309,7 +370,7 @@ def main() -> None:
 
 def report(soak: Soak, args: argparse.Namespace, counters: dict[str, float], errors: list[str]) -> None:
     """Print what came of it; exit with status 1 unless all is well."""
-    outcomes = ("the same", "near-ties", "wrong", "answered", "vanished", "refused")
+    outcomes = ("the same", "near-ties", "wrong", "answered", "aborted", "vanished", "refused", "failed")
     rows = [(kind, *(of_kind[outcome] for outcome in outcomes)) for kind, of_kind in soak.outcomes.items()]
     rows.append(("all", *(sum(row[1 + place] for row in rows) for place in range(len(outcomes)))))
     show("Requests", ("kind", *outcomes), rows)
@@ -333,11 +394,11 @@ def report(soak: Soak, args: argparse.Namespace, counters: dict[str, float], err
     if args.out is not None:
         found = {"minutes": args.minutes, "seed": args.seed, "growth": grown, **counters, "error lines": len(errors)}
         args.out.write_text(json.dumps({**found, "requests": soak.outcomes, "memory": soak.memory}, indent=1))
-    num_refused = sum(of_kind["refused"] for of_kind in soak.outcomes.values())
+    num_failed, num_wrong = (sum(of[outcome] for of in soak.outcomes.values()) for outcome in ("failed", "wrong"))
     missing = [name for name, count in counters.items() if not count]
     faults = {
-        "wrong answers": len(soak.wrong),
-        "requests refused": num_refused,
+        "wrong answers": num_wrong,
+        "requests failed": num_failed,
         "lines of errors": len(errors),
         f"memory grew by more than {MOST_GROWTH:.0%}": grown > MOST_GROWTH,
         f"never happened: {', '.join(missing)}": bool(missing),
