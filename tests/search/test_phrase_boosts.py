@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from weakref import ref
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.phrases import boost_of
-from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
+from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts, _known, most_bytes
 
 CPU = torch.device("cpu")
 VOCAB = 4
@@ -54,6 +55,30 @@ def test_boosts_of_equal_phrases_are_one_batch() -> None:
         assert one == equal
         assert hash(one) == hash(equal)
     assert one != PhraseBoosts.of([([1, 2], 2.5), ([[3], [4]], -1)])
+
+
+@given(st.lists(phrase, min_size=1, max_size=6))
+def test_tables_take_no_more_than_is_said_before_they_are_made(phrases: list[tuple[list[list[int]], float]]) -> None:
+    constraint = PhraseBoosts.of(phrases)
+    tables = constraint.on({}, ())._tables(CPU)
+    on_device = sum(table.nbytes for table in tables)
+    assert on_device <= constraint.num_bytes <= most_bytes(way for ways, _ in phrases for way in ways)
+
+
+def test_tables_lie_on_a_device_as_long_as_rows_carry_states_under_them() -> None:
+    """Whoever says which phrases there are, once more in each step, holds none."""
+    said = PhraseBoosts.of([([1, 2], 2.0)])
+    carried = said.on({}, ())
+    states = {carried: carried.begin(2, CPU)}
+    assert carried.boosts(states[carried], LOGPROBS, is_end=False).max() > 0
+    table = ref(carried._tables(CPU).suffixes)
+    assert all(said.on({}, ()) is carried for said in (said, carried, pickle.loads(pickle.dumps(said))))
+    assert not said._on_devices
+    del carried, states
+    assert table() is None
+    size = len(_known)
+    del said
+    assert len(_known) == size - 1
 
 
 class Watched(tuple):  # type: ignore[type-arg]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from vllm_trie.engine.catalogs import NoCatalog
 from vllm_trie.options import BeamParams
+from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
 from vllm_trie.search.group_pools import GroupPools
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.stopping import Pool, StopRules
@@ -49,10 +51,11 @@ class SearchPlan:
         """Beams side by side: `beam_width`, or where fewer can live as many."""
         return self.select_rules.width
 
-    @property
+    @cached_property
     def brings(self) -> Mapping[Hashable, int]:
         """What came with the request, and lies on each device while it runs: bytes by what equal things have equal."""
-        return self.catalog.brings
+        phrases = (key for key in self.select_rules.constraints if isinstance(key, PhraseBoosts))
+        return {**self.catalog.brings, **{key: key.num_bytes for key in phrases}}
 
     def rules(self, length: int, pool: Pool) -> SelectRules:
         """How the worker selects in the step that makes beams this long."""

@@ -86,12 +86,6 @@ def resolve_items(
         params.include_stop_str_in_output = True
     if item_set is not None:
         catalog, what = item_set, "allowed_sequences"
-        needed, room = catalog.num_bytes_on_device, config_of(vllm_config).request_tables_bytes
-        if needed > room:
-            raise ValueError(
-                f"allowed_sequences need {needed:,} bytes of each device, and {PLUGIN_NAME}.request_tables_bytes="
-                f"{room:,} has no room for them; leave some out, or start the engine with more"
-            )
     else:
         known = catalogs_of(vllm_config)
         _refuse_unknown(beam.catalog, known.names)

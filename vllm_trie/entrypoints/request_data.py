@@ -11,7 +11,9 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_trie.entrypoints.item_sets import ItemSets
 from vllm_trie.entrypoints.phrases import Boosts, phrases_as_tokens
-from vllm_trie.options import BeamParams
+from vllm_trie.options import PLUGIN_NAME, BeamParams
+from vllm_trie.search.constraints.phrase_boosts import most_bytes
+from vllm_trie.selection import config_of
 
 if TYPE_CHECKING:
     from vllm_trie.catalog import Catalog
@@ -29,6 +31,16 @@ class RequestData:
     beam: BeamParams
     phrases: Boosts | None = None  # as tokens
     item_set: Catalog | None = None
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """That what it brings takes on each device, at most, by option."""
+        needed = {}
+        if self.item_set is not None:
+            needed["allowed_sequences"] = self.item_set.num_bytes_on_device
+        if self.phrases is not None:
+            needed["phrase_boosts"] = most_bytes(way for ways, _ in self.phrases for way in ways)
+        return needed
 
     def __deepcopy__(self, memo: Any) -> Self:
         """Itself, as nobody changes it; vLLM copies what users pass."""
@@ -57,4 +69,14 @@ def read_data(beam: BeamParams, processor: InputProcessor, tokenizer: Any) -> Re
         if (sets := _item_sets.get(processor)) is None:
             sets = _item_sets[processor] = ItemSets()
         item_set = sets.read(beam.allowed_sequences, processor.model_config.get_vocab_size(), tokenizer)
-    return RequestData(beam, phrases, item_set)
+    data = RequestData(beam, phrases, item_set)
+    _refuse_without_room(data.num_bytes, config_of(processor.vllm_config).request_tables_bytes)
+    return data
+
+
+def _refuse_without_room(needed: dict[str, int], room: int) -> None:
+    if sum(needed.values()) > room:
+        raise ValueError(
+            f"{' and '.join(needed)} need up to {sum(needed.values()):,} bytes of each device, and {PLUGIN_NAME}."
+            f"request_tables_bytes={room:,} has no room for them; leave some out, or start the engine with more"
+        )

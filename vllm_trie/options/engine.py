@@ -34,8 +34,9 @@ class TrieBeamConfig(Speculating, Drawing):
         catalogs: Files of catalogs, by the names that requests use; `python -m vllm_trie.catalog build` makes them.
         catalog_folder: The folder from which a running engine may take new versions of its catalogs.
         request_tables_bytes: How much memory of each device may be taken by what comes with running requests:
-            `allowed_sequences`, 9 bytes for each distinct prefix of one. Requests for which there is no room wait, and
-            one that needs more is refused. On a GPU it is set aside while vLLM measures what is left for its KV cache.
+            `allowed_sequences`, 9 bytes for each distinct prefix of one, and the tables of `phrase_boosts`. Requests
+            for which there is no room wait, and one that needs more is refused. On a GPU it is set aside while vLLM
+            measures what is left for its KV cache.
         scorers: Endpoints that score steps, by the names that requests use: a client of a server can name no other.
         shared_prefix_attention: Attention reads the KV blocks that all beams share once for all of them: "auto" where
             that pays, as was measured on CPUs and on a GPU, there in layers of FlashAttention; "on"

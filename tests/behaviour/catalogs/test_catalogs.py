@@ -332,8 +332,8 @@ def test_a_set_larger_than_all_room_is_refused(engines: Engines, model: Path, mo
     start_with(engine, monkeypatch, request_tables_bytes=SIZE - 1)
     with pytest.raises(
         BeamRequestError,
-        match=f"^allowed_sequences need {SIZE:,} bytes of each device, and trie_beam.request_tables_bytes={SIZE - 1:,} "
-        "has no room for them; leave some out, or start the engine with more$",
+        match=f"^allowed_sequences need up to {SIZE:,} bytes of each device, and trie_beam.request_tables_bytes="
+        f"{SIZE - 1:,} has no room for them; leave some out, or start the engine with more$",
     ):
         engine.generate([prompt_of(20)], params)
 

@@ -18,6 +18,7 @@ from tests.support.phrases import Phrases, biased_beams, boost_of, next_logprobs
 from tests.support.reference import Answer, agree, is_greedy
 from tests.support.running import MOST_TIES, Job, prompt_of, run, trained_prompts
 from vllm_trie import beam_params
+from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts, _carried
 
 pytestmark = pytest.mark.slow
 
@@ -134,6 +135,21 @@ def test_text_is_boosted_in_each_way_in_which_it_is_tokenised_at_the_beginning_o
         texts = [hypothesis.text for hypothesis in of_text.outputs]
         assert texts == [hypothesis.text for hypothesis in of_tokens.outputs]
         assert sum(text.count("return") for text in texts) > sum(o.text.count("return") for o in without.outputs)
+
+
+def test_phrases_wait_for_room_and_leave_nothing_on_the_device(
+    engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, prompt = engines(random_model("gqa")), prompt_of(20)
+    phrases: list[Phrases] = [[([[20 + number, 25]], 2.0)] for number in range(4)]
+    size = PhraseBoosts.of(phrases[0]).num_bytes
+    monkeypatch.setattr(engine.scheduler.catalogs, "_room", int(2.5 * size))
+    held = list[int]()
+    jobs = [(prompt, boosted(2, of_search, ignore_eos=True)) for of_search in phrases]
+    run(engine, jobs, lambda: held.append(len(_carried)))
+    assert max(held) == 2
+    run(engine, [(prompt, SamplingParams(max_tokens=2))])  # a step in which nothing is left of them
+    assert not _carried
 
 
 def test_the_best_items_of_a_catalog_are_those_that_one_finds_by_looking_at_all(

@@ -5,10 +5,11 @@ Source: the context graphs of speech recognisers, e.g. icefall `ContextGraph`: a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Generic, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from vllm_trie.search.devices import uploaded
 from vllm_trie.search.rank import Array
 
 ROOT, NOWHERE = 0, -1
+SUFFIX_BYTES, WEIGHT_BYTES, EDGE_BYTES = 4, 2 * 8, 4 + 4 * 8  # see `_Automaton`: of a node in a layer, a node, an edge
 
 Tokens = tuple[int, ...]
 
@@ -44,6 +46,13 @@ class PhraseBoosts(Constraint):
         """Of phrases as the option has them once their tokens are known: (token ids or ways, weight) each."""
         return _boosts(tuple(Phrase(_as_ways(tokens), float(weight)) for tokens, weight in phrases))
 
+    def on(self, tries: Mapping[str, Any], stop_token_ids: tuple[int, ...]) -> PhraseBoosts:
+        """See `Constraint`: what rows carry states under, one object for equal phrases. With it go its tables."""
+        if (carried := _carried.get(self)) is None:
+            carried = _carried[self] = PhraseBoosts(self.phrases)
+            vars(carried).update(_hash=self._hash, automaton=self.automaton)
+        return carried
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -55,11 +64,20 @@ class PhraseBoosts(Constraint):
         return hash(self.phrases)
 
     @cached_property
+    def automaton(self) -> _Automaton[np.ndarray]:
+        """On the host."""
+        return _automaton(self.phrases)
+
+    @property
+    def num_bytes(self) -> int:
+        """That its tables take on a device, at most."""
+        return sum(array.nbytes for array in self.automaton)
+
+    @cached_property
     def most_boost(self) -> float:  # type: ignore[override]
         """See `Constraint`."""
-        automaton = _automaton(self)
-        gains = automaton.occurring + automaton.pending.clip(min=0)
-        return float(gains.max(initial=0) - automaton.pending.min(initial=0))
+        gains = self.automaton.occurring + self.automaton.pending.clip(min=0)
+        return float(gains.max(initial=0) - self.automaton.pending.min(initial=0))
 
     def begin(self, num_rows: int, device: torch.device) -> torch.Tensor:
         """See `Constraint`."""
@@ -67,7 +85,7 @@ class PhraseBoosts(Constraint):
 
     def advance(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""
-        tables = _tables(self, states.device)
+        tables = self._tables(states.device)
         leads = _lead_on(tables, states) & (tables.tokens[tables.columns] == tokens[..., None])
         return tables.children.where(leads, ROOT).amax(dim=-1)
 
@@ -77,7 +95,7 @@ class PhraseBoosts(Constraint):
 
     def boosts(self, states: torch.Tensor, logprobs: torch.Tensor, is_end: bool) -> torch.Tensor:
         """See `Constraint`."""
-        tables = _tables(self, states.device)
+        tables = self._tables(states.device)
         leads = _lead_on(tables, states)
         # By token that is in a phrase: the node that it leads to. Of several the one with the highest number is that of
         # the longest beginning; where there is none, it is the root.
@@ -89,11 +107,28 @@ class PhraseBoosts(Constraint):
         boosts[..., tables.tokens] = gains + lost
         return boosts
 
+    def _tables(self, device: torch.device) -> _Automaton[torch.Tensor]:
+        if (tables := self._on_devices.get(device)) is None:
+            tables = _Automaton(*(uploaded(array, device) for array in self.automaton))
+            tables = tables._replace(occurring=tables.occurring.float(), pending=tables.pending.float())
+            self._on_devices[device] = tables
+        return tables
 
-@lru_cache(maxsize=64)
+    @cached_property
+    def _on_devices(self) -> dict[torch.device, _Automaton[torch.Tensor]]:
+        return {}
+
+
+# Both as long as somebody holds what is found in them.
+_known: WeakValueDictionary[tuple[Phrase, ...], PhraseBoosts] = WeakValueDictionary()
+_carried: WeakValueDictionary[PhraseBoosts, PhraseBoosts] = WeakValueDictionary()  # see `PhraseBoosts.on`
+
+
 def _boosts(phrases: tuple[Phrase, ...]) -> PhraseBoosts:
     """One object for equal phrases: steps look it up, and compare it, without a look at the phrases."""
-    return PhraseBoosts(phrases)
+    if (boosts := _known.get(phrases)) is None:
+        boosts = _known[phrases] = PhraseBoosts(phrases)
+    return boosts
 
 
 def _as_ways(tokens: Sequence[int] | Sequence[Sequence[int]]) -> tuple[Tokens, ...]:
@@ -117,9 +152,14 @@ class _Automaton(NamedTuple, Generic[Array]):
     pending: Array  # [nodes]
 
 
-@lru_cache(maxsize=64)
-def _automaton(boosts: PhraseBoosts) -> _Automaton[np.ndarray]:
-    phrases = boosts.phrases
+def most_bytes(ways: Iterable[Sequence[int]]) -> int:
+    """That the tables of phrases take on a device which can be written in these ways, even if no two begin alike."""
+    lengths = [len(way) for way in ways]
+    num_edges = sum(lengths)
+    return (1 + num_edges) * (SUFFIX_BYTES * max(lengths) + WEIGHT_BYTES) + num_edges * EDGE_BYTES
+
+
+def _automaton(phrases: tuple[Phrase, ...]) -> _Automaton[np.ndarray]:
     beginnings = sorted({way[:length] for phrase in phrases for way in phrase.ways for length in range(len(way) + 1)})
     beginnings.sort(key=len)
     nodes = {tokens: node for node, tokens in enumerate(beginnings)}
@@ -133,7 +173,7 @@ def _automaton(boosts: PhraseBoosts) -> _Automaton[np.ndarray]:
                 shares[node] = max(shares[node], weight * length / len(way))
 
     suffix_of = [NOWHERE]  # the longest proper one that is a node
-    suffixes = np.full((len(beginnings), len(beginnings[-1])), NOWHERE)
+    suffixes = np.full((len(beginnings), len(beginnings[-1])), NOWHERE, np.int32)
     suffixes[ROOT, 0] = ROOT
     occurring, pending = np.zeros((2, len(beginnings)))
     for node, tokens in enumerate(beginnings[1:], start=1):
@@ -149,16 +189,10 @@ def _automaton(boosts: PhraseBoosts) -> _Automaton[np.ndarray]:
         suffixes[node] = suffixes[suffix]
         if len(tokens) < suffixes.shape[1]:
             suffixes[node, len(tokens)] = node
-    parents = np.array([nodes[tokens[:-1]] for tokens in beginnings[1:]])
+    parents = np.array([nodes[tokens[:-1]] for tokens in beginnings[1:]], np.int32)
     depths = np.array([len(tokens) - 1 for tokens in beginnings[1:]])
     of_all, columns = np.unique([tokens[-1] for tokens in beginnings[1:]], return_inverse=True)
     return _Automaton(parents, columns, depths, np.arange(1, len(nodes)), of_all, suffixes, occurring, pending)
-
-
-@lru_cache(maxsize=64)
-def _tables(boosts: PhraseBoosts, device: torch.device) -> _Automaton[torch.Tensor]:
-    tables = _Automaton(*(uploaded(array, device) for array in _automaton(boosts)))
-    return tables._replace(occurring=tables.occurring.float(), pending=tables.pending.float())
 
 
 def _lead_on(tables: _Automaton[torch.Tensor], nodes: torch.Tensor) -> torch.Tensor:
