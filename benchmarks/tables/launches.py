@@ -146,8 +146,8 @@ TABLE = Table(
     ),
     cells,
     measure,
-    f"a decoding step of groups in one batch, V = {VOCAB_SIZE:,}, bfloat16, one stop token (with none, or two, a "
-    "step that torch takes has one operation more), on tensors without content: torch: its operations, one each, "
+    f"a decoding step of groups in one batch, V = {VOCAB_SIZE:,}, bfloat16, one stop token, on "
+    "tensors without content: torch: its operations, one each, "
     "even where it runs several kernels (topk, cumsum, cat); views, allocations and what the host computes are "
     "left out, also what pins memory; copies between host and device; kernels of ours; in all: of the selection, "
     "with its reorder; step: all that happens where vLLM would sample, without vLLM's own sampling of ordinary "

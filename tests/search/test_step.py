@@ -21,7 +21,7 @@ from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Step, packed
-from vllm_trie.search.strategies.best import Best, num_candidates
+from vllm_trie.search.strategies.best import Best
 from vllm_trie.search.strategies.drawn import take_cells
 
 DEAD = float("-inf")
@@ -46,7 +46,7 @@ class Decision(NamedTuple):
 
 def decide(case: Case, group: int) -> Decision:
     """The rules of the table of semantics in docs/semantics.md, and of the slots."""
-    rules, width = case.rules, case.rules.width
+    rules, width, going = case.rules, case.rules.width, case.rules.num_beams or case.rules.width
     masked, strategy = rules.stops.barred_token_ids, rules.strategy
     assert isinstance(strategy, Best)
     logprobs = log_probabilities(case.logits[group], masked)
@@ -56,37 +56,38 @@ def decide(case: Case, group: int) -> Decision:
     every = [(parent, token, -loss) for loss, parent, token in ranked if -loss > DEAD]
 
     def stops(parent: int, token: int) -> bool:
-        return token in rules.stops.token_ids or (
-            not rules.stops.are_barred and (parent, token) in (case.completing or ())
-        )
+        is_stop = token in rules.stops.token_ids or (parent, token) in (case.completing or ())
+        return is_stop and not rules.stops.are_barred
 
     going_on = [c for c in every if not stops(*c[:2])]
-    count = num_candidates(width, len(rules.stops.token_ids))
 
     def is_rows_best(parent: int, token: int) -> bool:
         row = logprobs[parent].tolist()
         return sum(other > row[token] for other in row) < 2 * width
 
     if strategy.semantics == "hf":
-        finished = [c for c in every[:width] if stops(*c[:2]) or rules.is_last]
+        finished = [c for c in every[:going] if stops(*c[:2]) or rules.is_last]
     elif strategy.semantics == "tridecode":
-        before_last = every if len(going_on) < width else every[: every.index(going_on[width - 1])]
-        finished = [c for c in before_last if stops(*c[:2])]
+        before_last = every if len(going_on) < going else every[: every.index(going_on[going - 1])]
+        finished = [c for c in before_last if stops(*c[:2])][:width]
         if rules.is_last:
-            finished = sorted(finished + going_on[:width], key=every.index)
+            finished = sorted(finished + going_on[:going], key=every.index)
     else:
         if strategy.eos_score_factor is not None:
             eos, factor = strategy.eos_score_factor
             others = [(score, 0, at, c) for at, c in enumerate(going_on) if c[1] != eos for score in c[2:]]
-            others = others[:count]
             own = [(factor * c[2], 1, c[0], c) for c in going_on if c[1] == eos and is_rows_best(*c[:2])]
             going_on = [c for *_, c in sorted(others + own, key=lambda one: (-one[0], *one[1:3]))]
-        finished = sorted((c for c in every if stops(*c[:2]) and is_rows_best(*c[:2])), key=lambda c: c[:2])
-        finished += going_on[:width] if rules.is_last else []
+        finished = [c for c in every if stops(*c[:2]) and is_rows_best(*c[:2])]
+        if case.completing is None and num_rows * len(rules.stops.ending_token_ids) > width:
+            finished = finished[:width]
+        else:
+            finished.sort(key=lambda c: c[:2])
+        finished += going_on[:going] if rules.is_last else []
 
     slots: list = [None] * width
     later = []
-    for beam in going_on[:width]:
+    for beam in going_on[:going]:
         if slots[beam[0]] is None:
             slots[beam[0]] = beam
         else:
@@ -172,7 +173,7 @@ def cases(draw: st.DrawFn) -> Case:
     semantics, has_strings = draw(st.sampled_from(["hf", "vllm", "tridecode"])), draw(st.booleans())
     logits, scores = logits_of(draw, width, may_tie=not (semantics == "vllm" and has_strings))
     tokens = st.integers(0, logits.shape[-1] - 1)
-    stops = tuple(sorted(draw(st.sets(tokens, max_size=3))))
+    stops = tuple(sorted(draw(st.sets(tokens, max_size=draw(st.sampled_from([3, 14]))))))
     factor = completing = None
     if semantics == "vllm" and not has_strings and draw(st.booleans()):
         eos = draw(tokens)
@@ -186,6 +187,7 @@ def cases(draw: st.DrawFn) -> Case:
         num_logprobs=draw(st.sampled_from([None, 0, 1, 5, 20])),
         are_barred=draw(st.booleans()),
         is_last=draw(st.booleans()),
+        num_beams=draw(st.sampled_from([None, None, 1, max(width - 1, 1)])),
         strategy=Best(semantics, factor),
     )
     return Case(rules, logits, scores, completing)
@@ -197,12 +199,15 @@ def test_step_decides_what_its_rules_say(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.parametrize("stops", [(5, 17), tuple(range(5, 300))], ids=["two stops", "many"])
 @pytest.mark.parametrize("semantics", ["hf", "vllm", "tridecode"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_step_from_coarse_logits_of_a_large_vocabulary(dtype: torch.dtype, semantics: str) -> None:
+def test_step_from_coarse_logits_of_a_large_vocabulary(
+    dtype: torch.dtype, semantics: str, stops: tuple[int, ...]
+) -> None:
     random = torch.Generator().manual_seed(7)
     logits = (4 * torch.randn(2, 6, 900, generator=random)).to(dtype)
-    check(Case(rules_of(6, semantics, (5, 17), num_logprobs=3), logits, -3 * torch.rand(2, 6, generator=random), None))
+    check(Case(rules_of(6, semantics, stops, num_logprobs=3), logits, -3 * torch.rand(2, 6, generator=random), None))
 
 
 def test_wide_groups_decide_what_narrow_ones_do() -> None:
@@ -229,12 +234,6 @@ def test_row_that_may_take_no_token_has_no_child() -> None:
     (step,) = steps_of(rules_of(2, is_controlled=True), logits, torch.tensor([[0.0, -5.0]]))
     assert step.parents.tolist() == [1, 1]
     assert step.num_beams == 2
-
-
-@pytest.mark.parametrize(("num_stops", "expected"), [(0, 6), (1, 6), (2, 9), (3, 12)])
-def test_candidates_leave_width_beams_whatever_stops(num_stops: int, expected: int) -> None:
-    assert num_candidates(3, num_stops) == expected
-    assert expected - 3 * num_stops >= 3
 
 
 def test_logits_are_left_as_they_were() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, wraps
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVarTuple
 
 import numpy as np
 import torch
 
 P = ParamSpec("P")
+Arguments = TypeVarTuple("Arguments")
 
 NEVER = float("-inf")
 ALIGNMENT = 16  # bytes, at which Triton compiles kernels for aligned arguments
@@ -54,9 +56,43 @@ def kept(most: int) -> Callable[[Callable[P, torch.Tensor]], Callable[P, torch.T
     return decorate
 
 
+def kept_within(
+    most_bytes: int, num_bytes_of_key: Callable[..., int]
+) -> Callable[[Callable[[*Arguments], torch.Tensor]], Callable[[*Arguments], torch.Tensor]]:
+    """Lets a function make a tensor once for the same arguments, as far as those used last take so many bytes.
+
+    Args:
+        most_bytes: Of all tensors that stay, and of what they were made of.
+        num_bytes_of_key: What arguments take on the host.
+    """
+
+    def decorate(make: Callable[[*Arguments], torch.Tensor]) -> Callable[[*Arguments], torch.Tensor]:
+        cached, num_bytes = OrderedDict[Any, torch.Tensor](), dict[Any, int]()
+        total = 0
+
+        @wraps(make)
+        def get(*args: *Arguments) -> torch.Tensor:
+            nonlocal total
+            if (tensor := cached.get(args)) is None:
+                tensor = cached[args] = make(*args)
+                num_bytes[args] = tensor.nbytes + num_bytes_of_key(*args)
+                total += num_bytes[args]
+                while total > most_bytes and len(cached) > 1:
+                    oldest, _ = cached.popitem(last=False)
+                    total -= num_bytes.pop(oldest)
+            cached.move_to_end(args)
+            for tensors in _borrowers:
+                tensors.append(tensor)
+            return tensor
+
+        return get
+
+    return decorate
+
+
 @kept(1024)
 def constant(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """[n] int64, uploaded once. Not to be written to."""
+    """[n] int64 of few values, uploaded once. Not to be written to."""
     return uploaded(np.array(values, dtype=np.int64), device)
 
 

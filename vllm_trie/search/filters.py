@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_trie.search.devices import NEVER, constant, sees
+from vllm_trie.search.devices import NEVER, sees
 from vllm_trie.search.parts import in_parts, parts, split
+from vllm_trie.search.token_tables import columns
 
 LONG_ROW = 1 << 18  # longer than a vocabulary
 SUM_BITS = 61  # of a row's sum, so that nothing overflows
@@ -55,7 +56,7 @@ def log_probabilities(
         logits = logits.float() / temperature
     logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     if masked_token_ids:
-        logprobs.index_fill_(-1, constant(masked_token_ids, logits.device), NEVER)
+        logprobs.index_fill_(-1, columns(masked_token_ids, logprobs.shape[-1], logprobs.device), NEVER)
     return logprobs
 
 

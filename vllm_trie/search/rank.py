@@ -35,6 +35,12 @@ def pick(candidates: Candidates[torch.Tensor], chosen: torch.Tensor) -> Candidat
     return Candidates(*(field.gather(1, chosen) for field in candidates))
 
 
+def in_order(candidates: Candidates[torch.Tensor], vocab_size: int) -> Candidates[torch.Tensor]:
+    """The same, the best first."""
+    keys = _order_keys(candidates.scores, candidates.parents * vocab_size + candidates.tokens)
+    return pick(candidates, keys.argsort(dim=1))
+
+
 def rank_candidates(logprobs: torch.Tensor, scores: torch.Tensor, count: int) -> Candidates[torch.Tensor]:
     """The best `count` continuations of each group by cumulative log-probability; fewer if there are fewer.
 

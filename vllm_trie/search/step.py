@@ -68,7 +68,7 @@ def draft_logprobs(rules: SelectRules, logits: torch.Tensor, beams: Beams) -> to
 
     It is -inf for whatever does not go on after the next step.
     """
-    logprobs = log_probabilities(logits, rules.stops.token_ids, rules.filters.temperature)
+    logprobs = log_probabilities(logits, rules.stops.last_token_ids, rules.filters.temperature)
     logprobs = beams.narrow(beams.restrict(logprobs))
     boosts = beams.boosts(logprobs, is_end=False)
     return logprobs if boosts is None else logprobs + boosts

@@ -55,7 +55,7 @@ class LookupDrafts(Drafter):
             group.prompt_index = PromptIndex(group.prompt)
         end = rows.num_computed(group) + 1
         found = continuations(group.prompt_index, roots.tokens, self._ngrams, budget.num_layers, MOST_OF_BEAM)
-        found.tokens[np.isin(found.tokens, step.rules.stops.token_ids)] = NO_TOKEN  # no beam goes on after it
+        found.tokens[step.rules.stops.lead_nowhere(found.tokens)] = NO_TOKEN
         beams = self._selector.row_beams.before_drafts(step.rules, group, end, budget.num_layers)
         if beams.states and len(found.beams):
             self._keep_to_constraints(found, beams)

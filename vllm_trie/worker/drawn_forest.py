@@ -74,8 +74,8 @@ class DrawnForest(ForestStep):
         (q,), (logprobs,) = joint_distribution(rules._replace(is_controlled=False), every[None], beams)
         drafts = drafted(q, self.draft_rules, self.rng)
         parents, tokens = np.divmod(drafts.cells, vocab_size)
-        drawn, ends = zip(parents.tolist(), tokens.tolist(), strict=True), rules.stops.token_ids
-        nodes = [NO_NODE if token in ends else self.forest.add(before[parent], token) for parent, token in drawn]
+        drawn = zip(parents.tolist(), tokens.tolist(), rules.stops.lead_nowhere(tokens), strict=True)
+        nodes = [NO_NODE if ends else self.forest.add(before[parent], token) for parent, token, ends in drawn]
         going_on = np.flatnonzero(np.array(nodes) != NO_NODE)
         at, of_tokens = uploaded(np.stack([parents, tokens])[:, going_on], logits.device)
         self.layer = self.layer._replace(nodes=[nodes[place] for place in going_on])

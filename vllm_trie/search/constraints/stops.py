@@ -8,8 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.devices import constant, sees, uploaded
+from vllm_trie.search.devices import sees, uploaded
 from vllm_trie.search.rank import Candidates
+from vllm_trie.search.token_tables import CPU, classes, columns
+
+GOES_ON, ENDS, BARRED = 0, 1, 2  # classes of tokens
+MOST_TOKENS = 1 << 31  # of any vocabulary
 
 # Of parents and tokens [G, K], and of what was copied beside them: which complete a stop string, [G, K].
 Judge = Callable[[np.ndarray, np.ndarray, np.ndarray | None], np.ndarray]
@@ -33,10 +37,10 @@ class Completes:
         """The same of candidates whose parents are counted from row `first` on."""
         return Completes(self._judge, self._beside, first)
 
-    def end(self, candidates: Candidates[torch.Tensor], token_ids: tuple[int, ...]) -> torch.Tensor:
-        """Which candidates [G, K] complete a stop string, or end in a stop token."""
+    def end(self, candidates: Candidates[torch.Tensor], is_stop: np.ndarray) -> torch.Tensor:
+        """Which candidates [G, K] complete a stop string, or end in a stop token: bool [V]."""
         parents, tokens = self._on_host(candidates)
-        ends = np.isin(tokens, token_ids) | self._judge(parents + self._first, tokens, self._copied)
+        ends = is_stop[tokens] | self._judge(parents + self._first, tokens, self._copied)
         self.num_going_on = int((~ends).sum(axis=1).min(initial=ends.shape[1]))
         return uploaded(ends, candidates.tokens.device)
 
@@ -59,27 +63,53 @@ class Stops(NamedTuple):
     """What the hypotheses of a search may end with.
 
     Args:
-        token_ids: Stop tokens.
+        token_ids: Stop tokens, ascending.
         strings: Stop strings.
         skips_special_tokens: The text in which they are looked for is without special tokens.
         are_barred: `min_tokens` is not reached: no hypothesis may stop here, or take a stop token.
+        ignored_token_ids: Tokens that end nothing, and that `min_tokens` bars, too, as vLLM does: an ignored EOS.
     """
 
     token_ids: tuple[int, ...] = ()
     strings: tuple[str, ...] = ()
     skips_special_tokens: bool = True
     are_barred: bool = False
+    ignored_token_ids: tuple[int, ...] = ()
 
     @property
     def barred_token_ids(self) -> tuple[int, ...]:
         """What nothing may continue with."""
-        return self.token_ids if self.are_barred else ()
+        return self.token_ids + self.ignored_token_ids if self.are_barred else ()
 
-    def end(self, candidates: Candidates[torch.Tensor], completes: Completes | None) -> torch.Tensor:
+    @property
+    def ending_token_ids(self) -> tuple[int, ...]:
+        """What ends a hypothesis in this step."""
+        return () if self.are_barred else self.token_ids
+
+    @property
+    def last_token_ids(self) -> tuple[int, ...]:
+        """What no beam goes on after: it ends there, or may not take it."""
+        return self.barred_token_ids if self.are_barred else self.token_ids
+
+    def classes(self, vocab_size: int, device: torch.device) -> torch.Tensor:
+        """[V] int8: whether a beam goes on after a token, ends with it, or may not take it. Not to be written to."""
+        return classes(self.last_token_ids, BARRED if self.are_barred else ENDS, vocab_size, device)
+
+    def columns(self, vocab_size: int, device: torch.device) -> torch.Tensor:
+        """[n] int64, ascending: the tokens of a vocabulary that end a hypothesis in this step. Not to be written to."""
+        return columns(self.ending_token_ids, vocab_size, device)
+
+    def end(self, candidates: Candidates[torch.Tensor], completes: Completes | None, vocab_size: int) -> torch.Tensor:
         """Which candidates [G, K] end in a stop token or complete a stop string."""
-        tokens = candidates.tokens
+        tokens, ending = candidates.tokens, self.ending_token_ids
         if completes is not None and not self.are_barred:
-            return completes.end(candidates, self.token_ids)
-        if len(self.token_ids) == 1:
-            return tokens == self.token_ids[0]
-        return (tokens[..., None] == constant(self.token_ids, tokens.device)).any(dim=-1)
+            return completes.end(candidates, self.classes(vocab_size, CPU).numpy().view(bool))
+        if len(ending) == 1:
+            return tokens == ending[0]
+        if not ending:
+            return torch.zeros_like(tokens, dtype=torch.bool)
+        return self.classes(vocab_size, tokens.device).view(torch.bool).take(tokens)
+
+    def lead_nowhere(self, tokens: np.ndarray) -> np.ndarray:
+        """Which tokens, on the host and of any shape, no beam goes on after."""
+        return np.isin(tokens, columns(self.last_token_ids, MOST_TOKENS, CPU).numpy())

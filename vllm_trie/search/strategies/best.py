@@ -7,13 +7,18 @@ from typing import NamedTuple
 import torch
 
 from vllm_trie.search.beams import Beams
-from vllm_trie.search.devices import NEVER, constant, numbers
+from vllm_trie.search.devices import constant, numbers
 from vllm_trie.search.filters import filtered, prune_, pruned
 from vllm_trie.search.parts import in_parts
-from vllm_trie.search.rank import Candidates, pick, rank_candidates, topk
+from vllm_trie.search.rank import Candidates, pick, rank_candidates
+from vllm_trie.search.rank_apart import rank_apart, rank_without
 from vllm_trie.search.rules import Choice, Means, SelectRules, Strategy, alive, by_row, ended, going_on
 from vllm_trie.search.step_result import Step
 from vllm_trie.search.strategies.best_continuations import best_continuations
+from vllm_trie.search.strategies.own_stops import own_logprobs, own_stops
+from vllm_trie.search.token_tables import columns
+
+FEW_STOPS = 3  # tokens: one longer ranking of all continuations takes less time than two, whatever is in it
 
 
 class _Best(NamedTuple):
@@ -38,29 +43,26 @@ class Best(_Best, Strategy):
         """See `Strategy`."""
         if (sparse := beams.sparse) is not None:
             return best_continuations(rules, logprobs, beams, means, sparse)
-        scores = beams.scores
+        scores, completes, width = beams.scores, means.completes, rules.num_beams or rules.width
         num_rows, vocab_size = logprobs.shape[1:]
-        width = rules.num_beams or rules.width
-        count = num_candidates(width, len(rules.stops.token_ids), rules.width)
+        num_stops, count = len(rules.stops.ending_token_ids), width + rules.width
         while True:
-            allowed = _allowed(rules, logprobs, beams, means, count)
+            of_row = max(count + num_stops, 2 * rules.width)
+            allowed = _allowed(rules, logprobs, beams, means, of_row)
             prune = pruned if allowed is logprobs else prune_
             allowed = prune(allowed, scores, rules.pruning)
-            candidates = rank_candidates(allowed, scores, count)
-            stops = rules.stops.end(candidates, means.completes)
-            if means.completes is None or count >= num_rows * vocab_size or means.completes.num_going_on >= width:
+            candidates = self._ranked(rules, allowed, scores, count)
+            stops = rules.stops.end(candidates, completes, vocab_size)
+            if completes is None or count >= num_rows * vocab_size or completes.num_going_on >= width:
                 break
             count *= 2  # too many complete a stop string, too few would go on
-        if self.semantics == "hf":  # what stops finishes among the best b; source: transformers 5.19 `_beam_search`
-            finished = ended(rules, candidates, stops, numbers(stops.shape[1], stops.device) < width)
-        elif self.semantics == "tridecode":  # or before the b-th that goes on; source: the trie paper's published code
-            finished = ended(rules, candidates, stops, (~stops).cumsum(dim=1) + stops.int() <= width)
+        if self.semantics != "vllm":
+            finished = self._finished(rules, candidates, stops, num_stops > 1 or completes is not None)
         else:
-            finished = _own_stops(rules, allowed, scores, means)
+            finished = own_stops(rules, allowed, scores, completes)
             if self.eos_score_factor is not None:
-                own = _own_continuations(rules, allowed, scores, self.eos_score_factor[:1])
-                candidates = _ranked_with_factor(*self.eos_score_factor, candidates, own)
-                stops = rules.stops.end(candidates, means.completes)
+                candidates = self._ranked_with_factor(rules, allowed, scores, candidates)
+                stops = rules.stops.end(candidates, completes, vocab_size)
             if rules.is_last:
                 lives = alive(candidates, stops)
                 at_last = ended(rules, candidates, stops, lives & (lives.cumsum(dim=1) <= width))
@@ -68,16 +70,64 @@ class Best(_Best, Strategy):
         by_slot = means.select_next(candidates, going_on(rules, candidates, stops), rules.width, num_rows)
         return Choice(Step(*by_slot, finished), logprobs)
 
+    def _finished(
+        self, rules: SelectRules, candidates: Candidates[torch.Tensor], stops: torch.Tensor, may_be_more: bool
+    ) -> Candidates[torch.Tensor]:
+        """Candidates that finish; in the last step, those that go on, too.
+
+        Args:
+            may_be_more: Of a row more than one may stop.
+        """
+        width = rules.num_beams or rules.width
+        if self.semantics == "hf":  # what stops finishes among the best b; source: transformers 5.19 `_beam_search`
+            return ended(rules, candidates, stops, numbers(stops.shape[1], stops.device) < width)
+        # or before the b-th that goes on; source: the trie paper's published code
+        may_end = (~stops).cumsum(dim=1) + stops.int() <= width
+        if may_be_more:  # a pool has no use for more than b
+            may_end &= (stops.cumsum(dim=1) <= rules.width) | ~stops
+        return ended(rules, candidates, stops, may_end)
+
+    def _ranked(
+        self, rules: SelectRules, allowed: torch.Tensor, scores: torch.Tensor, count: int
+    ) -> Candidates[torch.Tensor]:
+        """The best of what goes on, and of what ends as much as may finish: `count` in all, or a few more.
+
+        In vLLM's semantics, where what finishes is ranked by itself, it may be what goes on alone.
+        """
+        stops, (vocab_size, device), as_vllm = (
+            rules.stops,
+            (allowed.shape[-1], allowed.device),
+            self.semantics == "vllm",
+        )
+        if as_vllm and self.eos_score_factor is not None:
+            others = columns((*stops.ending_token_ids, self.eos_score_factor[0]), vocab_size, device)
+            return rank_without(allowed, scores, count, others)
+        if (num_stops := len(stops.ending_token_ids)) <= FEW_STOPS:
+            return rank_candidates(allowed, scores, count + max(num_stops - 1, 0) * rules.width)
+        if as_vllm:
+            return rank_without(allowed, scores, count, stops.columns(vocab_size, device))
+        return rank_apart(allowed, scores, count, stops.columns(vocab_size, device), rules.width)
+
+    def _ranked_with_factor(
+        self, rules: SelectRules, allowed: torch.Tensor, scores: torch.Tensor, others: Candidates[torch.Tensor]
+    ) -> Candidates[torch.Tensor]:
+        """Continuations by another order: one token competes by its score times a factor, and only among a row's best.
+
+        Args:
+            others: The best without that token.
+        """
+        assert self.eos_score_factor is not None
+        token_id, factor = self.eos_score_factor
+        tokens = constant((token_id,), allowed.device)
+        logprobs = own_logprobs(rules, allowed, tokens)
+        both = Candidates.join([others, by_row(tokens.expand_as(logprobs), logprobs + scores[..., None])])
+        rank_scores = both.scores.double()
+        rank_scores = torch.where(both.tokens == token_id, factor * rank_scores, rank_scores)
+        return pick(both, rank_scores.argsort(dim=1, descending=True, stable=True))
+
 
 def num_candidates(width: int, num_stop_tokens: int, num_parents: int = 0) -> int:
-    """How many candidates must be ranked so that `width` of them can go on.
-
-    Each of the b beams can propose every stop token once, so (1 + stop tokens) * b always leave b
-    others. transformers ranks at least 2b; so do we.
-
-    Args:
-        num_parents: Beams that propose, if these may be more.
-    """
+    """How many candidates must be ranked so that `width` of them can go on."""
     return max(2 * width, width + num_stop_tokens * max(width, num_parents))
 
 
@@ -85,7 +135,7 @@ def _allowed(rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Me
     """[G, r, V] log-probabilities with boosts, -inf for what constraints and filters leave out.
 
     Args:
-        count: Candidates that will be ranked.
+        count: Of a row, that may matter.
 
     Returns:
         A new tensor, or `logprobs` itself if there is nothing of all that.
@@ -101,48 +151,3 @@ def _allowed(rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Me
 
     (allowed,) = in_parts(logprobs.shape, of_rows, logprobs, beams, *([] if boosts is None else [boosts]))
     return allowed
-
-
-def _own_stops(
-    rules: SelectRules, allowed: torch.Tensor, scores: torch.Tensor, means: Means
-) -> Candidates[torch.Tensor]:
-    """What stops among each beam's own best 2b continuations finishes, however it ranks among all; else -inf.
-
-    Source: vLLM 0.32 `BeamSearchOfflineMixin._beam_search_step`.
-    """
-    if means.completes is None:
-        return _own_continuations(rules, allowed, scores, rules.stops.token_ids)
-    own_best, tokens = topk(allowed, min(2 * rules.width, allowed.shape[-1]))
-    own = by_row(tokens, own_best + scores[..., None])
-    return own._replace(scores=own.scores.where(rules.stops.end(own, means.completes), NEVER))
-
-
-def _ranked_with_factor(
-    token_id: int, factor: float, candidates: Candidates[torch.Tensor], own: Candidates[torch.Tensor]
-) -> Candidates[torch.Tensor]:
-    """The candidates by another order: one token competes by its score times a factor, and only among a row's best.
-
-    Args:
-        own: Each row's continuation by that token.
-    """
-    others = candidates._replace(scores=candidates.scores.masked_fill(candidates.tokens == token_id, NEVER))
-    both = Candidates.join([others, own])
-    rank_scores = both.scores.double()
-    rank_scores = torch.where(both.tokens == token_id, factor * rank_scores, rank_scores)
-    order = rank_scores.argsort(dim=1, descending=True, stable=True)
-    return pick(both, order)
-
-
-def _own_continuations(
-    rules: SelectRules, allowed: torch.Tensor, scores: torch.Tensor, token_ids: tuple[int, ...]
-) -> Candidates[torch.Tensor]:
-    """Each row's continuation by each of `token_ids`; -inf unless it is among the row's best 2b."""
-    tokens = constant(token_ids, allowed.device)
-    own = allowed.index_select(-1, tokens)
-    num_groups, num_rows, vocab_size = allowed.shape
-    (num_better,) = in_parts(
-        (num_groups, num_rows, len(tokens) * vocab_size),
-        lambda allowed, own: ((allowed[:, :, None] > own[..., None]).sum(dim=-1),),
-        *(allowed, own),
-    )
-    return by_row(tokens.expand_as(own), (own + scores[..., None]).where(num_better < 2 * rules.width, NEVER))

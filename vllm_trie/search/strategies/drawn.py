@@ -47,7 +47,7 @@ class Drawn(_Drawn, Strategy):
         rngs = [generator(*draw) for draw in means.draws]
         drawn = draw_continuations(p.flatten(1), rules.width, self.replacement, rngs)
         found = _continuations(logprobs, beams.scores, *drawn)
-        stops = rules.stops.end(found, means.completes)
+        stops = rules.stops.end(found, means.completes, logprobs.shape[-1])
         by_slot = means.select_next(found, alive(found, stops), rules.width, beams.scores.shape[1])
         return Choice(self.kept(Step(*by_slot, ended(rules, found, stops))), logprobs)
 
@@ -73,7 +73,7 @@ def take_cells(
     cells = torch.nn.functional.pad(cells, (0, rules.width - num_drawn))[None]
     is_possible = numbers(rules.width, cells.device) < num_drawn
     found = _continuations(logprobs[None], scores[None], cells, is_possible)
-    stops = rules.stops.end(found, means.completes)
+    stops = rules.stops.end(found, means.completes, logprobs.shape[-1])
     chosen = choose(found.parents, alive(found, stops), rules.width)
     step = Step(*in_slots(found, chosen, len(scores)), ended(rules, found, stops))
     takes = chosen[0, :, None] == numbers(num_drawn, cells.device)  # [b, K]

@@ -29,6 +29,6 @@ class SampledEach(Strategy):
         allowed = filtered(beams.narrow(logprobs), rules.filters, vocab_size)
         tokens = draw(allowed, uploaded(chances, logprobs.device).view(num_groups, num_rows, -1))
         drawn = by_row(tokens, allowed.gather(-1, tokens) + beams.scores[..., None])
-        stops = rules.stops.end(drawn, means.completes)
+        stops = rules.stops.end(drawn, means.completes, vocab_size)
         alone = drawn._replace(scores=drawn.scores.masked_fill(stops, NEVER))
         return Choice(Step(*alone, ended(rules, drawn, stops)), logprobs)

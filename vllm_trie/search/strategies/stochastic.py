@@ -42,7 +42,7 @@ class Stochastic(Strategy):
         cells, sums, noisy = (torch.stack(fields) for fields in zip(*steps, strict=True))
         noisy = noisy.float()
         drawn = Candidates(cells // vocab_size, cells % vocab_size, sums.float().where(noisy > NEVER, NEVER))
-        stops = rules.stops.end(drawn, means.completes)
+        stops = rules.stops.end(drawn, means.completes, vocab_size)
         into_slots = alive(drawn, stops), rules.width, scores.shape[1]
         noise = means.select_next(drawn._replace(scores=noisy), *into_slots).scores
         by_slot, ranks = means.select_next(drawn, *into_slots), RankScores(noise, noisy)

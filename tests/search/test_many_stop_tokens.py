@@ -1,0 +1,129 @@
+"""However many tokens stop hypotheses, a step takes as much work, and decides as it does for few of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.launch_counter import LaunchCounter
+from benchmarks.memory_counter import MemoryCounter
+from benchmarks.weightless import nowhere
+from tests.support.steps import rules_of, steps_of
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints.stops import BARRED, ENDS, GOES_ON, Stops
+from vllm_trie.search.devices import borrowed, kept_within
+from vllm_trie.search.filters import LogitsFilters, Pruning
+from vllm_trie.search.rules import Strategy
+from vllm_trie.search.step import take_step
+from vllm_trie.search.step_result import Step, TokenLogprobs, packed
+from vllm_trie.search.strategies import best
+from vllm_trie.search.strategies.best import Best
+from vllm_trie.search.strategies.in_groups import InGroups
+from vllm_trie.search.token_tables import CPU
+
+WIDTH, VOCAB_SIZE = 16, 32_768
+FEW, MANY, MOST = 3, 6_000, 20_000
+HELD, MOVED = 8, 64  # bytes of a step for each beam and stop token
+STRATEGIES: dict[str, Strategy] = {
+    **{semantics: Best(semantics) for semantics in ("hf", "vllm", "tridecode")},
+    "an ignored EOS": Best("vllm", (0, 1.1)),
+    "in groups": InGroups(4, 0.5, None),
+}
+
+
+class Work(NamedTuple):
+    operations: int
+    moved: int  # bytes that operations read and write
+    held: int  # bytes at a time
+    size: int  # of what goes to the host
+
+
+def work_of(strategy: Strategy, num_stops: int, is_last: bool) -> Work:
+    rules = rules_of(WIDTH, stops=tuple(range(5, 5 + num_stops)), strategy=strategy, is_last=is_last)
+    logits = nowhere(1, WIDTH, VOCAB_SIZE, dtype=torch.float32)
+    beams = Beams(nowhere(1, WIDTH, dtype=torch.float32))
+    take_step(rules, logits, beams)  # which uploads tables
+    with MemoryCounter() as memory, LaunchCounter() as counter:
+        words, _ = packed(take_step(rules, logits, beams))
+    assert counter.copies == counter.waits == 0
+    return Work(len(counter.operations), counter.num_bytes, memory.most, words.shape[1])
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_work_of_a_step_does_not_grow_with_stop_tokens(strategy: Strategy, is_last: bool) -> None:
+    few, many, most = (work_of(strategy, num_stops, is_last) for num_stops in (FEW, MANY, MOST))
+    assert most.operations == many.operations <= 2 * few.operations
+    assert most.size == many.size <= few.size
+    assert most.held <= few.held + HELD * WIDTH * MOST
+    assert most.moved <= few.moved + MOVED * WIDTH * MOST
+
+
+def decided(step: Step) -> str:
+    """All of a step, but the tokens of slots without a beam, which are any."""
+    lives = step.scores > -np.inf
+    own = step.beam_logprobs and TokenLogprobs(*(field[lives] for field in step.beam_logprobs))
+    return repr(step._replace(tokens=step.tokens[lives], beam_logprobs=own))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.data(), st.sampled_from(["hf", "vllm", "tridecode", "in groups"]))
+def test_what_stops_may_be_ranked_apart_or_not(data: st.DataObject, name: str) -> None:
+    vocab_size = data.draw(st.sampled_from([5, 40, 700]))
+    width = 2 * data.draw(st.integers(1, 3))
+    num_rows = data.draw(st.sampled_from([1, width]))
+    random = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 32)))
+    logits = torch.randint(data.draw(st.sampled_from([2, 5, 1000])), (2, num_rows, vocab_size), generator=random) / 3
+    tokens = st.integers(0, vocab_size + 2)  # some are in no vocabulary
+    rules = rules_of(
+        width,
+        stops=tuple(sorted(data.draw(st.sets(tokens, max_size=vocab_size)))),
+        strategy=InGroups(2, 0.5, 1) if name == "in groups" else STRATEGIES[name],
+        is_last=data.draw(st.booleans()),
+        num_logprobs=data.draw(st.sampled_from([None, 2])),
+        filters=data.draw(st.sampled_from([LogitsFilters(), LogitsFilters(0.8, 0.05, 0, 0.9)])),
+        pruning=data.draw(st.sampled_from([Pruning(), Pruning(per_parent=3)])),
+    )
+    scores = -torch.randint(3, (2, num_rows), generator=random) / 2
+    found = []
+    for few in (0, 1000):
+        with patch.object(best, "FEW_STOPS", few):
+            found.append([decided(step) for step in steps_of(rules, logits, scores)])
+    assert found[0] == found[1]
+
+
+def test_tables_name_the_class_of_every_token() -> None:
+    stops = Stops((2, 4, 99), ignored_token_ids=(1,))
+    assert stops.classes(6, CPU).tolist() == [GOES_ON, GOES_ON, ENDS, GOES_ON, ENDS, GOES_ON]
+    assert stops.columns(6, CPU).tolist() == [2, 4]
+    barring = stops._replace(are_barred=True)
+    assert barring.classes(6, CPU).tolist() == [GOES_ON, BARRED, BARRED, GOES_ON, BARRED, GOES_ON]
+    assert barring.columns(6, CPU).tolist() == []
+    tokens = np.array([[-1, 1, 2], [3, 4, 99]])
+    assert stops.lead_nowhere(tokens).tolist() == [[False, False, True], [False, True, True]]
+    assert barring.lead_nowhere(tokens).tolist() == [[False, True, True], [False, True, True]]
+
+
+def test_tables_stay_as_far_as_their_bytes_go() -> None:
+    made = list[int]()
+
+    @kept_within(100, lambda number: 16)
+    def table(number: int) -> torch.Tensor:
+        made.append(number)
+        return torch.full((8,), number)  # 64 bytes
+
+    first = table(1)
+    assert table(1) is first
+    with borrowed() as tensors:
+        assert table(1) is first
+    assert tensors[0] is first
+    table(2)
+    table(2)
+    assert table(1) is not first
+    assert made == [1, 2, 1]

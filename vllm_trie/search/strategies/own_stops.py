@@ -1,0 +1,46 @@
+"""Which hypotheses finish in vLLM's own beam search: each beam proposes its best 2b continuations, and those that stop.
+
+Source: vLLM 0.32 `BeamSearchOfflineMixin._beam_search_step`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_trie.search.constraints.stops import Completes
+from vllm_trie.search.devices import NEVER
+from vllm_trie.search.rank import Candidates, topk
+from vllm_trie.search.rank_apart import rank_of_tokens
+from vllm_trie.search.rules import SelectRules, by_row
+
+
+def own_stops(
+    rules: SelectRules, allowed: torch.Tensor, scores: torch.Tensor, completes: Completes | None
+) -> Candidates[torch.Tensor]:
+    """What stops among each row's own best 2b continuations finishes, however it ranks among all; else -inf.
+
+    Without stop strings, all of it competes by sums alone: so the best b are enough.
+    """
+    num_rows, vocab_size = allowed.shape[1:]
+    if completes is not None:
+        own_best, tokens = topk(allowed, min(2 * rules.width, vocab_size))
+        own = by_row(tokens, own_best + scores[..., None])
+        return own._replace(scores=own.scores.where(rules.stops.end(own, completes, vocab_size), NEVER))
+    stop_ids = rules.stops.columns(vocab_size, allowed.device)
+    logprobs = own_logprobs(rules, allowed, stop_ids)
+    if num_rows * len(stop_ids) > rules.width:
+        return rank_of_tokens(logprobs, scores, rules.width, stop_ids)
+    return by_row(stop_ids.expand_as(logprobs), logprobs + scores[..., None])
+
+
+def own_logprobs(rules: SelectRules, allowed: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """[G, r, n] log-probabilities of some tokens [n]; -inf unless a token is among the row's best 2b."""
+    own = allowed.index_select(-1, tokens)
+    if not own.numel() or 2 * rules.width >= allowed.shape[-1]:
+        return own
+    if len(tokens) == 1:  # which takes less time
+        is_best = (allowed > own).sum(dim=-1, keepdim=True, dtype=torch.int32) < 2 * rules.width
+    else:
+        best, _ = topk(allowed, 2 * rules.width)
+        is_best = own >= best[..., -1:]
+    return own.where(is_best, NEVER)

@@ -1,0 +1,31 @@
+"""Sets of tokens that come with requests, such as stop tokens, as tables over the vocabulary: each is uploaded once."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vllm_trie.search.devices import kept_within, uploaded
+
+CPU = torch.device("cpu")
+TABLE_BYTES = 32 << 20  # of tables of each of the two kinds that stay, and of the lists by which they are found
+BYTES_OF_ID = 40  # of a token in such a list: a number, and its place in a tuple
+
+
+@kept_within(TABLE_BYTES, lambda token_ids, *_: BYTES_OF_ID * len(token_ids))
+def columns(token_ids: tuple[int, ...], vocab_size: int, device: torch.device) -> torch.Tensor:
+    """[n] int64, those of some tokens that a vocabulary has. Not to be written to."""
+    return uploaded(_in_vocabulary(token_ids, vocab_size), device)
+
+
+@kept_within(TABLE_BYTES, lambda token_ids, *_: BYTES_OF_ID * len(token_ids))
+def classes(token_ids: tuple[int, ...], of_these: int, vocab_size: int, device: torch.device) -> torch.Tensor:
+    """[V] int8, the class of some tokens; 0 is that of all others. Not to be written to."""
+    table = np.zeros(vocab_size, np.int8)
+    table[_in_vocabulary(token_ids, vocab_size)] = of_these
+    return uploaded(table, device)
+
+
+def _in_vocabulary(token_ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
+    every = np.array(token_ids, dtype=np.int64)
+    return every[(every >= 0) & (every < vocab_size)]
