@@ -207,7 +207,7 @@ class Amateur:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def logits(self, _: InputBatch, places: np.ndarray) -> AmateurLogits:
+    def logits(self, _: InputBatch, places: np.ndarray, read: np.ndarray) -> AmateurLogits:
         return AmateurLogits(nowhere(len(places), self._vocab_size, dtype=torch.bfloat16), np.sort(places))
 
 
