@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_trie.catalog import Catalog
-from vllm_trie.catalog.file_format import START
+from vllm_trie.catalog.arrays import Arrays
+from vllm_trie.catalog.file_format import START, Header, pack
 from vllm_trie.catalog.structure import check_structure
 
 ITEM = "an item"
@@ -190,6 +192,24 @@ def test_what_is_no_catalog_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "missing", tmp_path):
         with pytest.raises(ValueError, match=rf"catalog {path} cannot be read: .*; pass what build has written"):
             Catalog.open(path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_nodes": 2**40}, "its header does not fit its 192 bytes"),
+        ({"num_items": -1}, "its header does not fit its 192 bytes"),
+        ({"num_items": 3, "num_nodes": 1}, "its header does not fit its 192 bytes"),
+        ({"num_nodes": None}, "its header cannot be read"),
+    ],
+)
+def test_a_header_that_does_not_fit_is_refused_whatever_the_checksum_says(changed: Any, message: str) -> None:
+    good = Catalog.from_sequences([[1, 2], [3]])
+    header = Header(**{name: value for name, value in vars(good).items() if name in Header.__annotations__} | changed)
+    data = pack(header, Arrays(good.item_ids, good.first_child, good.tokens, good.is_item))
+    message = message.replace("192", str(len(data)))
+    with pytest.raises(ValueError, match=f"^items is no catalog: {message}; build it again by python -m"):
+        Catalog.from_bytes(data, "items")
 
 
 def test_another_format_is_told_from_a_damaged_file() -> None:

@@ -90,14 +90,17 @@ def unpack(data: memoryview, name: str) -> tuple[str, Header, Arrays]:
     if _digest(data[: PREAMBLE.size], data[START:]) != (digest := data[PREAMBLE.size : START]):
         raise ValueError(f"{name} is damaged: its checksum is wrong; copy it again, or {AGAIN}")
     start = START + length
-    header = msgspec.json.decode(data[START:start], type=Header)
-    views = []
-    for dtype, count in (
-        (np.int64, header.num_items),
-        (np.int32, header.num_nodes + 1),
-        (np.int32, header.num_nodes),
-        (np.bool_, header.num_nodes),
-    ):
+    try:
+        header = msgspec.json.decode(data[START:start], type=Header)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise ValueError(f"{name} is no catalog: its header cannot be read; {AGAIN}") from None
+    num_items, num_nodes = header.num_items, header.num_nodes
+    counts = [(np.int64, num_items), (np.int32, num_nodes + 1), (np.int32, num_nodes), (np.bool_, num_nodes)]
+    num_bytes = sum(np.dtype(dtype).itemsize * count for dtype, count in counts)
+    if num_items < 1 or num_nodes < 1 or start + num_bytes != len(data):
+        raise ValueError(f"{name} is no catalog: its header does not fit its {len(data)} bytes; {AGAIN}")
+    views: list[np.ndarray] = []
+    for dtype, count in counts:
         views.append(np.frombuffer(data, dtype, count, start))
         start += views[-1].nbytes
     return digest.hex(), header, Arrays(*views)

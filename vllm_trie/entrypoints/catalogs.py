@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_trie.catalog import Catalog, CatalogStore, tokenizer_digest
+from vllm_trie.catalog.structure import check_structure
 from vllm_trie.entrypoints.lone_surrogates import refuse_half_characters
 from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.options.items import num_beams_along
@@ -27,7 +28,7 @@ def catalogs_of(vllm_config: VllmConfig) -> CatalogStore:
     """The catalogs of an engine, checked when they are opened.
 
     Raises:
-        ValueError: a file is no catalog, or for another vocabulary.
+        ValueError: a file is no catalog, or no trie, or for another vocabulary.
     """
     if (store := _stores.get(vllm_config.instance_id)) is None:
         files = config_of(vllm_config).catalogs.items()
@@ -144,6 +145,7 @@ def _token(token: int | str | None, vocab_size: int, tokenizer: Any) -> int | No
 
 def _checked(path: str, model_config: ModelConfig) -> Catalog:
     catalog = Catalog.open(path)
+    check_structure(catalog)
     digest = None
     if catalog.tokenizer is not None and not model_config.skip_tokenizer_init:
         digest = tokenizer_digest(cached_tokenizer_from_config(model_config))

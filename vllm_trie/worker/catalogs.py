@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_trie.catalog import Catalog
+from vllm_trie.catalog.structure import check_structure
 from vllm_trie.messages import CatalogChanges
 from vllm_trie.search.constraints.catalog import ItemTrie
 
@@ -25,8 +26,20 @@ class DeviceCatalogs:
         """As much memory as what comes with requests may take; None without a device."""
         return None if self._device is None else torch.empty(self._room, dtype=torch.uint8, device=self._device)
 
+    def load_first(self, path: str, vocab_size: int) -> None:
+        """Take in a file at the start, when nobody but this worker may have looked at it.
+
+        Raises:
+            ValueError: it is no catalog, or no trie, which kernels would not notice, or for another vocabulary.
+        """
+        if self._device is not None:
+            catalog = Catalog.open(path)
+            check_structure(catalog)
+            catalog.check_fits(vocab_size, None)
+            self._add(catalog)
+
     def load(self, path: str, digest: str | None = None) -> str:
-        """Take in a file, unless its digest is another one than this. Returns what it is."""
+        """Take in a file that the front end has checked, unless its digest is another one than this. Returns it."""
         catalog = Catalog.open(path)
         if digest in (None, catalog.digest):
             self._add(catalog)

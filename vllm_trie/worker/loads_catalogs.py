@@ -18,8 +18,9 @@ class TakesCatalogs:
         Profiling counts their memory, as it comes later.
         """
         super().load_model(**kwargs)  # type: ignore[misc]
-        for path in config_of(self.model_runner.vllm_config).catalogs.values():
-            self.model_runner.catalogs.load(path)
+        vllm_config = self.model_runner.vllm_config
+        for path in config_of(vllm_config).catalogs.values():
+            self.model_runner.catalogs.load_first(path, vllm_config.model_config.get_vocab_size())
 
     def load_catalog(self, name: str, path: str, digest: str) -> str:
         """Load a file for a name, which the scheduler alone knows, if its digest is this one. Returns what it is."""

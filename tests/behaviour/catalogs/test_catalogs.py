@@ -21,6 +21,8 @@ from tests.support.reference import Answer, agree, engine_answers, load, transfo
 from tests.support.running import MOST_TIES, count_ties, prompt_of, run, start_with, trained_prompts
 from vllm_trie import beam_params, hypotheses, load_catalog
 from vllm_trie.catalog import Catalog
+from vllm_trie.catalog.arrays import Arrays
+from vllm_trie.catalog.file_format import Header, pack
 from vllm_trie.entrypoints.requests import BeamRequestError
 from vllm_trie.messages import NO_HYPOTHESIS
 
@@ -155,6 +157,15 @@ def with_catalogs(engines: Engines, model: Path, folder: Path, **options: Any) -
     return engines(model, additional_config={"trie_beam": config}, **options)
 
 
+def leading_astray() -> bytes:
+    """A catalog with a right checksum, whose last node has children far behind its end."""
+    good = Catalog.from_sequences([[5, 6], [5, 7]])
+    arrays = Arrays(
+        good.item_ids, np.append(good.first_child[:-1], 1 << 30).astype(np.int32), good.tokens, good.is_item
+    )
+    return pack(Header.of(Arrays(good.item_ids, good.first_child, good.tokens, good.is_item), None, None), arrays)
+
+
 @pytest.mark.parametrize("stop", [False, True])
 def test_speculation_along_a_catalog_finds_what_plain_search_finds(engines: Engines, stop: bool) -> None:
     items = random_items(400, [6, 9, 12], tokens=(200, 260))
@@ -193,7 +204,9 @@ def test_a_new_version_is_taken_and_a_search_under_way_keeps_the_old_one(
     engine.generate([prompt], params)  # the step in which workers forget the old one
     tries = engine.runner.catalogs.tries
     assert [*tries] == [told["digest"]]
+    (tmp_path / "astray.catalog").write_bytes(leading_astray())
     for name, file, why in (
+        ("items", "astray.catalog", "astray.catalog is no trie: not every node is a child; build it again"),
         ("other", "newer.catalog", "catalog='other' is unknown; known: items"),
         ("items", "../newer.catalog", "is not in trie_beam.catalog_folder"),
         ("items", "nothing.catalog", "cannot be read"),
@@ -400,7 +413,10 @@ def test_what_a_catalog_cannot_do_is_refused_and_the_next_request_served(
 def test_an_engine_refuses_a_catalog_that_is_none_or_for_another_vocabulary(model: Path, tmp_path: Path) -> None:
     (tmp_path / "text.catalog").write_text("not a catalog")
     Catalog.from_sequences([(5, 100_000)]).save(tmp_path / "other.catalog")
-    for name, why in (("text", "text.catalog"), ("other", "another vocabulary"), ("missing", "cannot be read")):
+    (tmp_path / "astray.catalog").write_bytes(leading_astray())
+    astray = "astray.catalog is no trie: not every node is a child; build it again"
+    reasons = {"text": "text.catalog", "other": "another vocabulary", "missing": "cannot be read", "astray": astray}
+    for name, why in reasons.items():
         config = {"catalogs": {"items": str(tmp_path / f"{name}.catalog")}}
         with pytest.raises(ValueError, match=why):
             Engine(model, additional_config={"trie_beam": config})
