@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
@@ -36,6 +37,14 @@ def test_beam_width_must_be_a_positive_integer(width: object) -> None:
 def test_length_penalty_must_be_a_number_that_float32_can_raise_lengths_to(penalty: object) -> None:
     with pytest.raises(ValueError, match="length_penalty="):
         beam_params(2, length_penalty=penalty)
+
+
+@pytest.mark.parametrize(("semantics", "most"), [(None, 6), ("hf", 6), ("tridecode", 6), ("vllm", 40)])
+def test_length_penalty_may_be_greater_where_scores_are_float64_as_vllms(semantics: Any, most: int) -> None:
+    for sign in (-1, 1):
+        assert BeamParams(beam_width=2, semantics=semantics, length_penalty=sign * (most - 1)).length_penalty
+        with pytest.raises(ValueError, match=f"length_penalty={sign * most} is not a number above -6 and below 6, or"):
+            BeamParams(beam_width=2, semantics=semantics, length_penalty=sign * most)
 
 
 @pytest.mark.parametrize("early_stopping", ["always", "False", 2, 1.0, None])

@@ -65,7 +65,7 @@ def our_search(problem: Problem, length_penalty: float, counts_prompt: bool) -> 
 
 
 @pytest.mark.parametrize("counts_prompt", [True, False], ids=["0.32", "0.33"])
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
+@pytest.mark.parametrize("length_penalty", [-39.0, -1.0, 0.0, 1.0, 2.0])
 def test_search_finds_what_vllm_finds(length_penalty: float, counts_prompt: bool) -> None:
     near_ties = ended_early = by_length = 0
     for seed in range(SEARCHES):

@@ -18,6 +18,7 @@ from vllm_trie.search.stopping import EarlyStopping
 
 MOST_SCALE = 1_000  # of log-probabilities, where only the most probable one counts
 MOST_PENALTY = 6  # a million tokens to this power still fit float32
+MOST_VLLM_PENALTY = 40  # and ten million to this one float64, in which vLLM's rules reckon
 MOST_NGRAM = 64  # tokens, which are compared one by one in every step
 MOST_WIDTHS = 4_096  # of `beam_widths`, one for each step until the last goes on
 MOST_SEQUENCES, MOST_SEQUENCE_TOKENS = 100_000, 2_000_000  # in a request; more make a catalog
@@ -68,7 +69,10 @@ _CONTRAST = f'is not {{"model": "draft", "alpha": a number in (0, 1], "beta": a 
 _TEMPERATURE = "is not a temperature; pass a number > 0"
 _PRICE = "is not a price of KV; pass a number >= 0"
 _EXPLORATION = "is not a factor; pass a number >= 0"
-_EXPONENT = f"is not a number above -{MOST_PENALTY} and below {MOST_PENALTY}; 1.0 compares means, 0.0 sums"
+_EXPONENT = (
+    f'is not a number above -{MOST_PENALTY} and below {MOST_PENALTY}, or with semantics="vllm" above '
+    f"-{MOST_VLLM_PENALTY} and below {MOST_VLLM_PENALTY}; 1.0 compares means, 0.0 sums"
+)
 NO_BEAMS = "is not a number of beams; pass an integer >= 1"
 NO_SCORER = "is not a scorer; pass a callable, an `LLM` of a pooling model, or the name or URL of an endpoint"
 
@@ -122,7 +126,7 @@ class Ranking(Options):
     """
 
     semantics: Semantics | None = option(None)
-    length_penalty: Number = option(1.0, _EXPONENT, gt=-MOST_PENALTY, lt=MOST_PENALTY)
+    length_penalty: Number = option(1.0, _EXPONENT, gt=-MOST_VLLM_PENALTY, lt=MOST_VLLM_PENALTY)
     beam_widths: list[Annotated[int, Field(ge=1)]] | None = option(
         None, _WIDTHS, min_length=1, max_length=MOST_WIDTHS, fail_fast=True
     )

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from vllm_trie.options.matrix import refuse
 from vllm_trie.options.other_names import did_you_mean, meant_by
 from vllm_trie.options.parts import (
+    MOST_PENALTY,
     Catalogs,
     Core,
     Delivery,
@@ -25,7 +26,7 @@ from vllm_trie.options.parts import (
 )
 from vllm_trie.options.shown import listed, shown, shown_name
 from vllm_trie.options.speculation import check_widths
-from vllm_trie.options.table import Options, choices
+from vllm_trie.options.table import Options, choices, what_is_wrong
 
 # That may be options of others, where there is no beam_width.
 _COMMON_WORDS = {"accept", "threshold", "replacement", "unit", "scorer", "candidates", "max_steps", "metric"}
@@ -48,6 +49,8 @@ class BeamParams(RequestSpeculating, Catalogs, RequestDrawing, Reranking, Delive
     def check(self) -> None:
         """Refuse what does not go together, or has nothing to act on."""
         refuse(self.params())
+        if abs(penalty := self.length_penalty) >= MOST_PENALTY and self.semantics != "vllm":
+            raise ValueError(f"length_penalty={penalty} {what_is_wrong(OPTIONS['length_penalty'])}")
         width, widths = self.beam_width, self.beam_widths
         if widths is not None and width != max(widths):
             raise ValueError(f"beam_width={width} is not the greatest of beam_widths={shown(widths)}; leave it out")
