@@ -41,6 +41,8 @@ _NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "min_p": None
 
 NO_BEST_OF = ("best_of", 1)  # says nothing; clients that measure servers send it with every completion
 
+ALL_AT_ONCE = ("compact", "trace", "beam_results")  # options: what they return comes with the whole answer
+
 _AS_SAMPLING = "trie_beam_as_sampling"  # in `vllm_xargs`, with a `Caller`, which no client can send
 
 
@@ -144,10 +146,9 @@ def num_prompts(request: TextRequest | ResponsesRequest | SpeechRequest) -> int:
 def _refuse_several_prompts(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
     """Of several prompts vLLM's response has what comes with the engine's output for the first."""
     xargs = request.vllm_xargs or {}
-    for name in ("trace", "beam_results"):
-        if xargs.get(name) and isinstance(request, SpeechRequest):
-            raise BeamRequestError(f"{name}=1 has no place in the answer at this endpoint; leave it out")
-    asked = [f"{name}=1" for name in ("compact", "trace", "beam_results") if xargs.get(name)]
+    asked = [f"{name}=1" for name in ALL_AT_ONCE if xargs.get(name)]
+    if asked and isinstance(request, SpeechRequest):
+        raise BeamRequestError(f"{asked[0]} has no place in the answer at this endpoint; leave it out")
     asked += ['unit="step"'] if xargs.get("unit") == "step" else []
     what = next(iter(asked), None)
     if what is not None and (count := num_prompts(request)) > 1:

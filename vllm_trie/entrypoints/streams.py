@@ -79,10 +79,11 @@ async def respond(
     events = await original(self, request, *args, **kwargs)
     if not isinstance(events, AsyncGenerator) or request.background:
         return events
-    return _chained([await anext(events) for _ in ("created", "in progress", "of the answer")], events)
+    return chained([await anext(events) for _ in ("created", "in progress", "of the answer")], events)
 
 
-async def _chained(first: list[Any], others: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+async def chained(first: list[Any], others: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """The events of a stream, some of which were taken out of it."""
     async with aclosing(others):
         for event in first:
             yield event
@@ -121,12 +122,18 @@ async def _after_refusals(
 
     Awaits the first event, before which there is nothing to send.
     """
+    first = await first_event(events)
+    return first if isinstance(first, ErrorResponse) else _with_every_end(first, events, request)
+
+
+async def first_event(events: AsyncGenerator[str, None]) -> str | ErrorResponse:
+    """The first event of a stream; if it is an error, the stream is closed."""
     first = await anext(events)
     event = _parsed(first)
-    if "error" in event:
-        await events.aclose()
-        return ErrorResponse.model_validate(event)
-    return _with_every_end(first, events, request)
+    if "error" not in event:
+        return first
+    await events.aclose()
+    return ErrorResponse.model_validate(event)
 
 
 async def _with_every_end(first: str, events: AsyncGenerator[str, None], request: Request) -> AsyncGenerator[str, None]:

@@ -68,7 +68,7 @@ def server(folder: Path, scorer_url: str) -> Iterator[Server]:
     scorers = {"short": scorer_url, "broken": f"{scorer_url}/broken", "ahead": f"{scorer_url}/ahead"}
     catalogs = {"catalogs": {"lines": str(folder / "lines.catalog")}, "catalog_folder": str(folder)}
     options = ["--plugin", "trie_beam", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    options += ["--allowed-origins", '["*"]']
+    options += ["--enable-scale-out", "--allowed-origins", '["*"]']
     options += ["--additional-config", json.dumps({"trie_beam": {"scorers": scorers, **catalogs}})]
     with serving(folder / "log", *options) as server:
         yield server
