@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest
+from vllm.sampling_params import SamplingParams
 
 from tests.support.served import beams
 from vllm_trie.compat.patch import wrap_all
+from vllm_trie.entrypoints import server, streams
 from vllm_trie.entrypoints.requests import BeamRequestError
+from vllm_trie.options import parse_options
+from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
 
 
 @pytest.mark.parametrize(
@@ -48,3 +56,87 @@ def test_fields_by_names_of_other_systems_are_refused_beside_beams_and_left_alon
             kind(**asked, **{name: value}, **beams(4)).to_sampling_params(8, {})
         with pytest.raises(BeamRequestError, match=f"{name}="):
             kind(**asked, **{name: value}, use_beam_search=True).to_beam_search_params(8, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [
+        (CompletionRequest, {"prompt": "x", "echo": True}),
+        (CompletionRequest, {"prompt": "x", "echo": True, "max_tokens": 0}),
+        (CompletionRequest, {"prompt": "x", "stream": True, "logprobs": 0}),
+        (ChatCompletionRequest, {"messages": [], "echo": True}),
+        (ChatCompletionRequest, {"messages": [], "echo": True, "logprobs": True, "top_logprobs": 3}),
+        (ChatCompletionRequest, {"messages": [], "echo": True, "stream": True}),
+        (ResponsesRequest, {"input": "x", "stream": True}),
+        (ResponsesRequest, {"input": "x", "include": ["message.output_text.logprobs"], "top_logprobs": 2}),
+    ],
+    ids=str,
+)
+def test_no_field_that_vllm_derives_is_refused(kind: type, asked: dict[str, Any]) -> None:
+    wrap_all("vllm_trie.entrypoints.server")
+    params = kind(**asked, **beams(4)).to_sampling_params(8, {})
+    beam = parse_options(params.extra_args)
+    assert beam is not None
+    refuse_unsupported(matrix_fields(params), beam)
+    assert params.prompt_logprobs is None
+    assert not params.skip_reading_prefix_cache
+
+
+def test_prompt_logprobs_that_a_client_sends_are_kept_to_be_refused() -> None:
+    wrap_all("vllm_trie.entrypoints.server")
+    for echo in (False, True):
+        chat = ChatCompletionRequest(messages=[], echo=echo, prompt_logprobs=1, **beams(4))
+        assert chat.to_sampling_params(8, {}).prompt_logprobs == 1
+
+
+@pytest.mark.parametrize("name", ["compact", "trace", "beam_results"])
+def test_a_transcription_has_no_place_for_arrays(name: str) -> None:
+    wrap_all("vllm_trie.entrypoints.server")
+    asked = TranscriptionRequest.model_construct(vllm_xargs={"beam_width": 2, name: 1}, length_penalty=1.0)
+    with pytest.raises(BeamRequestError, match=f"{name}=1 has no place in the answer at this endpoint"):
+        asked.to_sampling_params(8, {})
+
+
+@pytest.mark.parametrize(("asked", "vllms_own", "most", "expected"), [
+    (5, 8, 20, 5), (20, 8, 20, 20), (21, 8, 20, 20), (21, 8, -1, 21), (-1, 8, 20, 8), (-1, 8, -1, 8), (-1, 30, 20, 20),
+])  # fmt: skip
+def test_logprobs_beyond_the_limit_are_as_many_as_there_may_be(
+    asked: int, vllms_own: int, most: int, expected: int
+) -> None:
+    assert server._num_logprobs(asked, vllms_own, most) == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("headers", "expected"), [({}, 3), ({"X-Vllm-Priority": "-7"}, -7), ({"X-Vllm-Priority": "?"}, 3)]
+)
+def test_a_priority_among_the_headers_goes_before_the_bodys(
+    monkeypatch: pytest.MonkeyPatch, stream: bool, headers: dict[str, str], expected: int
+) -> None:
+    """Up to what the search asks the engine for, as vLLM hands it on: its own beams in 0.32 know no priority."""
+    asked_of_engine = list[Any]()
+    wrap_all("vllm_trie.entrypoints.server")
+    monkeypatch.setattr(streams, "has_beams", lambda _: True)
+    monkeypatch.setattr(server, "has_beams", lambda _: True)
+
+    def generate(prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any) -> Any:
+        asked_of_engine.append(kwargs["priority"])
+        return nothing()
+
+    async def nothing() -> Any:
+        for event in ():
+            yield event
+
+    async def as_vllm(self: Any, request: CompletionRequest, raw_request: Any) -> Any:
+        params = request.to_sampling_params(8, {}) if stream else request.to_beam_search_params(8, {})
+        async for _ in self.beam_search(prompt={"type": "token"}, request_id="1", params=params):
+            pass
+        return None
+
+    serving = OpenAIServingCompletion.__new__(OpenAIServingCompletion)
+    config = SimpleNamespace(speculative_config=None)
+    serving.engine_client = SimpleNamespace(vllm_config=config, generate=generate)
+    serving.model_config = SimpleNamespace(max_logprobs=20)
+    request = CompletionRequest(prompt="x", use_beam_search=True, priority=3, stream=stream)
+    asyncio.run(streams.create.function(as_vllm, serving, request, SimpleNamespace(headers=headers)))
+    assert asked_of_engine == [expected]

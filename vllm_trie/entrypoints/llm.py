@@ -37,6 +37,8 @@ def beam_search(
     """`LLM.beam_search` runs in every engine that has beams."""
     call = arguments(original, self, *args, **kwargs)  # 0.33 has one more, the priority
     params: BeamSearchParams = call["params"]
+    if params.max_tokens == 0:  # it asks the engine for nothing
+        return original(self, *args, **kwargs)
     vllm_config = self.llm_engine.vllm_config
     refusal, inputs = None, None
     if not has_beams(vllm_config):

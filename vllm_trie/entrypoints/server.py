@@ -10,7 +10,11 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, TypeAlias
 
-from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    BatchChatCompletionRequest,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest
@@ -69,8 +73,10 @@ def to_sampling_params(
         xargs = {"length_penalty": self.length_penalty, **xargs}
     draws_steps = xargs.get("unit") == "step"  # by vLLM's own sampler
     defaults = {k: v for k, v in (default_sampling_params or {}).items() if draws_steps or k == "stop_token_ids"}
-    xargs = {**xargs} if draws_steps else {CALLER: BEAM_WIDTH, **xargs}
-    params = original(self.model_copy(update={"vllm_xargs": xargs}), max_tokens, defaults, **kwargs)
+    fields: dict[str, Any] = {"vllm_xargs": {**xargs} if draws_steps else {CALLER: BEAM_WIDTH, **xargs}}
+    if isinstance(self, ChatCompletionRequest):
+        fields["echo"] = False  # from which vLLM derives prompt_logprobs, as if the client had sent them
+    params = original(self.model_copy(update=fields), max_tokens, defaults, **kwargs)
     if isinstance(self, SpeechRequest):
         params.skip_clone = False  # a long recording is several prompts, which vLLM gives the same object
     return params
@@ -193,12 +199,13 @@ async def beam_search(
         refusal = why_not_behind(prompt, self.engine_client.vllm_config)
     if refusal is not None:
         logger.info_once("use_beam_search %s: vLLM's own client loop runs it, not the engine", refusal)
+    if refusal is not None or _is_over_at_once(params):
         outputs = original(self, *args, **kwargs)
     else:
         assert request is not None
         outputs = self.engine_client.generate(
             prompt,
-            _sampling_params(request, params),
+            _sampling_params(request, params, self.model_config.max_logprobs),
             f"{call['request_id']}-{random_uuid()}",
             lora_request=call["lora_request"],
             trace_headers=call["trace_headers"],
@@ -213,7 +220,14 @@ async def beam_search(
         yield output
 
 
-def _sampling_params(request: TextRequest | SpeechRequest, params: BeamSearchParams) -> SamplingParams:
+def _is_over_at_once(params: BeamSearchParams) -> bool:
+    """Whether vLLM's own loop asks the engine for nothing, and answers with one empty hypothesis."""
+    return params.max_tokens == 0 and OPTIONS.keys().isdisjoint(vars(params)["request"].vllm_xargs or {})
+
+
+def _sampling_params(
+    request: TextRequest | SpeechRequest, params: BeamSearchParams, max_logprobs: int
+) -> SamplingParams:
     """All of a `use_beam_search` request: its `n` is the width, unless `vllm_xargs` names another."""
     xargs: dict[str, Any] = dict(request.vllm_xargs or {})
     if not (has_width := asks_for_beams(xargs)):
@@ -227,13 +241,24 @@ def _sampling_params(request: TextRequest | SpeechRequest, params: BeamSearchPar
     if isinstance(request, SpeechRequest):
         sampling_params.temperature = 1.0  # where vLLM's default is to take the likeliest token
         sampling_params.logprobs = vars(params).get("logprobs")  # for the segments of a verbose answer
+    if (asked := sampling_params.logprobs) is not None:
+        sampling_params.logprobs = _num_logprobs(asked, 2 * params.beam_width, max_logprobs)
     return sampling_params
+
+
+def _num_logprobs(asked: int, vllms_own: int, most: int) -> int:
+    """vLLM's own loop reports as many log-probabilities as it has, `vllms_own`, however many are asked for."""
+    num = vllms_own if asked == -1 else asked
+    return num if most == -1 else min(num, most)
 
 
 def _as_vllm_returns_it(
     output: RequestOutput, eos_token_id: int | None, eos_token_ids: set[int], params: BeamSearchParams
 ) -> None:
     """vLLM's own loop names the EOS token as stop reason, and leaves it out of the tokens unless told otherwise."""
+    if _is_over_at_once(params):
+        output.outputs[0].token_ids = _Tokens()
+        return
     for hypothesis in output.outputs:
         if not hypothesis.token_ids or hypothesis.token_ids[-1] not in eos_token_ids:  # it ends with an item, say
             continue
@@ -241,6 +266,13 @@ def _as_vllm_returns_it(
             hypothesis.stop_reason = eos_token_id
         if hypothesis.stop_reason in eos_token_ids and not params.include_stop_str_in_output:
             hypothesis.token_ids = _Tokens(hypothesis.token_ids[:-1])
+
+
+def end_without_calls(response: ChatCompletionResponse) -> None:
+    """vLLM 0.32 says of all that stops that it calls tools, where they are required: also where there is nothing."""
+    for choice in response.choices:
+        if choice.finish_reason == "tool_calls" and not choice.message.tool_calls:
+            choice.finish_reason = "stop"
 
 
 class _Tokens(list[int]):

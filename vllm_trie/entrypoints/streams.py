@@ -23,7 +23,7 @@ from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 from vllm_trie.compat.patch import wraps
 from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.requests import BeamRequestError
-from vllm_trie.entrypoints.server import as_sampling_request, num_prompts
+from vllm_trie.entrypoints.server import as_sampling_request, end_without_calls, num_prompts
 from vllm_trie.entrypoints.single_tokens import asking_for_single_tokens
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME, asks_for_beams
@@ -41,29 +41,28 @@ DONE = f"{DATA}[DONE]"
 
 @wraps("create_completion", "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion")
 @wraps("create_chat_completion", "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat")
-async def create(
-    original: Callable[..., Awaitable[Any]], self: Any, request: Request, *args: Any, **kwargs: Any
-) -> Any:
+async def create(original: Callable[..., Awaitable[Any]], self: Any, request: Request, raw_request: Any = None) -> Any:
     is_search = request.use_beam_search or asks_for_beams(request.vllm_xargs or {})
+    if request.use_beam_search:  # 0.32 looks for a priority among the headers of all other requests
+        request = request.model_copy(update={"priority": self._get_priority(request, raw_request)})
     has_own_fields = is_search and _asks_for_own_fields(request) and not isinstance(self, AnthropicServingMessages)
     if not (request.stream and is_search and has_beams(self.engine_client.vllm_config)):
-        response = await original(self, request, *args, **kwargs)
-        return _with_own_fields(response) if has_own_fields else response
+        response = await original(self, request, raw_request)
+        return _completed(response, is_search, has_own_fields)
     if _is_known_early(request):
         streamed = as_sampling_request(request)
         if isinstance(request, ChatCompletionRequest) and self.parser_cls is not None:
             streamed = asking_for_single_tokens(streamed)
-        events = await original(self, streamed, *args, **kwargs)
+        events = await original(self, streamed, raw_request)
         return await _after_refusals(events, request) if isinstance(events, AsyncGenerator) else events
     if isinstance(self, AnthropicServingMessages):
         raise BeamRequestError(
             'messages with compact, beam_results, trace, unit="step" or tools come whole; leave stream out'
         )
     whole = request.model_copy(update={"stream": False, "stream_options": None})
-    response = await original(self, whole, *args, **kwargs)
+    response = _completed(await original(self, whole, raw_request), is_search, has_own_fields)
     if not isinstance(response, Response):  # an error
         return response
-    response = _with_own_fields(response) if has_own_fields else response
     return _events(response, *should_include_usage(request.stream_options, self.enable_force_include_usage))
 
 
@@ -93,6 +92,13 @@ async def chained(first: list[Any], others: AsyncGenerator[Any, None]) -> AsyncG
 
 def _asks_for_own_fields(request: Request) -> bool:
     return any((request.vllm_xargs or {}).get(name) for name in WITH_OWN_FIELDS)
+
+
+def _completed(response: Any, is_search: bool, has_own_fields: bool) -> Any:
+    """A response, or an error, as a client of a search gets it."""
+    if is_search and isinstance(response, ChatCompletionResponse):
+        end_without_calls(response)
+    return _with_own_fields(response) if has_own_fields else response
 
 
 def _with_own_fields(response: Any) -> Any:

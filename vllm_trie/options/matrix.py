@@ -162,6 +162,11 @@ for _row in (*CLASHES, *NEEDS):
         _KEYS.setdefault(_name, {})[_key] = _value
 FIELDS = _KEYS.keys()  # options, and fields of `SamplingParams`
 
+_DERIVED = {  # what a client of a server writes, of which vLLM makes a field
+    'output_kind="DELTA"': "stream=True",
+    "structured_outputs": "also response_format, or tools",
+}
+
 _PAIRS = [(this, other, row) for row in CLASHES for this in row.these for other in row.others]
 _PLACES: dict[str, dict[str, int]] = {}  # in this list, by both: of several refusals the first one is told
 for _place, (_this, _other, _) in enumerate(_PAIRS):
@@ -229,4 +234,6 @@ def _shown(key: str, value: Any) -> str:
     """As it was asked; of an object the name alone. What every search has may go by another name."""
     if key == "beam_width":
         return str(value)
+    if key in _DERIVED:
+        return f"{key} (over HTTP {_DERIVED[key]})"
     return key if "=" in key or not isinstance(value, int | float | str | list) else f"{key}={shown(value)}"

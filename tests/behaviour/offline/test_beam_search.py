@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,20 @@ def test_tokens_scores_and_order_are_those_of_vllms_own_loop(engine: Engine, wid
                     num_tied += 1
     assert num_tied <= (0 if engine.llm.get_tokenizer().vocab_size > 300 else 0.02 * num_compared)
     assert num_stopped > 0
+
+
+def test_no_tokens_are_one_empty_hypothesis_and_great_penalties_are_taken(trained: Engine) -> None:
+    prompts = prompts_for(trained)
+    nothing = BeamSearchParams(3, max_tokens=0)
+    ours, theirs = trained.llm.beam_search(prompts, nothing), original(trained, prompts, nothing)
+    for our, their in zip(ours, theirs, strict=True):
+        (empty,), (expected,) = our.sequences, their.sequences
+        assert replace(empty, orig_prompt=None) == replace(expected, orig_prompt=None)
+    for length_penalty in (9.0, -39.0):
+        params = BeamSearchParams(4, max_tokens=12, length_penalty=length_penalty)
+        ours, theirs = trained.llm.beam_search(prompts, params), original(trained, prompts, params)
+        for our, their in zip(ours, theirs, strict=True):
+            assert [x.tokens for x in our.sequences] == [x.tokens for x in their.sequences]
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])

@@ -65,6 +65,76 @@ def test_chat_answers_as_without_the_plugin(server: Server, stock: Server) -> No
     assert ours.usage == theirs.usage
 
 
+def test_an_echo_in_a_chat_asks_for_nothing_of_the_prompt(server: Server, stock: Server) -> None:
+    messages = [{"role": "user", "content": PROMPTS[0]}, {"role": "assistant", "content": "    "}]
+    asked = {"model": "target", "messages": messages, "max_tokens": 4, "logprobs": True, "top_logprobs": 2}
+    echoing = {"echo": True, "add_generation_prompt": False}
+    ours, theirs, by_width = (
+        one.client.chat.completions.create(**asked, n=2, extra_body=echoing | options)
+        for one, options in (
+            (server, {"use_beam_search": True}),
+            (stock, {"use_beam_search": True}),
+            (server, beams(2)),
+        )
+    )
+    assert [c.message.content for c in ours.choices] == [c.message.content for c in theirs.choices]
+    assert all(c.message.content.startswith("    ") for c in by_width.choices)
+    streamed = server.client.chat.completions.create(**asked, extra_body=echoing | beams(2), stream=True)
+    parts = [chunk.choices[0].delta.content or "" for chunk in streamed]
+    assert "".join(parts) == by_width.choices[0].message.content
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_no_tokens_are_one_empty_hypothesis_as_without_the_plugin(server: Server, stock: Server, echo: bool) -> None:
+    asked = {"max_tokens": 0, "echo": echo, "use_beam_search": True}
+    ours, theirs = (complete(one, n=3, **asked, return_token_ids=True) for one in (server, stock))
+    assert as_seen(ours) == as_seen(theirs)
+    for n in (1, 3):
+        (chunk,) = complete(server, n=n, **asked, stream=True)
+        assert (chunk.choices[0].text, chunk.choices[0].finish_reason) == (PROMPTS[0] if echo else "", "length")
+    (chat_chunk,) = [
+        chunk.choices[0]
+        for chunk in server.client.chat.completions.create(
+            model="target",
+            messages=[{"role": "user", "content": PROMPTS[0]}],
+            max_tokens=0,
+            extra_body={"use_beam_search": True},
+            stream=True,
+        )
+        if chunk.choices[0].finish_reason
+    ]
+    assert (chat_chunk.delta.content or "", chat_chunk.finish_reason) == ("", "length")
+
+
+def test_a_prompt_that_leaves_no_room_is_answered_as_without_the_plugin(server: Server, stock: Server) -> None:
+    ours, theirs = (complete(one, [5] * 512, n=2, use_beam_search=True) for one in (server, stock))
+    assert as_seen(ours) == as_seen(theirs)
+
+
+@pytest.mark.parametrize(
+    "options", [{"length_penalty": 9.0}, {"length_penalty": -39.0}, *({"logprobs": n} for n in (1000, -1))], ids=str
+)
+def test_numbers_that_vllms_own_beams_take_are_taken(server: Server, stock: Server, options: dict[str, Any]) -> None:
+    prompt = "class Foo:\n    def close(self):\n        pass\n"
+    ours, theirs = (complete(one, prompt, n=4, use_beam_search=True, **options) for one in (server, stock))
+    assert [c.text for c in ours.choices] == [c.text for c in theirs.choices]
+    if "logprobs" in options:
+        for our, their in zip(ours.choices, theirs.choices, strict=True):
+            assert our.logprobs.token_logprobs == pytest.approx(their.logprobs.token_logprobs, abs=1e-4)
+            assert all(len(top) >= 8 for top in our.logprobs.top_logprobs)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}], ids=str)
+def test_where_there_is_no_hypothesis_no_tool_is_called(server: Server, choice: Any, stream: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    nothing = {"allowed_token_ids": [5], **beams(3)}  # which begins no call
+    answer = chat(server, n=3, tools=tools, tool_choice=choice, stream=stream, extra_body=nothing)
+    found = [c for chunk in answer for c in chunk.choices] if stream else answer.choices
+    assert [(c.finish_reason, c.stop_reason) for c in found] == [("stop", "no further hypothesis")] * 3
+    assert not any((c.delta if stream else c.message).tool_calls for c in found)
+
+
 def test_width_and_n_are_two_things(server: Server) -> None:
     one = complete(server, n=1, **beams(16), return_token_ids=True)
     three = complete(server, n=3, **beams(16, early_stopping="never"), return_token_ids=True)

@@ -26,6 +26,12 @@ pytestmark = pytest.mark.slow
         ({"use_beam_search": True, "n": 65}, "use_beam_search with n=65 exceeds max_num_seqs=64; lower it, or raise"),
         ({"use_beam_search": True, "n": 2, **beams(65)}, "beam_width=65 exceeds max_num_seqs=64; lower it, or raise"),
         ({"use_beam_search": True, "prompt_logprobs": 1}, "prompt_logprobs=1 is not supported together with use_beam"),
+        ({"use_beam_search": True, "min_tokens": 17}, "min_tokens must be less than or equal to max_tokens=16"),
+        ({"use_beam_search": True, "vllm_xargs": {"foo": 1}}, "unknown option foo=1; known: beam_width, "),
+        (
+            {"use_beam_search": True, "length_penalty": 40.0},
+            "length_penalty=40.0 is not a number above -6 and below 6, or",
+        ),
         (beams(4, num_beams=4), "unknown option num_beams=4; did you mean beam_width?"),
         (beams(4, beam_results=1, compact=1), "beam_results=True is not supported together with compact=True, which"),
         (beams(4, best_of=4), "unknown option best_of=4; the width is how many beams are searched, n how many"),
@@ -59,7 +65,7 @@ pytestmark = pytest.mark.slow
         ({"seed": 1, **beams(4)}, "seed=1 has nothing to decide in a beam search"),
         (
             {"response_format": {"type": "json_object"}, "ignore_eos": True, **beams(4)},
-            "ignore_eos=True is not supported together",
+            "ignore_eos=True is not supported together with structured_outputs (over HTTP also response_format",
         ),
         ({"stream": True, **beams(65)}, "beam_width=65 exceeds max_num_seqs=64"),
         ({"stream": True, "use_beam_search": True, "n": 65}, "use_beam_search with n=65 exceeds max_num_seqs=64"),
