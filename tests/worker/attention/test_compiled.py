@@ -233,6 +233,101 @@ def test_a_folder_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch
         compiled.kernel.__wrapped__("Rows<Float32>")
 
 
+BUILT = "shared_prefix-0.so"  # what stands for a library that was compiled
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where libraries lie, in which compilers put nothing but a word."""
+    folder = tmp_path / "trie_beam"
+    monkeypatch.setattr(compiled, "_folder", lambda: folder)
+    monkeypatch.setattr(compiled, "_compile", lambda library, _: library.write_text("compiled"))
+    return folder
+
+
+def opened(folder: Path) -> str:
+    with os.fdopen(compiled._open(folder / BUILT, ()), "r") as file:
+        return file.read()
+
+
+def test_a_library_of_ones_own_is_compiled_once(folder: Path) -> None:
+    assert opened(folder) == "compiled"
+    (folder / BUILT).write_text("kept")
+    assert opened(folder) == "kept"
+
+
+@pytest.mark.parametrize("how", ["group", "all", "link", "owner"])
+def test_a_library_that_others_may_have_written_is_compiled_anew(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path, how: str
+) -> None:
+    folder.mkdir()
+    library, target = folder / BUILT, tmp_path / "elsewhere.so"
+    (target if how == "link" else library).write_text("planted")
+    if how == "link":
+        library.symlink_to(target)
+    elif how == "owner":
+        as_if_of_another(monkeypatch, library)
+    else:
+        library.chmod(0o775 if how == "group" else 0o757)
+
+    def compile_(library: Path, _: Any) -> None:
+        monkeypatch.setattr(os, "fstat", STAT)
+        library.unlink()  # as renaming does
+        library.write_text("compiled")
+        library.chmod(0o755)
+
+    monkeypatch.setattr(compiled, "_compile", compile_)
+    assert opened(folder) == "compiled"
+    assert not target.exists() or target.read_text() == "planted"
+
+
+STAT = os.fstat
+
+
+def as_if_of_another(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Let this, and nothing else, belong to another user."""
+    inode = path.stat().st_ino
+
+    def fstat(of: Any) -> os.stat_result:
+        found = STAT(of)
+        return os.stat_result([*found[:4], 12345, *found[5:]]) if found.st_ino == inode else found
+
+    monkeypatch.setattr(os, "fstat", fstat)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_no_library_is_loaded_from_a_folder_of_somebody_else(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    folder.mkdir()
+    os.chown(folder, 54321, -1)
+    (folder / BUILT).write_text("planted")
+    with pytest.raises(compiled.CompilerError, match=r"belongs to user 54321, .*; set VLLM_CACHE_ROOT to a folder of"):
+        opened(folder)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(compiled.CompilerError, match="trie_beam is a link, which others may turn elsewhere; set VLLM"):
+        opened(folder)
+
+
+def test_others_lose_the_right_to_write_into_ones_own_folder(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert opened(folder) == "compiled"
+    assert folder.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_what_root_has_compiled_serves_all_users_read_only(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    assert opened(folder) == "compiled"
+    monkeypatch.setattr(compiled, "_compile", None)
+    for path in (folder, folder / BUILT):
+        os.chown(path, 0, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert opened(folder) == "compiled"
+
+
 def test_builders_are_called_as_vllm_calls_its_own() -> None:
     """vLLM derives builders from those of a backend, and calls theirs by position."""
     bound = inspect.signature(SharedPrefixBuilder.build).bind(None, 0, None, False)

@@ -17,8 +17,12 @@ import numpy as np
 import torch
 import vllm.envs as envs
 from vllm import _custom_ops as ops
+from vllm.logger import init_logger
 
+from vllm_trie.worker.attention.own_files import ForeignFileError, open_own, own_folder
 from vllm_trie.worker.attention.shared_rows import Scoring, SharedRows, SharedTokens, first_keys, tokens_of
+
+logger = init_logger("vllm.trie_beam.attention")
 
 SOURCE = Path(__file__).with_name("shared_prefix.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-fopenmp")
@@ -153,23 +157,39 @@ def kernel(matrix: str) -> Callable[[Any], None]:
     """The function, compiled for one of `MATRICES`.
 
     Raises:
-        CompilerError: there is no compiler, or what it makes does not run here.
+        CompilerError: there is no compiler, or what it makes does not run here, or lies where others may write.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         raise CompilerError(f"there is no kernel for {platform.machine()}")
     flags = *FLAGS, f"-DMATRIX={matrix}"
-    library = _library(flags)
+    descriptor = _open(_library(flags), flags)
+    # The descriptor stays open, as the loader knows libraries by their paths. It finds the OpenMP runtime of torch.
     try:
-        if not library.exists():
-            _compile(library, flags)
-    except OSError as error:
-        raise CompilerError(f"{_folder()} cannot be written: {error}; set VLLM_CACHE_ROOT") from error
-    try:  # it finds the OpenMP runtime that torch has loaded
-        function = ctypes.CDLL(str(library)).attend_to_shared_prefixes
+        function = ctypes.CDLL(f"/proc/self/fd/{descriptor}").attend_to_shared_prefixes
     except OSError as error:
         raise CompilerError(f"the kernel that {_compiler()} made cannot be loaded: {error}") from error
     function.argtypes, function.restype = [ctypes.c_void_p], None
     return function
+
+
+def _open(library: Path, flags: tuple[str, ...]) -> int:
+    """A descriptor of the library. It is compiled if there is none, or one that others may have written."""
+    try:
+        own_folder(library.parent)
+        try:
+            descriptor = open_own(library)
+        except ForeignFileError as error:
+            logger.warning("The attention kernel is compiled anew: %s", error)
+            descriptor = None
+        if descriptor is None:
+            _compile(library, flags)
+            descriptor = open_own(library)
+    except ForeignFileError as error:
+        raise CompilerError(f"{error}; set VLLM_CACHE_ROOT to a folder of your own") from error
+    except OSError as error:
+        raise CompilerError(f"{_folder()} cannot be written: {error}; set VLLM_CACHE_ROOT") from error
+    assert descriptor is not None, f"{library} was removed as soon as it was compiled"
+    return descriptor
 
 
 def _compiler() -> str:
@@ -194,7 +214,6 @@ def _folder() -> Path:
 
 
 def _compile(library: Path, flags: tuple[str, ...]) -> None:
-    library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # another process may compile it, too
         compiled, linked = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
         # -fopenmp is for the compiler alone: the linker would bring in a second runtime beside torch's.
@@ -206,4 +225,5 @@ def _compile(library: Path, flags: tuple[str, ...]) -> None:
             if done.returncode:
                 why = next((line for line in done.stderr.splitlines() if "error" in line), f"status {done.returncode}")
                 raise CompilerError(f"{_compiler()} does not compile its kernel: {why}")
+        linked.chmod(0o755)  # whatever the umask
         linked.rename(library)
