@@ -120,7 +120,7 @@ def kernels_noted() -> Iterator[dict[str, Launches]]:
         yield noted
 
 
-def stop_strings(strings: Sequence[str], _: bool) -> StopStrings:
+def stop_strings(strings: Sequence[str], *_: bool) -> StopStrings:
     """In texts of letters, whatever the tokens."""
     return StopStrings(strings, lambda tokens: "a" * len(tokens), MOST_TOKENS)
 

@@ -16,6 +16,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from tests.support.engine import TRAINED_TARGET
 from vllm_trie.compat.patch import wrap_all
+from vllm_trie.detokenizing import decoder
 from vllm_trie.messages import FORK, TICKET
 from vllm_trie.search.stop_strings import INCOMPLETE, StopStrings
 
@@ -28,7 +29,7 @@ def tokenizer() -> Any:
 
 
 def decode(ids: list[int]) -> str:
-    return tokenizer().decode(ids, skip_special_tokens=True)
+    return decoder(tokenizer(), skip_special_tokens=True)(ids)
 
 
 def detokenizer(prompt: list[int], mark: str = TICKET, **options: Any) -> IncrementalDetokenizer:
@@ -70,7 +71,8 @@ def test_it_ends_with_the_token_that_a_search_ends_with(seed: int) -> None:
     start = choose.randrange(len(TEXT) - 6)
     stop = TEXT[start : start + choose.randint(1, 6)]
     of_search = StopStrings([stop], decode, len(tokenizer()))
-    ends = (n for n, token in enumerate(generated, 1) if of_search.is_completed_by(token, prompt, generated[: n - 1]))
+    places = ((n, of_search.end_of(prompt, generated[: n - 1])) for n in range(1, len(generated) + 1))
+    ends = (n for n, before in places if of_search.is_completed_by(generated[n - 1], before))
     answer = detokenizer(prompt, stop=[stop])
     assert answer.update(generated, False) == (stop if (end := next(ends, None)) else None)
     assert answer.output_token_ids == generated[:end]

@@ -10,6 +10,7 @@ from vllm.outputs import RequestOutput
 from vllm.tokenizers import get_tokenizer
 
 from tests.support.engine import TRAINED_TARGET
+from tests.support.tokenizers import word_pieces
 from tests.support.traces import random_trace
 from vllm_trie import Trace
 from vllm_trie.entrypoints.trace_texts import DECODED_AT_ONCE, add_texts, with_texts
@@ -43,6 +44,15 @@ def test_other_requests_go_on_while_the_texts_are_made() -> None:
     assert len(tokens) > DECODED_AT_ONCE
     assert Trace.of(asyncio.run(traced())).texts == {token: tokenizer.decode([token]) for token in tokens}
     assert num_turns >= len(tokens) // DECODED_AT_ONCE
+
+
+def test_texts_have_the_spaces_that_answers_have() -> None:
+    tokenizer = word_pieces(["x .", "x"])
+    spaced, plain = tokenizer.convert_tokens_to_ids(["x .", "x"])
+    output = output_of({**random_trace(1, 1).as_dict(), "tokens": [[spaced], [plain]], "texts": []})
+    add_texts([output], tokenizer)
+    assert tokenizer.decode([spaced]) == "x."
+    assert Trace.of(output).texts[spaced] == "x ."
 
 
 def test_without_a_tokenizer_there_are_no_texts() -> None:

@@ -148,6 +148,20 @@ def test_width_that_the_pool_cannot_hold_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("stop", "why"),
+    [
+        (["ab"] * 65, "stop has 65 strings, and in a beam search may have 64; leave some out"),
+        (["a", "b" * 257], "stop has a string of 257 characters, and in a beam search may have 256; shorten it"),
+        (["b" * 256] * 17, "stop has 4,352 characters in all, and in a beam search may have 4,096; leave some strings"),
+    ],
+)
+def test_stop_strings_have_bounds(stop: list[str], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        check(beam_width=2, stop=stop)
+    check(beam_width=2, stop=[string[:256] for string in stop[:16]])
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("prompt_logprobs", 0),

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer
 
+from tests.search.test_string_matcher import num_calls
 from tests.support.engine import TRAINED_TARGET
-from vllm_trie.search.stop_strings import CONTEXT, StopStrings
+from vllm_trie.detokenizing import decoder
+from vllm_trie.search.stop_strings import CONTEXT, FIRST_SPAN, StopStrings
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 CHARACTERS = "aaabbb \né€😀"
@@ -88,6 +90,10 @@ def random_strings(choose: random.Random, text: str) -> tuple[str, ...]:
     return tuple(sorted(part for part in parts if INCOMPLETE not in part))
 
 
+def completes(stop: StopStrings, token: int, prompt: list[int], generated: list[int]) -> bool:
+    return stop.is_completed_by(token, stop.end_of(prompt, generated))
+
+
 def check_every_place(
     stop: StopStrings, decode: Callable[[list[int]], str], prompt: list[int], generated: list[int]
 ) -> None:
@@ -97,7 +103,7 @@ def check_every_place(
         after = decode([*prompt, *generated[: place + 1]])[len(prompt_text) :]
         new_ends = range(len(before.rstrip(INCOMPLETE)) + 1, len(after) + 1)
         expected = any(after[:end].endswith(string) for end in new_ends for string in stop.strings)
-        assert stop.is_completed_by(token, prompt, generated[:place]) == expected, (stop.strings, after)
+        assert completes(stop, token, prompt, generated[:place]) == expected, (stop.strings, after)
         assert stop.may_complete(np.array([token])).all() or not expected, (stop.strings, after)
         before = after
 
@@ -133,7 +139,7 @@ def test_string_in_a_prompt_that_ends_within_a_character_is_not_completed(rest_o
     prompt, generated = ids[:-rest_of_character], ids[-rest_of_character:]
     stop = BYTE_LEVEL.stop_strings("\n")
     for place, token in enumerate(generated):
-        assert not stop.is_completed_by(token, prompt, generated[:place])
+        assert not completes(stop, token, prompt, generated[:place])
 
 
 @cache
@@ -142,7 +148,7 @@ def trained_tokenizer() -> Any:
 
 
 def decode_trained(ids: list[int]) -> str:
-    return trained_tokenizer().decode(ids, skip_special_tokens=True)
+    return decoder(trained_tokenizer(), skip_special_tokens=True)(ids)
 
 
 def encode_trained(text: str) -> list[int]:
@@ -167,18 +173,18 @@ def test_trained_tokenizer_completes_what_the_whole_generated_text_says(seed: in
 
 
 def test_string_within_one_token_is_completed() -> None:
-    assert BYTE_LEVEL.stop_strings("a").is_completed_by(TOKEN[b"bab"], [TOKEN[b"b"]], [])
+    assert completes(BYTE_LEVEL.stop_strings("a"), TOKEN[b"bab"], [TOKEN[b"b"]], [])
 
 
 def test_string_is_completed_after_a_part_that_looked_like_its_beginning() -> None:
     stop = BYTE_LEVEL.stop_strings("aab")
-    assert stop.is_completed_by(TOKEN[b"b"], [], [TOKEN[b"aa"], TOKEN[b"a"]])
-    assert not stop.is_completed_by(TOKEN[b"b"], [TOKEN[b"a"]], [TOKEN[b"a"]])
+    assert completes(stop, TOKEN[b"b"], [], [TOKEN[b"aa"], TOKEN[b"a"]])
+    assert not completes(stop, TOKEN[b"b"], [TOKEN[b"a"]], [TOKEN[b"a"]])
 
 
 def test_any_of_several_strings_is_completed() -> None:
     stop = BYTE_LEVEL.stop_strings("\n", "b a", "aa")
-    completing = [piece for piece in PIECES if stop.is_completed_by(TOKEN[piece], [], [TOKEN[b"b"], TOKEN[b" "]])]
+    completing = [piece for piece in PIECES if completes(stop, TOKEN[piece], [], [TOKEN[b"b"], TOKEN[b" "]])]
     assert completing == [b"a", b"aa", b"ab", b"aab", b"a ", b"\n", b"b\na", b"a\xc3"]
 
 
@@ -213,5 +219,28 @@ def test_long_hypothesis_is_not_decoded_as_a_whole() -> None:
         return BYTE_LEVEL.decode(ids)
 
     stop = StopStrings(["aab"], decode, len(PIECES))
-    assert stop.is_completed_by(TOKEN[b"b"], 999 * [TOKEN[b" "]], 999 * [TOKEN[b"a"]])
+    assert completes(stop, TOKEN[b"b"], 999 * [TOKEN[b" "]], 999 * [TOKEN[b"a"]])
     assert max(lengths) <= CONTEXT + len("aab") + 1
+
+
+def test_a_candidate_costs_no_more_where_strings_are_many_and_long() -> None:
+    ids = encode_trained(HELD_OUT_TEXT[:3000])[:600]
+    prompt, generated, candidates = ids[:99], ids[99:], [*range(100, 164)]
+    strings = [f"{number:x}" + HELD_OUT_TEXT[number : number + 250] for number in range(16)]
+    costs = []
+    for some in (["\n\n"], strings):
+        lengths: list[int] = []
+
+        def decode(tokens: list[int], lengths: list[int] = lengths) -> str:
+            lengths.append(len(tokens))
+            return decode_trained(tokens)
+
+        stop = StopStrings(some, decode, len(trained_tokenizer()))
+        calls = num_calls(lambda stop=stop: stop.may_complete(np.array(candidates)))
+        end, num_decoded = stop.end_of(prompt, generated), sum(lengths)
+        lengths.clear()
+        calls += num_calls(lambda stop=stop, end=end: [stop.is_completed_by(token, end) for token in candidates])
+        costs.append((calls, sum(lengths)))
+        assert num_decoded < 8 * (len(candidates) + FIRST_SPAN + max(map(len, some)))
+    assert costs[0][0] == pytest.approx(costs[1][0], rel=0.5)
+    assert costs[0][1] == costs[1][1] <= len(candidates) * (CONTEXT + 1)

@@ -60,7 +60,12 @@ def new_group(
     select_rules = SelectRules(
         catalog.num_beams(len(stop_rules.stop_token_ids)),
         _strategy(params, stop_rules, ticket.padding),
-        Stops(stop_rules.stop_token_ids, stop_rules.stop_strings, sampling.skip_special_tokens),
+        Stops(
+            stop_rules.stop_token_ids,
+            stop_rules.stop_strings,
+            sampling.skip_special_tokens,
+            sampling.spaces_between_special_tokens,
+        ),
         sampling.logprobs,
         is_controlled(sampling) or (has_logits_processors and not ticket.is_offline),
         logits_filters(sampling),

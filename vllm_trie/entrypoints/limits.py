@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_trie.engine.adaptive_forests import most_drafts
+from vllm_trie.options.parts import MOST_STOP_CHARACTERS, MOST_STOP_LENGTH, MOST_STOPS
 from vllm_trie.options.request import BeamParams, SearchParams, StepParams
 from vllm_trie.options.shown import shown
 from vllm_trie.options.speculation import check_draft_width
@@ -70,6 +71,7 @@ def validate(
         ValueError: naming the option, its value and what would work.
     """
     check_widths(params.n, beam, limits, name)
+    check_stops(params)
     if params.max_tokens is not None and beam.sample_first > params.max_tokens:
         raise ValueError(f"sample_first={beam.sample_first} exceeds max_tokens={params.max_tokens}; lower it")
     check_draft_width(beam, limits.vocab_size)
@@ -101,6 +103,24 @@ def check_widths(n: int, beam: SearchParams, limits: EngineLimits, name: str = "
         raise ValueError(
             f"candidates={beam.candidates} for each of {name}={width} exceed {MOST_WAITING} times "
             f"max_num_seqs={rows} in all; lower one of them, or raise --max-num-seqs"
+        )
+
+
+def check_stops(params: SamplingParams) -> None:
+    """Refuse more stop strings, or longer ones, than a search looks for in each step of each of its beams."""
+    strings, size = params.stop or (), sum(map(len, params.stop or ()))
+    if len(strings) > MOST_STOPS:
+        raise ValueError(
+            f"stop has {len(strings):,} strings, and in a beam search may have {MOST_STOPS}; leave some out"
+        )
+    if (longest := max(map(len, strings), default=0)) > MOST_STOP_LENGTH:
+        raise ValueError(
+            f"stop has a string of {longest:,} characters, and in a beam search may have {MOST_STOP_LENGTH}; shorten it"
+        )
+    if size > MOST_STOP_CHARACTERS:
+        raise ValueError(
+            f"stop has {size:,} characters in all, and in a beam search may have {MOST_STOP_CHARACTERS:,}; leave some "
+            "strings out"
         )
 
 

@@ -13,6 +13,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import TokenizerLike
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 
+from vllm_trie.detokenizing import decoder, is_backed
 from vllm_trie.options import PLUGIN_NAME
 from vllm_trie.trace.trace import tokens_of
 
@@ -48,8 +49,17 @@ def _adding(output: Any, tokenizer: TokenizerLike | None) -> Iterator[None]:
     trace = ((answer or {}).get(PLUGIN_NAME) or {}).get("trace")
     if trace is None or tokenizer is None:
         return
-    tokens = tokens_of(trace)
+    tokens, as_vllm_writes = tokens_of(trace), _Uncleaned(tokenizer)
     for start in range(0, len(tokens), DECODED_AT_ONCE):
         some = tokens[start : start + DECODED_AT_ONCE]
-        trace["texts"] += zip(some, convert_ids_list_to_tokens(tokenizer, some), strict=True)
+        trace["texts"] += zip(some, convert_ids_list_to_tokens(as_vllm_writes, some), strict=True)
         yield
+
+
+class _Uncleaned:
+    """What vLLM asks of a tokenizer for the texts of single tokens, with the spaces that texts of answers have."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.backend_tokenizer = tokenizer.backend_tokenizer if is_backed(tokenizer) else None
+        self.convert_ids_to_tokens = tokenizer.convert_ids_to_tokens
+        self.decode = decoder(tokenizer, skip_special_tokens=False)

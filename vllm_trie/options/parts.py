@@ -30,6 +30,7 @@ MOST_PHRASE_LENGTH = 256  # tokens; what a step looks at grows with the longest 
 MOST_PHRASE_CHARACTERS = 100_000  # of all phrases
 MOST_PHRASE_JSON = 500_000  # characters
 MOST_STOPS, MOST_STOP_LENGTH = 64, 256  # stop strings, or delimiters of steps, and characters of each
+MOST_STOP_CHARACTERS = 4_096  # of all stop strings: what looks for them is made in an engine's step
 MOST_URL = 2_000  # characters
 MOST_WEIGHT = 100  # nats, far beyond what a model says of any token
 

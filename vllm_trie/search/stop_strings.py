@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from vllm_trie.search.string_matcher import StringMatcher
+
 CONTEXT = 8  # tokens before the text that is judged: a whole character, and all but one of an open one, if each is four
+FIRST_SPAN = 16  # tokens of a hypothesis that are decoded at first, to find as much text as the longest string has
 UNKNOWN, NO, MAYBE = -1, 0, 1
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for part of a character
+
+
+class TextEnd(NamedTuple):
+    """Where the text of a hypothesis ends.
+
+    Args:
+        state: Of the matcher.
+        tokens: The last few, on which depends how the next one is written.
+        before: A text that what these and the next one say begins with.
+        num_read: Characters after that which the matcher has read.
+    """
+
+    state: int
+    tokens: list[int]
+    before: str
+    num_read: int
 
 
 class StopStrings:
     """The stop strings of one request.
 
-    Few tokens can complete a given string: those whose own text contains it or begins with some
-    ending of it. Only for these the hypothesis is decoded, and of it only as much as the longest
-    string can span.
+    Few tokens can complete a given string: those whose own text contains it or begins with some ending of it. Only
+    for these the hypothesis is decoded, once for all of them, and of it only as much as the longest string can span.
+    What a token costs does not depend on how many strings there are, nor how long they are.
 
     Args:
         strings: The stop strings, not empty.
@@ -28,6 +48,8 @@ class StopStrings:
         self.strings = tuple(strings)
         self._decode = decode
         self._longest = max(map(len, self.strings))
+        self._matcher = StringMatcher(self.strings)
+        self._endings = {string[start:] for string in self.strings for start in range(len(string))}
         self._suspicion = np.full(vocab_size, UNKNOWN, dtype=np.int8)  # by token
 
     def may_complete(self, tokens: np.ndarray) -> np.ndarray:
@@ -36,35 +58,44 @@ class StopStrings:
             self._suspicion[token] = MAYBE if self._is_suspect(token) else NO
         return self._suspicion[tokens] == MAYBE
 
-    def is_completed_by(self, token: int, prompt: Sequence[int], generated: Sequence[int]) -> bool:
-        """Whether `token`, after a hypothesis, completes a string within the generated text.
+    def end_of(self, prompt: Sequence[int], generated: Sequence[int]) -> TextEnd:
+        """Where a hypothesis has come to, for `is_completed_by`.
 
         Args:
             prompt: Tokens of the prompt, or its last few.
             generated: Tokens of the hypothesis.
         """
-        span = self._longest
+        span = min(self._longest, FIRST_SPAN)
         while True:
-            window = [int(t) for t in generated[-span:]]
-            rest = [*prompt, *generated[: max(len(generated) - span, 0)]]
+            window = [int(token) for token in generated[-span:]]
+            num_before = max(len(generated) - span, 0)
+            rest = [*prompt[-CONTEXT:], *generated[max(num_before - CONTEXT, 0) : num_before]]
             context, before = context_of(rest, self._decode)
             text = text_after(before, self._decode([*context, *window])).rstrip(INCOMPLETE)
             if (len(text) >= self._longest and INCOMPLETE not in before + text) or span >= len(generated):
                 break
             span *= 2
-        extended = text_after(before, self._decode([*context, *window, token]))
-        return any(extended.find(s, max(len(text) - len(s) + 1, 0)) >= 0 for s in self.strings)
+        state, _ = self._matcher.read(text[-self._longest :])
+        near, near_text = context_of([*context, *window], self._decode)
+        if window and INCOMPLETE not in near_text:
+            return TextEnd(state, near, near_text, 0)
+        return TextEnd(state, [*context, *window], before, len(text))
+
+    def is_completed_by(self, token: int, end: TextEnd) -> bool:
+        """Whether a token, after a hypothesis, completes a string within the generated text."""
+        text = text_after(end.before, self._decode([*end.tokens, token]))
+        return self._matcher.read(text[end.num_read :], end.state)[1]
 
     def _is_suspect(self, token: int) -> bool:
         alone = self._decode([token])
         if INCOMPLETE in alone:
             return True
         behind = self._decode([token, token])[len(alone) :]  # some tokenizers write a first token differently
-        return any(_fits(piece, string) for piece in (alone, behind) for string in self.strings)
+        return any(self._fits(piece) for piece in (alone, behind))
 
-
-def _fits(piece: str, string: str) -> bool:
-    return string in piece or any(string.endswith(piece[:size]) for size in range(1, len(piece) + 1))
+    def _fits(self, piece: str) -> bool:
+        sizes = range(1, min(len(piece), self._longest) + 1)
+        return any(piece[:size] in self._endings for size in sizes) or self._matcher.read(piece)[1]
 
 
 def context_of(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> tuple[list[int], str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import cached_tokenizer_from_config
 
+from vllm_trie.detokenizing import decoder
 from vllm_trie.search.stop_strings import StopStrings
 
 # What vLLM's sampler shall not do to a beam row: the search does it. Greedy neighbours stay on the fast path.
@@ -26,12 +27,12 @@ def row_params(params: SamplingParams | None) -> SamplingParams | None:
     return row
 
 
-def stop_strings_of(model_config: ModelConfig) -> Callable[[tuple[str, ...], bool], StopStrings]:
-    """A function from stop strings, and whether special tokens are skipped in text, to what completes them."""
+def stop_strings_of(model_config: ModelConfig) -> Callable[[tuple[str, ...], bool, bool], StopStrings]:
+    """A function from stop strings, and how special tokens are written, to what completes them."""
 
     @lru_cache(maxsize=STOP_STRINGS_KEPT)
-    def stop_strings(strings: tuple[str, ...], skip_special_tokens: bool) -> StopStrings:
-        decode = partial(cached_tokenizer_from_config(model_config).decode, skip_special_tokens=skip_special_tokens)
+    def stop_strings(strings: tuple[str, ...], are_skipped: bool, have_spaces: bool) -> StopStrings:
+        decode = decoder(cached_tokenizer_from_config(model_config), are_skipped, have_spaces)
         return StopStrings(strings, decode, model_config.get_vocab_size())
 
     return stop_strings

@@ -22,7 +22,7 @@ from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import is_light, take_step
 from vllm_trie.search.step_result import Going, packed
-from vllm_trie.search.stop_strings import CONTEXT
+from vllm_trie.search.stop_strings import CONTEXT, TextEnd
 from vllm_trie.worker import kernels
 from vllm_trie.worker.amateur import AmateurLogits
 from vllm_trie.worker.catalogs import DeviceCatalogs
@@ -255,18 +255,20 @@ class Selector:
         stops = rules.stops
         if not stops.strings or stops.are_barred:
             return None
-        strings = self._stop_strings(stops.strings, stops.skips_special_tokens)
+        strings = self._stop_strings(stops.strings, stops.skips_special_tokens, stops.spaces_special_tokens)
+        ends = dict[tuple[int, int], TextEnd]()  # by group and beam: of those that some candidate makes it look at
         tokens, at, starts = self.rows.generated(groups, num_tokens)
 
         def judge(parents: np.ndarray, candidates: np.ndarray, histories: np.ndarray | None) -> np.ndarray:
             assert histories is not None
             result = strings.may_complete(candidates)
-            for group, rank in zip(*result.nonzero(), strict=True):
+            for group, rank in np.argwhere(result).tolist():
                 prompt, beam = groups[group].prompt, int(parents[group, rank])
-                row, further = (beam, []) if path is None else path(beam)
-                generated = histories[at[group, row], starts[group] :][: num_tokens[group] - len(prompt)].tolist()
-                token = int(candidates[group, rank])
-                result[group, rank] = strings.is_completed_by(token, prompt[-CONTEXT:], generated + further)
+                if (group, beam) not in ends:
+                    row, further = (beam, []) if path is None else path(beam)
+                    generated = histories[at[group, row], starts[group] :][: num_tokens[group] - len(prompt)].tolist()
+                    ends[group, beam] = strings.end_of(prompt[-CONTEXT:], generated + further)
+                result[group, rank] = strings.is_completed_by(int(candidates[group, rank]), ends[group, beam])
             return result
 
         return Completes(judge, tokens)

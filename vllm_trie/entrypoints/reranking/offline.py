@@ -15,6 +15,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils import random_uuid
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from vllm_trie.detokenizing import decoder
 from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.limits import check_n
 from vllm_trie.entrypoints.requests import refusing
@@ -125,7 +126,7 @@ def _rerank(output: RequestOutput, asked: _Asked) -> None:
 
     beam, prompt = asked.beam, output.prompt
     try:
-        prompt = asked.tokenizer.decode(output.prompt_token_ids) if prompt is None else prompt
+        prompt = decoder(asked.tokenizer, False)(output.prompt_token_ids) if prompt is None else prompt
         texts, weights = [found.text for found in pool], _weights(pool, beam.rerank_scale)
         ranking = rank_by_risk(texts, judge, weights, beam.rerank_confidence, asked.n)
     except Exception as error:  # the metric's: it ends this request alone, and what was found is not lost

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 
+from vllm_trie.detokenizing import Decode, decoder
 from vllm_trie.search.step_search.hypotheses import DrawnStep, StepHypothesis
 from vllm_trie.search.stop_strings import INCOMPLETE, context_of, text_after
 
@@ -98,5 +100,7 @@ class StepReader:
         before, text_before = context
         return text_after(text_before, self._decode([*before, *tokens])).rstrip(INCOMPLETE)
 
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=self.params.skip_special_tokens))
+    @cached_property
+    def _decode(self) -> Decode:
+        has_spaces = self.params.spaces_between_special_tokens
+        return decoder(self.tokenizer, self.params.skip_special_tokens, has_spaces)

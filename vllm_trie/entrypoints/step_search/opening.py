@@ -10,7 +10,7 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from vllm_trie.entrypoints.limits import check_widths, engine_limits
+from vllm_trie.entrypoints.limits import check_stops, check_widths, engine_limits
 from vllm_trie.entrypoints.requests import refuse_unknown
 from vllm_trie.entrypoints.step_search.drawn_steps import StepReader
 from vllm_trie.entrypoints.step_search.request import StepRequest
@@ -56,6 +56,7 @@ def open_request(
     refuse_unknown(params.extra_args or {}, vllm_config)
     refuse_unsupported(matrix_fields(params), beam)
     check_widths(params.n, beam, engine_limits(vllm_config))
+    check_stops(params)
     if engine.renderer.tokenizer is None:
         raise ValueError('unit="step" needs a tokenizer; start the engine without skip_tokenizer_init')
     if isinstance(prompt, EngineCoreRequest | AsyncGenerator):

@@ -13,6 +13,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils import random_uuid
 
+from vllm_trie.detokenizing import decoder
 from vllm_trie.entrypoints.step_search.drawn_steps import DrawError, StepReader
 from vllm_trie.entrypoints.step_search.scorers import Scorer, StepCandidate
 from vllm_trie.messages import FORK, ForkTicket
@@ -60,8 +61,8 @@ class StepRequest:
     @cached_property
     def prompt(self) -> str:
         """Its text."""
-        text = self.engine_input.get("prompt")
-        return str(self.reader.tokenizer.decode(self.engine_input["prompt_token_ids"]) if text is None else text)
+        text: str | None = self.engine_input.get("prompt")
+        return decoder(self.reader.tokenizer, False)(self.engine_input["prompt_token_ids"]) if text is None else text
 
     def requests(self) -> dict[str, tuple[dict[str, Any], SamplingParams]]:
         """Prompt and parameters of each request that is to be drawn next, by its id, in their order."""

@@ -66,6 +66,7 @@ class Stops(NamedTuple):
         token_ids: Stop tokens, ascending.
         strings: Stop strings.
         skips_special_tokens: The text in which they are looked for is without special tokens.
+        spaces_special_tokens: Where it has them, spaces may be between them.
         are_barred: `min_tokens` is not reached: no hypothesis may stop here, or take a stop token.
         ignored_token_ids: Tokens that end nothing, and that `min_tokens` bars, too, as vLLM does: an ignored EOS.
     """
@@ -73,6 +74,7 @@ class Stops(NamedTuple):
     token_ids: tuple[int, ...] = ()
     strings: tuple[str, ...] = ()
     skips_special_tokens: bool = True
+    spaces_special_tokens: bool = True
     are_barred: bool = False
     ignored_token_ids: tuple[int, ...] = ()
 
