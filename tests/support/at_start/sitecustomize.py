@@ -8,7 +8,7 @@ import os
 
 gc.set_threshold(100_000, 20, 20)
 
-if os.environ.get("VLLM_TRIE_TEST_CPU") == "AVX2":  # vLLM's kernels obey no variable, but what torch knows of the processor
+if os.environ.get("VLLM_TRIE_TEST_CPU") == "AVX2":  # vLLM's kernels obey torch alone
     import torch.cpu
 
     for name in ("avx512", "avx512_bf16", "amx_tile", "amx_fp16"):
