@@ -25,6 +25,11 @@ def stop_tokens(params: SamplingParams) -> tuple[int, ...]:
     return tuple(sorted(tokens))
 
 
+def ignored_stop_tokens(params: SamplingParams) -> tuple[int, ...]:
+    """The tokens that end nothing, and that vLLM bars before `min_tokens` all the same, ascending: an ignored EOS."""
+    return tuple(sorted(params.all_stop_token_ids - {*stop_tokens(params)})) if params.min_tokens else ()
+
+
 def is_controlled(params: SamplingParams) -> bool:
     """Whether penalties, biases or bans act on the logits."""
     return params.repetition_penalty != 1.0 or any(getattr(params, name) for name in _CONTROLS)

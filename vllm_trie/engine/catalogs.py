@@ -74,7 +74,7 @@ class NoCatalog:
         """How many beams can live."""
         return self.params.beam_width
 
-    def answer(self, stop_token_ids: tuple[int, ...], sequences: Sequence[list[int]]) -> dict[str, Any]:
+    def answer(self, stop_token_ids: frozenset[int], sequences: Sequence[list[int]]) -> dict[str, Any]:
         """What to say of hypotheses besides, all tokens of each given."""
         return {}
 
@@ -104,7 +104,7 @@ class CatalogUse(NoCatalog):
     def num_beams(self, num_stop_tokens: int) -> int:
         return num_beams_along(self.params, self._catalog.num_items, num_stop_tokens)
 
-    def answer(self, stop_token_ids: tuple[int, ...], sequences: Sequence[list[int]]) -> dict[str, Any]:
+    def answer(self, stop_token_ids: frozenset[int], sequences: Sequence[list[int]]) -> dict[str, Any]:
         """The items of hypotheses: of each its id, or a list of them where there are several."""
         if (after := self.rules.after) is not None:
             sequences = [tokens[tokens.index(after) + 1 :] for tokens in sequences]

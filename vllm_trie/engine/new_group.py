@@ -16,7 +16,7 @@ from vllm_trie.engine.plan import SearchPlan
 from vllm_trie.messages import GroupTicket
 from vllm_trie.options import BeamParams, parse_options
 from vllm_trie.options.contrast import weights_of
-from vllm_trie.sampling_params import is_controlled, logits_filters, stop_tokens
+from vllm_trie.sampling_params import ignored_stop_tokens, is_controlled, logits_filters, stop_tokens
 from vllm_trie.search.constraints.contrast import Contrast
 from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
@@ -52,19 +52,22 @@ def new_group(
     assert sampling is not None
     stop_strings, prompt_length = tuple(sampling.stop or ()), request.num_prompt_tokens
     max_length = min(request.max_tokens, max_model_len - prompt_length)
-    stop_rules = StopRules(stop_tokens(sampling), ticket.eos_token_id, stop_strings, sampling.min_tokens, max_length)
+    stop_ids, eos_token_id = stop_tokens(sampling), ticket.eos_token_id
+    ending = frozenset(stop_ids)
+    stop_rules = StopRules(ending, sampling.eos_token_id, stop_strings, sampling.min_tokens, max_length)
     matchers = matchers_of(request, params)
     repeats = (NoRepeats(params.no_repeat_ngram_size),) if params.no_repeat_ngram_size else ()
     boosts = (PhraseBoosts.of(params.phrase_boosts),) if params.phrase_boosts else ()
     contrast = (Contrast(**weights_of(params.contrast)),) if params.contrast is not None else ()
     select_rules = SelectRules(
-        catalog.num_beams(len(stop_rules.stop_token_ids)),
-        _strategy(params, stop_rules, ticket.padding),
+        catalog.num_beams(len(stop_ids)),
+        _strategy(params, _padding(ticket, stop_ids)),
         Stops(
-            stop_rules.stop_token_ids,
-            stop_rules.stop_strings,
+            stop_ids,
+            stop_strings,
             sampling.skip_special_tokens,
             sampling.spaces_between_special_tokens,
+            ignored_token_ids=ignored_stop_tokens(sampling),
         ),
         sampling.logprobs,
         is_controlled(sampling) or (has_logits_processors and not ticket.is_offline),
@@ -73,8 +76,9 @@ def new_group(
         (*catalog.constraints, *repeats, *boosts, *contrast, *matchers.constraints),
     )
     items_end = select_rules.items is not None and not select_rules.items.ends_with_stop
-    ended_by = None if items_end else stop_rules.stop_token_ids
-    uncounted = frozenset(token for token in (*stop_rules.stop_token_ids, ticket.eos_token_id) if token is not None)
+    ended_by = None if items_end else ending
+    uncounted = ending if eos_token_id is None else ending | {eos_token_id}
+    compares_final_scores = ticket.is_offline and own_beams().counts_prompt
     plan = SearchPlan(
         request.request_id,
         params,
@@ -83,7 +87,7 @@ def new_group(
         catalog,
         partial(new_pool, params, max_length, prompt_length, uncounted, ended_by),
         prompt_length,
-        compares_final_scores=ticket.is_offline and own_beams().counts_prompt,
+        uncounted_eos=eos_token_id if compares_final_scores and eos_token_id not in ending else None,
         seed=randbits(64) if sampling.seed is None else sampling.seed,
         num_draws=max_length if params.do_sample else params.sample_first,
     )
@@ -98,7 +102,7 @@ def new_pool(
     max_length: int,
     prompt_length: int = 0,
     uncounted: frozenset[int] = frozenset(),
-    stop_token_ids: tuple[int, ...] | None = (),
+    stop_token_ids: frozenset[int] | None = frozenset(),
 ) -> Pool:
     """Where finished hypotheses compete, by a search's semantics.
 
@@ -132,8 +136,15 @@ def _pruning(beam: BeamParams, rules: StopRules) -> Pruning:
     return Pruning(beam.prune_relative, beam.prune_absolute, beam.prune_relative_local, beam.max_candidates_per_parent)
 
 
-def _strategy(beam: BeamParams, rules: StopRules, padding: int | None) -> Strategy:
-    """How beams are chosen. Where a model has no padding token, transformers pads groups that are done with EOS."""
+def _padding(ticket: GroupTicket, stop_ids: tuple[int, ...]) -> int | None:
+    """What groups of beams that are done take: where a model has no padding token, transformers takes EOS."""
+    if ticket.padding is not None or not stop_ids:
+        return ticket.padding
+    return ticket.eos_token_id if ticket.eos_token_id in stop_ids else stop_ids[0]
+
+
+def _strategy(beam: BeamParams, padding: int | None) -> Strategy:
+    """How beams are chosen; see `_padding`."""
     if beam.do_sample:
         min_width = beam.min_width or (beam.beam_width if beam.threshold is None else 1)
         top_k = (beam.accept_top_k or beam.beam_width) if beam.accept == "top_k" else None
@@ -141,8 +152,6 @@ def _strategy(beam: BeamParams, rules: StopRules, padding: int | None) -> Strate
         return Stochastic() if beam.stochastic else drawn
     if beam.num_beam_groups == 1:
         return Best(beam.semantics or "hf")
-    if padding is None and rules.stop_token_ids:
-        padding = rules.eos_token_id if rules.eos_token_id in rules.stop_token_ids else rules.stop_token_ids[0]
     return InGroups(beam.num_beam_groups, float(beam.diversity_penalty), padding)
 
 

@@ -29,8 +29,8 @@ class SearchPlan:
         catalog: Along which beams go, if there is one.
         new_pool: Makes the place where finished hypotheses compete.
         prompt_length: Tokens of its prompt.
-        compares_final_scores: Running beams are compared by the scores that they would have in the end, which leave an
-            ignored EOS uncounted: so does `LLM.beam_search` of vLLM 0.32, and not its server.
+        uncounted_eos: An ignored EOS, where running beams are compared by the scores that they would have in the end,
+            which leave it uncounted: so does `LLM.beam_search` of vLLM 0.32, and not its server.
         seed: Decides what is drawn, if anything is.
         num_draws: Steps, the first ones, in which something is.
     """
@@ -42,7 +42,7 @@ class SearchPlan:
     catalog: NoCatalog
     new_pool: Callable[[], Pool]
     prompt_length: int
-    compares_final_scores: bool
+    uncounted_eos: int | None
     seed: int
     num_draws: int
 
@@ -71,7 +71,9 @@ class SearchPlan:
             strategy = strategy._replace(eos_score_factor=self._eos_score_factor(length))
         return self.select_rules._replace(
             strategy=strategy,
-            stops=stops._replace(are_barred=not may_stop),
+            stops=stops._replace(
+                are_barred=not may_stop, ignored_token_ids=() if may_stop else stops.ignored_token_ids
+            ),
             is_last=length == self.stop_rules.max_length,
             num_beams=self._num_beams(length),
         )
@@ -88,9 +90,8 @@ class SearchPlan:
 
     def _eos_score_factor(self, length: int) -> tuple[int, float] | None:
         """By what factor the score of a beam that goes on after an ignored EOS differs."""
-        eos = self.stop_rules.eos_token_id
-        if not self.compares_final_scores or eos is None or eos in self.stop_rules.stop_token_ids:
+        if self.uncounted_eos is None:
             return None
         counted = self.prompt_length + length
         factor = (counted / max(counted - 1, 1)) ** self.params.length_penalty
-        return (eos, factor) if factor != 1.0 else None
+        return (self.uncounted_eos, factor) if factor != 1.0 else None

@@ -20,7 +20,7 @@ class GroupPools(Pool):
         stop_token_ids: Which end a hypothesis; None: whatever ends is a whole item, in the last step, too.
     """
 
-    def __init__(self, pools: list[HfPool], stop_token_ids: tuple[int, ...] | None) -> None:
+    def __init__(self, pools: list[HfPool], stop_token_ids: frozenset[int] | None) -> None:
         self.pools = pools
         self.stop_token_ids = stop_token_ids
         self.done: tuple[int, ...] = ()  # which groups are
@@ -30,7 +30,7 @@ class GroupPools(Pool):
         groups = np.array(ended.rows, dtype=np.int64) * len(self.pools) // len(running)
         stops = np.ones(len(groups), dtype=bool)
         if self.stop_token_ids is not None and length == self.pools[0].max_length:
-            stops = np.isin(ended.last_tokens, self.stop_token_ids)
+            stops = np.array([token in self.stop_token_ids for token in ended.last_tokens], dtype=bool)
         for number, (pool, of_group) in enumerate(zip(self.pools, np.split(running, len(self.pools)), strict=True)):
             too_late = ended.some(groups == number)
             if number not in self.done:

@@ -16,8 +16,8 @@ NO_TOKEN = -1
 class StopRules(NamedTuple):
     """What ends a single hypothesis."""
 
-    stop_token_ids: tuple[int, ...]  # EOS, unless ignored, among them
-    eos_token_id: int | None  # ignored or not
+    stop_token_ids: frozenset[int]  # EOS, unless ignored, among them
+    eos_token_id: int | None  # which is no stop reason; None if EOS is ignored
     stop_strings: tuple[str, ...]
     min_length: int  # generated tokens it must have before it may stop
     max_length: int  # generated tokens at which it ends in any case

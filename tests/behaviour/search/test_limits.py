@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,6 +86,26 @@ def test_the_tokenizers_eos_is_no_stop_reason(engines: Engines) -> None:
     stopped = [o for o in output.outputs if o.finish_reason == "stop"]
     assert stopped
     assert all(o.stop_reason is None and o.token_ids[-1] == 1 and "</s>" not in o.text for o in stopped)
+
+
+def test_an_ignored_eos_that_is_a_stop_token_is_a_stop_reason(engines: Engines) -> None:
+    params = beam_params(4, n=4, max_tokens=30, ignore_eos=True, stop_token_ids=[1])
+    (output,) = engines(TRAINED_TARGET).llm.generate(["def close(self):\n    pass\n"], params, use_tqdm=False)
+    assert [o.stop_reason for o in output.outputs if o.token_ids[-1] == 1] == [1] * 4
+
+
+def test_an_ignored_eos_does_not_come_before_min_tokens_however_likely(engine: Engine) -> None:
+    kinds: list[dict[str, Any]] = [
+        *({"semantics": semantics} for semantics in ("hf", "vllm", "tridecode")),
+        {"num_beam_groups": 2, "diversity_penalty": 0.5},
+        *({"do_sample": True, "temperature": 1.0, **more} for more in ({}, {"stochastic": True})),
+    ]
+    fields = {"n": 4, "max_tokens": 9, "min_tokens": 5, "ignore_eos": True, "logit_bias": {1: 50.0}}
+    for output in engine.generate([prompt_of(30)] * len(kinds), [beam_params(4, **fields, **kind) for kind in kinds]):
+        for o in output.outputs:
+            assert 1 not in o.token_ids[:5]
+            assert len(o.token_ids) == 9
+        assert output.outputs[0].token_ids[5] == 1
 
 
 def test_stop_token_ids_hold_although_eos_is_ignored(engine: Engine, model: Path) -> None:

@@ -1,0 +1,84 @@
+"""What ends a hypothesis, what `min_tokens` bars, and what is named as the reason, are what vLLM's parameters say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.request import Request
+
+from tests.engine.test_answer_stream import next_step
+from vllm_trie.engine.group import BeamGroup
+from vllm_trie.engine.hypothesis import Hypothesis
+from vllm_trie.engine.new_group import new_group
+from vllm_trie.engine.outputs import outputs_of
+from vllm_trie.messages import GroupTicket
+from vllm_trie.options import BeamParams
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.devices import NEVER
+from vllm_trie.search.step import draft_logprobs
+
+EOS, OTHER_EOS, STOP = 1, 3, 4
+MIN_TOKENS, MAX_TOKENS = 3, 6
+SEARCHES: dict[str, dict[str, Any]] = {
+    "hf": {},
+    "vllm": {"semantics": "vllm"},
+    "tridecode": {"semantics": "tridecode"},
+    "in groups": {"num_beam_groups": 2, "diversity_penalty": 0.5},
+    "sampled first": {"sample_first": 2},
+    "sampled": {"do_sample": True, "replacement": False},
+    "stochastic": {"do_sample": True, "stochastic": True},
+}
+
+
+def group_of(options: dict[str, Any], **fields: Any) -> BeamGroup:
+    params = SamplingParams(max_tokens=MAX_TOKENS, seed=3, **fields)
+    params.update_from_generation_config({"eos_token_id": [EOS, OTHER_EOS]}, EOS)
+    ticket = GroupTicket("key", 4, EOS)
+    return new_group(Request("g", [5, 5], params, None), BeamParams(beam_width=4, **options), ticket, 512, False)
+
+
+def found(options: dict[str, Any], **fields: Any) -> list[Hypothesis]:
+    """The hypotheses of some whole searches by tables of random logits."""
+    hypotheses = []
+    for number in range(5):
+        group, seed = group_of(options, **fields), 100 * number
+        while not group.advance(next_step(group, seed, 1.0)):
+            seed += 1
+        hypotheses += group.best(4)
+    return hypotheses
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES)
+def test_min_tokens_bars_every_eos_ignored_or_not(options: dict[str, Any], ignore_eos: bool) -> None:
+    later = set[int]()
+    for hypothesis in found(options, min_tokens=MIN_TOKENS, ignore_eos=ignore_eos):
+        tokens = hypothesis.token_ids
+        assert not {EOS, OTHER_EOS} & {*tokens[:MIN_TOKENS]}
+        assert len(tokens) == MAX_TOKENS or not ignore_eos
+        later |= {*tokens[MIN_TOKENS:]}
+    assert {EOS, OTHER_EOS} <= later, "one of them would not have come; choose other seeds"
+
+
+def test_drafts_leave_out_what_min_tokens_bars() -> None:
+    group = group_of({}, min_tokens=MIN_TOKENS, ignore_eos=True, stop_token_ids=[STOP])
+    beams = Beams(torch.zeros(1, 1))
+    before, after = (draft_logprobs(group.next_rules(ahead), torch.zeros(1, 1, 6), beams) for ahead in (0, MIN_TOKENS))
+    assert (before == NEVER).nonzero()[:, 2].tolist() == [EOS, OTHER_EOS, STOP]
+    assert (after == NEVER).nonzero()[:, 2].tolist() == [STOP]
+
+
+def test_groups_of_equal_rules_stay_together_whatever_they_ignore() -> None:
+    plain = group_of({}, ignore_eos=True)
+    assert plain.next_rules() == group_of({}, ignore_eos=True, min_tokens=1).next_rules(ahead=1)
+
+
+@pytest.mark.parametrize(("ignore_eos", "reason"), [(False, None), (True, EOS)])
+def test_an_ignored_eos_that_is_a_stop_token_is_the_reason(ignore_eos: bool, reason: int | None) -> None:
+    fields = {"ignore_eos": ignore_eos, "stop_token_ids": [EOS]}
+    stop_rules, hypotheses = group_of({}, **fields).plan.stop_rules, found({}, **fields)
+    outputs = outputs_of(hypotheses, len(hypotheses), stop_rules.eos_token_id)
+    assert {output.stop_reason for output in outputs if output.new_token_ids[-1] == EOS} == {reason}
