@@ -29,7 +29,7 @@ def main() -> None:
     print("Installing vLLM for CPU and this project (some minutes the first time) ...", flush=True)
     install(python)
     compile_all(python)
-    run(python, "-m", "vllm_trie.mend")
+    run(python, "-m", "vllm_trie.mend", "--yes")
     run(python, Path(__file__).parent / "check_vllm.py")
 
 
