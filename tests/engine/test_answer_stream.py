@@ -174,6 +174,49 @@ def test_a_search_that_begins_anew_sends_nothing_twice() -> None:
     assert num_resent > NUM_SEARCHES / 50
 
 
+def test_what_was_sent_begins_the_answer_of_a_search_that_is_aborted() -> None:
+    """Preempted or not, and where it began anew, too."""
+    num_running = num_finished = num_lost = 0
+
+    @settings(max_examples=NUM_SEARCHES, deadline=None, derandomize=True)
+    @given(searches(), st.integers(1, 14), st.sampled_from(["", "preempted", "anew"]))
+    def search(asked: tuple[dict[str, Any], dict[str, Any], int, float], abort_at: int, what: str) -> None:
+        nonlocal num_running, num_finished, num_lost
+        options, fields, seed, sureness = asked
+        plain, streamed = (group_of(options, fields, streams) for streams in (False, True))
+        parts: list[Part] = []
+        for _ in range(abort_at):
+            step = next_step(plain, seed, sureness)
+            if plain.advance(step):
+                return
+            streamed.advance(step)
+            parts += [part] if (part := streamed.next_part()) else []
+        if what == "preempted":
+            streamed.preempt()
+        if what == "anew":
+            streamed.restart()
+        best = plain.best_so_far(plain.plan.width)
+        (rest,) = streamed.unsent_so_far(streamed.best_so_far(1))
+        tokens, total, reports = joined([*parts, Part(rest.token_ids, rest.sum_logprobs, rest.reports)])
+        if what == "anew":
+            assert rest.token_ids == []
+            num_lost += bool(parts)
+            return
+        expected = plain.best(1)[0] if streamed.stream.is_decided else best[0]
+        assert tokens == expected.token_ids
+        assert total == pytest.approx(expected.sum_logprobs, abs=1e-6)
+        assert (rest.score, rest.stopped_by, rest.is_running) == (*expected[2:4], expected.is_running)
+        assert len(reports) == len(expected.reports or ())
+        assert [one.score for one in best] == sorted((one.score for one in best), reverse=True)
+        length = len(plain.history(0))
+        assert all(len(one.token_ids) == length for one in best if one.is_running)
+        num_running += rest.is_running
+        num_finished += not rest.is_running
+
+    search()
+    assert min(num_running, num_finished, num_lost) > 1
+
+
 @pytest.mark.parametrize("max_tokens", [2, 6])
 def test_an_answer_that_changed_is_an_error_and_never_sent(max_tokens: int) -> None:
     """Whether that shows while the search goes on, or in its end."""

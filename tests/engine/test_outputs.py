@@ -71,14 +71,14 @@ def test_addresses_that_left_get_nothing() -> None:
     assert not mailbox._deliveries
 
 
-def test_an_address_whose_group_is_gone_gets_an_error() -> None:
+def test_an_address_whose_group_is_gone_is_aborted_too() -> None:
     mailbox = Mailbox()
     mailbox.register(TICKET, request("0_p"))
     assert mailbox.withdraw("0_p") == "0_p"
     assert not mailbox.register(TICKET, request("1_p"))
     ((_, output),) = mailbox.empty()
     assert output.request_id == "1_p"
-    assert output.finish_reason == FinishReason.ERROR
+    assert output.finish_reason == FinishReason.ABORT
 
 
 def test_an_address_whose_group_is_gone_is_not_that_of_another_group_of_the_same_id() -> None:
@@ -88,7 +88,22 @@ def test_an_address_whose_group_is_gone_is_not_that_of_another_group_of_the_same
     mailbox.register(replace(TICKET, key="another"), request("0_p"))
     assert not mailbox.register(TICKET, request("1_p"))
     ((_, output),) = mailbox.empty()
-    assert output.finish_reason == FinishReason.ERROR
+    assert output.finish_reason == FinishReason.ABORT
+
+
+def test_a_group_is_abandoned_once_all_who_wait_for_it_are_gone() -> None:
+    mailbox = Mailbox()
+    for index in range(3):
+        mailbox.register(TICKET, request(f"{index}_p"))
+    mailbox.register(GroupTicket("other", 1, eos_token_id=1), request("q"))
+    assert mailbox.abandoned_by(["0_p", "1_p", "q", "somebody"]) == ["q"]
+    mailbox.withdraw("2_p")
+    assert {*mailbox.abandoned_by(["0_p", "1_p", "q"])} == {"0_p", "q"}
+    assert {*mailbox.abandoned_by(None)} == {"0_p", "q"}
+    mailbox.answer("0_p", outputs(3))
+    assert sent(mailbox) == [(0, "0_p", [0]), (0, "1_p", [1])]
+    assert [mailbox.withdraw(request_id) for request_id in ("0_p", "1_p", "q")] == [None, "0_p", "q"]
+    assert not mailbox._deliveries
 
 
 def test_requests_of_others_are_left_alone() -> None:

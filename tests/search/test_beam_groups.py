@@ -155,6 +155,14 @@ def test_what_runs_out_of_length_counts_unless_its_group_is_done(early_stopping:
     assert {one.node for one in outdone} == {10, 11, 12} - {*nodes}
 
 
+def test_beams_of_a_group_that_is_done_are_no_hypotheses_of_a_search_that_ends_early() -> None:
+    found = pools(early_stopping=True)
+    found.advance(Ended([-1.0, -1.5], [1, 1], [10, 11], [0, 0]), np.array([-0.1, -0.2, -1.2, -3.0]), 1)
+    assert found.done == (0,)
+    running = Ended([-0.1, -0.2, -1.2, -3.0], [7, 7, 7, 7], [20, 21, 22, 23], [0, 1, 2, 3])
+    assert [one.node for one in found.best_so_far(4, running, 1)] == [10, 22, 11, 23]
+
+
 def test_an_item_that_ends_with_the_length_counts_before_its_group_is_done() -> None:
     found = pools(items_end=True)
     found.advance(Ended([-1.0, -2.0], [7, 7], [10, 11], [0, 1]), np.array([-2.5, -3.0, -1.0, -1.0]), 2)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers.generation.utils import GenerationMixin
 
 from tests.support.steps import offer
-from vllm_trie.search.stopping import EarlyStopping, Finished, HfPool, HypothesisPool, VllmPool
+from vllm_trie.search.stopping import EarlyStopping, Ended, Finished, HfPool, HypothesisPool, VllmPool
 
 PROMPT_LENGTH = 5
 MAX_LENGTH = 14
@@ -223,6 +223,13 @@ def test_tie_goes_to_the_earlier_hypothesis(new_pool: PoolOf) -> None:
     pool = pool_of([-1.0, -1.0, -1.0], new_pool)
     assert offer(pool, -1.0, 1, TOKEN, 3) == 3
     assert [finished.node for finished in pool.best(3)] == [0, 1, 2]
+
+
+def test_beams_compete_with_what_is_finished_if_the_search_ends_here() -> None:
+    pool = pool_of([-2.0, -1.0, -3.0])
+    running = Ended([-1.0, -np.inf, -2.5, -0.5], [TOKEN] * 4, [10, 11, 12, 13], [0, 1, 2, 3])
+    assert [one.node for one in pool.best_so_far(5, running, 1)] == [13, 1, 10, 0, 12]
+    assert [one.node for one in pool.best(5)] == [1, 0, 2]
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])

@@ -46,6 +46,17 @@ def test_walking_back_gives_what_plain_lists_hold_and_forgetting_changes_nothing
     assert [trace.beam(19, slot) for slot in range(width)] == rows
 
 
+def test_beams_of_a_search_that_is_aborted_are_hypotheses_that_ended_in_its_newest_step() -> None:
+    trie = TracedTrie()
+    trie.advance([0, 0], [7, 8], [-1.0, -2.0])
+    (node,) = trie.finish([1], [1], [-2.5])
+    trie.advance([1, 0], [3, 5], [-3.0, -4.0])
+    trie.end([1])
+    trace = trace_of(trie, [trie.rows[1], node])
+    assert [trace.hypothesis(number) for number in trace.returned] == [[7, 5], [8, 1]]
+    assert trace.num_steps == 2
+
+
 def test_scores_without_a_beam_and_unknown_blocks_are_none_and_drafts_lie_where_they_were() -> None:
     trie = TracedTrie()
     trie.advance([0, 0], [7, 8], [-0.123456789, -float("inf")])

@@ -73,6 +73,18 @@ class AnswerStream:
         rest = answer.token_ids[count:]
         return answer._replace(token_ids=rest, sum_logprobs=answer.sum_logprobs - self._sum, reports=reports)
 
+    def rest_so_far(self, answer: Hypothesis | None) -> Hypothesis:
+        """What is not sent yet of the answer of a search that was aborted: nothing, if it found less than that again.
+
+        Args:
+            answer: The best that it has found since it began, or began anew.
+        """
+        nothing = Hypothesis([], 0.0, 0.0, None, [] if self._reports else None, is_running=True)
+        try:
+            return nothing if answer is None else self.rest(answer)
+        except AnswerChangedError:
+            return nothing
+
     def _check(self, tokens: list[int]) -> int:
         """How many of the next tokens have been sent already."""
         known = self._sent[self._length : self._length + len(tokens)]

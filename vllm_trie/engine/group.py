@@ -180,6 +180,17 @@ class BeamGroup:
         """The best `count` finished hypotheses, best first; fewer if there are fewer."""
         return [self._hypothesis(*finished) for finished in self.pool.best(count)]
 
+    def best_so_far(self, count: int) -> list[Hypothesis]:
+        """The best `count` hypotheses if the search ends here, best first, with beams that go on among them."""
+        trie, sums = self.hypotheses, self._rank_scores or self.hypotheses.row_scores()
+        if self.length == 0 or (self.stream is not None and self.stream.is_decided):
+            return self.best(count)
+        rows = [*range(len(trie.rows))]
+        running = Ended(sums, [trie.token(node) for node in trie.rows], trie.rows, rows)
+        beams = set(trie.rows)
+        found = self.pool.best_so_far(count, running, self.length)
+        return [self._hypothesis(one.score, one.node, one.node in beams) for one in found]
+
     @property
     def traced(self) -> TracedTrie | None:
         """What remembers the search, if it is traced."""
@@ -193,16 +204,23 @@ class BeamGroup:
         """
         return best if self.stream is None else [self.stream.rest(hypothesis) for hypothesis in best]
 
+    def unsent_so_far(self, best: list[Hypothesis]) -> list[Hypothesis]:
+        """Of these, which `best_so_far` returned, in a stream what is not sent yet."""
+        return best if self.stream is None else [self.stream.rest_so_far(next(iter(best), None))]
+
     def check_invariants(self) -> None:
         self.hypotheses.check_invariants()
         assert self.length == 0 or len(self.hypotheses.rows) in (1, self.num_rows)
 
-    def _hypothesis(self, score: float, node: int) -> Hypothesis:
+    def _hypothesis(self, score: float, node: int, is_running: bool = False) -> Hypothesis:
         tokens = self.hypotheses.tokens(node)
         stopped_by = tokens[-1] if tokens[-1] in self.plan.stop_rules.stop_token_ids else None
         reports = self.hypotheses.notes(node) if self.plan.select_rules.num_logprobs is not None else None
         is_complete = self.plan.select_rules.items is not None
-        return Hypothesis(tokens, self.hypotheses.score(node), score, stopped_by, reports, is_complete)
+        if is_running:
+            stopped_by, is_complete = None, False
+        total = self.hypotheses.score(node)
+        return Hypothesis(tokens, total, score, stopped_by, reports, is_complete, is_running, node)
 
 
 def _reports(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from vllm_trie.engine.stats import SearchCounts
 from vllm_trie.options import BeamParams
 from vllm_trie.options.speculation import speculates
 from vllm_trie.search.forest_size import Acceptance
@@ -11,8 +14,6 @@ DRAFTS_PER_BEAM = 2  # of a layer, unless a request says otherwise
 
 class NoForests:
     """Of a search that takes plain steps alone."""
-
-    is_on = False  # whether the request asks for forests
 
     def __init__(self) -> None:
         self.drafted_length = 0  # generated tokens of every beam that a draft model, if there is one, has computed
@@ -25,6 +26,10 @@ class NoForests:
         """Whether the step from beams of this length may be several."""
         return False
 
+    def report(self, counts: SearchCounts) -> dict[str, Any]:
+        """What the answer says of forests."""
+        return {}
+
 
 class GroupForests(NoForests):
     """Of a search that speculates: how large its forests are, and when it takes plain steps.
@@ -33,8 +38,6 @@ class GroupForests(NoForests):
         params: Its options.
         width: Its beams.
     """
-
-    is_on = True
 
     def __init__(self, params: BeamParams, width: int) -> None:
         self.width, self.is_adaptive = width, params.speculation == "auto"
@@ -50,6 +53,9 @@ class GroupForests(NoForests):
 
     def may_grow(self, length: int) -> bool:
         return length >= max(self._first_length, self._rested_at)
+
+    def report(self, counts: SearchCounts) -> dict[str, Any]:
+        return counts.as_dict()
 
     def rest(self, length: int, num_steps: int) -> None:
         """From beams of this length take so many plain steps before the next forest."""

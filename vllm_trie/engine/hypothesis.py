@@ -24,3 +24,5 @@ class Hypothesis(NamedTuple):
     stopped_by: int | None  # the stop token it ends in; None if it ran out of length, or otherwise
     reports: list[TokenReport] | None  # by token, if log-probabilities are returned
     is_complete: bool = False  # its items are: it did not run out of length
+    is_running: bool = False  # a beam of a search that was aborted
+    node: int = -1  # its last token in the hypothesis trie

@@ -8,7 +8,7 @@ search is over, and be aborted one by one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,7 +51,7 @@ class Mailbox:
         if index == 0:
             self._deliveries[group_id] = _Delivery(replace(ticket, item_set=None), group_id)
         elif group_id not in self._deliveries or self.ticket(group_id).key != ticket.key:  # ids may be taken once more
-            self.refuse(request, "the beam group of this request was aborted")
+            self._send(request, _aborted(is_first=True))  # with its group, before it came
             return False
         delivery = self._deliveries[group_id]
         delivery.waiting[index] = request
@@ -80,6 +80,17 @@ class Mailbox:
             return None
         del self._deliveries[delivery.group_id]
         return delivery.group_id
+
+    def abandoned_by(self, request_ids: Iterable[str] | None) -> list[str]:
+        """The groups for which nobody waits any more once these requests are gone, or all of them."""
+        gone = set(self._addresses if request_ids is None else request_ids)
+        deliveries = {id(of): of for of, _ in (self._addresses[id_] for id_ in gone & self._addresses.keys())}.values()
+        return [of.group_id for of in deliveries if gone.issuperset(one.request_id for one in of.waiting.values())]
+
+    def answer(self, group_id: str, outputs: list[EngineCoreOutput]) -> None:
+        """Send all who wait for a group what it has found so far. `withdraw` is to follow."""
+        for index, request in self._deliveries[group_id].waiting.items():
+            self._send(request, outputs[index])
 
     def withdraw_all(self) -> list[Request]:
         """Every group ends unfinished. Returns the requests that waited beside those that stand for groups."""
@@ -147,20 +158,33 @@ def outputs_of(best: Sequence[Hypothesis], count: int, eos_token_id: int | None)
     return outputs + [EngineCoreOutput(request_id="", new_token_ids=[], **none) for _ in range(count - len(best))]
 
 
+def outputs_so_far(best: Sequence[Hypothesis], count: int, eos_token_id: int | None) -> list[EngineCoreOutput]:
+    """So many outputs of a search that was aborted, not addressed yet; some stand for nothing."""
+    outputs = [hypothesis_output(hypothesis, eos_token_id) for hypothesis in best[:count]]
+    return outputs + [_aborted(is_first=index == 0) for index in range(len(outputs), count)]
+
+
+def _aborted(is_first: bool) -> EngineCoreOutput:
+    """What stands for a hypothesis of a search that has found none yet; or for a further one, where there are fewer."""
+    stop_reason = None if is_first else NO_HYPOTHESIS
+    return EngineCoreOutput("", [], finish_reason=FinishReason.ABORT, stop_reason=stop_reason)
+
+
 def hypothesis_output(hypothesis: Hypothesis, eos_token_id: int | None) -> EngineCoreOutput:
-    """One finished hypothesis as vLLM's front end expects it, not addressed yet.
+    """One hypothesis as vLLM's front end expects it, not addressed yet.
 
     Args:
         hypothesis: What to return.
         eos_token_id: The stop token that vLLM does not report as a stop reason.
     """
     stopped_by = hypothesis.stopped_by
+    # Where a stop string ended it, the front end finds that string in the text, and says so.
+    finish_reason = FinishReason.STOP if _has_ended(hypothesis) else FinishReason.LENGTH
     return EngineCoreOutput(
         request_id="",
         new_token_ids=hypothesis.token_ids,
         new_logprobs=_logprobs(hypothesis),
-        # Where a stop string ended it, the front end finds that string in the text, and says so.
-        finish_reason=FinishReason.STOP if _has_ended(hypothesis) else FinishReason.LENGTH,
+        finish_reason=FinishReason.ABORT if hypothesis.is_running else finish_reason,
         stop_reason=None if stopped_by == eos_token_id else stopped_by,
     )
 
@@ -184,13 +208,18 @@ def part_output(part: Part, request: Request, num_cached_tokens: int) -> EngineC
 
 def compact_answer(hypotheses: Sequence[Hypothesis], max_length: int) -> dict[str, list[Any]]:
     """All hypotheses of a search as lists, best first, for its one output: see `entrypoints.compact`."""
-    ended = [_has_ended(hypothesis) or len(hypothesis.token_ids) < max_length for hypothesis in hypotheses]
     return {
         "token_ids": [hypothesis.token_ids for hypothesis in hypotheses],
         "cumulative_logprobs": [hypothesis.sum_logprobs for hypothesis in hypotheses],
         "scores": [hypothesis.score for hypothesis in hypotheses],
-        "finish_reasons": ["stop" if has_ended else "length" for has_ended in ended],
+        "finish_reasons": [_compact_reason(hypothesis, max_length) for hypothesis in hypotheses],
     }
+
+
+def _compact_reason(hypothesis: Hypothesis, max_length: int) -> str:
+    if hypothesis.is_running:
+        return "abort"
+    return "stop" if _has_ended(hypothesis) or len(hypothesis.token_ids) < max_length else "length"
 
 
 def scores_and_stops(hypotheses: Sequence[Hypothesis]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_trie.compat.fingerprint import steps_to_check
 from vllm_trie.compat.patch import Patch, wrap_all
 from vllm_trie.engine.answer_prefix import AnswerChangedError
+from vllm_trie.engine.answers import add_answer
 from vllm_trie.engine.catalogs import EngineCatalogs
 from vllm_trie.engine.grammar import GrammarError, RowMatchers, fill_masks, why_not_along
 from vllm_trie.engine.group import BeamGroup
@@ -26,11 +28,10 @@ from vllm_trie.engine.known_caches import refuse_unsupported_kv_cache
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.new_group import is_unchecked, new_group
 from vllm_trie.engine.new_prefixes import mark_new_prefixes
-from vllm_trie.engine.outputs import Mailbox, compact_answer, outputs_of, part_output, scores_and_stops, take_output
+from vllm_trie.engine.outputs import Mailbox, outputs_of, outputs_so_far, part_output, take_output
 from vllm_trie.engine.prefix_publishing import AnswerCache
 from vllm_trie.engine.speculation_budget import Speculating, SpeculationBudgets
 from vllm_trie.engine.stats import BeamTally, SearchCounts, attach_stats
-from vllm_trie.engine.traces import trace_of
 from vllm_trie.messages import (
     NOT_DRAFTED,
     Decided,
@@ -42,7 +43,7 @@ from vllm_trie.messages import (
     group_results,
     group_steps,
 )
-from vllm_trie.options import PLUGIN_NAME, BeamParams
+from vllm_trie.options import BeamParams
 from vllm_trie.selection import config_of, has_logits_processors
 from vllm_trie.speculative_config import drafts_of
 
@@ -134,13 +135,19 @@ class BeamScheduler(Scheduler):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus, **kwargs: Any
     ) -> list[Request]:
-        siblings, keys = [], None
-        if request_ids is None:
+        siblings, keys, is_abort = [], None, finished_status == RequestStatus.FINISHED_ABORTED
+        asking: list[str] | None = None  # for an answer: all, or those that are named twice
+        if request_ids is not None:
+            counts = Counter([request_ids] if isinstance(request_ids, str) else request_ids)
+            keys, asking = list(counts), [request_id for request_id, count in counts.items() if count > 1]
+        aborted = self.mailbox.abandoned_by(asking) if is_abort else []
+        for group_id in aborted:
+            self._answer_aborted(group_id)
+        if keys is None:
             siblings = gone = self.mailbox.withdraw_all()
             for request in siblings:
                 request.status = finished_status
         else:
-            keys = [request_ids] if isinstance(request_ids, str) else list(request_ids)
             gone = [request for request_id in keys if (request := self.mailbox.waiting(request_id)) is not None]
             request_ids = [ends for request_id in keys if (ends := self.mailbox.withdraw(request_id)) is not None]
         for request in gone if self.finished_req_ids_dict is not None else ():  # which a load balancer counts
@@ -150,9 +157,18 @@ class BeamScheduler(Scheduler):
             self._now.has_released |= bool(held.release(keys) if keys is not None else held.release_all())
         for request in finished:
             if request.request_id in self.groups:
-                is_error = finished_status == RequestStatus.FINISHED_ERROR
-                self._close_group(request.request_id, "error" if is_error else "abort")
+                self._close_group(request.request_id, "abort" if is_abort else "error")
+        if is_abort:  # the mailbox has an answer to all who waited for groups; the engine sends these empty ones
+            return [request for request in finished if request.request_id not in aborted]
         return finished + siblings
+
+    def _answer_aborted(self, group_id: str) -> None:
+        """Send what a group has found so far, by what was replayed of its steps."""
+        group, num_outputs = self.groups[group_id], self.mailbox.ticket(group_id).n
+        best = group.best_so_far(group.plan.width if group.plan.params.compact else num_outputs)
+        outputs = outputs_so_far(group.unsent_so_far(best), num_outputs, group.plan.stop_rules.eos_token_id)
+        add_answer(outputs, group, best, self.kv_cache_manager.token_block_size)
+        self.mailbox.answer(group_id, outputs)
 
     def _close_group(self, group_id: str, reason: str) -> None:
         self._forget(self.groups.pop(group_id), reason)
@@ -535,22 +551,7 @@ class BeamScheduler(Scheduler):
             self._close_group(group_id, "error")
             return
         own_outputs = outputs_of(unsent, num_outputs, plan.stop_rules.eos_token_id)
-        answer = group.counts.as_dict() if group.forests.is_on else {}
-        if plan.params.accept == "top_k":
-            answer["is_exact"] = False
-        if plan.params.compact:
-            answer |= compact_answer(best, plan.stop_rules.max_length)
-        answer |= plan.catalog.answer(plan.stop_rules.stop_token_ids, [hypothesis.token_ids for hypothesis in best])
-        for output in own_outputs if answer else ():  # the one open field of an output; there is no KV connector
-            output.kv_transfer_params = {PLUGIN_NAME: answer}
-        large: dict[str, Any] = {}  # the last output alone has it, from which vLLM makes the user's
-        if plan.params.beam_results:
-            large["beam_results"] = scores_and_stops(best)
-        if group.traced:
-            block_size = self.kv_cache_manager.token_block_size
-            large["trace"] = trace_of(group, group.traced, len(best), block_size)
-        if large:
-            own_outputs[-1].kv_transfer_params = {PLUGIN_NAME: {**answer, **large}}
+        add_answer(own_outputs, group, best, self.kv_cache_manager.token_block_size)
         self.mailbox.post(group_id, own_outputs, stock)
         self._close_group(group_id, "stop" if group.num_steps_left else "length")
 

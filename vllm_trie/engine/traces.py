@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_trie.engine.group import BeamGroup
+from vllm_trie.engine.hypothesis import Hypothesis
 from vllm_trie.trie.traced import TracedTrie
 
 
-def trace_of(group: BeamGroup, trie: TracedTrie, count: int, block_size: int) -> dict[str, Any]:
+def trace_of(group: BeamGroup, trie: TracedTrie, best: Sequence[Hypothesis], block_size: int) -> dict[str, Any]:
     """What is sent of a search that is over; `entrypoints/trace_texts.py` adds the texts.
 
     Args:
         trie: The group's.
-        count: Hypotheses that are returned.
+        best: What is returned.
         block_size: Tokens of a KV block.
     """
-    returned = group.pool.best(count)
+    trie.end([trie.rows.index(hypothesis.node) for hypothesis in best if hypothesis.is_running])
     own = {"prompt_length": group.plan.prompt_length, "block_size": block_size, "texts": []}
-    return {**own, **trie.as_dict([finished.node for finished in returned])}
+    return {**own, **trie.as_dict([hypothesis.node for hypothesis in best])}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import aclosing
 from functools import partial
+from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_trie.compat.patch import wraps
+from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.entrypoints.beam_results import asks_for_beam_results, with_beam_results
 from vllm_trie.entrypoints.reading import brings_data, generate_once_read
 from vllm_trie.entrypoints.server import is_served, raise_errors
@@ -17,7 +22,10 @@ from vllm_trie.entrypoints.single_tokens import asks_for_single_tokens, with_sin
 from vllm_trie.entrypoints.step_search.online import Draw, cancel_searches, search
 from vllm_trie.entrypoints.step_search.opening import asks_for_steps
 from vllm_trie.entrypoints.trace_texts import is_traced, with_texts
+from vllm_trie.options import asks_for_beams
 from vllm_trie.selection import has_beams
+
+_searches: WeakKeyDictionary[AsyncLLM, Counter[str]] = WeakKeyDictionary()  # that run, by what their clients call them
 
 
 @wraps("generate", AsyncLLM)
@@ -28,8 +36,10 @@ def generate(
     if asks_for_steps(sampling_params) and has_beams(self.vllm_config):
         outputs = search(original, self, prompt, sampling_params, request_id, *args, **kwargs)
         return with_single_tokens(outputs, sampling_params, tokenizer) if is_parsed else outputs
+    is_search = asks_for_beams((isinstance(sampling_params, SamplingParams) and sampling_params.extra_args) or {})
     generate = partial(generate_once_read, original) if brings_data(sampling_params) else original
     outputs = generate(self, prompt, sampling_params, request_id, *args, **kwargs)
+    outputs = _noted(outputs, self, request_id) if is_search else outputs
     outputs = with_texts(outputs, tokenizer) if is_traced(sampling_params) else outputs
     outputs = with_beam_results(outputs) if asks_for_beam_results(sampling_params) else outputs
     outputs = with_single_tokens(outputs, sampling_params, tokenizer) if is_parsed else outputs
@@ -40,7 +50,39 @@ def generate(
 async def abort(
     original: Callable[..., Awaitable[None]], self: AsyncLLM, request_id: str | Iterable[str], *args: Any, **kwargs: Any
 ) -> None:
-    """Abort searches by steps, too, which the engine knows nothing of."""
+    """Abort searches by steps, too, which the engine knows nothing of; let the engine answer for other searches.
+
+    Of an ordinary request the front end holds what there is. What a search has found, the engine knows alone.
+    """
     ids = [request_id] if isinstance(request_id, str) else list(request_id)
     cancel_searches(self, ids)
+    if not arguments(original, self, ids, *args, **kwargs)["internal"]:  # else nobody waits for an answer
+        searches = {id_: found for id_ in ids if (found := _searched_under(self, id_))}
+        ids = [id_ for id_ in ids if id_ not in searches]
+        await self.engine_core.abort_requests_async(2 * [*chain(*searches.values())])  # twice: see `finish_requests`
     await original(self, ids, *args, **kwargs)
+
+
+async def _noted(
+    outputs: AsyncGenerator[RequestOutput, None], engine: AsyncLLM, request_id: str
+) -> AsyncGenerator[RequestOutput, None]:
+    """The outputs of a search, which `abort` knows meanwhile."""
+    searches = _searches.setdefault(engine, Counter())
+    searches[request_id] += 1
+    try:
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+    finally:
+        searches[request_id] -= 1
+        if not searches[request_id]:
+            del searches[request_id]
+
+
+def _searched_under(engine: AsyncLLM, request_id: str) -> list[str]:
+    """By what ids the engine knows the searches that a client calls so; none if something else is called so, too."""
+    states = engine.output_processor.request_states
+    own = [id_ for id_ in engine.output_processor.external_req_ids.get(request_id, ()) if id_ in states]
+    parents = {id_: states[id_].parent_req for id_ in own}
+    requests = {id_ if parent is None else parent.request_id for id_, parent in parents.items()}
+    return own if len(requests) == _searches.get(engine, Counter())[request_id] else []

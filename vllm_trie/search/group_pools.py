@@ -49,6 +49,10 @@ class GroupPools(Pool):
     def score(self, sum_logprobs: float, length: int, last_token: int) -> float:
         return self.pools[0].score(sum_logprobs, length, last_token)
 
+    def best_so_far(self, count: int, running: Ended, length: int) -> list[Finished]:
+        groups = np.arange(len(running.nodes)) * len(self.pools) // max(len(running.nodes), 1)
+        return super().best_so_far(count, running.some(~np.isin(groups, self.done)), length)
+
     def best(self, count: int) -> list[Finished]:
         found = chain(*(pool.best(count) for pool in self.pools))
         return sorted(found, key=lambda finished: -finished.score)[:count]

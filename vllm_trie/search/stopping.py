@@ -68,6 +68,16 @@ class Pool(ABC):
     def best(self, count: int) -> list[Finished]:
         """The best `count`, best first; ties go to the earlier one."""
 
+    def best_so_far(self, count: int, running: Ended, length: int) -> list[Finished]:
+        """The best `count` of what is finished and of running beams, as if these ended here; ties go to the finished.
+
+        Args:
+            running: All beams, of `length` generated tokens, as `Ended`; the sum is -inf where there is none.
+        """
+        beams = zip(running.sums, running.last_tokens, running.nodes, strict=True)
+        going_on = [Finished(self.score(s, length, token), node) for s, token, node in beams if s > -np.inf]
+        return sorted([*self.best(count), *going_on], key=lambda one: -one.score)[:count]
+
 
 class HypothesisPool(Pool):
     """The best `width` finished hypotheses of one search.

@@ -70,6 +70,10 @@ class HypothesisTrie:
         """The cumulative log-probability of the hypothesis that ends in `node`."""
         return self._scores[node]
 
+    def token(self, node: int) -> int:
+        """The token of `node`."""
+        return self._tokens[node]
+
     def parent(self, node: int) -> int:
         """The node before `node`."""
         return self._parents[node]

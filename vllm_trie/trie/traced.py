@@ -47,6 +47,13 @@ class TracedTrie(HypothesisTrie):
         self._finished += zip([len(self._beams)] * len(nodes), rows, tokens, scores, strict=True)
         return nodes
 
+    def end(self, rows: Sequence[int]) -> None:
+        """The search goes on no more: beams in these rows are hypotheses that ended in the newest step."""
+        for row in rows:
+            parents, tokens, scores = self._beams[-1]
+            self._numbers[self.rows[row]] = len(self._finished)
+            self._finished.append((len(self._beams) - 1, parents[row], tokens[row], scores[row]))
+
     def add_forest(self, forest: DraftedForest) -> None:
         """The next steps are those of one forward, which verified this forest."""
         step = len(self._beams)

@@ -1,0 +1,164 @@
+"""Searches that are aborted, or paused, answer with the best that they have found so far."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from tests.support.served import PROMPTS, beams
+from vllm_trie import Trace, beam_params, hypotheses
+
+pytestmark = pytest.mark.slow
+
+FINAL_ONLY, DELTA, CUMULATIVE = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
+LONG: dict[str, Any] = {"max_tokens": 480, "ignore_eos": True}
+
+
+async def ended(llm: AsyncLLM, jobs: dict[str, tuple[SamplingParams, RequestOutputKind]], how: str) -> dict[str, Any]:
+    """The outputs of requests that are ended, all together, once each of them has been searched for a while."""
+    started, outputs = asyncio.Event(), dict[str, list[Any]]()
+
+    async def read(name: str, params: SamplingParams, kind: RequestOutputKind) -> None:
+        params = params.clone()
+        params.output_kind = kind
+        outputs[name] = []
+        async for output in llm.generate(PROMPTS[0], params, name):
+            outputs[name].append(output)
+            if name == "clock" and len(outputs[name]) == 12:
+                started.set()
+
+    clock = SamplingParams(temperature=0, **LONG)
+    reading = [asyncio.ensure_future(read(name, *job)) for name, job in {"clock": (clock, DELTA), **jobs}.items()]
+    await started.wait()
+    if how == "pause":
+        await llm.pause_generation(mode="abort")
+    else:
+        await llm.abort([*jobs, "clock"])
+    await asyncio.gather(*reading)
+    await llm.resume_generation()
+    assert not llm.output_processor.has_unfinished_requests()
+    return outputs
+
+
+def run(loop: asyncio.AbstractEventLoop, job: Awaitable[Any]) -> Any:
+    return loop.run_until_complete(asyncio.wait_for(job, 120))
+
+
+async def check_it_serves_on(llm: AsyncLLM) -> None:
+    params = beam_params(2, max_tokens=4)
+    params.output_kind = FINAL_ONLY
+    (after,) = [output async for output in llm.generate(PROMPTS[0], params, "after")]
+    assert after.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("how", ["abort", "pause"])
+def test_the_best_hypotheses_so_far_come_back(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, how: str) -> None:
+    search = beam_params(4, n=3, logprobs=1, **LONG)
+    stochastic = beam_params(4, n=2, do_sample=True, stochastic=True, **LONG)
+    groups = beam_params(4, n=4, num_beam_groups=2, diversity_penalty=0.5, **LONG)
+    compact = beam_params(4, compact=True, trace=True, **LONG)
+    results = beam_params(4, n=3, beam_results=True, **LONG)
+    jobs = {"n": search, "delta": search, "stochastic": stochastic, "groups": groups}
+    jobs |= {"compact": compact, "results": results}
+    kinds = {name: (params, DELTA if name == "delta" else FINAL_ONLY) for name, params in jobs.items()}
+
+    async def check() -> None:
+        outputs = await ended(llm, kinds, how)
+        for name in ("n", "stochastic", "groups"):
+            ((answer,), n) = outputs[name], jobs[name].n
+            assert [found.finish_reason for found in answer.outputs] == ["abort"] * n
+            assert all(found.text and len(found.token_ids) > 2 for found in answer.outputs)
+            assert len({tuple(found.token_ids) for found in answer.outputs}) == n
+        ((answer,),) = (outputs["n"],)
+        sums = [found.cumulative_logprob for found in answer.outputs]
+        assert all(better >= worse for better, worse in pairwise(sums))
+        for found in answer.outputs:
+            own = [place[token].logprob for place, token in zip(found.logprobs, found.token_ids, strict=True)]
+            assert sum(own) == pytest.approx(found.cumulative_logprob, abs=1e-4)
+        parts = [found for output in outputs["delta"] for found in output.outputs]
+        assert sorted(part.index for part in parts if part.finish_reason == "abort") == [0, 1, 2]
+        (answer,) = outputs["compact"]
+        found = hypotheses(answer)
+        assert (len(found), found.finish_reasons) == (4, ["abort"] * 4)
+        assert [*found.token_ids[0][: found.lengths[0]]] == answer.outputs[0].token_ids
+        trace = Trace.of(answer)
+        assert [trace.hypothesis(number) for number in trace.returned] == [
+            [*row[:length]] for row, length in zip(found.token_ids, found.lengths, strict=True)
+        ]
+        (answer,) = outputs["results"]
+        found = answer.kv_transfer_params["trie_beam"]["beam_results"]
+        assert [one["output_ids"] for one in found] == [[*one.token_ids] for one in answer.outputs]
+        assert {one["meta_info"]["finish_reason"]["type"] for one in found} == {"abort"}
+        await check_it_serves_on(llm)
+
+    run(loop, check())
+
+
+@pytest.mark.parametrize("how", ["abort", "pause"])
+def test_what_a_stream_has_sent_begins_the_answer(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, how: str) -> None:
+    search = beam_params(2, logprobs=1, **LONG)
+    jobs = {kind.name: (search, kind) for kind in (DELTA, CUMULATIVE)}
+
+    async def check() -> None:
+        outputs = await ended(llm, jobs, how)
+        parts, grown = [[output.outputs[0] for output in outputs[name]] for name in jobs]
+        assert [parts[-1].finish_reason, grown[-1].finish_reason] == ["abort"] * 2
+        assert all(len(part.token_ids) == len(part.logprobs) for part in parts)
+        assert grown[-1].text.startswith("".join(part.text for part in parts[:-1]))
+        assert all(later.text.startswith(earlier.text) for earlier, later in pairwise(grown))
+        total = sum(place[token].logprob for place, token in zip(grown[-1].logprobs, grown[-1].token_ids, strict=True))
+        assert total == pytest.approx(grown[-1].cumulative_logprob, abs=1e-4)
+        await check_it_serves_on(llm)
+
+    run(loop, check())
+
+
+@pytest.mark.parametrize("how", ["abort", "pause"])
+def test_searches_that_wait_answer_with_nothing(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, how: str) -> None:
+    """Two that need all rows: one of them has not begun."""
+    wide = beam_params(60, n=2, **LONG)
+
+    async def check() -> None:
+        outputs = await ended(llm, dict.fromkeys(("one", "other"), (wide, FINAL_ONLY)), how)
+        found = sorted(
+            (output.outputs for name in ("one", "other") for output in outputs[name]), key=lambda o: o[0].text
+        )
+        texts = [[bool(one.text) for one in of_search] for of_search in found]
+        assert texts == [[False, False], [True, True]]
+        assert {one.finish_reason for of_search in found for one in of_search} == {"abort"}
+        await check_it_serves_on(llm)
+
+    run(loop, check())
+
+
+def test_a_paused_server_answers_with_what_its_beams_have(
+    serve: Callable[..., AsyncOpenAI], llm: AsyncLLM, loop: asyncio.AbstractEventLoop
+) -> None:
+    """As vLLM's own loop."""
+    client = serve()
+
+    async def check() -> None:
+        asked: dict[str, Any] = {"model": "target", "prompt": PROMPTS[0], "max_tokens": 480, "n": 3}
+        for options in ({"use_beam_search": True}, beams(3)):
+            body = {"ignore_eos": True, **options}
+            answering = asyncio.ensure_future(client.completions.create(**asked, extra_body=body))
+            while not llm.output_processor.has_unfinished_requests():
+                await asyncio.sleep(0.01)
+            clock = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            assert [output async for output in llm.generate(PROMPTS[1], clock, "clock")]
+            await llm.pause_generation()
+            answer = await answering
+            await llm.resume_generation()
+            assert [choice.finish_reason for choice in answer.choices] == ["abort"] * 3
+            assert all(choice.text for choice in answer.choices)
+        await check_it_serves_on(llm)
+
+    run(loop, check())
