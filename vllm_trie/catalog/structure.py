@@ -12,7 +12,7 @@ from vllm_trie.catalog.file_format import AGAIN, Header
 def check_structure(catalog: Catalog) -> None:
     """Raise ValueError if a node cannot be reached, or its children are not ascending, or no item comes of it.
 
-    Kernels look nodes up without a look at their number. This goes over each array four times at most, in about as long
+    Kernels look nodes up without a look at their number. This goes over each array five times at most, in about as long
     as the checksum takes, and needs two thirds of the memory of the file on the way.
     """
     if wrong := _wrong(catalog):
