@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 
 from tests.support.served import beams
 from vllm_trie.compat.patch import wrap_all
-from vllm_trie.entrypoints import server, streams
+from vllm_trie.entrypoints import streams, use_beam_search
 from vllm_trie.entrypoints.requests import BeamRequestError
 from vllm_trie.options import parse_options
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
@@ -103,7 +103,7 @@ def test_a_transcription_has_no_place_for_arrays(name: str) -> None:
 def test_logprobs_beyond_the_limit_are_as_many_as_there_may_be(
     asked: int, vllms_own: int, most: int, expected: int
 ) -> None:
-    assert server._num_logprobs(asked, vllms_own, most) == expected
+    assert use_beam_search._num_logprobs(asked, vllms_own, most) == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -116,8 +116,9 @@ def test_a_priority_among_the_headers_goes_before_the_bodys(
     """Up to what the search asks the engine for, as vLLM hands it on: its own beams in 0.32 know no priority."""
     asked_of_engine = list[Any]()
     wrap_all("vllm_trie.entrypoints.server")
+    wrap_all("vllm_trie.entrypoints.use_beam_search")
     monkeypatch.setattr(streams, "has_beams", lambda _: True)
-    monkeypatch.setattr(server, "has_beams", lambda _: True)
+    monkeypatch.setattr(use_beam_search, "has_beams", lambda _: True)
 
     def generate(prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any) -> Any:
         asked_of_engine.append(kwargs["priority"])

@@ -1,0 +1,120 @@
+"""`use_beam_search`: what asks servers for vLLM's own beams is searched in the engine, and answered as they are."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import BeamSearchParams, SamplingParams
+from vllm.utils import random_uuid
+
+from vllm_trie.compat.patch import arguments, wraps
+from vllm_trie.compat.versions import eos_token_ids, has_allowlist
+from vllm_trie.entrypoints.requests import CALLER, why_not_behind
+from vllm_trie.entrypoints.server import SpeechRequest, TextRequest
+from vllm_trie.messages import USE_BEAM_SEARCH
+from vllm_trie.options.matrix import OF_HF
+from vllm_trie.options.request import OPTIONS, asks_for_beams
+from vllm_trie.selection import has_beams, why_without_beams
+
+logger = init_logger("vllm.trie_beam.server")
+
+# Beam search does not sample: what a client sends for that, or generation_config.json says, has no say in it.
+_NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "seed": None}
+
+
+@wraps("beam_search", "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin")
+async def beam_search(
+    original: Callable[..., AsyncGenerator[RequestOutput, None]], self: Any, *args: Any, **kwargs: Any
+) -> AsyncGenerator[RequestOutput, None]:
+    """Servers search in the engine, where it has beams."""
+    call = arguments(original, self, *args, **kwargs)  # 0.33 has one more, the request's priority
+    prompt, params = call["prompt"], call["params"]
+    request: TextRequest | SpeechRequest | None = vars(params).get("request")
+    refusal = None
+    if not has_beams(self.engine_client.vllm_config):
+        refusal = why_without_beams(self.engine_client.vllm_config)
+    elif request is None:
+        refusal = "at this endpoint"
+    elif has_allowlist(params):
+        refusal = "with allowed_token_ids"
+    else:
+        refusal = why_not_behind(prompt, self.engine_client.vllm_config)
+    if refusal is not None:
+        logger.info_once("use_beam_search %s: vLLM's own client loop runs it, not the engine", refusal)
+    if refusal is not None or _is_over_at_once(params):
+        outputs = original(self, *args, **kwargs)
+    else:
+        assert request is not None
+        outputs = self.engine_client.generate(
+            prompt,
+            _sampling_params(request, params, self.model_config.max_logprobs),
+            f"{call['request_id']}-{random_uuid()}",
+            lora_request=call["lora_request"],
+            trace_headers=call["trace_headers"],
+            priority=0 if isinstance(request, SpeechRequest) else request.priority,
+            session_id=call["session_id"],
+        )
+    async for output in outputs:
+        if refusal is None:
+            eos_token_id = self.renderer.get_tokenizer().eos_token_id
+            generation_config = self.engine_client.input_processor.generation_config_fields
+            _as_vllm_returns_it(output, eos_token_id, eos_token_ids(generation_config, eos_token_id), params)
+        yield output
+
+
+def _is_over_at_once(params: BeamSearchParams) -> bool:
+    """Whether vLLM's own loop asks the engine for nothing, and answers with one empty hypothesis."""
+    return params.max_tokens == 0 and OPTIONS.keys().isdisjoint(vars(params)["request"].vllm_xargs or {})
+
+
+def _sampling_params(
+    request: TextRequest | SpeechRequest, params: BeamSearchParams, max_logprobs: int
+) -> SamplingParams:
+    """All of a `use_beam_search` request: its `n` is the width, unless `vllm_xargs` names another."""
+    xargs: dict[str, Any] = dict(request.vllm_xargs or {})
+    if not (has_width := asks_for_beams(xargs)):
+        xargs["beam_width"] = request.n or 1
+    if all(xargs.get(name, neutral := OPTIONS[name].default) == neutral for name in OF_HF):
+        xargs.setdefault("semantics", "vllm")
+    xargs[CALLER] = USE_BEAM_SEARCH._replace(width="beam_width") if has_width else USE_BEAM_SEARCH
+    xargs.setdefault("length_penalty", request.length_penalty)
+    copied = request.model_copy(update={**_NO_SAMPLING, "vllm_xargs": xargs})
+    sampling_params = copied.to_sampling_params(params.max_tokens, {})
+    if isinstance(request, SpeechRequest):
+        sampling_params.temperature = 1.0  # where vLLM's default is to take the likeliest token
+        sampling_params.logprobs = vars(params).get("logprobs")  # for the segments of a verbose answer
+    if (asked := sampling_params.logprobs) is not None:
+        sampling_params.logprobs = _num_logprobs(asked, 2 * params.beam_width, max_logprobs)
+    return sampling_params
+
+
+def _num_logprobs(asked: int, vllms_own: int, most: int) -> int:
+    """vLLM's own loop reports as many log-probabilities as it has, `vllms_own`, however many are asked for."""
+    num = vllms_own if asked == -1 else asked
+    return num if most == -1 else min(num, most)
+
+
+def _as_vllm_returns_it(
+    output: RequestOutput, eos_token_id: int | None, eos_token_ids: set[int], params: BeamSearchParams
+) -> None:
+    """vLLM's own loop names the EOS token as stop reason, and leaves it out of the tokens unless told otherwise."""
+    if _is_over_at_once(params):
+        output.outputs[0].token_ids = _Tokens()
+        return
+    for hypothesis in output.outputs:
+        if not hypothesis.token_ids or hypothesis.token_ids[-1] not in eos_token_ids:  # it ends with an item, say
+            continue
+        if hypothesis.finish_reason == "stop" and hypothesis.stop_reason is None:
+            hypothesis.stop_reason = eos_token_id
+        if hypothesis.stop_reason in eos_token_ids and not params.include_stop_str_in_output:
+            hypothesis.token_ids = _Tokens(hypothesis.token_ids[:-1])
+
+
+class _Tokens(list[int]):
+    """Tokens of a stream's last part, perhaps none: vLLM takes what is false for no part at all."""
+
+    def __bool__(self) -> bool:
+        return True
