@@ -20,9 +20,9 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.compat.versions import has_allowlist
 from vllm_trie.entrypoints.llm_engine import abort_all
-from vllm_trie.entrypoints.requests import CALLER, forget_unsent, refusing, why_not_behind
+from vllm_trie.entrypoints.requests import CALLER, BeamRequestError, forget_unsent, refusing, why_not_behind
 from vllm_trie.messages import LLM_BEAM_SEARCH, NO_HYPOTHESIS
-from vllm_trie.options import BeamParams
+from vllm_trie.options import BeamParams, asks_for_beams
 from vllm_trie.selection import has_beams, is_selected, why_without_beams
 
 logger = init_logger("vllm.trie_beam.beam_search")
@@ -37,6 +37,8 @@ def beam_search(
     """`LLM.beam_search` runs in every engine that has beams."""
     call = arguments(original, self, *args, **kwargs)  # 0.33 has one more, the priority
     params: BeamSearchParams = call["params"]
+    if has_beams(self.llm_engine.vllm_config):
+        _refuse_other_params(params)
     if params.max_tokens == 0:  # it asks the engine for nothing
         return original(self, *args, **kwargs)
     vllm_config = self.llm_engine.vllm_config
@@ -66,6 +68,17 @@ def beam_search(
         logger.info_once("LLM.beam_search %s: vLLM's own client loop runs it, not the engine", refusal)
     with _rendered(self, inputs) if inputs is not None else nullcontext():
         return original(self, *args, **kwargs)
+
+
+def _refuse_other_params(params: Any) -> None:
+    """Name the call that takes these parameters, if it is not `LLM.beam_search`."""
+    if isinstance(params, BeamSearchParams):
+        return
+    kind = type(params).__name__
+    what_works = "pass one BeamSearchParams(beam_width=..., max_tokens=...) for all prompts"
+    if isinstance(params, SamplingParams) and asks_for_beams(params.extra_args or {}):
+        what_works = "call LLM.generate(prompts, params) with what beam_params returns"
+    raise BeamRequestError(f"LLM.beam_search takes BeamSearchParams, not {kind}; {what_works}")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.utils import random_uuid
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
@@ -68,6 +68,12 @@ def process_inputs(
 ) -> EngineCoreRequest:
     """What vLLM makes of a request, with its ticket if it asks for beams."""
     data = None
+    if isinstance(params, BeamSearchParams):  # of `LLM.generate`, say
+        width, most = params.beam_width, params.max_tokens
+        raise BeamRequestError(
+            f"BeamSearchParams(beam_width={width}, ...) is for LLM.beam_search alone; call that, or pass "
+            f"vllm_trie.beam_params({width}, n={width}, max_tokens={most}) here"
+        )
     try:
         if isinstance(params, SamplingParams):
             with refusing():

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind
 
+from benchmarks.server import CHAT_TEMPLATE
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
 from vllm_trie import beam_params
 from vllm_trie.entrypoints.requests import process_inputs
@@ -68,6 +69,52 @@ def test_bad_request_is_refused_and_the_next_one_served(engine: Engine, params: 
     engine.check_nothing_is_left()
     (output,) = engine.llm.generate([PROMPT], beam_params(2, n=2, max_tokens=4), use_tqdm=False)
     assert len(output.outputs) == 2
+
+
+@pytest.mark.parametrize("entry", ["generate", "chat"])
+@pytest.mark.parametrize("is_list", [False, True])
+def test_parameters_of_another_call_are_refused_by_its_name(engine: Engine, entry: str, is_list: bool) -> None:
+    of_vllm = BeamSearchParams(beam_width=3, max_tokens=5)
+    asked: Any = [[{"role": "user", "content": PROMPT}]] * 2 if entry == "chat" else [PROMPT] * 2
+    options = {"chat_template": CHAT_TEMPLATE} if entry == "chat" else {}
+    params = [beam_params(2, max_tokens=4), of_vllm] if is_list else of_vllm
+    right = r"for LLM.beam_search alone; call that, or pass vllm_trie.beam_params\(3, n=3, max_tokens=5\) here"
+    with pytest.raises(ValueError, match=right):
+        getattr(engine.llm, entry)(asked, params, use_tqdm=False, **options)
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("params", "right"),
+    [
+        (
+            beam_params(3, max_tokens=5),
+            r"not SamplingParams; call LLM.generate\(prompts, params\) with what beam_params",
+        ),
+        (SamplingParams(), "not SamplingParams; pass one BeamSearchParams"),
+        ([BeamSearchParams(beam_width=3, max_tokens=5)], "not list; pass one BeamSearchParams"),
+        (None, "not NoneType; pass one BeamSearchParams"),
+        ({"beam_width": 3}, "not dict; pass one BeamSearchParams"),
+    ],
+)
+def test_beam_search_names_the_call_that_takes_other_parameters(engine: Engine, params: Any, right: str) -> None:
+    with pytest.raises(ValueError, match=right):
+        engine.llm.beam_search([{"prompt": PROMPT}], params)
+    engine.check_nothing_is_left()
+
+
+def test_a_pause_answers_with_the_best_so_far_and_leaves_nothing(engine: Engine) -> None:
+    llm, core = engine.llm.llm_engine, engine.core
+    llm.add_request("search", {"prompt": PROMPT}, beam_params(3, n=2, max_tokens=60, ignore_eos=True))
+    for _ in range(8):
+        llm.step()
+    core.pause_scheduler(mode="abort")
+    core.resume_scheduler()
+    found = [found for output in llm.step() for found in output.outputs]
+    assert [one.finish_reason for one in found] == ["abort"] * 2
+    assert all(one.text for one in found)
+    assert not llm.has_unfinished_requests()
+    engine.check_nothing_is_left()
 
 
 def test_beam_results_need_all_hypotheses_in_one_output(engine: Engine) -> None:
