@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.items import along_of
+from tests.support.phrases import Phrases, boost_of
 from tests.support.steps import rules_of, shortcuts
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import ItemRules
 from vllm_trie.search.constraints.ngrams import NoRepeats
+from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
+from vllm_trie.search.filters import Pruning
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Going
@@ -143,14 +147,31 @@ def repeats(tokens: Sequence, size: int) -> bool:
     return size > 0 and len(ngrams) > 0 and ngrams[-1] in ngrams[:-1]
 
 
+class Besides(NamedTuple):
+    """What hypotheses along a catalog are judged by besides."""
+
+    ngram_size: int  # none occurs twice; 0: whichever may
+    phrases: Phrases
+    margin: float  # by which what goes on may be worse than the best
+
+
+Ranked = list[tuple[tuple[float, int, bool, int], Beam, bool]]  # a key, lower for the better, and whether it counts
+
+
+def unpruned(found: Ranked, margin: float) -> Ranked:
+    """Those that are not worse than the best by more than this, in order."""
+    ranked = sorted(found)
+    return [each for each in ranked if each[0][0] <= ranked[0][0][0] + margin]
+
+
 def plain_step(
-    plain: Plain, rules: SelectRules, beams: list[Beam], logprobs: list[torch.Tensor], ngram_size: int
+    plain: Plain, rules: SelectRules, beams: list[Beam], logprobs: list[torch.Tensor], besides: Besides
 ) -> tuple[list[Beam], list[Beam]]:
     """The next beams, and the hypotheses that finish, from sorted lists."""
     assert rules.items is not None
-    over, live = [], []
+    over, live = Ranked(), Ranked()
     for parent, (beam, of_row) in enumerate(zip(beams, logprobs, strict=True)):
-        allowed = [token for token in plain.ways(beam.tokens) if not repeats((*beam.tokens, token), ngram_size)]
+        allowed = [token for token in plain.ways(beam.tokens) if not repeats((*beam.tokens, token), besides.ngram_size)]
         ways = sorted(allowed, key=lambda token: (token in rules.stops.token_ids, token))
         if rules.items.renormalizes:
             of_row = of_row - of_row[ways].logsumexp(0)
@@ -162,47 +183,64 @@ def plain_step(
             ends = (
                 complete and (rules.is_last or stops or not rules.items.ends_with_stop) and not rules.stops.are_barred
             )
-            key = (-score, parent, stops, token)
-            over.append((key, Beam(path, score), ends))
-            if not stops and plain.ways(path):
-                live.append((key, Beam(path, score)))
-    over, live = sorted(over)[: rules.width], sorted(live)[: rules.width]
-    return [beam for _, beam in live], [beam for _, beam, ends in over if ends]
+            at_end, running = (score + boost_of(besides.phrases, [*path], is_over) for is_over in (True, rules.is_last))
+            goes_on = not stops and bool(plain.ways(path))
+            of_over = at_end if ends else running
+            of_live = running if goes_on else of_over
+            over.append(((-of_over, parent, stops, token), Beam(path, score), ends))
+            live.append(((-of_live, parent, stops, token), Beam(path, score), goes_on))
+    over, live = unpruned(over, besides.margin)[: rules.width], unpruned(live, besides.margin)
+    return [beam for _, beam, goes_on in live if goes_on][: rules.width], [beam for _, beam, ends in over if ends]
 
 
-@settings(max_examples=120, deadline=None)
-@given(searches(), st.integers(1, 6), st.integers(0, 1000), st.booleans(), st.integers(0, 3))
+ways_to_write = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=3), min_size=1, max_size=2)
+weighted = st.tuples(ways_to_write, st.sampled_from([1.0, 4.0, 0.25, -1.5, -6.0]))
+all_besides = st.builds(
+    Besides, st.integers(0, 3), st.lists(weighted, max_size=5), st.sampled_from([1.5, 4.0, math.inf])
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(searches(), st.integers(1, 6), st.integers(0, 1000), st.booleans(), all_besides)
 def test_steps_are_those_of_a_plain_loop(
-    search: tuple[list[Sequence], ItemRules], width: int, seed: int, looks: bool, ngram_size: int
+    search: tuple[list[Sequence], ItemRules], width: int, seed: int, looks: bool, besides: Besides
 ) -> None:
-    items, item_rules = search
+    (items, item_rules), (ngram_size, phrases, margin) = search, besides
+    if phrases:
+        item_rules = replace(item_rules, renormalizes=False)
     stops = (STOP, OTHER_STOP)
     along, plain, random = (
         along_of(items, item_rules, stops),
         Plain(items, item_rules, stops),
         torch.Generator().manual_seed(seed),
     )
-    rules = rules_of(width, stops=stops, constraints=(item_rules,))
-    beams, states, scores = [Beam((), 0.0)], along.begin(1, CPU), torch.zeros(1, 1)
-    slots: list[Beam | None] = [*beams]
+    boosts = [PhraseBoosts.of(phrases)] if phrases else []
+    pruning = Pruning() if margin == math.inf else Pruning(absolute=margin)
+    rules = rules_of(width, stops=stops, constraints=(item_rules, *boosts), pruning=pruning)
+    slots: list[Beam | None] = [Beam((), 0.0)]
+    state = Beams(torch.zeros(1, 1), states={key: key.begin(1, CPU) for key in (along, *boosts)})
     for number in range(8):
         rules = rules._replace(is_last=number == 7)
         logits = torch.randn(1, len(slots), VOCAB, generator=random)
         by_beam = {beam: row for row, beam in enumerate(slots) if beam is not None}
         in_slots = sorted(by_beam, key=by_beam.__getitem__)
         logprobs = [logits[0, by_beam[beam]].log_softmax(-1) for beam in in_slots]
-        expected, ended = plain_step(plain, rules, in_slots, logprobs, ngram_size)
+        expected, ended = plain_step(plain, rules, in_slots, logprobs, besides)
         histories = torch.tensor([[beam.tokens if beam else [-1] * number for beam in slots]]).view(
             1, len(slots), number
         )
         bans = {NoRepeats(ngram_size): histories} if ngram_size else {}
         with shortcuts(looks):
-            before = Beams(scores, None, {along: states, **bans}, number)
+            before = state._replace(states=state.states | bans, length=number)
             step = take_step(rules, logits, before)
         finished = zip(*(field[0].tolist() for field in step.finished), strict=True)
         paths = [(slots[parent], token, score) for parent, token, score in finished if score > -math.inf]
         assert [(*(beam.tokens if beam else ()), token) for beam, token, _ in paths] == [b.tokens for b in ended]
         assert [score for *_, score in paths] == pytest.approx([b.score for b in ended], abs=1e-5)
+        if step.rank_scores is not None:
+            by_rank = [score for score in step.rank_scores.finished[0].tolist() if score > -math.inf]
+            totals = [beam.score + boost_of(phrases, [*beam.tokens], is_over=True) for beam in ended]
+            assert by_rank == pytest.approx(totals, abs=1e-4)
         fields = zip(step.parents[0].tolist(), step.tokens[0].tolist(), step.scores[0].tolist(), strict=True)
         grown = [
             None if score == -math.inf else Beam((*slots[parent].tokens, token), score)  # type: ignore[union-attr]
@@ -210,10 +248,10 @@ def test_steps_are_those_of_a_plain_loop(
         ]
         found = sorted((beam for beam in grown if beam is not None), key=lambda beam: -beam.score)
         assert {beam.tokens for beam in found} == {beam.tokens for beam in expected}
-        assert [b.score for b in found] == pytest.approx([b.score for b in expected], abs=1e-5)
+        assert [b.score for b in found] == pytest.approx(sorted((b.score for b in expected), reverse=True), abs=1e-5)
         if not found:
             return
-        slots, states, scores = grown, before.after(Going.of(step)).states[along], step.scores
+        slots, state = grown, before.after(Going.of(step))
 
 
 def test_a_bound_by_depth_is_enough_where_the_device_is_not_looked_at() -> None:

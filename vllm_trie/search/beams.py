@@ -106,6 +106,11 @@ class Beams(NamedTuple):
         found = [key.boosts(state, logprobs, is_end) for key, state in self.states.items()]
         return reduce(add, boosts) if (boosts := [boost for boost in found if boost is not None]) else None
 
+    def pending(self, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
+        """See `Constraint.pending`: of continuations [G, k] of these rows, under all constraints together."""
+        found = [key.pending(_gathered(state, parents), tokens) for key, state in self.states.items()]
+        return reduce(add, shares) if (shares := [share for share in found if share is not None]) else None
+
     def mask(self, logits: torch.Tensor) -> torch.Tensor:
         """See `Constraint.mask`; `logits` themselves if nothing is masked."""
         for key, state in self.states.items():

@@ -28,12 +28,14 @@ class Means(NamedTuple):
         completes: Finds candidates that complete a stop string.
         select_next: That of `slots`, or what does the same on this device.
         boosts: [G, r or 1, V] float32, what ranks continuations besides log-probabilities, which filters see alone.
+        has_pending: Items that end are ranked by other boosts than what goes on: by `Beams.boosts` at an end.
     """
 
     draws: Sequence[Draw] = ()
     completes: Completes | None = None
     select_next: Callable[..., Candidates[torch.Tensor]] = select_next
     boosts: torch.Tensor | None = None
+    has_pending: bool = False
 
 
 class Choice(NamedTuple):

@@ -35,9 +35,7 @@ def take_step(rules: SelectRules, logits: torch.Tensor, beams: Beams, means: Mea
     logprobs, beams = _row_logprobs(rules, logits, beams)
     if (boosts := beams.boosts(logprobs, rules.is_last)) is None:
         return reported(rules, rules.strategy.choose(rules, logprobs, beams, means))
-    at_end = beams.boosts(logprobs, is_end=True) if rules.stops.strings else None
-    choice = choose_boosted(rules, logprobs, beams, means, boosts, boosts if at_end is None else at_end)
-    return reported(rules, choice)
+    return reported(rules, choose_boosted(rules, logprobs, beams, means, boosts))
 
 
 def is_light(rules: SelectRules) -> bool:

@@ -167,7 +167,8 @@ def test_the_best_items_of_a_catalog_are_those_that_one_finds_by_looking_at_all(
 ) -> None:
     model, prompt = random_model("gqa"), prompt_of(20, 5)
     items = [[5, 7, 9], [5, 7, 10], [6, 7], [6, 8, 9, 11], [12, 5, 7], [13]]
-    phrases: Phrases = [([[7, 10]], 3.0), ([[5]], -1.0), ([[8, 9]], 6.0), ([[13]], 0.5)]
+    items_begin = [([[9, 20]], 8.0), ([[10, 20]], -8.0)]  # which no item goes on with
+    phrases: Phrases = [([[7, 10]], 3.0), ([[5]], -1.0), ([[8, 9]], 6.0), ([[13]], 0.5), *items_begin]
     (output,) = engines(model).generate(
         [prompt], boosted(6, phrases, allowed_sequences=items, ignore_eos=True, length_penalty=0.0)
     )

@@ -138,6 +138,13 @@ class AlongItems(Constraint):
         """See `Constraint`."""
         return self._go_on(targets, targets % self.trie.num_nodes)
 
+    def end(self, targets: torch.Tensor) -> torch.Tensor:
+        """See `Constraint`."""
+        if self.rules.ends_with_stop:
+            return targets == STOPPED
+        num_nodes = self.trie.num_nodes
+        return self.trie.is_item[targets % num_nodes] & (targets >= (self.rules.num_items - 1) * num_nodes)
+
     def _go_on(self, targets: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         trie, rules = self.trie, self.rules
         goes_on = trie.first_child[node] < trie.first_child[node + 1]

@@ -74,6 +74,10 @@ class Constraint:
         """
         return None
 
+    def pending(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
+        """What a hypothesis loses of its boosts if it ends with a token, [G, k] of tokens [G, k]; None: nothing."""
+        return None
+
     def mask(self, logits: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Logits [G, r, V] with -inf for what may not come: log-probabilities are those of a model that knows of it."""
         return logits
@@ -106,6 +110,10 @@ class Constraint:
 
     def go_on(self, targets: torch.Tensor) -> torch.Tensor:
         """What `outcomes` says of them in `goes_on`, alone."""
+        raise NotImplementedError
+
+    def end(self, targets: torch.Tensor) -> torch.Tensor:
+        """What `outcomes` says of them in `ends`, alone."""
         raise NotImplementedError
 
     def logprobs_of(self, logprobs: torch.Tensor, continuations: Continuations) -> torch.Tensor:

@@ -107,6 +107,10 @@ class PhraseBoosts(Constraint):
         boosts[..., tables.tokens] = gains + lost
         return boosts
 
+    def pending(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """See `Constraint`."""
+        return self._tables(states.device).pending[self.advance(states, tokens)]
+
     def _tables(self, device: torch.device) -> _Automaton[torch.Tensor]:
         if (tables := self._on_devices.get(device)) is None:
             tables = _Automaton(*(uploaded(array, device) for array in self.automaton))

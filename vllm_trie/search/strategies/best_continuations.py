@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.constraint import Constraint, Outcomes
 from vllm_trie.search.devices import NEVER, sees
-from vllm_trie.search.filters import filtered, prune_
+from vllm_trie.search.filters import Pruning, filtered, prune_
 from vllm_trie.search.parts import in_parts, parts
 from vllm_trie.search.rank import Candidates, rank_candidates
 from vllm_trie.search.rules import Choice, Means, SelectRules, going_on
@@ -20,7 +22,8 @@ def best_continuations(
     """The best continuations become beams, and those among the best b that are complete finish.
 
     One may do both, where an item is the beginning of another: so what finishes and what goes on are ranked
-    apart. Rows have a few children each, which are ranked like a vocabulary of that size.
+    apart, each by the boosts that it has there. Rows have a few children each, which are ranked like a vocabulary of
+    that size.
 
     Args:
         sparse: The constraint that lists continuations.
@@ -30,36 +33,68 @@ def best_continuations(
     most = sparse.most_continuations(beams.states[sparse], vocab_size, beams.length)
 
     def of_rows(
-        logprobs: torch.Tensor, beams: Beams, boosts: torch.Tensor | None = None
+        logprobs: torch.Tensor, beams: Beams, boosts: torch.Tensor | None = None, *, are_over: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         found = sparse.continuations(beams.states[sparse], most)
+        tokens, targets, ends = found.tokens, found.targets, None
+        if has_end_boosts(are_over):
+            ends = sparse.end(targets) if are_over else sparse.end(targets) > sparse.go_on(targets)  # that is, and not
         own = sparse.logprobs_of(beams.narrow(logprobs, done=sparse), found)
+        del found  # which takes memory
         allowed = filtered(own, rules.filters, width if boosts is None else None)
         if boosts is not None:
-            allowed = allowed + boosts.gather(-1, found.tokens)
-        return allowed, found.tokens.int(), found.targets
+            added = boosts.gather(-1, tokens)
+            added = added if ends is None else _end_boosts(logprobs, beams, tokens).where(ends, added)
+            allowed = allowed + added
+        return allowed, tokens.int(), targets
 
-    shape = *scores.shape, most  # a few more, where stop tokens are among them
-    allowed, tokens, targets = in_parts(shape, of_rows, logprobs, beams, *([] if boosts is None else [boosts]))
-    prune_(allowed, scores, rules.pruning)
+    def has_end_boosts(are_over: bool) -> bool:
+        return means.has_pending and (are_over or rules.pruning != Pruning())  # else what only ends is left out anyhow
+
+    def ranked(are_over: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[G, r, B] what continuations compete by, their tokens and targets.
+
+        Args:
+            are_over: Those that end compete as hypotheses that are over; else only those that do not go on do.
+        """
+        shape = *scores.shape, most  # a few more, where stop tokens are among them
+        of_each = partial(of_rows, are_over=are_over)
+        allowed, tokens, targets = in_parts(shape, of_each, logprobs, beams, *([] if boosts is None else [boosts]))
+        return prune_(allowed, scores, rules.pruning), tokens, targets
 
     def outcomes(candidates: Candidates[torch.Tensor]) -> Outcomes:
-        return sparse.outcomes(targets.flatten(1).gather(1, candidates.tokens))
+        return sparse.outcomes(_at(targets, candidates))
 
-    tokens = tokens.flatten(1)
+    allowed, tokens, targets = ranked(are_over=True)
     over = live = _best_places(allowed, scores, width)
     of_over = of_live = outcomes(over)
-    if not (sees(scores.device) and bool((of_over.goes_on | (over.scores == NEVER)).all())):
+    ends = (of_over.is_complete if rules.is_last else of_over.ends) & (not rules.stops.are_barred)
+    finished = over._replace(tokens=_at(tokens, over).long(), scores=over.scores.where(ends, NEVER))
+    is_one_ranking = sees(scores.device) and not means.has_pending
+    if not (is_one_ranking and bool((of_over.goes_on | (over.scores == NEVER)).all())):
+        if means.has_pending:
+            del allowed, tokens, targets
+            allowed, tokens, targets = ranked(are_over=False)
         for rows in parts(allowed.shape):
             allowed[:, rows].masked_fill_(~sparse.go_on(targets[:, rows]), NEVER)
         live = _best_places(allowed, scores, width)
         of_live = outcomes(live)
-    ends = (of_over.is_complete if rules.is_last else of_over.ends) & (not rules.stops.are_barred)
-    finished = over._replace(tokens=tokens.gather(1, over.tokens).long(), scores=over.scores.where(ends, NEVER))
     by_slot = means.select_next(live, going_on(rules, live, ~of_live.goes_on), rules.width, num_rows)
     states = {sparse: outcomes(by_slot).states}
-    by_slot = by_slot._replace(tokens=tokens.gather(1, by_slot.tokens).long())
+    by_slot = by_slot._replace(tokens=_at(tokens, by_slot).long())
     return Choice(Step(*by_slot, finished, states=states), logprobs)
+
+
+def _end_boosts(logprobs: torch.Tensor, beams: Beams, tokens: torch.Tensor) -> torch.Tensor:
+    """[G, r, B] what tokens add to hypotheses that end with them."""
+    boosts = beams.boosts(logprobs, is_end=True)
+    assert boosts is not None
+    return boosts.gather(-1, tokens)
+
+
+def _at(values: torch.Tensor, candidates: Candidates[torch.Tensor]) -> torch.Tensor:
+    """Those of all continuations' values [G, r, B] that are at the places of candidates [G, K]."""
+    return values.flatten(1).gather(1, candidates.tokens)
 
 
 def _best_places(allowed: torch.Tensor, scores: torch.Tensor, count: int) -> Candidates[torch.Tensor]:

@@ -16,25 +16,41 @@ from vllm_trie.search.step_result import RankScores
 
 
 def choose_boosted(
-    rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means, boosts: torch.Tensor, at_end: torch.Tensor
+    rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means, boosts: torch.Tensor
 ) -> Choice:
     """As the strategy does, but candidates compete by cumulative log-probability and boosts; reports are without these.
 
     Args:
         rules, logprobs, beams, means: As for `Strategy.choose`.
-        boosts: [G, r, V] float32, what each token adds.
-        at_end: [G, r, V] float32, what it adds to a hypothesis that ends with it.
+        boosts: [G, r, V] float32, what each token adds; in the last step to a hypothesis that ends with it.
     """
     before = beams.compete_by.where(beams.scores > NEVER, NEVER)
-    (best,) = in_parts(logprobs.shape, lambda own, boosts: ((own + boosts).amax(dim=-1),), logprobs, boosts)
+    # In the last step all boosts are those of ends, and phrases do not go on after stop tokens. Which texts complete a
+    # stop string is known only of what is ranked.
+    may_pend = not (rules.is_last or rules.stops.are_barred)
+    means = means._replace(boosts=boosts, has_pending=may_pend and rules.items is not None)
+
+    def best_of_rows(logprobs: torch.Tensor, boosts: torch.Tensor, beams: Beams) -> tuple[torch.Tensor]:
+        best = (logprobs + boosts).amax(dim=-1)
+        at_end = beams.boosts(logprobs, is_end=True) if means.has_pending else None
+        return (best if at_end is None else best.maximum((logprobs + at_end).amax(dim=-1)),)
+
+    (best,) = in_parts(logprobs.shape, best_of_rows, logprobs, boosts, beams)
     excess = (best + before).amax(dim=-1, keepdim=True).clamp(min=0)  # strategies rank scores of at most 0
-    ranked = beams._replace(scores=before - excess)
-    step, _ = rules.strategy.choose(rules, logprobs, ranked, means._replace(boosts=boosts))
-    by_slot = Candidates(*step[:3])
-    sums = [_total(beams.scores, candidates, logprobs) for candidates in (by_slot, step.finished)]
-    after = RankScores(_total(before, by_slot, logprobs, boosts), _total(before, step.finished, logprobs, at_end))
-    finished = step.finished._replace(scores=sums[1])
-    return Choice(step._replace(scores=sums[0], finished=finished, rank_scores=after), logprobs)
+    step, _ = rules.strategy.choose(rules, logprobs, beams._replace(scores=before - excess), means)
+    by_slot, finished = Candidates(*step[:3]), step.finished
+    sums = [_total(beams.scores, candidates, logprobs) for candidates in (by_slot, finished)]
+    of_beams, of_finished = (_total(before, candidates, logprobs, boosts) for candidates in (by_slot, finished))
+    if (
+        may_pend
+        and (rules.stops.strings or rules.items)
+        and (pending := beams.pending(finished.parents, finished.tokens)) is not None
+    ):
+        of_finished = of_finished - pending
+    after = RankScores(of_beams, of_finished)
+    return Choice(
+        step._replace(scores=sums[0], finished=finished._replace(scores=sums[1]), rank_scores=after), logprobs
+    )
 
 
 def _total(scores: torch.Tensor, candidates: Candidates[torch.Tensor], *values: torch.Tensor) -> torch.Tensor:
