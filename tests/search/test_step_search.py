@@ -307,6 +307,19 @@ def test_what_is_returned_is_as_it_was_drawn(rules: StepRules) -> None:
         assert state.num_rounds <= rules.max_steps
 
 
+def test_a_search_that_ends_early_has_the_best_that_were_scored() -> None:
+    search = StepSearch(StepRules(width=2, candidates=2, max_tokens=10, max_steps=None, stops_early=False, seed=0))
+    assert search.best_so_far(3) == []
+    search.draws()
+    texts = [("a", None), ("bb", None), ("c", "stop"), ("bb", None)]
+    search.take([DrawnStep(text, [2], finish_reason=reason) for text, reason in texts])
+    assert search.best_so_far(3) == [], "none is scored"
+    search.judge([1.0, 3.0, 2.0])
+    assert [(found.text, found.finish_reason) for found in search.best_so_far(3)] == [
+        ("bb", None), ("c", "stop"), ("a", None)
+    ]  # fmt: skip
+
+
 def test_a_round_is_dealt_out_evenly_over_its_beams_best_first() -> None:
     state = StepSearch(StepRules(width=2, candidates=3, max_tokens=10, max_steps=None, stops_early=False, seed=0))
     assert [draw.beam for draw in state.draws()] == [StepHypothesis()] * 6

@@ -28,6 +28,10 @@ class DrawError(RuntimeError):
     """The engine did not draw a candidate."""
 
 
+class DrawAbortedError(DrawError):
+    """Somebody ended the request of a candidate, and so its search: whoever pauses the engine does."""
+
+
 @dataclass(frozen=True)
 class StepReader:
     """Makes steps of outputs.
@@ -47,6 +51,8 @@ class StepReader:
             DrawError: its request came to no end.
         """
         (drawn,) = output.outputs
+        if drawn.finish_reason == "abort":
+            raise DrawAbortedError("the engine aborted a candidate")
         if drawn.finish_reason not in ("stop", "length"):
             raise DrawError(f"the engine ended a candidate: {drawn.finish_reason}, {drawn.stop_reason}")
         is_delimiter = isinstance(drawn.stop_reason, str) and drawn.stop_reason not in (self.params.stop or ())

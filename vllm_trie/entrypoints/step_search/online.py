@@ -15,7 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_trie.compat.patch import arguments
 from vllm_trie.entrypoints.requests import refusing
-from vllm_trie.entrypoints.step_search.drawn_steps import DrawError
+from vllm_trie.entrypoints.step_search.drawn_steps import DrawAbortedError, DrawError
 from vllm_trie.entrypoints.step_search.opening import open_request
 from vllm_trie.entrypoints.step_search.request import StepRequest
 from vllm_trie.entrypoints.step_search.scorers import HttpScorer, StepCandidate
@@ -83,6 +83,8 @@ async def _answer(engine: AsyncLLM, request: StepRequest, draw: Draw) -> Request
         try:
             if candidates := request.take(drawn):
                 is_over = await _in_thread(request.judge, await _scores(request, candidates))
+        except DrawAbortedError:
+            return request.aborted()
         except Exception as error:
             why = request.failure(error).outputs[0].stop_reason
             logger.error("Search %s ended: %s", request.request_id, why)

@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils import random_uuid
 
 from vllm_trie.detokenizing import decoder
-from vllm_trie.entrypoints.step_search.drawn_steps import DrawError, StepReader
+from vllm_trie.entrypoints.step_search.drawn_steps import DrawAbortedError, DrawError, StepReader
 from vllm_trie.entrypoints.step_search.scorers import Scorer, StepCandidate
 from vllm_trie.messages import FORK, ForkTicket
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, StepParams
@@ -144,7 +144,9 @@ class StepRequest:
 
     def answer(self) -> RequestOutput:
         """The best `n` hypotheses, best first; fewer if there are fewer."""
-        best = self.search.finished[: self.params.n]
+        return self._answer_of(self.search.finished[: self.params.n])
+
+    def _answer_of(self, best: Sequence[StepHypothesis]) -> RequestOutput:
         answer = {
             "scores": [hypothesis.score for hypothesis in best],
             "step_scores": [list(hypothesis.scores) for hypothesis in best],
@@ -154,13 +156,17 @@ class StepRequest:
         return self._output([self._completion(index, hypothesis) for index, hypothesis in enumerate(best)], answer)
 
     def failure(self, error: Exception) -> RequestOutput:
-        """The end of a search that cannot go on: `n` outputs in an error, whose stop reason says why."""
+        """The end of a search that cannot go on: `n` outputs in an error, whose stop reason says why; or `aborted`."""
+        if isinstance(error, DrawAbortedError):
+            return self.aborted()
         why = str(error) if isinstance(error, ScorerError | DrawError) else f"{type(error).__name__}: {error}"
         return self._without_answer("error", shortened(why))
 
     def aborted(self) -> RequestOutput:
-        """The end of a search that somebody else ended."""
-        return self._without_answer("abort", None)
+        """The end of a search that somebody else ended: the best of what was scored; `n` empty outputs before that."""
+        self.end()
+        best = self.search.best_so_far(self.params.n)
+        return self._answer_of(best) if best else self._without_answer("abort", None)
 
     def _without_answer(self, finish_reason: str, stop_reason: str | None) -> RequestOutput:
         self.end()
@@ -189,7 +195,7 @@ class StepRequest:
             None
             if self.params.logprobs is None
             else [*chain.from_iterable(note.logprobs for note in hypothesis.notes)],
-            finish_reason=hypothesis.finish_reason,
+            finish_reason=hypothesis.finish_reason or "abort",
             stop_reason=hypothesis.stop_reason,
         )
 

@@ -108,6 +108,11 @@ class StepSearch:
         is_enough = self.rules.stops_early and len(self.finished) == width
         return not self.beams or is_enough or self.num_rounds == self.rules.max_steps
 
+    def best_so_far(self, count: int) -> list[StepHypothesis]:
+        """The best `count` that were scored, best first, each text once: what there is if the search ends here."""
+        scored = [hypothesis for hypothesis in (*self.finished, *self.beams, *self.pool) if hypothesis.scores]
+        return _ranked(_first_of_each(scored, lambda c: c.text))[:count]
+
     def _allot(self) -> None:
         """Say which of the open candidates go on, and with how many new ones each.
 

@@ -14,7 +14,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.support.served import PROMPTS, beams
-from vllm_trie import Trace, beam_params, hypotheses
+from vllm_trie import Trace, beam_params, hypotheses, selection
+from vllm_trie.entrypoints.step_search import online, opening
 
 pytestmark = pytest.mark.slow
 
@@ -134,6 +135,31 @@ def test_searches_that_wait_answer_with_nothing(llm: AsyncLLM, loop: asyncio.Abs
         texts = [[bool(one.text) for one in of_search] for of_search in found]
         assert texts == [[False, False], [True, True]]
         assert {one.finish_reason for of_search in found for one in of_search} == {"abort"}
+        await check_it_serves_on(llm)
+
+    run(loop, check())
+
+
+@pytest.mark.parametrize("how", ["abort", "pause"])
+def test_a_search_by_steps_answers_with_the_best_that_was_scored(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = selection.config_of(llm.vllm_config).model_copy(update={"scorers": {"short": "http://127.0.0.1:9"}})
+    monkeypatch.setattr(opening, "config_of", lambda _: config)
+
+    async def scores(_: Any, candidates: list[Any]) -> list[float]:
+        return [-float(len(candidate.text)) for candidate in candidates]
+
+    monkeypatch.setattr(online, "_scores", scores)
+    by_steps = beam_params(2, n=2, unit="step", step_stop=[" "], scorer="short", seed=0, temperature=1.0, **LONG)
+
+    async def check() -> None:
+        outputs = await ended(llm, {"steps": (by_steps, FINAL_ONLY)}, how)
+        (answer,) = outputs["steps"]
+        assert {found.finish_reason for found in answer.outputs} == {"abort"}
+        assert all(found.text and found.token_ids for found in answer.outputs)
+        first, second = answer.kv_transfer_params["trie_beam"]["scores"]
+        assert first >= second
         await check_it_serves_on(llm)
 
     run(loop, check())
