@@ -63,6 +63,14 @@ async def abort(
     await original(self, ids, *args, **kwargs)
 
 
+@wraps("pause_generation", AsyncLLM)
+async def pause_generation(original: Callable[..., Awaitable[None]], self: AsyncLLM, *args: Any, **kwargs: Any) -> None:
+    """Abort searches by steps, too, where a pause aborts all: between two rounds the engine has nothing of theirs."""
+    if arguments(original, self, *args, **kwargs)["mode"] == "abort":
+        cancel_searches(self)
+    await original(self, *args, **kwargs)
+
+
 async def _noted(
     outputs: AsyncGenerator[RequestOutput, None], engine: AsyncLLM, request_id: str
 ) -> AsyncGenerator[RequestOutput, None]:

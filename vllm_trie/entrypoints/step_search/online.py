@@ -48,10 +48,10 @@ def search(
     return _search(engine, request, draw_candidate)
 
 
-def cancel_searches(engine: AsyncLLM, request_ids: Container[str]) -> None:
-    """End the searches of these requests."""
+def cancel_searches(engine: AsyncLLM, request_ids: Container[str] | None = None) -> None:
+    """End the searches of these requests, or all."""
     for searching, request_id in _searches.get(engine, {}).items():
-        if request_id in request_ids:
+        if request_ids is None or request_id in request_ids:
             searching.cancel()
 
 
