@@ -14,15 +14,17 @@ from hypothesis import strategies as st
 from benchmarks.launch_counter import LaunchCounter
 from benchmarks.memory_counter import MemoryCounter
 from benchmarks.weightless import nowhere
+from tests.support.items import along_of, random_items
 from tests.support.steps import rules_of, steps_of
 from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints.catalog import ItemRules
 from vllm_trie.search.constraints.stops import BARRED, ENDS, GOES_ON, Stops
 from vllm_trie.search.devices import borrowed, kept_within
 from vllm_trie.search.filters import LogitsFilters, Pruning
 from vllm_trie.search.rules import Strategy
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Step, TokenLogprobs, packed
-from vllm_trie.search.strategies import best
+from vllm_trie.search.strategies import best, best_continuations, few_ends
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.search.token_tables import CPU
@@ -95,6 +97,35 @@ def test_what_stops_may_be_ranked_apart_or_not(data: st.DataObject, name: str) -
     for few in (0, 1000):
         with patch.object(best, "FEW_STOPS", few):
             found.append([decided(step) for step in steps_of(rules, logits, scores)])
+    assert found[0] == found[1]
+
+
+ITEMS = random_items(40, (1, 2, 3), seed=5, tokens=(2, 30))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.data())
+def test_of_many_stop_tokens_after_items_those_that_may_matter_are_enough(data: st.DataObject) -> None:
+    width, levels = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([3, 1000]))
+    item_rules = ItemRules("", ends_with_stop=True, renormalizes=data.draw(st.booleans()))
+    stops = tuple(sorted(data.draw(st.sets(st.integers(0, 49), min_size=1))))
+    along = along_of(ITEMS, item_rules, stops)
+    rules = rules_of(
+        width,
+        stops=stops,
+        constraints=(item_rules,),
+        is_last=data.draw(st.booleans()),
+        filters=data.draw(st.sampled_from([LogitsFilters(), LogitsFilters(1.0, 0.01, 0, 0.8)])),
+        pruning=data.draw(st.sampled_from([Pruning(), Pruning(per_parent=2), Pruning(per_parent=6)])),
+    )
+    random = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 32)))
+    logits = torch.randint(levels, (1, width, 50), generator=random) * (4 / levels)
+    scores = -torch.randint(2, (1, width), generator=random) / 2
+    states = torch.randint(along.trie.num_nodes, (1, width), generator=random)
+    found = []
+    for kept in (few_ends.few_ends, lambda fields, *_: fields):
+        with patch.object(best_continuations, "few_ends", kept):
+            found.append([decided(step) for step in steps_of(rules, logits, scores, (along, states))])
     assert found[0] == found[1]
 
 

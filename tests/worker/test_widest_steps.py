@@ -82,6 +82,15 @@ SEARCHES = RULES | {
     "phrases and many stop tokens of LLM.beam_search": ALL_REPORTED._replace(
         strategy=Best("vllm"), stops=Stops(tuple(range(40))), constraints=(PhraseBoosts.of([([5], 1.0)]),)
     ),
+    **{
+        f"almost all tokens stop, {semantics}": ALL_REPORTED._replace(
+            strategy=Best(semantics), stops=Stops(tuple(range(VOCAB_SIZE - 1))), constraints=(NoRepeats(2),)
+        )
+        for semantics in ("hf", "vllm", "tridecode")
+    },
+    "almost all tokens stop, in groups": ALL_REPORTED._replace(
+        strategy=InGroups(3, 0.5, 0), stops=Stops(tuple(range(VOCAB_SIZE - 1))), filters=NUCLEUS
+    ),
     "before a catalog": PLAIN._replace(constraints=(ItemRules(CATALOG, after=7),), filters=NUCLEUS),
 }
 

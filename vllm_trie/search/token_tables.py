@@ -8,6 +8,7 @@ import torch
 from vllm_trie.search.devices import kept_within, uploaded
 
 CPU = torch.device("cpu")
+MOST_TOKENS = 1 << 31  # of any vocabulary
 TABLE_BYTES = 32 << 20  # of tables of each of the two kinds that stay, and of the lists by which they are found
 BYTES_OF_ID = 40  # of a token in such a list: a number, and its place in a tuple
 

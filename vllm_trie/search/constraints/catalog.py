@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from vllm_trie.search.constraints.constraint import Constraint, Continuations, Outcomes
-from vllm_trie.search.devices import NEVER, constant, numbers, sees
+from vllm_trie.search.devices import NEVER, numbers, sees
 from vllm_trie.search.parts import in_parts
+from vllm_trie.search.token_tables import MOST_TOKENS, columns
 
 NOT_STARTED = -1  # the state of a hypothesis whose items have not begun
 STOPPED = -2  # and of one that a stop token has ended
@@ -86,6 +87,11 @@ class AlongItems(Constraint):
         state = 0 if self.rules.after is None else NOT_STARTED
         return torch.full((1, num_rows), state, dtype=torch.int64, device=device)
 
+    @property
+    def num_ends(self) -> int:
+        """See `Constraint`."""
+        return len(self.stops) if self.rules.ends_with_stop else 0
+
     def most_continuations(self, states: torch.Tensor, vocab_size: int, length: int | None = None) -> int:
         """See `Constraint`; stop tokens that follow an item aside."""
         trie, looks, after = self.trie, sees(states.device), self.rules.after
@@ -111,13 +117,15 @@ class AlongItems(Constraint):
         nodes = nodes.clamp_(max=trie.num_nodes - 1).long()
         tokens, targets = trie.tokens[nodes].long(), nodes + of_item[..., None]
         if rules.after is not None:
-            is_stop = torch.isin(every, constant(self.stops, device))
+            is_stop = torch.zeros(most, dtype=torch.bool, device=device).index_fill_(
+                0, self._columns(most, device), True
+            )
             tokens, exist = torch.where(is_before, every, tokens), torch.where(is_before, ~is_stop, exist)
             targets = torch.where(is_before, torch.where(every == rules.after, 0, NOT_STARTED), targets)
         if not rules.ends_with_stop:
             return Continuations(tokens, targets, exist)
         may_stop = self.outcomes(states).is_complete[..., None].expand(*states.shape, len(self.stops))
-        stop_tokens = constant(self.stops, device).expand_as(may_stop)
+        stop_tokens = self._columns(MOST_TOKENS, device).expand_as(may_stop)
         stopped = stop_tokens, torch.full_like(may_stop, STOPPED, dtype=torch.int64), may_stop
         return Continuations(*(torch.cat(pair, dim=-1) for pair in zip((tokens, targets, exist), stopped, strict=True)))
 
@@ -180,8 +188,12 @@ class AlongItems(Constraint):
         if self.rules.after is not None:
             is_before = states == NOT_STARTED
             targets = torch.where(is_before, torch.where(tokens == self.rules.after, 0, NOT_STARTED), targets)
-            exist = torch.where(is_before, ~torch.isin(tokens, constant(self.stops, tokens.device)), exist)
+            exist = torch.where(is_before, ~torch.isin(tokens, self._columns(MOST_TOKENS, tokens.device)), exist)
         return targets, exist
+
+    def _columns(self, vocab_size: int, device: torch.device) -> torch.Tensor:
+        """[n] int64, stop tokens below a number."""
+        return columns(self.stops, vocab_size, device)
 
     def narrow(self, logprobs: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """See `Constraint`: what leads nowhere, to no item or to no token after it, is left out.

@@ -90,6 +90,11 @@ class Constraint:
         """Log-probabilities [G, r, V] with -inf for what does not go on, as filters have it; reports are without it."""
         return logprobs
 
+    @property
+    def num_ends(self) -> int:
+        """How many stop tokens `continuations` lists at last, besides what `most_continuations` counts."""
+        return 0
+
     def most_continuations(self, states: torch.Tensor, vocab_size: int, length: int | None) -> int:
         """How many continuations any of these rows has, or a bound that needs no look at the device.
 

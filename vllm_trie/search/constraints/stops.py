@@ -10,10 +10,9 @@ import torch
 
 from vllm_trie.search.devices import sees, uploaded
 from vllm_trie.search.rank import Candidates
-from vllm_trie.search.token_tables import CPU, classes, columns
+from vllm_trie.search.token_tables import CPU, MOST_TOKENS, classes, columns
 
 GOES_ON, ENDS, BARRED = 0, 1, 2  # classes of tokens
-MOST_TOKENS = 1 << 31  # of any vocabulary
 
 # Of parents and tokens [G, K], and of what was copied beside them: which complete a stop string, [G, K].
 Judge = Callable[[np.ndarray, np.ndarray, np.ndarray | None], np.ndarray]

@@ -14,6 +14,7 @@ from vllm_trie.search.parts import in_parts, parts
 from vllm_trie.search.rank import Candidates, rank_candidates
 from vllm_trie.search.rules import Choice, Means, SelectRules, going_on
 from vllm_trie.search.step_result import Step
+from vllm_trie.search.strategies.few_ends import few_ends, most_room
 
 
 def best_continuations(
@@ -41,12 +42,13 @@ def best_continuations(
             ends = sparse.end(targets) if are_over else sparse.end(targets) > sparse.go_on(targets)  # that is, and not
         own = sparse.logprobs_of(beams.narrow(logprobs, done=sparse), found)
         del found  # which takes memory
-        allowed = filtered(own, rules.filters, width if boosts is None else None)
+        allowed = filtered(own, rules.filters, width + sparse.num_ends if boosts is None else None)
         if boosts is not None:
             added = boosts.gather(-1, tokens)
             added = added if ends is None else _end_boosts(logprobs, beams, tokens).where(ends, added)
             allowed = allowed + added
-        return allowed, tokens.int(), targets
+        fields = allowed, tokens.int(), targets
+        return few_ends(fields, beams.scores, sparse.num_ends, width, rules.pruning)
 
     def has_end_boosts(are_over: bool) -> bool:
         return means.has_pending and (are_over or rules.pruning != Pruning())  # else what only ends is left out anyhow
@@ -57,7 +59,7 @@ def best_continuations(
         Args:
             are_over: Those that end compete as hypotheses that are over; else only those that do not go on do.
         """
-        shape = *scores.shape, most  # a few more, where stop tokens are among them
+        shape = *scores.shape, most + most_room(sparse.num_ends, width, rules.pruning)
         of_each = partial(of_rows, are_over=are_over)
         allowed, tokens, targets = in_parts(shape, of_each, logprobs, beams, *([] if boosts is None else [boosts]))
         return prune_(allowed, scores, rules.pruning), tokens, targets
