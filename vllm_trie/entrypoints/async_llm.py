@@ -16,6 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.entrypoints.beam_results import asks_for_beam_results, with_beam_results
+from vllm_trie.entrypoints.noted_outputs import noted
 from vllm_trie.entrypoints.reading import brings_data, generate_once_read
 from vllm_trie.entrypoints.server import is_served, raise_errors
 from vllm_trie.entrypoints.single_tokens import asks_for_single_tokens, with_single_tokens
@@ -34,12 +35,12 @@ def generate(
 ) -> AsyncGenerator[RequestOutput, None]:
     tokenizer, is_parsed = self.renderer.tokenizer, asks_for_single_tokens(sampling_params)
     if asks_for_steps(sampling_params) and has_beams(self.vllm_config):
-        outputs = search(original, self, prompt, sampling_params, request_id, *args, **kwargs)
+        outputs = noted(search(original, self, prompt, sampling_params, request_id, *args, **kwargs))
         return with_single_tokens(outputs, sampling_params, tokenizer) if is_parsed else outputs
     is_search = asks_for_beams((isinstance(sampling_params, SamplingParams) and sampling_params.extra_args) or {})
     generate = partial(generate_once_read, original) if brings_data(sampling_params) else original
     outputs = generate(self, prompt, sampling_params, request_id, *args, **kwargs)
-    outputs = _noted(outputs, self, request_id) if is_search else outputs
+    outputs = noted(_known(outputs, self, request_id)) if is_search else outputs
     outputs = with_texts(outputs, tokenizer) if is_traced(sampling_params) else outputs
     outputs = with_beam_results(outputs) if asks_for_beam_results(sampling_params) else outputs
     outputs = with_single_tokens(outputs, sampling_params, tokenizer) if is_parsed else outputs
@@ -71,7 +72,7 @@ async def pause_generation(original: Callable[..., Awaitable[None]], self: Async
     await original(self, *args, **kwargs)
 
 
-async def _noted(
+async def _known(
     outputs: AsyncGenerator[RequestOutput, None], engine: AsyncLLM, request_id: str
 ) -> AsyncGenerator[RequestOutput, None]:
     """The outputs of a search, which `abort` knows meanwhile."""

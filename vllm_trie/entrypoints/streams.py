@@ -17,11 +17,13 @@ from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse, CompletionStreamResponse
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo, ErrorResponse, UsageInfo
 from vllm.entrypoints.serve.utils.api_utils import should_include_usage
+from vllm.outputs import CompletionOutput, RequestOutput
 
 from vllm_trie.compat.patch import wraps
 from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
+from vllm_trie.entrypoints.noted_outputs import noting
 from vllm_trie.entrypoints.requests import BeamRequestError
 from vllm_trie.entrypoints.server import as_sampling_request, end_without_calls, num_prompts
 from vllm_trie.entrypoints.single_tokens import asking_for_single_tokens
@@ -60,10 +62,13 @@ async def create(original: Callable[..., Awaitable[Any]], self: Any, request: Re
             'messages with compact, beam_results, trace, unit="step" or tools come whole; leave stream out'
         )
     whole = request.model_copy(update={"stream": False, "stream_options": None})
-    response = _completed(await original(self, whole, raw_request), is_search, has_own_fields)
+    with noting() as outputs:
+        response = _completed(await original(self, whole, raw_request), is_search, has_own_fields)
     if not isinstance(response, Response):  # an error
         return response
-    return _events(response, *should_include_usage(request.stream_options, self.enable_force_include_usage))
+    has_usage, in_chunks = should_include_usage(request.stream_options, self.enable_force_include_usage)
+    usages = _usages(self, whole, response, [output for noted in outputs for output in noted]) if in_chunks else None
+    return _events(response, has_usage, usages)
 
 
 @wraps("create_responses", "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses")
@@ -180,14 +185,49 @@ def _parsed(event: str) -> dict[str, Any]:
     return json.loads(content) if content.startswith("{") else {}
 
 
-async def _events(response: Response, has_usage: bool, has_usage_in_chunks: bool) -> AsyncGenerator[str, None]:
-    """The response as server-sent events: a chunk per choice, and maybe one that has the usage alone."""
-    for chunk in _chunks(response, has_usage, has_usage_in_chunks):
+def _usages(self: Any, request: Request, response: Response, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
+    """The usage of each choice, as vLLM streams it: of its own prompt and its own tokens."""
+    usages = []
+    for output in outputs:
+        num_prompt_tokens = len(output.prompt_token_ids or ()) + len(output.encoder_prompt_token_ids or ())
+        for found in output.outputs:
+            count = len(found.token_ids)
+            usage = UsageInfo(prompt_tokens=num_prompt_tokens, completion_tokens=count)
+            usage.total_tokens = num_prompt_tokens + count
+            if response.usage.completion_tokens_details is not None:
+                num_reasoning = _num_reasoning_tokens(self, request, found)
+                usage.completion_tokens_details = CompletionTokenUsageInfo(reasoning_tokens=num_reasoning)
+            usages.append(usage.model_dump(mode="json", exclude_none=True))
+    if len(usages) == len(response.choices):
+        return usages
+    return [response.usage.model_dump(mode="json", exclude_none=True)] * len(response.choices)  # of vLLM's own loop
+
+
+def _num_reasoning_tokens(self: Any, request: Request, found: CompletionOutput) -> int:
+    """As vLLM counts them in a whole chat: some parsers know once they have parsed it."""
+    assert isinstance(request, ChatCompletionRequest)
+    if self.parser_cls is None:
+        return 0
+    tokenizer = self.renderer.get_tokenizer()
+    parser = self._make_parser(request, tokenizer, self._effective_chat_template_kwargs(request))
+    parser.parse(found.text, request, self.enable_auto_tools, found.token_ids)
+    return int(parser.count_reasoning_tokens(found.token_ids))
+
+
+async def _events(
+    response: Response, has_usage: bool, usages: list[dict[str, Any]] | None
+) -> AsyncGenerator[str, None]:
+    """The response as server-sent events: a chunk per choice, and maybe one that has the usage alone.
+
+    Args:
+        usages: Of each choice, if its chunk has it.
+    """
+    for chunk in _chunks(response, has_usage, usages):
         yield f"{DATA}{json.dumps(chunk, ensure_ascii=False)}\n\n"
     yield f"{DONE}\n\n"
 
 
-def _chunks(response: Response, has_usage: bool, has_usage_in_chunks: bool) -> Iterator[dict[str, Any]]:
+def _chunks(response: Response, has_usage: bool, usages: list[dict[str, Any]] | None) -> Iterator[dict[str, Any]]:
     """The fields of our own are large: the last choice's chunk alone has them."""
     own = {name: value for name, value in (response.model_extra or {}).items() if name in OWN_FIELDS}
     common = response.model_dump(mode="json", exclude={"choices", "usage", *own}, exclude_none=True)
@@ -201,6 +241,6 @@ def _chunks(response: Response, has_usage: bool, has_usage_in_chunks: bool) -> I
             for index, call in enumerate(chunk["delta"].get("tool_calls", ())):
                 call["index"] = index
         of_last = own if number == len(response.choices) else {}
-        yield {**common, "choices": [chunk], **({"usage": usage} if has_usage_in_chunks else {}), **of_last}
+        yield {**common, "choices": [chunk], **({"usage": usages[number - 1]} if usages else {}), **of_last}
     if has_usage:
         yield {**common, "choices": [], "usage": usage}

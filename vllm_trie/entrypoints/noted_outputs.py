@@ -1,0 +1,39 @@
+"""The engine's outputs that a whole response is made of: a response does not tell how many tokens each choice has."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
+
+from vllm.outputs import RequestOutput
+
+_noted: ContextVar[list[list[RequestOutput]] | None] = ContextVar("noted outputs", default=None)
+
+
+@contextmanager
+def noting() -> Iterator[list[list[RequestOutput]]]:
+    """Note by prompt, in their order, the last output of whatever is generated within; what it says then is kept."""
+    outputs: list[list[RequestOutput]] = []
+    before = _noted.set(outputs)
+    try:
+        yield outputs
+    finally:
+        _noted.reset(before)
+
+
+def noted(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+    """The outputs of a prompt, which are noted if anybody does."""
+    if (of_all := _noted.get()) is None:
+        return outputs
+    of_all.append([])
+    return _noting(outputs, of_all[-1])
+
+
+async def _noting(
+    outputs: AsyncGenerator[RequestOutput, None], last: list[RequestOutput]
+) -> AsyncGenerator[RequestOutput, None]:
+    async with aclosing(outputs):
+        async for output in outputs:
+            last[:] = [output]
+            yield output
