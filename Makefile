@@ -8,12 +8,13 @@ VENV_TOOLS := .venv-tools
 READY_TOOLS := $(VENV_TOOLS)/.ready
 FORGE := .github
 
-.PHONY: model demo test test-fast test-0.33 bench bench-full models soak lint check-vllm wheel docs examples clean help
+.PHONY: model demo test test-fast test-nightly test-0.33 bench bench-full models soak lint check-vllm wheel docs examples clean help
 
 help:
 	@echo "make demo       beam search on real code prompts, measured (a first run sets everything up)"
 	@echo "make model      fetch the real model of demo, benchmarks and tests; they do so themselves if need be"
-	@echo "make test       linters, type checks and all tests, about 20 minutes"
+	@echo "make test       linters, type checks and tests, about 20 minutes"
+	@echo "make test-nightly  the tests that run the demo and measure tables, about 5 minutes more"
 	@echo "make test-fast  ruff, the tests of pure logic, and every feature once in an engine, about three minutes"
 	@echo "make test-0.33  the tests that run vLLM, on vLLM 0.33 (its set-up downloads 340 MB more)"
 	@echo "make lint       linters, type checks and import contracts alone"
@@ -39,6 +40,9 @@ test: $(READY) lint
 test-fast: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m pytest -m "not slow" --numprocesses 2 --ignore tests/benchmarks
+
+test-nightly: $(READY)
+	$(PYTHON) -m pytest -m nightly
 
 test-0.33: $(READY_033)
 	$(VENV_033)/bin/python -m pytest --ignore tests/behaviour/distributed --ignore tests/behaviour/real_model \

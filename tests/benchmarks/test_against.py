@@ -11,7 +11,7 @@ from benchmarks.against import __main__ as against
 from benchmarks.against import cases
 from benchmarks.against.sides import ROOT, Side
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a commit to compare with")

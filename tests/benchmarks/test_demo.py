@@ -17,7 +17,7 @@ from benchmarks.smollm2.get import UnavailableError
 from tests.support.engine import Engines, freeze_all_there_is
 from tests.support.forks import Fork
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 PROMISED = (
     "1. ANSWERS",

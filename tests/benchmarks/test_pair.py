@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.stdlib_pair import corpus
 from benchmarks.stdlib_pair.train import held_out_loss, pack
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 PAIR = Path(corpus.__file__).parent
 MEGABYTE = 1 << 20

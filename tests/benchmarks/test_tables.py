@@ -16,7 +16,7 @@ from benchmarks.report import fill_in
 from tests.support.engine import Engines, freeze_all_there_is
 from tests.support.forks import Fork
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")
