@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.utils import random_uuid
@@ -85,6 +86,7 @@ def process_inputs(
         with refusing():
             if has_beams(self.vllm_config):
                 _refuse_too_long(own)
+                _fit_lengths(own, self.model_config.max_model_len)
             if data is not None:
                 _prepare(request, data, _caller(params), params.stop_token_ids, self)
     except Exception:
@@ -121,7 +123,9 @@ def _refuse_too_long(params: SamplingParams) -> None:
     from vllm.v1.worker.gpu.sample import logit_bias  # not before a worker in this process has patched torch for a CPU
 
     masked = params.all_stop_token_ids if params.min_tokens else ()
+    bad = [token for word in params.bad_words_token_ids or () for token in word]
     for name, tokens, most in (
+        ("tokens of bad_words", bad, envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS),
         ("allowed_token_ids", params.allowed_token_ids or (), logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS),
         ("logit_bias", params.logit_bias or (), logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS),
         ("stop_token_ids with min_tokens", masked, logit_bias.MAX_NUM_STOP_TOKEN_IDS),
@@ -130,6 +134,13 @@ def _refuse_too_long(params: SamplingParams) -> None:
             raise ValueError(
                 f"{len(tokens)} {name} are more than the {most} that Model Runner V2 takes; leave some out"
             )
+
+
+def _fit_lengths(params: SamplingParams, longest: int) -> None:
+    """Let numbers of tokens that no sequence reaches be the most that one may: a worker ends beyond 32 bits."""
+    params.min_tokens = min(params.min_tokens, longest)
+    if params.max_tokens is not None:
+        params.max_tokens = min(params.max_tokens, longest)
 
 
 def read_request(params: SamplingParams, processor: InputProcessor, tokenizer: Any) -> RequestData | None:

@@ -27,6 +27,7 @@ from vllm_trie.compat.patch import wraps
 from vllm_trie.entrypoints.requests import CALLER, BeamRequestError, refusing
 from vllm_trie.messages import BEAM_WIDTH, USE_BEAM_SEARCH, Caller
 from vllm_trie.options.request import OPTIONS, asks_for_beams, refuse_other_names
+from vllm_trie.options.shown import shown
 
 TextRequest: TypeAlias = CompletionRequest | ChatCompletionRequest
 SpeechRequest: TypeAlias = TranscriptionRequest | TranslationRequest
@@ -105,7 +106,7 @@ def _refuse_fields(request: TextRequest | ResponsesRequest | SpeechRequest) -> N
     unknown = {name: value for name, value in extra.items() if value is not None and (name, value) != NO_BEST_OF}
     for name, value in unknown.items():
         if name in OPTIONS:
-            raise BeamRequestError(f'{name}={value!r} is no field of a request; pass it in "vllm_xargs"')
+            raise BeamRequestError(f'{name}={shown(value)} is no field of a request; pass it in "vllm_xargs"')
     with refusing():
         refuse_other_names(unknown)
 
@@ -118,7 +119,9 @@ def _refuse_two_penalties(request: TextRequest | ResponsesRequest | SpeechReques
     own = request.length_penalty
     other = xargs.get("length_penalty", own)
     if own not in (other, type(request).model_fields["length_penalty"].default):  # which forms fill in
-        raise BeamRequestError(f"length_penalty={own} of the request is {other!r} in vllm_xargs; leave one of them out")
+        raise BeamRequestError(
+            f"length_penalty={own} of the request is {shown(other)} in vllm_xargs; leave one of them out"
+        )
 
 
 @wraps("to_chat_completion_request", BatchChatCompletionRequest)
