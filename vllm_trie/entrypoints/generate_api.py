@@ -17,6 +17,7 @@ from vllm_trie.entrypoints.server import ALL_AT_ONCE
 from vllm_trie.entrypoints.streams import chained, first_event
 from vllm_trie.messages import BEAM_WIDTH
 from vllm_trie.options import asks_for_beams
+from vllm_trie.options.shown import shown
 from vllm_trie.selection import has_beams
 
 
@@ -29,7 +30,7 @@ async def serve_tokens(
     if not asks_for_beams(options) or not has_beams(self.engine_client.vllm_config):
         return await original(self, request, *args, **kwargs)
     if request.stream and (whole := [name for name in ALL_AT_ONCE if options.get(name)]):
-        raise BeamRequestError(f"{whole[0]}={options[whole[0]]!r} has no place in a stream here; leave stream out")
+        raise BeamRequestError(f"{whole[0]}={shown(options[whole[0]])} has no place in a stream here; leave stream out")
     if options.get("unit") != "step":  # else it is known, and each candidate is a request of its own
         params.extra_args = {**options, CALLER: BEAM_WIDTH}
     response = await original(self, request, *args, **kwargs)
