@@ -92,7 +92,7 @@ OF_OPTIONS: dict[str, Callable[[], Cases]] = {
     "contrast": lambda: each("contrast", {"alpha": TINY, "beta": 1_000}, {LONG: 1}, LONG),
     "no_repeat_ngram_size": lambda: each("no_repeat_ngram_size", MOST_NGRAM, MOST_NGRAM + 1, LARGE),
     "compact": lambda: each("compact", True, LONG, n=1),
-    "trace": lambda: [*each("trace", True, LONG), {"trace": True, "beam_width": ROWS, "max_tokens": 1 << 20}],
+    "trace": lambda: each("trace", True, LONG),
     "beam_results": lambda: each("beam_results", True, LONG),
     "rerank": lambda: each("rerank", "mbr", LONG),
     "metric": lambda: each("metric", "chrf", LONG, **RERANKED),
@@ -132,7 +132,6 @@ OF_FIELDS: dict[str, Callable[[], Cases]] = {
     "max_tokens": lambda: each("max_tokens", 1, None, 1 << 40, stop_token_ids=[*range(VOCAB)]),
     "min_tokens": lambda: [
         *each("min_tokens", MAX_TOKENS, MAX_TOKENS + 1, LARGE),
-        {"min_tokens": LARGE, "max_tokens": LARGE},
     ],
     "stop": lambda: each(
         *("stop", ["\n" * (MOST_STOP_CHARACTERS // MOST_STOPS)] * MOST_STOPS),

@@ -11,10 +11,11 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from tests.behaviour.search.test_sampling_params_table import IN_PARTS, WORKS
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
-from tests.support.field_bounds import MAX_TOKENS, OF_FIELDS, OF_OPTIONS, WIDTH, num_calls
+from tests.support.field_bounds import LARGE, MAX_TOKENS, OF_FIELDS, OF_OPTIONS, WIDTH, num_calls
 from vllm_trie.options import OPTIONS
 from vllm_trie.options.shown import MOST_QUOTED
 
+LONGEST = 32  # tokens, of plain searches; a longer one here ends by its stop tokens
 MOST_TIMES = 5  # as much work as a plain search
 DRAWS_REQUESTS = {"unit"}  # ordinary requests, as many as are asked for, which are as much work each
 PROMPT = [20, 25, 30]
@@ -61,9 +62,10 @@ class Asked:
         """Of a plain search as wide, as long, and with as many hypotheses."""
         options = params.extra_args or {}
         width = options.get("beam_width") or max(options["beam_widths"])
-        key = width, params.n, params.max_tokens
+        max_tokens = params.max_tokens if (params.max_tokens or LARGE) < LONGEST else MAX_TOKENS
+        key = width, params.n, max_tokens
         if key not in _PLAIN:
-            _PLAIN[key] = self.work(params_of({"beam_width": width, "n": params.n, "max_tokens": params.max_tokens}))
+            _PLAIN[key] = self.work(params_of({"beam_width": width, "n": params.n, "max_tokens": max_tokens}))
         return _PLAIN[key]
 
 
