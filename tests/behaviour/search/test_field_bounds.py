@@ -94,6 +94,8 @@ def test_a_field_at_its_bound_is_refused_in_a_sentence_or_costs_little(asked: As
             refusals.append(str(error))
             continue
         plain = asked.plain(params)
+        if work[1] > MOST_TIMES * plain[1]:
+            work = asked.work(params)  # without what comes once in a process, as vLLM's imports for grammars
         if not DRAWS_REQUESTS & case.keys():
             assert work[0] <= MOST_TIMES * plain[0], (field, work, plain)
             assert work[1] <= MOST_TIMES * plain[1], (field, work, plain)
