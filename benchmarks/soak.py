@@ -44,6 +44,7 @@ NUM_PROMPTS = 6
 VANISHING, MOST_PATIENCE = 0.15, 1.5  # share of requests, and seconds after which their clients are gone at the latest
 SECONDS_BETWEEN_VERSIONS, SECONDS_BETWEEN_SAMPLES, SECONDS_BETWEEN_PAUSES = 20.0, 5.0, 45.0
 LONGEST_REFUSAL = 500  # characters
+LAST_CHARACTERS = 10_000  # of the log of a server that fails
 NEAR = 1e-3  # log-probability by which answers that differ may differ in all
 MOST_GROWTH, SETTLED_AFTER = 0.05, 10  # of memory; minutes
 KV_CACHE_BYTES = 20 << 20  # 160 blocks
@@ -167,7 +168,11 @@ async def raise_if_refused(response: httpx.Response) -> None:
 
 async def is_refused(client: httpx.AsyncClient, kind: str, prompt: str) -> bool:
     """Whether the server refuses what is too much, in a sentence."""
-    response = await client.post("/v1/completions", json={"model": "target", "prompt": prompt, **TOO_MUCH[kind]})
+    try:
+        response = await client.post("/v1/completions", json={"model": "target", "prompt": prompt, **TOO_MUCH[kind]})
+    except httpx.HTTPError as error:
+        console.print(f"{kind}: {error!r}")
+        return False
     is_short = response.is_error and len(response.json()["error"]["message"]) <= LONGEST_REFUSAL
     return response.status_code == httpx.codes.BAD_REQUEST and is_short
 
@@ -355,7 +360,11 @@ def main() -> None:
         os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # for /pause
         with serving(folder / "log", *options_of(folder, scorer)) as server:
             soak = Soak(server, random.Random(args.seed))
-            asyncio.run(soak.run(args.minutes))
+            try:
+                asyncio.run(soak.run(args.minutes))
+            except httpx.HTTPError:
+                console.print((folder / "log").read_text()[-LAST_CHARACTERS:], markup=False)
+                raise
             server.wait_until_idle("vllm:trie_beam_groups_running", "vllm:trie_beam_rows_running")
             counters = {
                 "preemptions": server.gauge("vllm:num_preemptions_total"),

@@ -10,8 +10,6 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
 from vllm_trie.search.stop_strings import text_after
 
 Decode = Callable[[list[int]], str]
@@ -19,6 +17,8 @@ Decode = Callable[[list[int]], str]
 
 def is_backed(tokenizer: Any) -> bool:
     """Whether a tokenizer of Rust is behind this one, which vLLM then asks."""
+    from transformers import PreTrainedTokenizerFast  # which is not needed to check kernels
+
     return isinstance(tokenizer, PreTrainedTokenizerFast)
 
 
