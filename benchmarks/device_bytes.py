@@ -59,7 +59,7 @@ Grid = tuple[int, ...]
 
 LOGITS_READ: dict[str, Callable[[Arguments, Grid], int]] = {  # by kernel: of how many tokens
     "_tile_max": lambda given, grid: grid[0] * given["vocab_size"],
-    "_rank_rows": lambda given, grid: grid[0] * given["count"] * given["tile"],  # besides tokens that are asked for
+    "_rank_rows": lambda given, grid: grid[0] * given["count"] * given["tile"],  # of what ends there are mostly few
     "_rank_blocks": lambda given, grid: 0,  # likewise
     "_rank_tokens": lambda given, grid: given["chosen"].numel() * given["tile"],
     "_rank_items": lambda given, grid: grid[0] * given["children"],
@@ -68,8 +68,12 @@ LOGITS_READ: dict[str, Callable[[Arguments, Grid], int]] = {  # by kernel: of ho
     "_select_in_groups": lambda given, grid: given["keys"].numel(),
     "_write_logprobs": lambda given, grid: (grid[0] - given["num_rows"]) * grid[1] * given["vocab_size"],
 }
+CLASSES_READ: dict[str, Callable[[Arguments, Grid], int]] = {  # likewise; other kernels read one with each logit
+    "_tile_max": lambda given, grid: given["num_mixed"] * given["tiles"] * given["tile"],
+    "_select_best": lambda given, grid: 2 * grid[0] * given["slots"],
+}
 OF_CHILDREN = {"node_tokens": 1, "first_child": 2}  # of a catalog: how many numbers are read for each child's logit
-OF_TILES = "_rank_tiles", "best"  # of which the kernel reads those in chosen blocks
+OF_TILES = "_rank_tiles", "going"  # of which the kernel reads those in chosen blocks
 
 
 def of_kernel(kernel: str, given: Arguments, grid: Grid) -> int:
@@ -86,6 +90,8 @@ def of_kernel(kernel: str, given: Arguments, grid: Grid) -> int:
     for name, tensor in tensors.items():
         if name == "logits" and reads_logits:
             total += num_logits * tensor.itemsize
+        elif name == "classes":
+            total += min(CLASSES_READ[kernel](given, grid) if kernel in CLASSES_READ else num_logits, tensor.numel())
         elif name in OF_CHILDREN and num_logits:
             total += OF_CHILDREN[name] * num_logits * tensor.itemsize
         elif (kernel, name) == OF_TILES:

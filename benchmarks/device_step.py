@@ -286,7 +286,7 @@ class DeviceStep:
             beams = beams._replace(length=1)
         self.static_logits = logits
         take, which = by_kernels(self.rules, beams, logits.shape[-1]), torch.arange(slots.size, device=self.device)
-        of_rows = RowLogits(logits.flatten(0, 1), which, self.rules.stops.barred_token_ids)
+        of_rows = RowLogits.of(logits.flatten(0, 1), which, self.rules.stops)
         sampled = torch.zeros(slots.size, 1, dtype=torch.int64, device=self.device)
 
         def run() -> torch.Tensor:

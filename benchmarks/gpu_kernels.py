@@ -18,7 +18,7 @@ from vllm_trie.search.rank import Candidates, rank_candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import take_step
-from vllm_trie.search.strategies.best import Best, num_candidates
+from vllm_trie.search.strategies.best import Best
 from vllm_trie.worker import reorder
 from vllm_trie.worker.kernels import best, copies, slots
 from vllm_trie.worker.kernels.step import by_kernels
@@ -107,7 +107,7 @@ class Inputs:
         return found.on(parents.device)
 
     def rank(self) -> Candidates[torch.Tensor]:
-        return rank_candidates(log_probabilities(self.logits), self.scores, num_candidates(self.shape.width, 1))
+        return rank_candidates(log_probabilities(self.logits), self.scores, 2 * self.shape.width)
 
     def select_by_kernel(self) -> Candidates[torch.Tensor]:
         return slots.select_next(self.candidates, self.lives, self.shape.width, self.shape.width)
@@ -124,7 +124,7 @@ class Inputs:
 
     def take_by_kernels(self) -> best.Taken:
         """A step, as the runner takes it."""
-        beams, logits = Beams(self.scores), RowLogits(self.logits.flatten(0, 1), self.places)
+        beams, logits = Beams(self.scores), RowLogits.of(self.logits.flatten(0, 1), self.places, self.rules.stops)
         take = by_kernels(self.rules, beams, self.shape.vocab_size)
         assert take is not None
         return take(self.rules, logits, beams, self.places, self.sampled)

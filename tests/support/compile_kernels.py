@@ -77,25 +77,23 @@ OWN: list[tuple[Any, ...]] = [
 
 
 LOGITS = (
-    {"logits": "*bf16", "index": LONGS, "barred": LONGS}
-    | dict.fromkeys(["stride", "vocab_size", "num_barred"], INT)
+    {"logits": "*bf16", "index": LONGS, "classes": "*i8", "mixed": "*i32"}
+    | dict.fromkeys(["stride", "vocab_size"], INT)
     | {"temperature": "fp32"}
 )
-TILES = LOGITS | dict.fromkeys(["best", "maxima", "sums"], FLOATS)
-RANKED = dict.fromkeys(["num_blocks", "num_rows", "count", "num_own", "own_most"], INT) | {
+TILES = LOGITS | dict.fromkeys(["going", "ending", "maxima", "sums"], FLOATS) | {"num_mixed": INT}
+RANKED = dict.fromkeys(["num_blocks", "num_rows", "count", "first_list", "among_best"], INT) | {
     "scores": FLOATS,
     "log_min_p": "fp32",
     "keys": LONGS,
     "normal": FLOATS,
-    "own_tokens": LONGS,
-    "own": FLOATS,
 }
 WORDS = {"words": "*i32"} | dict.fromkeys(["num_words", "num_ints", "width", "count", "num_rows"], INT)
 SELECTED = (
-    dict.fromkeys(["keys", "stops", "order", "next_parents", "next_tokens", "places", "sampled"], LONGS)
-    | dict.fromkeys(["vocab_size", "num_bits", "num_stops", "going", "sampled_stride"], INT)
-    | dict.fromkeys(["num_own", "num_ended", "semantics"], INT)
-    | {"next_scores": FLOATS, "own": FLOATS}
+    dict.fromkeys(["keys", "order", "next_parents", "next_tokens", "places", "sampled"], LONGS)
+    | dict.fromkeys(["from_list_to_list", "kept", "vocab_size", "going", "ending", "num_bits"], INT)
+    | dict.fromkeys(["num_ended", "semantics", "sampled_stride"], INT)
+    | {"next_scores": FLOATS, "classes": "*i8"}
 )
 
 
@@ -105,9 +103,9 @@ def to_rank(kept: int, blocks: int = 64) -> tuple[Any, ...]:
     return tiles._rank_rows, TILES | RANKED, sizes, tiles.warps_to_rank(kept)
 
 
-def to_select(slots: int, per_row: int) -> tuple[Any, ...]:
+def to_select(slots: int) -> tuple[Any, ...]:
     """The kernel that selects among what the rows of a group have ranked."""
-    sizes = best.sizes_to_select(slots, per_row)
+    sizes = best.sizes_to_select(slots, slots)
     types = SELECTED | WORDS | {"is_last": "u1"}
     return best._select_best, types, sizes, best.warps_to_select(sizes["lanes"])
 
@@ -121,7 +119,7 @@ def to_select_in_groups(slots: int, per_row: int) -> tuple[Any, ...]:
     return in_groups._select_in_groups, types, sizes, best.warps_to_select(sizes["lanes"])
 
 
-IN_GROUPS = (4, 16), (4, 64), (16, 64), (4, 128), (16, 128), (32, 128)  # slots, and continuations kept of each row
+IN_GROUPS = (4, 16), (16, 16), (4, 64), (16, 64), (32, 64)  # slots, and continuations kept of each row
 
 
 TRIE = {"states": LONGS, "first_child": "*i32", "node_tokens": "*i32"}
@@ -148,13 +146,14 @@ def to_report(per_row: int) -> tuple[Any, ...]:
 OF_WIDE = (
     {"chosen": LONGS, "of_rows": FLOATS, "first_child": "*i32", "dead": "*i32"}
     | dict.fromkeys(["num_chosen", "num_tiles", "num_groups", "per_row", "most", "room"], INT)
-    | {"first_children": "*i32", "is_last": "u1", "nothing": LONGS, "is_item": "*i8", "targets": LONGS, "may_end": "u1"}
+    | dict.fromkeys(["num_ends", "most_better"], INT)
+    | {"first_children": "*i32", "is_last": "u1", "ends": LONGS, "is_item": "*i8", "targets": LONGS, "may_end": "u1"}
 )
 
 
 def of_wide(kernel: Any, sizes: dict[str, Any], num_warps: int) -> tuple[Any, ...]:
     """A kernel of steps of many beams."""
-    return kernel, TILES | RANKED | SELECTED | WORDS | OF_WIDE | TRIE, sizes, num_warps
+    return kernel, RANKED | SELECTED | WORDS | OF_WIDE | TRIE | TILES, sizes, num_warps
 
 
 PARTS = {"tile": tiles.TILE, "lanes": wide_keys.KEYS_AT_A_TIME}
@@ -296,14 +295,14 @@ CASES: list[tuple[Any, ...]] = [
     ),
     (tiles._tile_max, TILES, {"tiles": tiles.TILES, "tile": tiles.TILE}, tiles.WARPS_TO_READ),
     to_rank(best.SLOTS[0], blocks=1),
-    *(to_rank(kept) for kept in sorted({*report.REPORTED, *(kept for _, kept in best.SIZES)})),
-    *(to_select(*sizes) for sizes in best.SIZES),
+    *(to_rank(kept) for kept in sorted({*report.REPORTED, *(kept for _, kept in forest_growth.SIZES)})),
+    *(to_select(slots) for slots in best.SLOTS),
     *(to_select_in_groups(slots, per_row) for slots, per_row in IN_GROUPS),
     *(to_rank_items(children) for children in items.CHILDREN),
     *(to_select_items(slots) for slots in best.SLOTS),
     *WIDE,
     *(to_report(per_row) for per_row in report.REPORTED),
-    *(to_draft(*sizes) for sizes in best.SIZES),
+    *(to_draft(*sizes) for sizes in forest_growth.SIZES),
     *(to_place(lanes) for lanes in forest_growth.LANES),
     *(to_shared(*case) for case in SHARED),
     *(to_own(*case) for case in OWN),

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from tests.support.steps import rules_of
 from vllm_trie.search.beams import Beams
-from vllm_trie.search.rank import SCORE_UNIT, Candidates
+from vllm_trie.search.rank import NO_KEY, SCORE_UNIT, Candidates
 from vllm_trie.search.rules import Means
 from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import packed
-from vllm_trie.search.strategies.best import num_candidates
 from vllm_trie.worker.kernels import slots, wide, wide_slots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,23 +55,22 @@ def test_kernel_selects_as_torch(
 def test_kernels_for_many_beams_select_as_torch(
     num_groups: int, width: int, is_first: bool, count: int, seed: int
 ) -> None:
-    """Of keys in order, where some tokens are stops and the last have no score."""
+    """Of keys in order, of which the last have no score."""
     random, vocab_size, num_rows = torch.Generator().manual_seed(seed), 40, 1 if is_first else width
     scores = torch.rand(num_groups, count, generator=random).sort(dim=1).values.neg()
     scores[0, -(seed % 4) or count :] = DEAD
     parents = torch.randint(num_rows, scores.shape, generator=random)
     tokens = torch.randint(vocab_size, scores.shape, generator=random)
     keys = scores.abs().view(torch.int32).long() * SCORE_UNIT + parents * vocab_size + tokens
-    rules = rules_of(width, stops=(1, 2, *range(9, 9 + seed % 9)))
-    lives = (scores > DEAD) & ~rules.stops.end(candidates := Candidates(parents, tokens, scores), None)
+    both, candidates = torch.stack([keys, torch.full_like(keys, NO_KEY)]), Candidates(parents, tokens, scores)
     places = torch.arange(num_groups * num_rows, device=DEVICE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wide, "PART", 4)
         patch.setattr(wide_slots, "SLOTS_AT_A_TIME", 2)
         patch.setattr(wide_slots, "CHILDREN_AT_A_TIME", 4)
-        nothing = torch.empty(len(places), 0, device=DEVICE)
-        taken = wide.select(rules, keys.to(DEVICE), nothing, vocab_size, places, places[:, None].clone())
-    expected = select_next(candidates, lives, width, num_rows)
+        of_groups = rules_of(width), both.to(DEVICE), (num_rows, vocab_size)
+        taken = wide.select(*of_groups, places, places[:, None].clone())
+    expected = select_next(candidates, scores > DEAD, width, num_rows)
     has_beam = expected.scores > DEAD
     assert torch.equal(taken.going.scores.cpu(), expected.scores)
     assert torch.equal(taken.going.parents.cpu(), expected.parents)
@@ -83,7 +81,7 @@ def test_kernels_for_many_beams_select_as_torch(
 @pytest.mark.parametrize("alive", [0.3, 1.0])
 def test_wide_groups_are_selected_as_in_torch(width: int, alive: float) -> None:
     for num_rows in (1, width):
-        check(1, width, num_rows, num_candidates(width, 3), alive, seed=width)
+        check(1, width, num_rows, 2 * width, alive, seed=width)
 
 
 def test_parts_of_larger_tensors_are_selected_as_in_torch() -> None:

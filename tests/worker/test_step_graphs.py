@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from benchmarks.device_step import DeviceStep, Shape, Sizes, rules_of
 from benchmarks.gpu_steps import kernels_on
 from tests.support.taken_again import TakenAgain
-from vllm_trie.search import devices
+from vllm_trie.search import token_tables
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.stops import Completes
 from vllm_trie.search.filters import LogitsFilters, Pruning
@@ -135,7 +135,7 @@ def test_rows_lie_as_far_apart_as_they_did() -> None:
         return Taken(going, logits.values[:, :3].int(), Layout([], [], None, False))
 
     for _ in range(2):
-        taken = graphs.take(rules, RowLogits(values, which), beams, take)
+        taken = graphs.take(rules, RowLogits.of(values, which), beams, take)
     assert {logits.values.stride() for logits in seen} == {values.stride()} == {(320, 1)}
     assert torch.equal(taken.words, values[which, :3].int())
 
@@ -251,15 +251,15 @@ def test_what_is_uploaded_once_outlives_its_cache_in_a_graph() -> None:
     """It is there when the graph is captured, too, however long ago the step came first."""
     step, captures = step_with_graphs(Shape("many stop tokens", 4))
     step.select()
-    devices.constant.cache_clear()
+    token_tables.classes.cache_clear()
     step.restore()
     step.select()
     assert captures.count == 1
-    stops = ref(devices.constant(step.rules.stops.token_ids, step.logits.device))
-    devices.constant.cache_clear()
-    assert stops() is not None
+    classes = ref(step.rules.stops.classes(step.logits.shape[-1], step.logits.device))
+    token_tables.classes.cache_clear()
+    assert classes() is not None
     step.selector.graphs = None
-    assert stops() is None
+    assert classes() is None
 
 
 def test_graphs_hold_nothing_of_many_rows_or_that_does_not_come_again() -> None:
@@ -268,7 +268,7 @@ def test_graphs_hold_nothing_of_many_rows_or_that_does_not_come_again() -> None:
     def hold(
         rules: SelectRules = plain, means: Means = PLAIN, num_rows: int = 1, vocab_size: int = 300, **beams: Any
     ) -> bool:
-        logits = RowLogits(torch.empty(1, vocab_size, dtype=torch.bfloat16), torch.zeros(num_rows))
+        logits = RowLogits.of(torch.empty(1, vocab_size, dtype=torch.bfloat16), torch.zeros(num_rows))
         return graphs.hold(rules, means, logits, Beams(torch.zeros(1, 1), **beams))
 
     assert hold()
@@ -278,7 +278,7 @@ def test_graphs_hold_nothing_of_many_rows_or_that_does_not_come_again() -> None:
         assert hold(rules, num_rows=most, vocab_size=1 << 18)
         assert not hold(rules, num_rows=most + 1, vocab_size=1 << 18)
     for values in (torch.empty(1, 300).half(), torch.empty(300, 2, dtype=torch.bfloat16).T):
-        assert not graphs.hold(plain, PLAIN, RowLogits(values, torch.zeros(1)), Beams(torch.zeros(1, 1)))
+        assert not graphs.hold(plain, PLAIN, RowLogits.of(values, torch.zeros(1)), Beams(torch.zeros(1, 1)))
     assert not hold(means=Means(draws=[(0, 0)]))
     assert not hold(means=Means(completes=Completes(lambda *_: None, torch.zeros(1, 1))))
     assert not hold(rank_scores=torch.zeros(1, 1))

@@ -161,7 +161,7 @@ def take(rules: SelectRules, logits: torch.Tensor, num_rows: int, states: dict[C
     beams, places = Beams(nowhere(1, num_rows, dtype=torch.float32), states=states), nowhere(2 * num_rows + 1)
     take_step = by_kernels(rules, beams, VOCAB_SIZE)
     for num_steps in (1, 4) if take_step else ():
-        which = RowLogits(logits, places[:num_rows], rules.stops.barred_token_ids)
+        which = RowLogits.of(logits, places[:num_rows], rules.stops)
         take_step(rules, which, beams, places[num_rows + 1 :], nowhere(99, num_steps))
 
 
@@ -171,7 +171,7 @@ def logits_of_steps() -> list[torch.Tensor]:
     return [logits, logits[3:4], logits.float(), logits[3:4].float()]
 
 
-@pytest.mark.parametrize("num_stops", [0, 1, 2, 3, 9])
+@pytest.mark.parametrize("num_stops", [0, 1, 3, 250])
 def test_no_step_by_kernels_launches_a_variant_that_was_not_warmed(
     noted: dict[str, Launches], warmed: dict[str, set[object]], num_stops: int
 ) -> None:
@@ -187,7 +187,7 @@ def test_no_step_by_kernels_launches_a_variant_that_was_not_warmed(
     assert not new_variants(noted, warmed)
 
 
-@pytest.mark.parametrize("num_stops", [0, 1, 3])
+@pytest.mark.parametrize("num_stops", [0, 1, 250])
 def test_no_step_in_groups_of_beams_launches_a_variant_that_was_not_warmed(
     noted: dict[str, Launches], warmed: dict[str, set[object]], num_stops: int
 ) -> None:

@@ -85,6 +85,13 @@ def kept_within(
                 tensors.append(tensor)
             return tensor
 
+        def clear() -> None:
+            nonlocal total
+            cached.clear()
+            num_bytes.clear()
+            total = 0
+
+        get.cache_clear = clear  # type: ignore[attr-defined]
         return get
 
     return decorate

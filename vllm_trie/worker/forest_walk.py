@@ -90,7 +90,7 @@ class Walk:
         at, device = self._at.gather(1, nodes).flatten(), self.device
         if kernels.run_on(device) and (take := by_kernels(rules, beams, self._values.shape[1])):
             nowhere = torch.empty(len(at), 1, dtype=torch.int64, device=device)
-            which = RowLogits(self._values, at, rules.stops.barred_token_ids)
+            which = RowLogits.of(self._values, at, rules.stops)
             return take(rules, which, beams, numbers(len(at), device), nowhere)
         means = self.nodes[0].means(rules, cache(lambda: nodes[0].tolist()))
         step = take_step(rules, self._values[at].view(*nodes.shape, -1), beams, means)

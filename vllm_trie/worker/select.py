@@ -181,7 +181,7 @@ class Selector:
             sampled[self.rows.upload(places), 0] = step.tokens.long()[:, : places.shape[1]]
             return Taken(Going.of(step), *packed(step))
         at, on_device = uploaded_once(np.stack([index.ravel(), places.ravel()]), logits.device)
-        logits_of = RowLogits(values, at, rules.stops.barred_token_ids)
+        logits_of = RowLogits.of(values, at, rules.stops)
         if self.graphs is not None and self.graphs.hold(rules, means, logits_of, beams):
             taken = self.graphs.take(rules, logits_of, beams, TakeRows(means, lambda: slice(None)))
             if taken is not None:

@@ -128,7 +128,7 @@ class StepGraphs:
             logits = logits._replace(which=which)
             take_rows(rules, logits, beams, which, sampled)  # so that nothing is compiled or uploaded in the capture
             replay, taken = self._capture(lambda: take_rows(rules, logits, beams, which, sampled))
-        return StepGraph(replay, taken, [sampled, *constants])
+        return StepGraph(replay, taken, [sampled, logits.classes, logits.mixed, *constants])
 
 
 def _key(rules: SelectRules, logits: RowLogits, beams: Beams) -> Key:

@@ -126,11 +126,6 @@ class Best(_Best, Strategy):
         return pick(both, rank_scores.argsort(dim=1, descending=True, stable=True))
 
 
-def num_candidates(width: int, num_stop_tokens: int, num_parents: int = 0) -> int:
-    """How many candidates must be ranked so that `width` of them can go on."""
-    return max(2 * width, width + num_stop_tokens * max(width, num_parents))
-
-
 def _allowed(rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means, count: int) -> torch.Tensor:
     """[G, r, V] log-probabilities with boosts, -inf for what constraints and filters leave out.
 

@@ -14,16 +14,17 @@ import triton.language as tl
 
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.stops import Stops
-from vllm_trie.search.devices import constant
 from vllm_trie.search.filters import Pruning
 from vllm_trie.search.rank import TILE, Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Going, Layout
-from vllm_trie.search.strategies.best import Best, num_candidates
+from vllm_trie.search.strategies.best import Best
 from vllm_trie.worker.kernels import Serving
-from vllm_trie.worker.kernels.order_keys import KEY_UNIT, NUM_SCORE_BITS, first_in_order, is_among, score_of
+from vllm_trie.worker.kernels.order_keys import KEY_UNIT, LAST_KEY, NUM_SCORE_BITS, first_of_lists, score_of
 from vllm_trie.worker.kernels.report import REPORTED, report
 from vllm_trie.worker.kernels.tiles import (
+    BOTH,
+    ENDING,
     MOST_PER_ROW,
     MOST_TILES,
     RowKeys,
@@ -33,12 +34,8 @@ from vllm_trie.worker.kernels.tiles import (
     rank_rows,
     tiles_of,
 )
-from vllm_trie.worker.sizes import next_power_of_2
 
 SLOTS = 4, 16, 32, 64  # that kernels are compiled for; of more a program would spill its group's keys
-SIZES = [  # slots, and continuations that are kept of each row: as many, twice or four times as many
-    *((slots, factor * slots) for slots in SLOTS for factor in (1, 2, 4) if factor * slots <= MOST_PER_ROW)
-]
 KEYS_AT_A_TIME = 1024  # that it puts in order
 SEMANTICS = Best("hf"), Best("tridecode"), Best("vllm")  # what says which hypotheses finish; in kernels by number
 HF, VLLM = tl.constexpr(SEMANTICS.index(Best("hf"))), tl.constexpr(SEMANTICS.index(Best("vllm")))
@@ -53,18 +50,13 @@ class Taken(NamedTuple):
 
 
 def takes(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
-    """Whether a step by these rules is taken here.
-
-    So that few variants of the kernels are enough, `wide` takes steps with more than three stop tokens, or than one
-    where there are more than 32 beams.
-    """
+    """Whether a step by these rules is taken here; `wide` takes those of more beams."""
     return (
         rules.strategy in SEMANTICS
         and (rules.pruning, rules.constraints) == (Pruning(), ())
         and can_filter(rules.filters)
         and (not rules.stops.strings or rules.stops.are_barred)
         and rules.width <= SLOTS[-1]
-        and (slots_of(rules.width), kept_of(rules)) in SIZES
         and -1 < (rules.num_logprobs or 0) <= MOST_PER_ROW
         and vocab_size <= MOST_TILES * TILE
     )
@@ -84,23 +76,19 @@ def take_step(
     """
     logits = logits._replace(temperature=rules.filters.temperature)
     scores, tiles = beams.scores.contiguous(), tiles_of(logits)
-    own = (rules.stops.token_ids, 2 * rules.width) if rules.strategy == Best("vllm") else ()
-    wanted = Wanted(num_ranked(rules), kept_of(rules), rules.filters, *own)
-    ranked = rank_rows(logits, tiles, scores, scores.shape[1], wanted)
+    ranked = rank_rows(logits, tiles, scores, scores.shape[1], _wanted(rules))
     taken = _select(rules, logits, scores.shape, ranked, places, sampled)
     if taken.layout.top_shape is not None:
         report(logits, tiles, taken.words, taken.layout)
     return taken
 
 
-def num_ranked(rules: SelectRules) -> int:
-    """Candidates that must be ranked."""
-    return num_candidates(rules.num_beams or rules.width, len(rules.stops.token_ids), rules.width)
-
-
-def kept_of(rules: SelectRules) -> int:
-    """Continuations that are kept of each row: a power of two, and as many as slots at least."""
-    return max(next_power_of_2(num_ranked(rules)), slots_of(rules.width))
+def _wanted(rules: SelectRules) -> Wanted:
+    """Of each row as many as may go on, and as may finish."""
+    slots, lists = slots_of(rules.width), BOTH if rules.stops.ending_token_ids else BOTH[:1]
+    if rules.strategy == Best("vllm"):
+        return Wanted(rules.width, 2 * slots, rules.filters, lists, among_best=2 * rules.width)
+    return Wanted(rules.width, slots, rules.filters, lists)
 
 
 def slots_of(width: int) -> int:
@@ -110,9 +98,9 @@ def slots_of(width: int) -> int:
 
 def layout_of(rules: SelectRules, num_rows: int, vocab_size: int) -> Layout:
     """How a step is packed."""
-    width, num_ended = rules.width, min(num_ranked(rules), num_rows * vocab_size)
-    if rules.strategy == Best("vllm"):  # what stops finishes in each row, and what is left in the last step
-        num_ended = num_rows * len(rules.stops.token_ids) + (num_ended if rules.is_last else 0)
+    width, num_ended = rules.width, rules.width if rules.stops.ending_token_ids else 0
+    if rules.strategy != Best("vllm") or rules.is_last:
+        num_ended += rules.num_beams or width
     ints, floats = [width, width, num_ended, num_ended], [width, num_ended]
     if rules.num_logprobs is None:
         return Layout(ints, floats, None, False)
@@ -131,26 +119,25 @@ def _select(
 ) -> Taken:
     """Rank what the rows of each group have ranked, and say what finishes and what goes on in which slot."""
     (num_groups, num_rows), vocab_size, device = shape, logits.values.shape[1], places.device
-    layout, width, per_row = layout_of(rules, num_rows, vocab_size), rules.width, ranked.keys.shape[1]
-    count, num_ended, num_ints = min(num_ranked(rules), num_rows * vocab_size), layout.ints[2], sum(layout.ints)
+    layout, width, slots = layout_of(rules, num_rows, vocab_size), rules.width, slots_of(rules.width)
+    num_ints, (num_lists, num_all_rows, kept) = sum(layout.ints), ranked.keys.shape
     words = torch.empty(num_groups, num_ints + sum(layout.floats), dtype=torch.int32, device=device)
-    order = torch.empty(num_groups, 2, per_row, dtype=torch.int64, device=device)
+    order = torch.empty(num_groups, 4 * slots, dtype=torch.int64, device=device)
     parents, tokens = torch.empty(2, num_groups, width, dtype=torch.int64, device=device)
     beams = Candidates(parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=device))
-    stops = constant(rules.stops.token_ids, device)
-    going, num_bits = rules.num_beams or width, NUM_SCORE_BITS + (num_rows * vocab_size).bit_length()
-    of_groups = ranked.keys, num_rows, vocab_size, count, num_bits, stops, len(stops), width, going
-    ends = ranked.own, ranked.own.shape[1], num_ended, SEMANTICS.index(rules.strategy), rules.is_last
-    sizes = sizes_to_select(slots_of(width), per_row)
+    num_bits = NUM_SCORE_BITS + (num_rows * vocab_size).bit_length()
+    counts = rules.num_beams or width, width if num_lists > 1 else 0
+    sizes = sizes_to_select(slots, slots)
     _select_best[num_groups,](
-        *of_groups, *ends, order, *beams, words, words.shape[1], num_ints, places, sampled, sampled.stride(0),
-        **sizes, num_warps=warps_to_select(sizes["lanes"]),
+        ranked.keys, num_all_rows * kept, kept, num_rows, vocab_size, *counts, num_bits, logits.classes, width,
+        layout.ints[2], SEMANTICS.index(rules.strategy), rules.is_last, order, *beams, words, words.shape[1], num_ints,
+        places, sampled, sampled.stride(0), **sizes, num_warps=warps_to_select(sizes["lanes"]),
     )  # fmt: skip
     return Taken(Going(*beams), words, layout)
 
 
 def sizes_to_select(slots: int, per_row: int) -> dict[str, int]:
-    """What `_select_best` is compiled for: groups of so many slots, and as many rows at most; keys of each row."""
+    """What kernels that select are compiled for: groups of so many slots, and as many rows at most; keys of each."""
     lanes = slots * per_row
     return {"per_row": per_row, "lanes": lanes, "part": min(lanes, KEYS_AT_A_TIME), "slots": slots}
 
@@ -177,32 +164,33 @@ def into_slots(parent, alive, slot, width, count: tl.constexpr):
 
 @triton.jit
 def decide(
-    key, ranked, num_rows, vocab_size, count, stops, num_stops, width, going, semantics, is_last, per_row: tl.constexpr,
-    slots: tl.constexpr,
+    key, ranked, num_rows, vocab_size, classes, width, going, semantics, is_last, slots: tl.constexpr
 ):  # fmt: skip
-    """What is decided by keys in order, which lie in `ranked`, too.
+    """What is decided by the keys of what may go on and of what ends, in order, which lie in `ranked`, too.
 
     Returns:
-        [per_row] parents and tokens of candidates, and their scores if they finish, else -inf; and by slot [slots]
-        parents, tokens and scores.
+        [2 * slots] parents and tokens of candidates, their scores if they finish, else -inf, and whether they end; and
+        by slot [slots] parents, tokens and scores.
     """
-    rank, slot = tl.arange(0, per_row), tl.arange(0, slots)
-    place = tl.where(rank < count, key % KEY_UNIT, 0)
-    parent, token = (place // vocab_size).to(tl.int32), (place % vocab_size).to(tl.int32)
-    score = tl.where(rank < count, score_of(key), float("-inf"))
-    stop = is_among(token, stops, num_stops)
+    rank, slot, exists = tl.arange(0, 2 * slots), tl.arange(0, slots), key < LAST_KEY
+    place = tl.where(exists, key % KEY_UNIT, 0).to(tl.int32)
+    parent, token = place // vocab_size, place % vocab_size
+    score = tl.where(exists, score_of(key), float("-inf"))
+    stop = exists & (tl.load(classes + token) == ENDING)
     lives = (score > float("-inf")) & (stop == 0)
     alive = lives & (tl.cumsum(lives.to(tl.int32), axis=0) <= going)
     num_going = tl.where(semantics == HF, rank + 1, tl.cumsum((stop == 0).to(tl.int32), axis=0) + stop.to(tl.int32))
-    ends = tl.where(semantics == VLLM, alive, (num_going <= going) & (stop | is_last))
+    ends = tl.where(semantics == VLLM, stop | (alive & is_last), (num_going <= going) & (stop | is_last))
 
-    chosen = into_slots(parent, alive, slot, width, per_row)
-    has_beam, chosen = chosen < per_row, tl.minimum(chosen, count - 1)
-    own = tl.load(ranked + chosen)
-    own_place = own % KEY_UNIT
-    own_parent = tl.where(has_beam, own_place // vocab_size, tl.minimum(slot, num_rows - 1).to(tl.int64))
+    chosen = into_slots(parent, alive, slot, width, 2 * slots)
+    has_beam = chosen < 2 * slots
+    own = tl.load(ranked + chosen, mask=has_beam, other=0)
+    own_place = (own % KEY_UNIT).to(tl.int32)
+    own_parent = tl.where(has_beam, own_place // vocab_size, tl.minimum(slot, num_rows - 1))
+    own_token = own_place % vocab_size
     own_score = tl.where(has_beam, score_of(own), float("-inf"))
-    return parent, token, tl.where(ends, score, float("-inf")), own_parent, own_place % vocab_size, own_score
+    ended_with = tl.where(ends, score, float("-inf"))
+    return parent, token, ended_with, stop.to(tl.int32), own_parent.to(tl.int64), own_token.to(tl.int64), own_score
 
 
 @triton.jit
@@ -224,34 +212,38 @@ def write_beams(words, num_ints, width, at, parent, token, score, mask):
 
 @triton.jit(
     do_not_specialize=[
-        *("num_rows", "vocab_size", "count", "num_bits", "num_stops", "width", "going", "num_own", "num_ended"),
-        *("semantics", "is_last", "num_words", "num_ints", "sampled_stride"),
+        *("from_list_to_list", "kept", "num_rows", "vocab_size", "going", "ending", "num_bits", "width"),
+        *("num_ended", "semantics", "is_last", "num_words", "num_ints", "sampled_stride"),
     ],
     do_not_specialize_on_alignment=["places", "next_tokens", "sampled"],
 )
 def _select_best(
-    keys, num_rows, vocab_size, count, num_bits, stops, num_stops, width, going, own, num_own, num_ended, semantics,
+    keys, from_list_to_list, kept, num_rows, vocab_size, going, ending, num_bits, classes, width, num_ended, semantics,
     is_last, order, next_parents, next_tokens, next_scores, words, num_words, num_ints, places, sampled, sampled_stride,
     per_row: tl.constexpr, lanes: tl.constexpr, part: tl.constexpr, slots: tl.constexpr,
 ):  # fmt: skip
-    """See `_select`: a program per group."""
+    """See `_select`: a program per group.
+
+    Args:
+        keys: [L, R, kept].
+        order: [G, 4 * slots], room.
+    """
     group = tl.program_id(0).to(tl.int64)
-    rank, slot, order = tl.arange(0, per_row), tl.arange(0, slots), order + group * 2 * per_row
-    keys += group * num_rows * per_row
-    key = first_in_order(keys, per_row, num_rows, count, num_bits, order, per_row, lanes, part)
-    parent, token, ended_with, own_parent, own_token, own_score = decide(
-        key, order + per_row, num_rows, vocab_size, count, stops, num_stops, width, going, semantics, is_last, per_row,
-        slots,
+    slot, order = tl.arange(0, slots), order + group * 4 * slots
+    keys += group * num_rows * kept
+    key = first_of_lists(
+        keys, from_list_to_list, kept, num_rows, going, ending, num_bits, order, per_row, lanes, part, slots
+    )  # fmt: skip
+    parent, token, ended_with, stop, own_parent, own_token, own_score = decide(
+        key, order + 2 * slots, num_rows, vocab_size, classes, width, going, semantics, is_last, slots
     )  # fmt: skip
 
     words += group * num_words
-    first = num_rows * num_own
-    is_ended = (rank < count) & (first + rank < num_ended)
-    write_ended(words, num_ints, width, num_ended, first + rank, parent, token, ended_with, is_ended)
-    for at in range(num_own):
-        stop, of_row, is_row = tl.load(stops + at).to(tl.int32), slot * num_own + at, slot < num_rows
-        with_stop = tl.load(own + group * num_rows * num_own + of_row, mask=is_row, other=float("-inf"))
-        write_ended(words, num_ints, width, num_ended, of_row, slot, stop, with_stop, is_row)
+    at = tl.arange(0, 2 * slots)
+    if semantics == VLLM:  # what ends comes first
+        num_before = tl.cumsum(stop, axis=0) - stop
+        at = tl.where(stop == 1, num_before, tl.sum(stop, axis=0) + at - num_before)
+    write_ended(words, num_ints, width, num_ended, at, parent, token, ended_with, at < num_ended)
 
     is_slot, by_slot = slot < width, group * width + slot
     tl.store(next_parents + by_slot, own_parent, mask=is_slot)
@@ -270,7 +262,7 @@ def warm_up(serving: Serving) -> None:
         for rules in _variants(serving.most_beams):
             own = Beams(torch.zeros(1, 1, device=serving.device))
             if takes(rules, own, logits.shape[1]):
-                take_step(rules, RowLogits(logits, nothing), own, nothing, nothing[None].clone())
+                take_step(rules, RowLogits.of(logits, nothing), own, nothing, nothing[None].clone())
 
 
 def slots_up_to(most_beams: int) -> list[int]:
@@ -279,9 +271,8 @@ def slots_up_to(most_beams: int) -> list[int]:
 
 
 def _variants(most_beams: int) -> Iterator[SelectRules]:
-    """Rules that lead to each of `SIZES`, and that report."""
+    """Rules of each number of slots, of which a row's best are kept once or twice as many, and that report."""
     for slots in slots_up_to(most_beams):
-        of_slots = SelectRules(slots, Best())
-        yield from (of_slots._replace(num_beams=slots // 2), of_slots, of_slots._replace(stops=Stops((0, 0, 0))))
+        yield from (SelectRules(slots, strategy, Stops((0,))) for strategy in (Best(), Best("vllm")))
     for num_logprobs in REPORTED:
         yield SelectRules(SLOTS[0], Best(), num_logprobs=num_logprobs)

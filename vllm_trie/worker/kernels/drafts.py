@@ -30,9 +30,9 @@ def best_of_rows(values: torch.Tensor, which: torch.Tensor, count: int, kept: in
         count: Tokens of each row.
         kept: Keys that there is room for; a power of two, `kept_of(count)` or more.
     """
-    logits = RowLogits(values, which)
+    logits = RowLogits.of(values, which)
     zeros = filled((len(which),), 0.0, values.device)
-    return rank_rows(logits, tiles_of(logits), zeros, 1, Wanted(count, kept)).keys
+    return rank_rows(logits, tiles_of(logits), zeros, 1, Wanted(count, kept)).keys[0]
 
 
 def decoded(keys: torch.Tensor, ends: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from vllm_trie.search.devices import numbers
 from vllm_trie.search.rank import SCORE_UNIT
 from vllm_trie.worker.forest_growth import NO_NODE, NUM_DRAFTS, NUM_NARROW, NUM_TAKEN, ForestPlan, Growing
 from vllm_trie.worker.kernels import Serving, drafts
-from vllm_trie.worker.kernels.best import KEYS_AT_A_TIME, SIZES, SLOTS, warps_to_select
+from vllm_trie.worker.kernels.best import KEYS_AT_A_TIME, SLOTS, warps_to_select
 from vllm_trie.worker.kernels.order_keys import (
     KEY_UNIT,
     LAST_KEY,
@@ -30,6 +30,8 @@ from vllm_trie.worker.kernels.order_keys import (
     score_of,
 )
 
+MOST_ENDS = 3  # tokens that no beam goes on after, which are ranked with all others
+SIZES = [(slots, factor * slots) for slots in SLOTS for factor in (1, 2)]  # nodes of a layer, and tokens of each
 LANES = 16, 64, 256, MOST_DRAFTS  # nodes of a layer, or rows of a group, that the second kernel is compiled for
 NODES_AT_A_TIME = 16  # that it compares all others with
 NONE, DRAFTS, NARROW, TAKEN = (tl.constexpr(n) for n in (NO_NODE, NUM_DRAFTS, NUM_NARROW, NUM_TAKEN))
@@ -54,7 +56,7 @@ class GrowthKernels:
         for number, plan in ((n, p) for n in range(1, num_layers + 1) for p in plans):
             forest_step, budget = plan.forest_step, plan.forest_step.budget
             if number <= budget.num_layers:
-                ends = forest_step.rules[number - 1].stops.token_ids
+                ends = forest_step.rules[number - 1].stops.last_token_ids if self._is_ranked[plan.place] else ()
                 parts = *plan.parts[number - 1], *plan.parts[number]
                 of_rules = forest_step.num_beams, budget.draft_width, len(stops), len(ends)
                 of_rows = self._is_ranked[plan.place], plan.first_row, forest_step.start
@@ -98,7 +100,7 @@ class GrowthKernels:
             return None
         own = numbers(len(logits), logits.device)[nodes]
         keys = drafts.best_of_rows(logits, own, count, drafts.kept_of(count))
-        return drafts.decoded(keys, plan.forest_step.rules[number - 1].stops.token_ids)
+        return drafts.decoded(keys, plan.forest_step.rules[number - 1].stops.last_token_ids)
 
     def place(self, growing: Growing, number: int, num_forests: int) -> bool:
         """Do what `forest_growth.place` does, for layer `number` of the first `num_forests`; not if one is too wide."""
@@ -157,9 +159,11 @@ def _is_ranked(plan: ForestPlan) -> bool:
 
 
 def _is_plain(plan: ForestPlan) -> bool:
-    """Whether drafts compete by the draft model's log-probabilities alone."""
+    """Whether drafts compete by the draft model's log-probabilities alone, and few of them may end there."""
     forest_step = plan.forest_step
-    return not forest_step.states and all(rules.filters.temperature == 1.0 for rules in forest_step.rules)
+    return not forest_step.states and all(
+        rules.filters.temperature == 1.0 and len(rules.stops.last_token_ids) <= MOST_ENDS for rules in forest_step.rules
+    )
 
 
 def _widest(plan: ForestPlan) -> int:
@@ -169,7 +173,7 @@ def _widest(plan: ForestPlan) -> int:
 
 def _num_ranked(plan: ForestPlan, number: int, vocab_size: int) -> int:
     """How many tokens of each node must be ranked, those with which hypotheses end among them."""
-    stops = plan.forest_step.rules[number - 1].stops.token_ids
+    stops = plan.forest_step.rules[number - 1].stops.last_token_ids
     return min(plan.forest_step.budget.draft_width + len(stops), vocab_size)
 
 

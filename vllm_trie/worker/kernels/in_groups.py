@@ -19,7 +19,6 @@ from vllm_trie.search.filters import Pruning
 from vllm_trie.search.rank import TILE, Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Going, Layout
-from vllm_trie.search.strategies.best import num_candidates
 from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.kernels.best import (
@@ -38,13 +37,14 @@ from vllm_trie.worker.kernels.order_keys import (
     KEY_UNIT,
     LAST_KEY,
     NUM_SCORE_BITS,
-    first_in_order,
+    first_of_lists,
     is_among,
     order_key,
     score_of,
 )
 from vllm_trie.worker.kernels.tiles import (
-    MOST_PER_ROW,
+    ALLOWED,
+    BOTH,
     MOST_TILES,
     RowLogits,
     Wanted,
@@ -54,6 +54,7 @@ from vllm_trie.worker.kernels.tiles import (
     tiles_of,
 )
 
+KEPT = 16, 64  # continuations of a row, of what goes on and what ends, that kernels are compiled for
 NO_TOKEN = tl.constexpr(-1)  # in the place of a token that no beam took
 
 
@@ -62,7 +63,6 @@ class Groups(NamedTuple):
 
     number: int
     width: int  # beams of each
-    num_candidates: int  # of each, that must be ranked
 
 
 def takes(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
@@ -73,7 +73,6 @@ def takes(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
         and can_filter(rules.filters)
         and (not rules.stops.strings or rules.stops.are_barred)
         and rules.width <= SLOTS[-1]
-        and _per_row(rules) <= _kept(rules)
         and vocab_size <= MOST_TILES * TILE
     )
 
@@ -81,19 +80,7 @@ def takes(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
 def groups_of(rules: SelectRules) -> Groups:
     """What rules say of groups of beams."""
     number = cast(InGroups, rules.strategy).number
-    width = rules.width // number
-    return Groups(number, width, num_candidates(width, len(rules.stops.token_ids), width))
-
-
-def _per_row(rules: SelectRules) -> int:
-    """Continuations of a row that may be among the best of its group, whatever other groups take."""
-    _, width, count = groups_of(rules)
-    return count + rules.width - width
-
-
-def _kept(rules: SelectRules) -> int:
-    """How many are kept: so that few variants of the kernels are enough, by the number of slots alone."""
-    return min(4 * slots_of(rules.width), MOST_PER_ROW)
+    return Groups(number, rules.width // number)
 
 
 def take_step(
@@ -101,90 +88,102 @@ def take_step(
 ) -> Taken:
     """What `search.step.take_step` does, where `takes` says so; as `best.take_step`."""
     (num_searches, num_rows), vocab_size, device = beams.scores.shape, logits.values.shape[1], places.device
-    strategy, (number, width, count) = cast(InGroups, rules.strategy), groups_of(rules)
+    strategy, (number, width) = cast(InGroups, rules.strategy), groups_of(rules)
     logits = logits._replace(temperature=rules.filters.temperature)
-    scores, rows_of_group, kept = beams.scores.contiguous(), min(num_rows, width), _kept(rules)
-    ranked = rank_rows(logits, tiles_of(logits), scores, rows_of_group, Wanted(_per_row(rules), kept, rules.filters))
+    scores, rows_of_group = beams.scores.contiguous(), min(num_rows, width)
+    kept = next(kept for kept in KEPT if kept >= rules.width)
+    # As many of each row as its group takes, and as earlier groups may have taken.
+    wanted = Wanted(rules.width, kept, rules.filters, BOTH if rules.stops.ending_token_ids else BOTH[:1])
+    ranked = rank_rows(logits, tiles_of(logits), scores, rows_of_group, wanted)
 
-    count, sizes = min(count, rows_of_group * vocab_size), sizes_to_select(slots_of(width), kept)
-    sides = [rules.width, number * count]
+    sizes, ending = sizes_to_select(slots_of(width), kept), width if rules.stops.ending_token_ids else 0
+    sides = [rules.width, number * (width + ending)]
     layout = Layout([side for side in sides for _ in range(2)], sides, None, False)
     num_ints, num_bits = sum(layout.ints), NUM_SCORE_BITS + (rows_of_group * vocab_size).bit_length()
     words = torch.empty(num_searches, num_ints + sum(sides), dtype=torch.int32, device=device)
-    order = torch.empty(num_searches, 2 * kept + sizes["lanes"], dtype=torch.int64, device=device)
+    order = torch.empty(num_searches, 4 * sizes["slots"] + 2 * sizes["lanes"], dtype=torch.int64, device=device)
     parents, tokens, taken = torch.empty(3, num_searches, rules.width, dtype=torch.int64, device=device)
     by_slot = Candidates(parents, tokens, torch.empty_like(scores.new_empty(num_searches, rules.width)))
-    stops, done = constant(rules.stops.token_ids, device), constant(strategy.done, device)
-    padding = NO_TOKEN.value if strategy.padding is None else strategy.padding
+    done, padding = constant(strategy.done, device), NO_TOKEN.value if strategy.padding is None else strategy.padding
     _select_in_groups[num_searches,](
-        *logits.arguments, ranked.normal, scores, ranked.keys, num_rows, count, num_bits, stops, len(stops), number,
-        width, float(strategy.penalty), padding, done, len(done), rules.is_last, order, *by_slot, taken, words,
-        words.shape[1], num_ints, places, sampled, sampled.stride(0), **sizes,
-        num_warps=warps_to_select(sizes["lanes"]), enable_fp_fusion=False,
+        *logits.arguments, ranked.normal, scores, ranked.keys, num_rows, ending, num_bits, number, width,
+        float(strategy.penalty), padding, done, len(done), rules.is_last, order, *by_slot, taken, words, words.shape[1],
+        num_ints, places, sampled, sampled.stride(0), **sizes, num_warps=warps_to_select(sizes["lanes"]),
+        enable_fp_fusion=False,
     )  # fmt: skip
     return Taken(Going(*by_slot), words, layout)
 
 
 @triton.jit
 def less_penalties(
-    keys, to, num_keys, logits, index, stride, vocab_size, barred, num_barred, temperature, normal, scores, taken,
-    num_taken, penalty, is_done, lanes: tl.constexpr, part: tl.constexpr,
+    keys, to, num_lists, from_list_to_list, num_keys, logits, index, stride, vocab_size, classes, temperature, normal,
+    scores, taken, num_taken, penalty, is_done, lanes: tl.constexpr, part: tl.constexpr,
 ):  # fmt: skip
     """Rank the continuations of a group's rows anew, less what each time costs that its token is among `taken`."""
-    for start in range(0, lanes, part):
-        lane = start + tl.arange(0, part)
-        key = tl.load(keys + lane, mask=lane < num_keys, other=LAST_KEY)
+    for start in range(0, num_lists * lanes, part):
+        of_part = tl.arange(0, part)
+        lane = start % lanes + of_part
+        key = tl.load(keys + tl.where(start < lanes, 0, from_list_to_list) + lane, mask=lane < num_keys, other=LAST_KEY)
         exists = key < LAST_KEY
-        place = tl.where(exists, key % KEY_UNIT, 0)
+        place = tl.where(exists, key % KEY_UNIT, 0).to(tl.int32)
         row, token = place // vocab_size, place % vocab_size
         num_times = tl.zeros([part], tl.int32)
         for at in range(num_taken):
             num_times += (token == tl.load(taken + at)).to(tl.int32)
         values = logits + tl.load(index + row) * stride
-        logprob = logprobs_of(values, normal + 2 * row, token, vocab_size, barred, num_barred, temperature)
+        logprob = logprobs_of(values, normal + 2 * row, token, vocab_size, classes, temperature, ALLOWED)
         score = (logprob - penalty * num_times.to(tl.float32)) + tl.load(scores + row)
         score = tl.where((score_of(key) > float("-inf")) & (is_done == 0), score, float("-inf"))
-        tl.store(to + lane, tl.where(exists, order_key(score, place), LAST_KEY))
+        tl.store(to + start + of_part, tl.where(exists, order_key(score, place), LAST_KEY))
     tl.debug_barrier()
 
 
 @triton.jit(
     do_not_specialize=[
-        *("vocab_size", "num_barred", "num_rows", "count", "num_bits", "num_stops", "num_groups", "width", "padding"),
-        *("num_done", "is_last", "num_words", "num_ints", "sampled_stride"),
+        *("vocab_size", "num_rows", "ending", "num_bits", "num_groups", "width", "padding", "num_done", "is_last"),
+        *("num_words", "num_ints", "sampled_stride"),
     ],
     do_not_specialize_on_alignment=["index", "scores", "next_tokens", "taken", "places", "sampled"],
 )
 def _select_in_groups(
-    logits, index, stride, vocab_size, barred, num_barred, temperature, normal, scores, keys, num_rows, count, num_bits,
-    stops, num_stops, num_groups, width, penalty, padding, done, num_done, is_last, order, next_parents, next_tokens,
-    next_scores, taken, words, num_words, num_ints, places, sampled, sampled_stride, per_row: tl.constexpr, lanes:
-    tl.constexpr, part: tl.constexpr, slots: tl.constexpr,
+    logits, index, stride, vocab_size, classes, mixed, temperature, normal, scores, keys, num_rows, ending, num_bits,
+    num_groups, width, penalty, padding, done, num_done, is_last, order, next_parents, next_tokens, next_scores, taken,
+    words, num_words, num_ints, places, sampled, sampled_stride, per_row: tl.constexpr, lanes: tl.constexpr,
+    part: tl.constexpr, slots: tl.constexpr,
 ):  # fmt: skip
     """See `take_step`: a program per search.
 
     Args:
-        keys: [R, per_row] of the rows of all searches, as if nothing was taken.
-        order: [searches, 2 * per_row + lanes], room.
+        keys: [L, R, per_row] of the rows of all searches, as if nothing was taken.
+        ending: What each group ranks of what ends; if any, there are two lists.
+        order: [searches, 4 * slots + 2 * lanes], room.
         taken: [searches, b], room for the tokens that beams take.
     """
-    search, rank, slot = tl.program_id(0).to(tl.int64), tl.arange(0, per_row), tl.arange(0, slots)
-    num_beams, num_ended, first_row = num_groups * width, num_groups * count, search * num_rows
-    order, words, taken = order + search * (2 * per_row + lanes), words + search * num_words, taken + search * num_beams
-    penalised = order + 2 * per_row
+    search, rank, slot = tl.program_id(0).to(tl.int64), tl.arange(0, 2 * slots), tl.arange(0, slots)
+    count, num_beams, first_row = width + ending, num_groups * width, search * num_rows
+    num_ended = num_groups * count
+    order, words, taken = (
+        order + search * (4 * slots + 2 * lanes),
+        words + search * num_words,
+        taken + search * num_beams,
+    )
+    num_lists, from_list_to_list = tl.where(ending > 0, 2, 1), tl.num_programs(0) * num_rows * per_row
+    penalised = order + 4 * slots
     rows_of_group = tl.minimum(num_rows, width)
     for number in range(num_groups):
         first = number * width
         row = first_row + tl.where(num_rows > 1, first, 0)
         is_done = is_among(number, done, num_done).to(tl.int32)
         less_penalties(
-            keys + row * per_row, penalised, rows_of_group * per_row, logits, index + row, stride, vocab_size, barred,
-            num_barred, temperature, normal + 2 * row, scores + row, taken, first, penalty, is_done, lanes, part,
+            keys + row * per_row, penalised, num_lists, from_list_to_list, rows_of_group * per_row, logits, index + row,
+            stride, vocab_size, classes, temperature, normal + 2 * row, scores + row, taken, first, penalty, is_done,
+            lanes, part,
         )  # fmt: skip
-        key = first_in_order(penalised, per_row, rows_of_group, count, num_bits, order, per_row, lanes, part)
-        parent, token, ended_with, own_parent, own_token, own_score = decide(
-            key, order + per_row, rows_of_group, vocab_size, count, stops, num_stops, width, width, HF, is_last,
-            per_row, slots,
+        key = first_of_lists(
+            penalised, lanes, per_row, rows_of_group, width, ending, num_bits, order, per_row, lanes, part, slots
+        )  # fmt: skip
+        parent, token, ended_with, _, own_parent, own_token, own_score = decide(
+            key, order + 2 * slots, rows_of_group, vocab_size, classes, width, width, HF, is_last, slots
         )  # fmt: skip
         at, is_ranked, is_slot = number * count + rank, rank < count, slot < width
         write_ended(words, num_ints, num_beams, num_ended, at, parent + first, token, ended_with, is_ranked)
@@ -211,4 +210,4 @@ def warm_up(serving: Serving) -> None:
             for width in (SLOTS[0] // 2, *(slots // 2 for slots in SLOTS[1:])):
                 rules = SelectRules(slots, InGroups(slots // width, 1.0, None)) if width < slots else None
                 if rules is not None and takes(rules, own, logits.shape[1]):
-                    take_step(rules, RowLogits(logits, nothing), own, nothing, nothing[None].clone())
+                    take_step(rules, RowLogits.of(logits, nothing), own, nothing, nothing[None].clone())

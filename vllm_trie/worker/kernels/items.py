@@ -40,6 +40,7 @@ from vllm_trie.worker.kernels.order_keys import (
     score_of,
 )
 from vllm_trie.worker.kernels.tiles import (
+    ALLOWED,
     MOST_PER_ROW,
     RowLogits,
     can_filter,
@@ -93,7 +94,7 @@ def take_step(
     keys = torch.empty(num_groups * num_rows, 2, ROOM.value, dtype=torch.int64, device=device)
     normal = torch.empty(num_groups * num_rows, 2, dtype=torch.float32, device=device)
     _rank_items[num_groups * num_rows,](
-        *logits.arguments, *tiles.arguments[1:], scores, num_rows, count, log_min_p(rules.filters), *trie, keys,
+        *logits.arguments, *tiles.normalisers, scores, num_rows, count, log_min_p(rules.filters), *trie, keys,
         normal, **sizes_to_rank(tiles.maxima.shape[1], children), num_warps=WARPS_TO_RANK,
     )  # fmt: skip
     layout = Layout([width, width, count, count], [width, count], None, False)
@@ -117,11 +118,11 @@ def sizes_to_rank(num_blocks: int, children: int) -> dict[str, int]:
 
 
 @triton.jit(
-    do_not_specialize=["vocab_size", "num_barred", "num_blocks", "num_rows", "count"],
+    do_not_specialize=["vocab_size", "num_blocks", "num_rows", "count"],
     do_not_specialize_on_alignment=["index", "scores", "states"],
 )
 def _rank_items(
-    logits, index, stride, vocab_size, barred, num_barred, temperature, maxima, sums, num_blocks, scores, num_rows,
+    logits, index, stride, vocab_size, classes, mixed, temperature, maxima, sums, num_blocks, scores, num_rows,
     count, log_min_p, states, first_child, node_tokens, keys, normal, blocks: tl.constexpr, children: tl.constexpr,
 ):  # fmt: skip
     """The best children of a row's node, and the best of those that have children: a program per row."""
@@ -133,7 +134,7 @@ def _rank_items(
     exists = node < tl.load(first_child + parent + 1)
     token = tl.load(node_tokens + node, mask=exists, other=0)
     values = logits + tl.load(index + row) * stride
-    logprob = logprobs_of(values, normal, token, vocab_size, barred, num_barred, temperature)
+    logprob = logprobs_of(values, normal, token, vocab_size, classes, temperature, ALLOWED)
     least = tl.max(tl.where(exists, logprob, float("-inf")), axis=0) + log_min_p
     logprob = tl.where(logprob < least, float("-inf"), logprob)
     own = tl.where(exists, order_key(logprob + score, (row % num_rows) * children + child), LAST_KEY)
@@ -214,4 +215,4 @@ def warm_up(serving: Serving) -> None:
         for slots in slots_up_to(serving.most_beams):
             for logits in serving.logits:
                 of_items = SelectRules(slots, Best(), constraints=(rules,))
-                take_step(of_items, RowLogits(logits, row), beams, row, row[None].clone())
+                take_step(of_items, RowLogits.of(logits, row), beams, row, row[None].clone())

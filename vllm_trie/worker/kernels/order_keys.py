@@ -29,16 +29,38 @@ def score_of(key):
 
 @triton.jit
 def cutoff(keys, count, num_bits):
-    """The `count`-th of order keys, all different; more than any if there are fewer.
+    """The `count`-th of order keys, all different; more than any but `LAST_KEY`, and at once, if there are no more.
 
     Bit by bit, so that it takes as long for many as for few. `num_bits`: of scores, and of places as far as they go.
     """
-    found = tl.sum(keys * 0, axis=0)
-    for at in range(num_bits):
+    found, has_more = tl.sum(keys * 0, axis=0), tl.sum((keys < LAST_KEY).to(tl.int32), axis=0) > count
+    for at in range(tl.where(has_more, num_bits, 0)):
         bit = tl.where(at < SCORE_BITS, SCORE_BITS + PLACE_BITS, num_bits) - 1 - at
         trial = found + (tl.full([], 1, tl.int64) << bit.to(tl.int64))
         num_before = tl.sum((keys < trial).to(tl.int32), axis=0)
         found = tl.where(num_before < count, trial, found)
+    return tl.where(has_more, found, LAST_KEY - 1)
+
+
+@triton.jit
+def nth_of(scores, count):
+    """The `count`-th best of scores, repeats counted; no number if fewer of them are numbers. Bit by bit, likewise."""
+    bits, found = tl.abs(scores).to(tl.int32, bitcast=True), tl.sum((scores == 0.0).to(tl.int32) * 0, axis=0)
+    for at in range(SCORE_BITS):
+        trial = found + (1 << (SCORE_BITS - 1 - at))
+        found = tl.where(tl.sum((bits < trial).to(tl.int32), axis=0) < count, trial, found)
+    return 0.0 - found.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def cutoffs(keys, counts, num_bits):
+    """The same of each of some lists [L, n] at once, counts [L]."""
+    found = tl.sum(keys * 0, axis=1)
+    for at in range(num_bits):
+        bit = tl.where(at < SCORE_BITS, SCORE_BITS + PLACE_BITS, num_bits) - 1 - at
+        trial = found + (tl.full([], 1, tl.int64) << bit.to(tl.int64))
+        num_before = tl.sum((keys < trial[:, None]).to(tl.int32), axis=1)
+        found = tl.where(num_before < counts, trial, found)
     return found
 
 
@@ -86,3 +108,34 @@ def first_in_order(
         some = tl.load(keys + at // per_row * stride + at % per_row, mask=at < num_lanes, other=LAST_KEY)
         num_kept = keep(some, (some < LAST_KEY) & (some <= last), order, num_kept, per_row)
     return in_order(tl.load(order + rank), rank, order + per_row)
+
+
+@triton.jit
+def first_of_lists(
+    keys, from_list_to_list, stride, num_rows, of_first, of_second, num_bits, order, per_row: tl.constexpr, lanes:
+    tl.constexpr, part: tl.constexpr, slots: tl.constexpr,
+):  # fmt: skip
+    """The first of a group's keys in two lists, merged: [2 * slots] in order.
+
+    Args:
+        keys: The rows of one list, and so many keys further those of the other one.
+        stride: From row to row, of whose keys the first `per_row` count.
+        of_first, of_second: How many of each list, `slots` at most; none of the second if there is none.
+        order: Room for four times `slots`; the result lies in it, behind twice as many.
+    """
+    which, lane, num_of_first = tl.arange(0, 2), tl.arange(0, lanes), num_rows * per_row
+    num_of_second = tl.where(of_second > 0, num_of_first, 0)
+    of_rows = lane // per_row * stride + lane % per_row
+    exists = lane[None, :] < tl.where(which == 0, num_of_first, num_of_second)[:, None]
+    of_lists = tl.load(keys + which[:, None] * from_list_to_list + of_rows[None, :], mask=exists, other=LAST_KEY)
+    last = cutoffs(of_lists, tl.where(which == 0, of_first, of_second), num_bits)
+    for number in tl.static_range(2):
+        own_last, num_kept = tl.sum(tl.where(which == number, last, 0), axis=0), 0
+        num_own = tl.where(number == 0, num_of_first, num_of_second)
+        for start in range(0, lanes, part):
+            at = start + tl.arange(0, part)
+            own = keys + number * from_list_to_list + at // per_row * stride + at % per_row
+            some = tl.load(own, mask=at < num_own, other=LAST_KEY)
+            num_kept = keep(some, (some < LAST_KEY) & (some <= own_last), order + number * slots, num_kept, slots)
+    rank = tl.arange(0, 2 * slots)
+    return in_order(tl.load(order + rank), rank, order + 2 * slots)

@@ -11,13 +11,17 @@ from vllm_trie.search.rank import TILE
 from vllm_trie.search.step_result import Layout
 from vllm_trie.worker.kernels.order_keys import KEY_UNIT, in_order, score_of
 from vllm_trie.worker.kernels.tiles import (
+    ALLOWED,
     BLOCK,
+    GOING,
     MOST_PER_ROW,
     MOST_TILES,
+    NOT_ALLOWED,
     RowLogits,
     Tiles,
     Wanted,
     logprobs_of,
+    normalised,
     rank_rows,
 )
 
@@ -45,7 +49,7 @@ def report(logits: RowLogits, tiles: Tiles, words: torch.Tensor, layout: Layout)
     tops = rank_rows(logits, tiles, nothing, num_rows, Wanted(most, kept))
     _write_logprobs[width + count + num_rows, num_groups](
         *logits.arguments, tops.keys, tops.normal, words, words.shape[1], sum(layout.ints), width, count, num_rows,
-        num_tops, per_row=tops.keys.shape[1], block=BLOCK, num_warps=WARPS_TO_REPORT,
+        num_tops, per_row=kept, block=BLOCK, num_warps=WARPS_TO_REPORT,
     )  # fmt: skip
 
 
@@ -53,11 +57,11 @@ WARPS_TO_REPORT = 4
 
 
 @triton.jit(
-    do_not_specialize=["vocab_size", "num_barred", "num_words", "num_ints", "width", "count", "num_rows", "num_tops"],
+    do_not_specialize=["vocab_size", "num_words", "num_ints", "width", "count", "num_rows", "num_tops"],
     do_not_specialize_on_alignment=["index"],
 )
 def _write_logprobs(
-    logits, index, stride, vocab_size, barred, num_barred, temperature, keys, normal, words, num_words, num_ints, width,
+    logits, index, stride, vocab_size, classes, mixed, temperature, keys, normal, words, num_words, num_ints, width,
     count, num_rows, num_tops, per_row: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """See `report`: a program per continuation or row, and group."""
@@ -67,14 +71,18 @@ def _write_logprobs(
     if entry < num_entries:
         at = words + tl.where(entry < width, entry, entry + width)
         of_parent = group * num_rows + tl.load(at)
+        exists = tl.load(words + num_ints + entry).to(tl.float32, bitcast=True) > float("-inf")
         newest = tl.load(at + tl.where(entry < width, width, count)) + tl.arange(0, 1)
         values, of_row = logits + tl.load(index + of_parent) * stride, normal + 2 * of_parent
-        own = logprobs_of(values, of_row, newest, vocab_size, barred, num_barred, temperature)
+        own = logprobs_of(values, of_row, newest, vocab_size, classes, temperature, ALLOWED)
         num_as_good = tl.zeros([block], tl.int32)
-        for start in range(0, vocab_size, block):
+        for start in range(0, tl.where(exists, vocab_size, 0), block):
             others = start + tl.arange(0, block)
-            logprob = logprobs_of(values, of_row, others, vocab_size, barred, num_barred, temperature)
-            num_as_good += ((logprob >= own) & (others < vocab_size)).to(tl.int32)
+            num_mixed = tl.where(tl.load(mixed + start // block) > 0, vocab_size, 0)
+            class_of = tl.load(classes + others, mask=others < num_mixed, other=GOING)
+            logprob = normalised(values, of_row, others, vocab_size, temperature)
+            is_as_good = (class_of != NOT_ALLOWED) & (logprob >= own) & (others < vocab_size)
+            num_as_good += is_as_good.to(tl.int32)
         tl.store(ints + entry, tl.sum(num_as_good, axis=0))
         tl.store(floats + entry + tl.arange(0, 1), own.to(tl.int32, bitcast=True))
     else:

@@ -1,7 +1,9 @@
 """Each row's log-sum-exp and its best continuations, in two launches; `search.rank` has it in torch.
 
-The first kernel reads the logits once. It keeps the maximum of every tile, and a maximum and a sum of exponentials of
+The first kernel reads the logits once. It keeps the maxima of every tile, and a maximum and a sum of exponentials of
 every block. The second one reads again what lies in the best tiles: as `search.rank` explains, the rest has no say.
+Tokens that go on and tokens that end hypotheses are ranked apart, however many of them there are. Most blocks have none
+that end: then nobody asks which ones do.
 """
 
 from __future__ import annotations
@@ -9,21 +11,27 @@ from __future__ import annotations
 from math import log
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.search.devices import NEVER, constant
+from vllm_trie.search.constraints.stops import BARRED, ENDS, GOES_ON, Stops
+from vllm_trie.search.devices import NEVER, kept_within, uploaded
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rank import TILE
-from vllm_trie.worker.kernels.order_keys import LAST_KEY, NUM_SCORE_BITS, cutoff, is_among, keep, order_key
+from vllm_trie.search.token_tables import BYTES_OF_ID, TABLE_BYTES
+from vllm_trie.worker.kernels.order_keys import LAST_KEY, NUM_SCORE_BITS, cutoff, keep, nth_of, order_key
 from vllm_trie.worker.sizes import cdiv, next_power_of_2
 
 TILES = 64  # of a block
 BLOCK = TILES * TILE  # tokens
+NO_STOPS = Stops()
 MOST_TILES = 4096  # of a row; of more a program would spill
 MOST_PER_ROW = 128  # continuations of a row that are ranked, likewise
 TILE_BITS = tl.constexpr(TILE.bit_length() - 1)
+GOING, ENDING, NOT_ALLOWED = tl.constexpr(GOES_ON), tl.constexpr(ENDS), tl.constexpr(BARRED)  # classes of tokens
+ALLOWED = tl.constexpr(BARRED + 1)  # in the place of a class: what goes on and what ends
 
 
 class RowLogits(NamedTuple):
@@ -32,72 +40,99 @@ class RowLogits(NamedTuple):
     Args:
         values: [N, V], of any floating point type.
         which: [R] int64.
-        barred: Tokens that no row may take.
+        classes: [V] int8, see `Stops.classes`.
+        mixed: [B] int32, which of the blocks in which not all tokens go on each is, from 1 on; else 0.
+        num_mixed: M, as many as these or more.
         temperature: That divides them.
     """
 
     values: torch.Tensor
     which: torch.Tensor
-    barred: tuple[int, ...] = ()
+    classes: torch.Tensor
+    mixed: torch.Tensor
+    num_mixed: int
     temperature: float = 1.0
+
+    @staticmethod
+    def of(values: torch.Tensor, which: torch.Tensor, stops: Stops = NO_STOPS) -> RowLogits:
+        """Those of rows that may end with, or may not take, what `stops` say."""
+        vocab_size, device, last = values.shape[1], values.device, stops.last_token_ids
+        mixed = _mixed_blocks(last, vocab_size, device)
+        return RowLogits(values, which, stops.classes(vocab_size, device), mixed, min(len(last), len(mixed)))
 
     @property
     def arguments(self) -> tuple[torch.Tensor | float, ...]:
         """What kernels take of them."""
-        values, num_barred = self.values, len(self.barred)
-        barred = constant(self.barred, values.device)
-        return values, self.which, values.stride(0), values.shape[1], barred, num_barred, float(self.temperature)
+        values = self.values
+        return values, self.which, values.stride(0), values.shape[1], self.classes, self.mixed, float(self.temperature)
+
+
+@kept_within(TABLE_BYTES, lambda token_ids, *_: BYTES_OF_ID * len(token_ids))
+def _mixed_blocks(token_ids: tuple[int, ...], vocab_size: int, device: torch.device) -> torch.Tensor:
+    """[B] int32, see `RowLogits`: blocks that have any of these tokens."""
+    of_tokens, blocks = np.array(token_ids, dtype=np.int64), np.zeros(cdiv(vocab_size, BLOCK), dtype=np.int32)
+    mixed = np.unique(of_tokens[(of_tokens >= 0) & (of_tokens < vocab_size)] // BLOCK)
+    blocks[mixed] = np.arange(1, 1 + len(mixed))
+    return uploaded(blocks, device)
 
 
 class Tiles(NamedTuple):
-    """What the first kernel finds: of each row the maximum of each tile; of each block a maximum and a sum."""
+    """What the first kernel finds: of each row the maxima of each tile; of each block a maximum and a sum."""
 
-    best: torch.Tensor  # [R, B * TILES] float32
+    going: torch.Tensor  # [R, B * TILES] float32, of what goes on
+    ending: torch.Tensor  # [R, M * TILES] float32, of what ends, in mixed blocks
     maxima: torch.Tensor  # [R, B] float32
     sums: torch.Tensor  # [R, B] float32, of exponentials of what is left when the maximum is subtracted
 
     @property
     def arguments(self) -> tuple[torch.Tensor | int, ...]:
         """What kernels take of them."""
-        return self.best, self.maxima, self.sums, self.maxima.shape[1]
+        return self.going, self.ending, self.ending.shape[1] // TILES, *self.normalisers
+
+    @property
+    def normalisers(self) -> tuple[torch.Tensor | int, ...]:
+        """As much as normalises rows."""
+        return self.maxima, self.sums, self.maxima.shape[1]
 
 
 class RowKeys(NamedTuple):
-    """The best continuations of each row."""
+    """The best continuations of each row, in lists."""
 
-    keys: torch.Tensor  # [R, P] int64, order keys as in `search.rank`, in no order, and `NO_KEY`; P is a power of two
+    keys: torch.Tensor  # [L, R, P] int64, order keys as in `search.rank`, in no order, then `NO_KEY`
     normal: torch.Tensor  # [R, 2] float32, maximum and what the log-sum-exp is more; inf where a row ends
-    own: torch.Tensor  # [R, S] float32, scores with each of the tokens that were asked for
 
 
 class Wanted(NamedTuple):
     """What rows are ranked for.
 
     Args:
-        num_best: Continuations of each row, as many as are kept at most.
+        num_best: Continuations of each row and list, as many as are kept at most.
         kept: Keys that there is room for; a power of two.
         filters: Of those, `can_filter` says which.
-        own_tokens: Whose scores are asked for, too, in each row.
-        own_most: They count as -inf unless fewer tokens than this are better.
+        lists: What is ranked apart: what goes on, and then what ends; or all together.
+        among_best: What ends is left out unless fewer tokens of its row are better, or 0; `kept` at most.
     """
 
     num_best: int
     kept: int
     filters: LogitsFilters = LogitsFilters()
-    own_tokens: tuple[int, ...] = ()
-    own_most: int = 0
+    lists: tuple[int, ...] = (ALLOWED.value,)
+    among_best: int = 0
+
+
+BOTH = GOES_ON, ENDS  # lists
 
 
 def tiles_of(logits: RowLogits) -> Tiles:
     """Read all logits once."""
     num_rows, vocab_size = len(logits.which), logits.values.shape[1]
     num_blocks, device = cdiv(vocab_size, BLOCK), logits.which.device
-    best = torch.empty(num_rows, num_blocks * TILES, dtype=torch.float32, device=device)
-    maxima, sums = (torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device) for _ in range(2))
+    sides = num_blocks * TILES, logits.num_mixed * TILES, num_blocks, num_blocks
+    tiles = Tiles(*(torch.empty(num_rows, side, dtype=torch.float32, device=device) for side in sides))
     _tile_max[num_rows, num_blocks](
-        *logits.arguments, best, maxima, sums, tiles=TILES, tile=TILE, num_warps=WARPS_TO_READ
+        *logits.arguments, *tiles.arguments[:-1], tiles=TILES, tile=TILE, num_warps=WARPS_TO_READ
     )
-    return Tiles(best, maxima, sums)
+    return tiles
 
 
 def rank_rows(logits: RowLogits, tiles: Tiles, scores: torch.Tensor, num_rows: int, wanted: Wanted) -> RowKeys:
@@ -110,17 +145,16 @@ def rank_rows(logits: RowLogits, tiles: Tiles, scores: torch.Tensor, num_rows: i
         num_rows: That compete with each other, r; R is a multiple.
         wanted: How many.
     """
-    count, kept, filters, own_tokens, own_most = wanted
-    num_own, device = len(own_tokens), scores.device
-    keys = torch.empty(len(logits.which), kept, dtype=torch.int64, device=device)
-    normal, own = (torch.empty(len(keys), size, dtype=torch.float32, device=device) for size in (2, num_own))
+    count, kept, filters, lists, among_best = wanted
+    device, num_lists = scores.device, len(lists)
+    keys = torch.empty(num_lists, len(logits.which), kept, dtype=torch.int64, device=device)
+    normal = torch.empty(num_lists, len(logits.which), 2, dtype=torch.float32, device=device)
     sizes = sizes_to_rank(next_power_of_2(tiles.maxima.shape[1]), kept)
-    of_own = constant(own_tokens, device), num_own, own_most, own
-    _rank_rows[len(keys),](
-        *logits.arguments, *tiles.arguments, scores, num_rows, count, log_min_p(filters), *of_own, keys, normal,
-        **sizes, num_warps=warps_to_rank(kept),
+    _rank_rows[len(logits.which), num_lists](
+        *logits.arguments, *tiles.arguments, scores, num_rows, count, log_min_p(filters), lists[0], among_best, keys,
+        normal, **sizes, num_warps=warps_to_rank(kept),
     )  # fmt: skip
-    return RowKeys(keys, normal, own)
+    return RowKeys(keys, normal[0])
 
 
 WARPS_TO_READ = 4
@@ -175,98 +209,126 @@ def logits_of(values, tokens, vocab_size, temperature):
 
 
 @triton.jit
-def logprobs_of(values, normal, tokens, vocab_size, barred, num_barred, temperature):
-    """Log-probabilities of a row's tokens, as torch subtracts; -inf for what it may not take, or if it ends here."""
-    logit = logits_of(values, tokens, vocab_size, temperature)
+def normalised(values, normal, tokens, vocab_size, temperature):
+    """Log-probabilities of a row's tokens, as torch subtracts, whatever they are; -inf if the row ends here."""
     highest, rest = tl.load(normal), tl.load(normal + 1)
-    logprob = tl.where(is_among(tokens, barred, num_barred), float("-inf"), logit - highest - rest)
-    return tl.where(rest < float("inf"), logprob, float("-inf"))
+    logit = logits_of(values, tokens, vocab_size, temperature)
+    return tl.where(rest < float("inf"), logit - highest - rest, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_barred"], do_not_specialize_on_alignment=["index"])
+@triton.jit
+def logprobs_of(values, normal, tokens, vocab_size, classes, temperature, wanted):
+    """The same, but -inf for tokens of another class; `wanted`: one, or `ALLOWED`."""
+    logprob = normalised(values, normal, tokens, vocab_size, temperature)
+    own = tl.load(classes + tokens, mask=tokens < vocab_size, other=NOT_ALLOWED).to(tl.int32)
+    is_wanted = (own == wanted) | ((wanted == ALLOWED) & (own != NOT_ALLOWED))
+    return tl.where(is_wanted, logprob, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["vocab_size", "num_mixed"], do_not_specialize_on_alignment=["index"])
 def _tile_max(
-    logits, index, stride, vocab_size, barred, num_barred, temperature, best, maxima, sums, tiles: tl.constexpr, tile:
-    tl.constexpr,
+    logits, index, stride, vocab_size, classes, mixed, temperature, going, ending, num_mixed, maxima, sums, tiles:
+    tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """See `Tiles`: a program per row and block."""
     row, block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     token = block * tiles * tile + tl.arange(0, tiles * tile)
     values = logits + tl.load(index + row) * stride
     logit = logits_of(values, token, vocab_size, temperature)
+    of_mixed = tl.load(mixed + block)
+    own = tl.load(classes + token, mask=token < tl.where(of_mixed > 0, vocab_size, 0), other=GOING)
     highest = tl.max(logit, axis=0)
     total = tl.sum(tl.exp(logit - tl.where(highest == float("-inf"), 0.0, highest)), axis=0)
     at = row * num_blocks + block
     tl.store(maxima + at, highest)
     tl.store(sums + at, total)
-    allowed = tl.where(is_among(token, barred, num_barred), float("-inf"), logit)
-    of_tiles = tl.max(tl.reshape(allowed, [tiles, tile]), axis=1)
-    tl.store(best + at.to(tl.int64) * tiles + tl.arange(0, tiles), of_tiles)
+    number = tl.arange(0, tiles)
+    goes_on = tl.where(own == GOING, logit, float("-inf"))
+    tl.store(going + at.to(tl.int64) * tiles + number, tl.max(tl.reshape(goes_on, [tiles, tile]), axis=1))
+    if of_mixed > 0:
+        ends = tl.where(own == ENDING, logit, float("-inf"))
+        ending += (row.to(tl.int64) * num_mixed + of_mixed - 1) * tiles
+        tl.store(ending + number, tl.max(tl.reshape(ends, [tiles, tile]), axis=1))
 
 
 @triton.jit
-def num_better_than(
-    own, most, values, normal, best, vocab_size, barred, num_barred, temperature, num_blocks, tiles: tl.constexpr,
-    tile: tl.constexpr,
+def maxima_of_tiles(
+    going, ending, num_mixed, mixed, row, num_blocks, vocab_size, normal, wanted, blocks: tl.constexpr, tiles:
+    tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """How many tokens of a row are better than log-probability `own`, `most` or more if it is not fewer.
+    """[tiles] the best log-probabilities in each tile of a row, of a class or of `ALLOWED`; see `Tiles`."""
+    per_block: tl.constexpr = tiles // blocks
+    number = tl.arange(0, tiles)
+    num_going, num_ending = tl.where(wanted == ENDING, 0, vocab_size), tl.where(wanted == GOING, 0, vocab_size)
+    goes_on = tl.load(
+        going + row * num_blocks * per_block + number, mask=number * tile < num_going, other=float("-inf")
+    )
+    of_mixed = tl.load(mixed + number // per_block, mask=number * tile < num_ending, other=0)
+    of_mixed = tl.where(of_mixed > 0, (row * num_mixed + of_mixed - 1) * per_block + number % per_block, -1)
+    ends = tl.load(ending + of_mixed, mask=of_mixed >= 0, other=float("-inf"))
+    return tl.maximum(goes_on, ends) - tl.load(normal) - tl.load(normal + 1)
 
-    Most blocks need no look: no tile in them is better.
+
+@triton.jit
+def listed(score, place, exists, wanted):
+    """Order keys of what exists. Of all but what ends it does not matter which impossible ones fill up a ranking."""
+    key = tl.where(exists, order_key(score, place), LAST_KEY)
+    return tl.where((wanted == ENDING) & (score == float("-inf")), LAST_KEY, key)
+
+
+@triton.jit
+def in_tiles(of_tiles, count, keys, num_bits, tile: tl.constexpr, kept: tl.constexpr):
+    """The tokens [kept * tile] in the first `count` tiles by order keys; beyond the vocabulary where there are fewer.
+
+    Args:
+        keys: [kept], room.
     """
-    num_better, block = 0, 0
-    while (block < num_blocks) & (num_better < most):
-        of_tiles = tl.load(best + block * tiles + tl.arange(0, tiles)) - tl.load(normal) - tl.load(normal + 1)
-        if tl.max((of_tiles > own).to(tl.int32), axis=0) > 0:
-            token = block * tiles * tile + tl.arange(0, tiles * tile)
-            logprob = logprobs_of(values, normal, token, vocab_size, barred, num_barred, temperature)
-            num_better += tl.sum((logprob > own).to(tl.int32), axis=0)
-        block += 1
-    return num_better
+    number = tl.arange(0, of_tiles.shape[0])
+    keep(number.to(tl.int64), of_tiles <= cutoff(of_tiles, count, num_bits), keys, 0, kept)
+    lane = tl.arange(0, kept * tile)
+    tokens = tl.minimum(tl.load(keys + lane // tile), of_tiles.shape[0]).to(tl.int32) * tile + lane % tile
+    tl.debug_barrier()
+    return tokens
 
 
 @triton.jit(
-    do_not_specialize=["vocab_size", "num_barred", "num_blocks", "num_rows", "count", "num_own", "own_most"],
+    do_not_specialize=["vocab_size", "num_mixed", "num_blocks", "num_rows", "count", "first_list", "among_best"],
     do_not_specialize_on_alignment=["index", "scores"],
 )
 def _rank_rows(
-    logits, index, stride, vocab_size, barred, num_barred, temperature, best, maxima, sums, num_blocks, scores,
-    num_rows, count, log_min_p, own_tokens, num_own, own_most, own, keys, normal, blocks: tl.constexpr, tiles:
-    tl.constexpr, tile: tl.constexpr, num_bits: tl.constexpr, kept: tl.constexpr,
+    logits, index, stride, vocab_size, classes, mixed, temperature, going, ending, num_mixed, maxima, sums, num_blocks,
+    scores, num_rows, count, log_min_p, first_list, among_best, keys, normal, blocks: tl.constexpr, tiles: tl.constexpr,
+    tile: tl.constexpr, num_bits: tl.constexpr, kept: tl.constexpr,
 ):  # fmt: skip
-    """See `rank_rows`: a program per row."""
-    row = tl.program_id(0)
-    normal += 2 * row
+    """See `rank_rows`: a program per row and list."""
+    row, wanted = tl.program_id(0), first_list + tl.program_id(1)
+    at = (tl.program_id(1) * tl.num_programs(0) + row).to(tl.int64)
+    keys, normal = keys + at * kept, normal + 2 * at
     score = normalise(maxima, sums, num_blocks, scores, row, normal, blocks)
 
     number = tl.arange(0, tiles)
-    num_tiles = num_blocks * (tiles // blocks)
-    values, best = logits + tl.load(index + row) * stride, best + row.to(tl.int64) * num_tiles
-    is_tile = number * tile < vocab_size
-    highest_of_tile = tl.load(best + number, mask=is_tile, other=float("-inf"))
-    highest_of_tile = highest_of_tile - tl.load(normal) - tl.load(normal + 1)
-    least = tl.max(highest_of_tile, axis=0) + log_min_p
-    highest_of_tile = tl.where(highest_of_tile < least, float("-inf"), highest_of_tile)
-    reached = tl.where(score > float("-inf"), highest_of_tile, score) + score
-    of_tiles = order_key(reached, number)
-    keys += row.to(tl.int64) * kept
-    is_kept = is_tile & (of_tiles <= cutoff(tl.where(is_tile, of_tiles, LAST_KEY), count, num_bits))
-    keep(number.to(tl.int64), is_kept, keys, 0, kept)
-    lane = tl.arange(0, kept * tile)
-    token = tl.minimum(tl.load(keys + lane // tile), tiles).to(tl.int32) * tile + lane % tile
-    tl.debug_barrier()
+    of_tiles = going, ending, num_mixed, mixed, row, num_blocks, vocab_size, normal
+    least = tl.full([], float("-inf"), tl.float32)
+    is_by_rank = (wanted == ENDING) & (among_best > 0) & (score > float("-inf"))
+    if is_by_rank | (log_min_p > float("-inf")):
+        of_all = maxima_of_tiles(*of_tiles, ALLOWED, blocks, tiles, tile)
+        least = tl.max(of_all, axis=0) + log_min_p
+        if is_by_rank:
+            key_of_tiles = listed(of_all, number, number * tile < vocab_size, ALLOWED)
+            best_token = in_tiles(key_of_tiles, among_best, keys, num_bits, tile, kept)
+            values = logits + tl.load(index + row) * stride
+            of_best = logprobs_of(values, normal, best_token, vocab_size, classes, temperature, ALLOWED)
+            of_best = tl.where(best_token < vocab_size, of_best, float("nan"))
+            least = tl.maximum(least, nth_of(of_best, among_best))
 
-    exists = token < vocab_size
-    logprob = logprobs_of(values, normal, token, vocab_size, barred, num_barred, temperature)
+    of_list = maxima_of_tiles(*of_tiles, wanted, blocks, tiles, tile)
+    of_list = tl.where(of_list < least, float("-inf"), of_list)
+    reached = tl.where(score > float("-inf"), of_list, score) + score
+    reached = listed(reached, number, number * tile < vocab_size, wanted)
+    token = in_tiles(reached, count, keys, num_bits, tile, kept)
+    values = logits + tl.load(index + row) * stride
+    logprob = logprobs_of(values, normal, token, vocab_size, classes, temperature, wanted)
     logprob = tl.where(logprob < least, float("-inf"), logprob)
-    of_tokens = tl.where(exists, order_key(logprob + score, token), LAST_KEY)
-    is_kept = exists & (of_tokens <= cutoff(of_tokens, count, num_bits + TILE_BITS))
+    of_tokens = listed(logprob + score, token, token < vocab_size, wanted)
+    is_kept = of_tokens <= cutoff(of_tokens, count, num_bits + TILE_BITS)
     keep(of_tokens + (row % num_rows).to(tl.int64) * vocab_size, is_kept, keys, 0, kept)
-
-    for at in range(num_own):
-        own_token = tl.load(own_tokens + at).to(tl.int32)
-        own_logprob = logprobs_of(values, normal, own_token, vocab_size, barred, num_barred, temperature)
-        num_better = num_better_than(
-            own_logprob, own_most, values, normal, best, vocab_size, barred, num_barred, temperature, num_blocks,
-            tiles // blocks, tile,
-        )  # fmt: skip
-        is_best = (own_logprob >= least) & (num_better < own_most)
-        tl.store(own + row * num_own + at, tl.where(is_best, own_logprob + score, float("-inf")))

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.stops import Stops
-from vllm_trie.search.devices import constant
 from vllm_trie.search.filters import Pruning
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
@@ -25,13 +24,13 @@ from vllm_trie.worker.kernels.best import (
     VLLM,
     Taken,
     layout_of,
-    num_ranked,
     write_beams,
     write_ended,
 )
+from vllm_trie.worker.kernels.order_keys import LAST_KEY
 from vllm_trie.worker.kernels.report import can_report, report
 from vllm_trie.worker.kernels.tiles import BLOCK, RowLogits, can_filter, tiles_of
-from vllm_trie.worker.kernels.wide_keys import OwnTokens, best_of_groups, have_keys
+from vllm_trie.worker.kernels.wide_keys import AmongBest, best_of_groups, have_keys
 from vllm_trie.worker.kernels.wide_slots import (
     NUM_WARPS,
     PART,
@@ -43,6 +42,7 @@ from vllm_trie.worker.kernels.wide_slots import (
 )
 
 MOST_BLOCKS = 128  # of a row, that kernels are compiled for
+MOST_ENDS = 3  # tokens by which vLLM's semantics end hypotheses: it is counted what is better in each row
 
 
 def takes(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
@@ -52,6 +52,7 @@ def takes(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
         and (rules.pruning, rules.constraints) == (Pruning(), ())
         and can_filter(rules.filters)
         and (not rules.stops.strings or rules.stops.are_barred)
+        and (rules.strategy != Best("vllm") or len(rules.stops.ending_token_ids) <= MOST_ENDS)
         and (rules.num_logprobs is None or can_report(rules.num_logprobs, vocab_size))
         and vocab_size <= MOST_BLOCKS * BLOCK
         and have_keys(rules.width, vocab_size)
@@ -64,47 +65,49 @@ def take_step(
     """What `search.step.take_step` does, where `takes` says so; as `best.take_step`."""
     logits = logits._replace(temperature=rules.filters.temperature)
     scores, tiles, vocab_size = beams.scores.contiguous(), tiles_of(logits), logits.values.shape[1]
-    own_tokens = OwnTokens(rules.stops.token_ids, 2 * rules.width) if rules.strategy == Best("vllm") else OwnTokens()
-    count = min(num_ranked(rules), scores.shape[1] * vocab_size)
-    keys, own = best_of_groups(logits, tiles, scores, count, rules.filters, own_tokens)
-    taken = select(rules, keys, own, vocab_size, places, sampled)
+    stops = rules.stops if rules.strategy == Best("vllm") else Stops()
+    count = min(rules.width, scores.shape[1] * vocab_size)
+    among = AmongBest(stops.columns(vocab_size, places.device), 2 * rules.width)
+    keys = best_of_groups(logits, tiles, scores, count, rules.filters, among)
+    taken = select(rules, keys, (scores.shape[1], vocab_size), places, sampled)
     if taken.layout.top_shape is not None:
         report(logits, tiles, taken.words, taken.layout)
     return taken
 
 
 def select(
-    rules: SelectRules, keys: torch.Tensor, own: torch.Tensor, vocab_size: int, places: torch.Tensor,
-    sampled: torch.Tensor,
-) -> Taken:  # fmt: skip
-    """Say what finishes, and what goes on in which slot, of what is ranked: keys [G, K] and scores [G * r, S]."""
-    (num_groups, count), width, device = keys.shape, rules.width, keys.device
-    num_rows, most = len(own) // num_groups, rules.num_beams or width
-    layout = layout_of(rules, num_rows, vocab_size)
+    rules: SelectRules, keys: torch.Tensor, shape: tuple[int, int], places: torch.Tensor, sampled: torch.Tensor
+) -> Taken:
+    """Say what finishes, and what goes on in which slot, of what is ranked.
+
+    Args:
+        keys: [2, G, K], of what goes on and of what ends.
+        shape: Rows of each group, and tokens of each row.
+    """
+    (num_rows, vocab_size), (_, num_groups, count), width, device = shape, keys.shape, rules.width, keys.device
+    layout, most = layout_of(rules, num_rows, vocab_size), rules.num_beams or rules.width
     num_ended, num_ints = layout.ints[2], sum(layout.ints)
     words = torch.empty(num_groups, num_ints + sum(layout.floats), dtype=torch.int32, device=device)
     parents, tokens = torch.empty(2, num_groups, width, dtype=torch.int64, device=device)
     by_slot = Candidates(parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=device))
-    stops = constant(rules.stops.token_ids, device)
-    slots = first_children(keys, vocab_size, stops, width, most)
-    ends = own, own.shape[1], num_ended, SEMANTICS.index(rules.strategy), rules.is_last
+    slots = first_children(keys[0], vocab_size, width, most)
+    how = SEMANTICS.index(rules.strategy), rules.is_last
     _select_wide[num_groups,](
-        keys, num_rows, vocab_size, count, stops, len(stops), width, most, *ends, *slots, *by_slot, words,
+        keys, num_rows, vocab_size, count, count.bit_length(), width, most, num_ended, *how, *slots, *by_slot, words,
         words.shape[1], num_ints, places, sampled, sampled.stride(0), part=PART, num_warps=NUM_WARPS,
     )  # fmt: skip
     return Taken(Going(*by_slot), words, layout)
 
 
 @triton.jit
-def write_own(own, stops, num_own, words, num_ints, width, num_ended, num_rows, part: tl.constexpr):
-    """Write what ends each row of a group by itself, in a step that is packed."""
-    for start in range(0, num_rows, part):
-        row = start + tl.arange(0, part)
-        is_row = row < num_rows
-        for at in range(num_own):
-            stop, of_row = tl.load(stops + at).to(tl.int32), row * num_own + at
-            score = tl.load(own + of_row, mask=is_row, other=float("-inf"))
-            write_ended(words, num_ints, width, num_ended, of_row, row, stop, score, is_row)
+def num_before(keys, others, count, num_bits):
+    """How many of `count` other keys, in order, come before each of some keys."""
+    num = tl.zeros(keys.shape, tl.int32)
+    for at in range(num_bits):
+        further = num + (1 << (num_bits - 1 - at))
+        other = tl.load(others + further - 1, mask=further <= count, other=LAST_KEY)
+        num = tl.where((further <= count) & (other < keys), further, num)
+    return num
 
 
 @triton.jit
@@ -138,40 +141,52 @@ def clear_slots(
 
 @triton.jit(
     do_not_specialize=[
-        *("num_rows", "vocab_size", "count", "num_stops", "width", "most", "num_own", "num_ended", "semantics"),
-        *("is_last", "num_words", "num_ints", "sampled_stride"),
+        *("num_rows", "vocab_size", "count", "num_bits", "width", "most", "num_ended", "semantics", "is_last"),
+        *("num_words", "num_ints", "sampled_stride"),
     ],
     do_not_specialize_on_alignment=["dead", "places", "next_tokens", "sampled"],
 )
 def _select_wide(
-    keys, num_rows, vocab_size, count, stops, num_stops, width, most, own, num_own, num_ended, semantics, is_last,
-    first_child, dead, next_parents, next_tokens, next_scores, words, num_words, num_ints, places, sampled,
-    sampled_stride, part: tl.constexpr,
+    keys, num_rows, vocab_size, count, num_bits, width, most, num_ended, semantics, is_last, first_child, dead,
+    next_parents, next_tokens, next_scores, words, num_words, num_ints, places, sampled, sampled_stride,
+    part: tl.constexpr,
 ):  # fmt: skip
     """See `select`: a program per group."""
     group = tl.program_id(0).to(tl.int64)
-    keys, own, words = keys + group * count, own + group * num_rows * num_own, words + group * num_words
+    going, ending, words = keys + group * count, keys + (tl.num_programs(0) + group) * count, words + group * num_words
     first_child, dead, places = first_child + group * width, dead + group * width, places + group * num_rows
     next_parents += group * width
     next_tokens += group * width
     next_scores += group * width
-    write_own(own, stops, num_own, words, num_ints, width, num_ended, num_rows, part)
     clear_slots(
         next_parents, next_tokens, next_scores, words, num_ints, width, places, sampled, sampled_stride, num_rows, part
     )  # fmt: skip
     list_dead(first_child, dead, width, count, part)
-    first_ended, num_living, num_others, num_before = num_rows * num_own, 0, 0, 0
+    for start in range(0, num_ended, part):
+        at = start + tl.arange(0, part)
+        never = tl.full([part], float("-inf"), tl.float32)
+        write_ended(words, num_ints, width, num_ended, at, at * 0, at * 0, never, at < num_ended)
+    tl.debug_barrier()
+    num_ending, num_living, num_others = 0, 0, 0
     for start in range(0, count, part):
         rank = start + tl.arange(0, part)
-        parent, token, score, stop = continuations(keys, rank, count, vocab_size, stops, num_stops)
-        is_going, num_living = going_on(score, stop, num_living, most)
-        goes = (stop == 0).to(tl.int32)
-        num_going = tl.where(semantics == HF, rank + 1, num_before + tl.cumsum(goes, axis=0) + 1 - goes)
-        num_before += tl.sum(goes, axis=0)
-        ends = tl.where(semantics == VLLM, is_going, (num_going <= most) & (stop | is_last))
-        is_ended, at = (rank < count) & (first_ended + rank < num_ended), first_ended + rank
-        ended_with = tl.where(ends, score, float("-inf"))
-        write_ended(words, num_ints, width, num_ended, at, parent, token, ended_with, is_ended)
+        parent, token, score = continuations(ending, rank, count, vocab_size)
+        key = tl.load(ending + rank, mask=rank < count, other=LAST_KEY)
+        num_going = tl.minimum(num_before(key, going, count, num_bits), most)
+        place = tl.where(semantics == VLLM, 0, tl.where(semantics == HF, rank, 0) + num_going)
+        ends = (score > float("-inf")) & (place < most)
+        at = tl.where(semantics == VLLM, rank, rank + num_going)
+        write_ended(words, num_ints, width, num_ended, at, parent, token, score, ends)
+        num_ending += tl.sum((score > float("-inf")).to(tl.int32), axis=0)
+    for start in range(0, count, part):
+        rank = start + tl.arange(0, part)
+        parent, token, score = continuations(going, rank, count, vocab_size)
+        is_going, num_living = going_on(score, num_living, most)
+        key = tl.load(going + rank, mask=rank < count, other=LAST_KEY)
+        num_ended_before = tl.where(semantics == VLLM, num_ending, num_before(key, ending, count, num_bits))
+        place = rank + tl.where(semantics == HF, num_ended_before, 0)
+        ends = is_going & (place < tl.where(is_last, most, 0))
+        write_ended(words, num_ints, width, num_ended, rank + num_ended_before, parent, token, score, ends)
         slot, num_others = slots_of(rank, parent, is_going, first_child, dead, num_others)
         put_beams(
             slot, parent, token, score, is_going, next_parents, next_tokens, next_scores, words, num_ints, width,
@@ -185,4 +200,4 @@ def warm_up(serving: Serving) -> None:
         nothing = torch.zeros(1, dtype=torch.int64, device=serving.device)
         own, rules = Beams(torch.zeros(1, 1, device=serving.device)), SelectRules(1, Best(), Stops((0,)))
         if takes(rules, own, logits.shape[1]):
-            take_step(rules, RowLogits(logits, nothing), own, nothing, nothing[None].clone())
+            take_step(rules, RowLogits.of(logits, nothing), own, nothing, nothing[None].clone())

@@ -14,7 +14,6 @@ import triton.language as tl
 
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
-from vllm_trie.search.devices import constant
 from vllm_trie.search.rank import TILE, Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Going, Layout
@@ -23,7 +22,7 @@ from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.kernels.best import Taken, write_ended
 from vllm_trie.worker.kernels.items import are_items_alone, most_children
 from vllm_trie.worker.kernels.order_keys import LAST_KEY, order_key
-from vllm_trie.worker.kernels.tiles import RowLogits, log_min_p, logprobs_of, normalise, tiles_of
+from vllm_trie.worker.kernels.tiles import ALLOWED, RowLogits, log_min_p, logprobs_of, normalise, tiles_of
 from vllm_trie.worker.kernels.wide import clear_slots, put_beams
 from vllm_trie.worker.kernels.wide_keys import (
     KEYS_AT_A_TIME,
@@ -67,15 +66,15 @@ def take_step(
     logits, states = logits._replace(temperature=rules.filters.temperature), beams.states[along].contiguous()
     beams = beams._replace(states={along: states})
     keys, width = _best_items(rules, logits, beams, room), rules.width
-    count, nothing = keys.shape[1], constant((), device)
+    count = keys.shape[1]
     layout = Layout([width, width, count, count], [width, count], None, False)
     words = torch.empty(num_groups, 3 * (width + count), dtype=torch.int32, device=device)
     parents, tokens, targets = torch.empty(3, num_groups, width, dtype=torch.int64, device=device)
     by_slot = Candidates(parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=device))
-    slots = first_children(keys[num_groups:], room, nothing, width, count)
+    slots = first_children(keys[num_groups:], room, width, count)
     trie = states, along.trie.first_child, along.trie.tokens, along.trie.is_item.view(torch.int8)
     _select_wide_items[num_groups,](
-        keys, num_rows, room, count, nothing, width, *trie, not rules.stops.are_barred, *slots, *by_slot, targets,
+        keys, num_rows, room, count, width, *trie, not rules.stops.are_barred, *slots, *by_slot, targets,
         words, places, sampled, sampled.stride(0), part=PART, num_warps=NUM_WARPS,
     )  # fmt: skip
     return Taken(Going(*by_slot, states={along: targets}), words, layout)
@@ -94,7 +93,7 @@ def _best_items(rules: SelectRules, logits: RowLogits, beams: Beams, room: int) 
     trie = beams.states[along], along.trie.first_child, along.trie.tokens
     sizes = sizes_to_rank(tiles.maxima.shape[1])
     _rank_item_tiles[scores.numel(),](
-        *logits.arguments, *tiles.arguments[1:], scores, num_rows, room, log_min_p(rules.filters), *trie, keys, of_rows,
+        *logits.arguments, *tiles.normalisers, scores, num_rows, room, log_min_p(rules.filters), *trie, keys, of_rows,
         **sizes, num_warps=WARPS_TO_RANK,
     )  # fmt: skip
     chosen, keys = split(keys, count, TILE)
@@ -112,12 +111,11 @@ def sizes_to_rank(num_blocks: int) -> dict[str, int]:
 
 @triton.jit
 def item_keys(
-    node, exists, place, values, of_rows, least, score, first_child, node_tokens, vocab_size, barred, num_barred,
-    temperature,
+    node, exists, place, values, of_rows, least, score, first_child, node_tokens, vocab_size, classes, temperature
 ):  # fmt: skip
     """Order keys of children, and the same of those that have children."""
     token = tl.load(node_tokens + node, mask=exists, other=0)
-    logprob = logprobs_of(values, of_rows, token, vocab_size, barred, num_barred, temperature)
+    logprob = logprobs_of(values, of_rows, token, vocab_size, classes, temperature, ALLOWED)
     logprob = tl.where(logprob < least, float("-inf"), logprob)
     own = tl.where(exists, order_key(logprob + score, place), LAST_KEY)
     begin = tl.load(first_child + node, mask=exists, other=0)
@@ -126,11 +124,11 @@ def item_keys(
 
 
 @triton.jit(
-    do_not_specialize=["vocab_size", "num_barred", "num_blocks", "num_rows", "room"],
+    do_not_specialize=["vocab_size", "num_blocks", "num_rows", "room"],
     do_not_specialize_on_alignment=["index", "scores", "states"],
 )
 def _rank_item_tiles(
-    logits, index, stride, vocab_size, barred, num_barred, temperature, maxima, sums, num_blocks, scores, num_rows,
+    logits, index, stride, vocab_size, classes, mixed, temperature, maxima, sums, num_blocks, scores, num_rows,
     room, log_min_p, states, first_child, node_tokens, keys, of_rows, blocks: tl.constexpr, tile: tl.constexpr, part:
     tl.constexpr,
 ):  # fmt: skip
@@ -152,7 +150,7 @@ def _rank_item_tiles(
         for start in range(0, room, part):
             node = first + start + tl.arange(0, part)
             token = tl.load(node_tokens + node, mask=node < end, other=0)
-            logprob = logprobs_of(values, of_rows, token, vocab_size, barred, num_barred, temperature)
+            logprob = logprobs_of(values, of_rows, token, vocab_size, classes, temperature, ALLOWED)
             least = tl.maximum(least, tl.max(tl.where(node < end, logprob, float("-inf")), axis=0))
         least += log_min_p
     tl.store(of_rows + 2, least)
@@ -163,7 +161,7 @@ def _rank_item_tiles(
         exists = (child < room) & (first + child < end)
         own, going = item_keys(
             first + child, exists, (row % num_rows) * room + child, values, of_rows, least, score, first_child,
-            node_tokens, vocab_size, barred, num_barred, temperature,
+            node_tokens, vocab_size, classes, temperature,
         )  # fmt: skip
         at = start // tile + tl.arange(0, part // tile)
         best = tl.min(tl.reshape(own, [part // tile, tile]), axis=1)
@@ -173,11 +171,11 @@ def _rank_item_tiles(
 
 
 @triton.jit(
-    do_not_specialize=["vocab_size", "num_barred", "num_chosen", "num_groups", "num_rows", "room"],
+    do_not_specialize=["vocab_size", "num_chosen", "num_groups", "num_rows", "room"],
     do_not_specialize_on_alignment=["index", "states"],
 )
 def _rank_items_of_tiles(
-    logits, index, stride, vocab_size, barred, num_barred, temperature, chosen, num_chosen, of_rows, num_groups,
+    logits, index, stride, vocab_size, classes, mixed, temperature, chosen, num_chosen, of_rows, num_groups,
     num_rows, room, states, first_child, node_tokens, keys, tile: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
     """Make order keys of the children in chosen tiles: programs per part of these and list of a group."""
@@ -192,7 +190,7 @@ def _rank_items_of_tiles(
     values, of_rows = logits + tl.load(index + of_row) * stride, of_rows + of_row * OF_ROW
     own, going = item_keys(
         node, exists, place, values, of_rows, tl.load(of_rows + 2), tl.load(of_rows + 3), first_child, node_tokens,
-        vocab_size, barred, num_barred, temperature,
+        vocab_size, classes, temperature,
     )  # fmt: skip
     tl.store(keys + number * num_chosen * tile + at, tl.where(number < num_groups, own, going), mask=has_room)
 
@@ -209,7 +207,7 @@ def nodes_of(parent, child, score, states, first_child):
     do_not_specialize_on_alignment=["states", "dead", "places", "next_tokens", "targets", "sampled"],
 )
 def _select_wide_items(
-    keys, num_rows, room, count, nothing, width, states, first_child, node_tokens, is_item, may_end, first_children,
+    keys, num_rows, room, count, width, states, first_child, node_tokens, is_item, may_end, first_children,
     dead, next_parents, next_tokens, next_scores, targets, words, places, sampled, sampled_stride, part: tl.constexpr,
 ):  # fmt: skip
     """What is complete among the best finishes, the best that have children go on: a program per group."""
@@ -231,15 +229,15 @@ def _select_wide_items(
     num_living, num_others = 0, 0
     for start in range(0, count, part):
         rank = start + tl.arange(0, part)
-        parent, child, score, _ = continuations(over, rank, count, room, nothing, 0)
+        parent, child, score = continuations(over, rank, count, room)
         node = nodes_of(parent, child, score, states, first_child)
         ends = (tl.load(is_item + node) != 0) & may_end
         token, ended_with = tl.load(node_tokens + node), tl.where(ends, score, float("-inf"))
         write_ended(words, num_ints, width, count, rank, parent, token, ended_with, rank < count)
 
-        parent, child, score, no_stop = continuations(live, rank, count, room, nothing, 0)
+        parent, child, score = continuations(live, rank, count, room)
         node = nodes_of(parent, child, score, states, first_child)
-        is_going, num_living = going_on(score, no_stop, num_living, count)
+        is_going, num_living = going_on(score, num_living, count)
         slot, num_others = slots_of(rank, parent, is_going, first_children, dead, num_others)
         put_beams(
             slot, parent, tl.load(node_tokens + node), score, is_going, next_parents, next_tokens, next_scores, words,
@@ -255,4 +253,4 @@ def warm_up(serving: Serving) -> None:
     beams = Beams(torch.zeros(1, 1, device=serving.device), states={along: row[None]})
     for logits in serving.logits:
         of_items = SelectRules(1, Best(), constraints=(rules,))
-        take_step(of_items, RowLogits(logits, row), beams, row, row[None].clone())
+        take_step(of_items, RowLogits.of(logits, row), beams, row, row[None].clone())

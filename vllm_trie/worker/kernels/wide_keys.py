@@ -3,7 +3,8 @@
 A block of 64 tiles is to its tiles what a tile is to its tokens. As `search.rank` explains, the best K tiles hold the
 best K tokens; likewise the best K blocks hold the best K tiles. So a kernel makes an order key of each block of all
 rows, another one of each tile in the best blocks, and a third one of each token in the best tiles. Between them
-`torch.topk` chooses among 64 K keys, or among as many as there are blocks, and never among a vocabulary.
+`torch.topk` chooses among 64 K keys, or among as many as there are blocks, and never among a vocabulary. What goes on
+and what ends are two lists of each group, which the same launches rank.
 """
 
 from __future__ import annotations
@@ -14,36 +15,28 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.search.devices import constant
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rank import SCORE_UNIT, TILE
 from vllm_trie.worker.kernels.order_keys import KEY_UNIT, LAST_KEY, order_key
-from vllm_trie.worker.kernels.tiles import (
-    TILES,
-    RowLogits,
-    Tiles,
-    log_min_p,
-    logprobs_of,
-    normalise,
-    num_better_than,
-)
+from vllm_trie.worker.kernels.tiles import ALLOWED, GOING, TILES, RowLogits, Tiles, log_min_p, logprobs_of, normalise
 from vllm_trie.worker.sizes import cdiv, next_power_of_2
 
 KEYS_AT_A_TIME = 1024  # that a program makes
 WARPS_TO_SPLIT = 4
-OF_ROW = tl.constexpr(4)  # maximum, what the log-sum-exp is more, least log-probability that is kept, score
+# Maximum, what the log-sum-exp is more, least log-probabilities that are kept of what goes on and what ends, score.
+OF_ROW, LEAST, SCORE = tl.constexpr(5), tl.constexpr(2), tl.constexpr(4)
 
 
-class OwnTokens(NamedTuple):
-    """Tokens whose scores are asked for in each row, whatever ranks.
+class AmongBest(NamedTuple):
+    """What ends is left out unless few tokens of its row are better.
 
     Args:
-        ids: Theirs.
-        most: They count as -inf unless fewer tokens of the row than this are better.
+        ends: [n] int64, all that ends: each is looked at, so they are few. Empty: nothing is left out.
+        most: Fewer tokens than this are better.
     """
 
-    ids: tuple[int, ...] = ()
-    most: int = 0
+    ends: torch.Tensor
+    most: int
 
 
 def have_keys(num_rows: int, per_row: int) -> bool:
@@ -52,8 +45,8 @@ def have_keys(num_rows: int, per_row: int) -> bool:
 
 
 def best_of_groups(
-    logits: RowLogits, tiles: Tiles, scores: torch.Tensor, count: int, filters: LogitsFilters, own_tokens: OwnTokens
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: RowLogits, tiles: Tiles, scores: torch.Tensor, count: int, filters: LogitsFilters, among: AmongBest
+) -> torch.Tensor:
     """The best continuations of all rows of each group together.
 
     Args:
@@ -62,33 +55,31 @@ def best_of_groups(
         scores: [G, r] float32, contiguous.
         count: K, at most as many as a group has.
         filters: Of those, `can_filter` says which.
-        own_tokens: S of them.
+        among: What ends is left out unless it is.
 
     Returns:
-        [G, K] int64, order keys as in `search.rank`, in order; and [G * r, S] float32.
+        [2, G, K] int64, order keys as in `search.rank`, in order: of what goes on, then of what ends.
     """
     (num_groups, num_rows), device, num_blocks = scores.shape, scores.device, tiles.maxima.shape[1]
-    num_own = len(own_tokens.ids)
-    keys = torch.empty(num_groups, num_rows * num_blocks, dtype=torch.int64, device=device)
+    num_lists = 2 * num_groups
+    keys = torch.empty(num_lists, num_rows * num_blocks, dtype=torch.int64, device=device)
     of_rows = torch.empty(scores.numel(), OF_ROW.value, dtype=torch.float32, device=device)
-    own = torch.empty(scores.numel(), num_own, dtype=torch.float32, device=device)
-    of_own = constant(own_tokens.ids, device), num_own, own_tokens.most, own
     sizes = sizes_to_rank_blocks(num_blocks)
     _rank_blocks[scores.numel(),](
-        *logits.arguments, *tiles.arguments, scores, num_rows, log_min_p(filters), *of_own, keys, of_rows,
-        **sizes, num_warps=warps_to_rank_blocks(sizes["blocks"]),
+        *logits.arguments, *tiles.arguments, scores, num_rows, log_min_p(filters), among.ends, len(among.ends),
+        among.most, keys, of_rows, **sizes, num_warps=warps_to_rank_blocks(sizes["blocks"]),
     )  # fmt: skip
     chosen, keys = split(keys, count, TILES)
-    _rank_tiles[cdiv(keys.shape[1], KEYS_AT_A_TIME), num_groups](
-        chosen, chosen.shape[1], tiles.best, of_rows, logits.values.shape[1], num_blocks, num_rows, keys, tiles=TILES,
-        tile=TILE, lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
+    _rank_tiles[cdiv(keys.shape[1], KEYS_AT_A_TIME), num_lists](
+        chosen, chosen.shape[1], *tiles.arguments[:3], logits.mixed, of_rows, logits.values.shape[1], num_blocks,
+        num_groups, num_rows, keys, tiles=TILES, tile=TILE, lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
     )  # fmt: skip
     chosen, keys = split(keys, count, TILE)
-    _rank_tokens[cdiv(keys.shape[1], KEYS_AT_A_TIME), num_groups](
-        *logits.arguments, chosen, chosen.shape[1], of_rows, num_blocks * TILES, num_rows, keys, tile=TILE,
+    _rank_tokens[cdiv(keys.shape[1], KEYS_AT_A_TIME), num_lists](
+        *logits.arguments, chosen, chosen.shape[1], of_rows, num_blocks * TILES, num_groups, num_rows, keys, tile=TILE,
         lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
     )  # fmt: skip
-    return in_order(keys, count), own
+    return in_order(keys, count).view(2, num_groups, count)
 
 
 def split(keys: torch.Tensor, count: int, num_parts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,48 +103,87 @@ def warps_to_rank_blocks(blocks: int) -> int:
     return 4 if blocks <= 16 else 8
 
 
+@triton.jit
+def num_better_than(
+    own, most, values, of_row, going, ending, vocab_size, classes, mixed, temperature, num_blocks, tiles: tl.constexpr,
+    tile: tl.constexpr,
+):  # fmt: skip
+    """How many tokens of a row are better than log-probability `own`, `most` or more if it is not fewer.
+
+    Most blocks need no look: no tile in them is better.
+
+    Args:
+        going, ending: Maxima of the row's tiles.
+    """
+    num_better, block = 0, 0
+    while (block < num_blocks) & (num_better < most):
+        number, of_mixed = tl.arange(0, tiles), tl.load(mixed + block)
+        at = (of_mixed - 1) * tiles + number
+        of_ends = tl.load(ending + at, mask=number < tl.where(of_mixed > 0, tiles, 0), other=float("-inf"))
+        of_tiles = tl.maximum(tl.load(going + block * tiles + number), of_ends)
+        of_tiles = of_tiles - tl.load(of_row) - tl.load(of_row + 1)
+        if tl.max((of_tiles > own).to(tl.int32), axis=0) > 0:
+            token = block * tiles * tile + tl.arange(0, tiles * tile)
+            logprob = logprobs_of(values, of_row, token, vocab_size, classes, temperature, ALLOWED)
+            num_better += tl.sum((logprob > own).to(tl.int32), axis=0)
+        block += 1
+    return num_better
+
+
 @triton.jit(
-    do_not_specialize=["vocab_size", "num_barred", "num_blocks", "num_rows", "num_own", "own_most"],
+    do_not_specialize=["vocab_size", "num_mixed", "num_blocks", "num_rows", "num_ends", "most_better"],
     do_not_specialize_on_alignment=["index", "scores"],
 )
 def _rank_blocks(
-    logits, index, stride, vocab_size, barred, num_barred, temperature, best, maxima, sums, num_blocks, scores,
-    num_rows, log_min_p, own_tokens, num_own, own_most, own, keys, of_rows, blocks: tl.constexpr, tiles: tl.constexpr,
+    logits, index, stride, vocab_size, classes, mixed, temperature, going, ending, num_mixed, maxima, sums, num_blocks,
+    scores, num_rows, log_min_p, ends, num_ends, most_better, keys, of_rows, blocks: tl.constexpr, tiles: tl.constexpr,
     tile: tl.constexpr,
 ):  # fmt: skip
     """Make order keys of a row's blocks, and note what is to be known of the row: a program per row.
 
     Args:
-        keys: [R, B].
+        ends: All that ends, if what is left out of it depends on what is better; else none.
+        keys: [2, R, B].
         of_rows: [R, OF_ROW].
     """
-    row = tl.program_id(0)
+    row, num_rows_in_all = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     of_rows += row * OF_ROW
     score = normalise(maxima, sums, num_blocks, scores, row, of_rows, blocks)
     block, number = tl.arange(0, blocks), tl.arange(0, tiles)
-    best += row.to(tl.int64) * num_blocks * tiles
-    of_tiles = tl.load(
-        best + block[:, None] * tiles + number[None, :], mask=(block < num_blocks)[:, None], other=float("-inf")
+    going += row * num_blocks * tiles
+    ending += row * num_mixed * tiles
+    of_mixed, of_block = tl.load(mixed + block, mask=block < num_blocks, other=0), number[None, :]
+    goes_on = tl.load(
+        going + block[:, None] * tiles + of_block, mask=(block < num_blocks)[:, None], other=float("-inf")
     )
-    highest = tl.max(of_tiles, axis=1) - tl.load(of_rows) - tl.load(of_rows + 1)
-    least = tl.max(highest, axis=0) + log_min_p
-    tl.store(of_rows + 2, least)
-    tl.store(of_rows + 3, score)
-    highest = tl.where(highest < least, float("-inf"), highest)
-    reached = tl.where(score > float("-inf"), highest, score) + score
-    place = (row % num_rows) * num_blocks + block
-    tl.store(keys + row.to(tl.int64) * num_blocks + block, order_key(reached, place), mask=block < num_blocks)
+    ends_by = ending + (of_mixed - 1)[:, None] * tiles + of_block
+    ends_by = tl.load(ends_by, mask=(of_mixed > 0)[:, None], other=float("-inf"))
+    goes_on = tl.max(goes_on, axis=1) - tl.load(of_rows) - tl.load(of_rows + 1)
+    ends_by = tl.max(ends_by, axis=1) - tl.load(of_rows) - tl.load(of_rows + 1)
+    least = tl.max(tl.maximum(goes_on, ends_by), axis=0) + log_min_p
+    least_to_end = least
+    if num_ends > 0:
+        least_to_end = tl.full([], float("inf"), tl.float32)
+        values = logits + tl.load(index + row) * stride
+        for at in range(num_ends):
+            token = tl.load(ends + at).to(tl.int32) + tl.arange(0, 1)
+            own = tl.max(logprobs_of(values, of_rows, token, vocab_size, classes, temperature, ALLOWED))
+            num_better = num_better_than(
+                own, most_better, values, of_rows, going, ending, vocab_size, classes, mixed, temperature, num_blocks,
+                tiles, tile,
+            )  # fmt: skip
+            is_best = (own >= least) & (num_better < most_better)
+            least_to_end = tl.where(is_best, tl.minimum(least_to_end, own), least_to_end)
+    tl.store(of_rows + LEAST, least)
+    tl.store(of_rows + LEAST + 1, least_to_end)
+    tl.store(of_rows + SCORE, score)
 
-    values = logits + tl.load(index + row) * stride
-    for at in range(num_own):
-        own_token = tl.load(own_tokens + at).to(tl.int32)
-        own_logprob = logprobs_of(values, of_rows, own_token, vocab_size, barred, num_barred, temperature)
-        num_better = num_better_than(
-            own_logprob, own_most, values, of_rows, best, vocab_size, barred, num_barred, temperature, num_blocks,
-            tiles, tile,
-        )  # fmt: skip
-        is_best = (own_logprob >= least) & (num_better < own_most)
-        tl.store(own + row * num_own + at, tl.where(is_best, own_logprob + score, float("-inf")))
+    place, keys = (row % num_rows) * num_blocks + block, keys + row * num_blocks
+    reached = tl.where(score > float("-inf"), tl.where(goes_on < least, float("-inf"), goes_on), score) + score
+    tl.store(keys + block, order_key(reached, place), mask=block < num_blocks)
+    reached = tl.where(score > float("-inf"), tl.where(ends_by < least_to_end, float("-inf"), ends_by), score) + score
+    key = tl.where(reached > float("-inf"), order_key(reached, place), LAST_KEY)
+    tl.store(keys + num_rows_in_all.to(tl.int64) * num_blocks + block, key, mask=block < num_blocks)
 
 
 @triton.jit
@@ -171,44 +201,52 @@ def parts_of(chosen, num_chosen, per_entry: tl.constexpr, lanes: tl.constexpr):
     return tl.where(exists, key % KEY_UNIT, 0).to(tl.int32), lane % per_entry, exists, lane, has_room
 
 
-@triton.jit(do_not_specialize=["num_chosen", "vocab_size", "num_blocks", "num_rows"])
+@triton.jit(do_not_specialize=["num_chosen", "num_mixed", "vocab_size", "num_blocks", "num_groups", "num_rows"])
 def _rank_tiles(
-    chosen, num_chosen, best, of_rows, vocab_size, num_blocks, num_rows, keys, tiles: tl.constexpr, tile: tl.constexpr,
-    lanes: tl.constexpr,
+    chosen, num_chosen, going, ending, num_mixed, mixed, of_rows, vocab_size, num_blocks, num_groups, num_rows, keys,
+    tiles: tl.constexpr, tile: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
-    """Make order keys of the tiles in chosen blocks: programs per part of these and group."""
-    group = tl.program_id(1).to(tl.int64)
-    block, number, exists, at, has_room = parts_of(chosen, num_chosen, tiles, lanes)
-    row, number = block // num_blocks, block % num_blocks * tiles + number
+    """Make order keys of the tiles in chosen blocks: programs per part of these and list of a group."""
+    number_of_list = tl.program_id(1).to(tl.int64)
+    group, wanted = number_of_list % num_groups, (number_of_list // num_groups).to(tl.int32)
+    block, of_block, exists, at, has_room = parts_of(chosen, num_chosen, tiles, lanes)
+    row, block = block // num_blocks, block % num_blocks
+    number = block * tiles + of_block
     exists &= number * tile < vocab_size
     of_row, num_tiles = group * num_rows + row, num_blocks * tiles
-    highest = tl.load(best + of_row * num_tiles + number, mask=exists, other=float("-inf"))
+    goes_on, of_mixed = going + of_row * num_tiles + number, tl.load(mixed + block, mask=exists, other=0)
+    ends = ending + (of_row * num_mixed + of_mixed - 1) * tiles + of_block
+    is_written = tl.where(wanted == GOING, exists, of_mixed > 0)
+    highest = tl.load(tl.where(wanted == GOING, goes_on, ends), mask=is_written, other=float("-inf"))
     of_rows += of_row * OF_ROW
     highest = highest - tl.load(of_rows) - tl.load(of_rows + 1)
-    score = tl.load(of_rows + 3)
-    highest = tl.where(highest < tl.load(of_rows + 2), float("-inf"), highest)
+    score = tl.load(of_rows + SCORE)
+    highest = tl.where(highest < tl.load(of_rows + LEAST + wanted), float("-inf"), highest)
     reached = tl.where(score > float("-inf"), highest, score) + score
+    exists = tl.where(wanted == GOING, exists, exists & (reached > float("-inf")))
     key = tl.where(exists, order_key(reached, row * num_tiles + number), LAST_KEY)
-    tl.store(keys + group * num_chosen * tiles + at, key, mask=has_room)
+    tl.store(keys + number_of_list * num_chosen * tiles + at, key, mask=has_room)
 
 
 @triton.jit(
-    do_not_specialize=["vocab_size", "num_barred", "num_chosen", "num_tiles", "num_rows"],
+    do_not_specialize=["vocab_size", "num_chosen", "num_tiles", "num_groups", "num_rows"],
     do_not_specialize_on_alignment=["index"],
 )
 def _rank_tokens(
-    logits, index, stride, vocab_size, barred, num_barred, temperature, chosen, num_chosen, of_rows, num_tiles,
+    logits, index, stride, vocab_size, classes, mixed, temperature, chosen, num_chosen, of_rows, num_tiles, num_groups,
     num_rows, keys, tile: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
-    """Make order keys of the tokens in chosen tiles: programs per part of these and group."""
-    group = tl.program_id(1).to(tl.int64)
+    """Make order keys of the tokens in chosen tiles: programs per part of these and list of a group."""
+    number_of_list = tl.program_id(1).to(tl.int64)
+    group, wanted = number_of_list % num_groups, (number_of_list // num_groups).to(tl.int32)
     of_tile, number, exists, at, has_room = parts_of(chosen, num_chosen, tile, lanes)
     row, token = of_tile // num_tiles, of_tile % num_tiles * tile + number
     exists &= token < vocab_size
     of_row = group * num_rows + row
     values, of_rows = logits + tl.load(index + of_row) * stride, of_rows + of_row * OF_ROW
-    logprob = logprobs_of(values, of_rows, token, vocab_size, barred, num_barred, temperature)
-    logprob = tl.where(logprob < tl.load(of_rows + 2), float("-inf"), logprob)
-    place = row.to(tl.int64) * vocab_size + token
-    key = tl.where(exists, order_key(logprob + tl.load(of_rows + 3), place), LAST_KEY)
-    tl.store(keys + group * num_chosen * tile + at, key, mask=has_room)
+    logprob = logprobs_of(values, of_rows, token, vocab_size, classes, temperature, wanted)
+    logprob = tl.where(logprob < tl.load(of_rows + LEAST + wanted), float("-inf"), logprob)
+    place, score = row.to(tl.int64) * vocab_size + token, logprob + tl.load(of_rows + SCORE)
+    exists = tl.where(wanted == GOING, exists, exists & (score > float("-inf")))
+    key = tl.where(exists, order_key(score, place), LAST_KEY)
+    tl.store(keys + number_of_list * num_chosen * tile + at, key, mask=has_room)

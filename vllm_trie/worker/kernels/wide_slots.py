@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.worker.kernels.order_keys import KEY_UNIT, LAST_KEY, is_among, score_of
+from vllm_trie.worker.kernels.order_keys import KEY_UNIT, LAST_KEY, score_of
 from vllm_trie.worker.sizes import cdiv
 
 SLOTS_AT_A_TIME, CHILDREN_AT_A_TIME = 32, 256  # that a program compares with each other
@@ -28,49 +28,46 @@ class Slots(NamedTuple):
     dead: torch.Tensor  # [G, b] int32, room
 
 
-def first_children(keys: torch.Tensor, per_row: int, stops: torch.Tensor, width: int, most: int) -> Slots:
+def first_children(keys: torch.Tensor, per_row: int, width: int, most: int) -> Slots:
     """Find the first child of each slot.
 
     Args:
         keys: [G, K] int64, order keys, in order.
         per_row: Places of each row.
-        stops: Tokens that end hypotheses.
         width: Slots, b.
         most: Continuations that go on at most.
     """
     num_groups, count = keys.shape
     first_child, dead = torch.empty(2, num_groups, width, dtype=torch.int32, device=keys.device)
     _find_first_children[cdiv(width, SLOTS_AT_A_TIME), num_groups](
-        keys, count, per_row, stops, len(stops), width, most, first_child, slots=SLOTS_AT_A_TIME,
-        part=CHILDREN_AT_A_TIME, num_warps=NUM_WARPS,
+        keys, count, per_row, width, most, first_child, slots=SLOTS_AT_A_TIME, part=CHILDREN_AT_A_TIME,
+        num_warps=NUM_WARPS,
     )  # fmt: skip
     return Slots(first_child, dead)
 
 
 @triton.jit
-def continuations(keys, rank, count, per_row, stops, num_stops):
-    """Of ranks: parents, places in their rows, scores (-inf where there is none), and whether they stop."""
+def continuations(keys, rank, count, per_row):
+    """Of ranks: parents, places in their rows, and scores, -inf where there is none."""
     key = tl.load(keys + rank, mask=rank < count, other=LAST_KEY)
     exists = key < LAST_KEY
     place = tl.where(exists, key % KEY_UNIT, 0)
     parent, own = (place // per_row).to(tl.int32), (place % per_row).to(tl.int32)
     score = tl.where(exists, score_of(key), float("-inf"))
-    return parent, own, score, is_among(own, stops, num_stops)
+    return parent, own, score
 
 
 @triton.jit
-def going_on(score, stop, num_living, most):
+def going_on(score, num_living, most):
     """Which continuations go on, `num_living` living ones being before them; and how many live then."""
-    lives = ((score > float("-inf")) & (stop == 0)).to(tl.int32)
+    lives = (score > float("-inf")).to(tl.int32)
     is_going = (lives == 1) & (num_living + tl.cumsum(lives, axis=0) <= most)
     return is_going, num_living + tl.sum(lives, axis=0)
 
 
-@triton.jit(
-    do_not_specialize=["count", "per_row", "num_stops", "width", "most"], do_not_specialize_on_alignment=["keys"]
-)
+@triton.jit(do_not_specialize=["count", "per_row", "width", "most"], do_not_specialize_on_alignment=["keys"])
 def _find_first_children(
-    keys, count, per_row, stops, num_stops, width, most, first_child, slots: tl.constexpr, part: tl.constexpr
+    keys, count, per_row, width, most, first_child, slots: tl.constexpr, part: tl.constexpr
 ):  # fmt: skip
     """See `first_children`: programs per group and part of its slots."""
     group, slot = tl.program_id(1).to(tl.int64), tl.program_id(0) * slots + tl.arange(0, slots)
@@ -79,8 +76,8 @@ def _find_first_children(
     start, num_living = 0, 0
     while (start < count) & (num_living < most):
         rank = start + tl.arange(0, part)
-        parent, _, score, stop = continuations(keys, rank, count, per_row, stops, num_stops)
-        is_going, num_living = going_on(score, stop, num_living, most)
+        parent, _, score = continuations(keys, rank, count, per_row)
+        is_going, num_living = going_on(score, num_living, most)
         is_child = (parent[None, :] == slot[:, None]) & is_going[None, :]
         first = tl.minimum(first, tl.min(tl.where(is_child, rank[None, :], count), axis=1))
         start += part
