@@ -219,15 +219,16 @@ def test_sharing_saves_blocks_and_reclaiming_each_step_holds_the_least(engines: 
     assert manager.total_counts().reclaimed > 0
 
 
-def test_ending_all_requests_reports_every_address(engines: Engines, model: Path) -> None:
+def test_ending_all_requests_answers_every_address_once(engines: Engines, model: Path) -> None:
     engine = engines(model)
     core = engine.llm.llm_engine
     core.add_request("g", {"prompt_token_ids": prompt_of(40)}, beam_params(5, n=3, max_tokens=60))
     for _ in range(5):
         core.step()
-    ended = engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-    assert sorted(request.request_id.partition("_")[0] for request in ended) == ["0", "1", "2"]
-    assert all(request.status == RequestStatus.FINISHED_ABORTED for request in ended)
+    assert engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED) == [], "which the engine would answer"
+    outputs = [output for _, output in engine.scheduler.mailbox.empty()]
+    assert sorted(output.request_id.partition("_")[0] for output in outputs) == ["0", "1", "2"]
+    assert all(output.finish_reason == FinishReason.ABORT and output.new_token_ids for output in outputs)
     core.abort_request(["g"])
 
 
