@@ -35,6 +35,9 @@ def test_boosts_are_what_one_counts_in_the_whole_hypothesis(
             assert total + running[newest].item() == pytest.approx(boost_of(phrases, hypothesis), abs=1e-4)
             assert total + at_end[newest].item() == pytest.approx(boost_of(phrases, hypothesis, is_over=True), abs=1e-4)
         assert max(running.max(), at_end.max()) <= constraint.most_boost + 1e-5
+        after = torch.arange(VOCAB)[None]
+        pending = constraint.pending(states, torch.zeros_like(after), after)[0]
+        torch.testing.assert_close(running - pending, at_end, rtol=0, atol=1e-5)
         if at < len(text):
             total += running[text[at]].item()
             states = constraint.advance(states, torch.tensor([[text[at]]]))
@@ -47,6 +50,8 @@ def test_rows_of_several_groups_have_each_their_own_boosts() -> None:
     assert boosts[..., 1].tolist() == [[1.0, 0.0], [0.0, 1.0]]  # the second half of the phrase
     assert boosts[..., 0].tolist() == [[0.0, 1.0], [1.0, 0.0]]  # it begins anew, or begins
     assert boosts[..., 2].tolist() == [[-1.0, 0.0], [0.0, -1.0]]  # it does not go on
+    parents, tokens = torch.tensor([[1, 0, 1], [0, 1, 1]]), torch.tensor([[0, 1, 2], [0, 0, 1]])
+    assert constraint.pending(states, parents, tokens).tolist() == [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
 
 
 def test_boosts_of_equal_phrases_are_one_batch() -> None:

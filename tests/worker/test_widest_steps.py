@@ -18,17 +18,21 @@ from benchmarks.weightless import CATALOG, NOWHERE, WeightlessStep, kernels_note
 from tests.support.taken_again import TakenAgain
 from tests.worker.test_waits import RULES
 from vllm_trie.options import PLUGIN_NAME
+from vllm_trie.options.parts import MOST_PHRASE_TOKENS
 from vllm_trie.search import parts
+from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import ItemRules
 from vllm_trie.search.constraints.constraint import Source
 from vllm_trie.search.constraints.contrast import Contrast
 from vllm_trie.search.constraints.grammar import Grammar
 from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
-from vllm_trie.search.constraints.stops import Stops
+from vllm_trie.search.constraints.stops import Completes, Stops
 from vllm_trie.search.filters import LogitsFilters, Pruning
-from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step import is_light
+from vllm_trie.search.rank import Candidates
+from vllm_trie.search.rules import Means, SelectRules
+from vllm_trie.search.step import is_light, take_step
+from vllm_trie.search.step_result import packed
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.search.strategies.drawn import Drawn
 from vllm_trie.search.strategies.in_groups import InGroups
@@ -127,6 +131,32 @@ def test_no_search_holds_more_than_was_profiled(rules: SelectRules, num_parts: i
         step = with_masks(WeightlessStep(rules._replace(width=WIDTH), 1, VOCAB_SIZE, most_children=MOST_CHILDREN))
         with MemoryCounter() as counter:
             step.sample(np.array([25]))
+    assert 0 < counter.most <= profiled(WIDTH, num_parts) + SMALL
+
+
+class SaysNothing(Completes):
+    """Stop strings, of which nobody looks for any."""
+
+    num_going_on = CELLS
+
+    def __init__(self) -> None:
+        pass
+
+    def end(self, candidates: Candidates[torch.Tensor], is_stop: np.ndarray) -> torch.Tensor:
+        return torch.empty_like(candidates.tokens, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("semantics", ["hf", "vllm", "tridecode"])
+def test_stop_strings_and_as_many_phrases_as_there_may_be_hold_no_more(semantics: str, num_parts: int) -> None:
+    phrases = PhraseBoosts.of([(range(first, first + 10), 1.0) for first in range(0, MOST_PHRASE_TOKENS, 10)])
+    rules = ALL_REPORTED._replace(
+        width=WIDTH, strategy=Best(semantics), stops=Stops((7,), ("end",)), constraints=(phrases,)
+    )
+    beams = Beams(nowhere(1, WIDTH, dtype=torch.float32), states={phrases: phrases.begin(WIDTH, NOWHERE)})
+    take_step(rules, nowhere(1, WIDTH, VOCAB_SIZE), beams, Means(completes=SaysNothing()))  # which uploads tables
+    with torch.inference_mode(), MemoryCounter() as counter:
+        logits = nowhere(1, WIDTH, VOCAB_SIZE, dtype=torch.bfloat16).float()
+        packed(take_step(rules, logits, beams, Means(completes=SaysNothing())))
     assert 0 < counter.most <= profiled(WIDTH, num_parts) + SMALL
 
 

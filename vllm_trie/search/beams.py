@@ -108,7 +108,7 @@ class Beams(NamedTuple):
 
     def pending(self, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
         """See `Constraint.pending`: of continuations [G, k] of these rows, under all constraints together."""
-        found = [key.pending(_gathered(state, parents), tokens) for key, state in self.states.items()]
+        found = [key.pending(state, parents, tokens) for key, state in self.states.items()]
         return reduce(add, shares) if (shares := [share for share in found if share is not None]) else None
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:

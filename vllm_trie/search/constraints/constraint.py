@@ -74,8 +74,11 @@ class Constraint:
         """
         return None
 
-    def pending(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
-        """What a hypothesis loses of its boosts if it ends with a token, [G, k] of tokens [G, k]; None: nothing."""
+    def pending(self, states: torch.Tensor, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
+        """What hypotheses lose of their boosts that end with tokens [G, k] after rows `parents` [G, k]; None: nothing.
+
+        There may be many more of them than rows.
+        """
         return None
 
     def mask(self, logits: torch.Tensor, states: torch.Tensor) -> torch.Tensor:

@@ -96,20 +96,20 @@ class PhraseBoosts(Constraint):
     def boosts(self, states: torch.Tensor, logprobs: torch.Tensor, is_end: bool) -> torch.Tensor:
         """See `Constraint`."""
         tables = self._tables(states.device)
-        leads = _lead_on(tables, states)
-        # By token that is in a phrase: the node that it leads to. Of several the one with the highest number is that of
-        # the longest beginning; where there is none, it is the root.
-        nodes = states.new_full((*states.shape, len(tables.tokens)), ROOT)
-        nodes.scatter_reduce_(-1, tables.columns.expand(leads.shape), tables.children.where(leads, ROOT), "amax")
+        nodes = _next_nodes(tables, states)
         gains = tables.occurring[nodes] if is_end else (tables.occurring + tables.pending)[nodes]
         lost = -tables.pending[states][..., None]
         boosts = lost.expand(*states.shape, logprobs.shape[-1]).clone()
         boosts[..., tables.tokens] = gains + lost
         return boosts
 
-    def pending(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def pending(self, states: torch.Tensor, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """See `Constraint`."""
-        return self._tables(states.device).pending[self.advance(states, tokens)]
+        tables = self._tables(states.device)
+        num_tokens, nodes = len(tables.tokens), _next_nodes(tables, states)  # by row: there are more continuations
+        columns = torch.searchsorted(tables.tokens, tokens).clamp(max=num_tokens - 1)
+        after = nodes.flatten(1).gather(1, parents * num_tokens + columns)
+        return tables.pending[after.where(tables.tokens[columns] == tokens, ROOT)]
 
     def _tables(self, device: torch.device) -> _Automaton[torch.Tensor]:
         if (tables := self._on_devices.get(device)) is None:
@@ -202,3 +202,11 @@ def _automaton(phrases: tuple[Phrase, ...]) -> _Automaton[np.ndarray]:
 def _lead_on(tables: _Automaton[torch.Tensor], nodes: torch.Tensor) -> torch.Tensor:
     """[..., edges] bool, which edges lead on from nodes [...], or from suffixes of them."""
     return tables.suffixes[nodes][..., tables.depths] == tables.parents
+
+
+def _next_nodes(tables: _Automaton[torch.Tensor], nodes: torch.Tensor) -> torch.Tensor:
+    """[G, r, n] the nodes to which the tokens that are in phrases lead from nodes [G, r]; the root where none does."""
+    leads = _lead_on(tables, nodes)
+    found = nodes.new_full((*nodes.shape, len(tables.tokens)), ROOT)
+    # Of several the one with the highest number is that of the longest beginning.
+    return found.scatter_reduce_(-1, tables.columns.expand(leads.shape), tables.children.where(leads, ROOT), "amax")
