@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import numpy as np
 import pytest
 
 from vllm_trie import beam_params
-from vllm_trie.options import OPTIONS, parse_options
+from vllm_trie.options import OPTIONS, parse_options, request
 from vllm_trie.options.other_names import MOST_LIKE, OTHER_NAMES
 from vllm_trie.options.request import MOST_KEYS
 from vllm_trie.options.shown import MOST_LISTED, MOST_QUOTED, MOST_SHOWN, listed, shortened, shown, shown_name
@@ -72,6 +72,8 @@ HOSTILE: dict[str, Mapping[str, Any]] = {
     "a million widths beside another": {"beam_width": 2, "beam_widths": [1] * MANY},
     "widths that are no integers": {"beam_widths": ["x" * MANY] * 9},
     "a text that would be a million sequences": {"beam_width": 2, "allowed_sequences": f"[{'[1],' * 9 * MANY}[1]]"},
+    "a set in a search by steps": {"beam_width": 2, "unit": "step", "allowed_sequences": f"[{'[1],' * 9 * MANY}[1]]"},
+    "phrases in a search by steps": {"beam_width": 2, "unit": "step", "phrase_boosts": "[" * MANY},
     "sequences that are no lists": {"beam_width": 2, "allowed_sequences": [1] * 100_000},
     "a million sequences": {"beam_width": 2, "allowed_sequences": [[1]] * MANY},
     "phrases that are none": {"beam_width": 2, "phrase_boosts": [1] * 1_000},
@@ -122,6 +124,34 @@ def test_no_name_is_longer_than_what_is_compared() -> None:
     assert 1.5 * max(map(len, known)) < MOST_LIKE
 
 
-def test_every_option_has_a_bound_for_texts_and_for_lists() -> None:
-    for field in OPTIONS.values():
-        assert all(0 < most_of(field, kind)[0] < 1 << 25 for kind in (str, list))
+BOUNDS = {  # characters of a text, and entries of a list, of options that take either
+    "beam_widths": (256, 4_096),
+    "phrase_boosts": (500_000, 1_000),
+    "allowed_sequences": (32_000_000, 100_000),
+    "catalog": (256, 256),
+    "catalog_after": (256, 256),
+    "metric": (256, 256),
+    "step_stop": (256, 64),
+    "scorer": (2_000, 256),
+}
+
+
+def kinds_of(annotation: Any) -> set[Any]:
+    """What a value may be, a part of one among them; of few known ones nothing."""
+    parts = () if get_origin(annotation) is Literal else get_args(annotation)
+    return {annotation, get_origin(annotation)}.union(*map(kinds_of, parts))
+
+
+def test_options_that_take_texts_or_lists_have_these_bounds() -> None:
+    open_ended = {name: field for name, field in OPTIONS.items() if kinds_of(field.annotation) & {str, list, dict, Any}}
+    assert {name: (most_of(of, str)[0], most_of(of, list)[0]) for name, of in open_ended.items()} == BOUNDS
+
+
+@pytest.mark.parametrize("name", ["allowed_sequences", "phrase_boosts"])
+def test_a_search_by_steps_reads_no_text_that_it_does_not_take(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"beam_width": 2, "unit": "step", "step_stop": ["\n"], "scorer": "a"}
+    with pytest.raises(ValueError, match=f"{name}=.* characters, and may have .*; shorten it"):
+        parse_options({**asked, name: "x" * 40 * MANY})
+    monkeypatch.setattr(request.json, "loads", lambda text: pytest.fail("it was read"))
+    with pytest.raises(ValueError, match=f"{name}='x' is not supported together with unit="):
+        parse_options({**asked, name: "x"})

@@ -128,9 +128,10 @@ def parse_options(extra_args: Mapping[str, Any] | None) -> SearchParams | None:
     for name, value in options.items():
         if type(value) is int and True in choices(OPTIONS[name]):  # so the OpenAI server sends booleans
             options[name] = {0: False, 1: True}.get(value, value)
-    kind_of(options).check_sizes(options)  # before a text is read
-    for name in {"allowed_sequences", "phrase_boosts", "contrast"} & options.keys():
-        if isinstance(text := options[name], str):  # there it sends no lists of lists, and no objects
+    for part in PARTS.values():  # also of what a search of this kind does not take, before a text is read
+        part.check_sizes(options)
+    for name in {"allowed_sequences", "phrase_boosts", "contrast"} & kind_of(options).model_fields.keys():
+        if isinstance(text := options.get(name), str):  # there it sends no lists of lists, and no objects
             with suppress(ValueError, RecursionError):
                 options[name] = json.loads(text)
     return search_params(options)
