@@ -141,3 +141,13 @@ def test_a_priority_among_the_headers_goes_before_the_bodys(
     request = CompletionRequest(prompt="x", use_beam_search=True, priority=3, stream=stream)
     asyncio.run(streams.create.function(as_vllm, serving, request, SimpleNamespace(headers=headers)))
     assert asked_of_engine == [expected]
+
+
+def test_a_number_of_any_length_is_quoted_in_short() -> None:
+    wrap_all("vllm_trie.entrypoints.server")
+    for digits in (4_000, 10_000):
+        with pytest.raises(BeamRequestError, match=r"^logprobs=.{1,80} with echo=True") as refusal:
+            CompletionRequest(prompt="x", echo=True, **beams(4)).model_copy(
+                update={"logprobs": 10**digits}
+            ).to_sampling_params(8, {})
+        assert len(str(refusal.value)) < 200

@@ -37,7 +37,14 @@ if TYPE_CHECKING:
 
 
 class BeamRequestError(VLLMValidationError, ValueError):
-    """A request that beam search refuses: a ValueError offline, a 400 from the server."""
+    """A request that beam search refuses: a ValueError offline, a 400 from the server.
+
+    Args:
+        refusal: Shortened here, whatever it quotes.
+    """
+
+    def __init__(self, refusal: str) -> None:
+        super().__init__(shortened(refusal))
 
 
 @contextmanager
@@ -46,7 +53,7 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise BeamRequestError(shortened(str(error))) from None
+        raise BeamRequestError(str(error)) from None
 
 
 CALLER = "trie_beam_caller"  # in `extra_args`: a `Caller`, which no client of a server can send

@@ -99,8 +99,8 @@ def _refuse_fields(request: TextRequest | ResponsesRequest | SpeechRequest) -> N
     """Refuse what a beam request says in vain: vLLM passes over fields that it does not know."""
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
         raise BeamRequestError(
-            f"logprobs={request.logprobs} with echo=True would tell of the prompt, where beams report nothing; leave "
-            "one of them out"
+            f"logprobs={shown(request.logprobs)} with echo=True would tell of the prompt, where beams report nothing; "
+            "leave one of them out"
         )
     extra = request.model_extra or {}
     unknown = {name: value for name, value in extra.items() if value is not None and (name, value) != NO_BEST_OF}
