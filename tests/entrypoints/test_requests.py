@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 from vllm import SamplingParams
 
-from vllm_trie.entrypoints.requests import _fit_lengths, why_not_behind
+from vllm_trie.entrypoints.requests import _SENT, BeamRequestError, _fit_lengths, refuse_marks, why_not_behind
+from vllm_trie.options.shown import MOST_QUOTED
 
 
 @pytest.mark.parametrize(
@@ -38,3 +40,14 @@ def test_numbers_of_tokens_that_no_sequence_reaches_fit_into_32_bits() -> None:
     short = SamplingParams(min_tokens=2, max_tokens=9)
     _fit_lengths(short, 512)
     assert (short.min_tokens, short.max_tokens) == (2, 9)
+
+
+@pytest.mark.parametrize("name", _SENT)
+@pytest.mark.parametrize("forged", ["true", "1", '"x"', "{}", '["beam_width", "beam_width"]'])
+def test_no_mark_can_be_sent_as_json(name: str, forged: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is a mark of the front end's own; leave it out"):
+        refuse_marks({name: json.loads(forged)})
+
+
+def test_a_refusal_is_short_wherever_it_is_raised() -> None:
+    assert len(str(BeamRequestError("x" * 10_000))) == MOST_QUOTED

@@ -21,7 +21,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from tests.support.engine import TRAINED_TARGET
 from vllm_trie.compat.patch import wrap_all
-from vllm_trie.entrypoints.single_tokens import with_single_tokens
+from vllm_trie.entrypoints.single_tokens import asking_for_single_tokens, asks_for_single_tokens, with_single_tokens
 from vllm_trie.messages import TICKET
 
 TEXT = "<think>Is 'é€😀' a name?\n\n</think>\nnaïve = 1\n"
@@ -111,3 +111,11 @@ def test_parsers_read_the_parts_of_a_search_as_single_tokens(parser_name: str, c
     params = params_of()
     alone = parsed(parts_of(TOKENS, range(len(TOKENS)), params, "length"), parser_name)
     assert parsed(singly(parts_of(TOKENS, cuts, params, "length"), params), parser_name) == alone
+
+
+@pytest.mark.parametrize("forged", [True, 1, "true", ["beam_width", "beam_width"]])
+def test_no_client_can_ask_for_single_tokens(forged: Any) -> None:
+    request = asking_for_single_tokens(ChatCompletionRequest(messages=[]))
+    (name,) = request.vllm_xargs
+    assert asks_for_single_tokens(request.to_sampling_params(8, {}))
+    assert not asks_for_single_tokens(SamplingParams(extra_args={name: forged}))

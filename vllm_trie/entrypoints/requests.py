@@ -58,9 +58,10 @@ def refusing() -> Iterator[None]:
 
 CALLER = "trie_beam_caller"  # in `extra_args`: a `Caller`, which no client of a server can send
 
-SINGLE_TOKENS = "trie_beam_single_tokens"  # in `extra_args`: see `entrypoints.single_tokens`
+SINGLE_TOKENS = "trie_beam_single_tokens"  # likewise, see `entrypoints.single_tokens`
 
 _MARKS = {CALLER, SINGLE_TOKENS, TICKET, FORK, READ}  # of the front end's own, in `extra_args`
+_SENT = {TICKET: ForkTicket, FORK: ForkTicket, SINGLE_TOKENS: Caller, READ: RequestData}  # which no client can send
 _READ_BY_VLLM = {"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", "session_id"}  # likewise
 
 
@@ -167,10 +168,7 @@ def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | No
     Raises:
         ValueError: naming the option, its value and what would work.
     """
-    marks = {name: mark for name, mark in (params.extra_args or {}).items() if name in (TICKET, FORK)}
-    for name, mark in marks.items():
-        if not isinstance(mark, ForkTicket):  # which no client can send
-            raise ValueError(f"{name} is a mark of the front end's own; leave it out")
+    refuse_marks(params.extra_args or {})
     beam = parse_options(params.extra_args)
     if beam is None:
         return None
@@ -184,6 +182,17 @@ def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | No
     refuse_unsupported(fields, beam, caller.feature)  # before the engine has its say
     check_amateur(beam.contrast, why_without_amateur(vllm_config))
     return resolve(beam, config_of(vllm_config), drafts_of(vllm_config), fields)
+
+
+def refuse_marks(extra_args: Mapping[str, Any]) -> None:
+    """Refuse marks that a client has sent.
+
+    Raises:
+        ValueError: naming the mark.
+    """
+    for name, kind in _SENT.items():
+        if name in extra_args and not isinstance(extra_args[name], kind):
+            raise ValueError(f"{name} is a mark of the front end's own; leave it out")
 
 
 def refuse_unknown(extra_args: Mapping[str, Any], vllm_config: VllmConfig) -> None:
@@ -283,6 +292,6 @@ def _prepare(
     padding = None if beam.num_beam_groups == 1 else padding_token(model_config)
     content = None if item_set is None else item_set.to_bytes()
     ticket = GroupTicket(random_uuid(), params.n, eos_token_id, beam.model_dump(), caller, content, padding)
-    dropped = {CALLER, READ, *BRINGS}  # which the ticket has
+    dropped = {CALLER, SINGLE_TOKENS, READ, *BRINGS}  # which the ticket has, or the front end alone needs
     others = {name: value for name, value in (params.extra_args or {}).items() if name not in dropped}
     params.extra_args = {**others, TICKET: asdict(ticket)}

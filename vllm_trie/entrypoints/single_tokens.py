@@ -21,19 +21,19 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from vllm_trie.entrypoints.requests import SINGLE_TOKENS
-from vllm_trie.messages import TICKET
+from vllm_trie.messages import BEAM_WIDTH, TICKET, Caller
 
 ParsedRequest = TypeVar("ParsedRequest", ChatCompletionRequest, ResponsesRequest)
 
 
 def asking_for_single_tokens(request: ParsedRequest) -> ParsedRequest:
     """A copy of a request, whose stream has one token in each part."""
-    return request.model_copy(update={"vllm_xargs": {**(request.vllm_xargs or {}), SINGLE_TOKENS: True}})
+    return request.model_copy(update={"vllm_xargs": {**(request.vllm_xargs or {}), SINGLE_TOKENS: BEAM_WIDTH}})
 
 
 def asks_for_single_tokens(params: Any) -> bool:
     """Whether these are the parameters of such a request."""
-    return isinstance(params, SamplingParams) and bool((params.extra_args or {}).get(SINGLE_TOKENS))
+    return isinstance(params, SamplingParams) and isinstance((params.extra_args or {}).get(SINGLE_TOKENS), Caller)
 
 
 async def with_single_tokens(

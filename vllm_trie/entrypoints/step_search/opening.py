@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from vllm_trie.entrypoints.limits import check_stops, check_widths, engine_limits
-from vllm_trie.entrypoints.requests import refuse_unknown
+from vllm_trie.entrypoints.requests import refuse_marks, refuse_unknown
 from vllm_trie.entrypoints.step_search.drawn_steps import StepReader
 from vllm_trie.entrypoints.step_search.request import StepRequest
 from vllm_trie.entrypoints.step_search.scorers import scorer_of
@@ -53,6 +53,7 @@ def open_request(
     """
     vllm_config, beam = engine.vllm_config, parse_options(params.extra_args)
     assert isinstance(beam, StepParams)
+    refuse_marks(params.extra_args or {})
     refuse_unknown(params.extra_args or {}, vllm_config)
     refuse_unsupported(matrix_fields(params), beam)
     check_widths(params.n, beam, engine_limits(vllm_config))
