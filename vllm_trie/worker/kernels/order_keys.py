@@ -47,7 +47,7 @@ def nth_of(scores, count):
     """The `count`-th best of scores, repeats counted; no number if fewer of them are numbers. Bit by bit, likewise."""
     bits, found = tl.abs(scores).to(tl.int32, bitcast=True), tl.sum((scores == 0.0).to(tl.int32) * 0, axis=0)
     for at in range(SCORE_BITS):
-        trial = found + (1 << (SCORE_BITS - 1 - at))
+        trial = found + (tl.full([], 1, tl.int32) << (SCORE_BITS - 1 - at))
         found = tl.where(tl.sum((bits < trial).to(tl.int32), axis=0) < count, trial, found)
     return 0.0 - found.to(tl.float32, bitcast=True)
 

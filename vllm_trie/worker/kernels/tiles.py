@@ -273,7 +273,7 @@ def maxima_of_tiles(
 def listed(score, place, exists, wanted):
     """Order keys of what exists. Of all but what ends it does not matter which impossible ones fill up a ranking."""
     key = tl.where(exists, order_key(score, place), LAST_KEY)
-    return tl.where((wanted == ENDING) & (score == float("-inf")), LAST_KEY, key)
+    return tl.where((score == float("-inf")) & (wanted == ENDING), LAST_KEY, key)
 
 
 @triton.jit
