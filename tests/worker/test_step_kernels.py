@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from itertools import product
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -20,9 +21,11 @@ from vllm_trie.search.constraints.catalog import ItemRules
 from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.filters import LogitsFilters
-from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.rank import Candidates
+from vllm_trie.search.rules import SelectRules, Strategy
 from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import Going, Step, packed, unpacked
+from vllm_trie.search.step_result import Going, Step, TokenLogprobs, packed, unpacked
+from vllm_trie.search.strategies.best import Best
 from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.search.token_tables import columns
 from vllm_trie.worker.kernels import best, items, tiles, wide, wide_catalog, wide_keys, wide_slots
@@ -88,7 +91,7 @@ def check(problem: Problem) -> None:
     for own, theirs in zip(
         unpacked(taken.words.cpu().numpy(), taken.layout), unpacked(expected.cpu().numpy(), layout), strict=True
     ):
-        lives = theirs.scores > NEVER
+        theirs, lives = finishing_in_order(theirs, problem.rules), theirs.scores > NEVER
         assert own.scores.tolist() == theirs.scores.tolist()
         assert own.parents.tolist() == theirs.parents.tolist()
         assert own.tokens[lives].tolist() == theirs.tokens[lives].tolist()
@@ -103,6 +106,16 @@ def check(problem: Problem) -> None:
     assert torch.equal(sampled[places, 0], taken.going.tokens[:, : problem.shape[1]])
     assert (sampled[:, 1] == -1).all()
     torch.testing.assert_close(taken.going.scores, problem.by_torch().scores, rtol=2e-6, atol=2e-6)
+
+
+def finishing_in_order(step: Step, rules: SelectRules) -> Step:
+    """By vLLM's rules torch may list what stops row after row; kernels list the best first, and what else ends then."""
+    if rules.strategy != Best("vllm"):
+        return step
+    (_, tokens, scores), reports = step.finished, step.finished_logprobs
+    order = np.lexsort((-scores, ~np.isin(tokens, rules.stops.ending_token_ids)))
+    finished = Candidates(*(field[order] for field in step.finished))
+    return step._replace(finished=finished, finished_logprobs=reports and TokenLogprobs(*(f[order] for f in reports)))
 
 
 def check_reports(own: Step, theirs: Step, lives: torch.Tensor) -> None:
@@ -174,7 +187,7 @@ def problems(
     return problem
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(problems(rules_of_best()))
 def test_kernels_take_the_step_of_torch(problem: Problem) -> None:
     check(problem)
@@ -214,6 +227,48 @@ def only_wide() -> Iterator[None]:
 def test_kernels_take_the_step_of_torch_with_many_beams(problem: Problem) -> None:
     with only_wide():
         check(problem)
+
+
+def ending_with(stops: tuple[int, ...], has_ties: bool) -> Problem:
+    """By vLLM's rules: of four rows two have a stop token among their best, one has many of them, one has none."""
+    filters, vocab_size = LogitsFilters(min_p=1e-4), 4200
+    problem = Problem(rules_of(4, "vllm", stops, filters=filters), 1, 4, vocab_size, seed=len(stops))
+    values, which, known = problem.logits.values, problem.logits.which, [stop for stop in stops if stop < vocab_size]
+    values[which[:2], known[-1]] = values.amax() - torch.tensor([2.0, 1.0], device=DEVICE)
+    values[which[2], known] += 3.0
+    values[which[3], known] -= 9.0
+    if has_ties:
+        values.round_()
+        problem.scores.round_()
+    assert (problem.by_torch().finished.scores > NEVER).any()
+    return problem
+
+
+@pytest.mark.parametrize("stops", [(1,), (0, 70, 4096), tuple(range(1, 5000, 2))], ids=["one", "few", "many"])
+@pytest.mark.parametrize("has_ties", [True, False])
+def test_by_vllms_rules_what_ends_finishes_only_among_the_best_of_its_row(
+    stops: tuple[int, ...], has_ties: bool
+) -> None:
+    check(problem := ending_with(stops, has_ties))
+    if len(stops) <= wide.MOST_ENDS:
+        with only_wide():
+            check(problem)
+
+
+@pytest.mark.parametrize(
+    "strategy", [Best("hf"), Best("tridecode"), InGroups(2, 0.7, 1)], ids=["hf", "tridecode", "groups"]
+)
+@pytest.mark.parametrize("is_last", [False, True])
+def test_however_many_tokens_end_kernels_take_the_step_of_torch(strategy: Strategy, is_last: bool) -> None:
+    stops, (vocab_size, num_beams) = tuple(range(1, 200, 2)), (130, 2) if is_last else (65, None)
+    rules = rules_of(4, stops=stops, strategy=strategy, is_last=is_last, num_beams=num_beams)
+    problem = Problem(rules, 2, 4, vocab_size, seed=vocab_size)
+    problem.logits.values[:, [stop for stop in stops if stop < vocab_size]] += 1.0
+    problem.logits.values.round_()
+    check(problem)
+    if isinstance(strategy, Best):
+        with only_wide():
+            check(problem)
 
 
 def test_of_many_beams_equal_ones_rank_by_place() -> None:
