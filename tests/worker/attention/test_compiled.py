@@ -6,6 +6,7 @@ import inspect
 import os
 import shutil
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,22 @@ if not current_platform.is_cpu():
 if shutil.which(os.environ.get("CXX", "g++")) is None:
     pytest.skip("no C++ compiler is here, and the kernel is compiled at the start", allow_module_level=True)
 current_platform.import_kernels()
+
+
+IN_A_NEW_PROCESS = """
+import torch
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+from vllm_trie.worker.attention import compiled
+compiled.check(2, 1, 64, 64, torch.bfloat16, "amx")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this processor has no AMX")
+def test_a_process_that_has_multiplied_nothing_yet_may_compare_kernels_that_use_tiles() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_A_NEW_PROCESS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def attended(batch: Batch, dtype: torch.dtype, isa: str, **scoring: Any) -> torch.Tensor:

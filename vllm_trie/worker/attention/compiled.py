@@ -128,6 +128,8 @@ def check(
     Raises:
         CompilerError: there is no kernel for this machine, or it computes something else.
     """
+    if isa == "amx":  # Linux gives a process its tiles when it asks for them, as vLLM's first matrix product would
+        torch.cpu._init_amx()
     generator = torch.Generator().manual_seed(0)
     num_shared, num_rows = 2, 3
     num_blocks, num_tokens = num_shared + num_rows, (num_shared + num_rows) * block_size
