@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 from weakref import ref
 
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.phrases import boost_of
+from vllm_trie.search.constraints import phrase_boosts
 from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts, _known, most_bytes
+from vllm_trie.search.devices import NewestKept
 
 CPU = torch.device("cpu")
 VOCAB = 4
@@ -84,6 +87,21 @@ def test_tables_lie_on_a_device_as_long_as_rows_carry_states_under_them() -> Non
     size = len(_known)
     del said
     assert len(_known) == size - 1
+
+
+def test_automata_stay_on_the_host_as_far_as_their_bytes_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal phrases come with request after request, and nobody holds them in between."""
+    one, other, long = [([1, 2], 2.0)], [([3, 1], 2.0)], [(list(range(100)), 1.0)]
+
+    def automaton(phrases: list[tuple[list[int], float]]) -> Any:
+        return PhraseBoosts.of(phrases).automaton
+
+    monkeypatch.setattr(phrase_boosts, "_automata", NewestKept(3000))
+    of_one, of_other = automaton(one), automaton(other)
+    assert automaton(one) is of_one
+    assert automaton(other) is of_other
+    automaton(long)
+    assert automaton(one) is not of_one
 
 
 class Watched(tuple):  # type: ignore[type-arg]

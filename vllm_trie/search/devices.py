@@ -6,12 +6,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, wraps
-from typing import Any, ParamSpec, TypeVarTuple
+from typing import Any, Generic, ParamSpec, TypeVar, TypeVarTuple
 
 import numpy as np
 import torch
 
 P = ParamSpec("P")
+Made = TypeVar("Made")
 Arguments = TypeVarTuple("Arguments")
 
 NEVER = float("-inf")
@@ -56,6 +57,31 @@ def kept(most: int) -> Callable[[Callable[P, torch.Tensor]], Callable[P, torch.T
     return decorate
 
 
+class NewestKept(Generic[Made]):
+    """What was made of keys, as far as that which was used last takes so many bytes."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self._total = most_bytes, 0
+        self._made = OrderedDict[Any, tuple[Made, int]]()  # and its bytes
+
+    def get(self, key: Any, make: Callable[[], Made], num_bytes: Callable[[Made], int]) -> Made:
+        """What was made of a key, or is made now; `num_bytes`: what it takes, and its key."""
+        if (found := self._made.get(key)) is None:
+            made = make()
+            found = self._made[key] = made, num_bytes(made)
+            self._total += found[1]
+            while self._total > self._most_bytes and len(self._made) > 1:
+                _, (_, of_oldest) = self._made.popitem(last=False)
+                self._total -= of_oldest
+        self._made.move_to_end(key)
+        return found[0]
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._made.clear()
+        self._total = 0
+
+
 def kept_within(
     most_bytes: int, num_bytes_of_key: Callable[..., int]
 ) -> Callable[[Callable[[*Arguments], torch.Tensor]], Callable[[*Arguments], torch.Tensor]]:
@@ -67,31 +93,16 @@ def kept_within(
     """
 
     def decorate(make: Callable[[*Arguments], torch.Tensor]) -> Callable[[*Arguments], torch.Tensor]:
-        cached, num_bytes = OrderedDict[Any, torch.Tensor](), dict[Any, int]()
-        total = 0
+        newest = NewestKept[torch.Tensor](most_bytes)
 
         @wraps(make)
         def get(*args: *Arguments) -> torch.Tensor:
-            nonlocal total
-            if (tensor := cached.get(args)) is None:
-                tensor = cached[args] = make(*args)
-                num_bytes[args] = tensor.nbytes + num_bytes_of_key(*args)
-                total += num_bytes[args]
-                while total > most_bytes and len(cached) > 1:
-                    oldest, _ = cached.popitem(last=False)
-                    total -= num_bytes.pop(oldest)
-            cached.move_to_end(args)
+            tensor = newest.get(args, lambda: make(*args), lambda made: made.nbytes + num_bytes_of_key(*args))
             for tensors in _borrowers:
                 tensors.append(tensor)
             return tensor
 
-        def clear() -> None:
-            nonlocal total
-            cached.clear()
-            num_bytes.clear()
-            total = 0
-
-        get.cache_clear = clear  # type: ignore[attr-defined]
+        get.cache_clear = newest.clear  # type: ignore[attr-defined]
         return get
 
     return decorate

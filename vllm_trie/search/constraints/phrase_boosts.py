@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any, Generic, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -15,11 +16,14 @@ import numpy as np
 import torch
 
 from vllm_trie.search.constraints.constraint import Constraint
-from vllm_trie.search.devices import uploaded
+from vllm_trie.search.devices import NewestKept, uploaded
 from vllm_trie.search.rank import Array
 
 ROOT, NOWHERE = 0, -1
 SUFFIX_BYTES, WEIGHT_BYTES, EDGE_BYTES = 4, 2 * 8, 4 + 4 * 8  # see `_Automaton`: of a node in a layer, a node, an edge
+
+AUTOMATA_BYTES = 64 << 20  # of automata that stay on the host, and of the phrases by which they are found
+PHRASE_BYTES, TOKEN_BYTES = 250, 40  # of these, with a place among the automata; a token is a number in a tuple
 
 Tokens = tuple[int, ...]
 
@@ -66,7 +70,11 @@ class PhraseBoosts(Constraint):
     @cached_property
     def automaton(self) -> _Automaton[np.ndarray]:
         """On the host."""
-        return _automaton(self.phrases)
+        return _automata.get(self.phrases, partial(_automaton, self.phrases), self._bytes_on_host)
+
+    def _bytes_on_host(self, automaton: _Automaton[np.ndarray]) -> int:
+        ways = chain.from_iterable(ways for ways, _ in self.phrases)
+        return sum(array.nbytes for array in automaton) + sum(PHRASE_BYTES + TOKEN_BYTES * len(way) for way in ways)
 
     @property
     def num_bytes(self) -> int:
@@ -154,6 +162,10 @@ class _Automaton(NamedTuple, Generic[Array]):
     suffixes: Array  # [nodes, layers]: by layer the node of a suffix of the node's tokens, itself among them
     occurring: Array  # [nodes] weights of the phrases that end there
     pending: Array  # [nodes]
+
+
+# Equal phrases come with request after request, and those of 10,000 tokens take 50 ms to build.
+_automata = NewestKept[_Automaton[np.ndarray]](AUTOMATA_BYTES)
 
 
 def most_bytes(ways: Iterable[Sequence[int]]) -> int:
