@@ -47,6 +47,7 @@ def check_phrases(boosts: Sequence[tuple[Any, float]], found: Boosts, vocab_size
     Raises:
         ValueError: naming the phrase, and what would work.
     """
+    ending = frozenset(stops)  # looked up by way: there may be many of both
     for (ways, _), (phrase, _) in zip(found, boosts, strict=True):
         for way in ways:
             if not 0 <= min(way) <= max(way) < vocab_size:
@@ -57,7 +58,7 @@ def check_phrases(boosts: Sequence[tuple[Any, float]], found: Boosts, vocab_size
                 raise ValueError(
                     f"phrase_boosts: a phrase has {len(way)} tokens, and may have {MOST_PHRASE_LENGTH}; shorten it"
                 )
-            if not set(way[:-1]).isdisjoint(stops):
+            if not set(way[:-1]).isdisjoint(ending):
                 raise ValueError(
                     f"phrase_boosts: {shown(phrase)} goes on after a stop token, which ends hypotheses; end it there"
                 )
