@@ -41,6 +41,23 @@ def test_a_set_waits_on_the_host_and_goes_to_workers_once_its_search_runs() -> N
     assert catalogs.take_changes() == CatalogChanges()
 
 
+class Asked:
+    """Stop tokens, of which there may be many: they say of a token whether it is one, and are not looked through."""
+
+    def __init__(self, *token_ids: int) -> None:
+        self._token_ids = token_ids
+
+    def __contains__(self, token: int) -> bool:
+        return token in self._token_ids
+
+
+def test_each_hypothesis_asks_for_its_own_last_token_among_those_that_stop() -> None:
+    params, stops = BeamParams(beam_width=2, allowed_sequences=[[1]], catalog_stop=True), Asked(5, 99)
+    use = EngineCatalogs({}, SIZE).use(params, set_of(1))
+    sequences: list[list[int]] = [[1, 3, 99], [1, 5], [1, 5, 5], [], [1, 99]]
+    assert use.answer(stops, sequences) == {"item_ids": [3, 5, 5, -1, -1]}  # type: ignore[arg-type]
+
+
 def test_equal_sets_are_held_and_counted_once() -> None:
     catalogs, first = EngineCatalogs({}, SIZE), set_of(1)
     uses = [catalogs.use(PARAMS, content) for content in (first, bytes(bytearray(first)))]

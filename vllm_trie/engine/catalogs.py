@@ -110,7 +110,9 @@ class CatalogUse(NoCatalog):
             sequences = [tokens[tokens.index(after) + 1 :] if after in tokens else [] for tokens in sequences]
         if not self.rules.ends_with_stop:
             return {"item_ids": self._found(sequences).tolist()}
-        found = self._found([tokens[:-1] if {*tokens[-1:]} & {*stop_token_ids} else tokens for tokens in sequences])
+        found = self._found(
+            [tokens[:-1] if tokens and tokens[-1] in stop_token_ids else tokens for tokens in sequences]
+        )
         # At max_tokens items need no stop, and their own last token may be one.
         is_whole = (found == NO_ITEM).any(axis=tuple(range(1, found.ndim)))
         found[is_whole] = self._found([sequences[row] for row in np.flatnonzero(is_whole)])
