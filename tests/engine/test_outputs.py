@@ -9,8 +9,8 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.request import Request
 
-from vllm_trie.engine.outputs import Mailbox
-from vllm_trie.messages import GroupTicket
+from vllm_trie.engine.outputs import Mailbox, outputs_so_far
+from vllm_trie.messages import NO_HYPOTHESIS, GroupTicket
 
 TICKET = GroupTicket("key", 3, eos_token_id=1)
 
@@ -78,7 +78,7 @@ def test_an_address_whose_group_is_gone_is_aborted_too() -> None:
     assert not mailbox.register(TICKET, request("1_p"))
     ((_, output),) = mailbox.empty()
     assert output.request_id == "1_p"
-    assert output.finish_reason == FinishReason.ABORT
+    assert (output.finish_reason, output.stop_reason) == (FinishReason.ABORT, NO_HYPOTHESIS)
 
 
 def test_an_address_whose_group_is_gone_is_not_that_of_another_group_of_the_same_id() -> None:
@@ -88,7 +88,11 @@ def test_an_address_whose_group_is_gone_is_not_that_of_another_group_of_the_same
     mailbox.register(replace(TICKET, key="another"), request("0_p"))
     assert not mailbox.register(TICKET, request("1_p"))
     ((_, output),) = mailbox.empty()
-    assert output.finish_reason == FinishReason.ABORT
+    assert (output.finish_reason, output.stop_reason) == (FinishReason.ABORT, NO_HYPOTHESIS)
+
+
+def test_of_a_search_that_was_aborted_with_nothing_the_first_output_alone_may_stand_for_a_hypothesis() -> None:
+    assert [output.stop_reason for output in outputs_so_far([], 3, None)] == [None, NO_HYPOTHESIS, NO_HYPOTHESIS]
 
 
 def test_a_group_is_abandoned_once_all_who_wait_for_it_are_gone() -> None:

@@ -51,7 +51,7 @@ class Mailbox:
         if index == 0:
             self._deliveries[group_id] = _Delivery(replace(ticket, item_set=None), group_id)
         elif group_id not in self._deliveries or self.ticket(group_id).key != ticket.key:  # ids may be taken once more
-            self._send(request, _aborted(is_first=True))  # with its group, before it came
+            self._send(request, _aborted(is_first=False))  # with its group, before it came
             return False
         delivery = self._deliveries[group_id]
         delivery.waiting[index] = request
