@@ -94,11 +94,8 @@ class Best(_Best, Strategy):
 
         In vLLM's semantics, where what finishes is ranked by itself, it may be what goes on alone.
         """
-        stops, (vocab_size, device), as_vllm = (
-            rules.stops,
-            (allowed.shape[-1], allowed.device),
-            self.semantics == "vllm",
-        )
+        stops, as_vllm = rules.stops, self.semantics == "vllm"
+        vocab_size, device = allowed.shape[-1], allowed.device
         if as_vllm and self.eos_score_factor is not None:
             others = columns((*stops.ending_token_ids, self.eos_score_factor[0]), vocab_size, device)
             return rank_without(allowed, scores, count, others)
