@@ -1,4 +1,4 @@
-"""However many tokens stop hypotheses, a step takes as much work, and decides as it does for few of them."""
+"""However many tokens stop hypotheses, a step takes as much work but for their own bytes, and decides as for few."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def work_of(strategy: Strategy, num_stops: int, is_last: bool) -> Work:
 
 @pytest.mark.parametrize("is_last", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
-def test_work_of_a_step_does_not_grow_with_stop_tokens(strategy: Strategy, is_last: bool) -> None:
+def test_work_of_a_step_grows_with_stop_tokens_by_their_own_bytes_alone(strategy: Strategy, is_last: bool) -> None:
     few, many, most = (work_of(strategy, num_stops, is_last) for num_stops in (FEW, MANY, MOST))
     assert most.operations == many.operations <= 2 * few.operations
     assert most.size == many.size <= few.size
