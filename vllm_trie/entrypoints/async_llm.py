@@ -57,10 +57,13 @@ async def abort(
     """
     ids = [request_id] if isinstance(request_id, str) else list(request_id)
     cancel_searches(self, ids)
-    if not arguments(original, self, ids, *args, **kwargs)["internal"]:  # else nobody waits for an answer
-        searches = {id_: found for id_ in ids if (found := _searched_under(self, id_))}
+    is_internal = arguments(original, self, ids, *args, **kwargs)["internal"]
+    if not (is_internal and isinstance(request_id, str)):  # so vLLM's `generate` aborts when its client has gone away
+        searched = _searched_as if is_internal else _searched_under
+        searches = {id_: found for id_ in ids if (found := searched(self, id_))}
         ids = [id_ for id_ in ids if id_ not in searches]
-        await self.engine_core.abort_requests_async(2 * [*chain(*searches.values())])  # twice: see `finish_requests`
+        keys = [*dict.fromkeys(chain(*searches.values()))]
+        await self.engine_core.abort_requests_async(2 * keys)  # twice: see `finish_requests`
     await original(self, ids, *args, **kwargs)
 
 
@@ -95,3 +98,12 @@ def _searched_under(engine: AsyncLLM, request_id: str) -> list[str]:
     parents = {id_: states[id_].parent_req for id_ in own}
     requests = {id_ if parent is None else parent.request_id for id_, parent in parents.items()}
     return own if len(requests) == _searches.get(engine, Counter())[request_id] else []
+
+
+def _searched_as(engine: AsyncLLM, internal_id: str) -> list[str]:
+    """Likewise, of one request of a search, or of the parent of them all, which vLLM calls so itself."""
+    states, parents = engine.output_processor.request_states, engine.output_processor.parent_requests
+    if (known := states.get(internal_id) or parents.get(internal_id)) is None:
+        return []
+    parent_of = {id_: states[id_].parent_req for id_ in _searched_under(engine, known.external_req_id)}
+    return [id_ for id_, parent in parent_of.items() if internal_id in (id_, parent and parent.request_id)]

@@ -41,6 +41,9 @@ async def ended(llm: AsyncLLM, jobs: dict[str, tuple[SamplingParams, RequestOutp
     await started.wait()
     if how == "pause":
         await llm.pause_generation(mode="abort")
+    elif how == "all":  # as vLLM's /abort_requests does where it is given no ids
+        processor = llm.output_processor
+        await llm.abort([*processor.request_states, *processor.parent_requests], internal=True)
     else:
         await llm.abort([*jobs, "clock"])
     await asyncio.gather(*reading)
@@ -60,7 +63,7 @@ async def check_it_serves_on(llm: AsyncLLM) -> None:
     assert after.outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("how", ["abort", "pause"])
+@pytest.mark.parametrize("how", ["abort", "pause", "all"])
 def test_the_best_hypotheses_so_far_come_back(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, how: str) -> None:
     search = beam_params(4, n=3, logprobs=1, **LONG)
     stochastic = beam_params(4, n=2, do_sample=True, stochastic=True, **LONG)
