@@ -25,9 +25,8 @@ from vllm_trie.compat.patch import wraps
 from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.noted_outputs import noting
 from vllm_trie.entrypoints.requests import BeamRequestError
-from vllm_trie.entrypoints.server import as_sampling_request, end_without_calls, num_prompts
+from vllm_trie.entrypoints.server import as_sampling_request, end_without_calls
 from vllm_trie.entrypoints.single_tokens import asking_for_single_tokens
-from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME, asks_for_beams
 from vllm_trie.selection import has_beams
 
@@ -55,8 +54,9 @@ async def create(original: Callable[..., Awaitable[Any]], self: Any, request: Re
         streamed = as_sampling_request(request)
         if isinstance(request, ChatCompletionRequest) and self.parser_cls is not None:
             streamed = asking_for_single_tokens(streamed)
-        events = await original(self, streamed, raw_request)
-        return await _after_refusals(events, request) if isinstance(events, AsyncGenerator) else events
+        with noting() as noted:  # `use_beam_search` asks the engine when its first event is awaited
+            events = await original(self, streamed, raw_request)
+            return await _after_refusals(events, request, noted) if isinstance(events, AsyncGenerator) else events
     if isinstance(self, AnthropicServingMessages):
         raise BeamRequestError(
             'messages with compact, beam_results, trace, unit="step" or tools come whole; leave stream out'
@@ -127,14 +127,14 @@ def _is_known_early(request: Request) -> bool:
 
 
 async def _after_refusals(
-    events: AsyncGenerator[str, None], request: Request
+    events: AsyncGenerator[str, None], request: Request, noted: list[list[RequestOutput]]
 ) -> AsyncGenerator[str, None] | ErrorResponse:
     """The events of a stream, or the error that is its first: so a refusal is a 400, as without a stream.
 
     Awaits the first event, before which there is nothing to send.
     """
     first = await first_event(events)
-    return first if isinstance(first, ErrorResponse) else _with_every_end(first, events, request)
+    return first if isinstance(first, ErrorResponse) else _with_every_end(first, events, request, noted)
 
 
 async def first_event(events: AsyncGenerator[str, None]) -> str | ErrorResponse:
@@ -147,9 +147,15 @@ async def first_event(events: AsyncGenerator[str, None]) -> str | ErrorResponse:
     return ErrorResponse.model_validate(event)
 
 
-async def _with_every_end(first: str, events: AsyncGenerator[str, None], request: Request) -> AsyncGenerator[str, None]:
-    """The events of a stream, and an end for each search that sent and found nothing: vLLM sends none then."""
-    without_end = {*range(num_prompts(request))}
+async def _with_every_end(
+    first: str, events: AsyncGenerator[str, None], request: Request, noted: list[list[RequestOutput]]
+) -> AsyncGenerator[str, None]:
+    """The events of a stream, and an end for each search that sent and found nothing: vLLM sends none then.
+
+    Args:
+        noted: By prompt, the last output of the engine's so far.
+    """
+    without_end = {*range(len(noted))}
     async with aclosing(events):  # a client that vanishes takes its search with it
         event = first
         while True:
@@ -159,7 +165,7 @@ async def _with_every_end(first: str, events: AsyncGenerator[str, None], request
                 without_end = set()
             elif '"choices":[]' in event or event.startswith(DONE):
                 for index in sorted(without_end):
-                    yield _end_of_nothing(index, _parsed(first), request)
+                    yield _end_of_nothing(index, noted[index][-1].outputs[0], _parsed(first), request)
                 without_end = set()
             yield event
             try:
@@ -168,9 +174,9 @@ async def _with_every_end(first: str, events: AsyncGenerator[str, None], request
                 return
 
 
-def _end_of_nothing(index: int, first: dict[str, Any], request: Request) -> str:
-    """The one chunk of a choice for which there is no hypothesis."""
-    end = {"index": index, "logprobs": None, "finish_reason": "stop", "stop_reason": NO_HYPOTHESIS}
+def _end_of_nothing(index: int, last: CompletionOutput, first: dict[str, Any], request: Request) -> str:
+    """The one chunk of a choice for which there is no hypothesis, or none yet."""
+    end = {"index": index, "logprobs": None, "finish_reason": last.finish_reason, "stop_reason": last.stop_reason}
     if isinstance(request, ChatCompletionRequest):
         chunk = {**first, "choices": [{**end, "delta": {}}]}
     else:

@@ -191,3 +191,39 @@ def test_a_paused_server_answers_with_what_its_beams_have(
         await check_it_serves_on(llm)
 
     run(loop, check())
+
+
+def test_a_stream_of_a_search_that_waits_says_that_it_was_aborted(
+    serve: Callable[..., AsyncOpenAI], llm: AsyncLLM, loop: asyncio.AbstractEventLoop
+) -> None:
+    client = serve()
+
+    async def has_begun(search: Any) -> None:
+        assert [output async for output in search]
+
+    async def ends(of_chunks: Awaitable[Any]) -> list[tuple[str, Any]]:
+        choices = [choice async for chunk in await of_chunks for choice in chunk.choices]
+        return [(end.finish_reason, end.stop_reason) for end in choices if end.finish_reason is not None]
+
+    async def check() -> None:
+        asked: dict[str, Any] = {"model": "target", "max_tokens": 480, "stream": True}
+        body = {"ignore_eos": True, **beams(60)}
+        begun = asyncio.ensure_future(has_begun(llm.generate(PROMPTS[0], beam_params(60, **LONG), "begun")))
+        while not llm.output_processor.has_unfinished_requests():
+            await asyncio.sleep(0.01)
+        complete, chat = client.completions.create, client.chat.completions.create
+        messages: Any = [{"role": "user", "content": "x"}]
+        waiting = asyncio.gather(
+            ends(complete(**asked, prompt=[*PROMPTS[:2]], extra_body=body)),
+            ends(complete(**asked, prompt=PROMPTS[0], extra_body={**body, "use_beam_search": True})),
+            ends(chat(**asked, messages=messages, extra_body=body)),
+        )
+        while llm.output_processor.get_num_unfinished_requests() < 5:
+            await asyncio.sleep(0.01)
+        await llm.pause_generation()
+        await begun
+        await llm.resume_generation()
+        assert await waiting == [[("abort", None)] * 2, [("abort", None)], [("abort", None)]]
+        await check_it_serves_on(llm)
+
+    run(loop, check())
