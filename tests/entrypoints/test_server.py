@@ -151,3 +151,24 @@ def test_a_number_of_any_length_is_quoted_in_short() -> None:
                 update={"logprobs": 10**digits}
             ).to_sampling_params(8, {})
         assert len(str(refusal.value)) < 200
+
+
+@pytest.mark.parametrize("options", [{}, {"length_penalty": 0.5}, {"beam_width": 3}], ids=str)
+def test_no_tokens_ask_the_engine_for_nothing(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    wrap_all("vllm_trie.entrypoints.server")
+    monkeypatch.setattr(use_beam_search, "has_beams", lambda _: True)
+    empty = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[])])
+
+    async def vllms_own(self: Any, prompt: Any, request_id: str, params: Any) -> Any:
+        yield empty
+
+    async def found() -> list[Any]:
+        search = use_beam_search.beam_search.function
+        return [output async for output in search(vllms_own, serving, {"type": "token"}, "1", params)]
+
+    engine = SimpleNamespace(vllm_config=None, input_processor=SimpleNamespace(generation_config_fields={}))
+    renderer = SimpleNamespace(get_tokenizer=lambda: SimpleNamespace(eos_token_id=None))
+    serving = SimpleNamespace(engine_client=engine, renderer=renderer)
+    request = CompletionRequest(prompt="x", use_beam_search=True, max_tokens=0, vllm_xargs=options)
+    params = request.to_beam_search_params(0, {})
+    assert asyncio.run(found()) == [empty]

@@ -67,7 +67,7 @@ async def beam_search(
 
 def _is_over_at_once(params: BeamSearchParams) -> bool:
     """Whether vLLM's own loop asks the engine for nothing, and answers with one empty hypothesis."""
-    return params.max_tokens == 0 and OPTIONS.keys().isdisjoint(vars(params)["request"].vllm_xargs or {})
+    return params.max_tokens == 0
 
 
 def _sampling_params(
