@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
 
+from vllm_trie.entrypoints import requests
 from vllm_trie.entrypoints.requests import _SENT, BeamRequestError, _fit_lengths, refuse_marks, why_not_behind
+from vllm_trie.entrypoints.step_search.opening import open_request
 from vllm_trie.options.shown import MOST_QUOTED
 
 
@@ -51,3 +54,36 @@ def test_no_mark_can_be_sent_as_json(name: str, forged: str) -> None:
 
 def test_a_refusal_is_short_wherever_it_is_raised() -> None:
     assert len(str(BeamRequestError("x" * 10_000))) == MOST_QUOTED
+
+
+@pytest.mark.parametrize("field", ["stop", "bad_words"])
+def test_half_characters_are_refused(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    monkeypatch.setattr(requests, "has_beams", lambda _: True)
+    texts: dict[str, Any] = {field: ["a", "b\ud800"]}
+    refusal = rf"{field} has half a character, '\\ud800'; mend or remove it"
+    with pytest.raises(ValueError, match=refusal):
+        requests.searches(SamplingParams(**texts, extra_args={"beam_width": 2}), None)
+    by_steps = SamplingParams(**texts, extra_args={"beam_width": 2, "unit": "step", "step_stop": ["."], "scorer": "a"})
+    with pytest.raises(ValueError, match=refusal):
+        open_request("1", "x", by_steps, SimpleNamespace(vllm_config=None), False)
+
+
+@pytest.mark.parametrize("priority", [10**39, -(10**39)])
+def test_a_priority_that_cannot_be_sent_to_the_engine_is_refused(
+    monkeypatch: pytest.MonkeyPatch, priority: int
+) -> None:
+    monkeypatch.setattr(requests, "has_beams", lambda _: True)
+    processor = SimpleNamespace(
+        vllm_config=None,
+        tokenizer=None,
+        model_config=SimpleNamespace(max_model_len=512),
+        renderer=SimpleNamespace(mm_processor_cache=None),
+    )
+
+    def original(self: Any, request_id: str, prompt: Any, params: SamplingParams, priority: int) -> Any:
+        return SimpleNamespace(sampling_params=params, priority=priority)
+
+    params = SamplingParams(max_tokens=4)
+    assert requests.process_inputs.function(original, processor, "1", "x", params, priority=-7).priority == -7
+    with pytest.raises(requests.BeamRequestError, match=f"priority={str(priority)[:10]}.*; pass one closer to 0"):
+        requests.process_inputs.function(original, processor, "1", "x", params, priority=priority)

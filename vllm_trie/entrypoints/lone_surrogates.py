@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
 
 def lone_surrogate(text: str) -> str | None:
     """The first one of a text, as it is written; None if there is none."""
@@ -20,3 +25,14 @@ def refuse_half_characters(name: str, text: str) -> None:
     """
     if half := lone_surrogate(text):
         raise ValueError(f"{name} has half a character, {half}; mend or remove it")
+
+
+def refuse_half_texts(params: SamplingParams) -> None:
+    """Refuse texts of a beam request that cannot be sent to the engine, or tokenized.
+
+    Raises:
+        ValueError: naming the field, and what would work.
+    """
+    for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
+        for text in texts or ():
+            refuse_half_characters(name, text)

@@ -20,6 +20,7 @@ from vllm_trie.compat.versions import own_beams
 from vllm_trie.entrypoints.catalogs import resolve_items
 from vllm_trie.entrypoints.grammars import prepare_grammar
 from vllm_trie.entrypoints.limits import BlocksNeeded, engine_limits, validate
+from vllm_trie.entrypoints.lone_surrogates import refuse_half_texts
 from vllm_trie.entrypoints.phrases import check_phrases
 from vllm_trie.entrypoints.request_data import BRINGS, READ, RequestData, read_data
 from vllm_trie.messages import BEAM_WIDTH, FORK, LLM_BEAM_SEARCH, TICKET, Caller, ForkTicket, GroupTicket
@@ -93,6 +94,7 @@ def process_inputs(
             return request
         with refusing():
             if has_beams(self.vllm_config):
+                _refuse_far_priority(request.priority)
                 _refuse_too_long(own)
                 _fit_lengths(own, self.model_config.max_model_len)
             if data is not None:
@@ -124,6 +126,12 @@ def validate_spec_decode(
 ) -> None:
     if not asks_for_beams(self.extra_args or {}):  # verifying a forest, beams honour min_p and logit_bias
         original(self, speculative_config)
+
+
+def _refuse_far_priority(priority: int) -> None:
+    """Refuse what cannot be sent to the engine: vLLM bounds the priority of a body, and not that of a header."""
+    if not -(1 << 63) <= priority < 1 << 63:
+        raise ValueError(f"priority={shown(priority)} has more than 64 bits; pass one closer to 0")
 
 
 def _refuse_too_long(params: SamplingParams) -> None:
@@ -178,6 +186,7 @@ def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | No
     if isinstance(beam, StepParams):
         raise ValueError('unit="step" works in LLM.generate, LLM.chat and the endpoints for completions, not here')
     refuse_unknown(params.extra_args or {}, vllm_config)
+    refuse_half_texts(params)
     fields = matrix_fields(params)
     refuse_unsupported(fields, beam, caller.feature)  # before the engine has its say
     check_amateur(beam.contrast, why_without_amateur(vllm_config))

@@ -11,6 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from vllm_trie.entrypoints.limits import check_stops, check_widths, engine_limits
+from vllm_trie.entrypoints.lone_surrogates import refuse_half_texts
 from vllm_trie.entrypoints.requests import refuse_marks, refuse_unknown
 from vllm_trie.entrypoints.step_search.drawn_steps import StepReader
 from vllm_trie.entrypoints.step_search.request import StepRequest
@@ -55,6 +56,7 @@ def open_request(
     assert isinstance(beam, StepParams)
     refuse_marks(params.extra_args or {})
     refuse_unknown(params.extra_args or {}, vllm_config)
+    refuse_half_texts(params)
     refuse_unsupported(matrix_fields(params), beam)
     check_widths(params.n, beam, engine_limits(vllm_config))
     check_stops(params)
