@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
-from vllm_trie.entrypoints import item_sets
+from vllm_trie.entrypoints import item_sets, sequence_texts
 from vllm_trie.entrypoints.item_sets import ItemSets
+from vllm_trie.entrypoints.sequence_texts import sequences_of
+from vllm_trie.options.parts import MOST_SEQUENCE_TOKENS, MOST_SEQUENCES, SequencesText
 
 
 class _Letters:
@@ -40,10 +44,10 @@ def test_sets_that_stay_known_have_a_bound_in_bytes() -> None:
 
 
 def test_a_set_of_too_many_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(item_sets, "MOST_SEQUENCE_TOKENS", 8)
-    with pytest.raises(ValueError, match="allowed_sequences have 9 tokens, and a request may bring 8; build a"):
+    monkeypatch.setattr(sequence_texts, "MOST_SEQUENCE_TOKENS", 8)
+    with pytest.raises(ValueError, match="allowed_sequences have more than 8 tokens; build a"):
         ItemSets().read([[7, 8, 9]] * 3, 200, None)
-    with pytest.raises(ValueError, match="allowed_sequences have 9 tokens, and a request may bring 8; build a"):
+    with pytest.raises(ValueError, match="allowed_sequences have more than 8 tokens; build a"):
         ItemSets().read(["abc"] * 3, 200, _Letters())
 
 
@@ -53,3 +57,64 @@ def test_too_many_characters_are_refused_before_they_are_tokenised(monkeypatch: 
     with pytest.raises(ValueError, match="allowed_sequences have 9 characters, and a request may bring 8; build a"):
         ItemSets().read(["abc"] * 3, 200, letters)
     assert letters.num_texts == 0
+
+
+@pytest.mark.parametrize("text", ['["a,]", "\\u00e9"]', " [ [1, 2 ] ,[3],[] ]\n", "[[-1]]", '[""]'])
+def test_a_text_is_read_as_json_is(text: str) -> None:
+    assert sequences_of(text) == json.loads(text)
+
+
+def test_a_long_list_of_tokens_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in range(1, 12):
+        monkeypatch.setattr(sequence_texts, "PIECE", size)
+        assert sequences_of("[[1, 22, 333, 4], [5]]") == [[1, 22, 333, 4], [5]]
+        for text in ("[[1,22,333,]]", "[[1,,22]]", "[[1,22 333]]"):
+            with pytest.raises(ValueError, match="is not a list of 1 to 100,000 strings, or lists of token ids"):
+                sequences_of(text)
+
+
+NO_SEQUENCES = ["", "x", "[]", "[[1]", "[[1]]]", "[[1],]", '[[1],"a"]', "[1]", "[[1.5]]", "[[true]]", '[["1"]]', "{}"]
+NO_SEQUENCES += ["[[[1]]]", "[" * 100_000, "[[1]] 2", '["a', "[[9223372036854775808]]", '[[1, "\ud800"]]', '["a"b"]']
+
+
+@pytest.mark.parametrize("text", NO_SEQUENCES)
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"^allowed_sequences=.* is not a list of 1 to 100,000 strings, or lists of token ids"
+    ):
+        sequences_of(text)
+
+
+def test_a_text_is_read_no_further_than_there_may_be_entries_and_tokens() -> None:
+    with pytest.raises(ValueError, match="allowed_sequences have more than 100,000 entries; build a"):
+        sequences_of("[" + "[]," * MOST_SEQUENCES + "and so on")
+    with pytest.raises(ValueError, match="allowed_sequences have more than 2,000,000 tokens; build a"):
+        sequences_of("[[" + "1," * (MOST_SEQUENCE_TOKENS + sequence_texts.PIECE) + "and so on]]")
+
+
+def test_strings_are_tokenised_no_further_than_there_may_be_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence_texts, "MOST_SEQUENCE_TOKENS", 8)
+    letters = _Letters()
+    with pytest.raises(ValueError, match="allowed_sequences have more than 8 tokens"):
+        ItemSets().read(["ab"] * 10_000, 200, letters)
+    assert letters.num_texts == item_sets.MOST_TOKENISED
+
+
+@pytest.mark.parametrize(("text", "is_refused"), [("[[7], [8]]", False), ("[[7], [900]]", True), ("[[7", True)])
+def test_an_equal_text_is_read_once_refused_or_not(
+    text: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets, read = ItemSets(), []
+    monkeypatch.setattr(item_sets, "sequences_of", lambda text: read.append(text) or sequences_of(text))
+    for _ in range(3):
+        with pytest.raises(ValueError, match="allowed_sequences") if is_refused else nullcontext():
+            sets.read(SequencesText(text), 200, None)
+    assert read == [text]
+
+
+def test_refusals_that_stay_known_have_a_bound() -> None:
+    sets = ItemSets()
+    for number in range(item_sets.MOST_REFUSALS + 9):
+        with pytest.raises(ValueError, match="has token"):
+            sets.read([[1_000 + number]], 200, None)
+    assert len(sets._refusals) == item_sets.MOST_REFUSALS

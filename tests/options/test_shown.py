@@ -127,7 +127,7 @@ def test_no_name_is_longer_than_what_is_compared() -> None:
 BOUNDS = {  # characters of a text, and entries of a list, of options that take either
     "beam_widths": (256, 4_096),
     "phrase_boosts": (500_000, 1_000),
-    "allowed_sequences": (32_000_000, 100_000),
+    "allowed_sequences": (20_000_000, 100_000),
     "catalog": (256, 256),
     "catalog_after": (256, 256),
     "metric": (256, 256),

@@ -12,10 +12,13 @@ import msgspec
 
 from vllm_trie.catalog import Catalog
 from vllm_trie.entrypoints.lone_surrogates import refuse_half_characters
-from vllm_trie.options.parts import MOST_SEQUENCE_CHARACTERS, MOST_SEQUENCE_TOKENS
-from vllm_trie.options.shown import shown_name
+from vllm_trie.entrypoints.sequence_texts import INSTEAD, refuse_tokens, sequences_of
+from vllm_trie.options.parts import MOST_SEQUENCE_CHARACTERS, SequencesText
+from vllm_trie.options.shown import shortened, shown_name
 
 MOST_KEPT = 64 << 20  # bytes, of all sets that are known
+MOST_REFUSALS = 64  # that are known: a request with many prompts asks as often
+MOST_TOKENISED = 1_000  # strings at once
 
 Sequences = Sequence[str] | Sequence[Sequence[int]]
 
@@ -30,25 +33,39 @@ class ItemSets:
     def __init__(self, most_bytes: int = MOST_KEPT) -> None:
         self._most_bytes = most_bytes
         self._known = OrderedDict[bytes, Catalog]()
+        self._refusals = OrderedDict[bytes, str]()
         self._lock = Lock()
 
-    def read(self, sequences: Sequences, vocab_size: int, tokenizer: Any) -> Catalog:
+    def read(self, sequences: Sequences | SequencesText, vocab_size: int, tokenizer: Any) -> Catalog:
         """The set, as a catalog.
 
         Args:
-            sequences: Strings, or lists of token ids; not empty.
+            sequences: Strings, or lists of token ids; not empty. Or a text of them, which is read if it is new.
             tokenizer: None if the engine has none.
 
         Raises:
             ValueError: naming the option, and what would work.
         """
-        _refuse_too_large(sequences)
-        digest = hashlib.sha256(msgspec.msgpack.encode(sequences)).digest()
+        if is_text := isinstance(sequences, SequencesText):
+            content = sequences.text.encode("utf-8", "surrogatepass")
+        else:
+            _refuse_too_large(sequences)
+            content = msgspec.msgpack.encode(sequences)
+        digest = hashlib.sha256(b"JSON"[: 4 * is_text] + content).digest()
         with self._lock:
+            if (refusal := self._refusals.get(digest)) is not None:
+                raise ValueError(refusal)
             if (known := self._known.get(digest)) is not None:
                 self._known.move_to_end(digest)
                 return known
-        catalog = _catalog(sequences, vocab_size, tokenizer)
+        try:
+            catalog = _catalog(sequences, vocab_size, tokenizer)
+        except ValueError as error:
+            with self._lock:
+                self._refusals[digest] = shortened(str(error))
+                if len(self._refusals) > MOST_REFUSALS:
+                    self._refusals.popitem(last=False)
+            raise
         with self._lock:
             self._known[digest] = catalog
             while sum(of.data.nbytes for of in self._known.values()) > self._most_bytes and len(self._known) > 1:
@@ -60,31 +77,30 @@ def _refuse_too_large(sequences: Sequences) -> None:
     """Before anything goes through them but their lengths."""
     size = sum(map(len, sequences))
     if not isinstance(sequences[0], str):
-        _refuse_tokens(size)
+        refuse_tokens(size)
     elif size > MOST_SEQUENCE_CHARACTERS:
         raise ValueError(
             f"allowed_sequences have {size:,} characters, and a request may bring {MOST_SEQUENCE_CHARACTERS:,}; "
-            "build a catalog of them, by python -m vllm_trie.catalog build"
+            f"{INSTEAD}"
         )
     else:
         refuse_half_characters("allowed_sequences", "".join(map(str, sequences)))
 
 
-def _refuse_tokens(count: int) -> None:
-    if count > MOST_SEQUENCE_TOKENS:
-        raise ValueError(
-            f"allowed_sequences have {count} tokens, and a request may bring {MOST_SEQUENCE_TOKENS}; build a "
-            "catalog of them, by python -m vllm_trie.catalog build"
-        )
-
-
-def _catalog(sequences: Sequences, vocab_size: int, tokenizer: Any) -> Catalog:
+def _catalog(sequences: Sequences | SequencesText, vocab_size: int, tokenizer: Any) -> Catalog:
+    if isinstance(sequences, SequencesText):
+        sequences = sequences_of(sequences.text)
+        _refuse_too_large(sequences)
     rows: Any = sequences
     if isinstance(sequences[0], str):
         if tokenizer is None:
             raise ValueError("allowed_sequences of strings need a tokenizer; pass lists of token ids")
-        rows = tokenizer(list(sequences), add_special_tokens=False)["input_ids"]
-        _refuse_tokens(sum(map(len, rows)))
+        rows, num_tokens = [], 0
+        for start in range(0, len(sequences), MOST_TOKENISED):
+            some = tokenizer(list(sequences[start : start + MOST_TOKENISED]), add_special_tokens=False)["input_ids"]
+            num_tokens += sum(map(len, some))
+            refuse_tokens(num_tokens)
+            rows += some
     try:
         return Catalog.from_sequences(rows, vocab_size=vocab_size)
     except ValueError as error:

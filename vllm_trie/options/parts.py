@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Strict
+from pydantic import Field, Strict, WrapValidator
 
 from vllm_trie.options.contrast import MOST_BETA, ContrastOption
+from vllm_trie.options.shown import shown
 from vllm_trie.options.table import Number, Options, option
 from vllm_trie.search.step_search.rules import Allot, Order
 from vllm_trie.search.stopping import EarlyStopping
@@ -23,7 +25,7 @@ MOST_NGRAM = 64  # tokens, which are compared one by one in every step
 MOST_WIDTHS = 4_096  # of `beam_widths`, one for each step until the last goes on
 MOST_SEQUENCES, MOST_SEQUENCE_TOKENS = 100_000, 2_000_000  # in a request; more make a catalog
 MOST_SEQUENCE_CHARACTERS = 8_000_000  # where they are strings: as many as so many tokens have
-MOST_SEQUENCE_JSON = 32_000_000  # characters: room for so many tokens of seven digits
+MOST_SEQUENCE_JSON = 20_000_000  # characters: room for so many tokens of seven digits, a comma and a space
 
 MOST_PHRASES, MOST_PHRASE_TOKENS = 1_000, 10_000  # in a request; every step looks at all of their tokens
 MOST_PHRASE_LENGTH = 256  # tokens; what a step looks at grows with the longest phrase
@@ -42,7 +44,23 @@ MetricName = Literal["chrf", "chrf++", "bleu", "ter"]
 FAIL_FAST = Field(fail_fast=True)  # one wrong entry is enough: a sentence names the option, and not all of them
 Tokens = Annotated[list[int], Field(min_length=1), FAIL_FAST]
 Int64 = Annotated[int, Field(ge=-1 << 63, lt=1 << 63)]
-Sequences = Annotated[list[str], FAIL_FAST] | Annotated[list[Annotated[list[Int64], FAIL_FAST]], FAIL_FAST]
+
+
+@dataclass(frozen=True)
+class SequencesText:
+    """A JSON text of sequences, which may be long: whoever needs them reads it."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return shown(self.text)
+
+
+Sequences = Annotated[
+    Annotated[list[str], FAIL_FAST] | Annotated[list[Annotated[list[Int64], FAIL_FAST]], FAIL_FAST],
+    Field(min_length=1, max_length=MOST_SEQUENCES),
+    WrapValidator(lambda value, check: value if isinstance(value, SequencesText) else check(value)),
+]
 Weight = Annotated[int | float, Field(ge=-MOST_WEIGHT, le=MOST_WEIGHT)]
 # A phrase, or all ways to write it, and its weight; a list, too, as JSON has no pairs.
 PhraseBoost = Annotated[
@@ -60,7 +78,7 @@ _WAYS = "is not a number of continuations; pass an integer >= 1"
 _NGRAM = f"is not a number of tokens; pass an integer from 0 to {MOST_NGRAM}"
 _WIDTHS = f"is not a list of numbers of beams; pass 1 to {MOST_WIDTHS:,} integers >= 1"
 _TOKENS = "is not a number of tokens; pass an integer >= 0"
-_SEQUENCES = f"is not a list of 1 to {MOST_SEQUENCES:,} strings, or lists of token ids"
+WRONG_SEQUENCES = f"is not a list of 1 to {MOST_SEQUENCES:,} strings, or lists of token ids"
 _PHRASES = (
     f"is not a list of 1 to {MOST_PHRASES:,} pairs of a phrase, a string or token ids, and a weight from "
     f"-{MOST_WEIGHT} to {MOST_WEIGHT}"
@@ -227,9 +245,7 @@ class Catalogs(Options):
     """
 
     catalog: str | None = option(None, "is not the name of a catalog; pass a string")
-    allowed_sequences: Sequences | None = option(
-        None, _SEQUENCES, MOST_SEQUENCE_JSON, min_length=1, max_length=MOST_SEQUENCES
-    )
+    allowed_sequences: Sequences | None = option(None, WRONG_SEQUENCES, MOST_SEQUENCE_JSON, MOST_SEQUENCES)
     catalog_items: int = option(1, "is not a number of items; pass an integer >= 1", ge=1)
     catalog_after: int | str | None = option(None, "is not a token; pass its id or its text")
     catalog_stop: bool = option(False)

@@ -22,6 +22,7 @@ from vllm_trie.options.parts import (
     RequestDrawing,
     RequestSpeculating,
     Reranking,
+    SequencesText,
     Steps,
 )
 from vllm_trie.options.shown import listed, shown, shown_name
@@ -130,10 +131,12 @@ def parse_options(extra_args: Mapping[str, Any] | None) -> SearchParams | None:
             options[name] = {0: False, 1: True}.get(value, value)
     for part in PARTS.values():  # also of what a search of this kind does not take, before a text is read
         part.check_sizes(options)
-    for name in {"allowed_sequences", "phrase_boosts", "contrast"} & kind_of(options).model_fields.keys():
+    for name in {"phrase_boosts", "contrast"} & kind_of(options).model_fields.keys():
         if isinstance(text := options.get(name), str):  # there it sends no lists of lists, and no objects
             with suppress(ValueError, RecursionError):
                 options[name] = json.loads(text)
+    if isinstance(text := options.get("allowed_sequences"), str) and kind_of(options) is BeamParams:
+        options["allowed_sequences"] = SequencesText(text)
     return search_params(options)
 
 

@@ -20,15 +20,18 @@ MOST_TEXT = 256  # characters of an option that is a text, a name mostly; what b
 MOST_ENTRIES = 256  # of an option that is a list, likewise
 
 
-def option(default: Any, wrong: str = "", most_text: int = MOST_TEXT, **bounds: Any) -> Any:
+def option(
+    default: Any, wrong: str = "", most_text: int = MOST_TEXT, most_entries: int = MOST_ENTRIES, **bounds: Any
+) -> Any:
     """A row of the table; its meaning stands in the docstring of its class.
 
     Args:
         wrong: What is said of a value out of range, after the option and the value; where there are few values, this
             is derived.
         most_text: Characters, where the value is a text.
+        most_entries: Where it is a list without a `max_length`.
     """
-    most = {"most_text": most_text, "most_entries": bounds.get("max_length", MOST_ENTRIES)}
+    most = {"most_text": most_text, "most_entries": bounds.get("max_length", most_entries)}
     return Field(default, json_schema_extra={"wrong": wrong, **most}, **bounds)
 
 

@@ -1,0 +1,97 @@
+"""Read `allowed_sequences` that come as a JSON text piece by piece: between two pieces Python serves other threads."""
+
+from __future__ import annotations
+
+import re
+from json import JSONDecodeError
+from json.decoder import scanstring
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, TypeAdapter
+
+from vllm_trie.options.parts import FAIL_FAST, MOST_SEQUENCE_TOKENS, MOST_SEQUENCES, WRONG_SEQUENCES, Int64
+from vllm_trie.options.shown import shown
+
+PIECE = 1 << 16  # characters of a sequence of tokens that are read at once
+INSTEAD = "build a catalog of them, by python -m vllm_trie.catalog build"
+
+_TOKENS: TypeAdapter[list[int]] = TypeAdapter(Annotated[list[Int64], FAIL_FAST], config=ConfigDict(strict=True))
+_GAP = re.compile(r"[ \t\n\r]*")
+
+
+class _NoSequencesError(Exception):
+    """It is another text."""
+
+
+def sequences_of(text: str) -> list[str] | list[list[int]]:
+    """The strings, or lists of token ids, of a JSON text, which is read as far as there may be so many.
+
+    Raises:
+        ValueError: naming the option, and what would work.
+    """
+    try:
+        return _sequences(text)
+    except (_NoSequencesError, JSONDecodeError):
+        raise ValueError(f"allowed_sequences={shown(text)} {WRONG_SEQUENCES}") from None
+
+
+def refuse_tokens(count: int) -> None:
+    """Refuse more tokens than a request may bring."""
+    if count > MOST_SEQUENCE_TOKENS:
+        raise ValueError(f"allowed_sequences have more than {MOST_SEQUENCE_TOKENS:,} tokens; {INSTEAD}")
+
+
+def _sequences(text: str) -> list[Any]:
+    found: list[Any] = []
+    num_tokens, place = 0, _behind("[", text, _after_gap(text, 0))
+    while True:
+        place = _after_gap(text, place)
+        if len(found) == MOST_SEQUENCES:
+            raise ValueError(f"allowed_sequences have more than {MOST_SEQUENCES:,} entries; {INSTEAD}")
+        if text.startswith('"', place):
+            entry, place = scanstring(text, place + 1)
+        else:
+            entry, place = _tokens(text, _behind("[", text, place), num_tokens)
+            num_tokens += len(entry)
+        found.append(entry)
+        if type(entry) is not type(found[0]):
+            raise _NoSequencesError
+        place = _after_gap(text, place)
+        if not text.startswith(",", place):
+            break
+        place += 1
+    if _after_gap(text, _behind("]", text, place)) < len(text):
+        raise _NoSequencesError
+    return found
+
+
+def _tokens(text: str, place: int, num_before: int) -> tuple[list[int], int]:
+    """The tokens of a list, and the place behind it."""
+    tokens: list[int] = []
+    if (end := text.find("]", place)) < 0:
+        raise _NoSequencesError
+    while True:
+        comma = text.find(",", place + PIECE, end)
+        try:
+            piece = _TOKENS.validate_json(f"[{text[place : end if comma < 0 else comma]}]")
+        except ValueError:
+            raise _NoSequencesError from None
+        if not piece and (tokens or comma >= 0):  # nothing between two commas, or behind the last one
+            raise _NoSequencesError
+        tokens += piece
+        refuse_tokens(num_before + len(tokens))
+        if comma < 0:
+            return tokens, end + 1
+        place = comma + 1
+
+
+def _after_gap(text: str, place: int) -> int:
+    gap = _GAP.match(text, place)
+    assert gap is not None
+    return gap.end()
+
+
+def _behind(mark: str, text: str, place: int) -> int:
+    if not text.startswith(mark, place):
+        raise _NoSequencesError
+    return place + 1
