@@ -115,7 +115,9 @@ def _of(name: str, examples: str, config: str, *options: dict[str, Any], **rest:
 
 TWIN = {"twin": True, "note": "with gated_delta.py for vLLM's CPU kernel, which takes bfloat16 alone"}
 CLAMPED = "with time_step_min=1e-9: transformers clamps short time steps of prompts, vLLM does not"
-EAGER_LATENT = {"engine": NO_KERNEL, "note": "with custom_ops -rotary_embedding"}
+# On a processor with AMX vLLM would choose a backend that takes bfloat16 alone.
+LATENT_IN_FLOAT32 = {**NO_KERNEL, "attention_backend": "CPU_MLA"}
+EAGER_LATENT = {"engine": LATENT_IN_FLOAT32, "note": "with custom_ops -rotary_embedding"}
 ARCHITECTURES: Sequence[Architecture] = (
     _of("Llama", "Llama 2, 3, SmolLM2", "LlamaConfig"),
     _of("Mistral", "Mistral 7B v0.1", "MistralConfig", {"sliding_window": WINDOW}),
