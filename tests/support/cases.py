@@ -188,9 +188,9 @@ def check_logprobs(case: Case, outputs: list[Any]) -> None:
 
 def _check_logprobs(case: Case, output: Any, logits: torch.Tensor) -> None:
     prompt, tokens, most = [*case.prompt], [*output.token_ids], case.logprobs or 0
-    stops = {*case.stop_token_ids} | (set() if case.ignore_eos else {EOS})
+    barred = {*case.stop_token_ids, EOS}  # until min_tokens: EOS, too, where it is ignored
     for place, (token, reported) in enumerate(zip(tokens, output.logprobs, strict=True)):
-        masked = stops if place < case.min_tokens else ()
+        masked = barred if place < case.min_tokens else ()
         row = masked_logprobs(case.adjust(logits[place], prompt, tokens[:place]), masked)
         assert reported.keys() >= {token}
         assert {entry.rank for entry in reported.values()} >= {*range(1, most + 1)}

@@ -191,7 +191,7 @@ def loop_beams(
         logits = next_logits([prompt + generated for generated, _ in beams])
         rows = []
         for (generated, total), row in zip(beams, logits, strict=True):
-            masked = stops if length <= min_tokens else ()
+            masked = uncounted if length <= min_tokens else ()  # as vLLM: EOS, too, though it is ignored
             rows.append(total + allow(masked_logprobs(adjust(row, prompt, generated), masked)).double())
             if semantics == "vllm":  # whatever stops among a beam's own best 2b finishes
                 proposals = rows[-1].topk(2 * width).indices
