@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,6 +49,9 @@ class Asked:
         """Steps of the engine, and calls of functions in them: what a request is read by takes no turn of others."""
         core, num_steps = self._engine.llm.llm_engine, 0
         core.add_request("asked", {"prompt_token_ids": PROMPT}, params)
+        for request in self._engine.scheduler.requests.values():
+            while request.structured_output_request and not request.structured_output_request.is_grammar_ready:
+                time.sleep(0.01)  # a thread compiles it meanwhile, and the engine takes as many idle steps as it can
 
         def search() -> None:
             nonlocal num_steps
