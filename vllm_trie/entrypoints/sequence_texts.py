@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from json import JSONDecodeError
-from json.decoder import scanstring
+from json import JSONDecodeError, JSONDecoder
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, TypeAdapter
@@ -16,6 +15,7 @@ PIECE = 1 << 16  # characters of a sequence of tokens that are read at once
 INSTEAD = "build a catalog of them, by python -m vllm_trie.catalog build"
 
 _TOKENS: TypeAdapter[list[int]] = TypeAdapter(Annotated[list[Int64], FAIL_FAST], config=ConfigDict(strict=True))
+_JSON = JSONDecoder()
 _GAP = re.compile(r"[ \t\n\r]*")
 
 
@@ -49,7 +49,7 @@ def _sequences(text: str) -> list[Any]:
         if len(found) == MOST_SEQUENCES:
             raise ValueError(f"allowed_sequences have more than {MOST_SEQUENCES:,} entries; {INSTEAD}")
         if text.startswith('"', place):
-            entry, place = scanstring(text, place + 1)
+            entry, place = _JSON.raw_decode(text, place)
         else:
             entry, place = _tokens(text, _behind("[", text, place), num_tokens)
             num_tokens += len(entry)
