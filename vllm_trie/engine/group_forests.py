@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm_trie.engine.stats import SearchCounts
 from vllm_trie.options import BeamParams
 from vllm_trie.options.speculation import speculates
 from vllm_trie.search.forest_size import Acceptance
+
+if TYPE_CHECKING:
+    from vllm_trie.engine.stats import SearchCounts
 
 DRAFTS_PER_BEAM = 2  # of a layer, unless a request says otherwise
 
