@@ -145,7 +145,7 @@ class Case:
     @cache  # noqa: B019
     def found(self) -> list[Found]:
         """What the loop finds."""
-        rules = {name: getattr(self, name) for name in RULES} | {"eos": self.eos, "decode": text_of}
+        rules = {name: getattr(self, name) for name in RULES} | {"eos": self.eos, "barred": {EOS}, "decode": text_of}
         rules |= {"adjust": self.adjust, "allow": self.allow, "pruning": PRUNINGS[self.pruning]}
         return loop_beams(self.model, [*self.prompt], self.beam_width, self.beam_width, self.max_tokens, **rules)
 

@@ -147,6 +147,7 @@ def loop_beams(
     stop: Sequence[str] = (),
     decode: Callable[[list[int]], str] = str,
     min_tokens: int = 0,
+    barred: Collection[int] = (),
     adjust: Adjust = adjusted,
     allow: Allow = allowed,
     pruning: Mapping[str, Any] | None = None,
@@ -156,6 +157,7 @@ def loop_beams(
     """The `n` best hypotheses, best first; fewer if there are fewer. `decode` gives the text of generated tokens.
 
     Args:
+        barred: What else `min_tokens` bars: EOS of the model's generation configuration.
         start: Beams of equal length to begin with, and their sums.
         widths: Beams after each step, where they differ; the last one goes on.
     """
@@ -191,7 +193,7 @@ def loop_beams(
         logits = next_logits([prompt + generated for generated, _ in beams])
         rows = []
         for (generated, total), row in zip(beams, logits, strict=True):
-            masked = uncounted if length <= min_tokens else ()  # as vLLM: EOS, too, though it is ignored
+            masked = uncounted.union(barred) if length <= min_tokens else ()  # as vLLM: EOS, too, though it is ignored
             rows.append(total + allow(masked_logprobs(adjust(row, prompt, generated), masked)).double())
             if semantics == "vllm":  # whatever stops among a beam's own best 2b finishes
                 proposals = rows[-1].topk(2 * width).indices
