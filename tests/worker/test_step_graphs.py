@@ -305,5 +305,6 @@ def test_a_runner_takes_steps_by_graphs_where_its_engine_has_some(
     runner.model_state.rope_state = None
     runner.model_config = SimpleNamespace(dtype=torch.bfloat16, get_vocab_size=lambda: 300)
     runner.compilation_config = SimpleNamespace(cudagraph_mode=mode)
+    runner.vllm_config = SimpleNamespace(additional_config={})
     runner.load_model()
     assert isinstance(runner.selector.graphs, StepGraphs if mode != CUDAGraphMode.NONE else type(None))
