@@ -10,6 +10,7 @@ from tests.support.engine import TRAINED_TARGET, Engine, Engines
 from tests.support.running import run, trained_prompts
 from tests.support.traces import check_trace
 from vllm_trie import Trace, beam_params
+from vllm_trie.entrypoints import limits
 
 pytestmark = pytest.mark.slow
 
@@ -48,9 +49,10 @@ def test_blocks_are_shared_as_the_trace_says(engine: Engine) -> None:
     assert text.replace("<s>", "").replace("</s>", "") == output.outputs[0].text
 
 
-def test_what_would_be_too_large_to_draw_is_refused_by_name(engine: Engine) -> None:
-    params = beam_params(64, max_tokens=4097, trace=True)
-    with pytest.raises(ValueError, match="trace=True with beam_width=64 and max_tokens=4097 might hold 262,208 tokens"):
+def test_what_would_be_too_large_to_draw_is_refused_by_name(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MOST_TRACED", 1279)
+    params = beam_params(64, max_tokens=20, trace=True)
+    with pytest.raises(ValueError, match="trace=True with beam_width=64 and max_tokens=20 might hold 1,280 tokens"):
         engine.generate([PROMPT], params)
 
 
