@@ -21,7 +21,7 @@ from benchmarks.gpu_steps import kernels_on
 from tests.support.taken_again import TakenAgain
 from vllm_trie.search import token_tables
 from vllm_trie.search.beams import Beams
-from vllm_trie.search.constraints.stops import Completes
+from vllm_trie.search.constraints.stops import Completes, Stops
 from vllm_trie.search.filters import LogitsFilters, Pruning
 from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.step import PLAIN
@@ -290,6 +290,8 @@ def test_graphs_hold_nothing_of_many_rows_or_that_does_not_come_again() -> None:
     assert hold(plain._replace(num_logprobs=128))
     assert not hold(plain._replace(num_logprobs=129))
     assert not hold(plain._replace(num_logprobs=-1))
+    assert hold(plain._replace(stops=Stops(tuple(range(64)))))
+    assert not hold(plain._replace(stops=Stops(tuple(range(65)))))
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE])

@@ -29,6 +29,7 @@ from vllm_trie.search.strategies.best import Best
 from vllm_trie.search.strategies.drawn import Drawn
 from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.search.strategies.stochastic import Stochastic
+from vllm_trie.search.token_tables import TokenIds
 
 
 def new_group(
@@ -52,7 +53,7 @@ def new_group(
     assert sampling is not None
     stop_strings, prompt_length = tuple(sampling.stop or ()), request.num_prompt_tokens
     max_length = min(request.max_tokens, max_model_len - prompt_length)
-    stop_ids, eos_token_id = stop_tokens(sampling), ticket.eos_token_id
+    stop_ids, eos_token_id = TokenIds(stop_tokens(sampling)), ticket.eos_token_id
     ending = frozenset(stop_ids)
     stop_rules = StopRules(ending, sampling.eos_token_id, stop_strings, sampling.min_tokens, max_length)
     matchers = matchers_of(request, params)

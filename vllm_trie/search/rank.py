@@ -7,7 +7,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from vllm_trie.search.devices import numbers
+from vllm_trie.search.devices import NEVER, numbers, sees
+from vllm_trie.search.parts import CELLS
 
 Array = TypeVar("Array")  # torch.Tensor, or np.ndarray on the host
 
@@ -15,6 +16,7 @@ TILE = 64  # tokens
 MIN_TILES = 256  # fewer are no gain
 SCORE_UNIT = 1 << 31  # of an order key; a group has fewer continuations
 NO_KEY = (1 << 63) - 1  # comes last
+CELLS_NEAR = 1 << 17  # tokens of rows that a processor has near at hand
 
 
 class Candidates(NamedTuple, Generic[Array]):
@@ -30,6 +32,18 @@ class Candidates(NamedTuple, Generic[Array]):
         return Candidates(*(torch.cat(fields, dim=1) for fields in zip(*parts, strict=True)))
 
 
+class Among(NamedTuple):
+    """Which continuations are ranked, where not all are.
+
+    Args:
+        biases: [V] float32, 0 for their tokens and -inf for others.
+        least: [G, r] float32, log-probability that those of each row have at least; None: any.
+    """
+
+    biases: torch.Tensor
+    least: torch.Tensor | None = None
+
+
 def pick(candidates: Candidates[torch.Tensor], chosen: torch.Tensor) -> Candidates[torch.Tensor]:
     """Those at `chosen` [G, n]."""
     return Candidates(*(field.gather(1, chosen) for field in candidates))
@@ -41,7 +55,9 @@ def in_order(candidates: Candidates[torch.Tensor], vocab_size: int) -> Candidate
     return pick(candidates, keys.argsort(dim=1))
 
 
-def rank_candidates(logprobs: torch.Tensor, scores: torch.Tensor, count: int) -> Candidates[torch.Tensor]:
+def rank_candidates(
+    logprobs: torch.Tensor, scores: torch.Tensor, count: int, among: Among | None = None
+) -> Candidates[torch.Tensor]:
     """The best `count` continuations of each group by cumulative log-probability; fewer if there are fewer.
 
     The best `count` lie in the `count` tiles of tokens whose best ones are best, by the same total order: before
@@ -53,6 +69,7 @@ def rank_candidates(logprobs: torch.Tensor, scores: torch.Tensor, count: int) ->
         logprobs: [G, r, V] float32; r rows of each of G groups; -inf where a row may not take a token.
         scores: [G, r] float32, cumulative log-probability of each row, at most 0.
         count: K.
+        among: Those that are ranked; the others are as impossible. None: all.
 
     Returns:
         [G, K], the best first.
@@ -60,17 +77,20 @@ def rank_candidates(logprobs: torch.Tensor, scores: torch.Tensor, count: int) ->
     _, num_rows, vocab_size = logprobs.shape
     count, per_row = min(count, num_rows * vocab_size), -(-vocab_size // TILE)
     if num_rows * per_row <= MIN_TILES:
+        if among is not None:
+            logprobs = _reaching(logprobs + among.biases, among.least)
         total = (logprobs + scores[..., None]).flatten(1)
         places = _first(_order_keys(total, numbers(total.shape[1], total.device)), count)
         return Candidates(places // vocab_size, places % vocab_size, total.gather(1, places))
-    best = _in_tiles(logprobs).amax(dim=-1)
-    if per_row > best.shape[-1]:  # the last tile has fewer tokens
-        best = torch.cat([best, logprobs[..., best.shape[-1] * TILE :].amax(dim=-1, keepdim=True)], dim=-1)
+    best = _best_of_tiles(logprobs, among)
     keys = _order_keys((best + scores[..., None]).flatten(1), numbers(num_rows * per_row, best.device))
     tiles = _first(keys, min(count, keys.shape[1]))
     rows, tokens = tiles // per_row, (tiles % per_row * TILE)[..., None] + numbers(TILE, tiles.device)
     places = (rows * vocab_size)[..., None] + tokens
     of_tokens = logprobs.flatten(1).gather(1, places.clamp(max=num_rows * vocab_size - 1).flatten(1)).view(tokens.shape)
+    if among is not None:
+        of_tokens = of_tokens + among.biases.take(tokens.clamp(max=vocab_size - 1))
+        of_tokens = _reaching(of_tokens, among.least if among.least is None else among.least.gather(1, rows))
     total = of_tokens + scores.gather(1, rows)[..., None]
     keys = _order_keys(total, places)
     if vocab_size % TILE:
@@ -78,6 +98,29 @@ def rank_candidates(logprobs: torch.Tensor, scores: torch.Tensor, count: int) ->
     chosen = _first(keys.flatten(1), count)
     places, total = (field.flatten(1).gather(1, chosen) for field in (places, total))
     return Candidates(places // vocab_size, places % vocab_size, total)
+
+
+def _best_of_tiles(logprobs: torch.Tensor, among: Among | None) -> torch.Tensor:
+    """[G, r, T] the best of each tile, of which the last may have fewer tokens."""
+    if among is None:
+        return _maxima(logprobs)
+    num_groups, num_rows, vocab_size = logprobs.shape
+    rows = logprobs.flatten(0, 1)
+    at_a_time = max((CELLS_NEAR if sees(logprobs.device) else CELLS) // vocab_size, 1)
+    best = torch.cat([_maxima(some + among.biases) for some in torch.split(rows, at_a_time)])
+    return _reaching(best.view(num_groups, num_rows, -1), among.least)
+
+
+def _reaching(logprobs: torch.Tensor, least: torch.Tensor | None) -> torch.Tensor:
+    """Log-probabilities [G, n, m] with -inf for what is less than the `least` [G, n]."""
+    return logprobs if least is None else logprobs.where(logprobs >= least[..., None], NEVER)
+
+
+def _maxima(logprobs: torch.Tensor) -> torch.Tensor:
+    best = _in_tiles(logprobs).amax(dim=-1)
+    if (num_tokens := best.shape[-1] * TILE) < logprobs.shape[-1]:
+        best = torch.cat([best, logprobs[..., num_tokens:].amax(dim=-1, keepdim=True)], dim=-1)
+    return best
 
 
 def _order_keys(total: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
+
 import numpy as np
 import torch
 
@@ -11,6 +14,24 @@ CPU = torch.device("cpu")
 MOST_TOKENS = 1 << 31  # of any vocabulary
 TABLE_BYTES = 32 << 20  # of tables of each of the two kinds that stay, and of the lists by which they are found
 BYTES_OF_ID = 40  # of a token in such a list: a number, and its place in a tuple
+
+
+class TokenIds(tuple[int, ...]):
+    """Tokens that are looked up at every step: they are hashed once, and travel to other processes as bytes."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Callable[[bytes], TokenIds], tuple[bytes]]:
+        return _token_ids, (np.array(self, np.int64).tobytes(),)
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+
+def _token_ids(content: bytes) -> TokenIds:
+    return TokenIds(np.frombuffer(content, np.int64).tolist())
 
 
 @kept_within(TABLE_BYTES, lambda token_ids, *_: BYTES_OF_ID * len(token_ids))

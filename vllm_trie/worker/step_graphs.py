@@ -29,6 +29,7 @@ BYTES_OF_LOGIT, MOST_BYTES_BESIDE = 56, 64 << 20  # of that memory, at most; and
 MOST_ROWS = 256
 MOST_GRAPHS = 64  # that are kept, those that were needed last
 MOST_SEEN = 256  # steps that came once, of which it is kept that they did
+MOST_STOPS = 64  # tokens: each step that is known to have come holds its own
 
 Key = tuple[Any, ...]
 
@@ -77,7 +78,8 @@ class StepGraphs:
         length of hypotheses.
         """
         knows_more = means.draws or means.completes is not None or beams.states or beams.rank_scores is not None
-        if knows_more or rules.constraints or not 0 <= (rules.num_logprobs or 0) <= MOST_PER_ROW:
+        has_long_key = len(rules.stops.last_token_ids) > MOST_STOPS
+        if knows_more or rules.constraints or has_long_key or not 0 <= (rules.num_logprobs or 0) <= MOST_PER_ROW:
             return False
         if _key(rules, logits, beams) in self._graphs:
             return True

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_trie.search.devices import sees, uploaded
+from vllm_trie.search.devices import NEVER, sees, uploaded
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.token_tables import CPU, MOST_TOKENS, classes, columns
 
@@ -80,7 +80,9 @@ class Stops(NamedTuple):
     @property
     def barred_token_ids(self) -> tuple[int, ...]:
         """What nothing may continue with."""
-        return self.token_ids + self.ignored_token_ids if self.are_barred else ()
+        if not self.are_barred:
+            return ()
+        return self.token_ids + self.ignored_token_ids if self.ignored_token_ids else self.token_ids
 
     @property
     def ending_token_ids(self) -> tuple[int, ...]:
@@ -99,6 +101,11 @@ class Stops(NamedTuple):
     def columns(self, vocab_size: int, device: torch.device) -> torch.Tensor:
         """[n] int64, ascending: the tokens of a vocabulary that end a hypothesis in this step. Not to be written to."""
         return columns(self.ending_token_ids, vocab_size, device)
+
+    def biases(self, vocab_size: int, device: torch.device, *, ends: bool) -> torch.Tensor:
+        """[V] float32: 0 for tokens that end a hypothesis in this step, or for those that do not; -inf for others."""
+        are_wanted = (self.classes(vocab_size, device) == ENDS) == ends
+        return torch.where(are_wanted, 0.0, NEVER)
 
     def end(self, candidates: Candidates[torch.Tensor], completes: Completes | None, vocab_size: int) -> torch.Tensor:
         """Which candidates [G, K] end in a stop token or complete a stop string."""

@@ -7,18 +7,17 @@ from typing import NamedTuple
 import torch
 
 from vllm_trie.search.beams import Beams
-from vllm_trie.search.devices import constant, numbers
+from vllm_trie.search.devices import NEVER, constant, numbers
 from vllm_trie.search.filters import filtered, prune_, pruned
 from vllm_trie.search.parts import in_parts
-from vllm_trie.search.rank import Candidates, pick, rank_candidates
-from vllm_trie.search.rank_apart import rank_apart, rank_without
+from vllm_trie.search.rank import Among, Candidates, pick, rank_candidates
+from vllm_trie.search.rank_apart import rank_apart
 from vllm_trie.search.rules import Choice, Means, SelectRules, Strategy, alive, by_row, ended, going_on
 from vllm_trie.search.step_result import Step
 from vllm_trie.search.strategies.best_continuations import best_continuations
 from vllm_trie.search.strategies.own_stops import own_logprobs, own_stops
-from vllm_trie.search.token_tables import columns
 
-FEW_STOPS = 3  # tokens: one longer ranking of all continuations takes less time than two, whatever is in it
+FEW_STOPS = 8  # tokens: one longer ranking of all continuations takes less time than two, whatever is in it
 
 
 class _Best(NamedTuple):
@@ -94,16 +93,16 @@ class Best(_Best, Strategy):
 
         In vLLM's semantics, where what finishes is ranked by itself, it may be what goes on alone.
         """
-        stops, as_vllm = rules.stops, self.semantics == "vllm"
-        vocab_size, device = allowed.shape[-1], allowed.device
-        if as_vllm and self.eos_score_factor is not None:
-            others = columns((*stops.ending_token_ids, self.eos_score_factor[0]), vocab_size, device)
-            return rank_without(allowed, scores, count, others)
-        if (num_stops := len(stops.ending_token_ids)) <= FEW_STOPS:
+        stops, as_vllm, factor = rules.stops, self.semantics == "vllm", self.eos_score_factor
+        num_stops, leaves_one_out = len(stops.ending_token_ids), as_vllm and factor is not None
+        if num_stops <= FEW_STOPS and not leaves_one_out:
             return rank_candidates(allowed, scores, count + max(num_stops - 1, 0) * rules.width)
-        if as_vllm:
-            return rank_without(allowed, scores, count, stops.columns(vocab_size, device))
-        return rank_apart(allowed, scores, count, stops.columns(vocab_size, device), rules.width)
+        if not as_vllm:
+            return rank_apart(allowed, scores, (count - rules.width, rules.width), stops)
+        others = stops.biases(allowed.shape[-1], allowed.device, ends=False)
+        if factor is not None:
+            others[factor[0] : factor[0] + 1] = NEVER
+        return rank_candidates(allowed, scores, count, Among(others))
 
     def _ranked_with_factor(
         self, rules: SelectRules, allowed: torch.Tensor, scores: torch.Tensor, others: Candidates[torch.Tensor]

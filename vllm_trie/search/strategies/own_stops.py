@@ -9,8 +9,7 @@ import torch
 
 from vllm_trie.search.constraints.stops import Completes
 from vllm_trie.search.devices import NEVER
-from vllm_trie.search.rank import Candidates, topk
-from vllm_trie.search.rank_apart import rank_of_tokens
+from vllm_trie.search.rank import Among, Candidates, rank_candidates, topk
 from vllm_trie.search.rules import SelectRules, by_row
 
 
@@ -26,10 +25,11 @@ def own_stops(
         own_best, tokens = topk(allowed, min(2 * rules.width, vocab_size))
         own = by_row(tokens, own_best + scores[..., None])
         return own._replace(scores=own.scores.where(rules.stops.end(own, completes, vocab_size), NEVER))
+    if num_rows * len(rules.stops.ending_token_ids) > rules.width:
+        among = Among(rules.stops.biases(vocab_size, allowed.device, ends=True), _least_of_best(rules, allowed))
+        return rank_candidates(allowed, scores, rules.width, among)
     stop_ids = rules.stops.columns(vocab_size, allowed.device)
     logprobs = own_logprobs(rules, allowed, stop_ids)
-    if num_rows * len(stop_ids) > rules.width:
-        return rank_of_tokens(logprobs, scores, rules.width, stop_ids)
     return by_row(stop_ids.expand_as(logprobs), logprobs + scores[..., None])
 
 
@@ -41,6 +41,11 @@ def own_logprobs(rules: SelectRules, allowed: torch.Tensor, tokens: torch.Tensor
     if len(tokens) == 1:  # which takes less time
         is_best = (allowed > own).sum(dim=-1, keepdim=True, dtype=torch.int32) < 2 * rules.width
     else:
-        best, _ = topk(allowed, 2 * rules.width)
-        is_best = own >= best[..., -1:]
+        is_best = own >= _least_of_best(rules, allowed)[..., None]
     return own.where(is_best, NEVER)
+
+
+def _least_of_best(rules: SelectRules, allowed: torch.Tensor) -> torch.Tensor:
+    """[G, r] the least log-probability of each row's best 2b tokens."""
+    best, _ = topk(allowed, min(2 * rules.width, allowed.shape[-1]))
+    return best[..., -1]
