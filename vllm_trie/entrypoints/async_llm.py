@@ -17,7 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.entrypoints.beam_results import asks_for_beam_results, with_beam_results
 from vllm_trie.entrypoints.noted_outputs import noted
-from vllm_trie.entrypoints.reading import brings_data, generate_once_read
+from vllm_trie.entrypoints.reading import abort_readings, brings_data, generate_once_read
 from vllm_trie.entrypoints.server import is_served, raise_errors
 from vllm_trie.entrypoints.single_tokens import asks_for_single_tokens, with_single_tokens
 from vllm_trie.entrypoints.step_search.online import Draw, cancel_searches, search
@@ -51,12 +51,13 @@ def generate(
 async def abort(
     original: Callable[..., Awaitable[None]], self: AsyncLLM, request_id: str | Iterable[str], *args: Any, **kwargs: Any
 ) -> None:
-    """Abort searches by steps, too, which the engine knows nothing of; let the engine answer for other searches.
+    """Abort what the engine knows nothing of, too, as searches by steps; let the engine answer for other searches.
 
     Of an ordinary request the front end holds what there is. What a search has found, the engine knows alone.
     """
     ids = [request_id] if isinstance(request_id, str) else list(request_id)
     cancel_searches(self, ids)
+    abort_readings(self, ids)
     is_internal = arguments(original, self, ids, *args, **kwargs)["internal"]
     if not (is_internal and isinstance(request_id, str)):  # so vLLM's `generate` aborts when its client has gone away
         searched = _searched_as if is_internal else _searched_under
@@ -69,9 +70,10 @@ async def abort(
 
 @wraps("pause_generation", AsyncLLM)
 async def pause_generation(original: Callable[..., Awaitable[None]], self: AsyncLLM, *args: Any, **kwargs: Any) -> None:
-    """Abort searches by steps, too, where a pause aborts all: between two rounds the engine has nothing of theirs."""
+    """Abort searches by steps, too, where a pause aborts all, and what is being read: the engine has nothing of it."""
     if arguments(original, self, *args, **kwargs)["mode"] == "abort":
         cancel_searches(self)
+        abort_readings(self)
     await original(self, *args, **kwargs)
 
 

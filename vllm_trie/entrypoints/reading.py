@@ -6,7 +6,7 @@ These come as texts, which are parsed, tokenised and sorted. vLLM's threads do t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from copy import copy, deepcopy
@@ -14,13 +14,22 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerFast
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.input_processor import InputProcessor
 
+from vllm_trie.engine.outputs import compact_answer
 from vllm_trie.entrypoints.request_data import BRINGS, READ, RequestData
 from vllm_trie.entrypoints.requests import forget_unsent, read_request
+from vllm_trie.messages import NO_HYPOTHESIS
+from vllm_trie.options import PLUGIN_NAME
 from vllm_trie.options.request import asks_for_beams
+
+
+class _AbortedError(Exception):
+    """Somebody has aborted a request that is being read."""
 
 
 class _Reader:
@@ -32,8 +41,30 @@ class _Reader:
 
     def __init__(self, tokenizer: Any) -> None:
         is_shared = isinstance(tokenizer, PreTrainedTokenizerFast)
-        self.tokenizer = deepcopy(tokenizer) if is_shared else tokenizer
-        self.thread = ThreadPoolExecutor(1, "trie_beam_reader")
+        self._tokenizer = deepcopy(tokenizer) if is_shared else tokenizer
+        self._thread = ThreadPoolExecutor(1, "trie_beam_reader")
+        self._reading: dict[asyncio.Future[RequestData | None], str] = {}  # and the ids of their requests
+
+    async def read(self, request_id: str, params: SamplingParams, processor: InputProcessor) -> RequestData | None:
+        """What `read_request` returns. Raises what it raises, and _AbortedError at once if the request is aborted."""
+        loop = asyncio.get_running_loop()
+        reading = loop.run_in_executor(self._thread, read_request, params, processor, self._tokenizer)
+        self._reading[reading] = request_id
+        try:
+            await asyncio.wait([reading])
+            if reading not in self._reading:
+                raise _AbortedError
+            return reading.result()
+        finally:
+            self._reading.pop(reading, None)
+            reading.cancel()
+
+    def abort(self, request_ids: Container[str] | None) -> None:
+        """Abort the requests of these ids that are being read, or wait for that; or all."""
+        for reading, request_id in [*self._reading.items()]:
+            if request_ids is None or request_id in request_ids:
+                del self._reading[reading]
+                reading.cancel()
 
 
 _readers: WeakKeyDictionary[AsyncLLM, _Reader] = WeakKeyDictionary()
@@ -50,6 +81,7 @@ async def generate_once_read(
     engine: AsyncLLM,
     prompt: Any,
     params: SamplingParams,
+    request_id: str,
     *args: Any,
     **kwargs: Any,
 ) -> AsyncGenerator[RequestOutput, None]:
@@ -57,17 +89,36 @@ async def generate_once_read(
     processor = engine.input_processor
     if (reader := _readers.get(engine)) is None:
         reader = _readers[engine] = _Reader(processor.tokenizer)
-    loop = asyncio.get_running_loop()
     try:
-        data = await loop.run_in_executor(reader.thread, read_request, params, processor, reader.tokenizer)
-    except BaseException:  # a refusal, or a client that goes away
+        data = await reader.read(request_id, params, processor)
+    except BaseException as error:  # an abort, a refusal, or a client that goes away
         forget_unsent(processor, prompt)
-        raise
+        if not isinstance(error, _AbortedError):
+            raise
+        yield _aborted(request_id, prompt, params, engine)
+        return
     if data is not None:
         params = _with(data, params)
-    async with aclosing(generate(engine, prompt, params, *args, **kwargs)) as outputs:
+    async with aclosing(generate(engine, prompt, params, request_id, *args, **kwargs)) as outputs:
         async for output in outputs:
             yield output
+
+
+def abort_readings(engine: AsyncLLM, request_ids: Container[str] | None = None) -> None:
+    """Abort the requests of these ids, or all, that the engine knows nothing of, as they are still being read."""
+    if (reader := _readers.get(engine)) is not None:
+        reader.abort(request_ids)
+
+
+def _aborted(request_id: str, prompt: Any, params: SamplingParams, engine: AsyncLLM) -> RequestOutput:
+    """As the engine answers a search that is aborted before it begins."""
+    reasons = (None if index == 0 else NO_HYPOTHESIS for index in range(params.n))
+    outputs = [CompletionOutput(i, "", [], None, None, None, "abort", reason) for i, reason in enumerate(reasons)]
+    is_compact = (params.extra_args or {}).get("compact")
+    answer = {PLUGIN_NAME: compact_answer((), max_length=0)} if is_compact else None
+    is_whole = isinstance(prompt, str | list | dict)
+    text, tokens, _ = extract_prompt_components(engine.model_config, prompt) if is_whole else (None, None, None)
+    return RequestOutput(request_id, text, tokens, None, outputs, finished=True, kv_transfer_params=answer)
 
 
 def _with(data: RequestData, params: SamplingParams) -> SamplingParams:

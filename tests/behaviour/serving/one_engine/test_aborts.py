@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import pairwise
+from threading import Event
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.support.served import PROMPTS, beams
 from vllm_trie import Trace, beam_params, hypotheses, selection
+from vllm_trie.entrypoints.item_sets import ItemSets
 from vllm_trie.entrypoints.step_search import online, opening
+from vllm_trie.messages import NO_HYPOTHESIS
 
 pytestmark = pytest.mark.slow
 
@@ -54,6 +57,10 @@ async def ended(llm: AsyncLLM, jobs: dict[str, tuple[SamplingParams, RequestOutp
 
 def run(loop: asyncio.AbstractEventLoop, job: Awaitable[Any]) -> Any:
     return loop.run_until_complete(asyncio.wait_for(job, 120))
+
+
+async def all_of(outputs: AsyncIterator[Any]) -> list[Any]:
+    return [output async for output in outputs]
 
 
 async def check_it_serves_on(llm: AsyncLLM) -> None:
@@ -141,6 +148,45 @@ def test_searches_that_wait_answer_with_nothing(llm: AsyncLLM, loop: asyncio.Abs
         await check_it_serves_on(llm)
 
     run(loop, check())
+
+
+@pytest.mark.parametrize("how", ["abort", "pause"])
+def test_requests_that_are_being_read_answer_with_nothing_at_once(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two is being read, for as long as the test likes; the other one waits for that."""
+    may_be_read, read = Event(), ItemSets.read
+
+    def read_later(*args: Any) -> Any:
+        assert may_be_read.wait(60)
+        return read(*args)
+
+    monkeypatch.setattr(ItemSets, "read", read_later)
+    options = {"allowed_sequences": ["self.x", "self.y = 1"], "beam_width": 2}
+
+    async def check() -> None:
+        jobs = {"n": {"n": 2}, "compact": {"extra_args": {**options, "compact": True}}}
+        asking = []
+        for name, fields in jobs.items():
+            params = SamplingParams(**{"extra_args": options, **fields}, max_tokens=9, output_kind=FINAL_ONLY)
+            asking.append(asyncio.ensure_future(all_of(llm.generate(PROMPTS[0], params, name))))
+        await asyncio.sleep(0.1)
+        await (llm.abort([*jobs]) if how == "abort" else llm.pause_generation(mode="abort"))
+        ((two,), (one,)) = await asyncio.gather(*asking)
+        found = [(out.text, out.token_ids, out.finish_reason, out.stop_reason) for out in two.outputs]
+        assert found == [("", [], "abort", None), ("", [], "abort", NO_HYPOTHESIS)]
+        assert (two.prompt, two.finished, len(hypotheses(one))) == (PROMPTS[0], True, 0)
+        await llm.resume_generation()
+        may_be_read.set()
+        params = SamplingParams(max_tokens=9, extra_args=options)
+        assert await all_of(llm.generate(PROMPTS[0], params, "n"))  # the reader serves on
+        assert not llm.output_processor.has_unfinished_requests()
+        await check_it_serves_on(llm)
+
+    try:
+        run(loop, check())
+    finally:
+        may_be_read.set()
 
 
 @pytest.mark.parametrize("how", ["abort", "pause"])
