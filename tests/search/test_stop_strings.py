@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer
 
-from tests.search.test_string_matcher import num_calls
+from tests.support.calls import num_calls
 from tests.support.engine import TRAINED_TARGET
 from vllm_trie.detokenizing import decoder
 from vllm_trie.search.stop_strings import CONTEXT, FIRST_SPAN, StopStrings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -171,19 +170,3 @@ OF_FIELDS: dict[str, Callable[[], Cases]] = {
     "output_kind": lambda: [],  # of few values
     "stream_interval": lambda: each("stream_interval", LARGE),
 }
-
-
-def num_calls(work: Callable[[], Any]) -> int:
-    """Calls of functions, in Python and in C, that some work takes."""
-    count = 0
-
-    def note(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -37,6 +37,10 @@ def beams(width: int, **options: Any) -> dict[str, Any]:
 BOTH_WAYS = pytest.mark.parametrize(
     "options", [beams(6), {"use_beam_search": True}], ids=["beam_width", "use_beam_search"]
 )
+
+
+async def all_of(outputs: AsyncIterator[Any]) -> list[Any]:
+    return [output async for output in outputs]
 
 
 def abort_by(server: Server, vanish: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -11,8 +11,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from tests.behaviour.search.test_sampling_params_table import IN_PARTS, WORKS
+from tests.support.calls import num_calls
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
-from tests.support.field_bounds import LARGE, MAX_TOKENS, OF_FIELDS, OF_OPTIONS, WIDTH, num_calls
+from tests.support.field_bounds import LARGE, MAX_TOKENS, OF_FIELDS, OF_OPTIONS, WIDTH
 from vllm_trie.options import OPTIONS
 from vllm_trie.options.shown import MOST_QUOTED
 

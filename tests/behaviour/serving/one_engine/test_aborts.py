@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from threading import Event
 from typing import Any
@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from tests.support.served import PROMPTS, beams
+from tests.support.served import PROMPTS, all_of, beams
 from vllm_trie import Trace, beam_params, hypotheses, selection
 from vllm_trie.entrypoints.item_sets import ItemSets
 from vllm_trie.entrypoints.step_search import online, opening
@@ -59,14 +59,15 @@ def run(loop: asyncio.AbstractEventLoop, job: Awaitable[Any]) -> Any:
     return loop.run_until_complete(asyncio.wait_for(job, 120))
 
 
-async def all_of(outputs: AsyncIterator[Any]) -> list[Any]:
-    return [output async for output in outputs]
+async def have_begun(llm: AsyncLLM, count: int) -> None:
+    while llm.output_processor.get_num_unfinished_requests() < count:
+        await asyncio.sleep(0.01)
 
 
 async def check_it_serves_on(llm: AsyncLLM) -> None:
     params = beam_params(2, max_tokens=4)
     params.output_kind = FINAL_ONLY
-    (after,) = [output async for output in llm.generate(PROMPTS[0], params, "after")]
+    (after,) = await all_of(llm.generate(PROMPTS[0], params, "after"))
     assert after.outputs[0].finish_reason == "length"
 
 
@@ -225,10 +226,9 @@ def test_a_paused_server_answers_with_what_its_beams_have(
         for options in ({"use_beam_search": True}, beams(3)):
             body = {"ignore_eos": True, **options}
             answering = asyncio.ensure_future(client.completions.create(**asked, extra_body=body))
-            while not llm.output_processor.has_unfinished_requests():
-                await asyncio.sleep(0.01)
+            await have_begun(llm, 1)
             clock = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-            assert [output async for output in llm.generate(PROMPTS[1], clock, "clock")]
+            assert await all_of(llm.generate(PROMPTS[1], clock, "clock"))
             await llm.pause_generation()
             answer = await answering
             await llm.resume_generation()
@@ -244,9 +244,6 @@ def test_a_stream_of_a_search_that_waits_says_that_it_was_aborted(
 ) -> None:
     client = serve()
 
-    async def has_begun(search: Any) -> None:
-        assert [output async for output in search]
-
     async def ends(of_chunks: Awaitable[Any]) -> list[tuple[str, Any]]:
         choices = [choice async for chunk in await of_chunks for choice in chunk.choices]
         return [(end.finish_reason, end.stop_reason) for end in choices if end.finish_reason is not None]
@@ -254,9 +251,8 @@ def test_a_stream_of_a_search_that_waits_says_that_it_was_aborted(
     async def check() -> None:
         asked: dict[str, Any] = {"model": "target", "max_tokens": 480, "stream": True}
         body = {"ignore_eos": True, **beams(60)}
-        begun = asyncio.ensure_future(has_begun(llm.generate(PROMPTS[0], beam_params(60, **LONG), "begun")))
-        while not llm.output_processor.has_unfinished_requests():
-            await asyncio.sleep(0.01)
+        begun = asyncio.ensure_future(all_of(llm.generate(PROMPTS[0], beam_params(60, **LONG), "begun")))
+        await have_begun(llm, 1)
         complete, chat = client.completions.create, client.chat.completions.create
         messages: Any = [{"role": "user", "content": "x"}]
         waiting = asyncio.gather(
@@ -264,10 +260,9 @@ def test_a_stream_of_a_search_that_waits_says_that_it_was_aborted(
             ends(complete(**asked, prompt=PROMPTS[0], extra_body={**body, "use_beam_search": True})),
             ends(chat(**asked, messages=messages, extra_body=body)),
         )
-        while llm.output_processor.get_num_unfinished_requests() < 5:
-            await asyncio.sleep(0.01)
+        await have_begun(llm, 5)
         await llm.pause_generation()
-        await begun
+        assert await begun
         await llm.resume_generation()
         assert await waiting == [[("abort", None)] * 2, [("abort", None)], [("abort", None)]]
         await check_it_serves_on(llm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from itertools import pairwise
 from threading import Event, current_thread, main_thread
@@ -14,6 +14,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from tests.support.served import all_of
 from vllm_trie import StepCandidate, beam_params
 from vllm_trie.entrypoints import request_data
 from vllm_trie.entrypoints.item_sets import ItemSets
@@ -28,10 +29,6 @@ def asked(llm: AsyncLLM, prompt: str, params: SamplingParams, kind: RequestOutpu
     params = params.clone()
     params.output_kind = kind
     return llm.generate(prompt, params, f"{kind.name} {prompt} {params.max_tokens}")
-
-
-async def all_of(outputs: AsyncIterator[Any]) -> list[Any]:
-    return [output async for output in outputs]
 
 
 def test_deltas_make_the_text_that_grows_to_the_whole(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
