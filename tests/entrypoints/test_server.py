@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest
 from vllm.sampling_params import SamplingParams
 
@@ -18,6 +20,7 @@ from tests.support.served import beams
 from vllm_trie.compat.patch import wrap_all
 from vllm_trie.entrypoints import streams, use_beam_search
 from vllm_trie.entrypoints.requests import BeamRequestError
+from vllm_trie.entrypoints.server import is_served
 from vllm_trie.options import parse_options
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
 
@@ -41,6 +44,18 @@ def test_what_the_request_says_of_sampling_counts_and_served_defaults_do_not(kin
     assert (own.temperature, own.top_k, own.seed, own.top_p) == (0.7, 9, 3, 1.0)
     without = kind(**asked).to_sampling_params(8, served)
     assert (without.temperature, without.top_p, without.repetition_penalty) == (0.3, 0.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked"), [(CompletionRequest, {"prompt": "x"}), (ChatCompletionRequest, {"messages": []})]
+)
+def test_what_is_rendered_shows_the_options_of_the_client_alone(kind: type, asked: dict[str, Any]) -> None:
+    wrap_all("vllm_trie.entrypoints.server")
+    params = kind(**asked, **beams(4, length_penalty=0.5)).to_sampling_params(8, {})
+    assert is_served(params)
+    rendered = json.loads(GenerateRequest(token_ids=[5], sampling_params=params).model_dump_json())
+    assert rendered["sampling_params"]["extra_args"] == {"beam_width": 4, "length_penalty": 0.5}
+    assert GenerateRequest.model_validate(rendered).sampling_params == params
 
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])

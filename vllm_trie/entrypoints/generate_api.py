@@ -12,10 +12,9 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateReque
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from vllm_trie.compat.patch import wraps
-from vllm_trie.entrypoints.requests import CALLER, BeamRequestError
-from vllm_trie.entrypoints.server import ALL_AT_ONCE
+from vllm_trie.entrypoints.requests import BeamRequestError
+from vllm_trie.entrypoints.server import ALL_AT_ONCE, mark_as_served
 from vllm_trie.entrypoints.streams import chained, first_event
-from vllm_trie.messages import BEAM_WIDTH
 from vllm_trie.options import asks_for_beams
 from vllm_trie.options.shown import shown
 from vllm_trie.selection import has_beams
@@ -26,13 +25,13 @@ async def serve_tokens(
     original: Callable[..., Awaitable[Any]], self: Any, request: GenerateRequest, *args: Any, **kwargs: Any
 ) -> Any:
     """Answer, or say why not, as the endpoints for completions do."""
-    params, options = request.sampling_params, request.sampling_params.extra_args or {}
+    options = request.sampling_params.extra_args or {}
     if not asks_for_beams(options) or not has_beams(self.engine_client.vllm_config):
         return await original(self, request, *args, **kwargs)
     if request.stream and (whole := [name for name in ALL_AT_ONCE if options.get(name)]):
         raise BeamRequestError(f"{whole[0]}={shown(options[whole[0]])} has no place in a stream here; leave stream out")
-    if options.get("unit") != "step":  # else it is known, and each candidate is a request of its own
-        params.extra_args = {**options, CALLER: BEAM_WIDTH}
+    if options.get("unit") != "step":
+        mark_as_served(request.sampling_params)
     response = await original(self, request, *args, **kwargs)
     if not isinstance(response, AsyncGenerator):
         return response

@@ -62,8 +62,9 @@ CALLER = "trie_beam_caller"  # in `extra_args`: a `Caller`, which no client of a
 SINGLE_TOKENS = "trie_beam_single_tokens"  # likewise, see `entrypoints.single_tokens`
 
 _MARKS = {CALLER, SINGLE_TOKENS, TICKET, FORK, READ}  # of the front end's own, in `extra_args`
-_SENT = {TICKET: ForkTicket, FORK: ForkTicket, SINGLE_TOKENS: Caller, READ: RequestData}  # which no client can send
-_READ_BY_VLLM = {"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", "session_id"}  # likewise
+# Of what type they are, which no client can send.
+_SENT = {TICKET: ForkTicket, FORK: ForkTicket, CALLER: Caller, SINGLE_TOKENS: Caller, READ: RequestData}
+_READ_BY_VLLM = {"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", "session_id"}  # in `extra_args`
 
 
 @wraps("process_inputs", InputProcessor)

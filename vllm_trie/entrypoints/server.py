@@ -25,7 +25,7 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams
 
 from vllm_trie.compat.patch import wraps
 from vllm_trie.entrypoints.requests import CALLER, BeamRequestError, refusing
-from vllm_trie.messages import BEAM_WIDTH, USE_BEAM_SEARCH, Caller
+from vllm_trie.messages import USE_BEAM_SEARCH, Caller
 from vllm_trie.options.request import OPTIONS, asks_for_beams, refuse_other_names
 from vllm_trie.options.shown import shown
 
@@ -37,6 +37,8 @@ _SEARCHABLE = (CompletionRequest, ChatCompletionRequest, TranscriptionRequest, T
 NO_BEST_OF = ("best_of", 1)  # says nothing; clients that measure servers send it with every completion
 
 ALL_AT_ONCE = ("compact", "trace", "beam_results")  # options: what they return comes with the whole answer
+
+_IS_SERVED = "trie_beam_is_served"  # an attribute of parameters, which is no part of what is rendered of a prompt
 
 _AS_SAMPLING = "trie_beam_as_sampling"  # in `vllm_xargs`, with a `Caller`, which no client can send
 
@@ -64,13 +66,20 @@ def to_sampling_params(
         xargs = {"length_penalty": self.length_penalty, **xargs}
     draws_steps = xargs.get("unit") == "step"  # by vLLM's own sampler
     defaults = {k: v for k, v in (default_sampling_params or {}).items() if draws_steps or k == "stop_token_ids"}
-    fields: dict[str, Any] = {"vllm_xargs": {**xargs} if draws_steps else {CALLER: BEAM_WIDTH, **xargs}}
+    fields: dict[str, Any] = {"vllm_xargs": {**xargs}}
     if isinstance(self, ChatCompletionRequest):
         fields["echo"] = False  # from which vLLM derives prompt_logprobs, as if the client had sent them
     params = original(self.model_copy(update=fields), max_tokens, defaults, **kwargs)
     if isinstance(self, SpeechRequest):
         params.skip_clone = False  # a long recording is several prompts, which vLLM gives the same object
+    if not draws_steps:  # else it is known, and each candidate is a request of its own
+        mark_as_served(params)
     return params
+
+
+def mark_as_served(params: SamplingParams) -> None:
+    """Note that these are the parameters of a beam request that came to a server; copies of them lose the note."""
+    vars(params)[_IS_SERVED] = True
 
 
 def as_sampling_request(request: TextRequest) -> Any:
@@ -156,7 +165,7 @@ def _refuse_several_prompts(request: TextRequest | ResponsesRequest | SpeechRequ
 
 def is_served(params: Any) -> bool:
     """Whether these are the parameters of a beam request that came to a server."""
-    return isinstance(params, SamplingParams) and CALLER in (params.extra_args or {})
+    return isinstance(params, SamplingParams) and _IS_SERVED in vars(params)
 
 
 async def raise_errors(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:

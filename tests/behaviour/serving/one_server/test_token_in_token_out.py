@@ -29,7 +29,9 @@ def render(server: Server, **options: Any) -> dict[str, Any]:
 def test_what_a_prompt_renders_to_is_searched_as_the_prompt_is(server: Server) -> None:
     options = {"n": 3, "stop": ["return"], **beams(6, length_penalty=0.0)}
     expected = [(c.token_ids, c.finish_reason) for c in complete(server, return_token_ids=True, **options).choices]
-    answer = generate(server, render(server, **options)).json()
+    asked = render(server, **options)
+    assert "trie_beam" not in json.dumps(asked)
+    answer = generate(server, asked).json()
     assert [(c["token_ids"], c["finish_reason"]) for c in answer["choices"]] == expected
     assert answer["usage"]["completion_tokens"] == sum(len(tokens) for tokens, _ in expected)
 
