@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from vllm_trie.entrypoints import requests
-from vllm_trie.entrypoints.requests import _SENT, BeamRequestError, _fit_lengths, refuse_marks, why_not_behind
+from vllm_trie.entrypoints.refusals import BeamRequestError
+from vllm_trie.entrypoints.requests import _SENT, _fit_lengths, refuse_marks, why_not_behind
 from vllm_trie.entrypoints.step_search.opening import open_request
 from vllm_trie.options.shown import MOST_QUOTED
 
@@ -56,6 +58,27 @@ def test_a_refusal_is_short_wherever_it_is_raised() -> None:
     assert len(str(BeamRequestError("x" * 10_000))) == MOST_QUOTED
 
 
+@pytest.mark.parametrize("size", [10, 10_000])
+def test_what_vllm_refuses_of_a_beam_request_is_short_and_else_as_vllm_says_it(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(requests, "has_beams", lambda _: True)
+    monkeypatch.setattr(requests, "read_request", lambda params, *_: params.extra_args)
+    processor = SimpleNamespace(vllm_config=None, tokenizer=None, renderer=SimpleNamespace(mm_processor_cache=None))
+    refusal = VLLMValidationError("is wrong", parameter="logit_bias", value="7" * size)
+
+    def original(*_: Any) -> Any:
+        raise refusal
+
+    for extra_args in ({"beam_width": 2}, None):
+        with pytest.raises(VLLMValidationError, match=r"is wrong.*logit_bias.*7") as raised:
+            requests.process_inputs.function(original, processor, "1", "x", SamplingParams(extra_args=extra_args))
+        if extra_args is None or size == 10:
+            assert raised.value is refusal
+        else:
+            assert len(str(raised.value)) == MOST_QUOTED
+
+
 @pytest.mark.parametrize("field", ["stop", "bad_words"])
 def test_half_characters_are_refused(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     monkeypatch.setattr(requests, "has_beams", lambda _: True)
@@ -85,5 +108,5 @@ def test_a_priority_that_cannot_be_sent_to_the_engine_is_refused(
 
     params = SamplingParams(max_tokens=4)
     assert requests.process_inputs.function(original, processor, "1", "x", params, priority=-7).priority == -7
-    with pytest.raises(requests.BeamRequestError, match=f"priority={str(priority)[:10]}.*; pass one closer to 0"):
+    with pytest.raises(BeamRequestError, match=f"priority={str(priority)[:10]}.*; pass one closer to 0"):
         requests.process_inputs.function(original, processor, "1", "x", params, priority=priority)

@@ -14,14 +14,16 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.speech_to_text.transcription.protocol import TranscriptionRequest
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from tests.support.served import beams
 from vllm_trie.compat.patch import wrap_all
 from vllm_trie.entrypoints import streams, use_beam_search
-from vllm_trie.entrypoints.requests import BeamRequestError
+from vllm_trie.entrypoints.refusals import BeamRequestError
 from vllm_trie.entrypoints.server import is_served
 from vllm_trie.options import parse_options
+from vllm_trie.options.shown import MOST_QUOTED
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
 
 
@@ -156,6 +158,17 @@ def test_a_priority_among_the_headers_goes_before_the_bodys(
     request = CompletionRequest(prompt="x", use_beam_search=True, priority=3, stream=stream)
     asyncio.run(streams.create.function(as_vllm, serving, request, SimpleNamespace(headers=headers)))
     assert asked_of_engine == [expected]
+
+
+def test_what_vllm_refuses_of_a_beam_request_is_quoted_in_short() -> None:
+    wrap_all("vllm_trie.entrypoints.server")
+    lengths = []
+    for options in (beams(2), {}):
+        request = CompletionRequest(prompt="x", logit_bias={"y" * 1_000: 1}, **options)
+        with pytest.raises(VLLMValidationError, match="logit_bias") as raised:
+            request.to_sampling_params(8, {})
+        lengths.append(len(str(raised.value)))
+    assert lengths[0] <= MOST_QUOTED < lengths[1]
 
 
 def test_a_number_of_any_length_is_quoted_in_short() -> None:

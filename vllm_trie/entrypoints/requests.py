@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
-from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.utils import random_uuid
 from vllm.v1.engine import EngineCoreRequest
@@ -22,12 +21,13 @@ from vllm_trie.entrypoints.grammars import prepare_grammar
 from vllm_trie.entrypoints.limits import BlocksNeeded, engine_limits, validate
 from vllm_trie.entrypoints.lone_surrogates import refuse_half_texts
 from vllm_trie.entrypoints.phrases import check_phrases
+from vllm_trie.entrypoints.refusals import BeamRequestError, refusing, shortening
 from vllm_trie.entrypoints.request_data import BRINGS, READ, RequestData, read_data
 from vllm_trie.messages import BEAM_WIDTH, FORK, LLM_BEAM_SEARCH, TICKET, Caller, ForkTicket, GroupTicket
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, BeamParams, StepParams, asks_for_beams, parse_options
 from vllm_trie.options.contrast import check_amateur
 from vllm_trie.options.resolve import resolve
-from vllm_trie.options.shown import shortened, shown, shown_name
+from vllm_trie.options.shown import shown, shown_name
 from vllm_trie.options.table import cure
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported, stop_tokens
 from vllm_trie.selection import config_of, has_beams, has_logits_processors, padding_token, why_without_beams
@@ -35,26 +35,6 @@ from vllm_trie.speculative_config import drafts_of, why_without_amateur
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
-
-
-class BeamRequestError(VLLMValidationError, ValueError):
-    """A request that beam search refuses: a ValueError offline, a 400 from the server.
-
-    Args:
-        refusal: Shortened here, whatever it quotes.
-    """
-
-    def __init__(self, refusal: str) -> None:
-        super().__init__(shortened(refusal))
-
-
-@contextmanager
-def refusing() -> Iterator[None]:
-    """Make every ValueError of the block a refusal of the request."""
-    try:
-        yield
-    except ValueError as error:
-        raise BeamRequestError(str(error)) from None
 
 
 CALLER = "trie_beam_caller"  # in `extra_args`: a `Caller`, which no client of a server can send
@@ -90,7 +70,8 @@ def process_inputs(
             with refusing():
                 _refuse_without_kernel(params, self.vllm_config)
                 data = RequestData.of(params) or read_request(params, self, self.tokenizer)
-        request = original(self, request_id, prompt, params, *args, **kwargs)
+        with nullcontext() if data is None else shortening():
+            request = original(self, request_id, prompt, params, *args, **kwargs)
         if (own := request.sampling_params) is None:
             return request
         with refusing():

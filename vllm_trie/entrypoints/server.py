@@ -24,7 +24,8 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 
 from vllm_trie.compat.patch import wraps
-from vllm_trie.entrypoints.requests import CALLER, BeamRequestError, refusing
+from vllm_trie.entrypoints.refusals import BeamRequestError, refusing, shortening
+from vllm_trie.entrypoints.requests import CALLER
 from vllm_trie.messages import USE_BEAM_SEARCH, Caller
 from vllm_trie.options.request import OPTIONS, asks_for_beams, refuse_other_names
 from vllm_trie.options.shown import shown
@@ -69,7 +70,8 @@ def to_sampling_params(
     fields: dict[str, Any] = {"vllm_xargs": {**xargs}}
     if isinstance(self, ChatCompletionRequest):
         fields["echo"] = False  # from which vLLM derives prompt_logprobs, as if the client had sent them
-    params = original(self.model_copy(update=fields), max_tokens, defaults, **kwargs)
+    with shortening():
+        params = original(self.model_copy(update=fields), max_tokens, defaults, **kwargs)
     if isinstance(self, SpeechRequest):
         params.skip_clone = False  # a long recording is several prompts, which vLLM gives the same object
     if not draws_steps:  # else it is known, and each candidate is a request of its own
@@ -99,7 +101,8 @@ def to_beam_search_params(
     _refuse_two_penalties(self)
     if (self.vllm_xargs or {}).get("unit") == "step":
         raise BeamRequestError('unit="step" does not work with use_beam_search; put beam_width into vllm_xargs instead')
-    params = original(self, *args, **kwargs)
+    with shortening():
+        params = original(self, *args, **kwargs)
     params.request = self
     return params
 

@@ -24,7 +24,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm_trie.compat.patch import wraps
 from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.noted_outputs import noting
-from vllm_trie.entrypoints.requests import BeamRequestError
+from vllm_trie.entrypoints.refusals import BeamRequestError
 from vllm_trie.entrypoints.server import as_sampling_request, end_without_calls
 from vllm_trie.entrypoints.single_tokens import asking_for_single_tokens
 from vllm_trie.options import PLUGIN_NAME, asks_for_beams

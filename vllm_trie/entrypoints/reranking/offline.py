@@ -18,7 +18,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm_trie.detokenizing import decoder
 from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.limits import check_n
-from vllm_trie.entrypoints.requests import refusing
+from vllm_trie.entrypoints.refusals import refusing
 from vllm_trie.entrypoints.reranking.metrics import HypothesisPair, Metric, metric_of
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME, BeamParams, parse_options

@@ -18,7 +18,7 @@ from tests.support.served import all_of
 from vllm_trie import StepCandidate, beam_params
 from vllm_trie.entrypoints import request_data
 from vllm_trie.entrypoints.item_sets import ItemSets
-from vllm_trie.entrypoints.requests import BeamRequestError
+from vllm_trie.entrypoints.refusals import BeamRequestError
 
 pytestmark = pytest.mark.slow
 
