@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_trie.catalog import Catalog
+from vllm_trie.catalog import Catalog, file_format
 from vllm_trie.engine.catalogs import MOST_IDLE, EngineCatalogs
 from vllm_trie.messages import CatalogChanges
 from vllm_trie.options import BeamParams
@@ -39,6 +39,16 @@ def test_a_set_waits_on_the_host_and_goes_to_workers_once_its_search_runs() -> N
     assert catalogs.counts().bytes == SIZE
     catalogs.load(brought(use))
     assert catalogs.take_changes() == CatalogChanges()
+
+
+def test_neither_the_engine_nor_a_worker_reads_all_of_a_set_for_its_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    catalogs, workers, content = EngineCatalogs({}, 10 * SIZE), DeviceCatalogs(torch.device("cpu"), SIZE), set_of(1)
+    hashed: list[Any] = []
+    monkeypatch.setattr(file_format, "_digest", lambda *parts: hashed.append(parts))
+    uses = [catalogs.use(PARAMS, content) for _ in range(2)]
+    catalogs.load(brought(*uses))
+    workers.apply(catalogs.take_changes())
+    assert ([*workers.tries], hashed) == ([uses[0].rules.catalog], [])
 
 
 class Asked:

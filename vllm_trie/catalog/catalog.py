@@ -51,9 +51,13 @@ class Catalog(Header):
         return cls._of(memoryview(data), str(path))
 
     @classmethod
-    def from_bytes(cls, data: bytes, name: str = "(in memory)") -> Self:
-        """What `to_bytes` has given. Raises as `open` does."""
-        return cls._of(memoryview(data), name)
+    def from_bytes(cls, data: bytes, name: str = "(in memory)", checks: bool = True) -> Self:
+        """What `to_bytes` has given. Raises as `open` does.
+
+        Args:
+            checks: False where this engine's own processes made and sent it: then no checksum takes a step's time.
+        """
+        return cls._of(memoryview(data), name, checks)
 
     @classmethod
     def from_sequences(
@@ -87,11 +91,11 @@ class Catalog(Header):
     ) -> Self:
         """A catalog of items that have been checked; `progress` as in `build_arrays`."""
         arrays = build_arrays(items, progress)
-        return cls.from_bytes(pack(Header.of(arrays, vocab_size, tokenizer), arrays))
+        return cls.from_bytes(pack(Header.of(arrays, vocab_size, tokenizer), arrays), checks=False)
 
     @classmethod
-    def _of(cls, data: memoryview, name: str) -> Self:
-        digest, header, arrays = unpack(data, name)
+    def _of(cls, data: memoryview, name: str, checks: bool = True) -> Self:
+        digest, header, arrays = unpack(data, name, checks)
         return cls(**vars(header), **arrays._asdict(), name=name, digest=digest, data=data)
 
     @property

@@ -169,7 +169,7 @@ class EngineCatalogs(CatalogStore):
     def use(self, params: BeamParams, item_set: bytes | None) -> NoCatalog:
         """What a new search goes along: a name's present catalog, what came with its request, or none."""
         if item_set is not None:
-            catalog = Catalog.from_bytes(item_set)
+            catalog = Catalog.from_bytes(item_set, checks=False)
             catalog = self.by_digest.setdefault(catalog.digest, catalog)  # the bytes of equal sets are held once
             brings: dict[Hashable, int] = {catalog.digest: catalog.num_bytes_on_device}
         elif params.catalog is not None:

@@ -52,7 +52,7 @@ class DeviceCatalogs:
         for digest in changes.gone:
             self.tries.pop(digest, None)  # which not every worker has after a load that failed
         for content in changes.new.values():
-            self._add(Catalog.from_bytes(content))
+            self._add(Catalog.from_bytes(content, checks=False))
 
     def _add(self, catalog: Catalog) -> None:
         if self._device is None or catalog.digest in self.tries:
