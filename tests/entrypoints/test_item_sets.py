@@ -11,7 +11,9 @@ import pytest
 from vllm_trie.entrypoints import item_sets, sequence_texts
 from vllm_trie.entrypoints.item_sets import ItemSets
 from vllm_trie.entrypoints.sequence_texts import sequences_of
-from vllm_trie.options.parts import MOST_SEQUENCE_TOKENS, MOST_SEQUENCES, SequencesText
+from vllm_trie.options.parts import MOST_SEQUENCE_TOKENS, MOST_SEQUENCES, MOST_STRING, SequencesText
+
+LONGEST = 512  # tokens of an item
 
 
 class _Letters:
@@ -26,7 +28,7 @@ class _Letters:
 
 
 def test_equal_sets_are_read_once() -> None:
-    sets, letters = ItemSets(), _Letters()
+    sets, letters = ItemSets(LONGEST), _Letters()
     first = sets.read(["ab", "cd"], 200, letters)
     assert sets.read(["ab", "cd"], 200, letters) is first
     assert sets.read(["ab", "ce"], 200, letters) is not first
@@ -35,8 +37,8 @@ def test_equal_sets_are_read_once() -> None:
 
 
 def test_sets_that_stay_known_have_a_bound_in_bytes() -> None:
-    size = ItemSets().read([[1]], 200, None).data.nbytes
-    sets = ItemSets(most_bytes=2 * size)
+    size = ItemSets(LONGEST).read([[1]], 200, None).data.nbytes
+    sets = ItemSets(LONGEST, most_bytes=2 * size)
     known = [sets.read([[token]], 200, None) for token in range(3)]
     assert sets.read([[2]], 200, None) is known[2]
     assert sets.read([[1]], 200, None) is known[1]
@@ -46,17 +48,47 @@ def test_sets_that_stay_known_have_a_bound_in_bytes() -> None:
 def test_a_set_of_too_many_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_texts, "MOST_SEQUENCE_TOKENS", 8)
     with pytest.raises(ValueError, match="allowed_sequences have more than 8 tokens; build a"):
-        ItemSets().read([[7, 8, 9]] * 3, 200, None)
+        ItemSets(LONGEST).read([[7, 8, 9]] * 3, 200, None)
     with pytest.raises(ValueError, match="allowed_sequences have more than 8 tokens; build a"):
-        ItemSets().read(["abc"] * 3, 200, _Letters())
+        ItemSets(LONGEST).read(["abc"] * 3, 200, _Letters())
 
 
 def test_too_many_characters_are_refused_before_they_are_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     letters = _Letters()
     monkeypatch.setattr(item_sets, "MOST_SEQUENCE_CHARACTERS", 8)
     with pytest.raises(ValueError, match="allowed_sequences have 9 characters, and a request may bring 8; build a"):
-        ItemSets().read(["abc"] * 3, 200, letters)
+        ItemSets(LONGEST).read(["abc"] * 3, 200, letters)
     assert letters.num_texts == 0
+
+
+def test_an_item_that_no_sequence_of_the_engine_can_hold_is_refused() -> None:
+    refusal = "allowed_sequences have an item of 4 tokens, and with max_model_len=3 none is that long; leave it out"
+    letters = _Letters()
+    for items in ([[1], [1, 2, 3, 4]], ["a", "abcd"], SequencesText('["abcd"]')):
+        with pytest.raises(ValueError, match=refusal):
+            ItemSets(3).read(items, 200, letters)
+    assert ItemSets(3).read(["abc"], 200, letters).longest == 3
+
+
+def test_a_string_of_too_many_characters_is_refused_before_it_is_tokenised() -> None:
+    letters = _Letters()
+    with pytest.raises(ValueError, match="have a string of 100,001 characters, and it may have 100,000; leave it out"):
+        ItemSets(LONGEST).read(["a", "x" * (MOST_STRING + 1)], 200, letters)
+    assert letters.num_texts == 0
+
+
+def test_strings_are_tokenised_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[list[int]] = []
+
+    def tokenizer(texts: list[str], add_special_tokens: bool) -> dict[str, Any]:
+        sizes.append([*map(len, texts)])
+        return {"input_ids": [[1] for _ in texts]}
+
+    monkeypatch.setattr(item_sets, "MOST_STRING", 10)
+    monkeypatch.setattr(item_sets, "MOST_TOKENISED", 4)
+    ItemSets(LONGEST).read(["x" * size for size in (4, 4, 10, 9, 1, 1, 1, 1, 1)], 200, tokenizer)
+    assert sizes == [[4, 4], [10], [9], [1, 1], [1, 1], [1]]
+    assert max(map(sum, sizes)) < 2 * 10
 
 
 @pytest.mark.parametrize("text", ['["a,]", "\\u00e9"]', " [ [1, 2 ] ,[3],[] ]\n", "[[-1]]", '[""]'])
@@ -96,7 +128,7 @@ def test_strings_are_tokenised_no_further_than_there_may_be_tokens(monkeypatch: 
     monkeypatch.setattr(sequence_texts, "MOST_SEQUENCE_TOKENS", 8)
     letters = _Letters()
     with pytest.raises(ValueError, match="allowed_sequences have more than 8 tokens"):
-        ItemSets().read(["ab"] * 10_000, 200, letters)
+        ItemSets(LONGEST).read(["ab"] * 10_000, 200, letters)
     assert letters.num_texts == item_sets.MOST_TOKENISED
 
 
@@ -104,7 +136,7 @@ def test_strings_are_tokenised_no_further_than_there_may_be_tokens(monkeypatch: 
 def test_an_equal_text_is_read_once_refused_or_not(
     text: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sets, read = ItemSets(), []
+    sets, read = ItemSets(LONGEST), []
     monkeypatch.setattr(item_sets, "sequences_of", lambda text: read.append(text) or sequences_of(text))
     for _ in range(3):
         with pytest.raises(ValueError, match="allowed_sequences") if is_refused else nullcontext():
@@ -113,7 +145,7 @@ def test_an_equal_text_is_read_once_refused_or_not(
 
 
 def test_refusals_that_stay_known_have_a_bound() -> None:
-    sets = ItemSets()
+    sets = ItemSets(LONGEST)
     for number in range(item_sets.MOST_REFUSALS + 9):
         with pytest.raises(ValueError, match="has token"):
             sets.read([[1_000 + number]], 200, None)

@@ -20,6 +20,7 @@ from vllm_trie.options.parts import (
     MOST_STOP_CHARACTERS,
     MOST_STOP_LENGTH,
     MOST_STOPS,
+    MOST_STRING,
     MOST_WEIGHT,
     MOST_WIDTHS,
 )
@@ -54,7 +55,10 @@ def sets() -> Cases:
         {"allowed_sequences": json.dumps(full), "max_tokens": size},
         {"allowed_sequences": json.dumps([*full, [5]])},
         {"allowed_sequences": json.dumps([[5] * (MOST_SEQUENCE_TOKENS + 1)])},
-        {"allowed_sequences": ["x" * (MOST_SEQUENCE_CHARACTERS + 1)]},
+        {"allowed_sequences": ["x" * MOST_STRING] * (MOST_SEQUENCE_CHARACTERS // MOST_STRING)},
+        {"allowed_sequences": ["x" * MOST_STRING] * (MOST_SEQUENCE_CHARACTERS // MOST_STRING + 1)},
+        {"allowed_sequences": ["x" * (MOST_STRING + 1)]},
+        *({"allowed_sequences": [[5] * length, [6]]} for length in (512, 513)),  # the engine's longest sequence, beyond
         {"allowed_sequences": f"[{LONG}]"},
         {"allowed_sequences": [[VOCAB]]},
     ]

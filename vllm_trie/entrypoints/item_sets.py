@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate, groupby
 from threading import Lock
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 from vllm_trie.catalog import Catalog
 from vllm_trie.entrypoints.lone_surrogates import refuse_half_characters
 from vllm_trie.entrypoints.sequence_texts import INSTEAD, refuse_tokens, sequences_of
-from vllm_trie.options.parts import MOST_SEQUENCE_CHARACTERS, SequencesText
+from vllm_trie.options.parts import MOST_SEQUENCE_CHARACTERS, MOST_STRING, SequencesText
 from vllm_trie.options.shown import shortened, shown_name
 
 MOST_KEPT = 64 << 20  # bytes, of all sets that are known
@@ -27,11 +28,12 @@ class ItemSets:
     """The sets that one engine's requests have brought, the one that was used last at last; any thread may ask.
 
     Args:
+        longest: Tokens that an item may have: no sequence of the engine has more.
         most_bytes: Of those that stay known.
     """
 
-    def __init__(self, most_bytes: int = MOST_KEPT) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, longest: int, most_bytes: int = MOST_KEPT) -> None:
+        self._longest, self._most_bytes = longest, most_bytes
         self._known = OrderedDict[bytes, Catalog]()
         self._refusals = OrderedDict[bytes, str]()
         self._lock = Lock()
@@ -59,7 +61,7 @@ class ItemSets:
                 self._known.move_to_end(digest)
                 return known
         try:
-            catalog = _catalog(sequences, vocab_size, tokenizer)
+            catalog = self._catalog(sequences, vocab_size, tokenizer)
         except ValueError as error:
             with self._lock:
                 self._refusals[digest] = shortened(str(error))
@@ -72,10 +74,35 @@ class ItemSets:
                 self._known.popitem(last=False)
         return catalog
 
+    def _catalog(self, sequences: Sequences | SequencesText, vocab_size: int, tokenizer: Any) -> Catalog:
+        if isinstance(sequences, SequencesText):
+            sequences = sequences_of(sequences.text)
+            _refuse_too_large(sequences)
+        parts: Any = [sequences] if not isinstance(sequences[0], str) else _tokenised(sequences, tokenizer)
+        rows: list[Sequence[int]] = []
+        num_tokens = 0
+        for part in parts:
+            self._refuse_too_long(part)
+            num_tokens += sum(map(len, part))
+            refuse_tokens(num_tokens)
+            rows += part
+        try:
+            return Catalog.from_sequences(rows, vocab_size=vocab_size)
+        except ValueError as error:
+            raise ValueError(f"allowed_sequences: {shown_name(error)}") from None
+
+    def _refuse_too_long(self, rows: Collection[Sequence[int]]) -> None:
+        if (longest := max(map(len, rows))) > self._longest:
+            raise ValueError(
+                f"allowed_sequences have an item of {longest:,} tokens, and with max_model_len={self._longest} none is "
+                "that long; leave it out"
+            )
+
 
 def _refuse_too_large(sequences: Sequences) -> None:
     """Before anything goes through them but their lengths."""
-    size = sum(map(len, sequences))
+    lengths = [*map(len, sequences)]
+    size, longest = sum(lengths), max(lengths)
     if not isinstance(sequences[0], str):
         refuse_tokens(size)
     elif size > MOST_SEQUENCE_CHARACTERS:
@@ -83,25 +110,19 @@ def _refuse_too_large(sequences: Sequences) -> None:
             f"allowed_sequences have {size:,} characters, and a request may bring {MOST_SEQUENCE_CHARACTERS:,}; "
             f"{INSTEAD}"
         )
+    elif longest > MOST_STRING:
+        raise ValueError(
+            f"allowed_sequences have a string of {longest:,} characters, and it may have {MOST_STRING:,}; leave it out"
+        )
     else:
         refuse_half_characters("allowed_sequences", "".join(map(str, sequences)))
 
 
-def _catalog(sequences: Sequences | SequencesText, vocab_size: int, tokenizer: Any) -> Catalog:
-    if isinstance(sequences, SequencesText):
-        sequences = sequences_of(sequences.text)
-        _refuse_too_large(sequences)
-    rows: Any = sequences
-    if isinstance(sequences[0], str):
-        if tokenizer is None:
-            raise ValueError("allowed_sequences of strings need a tokenizer; pass lists of token ids")
-        rows, num_tokens = [], 0
-        for start in range(0, len(sequences), MOST_TOKENISED):
-            some = tokenizer(list(sequences[start : start + MOST_TOKENISED]), add_special_tokens=False)["input_ids"]
-            num_tokens += sum(map(len, some))
-            refuse_tokens(num_tokens)
-            rows += some
-    try:
-        return Catalog.from_sequences(rows, vocab_size=vocab_size)
-    except ValueError as error:
-        raise ValueError(f"allowed_sequences: {shown_name(error)}") from None
+def _tokenised(strings: Any, tokenizer: Any) -> Iterator[list[list[int]]]:
+    """The tokens of strings, a few at a time: less than 200,000 characters, which take a tenth of a second."""
+    if tokenizer is None:
+        raise ValueError("allowed_sequences of strings need a tokenizer; pass lists of token ids")
+    ends = enumerate(accumulate(map(len, strings)))
+    places = ((number // MOST_TOKENISED, end // MOST_STRING) for number, end in ends)
+    for _, some in groupby(zip(places, strings, strict=True), key=lambda pair: pair[0]):
+        yield tokenizer([string for _, string in some], add_special_tokens=False)["input_ids"]

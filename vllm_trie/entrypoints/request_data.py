@@ -67,7 +67,7 @@ def read_data(beam: BeamParams, processor: InputProcessor, tokenizer: Any) -> Re
     item_set = None
     if beam.allowed_sequences is not None:
         if (sets := _item_sets.get(processor)) is None:
-            sets = _item_sets[processor] = ItemSets()
+            sets = _item_sets[processor] = ItemSets(processor.model_config.max_model_len)
         item_set = sets.read(beam.allowed_sequences, processor.model_config.get_vocab_size(), tokenizer)
     data = RequestData(beam, phrases, item_set)
     _refuse_without_room(data.num_bytes, config_of(processor.vllm_config).request_tables_bytes)

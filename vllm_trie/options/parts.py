@@ -25,6 +25,7 @@ MOST_NGRAM = 64  # tokens, which are compared one by one in every step
 MOST_WIDTHS = 4_096  # of `beam_widths`, one for each step until the last goes on
 MOST_SEQUENCES, MOST_SEQUENCE_TOKENS = 100_000, 2_000_000  # in a request; more make a catalog
 MOST_SEQUENCE_CHARACTERS = 8_000_000  # where they are strings: as many as so many tokens have
+MOST_STRING = 100_000  # characters of one of them, far more than a model writes as one item
 MOST_SEQUENCE_JSON = 20_000_000  # characters: room for so many tokens of seven digits, a comma and a space
 
 MOST_PHRASES, MOST_PHRASE_TOKENS = 1_000, 10_000  # in a request; every step looks at all of their tokens
@@ -236,7 +237,8 @@ class Catalogs(Options):
     Args:
         catalog: The engine's catalog along whose items beams go; each hypothesis is one of them. See docs/catalogs.md.
         allowed_sequences: The items themselves, strings or lists of token ids, instead of a catalog's name; in
-            `extra_args` and `vllm_xargs` also as a JSON text. At most 2,000,000 tokens in all, or 8,000,000 characters.
+            `extra_args` and `vllm_xargs` also as a JSON text. At most 2,000,000 tokens in all, and `max_model_len` of
+            an item; or 8,000,000 characters in all, and 100,000 of an item.
         catalog_items: Items of a hypothesis, one after the other.
         catalog_after: Let hypotheses begin freely; the items come after this token, an id or its text.
         catalog_stop: Whether a stop token must follow the last item, with its log-probability; otherwise the item
