@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from benchmarks.models import COPIES, make
@@ -19,6 +20,10 @@ from tests.support.engine import ROOT, TRAINED_TARGET, Engines
 
 AT_START = Path(__file__).parent / "support" / "at_start"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(AT_START), os.environ.get("PYTHONPATH")]))
+
+# How long an example takes is no matter of tests: machines differ, and are busy.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 SMOKE = "tests/behaviour/test_smoke.py"
 FORK = (  # from a process that has imported vLLM; some share a server, too

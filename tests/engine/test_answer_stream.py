@@ -112,7 +112,7 @@ def check_answer(parts: Sequence[Part], plain: BeamGroup, streamed: BeamGroup) -
 def test_all_that_is_known_of_the_answer_is_sent_and_only_that() -> None:
     num_early = num_decided = 0
 
-    @settings(max_examples=NUM_SEARCHES, deadline=None, derandomize=True)
+    @settings(max_examples=NUM_SEARCHES, derandomize=True)
     @given(searches())
     def search(asked: tuple[dict[str, Any], dict[str, Any], int, float]) -> None:
         nonlocal num_early, num_decided
@@ -146,7 +146,7 @@ def test_all_that_is_known_of_the_answer_is_sent_and_only_that() -> None:
 def test_a_search_that_begins_anew_sends_nothing_twice() -> None:
     num_resent = 0
 
-    @settings(max_examples=NUM_SEARCHES // 3, deadline=None, derandomize=True)
+    @settings(max_examples=NUM_SEARCHES // 3, derandomize=True)
     @given(searches(), st.integers(1, 5))
     def search(asked: tuple[dict[str, Any], dict[str, Any], int, float], restart_at: int) -> None:
         nonlocal num_resent
@@ -178,7 +178,7 @@ def test_what_was_sent_begins_the_answer_of_a_search_that_is_aborted() -> None:
     """Preempted or not, and where it began anew, too."""
     num_running = num_finished = num_lost = 0
 
-    @settings(max_examples=NUM_SEARCHES, deadline=None, derandomize=True)
+    @settings(max_examples=NUM_SEARCHES, derandomize=True)
     @given(searches(), st.integers(1, 14), st.sampled_from(["", "preempted", "anew"]))
     def search(asked: tuple[dict[str, Any], dict[str, Any], int, float], abort_at: int, what: str) -> None:
         nonlocal num_running, num_finished, num_lost

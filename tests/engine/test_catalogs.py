@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_trie.catalog import Catalog, file_format
@@ -132,7 +132,6 @@ def test_what_a_name_stands_for_takes_no_room_of_requests(tmp_path: Any) -> None
     assert catalogs.has_room(brought(other, catalogs.use(PARAMS, set_of(3))))
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_workers_hold_what_running_searches_need_and_never_more_than_there_is_room_for(data: st.DataObject) -> None:
     """Whatever comes, is admitted, preempted, given up and ended, in any order."""

@@ -63,7 +63,7 @@ def test_what_a_prompt_leaves_open_for_good_is_no_part_of_the_answer() -> None:
     assert answer.get_next_output_text(True, False) == " = 1"
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(st.integers(0, 1 << 32))
 def test_it_ends_with_the_token_that_a_search_ends_with(seed: int) -> None:
     choose = random.Random(seed)

@@ -78,7 +78,7 @@ def groups(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
 some_ngrams = st.integers(1, 3).flatmap(lambda n: st.builds(NGrams, st.just(n), st.integers(n, 5)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(groups(), some_ngrams, st.integers(1, 4))
 def test_every_way_on_that_a_loop_finds_is_found_in_its_order(
     group: tuple[list[int], list[list[int]]], ngrams: NGrams, num_tokens: int
@@ -89,7 +89,7 @@ def test_every_way_on_that_a_loop_finds_is_found_in_its_order(
         assert sorted(of_beam, key=of_loop.__getitem__) == of_beam
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(groups(), some_ngrams, st.integers(1, 3))
 def test_of_many_ways_on_as_many_come_as_were_asked_for(
     group: tuple[list[int], list[list[int]]], ngrams: NGrams, most: int
@@ -170,7 +170,6 @@ def test_a_continuation_ends_before_what_cannot_come() -> None:
     assert paths(planted([[], [(-1, 5, 6)]])) == [[100], [101]]
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.lists(st.tuples(tokens_of, tokens_of, tokens_of), max_size=4, unique=True), min_size=1, max_size=4),
     *[st.integers(0, 12)] * 2,

@@ -17,7 +17,7 @@ from vllm_trie.search.filters import LogitsFilters, filtered, log_probabilities,
 from vllm_trie.search.sampling import draw
 
 ROWS, VOCAB_SIZE = 6, 40
-property_test = settings(max_examples=300, deadline=None, derandomize=True)
+property_test = settings(max_examples=300, derandomize=True)
 filters_of = st.builds(
     LogitsFilters,
     min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),

@@ -132,7 +132,7 @@ def plain(target: Model, width: int, max_length: int) -> Search:
     return search
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1000),
     width=st.sampled_from([1, 2, 4]),
@@ -202,7 +202,7 @@ def check(forest: Forest, max_drafts: int) -> None:
     assert set(forest.leaves()) == set(range(forest.num_nodes)) - set(forest.parents)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     num_roots=st.integers(1, 4),
     max_drafts=st.integers(0, 40),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_trie.search.forest_size import HOPE, PLAIN, Acceptance, Cost, ForestSize, StepCosts, fastest
@@ -32,7 +32,6 @@ def accepted(rate: float, forests: int = 400) -> Acceptance:
 
 
 @given(st.lists(st.floats(0, 10), min_size=3, max_size=3), st.integers(0, 2**32))
-@settings(deadline=None)
 def test_costs_are_found_again(true: list[float], seed: int) -> None:
     cost, rng = Cost(3), np.random.default_rng(seed)
     for _ in range(30):

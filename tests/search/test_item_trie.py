@@ -87,7 +87,7 @@ def searches(draw: Any) -> tuple[list[Sequence], ItemRules]:
     return (prefix_free(items) if num_items > 1 else items), rules
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(searches(), st.lists(st.integers(0, VOCAB - 3), max_size=9), st.booleans())
 def test_ways_and_states_are_those_of_the_definition(
     search: tuple[list[Sequence], ItemRules], choices: list[int], looks: bool
@@ -122,7 +122,7 @@ def test_ways_and_states_are_those_of_the_definition(
         assert state.tolist() == advanced.tolist(), path
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(searches(), st.integers(0, 1000))
 def test_masked_log_probabilities_are_those_of_ways_that_go_on(
     search: tuple[list[Sequence], ItemRules], seed: int
@@ -200,7 +200,7 @@ all_besides = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(searches(), st.integers(1, 6), st.integers(0, 1000), st.booleans(), all_besides)
 def test_steps_are_those_of_a_plain_loop(
     search: tuple[list[Sequence], ItemRules], width: int, seed: int, looks: bool, besides: Besides

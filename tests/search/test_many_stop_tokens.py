@@ -75,7 +75,7 @@ def decided(step: Step) -> str:
     return repr(step._replace(tokens=step.tokens[lives], beam_logprobs=own))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(st.data(), st.sampled_from(["hf", "vllm", "tridecode", "in groups"]))
 def test_what_stops_may_be_ranked_apart_or_not(data: st.DataObject, name: str) -> None:
     vocab_size = data.draw(st.sampled_from([5, 40, 700]))
@@ -104,7 +104,7 @@ def test_what_stops_may_be_ranked_apart_or_not(data: st.DataObject, name: str) -
 ITEMS = random_items(40, (1, 2, 3), seed=5, tokens=(2, 30))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.data())
 def test_of_many_stop_tokens_after_items_those_that_may_matter_are_enough(data: st.DataObject) -> None:
     width, levels = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([3, 1000]))

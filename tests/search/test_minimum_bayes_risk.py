@@ -82,7 +82,7 @@ def pruned_by_the_paper(
         alive, num_references = kept, 2 * num_references
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(9, 40), st.integers(0, 1 << 30), st.sampled_from([0.9, 0.99]))
 def test_pruning_is_the_papers(size: int, seed: int, confidence: float) -> None:
     pool = [str(number) for number in range(size)]

@@ -193,7 +193,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(rules, logits, scores, completing)
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=600, derandomize=True)
 @given(cases())
 def test_step_decides_what_its_rules_say(case: Case) -> None:
     check(case)

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import step_reference
@@ -103,26 +103,23 @@ RULES = rules_with()
 REBASE = rules_with(allot=st.just("rebase"), allot_temperature=st.sampled_from([0.3, 1.0, 2.7, 50.0]))
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(RULES)
 def test_it_finds_what_a_plain_loop_finds(rules: StepRules) -> None:
     check_equal(rules, beam_search)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(REBASE)
 def test_rebase_finds_what_the_papers_algorithm_finds(rules: StepRules) -> None:
     check_equal(rules, partial(step_reference.rebase, temperature=rules.allot_temperature, price=0.0))
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
+@settings(max_examples=50)
 @given(REBASE, st.floats(0.01, 3.0))
 def test_ets_finds_what_all_sets_of_leaves_tried_find(rules: StepRules, price: float) -> None:
     rules = replace(rules, prefer_shared=price, width=min(rules.width, 3))
     check_equal(rules, partial(step_reference.rebase, temperature=rules.allot_temperature, price=price))
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(rules_with(allot=st.just("dvts")))
 def test_dvts_finds_what_subtrees_find_one_after_the_other(rules: StepRules) -> None:
     ours, theirs = found_by(run(rules)), step_reference.dvts(task_of(rules))
@@ -130,20 +127,18 @@ def test_dvts_finds_what_subtrees_find_one_after_the_other(rules: StepRules) -> 
     assert [f.score for f in ours] == [f.score for f in theirs]
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(rules_with(order=st.just("best"), max_steps=st.integers(1, 6)))
 def test_best_first_finds_what_a_plain_loop_over_all_open_candidates_finds(rules: StepRules) -> None:
     check_equal(rules, step_reference.best_first)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
+@settings(max_examples=50)
 @given(rules_with(order=st.just("best"), allot=st.just("rebase"), allot_temperature=st.sampled_from([0.3, 1.0, 2.7])))
 def test_best_first_shares_its_budget_among_all_open_candidates(rules: StepRules) -> None:
     temperature = rules.allot_temperature
     check_equal(rules, partial(step_reference.rebase, temperature=temperature, price=0.0, returns=True))
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     rules_with(order=st.just("mcts"), max_steps=st.integers(1, 6), exploration=st.sampled_from([0.0, 0.5, 1.0, 7.0]))
 )
@@ -167,7 +162,7 @@ def test_tree_search_spreads_the_candidates_of_a_round_and_returns_to_other_bran
 
 @pytest.mark.parametrize("order", ["breadth", "best", "mcts"])
 @pytest.mark.parametrize("lookahead", [1, 3, 100])
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=20)
+@settings(max_examples=20)
 @given(rules=rules_with(max_steps=st.integers(1, 4)))
 def test_a_lookahead_is_judged_and_is_no_part_of_what_is_found(order: Any, lookahead: int, rules: StepRules) -> None:
     def look(tokens: tuple[int, ...], most: int) -> str:
@@ -248,7 +243,6 @@ def trees(draw: st.DrawFn) -> list[StepHypothesis]:
     return [StepHypothesis(path=path, step_lengths=span) for path, span in zip(leaves, spans, strict=True)]
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(trees(), st.data(), st.floats(0.01, 3.0))
 def test_no_set_of_beams_is_worth_more_than_the_one_that_pays_for_its_kv(
     beams: list[StepHypothesis], data: st.DataObject, price: float
@@ -289,7 +283,6 @@ def test_what_beams_cost_is_found_without_cutting_each_path_at_each_step() -> No
     assert num_cuts <= 4 * num_beams
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(RULES)
 def test_what_is_returned_is_as_it_was_drawn(rules: StepRules) -> None:
     state = run(rules)

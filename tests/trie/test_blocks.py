@@ -224,7 +224,7 @@ def random_parents(choose: random.Random, width: int) -> list[int]:
 def test_every_row_reads_back_its_own_history() -> None:
     operations = 0
 
-    @settings(max_examples=NUM_WALKS, deadline=None, derandomize=True)
+    @settings(max_examples=NUM_WALKS, derandomize=True)
     @given(block_size=st.integers(1, 6), width=st.integers(1, 8), start=st.integers(0, 1 << 16), seeds=walks())
     def walk(block_size: int, width: int, start: int, seeds: list[int]) -> None:
         nonlocal operations

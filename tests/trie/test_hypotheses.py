@@ -134,7 +134,7 @@ def total_logprob(history: list[Token]) -> float:
 def test_trie_answers_what_plain_lists_answer() -> None:
     operations = 0
 
-    @settings(max_examples=NUM_WALKS, deadline=None, derandomize=True)
+    @settings(max_examples=NUM_WALKS, derandomize=True)
     @given(width=st.integers(1, 8), seeds=walks())
     def walk(width: int, seeds: list[int]) -> None:
         nonlocal operations

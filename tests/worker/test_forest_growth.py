@@ -174,13 +174,13 @@ def check(problem: Problem, by_kernels: bool, most_slots: int = SLOTS[-1]) -> No
         assert (own.spare_blocks, own.num_layers) == (theirs.spare_blocks, theirs.num_layers)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=60, derandomize=True, phases=[Phase.generate])
 @given(st.integers(0, 10**9))
 def test_forests_that_grow_unseen_are_those_of_the_host(seed: int) -> None:
     check(Problem(seed), by_kernels=False)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=15, derandomize=True, phases=[Phase.generate])
 @given(st.integers(0, 10**9), st.sampled_from([4, SLOTS[-1]]))
 def test_forests_that_kernels_grow_are_those_of_the_host(seed: int, most_slots: int) -> None:
     check(Problem(seed), by_kernels=True, most_slots=most_slots)

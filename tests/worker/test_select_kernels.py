@@ -35,7 +35,7 @@ def check(num_groups: int, width: int, num_rows: int, count: int, alive: float, 
         assert torch.equal(own, expected)
 
 
-@settings(max_examples=75, deadline=None, derandomize=True)
+@settings(max_examples=75, derandomize=True)
 @given(
     st.integers(1, 3),
     st.integers(1, 20),
@@ -50,7 +50,7 @@ def test_kernel_selects_as_torch(
     check(num_groups, width, 1 if is_first else width, count, alive, seed)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=15, derandomize=True, phases=[Phase.generate])
 @given(st.integers(1, 2), st.integers(1, 9), st.booleans(), st.integers(1, 30), st.integers(0, 1 << 31))
 def test_kernels_for_many_beams_select_as_torch(
     num_groups: int, width: int, is_first: bool, count: int, seed: int

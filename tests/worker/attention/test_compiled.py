@@ -112,7 +112,7 @@ def test_blocks_that_are_shared_but_not_known_to_be_are_read_row_by_row() -> Non
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.data())
 def test_any_batch(data: st.DataObject) -> None:
     groups = data.draw(any_groups(4, 30, 100, 8, 20))
@@ -122,7 +122,7 @@ def test_any_batch(data: st.DataObject) -> None:
     check(Batch(groups, num_heads, num_kv_heads, 32 * data.draw(st.integers(1, 3)), 32, others, seed))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.data())
 def test_any_batch_with_trees(data: st.DataObject) -> None:
     """Beside groups whose rows are no trees, and beside ordinary rows."""
@@ -164,7 +164,7 @@ def test_trees_of_many_nodes_are_shared_out_among_threads() -> None:
         torch.set_num_threads(threads)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.data())
 def test_windows_caps_and_sinks(data: st.DataObject) -> None:
     """Of trees, and of rows that share blocks; what is before all windows is not read."""

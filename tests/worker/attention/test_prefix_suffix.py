@@ -58,7 +58,7 @@ def check(
     return asked
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.data())
 def test_any_batch(data: st.DataObject) -> None:
     groups = data.draw(any_groups(3, 6, 60, 4, 6))
