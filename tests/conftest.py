@@ -37,6 +37,7 @@ FORK = (  # from a process that has imported vLLM; some share a server, too
 INTERPRET = "tests/worker/cpu/", "tests/worker/test_interpreted_engine.py"  # vLLM's kernels, in a process apart
 LONGEST_FIRST = (
     *FORK,
+    "tests/golden/",
     "tests/behaviour/offline/",
     "tests/benchmarks/",
     "tests/behaviour/real_model/",
