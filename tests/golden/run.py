@@ -86,13 +86,22 @@ def ask(engine: Engine, requests: dict[str, Request]) -> tuple[dict[str, Steps],
                 name = waiting.popleft()
                 core.add_request(name, {"prompt_token_ids": requests[name].prompt}, params_of(requests[name].options))
                 running.add(name)
+            together: dict[str, dict[str, Any]] = {}
             for output in core.step():
-                answers[output.request_id].append(as_json(output))
+                join(together, output.request_id, as_json(output))
                 running -= {output.request_id} if output.finished else set()
+            for name, answer in together.items():
+                answers[name].append(answer)
             core.abort_request([*gone])
             running -= {*gone}
             gone.clear()
     return {name: tap.steps[name] for name in requests if name in tap.steps}, answers
+
+
+def join(together: dict[str, dict[str, Any]], name: str, answer: dict[str, Any]) -> None:
+    """Take outputs of one request that come in one step for one, as servers do."""
+    before = together.get(name, {"outputs": []})
+    together[name] = {**answer, "outputs": before["outputs"] + answer["outputs"]}
 
 
 def params_of(options: dict[str, Any]) -> SamplingParams:
