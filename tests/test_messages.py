@@ -11,12 +11,12 @@ from vllm_trie.messages import LLM_BEAM_SEARCH, TICKET, GroupTicket
 
 
 def test_a_ticket_survives_the_way_to_the_engine() -> None:
-    ticket = GroupTicket("key", 2, 1, {"beam_width": 4}, LLM_BEAM_SEARCH)
+    ticket = GroupTicket(2, 1, {"beam_width": 4}, LLM_BEAM_SEARCH)
     sent = {**asdict(ticket), "caller": list(ticket.caller)}  # as MessagePack brings it
     found = GroupTicket.of(SamplingParams(extra_args={TICKET: sent}))
     assert found == ticket
     assert found.is_offline
-    assert not GroupTicket("key", 2, 1).is_offline
+    assert not GroupTicket(2, 1).is_offline
 
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}, {TICKET: "forged"}, {TICKET: ["forged"]}])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 TICKET = "trie_beam_ticket"  # its key in `extra_args`
 FORK = "trie_beam_fork"  # the key of a `ForkTicket`, likewise
 NO_HYPOTHESIS = "no further hypothesis"  # stop reason of what stands for one where there are fewer than n
+HYPOTHESES = "hypotheses"  # the key of `SentHypotheses` in an answer
 
 
 class Caller(NamedTuple):
@@ -36,14 +37,13 @@ LLM_BEAM_SEARCH = Caller("LLM.beam_search", "BeamSearchParams.beam_width")
 
 @dataclass(frozen=True)
 class GroupTicket:
-    """Put into `extra_args` before vLLM fans n outputs out into n requests, so that they find together."""
+    """Put into the `extra_args` of a request that the front end has checked: how it is searched."""
 
-    key: str  # by which a load balancer tells groups apart
-    n: int
+    n: int  # outputs; to vLLM it is a request of one
     eos_token_id: int | None  # the tokenizer's, ignored or not
     options: dict[str, Any] = field(default_factory=dict)  # the request's and its engine's `BeamParams`, checked
     caller: Caller = BEAM_WIDTH
-    item_set: bytes | None = None  # a catalog of its own; sent with the request that stands for the group
+    item_set: bytes | None = None  # a catalog of its own
     padding: int | None = None  # the model's padding token, where it matters
 
     @classmethod
@@ -65,13 +65,16 @@ class GroupTicket:
         """Whether `LLM.beam_search` asks."""
         return self.caller == LLM_BEAM_SEARCH
 
-    def address(self, request_id: str) -> tuple[int, str]:
-        """Which of the n outputs a request is the return address of, and the id of the group: the request of output 0.
 
-        For n > 1 vLLM names the requests "{index}_{parent id}", whatever the parent's id looks like.
-        """
-        index, _, parent = request_id.partition("_")
-        return (int(index), f"0_{parent}") if self.n > 1 else (0, request_id)
+class SentHypotheses(NamedTuple):
+    """The hypotheses of an answer with several outputs, best first. Their tokens come one after the other in vLLM's
+    output, and their log-probabilities, if these were asked for.
+    """
+
+    lengths: list[int]  # tokens
+    finish_reasons: list[int]  # vLLM's `FinishReason`
+    stop_reasons: list[int | None]
+    cumulative_logprobs: list[float]
 
 
 class ForkTicket(NamedTuple):

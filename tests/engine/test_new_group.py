@@ -13,7 +13,7 @@ from tests.engine.test_answer_stream import next_step
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.hypothesis import Hypothesis
 from vllm_trie.engine.new_group import new_group
-from vllm_trie.engine.outputs import outputs_of
+from vllm_trie.engine.outputs import answer_output
 from vllm_trie.messages import GroupTicket
 from vllm_trie.options import BeamParams
 from vllm_trie.search.beams import Beams
@@ -36,7 +36,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
 def group_of(options: dict[str, Any], **fields: Any) -> BeamGroup:
     params = SamplingParams(max_tokens=MAX_TOKENS, seed=3, **fields)
     params.update_from_generation_config({"eos_token_id": [EOS, OTHER_EOS]}, EOS)
-    ticket = GroupTicket("key", 4, EOS)
+    ticket = GroupTicket(4, EOS)
     return new_group(Request("g", [5, 5], params, None), BeamParams(beam_width=4, **options), ticket, 512, False)
 
 
@@ -80,5 +80,5 @@ def test_groups_of_equal_rules_stay_together_whatever_they_ignore() -> None:
 def test_an_ignored_eos_that_is_a_stop_token_is_the_reason(ignore_eos: bool, reason: int | None) -> None:
     fields = {"ignore_eos": ignore_eos, "stop_token_ids": [EOS]}
     stop_rules, hypotheses = group_of({}, **fields).plan.stop_rules, found({}, **fields)
-    outputs = outputs_of(hypotheses, len(hypotheses), stop_rules.eos_token_id)
+    outputs = [answer_output([hypothesis], 1, stop_rules.eos_token_id) for hypothesis in hypotheses]
     assert {output.stop_reason for output in outputs if output.new_token_ids[-1] == EOS} == {reason}

@@ -120,13 +120,12 @@ class Engine:
         return self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
 
     def check_nothing_is_left(self) -> None:
-        """Raise AssertionError if a block, a group, an address or a request outlived its search."""
+        """Raise AssertionError if a block, a group, an output or a request outlived its search."""
         assert num_used_blocks(self.scheduler.kv_cache_manager) == 0, "KV blocks leak"
         assert not self.scheduler.kv_cache_manager._groups
         assert not self.scheduler.groups
         assert not self.scheduler.requests
-        assert not self.scheduler.mailbox
-        assert not self.scheduler.mailbox._deliveries, "a delivery was never completed"
+        assert not self.scheduler.outbox
         assert not self.llm.llm_engine.has_unfinished_requests()
 
     def close(self) -> None:

@@ -83,6 +83,8 @@ def new_group(
     plan = SearchPlan(
         request.request_id,
         params,
+        ticket.n,
+        ticket.caller,
         stop_rules,
         select_rules,
         catalog,

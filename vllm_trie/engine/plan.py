@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from vllm_trie.engine.catalogs import NoCatalog
+from vllm_trie.messages import Caller
 from vllm_trie.options import BeamParams
 from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
 from vllm_trie.search.group_pools import GroupPools
@@ -24,6 +25,8 @@ class SearchPlan:
     Args:
         request_id: The request that stands for the group in vLLM's scheduler.
         params: Its beam options.
+        num_outputs: For which it asks.
+        caller: What its user calls beam search.
         stop_rules: What ends a hypothesis.
         select_rules: How the worker selects, in any step.
         catalog: Along which beams go, if there is one.
@@ -37,6 +40,8 @@ class SearchPlan:
 
     request_id: str
     params: BeamParams
+    num_outputs: int
+    caller: Caller
     stop_rules: StopRules
     select_rules: SelectRules
     catalog: NoCatalog
@@ -50,6 +55,11 @@ class SearchPlan:
     def width(self) -> int:
         """Beams side by side: `beam_width`, or where fewer can live as many."""
         return self.select_rules.width
+
+    @property
+    def num_hypotheses(self) -> int:
+        """How many are returned, if there are as many."""
+        return self.width if self.params.compact else self.num_outputs
 
     @cached_property
     def brings(self) -> Mapping[Hashable, int]:

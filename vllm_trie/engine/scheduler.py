@@ -28,7 +28,7 @@ from vllm_trie.engine.known_caches import refuse_unsupported_kv_cache
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.new_group import is_unchecked, new_group
 from vllm_trie.engine.new_prefixes import mark_new_prefixes
-from vllm_trie.engine.outputs import Mailbox, outputs_of, outputs_so_far, part_output, take_output
+from vllm_trie.engine.outputs import Outbox, answer_output, answer_so_far, error_output, part_output, take_output
 from vllm_trie.engine.prefix_publishing import AnswerCache
 from vllm_trie.engine.speculation_budget import Speculating, SpeculationBudgets
 from vllm_trie.engine.stats import BeamTally, SearchCounts, attach_stats
@@ -86,7 +86,7 @@ class BeamScheduler(Scheduler):
         self.kv_cache_manager.reclaim_interval = config.reclaim_interval
         self.kv_cache_manager.num_lookahead_tokens = self.num_lookahead_tokens
         self.groups: dict[str, BeamGroup] = {}  # by the request that stands for the group
-        self.mailbox = Mailbox()
+        self.outbox = Outbox()
         self._answers = AnswerCache(self.kv_cache_manager, has_draft_kv=drafts_of(self.vllm_config) == "model")
         self.tally = BeamTally()
         self.catalogs = EngineCatalogs(config.catalogs, config.request_tables_bytes)
@@ -101,10 +101,9 @@ class BeamScheduler(Scheduler):
         if request.request_id in self.requests:  # it feeds an ordinary streaming session
             super().add_request(request, **kwargs)
         elif ticket is not None:
-            if self.mailbox.register(ticket, request):
-                self._open_group(request, BeamParams.model_construct(**ticket.options), ticket)
+            self._open_group(request, BeamParams.model_construct(**ticket.options), ticket)
         elif is_unchecked(request):
-            self.mailbox.refuse(request, "the front end let this beam request through without checking it")
+            self.outbox.post(request, error_output("the front end let this beam request through without checking it"))
         else:
             super().add_request(request, **kwargs)
 
@@ -126,7 +125,7 @@ class BeamScheduler(Scheduler):
             reason = f"{ticket.caller.width}={params.beam_width} {refusal}"
             logger.error("Beam group %s was refused: %s", request.request_id, reason)
             self._forget(group, "error")
-            self.mailbox.post_error(request.request_id, reason)
+            self.outbox.post(request, error_output(reason))
             return
         self._answers.open(request)
         self.groups[request.request_id] = group
@@ -135,40 +134,32 @@ class BeamScheduler(Scheduler):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus, **kwargs: Any
     ) -> list[Request]:
-        siblings, keys, is_abort = [], None, finished_status == RequestStatus.FINISHED_ABORTED
-        asking: list[str] | None = None  # for an answer: all, or those that are named twice
+        keys, is_abort, answered = None, finished_status == RequestStatus.FINISHED_ABORTED, set[str]()
+        asking: Iterable[str] = self.groups  # for an answer: all, or those that are named twice
         if request_ids is not None:
             counts = Counter([request_ids] if isinstance(request_ids, str) else request_ids)
             keys, asking = list(counts), [request_id for request_id, count in counts.items() if count > 1]
-        aborted = self.mailbox.abandoned_by(asking) if is_abort else []
-        for group_id in aborted:
-            self._answer_aborted(group_id)
-        if keys is None:
-            siblings = gone = self.mailbox.withdraw_all()
-            for request in siblings:
-                request.status = finished_status
-        else:
-            gone = [request for request_id in keys if (request := self.mailbox.waiting(request_id)) is not None]
-            request_ids = [ends for request_id in keys if (ends := self.mailbox.withdraw(request_id)) is not None]
-        for request in gone if self.finished_req_ids_dict is not None else ():  # which a load balancer counts
-            self.finished_req_ids_dict[request.client_index].add(request.request_id)
-        finished = super().finish_requests(request_ids, finished_status, **kwargs)
+        if is_abort:
+            answered = self.groups.keys() & asking
+            for group_id in answered:
+                self._answer_aborted(self.requests[group_id], self.groups[group_id])
+        finished = super().finish_requests(keys, finished_status, **kwargs)
         if held := self.kv_cache_manager.held:  # whose keys end like requests, after the requests of the same names
             self._now.has_released |= bool(held.release(keys) if keys is not None else held.release_all())
         for request in finished:
             if request.request_id in self.groups:
                 self._close_group(request.request_id, "abort" if is_abort else "error")
-        if is_abort:  # the mailbox has an answer to all who waited for groups; the engine sends these empty ones
-            return [request for request in finished if request.request_id not in aborted]
-        return finished + siblings
+        return [
+            request for request in finished if request.request_id not in answered
+        ]  # to others the engine sends some
 
-    def _answer_aborted(self, group_id: str) -> None:
+    def _answer_aborted(self, request: Request, group: BeamGroup) -> None:
         """Send what a group has found so far, by what was replayed of its steps."""
-        group, num_outputs = self.groups[group_id], self.mailbox.ticket(group_id).n
-        best = group.best_so_far(group.plan.width if group.plan.params.compact else num_outputs)
-        outputs = outputs_so_far(group.unsent_so_far(best), num_outputs, group.plan.stop_rules.eos_token_id)
-        add_answer(outputs, group, best, self.kv_cache_manager.token_block_size)
-        self.mailbox.answer(group_id, outputs)
+        plan = group.plan
+        best = group.best_so_far(plan.num_hypotheses)
+        output = answer_so_far(group.unsent_so_far(best), plan.num_outputs, plan.stop_rules.eos_token_id)
+        add_answer(output, group, best, self.kv_cache_manager.token_block_size)
+        self.outbox.post(request, output)
 
     def _close_group(self, group_id: str, reason: str) -> None:
         self._forget(self.groups.pop(group_id), reason)
@@ -180,7 +171,7 @@ class BeamScheduler(Scheduler):
         group.plan.catalog.release()
 
     def has_requests(self, **kwargs: Any) -> bool:
-        return super().has_requests(**kwargs) or bool(self.mailbox) or self._now.has_released
+        return super().has_requests(**kwargs) or bool(self.outbox) or self._now.has_released
 
     # One step: schedule.
 
@@ -414,17 +405,17 @@ class BeamScheduler(Scheduler):
 
     def _fail(self, group: BeamGroup, needed: int) -> None:
         group_id, width = group.plan.request_id, group.plan.params.beam_width
-        what, usable = self.mailbox.ticket(group_id).caller.width, self.kv_cache_manager.num_usable_blocks
+        what, usable = group.plan.caller.width, self.kv_cache_manager.num_usable_blocks
         self._failed[group_id] = (
             f"{what}={width} needs at least {needed} KV blocks after {group.length} tokens and the "
             f"engine has {usable}; lower it or max_tokens, or give the KV cache more memory"
         )
 
     def _fail_groups_of_other_images(self) -> None:
-        """Groups that vLLM, which knows nothing of their n addresses, would end for a UUID that it knows otherwise."""
+        """Groups that vLLM would end for a UUID that it knows otherwise, and not say why."""
         for group_id in self.groups.keys() & self.encoder_cache_mismatch_reqs:
             self.encoder_cache_mismatch_reqs.remove(group_id)
-            what = self.mailbox.ticket(group_id).caller.feature
+            what = self.groups[group_id].plan.caller.feature
             self._failed[group_id] = (
                 f"{what}: one of multi_modal_uuids is that of other data, which is encoded; give each its own"
             )
@@ -444,14 +435,10 @@ class BeamScheduler(Scheduler):
         self._now.over.clear()
         for group_id, reason in list(self._failed.items()):
             logger.error("Beam group %s ended: %s", group_id, reason)
+            self.outbox.post(self.requests[group_id], error_output(reason))
             super().finish_requests(group_id, RequestStatus.FINISHED_ERROR)
             self._close_group(group_id, "error")
-            self.mailbox.post_error(group_id, reason)
-        for client_index, output in self.mailbox.empty():
-            outputs.setdefault(client_index, EngineCoreOutputs()).outputs.append(output)
-            if self.finished_req_ids_dict is not None and output.finished:
-                finished = outputs[client_index].finished_requests or set()
-                outputs[client_index].finished_requests = finished | {output.request_id}
+        self.outbox.empty_into(outputs, tells_finished=self.finished_req_ids_dict is not None)
         if self.groups or self.tally.has_news or self.catalogs.has_news:
             self._report(outputs)
         if self._steps_to_check > 0:
@@ -537,23 +524,22 @@ class BeamScheduler(Scheduler):
             return
         if part is not None:
             num_cached_tokens = self.kv_cache_manager.estimate_cached_tokens(request)
-            self.mailbox.post_part(request.request_id, part_output(part, request, num_cached_tokens))
+            self.outbox.post(request, part_output(part, request, num_cached_tokens))
 
     def _end_group(self, request: Request, group: BeamGroup, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Replace the empty output that vLLM made for the group's request by the group's hypotheses."""
         group_id, plan = request.request_id, group.plan
-        stock, num_outputs = take_output(group_id, outputs), self.mailbox.ticket(group_id).n
-        best = group.best(plan.width if plan.params.compact else num_outputs)
+        stock, reason = take_output(group_id, outputs), "stop" if group.num_steps_left else "length"
+        best = group.best(plan.num_hypotheses)
         try:
-            unsent = group.unsent(best)
+            output = answer_output(group.unsent(best), plan.num_outputs, plan.stop_rules.eos_token_id)
         except AnswerChangedError as error:
-            self.mailbox.post_error(group_id, str(error))
-            self._close_group(group_id, "error")
-            return
-        own_outputs = outputs_of(unsent, num_outputs, plan.stop_rules.eos_token_id)
-        add_answer(own_outputs, group, best, self.kv_cache_manager.token_block_size)
-        self.mailbox.post(group_id, own_outputs, stock)
-        self._close_group(group_id, "stop" if group.num_steps_left else "length")
+            output, reason = error_output(str(error)), "error"
+        else:
+            add_answer(output, group, best, self.kv_cache_manager.token_block_size)
+        output.events, output.prefill_stats = stock.events, stock.prefill_stats
+        self.outbox.post(request, output)
+        self._close_group(group_id, reason)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless tries, pool and vLLM's own books agree."""

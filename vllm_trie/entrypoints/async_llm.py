@@ -97,15 +97,10 @@ def _searched_under(engine: AsyncLLM, request_id: str) -> list[str]:
     """By what ids the engine knows the searches that a client calls so; none if something else is called so, too."""
     states = engine.output_processor.request_states
     own = [id_ for id_ in engine.output_processor.external_req_ids.get(request_id, ()) if id_ in states]
-    parents = {id_: states[id_].parent_req for id_ in own}
-    requests = {id_ if parent is None else parent.request_id for id_, parent in parents.items()}
-    return own if len(requests) == _searches.get(engine, Counter())[request_id] else []
+    return own if len(own) == _searches.get(engine, Counter())[request_id] else []
 
 
 def _searched_as(engine: AsyncLLM, internal_id: str) -> list[str]:
-    """Likewise, of one request of a search, or of the parent of them all, which vLLM calls so itself."""
-    states, parents = engine.output_processor.request_states, engine.output_processor.parent_requests
-    if (known := states.get(internal_id) or parents.get(internal_id)) is None:
-        return []
-    parent_of = {id_: states[id_].parent_req for id_ in _searched_under(engine, known.external_req_id)}
-    return [id_ for id_, parent in parent_of.items() if internal_id in (id_, parent and parent.request_id)]
+    """Likewise, of one search."""
+    state = engine.output_processor.request_states.get(internal_id)
+    return [internal_id] if state is not None and internal_id in _searched_under(engine, state.external_req_id) else []

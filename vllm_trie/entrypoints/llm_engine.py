@@ -17,6 +17,7 @@ from vllm_trie.entrypoints.reranking.offline import (
     rerank,
     reranked_of,
 )
+from vllm_trie.entrypoints.search_state import SearchState
 from vllm_trie.entrypoints.step_search.offline import (
     abort_searches,
     add_search,
@@ -75,4 +76,6 @@ def abort_all(engine: LLMEngine) -> None:
 @wraps("get_num_unfinished_requests", LLMEngine)
 def count_unfinished(original: Callable[..., int], self: LLMEngine, *args: Any, **kwargs: Any) -> int:
     """Requests count as the outputs that they will have."""
-    return original(self, *args, **kwargs) + num_more_outputs(self) - num_left_out(self)
+    states = self.output_processor.request_states.values()
+    num_others = sum(state.n - 1 for state in states if isinstance(state, SearchState))
+    return original(self, *args, **kwargs) + num_others + num_more_outputs(self) - num_left_out(self)

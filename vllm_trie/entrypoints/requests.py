@@ -1,4 +1,4 @@
-"""Check beam requests in the front end, and stamp them so that their n outputs find together."""
+"""Check beam requests in the front end, and send each as one request, whatever its n."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from vllm.utils import random_uuid
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
@@ -282,7 +281,7 @@ def _prepare(
     eos_token_id = processor.renderer.get_eos_token_id()
     padding = None if beam.num_beam_groups == 1 else padding_token(model_config)
     content = None if item_set is None else item_set.to_bytes()
-    ticket = GroupTicket(random_uuid(), params.n, eos_token_id, beam.model_dump(), caller, content, padding)
+    ticket = GroupTicket(params.n, eos_token_id, beam.model_dump(), caller, content, padding)
     dropped = {CALLER, SINGLE_TOKENS, READ, *BRINGS}  # which the ticket has, or the front end alone needs
     others = {name: value for name, value in (params.extra_args or {}).items() if name not in dropped}
-    params.extra_args = {**others, TICKET: asdict(ticket)}
+    params.extra_args, params.n = {**others, TICKET: asdict(ticket)}, 1

@@ -240,19 +240,6 @@ def test_a_load_that_fails_leaves_the_old_version_to_all(engines: Engines, model
     assert {tuple(o.token_ids) for o in engine.generate([prompt], params)[0].outputs} <= {*new}
 
 
-def test_a_set_travels_with_one_of_n_requests(engines: Engines, model: Path) -> None:
-    engine, sets = engines(model), []
-    register = engine.scheduler.mailbox.register
-    engine.scheduler.mailbox.register = lambda ticket, request: (
-        sets.append(ticket.item_set) or register(ticket, request)
-    )
-    try:
-        engine.generate([prompt_of(20)], beam_params(3, n=3, allowed_sequences=[[5, 6], [7, 8], [9, 8]], max_tokens=4))
-    finally:
-        engine.scheduler.mailbox.register = register
-    assert [item_set is not None for item_set in sets] == [True, False, False]
-
-
 def test_a_set_travels_once_and_leaves_when_others_come(engines: Engines, model: Path) -> None:
     engine, prompt = engines(model), prompt_of(20)
     catalogs, sent = engine.scheduler.catalogs, []

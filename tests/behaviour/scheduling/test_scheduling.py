@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from tests.support.engine import BLOCK_SIZE, Engine, Engines, num_used_blocks
@@ -37,6 +37,13 @@ def watch_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[i
 
     monkeypatch.setattr(type(engine.runner), "prepare_inputs", prepare_inputs)
     return steps
+
+
+def unsent(engine: Engine) -> list[EngineCoreOutput]:
+    """What waits to be sent."""
+    outputs: dict[int, EngineCoreOutputs] = {}
+    engine.scheduler.outbox.empty_into(outputs, tells_finished=False)
+    return [output for of_client in outputs.values() for output in of_client.outputs]
 
 
 def test_rows_and_tokens_stay_within_the_engines_limits(
@@ -182,20 +189,22 @@ def test_an_aborted_group_leaves_nothing_and_disturbs_nobody(engines: Engines, m
     assert not engine.runner.req_states.req_id_to_index
 
 
-def test_hypotheses_that_nobody_waits_for_any_more_are_not_sent(engines: Engines, model: Path) -> None:
+def test_a_search_is_one_request_whatever_it_brings_and_has_one_answer(engines: Engines, model: Path) -> None:
     engine = engines(model)
     core, prompt = engine.llm.llm_engine, prompt_of(40)
-    core.add_request("g", {"prompt_token_ids": prompt}, beam_params(4, n=3, max_tokens=20, ignore_eos=True))
-    for _ in range(5):
-        core.step()
-    first, second, third = sorted(engine.scheduler.mailbox._addresses)
-    engine.scheduler.finish_requests([first, second], RequestStatus.FINISHED_ABORTED)
-    sent = []
+    params = beam_params(4, n=3, max_tokens=20, ignore_eos=True, logprobs=2)
+    core.add_request("g", {"prompt_token_ids": prompt}, params)
+    assert params.n == 3
+    assert core.get_num_unfinished_requests() == 3, "as many as it will have outputs"
+    added, sent = [*engine.scheduler.requests], []
     while engine.scheduler.has_requests():
         outputs, _ = engine.core.step_fn()
         sent += [output for of_client in (outputs or {}).values() for output in of_client.outputs]
+    assert [output.request_id for output in sent] == added
+    assert len(added) == 1
     theirs = transformers_beams(model, prompt, 4, 3, 20, eos_token_id=None)
-    assert [(output.request_id, output.new_token_ids) for output in sent] == [(third, theirs[2].token_ids)]
+    assert sent[0].new_token_ids == [token for one in theirs for token in one.token_ids]
+    assert sent[0].new_logprobs.logprob_token_ids.shape == (60, 3)
     core.abort_request(["g"])
 
 
@@ -219,16 +228,16 @@ def test_sharing_saves_blocks_and_reclaiming_each_step_holds_the_least(engines: 
     assert manager.total_counts().reclaimed > 0
 
 
-def test_ending_all_requests_answers_every_address_once(engines: Engines, model: Path) -> None:
+def test_ending_all_requests_answers_each_search_once(engines: Engines, model: Path) -> None:
     engine = engines(model)
     core = engine.llm.llm_engine
     core.add_request("g", {"prompt_token_ids": prompt_of(40)}, beam_params(5, n=3, max_tokens=60))
     for _ in range(5):
         core.step()
     assert engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED) == [], "which the engine would answer"
-    outputs = [output for _, output in engine.scheduler.mailbox.empty()]
-    assert sorted(output.request_id.partition("_")[0] for output in outputs) == ["0", "1", "2"]
-    assert all(output.finish_reason == FinishReason.ABORT and output.new_token_ids for output in outputs)
+    (output,) = unsent(engine)
+    assert output.finish_reason == FinishReason.ABORT
+    assert output.new_token_ids
     core.abort_request(["g"])
 
 
@@ -239,7 +248,7 @@ def test_a_request_that_the_front_end_did_not_check_gets_an_error_and_the_engine
     engine = engines(model)
     params = SamplingParams(max_tokens=4, extra_args=extra_args)
     engine.scheduler.add_request(Request("unchecked", prompt_of(4), params, None))
-    ((_, output),) = engine.scheduler.mailbox.empty()
+    (output,) = unsent(engine)
     assert output.request_id == "unchecked"
     assert output.finish_reason == FinishReason.ERROR
     assert output.stop_reason

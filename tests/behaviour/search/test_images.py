@@ -134,21 +134,6 @@ def test_the_next_turn_finds_the_blocks_of_an_answer_to_its_own_image_alone(engi
     assert cached == [(len(answer.prompt_token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE, 0]
 
 
-def test_an_image_travels_with_one_of_a_groups_n_requests(
-    engine: Engine, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts, mailbox = {}, engine.scheduler.mailbox
-    register = mailbox.register
-
-    def look(ticket: Any, request: Any) -> bool:
-        counts[ticket.address(request.request_id)[0]] = len(request.mm_features)
-        return register(ticket, request)
-
-    monkeypatch.setattr(mailbox, "register", look)
-    run(engine, [(prompts(kind, 30)[0], beam_params(4, n=3, max_tokens=4))])
-    assert counts == {0: 1, 1: 0, 2: 0}
-
-
 def test_an_image_whose_first_request_was_refused_comes_with_the_next_one(engine: Engine, kind: str) -> None:
     asked = prompts(kind, 40)[:2]
     with pytest.raises(ValueError, match="beam_width=65 exceeds max_num_seqs=64"):

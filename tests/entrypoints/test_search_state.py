@@ -1,0 +1,89 @@
+"""The one answer of a search becomes n outputs, each as vLLM makes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.metrics.stats import IterationStats
+from vllm.v1.outputs import LogprobsLists
+
+from vllm_trie.entrypoints.search_state import SearchState
+from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, SentHypotheses
+
+N = 3
+SENT = SentHypotheses([2, 3], [0, 1], [7, None], [-1.5, -2.0])
+
+
+def request(**params: Any) -> EngineCoreRequest:
+    own = SamplingParams(**{"max_tokens": 4, "output_kind": RequestOutputKind.FINAL_ONLY, **params})
+    return EngineCoreRequest("r-1", [5, 6], None, own, None, 0.0, None, None, None, external_req_id="r")
+
+
+def state_of(**params: Any) -> SearchState:
+    of = request(**params)
+    return SearchState(RequestState.from_new_request(None, of, None, None, 0, None, True, 1), of, None, N)
+
+
+def processed(state: SearchState, output: EngineCoreOutput) -> tuple[Any, IterationStats]:
+    processor, stats = OutputProcessor(None, log_stats=True), IterationStats()
+    processor.request_states["r-1"] = state
+    processor.external_req_ids["r"].append("r-1")
+    (found,) = processor.process_outputs([output], 1.0, stats).request_outputs
+    assert not processor.request_states
+    return found, stats
+
+
+def answer(logprobs: LogprobsLists | None = None, **more: Any) -> EngineCoreOutput:
+    sent = {"trie_beam": {HYPOTHESES: [*SENT], **more}}  # as MessagePack brings it
+    output = EngineCoreOutput("r-1", [4, 7, 8, 9, 2], logprobs, kv_transfer_params=sent)
+    output.finish_reason = FinishReason.LENGTH  # whatever that of each hypothesis is
+    return output
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA])
+def test_each_hypothesis_is_an_output_and_what_is_missing_says_so(kind: RequestOutputKind) -> None:
+    found, stats = processed(state_of(output_kind=kind), answer(trace=1))
+    assert (found.request_id, found.finished) == ("r", True)
+    assert [one.index for one in found.outputs] == [0, 1, 2]
+    assert [one.token_ids for one in found.outputs] == [[4, 7], [8, 9, 2], []]
+    assert [one.finish_reason for one in found.outputs] == ["stop", "length", "stop"]
+    assert [one.stop_reason for one in found.outputs] == [7, None, NO_HYPOTHESIS]
+    assert [one.cumulative_logprob for one in found.outputs] == [-1.5, -2.0, None]
+    assert found.kv_transfer_params == {"trie_beam": {"trace": 1}}
+    assert (stats.n_params_iter, stats.max_num_generation_tokens_iter) == ([N], [3])
+    assert stats.num_generation_tokens == 5
+
+
+def test_each_output_has_its_log_probabilities() -> None:
+    tokens = np.array([[4, 1], [7, 1], [8, 1], [9, 1], [2, 1]])
+    logprobs = LogprobsLists(tokens, np.full((5, 2), -0.5, np.float32), np.arange(1, 6))
+    found, _ = processed(state_of(logprobs=1), answer(logprobs))
+    assert [[[*of_token] for of_token in one.logprobs] for one in found.outputs] == [
+        [[4, 1], [7, 1]],
+        [[8, 1], [9, 1], [2, 1]],
+        [],
+    ]
+    assert [one.cumulative_logprob for one in found.outputs] == [-1.0, -1.5, None]
+    assert found.kv_transfer_params is None
+
+
+def test_a_search_that_cannot_go_on_says_so_in_each_output() -> None:
+    error = EngineCoreOutput("r-1", [], finish_reason=FinishReason.ERROR, stop_reason="why")
+    found, _ = processed(state_of(), error)
+    assert [(one.finish_reason, one.stop_reason) for one in found.outputs] == N * [("error", "why")]
+
+
+def test_of_a_search_that_was_aborted_with_nothing_the_first_output_alone_may_stand_for_a_hypothesis() -> None:
+    found = state_of().make_request_output([], None, FinishReason.ABORT, None)
+    assert [one.finish_reason for one in found.outputs] == N * ["abort"]
+    assert [one.stop_reason for one in found.outputs] == [None, NO_HYPOTHESIS, NO_HYPOTHESIS]
+
+
+def test_nothing_comes_before_the_end() -> None:
+    assert state_of(output_kind=RequestOutputKind.DELTA).make_request_output([4], None, None, None) is None

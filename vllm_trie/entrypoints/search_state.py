@@ -1,0 +1,156 @@
+"""The n outputs of a search, which is one request with one answer: vLLM's own code makes each of them.
+
+vLLM would make n requests of it. So the front end sends one, and splits its answer as if n had answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, cast
+
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.engine.parallel_sampling import ParentRequest
+
+from vllm_trie.compat.patch import wraps
+from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, GroupTicket, SentHypotheses
+from vllm_trie.options import PLUGIN_NAME
+
+NOTHING = SentHypotheses([], [], [], [])
+
+
+@wraps("add_request", OutputProcessor)
+def add_request(
+    original: Callable[..., None], self: OutputProcessor, request: EngineCoreRequest, *args: Any, **kwargs: Any
+) -> None:
+    """Let a search with several outputs be known as what it is."""
+    original(self, request, *args, **kwargs)
+    if (ticket := GroupTicket.of(request.sampling_params)) is not None and ticket.n > 1:
+        state = self.request_states[request.request_id]
+        self.request_states[request.request_id] = SearchState(state, request, self.tokenizer, ticket.n)
+
+
+class SearchState(RequestState):
+    """What the front end knows of a search with several outputs.
+
+    Args:
+        state: What vLLM has made of its request.
+        tokenizer: The engine's, if it has one.
+        n: Outputs.
+    """
+
+    def __init__(self, state: RequestState, request: EngineCoreRequest, tokenizer: Any, n: int) -> None:
+        params = request.sampling_params
+        assert params is not None
+        self.__dict__.update(vars(state))
+        self.n = n
+        self._one = state  # makes each output, by what it is given
+        self._request, self._tokenizer = request, tokenizer if params.detokenize else None
+        self._kept = _Kept()
+        self.detokenizer = cast("IncrementalDetokenizer", self._kept)
+        self.logprobs_processor = cast("LogprobsProcessor", self._kept)
+        self._counts = _Counts(n)
+        self.parent_req = cast("ParentRequest", self._counts)
+
+    def make_request_output(
+        self,
+        new_token_ids: list[int],
+        pooling_output: Any,
+        finish_reason: FinishReason | None,
+        stop_reason: int | str | None,
+        kv_transfer_params: dict[str, Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> RequestOutput | None:
+        """See `RequestState`. A search that has not ended has no output yet."""
+        if finish_reason is None:
+            return None
+        answer = {**(kv_transfer_params or {}).get(PLUGIN_NAME, {})}
+        sent = SentHypotheses(*answer.pop(HYPOTHESES, NOTHING))
+        self._counts.longest = max(sent.lengths, default=0)
+        outputs = [*self._outputs(sent), *self._without_hypotheses(len(sent.lengths), finish_reason, stop_reason)]
+        more = {PLUGIN_NAME: answer} if answer else None
+        return self._new_request_output(self.external_req_id, outputs, True, more, *args)
+
+    def _outputs(self, sent: SentHypotheses) -> Iterator[CompletionOutput]:
+        """Those of hypotheses."""
+        if not sent.lengths:
+            return
+        whole = self._kept.output
+        assert whole is not None
+        ends, logprobs = [*accumulate(sent.lengths)], whole.new_logprobs
+        for index, (end, length, reason, stop, total) in enumerate(zip(ends, *sent, strict=True)):
+            part = EngineCoreOutput("", whole.new_token_ids[end - length : end], finish_reason=FinishReason(reason))
+            part.stop_reason = stop
+            if logprobs is not None:
+                part.new_logprobs = logprobs.slice_request(end - length, length)
+            yield self._output(index, part, total)
+
+    def _without_hypotheses(
+        self, count: int, finish_reason: FinishReason, stop_reason: int | str | None
+    ) -> Iterator[CompletionOutput]:
+        """Those behind the first `count`, which stand for none: bans leave fewer, or the search could not go on."""
+        for index in range(count, self.n):
+            part = EngineCoreOutput("", [], finish_reason=finish_reason, stop_reason=stop_reason)
+            if finish_reason is FinishReason.LENGTH:
+                part.finish_reason = FinishReason.STOP
+            if finish_reason is not FinishReason.ERROR and index > 0:
+                part.stop_reason = NO_HYPOTHESIS
+            yield self._output(index, part, None)
+
+    def _output(self, index: int, part: EngineCoreOutput, total: float | None) -> CompletionOutput:
+        """What vLLM makes of one hypothesis as of the whole answer of a request.
+
+        Args:
+            total: The sum of its log-probabilities; None: it is none.
+        """
+        one, reason, stop = self._one, part.finish_reason, part.stop_reason
+        one.request_index = index
+        one.detokenizer = IncrementalDetokenizer.from_new_request(self._tokenizer, self._request)
+        one.logprobs_processor = LogprobsProcessor.from_new_request(self._tokenizer, self._request)
+        if stop_string := one.detokenizer.update(part.new_token_ids, reason == FinishReason.STOP):
+            reason, stop = FinishReason.STOP, stop_string
+            OutputProcessor._trim_surplus_tokens(one, part, 0)
+        one.logprobs_processor.update_from_output(part)
+        if part.new_logprobs is None:
+            one.logprobs_processor.cumulative_logprob = total
+        return one._new_completion_output(part.new_token_ids, reason, stop)
+
+
+class _Kept:
+    """In place of what would make texts and log-probabilities: keeps what the engine sends until it is split."""
+
+    prompt_logprobs = prompt_token_id_logprobs = None
+    output: EngineCoreOutput | None = None
+
+    def update(self, *_: Any) -> None:
+        """It may hold no stop string."""
+
+    def update_from_output(self, output: EngineCoreOutput) -> None:
+        self.output = output
+
+    def num_output_tokens(self) -> int:
+        return 0
+
+    def pop_prompt_logprobs(self) -> None:
+        """There are none."""
+
+    pop_prompt_token_id_logprobs = pop_prompt_logprobs
+
+
+@dataclass
+class _Counts:
+    """In place of the parent that vLLM would make of a request with several outputs: what its metrics ask of one."""
+
+    n: int
+    longest: int = 0  # tokens of an output
+    request_id: str = ""
+    child_requests: tuple[str, ...] = ()
+
+    def observe_num_generation_tokens(self, _: int) -> int:
+        return self.longest
