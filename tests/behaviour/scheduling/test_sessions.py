@@ -123,7 +123,7 @@ def test_load_balancers_hear_of_every_request_that_ends(engines: Engines) -> Non
             core.step()
         core.abort_request(["gone"])
         step_until(engine, {"other": (PROMPTS[1], beam_params(2, n=2, max_tokens=4))}, "other")
-        assert sorted(request_id.partition("_")[0] for request_id in told) == ["0", "0", "1", "1", "2", "3"]
+        assert sorted(request_id.rpartition("-")[0] for request_id in told) == ["gone", "other"]
     finally:
         scheduler.finished_req_ids_dict = None
         del scheduler.update_from_output
