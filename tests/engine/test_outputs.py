@@ -61,9 +61,13 @@ def test_a_search_without_a_hypothesis_says_so(num_outputs: int) -> None:
     assert (output.finish_reason, output.stop_reason) == (FinishReason.ABORT, None)
 
 
-def test_what_an_aborted_search_has_found_may_be_running() -> None:
-    output = answer_so_far([hypothesis(4, EOS, stopped_by=EOS), hypothesis(5, is_running=True)], 3, EOS)
-    assert sent_of(output).finish_reasons == [FinishReason.STOP, FinishReason.ABORT]
+@pytest.mark.parametrize("num_outputs", [1, 3])
+def test_no_hypothesis_of_an_aborted_search_keeps_its_own_reason(num_outputs: int) -> None:
+    best = [hypothesis(4, STOP, stopped_by=STOP), hypothesis(5, is_running=True)][:num_outputs]
+    output = answer_so_far(best, num_outputs, EOS)
+    assert (output.finish_reason, output.stop_reason) == (FinishReason.ABORT, None)
+    assert {*sent_of(output).finish_reasons} == {FinishReason.ABORT}
+    assert {*sent_of(output).stop_reasons} == {None}
 
 
 def test_more_may_be_added_to_an_answer() -> None:

@@ -9,6 +9,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.outputs import LogprobsLists
@@ -25,9 +26,9 @@ def request(**params: Any) -> EngineCoreRequest:
     return EngineCoreRequest("r-1", [5, 6], None, own, None, 0.0, None, None, None, external_req_id="r")
 
 
-def state_of(**params: Any) -> SearchState:
+def state_of(n: int = N, **params: Any) -> SearchState:
     of = request(**params)
-    return SearchState(RequestState.from_new_request(None, of, None, None, 0, None, True, 1), of, None, N)
+    return SearchState(RequestState.from_new_request(None, of, None, None, 0, None, True, 1), of, None, n)
 
 
 def processed(state: SearchState, output: EngineCoreOutput) -> tuple[Any, IterationStats]:
@@ -83,6 +84,19 @@ def test_of_a_search_that_was_aborted_with_nothing_the_first_output_alone_may_st
     found = state_of().make_request_output([], None, FinishReason.ABORT, None)
     assert [one.finish_reason for one in found.outputs] == N * ["abort"]
     assert [one.stop_reason for one in found.outputs] == [None, NO_HYPOTHESIS, NO_HYPOTHESIS]
+
+
+@pytest.mark.parametrize("n", [1, N])
+def test_all_of_an_aborted_search_is_aborted_though_a_stop_string_ended_it(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(IncrementalDetokenizer, "update", lambda *_: "stop string")
+    reasons, stops = n * [int(FinishReason.ABORT)], n * [None]
+    sent = {"trie_beam": {HYPOTHESES: [n * [1], reasons, stops, n * [-1.0]]}}
+    output = EngineCoreOutput("r-1", n * [4], finish_reason=FinishReason.ABORT, kv_transfer_params=sent)
+    found, _ = processed(state_of(n=n), output)
+    assert [(one.finish_reason, one.stop_reason) for one in found.outputs] == n * [("abort", None)]
+    assert found.kv_transfer_params is None
 
 
 def test_nothing_comes_before_the_end() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.hypothesis import Hypothesis
@@ -24,7 +24,7 @@ def add_answer(output: EngineCoreOutput, group: BeamGroup, best: Sequence[Hypoth
     if plan.params.accept == "top_k":
         answer["is_exact"] = False
     if plan.params.compact:
-        answer |= compact_answer(best, plan.stop_rules.max_length)
+        answer |= compact_answer(best, plan.stop_rules.max_length, output.finish_reason is FinishReason.ABORT)
     answer |= plan.catalog.answer(plan.stop_rules.stop_token_ids, [hypothesis.token_ids for hypothesis in best])
     if plan.params.beam_results:
         answer["beam_results"] = scores_and_stops(best)

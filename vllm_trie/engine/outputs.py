@@ -59,41 +59,49 @@ def answer_output(best: Sequence[Hypothesis], num_outputs: int, eos_token_id: in
     if not best:
         nothing = _sum_alone(math.nan)
         return EngineCoreOutput("", [], nothing, finish_reason=FinishReason.STOP, stop_reason=NO_HYPOTHESIS)
-    return _output_of(best[:num_outputs], num_outputs, eos_token_id)
+    output, sent = _output_of(best[:num_outputs], num_outputs, eos_token_id)
+    if num_outputs > 1:
+        add_to_answer(output, {HYPOTHESES: sent})
+    return output
 
 
 def answer_so_far(best: Sequence[Hypothesis], num_outputs: int, eos_token_id: int | None) -> EngineCoreOutput:
-    """The answer of a search that was aborted, likewise; it may have found nothing yet."""
+    """The answer of a search that was aborted, likewise; it may have found nothing yet.
+
+    None of its hypotheses keeps its own reason: the search might have found better ones.
+    """
     if not best:
         return EngineCoreOutput("", [], finish_reason=FinishReason.ABORT)
-    return _output_of(best[:num_outputs], num_outputs, eos_token_id)
-
-
-def _output_of(best: Sequence[Hypothesis], num_outputs: int, eos_token_id: int | None) -> EngineCoreOutput:
-    reasons = [_finish_reason(hypothesis) for hypothesis in best]
-    stops = [None if one.stopped_by == eos_token_id else one.stopped_by for one in best]
-    if num_outputs == 1:
-        token_ids, logprobs = best[0].token_ids, _logprobs(best[0])
-        return EngineCoreOutput("", token_ids, logprobs, finish_reason=reasons[0], stop_reason=stops[0])
-    lengths, sums = [len(one.token_ids) for one in best], [one.sum_logprobs for one in best]
-    reports = [*chain.from_iterable(one.reports or () for one in best)]
-    output = EngineCoreOutput("", [*chain.from_iterable(one.token_ids for one in best)], finish_reason=reasons[0])
-    output.new_logprobs = _reported(reports) if reports else None
-    add_to_answer(output, {HYPOTHESES: SentHypotheses(lengths, [*map(int, reasons)], stops, sums)})
+    output, sent = _output_of(best[:num_outputs], num_outputs, eos_token_id)
+    output.finish_reason, output.stop_reason = FinishReason.ABORT, None
+    reasons = [int(FinishReason.ABORT) for _ in sent.lengths]
+    aborted = sent._replace(finish_reasons=reasons, stop_reasons=[None for _ in reasons])
+    add_to_answer(output, {HYPOTHESES: aborted})
     return output
+
+
+def _output_of(
+    best: Sequence[Hypothesis], num_outputs: int, eos_token_id: int | None
+) -> tuple[EngineCoreOutput, SentHypotheses]:
+    """Hypotheses, in an output that does not tell yet whose is what."""
+    # Where a stop string ended it, the front end finds that string in the text, and says so.
+    reasons = [FinishReason.STOP if _has_ended(one) else FinishReason.LENGTH for one in best]
+    stops = [None if one.stopped_by == eos_token_id else one.stopped_by for one in best]
+    reports = [*chain.from_iterable(one.reports or () for one in best)]
+    output = EngineCoreOutput("", [*chain.from_iterable(one.token_ids for one in best)])
+    output.finish_reason, output.stop_reason = reasons[0], stops[0]
+    if reports:
+        output.new_logprobs = _reported(reports)
+    elif num_outputs == 1:
+        output.new_logprobs = _sum_alone(best[0].sum_logprobs)
+    lengths, sums = [len(one.token_ids) for one in best], [one.sum_logprobs for one in best]
+    return output, SentHypotheses(lengths, [*map(int, reasons)], stops, sums)
 
 
 def add_to_answer(output: EngineCoreOutput, more: Mapping[str, Any]) -> None:
     """Send more with an output, in the one field of it that is open; there is no KV connector."""
     if more:
         output.kv_transfer_params = {PLUGIN_NAME: {**(output.kv_transfer_params or {}).get(PLUGIN_NAME, {}), **more}}
-
-
-def _finish_reason(hypothesis: Hypothesis) -> FinishReason:
-    if hypothesis.is_running:
-        return FinishReason.ABORT
-    # Where a stop string ended it, the front end finds that string in the text, and says so.
-    return FinishReason.STOP if _has_ended(hypothesis) else FinishReason.LENGTH
 
 
 def part_output(part: Part, request: Request, num_cached_tokens: int) -> EngineCoreOutput:
@@ -113,19 +121,17 @@ def part_output(part: Part, request: Request, num_cached_tokens: int) -> EngineC
     )
 
 
-def compact_answer(hypotheses: Sequence[Hypothesis], max_length: int) -> dict[str, list[Any]]:
+def compact_answer(hypotheses: Sequence[Hypothesis], max_length: int, is_aborted: bool = False) -> dict[str, list[Any]]:
     """All hypotheses of a search as lists, best first, for its one output: see `entrypoints.compact`."""
     return {
         "token_ids": [hypothesis.token_ids for hypothesis in hypotheses],
         "cumulative_logprobs": [hypothesis.sum_logprobs for hypothesis in hypotheses],
         "scores": [hypothesis.score for hypothesis in hypotheses],
-        "finish_reasons": [_compact_reason(hypothesis, max_length) for hypothesis in hypotheses],
+        "finish_reasons": ["abort" if is_aborted else _compact_reason(one, max_length) for one in hypotheses],
     }
 
 
 def _compact_reason(hypothesis: Hypothesis, max_length: int) -> str:
-    if hypothesis.is_running:
-        return "abort"
     return "stop" if _has_ended(hypothesis) or len(hypothesis.token_ids) < max_length else "length"
 
 

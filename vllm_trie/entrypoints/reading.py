@@ -113,7 +113,8 @@ def abort_readings(engine: AsyncLLM, request_ids: Container[str] | None = None) 
 def _aborted(request_id: str, prompt: Any, params: SamplingParams, engine: AsyncLLM) -> RequestOutput:
     """As the engine answers a search that is aborted before it begins."""
     reasons = (None if index == 0 else NO_HYPOTHESIS for index in range(params.n))
-    outputs = [CompletionOutput(i, "", [], None, None, None, "abort", reason) for i, reason in enumerate(reasons)]
+    logprobs: list[Any] | None = None if params.logprobs is None else []
+    outputs = [CompletionOutput(i, "", [], None, logprobs, None, "abort", reason) for i, reason in enumerate(reasons)]
     is_compact = (params.extra_args or {}).get("compact")
     answer = {PLUGIN_NAME: compact_answer((), max_length=0)} if is_compact else None
     is_whole = isinstance(prompt, str | list | dict)

@@ -28,15 +28,15 @@ NOTHING = SentHypotheses([], [], [], [])
 def add_request(
     original: Callable[..., None], self: OutputProcessor, request: EngineCoreRequest, *args: Any, **kwargs: Any
 ) -> None:
-    """Let a search with several outputs be known as what it is."""
+    """Let a search be known as what it is."""
     original(self, request, *args, **kwargs)
-    if (ticket := GroupTicket.of(request.sampling_params)) is not None and ticket.n > 1:
+    if (ticket := GroupTicket.of(request.sampling_params)) is not None:
         state = self.request_states[request.request_id]
         self.request_states[request.request_id] = SearchState(state, request, self.tokenizer, ticket.n)
 
 
 class SearchState(RequestState):
-    """What the front end knows of a search with several outputs.
+    """What the front end knows of a search. One with a single output may be a stream, and is as any other request.
 
     Args:
         state: What vLLM has made of its request.
@@ -49,6 +49,8 @@ class SearchState(RequestState):
         assert params is not None
         self.__dict__.update(vars(state))
         self.n = n
+        if n == 1:
+            return
         self._one = state  # makes each output, by what it is given
         self._request, self._tokenizer = request, tokenizer if params.detokenize else None
         self._kept = _Kept()
@@ -67,14 +69,19 @@ class SearchState(RequestState):
         *args: Any,
         **kwargs: Any,
     ) -> RequestOutput | None:
-        """See `RequestState`. A search that has not ended has no output yet."""
-        if finish_reason is None:
-            return None
+        """See `RequestState`. Before it has ended, a search with several outputs has none."""
         answer = {**(kv_transfer_params or {}).get(PLUGIN_NAME, {})}
         sent = SentHypotheses(*answer.pop(HYPOTHESES, NOTHING))
+        more = {PLUGIN_NAME: answer} if answer else None
+        if self.n == 1:
+            if FinishReason.ABORT in sent.finish_reasons:  # though a stop string ended the hypothesis
+                finish_reason, stop_reason = FinishReason.ABORT, None
+            of_one = new_token_ids, pooling_output, finish_reason, stop_reason, more
+            return super().make_request_output(*of_one, *args, **kwargs)
+        if finish_reason is None:
+            return None
         self._counts.longest = max(sent.lengths, default=0)
         outputs = [*self._outputs(sent), *self._without_hypotheses(len(sent.lengths), finish_reason, stop_reason)]
-        more = {PLUGIN_NAME: answer} if answer else None
         return self._new_request_output(self.external_req_id, outputs, True, more, *args)
 
     def _outputs(self, sent: SentHypotheses) -> Iterator[CompletionOutput]:
@@ -114,7 +121,8 @@ class SearchState(RequestState):
         one.detokenizer = IncrementalDetokenizer.from_new_request(self._tokenizer, self._request)
         one.logprobs_processor = LogprobsProcessor.from_new_request(self._tokenizer, self._request)
         if stop_string := one.detokenizer.update(part.new_token_ids, reason == FinishReason.STOP):
-            reason, stop = FinishReason.STOP, stop_string
+            if reason != FinishReason.ABORT:
+                reason, stop = FinishReason.STOP, stop_string
             OutputProcessor._trim_surplus_tokens(one, part, 0)
         one.logprobs_processor.update_from_output(part)
         if part.new_logprobs is None:

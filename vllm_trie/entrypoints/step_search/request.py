@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -166,11 +166,15 @@ class StepRequest:
         """The end of a search that somebody else ended: the best of what was scored; `n` empty outputs before that."""
         self.end()
         best = self.search.best_so_far(self.params.n)
-        return self._answer_of(best) if best else self._without_answer("abort", None)
+        unended = [replace(hypothesis, finish_reason=None, stop_reason=None) for hypothesis in best]
+        return self._answer_of(unended) if best else self._without_answer("abort", None)
 
     def _without_answer(self, finish_reason: str, stop_reason: str | None) -> RequestOutput:
         self.end()
-        none = [CompletionOutput(i, "", [], None, None, None, finish_reason, stop_reason) for i in range(self.params.n)]
+        logprobs: list[Any] | None = None if self.params.logprobs is None else []
+        none = [
+            CompletionOutput(i, "", [], None, logprobs, None, finish_reason, stop_reason) for i in range(self.params.n)
+        ]
         return self._output(none, {})
 
     def _output(self, outputs: list[CompletionOutput], answer: dict[str, Any]) -> RequestOutput:

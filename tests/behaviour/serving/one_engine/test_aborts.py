@@ -166,7 +166,7 @@ def test_requests_that_are_being_read_answer_with_nothing_at_once(
     options = {"allowed_sequences": ["self.x", "self.y = 1"], "beam_width": 2}
 
     async def check() -> None:
-        jobs = {"n": {"n": 2}, "compact": {"extra_args": {**options, "compact": True}}}
+        jobs = {"n": {"n": 2, "logprobs": 1}, "compact": {"extra_args": {**options, "compact": True}}}
         asking = []
         for name, fields in jobs.items():
             params = SamplingParams(**{"extra_args": options, **fields}, max_tokens=9, output_kind=FINAL_ONLY)
@@ -176,6 +176,7 @@ def test_requests_that_are_being_read_answer_with_nothing_at_once(
         ((two,), (one,)) = await asyncio.gather(*asking)
         found = [(out.text, out.token_ids, out.finish_reason, out.stop_reason) for out in two.outputs]
         assert found == [("", [], "abort", None), ("", [], "abort", NO_HYPOTHESIS)]
+        assert [out.logprobs for out in two.outputs] == [[], []]
         assert (two.prompt, two.finished, len(hypotheses(one))) == (PROMPTS[0], True, 0)
         await llm.resume_generation()
         may_be_read.set()
@@ -210,6 +211,27 @@ def test_a_search_by_steps_answers_with_the_best_that_was_scored(
         assert all(found.text and found.token_ids for found in answer.outputs)
         first, second = answer.kv_transfer_params["trie_beam"]["scores"]
         assert first >= second
+        await check_it_serves_on(llm)
+
+    run(loop, check())
+
+
+def test_a_search_by_steps_of_which_nothing_was_scored_answers_with_nothing(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = selection.config_of(llm.vllm_config).model_copy(update={"scorers": {"late": "http://127.0.0.1:9"}})
+    monkeypatch.setattr(opening, "config_of", lambda _: config)
+
+    async def scores(*_: Any) -> list[float]:
+        await asyncio.sleep(3600)
+        return []
+
+    monkeypatch.setattr(online, "_scores", scores)
+    by_steps = beam_params(2, n=2, unit="step", step_stop=[" "], scorer="late", logprobs=1, **LONG)
+
+    async def check() -> None:
+        ((answer,),) = [(await ended(llm, {"steps": (by_steps, FINAL_ONLY)}, "pause"))["steps"]]
+        assert [(out.text, out.finish_reason, out.logprobs) for out in answer.outputs] == 2 * [("", "abort", [])]
         await check_it_serves_on(llm)
 
     run(loop, check())
