@@ -35,7 +35,8 @@ class Server:
         self.process, self.log = process, log
         self.url = f"http://127.0.0.1:{port}"
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
-        self._http = httpx.Client(base_url=self.url, limits=httpx.Limits(max_keepalive_connections=0))
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(base_url=self.url, limits=limits, timeout=60)  # of a machine that is busy
 
     def metrics(self) -> str:
         """All that /metrics shows."""

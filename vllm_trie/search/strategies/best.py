@@ -17,7 +17,7 @@ from vllm_trie.search.step_result import Step
 from vllm_trie.search.strategies.best_continuations import best_continuations
 from vllm_trie.search.strategies.own_stops import own_logprobs, own_stops
 
-FEW_STOPS = 8  # tokens: one longer ranking of all continuations takes less time than two, whatever is in it
+FEW_STOPS = 3  # tokens: one longer ranking of all continuations takes less time than two, whatever is in it
 
 
 class _Best(NamedTuple):
