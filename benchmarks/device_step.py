@@ -181,8 +181,8 @@ class DeviceStep:
         steps = {}
         for number, slots in enumerate(self._in_batch[:, self.shape.num_ordinary :]):
             name, scores = str(number), -20 - SPREAD * torch.rand(1, width, generator=self._random)
-            begun = [[int(first_tokens[row % len(first_tokens)])] for row in range(width)]
-            states = self.selector.row_beams.begin(rules, Resumed(begun, scores[0].tolist()))
+            begun = first_tokens[np.arange(width) % len(first_tokens), None]
+            states = self.selector.row_beams.begin(rules, Resumed(begun, scores[0].numpy()))
             beams = Beams(scores.to(self.device), states=states)
             tokens = torch.zeros(width, dtype=torch.int64, device=self.device)
             self.groups[name] = GroupRows(request, [str(slot) for slot in slots], beams, tokens, slots)

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
-from vllm_trie.trie.blocks import BlockCopy, BlockTrie, blocks_to_fan_out
+from vllm_trie.trie.blocks import BlockTrie, blocks_to_fan_out
 from vllm_trie.trie.hypotheses import HypothesisTrie
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "design.png"
@@ -36,24 +37,26 @@ SHARED, FINISHED, EMPTY, DEAD, LINE = "#d9d9d9", "#f2e6a7", "#ffffff", "#f7f7f7"
 BOX = {"boxstyle": "round,pad=0.02,rounding_size=0.08", "linewidth": 1}
 
 
-def search() -> tuple[list[list[str]], BlockTrie, list[BlockCopy]]:
+def search() -> tuple[list[list[str]], BlockTrie, list[tuple[int, int]]]:
     """The words of each row, then of a finished hypothesis; the blocks; and the copies that the last forks made."""
     hypotheses, ids = HypothesisTrie(), count()
     blocks = BlockTrie(BLOCK_SIZE, [next(ids) for _ in range(-(-len(PROMPT) // BLOCK_SIZE))], len(PROMPT))
-    copies: list[BlockCopy] = []
-    for number, (parents, tokens) in enumerate(STEPS):
+    for number, (continued, tokens) in enumerate(STEPS):
+        parents = np.array(continued)
         if number == len(STEPS) - 1:
             (finished,) = hypotheses.finish([STOPPING_ROW], [WORDS.index(STOP)], [0.0])
-        hypotheses.advance(parents, [WORDS.index(token) for token in tokens], [0.0] * len(tokens))
+        hypotheses.advance(parents, np.array([WORDS.index(token) for token in tokens]), np.zeros(len(tokens)))
         if number == 0:
-            paths = [[row] for row in range(len(parents))]
+            paths = np.arange(len(parents))[:, None]
             blocks.fan_out(paths, [next(ids) for _ in range(blocks_to_fan_out(len(PROMPT), paths, BLOCK_SIZE))])
             continue
         if number > 1:
             blocks.grow([next(ids) for _ in range(blocks.blocks_to_grow())])
-        copies = blocks.fork(parents)
-    found = [[WORDS[token] for token in hypotheses.tokens(leaf)] for leaf in [*hypotheses.rows, finished]]
-    return found, blocks, copies
+        blocks.fork(parents)
+    tails = [blocks.row_blocks(row)[-1] for row in range(blocks.width)]
+    copies = [(tails[parent], tails[row]) for row, parent in enumerate(STEPS[-1][0]) if parent != row]
+    leaves = [*(~row for row in range(hypotheses.width)), finished]
+    return [[WORDS[token] for token in tokens] for tokens in hypotheses.tokens(leaves)], blocks, copies
 
 
 def draw(target: Path) -> None:
@@ -94,7 +97,7 @@ def _draw_hypotheses(axes: Any, hypotheses: Sequence[Sequence[str]], width: int)
     axes.set_title("Hypothesis trie: which tokens", loc="left", fontsize=11, fontweight="bold")
 
 
-def _draw_blocks(axes: Any, trie: BlockTrie, copies: Sequence[BlockCopy]) -> None:
+def _draw_blocks(axes: Any, trie: BlockTrie, copies: Sequence[tuple[int, int]]) -> None:
     rows = [trie.row_blocks(row) for row in range(trie.width)]
     heights = [trie.width - 1.0 - row for row in range(trie.width)]
     tokens, filled = trie.num_tokens, trie.num_tokens % BLOCK_SIZE

@@ -114,9 +114,9 @@ class SpeculationBudget(LookaheadBlocks):
 class Resumed(NamedTuple):
     """Where the rows of a preempted group go on."""
 
-    histories: list[list[int]]  # all that each row has generated
-    scores: list[float]  # their cumulative log-probabilities
-    rank_scores: list[float] | None = None  # what they compete by, if not by these
+    histories: np.ndarray  # [b, tokens] int32, all that each row has generated
+    scores: np.ndarray  # [b] float32, their cumulative log-probabilities
+    rank_scores: np.ndarray | None = None  # [b] float32, what they compete by, if not by these
 
 
 class NewRows(NamedTuple):

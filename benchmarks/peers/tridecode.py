@@ -148,7 +148,7 @@ class PublishedTrieSearch:
             is_over = length == max_new_tokens or pool.is_done(float(step.scores.max()), length)
             if not is_over:
                 trie.fork(step.parents)
-                hypotheses.advance(*(field.tolist() for field in step[:3]))
+                hypotheses.advance(*step[:3])
                 if self._is_due(length - 1):
                     reclaim_seconds.append(trie.reclaim())
             nodes.append(trie.num_nodes)
@@ -156,9 +156,10 @@ class PublishedTrieSearch:
             if is_over:
                 break
             logits, scores = trie.extend(step.tokens), step.scores
-        ((score, node),) = pool.best(1)
+        ((score, leaf),) = pool.best(1)
+        (tokens,) = hypotheses.tokens([leaf])
         step_seconds = [after - before for before, after in pairwise(times)]
-        return Found(hypotheses.tokens(node), score, nodes, reclaim_seconds, step_seconds, length)
+        return Found(tokens, score, nodes, reclaim_seconds, step_seconds, length)
 
     def _is_due(self, num_fed: int) -> bool:
         """Whether to reclaim after the beams were fed that many times."""
@@ -181,4 +182,4 @@ def keep_finished(step: Step[np.ndarray], hypotheses: HypothesisTrie, pool: Trid
     """Offer the pool what ends in this step, and forget what it has no place for."""
     parents, tokens, scores = (field.tolist() for field in step.finished)
     for outdone in pool.add(scores, length, tokens, hypotheses.finish(parents, tokens, scores)):
-        hypotheses.drop(outdone.node)
+        hypotheses.drop(outdone.leaf)

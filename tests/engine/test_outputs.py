@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request
 
-from vllm_trie.engine.hypothesis import Hypothesis, TokenReport
+from vllm_trie.engine.hypothesis import Hypothesis, TokenReports
 from vllm_trie.engine.outputs import Outbox, add_to_answer, answer_output, answer_so_far, error_output
 from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, SentHypotheses
 
@@ -22,7 +22,8 @@ def request(request_id: str, client_index: int = 0) -> Request:
 
 
 def hypothesis(*tokens: int, stopped_by: int | None = None, reports: bool = False, **others: bool) -> Hypothesis:
-    own = [TokenReport(np.array([token, 9]), np.array([-1.0, -2.0], np.float32), token) for token in tokens]
+    logprobs = np.tile(np.array([-1.0, -2.0], np.float32), (len(tokens), 1))
+    own = TokenReports(np.array([[token, 9] for token in tokens]), logprobs, np.array(tokens))
     return Hypothesis([*tokens], -float(sum(tokens)), -0.5, stopped_by, own if reports else None, **others)
 
 

@@ -36,7 +36,7 @@ class Tap:
         stock = BeamGroup.advance
 
         def advance(group: BeamGroup, step: Any) -> bool:
-            is_first = len(group.hypotheses.rows) == 1
+            is_first = group.hypotheses.width == 1
             is_over = stock(group, step)
             self._hear(group, step, is_first, is_over)
             return is_over

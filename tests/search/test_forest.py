@@ -62,7 +62,7 @@ class Search:
 
     @property
     def answer(self) -> tuple[list[tuple[Beam, float]], list[Beam], list[float]]:
-        finished = [(self.found[one.node], one.score) for one in self.pool.best(self.width)]
+        finished = [(self.found[one.leaf], one.score) for one in self.pool.best(self.width)]
         return finished, self.beams, self.scores.tolist()
 
     def step(self) -> Step:

@@ -31,10 +31,10 @@ def shortcuts(allowed: bool) -> Iterator[None]:
         yield
 
 
-def offer(pool: HypothesisPool, total: float, length: int, last_token: int, node: int) -> int | None:
-    """One hypothesis. Returns the node that has no place in the pool (any more), if any."""
-    outdone = pool.add([total], length, [last_token], [node])
-    return outdone[0].node if outdone else None
+def offer(pool: HypothesisPool, total: float, length: int, last_token: int, leaf: int) -> int | None:
+    """One hypothesis. Returns the leaf that has no place in the pool (any more), if any."""
+    outdone = pool.add([total], length, [last_token], [leaf])
+    return outdone[0].leaf if outdone else None
 
 
 def rules_of(

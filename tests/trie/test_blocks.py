@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, note, settings
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.walks import NUM_WALKS, OPERATIONS, walks
 from vllm_trie.search.slots import choose as choose_children
-from vllm_trie.trie.blocks import BlockCopy, BlockCounts, BlockTrie, blocks_to_fan_out
+from vllm_trie.trie.blocks import BlockCounts, BlockTrie, blocks_to_fan_out
 
 MOST_TOKENS = 60  # per row; then the group ends and another begins with its blocks
 POISON = -1
@@ -52,11 +52,12 @@ class Memory:
     def read(self, blocks: list[int]) -> list[int]:
         return [token for block in blocks for token in self.content[block]]
 
-    def copy(self, copies: list[BlockCopy]) -> None:
-        sources, destinations = {c.source for c in copies}, {c.destination for c in copies}
+    def copy(self, copies: np.ndarray) -> None:
+        assert copies.shape == (len(copies), 2)
+        sources, destinations = ({*column} for column in copies.T.tolist())
         assert sources.isdisjoint(destinations), "the order of the copies matters"
         assert len(destinations) == len(copies)
-        for source, destination in self.choose.sample(copies, len(copies)):
+        for source, destination in self.choose.sample(copies.tolist(), len(copies)):
             self.content[destination] = self.content[source].copy()
 
 
@@ -104,8 +105,8 @@ class ModelledGroup:
                 branch = self.choose.randrange(2) if place < together else row
                 path.append(tokens.setdefault((*path, branch), self.num_written + len(tokens)))
         self.num_written += len(tokens)
-        needed = blocks_to_fan_out(len(prefix), paths, self.memory.block_size)
-        copies = self.trie.fan_out(paths, self.memory.allocate(needed))
+        needed = blocks_to_fan_out(len(prefix), np.array(paths), self.memory.block_size)
+        copies = self.trie.fan_out(np.array(paths), self.memory.allocate(needed))
         self.memory.copy(copies)
         self.counts.copied += len(copies)
         self.histories = [prefix + path for path in paths]
@@ -137,28 +138,27 @@ class ModelledGroup:
 
     def fork(self) -> None:
         parents = random_parents(self.choose, self.trie.width)
-        copies = self.trie.fork(parents)
-        forks = sum(slot != parent for slot, parent in enumerate(parents))
-        assert len(copies) == forks * self.partly_filled()
-        self.memory.copy(copies)
-        self.counts.copied += len(copies)
-        self.counts.shared += forks * (len(self.histories[0]) // self.memory.block_size - self.trie.num_skipped)
-        self.histories = [self.histories[parent].copy() for parent in parents]
+        self.copy_tails(parents)
+        self.trie.fork(parents)
 
     def fork_late(self) -> None:
         """As where a step is on its way before the last one's result is known: grow, fork, write, and then be told."""
-        num_tokens, was_partly_filled = len(self.histories[0]), self.partly_filled()
+        num_tokens = len(self.histories[0])
         parents = random_parents(self.choose, self.trie.width)
         self.trie.grow(self.memory.allocate(self.trie.blocks_to_grow()))
-        at = num_tokens // self.memory.block_size - self.trie.num_skipped
-        forks = [(parent, slot) for slot, parent in enumerate(parents) if slot != parent]
-        copies = [BlockCopy(*(self.trie.row_blocks(row)[at] for row in fork)) for fork in forks if was_partly_filled]
-        self.memory.copy(copies)
-        self.histories = [self.histories[parent].copy() for parent in parents]
+        self.copy_tails(parents)
         self.write_one_token()
-        assert self.trie.fork(parents, num_tokens) == copies
+        self.trie.fork(parents, num_tokens)
+
+    def copy_tails(self, parents: np.ndarray) -> None:
+        """As the worker does in a fork of rows; and the rows' histories fork."""
+        at = len(self.histories[0]) // self.memory.block_size - self.trie.num_skipped
+        forks = [(parent, slot) for slot, parent in enumerate(parents.tolist()) if slot != parent]
+        copies = [[self.trie.row_blocks(row)[at] for row in fork] for fork in forks if self.partly_filled()]
+        self.memory.copy(np.array(copies, np.int32).reshape(-1, 2))
         self.counts.copied += len(copies)
         self.counts.shared += len(forks) * at
+        self.histories = [self.histories[parent].copy() for parent in parents]
 
     def reclaim(self) -> None:
         blocks = self.trie.reclaim()
@@ -169,7 +169,7 @@ class ModelledGroup:
     def end(self) -> None:
         self.memory.give_back(self.trie.release())
         assert not self.memory.held
-        assert self.trie.num_live_blocks == self.trie.num_garbage == 0
+        assert self.trie.num_live_blocks == self.trie.num_held == 0
         self.trie.check_invariants()
 
     def start_anew(self) -> None:
@@ -196,7 +196,9 @@ class ModelledGroup:
             in_window = history[self.trie.num_skipped * self.memory.block_size :]
             assert self.memory.read(self.trie.row_blocks(row))[: len(in_window)] == in_window
         assert self.trie.num_live_blocks == len(self.live())
-        assert self.trie.num_live_blocks + self.trie.num_garbage == len(self.memory.held)
+        assert self.trie.num_held == len(self.memory.held)
+        table = [self.trie.row_blocks(row) for row in range(self.trie.width)]
+        assert self.trie.table().tolist() == table
         assert self.trie.counts == self.counts
 
     def check_common(self) -> None:
@@ -214,11 +216,11 @@ class ModelledGroup:
             assert num_common == known
 
 
-def random_parents(choose: random.Random, width: int) -> list[int]:
+def random_parents(choose: random.Random, width: int) -> np.ndarray:
     """By slot, as the search assigns them."""
     children = torch.tensor([[choose.randrange(width) for _ in range(width)]])
     chosen = choose_children(children, torch.ones_like(children, dtype=torch.bool), width)
-    return children.gather(1, chosen)[0].tolist()
+    return children.gather(1, chosen)[0].numpy()
 
 
 def test_every_row_reads_back_its_own_history() -> None:
@@ -241,7 +243,7 @@ def test_every_row_reads_back_its_own_history() -> None:
 
 def test_forked_row_never_writes_its_parents_block() -> None:
     trie = three_rows()
-    trie.fork([0, 0, 2])
+    trie.fork(np.array([0, 0, 2]))
     trie.grow([])
     assert len({trie.row_blocks(row)[-1] for row in range(3)}) == 3
 
@@ -249,15 +251,16 @@ def test_forked_row_never_writes_its_parents_block() -> None:
 def test_fork_takes_no_block_and_copies_only_the_tail() -> None:
     trie = three_rows()
     before, child_tail = trie.row_blocks(0), trie.row_blocks(1)[-1]
-    assert trie.fork([0, 0, 2]) == [BlockCopy(before[-1], child_tail)]
+    trie.fork(np.array([0, 0, 2]))
+    assert trie.counts == BlockCounts(shared=2, copied=1)
     assert trie.row_blocks(1) == [*before[:-1], child_tail]
-    assert trie.num_live_blocks + trie.num_garbage == 7
+    assert trie.num_held == 7
 
 
 def test_block_no_row_leads_to_is_reclaimed_once() -> None:
     trie = three_rows()
     lost = trie.row_blocks(1)[1]
-    trie.fork([0, 0, 2])
+    trie.fork(np.array([0, 0, 2]))
     assert trie.reclaim() == [lost]
     assert trie.reclaim() == []
 
@@ -268,9 +271,9 @@ def test_release_gives_the_prompt_back_last() -> None:
 
 def test_rows_that_fan_out_share_the_blocks_of_their_common_history() -> None:
     trie = BlockTrie(2, [10, 11], 3)
-    paths = [[3, 4, 5, 6], [3, 4, 5, 7], [3, 8, 9, 10]]
+    paths = np.array([[3, 4, 5, 6], [3, 4, 5, 7], [3, 8, 9, 10]])
     assert blocks_to_fan_out(3, paths, 2) == 5
-    assert trie.fan_out(paths, [12, 13, 14, 15, 16]) == []
+    assert trie.fan_out(paths, [12, 13, 14, 15, 16]).tolist() == []
     assert [trie.row_blocks(row) for row in range(3)] == [[10, 11, 12, 14], [10, 11, 12, 15], [10, 11, 13, 16]]
 
 
@@ -293,31 +296,28 @@ def test_prefix_must_fit_its_tokens() -> None:
 def three_rows() -> BlockTrie:
     """Prompt block 10, then one full block and a half-full tail per row."""
     trie = BlockTrie(2, [10], 2)
-    trie.fan_out([[0], [1], [2]], [11, 12, 13])
+    trie.fan_out(np.arange(3)[:, None], [11, 12, 13])
     trie.grow([])
-    trie.fork([0, 1, 2])
+    trie.fork(np.arange(3))
     trie.grow([14, 15, 16])
     return trie
-
-
-def full_block(trie: BlockTrie, row: int) -> Any:
-    return trie._nodes[trie.rows[row].node]
 
 
 @pytest.mark.parametrize(
     ("corrupt", "complaint"),
     [
-        pytest.param(lambda trie: setattr(full_block(trie, 0), "references", 2), "2 held, 1 found", id="leaked"),
-        pytest.param(lambda trie: setattr(trie.rows[1], "tails", trie.rows[0].tails), "held twice", id="shared-tail"),
-        pytest.param(lambda trie: setattr(full_block(trie, 1), "block", 11), "held twice", id="full-block-twice"),
-        pytest.param(lambda trie: trie._garbage.append(10), "held twice", id="live-block-reclaimed"),
-        pytest.param(lambda trie: trie.rows[1].tails.clear(), "tails \\[\\] at 5 tokens", id="tail-lost"),
-        pytest.param(lambda trie: setattr(trie, "num_sealed", 3), "at 5 tokens", id="full-tail-kept"),
-        pytest.param(
-            lambda trie: trie._point(trie.rows[1], full_block(trie, 1).parent), "wrong length", id="too-short"
-        ),
-        pytest.param(lambda trie: trie._nodes.pop(full_block(trie, 0).parent), "outlived", id="prompt-released"),
-        pytest.param(lambda trie: trie.rows.pop(), "1 held, 0 found", id="row-lost"),
+        pytest.param(lambda trie: trie._table.__setitem__((1, 1), 14), "two rows write", id="shared-tail"),
+        pytest.param(lambda trie: trie._table.__setitem__((1, 0), 14), "two depths", id="full-block-is-a-tail"),
+        pytest.param(lambda trie: trie._table.__setitem__((0, 1), 99), "not held", id="tail-not-held"),
+        pytest.param(lambda trie: trie._table.__setitem__((0, 0), 12), "no row leads to", id="block-lost"),
+        pytest.param(lambda trie: setattr(trie, "_held", trie._held[1:]), "not held", id="live-block-reclaimed"),
+        pytest.param(lambda trie: setattr(trie, "_held", np.append(trie._held, 10)), "held twice", id="prompt-twice"),
+        pytest.param(lambda trie: setattr(trie, "_held", np.append(trie._held, 99)), "no row leads to", id="leaked"),
+        pytest.param(lambda trie: setattr(trie, "_table", trie._table[:, :1]), "1 columns at 5", id="tails-lost"),
+        pytest.param(lambda trie: setattr(trie, "_table", trie._table[:2]), "no row leads to", id="row-lost"),
+        pytest.param(lambda trie: setattr(trie, "num_sealed", 4), "3 of 2 columns are full", id="beyond-the-end"),
+        pytest.param(lambda trie: setattr(trie, "num_sealed", 0), "-1 of 2 columns are full", id="prompt-not-full"),
+        pytest.param(lambda trie: trie._common.clear(), "columns at 5 tokens", id="prompt-released"),
     ],
 )
 def test_invariants_see_a_corrupt_trie(corrupt: Callable[[BlockTrie], None], complaint: str) -> None:
@@ -326,3 +326,21 @@ def test_invariants_see_a_corrupt_trie(corrupt: Callable[[BlockTrie], None], com
     corrupt(trie)
     with pytest.raises(AssertionError, match=complaint):
         trie.check_invariants()
+
+
+def test_invariants_see_a_block_that_follows_two_others() -> None:
+    trie = three_rows()
+    trie.grow([])
+    trie.fork(np.array([0, 0, 2]))
+    trie.reclaim()
+    trie.check_invariants()
+    trie._table[0, 0] = trie._table[2, 0]
+    with pytest.raises(AssertionError, match="follows two others"):
+        trie.check_invariants()
+
+
+def test_a_fork_is_searched_for_dead_blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    trie = three_rows()
+    trie.fork(np.arange(3))
+    monkeypatch.setattr(trie, "_are_live", None)
+    assert trie.reclaim() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from vllm_trie.trie.encoder_blocks import EncoderBlocks
@@ -11,11 +12,11 @@ from vllm_trie.trie.encoder_blocks import EncoderBlocks
 @pytest.mark.parametrize("width", [1, 5])
 def test_rows_that_grow_and_fork_hold_the_same_blocks_until_the_end(blocks: list[int], width: int) -> None:
     trie = EncoderBlocks.of(blocks, block_size=4)
-    assert trie.fan_out([[row, row + 1] for row in range(width)], []) == []
+    assert len(trie.fan_out(np.arange(2 * width).reshape(width, 2), [])) == 0
     for num_tokens in range(1, 20):
         assert trie.blocks_to_grow() == 0
         trie.grow([])
-        assert trie.fork([0] * width, num_tokens) == []
+        trie.fork(np.zeros(width, np.int32), num_tokens)
         trie.check_invariants()
         assert trie.width == width
         assert all(trie.row_blocks(row) == blocks for row in range(width))

@@ -1,16 +1,18 @@
-"""What a traced trie says of a search is what happened, whatever its nodes are used for again."""
+"""What a traced trie says of a search is what happened, whatever led nowhere."""
 
 from __future__ import annotations
 
 import json
 import random
 
+import numpy as np
 import pytest
 
 from tests.support.traces import check_drafts
 from vllm_trie.search.forest import Forest
 from vllm_trie.trace import Trace
 from vllm_trie.trace.trace import tokens_of
+from vllm_trie.trie import hypotheses
 from vllm_trie.trie.traced import DraftedForest, TracedTrie
 from vllm_trie.worker.verify import drafted_forest
 
@@ -21,24 +23,31 @@ def trace_of(trie: TracedTrie, returned: list[int]) -> Trace:
     return Trace.of(json.loads(json.dumps({"trace": sent}, allow_nan=False)))
 
 
+def advance(trie: TracedTrie, parents: list[int], tokens: list[int], scores: list[float]) -> None:
+    trie.advance(np.array(parents), np.array(tokens), np.array(scores))
+
+
 @pytest.mark.parametrize("seed", range(8))
-def test_walking_back_gives_what_plain_lists_hold_and_forgetting_changes_nothing(seed: int) -> None:
+def test_walking_back_gives_what_plain_lists_hold_and_forgetting_changes_nothing(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     choose = random.Random(seed)
+    monkeypatch.setattr(hypotheses, "SPARE_BYTES", 0)
     width, trie = choose.randint(1, 6), TracedTrie()
     rows, expected, kept = [list[int]()], list[list[int]](), dict[int, int]()
     for step in range(20):
         for _ in range(choose.randint(0, 2)):
             row, token = choose.randrange(len(rows)), choose.randrange(50)
-            (node,) = trie.finish([row], [token], [-float(step)])
-            kept[node] = len(expected)
+            (leaf,) = trie.finish([row], [token], [-float(step)])
+            kept[leaf] = len(expected)
             expected.append([*rows[row], token])
-        while len(kept) > 2:  # their nodes are used again
+        while len(kept) > 2:
             worst = choose.choice([*kept])
             trie.drop(worst)
             del kept[worst]
         parents = [choose.randrange(len(rows)) for _ in range(width)]
         tokens = [choose.randrange(50) for _ in parents]
-        trie.advance(parents, tokens, [-1.0] * width)
+        advance(trie, parents, tokens, [-1.0] * width)
         rows = [[*rows[parent], token] for parent, token in zip(parents, tokens, strict=True)]
     trace = trace_of(trie, [*kept])
     assert [trace.hypothesis(number) for number in range(len(expected))] == expected
@@ -48,25 +57,24 @@ def test_walking_back_gives_what_plain_lists_hold_and_forgetting_changes_nothing
 
 def test_beams_of_a_search_that_is_aborted_are_hypotheses_that_ended_in_its_newest_step() -> None:
     trie = TracedTrie()
-    trie.advance([0, 0], [7, 8], [-1.0, -2.0])
-    (node,) = trie.finish([1], [1], [-2.5])
-    trie.advance([1, 0], [3, 5], [-3.0, -4.0])
-    trie.end([1])
-    trace = trace_of(trie, [trie.rows[1], node])
+    advance(trie, [0, 0], [7, 8], [-1.0, -2.0])
+    (leaf,) = trie.finish([1], [1], [-2.5])
+    advance(trie, [1, 0], [3, 5], [-3.0, -4.0])
+    trace = trace_of(trie, [trie.end(1), leaf])
     assert [trace.hypothesis(number) for number in trace.returned] == [[7, 5], [8, 1]]
     assert trace.num_steps == 2
 
 
 def test_scores_without_a_beam_and_unknown_blocks_are_none_and_drafts_lie_where_they_were() -> None:
     trie = TracedTrie()
-    trie.advance([0, 0], [7, 8], [-0.123456789, -float("inf")])
+    advance(trie, [0, 0], [7, 8], [-0.123456789, -float("inf")])
     trie.add_forest(DraftedForest([-1, 0, -1], [3, 4, 5], [[0, 2], [1, -1]]))
-    trie.advance([0, 0], [3, 5], [-1.0, -2.0])
-    trie.advance([0, 1], [4, 9], [-3.0, -4.0])
+    advance(trie, [0, 0], [3, 5], [-1.0, -2.0])
+    advance(trie, [0, 1], [4, 9], [-3.0, -4.0])
     trie.add_blocks(6, 2)
-    trie.advance([0, 0], [1, 2], [-5.0, -6.0])
-    (node,) = trie.finish([1], [6], [-7.0])
-    trace = trace_of(trie, [node])
+    advance(trie, [0, 0], [1, 2], [-5.0, -6.0])
+    (leaf,) = trie.finish([1], [6], [-7.0])
+    trace = trace_of(trie, [leaf])
     assert trace.scores[0] == [-0.12346, None]
     assert trace.blocks == [None, None, (6, 2), None]
     assert trace.accepted == [[], [0, 2], [1, -1], []]

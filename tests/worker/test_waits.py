@@ -196,7 +196,8 @@ def test_rows_are_made_and_get_their_blocks_without_waiting(is_resumed: bool, ha
     step = GroupStep(RULES["plain"], selects=True, decodes=True)
     blocks = [np.ones((WIDTH, 2), np.int32), np.ones((WIDTH, 1), np.int32)]
     step.rows = NewRows(blocks, np.array([[3, 4], [3, 5]]))
-    step.resumed = Resumed([[7, 8]] * WIDTH, [-1.0] * WIDTH) if is_resumed else None
+    histories, scores = np.array([[7, 8]] * WIDTH, np.int32), np.full(WIDTH, -1.0, np.float32)
+    step.resumed = Resumed(histories, scores) if is_resumed else None
     held = Rows(runner)
     held.kv_blocks = KVBlocks([nowhere(9, 4)], 9)
     held.add_copies([(group, step)])

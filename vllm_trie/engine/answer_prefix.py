@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vllm_trie.engine.hypothesis import Hypothesis, TokenReport
-from vllm_trie.trie.hypotheses import ROOT, HypothesisTrie
+from vllm_trie.engine.hypothesis import Hypothesis, TokenReports
+from vllm_trie.trie.hypotheses import HypothesisTrie, Node
 
 
 class AnswerChangedError(Exception):
@@ -17,7 +17,7 @@ class Part(NamedTuple):
 
     token_ids: list[int]
     sum_logprobs: float  # of these
-    reports: list[TokenReport] | None  # by token, if log-probabilities are returned
+    reports: TokenReports | None  # if log-probabilities are returned
 
 
 class AnswerStream:
@@ -35,27 +35,27 @@ class AnswerStream:
 
     def restart(self) -> None:
         """The search begins anew, with a new trie. What was sent remains sent."""
-        self.node, self._length = ROOT, 0  # how far the present trie is known to agree with what is sent
-        self.is_decided = False  # the best finished hypothesis is the answer, and `node` all but its end
+        self.length = 0  # tokens of the present trie that all have in common, and that agree with what is sent
+        self.is_decided = False  # the best finished hypothesis is the answer, and these are all but its end
 
-    def extend(self, hypotheses: HypothesisTrie, node: int) -> Part | None:
+    def extend(self, hypotheses: HypothesisTrie, node: Node | None) -> Part | None:
         """Send what leads to `node`. Returns what of it is new, if anything.
 
         Args:
-            node: Of the trie; it descends from `self.node`.
+            node: Of the trie; its first `length` tokens are those that all had in common before. None: nothing new.
 
         Raises:
             AnswerChangedError: something else was sent already.
         """
-        if node == self.node:
+        if node is None or node.length == self.length:
             return None
-        tokens = hypotheses.tokens(node, self.node)
-        num_known = self._check(tokens)
-        reports = hypotheses.notes(node, self.node)[num_known:] if self._reports else None
-        self.node, self._length = node, self._length + len(tokens)
+        start, tokens = self.length, hypotheses.tokens_between(self.length, node)
+        num_known = self._check(start, tokens)
+        self.length = node.length
         if num_known == len(tokens):
             return None
-        before, self._sum = self._sum, hypotheses.score(node)
+        reports = TokenReports(*hypotheses.notes_between(start + num_known, node)) if self._reports else None
+        before, self._sum = self._sum, hypotheses.score_at(node)
         self._sent += tokens[num_known:]
         return Part(tokens[num_known:], self._sum - before, reports)
 
@@ -65,11 +65,10 @@ class AnswerStream:
         Raises:
             AnswerChangedError: something else was sent.
         """
-        self._length = 0
-        count = self._check(answer.token_ids)
+        count = self._check(0, answer.token_ids)
         if count < len(self._sent):
             raise _changed()
-        reports = answer.reports and answer.reports[count:]
+        reports = answer.reports and answer.reports.after(count)
         rest = answer.token_ids[count:]
         return answer._replace(token_ids=rest, sum_logprobs=answer.sum_logprobs - self._sum, reports=reports)
 
@@ -79,15 +78,15 @@ class AnswerStream:
         Args:
             answer: The best that it has found since it began, or began anew.
         """
-        nothing = Hypothesis([], 0.0, 0.0, None, [] if self._reports else None, is_running=True)
+        nothing = Hypothesis([], 0.0, 0.0, None, None, is_running=True)
         try:
             return nothing if answer is None else self.rest(answer)
         except AnswerChangedError:
             return nothing
 
-    def _check(self, tokens: list[int]) -> int:
-        """How many of the next tokens have been sent already."""
-        known = self._sent[self._length : self._length + len(tokens)]
+    def _check(self, start: int, tokens: list[int]) -> int:
+        """How many of the tokens that follow the first `start` have been sent already."""
+        known = self._sent[start : start + len(tokens)]
         if tokens[: len(known)] != known:
             raise _changed()
         return len(known)

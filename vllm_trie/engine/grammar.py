@@ -7,7 +7,7 @@ structured outputs, whatever later ones were checked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -59,7 +59,7 @@ class NoMatchers:
     def restart(self) -> None:
         """Match from the beginning again, in one row."""
 
-    def advance(self, parents: Sequence[int], tokens: Sequence[int], scores: Sequence[float]) -> None:
+    def advance(self, parents: np.ndarray, tokens: np.ndarray, scores: np.ndarray) -> None:
         """Follow one step of the search."""
 
 
@@ -88,24 +88,23 @@ class RowMatchers(NoMatchers):
             self._rows = [_fork(grammar)]
         return self._rows
 
-    def advance(self, parents: Sequence[int], tokens: Sequence[int], scores: Sequence[float]) -> None:
+    def advance(self, parents: np.ndarray, tokens: np.ndarray, scores: np.ndarray) -> None:
         """Follow one step of the search.
 
         Args:
-            parents: By row, the row whose beam it continues.
-            tokens: By row, what it continues it with.
-            scores: By row; -inf where there is no beam.
+            parents: [b] by row, the row whose beam it continues.
+            tokens: [b] by row, what it continues it with.
+            scores: [b] by row; -inf where there is no beam.
 
         Raises:
             GrammarError: the grammar does not take a token that its mask allowed.
         """
         before = self.rows
-        lives = [score > -np.inf for score in scores]
-        last_child = {parent: row for row, parent in enumerate(parents) if lives[row]}
+        lives = np.flatnonzero(scores > -np.inf).tolist()
+        children = [*zip(lives, parents[lives].tolist(), tokens[lives].tolist(), strict=True)]
+        last_child = {parent: row for row, parent, _ in children}
         after: list[StructuredOutputGrammar | None] = [None] * len(parents)
-        for row, (parent, token) in enumerate(zip(parents, tokens, strict=True)):
-            if not lives[row]:
-                continue
+        for row, parent, token in children:
             matcher = before[parent]
             assert matcher is not None, f"row {row} continues row {parent}, which has no beam"
             # The last child need not leave its parent's own matcher to anybody.

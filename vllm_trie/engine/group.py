@@ -9,16 +9,17 @@ import numpy as np
 from vllm_trie.engine.answer_prefix import AnswerStream, Part
 from vllm_trie.engine.grammar import NoMatchers
 from vllm_trie.engine.group_forests import forests_of
-from vllm_trie.engine.hypothesis import Hypothesis, TokenReport
+from vllm_trie.engine.hypothesis import Hypothesis, TokenReports
 from vllm_trie.engine.plan import SearchPlan
 from vllm_trie.engine.stats import SearchCounts
 from vllm_trie.messages import Resumed
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Step, TokenLogprobs, TopLogprobs
-from vllm_trie.search.stopping import Ended, HypothesisPool
+from vllm_trie.search.stopping import Ended, Finished, HypothesisPool
 from vllm_trie.search.strategies.in_groups import InGroups
-from vllm_trie.trie.hypotheses import HypothesisTrie
+from vllm_trie.trie.hypotheses import ROOT, HypothesisTrie, Notes
+from vllm_trie.trie.tables import num_equal
 from vllm_trie.trie.traced import TracedTrie
 
 
@@ -78,8 +79,8 @@ class BeamGroup:
         self.hypotheses = TracedTrie() if self.plan.params.trace else HypothesisTrie()
         self.pool = self.plan.new_pool()
         self.pool.most_boost = sum(constraint.most_boost for constraint in self.plan.select_rules.constraints)
-        self._rank_scores: list[float] | None = None  # what rows compete by, if not by their sums
-        self.best_end = 0, 0  # the length and the row from which the best finished hypothesis took its last token
+        self._rank_scores: np.ndarray | None = None  # what rows compete by, if not by their sums
+        self.best_end = ROOT  # the length and the row from which the best finished hypothesis took its last token
         self._num_resumed: int | None = None  # tokens that rows had in common when they were lost, if ever
         self.forests.restart()
         self.matchers.restart()
@@ -89,26 +90,25 @@ class BeamGroup:
     def preempt(self) -> None:
         """The rows' KV is lost, the search is not: it goes on from the tokens that all of them have in common."""
         if self.length > 0:
-            columns = zip(*self.hypotheses.paths(), strict=True)
-            num_common = next((i for i, nodes in enumerate(columns) if len(set(nodes)) > 1), self.length)
+            num_common = num_equal(self.hypotheses.ancestors())
             self._num_resumed = self.forests.drafted_length = min(num_common, self.length - 1)
 
-    def paths_to_fan_out(self) -> list[list[int]]:
-        """For each row a key per token to compute after it fans out; where keys are equal, histories are."""
+    def paths_to_fan_out(self) -> np.ndarray:
+        """[rows, n] for each row a key per token to compute after it fans out; where keys are equal, histories are."""
         if self.length == 0:
-            return [[row] for row in range(self.num_rows)]
-        return [path[self.num_common :] for path in self.hypotheses.paths()]
+            return np.arange(self.num_rows)[:, None]
+        return self.hypotheses.ancestors(self.num_common)
 
     def history(self, row: int) -> list[int]:
         """The tokens that a row has generated."""
-        return self.hypotheses.tokens(self.hypotheses.rows[row])
+        (tokens,) = self.hypotheses.tokens([~row])
+        return tokens
 
     def resumed(self) -> Resumed | None:
         """What the worker must know to fan out a group that was preempted."""
         if self._num_resumed is None:
             return None
-        histories = [self.history(row) for row in range(self.num_rows)]
-        return Resumed(histories, self.hypotheses.row_scores(), self._rank_scores)
+        return Resumed(self.hypotheses.histories(), self.hypotheses.row_scores(), self._rank_scores)
 
     def next_rules(self, ahead: int = 0) -> SelectRules:
         """How the worker selects in the next step to be scheduled, or `ahead` steps later."""
@@ -125,30 +125,30 @@ class BeamGroup:
             GrammarError: a row took a token that its grammar does not take.
         """
         self.length += 1
-        ended, rank_scores = Ended([], [], [], []), step.rank_scores
-        if len(step.finished.tokens):
-            parents, tokens, scores = (field.tolist() for field in step.finished)
-            reports = _reports(step.finished, step.finished_logprobs, step.top_logprobs)
-            nodes = self.hypotheses.finish(self._rows(parents), tokens, scores, reports)
-            ended = Ended(scores if rank_scores is None else rank_scores.finished.tolist(), tokens, nodes, parents)
+        trie, rank_scores, ended = self.hypotheses, step.rank_scores, self._finish(step)
         running = step.scores if rank_scores is None else rank_scores.beams
         outdone, is_over = self.pool.advance(ended, running, self.length)
-        if self.stream is None:
-            for hypothesis in outdone:
-                self.hypotheses.drop(hypothesis.node)
-        elif ended.nodes:  # all but the best, which only compete, hold nothing back
-            self.hypotheses.keep_only(self.pool.best(1)[0].node)
-        if ended.nodes and (best_finished := self.pool.best(1)[0]).node in nodes:
-            self.best_end = self.length - 1, self._rows(parents)[nodes.index(best_finished.node)]
+        for hypothesis in outdone:
+            trie.drop(hypothesis.leaf)
+        if ended.leaves and (best := self.pool.best(1)[0].leaf) in ended.leaves:
+            self.best_end = trie.parent(best)
         if is_over or self.num_steps_left == 0:
             return True
-        beams = Candidates(step.parents, step.tokens, step.scores)
-        parents, tokens, scores = (field.tolist() for field in beams)
-        parents = self._rows(parents)
-        self.hypotheses.advance(parents, tokens, scores, _reports(beams, step.beam_logprobs, step.top_logprobs))
-        self._rank_scores = None if rank_scores is None else rank_scores.beams.tolist()
-        self.matchers.advance(parents, tokens, scores)
+        beams = Candidates(self._rows(step.parents), step.tokens, step.scores)
+        trie.advance(*beams, _reports(step.parents, step.tokens, step.beam_logprobs, step.top_logprobs))
+        self._rank_scores = None if rank_scores is None else rank_scores.beams.copy()
+        self.matchers.advance(*beams)
         return False
+
+    def _finish(self, step: Step) -> Ended:
+        """Take in the hypotheses that end in one step."""
+        finished, rank_scores = step.finished, step.rank_scores
+        if not len(finished.tokens):
+            return Ended([], [], [], [])
+        parents, tokens, scores = (field.tolist() for field in finished)
+        reports = _reports(finished.parents, finished.tokens, step.finished_logprobs, step.top_logprobs)
+        leaves = self.hypotheses.finish(self._rows(finished.parents).tolist(), tokens, scores, reports)
+        return Ended(scores if rank_scores is None else rank_scores.finished.tolist(), tokens, leaves, parents)
 
     def next_part(self) -> Part | None:
         """What is new, if anything, of what the answer begins with whatever comes.
@@ -165,31 +165,30 @@ class BeamGroup:
         if stream.is_decided:
             return None
         scores = trie.row_scores()
-        best_running = max(scores if self._rank_scores is None else self._rank_scores)
-        stream.is_decided = len(self.pool) > 0 and self.pool.is_decided(best_running, self.length)
-        if stream.is_decided:
-            return stream.extend(trie, trie.parent(self.pool.best(1)[0].node))
-        dead = [row for row, score in enumerate(scores) if score == -np.inf]
-        return stream.extend(trie, trie.deepest_common(stream.node, dead))
+        best_running = float((scores if self._rank_scores is None else self._rank_scores).max())
+        best = next((finished.leaf for finished in self.pool.best(1)), None)
+        stream.is_decided = best is not None and self.pool.is_decided(best_running, self.length)
+        if best is not None and stream.is_decided:
+            return stream.extend(trie, trie.parent(best))
+        return stream.extend(trie, trie.deepest_common(stream.length, np.flatnonzero(scores > -np.inf), best))
 
-    def _rows(self, parents: list[int]) -> list[int]:
+    def _rows(self, parents: np.ndarray) -> np.ndarray:
         """The rows that continuations have as parents: of the prompt there is one, whichever group continues it."""
-        return parents if len(self.hypotheses.rows) > 1 else [0] * len(parents)
+        return parents if self.hypotheses.width > 1 else np.zeros_like(parents)
 
     def best(self, count: int) -> list[Hypothesis]:
         """The best `count` finished hypotheses, best first; fewer if there are fewer."""
-        return [self._hypothesis(*finished) for finished in self.pool.best(count)]
+        return self._hypotheses(self.pool.best(count))
 
     def best_so_far(self, count: int) -> list[Hypothesis]:
         """The best `count` hypotheses if the search ends here, best first, with beams that go on among them."""
-        trie, sums = self.hypotheses, self._rank_scores or self.hypotheses.row_scores()
+        trie = self.hypotheses
         if self.length == 0 or (self.stream is not None and self.stream.is_decided):
             return self.best(count)
-        rows = [*range(len(trie.rows))]
-        running = Ended(sums, [trie.token(node) for node in trie.rows], trie.rows, rows)
-        beams = set(trie.rows)
-        found = self.pool.best_so_far(count, running, self.length)
-        return [self._hypothesis(one.score, one.node, one.node in beams) for one in found]
+        sums = trie.row_scores() if self._rank_scores is None else self._rank_scores
+        rows = [*range(trie.width)]
+        running = Ended(sums.tolist(), trie.row_tokens().tolist(), [~row for row in rows], rows)
+        return self._hypotheses(self.pool.best_so_far(count, running, self.length))
 
     @property
     def traced(self) -> TracedTrie | None:
@@ -210,27 +209,31 @@ class BeamGroup:
 
     def check_invariants(self) -> None:
         self.hypotheses.check_invariants()
-        assert self.length == 0 or len(self.hypotheses.rows) in (1, self.num_rows)
+        assert self.length == 0 or self.hypotheses.width in (1, self.num_rows)
 
-    def _hypothesis(self, score: float, node: int, is_running: bool = False) -> Hypothesis:
-        tokens = self.hypotheses.tokens(node)
+    def _hypotheses(self, best: Sequence[Finished]) -> list[Hypothesis]:
+        histories = self.hypotheses.tokens([finished.leaf for finished in best])
+        return [self._hypothesis(*finished, tokens) for finished, tokens in zip(best, histories, strict=True)]
+
+    def _hypothesis(self, score: float, leaf: int, tokens: list[int]) -> Hypothesis:
         stopped_by = tokens[-1] if tokens[-1] in self.plan.stop_rules.stop_token_ids else None
-        reports = self.hypotheses.notes(node) if self.plan.select_rules.num_logprobs is not None else None
-        is_complete = self.plan.select_rules.items is not None
+        has_reports = self.plan.select_rules.num_logprobs is not None
+        reports = TokenReports(*self.hypotheses.notes(leaf)) if has_reports else None
+        is_complete, is_running = self.plan.select_rules.items is not None, leaf < 0
         if is_running:
             stopped_by, is_complete = None, False
-        total = self.hypotheses.score(node)
-        return Hypothesis(tokens, total, score, stopped_by, reports, is_complete, is_running, node)
+        total = self.hypotheses.score(leaf)
+        return Hypothesis(tokens, total, score, stopped_by, reports, is_complete, is_running, leaf)
 
 
 def _reports(
-    continuations: Candidates[np.ndarray],
+    parents: np.ndarray,
+    tokens: np.ndarray,
     own: TokenLogprobs[np.ndarray] | None,
     top_logprobs: TopLogprobs[np.ndarray] | None,
-) -> Sequence[TokenReport] | None:
-    """What is returned of the newest token of each, where log-probabilities are."""
+) -> Notes:
+    """What is returned of the newest token of each: `TokenReports`, where there are log-probabilities."""
     if own is None or top_logprobs is None:
-        return None
-    token_ids = np.column_stack([continuations.tokens, top_logprobs.tokens[continuations.parents]])
-    logprobs = np.column_stack([own.logprobs, top_logprobs.logprobs[continuations.parents]])
-    return [TokenReport(*report) for report in zip(token_ids, logprobs, own.ranks.tolist(), strict=True)]
+        return ()
+    token_ids = np.column_stack([tokens, top_logprobs.tokens[parents]])
+    return TokenReports(token_ids, np.column_stack([own.logprobs, top_logprobs.logprobs[parents]]), own.ranks.copy())

@@ -7,12 +7,16 @@ from typing import NamedTuple
 import numpy as np
 
 
-class TokenReport(NamedTuple):
-    """What is returned of one token of a hypothesis."""
+class TokenReports(NamedTuple):
+    """What is returned of tokens besides: of those of a hypothesis, or of all rows' newest ones."""
 
-    token_ids: np.ndarray  # [1 + N] its own, then the best at its place
-    logprobs: np.ndarray  # [1 + N] float32, theirs
-    rank: int  # its own at its place, from 1
+    token_ids: np.ndarray  # [tokens, 1 + N] int32, each one's own, then the best at its place
+    logprobs: np.ndarray  # [tokens, 1 + N] float32, theirs
+    ranks: np.ndarray  # [tokens] int32, its own at its place, from 1
+
+    def after(self, count: int) -> TokenReports:
+        """Those of all tokens but the first `count`."""
+        return TokenReports(*(field[count:] for field in self))
 
 
 class Hypothesis(NamedTuple):
@@ -22,7 +26,7 @@ class Hypothesis(NamedTuple):
     sum_logprobs: float
     score: float  # what it competes by
     stopped_by: int | None  # the stop token it ends in; None if it ran out of length, or otherwise
-    reports: list[TokenReport] | None  # by token, if log-probabilities are returned
+    reports: TokenReports | None  # if log-probabilities are returned
     is_complete: bool = False  # its items are: it did not run out of length
     is_running: bool = False  # a beam of a search that was aborted
-    node: int = -1  # its last token in the hypothesis trie
+    leaf: int = -1  # its number in the hypothesis trie

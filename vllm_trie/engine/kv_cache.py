@@ -21,7 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.engine.held_blocks import HeldBlocks
 from vllm_trie.messages import ForkTicket, LookaheadBlocks, NewRows
-from vllm_trie.trie.blocks import BlockCopy, BlockCounts, BlockTrie, blocks_to_fan_out
+from vllm_trie.trie.blocks import BlockCounts, BlockTrie, blocks_to_fan_out
 from vllm_trie.trie.encoder_blocks import EncoderBlocks
 
 LOOKAHEAD_SHARE = 0.75  # of the blocks that a group holds, the most that it is lent to speculate with
@@ -44,7 +44,7 @@ class RowUpdate:
 @dataclass(slots=True)
 class _GroupBlocks:
     prefix_length: int  # tokens that the group computes as one row
-    paths: list[list[int]]  # what its rows compute after it fans out, see `BlockTrie.fan_out`
+    paths: np.ndarray  # what its rows compute after it fans out, see `BlockTrie.fan_out`
     is_prefilling: bool = False
     tries: list[BlockTrie] = field(default_factory=list)  # by KV cache group, once it has fanned out
     steps: int = 0
@@ -59,7 +59,7 @@ class _GroupBlocks:
     @property
     def num_held(self) -> int:
         """Blocks that only its rows have, what is to be reclaimed among them."""
-        return sum(trie.num_live_blocks + trie.num_garbage for trie in self.tries) + len(self.lookahead_blocks)
+        return sum(trie.num_held for trie in self.tries) + len(self.lookahead_blocks)
 
     @property
     def num_tokens(self) -> int:
@@ -90,7 +90,7 @@ class BeamKVCacheManager(KVCacheManager):
         """Tokens of a block, in the first KV cache group that holds tokens."""
         return next(m.block_size for m in self._managers if not isinstance(m, CrossAttentionManager))
 
-    def announce(self, request: Request, paths: list[list[int]]) -> int:
+    def announce(self, request: Request, paths: np.ndarray) -> int:
         """A group will fan out once all tokens of its request are computed, now or after a preemption.
 
         Args:
@@ -199,12 +199,12 @@ class BeamKVCacheManager(KVCacheManager):
             return LookaheadBlocks(most_layers, num_drafts, next_blocks, spare_blocks)
         return None
 
-    def replay_forks(self, request_id: str, forks: list[list[int]], num_tokens: int) -> None:
+    def replay_forks(self, request_id: str, forks: list[np.ndarray], num_tokens: int) -> None:
         """Replay the forks of one or more steps. The worker has made their copies already.
 
         Args:
-            forks: For each step the parent of each row. Steps after the first write into lookahead blocks, and what is
-                left of these goes back.
+            forks: For each step [rows] the parent of each row. Steps after the first write into lookahead blocks, and
+                what is left of these goes back.
             num_tokens: That each row held at the first of these forks. Rows may have grown since.
         """
         group = self._groups[request_id]
@@ -341,9 +341,8 @@ class BeamKVCacheManager(KVCacheManager):
             assert not group.tries or not any(m.req_to_blocks.get(request_id) for m in self._managers)
             for trie in group.tries:
                 trie.check_invariants()
-                for row in range(trie.width):
-                    for block_id in trie.row_blocks(row):
-                        assert self.block_pool.blocks[block_id].ref_cnt > 0, f"block {block_id} of {request_id} is free"
+                for block_id in np.unique(trie.table()).tolist():
+                    assert self.block_pool.blocks[block_id].ref_cnt > 0, f"block {block_id} of {request_id} is free"
 
     @property
     def _managers(self) -> tuple[SingleTypeKVCacheManager, ...]:
@@ -356,16 +355,16 @@ class BeamKVCacheManager(KVCacheManager):
         new_blocks = self._new_blocks(_blocks_beyond(m, num_tokens, group.paths) for m in self._managers)
         if new_blocks is None:
             return False
-        null, tables, copies = self.block_pool.null_block.block_id, [], list[BlockCopy]()
+        null, tables, copies = self.block_pool.null_block.block_id, [], []
         for manager, blocks in zip(self._managers, new_blocks, strict=True):
             trie = self._trie_of(manager, manager.req_to_blocks[request.request_id], num_tokens)
-            self._count(trie.num_live_blocks)
-            copies += trie.fan_out(group.paths, blocks)
+            self._count(trie.num_held)
+            copies.append(trie.fan_out(group.paths, blocks))
             group.tries.append(trie)
             tables.append(np.pad(trie.table(), ((0, 0), (trie.num_skipped, 0)), constant_values=null))
         self.coordinator.pop_blocks_for_free(request.request_id)
         group.is_prefilling = False
-        group.update = RowUpdate(NewRows(tables, np.array(copies, np.int64).reshape(-1, 2)))
+        group.update = RowUpdate(NewRows(tables, np.concatenate(copies).astype(np.int64)))
         return True
 
     def _trie_of(self, manager: SingleTypeKVCacheManager, held: list[KVCacheBlock], num_tokens: int) -> BlockTrie:
@@ -465,6 +464,6 @@ def _most_at_a_time(manager: SingleTypeKVCacheManager) -> int | None:
     return manager.max_admission_blocks_per_request
 
 
-def _blocks_beyond(manager: SingleTypeKVCacheManager, num_tokens: int, paths: list[list[int]]) -> int:
+def _blocks_beyond(manager: SingleTypeKVCacheManager, num_tokens: int, paths: np.ndarray) -> int:
     """New blocks that rows take from a prefix of `num_tokens` on. Of what an encoder made, they all hold the same."""
     return 0 if isinstance(manager, CrossAttentionManager) else blocks_to_fan_out(num_tokens, paths, manager.block_size)

@@ -13,7 +13,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
 from vllm_trie.engine.answer_prefix import Part
-from vllm_trie.engine.hypothesis import Hypothesis, TokenReport
+from vllm_trie.engine.hypothesis import Hypothesis
 from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, SentHypotheses
 from vllm_trie.options import PLUGIN_NAME
 
@@ -87,11 +87,11 @@ def _output_of(
     # Where a stop string ended it, the front end finds that string in the text, and says so.
     reasons = [FinishReason.STOP if _has_ended(one) else FinishReason.LENGTH for one in best]
     stops = [None if one.stopped_by == eos_token_id else one.stopped_by for one in best]
-    reports = [*chain.from_iterable(one.reports or () for one in best)]
+    reports = [one.reports for one in best if one.reports is not None and len(one.reports.ranks)]
     output = EngineCoreOutput("", [*chain.from_iterable(one.token_ids for one in best)])
     output.finish_reason, output.stop_reason = reasons[0], stops[0]
     if reports:
-        output.new_logprobs = _reported(reports)
+        output.new_logprobs = LogprobsLists(*map(np.concatenate, zip(*reports, strict=True)))
     elif num_outputs == 1:
         output.new_logprobs = _sum_alone(best[0].sum_logprobs)
     lengths, sums = [len(one.token_ids) for one in best], [one.sum_logprobs for one in best]
@@ -155,14 +155,9 @@ def error_output(message: str) -> EngineCoreOutput:
 
 def _logprobs(of: Hypothesis | Part) -> LogprobsLists:
     """What is reported of each token, or their sum alone (see `entrypoints.logprobs`)."""
-    if not of.reports:
+    if of.reports is None or not len(of.reports.ranks):
         return _sum_alone(of.sum_logprobs)
-    return _reported(of.reports)
-
-
-def _reported(reports: Sequence[TokenReport]) -> LogprobsLists:
-    token_ids, logprobs, ranks = zip(*reports, strict=True)
-    return LogprobsLists(np.stack(token_ids), np.stack(logprobs), np.array(ranks, dtype=np.int32))
+    return LogprobsLists(*of.reports)
 
 
 def take_output(request_id: str, outputs: dict[int, EngineCoreOutputs]) -> EngineCoreOutput:

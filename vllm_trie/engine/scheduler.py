@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -50,6 +51,7 @@ from vllm_trie.speculative_config import drafts_of
 logger = init_logger("vllm.trie_beam.scheduler")
 
 NO_ADMISSION = -1
+ONE_ROW = np.zeros(1, np.int32)  # its own parent
 
 
 @dataclass
@@ -486,7 +488,7 @@ class BeamScheduler(Scheduler):
                 over = group.advance(step)
             except GrammarError as error:
                 self._failed[request.request_id] = str(error)
-            forks.append([0] if group.num_rows == 1 else step.parents.tolist())  # one row needs no forks
+            forks.append(ONE_ROW if group.num_rows == 1 else step.parents)  # which needs no forks
             # vLLM counts tokens; whose they are, it cannot know.
             request.append_output_token_ids(int(step.tokens[0]))
             if over:  # what the worker, which does not know the pool, decided beyond that is dropped

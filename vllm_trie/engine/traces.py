@@ -18,6 +18,6 @@ def trace_of(group: BeamGroup, trie: TracedTrie, best: Sequence[Hypothesis], blo
         best: What is returned.
         block_size: Tokens of a KV block.
     """
-    trie.end([trie.rows.index(hypothesis.node) for hypothesis in best if hypothesis.is_running])
+    returned = [trie.end(~one.leaf) if one.is_running else one.leaf for one in best]
     own = {"prompt_length": group.plan.prompt_length, "block_size": block_size, "texts": []}
-    return {**own, **trie.as_dict([hypothesis.node for hypothesis in best])}
+    return {**own, **trie.as_dict(returned)}

@@ -35,22 +35,22 @@ class GroupPools(Pool):
             too_late = ended.some(groups == number)
             if number not in self.done:
                 stopped, too_late = too_late.some(stops[groups == number]), too_late.some(~stops[groups == number])
-                outdone += pool.add(stopped.sums, length, stopped.last_tokens, stopped.nodes)
+                outdone += pool.add(stopped.sums, length, stopped.last_tokens, stopped.leaves)
                 best = float(of_group.max())
                 if pool.is_done(max([best, *stopped.sums]), length):
                     self.done += (number,)
                 else:
-                    outdone += pool.add(too_late.sums, length, too_late.last_tokens, too_late.nodes)
+                    outdone += pool.add(too_late.sums, length, too_late.last_tokens, too_late.leaves)
                     is_over = is_over and best == -np.inf
                     continue
-            outdone += map(Finished, too_late.sums, too_late.nodes)
+            outdone += map(Finished, too_late.sums, too_late.leaves)
         return outdone, is_over
 
     def score(self, sum_logprobs: float, length: int, last_token: int) -> float:
         return self.pools[0].score(sum_logprobs, length, last_token)
 
     def best_so_far(self, count: int, running: Ended, length: int) -> list[Finished]:
-        groups = np.arange(len(running.nodes)) * len(self.pools) // max(len(running.nodes), 1)
+        groups = np.arange(len(running.leaves)) * len(self.pools) // max(len(running.leaves), 1)
         return super().best_so_far(count, running.some(~np.isin(groups, self.done)), length)
 
     def best(self, count: int) -> list[Finished]:

@@ -27,7 +27,7 @@ class Finished(NamedTuple):
     """One finished hypothesis."""
 
     score: float  # what hypotheses compete by
-    node: int  # its last token in the hypothesis trie
+    leaf: int  # its number in the hypothesis trie
 
 
 class Ended(NamedTuple):
@@ -35,7 +35,7 @@ class Ended(NamedTuple):
 
     sums: list[float]  # cumulative log-probabilities
     last_tokens: list[int]
-    nodes: list[int]  # in the hypothesis trie
+    leaves: list[int]  # in the hypothesis trie
     rows: list[int]  # the beams that they continue
 
     def some(self, which: np.ndarray) -> Ended:
@@ -74,8 +74,8 @@ class Pool(ABC):
         Args:
             running: All beams, of `length` generated tokens, as `Ended`; the sum is -inf where there is none.
         """
-        beams = zip(running.sums, running.last_tokens, running.nodes, strict=True)
-        going_on = [Finished(self.score(s, length, token), node) for s, token, node in beams if s > -np.inf]
+        beams = zip(running.sums, running.last_tokens, running.leaves, strict=True)
+        going_on = [Finished(self.score(s, length, token), leaf) for s, token, leaf in beams if s > -np.inf]
         return sorted([*self.best(count), *going_on], key=lambda one: -one.score)[:count]
 
 
@@ -129,17 +129,17 @@ class HypothesisPool(Pool):
         return self.bound(best_running, length) <= self._best_first[0].score
 
     def add(
-        self, sums: Sequence[float], length: int, last_tokens: Sequence[int], nodes: Sequence[int]
+        self, sums: Sequence[float], length: int, last_tokens: Sequence[int], leaves: Sequence[int]
     ) -> list[Finished]:
         """Offer hypotheses of equal length. Returns what has no place in the pool (any more)."""
-        self._best_first += map(Finished, self.scores(sums, length, last_tokens), nodes)
+        self._best_first += map(Finished, self.scores(sums, length, last_tokens), leaves)
         self._best_first.sort(key=lambda finished: -finished.score)  # equal scores keep their order
         outdone = self._best_first[self.width :]
         del self._best_first[self.width :]
         return outdone
 
     def advance(self, ended: Ended, running: np.ndarray, length: int) -> tuple[list[Finished], bool]:
-        outdone = self.add(ended.sums, length, ended.last_tokens, ended.nodes) if ended.nodes else []
+        outdone = self.add(ended.sums, length, ended.last_tokens, ended.leaves) if ended.leaves else []
         best = float(running.max())
         return outdone, best == -np.inf or self.is_done(best, length)
 
@@ -192,9 +192,9 @@ class TridecodePool(HypothesisPool):
         return float(sum_logprobs / length**self.length_penalty)
 
     def add(
-        self, sums: Sequence[float], length: int, last_tokens: Sequence[int], nodes: Sequence[int]
+        self, sums: Sequence[float], length: int, last_tokens: Sequence[int], leaves: Sequence[int]
     ) -> list[Finished]:
-        outdone = super().add(sums, length, last_tokens, nodes)
+        outdone = super().add(sums, length, last_tokens, leaves)
         if self._full_at is None and len(self) == self.width:
             self._full_at = length
         return outdone

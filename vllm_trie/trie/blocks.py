@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count
-from typing import NamedTuple
 
 import numpy as np
 
-NO_NODE = -1
+from vllm_trie.trie.tables import num_equal
 
-
-class BlockCopy(NamedTuple):
-    """Copy the content of block `source` into block `destination`."""
-
-    source: int
-    destination: int
+NO_COPIES = np.empty((0, 2), np.int32)
 
 
 @dataclass
@@ -40,40 +33,26 @@ def least_blocks_to_start(num_prompt_tokens: int, width: int, block_size: int) -
     return num_prompt_tokens // block_size + width
 
 
-def blocks_to_fan_out(num_tokens: int, paths: Sequence[Sequence[int]], block_size: int) -> int:
+def blocks_to_fan_out(num_tokens: int, paths: np.ndarray, block_size: int) -> int:
     """New blocks that `BlockTrie.fan_out(paths, ...)` takes from a prefix of `num_tokens` tokens."""
-    end = num_tokens + len(paths[0])
-    count = len(paths) if end % block_size else 0
+    width, length = paths.shape
+    end = num_tokens + length
+    count = width if end % block_size else 0
     for block_end in range((num_tokens // block_size + 1) * block_size, end + 1, block_size):
-        count += len({path[block_end - num_tokens - 1] for path in paths})
+        count += len(np.unique(paths[:, block_end - num_tokens - 1]))
     return count - (num_tokens % block_size > 0)  # one row goes on in the prefix's own tail
-
-
-@dataclass(slots=True)
-class _Node:
-    """One full block, common to every row below it."""
-
-    parent: int
-    block: int
-    depth: int  # full blocks from the first token to here, this one and those skipped included
-    references: int  # child nodes, plus rows whose deepest full block this is
-
-
-@dataclass(slots=True)
-class _Row:
-    node: int  # deepest full block that may be shared
-    tails: list[int] = field(default_factory=list)  # the row's own blocks behind it, first to last
 
 
 @dataclass
 class BlockTrie:
     """The blocks of a group of rows that all hold the same number of tokens.
 
-    A row is a path of full blocks plus tail blocks of its own: one that is being written, and maybe one
-    that has become full since the last fork. A fork adopts the full blocks by reference and copies what is
-    partly filled, so no row ever writes into a block that another row reads. Blocks are numbers here; who
-    allocates and frees them is the caller's business. A block whose last reference goes becomes garbage
-    until `reclaim` hands it back.
+    A row is a line of a table: full blocks, which other rows may hold as well, then tail blocks of its own: one that is
+    being written, and maybe one that has become full since the last fork. Rows with the same block in a column have the
+    same ones before it, so the table is a trie; its first columns, where all rows have the same, are kept once. In a
+    fork a row takes over the full blocks of another and copies what is partly filled, so no row ever writes into a
+    block that another row reads. Nothing is counted by reference: `reclaim` looks up which blocks the table no longer
+    has. Blocks are numbers here; who allocates and frees them is the caller's business.
 
     Where attention sees only a window, the first blocks of all rows can be skipped: rows hold what
     comes behind them.
@@ -95,58 +74,51 @@ class BlockTrie:
         full, partial = divmod(self.num_tokens, self.block_size)
         if len(self.prefix) != full + bool(partial):
             raise ValueError(f"{len(self.prefix)} blocks of {self.block_size} do not hold {self.num_tokens} tokens")
-        self.num_sealed = full  # blocks of each row, from the first one, that have joined the trie or are skipped
-        self._common = 0, 0  # blocks that all rows share, as found when so many were sealed
-        self._nodes: dict[int, _Node] = {}
-        self._keys = count()
-        self._garbage: list[int] = []
-        node = NO_NODE
-        for index in range(self.num_skipped, full):
-            node = self._add_node(node, self.prefix[index], index + 1)
-        self.rows = [_Row(NO_NODE, [self.prefix[full]] if partial else [])]
-        self._point(self.rows[0], node)
+        self.num_sealed = full  # blocks of each row, from the first one, that others may hold, or that are skipped
+        self._num_common = self._num_examined = full  # that all rows share, as found when so many were sealed
+        self._common = [*self.prefix[self.num_skipped : full]]  # of these, those that are held
+        self._table = np.array([self.prefix[full:]], np.int32)  # [rows, blocks], what comes after them
+        self._held = self._table[0].copy()  # distinct ones of the table, and those that no row leads to; upper first
+        self._may_have_dead = False
         self.prefix = ()
 
     @property
     def width(self) -> int:
-        return len(self.rows)
+        return len(self._table)
 
-    def fan_out(self, paths: Sequence[Sequence[int]], new_blocks: Sequence[int]) -> list[BlockCopy]:
+    @property
+    def _num_full(self) -> int:
+        """Columns of the table, the first ones, that rows may share."""
+        return self.num_sealed - self.num_skipped - len(self._common)
+
+    def fan_out(self, paths: np.ndarray, new_blocks: Sequence[int]) -> np.ndarray:
         """Let one row become many that go on from it, and make room for their tokens.
 
         Args:
-            paths: For each row a key per token beyond the prefix, equally many. Where two rows have the
-                same key, their histories are the same up to that token, and so are their full blocks.
+            paths: [rows, n] a key per token beyond the prefix. Where two rows have the same key, their histories are
+                the same up to that token, and so are their full blocks.
             new_blocks: As many as `blocks_to_fan_out` says.
 
         Returns:
-            The copies to make before any row writes.
+            [copies, 2] blocks to copy before any row writes, each with the one that it is copied to.
         """
-        (first,) = self.rows
+        assert self.width == 1
         assert len(new_blocks) == blocks_to_fan_out(self.num_tokens, paths, self.block_size)
-        self._seal(self.num_tokens // self.block_size)
-        self.rows = [_Row(first.node) for _ in paths]
-        if first.node != NO_NODE:
-            self._nodes[first.node].references += len(paths) - 1
-        new, tail, copies = iter(new_blocks), next(iter(first.tails), None), []
-        start, end = self.num_tokens, self.num_tokens + len(paths[0])
-        for depth in range(start // self.block_size + 1, -(-end // self.block_size) + 1):
-            block_end = depth * self.block_size
-            sealed: dict[int, int] = {}
-            for index, (row, path) in enumerate(zip(self.rows, paths, strict=True)):
-                if block_end <= end and path[block_end - start - 1] in sealed:
-                    self._point(row, sealed[path[block_end - start - 1]])
-                    continue
-                block = next(new) if tail is None or index > 0 else tail
-                if tail is not None and index > 0:
-                    copies.append(BlockCopy(tail, block))
-                if block_end > end:
-                    row.tails.append(block)
-                else:
-                    node = sealed[path[block_end - start - 1]] = self._add_node(row.node, block, depth)
-                    self._point(row, node)
-            tail = None
-        self.num_tokens, self.num_sealed = end, end // self.block_size
+        start, size, (width, length) = self.num_tokens, self.block_size, paths.shape
+        self.num_sealed = start // size
+        tail, new = self._table[0, self._num_full :], np.array(new_blocks, np.int32)
+        self._held = np.concatenate([self._held, new])
+        columns, unused, copies = [np.repeat(self._table[:, : self._num_full], width, axis=0)], [*tail, *new], NO_COPIES
+        for block_end in range((start // size + 1) * size, -(-(start + length) // size) * size + 1, size):
+            is_full = block_end <= start + length
+            owners = _numbered(paths[:, block_end - start - 1]) if is_full else np.arange(width)
+            blocks, unused = np.array(unused[: owners.max() + 1], np.int32), unused[owners.max() + 1 :]
+            columns.append(blocks[owners][:, None])
+            if len(tail) and len(columns) == 2:  # the first row goes on in the tail itself
+                copies = np.column_stack([np.repeat(tail, len(blocks) - 1), blocks[1:]])
+        self._table = np.hstack(columns)
+        self.num_tokens = start + length
+        self.num_sealed = self.num_tokens // size
         self.counts.copied += len(copies)
         return copies
 
@@ -157,153 +129,127 @@ class BlockTrie:
     def grow(self, new_blocks: Sequence[int]) -> None:
         """Make room for one more token in every row."""
         assert len(new_blocks) == self.blocks_to_grow()
-        for row, block in zip(self.rows, new_blocks, strict=False):  # none between two boundaries
-            row.tails.append(block)
         self.num_tokens += 1
+        if len(new_blocks):
+            new = np.array(new_blocks, np.int32)
+            self._table = np.hstack([self._table, new[:, None]])
+            self._held = np.concatenate([self._held, new])
 
-    def fork(self, parents: Sequence[int], num_tokens: int | None = None) -> list[BlockCopy]:
-        """Let every row d continue the history of row `parents[d]`. Returns the tail copies to make.
+    def fork(self, parents: np.ndarray, num_tokens: int | None = None) -> None:
+        """Let every row d continue the history of row `parents[d]`, and count the tails that are copied for that.
 
         A row that is somebody's parent must be its own (`assign_slots` sees to that), so copies
         read from survivors and write to dead rows only.
 
         Args:
-            parents: By row.
+            parents: [rows].
             num_tokens: How many tokens the rows held when they forked, if they have grown since; what
                 a row holds beyond stays its own.
         """
-        num_full, partial = divmod(self.num_tokens if num_tokens is None else num_tokens, self.block_size)
-        self._seal(num_full)
-        copies = []
-        for (index, row), parent in zip(enumerate(self.rows), parents, strict=True):
-            if index == parent:
-                continue
-            source = self.rows[parent]
-            if row.node != source.node:
-                self._point(row, source.node)
-            self.counts.shared += self.num_sealed - self.num_skipped if row.node != NO_NODE else 0
-            if partial:
-                copies.append(BlockCopy(source.tails[0], row.tails[0]))
-        self.counts.copied += len(copies)
-        return copies
-
-    def _seal(self, num_blocks: int) -> None:
-        """Let the first `num_blocks` blocks of every row be in the trie."""
-        for depth in range(self.num_sealed + 1, num_blocks + 1):
-            for row in self.rows:
-                self._point(row, self._add_node(row.node, row.tails.pop(0), depth))
-            self.num_sealed = depth
+        assert len(parents) == self.width
+        full, partial = divmod(self.num_tokens if num_tokens is None else num_tokens, self.block_size)
+        self.num_sealed = max(self.num_sealed, full)
+        (moved,), num_full = (parents != np.arange(self.width)).nonzero(), self._num_full
+        self.counts.shared += len(moved) * (self.num_sealed - self.num_skipped)
+        self.counts.copied += len(moved) if partial else 0
+        if num_full and len(moved):
+            self._table[moved, :num_full] = self._table[parents[moved], :num_full]
+            self._may_have_dead = True
 
     def skip(self, num_blocks: int) -> None:
-        """Hold the first `num_blocks` blocks of the rows no longer, as far as they are in the trie."""
+        """Hold the first `num_blocks` blocks of the rows no longer, as far as others may hold them."""
         num_blocks = min(num_blocks, self.num_sealed)
-        if num_blocks <= self.num_skipped:
+        num_gone = num_blocks - self.num_skipped
+        if num_gone <= 0:
             return
+        gone, self._common = self._common[:num_gone], self._common[num_gone:]
+        self._held = np.concatenate([np.array(gone, np.int32), self._held])
+        self._table = self._table[:, num_gone - len(gone) :]
         self.num_skipped = num_blocks
-        for key in [key for key, node in self._nodes.items() if node.depth <= num_blocks]:
-            self._garbage.append(self._nodes.pop(key).block)
-        for node in self._nodes.values():
-            if node.parent not in self._nodes:
-                node.parent = NO_NODE
-        for row in self.rows:
-            if row.node not in self._nodes:
-                row.node = NO_NODE
+        self._may_have_dead = True
 
     def num_common(self) -> int:
         """How many blocks, the first ones, all rows are known to share, those that are skipped included.
 
-        It never decreases. It is looked up anew whenever blocks have joined the trie.
+        It never decreases. It is looked up anew whenever rows may share more.
         """
-        _, looked_at = self._common
-        if looked_at < self.num_sealed:
-            nodes, depth = {row.node for row in self.rows}, self.num_sealed
-            while len(nodes) > 1:
-                nodes, depth = {self._nodes[node].parent if node != NO_NODE else NO_NODE for node in nodes}, depth - 1
-            self._common = depth, self.num_sealed
-        return self._common[0]
+        if self._num_examined < self.num_sealed:
+            self._num_examined = self.num_sealed
+            full = self._table[:, : self._num_full]
+            num_new = num_equal(full)
+            self._num_common = self.num_sealed - full.shape[1] + num_new
+            new = full[0, :num_new]
+            self._held = self._held[~np.isin(self._held, new)]
+            self._common += new.tolist()
+            self._table = self._table[:, num_new:]
+        return self._num_common
 
     def reclaim(self) -> list[int]:
-        """Hand back the blocks that no row leads to."""
-        garbage, self._garbage = self._garbage, []
-        self.counts.reclaimed += len(garbage)
-        return garbage
+        """Hand back the blocks that no row leads to, deepest first."""
+        if not self._may_have_dead:
+            return []
+        self._may_have_dead = False
+        are_live = self._are_live()
+        dead, self._held = self._held[~are_live], self._held[are_live]
+        self.counts.reclaimed += len(dead)
+        return dead[::-1].tolist()
 
-    @property
-    def num_garbage(self) -> int:
-        return len(self._garbage)
+    def _are_live(self) -> np.ndarray:
+        """[held] bool: whether a row leads to the block."""
+        in_table = np.zeros(self._held.max(initial=0) + 1, np.bool_)
+        in_table[self._table] = True
+        return in_table[self._held]
 
     def release(self) -> list[int]:
         """Give up every row. Returns all blocks, deepest first, so that the prompt is evicted last."""
-        blocks = self.reclaim()
-        blocks += chain.from_iterable(row.tails[::-1] for row in self.rows)
-        blocks += [node.block for node in sorted(self._nodes.values(), key=lambda n: -n.depth)]
-        self._nodes.clear()
-        self.rows = []
+        blocks = self.reclaim() + self._held[::-1].tolist() + self._common[::-1]
+        self._common, self._held = [], self._held[:0]
+        self._table = np.empty((0, 0), np.int32)
         return blocks
 
     def row_blocks(self, row: int) -> list[int]:
         """The blocks that one row holds, first to last, its tails included."""
-        return self._path(self.rows[row].node) + self.rows[row].tails
+        return self._common + self._table[row].tolist()
 
     def table(self) -> np.ndarray:
         """[rows, blocks] int32: what `row_blocks` returns, of all rows."""
-        nodes = [row.node for row in self.rows]
-        paths = {node: self._path(node) for node in dict.fromkeys(nodes)}
-        number = dict(zip(paths, range(len(paths)), strict=True))
-        full = np.array([*paths.values()], np.int32)[[number[node] for node in nodes]]
-        return np.hstack([full, np.array([row.tails for row in self.rows], np.int32)])
+        common = np.array(self._common, np.int32)
+        return np.hstack([np.broadcast_to(common, (self.width, len(common))), self._table])
 
-    def _path(self, node: int) -> list[int]:
-        blocks = []
-        while node != NO_NODE:
-            blocks.append(self._nodes[node].block)
-            node = self._nodes[node].parent
-        return blocks[::-1]
+    @property
+    def num_held(self) -> int:
+        """Blocks that are not handed back, those that no row leads to included."""
+        return len(self._common) + len(self._held)
 
     @property
     def num_live_blocks(self) -> int:
         """Distinct blocks that some row leads to: the least any sharing scheme could hold."""
-        return len(self._nodes) + sum(len(row.tails) for row in self.rows)
+        return len(self._common) + int(np.count_nonzero(self._are_live()))
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless the live blocks are exactly the union of the rows' paths and tails."""
-        num_blocks = -(-self.num_tokens // self.block_size)
-        expected = dict.fromkeys(self._nodes, 0)
-        for key, node in self._nodes.items():
-            if node.parent != NO_NODE:
-                assert node.parent in self._nodes, f"node {key} outlived its parent"
-                assert self._nodes[node.parent].depth == node.depth - 1
-                expected[node.parent] += 1
-            else:
-                assert node.depth == self.num_skipped + 1, f"node {key} hangs in the air"
-        for index, row in enumerate(self.rows):
-            if row.node != NO_NODE:
-                expected[row.node] += 1
-            num_tails = num_blocks - self.num_sealed
-            assert len(row.tails) == num_tails, f"row {index}: tails {row.tails} at {self.num_tokens} tokens"
-            assert len(self.row_blocks(index)) == num_blocks - self.num_skipped, f"row {index} has a wrong length"
-        for key, node in self._nodes.items():
-            assert node.references == expected[key] > 0, f"node {key}: {node.references} held, {expected[key]} found"
-        live = [node.block for node in self._nodes.values()]
-        live += chain.from_iterable(row.tails for row in self.rows)
-        assert len(set(live + self._garbage)) == len(live) + len(self._garbage), "a block is held twice"
+        """Raise AssertionError unless the table is a trie whose rows have tails of their own, and is what is held."""
+        held = self._common + self._held.tolist()
+        if not self.width:  # after its release
+            assert not held, "a block outlived the rows"
+            return
+        table, num_full = self._table, self._num_full
+        num_columns = -(-self.num_tokens // self.block_size) - self.num_skipped - len(self._common)
+        assert table.shape[1] == num_columns, f"{table.shape[1]} columns at {self.num_tokens} tokens"
+        assert 0 <= num_full <= num_columns, f"{num_full} of {num_columns} columns are full"
+        assert self.num_skipped + len(self._common) == max(self._num_common, self.num_skipped), "common blocks differ"
+        tails = table[:, num_full:]
+        assert len(np.unique(tails)) == tails.size, "two rows write one block"
+        for before, column in zip(table.T, table.T[1:], strict=False):
+            paths = np.unique(np.stack([before, column]), axis=1)
+            assert paths.shape[1] == len(np.unique(column)), "a block follows two others"
+        blocks = [block for column in table.T for block in np.unique(column).tolist()]
+        assert len(set(blocks)) == len(blocks), "a block lies at two depths"
+        assert len(set(held)) == len(held), "a block is held twice"
+        assert set(blocks) <= set(self._held.tolist()), "a row leads to a block that is not held"
+        assert self._may_have_dead or len(blocks) == len(self._held), "a block is held that no row leads to"
 
-    def _add_node(self, parent: int, block: int, depth: int) -> int:
-        key = next(self._keys)
-        if parent != NO_NODE:
-            self._nodes[parent].references += 1
-        self._nodes[key] = _Node(parent, block, depth, 0)
-        return key
 
-    def _point(self, row: _Row, node: int) -> None:
-        if node != NO_NODE:
-            self._nodes[node].references += 1
-        old, row.node = row.node, node
-        while old != NO_NODE:
-            dropped = self._nodes[old]
-            dropped.references -= 1
-            if dropped.references:
-                return
-            del self._nodes[old]
-            self._garbage.append(dropped.block)
-            old = dropped.parent
+def _numbered(keys: np.ndarray) -> np.ndarray:
+    """The same keys as numbers from 0, in the order in which they first occur."""
+    _, first, which = np.unique(keys, return_index=True, return_inverse=True)
+    return first.argsort().argsort()[which]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_trie.trie.blocks import BlockCopy, BlockTrie
+import numpy as np
+
+from vllm_trie.trie.blocks import BlockTrie
 
 
 class EncoderBlocks(BlockTrie):
@@ -19,9 +21,9 @@ class EncoderBlocks(BlockTrie):
         """What one row holds, that of a group which is to fan out."""
         return cls(block_size, blocks, len(blocks) * block_size)
 
-    def fan_out(self, paths: Sequence[Sequence[int]], new_blocks: Sequence[int]) -> list[BlockCopy]:
+    def fan_out(self, paths: np.ndarray, new_blocks: Sequence[int]) -> np.ndarray:
         """Let one row become as many as there are paths; all hold the same blocks. No copies."""
-        return super().fan_out([()] * len(paths), new_blocks)
+        return super().fan_out(paths[:, :0], new_blocks)
 
     def blocks_to_grow(self) -> int:
         """None."""
@@ -29,8 +31,7 @@ class EncoderBlocks(BlockTrie):
 
     def grow(self, new_blocks: Sequence[int]) -> None:
         """Rows have one token more, which is not here."""
-        assert not new_blocks
+        assert not len(new_blocks)
 
-    def fork(self, parents: Sequence[int], num_tokens: int | None = None) -> list[BlockCopy]:
-        """What rows continue makes no difference: they hold the same. No copies."""
-        return []
+    def fork(self, parents: np.ndarray, num_tokens: int | None = None) -> None:
+        """What rows continue makes no difference: they hold the same."""

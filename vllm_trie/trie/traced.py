@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from vllm_trie.trie.hypotheses import HypothesisTrie
+from vllm_trie.trie.hypotheses import HypothesisTrie, Leaf, Node
 
 DIGITS = 5  # of scores, behind the point
 NO_DRAFT = -1
@@ -21,63 +21,55 @@ class DraftedForest(NamedTuple):
 
 
 class TracedTrie(HypothesisTrie):
-    """See `HypothesisTrie`. A step is one `advance`, or in the end a `finish` alone."""
+    """See `HypothesisTrie`. A step is one `advance`, or in the end a `finish` alone. Nothing is ever left out."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._beams = list[tuple[Sequence[int], Sequence[int], Sequence[float]]]()  # parents, tokens, scores by step
-        self._finished = list[tuple[int, int, int, float]]()  # step, parent, token, score
-        self._numbers: dict[int, int] = {}  # by node: of these the one that ended in it last
         self._forests = list[dict[str, Any]]()
         self._accepted: dict[int, list[int]] = {}  # by step
         self._blocks: dict[int, tuple[int, int]] = {}  # by step
 
-    def advance(
-        self, parents: Sequence[int], tokens: Sequence[int], scores: Sequence[float], notes: Sequence[Any] | None = None
-    ) -> None:
-        super().advance(parents, tokens, scores, notes)
-        self._beams.append((parents, tokens, scores))
+    def drop(self, leaf: int) -> None:
+        """What is outdone is a part of the search."""
 
-    def finish(
-        self, rows: Sequence[int], tokens: Sequence[int], scores: Sequence[float], notes: Sequence[Any] | None = None
-    ) -> list[int]:
-        nodes = super().finish(rows, tokens, scores, notes)
-        numbers = range(len(self._finished), len(self._finished) + len(nodes))
-        self._numbers.update(zip(nodes, numbers, strict=True))
-        self._finished += zip([len(self._beams)] * len(nodes), rows, tokens, scores, strict=True)
-        return nodes
+    def _prune(self) -> None:
+        """So is what leads nowhere."""
 
-    def end(self, rows: Sequence[int]) -> None:
-        """The search goes on no more: beams in these rows are hypotheses that ended in the newest step."""
-        for row in rows:
-            parents, tokens, scores = self._beams[-1]
-            self._numbers[self.rows[row]] = len(self._finished)
-            self._finished.append((len(self._beams) - 1, parents[row], tokens[row], scores[row]))
+    def end(self, row: int) -> int:
+        """The search goes on no more: a beam is a hypothesis that ended in the newest step. Returns its number."""
+        step, leaf = self._steps[-1], self._num_finished
+        parent = Node(self.length - 1, step.parents[row].item())
+        self._finished[leaf] = Leaf(parent, step.tokens[row].item(), step.scores[row].item(), ())
+        self._num_finished += 1
+        return leaf
 
     def add_forest(self, forest: DraftedForest) -> None:
         """The next steps are those of one forward, which verified this forest."""
-        step = len(self._beams)
-        self._forests.append({"step": step, "parents": forest.parents, "tokens": forest.tokens})
-        self._accepted.update(enumerate(forest.accepted, start=step))
+        self._forests.append({"step": self.length, "parents": forest.parents, "tokens": forest.tokens})
+        self._accepted.update(enumerate(forest.accepted, start=self.length))
 
     def add_blocks(self, num_held: int, num_shared: int) -> None:
         """After the newest step all beams together hold so many KV blocks, and share so many, the first ones."""
-        self._blocks[len(self._beams) - 1] = num_held, num_shared
+        self._blocks[self.length - 1] = num_held, num_shared
 
     def as_dict(self, returned: Sequence[int]) -> dict[str, Any]:
         """The search as lists; see `vllm_trie.trace.Trace`.
 
         Args:
-            returned: The nodes of the hypotheses that are returned, best first.
+            returned: The numbers of the hypotheses that are returned, best first.
         """
-        steps = range(len(self._beams))
-        ended = [[*column] for column in zip(*self._finished, strict=True)] or [[], [], [], []]
+        steps, ended = range(self.length), self._finished.values()
         return {
-            "parents": [[*parents] for parents, _, _ in self._beams],
-            "tokens": [[*tokens] for _, tokens, _ in self._beams],
-            "scores": [_rounded(scores) for _, _, scores in self._beams],
-            "finished": {"steps": ended[0], "parents": ended[1], "tokens": ended[2], "scores": _rounded(ended[3])},
-            "returned": [self._numbers[node] for node in returned],
+            "parents": [step.parents.tolist() for step in self._steps],
+            "tokens": [step.tokens.tolist() for step in self._steps],
+            "scores": [_rounded(step.scores.tolist()) for step in self._steps],
+            "finished": {
+                "steps": [one.parent.length for one in ended],
+                "parents": [one.parent.row for one in ended],
+                "tokens": [one.token for one in ended],
+                "scores": _rounded([one.score for one in ended]),
+            },
+            "returned": [*returned],
             "forests": self._forests,
             "accepted": [self._accepted.get(step, []) for step in steps],
             "blocks": [self._blocks.get(step) for step in steps],

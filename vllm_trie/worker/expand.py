@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -109,11 +110,10 @@ def _fan_out(
     group.num_drafted, group.roots = num_computed_tokens, None
     histories: list[list[int]] = [[]] * num_rows
     if step.resumed is not None:
-        histories = step.resumed.histories
+        histories = step.resumed.histories[:num_requests].tolist()
         known = [of_rows for of_rows in (step.resumed.scores, step.resumed.rank_scores) if of_rows is not None]
-        group.beams = Beams(*async_tensor_h2d(known, device=device, dtype=torch.float32)[:, None])
-        newest = [history[-1] for history in histories]
-        group.tokens = async_tensor_h2d(newest, device=device, dtype=torch.int64)
+        group.beams = Beams(*async_tensor_h2d(np.stack(known), device=device, dtype=torch.float32)[:, None])
+        group.tokens = async_tensor_h2d(step.resumed.histories[:, -1].copy(), device=device, dtype=torch.int64)
     request = replace(group.request, num_computed_tokens=num_computed_tokens)
     blocks = zip(*(table[:num_requests].tolist() for table in step.rows.tables), strict=True)
     return [

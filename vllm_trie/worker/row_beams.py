@@ -43,7 +43,7 @@ class RowBeams:
         if resumed is None:
             return {key: key.begin(1, device) for key in keys}
         states = {key: key.begin(len(resumed.histories), device) for key in keys}
-        for tokens in uploaded(np.array(resumed.histories), device).T if keys else ():
+        for tokens in uploaded(resumed.histories.astype(np.int64), device).T if keys else ():
             states = {key: key.advance(state, tokens[None]) for key, state in states.items()}
         return states
 

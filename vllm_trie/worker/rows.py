@@ -161,14 +161,14 @@ class Rows:
                 runner.encoder_cache.add_request(row_id, request.mm_features)
         if request.lora_request is not None:
             runner.lora_state.lora_requests.update(dict.fromkeys(others, request.lora_request))
-        histories = [] if step.resumed is None else step.resumed.histories[1:]
-        length = len(group.prompt) + (len(histories[0]) if histories else 0)
+        resumed, num_prompt = step.resumed, len(group.prompt)
+        length = num_prompt + (0 if resumed is None else resumed.histories.shape[1])
         at = self.upload(slots)
         self._write_counts(slots, at, length, group.num_drafted)
-        tokens, num_prompt = states.all_token_ids.gpu, len(group.prompt)
+        tokens = states.all_token_ids.gpu
         tokens[at, :num_prompt] = tokens[first, :num_prompt]
-        if histories:
-            tokens[at, num_prompt:length] = self.upload(np.array(histories, np.int32), torch.int32)
+        if resumed is not None:
+            tokens[at, num_prompt:length] = self.upload(resumed.histories[1:], torch.int32)
         self._write_rope_positions(first, slots, at, num_prompt, length)
         self._write_tables(slots, at, [table[1:] for table in step.rows.tables])
 
