@@ -132,7 +132,7 @@ def test_groups_end_by_a_stop_an_abort_or_an_error(engine: Engine, monkeypatch: 
     core.step()
     core.abort_request(["aborted"])
     core.step()
-    assert metrics_of(engine)["abort"] == 1, "one group, though three addresses"
+    assert metrics_of(engine)["abort"] == 1, "one group, though three outputs"
     core.abort_request(["aborted too"])
     engine.generate([PROMPT], beam_params(20, n=2, max_tokens=200, ignore_eos=True))  # starves
     with monkeypatch.context() as patch:
