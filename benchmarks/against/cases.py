@@ -12,6 +12,7 @@ from benchmarks.prompts import CODE
 OLDER, NEWER, STOCK, PAPER = "older", "newer", "stock vLLM", "trie paper's"
 AGAIN = ", again"
 BEAMS = ((4, 1, 64), (8, 1, 64), (16, 1, 64), (128, 1, 24), (8, 8, 24), (16, 32, 12))  # of each prompt; prompts; tokens
+ANSWER_WIDTHS, ANSWER_TOKENS = (256, 2048), 3
 ROWS, ROW_TOKENS = (8, 64), 48
 PAPER_WIDTHS, PAPER_PROMPTS, PAPER_TOKENS = (1, 3, 6, 9, 15), 2, 24
 DEPTHS, COST_WIDTH, COST_DRAFTS, COST_LAYERS, COST_PROMPTS, COST_TOKENS = (16, 4, 1), 4, 8, 4, 2, 32
@@ -42,6 +43,12 @@ class Case(NamedTuple):
 def beam_cases() -> Iterator[Case]:
     for width, count, num_tokens in BEAMS:
         yield Case(f"{count} x {width} beams", [prompts(count)], beams(width, num_tokens))
+
+
+def answer_cases() -> Iterator[Case]:
+    for width in ANSWER_WIDTHS:
+        options = beams(width, ANSWER_TOKENS) | {"n": width}
+        yield Case(f"{width} outputs of {ANSWER_TOKENS} tokens", [prompts(1)], options)
 
 
 def ordinary_cases() -> Iterator[Case]:
@@ -106,6 +113,7 @@ class Section(NamedTuple):
 
 SECTIONS = {
     "beams": Section("Beams, ms per step", (OLDER, OLDER + AGAIN, NEWER), beam_cases, True),
+    "answers": Section("Beams as outputs, ms per token", (OLDER, OLDER + AGAIN, NEWER), answer_cases, False),
     "ordinary": Section("No beams, ms per step", (STOCK, STOCK + AGAIN, NEWER), ordinary_cases, True),
     "paper": Section("One prompt at a time, ms per token", (PAPER, PAPER + AGAIN, OLDER, NEWER), paper_cases, False),
     "catalogs": Section("Along a catalog, ms per token", (OLDER, OLDER + AGAIN, NEWER), catalog_cases, False),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import models
-from benchmarks.against.cases import AGAIN, OLDER, PAPER, STOCK, Case
+from benchmarks.against.cases import AGAIN, ANSWER_WIDTHS, OLDER, PAPER, STOCK, Case
 from benchmarks.common import BLOCK_SIZE, PAIR, TARGET
 from benchmarks.harness import MAX_NUM_SEQS
 
@@ -25,7 +25,7 @@ ENGINE: dict[str, Any] = {
     "enforce_eager": True,
     "block_size": BLOCK_SIZE,
     "max_model_len": 1024,
-    "max_num_seqs": MAX_NUM_SEQS,
+    "max_num_seqs": max(ANSWER_WIDTHS),
     "max_logprobs": 2 * MAX_NUM_SEQS,
     "kv_cache_memory_bytes": 512 << 20,
 }

@@ -39,4 +39,7 @@ def test_a_side_that_cannot_start_tells_why(tmp_path: Path) -> None:
 def test_a_section_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         against.main(["HEAD", "--only", "beams,waves"])
-    assert "no section waves; there are beams, ordinary, paper, catalogs, grammars, dsbd" in capsys.readouterr().err
+    assert (
+        "no section waves; there are beams, answers, ordinary, paper, catalogs, grammars, dsbd"
+        in capsys.readouterr().err
+    )
