@@ -67,14 +67,16 @@ class GroupTicket:
 
 
 class SentHypotheses(NamedTuple):
-    """The hypotheses of an answer with several outputs, best first. Their tokens come one after the other in vLLM's
-    output, and their log-probabilities, if these were asked for.
+    """The hypotheses of an answer with several outputs, or of a search that was aborted, best first.
+
+    Their tokens come one after the other in vLLM's output, and their log-probabilities, if these were asked for.
     """
 
     lengths: list[int]  # tokens
     finish_reasons: list[int]  # vLLM's `FinishReason`
     stop_reasons: list[int | None]
     cumulative_logprobs: list[float]
+    are_aborted: bool = False  # none keeps its own reason: the search might have found better ones
 
 
 class ForkTicket(NamedTuple):

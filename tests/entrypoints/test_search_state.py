@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,12 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.outputs import LogprobsLists
 
-from vllm_trie.entrypoints.search_state import SearchState
+from vllm_trie.entrypoints import search_state
+from vllm_trie.entrypoints.search_state import SearchState, whole
 from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, SentHypotheses
 
 N = 3
@@ -91,12 +93,44 @@ def test_all_of_an_aborted_search_is_aborted_though_a_stop_string_ended_it(
     n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(IncrementalDetokenizer, "update", lambda *_: "stop string")
-    reasons, stops = n * [int(FinishReason.ABORT)], n * [None]
-    sent = {"trie_beam": {HYPOTHESES: [n * [1], reasons, stops, n * [-1.0]]}}
-    output = EngineCoreOutput("r-1", n * [4], finish_reason=FinishReason.ABORT, kv_transfer_params=sent)
+    sent = {"trie_beam": {HYPOTHESES: [n * [1], n * [0], n * [7], n * [-1.0], True]}}
+    output = EngineCoreOutput("r-1", n * [4], finish_reason=FinishReason.STOP, kv_transfer_params=sent)
     found, _ = processed(state_of(n=n), output)
     assert [(one.finish_reason, one.stop_reason) for one in found.outputs] == n * [("abort", None)]
     assert found.kv_transfer_params is None
+
+
+def test_a_server_makes_outputs_one_by_one_and_serves_others_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_state, "SECONDS_AT_ONCE", 0.0)
+    state, turns = state_of(), []
+    state.queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "r-1")
+
+    async def serve() -> Any:
+        async def other() -> None:
+            for _ in range(2):
+                turns.append(len(output.outputs))
+                await asyncio.sleep(0)
+
+        state._kept.output = answer()
+        output = state.make_request_output([], None, FinishReason.STOP, None, answer().kv_transfer_params)
+        beside = asyncio.ensure_future(other())
+        await whole(output)
+        await beside
+        return output
+
+    output = asyncio.run(serve())
+    assert turns == [2, 3]
+    assert [one.token_ids for one in output.outputs] == [[4, 7], [8, 9, 2], []]
+    assert asyncio.run(whole(output)) is output
+
+
+def test_no_data_of_a_request_stays_as_long_as_its_search() -> None:
+    of = request(extra_args={"trie_beam_ticket": {"item_set": b"large"}})
+    of.mm_features = ["pixels"]
+    state = SearchState(RequestState.from_new_request(None, of, None, None, 0, None, True, 1), of, None, N)
+    assert state._request.mm_features is None
+    assert state._request.sampling_params.extra_args == {"trie_beam_ticket": {}}
+    assert of.mm_features == ["pixels"]
 
 
 def test_nothing_comes_before_the_end() -> None:

@@ -20,7 +20,13 @@ NUM_SLOTS = NUM_BLOCKS * BLOCK_SIZE
 LAID_OUT_BY_VLLM = pytest.mark.skipif(
     not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"), reason="vLLM's CPU build lays tokens out, and this is none"
 )
-LAYOUTS = [("vec", torch.float32), ("vec", torch.bfloat16), ("vec16", torch.float16), ("amx", torch.bfloat16)]
+NO_AMX = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this processor has no AMX")
+LAYOUTS = [
+    ("vec", torch.float32),
+    ("vec", torch.bfloat16),
+    ("vec16", torch.float16),
+    pytest.param("amx", torch.bfloat16, marks=NO_AMX),
+]
 
 
 def written(keys: torch.Tensor, values: torch.Tensor, isa: str) -> torch.Tensor:

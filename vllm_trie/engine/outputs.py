@@ -52,8 +52,8 @@ def answer_output(best: Sequence[Hypothesis], num_outputs: int, eos_token_id: in
 
     Args:
         best: Its hypotheses; where bans leave fewer, fewer than outputs.
-        num_outputs: For which its request asks. One comes as vLLM's own do; of several, `SentHypotheses` tells which
-            tokens and log-probabilities are whose.
+        num_outputs: For which its request asks. A single one comes as vLLM's own do; of several, `SentHypotheses`
+            tells which tokens and log-probabilities are whose.
         eos_token_id: The stop token that vLLM does not report as a stop reason.
     """
     if not best:
@@ -68,15 +68,12 @@ def answer_output(best: Sequence[Hypothesis], num_outputs: int, eos_token_id: in
 def answer_so_far(best: Sequence[Hypothesis], num_outputs: int, eos_token_id: int | None) -> EngineCoreOutput:
     """The answer of a search that was aborted, likewise; it may have found nothing yet.
 
-    None of its hypotheses keeps its own reason: the search might have found better ones.
+    The reasons are the hypotheses' own, by which vLLM makes their texts. `SentHypotheses` says that they do not count.
     """
     if not best:
-        return EngineCoreOutput("", [], finish_reason=FinishReason.ABORT)
+        return EngineCoreOutput("", [], _sum_alone(math.nan), finish_reason=FinishReason.ABORT)
     output, sent = _output_of(best[:num_outputs], num_outputs, eos_token_id)
-    output.finish_reason, output.stop_reason = FinishReason.ABORT, None
-    reasons = [int(FinishReason.ABORT) for _ in sent.lengths]
-    aborted = sent._replace(finish_reasons=reasons, stop_reasons=[None for _ in reasons])
-    add_to_answer(output, {HYPOTHESES: aborted})
+    add_to_answer(output, {HYPOTHESES: sent._replace(are_aborted=True)})
     return output
 
 

@@ -160,7 +160,7 @@ class BeamScheduler(Scheduler):
         plan = group.plan
         best = group.best_so_far(plan.num_hypotheses)
         output = answer_so_far(group.unsent_so_far(best), plan.num_outputs, plan.stop_rules.eos_token_id)
-        add_answer(output, group, best, self.kv_cache_manager.token_block_size)
+        add_answer(output, group, best, self.kv_cache_manager.token_block_size, is_aborted=True)
         self.outbox.post(request, output)
 
     def _close_group(self, group_id: str, reason: str) -> None:

@@ -18,6 +18,7 @@ from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.entrypoints.beam_results import asks_for_beam_results, with_beam_results
 from vllm_trie.entrypoints.noted_outputs import noted
 from vllm_trie.entrypoints.reading import abort_readings, brings_data, generate_once_read
+from vllm_trie.entrypoints.search_state import whole
 from vllm_trie.entrypoints.server import is_served, raise_errors
 from vllm_trie.entrypoints.single_tokens import asks_for_single_tokens, with_single_tokens
 from vllm_trie.entrypoints.step_search.online import Draw, cancel_searches, search
@@ -80,13 +81,13 @@ async def pause_generation(original: Callable[..., Awaitable[None]], self: Async
 async def _known(
     outputs: AsyncGenerator[RequestOutput, None], engine: AsyncLLM, request_id: str
 ) -> AsyncGenerator[RequestOutput, None]:
-    """The outputs of a search, which `abort` knows meanwhile."""
+    """The outputs of a search, whole, which `abort` knows meanwhile."""
     searches = _searches.setdefault(engine, Counter())
     searches[request_id] += 1
     try:
         async with aclosing(outputs):
             async for output in outputs:
-                yield output
+                yield await whole(output)
     finally:
         searches[request_id] -= 1
         if not searches[request_id]:

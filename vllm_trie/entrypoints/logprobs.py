@@ -1,8 +1,8 @@
 """Take up the log-probabilities of a whole hypothesis at once.
 
 vLLM fills `cumulative_logprob` only where it also decodes every token for `logprobs`, which costs a
-tenth of a short search. For requests that did not ask for log-probabilities the engine therefore
-sends the sum alone: log-probabilities without token ids. `LLM.beam_search` returns so many of them
+tenth of a short search. For requests of a single output that did not ask for log-probabilities the
+engine therefore sends the sum alone: log-probabilities without token ids. `LLM.beam_search` returns so many of them
 that vLLM's loop over each would cost more than the search.
 """
 

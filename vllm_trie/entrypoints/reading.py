@@ -21,6 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_trie.engine.outputs import compact_answer
+from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.request_data import BRINGS, READ, RequestData
 from vllm_trie.entrypoints.requests import forget_unsent, read_request
 from vllm_trie.messages import NO_HYPOTHESIS
@@ -111,15 +112,18 @@ def abort_readings(engine: AsyncLLM, request_ids: Container[str] | None = None) 
 
 
 def _aborted(request_id: str, prompt: Any, params: SamplingParams, engine: AsyncLLM) -> RequestOutput:
-    """As the engine answers a search that is aborted before it begins."""
+    """As the engine answers a search that is aborted before it begins, but for a trace."""
     reasons = (None if index == 0 else NO_HYPOTHESIS for index in range(params.n))
     logprobs: list[Any] | None = None if params.logprobs is None else []
     outputs = [CompletionOutput(i, "", [], None, logprobs, None, "abort", reason) for i, reason in enumerate(reasons)]
-    is_compact = (params.extra_args or {}).get("compact")
-    answer = {PLUGIN_NAME: compact_answer((), max_length=0)} if is_compact else None
+    asked = params.extra_args or {}
+    answer = compact_answer((), max_length=0) if asked.get("compact") else {}
+    answer |= {"item_ids": []} if "allowed_sequences" in asked else {}
+    answer |= {BEAM_RESULTS: []} if asked.get(BEAM_RESULTS) else {}
     is_whole = isinstance(prompt, str | list | dict)
     text, tokens, _ = extract_prompt_components(engine.model_config, prompt) if is_whole else (None, None, None)
-    return RequestOutput(request_id, text, tokens, None, outputs, finished=True, kv_transfer_params=answer)
+    more = {PLUGIN_NAME: answer} if answer else None
+    return RequestOutput(request_id, text, tokens, None, outputs, finished=True, kv_transfer_params=more)
 
 
 def _with(data: RequestData, params: SamplingParams) -> SamplingParams:

@@ -5,9 +5,12 @@ vLLM would make n requests of it. So the front end sends one, and splits its ans
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, cast
 
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -18,10 +21,12 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from vllm_trie.compat.patch import wraps
-from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, GroupTicket, SentHypotheses
+from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, TICKET, GroupTicket, SentHypotheses
 from vllm_trie.options import PLUGIN_NAME
 
 NOTHING = SentHypotheses([], [], [], [])
+MAKING = "trie_beam_making"  # an attribute of outputs of servers: what makes the further ones
+SECONDS_AT_ONCE = 0.005  # before other requests have their turn
 
 
 @wraps("add_request", OutputProcessor)
@@ -29,8 +34,9 @@ def add_request(
     original: Callable[..., None], self: OutputProcessor, request: EngineCoreRequest, *args: Any, **kwargs: Any
 ) -> None:
     """Let a search be known as what it is."""
+    is_new = request.request_id not in self.request_states
     original(self, request, *args, **kwargs)
-    if (ticket := GroupTicket.of(request.sampling_params)) is not None:
+    if is_new and (ticket := GroupTicket.of(request.sampling_params)) is not None:
         state = self.request_states[request.request_id]
         self.request_states[request.request_id] = SearchState(state, request, self.tokenizer, ticket.n)
 
@@ -52,7 +58,7 @@ class SearchState(RequestState):
         if n == 1:
             return
         self._one = state  # makes each output, by what it is given
-        self._request, self._tokenizer = request, tokenizer if params.detokenize else None
+        self._request, self._tokenizer = _without_data(request), tokenizer if params.detokenize else None
         self._kept = _Kept()
         self.detokenizer = cast("IncrementalDetokenizer", self._kept)
         self.logprobs_processor = cast("LogprobsProcessor", self._kept)
@@ -73,16 +79,21 @@ class SearchState(RequestState):
         answer = {**(kv_transfer_params or {}).get(PLUGIN_NAME, {})}
         sent = SentHypotheses(*answer.pop(HYPOTHESES, NOTHING))
         more = {PLUGIN_NAME: answer} if answer else None
+        if sent.are_aborted:  # though a stop token or a stop string ended the hypothesis
+            finish_reason, stop_reason = FinishReason.ABORT, None
         if self.n == 1:
-            if FinishReason.ABORT in sent.finish_reasons:  # though a stop string ended the hypothesis
-                finish_reason, stop_reason = FinishReason.ABORT, None
             of_one = new_token_ids, pooling_output, finish_reason, stop_reason, more
             return super().make_request_output(*of_one, *args, **kwargs)
         if finish_reason is None:
             return None
         self._counts.longest = max(sent.lengths, default=0)
-        outputs = [*self._outputs(sent), *self._without_hypotheses(len(sent.lengths), finish_reason, stop_reason)]
-        return self._new_request_output(self.external_req_id, outputs, True, more, *args)
+        making = chain(self._outputs(sent), self._without_hypotheses(len(sent.lengths), finish_reason, stop_reason))
+        output = self._new_request_output(self.external_req_id, [next(making)], True, more, *args)
+        if self.queue is None:
+            output.outputs += making
+        else:
+            vars(output)[MAKING] = making
+        return output
 
     def _outputs(self, sent: SentHypotheses) -> Iterator[CompletionOutput]:
         """Those of hypotheses."""
@@ -91,12 +102,15 @@ class SearchState(RequestState):
         whole = self._kept.output
         assert whole is not None
         ends, logprobs = [*accumulate(sent.lengths)], whole.new_logprobs
-        for index, (end, length, reason, stop, total) in enumerate(zip(ends, *sent, strict=True)):
+        for index, (end, length, reason, stop, total) in enumerate(zip(ends, *sent[:-1], strict=True)):
             part = EngineCoreOutput("", whole.new_token_ids[end - length : end], finish_reason=FinishReason(reason))
             part.stop_reason = stop
             if logprobs is not None:
                 part.new_logprobs = logprobs.slice_request(end - length, length)
-            yield self._output(index, part, total)
+            output = self._output(index, part, total)
+            if sent.are_aborted:
+                output.finish_reason, output.stop_reason = str(FinishReason.ABORT), None
+            yield output
 
     def _without_hypotheses(
         self, count: int, finish_reason: FinishReason, stop_reason: int | str | None
@@ -118,16 +132,37 @@ class SearchState(RequestState):
         """
         one, reason, stop = self._one, part.finish_reason, part.stop_reason
         one.request_index = index
-        one.detokenizer = IncrementalDetokenizer.from_new_request(self._tokenizer, self._request)
+        one.detokenizer = IncrementalDetokenizer()
+        if part.new_token_ids:  # else it would take the prompt in for nothing
+            one.detokenizer = IncrementalDetokenizer.from_new_request(self._tokenizer, self._request)
         one.logprobs_processor = LogprobsProcessor.from_new_request(self._tokenizer, self._request)
         if stop_string := one.detokenizer.update(part.new_token_ids, reason == FinishReason.STOP):
-            if reason != FinishReason.ABORT:
-                reason, stop = FinishReason.STOP, stop_string
+            reason, stop = FinishReason.STOP, stop_string
             OutputProcessor._trim_surplus_tokens(one, part, 0)
         one.logprobs_processor.update_from_output(part)
         if part.new_logprobs is None:
             one.logprobs_processor.cumulative_logprob = total
         return one._new_completion_output(part.new_token_ids, reason, stop)
+
+
+async def whole(output: RequestOutput) -> RequestOutput:
+    """The output with all that was still to be made of it. It may take seconds, in which other requests go on."""
+    begun = time.monotonic()
+    for one in vars(output).pop(MAKING, ()):
+        output.outputs.append(one)
+        if time.monotonic() - begun > SECONDS_AT_ONCE:
+            await asyncio.sleep(0)
+            begun = time.monotonic()
+    return output
+
+
+def _without_data(request: EngineCoreRequest) -> EngineCoreRequest:
+    """The same for a detokenizer, without the images and sets that would stay as long as the search."""
+    request = copy(request)
+    request.mm_features, request.sampling_params = None, copy(request.sampling_params)
+    assert request.sampling_params is not None
+    request.sampling_params.extra_args = {TICKET: {}}  # see `entrypoints.half_characters`
+    return request
 
 
 class _Kept:

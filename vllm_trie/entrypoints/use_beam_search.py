@@ -109,7 +109,8 @@ def _as_vllm_returns_it(
             continue
         if hypothesis.finish_reason == "stop" and hypothesis.stop_reason is None:
             hypothesis.stop_reason = eos_token_id
-        if hypothesis.stop_reason in eos_token_ids and not params.include_stop_str_in_output:
+        ends = hypothesis.stop_reason in eos_token_ids or hypothesis.finish_reason == "abort"  # which tells no reason
+        if ends and not params.include_stop_str_in_output:
             hypothesis.token_ids = _Tokens(hypothesis.token_ids[:-1])
 
 

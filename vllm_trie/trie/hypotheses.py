@@ -116,7 +116,8 @@ class HypothesisTrie:
         self, rows: Sequence[int], tokens: Sequence[int], scores: Sequence[float], notes: Notes = ()
     ) -> list[int]:
         """Keep the hypotheses that `tokens` end in `rows`, until `drop`. Returns their numbers."""
-        of_each = zip(*notes, strict=True) if notes else [()] * len(rows)
+        # Copies: a view of one row would keep what is reported of all.
+        of_each = (tuple(map(np.copy, one)) for one in zip(*notes, strict=True)) if notes else [()] * len(rows)
         leaves = [*range(self._num_finished, self._num_finished + len(rows))]
         parents = (Node(self.length, row) for row in rows)
         self._finished.update(zip(leaves, map(Leaf, parents, tokens, scores, of_each), strict=True))

@@ -67,11 +67,14 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
         interrupted.set()
         signal.default_int_handler(*args)
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # whoever started the job wants it otherwise
+        yield interrupted.is_set
+        return
+    signal.signal(signal.SIGINT, interrupt)
     try:
         yield interrupted.is_set
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 if __name__ == "__main__":
