@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import count
 
+import numpy as np
 import pytest
 
 from benchmarks.tables.block_sizes import SIZES, Operation, recorded, replay
@@ -21,11 +22,11 @@ WIDTH, NUM_STEPS = 4, 60
 def random_search(seed: int) -> list[Operation]:
     """What a search of `WIDTH` beams does to its trie; survivors keep their rows."""
     draw = random.Random(seed)
-    operations: list[Operation] = [("fan_out", ([[row] for row in range(WIDTH)],))]
+    operations: list[Operation] = [("fan_out", (np.arange(WIDTH)[:, None],))]
     for _ in range(NUM_STEPS):
         survivors = draw.sample(range(WIDTH), draw.randint(1, WIDTH))
         parents = [row if row in survivors else draw.choice(survivors) for row in range(WIDTH)]
-        operations += [("fork", (parents,)), ("grow", ())]
+        operations += [("fork", (np.array(parents),)), ("grow", ())]
     return operations
 
 

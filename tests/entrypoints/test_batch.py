@@ -5,16 +5,11 @@ from __future__ import annotations
 import fcntl
 import gzip
 import json
-import os
 import pickle
 import pickletools
 import re
 import shlex
-import signal
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +18,7 @@ import ray.data
 from ray.data._internal.metadata_exporter import sanitize_for_struct
 
 from tests.support.engine import ROOT, TRAINED_TARGET
-from vllm_trie.entrypoints.batch import search
-from vllm_trie.entrypoints.batch.__main__ import INTERRUPTED, main
+from vllm_trie.entrypoints.batch.__main__ import main
 from vllm_trie.entrypoints.batch.files import JobError, Prompt, open_output, read_prompts
 from vllm_trie.entrypoints.batch.options import parse
 from vllm_trie.entrypoints.batch.search import lines, reason
@@ -210,30 +204,6 @@ def test_a_job_that_is_whole_ends_as_it_did(
     write_lines(tmp_path / "out.jsonl", *map(json.dumps, answers))
     with pytest.raises(SystemExit, match=r'1 prompts could not be searched; see "error" in out\.jsonl'):
         main()
-
-
-def test_an_interrupt_that_is_lost_on_its_way_ends_the_job_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def found(*_: Any) -> Iterator[str]:
-        yield '{"id": 1}'
-        with suppress(KeyboardInterrupt):  # as whatever runs in Ray just then may do
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(60)
-        yield from ('{"id": 2}', '{"id": 3}')
-
-    monkeypatch.setattr(search, "on_ray", lambda _: nullcontext())
-    monkeypatch.setattr(search, "lines", found)
-    source = write_lines(tmp_path / "in.jsonl", *(f'{{"prompt": "a", "id": {number}}}' for number in (1, 2, 3)))
-    files = ["--input", str(source), "--output", str(tmp_path / "out.jsonl")]
-    monkeypatch.setattr(sys, "argv", ["batch", "--model", str(TRAINED_TARGET), "--beam-width", "2", *files])
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == INTERRUPTED
-    assert "interrupted; the same command goes on from" in capsys.readouterr().err
-    assert (tmp_path / "out.jsonl").read_text() == '{"id": 1}\n{"id": 2}\n'
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_options_come_as_json_has_them() -> None:

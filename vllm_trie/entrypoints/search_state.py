@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any, cast
 
@@ -193,7 +193,7 @@ class _Counts:
     n: int
     longest: int = 0  # tokens of an output
     request_id: str = ""
-    child_requests: tuple[str, ...] = ()
+    child_requests: set[str] = field(default_factory=set)
 
     def observe_num_generation_tokens(self, _: int) -> int:
         return self.longest

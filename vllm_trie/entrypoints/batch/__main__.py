@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.util import find_spec
-from threading import Event
-from typing import IO, Any
+from typing import IO
 
 from tqdm import tqdm
 
@@ -46,35 +43,13 @@ def _search(job: Job, pending: Sequence[Prompt], num_answered: int, file: IO[str
     from vllm_trie.entrypoints.batch.search import lines, on_ray  # Ray is an extra
 
     num_failed, total = 0, num_answered + len(pending)
-    counted = tqdm(desc="Beam search", unit=" prompts", total=total, initial=num_answered)
-    with on_ray(job.num_engines), counted as bar, _interrupts() as is_interrupted:
+    with on_ray(job.num_engines), tqdm(desc="Beam search", unit=" prompts", total=total, initial=num_answered) as bar:
         for line in lines(job, pending):
             file.write(f"{line}\n")
             file.flush()
             num_failed += "error" in json.loads(line)
             bar.update()
-            if is_interrupted():
-                raise KeyboardInterrupt
     return num_failed
-
-
-@contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Tell whether somebody has interrupted: a KeyboardInterrupt may end in Ray, which runs callbacks in any thread."""
-    interrupted = Event()
-
-    def interrupt(*args: Any) -> None:
-        interrupted.set()
-        signal.default_int_handler(*args)
-
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # whoever started the job wants it otherwise
-        yield interrupted.is_set
-        return
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield interrupted.is_set
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from openai import AsyncOpenAI
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import utils
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -20,6 +19,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from benchmarks.server import CHAT_TEMPLATE
 from tests.support import forks
 from tests.support.engine import BLOCK_SIZE, KV_CACHE_BYTES, TRAINED_TARGET
+
+try:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+except ImportError:  # vLLM 0.33
+    from vllm.entrypoints.common.cli_args import make_arg_parser
 
 TASKS = ("generate",)
 
