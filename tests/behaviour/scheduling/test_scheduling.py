@@ -16,6 +16,7 @@ from tests.support.engine import BLOCK_SIZE, Engine, Engines, num_used_blocks
 from tests.support.reference import agree, engine_answers, transformers_beams, transformers_greedy
 from tests.support.running import BYTES_PER_BLOCK, prompt_of
 from vllm_trie import beam_params
+from vllm_trie.messages import HYPOTHESES
 
 pytestmark = pytest.mark.slow
 
@@ -236,7 +237,7 @@ def test_ending_all_requests_answers_each_search_once(engines: Engines, model: P
         core.step()
     assert engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED) == [], "which the engine would answer"
     (output,) = unsent(engine)
-    assert output.finish_reason == FinishReason.ABORT
+    assert output.kv_transfer_params["trie_beam"][HYPOTHESES].are_aborted
     assert output.new_token_ids
     core.abort_request(["g"])
 
