@@ -151,9 +151,7 @@ class BeamScheduler(Scheduler):
         for request in finished:
             if request.request_id in self.groups:
                 self._close_group(request.request_id, "abort" if is_abort else "error")
-        return [
-            request for request in finished if request.request_id not in answered
-        ]  # to others the engine sends some
+        return [request for request in finished if request.request_id not in answered]  # others vLLM answers itself
 
     def _answer_aborted(self, request: Request, group: BeamGroup) -> None:
         """Send what a group has found so far, by what was replayed of its steps."""

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerFast
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -24,6 +24,7 @@ from vllm_trie.engine.outputs import compact_answer
 from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.request_data import BRINGS, READ, RequestData
 from vllm_trie.entrypoints.requests import forget_unsent, read_request
+from vllm_trie.entrypoints.search_state import empty_outputs
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME
 from vllm_trie.options.request import asks_for_beams
@@ -114,8 +115,7 @@ def abort_readings(engine: AsyncLLM, request_ids: Container[str] | None = None) 
 def _aborted(request_id: str, prompt: Any, params: SamplingParams, engine: AsyncLLM) -> RequestOutput:
     """As the engine answers a search that is aborted before it begins, but for a trace."""
     reasons = (None if index == 0 else NO_HYPOTHESIS for index in range(params.n))
-    logprobs: list[Any] | None = None if params.logprobs is None else []
-    outputs = [CompletionOutput(i, "", [], None, logprobs, None, "abort", reason) for i, reason in enumerate(reasons)]
+    outputs = empty_outputs(params, "abort", reasons)
     asked = params.extra_args or {}
     answer = compact_answer((), max_length=0) if asked.get("compact") else {}
     answer |= {"item_ids": []} if "allowed_sequences" in asked else {}

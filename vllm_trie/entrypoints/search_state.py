@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any, cast
 
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.logprobs import LogprobsProcessor
@@ -163,6 +164,17 @@ def _without_data(request: EngineCoreRequest) -> EngineCoreRequest:
     assert request.sampling_params is not None
     request.sampling_params.extra_args = {TICKET: {}}  # see `entrypoints.half_characters`
     return request
+
+
+def empty_outputs(
+    params: SamplingParams, finish_reason: str, stop_reasons: Iterable[str | None]
+) -> list[CompletionOutput]:
+    """What stands for hypotheses of a search that the engine knows nothing of: one output for each stop reason."""
+    has_logprobs = params.logprobs is not None
+    return [
+        CompletionOutput(index, "", [], None, [] if has_logprobs else None, None, finish_reason, reason)
+        for index, reason in enumerate(stop_reasons)
+    ]
 
 
 class _Kept:

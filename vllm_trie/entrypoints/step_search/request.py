@@ -14,6 +14,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils import random_uuid
 
 from vllm_trie.detokenizing import decoder
+from vllm_trie.entrypoints.search_state import empty_outputs
 from vllm_trie.entrypoints.step_search.drawn_steps import DrawAbortedError, DrawError, StepReader
 from vllm_trie.entrypoints.step_search.scorers import Scorer, StepCandidate
 from vllm_trie.messages import FORK, ForkTicket
@@ -171,11 +172,7 @@ class StepRequest:
 
     def _without_answer(self, finish_reason: str, stop_reason: str | None) -> RequestOutput:
         self.end()
-        logprobs: list[Any] | None = None if self.params.logprobs is None else []
-        none = [
-            CompletionOutput(i, "", [], None, logprobs, None, finish_reason, stop_reason) for i in range(self.params.n)
-        ]
-        return self._output(none, {})
+        return self._output(empty_outputs(self.params, finish_reason, [stop_reason] * self.params.n), {})
 
     def _output(self, outputs: list[CompletionOutput], answer: dict[str, Any]) -> RequestOutput:
         return RequestOutput(
