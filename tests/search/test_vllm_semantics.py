@@ -55,7 +55,7 @@ def our_search(problem: Problem, length_penalty: float, counts_prompt: bool) -> 
         is_last = length == problem.length
         (step,) = steps_of(rules_of(width, "vllm", (EOS,), is_last=is_last), logits, row_scores)
         for parent, token, score in zip(*(field.tolist() for field in step.finished), strict=True):
-            offer(pool, score, length, token, node=len(ended))
+            offer(pool, score, length, token, len(ended))
             ended.append([*rows[parent], token])
         if is_last or pool.is_done(float(step.scores.max()), length):
             break
