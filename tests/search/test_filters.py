@@ -35,6 +35,15 @@ def logprobs_of(seed: int, spread: float = 2.0) -> torch.Tensor:
     return logprobs
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_log_probabilities_are_the_same_however_many_rows_are_near(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.randn(2, 7, 90, generator=torch.Generator().manual_seed(0)).to(dtype)[:, 1:]
+    monkeypatch.setattr("vllm_trie.search.parts.CELLS_NEAR", 200 // torch.get_num_threads())
+    assert torch.equal(log_probabilities(logits), torch.log_softmax(logits.float(), dim=-1))
+
+
 @property_test
 @given(st.integers(0, 1 << 32), filters_of)
 def test_a_row_keeps_what_a_loop_keeps(seed: int, filters: LogitsFilters) -> None:

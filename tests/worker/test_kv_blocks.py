@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
-from vllm_trie.worker.kv_blocks import KVBlocks
+from vllm_trie.worker.kv_blocks import SMALL_BYTES, KVBlocks
 
 NUM_BLOCKS = 5
 
@@ -37,8 +38,9 @@ def test_a_block_that_is_copied_onto_itself_stays() -> None:
     assert memory.equal(before)
 
 
-def test_many_blocks_are_copied_piece_by_piece() -> None:
-    memory = torch.randint(99, (40, 3, 1 << 12), generator=torch.Generator().manual_seed(0)).bfloat16()
+@pytest.mark.parametrize("num_bytes", [SMALL_BYTES // 4, 4 * SMALL_BYTES])
+def test_many_blocks_are_copied_however_large_they_are(num_bytes: int) -> None:
+    memory = torch.randint(99, (40, 3, num_bytes // 2), generator=torch.Generator().manual_seed(0)).bfloat16()
     layers = [memory[:, 0], memory[:, 2]]  # whose blocks do not lie one after the other
     sources, destinations = np.repeat(np.arange(10), 3), np.arange(10, 40)
     expected = memory.clone()

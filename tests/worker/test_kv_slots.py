@@ -71,6 +71,16 @@ def test_the_first_tokens_of_a_block_are_copied(isa: str, dtype: torch.dtype, co
     assert torch.equal(cache.view(NUM_BLOCKS, -1)[1:], rest), "other blocks stay as they are"
 
 
+def test_of_each_block_as_many_tokens_are_copied_as_it_has() -> None:
+    cache = torch.randn(10, NUM_HEADS, BLOCK_SIZE, HEAD_SIZE)
+    sources, destinations, counts = (torch.tensor(n) for n in ([3, 1, 1, 2], [4, 5, 6, 7], [9, 2, 31, 9]))
+    expected = cache.clone()
+    for source, destination, count in zip(sources, destinations, counts, strict=True):
+        expected[destination, :, :count] = cache[source, :, :count]
+    KVSlots([[ByToken(cache.transpose(1, 2), (BLOCK_SIZE,))]]).copy_first(0, sources, destinations, counts)
+    assert torch.equal(cache, expected)
+
+
 def some_slots(layers: list[torch.Tensor], block_sizes: tuple[int, int]) -> KVSlots:
     """Two KV cache groups, as FlashAttention lays them out, and beside them a state for each token."""
     by_head = [ByToken(layer.transpose(1, 2), (layer.shape[2],)) for layer in layers[:3]]

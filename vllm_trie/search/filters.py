@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_trie.search.devices import NEVER, sees
-from vllm_trie.search.parts import in_parts, parts, split
+from vllm_trie.search.parts import in_parts, near, parts, split
 from vllm_trie.search.token_tables import columns
 
 LONG_ROW = 1 << 18  # longer than a vocabulary
@@ -54,9 +54,19 @@ def log_probabilities(
     """Log-softmax of logits [..., V] in float32, and then the mask, which does not renormalise, as in transformers."""
     if temperature != 1.0:
         logits = logits.float() / temperature
-    logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    logprobs = _log_softmax(logits)
     if masked_token_ids:
         logprobs.index_fill_(-1, columns(masked_token_ids, logprobs.shape[-1], logprobs.device), NEVER)
+    return logprobs
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """In float32. A host converts few rows at a time, which it then has near at hand."""
+    if not sees(logits.device):
+        return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    logprobs = torch.empty(logits.shape)
+    for some, of_some in zip(near(logits.reshape(-1, logits.shape[-1])), near(logprobs.flatten(0, -2)), strict=True):
+        torch.log_softmax(some, dim=-1, dtype=torch.float32, out=of_some)
     return logprobs
 
 

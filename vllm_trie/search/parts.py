@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 CELLS = 10_000_000  # tokens of the rows of a part: about 64 rows of the larger vocabularies
+CELLS_NEAR = 1 << 17  # tokens of rows that one core of a host has near at hand
 
 
 def rows_at_a_time(vocab_size: int) -> int:
@@ -55,3 +56,8 @@ def in_parts(
 def split(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Parts [..., n] of [..., N], the tokens of all rows of a group one after the other."""
     return (values,) if values.shape[-1] <= CELLS else torch.split(values, CELLS, dim=-1)
+
+
+def near(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows [N, V] in a host's memory, as many at a time as its cores have near at hand."""
+    return torch.split(rows, max(CELLS_NEAR * torch.get_num_threads() // rows.shape[-1], 1))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from vllm_trie.search.devices import NEVER, numbers, sees
-from vllm_trie.search.parts import CELLS
+from vllm_trie.search.parts import CELLS, near
 
 Array = TypeVar("Array")  # torch.Tensor, or np.ndarray on the host
 
@@ -16,7 +17,7 @@ TILE = 64  # tokens
 MIN_TILES = 256  # fewer are no gain
 SCORE_UNIT = 1 << 31  # of an order key; a group has fewer continuations
 NO_KEY = (1 << 63) - 1  # comes last
-CELLS_NEAR = 1 << 17  # tokens of rows that a processor has near at hand
+MANY = 256  # that numpy finds faster than torch on a host
 
 
 class Candidates(NamedTuple, Generic[Array]):
@@ -106,8 +107,8 @@ def _best_of_tiles(logprobs: torch.Tensor, among: Among | None) -> torch.Tensor:
         return _maxima(logprobs)
     num_groups, num_rows, vocab_size = logprobs.shape
     rows = logprobs.flatten(0, 1)
-    at_a_time = max((CELLS_NEAR if sees(logprobs.device) else CELLS) // vocab_size, 1)
-    best = torch.cat([_maxima(some + among.biases) for some in torch.split(rows, at_a_time)])
+    some_rows = near(rows) if sees(rows.device) else torch.split(rows, max(CELLS // vocab_size, 1))
+    best = torch.cat([_maxima(some + among.biases) for some in some_rows])
     return _reaching(best.view(num_groups, num_rows, -1), among.least)
 
 
@@ -130,7 +131,13 @@ def _order_keys(total: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def _first(keys: torch.Tensor, count: int) -> torch.Tensor:
-    return keys.topk(count, dim=1, largest=False).indices
+    """[G, count] where the least of unique keys [G, n] are, in order."""
+    if count < MANY or not sees(keys.device):
+        return keys.topk(count, dim=1, largest=False).indices
+    values = keys.numpy()
+    places = values.argpartition(count - 1, axis=1)[:, :count]
+    order = np.take_along_axis(values, places, axis=1).argsort(axis=1)
+    return torch.from_numpy(np.take_along_axis(places, order, axis=1))
 
 
 def _in_tiles(values: torch.Tensor) -> torch.Tensor:

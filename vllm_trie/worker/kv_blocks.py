@@ -14,6 +14,7 @@ import torch
 from vllm_trie.search.devices import sees, uploaded
 
 PIECE_BYTES = 1 << 18  # that a host copies at a time: what stays in a core's cache
+SMALL_BYTES = 1 << 13  # up to which it copies many entries at a time faster than one by one
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -59,11 +60,7 @@ class KVBlocks:
             if not sees(layer.device):
                 layer.index_copy_(0, destinations, layer.index_select(0, sources))
                 continue
-            blocks, read, written = layer.numpy(), sources.numpy(), destinations.numpy()
-            at_a_time = max(PIECE_BYTES // blocks[0].nbytes, 1)
-            for first in range(0, len(sources), at_a_time):
-                piece = slice(first, first + at_a_time)
-                blocks[written[piece]] = blocks[read[piece]]
+            copy_entries(layer.numpy(), sources.numpy(), destinations.numpy())
 
     @cached_property
     def segments(self) -> Segments:
@@ -90,6 +87,18 @@ class KVBlocks:
                 if other_stride != stride or offset < length or offset + other_length > stride:
                     return False
         return True
+
+
+def copy_entries(held: np.ndarray, sources: np.ndarray, destinations: np.ndarray) -> None:
+    """Copy entries of `held` [n, ...] to others, on a host; none is both source and destination."""
+    if (entry_bytes := held[0].nbytes) > SMALL_BYTES:
+        for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
+            held[destination] = held[source]  # with no copy in between, as there is of several
+        return
+    at_a_time = PIECE_BYTES // max(entry_bytes, 1)
+    for first in range(0, len(sources), at_a_time):
+        piece = slice(first, first + at_a_time)
+        held[destinations[piece]] = held[sources[piece]]
 
 
 def _distinct(layers: Iterable[torch.Tensor]) -> list[torch.Tensor]:

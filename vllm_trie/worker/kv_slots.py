@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm_trie.search.devices import sees, uploaded
-from vllm_trie.worker.kv_blocks import WORDS, segments_of
+from vllm_trie.worker.kv_blocks import WORDS, copy_entries, segments_of
 
 
 class ByToken(NamedTuple):
@@ -66,10 +66,10 @@ class KVSlots:
     def copy_first(self, number: int, sources: torch.Tensor, destinations: torch.Tensor, counts: torch.Tensor) -> None:
         """Copy the first tokens of blocks to others, [copies] each; no block is both source and destination."""
         for layer in self._layers[number]:
-            unit = math.prod(layer.places[1:])
-            for source, destination, count in zip(*(n.tolist() for n in (sources, destinations, counts)), strict=True):
-                first = -(-count // unit)
-                layer.contents[destination, :first] = layer.contents[source, :first]
+            ends = -(-counts.numpy() // math.prod(layer.places[1:]))
+            for end in np.unique(ends).tolist():
+                read, written = (blocks.numpy()[ends == end] for blocks in (sources, destinations))
+                copy_entries(layer.contents[:, :end], read, written)
 
     @cached_property
     def segments(self) -> TokenSegments | None:
