@@ -181,5 +181,5 @@ def choose(
 def keep_finished(step: Step[np.ndarray], hypotheses: HypothesisTrie, pool: TridecodePool, length: int) -> None:
     """Offer the pool what ends in this step, and forget what it has no place for."""
     parents, tokens, scores = (field.tolist() for field in step.finished)
-    for outdone in pool.add(scores, length, tokens, hypotheses.finish(parents, tokens, scores)):
-        hypotheses.drop(outdone.leaf)
+    outdone = pool.add(scores, length, tokens, hypotheses.finish(parents, tokens, scores))
+    hypotheses.drop([one.leaf for one in outdone])

@@ -43,7 +43,7 @@ def test_walking_back_gives_what_plain_lists_hold_and_forgetting_changes_nothing
             expected.append([*rows[row], token])
         while len(kept) > 2:
             worst = choose.choice([*kept])
-            trie.drop(worst)
+            trie.drop([worst])
             del kept[worst]
         parents = [choose.randrange(len(rows)) for _ in range(width)]
         tokens = [choose.randrange(50) for _ in parents]

@@ -18,7 +18,8 @@ from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Step, TokenLogprobs, TopLogprobs
 from vllm_trie.search.stopping import Ended, Finished, HypothesisPool
 from vllm_trie.search.strategies.in_groups import InGroups
-from vllm_trie.trie.hypotheses import ROOT, HypothesisTrie, Notes
+from vllm_trie.trie.hypotheses import ROOT, HypothesisTrie
+from vllm_trie.trie.leaves import Notes
 from vllm_trie.trie.tables import num_equal
 from vllm_trie.trie.traced import TracedTrie
 
@@ -128,8 +129,8 @@ class BeamGroup:
         trie, rank_scores, ended = self.hypotheses, step.rank_scores, self._finish(step)
         running = step.scores if rank_scores is None else rank_scores.beams
         outdone, is_over = self.pool.advance(ended, running, self.length)
-        for hypothesis in outdone:
-            trie.drop(hypothesis.leaf)
+        if outdone:
+            trie.drop([hypothesis.leaf for hypothesis in outdone])
         if ended.leaves and (best := self.pool.best(1)[0].leaf) in ended.leaves:
             self.best_end = trie.parent(best)
         if is_over or self.num_steps_left == 0:
@@ -147,7 +148,7 @@ class BeamGroup:
             return Ended([], [], [], [])
         parents, tokens, scores = (field.tolist() for field in finished)
         reports = _reports(finished.parents, finished.tokens, step.finished_logprobs, step.top_logprobs)
-        leaves = self.hypotheses.finish(self._rows(finished.parents).tolist(), tokens, scores, reports)
+        leaves = self.hypotheses.finish(self._rows(finished.parents), finished.tokens, finished.scores, reports)
         return Ended(scores if rank_scores is None else rank_scores.finished.tolist(), tokens, leaves, parents)
 
     def next_part(self) -> Part | None:
@@ -212,18 +213,23 @@ class BeamGroup:
         assert self.length == 0 or self.hypotheses.width in (1, self.num_rows)
 
     def _hypotheses(self, best: Sequence[Finished]) -> list[Hypothesis]:
-        histories = self.hypotheses.tokens([finished.leaf for finished in best])
-        return [self._hypothesis(*finished, tokens) for finished, tokens in zip(best, histories, strict=True)]
+        if not best:
+            return []
+        leaves = [finished.leaf for finished in best]
+        histories, totals = self.hypotheses.tokens(leaves), self.hypotheses.scores(leaves).tolist()
+        ends = np.cumsum([len(tokens) for tokens in histories])
+        notes = [np.split(field, ends[:-1]) for field in self.hypotheses.notes(leaves)]
+        of_each = zip(*notes, strict=True) if notes else [()] * len(best)
+        return [*map(self._hypothesis, best, histories, totals, of_each)]
 
-    def _hypothesis(self, score: float, leaf: int, tokens: list[int]) -> Hypothesis:
+    def _hypothesis(self, finished: Finished, tokens: list[int], total: float, notes: Notes) -> Hypothesis:
         stopped_by = tokens[-1] if tokens[-1] in self.plan.stop_rules.stop_token_ids else None
         has_reports = self.plan.select_rules.num_logprobs is not None
-        reports = TokenReports(*self.hypotheses.notes(leaf)) if has_reports else None
-        is_complete, is_running = self.plan.select_rules.items is not None, leaf < 0
+        reports = TokenReports(*notes) if has_reports else None
+        is_complete, is_running = self.plan.select_rules.items is not None, finished.leaf < 0
         if is_running:
             stopped_by, is_complete = None, False
-        total = self.hypotheses.score(leaf)
-        return Hypothesis(tokens, total, score, stopped_by, reports, is_complete, is_running, leaf)
+        return Hypothesis(tokens, total, finished.score, stopped_by, reports, is_complete, is_running, finished.leaf)
 
 
 def _reports(

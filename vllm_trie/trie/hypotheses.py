@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+from vllm_trie.trie.leaves import NO_LEAVES, Ends, Leaves, Notes
 from vllm_trie.trie.tables import num_equal
-
-Notes = tuple[np.ndarray, ...]  # what tokens carry: of each field [tokens, ...]
 
 NO_ROW = -1
 SPARE_BYTES = 1 << 24  # that steps may take beyond twice of what is needed, before they are looked through
@@ -43,15 +43,6 @@ class _Step(NamedTuple):
         return _Step(self.parents[rows], self.tokens[rows], self.scores[rows], of_notes)
 
 
-class Leaf(NamedTuple):
-    """A hypothesis that a last token ended."""
-
-    parent: Node
-    token: int
-    score: float
-    notes: Notes  # [...], of this token
-
-
 class _Origins(NamedTuple):
     """Of each row of a step its ancestor, one token beyond what is known to be common."""
 
@@ -75,7 +66,7 @@ class HypothesisTrie:
 
     def __init__(self) -> None:
         self._steps = list[_Step]()
-        self._finished: dict[int, Leaf] = {}
+        self._finished = NO_LEAVES
         self._num_finished = 0  # ever
         self._num_bytes, self._most_bytes = 0, SPARE_BYTES  # of steps; and when they are looked through
         self._origins = NO_ORIGINS
@@ -94,7 +85,7 @@ class HypothesisTrie:
     @property
     def num_nodes(self) -> int:
         """Tokens held, the root not counted."""
-        return sum(len(step.tokens) for step in self._steps) + len(self._finished)
+        return sum(len(step.tokens) for step in self._steps) + len(self._finished.numbers)
 
     def advance(self, parents: np.ndarray, tokens: np.ndarray, scores: np.ndarray, notes: Notes = ()) -> None:
         """Replace the rows by their children.
@@ -112,29 +103,33 @@ class HypothesisTrie:
             self._prune()
             self._most_bytes = 2 * self._num_bytes + SPARE_BYTES
 
-    def finish(
-        self, rows: Sequence[int], tokens: Sequence[int], scores: Sequence[float], notes: Notes = ()
-    ) -> list[int]:
-        """Keep the hypotheses that `tokens` end in `rows`, until `drop`. Returns their numbers."""
-        # Copies: a view of one row would keep what is reported of all.
-        of_each = (tuple(map(np.copy, one)) for one in zip(*notes, strict=True)) if notes else [()] * len(rows)
-        leaves = [*range(self._num_finished, self._num_finished + len(rows))]
-        parents = (Node(self.length, row) for row in rows)
-        self._finished.update(zip(leaves, map(Leaf, parents, tokens, scores, of_each), strict=True))
-        self._num_finished += len(rows)
-        return leaves
+    def finish(self, rows: ArrayLike, tokens: ArrayLike, scores: ArrayLike, notes: Notes = ()) -> list[int]:
+        """Keep the hypotheses that `tokens` end in `rows`, until `drop`. Returns their numbers.
 
-    def drop(self, leaf: int) -> None:
-        """Give up a finished hypothesis."""
-        del self._finished[leaf]
+        Args:
+            rows, tokens, scores, notes: As for `advance`, of each hypothesis.
+        """
+        parents = self._nodes(np.array(rows, np.int64))
+        numbers = np.arange(self._num_finished, self._num_finished + len(parents))
+        ended = Leaves(numbers, parents, np.array(tokens, np.int32), np.array(scores, np.float32), notes)
+        self._finished = self._finished.joined(ended)
+        self._num_finished += len(parents)
+        return numbers.tolist()
+
+    def drop(self, leaves: Sequence[int]) -> None:
+        """Give up finished hypotheses."""
+        self._finished = self._finished.without(np.array(leaves, np.int64))
 
     def parent(self, leaf: int) -> Node:
         """The node before the last token of a finished hypothesis."""
-        return self._finished[leaf].parent
+        return Node(*self._finished.parents[self._finished.at(np.array([leaf]))[0]].tolist())
 
-    def score(self, leaf: int) -> float:
-        """The cumulative log-probability of a hypothesis."""
-        return self._finished[leaf].score if leaf >= 0 else self.score_at(Node(self.length, ~leaf))
+    def scores(self, leaves: Sequence[int]) -> np.ndarray:
+        """[n] float32: the cumulative log-probability of each of these hypotheses."""
+        ends = self._ends(leaves)
+        scores = self.row_scores()[np.where(ends.is_finished, 0, ends.nodes[:, 1])]
+        scores[ends.is_finished] = self._finished.scores[ends.at]
+        return scores
 
     def score_at(self, node: Node) -> float:
         """The cumulative log-probability of the tokens that lead to a node."""
@@ -150,36 +145,39 @@ class HypothesisTrie:
 
     def tokens(self, leaves: Sequence[int]) -> list[list[int]]:
         """All tokens of each of these hypotheses."""
-        nodes = [self._node(leaf) for leaf in leaves]
-        histories = [row[: node.length] for row, node in zip(self._tokens(nodes).tolist(), nodes, strict=True)]
-        for history, leaf in zip(histories, leaves, strict=True):
-            if leaf >= 0:
-                history.append(self._finished[leaf].token)
-        return histories
+        ends = self._ends(leaves)
+        before, lengths = self._tokens(ends.nodes), ends.lengths
+        found = np.column_stack([before, np.zeros(len(leaves), np.int32)])
+        found[ends.is_finished, lengths[ends.is_finished] - 1] = self._finished.tokens[ends.at]
+        return [history[:length] for history, length in zip(found.tolist(), lengths.tolist(), strict=True)]
 
     def histories(self) -> np.ndarray:
         """[b, length] int32: the tokens of each row."""
-        return self._tokens([Node(self.length, row) for row in range(self.width)])
+        return self._tokens(self._nodes(np.arange(self.width)))
 
-    def notes(self, leaf: int) -> Notes:
-        """What the tokens of a hypothesis carry: of each field [tokens, ...]."""
-        of_tokens = self._notes(self._node(leaf), 0)
-        return _stacked([*of_tokens, self._finished[leaf].notes] if leaf >= 0 else of_tokens)
+    def notes(self, leaves: Sequence[int]) -> Notes:
+        """What the tokens of these hypotheses carry, of one after the other: of each field [tokens, ...]."""
+        ends = self._ends(leaves)
+        stops = ends.lengths.cumsum()
+        found = self._notes(ends.nodes, 0, stops - ends.lengths, int(ends.lengths.sum()))
+        for field, of_last in zip(found, self._finished.notes, strict=False):  # where none has finished there are none
+            field[stops[ends.is_finished] - 1] = of_last[ends.at]
+        return found
 
     def tokens_between(self, start: int, node: Node) -> list[int]:
         """The tokens that lead to a node without the first `start` of them."""
-        return self._tokens([node], start)[0].tolist()
+        return self._tokens(np.array([node]), start)[0].tolist()
 
     def notes_between(self, start: int, node: Node) -> Notes:
-        """What these tokens, of which there is one at least, carry."""
-        return _stacked(self._notes(node, start))
+        """What these tokens carry."""
+        return self._notes(np.array([node]), start, np.zeros(1, np.int64), node.length - start)
 
     def ancestors(self, start: int = 0) -> np.ndarray:
         """[b, length - start] int32: through which rows each row's history went after its first `start` tokens.
 
         Where two rows have the same in a column, their histories are the same up to that token.
         """
-        return self._ancestors([Node(self.length, row) for row in range(self.width)], start)
+        return self._ancestors(self._nodes(np.arange(self.width)), start)
 
     def deepest_common(self, start: int, rows: np.ndarray, finished: int | None = None) -> Node | None:
         """The deepest node that these rows, and the last token of a finished hypothesis, descend from or are.
@@ -194,13 +192,14 @@ class HypothesisTrie:
         Returns:
             A node of more than `start` tokens; None if there is none.
         """
-        nodes = [Node(self.length, row) for row in rows.tolist()] if self.length > start else []
-        if not nodes or ((origins := self._origins_of_rows(start)[rows]) != origins[0]).any():
+        if self.length <= start or ((origins := self._origins_of_rows(start)[rows]) != origins[0]).any():
             return None
+        nodes = self._nodes(rows)
         if finished is not None:
-            nodes.append(self.parent(finished))
-            if self._origin_of_node(nodes[-1], start) != origins[0]:
+            parent = self.parent(finished)
+            if self._origin_of_node(parent, start) != origins[0]:
                 return None
+            nodes = np.vstack([nodes, parent])
         ancestors = self._ancestors(nodes, start)
         num_common = num_equal(ancestors)
         return Node(start + num_common, int(ancestors[0, num_common - 1]))
@@ -217,27 +216,37 @@ class HypothesisTrie:
     def _origin_of_node(self, node: Node, start: int) -> int:
         """The same of one node; `NO_ROW` if it is shorter."""
         if self._origin_of[:2] != (node, start):
-            rows = self._ancestors([node], start)[0]
+            rows = self._ancestors(np.array([node]), start)[0]
             self._origin_of = node, start, int(rows[0]) if len(rows) else NO_ROW
         return self._origin_of[2]
 
-    def _node(self, leaf: int) -> Node:
-        """What a row ends in, or the last token of a finished hypothesis follows."""
-        return self._finished[leaf].parent if leaf >= 0 else Node(self.length, ~leaf)
+    def _nodes(self, rows: np.ndarray) -> np.ndarray:
+        """[n, 2] int64: the length and the row of the newest token of each of these rows."""
+        return np.column_stack([np.full(len(rows), self.length), rows])
 
-    def _ancestors(self, nodes: Sequence[Node], start: int) -> np.ndarray:
+    def _ends(self, leaves: Sequence[int]) -> Ends:
+        """Where each of these hypotheses ends.
+
+        Raises:
+            LookupError: one was dropped, or never finished.
+        """
+        numbers = np.array(leaves, np.int64)
+        nodes, is_finished = self._nodes(~numbers), numbers >= 0
+        at = self._finished.at(numbers[is_finished])
+        nodes[is_finished] = self._finished.parents[at]
+        return Ends(nodes, is_finished, at)
+
+    def _ancestors(self, nodes: np.ndarray, start: int) -> np.ndarray:
         """[n, longest - start] int32 rows, from the first token after `start` to each node; `NO_ROW` beyond."""
         return self._walk_back(nodes, start, lambda step, rows: rows)
 
-    def _tokens(self, nodes: Sequence[Node], start: int = 0) -> np.ndarray:
+    def _tokens(self, nodes: np.ndarray, start: int = 0) -> np.ndarray:
         """[n, longest - start] int32 tokens, from the first one after `start` to each node; anything beyond."""
         return self._walk_back(nodes, start, lambda step, rows: step.tokens[rows])
 
-    def _walk_back(
-        self, nodes: Sequence[Node], start: int, read: Callable[[_Step, np.ndarray], np.ndarray]
-    ) -> np.ndarray:
+    def _walk_back(self, nodes: np.ndarray, start: int, read: Callable[[_Step, np.ndarray], np.ndarray]) -> np.ndarray:
         """[n, longest - start] int32: from each node on back, what is read in the rows that lead to it."""
-        lengths, rows = np.array(nodes, np.int64).reshape(-1, 2).T
+        lengths, rows = nodes.T
         order = np.argsort(-lengths, kind="stable")  # the longest first, so that those of a length are the first ones
         longest, rows = max(int(lengths.max(initial=0)), start), rows[order]
         counts = np.searchsorted(-lengths[order], -np.arange(longest + 1), side="right").tolist()
@@ -250,25 +259,33 @@ class HypothesisTrie:
         in_order[order] = found.T
         return in_order
 
-    def _notes(self, node: Node, start: int) -> list[Notes]:
-        """What tokens carry, one by one."""
-        rows = self._ancestors([node], start)[0]
-        steps = self._steps[start : node.length]
-        return [tuple(field[row] for field in step.notes) for step, row in zip(steps, rows, strict=True)]
+    def _notes(self, nodes: np.ndarray, start: int, places: np.ndarray, count: int) -> Notes:
+        """Of each field [count, ...]: what tokens carry that lead to nodes; anything in other places.
+
+        Args:
+            nodes: [n, 2].
+            start: Tokens of each that are left out, the first ones.
+            places: [n] where the first one that is not goes to; the next ones follow it.
+            count: Places.
+        """
+        like = self._steps[0].notes if self._steps else self._finished.notes
+        found = tuple(np.empty((count, *field.shape[1:]), field.dtype) for field in like)
+        for step, rows in zip(self._steps[start:], self._ancestors(nodes, start).T, strict=False):
+            leads_on = rows != NO_ROW
+            for field, of_rows in zip(found, step.notes, strict=True):
+                field[places[leads_on]] = of_rows[rows[leads_on]]
+            places = places + 1
+        return found
 
     def _prune(self) -> None:
         """Leave out nodes from which nothing descends that lives, or has finished. The others get other rows."""
-        ends = dict[int, list[int]]()  # by length: numbers of what goes on from there
-        for leaf, finished in self._finished.items():
-            ends.setdefault(finished.parent.length, []).append(leaf)
+        lengths, rows = self._finished.parents.T  # views: rows get their new numbers there
         leads_on = np.ones(self.width, np.bool_)
         for length in range(self.length, 0, -1):
-            leaves = ends.get(length, [])
-            leads_on[[self._finished[leaf].parent.row for leaf in leaves]] = True
+            ends_here = lengths == length
+            leads_on[rows[ends_here]] = True
             kept, numbers = np.flatnonzero(leads_on), np.cumsum(leads_on, dtype=np.int32) - 1
-            for leaf in leaves:
-                node = Node(length, int(numbers[self._finished[leaf].parent.row]))
-                self._finished[leaf] = self._finished[leaf]._replace(parent=node)
+            rows[ends_here] = numbers[rows[ends_here]]
             if length < self.length:
                 following = self._steps[length]
                 self._steps[length] = following._replace(parents=numbers[following.parents])
@@ -288,13 +305,8 @@ class HypothesisTrie:
             assert inside.all(), f"step {length} continues rows of which there are {width}"
             width = len(step.tokens)
         widths = [1, *(len(step.tokens) for step in self._steps)]
-        for leaf, finished in self._finished.items():
+        for leaf, (length, row) in zip(self._finished.numbers.tolist(), self._finished.parents.tolist(), strict=True):
             assert 0 <= leaf < self._num_finished, f"hypothesis {leaf} of {self._num_finished}"
-            length, row = finished.parent
             assert 0 <= length <= self.length, f"hypothesis {leaf} is longer than the search"
             assert 0 <= row < widths[length], f"hypothesis {leaf} continues row {row} of {widths[length]}"
         assert self._num_bytes == sum(step.num_bytes for step in self._steps), "bytes are counted wrong"
-
-
-def _stacked(notes: Sequence[Notes]) -> Notes:
-    return tuple(np.stack(field) for field in zip(*notes, strict=True))

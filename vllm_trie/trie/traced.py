@@ -6,7 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from vllm_trie.trie.hypotheses import HypothesisTrie, Leaf, Node
+import numpy as np
+
+from vllm_trie.trie.hypotheses import HypothesisTrie
+from vllm_trie.trie.leaves import Leaves
 
 DIGITS = 5  # of scores, behind the point
 NO_DRAFT = -1
@@ -29,7 +32,7 @@ class TracedTrie(HypothesisTrie):
         self._accepted: dict[int, list[int]] = {}  # by step
         self._blocks: dict[int, tuple[int, int]] = {}  # by step
 
-    def drop(self, leaf: int) -> None:
+    def drop(self, leaves: Sequence[int]) -> None:
         """What is outdone is a part of the search."""
 
     def _prune(self) -> None:
@@ -37,11 +40,11 @@ class TracedTrie(HypothesisTrie):
 
     def end(self, row: int) -> int:
         """The search goes on no more: a beam is a hypothesis that ended in the newest step. Returns its number."""
-        step, leaf = self._steps[-1], self._num_finished
-        parent = Node(self.length - 1, step.parents[row].item())
-        self._finished[leaf] = Leaf(parent, step.tokens[row].item(), step.scores[row].item(), ())
+        step = self._steps[-1].some(np.array([row]))
+        numbers, parents = np.array([self._num_finished]), np.array([[self.length - 1, *step.parents]])
+        self._finished = self._finished.joined(Leaves(numbers, parents, step.tokens, step.scores, step.notes))
         self._num_finished += 1
-        return leaf
+        return int(numbers[0])
 
     def add_forest(self, forest: DraftedForest) -> None:
         """The next steps are those of one forward, which verified this forest."""
@@ -58,16 +61,16 @@ class TracedTrie(HypothesisTrie):
         Args:
             returned: The numbers of the hypotheses that are returned, best first.
         """
-        steps, ended = range(self.length), self._finished.values()
+        steps, ended = range(self.length), self._finished
         return {
             "parents": [step.parents.tolist() for step in self._steps],
             "tokens": [step.tokens.tolist() for step in self._steps],
             "scores": [_rounded(step.scores.tolist()) for step in self._steps],
             "finished": {
-                "steps": [one.parent.length for one in ended],
-                "parents": [one.parent.row for one in ended],
-                "tokens": [one.token for one in ended],
-                "scores": _rounded([one.score for one in ended]),
+                "steps": ended.parents[:, 0].tolist(),
+                "parents": ended.parents[:, 1].tolist(),
+                "tokens": ended.tokens.tolist(),
+                "scores": _rounded(ended.scores.tolist()),
             },
             "returned": [*returned],
             "forests": self._forests,
