@@ -111,7 +111,7 @@ def test_a_job_that_was_interrupted_goes_on_and_finds_what_generate_finds(engine
     with gzip.open(tmp_path / "in.jsonl.gz", "wt") as file:
         file.writelines(json.dumps({"text": text, "id": f"no {n}"}) + "\n" for n, text in enumerate(texts))
 
-    yielding = {"RAY_worker_niceness": "15"}  # engines that let the job write each answer before they find the next one
+    yielding = {"RAY_worker_niceness": "5"}  # engines that let the job write each answer before they find the next one
     job = start_job(tmp_path, mark, **yielding)
     deadline = time.monotonic() + SECONDS
     while not (output.exists() and output.read_text().count("\n") >= 2):
