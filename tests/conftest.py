@@ -38,6 +38,8 @@ INTERPRET = "tests/worker/cpu/", "tests/worker/test_interpreted_engine.py"  # vL
 LONGEST_FIRST = (
     *FORK,
     "tests/golden/",
+    "tests/worker/test_step_graphs",
+    "tests/worker/test_widest_steps",
     "tests/behaviour/offline/",
     "tests/benchmarks/",
     "tests/behaviour/real_model/",
