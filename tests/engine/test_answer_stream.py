@@ -96,17 +96,18 @@ def joined(parts: Sequence[Part]) -> tuple[list[int], float, list[Any]]:
 
 
 def check_answer(parts: Sequence[Part], plain: BeamGroup, streamed: BeamGroup) -> None:
-    whole, rest = plain.best(1), streamed.unsent(streamed.best(1))
-    assert len(whole) == len(rest)
-    for expected, end in zip(whole, rest, strict=True):
-        tokens, total, reports = joined([*parts, Part(end.token_ids, end.sum_logprobs, end.reports)])
-        assert end.token_ids, "the last token is known when the search is over, not earlier"
-        assert tokens == expected.token_ids
-        assert total == pytest.approx(expected.sum_logprobs, abs=1e-6)
-        assert (end.score, end.stopped_by) == (expected.score, expected.stopped_by)
-        assert (expected.reports is None) == (not reports)
-        for field, same in zip(zip(*reports, strict=True), expected.reports or (), strict=True):
-            assert np.array_equal(field, same)
+    expected, end = plain.best(1), streamed.unsent(streamed.best(1))
+    assert len(expected) == len(end)
+    if not len(end):
+        return
+    tokens, total, reports = joined([*parts, Part(end.token_ids[0], end.sum_logprobs[0], end.reports)])
+    assert end.token_ids[0], "the last token is known when the search is over, not earlier"
+    assert [tokens] == expected.token_ids
+    assert total == pytest.approx(expected.sum_logprobs[0], abs=1e-6)
+    assert (end.scores, end.stopped_by) == (expected.scores, expected.stopped_by)
+    assert (expected.reports is None) == (not reports)
+    for field, same in zip(zip(*reports, strict=True), expected.reports or (), strict=True):
+        assert np.array_equal(field, same)
 
 
 def test_all_that_is_known_of_the_answer_is_sent_and_only_that() -> None:
@@ -196,22 +197,22 @@ def test_what_was_sent_begins_the_answer_of_a_search_that_is_aborted() -> None:
         if what == "anew":
             streamed.restart()
         best = plain.best_so_far(plain.plan.width)
-        (rest,) = streamed.unsent_so_far(streamed.best_so_far(1))
-        tokens, total, reports = joined([*parts, Part(rest.token_ids, rest.sum_logprobs, rest.reports)])
+        rest = streamed.unsent_so_far(streamed.best_so_far(1))
+        tokens, total, reports = joined([*parts, Part(rest.token_ids[0], rest.sum_logprobs[0], rest.reports)])
         if what == "anew":
-            assert rest.token_ids == []
+            assert rest.token_ids == [[]]
             num_lost += bool(parts)
             return
-        expected = plain.best(1)[0] if streamed.stream.is_decided else best[0]
-        assert tokens == expected.token_ids
-        assert total == pytest.approx(expected.sum_logprobs, abs=1e-6)
-        assert (rest.score, rest.stopped_by, rest.is_running) == (*expected[2:4], expected.is_running)
+        expected = plain.best(1) if streamed.stream.is_decided else best.first(1)
+        assert [tokens] == expected.token_ids
+        assert total == pytest.approx(expected.sum_logprobs[0], abs=1e-6)
+        for field in ("scores", "stopped_by", "has_ended", "leaves"):
+            assert getattr(rest, field) == getattr(expected, field)
         assert len(reports) == (0 if expected.reports is None else len(expected.reports.ranks))
-        assert [one.score for one in best] == sorted((one.score for one in best), reverse=True)
-        length = len(plain.history(0))
-        assert all(len(one.token_ids) == length for one in best if one.is_running)
-        num_running += rest.is_running
-        num_finished += not rest.is_running
+        assert best.scores.tolist() == sorted(best.scores, reverse=True)
+        assert (best.lengths[best.leaves < 0] == len(plain.history(0))).all()
+        num_running += rest.leaves[0] < 0
+        num_finished += rest.leaves[0] >= 0
 
     search()
     assert min(num_running, num_finished, num_lost) > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ from vllm.v1.request import Request
 
 from tests.engine.test_answer_stream import next_step
 from vllm_trie.engine.group import BeamGroup
-from vllm_trie.engine.hypothesis import Hypothesis
+from vllm_trie.engine.hypothesis import FoundHypotheses
 from vllm_trie.engine.new_group import new_group
 from vllm_trie.engine.outputs import answer_output
-from vllm_trie.messages import GroupTicket
-from vllm_trie.options import BeamParams
+from vllm_trie.messages import HYPOTHESES, GroupTicket
+from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import NEVER
 from vllm_trie.search.step import draft_logprobs
@@ -40,23 +41,23 @@ def group_of(options: dict[str, Any], **fields: Any) -> BeamGroup:
     return new_group(Request("g", [5, 5], params, None), BeamParams(beam_width=4, **options), ticket, 512, False)
 
 
-def found(options: dict[str, Any], **fields: Any) -> list[Hypothesis]:
-    """The hypotheses of some whole searches by tables of random logits."""
-    hypotheses = []
+def found(options: dict[str, Any], **fields: Any) -> list[FoundHypotheses]:
+    """What some whole searches by tables of random logits find."""
+    searches = []
     for number in range(5):
         group, seed = group_of(options, **fields), 100 * number
         while not group.advance(next_step(group, seed, 1.0)):
             seed += 1
-        hypotheses += group.best(4)
-    return hypotheses
+        searches.append(group.best(4))
+    return searches
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
 @pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES)
 def test_min_tokens_bars_every_eos_ignored_or_not(options: dict[str, Any], ignore_eos: bool) -> None:
     later = set[int]()
-    for hypothesis in found(options, min_tokens=MIN_TOKENS, ignore_eos=ignore_eos):
-        tokens = hypothesis.token_ids
+    searches = found(options, min_tokens=MIN_TOKENS, ignore_eos=ignore_eos)
+    for tokens in chain.from_iterable(best.token_ids for best in searches):
         assert not {EOS, OTHER_EOS} & {*tokens[:MIN_TOKENS]}
         assert len(tokens) == MAX_TOKENS or not ignore_eos
         later |= {*tokens[MIN_TOKENS:]}
@@ -79,6 +80,10 @@ def test_groups_of_equal_rules_stay_together_whatever_they_ignore() -> None:
 @pytest.mark.parametrize(("ignore_eos", "reason"), [(False, None), (True, EOS)])
 def test_an_ignored_eos_that_is_a_stop_token_is_the_reason(ignore_eos: bool, reason: int | None) -> None:
     fields = {"ignore_eos": ignore_eos, "stop_token_ids": [EOS]}
-    stop_rules, hypotheses = group_of({}, **fields).plan.stop_rules, found({}, **fields)
-    outputs = [answer_output([hypothesis], 1, stop_rules.eos_token_id) for hypothesis in hypotheses]
-    assert {output.stop_reason for output in outputs if output.new_token_ids[-1] == EOS} == {reason}
+    stop_rules = group_of({}, **fields).plan.stop_rules
+    reasons = set[int | None]()
+    for best in found({}, **fields):
+        sent = answer_output(best, 4, stop_rules.eos_token_id).kv_transfer_params[PLUGIN_NAME][HYPOTHESES]
+        ended = zip(best.token_ids, sent.stop_reasons, strict=True)
+        reasons |= {stop for tokens, stop in ended if tokens[-1] == EOS}
+    assert reasons == {reason}

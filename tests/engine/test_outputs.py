@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,9 +11,18 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request
 
-from vllm_trie.engine.hypothesis import Hypothesis, TokenReports
-from vllm_trie.engine.outputs import Outbox, add_to_answer, answer_output, answer_so_far, error_output
+from vllm_trie.engine.hypothesis import NO_HYPOTHESES, FoundHypotheses, TokenReports
+from vllm_trie.engine.outputs import (
+    Outbox,
+    add_to_answer,
+    answer_output,
+    answer_so_far,
+    compact_answer,
+    error_output,
+    scores_and_stops,
+)
 from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, SentHypotheses
+from vllm_trie.search.stopping import NO_TOKEN
 
 EOS, STOP = 1, 7
 
@@ -21,10 +31,17 @@ def request(request_id: str, client_index: int = 0) -> Request:
     return Request(request_id, [2, 3], SamplingParams(max_tokens=4), None, client_index=client_index)
 
 
-def hypothesis(*tokens: int, stopped_by: int | None = None, reports: bool = False, **others: bool) -> Hypothesis:
-    logprobs = np.tile(np.array([-1.0, -2.0], np.float32), (len(tokens), 1))
-    own = TokenReports(np.array([[token, 9] for token in tokens]), logprobs, np.array(tokens))
-    return Hypothesis([*tokens], -float(sum(tokens)), -0.5, stopped_by, own if reports else None, **others)
+def found(
+    *token_ids: list[int], stopped_by: Sequence[int] = (), leaves: Sequence[int] = (), reports: bool = False
+) -> FoundHypotheses:
+    """Of each hypothesis its log-probability is less by its tokens, and its rank is its token."""
+    flat = np.array([token for tokens in token_ids for token in tokens])
+    logprobs = np.tile(np.array([-1.0, -2.0], np.float32), (len(flat), 1))
+    own = TokenReports(np.column_stack([flat, np.full(len(flat), 9)]), logprobs, flat)
+    stops = np.array([*stopped_by] or len(token_ids) * [NO_TOKEN])
+    numbers, scores = np.array([*leaves] or [*range(len(token_ids))]), np.full(len(token_ids), -0.5)
+    sums = -np.array([*map(sum, token_ids)], np.float64)
+    return FoundHypotheses(numbers, [*token_ids], sums, scores, stops, stops != NO_TOKEN, own if reports else None)
 
 
 def sent_of(output: EngineCoreOutput) -> SentHypotheses:
@@ -32,7 +49,7 @@ def sent_of(output: EngineCoreOutput) -> SentHypotheses:
 
 
 def test_one_output_holds_all_hypotheses_one_after_the_other() -> None:
-    best = [hypothesis(4, EOS, stopped_by=EOS), hypothesis(5, 6, 2), hypothesis(3, STOP, stopped_by=STOP)]
+    best = found([4, EOS], [5, 6, 2], [3, STOP], stopped_by=[EOS, NO_TOKEN, STOP])
     output = answer_output(best, 3, EOS)
     assert output.new_token_ids == [4, EOS, 5, 6, 2, 3, STOP]
     assert output.new_logprobs is None
@@ -41,13 +58,29 @@ def test_one_output_holds_all_hypotheses_one_after_the_other() -> None:
 
 
 def test_log_probabilities_come_one_after_the_other_too() -> None:
-    output = answer_output([hypothesis(4, 5, reports=True), hypothesis(6, reports=True)], 2, EOS)
+    output = answer_output(found([4, 5], [6], reports=True), 2, EOS)
     assert output.new_logprobs.logprob_token_ids.tolist() == [[4, 9], [5, 9], [6, 9]]
     assert output.new_logprobs.sampled_token_ranks.tolist() == [4, 5, 6]
 
 
+def test_what_outputs_leave_out_has_no_log_probabilities() -> None:
+    output = answer_output(found([4, 5], [6], [7, 8], reports=True), 2, EOS)
+    assert output.new_token_ids == [4, 5, 6]
+    assert output.new_logprobs.sampled_token_ranks.tolist() == [4, 5, 6]
+
+
+def test_arrays_and_beam_results_have_one_entry_of_each_hypothesis() -> None:
+    best = found([4, EOS], [5, 6, 2], [3, 5], stopped_by=[EOS, NO_TOKEN, NO_TOKEN])
+    reasons = ["stop", "length", "stop"]  # the last one ends before its length is reached: a stop string ended it
+    compact = compact_answer(best, max_length=3)
+    assert (compact["token_ids"], compact["finish_reasons"]) == ([[4, EOS], [5, 6, 2], [3, 5]], reasons)
+    assert (compact["cumulative_logprobs"], compact["scores"]) == ([-5.0, -13.0, -8.0], [-0.5] * 3)
+    assert compact_answer(best, 3, is_aborted=True)["finish_reasons"] == ["abort"] * 3
+    assert scores_and_stops(best) == [{"sequence_score": -0.5, "matched": stop} for stop in (EOS, None, None)]
+
+
 def test_the_answer_to_a_request_for_one_is_as_vllms() -> None:
-    output = answer_output([hypothesis(4, STOP, stopped_by=STOP), hypothesis(5)], 1, EOS)
+    output = answer_output(found([4, STOP], [5], stopped_by=[STOP, NO_TOKEN]), 1, EOS)
     assert (output.new_token_ids, output.finish_reason, output.stop_reason) == ([4, STOP], FinishReason.STOP, STOP)
     assert output.new_logprobs.logprobs.tolist() == [[-11.0]], "the sum alone"
     assert output.kv_transfer_params is None
@@ -55,25 +88,25 @@ def test_the_answer_to_a_request_for_one_is_as_vllms() -> None:
 
 @pytest.mark.parametrize("num_outputs", [1, 3])
 def test_a_search_without_a_hypothesis_says_so(num_outputs: int) -> None:
-    output = answer_output([], num_outputs, EOS)
+    output = answer_output(NO_HYPOTHESES, num_outputs, EOS)
     assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, NO_HYPOTHESIS)
     assert math.isnan(output.new_logprobs.logprobs.sum())
-    output = answer_so_far([], num_outputs, EOS)
+    output = answer_so_far(NO_HYPOTHESES, num_outputs, EOS)
     assert (output.finish_reason, output.stop_reason) == (FinishReason.ABORT, None)
     assert math.isnan(output.new_logprobs.logprobs.sum())
 
 
 @pytest.mark.parametrize("num_outputs", [1, 3])
 def test_no_hypothesis_of_an_aborted_search_keeps_its_own_reason(num_outputs: int) -> None:
-    best = [hypothesis(4, STOP, stopped_by=STOP), hypothesis(5, is_running=True)][:num_outputs]
+    best = found([4, STOP], [5], stopped_by=[STOP, NO_TOKEN], leaves=[0, ~0])
     output = answer_so_far(best, num_outputs, EOS)
     assert output.finish_reason is FinishReason.STOP, "by which vLLM leaves the stop token out of its text"
     assert sent_of(output).are_aborted
-    assert not sent_of(answer_output(2 * best, 3, EOS)).are_aborted
+    assert not sent_of(answer_output(best, 3, EOS)).are_aborted
 
 
 def test_more_may_be_added_to_an_answer() -> None:
-    output = answer_output([hypothesis(4), hypothesis(5)], 2, EOS)
+    output = answer_output(found([4], [5]), 2, EOS)
     add_to_answer(output, {"trace": 1})
     add_to_answer(output, {})
     assert {*output.kv_transfer_params["trie_beam"]} == {HYPOTHESES, "trace"}

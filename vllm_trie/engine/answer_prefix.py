@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vllm_trie.engine.hypothesis import Hypothesis, TokenReports
+import numpy as np
+
+from vllm_trie.engine.hypothesis import FoundHypotheses, TokenReports
+from vllm_trie.search.stopping import NO_TOKEN
 from vllm_trie.trie.hypotheses import HypothesisTrie, Node
 
 
 class AnswerChangedError(Exception):
     """A search that began anew does not find what was sent of its answer."""
+
+
+NOTHING_NEW = FoundHypotheses(
+    np.array([-1]), [[]], np.zeros(1), np.zeros(1), np.array([NO_TOKEN]), np.zeros(1, np.bool_)
+)
 
 
 class Part(NamedTuple):
@@ -59,30 +67,32 @@ class AnswerStream:
         self._sent += tokens[num_known:]
         return Part(tokens[num_known:], self._sum - before, reports)
 
-    def rest(self, answer: Hypothesis) -> Hypothesis:
+    def rest(self, answer: FoundHypotheses) -> FoundHypotheses:
         """The answer without what has been sent of it.
+
+        Args:
+            answer: One hypothesis at most.
 
         Raises:
             AnswerChangedError: something else was sent.
         """
-        count = self._check(0, answer.token_ids)
+        if not answer:
+            return answer
+        count = self._check(0, answer.token_ids[0])
         if count < len(self._sent):
             raise _changed()
-        reports = answer.reports and answer.reports.after(count)
-        rest = answer.token_ids[count:]
-        return answer._replace(token_ids=rest, sum_logprobs=answer.sum_logprobs - self._sum, reports=reports)
+        return answer.after(count, self._sum)
 
-    def rest_so_far(self, answer: Hypothesis | None) -> Hypothesis:
+    def rest_so_far(self, answer: FoundHypotheses) -> FoundHypotheses:
         """What is not sent yet of the answer of a search that was aborted: nothing, if it found less than that again.
 
         Args:
-            answer: The best that it has found since it began, or began anew.
+            answer: The best that it has found since it began, or began anew, if anything.
         """
-        nothing = Hypothesis([], 0.0, 0.0, None, None, is_running=True)
         try:
-            return nothing if answer is None else self.rest(answer)
+            return self.rest(answer) if answer else NOTHING_NEW
         except AnswerChangedError:
-            return nothing
+            return NOTHING_NEW
 
     def _check(self, start: int, tokens: list[int]) -> int:
         """How many of the tokens that follow the first `start` have been sent already."""

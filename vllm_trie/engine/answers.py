@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from vllm.v1.engine import EngineCoreOutput
 
 from vllm_trie.engine.group import BeamGroup
-from vllm_trie.engine.hypothesis import Hypothesis
+from vllm_trie.engine.hypothesis import FoundHypotheses
 from vllm_trie.engine.outputs import add_to_answer, compact_answer, scores_and_stops
 from vllm_trie.engine.traces import trace_of
 
 
 def add_answer(
-    output: EngineCoreOutput, group: BeamGroup, best: Sequence[Hypothesis], block_size: int, is_aborted: bool = False
+    output: EngineCoreOutput, group: BeamGroup, best: FoundHypotheses, block_size: int, is_aborted: bool = False
 ) -> None:
     """Add to the output of a search what its request asks for besides.
 
@@ -28,7 +26,7 @@ def add_answer(
         answer["is_exact"] = False
     if plan.params.compact:
         answer |= compact_answer(best, plan.stop_rules.max_length, is_aborted)
-    answer |= plan.catalog.answer(plan.stop_rules.stop_token_ids, [hypothesis.token_ids for hypothesis in best])
+    answer |= plan.catalog.answer(plan.stop_rules.stop_token_ids, best.token_ids)
     if plan.params.beam_results:
         answer["beam_results"] = scores_and_stops(best)
     if group.traced:

@@ -9,14 +9,14 @@ import numpy as np
 from vllm_trie.engine.answer_prefix import AnswerStream, Part
 from vllm_trie.engine.grammar import NoMatchers
 from vllm_trie.engine.group_forests import forests_of
-from vllm_trie.engine.hypothesis import Hypothesis, TokenReports
+from vllm_trie.engine.hypothesis import NO_HYPOTHESES, FoundHypotheses, TokenReports
 from vllm_trie.engine.plan import SearchPlan
 from vllm_trie.engine.stats import SearchCounts
 from vllm_trie.messages import Resumed
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Step, TokenLogprobs, TopLogprobs
-from vllm_trie.search.stopping import Ended, Finished, HypothesisPool
+from vllm_trie.search.stopping import NO_TOKEN, Ended, Finished, HypothesisPool
 from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.trie.hypotheses import ROOT, HypothesisTrie
 from vllm_trie.trie.leaves import Notes
@@ -177,11 +177,11 @@ class BeamGroup:
         """The rows that continuations have as parents: of the prompt there is one, whichever group continues it."""
         return parents if self.hypotheses.width > 1 else np.zeros_like(parents)
 
-    def best(self, count: int) -> list[Hypothesis]:
+    def best(self, count: int) -> FoundHypotheses:
         """The best `count` finished hypotheses, best first; fewer if there are fewer."""
-        return self._hypotheses(self.pool.best(count))
+        return self._found(self.pool.best(count))
 
-    def best_so_far(self, count: int) -> list[Hypothesis]:
+    def best_so_far(self, count: int) -> FoundHypotheses:
         """The best `count` hypotheses if the search ends here, best first, with beams that go on among them."""
         trie = self.hypotheses
         if self.length == 0 or (self.stream is not None and self.stream.is_decided):
@@ -189,47 +189,47 @@ class BeamGroup:
         sums = trie.row_scores() if self._rank_scores is None else self._rank_scores
         rows = [*range(trie.width)]
         running = Ended(sums.tolist(), trie.row_tokens().tolist(), [~row for row in rows], rows)
-        return self._hypotheses(self.pool.best_so_far(count, running, self.length))
+        return self._found(self.pool.best_so_far(count, running, self.length))
 
     @property
     def traced(self) -> TracedTrie | None:
         """What remembers the search, if it is traced."""
         return self.hypotheses if isinstance(self.hypotheses, TracedTrie) else None
 
-    def unsent(self, best: list[Hypothesis]) -> list[Hypothesis]:
+    def unsent(self, best: FoundHypotheses) -> FoundHypotheses:
         """Of these, in a stream, what is not sent yet.
 
         Raises:
             AnswerChangedError: something else was sent before a preemption.
         """
-        return best if self.stream is None else [self.stream.rest(hypothesis) for hypothesis in best]
+        return best if self.stream is None else self.stream.rest(best)
 
-    def unsent_so_far(self, best: list[Hypothesis]) -> list[Hypothesis]:
+    def unsent_so_far(self, best: FoundHypotheses) -> FoundHypotheses:
         """Of these, which `best_so_far` returned, in a stream what is not sent yet."""
-        return best if self.stream is None else [self.stream.rest_so_far(next(iter(best), None))]
+        return best if self.stream is None else self.stream.rest_so_far(best)
 
     def check_invariants(self) -> None:
         self.hypotheses.check_invariants()
         assert self.length == 0 or self.hypotheses.width in (1, self.num_rows)
 
-    def _hypotheses(self, best: Sequence[Finished]) -> list[Hypothesis]:
+    def _found(self, best: Sequence[Finished]) -> FoundHypotheses:
         if not best:
-            return []
-        leaves = [finished.leaf for finished in best]
-        histories, totals = self.hypotheses.tokens(leaves), self.hypotheses.scores(leaves).tolist()
-        ends = np.cumsum([len(tokens) for tokens in histories])
-        notes = [np.split(field, ends[:-1]) for field in self.hypotheses.notes(leaves)]
-        of_each = zip(*notes, strict=True) if notes else [()] * len(best)
-        return [*map(self._hypothesis, best, histories, totals, of_each)]
-
-    def _hypothesis(self, finished: Finished, tokens: list[int], total: float, notes: Notes) -> Hypothesis:
-        stopped_by = tokens[-1] if tokens[-1] in self.plan.stop_rules.stop_token_ids else None
-        has_reports = self.plan.select_rules.num_logprobs is not None
-        reports = TokenReports(*notes) if has_reports else None
-        is_complete, is_running = self.plan.select_rules.items is not None, finished.leaf < 0
-        if is_running:
-            stopped_by, is_complete = None, False
-        return Hypothesis(tokens, total, finished.score, stopped_by, reports, is_complete, is_running, finished.leaf)
+            return NO_HYPOTHESES
+        trie, rules = self.hypotheses, self.plan.select_rules
+        scores = np.array([finished.score for finished in best], np.float64)
+        leaves = np.array([finished.leaf for finished in best], np.int64)
+        token_ids = trie.tokens(leaves)
+        is_finished, last_tokens = leaves >= 0, np.array([tokens[-1] for tokens in token_ids], np.int64)
+        stops = is_finished & np.isin(last_tokens, [*self.plan.stop_rules.stop_token_ids])
+        return FoundHypotheses(
+            leaves,
+            token_ids,
+            trie.scores(leaves).astype(np.float64),
+            scores,
+            np.where(stops, last_tokens, NO_TOKEN),
+            is_finished if rules.items is not None else stops,
+            TokenReports(*trie.notes(leaves)) if rules.num_logprobs is not None else None,
+        )
 
 
 def _reports(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -13,7 +13,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
 from vllm_trie.engine.answer_prefix import Part
-from vllm_trie.engine.hypothesis import Hypothesis
+from vllm_trie.engine.hypothesis import FoundHypotheses
 from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, SentHypotheses
 from vllm_trie.options import PLUGIN_NAME
 
@@ -47,7 +47,7 @@ class Outbox:
         self._outputs.clear()
 
 
-def answer_output(best: Sequence[Hypothesis], num_outputs: int, eos_token_id: int | None) -> EngineCoreOutput:
+def answer_output(best: FoundHypotheses, num_outputs: int, eos_token_id: int | None) -> EngineCoreOutput:
     """The answer of a search that is over, not addressed yet.
 
     Args:
@@ -59,40 +59,38 @@ def answer_output(best: Sequence[Hypothesis], num_outputs: int, eos_token_id: in
     if not best:
         nothing = _sum_alone(math.nan)
         return EngineCoreOutput("", [], nothing, finish_reason=FinishReason.STOP, stop_reason=NO_HYPOTHESIS)
-    output, sent = _output_of(best[:num_outputs], num_outputs, eos_token_id)
+    output, sent = _output_of(best.first(num_outputs), num_outputs, eos_token_id)
     if num_outputs > 1:
         add_to_answer(output, {HYPOTHESES: sent})
     return output
 
 
-def answer_so_far(best: Sequence[Hypothesis], num_outputs: int, eos_token_id: int | None) -> EngineCoreOutput:
+def answer_so_far(best: FoundHypotheses, num_outputs: int, eos_token_id: int | None) -> EngineCoreOutput:
     """The answer of a search that was aborted, likewise; it may have found nothing yet.
 
     The reasons are the hypotheses' own, by which vLLM makes their texts. `SentHypotheses` says that they do not count.
     """
     if not best:
         return EngineCoreOutput("", [], _sum_alone(math.nan), finish_reason=FinishReason.ABORT)
-    output, sent = _output_of(best[:num_outputs], num_outputs, eos_token_id)
+    output, sent = _output_of(best.first(num_outputs), num_outputs, eos_token_id)
     add_to_answer(output, {HYPOTHESES: sent._replace(are_aborted=True)})
     return output
 
 
 def _output_of(
-    best: Sequence[Hypothesis], num_outputs: int, eos_token_id: int | None
+    best: FoundHypotheses, num_outputs: int, eos_token_id: int | None
 ) -> tuple[EngineCoreOutput, SentHypotheses]:
     """Hypotheses, in an output that does not tell yet whose is what."""
     # Where a stop string ended it, the front end finds that string in the text, and says so.
-    reasons = [FinishReason.STOP if _has_ended(one) else FinishReason.LENGTH for one in best]
-    stops = [None if one.stopped_by == eos_token_id else one.stopped_by for one in best]
-    reports = [one.reports for one in best if one.reports is not None and len(one.reports.ranks)]
-    output = EngineCoreOutput("", [*chain.from_iterable(one.token_ids for one in best)])
-    output.finish_reason, output.stop_reason = reasons[0], stops[0]
-    if reports:
-        output.new_logprobs = LogprobsLists(*map(np.concatenate, zip(*reports, strict=True)))
+    reasons = np.where(best.has_ended, FinishReason.STOP, FinishReason.LENGTH).tolist()
+    stops, sums = best.stop_tokens(eos_token_id), best.sum_logprobs.tolist()
+    output = EngineCoreOutput("", [*chain.from_iterable(best.token_ids)])
+    output.finish_reason, output.stop_reason = FinishReason(reasons[0]), stops[0]
+    if best.reports is not None and len(best.reports.ranks):
+        output.new_logprobs = LogprobsLists(*best.reports)
     elif num_outputs == 1:
-        output.new_logprobs = _sum_alone(best[0].sum_logprobs)
-    lengths, sums = [len(one.token_ids) for one in best], [one.sum_logprobs for one in best]
-    return output, SentHypotheses(lengths, [*map(int, reasons)], stops, sums)
+        output.new_logprobs = _sum_alone(sums[0])
+    return output, SentHypotheses(best.lengths.tolist(), reasons, stops, sums)
 
 
 def add_to_answer(output: EngineCoreOutput, more: Mapping[str, Any]) -> None:
@@ -118,31 +116,24 @@ def part_output(part: Part, request: Request, num_cached_tokens: int) -> EngineC
     )
 
 
-def compact_answer(hypotheses: Sequence[Hypothesis], max_length: int, is_aborted: bool = False) -> dict[str, list[Any]]:
+def compact_answer(found: FoundHypotheses, max_length: int, is_aborted: bool = False) -> dict[str, list[Any]]:
     """All hypotheses of a search as lists, best first, for its one output: see `entrypoints.compact`."""
+    reasons = np.where(found.has_ended | (found.lengths < max_length), "stop", "length")
     return {
-        "token_ids": [hypothesis.token_ids for hypothesis in hypotheses],
-        "cumulative_logprobs": [hypothesis.sum_logprobs for hypothesis in hypotheses],
-        "scores": [hypothesis.score for hypothesis in hypotheses],
-        "finish_reasons": ["abort" if is_aborted else _compact_reason(one, max_length) for one in hypotheses],
+        "token_ids": found.token_ids,
+        "cumulative_logprobs": found.sum_logprobs.tolist(),
+        "scores": found.scores.tolist(),
+        "finish_reasons": len(found) * ["abort"] if is_aborted else reasons.tolist(),
     }
 
 
-def _compact_reason(hypothesis: Hypothesis, max_length: int) -> str:
-    return "stop" if _has_ended(hypothesis) or len(hypothesis.token_ids) < max_length else "length"
-
-
-def scores_and_stops(hypotheses: Sequence[Hypothesis]) -> list[dict[str, Any]]:
+def scores_and_stops(found: FoundHypotheses) -> list[dict[str, Any]]:
     """Scores, and the stop tokens that ended hypotheses, best first: vLLM's outputs have no room for these.
 
     `entrypoints.beam_results` adds the rest.
     """
-    return [{"sequence_score": hypothesis.score, "matched": hypothesis.stopped_by} for hypothesis in hypotheses]
-
-
-def _has_ended(hypothesis: Hypothesis) -> bool:
-    """By a token, or with its items."""
-    return hypothesis.stopped_by is not None or hypothesis.is_complete
+    pairs = zip(found.scores.tolist(), found.stop_tokens(), strict=True)
+    return [{"sequence_score": score, "matched": token} for score, token in pairs]
 
 
 def error_output(message: str) -> EngineCoreOutput:
@@ -150,11 +141,9 @@ def error_output(message: str) -> EngineCoreOutput:
     return EngineCoreOutput(request_id="", new_token_ids=[], finish_reason=FinishReason.ERROR, stop_reason=message)
 
 
-def _logprobs(of: Hypothesis | Part) -> LogprobsLists:
+def _logprobs(part: Part) -> LogprobsLists:
     """What is reported of each token, or their sum alone (see `entrypoints.logprobs`)."""
-    if of.reports is None or not len(of.reports.ranks):
-        return _sum_alone(of.sum_logprobs)
-    return LogprobsLists(*of.reports)
+    return _sum_alone(part.sum_logprobs) if part.reports is None else LogprobsLists(*part.reports)
 
 
 def take_output(request_id: str, outputs: dict[int, EngineCoreOutputs]) -> EngineCoreOutput:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from vllm_trie.engine.group import BeamGroup
-from vllm_trie.engine.hypothesis import Hypothesis
+from vllm_trie.engine.hypothesis import FoundHypotheses
 from vllm_trie.trie.traced import TracedTrie
 
 
-def trace_of(group: BeamGroup, trie: TracedTrie, best: Sequence[Hypothesis], block_size: int) -> dict[str, Any]:
+def trace_of(group: BeamGroup, trie: TracedTrie, best: FoundHypotheses, block_size: int) -> dict[str, Any]:
     """What is sent of a search that is over; `entrypoints/trace_texts.py` adds the texts.
 
     Args:
@@ -18,6 +17,6 @@ def trace_of(group: BeamGroup, trie: TracedTrie, best: Sequence[Hypothesis], blo
         best: What is returned.
         block_size: Tokens of a KV block.
     """
-    returned = [trie.end(~one.leaf) if one.is_running else one.leaf for one in best]
+    returned = [trie.end(~leaf) if leaf < 0 else leaf for leaf in best.leaves.tolist()]
     own = {"prompt_length": group.plan.prompt_length, "block_size": block_size, "texts": []}
     return {**own, **trie.as_dict(returned)}

@@ -20,6 +20,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
+from vllm_trie.engine.hypothesis import NO_HYPOTHESES
 from vllm_trie.engine.outputs import compact_answer
 from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.request_data import BRINGS, READ, RequestData
@@ -117,7 +118,7 @@ def _aborted(request_id: str, prompt: Any, params: SamplingParams, engine: Async
     reasons = (None if index == 0 else NO_HYPOTHESIS for index in range(params.n))
     outputs = empty_outputs(params, "abort", reasons)
     asked = params.extra_args or {}
-    answer = compact_answer((), max_length=0) if asked.get("compact") else {}
+    answer = compact_answer(NO_HYPOTHESES, max_length=0) if asked.get("compact") else {}
     answer |= {"item_ids": []} if "allowed_sequences" in asked else {}
     answer |= {BEAM_RESULTS: []} if asked.get(BEAM_RESULTS) else {}
     is_whole = isinstance(prompt, str | list | dict)

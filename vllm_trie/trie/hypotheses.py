@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -116,7 +116,7 @@ class HypothesisTrie:
         self._num_finished += len(parents)
         return numbers.tolist()
 
-    def drop(self, leaves: Sequence[int]) -> None:
+    def drop(self, leaves: ArrayLike) -> None:
         """Give up finished hypotheses."""
         self._finished = self._finished.without(np.array(leaves, np.int64))
 
@@ -124,7 +124,7 @@ class HypothesisTrie:
         """The node before the last token of a finished hypothesis."""
         return Node(*self._finished.parents[self._finished.at(np.array([leaf]))[0]].tolist())
 
-    def scores(self, leaves: Sequence[int]) -> np.ndarray:
+    def scores(self, leaves: ArrayLike) -> np.ndarray:
         """[n] float32: the cumulative log-probability of each of these hypotheses."""
         ends = self._ends(leaves)
         scores = self.row_scores()[np.where(ends.is_finished, 0, ends.nodes[:, 1])]
@@ -143,11 +143,11 @@ class HypothesisTrie:
         """[b] the newest token of each row; there must be one."""
         return self._steps[-1].tokens
 
-    def tokens(self, leaves: Sequence[int]) -> list[list[int]]:
+    def tokens(self, leaves: ArrayLike) -> list[list[int]]:
         """All tokens of each of these hypotheses."""
         ends = self._ends(leaves)
         before, lengths = self._tokens(ends.nodes), ends.lengths
-        found = np.column_stack([before, np.zeros(len(leaves), np.int32)])
+        found = np.column_stack([before, np.zeros(len(lengths), np.int32)])
         found[ends.is_finished, lengths[ends.is_finished] - 1] = self._finished.tokens[ends.at]
         return [history[:length] for history, length in zip(found.tolist(), lengths.tolist(), strict=True)]
 
@@ -155,7 +155,7 @@ class HypothesisTrie:
         """[b, length] int32: the tokens of each row."""
         return self._tokens(self._nodes(np.arange(self.width)))
 
-    def notes(self, leaves: Sequence[int]) -> Notes:
+    def notes(self, leaves: ArrayLike) -> Notes:
         """What the tokens of these hypotheses carry, of one after the other: of each field [tokens, ...]."""
         ends = self._ends(leaves)
         stops = ends.lengths.cumsum()
@@ -224,7 +224,7 @@ class HypothesisTrie:
         """[n, 2] int64: the length and the row of the newest token of each of these rows."""
         return np.column_stack([np.full(len(rows), self.length), rows])
 
-    def _ends(self, leaves: Sequence[int]) -> Ends:
+    def _ends(self, leaves: ArrayLike) -> Ends:
         """Where each of these hypotheses ends.
 
         Raises:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from vllm_trie.trie.hypotheses import HypothesisTrie
 from vllm_trie.trie.leaves import Leaves
@@ -32,7 +33,7 @@ class TracedTrie(HypothesisTrie):
         self._accepted: dict[int, list[int]] = {}  # by step
         self._blocks: dict[int, tuple[int, int]] = {}  # by step
 
-    def drop(self, leaves: Sequence[int]) -> None:
+    def drop(self, leaves: ArrayLike) -> None:
         """What is outdone is a part of the search."""
 
     def _prune(self) -> None:
