@@ -128,7 +128,7 @@ def _check_files_and_attention(vllm_config: VllmConfig) -> None:
 
 def _wrap_front_end() -> None:
     of_requests = "requests", "llm", "search_state", "llm_engine"
-    of_answers = "logprobs", "half_characters"
+    of_answers = "logprobs", "answer_start"
     of_servers = "server", "use_beam_search", "async_llm", "streams", "generate_api", "catalog_api", "metrics"
     for module in (*of_requests, *of_answers, *of_servers):
         wrap_all(f"vllm_trie.entrypoints.{module}")

@@ -41,7 +41,7 @@ TOKENS = TOKENIZER.encode(TEXT, add_special_tokens=False)
 
 
 def params_of(**options: Any) -> SamplingParams:
-    wrap_all("vllm_trie.entrypoints.half_characters")
+    wrap_all("vllm_trie.entrypoints.answer_start")
     return SamplingParams(skip_special_tokens=False, extra_args={TICKET: {}}, **options)
 
 

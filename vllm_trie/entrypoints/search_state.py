@@ -162,7 +162,7 @@ def _without_data(request: EngineCoreRequest) -> EngineCoreRequest:
     request = copy(request)
     request.mm_features, request.sampling_params = None, copy(request.sampling_params)
     assert request.sampling_params is not None
-    request.sampling_params.extra_args = {TICKET: {}}  # see `entrypoints.half_characters`
+    request.sampling_params.extra_args = {TICKET: {}}  # see `entrypoints.answer_start`
     return request
 
 

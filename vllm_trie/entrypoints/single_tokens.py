@@ -53,7 +53,7 @@ def _detokenizer(
 ) -> IncrementalDetokenizer:
     """One like that of the engine's client, which is given several tokens at once."""
     params = copy(params)
-    params.extra_args = {TICKET: {}}  # see `entrypoints.half_characters`
+    params.extra_args = {TICKET: {}}  # see `entrypoints.answer_start`
     nothing = {"mm_features": None, "pooling_params": None, "lora_request": None, "cache_salt": None}
     request = EngineCoreRequest(
         request_id="",

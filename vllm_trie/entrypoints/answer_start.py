@@ -1,6 +1,7 @@
-"""The text of an answer whose prompt ends within a character.
+"""The text of an answer as it goes on behind the last few tokens of its prompt.
 
-vLLM's detokenizer would begin it with the whole prompt, and find stop strings there that a search does not know.
+vLLM's detokenizer decodes the whole prompt for each hypothesis. Where a prompt ends within a character, it would begin
+the text with the whole of it, and find stop strings there that a search does not know.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 from vllm_trie.compat.patch import wraps
 from vllm_trie.messages import FORK, TICKET
-from vllm_trie.search.stop_strings import CONTEXT, INCOMPLETE, context_of, text_after
+from vllm_trie.search.stop_strings import INCOMPLETE, context_of, text_after
 
 
 @wraps("__init__", FastIncrementalDetokenizer)
@@ -28,9 +29,11 @@ def begin(
     if not extra_args.keys() & {TICKET, FORK}:
         return
     decode = partial(self.tokenizer.decode, skip_special_tokens=self.skip_special_tokens)
-    prompt = request.prompt_token_ids
-    if prompt and decode(prompt[-CONTEXT:]).endswith(INCOMPLETE):
-        self.stream = _BehindHalfCharacter(*context_of(prompt, decode), self.skip_special_tokens)
+    context, before = context_of(request.prompt_token_ids or [], decode)
+    if before.endswith(INCOMPLETE):
+        self.stream = _BehindHalfCharacter(context, before, self.skip_special_tokens)
+    elif before:  # else the first token would lose the space that it begins with
+        self.stream = DecodeStream(ids=context, skip_special_tokens=self.skip_special_tokens)
 
 
 class _BehindHalfCharacter:

@@ -1,4 +1,4 @@
-"""The text of an answer whose prompt ends within a character begins behind the prompt, as stop strings are judged."""
+"""The text of an answer begins behind its prompt, as stop strings are judged, whatever the prompt ends with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.decoders import DecodeStream
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from vllm import SamplingParams
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
@@ -18,7 +20,7 @@ from tests.support.engine import TRAINED_TARGET
 from vllm_trie.compat.patch import wrap_all
 from vllm_trie.detokenizing import decoder
 from vllm_trie.messages import FORK, TICKET
-from vllm_trie.search.stop_strings import INCOMPLETE, StopStrings
+from vllm_trie.search.stop_strings import CONTEXT, INCOMPLETE, StopStrings
 
 TEXT = "def f(x): return 'é€😀😀 naïve'\n日本語 = 1\n" * 3
 
@@ -32,11 +34,21 @@ def decode(ids: list[int]) -> str:
     return decoder(tokenizer(), skip_special_tokens=True)(ids)
 
 
-def detokenizer(prompt: list[int], mark: str = TICKET, **options: Any) -> IncrementalDetokenizer:
-    wrap_all("vllm_trie.entrypoints.half_characters")
+@cache
+def of_sentence_pieces() -> Any:
+    """A tokenizer that decodes as Llama's does: spaces before words, of which the first is left out; bytes."""
+    vocab = ["<s>", "▁", "▁a", "▁bc", "d", ".", *(f"<0x{byte:02X}>" for byte in "é😀".encode())]
+    tokenizer = Tokenizer(models.BPE({token: n for n, token in enumerate(vocab)}, [], byte_fallback=True))
+    parts = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence(list(parts))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+def detokenizer(prompt: list[int], mark: str = TICKET, of: Any = None, **options: Any) -> IncrementalDetokenizer:
+    wrap_all("vllm_trie.entrypoints.answer_start")
     params = SamplingParams(**options, extra_args={mark: {}})
     request = SimpleNamespace(request_id="0", prompt_token_ids=prompt, sampling_params=params)
-    return IncrementalDetokenizer.from_new_request(tokenizer(), request)
+    return IncrementalDetokenizer.from_new_request(of or tokenizer(), request)
 
 
 @cache
@@ -76,3 +88,36 @@ def test_it_ends_with_the_token_that_a_search_ends_with(seed: int) -> None:
     answer = detokenizer(prompt, stop=[stop])
     assert answer.update(generated, False) == (stop if (end := next(ends, None)) else None)
     assert answer.output_token_ids == generated[:end]
+
+
+@settings(max_examples=300, derandomize=True)
+@given(st.data(), st.booleans(), st.booleans())
+def test_behind_whole_characters_it_is_what_it_is_behind_the_whole_prompt(
+    data: st.DataObject, is_of_pieces: bool, skips: bool
+) -> None:
+    of = of_sentence_pieces() if is_of_pieces else tokenizer()
+    few, some = st.lists(st.integers(0, len(of) - 1), min_size=1, max_size=4), st.integers(0, 9)
+    prompt = [token for part in data.draw(st.lists(st.tuples(few, some))) for token in part[0] * part[1]]
+    generated = data.draw(few)
+    if of.decode(prompt, skip_special_tokens=skips).endswith(INCOMPLETE):
+        return
+    ours, stock = (detokenizer(prompt, mark, of, skip_special_tokens=skips) for mark in (TICKET, "of others"))
+    for token in generated:
+        ours.update([token], False)
+        stock.update([token], False)
+        assert ours.get_next_output_text(False, False) == stock.get_next_output_text(False, False)
+
+
+@pytest.mark.parametrize("mark", [TICKET, FORK])
+def test_of_a_long_prompt_few_tokens_are_decoded(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = list[list[int]]()
+
+    def counted(ids: list[int], skip_special_tokens: bool) -> DecodeStream:
+        streams.append(ids)
+        return DecodeStream(ids=ids, skip_special_tokens=skip_special_tokens)
+
+    monkeypatch.setattr("vllm_trie.entrypoints.answer_start.DecodeStream", counted)
+    prompt = tokenizer().encode("return x\n" * 300, add_special_tokens=False)
+    answer = detokenizer(prompt, mark)
+    assert [len(ids) for ids in streams] == [CONTEXT]
+    assert answer.stream.__class__ is DecodeStream
