@@ -64,7 +64,7 @@ def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """In float32. A host converts few rows at a time, which it then has near at hand."""
     if not sees(logits.device):
         return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    logprobs = torch.empty(logits.shape)
+    logprobs = logits.new_empty(logits.shape, dtype=torch.float32)
     for some, of_some in zip(near(logits.reshape(-1, logits.shape[-1])), near(logprobs.flatten(0, -2)), strict=True):
         torch.log_softmax(some, dim=-1, dtype=torch.float32, out=of_some)
     return logprobs
