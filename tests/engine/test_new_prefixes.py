@@ -27,8 +27,9 @@ class Row(SimpleNamespace):
 def marked(**rows: Row) -> set[str]:
     """The groups of a step that are marked."""
     manager = object.__new__(BeamKVCacheManager)
-    manager.coordinator = SimpleNamespace(single_type_managers=[SimpleNamespace(block_size=BLOCK_SIZE)])
-    manager.get_block_ids = lambda name: (rows[name].blocks,)
+    blocks = {name: [SimpleNamespace(block_id=block_id) for block_id in row.blocks] for name, row in rows.items()}
+    of_tokens = SimpleNamespace(block_size=BLOCK_SIZE, req_to_blocks=blocks)
+    manager.coordinator = SimpleNamespace(single_type_managers=[of_tokens])
     steps = {name: GroupStep(row.rules, selects=True) for name, row in rows.items() if row.rules}
     new = [SimpleNamespace(req_id=name, num_computed_tokens=row.before) for name, row in rows.items() if row.is_new]
     scheduled = {name: row.scheduled for name, row in rows.items()}

@@ -36,4 +36,3 @@ class AsyncBeamScheduler(BeamScheduler, AsyncScheduler):
     def _expect_pending_steps(self, request: Request) -> None:
         group, is_running = self.groups[request.request_id], request.status == RequestStatus.RUNNING
         request.num_output_placeholders = group.num_pending if is_running and not group.waits else 0
-        request.spec_token_ids = []

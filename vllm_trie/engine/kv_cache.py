@@ -273,7 +273,8 @@ class BeamKVCacheManager(KVCacheManager):
         is_full = is_full and len({manager.block_size for manager in self._managers}) == 1
         if not (is_full and self.enable_caching) or self.num_lookahead_tokens:
             return False  # vLLM goes on within a block only where it caches prefixes; a draft model may lag behind
-        blocks = tuple(manager.pop_blocks_for_free(request.request_id) for manager in self._managers)
+        blocks = tuple(manager.req_to_blocks.get(request.request_id, []) for manager in self._managers)
+        self.coordinator.pop_blocks_for_free(request.request_id)
         self.held.hold(ticket.key, request, blocks)
         return True
 
@@ -288,8 +289,9 @@ class BeamKVCacheManager(KVCacheManager):
 
     def full_blocks(self, request_id: str, first: int, end: int) -> Iterator[int]:
         """The blocks that tokens `first` to `end` of a request fill; none of a group that has fanned out."""
-        for manager, blocks in zip(self._managers, self.get_block_ids(request_id), strict=True):
-            yield from blocks[first // manager.block_size : end // manager.block_size]
+        for manager in self._managers:
+            blocks = manager.req_to_blocks.get(request_id, [])
+            yield from (block.block_id for block in blocks[first // manager.block_size : end // manager.block_size])
 
     def cache_row(self, request_id: str, row: int, num_tokens: int, history: Callable[[], Request]) -> None:
         """Enter the full blocks of a row of a decoding group into vLLM's prefix cache, as far as they are not in it.

@@ -14,7 +14,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.compat.fingerprint import steps_to_check
@@ -242,11 +242,6 @@ class BeamScheduler(Scheduler):
         if output.num_scheduled_tokens:  # else vLLM had nothing to do but wait for results
             budgets.adaptive.scheduled(num_tokens, is_steady)
 
-    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds, **kwargs: Any) -> None:
-        super().update_draft_token_ids(draft_token_ids, **kwargs)
-        for group_id in self.groups:  # they have a forest of their own
-            self.requests[group_id].spec_token_ids = []
-
     def _plan_rows(self) -> int:
         """Let vLLM's loop see how many tokens each row has to compute. Returns the budget that all but first rows need.
 
@@ -256,6 +251,8 @@ class BeamScheduler(Scheduler):
         others = 0
         if not self.groups:
             return others
+        for group_id in self.groups:  # which have a forest of their own, and none of vLLM's drafts
+            self.requests[group_id].spec_token_ids = []
         # Stages of a pipeline take turns: vLLM, which counts this step later, passes over those whose turn it is not.
         running = [request for request in self.running if request.next_decode_eligible_step <= self.current_step + 1]
         spare = self.max_num_scheduled_tokens - sum(map(self._rows, running))
@@ -335,7 +332,7 @@ class BeamScheduler(Scheduler):
         if group is not None and group.plan.brings and self._now.lacks_room:
             self._now.held_back.append(request)
             return False
-        needed = 0 if self._holds_kv_blocks(request) else self._rows(request)
+        needed = 0 if request in self._now.sessions else self._rows(request)
         if not self.groups or self._num_rows() + needed <= self.max_num_running_reqs:
             is_ready = super()._handle_blocked_waiting_request(request, **kwargs)
             return is_ready and (group is None or self._has_room_for(request, group))
