@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_trie.compat.cpu import unsupported_without_triton
 from vllm_trie.options import PLUGIN_NAME, TrieBeamConfig
@@ -64,10 +65,10 @@ def _are_processors_installed() -> bool:
     return bool(entry_points(group="vllm.logits_processors"))
 
 
-def padding_token(model_config: ModelConfig) -> int | None:
+def padding_token(model_config: ModelConfig, generation_config: Mapping[str, Any]) -> int | None:
     """The padding token of a model, where transformers' `generate` looks for it; None if it has none."""
     of_model = getattr(model_config.hf_config, "pad_token_id", None)  # which not every kind of model has
-    token = model_config.try_get_generation_config().get("pad_token_id", of_model)
+    token = generation_config.get("pad_token_id", of_model)
     return token if token is not None and 0 <= token < model_config.get_vocab_size() else None
 
 

@@ -279,7 +279,7 @@ def _prepare(
     if caller == LLM_BEAM_SEARCH:  # as many as vLLM's own loop returns, whatever max_logprobs allows
         params.logprobs = 2 * beam.beam_width
     eos_token_id = processor.renderer.get_eos_token_id()
-    padding = None if beam.num_beam_groups == 1 else padding_token(model_config)
+    padding = padding_token(model_config, processor.generation_config_fields) if beam.num_beam_groups > 1 else None
     content = None if item_set is None else item_set.to_bytes()
     ticket = GroupTicket(params.n, eos_token_id, beam.model_dump(), caller, content, padding)
     dropped = {CALLER, SINGLE_TOKENS, READ, *BRINGS}  # which the ticket has, or the front end alone needs

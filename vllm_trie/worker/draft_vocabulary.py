@@ -8,16 +8,12 @@ target's vocabulary, less its own number. FR-Spec (arXiv 2502.14856) is where th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.utils import maybe_prefix
-
-NAMES = {"d2t": "draft_id_to_target_id"}  # of checkpoints, and by which vLLM's get_top_tokens knows it
 
 
 class DraftVocabularyLlama(LlamaForCausalLM):
@@ -43,7 +39,12 @@ class DraftVocabularyLlama(LlamaForCausalLM):
         head = maybe_prefix(prefix, "lm_head")
         self.lm_head = ParallelLMHead(size, config.hidden_size, quant_config=vllm_config.quant_config, prefix=head)
         self.logits_processor = LogitsProcessor(size, scale=getattr(config, "logit_scale", 1.0))
-        self.draft_id_to_target_id = torch.nn.Parameter(torch.zeros(size, dtype=torch.int64), requires_grad=False)
+        self.d2t = torch.nn.Parameter(torch.zeros(size, dtype=torch.int64), requires_grad=False)
+
+    @property
+    def draft_id_to_target_id(self) -> torch.nn.Parameter:
+        """The draft vocabulary, as vLLM's `get_top_tokens` knows it."""
+        return self.d2t
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """[rows, V] of the target's vocabulary; None on ranks that gather none."""
@@ -51,9 +52,4 @@ class DraftVocabularyLlama(LlamaForCausalLM):
         if own is None:
             return None
         logits = own.new_full((len(own), self.config.vocab_size), float("-inf"))
-        offsets = self.draft_id_to_target_id
-        return logits.index_copy_(1, torch.arange(len(offsets), device=offsets.device) + offsets, own)
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """As vLLM's Llama does, and the draft vocabulary with them."""
-        return super().load_weights((NAMES.get(name, name), weight) for name, weight in weights)
+        return logits.index_copy_(1, torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t, own)

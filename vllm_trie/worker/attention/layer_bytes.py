@@ -13,8 +13,8 @@ from vllm_trie.worker.attention.shared_rows import SharesPrefixes
 
 def tell_layer_bytes(runner: GPUModelRunner) -> None:
     """Tell builders of attention metadata how large a layer of a runner's model is."""
-    model, config = runner.get_model(), runner.vllm_config
-    num_bytes = layer_bytes(model, config.model_config.get_num_layers(config.parallel_config))
+    config = runner.vllm_config
+    num_bytes = layer_bytes(runner.model, config.model_config.get_num_layers(config.parallel_config))
     for group in chain(*runner.attn_groups):
         builder: object = group.get_metadata_builder(0)
         if isinstance(builder, SharesPrefixes):

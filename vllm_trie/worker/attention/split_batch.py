@@ -17,10 +17,8 @@ from vllm_trie.worker.attention.shared_rows import Scoring
 
 def replace_backend(stock: AttentionBackendEnum, backend: type[AttentionBackend]) -> None:
     """Let engines of this process find a backend of ours where they look for one of vLLM's."""
-    path = f"{backend.__module__}.{backend.__qualname__}"
-    if stock.get_path() != path:
-        register_backend(stock, path)
-        _cached_get_attn_backend.cache_clear()
+    register_backend(stock, f"{backend.__module__}.{backend.__qualname__}")
+    _cached_get_attn_backend.cache_clear()
 
 
 class OtherRows(NamedTuple):
