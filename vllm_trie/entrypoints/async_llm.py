@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
@@ -61,10 +61,9 @@ async def abort(
     abort_readings(self, ids)
     is_internal = arguments(original, self, ids, *args, **kwargs)["internal"]
     if not (is_internal and isinstance(request_id, str)):  # so vLLM's `generate` aborts when its client has gone away
-        searched = _searched_as if is_internal else _searched_under
-        searches = {id_: found for id_ in ids if (found := searched(self, id_))}
+        searches = _searches_of(self, are_internal=is_internal)
+        keys = [*dict.fromkeys(chain(*(searches.get(id_, ()) for id_ in ids)))]
         ids = [id_ for id_ in ids if id_ not in searches]
-        keys = [*dict.fromkeys(chain(*searches.values()))]
         await self.engine_core.abort_requests_async(2 * keys)  # twice: see `finish_requests`
     await original(self, ids, *args, **kwargs)
 
@@ -94,14 +93,13 @@ async def _known(
             del searches[request_id]
 
 
-def _searched_under(engine: AsyncLLM, request_id: str) -> list[str]:
-    """By what ids the engine knows the searches that a client calls so; none if something else is called so, too."""
-    states = engine.output_processor.request_states
-    own = [id_ for id_ in engine.output_processor.external_req_ids.get(request_id, ()) if id_ in states]
-    return own if len(own) == _searches.get(engine, Counter())[request_id] else []
+def _searches_of(engine: AsyncLLM, are_internal: bool) -> dict[str, list[str]]:
+    """By what ids the engine knows searches, by those that clients call them, or by its own.
 
-
-def _searched_as(engine: AsyncLLM, internal_id: str) -> list[str]:
-    """Likewise, of one search."""
-    state = engine.output_processor.request_states.get(internal_id)
-    return [internal_id] if state is not None and internal_id in _searched_under(engine, state.external_req_id) else []
+    Searches are left out whose clients call something else so, too.
+    """
+    own_ids, running = defaultdict[str, list[str]](list), _searches.get(engine, Counter())
+    for own_id, state in engine.output_processor.request_states.items():
+        own_ids[state.external_req_id].append(own_id)
+    searches = {name: of_name for name, of_name in own_ids.items() if len(of_name) == running[name]}
+    return {own_id: [own_id] for own_id in chain(*searches.values())} if are_internal else searches
