@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from torch import Tensor
 
-from vllm_trie.worker.cpu.replace import Array, replaces
+from vllm_trie.worker.cpu.replace import Array, kernel
+
+SPECULATOR = "spec_decode.ngram.speculator:"
 
 
-@replaces("spec_decode.ngram.speculator:NgramGPUSpeculator.propose")
-def propose(
-    self: Any, input_batch: Any, attn_metadata: Any, slot_mappings: Any, last_hidden_states: Any,
-    aux_hidden_states: Any, num_sampled: Tensor, num_rejected: Any, last_sampled: Tensor, *unused: Any,
-    dummy_run: bool = False, **unused_too: Any,
-) -> Tensor:  # fmt: skip
-    """Drafts [R, K]: what came after the longest match of a row's newest tokens, of equally long ones the latest.
+@kernel(SPECULATOR + "_ngram_scan_kernel")
+def scan(
+    token_ids: Array, idx_mapping: Array, total_len: Array, num_sampled: Array, scratch: Array, min_n: int, max_n: int
+) -> None:
+    """Write into the first column of scratch [R, ...] where the tokens begin that follow each row's match.
 
-    A row without a match, or with less than K tokens after it, gets its newest token instead; a row that has sampled
-    nothing, as in its prefill, has no match.
-
-    Args:
-        num_sampled: [R].
-        last_sampled: [S, 1], by slot.
+    A row without a match has none; nor has one that has sampled nothing, as in its prefill.
     """
-    num_rows, states = input_batch.num_reqs, self.req_states
-    drafts = self.drafts[:num_rows]
-    if dummy_run:
-        return drafts
-    slots, tokens, lengths = input_batch.idx_mapping.numpy(), states.all_token_ids.gpu.numpy(), states.total_len.gpu
-    drafts.copy_(last_sampled.view(-1)[input_batch.idx_mapping[:num_rows], None])
-    for row in np.flatnonzero(num_sampled[:num_rows].numpy() > 0):
-        text = tokens[slots[row], : int(lengths[slots[row]])]
-        following = after_match(text, self.min_n, self.max_n)[: drafts.shape[1]]
-        drafts.numpy()[row, : len(following)] = following
-    return drafts
+    for row, (slot, count) in enumerate(zip(idx_mapping, num_sampled, strict=False)):
+        text = token_ids[slot, : total_len[slot]]
+        following = after_match(text, min_n, max_n) if count > 0 else text[:0]
+        scratch[row, 0] = len(text) - len(following)
+
+
+@kernel(SPECULATOR + "_ngram_finalize_kernel")
+def finalize(
+    token_ids: Array, idx_mapping: Array, total_len: Array, num_sampled: Array, last_sampled: Array, scratch: Array,
+    drafts: Array,
+) -> None:  # fmt: skip
+    """Write drafts [R, K]: the tokens that follow a row's match, and its newest token where there are less than K."""
+    slots = idx_mapping[: len(num_sampled)]
+    drafts[: len(slots)] = last_sampled[slots, None]
+    for row, slot in enumerate(slots):
+        following = token_ids[slot, scratch[row, 0] : total_len[slot]][: drafts.shape[1]]
+        drafts[row, : len(following)] = following
 
 
 def after_match(tokens: Array, shortest: int, longest: int) -> Array:

@@ -88,7 +88,7 @@ class Launch:
                 is_array = np.ndarray in (hints[name], *get_args(hints[name]))
                 self._arguments.append((name, places[name], _as_array if is_array else _as_it_is))
             elif name.upper() in places:
-                self._constants.append((name, name.upper()))
+                self._constants.append((name, name.upper(), places[name.upper()]))
             elif parameter.default is inspect.Parameter.empty:
                 raise TypeError(f"{kernel.__name__} has no argument {name}, which {function.__name__} takes")
 
@@ -97,8 +97,8 @@ class Launch:
 
     def _launch(self, *arguments: Any, **constants: Any) -> None:
         values = {name: read(arguments[place]) for name, place, read in self._arguments}
-        for name, constant in self._constants:
-            values[name] = constants[constant]
+        for name, constant, place in self._constants:
+            values[name] = constants[constant] if constant in constants else arguments[place]
         self._function(**values)
 
 
