@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_trie.worker.cpu.inputs import steps
-from vllm_trie.worker.cpu.replace import replaces
+from vllm_trie.worker.cpu.replace import Array, kernel, replaces
 
 
-@replaces("buffer_utils:StagedWriteTensor.apply_write")
-def apply_write(self: Any) -> None:
-    """Write all that is staged into rows of a tensor [S] or [S, L]."""
-    values, contents, first = self.gpu.numpy().reshape(len(self.gpu), -1), self._staged_write_contents, 0
-    staged = self._staged_write_indices, self._staged_write_starts, self._staged_write_cu_lens
-    for row, start, end in zip(*staged, strict=True):
-        values[row, start : start + end - first] = contents[first:end]
+@kernel("buffer_utils:_apply_write_kernel")
+def apply_write(
+    output: torch.Tensor, output_stride: Any, write_indices: Array, write_starts: Array, write_contents: Array,
+    write_cu_lens: Array, write_group_ids: Array | None, multi_group: bool,
+) -> None:  # fmt: skip
+    """Write contents [C], piece by piece, into rows of a tensor [S] or [S, L], or of the block tables of some groups.
+
+    Args:
+        output, output_stride: The tensor; or the addresses of block tables, and their strides, by KV cache group.
+    """
+    if multi_group:
+        addresses, num_rows = zip(output.tolist(), output_stride.tolist(), strict=True), int(write_indices.max()) + 1
+        tensors = [table_at(address, num_rows, stride) for address, stride in addresses]
+    else:
+        tensors = [output.numpy().reshape(len(output), -1)]
+    groups, first = repeat(0) if write_group_ids is None else write_group_ids.tolist(), 0
+    pieces = write_indices.tolist(), write_starts.tolist(), write_cu_lens.tolist()
+    for group, row, start, end in zip(groups, *pieces, strict=False):
+        tensors[group][row, start : start + end - first] = write_contents[first:end]
         first = end
-    self.clear_staged_writes()
 
 
-@replaces("buffer_utils:FusedStagedWriter.apply")
-def apply_writes(self: Any, tensors: Sequence[Any], output_ptrs: torch.Tensor, output_strides: torch.Tensor) -> None:
-    """Write all that is staged for several tensors."""
-    for tensor in tensors:
-        tensor.apply_write()
+def table_at(address: int, num_rows: int, stride: int) -> Array:
+    """[rows, columns] int32, a block table in memory."""
+    memory = (ctypes.c_int32 * int(num_rows * stride)).from_address(address)
+    return np.ctypeslib.as_array(memory).reshape(num_rows, stride)
 
 
 @replaces("block_table:BlockTables.gather_block_tables")
@@ -54,22 +66,22 @@ def gather_block_tables(
     return tuple(table[:num_reqs_padded] for table in gathered)
 
 
-@replaces("block_table:BlockTables.compute_slot_mappings")
+@kernel("block_table:_compute_slot_mappings_kernel")
 def compute_slot_mappings(
-    self: Any, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, positions: torch.Tensor,
-    num_tokens_padded: int, out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    idx_mapping: Array, query_start_loc: Array, pos: Array, block_table_ptrs: torch.Tensor,
+    block_table_strides: torch.Tensor, block_sizes: torch.Tensor, slot_mapping_enabled: torch.Tensor,
+    slot_mappings: Array,
+) -> None:  # fmt: skip
     """Where in the KV cache each token of a batch goes, by KV cache group [G, T]; -1 for tokens that go nowhere."""
-    slot_mappings = self.slot_mappings if out is None else out
-    slots, starts = idx_mapping.numpy(), query_start_loc.numpy()
-    num_tokens = int(starts[len(slots)])
-    position = positions.numpy()[:num_tokens]
-    of_token = slots if num_tokens == len(slots) else np.repeat(slots, steps(starts[: len(slots) + 1]))
-    for group, block_size in enumerate(self.block_sizes):
-        mapping = slot_mappings[group].numpy()
-        mapping[: max(num_tokens_padded, num_tokens)] = -1
-        if self._slot_mapping_enabled[group]:
+    num_rows, num_tokens = len(idx_mapping), int(query_start_loc[len(idx_mapping)])
+    position, num_slots = pos[:num_tokens], int(idx_mapping.max(initial=0)) + 1
+    of_token = idx_mapping if num_tokens == num_rows else np.repeat(idx_mapping, steps(query_start_loc[: num_rows + 1]))
+    tables = zip(block_table_ptrs.tolist(), block_table_strides.tolist(), block_sizes.tolist(), strict=True)
+    slot_mappings[:] = -1
+    for mapping, (address, stride, block_size), is_enabled in zip(
+        slot_mappings, tables, slot_mapping_enabled.tolist(), strict=True
+    ):
+        if is_enabled:
             column, offset = np.divmod(position, block_size)
-            blocks = self.block_tables[group].gpu.numpy()[of_token, column].astype(np.int64)
+            blocks = table_at(address, num_slots, stride)[of_token, column].astype(np.int64)
             mapping[:num_tokens] = np.where(of_token >= 0, blocks * block_size + offset, -1)
-    return slot_mappings[:, :num_tokens_padded]

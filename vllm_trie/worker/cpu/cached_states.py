@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from vllm.model_executor.layers.mamba.ops.cpu.mamba_ssm import _mamba_chunk_scan_combined_fwd_cpu
 
+from vllm_trie.worker.cpu.block_tables import table_at
 from vllm_trie.worker.cpu.replace import Array, kernel, replaces
 
 MAMBA_UTILS = "vllm.v1.worker."
@@ -62,7 +63,7 @@ def copy_to_next_columns(
     slots = slots[(slots >= 0) & (src_col[slots] >= 0) & (src_col[slots] != mamba_state_idx[slots])]
     if not len(slots):
         return
-    tables = [_table(address, slots.max() + 1, block_table_stride_req) for address in block_table_ptrs.tolist()]
+    tables = [table_at(address, slots.max() + 1, block_table_stride_req) for address in block_table_ptrs.tolist()]
     sizes = state_elem_sizes * state_inner_sizes * np.maximum(state_conv_widths, 1)
     sizes = np.where(state_dim_row_count > 0, state_dim_row_count * state_dim_row_stride, sizes)
     for base, stride, size, group in zip(
@@ -84,14 +85,9 @@ def last_blocks(self: Any, seq_lens: torch.Tensor, num_reqs: int) -> torch.Tenso
     """[groups, R, 1] int32, the block that holds the state of each row, by KV cache group of states."""
     columns = torch.clamp((seq_lens[:num_reqs] - 1) // self.block_size, min=0).numpy()
     for number, address in enumerate(self.aligned_index_block_table_ptrs.tolist()):
-        table = _table(address, num_reqs, self.block_table_stride_req)
+        table = table_at(address, num_reqs, self.block_table_stride_req)
         self.aligned_state_indices[number, :num_reqs, 0] = torch.from_numpy(table[np.arange(num_reqs), columns])
     return self.aligned_state_indices[:, :num_reqs]
-
-
-def _table(address: int, num_rows: int, stride: int) -> Array:
-    """[rows, columns] int32, a block table in memory."""
-    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_int32)), (num_rows, stride))
 
 
 @replaces("ssd_combined:_mamba_chunk_scan_combined_fwd", package=MAMBA_OPS)
