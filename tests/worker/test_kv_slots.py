@@ -12,7 +12,7 @@ from vllm import _custom_ops as ops
 
 from vllm_trie.worker.attention.cpu_backend import SharedPrefixBuilder
 from vllm_trie.worker.kernels import copies
-from vllm_trie.worker.kv_slots import ByToken, KVSlots
+from vllm_trie.worker.kv_slots import ByToken, KVSlots, in_words
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, HEAD_SIZE = 3, 2, 32, 64
@@ -57,28 +57,41 @@ def test_tokens_are_moved_as_vllm_lays_them_out(isa: str, dtype: torch.dtype) ->
 
 @LAID_OUT_BY_VLLM
 @pytest.mark.parametrize(("isa", "dtype"), LAYOUTS)
-@pytest.mark.parametrize("count", [1, 7, 16, 31])
-def test_the_first_tokens_of_a_block_are_copied(isa: str, dtype: torch.dtype, count: int) -> None:
+@pytest.mark.parametrize(("first", "end"), [(0, 1), (0, 7), (0, 16), (0, 31), (3, 5), (16, 31), (30, 31), (31, 31)])
+def test_a_part_of_a_block_is_copied(isa: str, dtype: torch.dtype, first: int, end: int) -> None:
     keys, values = torch.randn(2, NUM_SLOTS, NUM_HEADS, HEAD_SIZE).to(dtype)
     cache = written(keys, values, isa)
     slots = KVSlots([by_token(cache, isa)])
     assert slots.knows(0)
-    slots.copy_first(0, *(torch.tensor([n]) for n in (2, 0, count)))
-    copied = np.arange(count)
+    slots.copy_parts(0, torch.tensor([2]), torch.tensor([0]), torch.tensor([[first], [end]]))
+    copied = np.arange(first, end)
     found, expected = KVSlots([by_token(cache, isa)]).read(0, copied), slots.read(0, 2 * BLOCK_SIZE + copied)
     assert all(map(np.array_equal, found, expected))
     rest = written(keys, values, isa).view(NUM_BLOCKS, -1)[1:]
     assert torch.equal(cache.view(NUM_BLOCKS, -1)[1:], rest), "other blocks stay as they are"
 
 
-def test_of_each_block_as_many_tokens_are_copied_as_it_has() -> None:
+def test_of_each_block_the_part_that_it_needs_is_copied() -> None:
     cache = torch.randn(10, NUM_HEADS, BLOCK_SIZE, HEAD_SIZE)
-    sources, destinations, counts = (torch.tensor(n) for n in ([3, 1, 1, 2], [4, 5, 6, 7], [9, 2, 31, 9]))
+    sources, destinations = torch.tensor([3, 1, 1, 2, 2]), torch.tensor([4, 5, 6, 7, 8])
+    parts = torch.tensor([[0, 1, 30, 0, 8], [9, 2, 31, 9, 9]])
     expected = cache.clone()
-    for source, destination, count in zip(sources, destinations, counts, strict=True):
-        expected[destination, :, :count] = cache[source, :, :count]
-    KVSlots([[ByToken(cache.transpose(1, 2), (BLOCK_SIZE,))]]).copy_first(0, sources, destinations, counts)
+    for source, destination, first, end in zip(sources, destinations, *parts, strict=True):
+        expected[destination, :, first:end] = cache[source, :, first:end]
+    KVSlots([[ByToken(cache.transpose(1, 2), (BLOCK_SIZE,))]]).copy_parts(0, sources, destinations, parts)
     assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (0, 3, 2, 1), (0, 2, 3, 1)])
+@pytest.mark.parametrize("part", [slice(None), slice(1, 3)])
+def test_entries_are_seen_as_words(order: tuple[int, ...], part: slice) -> None:
+    held = np.arange(5 * 4 * 6 * 8, dtype=np.int16).reshape(5, 4, 6, 8).transpose(order)[:, part]
+    words = in_words(held)
+    assert words.itemsize * words[0].size == held[0].nbytes
+    copied = held.copy()
+    copied[[0, 3]] = held[[4, 2]]
+    words[[0, 3]] = words[[4, 2]]
+    assert np.array_equal(held, copied)
 
 
 def some_slots(layers: list[torch.Tensor], block_sizes: tuple[int, int]) -> KVSlots:

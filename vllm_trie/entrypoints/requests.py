@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
@@ -284,4 +283,4 @@ def _prepare(
     ticket = GroupTicket(params.n, eos_token_id, beam.model_dump(), caller, content, padding)
     dropped = {CALLER, SINGLE_TOKENS, READ, *BRINGS}  # which the ticket has, or the front end alone needs
     others = {name: value for name, value in (params.extra_args or {}).items() if name not in dropped}
-    params.extra_args, params.n = {**others, TICKET: asdict(ticket)}, 1
+    params.extra_args, params.n = {**others, TICKET: ticket.to_dict()}, 1

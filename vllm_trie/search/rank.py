@@ -86,15 +86,17 @@ def rank_candidates(
     best = _best_of_tiles(logprobs, among)
     keys = _order_keys((best + scores[..., None]).flatten(1), numbers(num_rows * per_row, best.device))
     tiles = _first(keys, min(count, keys.shape[1]))
-    rows, tokens = tiles // per_row, (tiles % per_row * TILE)[..., None] + numbers(TILE, tiles.device)
-    places = (rows * vocab_size)[..., None] + tokens
-    of_tokens = logprobs.flatten(1).gather(1, places.clamp(max=num_rows * vocab_size - 1).flatten(1)).view(tokens.shape)
+    rows, first = tiles // per_row, tiles % per_row * TILE
+    places = (rows * vocab_size + first)[..., None] + numbers(TILE, tiles.device)
+    of_tokens, ends_in_tile = _of_tiles(logprobs, tiles, places), vocab_size % TILE > 0
+    if among is not None or ends_in_tile:
+        tokens = first[..., None] + numbers(TILE, tiles.device)
     if among is not None:
         of_tokens = of_tokens + among.biases.take(tokens.clamp(max=vocab_size - 1))
         of_tokens = _reaching(of_tokens, among.least if among.least is None else among.least.gather(1, rows))
     total = of_tokens + scores.gather(1, rows)[..., None]
     keys = _order_keys(total, places)
-    if vocab_size % TILE:
+    if ends_in_tile:
         keys = keys.where(tokens < vocab_size, NO_KEY)
     chosen = _first(keys.flatten(1), count)
     places, total = (field.flatten(1).gather(1, chosen) for field in (places, total))
@@ -110,6 +112,22 @@ def _best_of_tiles(logprobs: torch.Tensor, among: Among | None) -> torch.Tensor:
     some_rows = near(rows) if sees(rows.device) else torch.split(rows, max(CELLS // vocab_size, 1))
     best = torch.cat([_maxima(some + among.biases) for some in some_rows])
     return _reaching(best.view(num_groups, num_rows, -1), among.least)
+
+
+def _of_tiles(logprobs: torch.Tensor, tiles: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """[G, n, TILE] what is in n tiles of each group; anything beyond a row's end.
+
+    Args:
+        logprobs: [G, r, V].
+        tiles: [G, n] which tiles of all rows.
+        places: [G, n, TILE] the places in [r * V] of what is in them.
+    """
+    num_groups, num_rows, vocab_size = logprobs.shape
+    if vocab_size % TILE:
+        return logprobs.flatten(1).gather(1, places.clamp(max=num_rows * vocab_size - 1).flatten(1)).view(places.shape)
+    per_group = num_rows * vocab_size // TILE
+    of_all = tiles + numbers(num_groups, tiles.device)[:, None] * per_group
+    return logprobs.reshape(-1, TILE).index_select(0, of_all.flatten()).view(places.shape)
 
 
 def _reaching(logprobs: torch.Tensor, least: torch.Tensor | None) -> torch.Tensor:

@@ -58,16 +58,18 @@ def copy_histories(rows: MovingRows, tokens: torch.Tensor, tables: Tables) -> No
 def copy_tails(rows: MovingRows, tables: Tables, kv_blocks: KVBlocks, kv_slots: KVSlots | None = None) -> None:
     """Copy the content of each source's partly filled tail block into the row's own, in all layers.
 
-    Of large blocks, as models with recurrent states have them, the filled part alone.
+    Of large blocks, as hosts and models with recurrent states have them, only what rows of a group do not have in
+    common.
     """
     for table, block_size, number in zip(tables.tables, tables.block_sizes, tables.numbers, strict=True):
         (places,) = (rows.num_tokens_on_host % block_size).nonzero()
         if len(places) == 0:
             continue
-        slots, sources, _, num_tokens = rows.rows[:, torch.from_numpy(places).to(table.device)]
+        slots, sources, num_common, num_tokens = rows.rows[:, torch.from_numpy(places).to(table.device)]
         columns = num_tokens // block_size
         read, written = table[sources, columns], table[slots, columns]
         if kv_slots is not None and block_size >= LARGE_BLOCK and kv_slots.knows(number):
-            kv_slots.copy_first(number, read, written, num_tokens % block_size)
+            parts = torch.stack([num_common, num_tokens]) - columns * block_size
+            kv_slots.copy_parts(number, read, written, parts.clamp(min=0))
         else:
             kv_blocks.copy_to_others(read, written)

@@ -152,7 +152,7 @@ class Selector:
             after = beams.after(taken.going)
             for place, (group, own) in enumerate(zip(groups, taken.going.tokens.long(), strict=True)):
                 group.tokens, group.batch, group.place = own, after, place
-            if decodes and places.shape[1] > 1:
+            if decodes and places.shape[1] > 1 and not rules.is_last:  # else nobody goes on
                 reorders.add(slots, taken.going.parents, [len(group.prompt) for group in groups], num_tokens)
         self.rows.reorder(reorders, any(rules.is_controlled for rules, *_ in together))
         return selected

@@ -74,26 +74,27 @@ def test_searches_that_go_on_from_cached_states_find_what_they_find_without(
         assert count_ties(found, without) <= MOST_TIES * sum(params.n for _, params in jobs)
 
 
-def test_forks_copy_the_filled_part_of_attentions_large_blocks(
+def test_forks_copy_of_attentions_large_blocks_what_rows_do_not_have_in_common(
     engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines(random_model("granite4"), enable_prefix_caching=False)
-    params, counts = beam_params(4, n=4, max_tokens=40, ignore_eos=True), list[int]()
+    params, copied = beam_params(4, n=4, max_tokens=40, ignore_eos=True), list[list[int]]()
     (expected,) = engine.generate([prompt_of(20)], params)
     monkeypatch.setattr(reorder, "LARGE_BLOCK", 64)  # as large as those of so small a model
     slots, sizes = engine.runner.rows.kv_slots, engine.runner.block_tables.block_sizes
-    copy_first = slots.copy_first
+    copy_parts = slots.copy_parts
 
-    def counted(number: int, sources: torch.Tensor, destinations: torch.Tensor, filled: torch.Tensor) -> None:
-        assert (filled < sizes[number]).all()
-        counts.extend(filled.tolist())
-        copy_first(number, sources, destinations, filled)
+    def counted(number: int, sources: torch.Tensor, destinations: torch.Tensor, parts: torch.Tensor) -> None:
+        assert (parts < sizes[number]).all()
+        copied.extend(parts.T.tolist())
+        copy_parts(number, sources, destinations, parts)
 
-    monkeypatch.setattr(slots, "copy_first", counted)
+    monkeypatch.setattr(slots, "copy_parts", counted)
     (found,) = engine.generate([prompt_of(20)], params)
     assert [one.token_ids for one in found.outputs] == [one.token_ids for one in expected.outputs]
-    assert counts
-    assert set(counts) <= {*range(21, 60)}
-    monkeypatch.setattr(slots, "copy_first", lambda *_: None)
+    assert copied
+    assert {first for first, _ in copied} == {20}, "the prompt is in every row's block"
+    assert {end for _, end in copied} <= {*range(21, 60)}
+    monkeypatch.setattr(slots, "copy_parts", lambda *_: None)
     (found,) = engine.generate([prompt_of(20)], params)
     assert [one.token_ids for one in found.outputs] != [one.token_ids for one in expected.outputs]
