@@ -24,7 +24,7 @@ from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Step, packed, unpacked
-from vllm_trie.search.stopping import TridecodePool
+from vllm_trie.search.stopping import Ended, TridecodePool
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.trie.hypotheses import HypothesisTrie
 
@@ -180,6 +180,5 @@ def choose(
 
 def keep_finished(step: Step[np.ndarray], hypotheses: HypothesisTrie, pool: TridecodePool, length: int) -> None:
     """Offer the pool what ends in this step, and forget what it has no place for."""
-    parents, tokens, scores = (field.tolist() for field in step.finished)
-    outdone = pool.add(scores, length, tokens, hypotheses.finish(parents, tokens, scores))
-    hypotheses.drop([one.leaf for one in outdone])
+    parents, tokens, scores = step.finished
+    hypotheses.drop(pool.add(Ended.of(scores, tokens, hypotheses.finish(*step.finished), parents), length))

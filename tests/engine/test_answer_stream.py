@@ -84,7 +84,7 @@ def known(group: BeamGroup) -> list[int]:
     """What the answer begins with by the definition, from whole histories."""
     scores = group.hypotheses.row_scores()
     live = [group.history(row) for row, score in enumerate(scores) if score > -np.inf]
-    best = group.hypotheses.tokens([finished.leaf for finished in group.pool.best(1)])
+    best = group.hypotheses.tokens(group.pool.best(1).leaves)
     if best and group.pool.is_decided(max(scores), group.length):
         return best[0][:-1]
     return in_common([*live, *best])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -126,55 +128,60 @@ def pools(early_stopping: bool = False, items_end: bool = False) -> GroupPools:
     return GroupPools([HfPool(2, 0.0, 3, early_stopping) for _ in range(2)], None if items_end else (1,))
 
 
+def advanced(found: GroupPools, *step: Any) -> tuple[list[int], bool]:
+    outdone, is_over = found.advance(*step)
+    return outdone.tolist(), is_over
+
+
 def test_a_group_that_is_done_takes_in_nothing_more() -> None:
     found = pools()
-    ended, running = Ended([-1.0, -1.0], [1, 1], [10, 11], [0, 1]), np.array([-3.0, -4.0, -0.5, -0.6])
-    assert found.advance(ended, running, 1) == ([], False)
+    ended, running = Ended.of([-1.0, -1.0], [1, 1], [10, 11], [0, 1]), np.array([-3.0, -4.0, -0.5, -0.6])
+    assert advanced(found, ended, running, 1) == ([], False)
     assert found.done == (0,)
-    outdone, is_over = found.advance(Ended([-0.1, -0.7], [1, 1], [12, 13], [0, 2]), running, 2)
-    assert [one.leaf for one in outdone] == [12]
+    outdone, is_over = found.advance(Ended.of([-0.1, -0.7], [1, 1], [12, 13], [0, 2]), running, 2)
+    assert outdone.tolist() == [12]
     assert not is_over
-    assert [one.leaf for one in found.best(4)] == [13, 10, 11]
+    assert found.best(4).leaves.tolist() == [13, 10, 11]
 
 
 def test_a_group_goes_on_while_a_candidate_that_stops_is_better_than_its_worst() -> None:
     found = pools()
-    assert found.advance(Ended([-1.0], [1], [10], [0]), np.array([-2.0, -3.0, -1.0, -1.0]), 1) == ([], False)
+    assert advanced(found, Ended.of([-1.0], [1], [10], [0]), np.array([-2.0, -3.0, -1.0, -1.0]), 1) == ([], False)
     assert found.done == ()
-    found.advance(Ended([-0.5], [1], [11], [0]), np.array([-9.0, -9.0, -1.0, -1.0]), 2)
+    found.advance(Ended.of([-0.5], [1], [11], [0]), np.array([-9.0, -9.0, -1.0, -1.0]), 2)
     assert found.done == (), "the best candidate, -0.5, beats -1.0"
 
 
 @pytest.mark.parametrize(("early_stopping", "leaves"), [(True, [10, 11, 14]), (False, [12, 10, 14])])
 def test_what_runs_out_of_length_counts_unless_its_group_is_done(early_stopping: bool, leaves: list[int]) -> None:
     found = pools(early_stopping)
-    found.advance(Ended([-1.0], [1], [10], [0]), np.array([-2.0, -3.0, -1.0, -1.0]), 2)
-    ended = Ended([-0.5, -2.0, -3.0], [7, 1, 7], [12, 11, 14], [0, 1, 3])
+    found.advance(Ended.of([-1.0], [1], [10], [0]), np.array([-2.0, -3.0, -1.0, -1.0]), 2)
+    ended = Ended.of([-0.5, -2.0, -3.0], [7, 1, 7], [12, 11, 14], [0, 1, 3])
     outdone, _ = found.advance(ended, np.array([-0.5, -5.0, -3.0, -4.0]), 3)
-    assert [one.leaf for one in found.best(4)] == leaves
-    assert {one.leaf for one in outdone} == {10, 11, 12} - {*leaves}
+    assert found.best(4).leaves.tolist() == leaves
+    assert {*outdone.tolist()} == {10, 11, 12} - {*leaves}
 
 
 def test_beams_of_a_group_that_is_done_are_no_hypotheses_of_a_search_that_ends_early() -> None:
     found = pools(early_stopping=True)
-    found.advance(Ended([-1.0, -1.5], [1, 1], [10, 11], [0, 0]), np.array([-0.1, -0.2, -1.2, -3.0]), 1)
+    found.advance(Ended.of([-1.0, -1.5], [1, 1], [10, 11], [0, 0]), np.array([-0.1, -0.2, -1.2, -3.0]), 1)
     assert found.done == (0,)
-    running = Ended([-0.1, -0.2, -1.2, -3.0], [7, 7, 7, 7], [20, 21, 22, 23], [0, 1, 2, 3])
-    assert [one.leaf for one in found.best_so_far(4, running, 1)] == [10, 22, 11, 23]
+    running = Ended.of([-0.1, -0.2, -1.2, -3.0], [7, 7, 7, 7], [20, 21, 22, 23], [0, 1, 2, 3])
+    assert found.best_so_far(4, running, 1).leaves.tolist() == [10, 22, 11, 23]
 
 
 def test_an_item_that_ends_with_the_length_counts_before_its_group_is_done() -> None:
     found = pools(items_end=True)
-    found.advance(Ended([-1.0, -2.0], [7, 7], [10, 11], [0, 1]), np.array([-2.5, -3.0, -1.0, -1.0]), 2)
+    found.advance(Ended.of([-1.0, -2.0], [7, 7], [10, 11], [0, 1]), np.array([-2.5, -3.0, -1.0, -1.0]), 2)
     none_runs = np.full(4, -np.inf)
-    outdone, is_over = found.advance(Ended([-0.5], [7], [12], [0]), none_runs, 3)
-    assert [one.leaf for one in outdone] == [11]
-    assert [one.leaf for one in found.best(4)] == [12, 10]
+    outdone, is_over = found.advance(Ended.of([-0.5], [7], [12], [0]), none_runs, 3)
+    assert outdone.tolist() == [11]
+    assert found.best(4).leaves.tolist() == [12, 10]
     assert is_over
 
 
 def test_a_search_is_over_when_every_group_is_done_or_has_no_beam() -> None:
     found = pools(early_stopping=True)
     running = np.array([-3.0, -4.0, -np.inf, -np.inf])
-    assert found.advance(Ended([], [], [], []), running, 1) == ([], False)
-    assert found.advance(Ended([-1.0, -2.0], [1, 1], [10, 11], [0, 1]), running, 2) == ([], True)
+    assert advanced(found, Ended.of([], [], [], []), running, 1) == ([], False)
+    assert advanced(found, Ended.of([-1.0, -2.0], [1, 1], [10, 11], [0, 1]), running, 2) == ([], True)

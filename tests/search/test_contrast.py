@@ -16,7 +16,7 @@ from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import take_step
-from vllm_trie.search.stopping import HfPool
+from vllm_trie.search.stopping import Ended, HfPool
 from vllm_trie.search.strategies.best import Best
 
 VOCAB, STOP = 7, 1
@@ -99,7 +99,7 @@ def test_nothing_contrasted_is_the_filter_min_p(seed: int, width: int) -> None:
 def test_no_bound_ends_a_search_whose_sums_may_rise_without_one() -> None:
     pool = HfPool(1, 1.0, 10, "never")
     pool.most_boost = Contrast(0.1, 0.5).most_boost
-    pool.add([5.0], 3, [STOP], [0])
+    pool.add(Ended.of([5.0], [STOP], [0], [0]), 3)
     assert not pool.is_done(-100.0, 4)
     assert not pool.is_decided(-100.0, 4)
     assert pool.is_done(-100.0, 10)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.steps import rules_of, steps_of
 from vllm_trie.search.forest import ROOT, BestTokens, Forest, Layer, affordable, grow
 from vllm_trie.search.step_result import Step
-from vllm_trie.search.stopping import HfPool
+from vllm_trie.search.stopping import Ended, HfPool
 
 EOS, VOCABULARY = 0, 24
 PROMPT = (3, 5)
@@ -62,7 +62,8 @@ class Search:
 
     @property
     def answer(self) -> tuple[list[tuple[Beam, float]], list[Beam], list[float]]:
-        finished = [(self.found[one.leaf], one.score) for one in self.pool.best(self.width)]
+        best = self.pool.best(self.width)
+        finished = [(self.found[leaf], score) for score, leaf in zip(*(field.tolist() for field in best), strict=True)]
         return finished, self.beams, self.scores.tolist()
 
     def step(self) -> Step:
@@ -72,7 +73,7 @@ class Search:
         (step,) = steps_of(rules, logits, scores)
         for parent, token, score in zip(*step.finished, strict=True):
             self.found.append((*self.beams[parent], int(token)))
-            self.pool.add([float(score)], self.length, [int(token)], [len(self.found) - 1])
+            self.pool.add(Ended.of([float(score)], [int(token)], [len(self.found) - 1], [0]), self.length)
         self.beams = [
             (*self.beams[parent], int(token)) for parent, token in zip(step.parents, step.tokens, strict=True)
         ]

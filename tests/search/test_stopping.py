@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers.generation.utils import GenerationMixin
 
 from tests.support.steps import offer
-from vllm_trie.search.stopping import EarlyStopping, Ended, Finished, HfPool, HypothesisPool, VllmPool
+from vllm_trie.search.stopping import EarlyStopping, Ended, HfPool, HypothesisPool, VllmPool
 
 PROMPT_LENGTH = 5
 MAX_LENGTH = 14
@@ -111,15 +111,16 @@ def search_together(width: int, length_penalty: float, early_stopping: EarlyStop
     ours = HfPool(width, length_penalty, MAX_LENGTH, early_stopping)
     outdone = 0
     for length, ranked in enumerate(random_search(width, seed), start=1):
-        held = {finished.leaf for finished in ours.best(width)}
+        held = {*ours.best(width).leaves.tolist()}
         offered = [*zip(*(field.tolist() for field in ranked), strict=True)][:width]
         sums, nodes = [total for total, stops, _ in offered if stops], [node for _, stops, node in offered if stops]
-        dropped = ours.add(sums, length, [TOKEN] * len(sums), nodes)
-        held = held.union(nodes).difference(finished.leaf for finished in dropped)
+        dropped = ours.add(Ended.of(sums, [TOKEN] * len(sums), nodes, [0] * len(sums)), length)
+        held = held.union(nodes).difference(dropped.tolist())
         outdone += len(dropped)
         is_over = theirs.advance(ranked)
-        assert [(f.leaf, f.score) for f in ours.best(width)] == theirs.best_first()
-        assert {finished.leaf for finished in ours.best(width)} == held
+        found = ours.best(width)
+        assert [*zip(found.leaves.tolist(), found.scores.tolist(), strict=True)] == theirs.best_first()
+        assert {*found.leaves.tolist()} == held
         if length == MAX_LENGTH:
             assert is_over
             return length, outdone
@@ -179,16 +180,16 @@ def test_nothing_that_runs_on_enters_a_settled_pool(
     for ends_at in range(length + 1, MAX_LENGTH + 1):
         score -= loss * choose.random()
         tokens = [EOS, TOKEN] if ends_at == MAX_LENGTH else [EOS]
-        outdone = pool.add([score] * len(tokens), ends_at, tokens, tokens)
-        assert {finished.leaf for finished in outdone} == {*tokens}
-    assert pool.best(width) == held
+        outdone = pool.add(Ended.of([score] * len(tokens), tokens, tokens, [0] * len(tokens)), ends_at)
+        assert {*outdone.tolist()} == {*tokens}
+    assert all(map(np.array_equal, pool.best(width), held))
 
 
 @pytest.mark.parametrize("last_token", [EOS, TOKEN])
 def test_score_of_transformers_counts_every_generated_token(last_token: int) -> None:
     pool = hf_pool(3, 2.0)
     offer(pool, -8.0, 4, last_token, 0)
-    assert pool.best(1) == [Finished(-0.5, 0)]
+    assert [field.tolist() for field in pool.best(1)] == [[-0.5], [0]]
 
 
 def pool_of(
@@ -203,14 +204,14 @@ def pool_of(
 
 @every_kind
 def test_best_hypotheses_come_first(new_pool: PoolOf) -> None:
-    assert [finished.leaf for finished in pool_of([-2.0, -1.0, -3.0], new_pool).best(2)] == [1, 0]
+    assert pool_of([-2.0, -1.0, -3.0], new_pool).best(2).leaves.tolist() == [1, 0]
 
 
 @every_kind
 def test_full_pool_gives_up_its_worst(new_pool: PoolOf) -> None:
     pool = pool_of([-2.0, -3.0, -1.0], new_pool)
     assert offer(pool, -2.5, 1, TOKEN, 3) == 1
-    assert [finished.leaf for finished in pool.best(3)] == [2, 0, 3]
+    assert pool.best(3).leaves.tolist() == [2, 0, 3]
 
 
 @every_kind
@@ -222,14 +223,14 @@ def test_newcomer_worse_than_a_full_pool_is_given_up(new_pool: PoolOf) -> None:
 def test_tie_goes_to_the_earlier_hypothesis(new_pool: PoolOf) -> None:
     pool = pool_of([-1.0, -1.0, -1.0], new_pool)
     assert offer(pool, -1.0, 1, TOKEN, 3) == 3
-    assert [finished.leaf for finished in pool.best(3)] == [0, 1, 2]
+    assert pool.best(3).leaves.tolist() == [0, 1, 2]
 
 
 def test_beams_compete_with_what_is_finished_if_the_search_ends_here() -> None:
     pool = pool_of([-2.0, -1.0, -3.0])
-    running = Ended([-1.0, -np.inf, -2.5, -0.5], [TOKEN] * 4, [10, 11, 12, 13], [0, 1, 2, 3])
-    assert [one.leaf for one in pool.best_so_far(5, running, 1)] == [13, 1, 10, 0, 12]
-    assert [one.leaf for one in pool.best(5)] == [1, 0, 2]
+    running = Ended.of([-1.0, -np.inf, -2.5, -0.5], [TOKEN] * 4, [10, 11, 12, 13], [0, 1, 2, 3])
+    assert pool.best_so_far(5, running, 1).leaves.tolist() == [13, 1, 10, 0, 12]
+    assert pool.best(5).leaves.tolist() == [1, 0, 2]
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])

@@ -55,7 +55,7 @@ def our_search(problem: Problem, length_penalty: float) -> tuple[list[Found], in
             break
         rows = [[*rows[parent], token] for parent, token in zip(step.parents, step.tokens.tolist(), strict=True)]
         scores = step.scores
-    return [Found(ended[node], score) for score, node in pool.best(width)], length
+    return [Found(ended[node], score) for score, node in zip(*map(list, pool.best(width)), strict=True)], length
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])

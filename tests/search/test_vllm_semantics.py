@@ -61,7 +61,7 @@ def our_search(problem: Problem, length_penalty: float, counts_prompt: bool) -> 
             break
         rows = [[*rows[parent], token] for parent, token in zip(step.parents, step.tokens.tolist(), strict=True)]
         scores = step.scores
-    return [Found(ended[node], score) for score, node in pool.best(width)], length
+    return [Found(ended[node], score) for score, node in zip(*map(list, pool.best(width)), strict=True)], length
 
 
 @pytest.mark.parametrize("counts_prompt", [True, False], ids=["0.32", "0.33"])
@@ -116,7 +116,7 @@ def test_pool_is_settled_as_soon_as_the_best_that_can_come_is_no_better(
     pool = VllmPool(1, length_penalty, MAX_LENGTH, prompt_length, frozenset({EOS}))
     offer(pool, held, held_length, TOKEN, 0)
     best_end = (MAX_LENGTH, TOKEN) if length_penalty > 0 else (length + 1, EOS)
-    equal = pool.best(1)[0].score / pool.score(1.0, *best_end)  # the sum at which the best end has the same score
+    equal = pool.best(1).scores[0] / pool.score(1.0, *best_end)  # the sum at which the best end has the same score
     assert pool.is_done(1.001 * equal, length)
     assert not pool.is_done(0.999 * equal, length)
     assert offer(pool, 0.999 * equal, *best_end, 1) == 0

@@ -17,7 +17,7 @@ from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.step import PLAIN, take_step
 from vllm_trie.search.step_result import Step, packed, unpacked
-from vllm_trie.search.stopping import HypothesisPool
+from vllm_trie.search.stopping import Ended, HypothesisPool
 from vllm_trie.search.strategies import best_continuations
 from vllm_trie.search.strategies.best import Best
 
@@ -33,8 +33,8 @@ def shortcuts(allowed: bool) -> Iterator[None]:
 
 def offer(pool: HypothesisPool, total: float, length: int, last_token: int, leaf: int) -> int | None:
     """One hypothesis. Returns the leaf that has no place in the pool (any more), if any."""
-    outdone = pool.add([total], length, [last_token], [leaf])
-    return outdone[0].leaf if outdone else None
+    outdone = pool.add(Ended.of([total], [last_token], [leaf], [0]), length)
+    return int(outdone[0]) if len(outdone) else None
 
 
 def rules_of(

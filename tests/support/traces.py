@@ -66,9 +66,9 @@ def random_trace(width: int, num_steps: int, num_drafts: int = 0, seed: int = 0)
             accepted = [[*range(drafted), *[NO_DRAFT] * (width - drafted)]]
             trie.add_forest(DraftedForest(of_beams + [-1] * len(others), tokens[:drafted] + others, accepted))
         if step > num_steps // 2 and choose.random() < 0.2:
-            kept += trie.finish([choose.randrange(width)], [1], [min(scores)])
+            kept += trie.finish([choose.randrange(width)], [1], [min(scores)]).tolist()
         trie.advance(np.array(parents), np.array(tokens), np.array(scores))
-    kept += trie.finish([*range(width)], [1] * width, scores)
+    kept += trie.finish([*range(width)], [1] * width, scores).tolist()
     sent = {"prompt_length": 40, "block_size": 16, **trie.as_dict(kept[-3:])}
     texts = [(token, "\n" if token == 5 else f" {chr(97 + token % 26)}{token}") for token in tokens_of(sent)]
     return Trace.of({**sent, "texts": texts})

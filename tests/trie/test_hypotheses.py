@@ -81,7 +81,7 @@ class ModelledTrie:
         histories = [[*self.rows[row], self.new_token()] for row in rows]
         new = [history[-1] for history in histories]
         sums = [total_logprob(history) for history in histories]
-        leaves = self.trie.finish(rows, [token.token for token in new], sums, self.notes(new))
+        leaves = self.trie.finish(rows, [token.token for token in new], sums, self.notes(new)).tolist()
         assert leaves == [self.num_finished + number for number in range(len(rows))]
         self.num_finished += len(rows)
         self.finished.update(zip(leaves, histories, strict=True))

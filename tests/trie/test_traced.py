@@ -38,7 +38,7 @@ def test_walking_back_gives_what_plain_lists_hold_and_forgetting_changes_nothing
     for step in range(20):
         for _ in range(choose.randint(0, 2)):
             row, token = choose.randrange(len(rows)), choose.randrange(50)
-            (leaf,) = trie.finish([row], [token], [-float(step)])
+            (leaf,) = trie.finish([row], [token], [-float(step)]).tolist()
             kept[leaf] = len(expected)
             expected.append([*rows[row], token])
         while len(kept) > 2:
@@ -58,7 +58,7 @@ def test_walking_back_gives_what_plain_lists_hold_and_forgetting_changes_nothing
 def test_beams_of_a_search_that_is_aborted_are_hypotheses_that_ended_in_its_newest_step() -> None:
     trie = TracedTrie()
     advance(trie, [0, 0], [7, 8], [-1.0, -2.0])
-    (leaf,) = trie.finish([1], [1], [-2.5])
+    (leaf,) = trie.finish([1], [1], [-2.5]).tolist()
     advance(trie, [1, 0], [3, 5], [-3.0, -4.0])
     trace = trace_of(trie, [trie.end(1), leaf])
     assert [trace.hypothesis(number) for number in trace.returned] == [[7, 5], [8, 1]]
@@ -73,7 +73,7 @@ def test_scores_without_a_beam_and_unknown_blocks_are_none_and_drafts_lie_where_
     advance(trie, [0, 1], [4, 9], [-3.0, -4.0])
     trie.add_blocks(6, 2)
     advance(trie, [0, 0], [1, 2], [-5.0, -6.0])
-    (leaf,) = trie.finish([1], [6], [-7.0])
+    (leaf,) = trie.finish([1], [6], [-7.0]).tolist()
     trace = trace_of(trie, [leaf])
     assert trace.scores[0] == [-0.12346, None]
     assert trace.blocks == [None, None, (6, 2), None]

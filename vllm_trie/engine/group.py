@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from vllm_trie.engine.answer_prefix import AnswerStream, Part
@@ -16,7 +14,7 @@ from vllm_trie.messages import Resumed
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Step, TokenLogprobs, TopLogprobs
-from vllm_trie.search.stopping import NO_TOKEN, Ended, Finished, HypothesisPool
+from vllm_trie.search.stopping import NO_ENDED, NO_TOKEN, Ended, Finished, HypothesisPool
 from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.trie.hypotheses import ROOT, HypothesisTrie
 from vllm_trie.trie.leaves import Notes
@@ -129,9 +127,9 @@ class BeamGroup:
         trie, rank_scores, ended = self.hypotheses, step.rank_scores, self._finish(step)
         running = step.scores if rank_scores is None else rank_scores.beams
         outdone, is_over = self.pool.advance(ended, running, self.length)
-        if outdone:
-            trie.drop([hypothesis.leaf for hypothesis in outdone])
-        if ended.leaves and (best := self.pool.best(1)[0].leaf) in ended.leaves:
+        if len(outdone):
+            trie.drop(outdone)
+        if len(ended.leaves) and (best := int(self.pool.best(1).leaves[0])) in ended.leaves:
             self.best_end = trie.parent(best)
         if is_over or self.num_steps_left == 0:
             return True
@@ -145,11 +143,11 @@ class BeamGroup:
         """Take in the hypotheses that end in one step."""
         finished, rank_scores = step.finished, step.rank_scores
         if not len(finished.tokens):
-            return Ended([], [], [], [])
-        parents, tokens, scores = (field.tolist() for field in finished)
+            return NO_ENDED
         reports = _reports(finished.parents, finished.tokens, step.finished_logprobs, step.top_logprobs)
         leaves = self.hypotheses.finish(self._rows(finished.parents), finished.tokens, finished.scores, reports)
-        return Ended(scores if rank_scores is None else rank_scores.finished.tolist(), tokens, leaves, parents)
+        sums = finished.scores if rank_scores is None else rank_scores.finished
+        return Ended(sums.astype(np.float64), finished.tokens, leaves, finished.parents)
 
     def next_part(self) -> Part | None:
         """What is new, if anything, of what the answer begins with whatever comes.
@@ -167,7 +165,7 @@ class BeamGroup:
             return None
         scores = trie.row_scores()
         best_running = float((scores if self._rank_scores is None else self._rank_scores).max())
-        best = next((finished.leaf for finished in self.pool.best(1)), None)
+        best = next(iter(self.pool.best(1).leaves.tolist()), None)
         stream.is_decided = best is not None and self.pool.is_decided(best_running, self.length)
         if best is not None and stream.is_decided:
             return stream.extend(trie, trie.parent(best))
@@ -187,8 +185,8 @@ class BeamGroup:
         if self.length == 0 or (self.stream is not None and self.stream.is_decided):
             return self.best(count)
         sums = trie.row_scores() if self._rank_scores is None else self._rank_scores
-        rows = [*range(trie.width)]
-        running = Ended(sums.tolist(), trie.row_tokens().tolist(), [~row for row in rows], rows)
+        rows = np.arange(trie.width)
+        running = Ended(sums.astype(np.float64), trie.row_tokens(), ~rows, rows)
         return self._found(self.pool.best_so_far(count, running, self.length))
 
     @property
@@ -212,12 +210,10 @@ class BeamGroup:
         self.hypotheses.check_invariants()
         assert self.length == 0 or self.hypotheses.width in (1, self.num_rows)
 
-    def _found(self, best: Sequence[Finished]) -> FoundHypotheses:
-        if not best:
+    def _found(self, best: Finished) -> FoundHypotheses:
+        (scores, leaves), trie, rules = best, self.hypotheses, self.plan.select_rules
+        if not len(leaves):
             return NO_HYPOTHESES
-        trie, rules = self.hypotheses, self.plan.select_rules
-        scores = np.array([finished.score for finished in best], np.float64)
-        leaves = np.array([finished.leaf for finished in best], np.int64)
         token_ids = trie.tokens(leaves)
         is_finished, last_tokens = leaves >= 0, np.array([tokens[-1] for tokens in token_ids], np.int64)
         stops = is_finished & np.isin(last_tokens, [*self.plan.stop_rules.stop_token_ids])

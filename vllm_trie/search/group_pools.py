@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import numpy as np
 
-from vllm_trie.search.stopping import Ended, Finished, HfPool, Pool
+from vllm_trie.search.stopping import NO_FINISHED, Ended, Finished, HfPool, Pool
 
 
 class GroupPools(Pool):
@@ -25,34 +23,33 @@ class GroupPools(Pool):
         self.stop_token_ids = stop_token_ids
         self.done: tuple[int, ...] = ()  # which groups are
 
-    def advance(self, ended: Ended, running: np.ndarray, length: int) -> tuple[list[Finished], bool]:
-        outdone, is_over = list[Finished](), True
-        groups = np.array(ended.rows, dtype=np.int64) * len(self.pools) // len(running)
+    def advance(self, ended: Ended, running: np.ndarray, length: int) -> tuple[np.ndarray, bool]:
+        outdone, is_over = [NO_FINISHED.leaves], True
+        groups = ended.rows * len(self.pools) // len(running)
         stops = np.ones(len(groups), dtype=bool)
         if self.stop_token_ids is not None and length == self.pools[0].max_length:
-            stops = np.array([token in self.stop_token_ids for token in ended.last_tokens], dtype=bool)
+            stops = np.isin(ended.last_tokens, [*self.stop_token_ids])
         for number, (pool, of_group) in enumerate(zip(self.pools, np.split(running, len(self.pools)), strict=True)):
             too_late = ended.some(groups == number)
             if number not in self.done:
                 stopped, too_late = too_late.some(stops[groups == number]), too_late.some(~stops[groups == number])
-                outdone += pool.add(stopped.sums, length, stopped.last_tokens, stopped.leaves)
+                outdone.append(pool.add(stopped, length))
                 best = float(of_group.max())
-                if pool.is_done(max([best, *stopped.sums]), length):
+                if pool.is_done(max([best, *stopped.sums.tolist()]), length):
                     self.done += (number,)
                 else:
-                    outdone += pool.add(too_late.sums, length, too_late.last_tokens, too_late.leaves)
+                    outdone.append(pool.add(too_late, length))
                     is_over = is_over and best == -np.inf
                     continue
-            outdone += map(Finished, too_late.sums, too_late.leaves)
-        return outdone, is_over
+            outdone.append(too_late.leaves)
+        return np.concatenate(outdone), is_over
 
-    def score(self, sum_logprobs: float, length: int, last_token: int) -> float:
-        return self.pools[0].score(sum_logprobs, length, last_token)
+    def scores(self, sums: np.ndarray, length: int, last_tokens: np.ndarray) -> np.ndarray:
+        return self.pools[0].scores(sums, length, last_tokens)
 
-    def best_so_far(self, count: int, running: Ended, length: int) -> list[Finished]:
+    def best_so_far(self, count: int, running: Ended, length: int) -> Finished:
         groups = np.arange(len(running.leaves)) * len(self.pools) // max(len(running.leaves), 1)
         return super().best_so_far(count, running.some(~np.isin(groups, self.done)), length)
 
-    def best(self, count: int) -> list[Finished]:
-        found = chain(*(pool.best(count) for pool in self.pools))
-        return sorted(found, key=lambda finished: -finished.score)[:count]
+    def best(self, count: int) -> Finished:
+        return Finished.in_order(*(pool.best(count) for pool in self.pools)).some(slice(count))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from itertools import compress
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 EarlyStopping = bool | Literal["never"]
 NO_TOKEN = -1
@@ -24,23 +23,43 @@ class StopRules(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """One finished hypothesis."""
+    """Finished hypotheses, best first; of equal ones the earlier."""
 
-    score: float  # what hypotheses compete by
-    leaf: int  # its number in the hypothesis trie
+    scores: np.ndarray  # [n] float64, what they compete by
+    leaves: np.ndarray  # [n] int64, their numbers in the hypothesis trie
+
+    @classmethod
+    def in_order(cls, *parts: Finished) -> Finished:
+        """All of these parts, the best first: of equal ones the one that is in an earlier part, or comes first."""
+        scores, leaves = (np.concatenate(fields) for fields in zip(*parts, strict=True))
+        order = np.argsort(-scores, kind="stable")
+        return cls(scores[order], leaves[order])
+
+    def some(self, which: slice) -> Finished:
+        """Some of them."""
+        return Finished(self.scores[which], self.leaves[which])
 
 
 class Ended(NamedTuple):
     """Hypotheses that end in the same step."""
 
-    sums: list[float]  # cumulative log-probabilities
-    last_tokens: list[int]
-    leaves: list[int]  # in the hypothesis trie
-    rows: list[int]  # the beams that they continue
+    sums: np.ndarray  # [n] float64, cumulative log-probabilities
+    last_tokens: np.ndarray  # [n] integers
+    leaves: np.ndarray  # [n] int64, in the hypothesis trie
+    rows: np.ndarray  # [n] integers, the beams that they continue
+
+    @classmethod
+    def of(cls, sums: ArrayLike, last_tokens: ArrayLike, leaves: ArrayLike, rows: ArrayLike) -> Ended:
+        """Those of sequences of numbers."""
+        return cls(np.array(sums, np.float64), *(np.array(field, np.int64) for field in (last_tokens, leaves, rows)))
 
     def some(self, which: np.ndarray) -> Ended:
-        """Those where `which` [K] is true."""
-        return Ended._make(list(compress(field, which)) for field in self)
+        """Those where `which` [n] is true."""
+        return Ended._make(field[which] for field in self)
+
+
+NO_FINISHED = Finished(np.zeros(0), np.zeros(0, np.int64))
+NO_ENDED = Ended.of([], [], [], [])
 
 
 class Pool(ABC):
@@ -49,7 +68,7 @@ class Pool(ABC):
     most_boost: float = 0.0  # that a token can add to what they compete by, besides its log-probability, or infinite
 
     @abstractmethod
-    def advance(self, ended: Ended, running: np.ndarray, length: int) -> tuple[list[Finished], bool]:
+    def advance(self, ended: Ended, running: np.ndarray, length: int) -> tuple[np.ndarray, bool]:
         """Take in what one step has led to.
 
         Args:
@@ -57,26 +76,33 @@ class Pool(ABC):
             running: [b] cumulative log-probabilities of beams as long; -inf where there is none.
 
         Returns:
-            What has no place among the finished (any more), and whether no running beam may enter any more.
+            The leaves of what has no place among the finished (any more), and whether no running beam may enter any
+            more.
         """
 
     @abstractmethod
-    def score(self, sum_logprobs: float, length: int, last_token: int) -> float:
-        """What a finished hypothesis of `length` generated tokens, the last one counted, competes by."""
+    def scores(self, sums: np.ndarray, length: int, last_tokens: np.ndarray) -> np.ndarray:
+        """[n] float64 what finished hypotheses compete by, of `length` generated tokens, the last one counted.
+
+        Args:
+            sums: [n] float64, cumulative log-probabilities.
+            length: Tokens of each.
+            last_tokens: [n].
+        """
 
     @abstractmethod
-    def best(self, count: int) -> list[Finished]:
-        """The best `count`, best first; ties go to the earlier one."""
+    def best(self, count: int) -> Finished:
+        """The best `count`."""
 
-    def best_so_far(self, count: int, running: Ended, length: int) -> list[Finished]:
+    def best_so_far(self, count: int, running: Ended, length: int) -> Finished:
         """The best `count` of what is finished and of running beams, as if these ended here; ties go to the finished.
 
         Args:
             running: All beams, of `length` generated tokens, as `Ended`; the sum is -inf where there is none.
         """
-        beams = zip(running.sums, running.last_tokens, running.leaves, strict=True)
-        going_on = [Finished(self.score(s, length, token), leaf) for s, token, leaf in beams if s > -np.inf]
-        return sorted([*self.best(count), *going_on], key=lambda one: -one.score)[:count]
+        beams = running.some(running.sums > -np.inf)
+        going_on = Finished(self.scores(beams.sums, length, beams.last_tokens), beams.leaves)
+        return Finished.in_order(self.best(count), going_on).some(slice(count))
 
 
 class HypothesisPool(Pool):
@@ -92,14 +118,19 @@ class HypothesisPool(Pool):
         self.width = width
         self.length_penalty = length_penalty
         self.max_length = max_length
-        self._best_first: list[Finished] = []
+        self._finished = NO_FINISHED
 
     def __len__(self) -> int:
-        return len(self._best_first)
+        return len(self._finished.leaves)
 
-    def scores(self, sums: Sequence[float], length: int, last_tokens: Sequence[int]) -> list[float]:
-        """The scores of several."""
-        return [self.score(total, length, token) for total, token in zip(sums, last_tokens, strict=True)]
+    @property
+    def worst(self) -> float:
+        """The score of the worst one; there must be one."""
+        return float(self._finished.scores[-1])
+
+    def score(self, sum_logprobs: float, length: int, last_token: int) -> float:
+        """What one hypothesis competes by, see `scores`."""
+        return float(self.scores(np.array([sum_logprobs]), length, np.array([last_token]))[0])
 
     def is_done(self, best_running: float, length: int) -> bool:
         """Whether no running beam may enter the pool any more: by default, as it is full, and none can be better.
@@ -108,7 +139,7 @@ class HypothesisPool(Pool):
             best_running: Cumulative log-probability of the best running beam.
             length: Tokens the running beams have generated.
         """
-        return len(self) == self.width and self.bound(best_running, length) <= self._best_first[-1].score
+        return len(self) == self.width and self.bound(best_running, length) <= self.worst
 
     def bound(self, sum_logprobs: float, length: int) -> float:
         """The most that what descends from a running beam can compete by.
@@ -126,25 +157,23 @@ class HypothesisPool(Pool):
         Args:
             best_running, length: As for `is_done`.
         """
-        return self.bound(best_running, length) <= self._best_first[0].score
+        return self.bound(best_running, length) <= float(self._finished.scores[0])
 
-    def add(
-        self, sums: Sequence[float], length: int, last_tokens: Sequence[int], leaves: Sequence[int]
-    ) -> list[Finished]:
-        """Offer hypotheses of equal length. Returns what has no place in the pool (any more)."""
-        self._best_first += map(Finished, self.scores(sums, length, last_tokens), leaves)
-        self._best_first.sort(key=lambda finished: -finished.score)  # equal scores keep their order
-        outdone = self._best_first[self.width :]
-        del self._best_first[self.width :]
-        return outdone
+    def add(self, ended: Ended, length: int) -> np.ndarray:
+        """Offer hypotheses of equal length. Returns the leaves of what has no place in the pool (any more)."""
+        if not len(ended.leaves):
+            return ended.leaves
+        offered = Finished(self.scores(ended.sums, length, ended.last_tokens), ended.leaves)
+        all_of_them = Finished.in_order(self._finished, offered)
+        self._finished = all_of_them.some(slice(self.width))
+        return all_of_them.leaves[self.width :]
 
-    def advance(self, ended: Ended, running: np.ndarray, length: int) -> tuple[list[Finished], bool]:
-        outdone = self.add(ended.sums, length, ended.last_tokens, ended.leaves) if ended.leaves else []
-        best = float(running.max())
+    def advance(self, ended: Ended, running: np.ndarray, length: int) -> tuple[np.ndarray, bool]:
+        outdone, best = self.add(ended, length), float(running.max())
         return outdone, best == -np.inf or self.is_done(best, length)
 
-    def best(self, count: int) -> list[Finished]:
-        return self._best_first[:count]
+    def best(self, count: int) -> Finished:
+        return self._finished.some(slice(count))
 
 
 class HfPool(HypothesisPool):
@@ -163,19 +192,17 @@ class HfPool(HypothesisPool):
         super().__init__(width, length_penalty, max_length)
         self.early_stopping = early_stopping
 
-    def score(self, sum_logprobs: float, length: int, last_token: int = NO_TOKEN) -> float:
-        return self.scores([sum_logprobs], length, [last_token])[0]
-
-    def scores(self, sums: Sequence[float], length: int, last_tokens: Sequence[int]) -> list[float]:
-        return (np.array(sums, np.float32) / np.float32(length**self.length_penalty)).tolist()
+    def scores(self, sums: np.ndarray, length: int, last_tokens: np.ndarray) -> np.ndarray:
+        return (sums.astype(np.float32) / np.float32(length**self.length_penalty)).astype(np.float64)
 
     def is_done(self, best_running: float, length: int) -> bool:
         if len(self) < self.width:
             return False
         if self.early_stopping is True:
             return True
-        bound = self.bound if self.early_stopping == "never" else self.score
-        return bound(best_running, length) <= self._best_first[-1].score
+        if self.early_stopping == "never":
+            return self.bound(best_running, length) <= self.worst
+        return self.score(best_running, length, NO_TOKEN) <= self.worst
 
 
 class TridecodePool(HypothesisPool):
@@ -188,13 +215,11 @@ class TridecodePool(HypothesisPool):
 
     _full_at: int | None = None  # length at which `width` hypotheses were finished
 
-    def score(self, sum_logprobs: float, length: int, last_token: int = NO_TOKEN) -> float:
-        return float(sum_logprobs / length**self.length_penalty)
+    def scores(self, sums: np.ndarray, length: int, last_tokens: np.ndarray) -> np.ndarray:
+        return sums / length**self.length_penalty
 
-    def add(
-        self, sums: Sequence[float], length: int, last_tokens: Sequence[int], leaves: Sequence[int]
-    ) -> list[Finished]:
-        outdone = super().add(sums, length, last_tokens, leaves)
+    def add(self, ended: Ended, length: int) -> np.ndarray:
+        outdone = super().add(ended, length)
         if self._full_at is None and len(self) == self.width:
             self._full_at = length
         return outdone
@@ -210,8 +235,8 @@ class StochasticPool(HypothesisPool):
     Where to Find Them.
     """
 
-    def score(self, sum_logprobs: float, length: int, last_token: int) -> float:
-        return sum_logprobs
+    def scores(self, sums: np.ndarray, length: int, last_tokens: np.ndarray) -> np.ndarray:
+        return sums
 
 
 class VllmPool(HypothesisPool):
@@ -232,8 +257,9 @@ class VllmPool(HypothesisPool):
     ) -> None:
         super().__init__(width, length_penalty, max_length)
         self.prompt_length = prompt_length
-        self.uncounted = uncounted
+        self._uncounted = np.array([*uncounted], np.int64)
 
-    def score(self, sum_logprobs: float, length: int, last_token: int) -> float:
-        counted = self.prompt_length + length - (last_token in self.uncounted)
-        return float(sum_logprobs / max(counted, 1) ** self.length_penalty)
+    def scores(self, sums: np.ndarray, length: int, last_tokens: np.ndarray) -> np.ndarray:
+        counted = self.prompt_length + length
+        all_count, all_but_the_last = (sums / max(n, 1) ** self.length_penalty for n in (counted, counted - 1))
+        return np.where(np.isin(last_tokens, self._uncounted), all_but_the_last, all_count)
