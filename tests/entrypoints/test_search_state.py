@@ -28,9 +28,9 @@ def request(**params: Any) -> EngineCoreRequest:
     return EngineCoreRequest("r-1", [5, 6], None, own, None, 0.0, None, None, None, external_req_id="r")
 
 
-def state_of(n: int = N, **params: Any) -> SearchState:
+def state_of(n: int = N, tokenizer: Any = None, **params: Any) -> SearchState:
     of = request(**params)
-    return SearchState(RequestState.from_new_request(None, of, None, None, 0, None, True, 1), of, None, n)
+    return SearchState(RequestState.from_new_request(tokenizer, of, None, None, 0, None, True, 1), of, tokenizer, n)
 
 
 def processed(state: SearchState, output: EngineCoreOutput) -> tuple[Any, IterationStats]:

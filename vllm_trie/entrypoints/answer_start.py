@@ -7,6 +7,7 @@ the text with the whole of it, and find stop strings there that a search does no
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 
 from tokenizers import Tokenizer
@@ -47,6 +48,13 @@ class _BehindHalfCharacter:
     def __init__(self, context: list[int], before: str, skip_special_tokens: bool) -> None:
         self._tokens, self._before, self._skips = context, before, skip_special_tokens
         self._stream: DecodeStream | None = None  # once the text is one of whole characters
+
+    def __copy__(self) -> _BehindHalfCharacter:
+        """One that goes on by itself."""
+        other = object.__new__(_BehindHalfCharacter)
+        other._tokens, other._before, other._skips = [*self._tokens], self._before, self._skips
+        other._stream = copy(self._stream)
+        return other
 
     def step(self, tokenizer: Tokenizer, token: int) -> str | None:
         """The text of one more token, None as long as a character is open."""

@@ -1,4 +1,4 @@
-"""The n outputs of a search, which is one request with one answer: vLLM's own code makes each of them.
+"""The n outputs of a search, which is one request with one answer: each is what vLLM's own code makes of a hypothesis.
 
 vLLM would make n requests of it. So the front end sends one, and splits its answer as if n had answered.
 """
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from vllm_trie.compat.patch import wraps
+from vllm_trie.entrypoints.hypothesis_texts import HypothesisTexts, NoTexts, can_share
 from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, TICKET, GroupTicket, SentHypotheses
 from vllm_trie.options import PLUGIN_NAME
 
@@ -97,21 +99,40 @@ class SearchState(RequestState):
         return output
 
     def _outputs(self, sent: SentHypotheses) -> Iterator[CompletionOutput]:
-        """Those of hypotheses."""
+        """Those of hypotheses. vLLM makes one of each kind, which others are like, or all where more may differ."""
         if not sent.lengths:
             return
         whole = self._kept.output
         assert whole is not None
-        ends, logprobs = [*accumulate(sent.lengths)], whole.new_logprobs
-        for index, (end, length, reason, stop, total) in enumerate(zip(ends, *sent[:-1], strict=True)):
-            part = EngineCoreOutput("", whole.new_token_ids[end - length : end], finish_reason=FinishReason(reason))
-            part.stop_reason = stop
-            if logprobs is not None:
-                part.new_logprobs = logprobs.slice_request(end - length, length)
+        texts = self._texts(whole, sent.lengths)
+        alike: dict[tuple[int, int, int | None], Callable[..., CompletionOutput]] = {}  # by kind, what makes one more
+        kinds = zip(sent.lengths, sent.finish_reasons, sent.stop_reasons, strict=True)
+        of_each = zip(accumulate(sent.lengths), kinds, sent.cumulative_logprobs, strict=True)
+        for index, (end, kind, total) in enumerate(of_each):
+            length, reason, stop = kind
+            tokens = whole.new_token_ids[end - length : end]
+            if texts is not None and kind in alike:
+                text = texts.text(index, tokens, reason == FinishReason.STOP)
+                yield alike[kind](index=index, text=text, token_ids=tokens, cumulative_logprob=total)
+                continue
+            part = EngineCoreOutput("", tokens, finish_reason=FinishReason(reason), stop_reason=stop)
+            if whole.new_logprobs is not None:
+                part.new_logprobs = whole.new_logprobs.slice_request(end - length, length)
             output = self._output(index, part, total)
             if sent.are_aborted:
                 output.finish_reason, output.stop_reason = str(FinishReason.ABORT), None
+            alike[kind] = partial(CompletionOutput, **vars(output))
             yield output
+
+    def _texts(self, whole: EngineCoreOutput, lengths: list[int]) -> HypothesisTexts | NoTexts | None:
+        """What makes the texts of hypotheses of one kind; None if more differs in them than tokens, text and sum."""
+        assert self._request.sampling_params is not None
+        if self._request.sampling_params.logprobs is not None:
+            return None
+        if self._tokenizer is None:
+            return NoTexts()
+        detokenizer = IncrementalDetokenizer.from_new_request(self._tokenizer, self._request)
+        return HypothesisTexts(detokenizer, whole.new_token_ids, lengths) if can_share(detokenizer) else None
 
     def _without_hypotheses(
         self, count: int, finish_reason: FinishReason, stop_reason: int | str | None
