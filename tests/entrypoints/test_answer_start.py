@@ -116,8 +116,29 @@ def test_of_a_long_prompt_few_tokens_are_decoded(mark: str, monkeypatch: pytest.
         streams.append(ids)
         return DecodeStream(ids=ids, skip_special_tokens=skip_special_tokens)
 
-    monkeypatch.setattr("vllm_trie.entrypoints.answer_start.DecodeStream", counted)
+    monkeypatch.setattr(decoders, "DecodeStream", counted)
     prompt = tokenizer().encode("return x\n" * 300, add_special_tokens=False)
     answer = detokenizer(prompt, mark)
-    assert [len(ids) for ids in streams] == [CONTEXT]
+    assert [len(ids) for ids in streams] == [len(prompt), CONTEXT]  # vLLM's own stream, and ours
     assert answer.stream.__class__ is DecodeStream
+
+
+def test_a_stream_is_of_the_kind_that_a_backend_of_tokenizers_puts_in_place_of_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OfBackend:
+        """As that of fastokens, which alone reads the tokenizers of that backend."""
+
+        def __init__(self, ids: list[int], skip_special_tokens: bool) -> None:
+            self._stream = DecodeStream(ids=ids, skip_special_tokens=skip_special_tokens)
+
+        def step(self, tokenizer: Tokenizer, token: int) -> str | None:
+            return self._stream.step(tokenizer, token)
+
+    detokenizer([])  # what wraps vLLM's is imported before the backend is
+    monkeypatch.setattr(decoders, "DecodeStream", OfBackend)
+    prompt, generated = cuts_within_characters()[0]
+    assert type(detokenizer(tokenizer().encode("return x")).stream) is OfBackend
+    behind_half = detokenizer(prompt)
+    behind_half.update(generated, False)
+    assert type(behind_half.stream._stream) is OfBackend

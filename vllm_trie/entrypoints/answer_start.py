@@ -10,8 +10,7 @@ from collections.abc import Callable
 from copy import copy
 from functools import partial
 
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+from tokenizers import Tokenizer, decoders
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
@@ -34,7 +33,7 @@ def begin(
     if before.endswith(INCOMPLETE):
         self.stream = _BehindHalfCharacter(context, before, self.skip_special_tokens)
     elif before:  # else the first token would lose the space that it begins with
-        self.stream = DecodeStream(ids=context, skip_special_tokens=self.skip_special_tokens)
+        self.stream = decoders.DecodeStream(ids=context, skip_special_tokens=self.skip_special_tokens)
 
 
 class _BehindHalfCharacter:
@@ -47,7 +46,7 @@ class _BehindHalfCharacter:
 
     def __init__(self, context: list[int], before: str, skip_special_tokens: bool) -> None:
         self._tokens, self._before, self._skips = context, before, skip_special_tokens
-        self._stream: DecodeStream | None = None  # once the text is one of whole characters
+        self._stream: decoders.DecodeStream | None = None  # once the text is one of whole characters
 
     def __copy__(self) -> _BehindHalfCharacter:
         """One that goes on by itself."""
@@ -64,5 +63,5 @@ class _BehindHalfCharacter:
         text = tokenizer.decode(self._tokens, skip_special_tokens=self._skips)
         if text.endswith(INCOMPLETE):
             return None
-        self._stream = DecodeStream(ids=self._tokens, skip_special_tokens=self._skips)
+        self._stream = decoders.DecodeStream(ids=self._tokens, skip_special_tokens=self._skips)
         return text_after(self._before, text)
