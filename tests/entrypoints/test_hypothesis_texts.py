@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, FinishReason
@@ -81,6 +82,19 @@ def test_of_each_the_longest_prefix_that_another_one_begins_with_is_found() -> N
 def test_vllm_makes_texts_that_depend_on_more() -> None:
     assert not can_share(detokenizer([5], stop=["x"]))
     assert not can_share(detokenizer([5], spaces_between_special_tokens=False, skip_special_tokens=False))
+
+
+def test_vllm_makes_texts_where_streams_cannot_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfFastokens:
+        def __init__(self, **_: Any) -> None:
+            """As `tokenizers` makes one."""
+
+        def __reduce__(self) -> Any:
+            raise TypeError("cannot pickle 'builtins.DecodeStream' object")
+
+    monkeypatch.setattr(decoders, "DecodeStream", OfFastokens)
+    assert not can_share(detokenizer([5]))
+    assert not can_share(detokenizer(cuts_within_characters()[0][0]))
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA])

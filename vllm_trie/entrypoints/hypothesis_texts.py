@@ -7,6 +7,7 @@ from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
+from tokenizers import decoders
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, IncrementalDetokenizer
 
 NO_TOKEN = -1
@@ -68,11 +69,19 @@ def can_share(detokenizer: IncrementalDetokenizer) -> bool:
     """Whether a text depends on nothing but its tokens and a stream, which can be copied.
 
     It does not where stop strings are looked for, for tokenizers in Python, nor where no space is written between
-    added tokens.
+    added tokens. Streams of fastokens (`VLLM_USE_FASTOKENS=1`) cannot be copied.
     """
     if not isinstance(detokenizer, FastIncrementalDetokenizer):
         return False
-    return detokenizer.spaces_between_special_tokens and not detokenizer.stop
+    return detokenizer.spaces_between_special_tokens and not detokenizer.stop and _are_streams_copied()
+
+
+def _are_streams_copied() -> bool:
+    try:
+        copy(decoders.DecodeStream(skip_special_tokens=True))
+    except TypeError:
+        return False
+    return True
 
 
 def num_shared(token_ids: Sequence[int], lengths: Sequence[int]) -> list[int]:
