@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from vllm import SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from vllm.v1.request import Request
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.engine.hypothesis import NO_HYPOTHESES, FoundHypotheses, TokenReports
 from vllm_trie.engine.outputs import (
@@ -99,10 +100,41 @@ def test_a_search_without_a_hypothesis_says_so(num_outputs: int) -> None:
 @pytest.mark.parametrize("num_outputs", [1, 3])
 def test_no_hypothesis_of_an_aborted_search_keeps_its_own_reason(num_outputs: int) -> None:
     best = found([4, STOP], [5], stopped_by=[STOP, NO_TOKEN], leaves=[0, ~0])
-    output = answer_so_far(best, num_outputs, EOS)
-    assert output.finish_reason is FinishReason.STOP, "by which vLLM leaves the stop token out of its text"
-    assert sent_of(output).are_aborted
+    sent = sent_of(answer_so_far(best, num_outputs, EOS))
+    assert sent.are_aborted
+    assert sent.finish_reasons == [0, 1][:num_outputs], "by which vLLM leaves the stop token out of the text"
     assert not sent_of(answer_output(best, 3, EOS)).are_aborted
+
+
+def test_to_vllm_an_aborted_search_is_aborted_unless_a_single_text_needs_its_own_reason() -> None:
+    ended, going_on = found([4, STOP], stopped_by=[STOP]), found([5], [6])
+    reasons = [answer_so_far(best, n, EOS).finish_reason for best in (ended, going_on) for n in (1, 3)]
+    assert reasons == [FinishReason.STOP, FinishReason.ABORT, FinishReason.ABORT, FinishReason.ABORT]
+
+
+QUEUED, SCHEDULED, PREEMPTED = EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED, EngineCoreEventType.PREEMPTED
+
+
+@pytest.mark.parametrize(
+    ("noted", "status", "sent"),
+    [
+        ([], RequestStatus.WAITING, [QUEUED, SCHEDULED]),
+        ([QUEUED], RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, [QUEUED, SCHEDULED]),
+        ([QUEUED, SCHEDULED], RequestStatus.RUNNING, [QUEUED, SCHEDULED]),
+        ([QUEUED, SCHEDULED, PREEMPTED], RequestStatus.PREEMPTED, [QUEUED, SCHEDULED, PREEMPTED]),
+        ([], RequestStatus.RUNNING, None),
+    ],
+)
+def test_outputs_bring_the_times_of_their_requests_once(noted: list[Any], status: Any, sent: list[Any] | None) -> None:
+    of, outbox, outputs = request("one"), Outbox(), dict[int, EngineCoreOutputs]()
+    of.status = status
+    for event in noted:
+        of.record_event(event)
+    outbox.post(of, error_output("why"))
+    outbox.empty_into(outputs, tells_finished=False)
+    ((output,),) = [outputs[0].outputs]
+    assert (output.events and [event.type for event in output.events]) == sent
+    assert not of.events
 
 
 def test_more_may_be_added_to_an_answer() -> None:

@@ -8,9 +8,10 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.engine.answer_prefix import Part
 from vllm_trie.engine.hypothesis import FoundHypotheses
@@ -29,8 +30,10 @@ class Outbox:
         return bool(self._outputs)
 
     def post(self, request: Request, output: EngineCoreOutput) -> None:
-        """Send an output to whoever has sent a request."""
+        """Send an output to whoever has sent a request, with the times that vLLM's metrics take."""
         output.request_id, output.trace_headers = request.request_id, request.trace_headers
+        if output.events is None:
+            output.events = _take_events(request)
         self._outputs.append((request.client_index, output))
 
     def empty_into(self, outputs: dict[int, EngineCoreOutputs], tells_finished: bool) -> None:
@@ -68,11 +71,14 @@ def answer_output(best: FoundHypotheses, num_outputs: int, eos_token_id: int | N
 def answer_so_far(best: FoundHypotheses, num_outputs: int, eos_token_id: int | None) -> EngineCoreOutput:
     """The answer of a search that was aborted, likewise; it may have found nothing yet.
 
-    The reasons are the hypotheses' own, by which vLLM makes their texts. `SentHypotheses` says that they do not count.
+    The reasons in `SentHypotheses` are the hypotheses' own, by which vLLM makes their texts; it says that they do not
+    count. The text of a single one that has ended is made by the output's reason, which is its own, too.
     """
     if not best:
         return EngineCoreOutput("", [], _sum_alone(math.nan), finish_reason=FinishReason.ABORT)
     output, sent = _output_of(best.first(num_outputs), num_outputs, eos_token_id)
+    if num_outputs > 1 or not best.has_ended[0]:
+        output.finish_reason = FinishReason.ABORT
     add_to_answer(output, {HYPOTHESES: sent._replace(are_aborted=True)})
     return output
 
@@ -100,20 +106,24 @@ def add_to_answer(output: EngineCoreOutput, more: Mapping[str, Any]) -> None:
 
 
 def part_output(part: Part, request: Request, num_cached_tokens: int) -> EngineCoreOutput:
-    """The next tokens of a search's one output, not addressed yet; with the first come timing and counts, as in vLLM.
+    """The next tokens of a search's one output, not addressed yet; with the first come counts, as in vLLM.
 
     Args:
         num_cached_tokens: Of the request's prompt, those that the prefix cache holds now.
     """
-    if (prefill_stats := request.take_prefill_stats()) is not None:
-        prefill_stats.finalize(num_cached_tokens)
-    return EngineCoreOutput(
-        request_id="",
-        new_token_ids=part.token_ids,
-        new_logprobs=_logprobs(part),
-        events=request.take_events(),
-        prefill_stats=prefill_stats,
-    )
+    prefill_stats = take_prefill_stats(request, num_cached_tokens)
+    return EngineCoreOutput("", part.token_ids, _logprobs(part), prefill_stats=prefill_stats)
+
+
+def take_prefill_stats(request: Request, num_cached_tokens: int) -> PrefillStats | None:
+    """What vLLM counts of a prompt that was computed, for the first output after that; None for further ones.
+
+    Args:
+        num_cached_tokens: Of the prompt, those that the prefix cache holds now.
+    """
+    if (stats := request.take_prefill_stats()) is not None:
+        stats.finalize(num_cached_tokens)
+    return stats
 
 
 def compact_answer(found: FoundHypotheses, max_length: int, is_aborted: bool = False) -> dict[str, list[Any]]:
@@ -153,6 +163,16 @@ def take_output(request_id: str, outputs: dict[int, EngineCoreOutputs]) -> Engin
             if output.request_id == request_id:
                 return of_client.outputs.pop(index)
     raise LookupError(f"vLLM made no output for the finished group {request_id}")
+
+
+def _take_events(request: Request) -> list[EngineCoreEvent] | None:
+    """The times that vLLM has noted of a request. One that ends before it was scheduled leaves the queue now."""
+    if request.status < RequestStatus.RUNNING:
+        if not request.events:  # refused
+            request.record_event(EngineCoreEventType.QUEUED)
+        request.record_event(EngineCoreEventType.SCHEDULED)
+    events: list[EngineCoreEvent] | None = request.take_events()
+    return events
 
 
 def _sum_alone(total: float) -> LogprobsLists:

@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -29,7 +29,15 @@ from vllm_trie.engine.known_caches import refuse_unsupported_kv_cache
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.new_group import is_unchecked, new_group
 from vllm_trie.engine.new_prefixes import mark_new_prefixes
-from vllm_trie.engine.outputs import Outbox, answer_output, answer_so_far, error_output, part_output, take_output
+from vllm_trie.engine.outputs import (
+    Outbox,
+    answer_output,
+    answer_so_far,
+    error_output,
+    part_output,
+    take_output,
+    take_prefill_stats,
+)
 from vllm_trie.engine.prefix_publishing import AnswerCache
 from vllm_trie.engine.speculation_budget import Speculating, SpeculationBudgets
 from vllm_trie.engine.stats import BeamTally, SearchCounts, attach_stats
@@ -159,6 +167,13 @@ class BeamScheduler(Scheduler):
         best = group.best_so_far(plan.num_hypotheses)
         output = answer_so_far(group.unsent_so_far(best), plan.num_outputs, plan.stop_rules.eos_token_id)
         add_answer(output, group, best, self.kv_cache_manager.token_block_size, is_aborted=True)
+        self._post_end(request, group, output)
+
+    def _post_end(self, request: Request, group: BeamGroup, output: EngineCoreOutput) -> None:
+        """Send the last output of a group that does not end by a step."""
+        if group.counts.target_forwards:  # its prompt was computed
+            num_cached_tokens = self.kv_cache_manager.estimate_cached_tokens(request)
+            output.prefill_stats = take_prefill_stats(request, num_cached_tokens)
         self.outbox.post(request, output)
 
     def _close_group(self, group_id: str, reason: str) -> None:
@@ -432,7 +447,7 @@ class BeamScheduler(Scheduler):
         self._now.over.clear()
         for group_id, reason in list(self._failed.items()):
             logger.error("Beam group %s ended: %s", group_id, reason)
-            self.outbox.post(self.requests[group_id], error_output(reason))
+            self._post_end(self.requests[group_id], self.groups[group_id], error_output(reason))
             super().finish_requests(group_id, RequestStatus.FINISHED_ERROR)
             self._close_group(group_id, "error")
         self.outbox.empty_into(outputs, tells_finished=self.finished_req_ids_dict is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from threading import Event
@@ -12,7 +13,9 @@ import pytest
 from openai import AsyncOpenAI
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.stats import IterationStats
 
 from tests.support.served import PROMPTS, all_of, beams
 from vllm_trie import Trace, beam_params, hypotheses, selection
@@ -146,6 +149,40 @@ def test_searches_that_wait_answer_with_nothing(llm: AsyncLLM, loop: asyncio.Abs
         texts = [[bool(one.text) for one in of_search] for of_search in found]
         assert texts == [[False, False], [True, True]]
         assert {one.finish_reason for of_search in found for one in of_search} == {"abort"}
+        await check_it_serves_on(llm)
+
+    run(loop, check())
+
+
+@pytest.mark.parametrize("how", ["abort", "pause"])
+def test_vllm_counts_a_search_that_was_aborted_as_one(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three, one waits until it is aborted. Their times begin when they came, not when the machine was started."""
+    finished, counts, record = dict[str, Any](), list[Any](), IterationStats.update_from_finished_request
+
+    def recorded(self: IterationStats, **fields: Any) -> None:
+        record(self, **fields)
+        finished[fields["request_id"]] = self.finished_requests[-1]
+        counts.append(self.prompt_token_stats)
+
+    monkeypatch.setattr(IterationStats, "update_from_finished_request", recorded)
+    wide, jobs = beam_params(55, n=2, **LONG), {"one": (beam_params(3, **LONG), FINAL_ONLY)}
+    jobs |= dict.fromkeys(("wide", "waiting"), (wide, FINAL_ONLY))
+
+    async def check() -> None:
+        begun = time.monotonic()
+        outputs = await ended(llm, jobs, how)
+        took = time.monotonic() - begun
+        for name in jobs:
+            times, ((answer,),) = finished[name], [outputs[name]]
+            assert times.finish_reason == FinishReason.ABORT
+            assert times.num_generation_tokens == sum(len(one.token_ids) for one in answer.outputs)
+            assert times.queued_time + times.prefill_time + times.decode_time <= took
+            assert min(times.queued_time, times.prefill_time, times.inference_time) >= 0
+        assert finished["waiting"].prefill_time < finished["waiting"].queued_time
+        (num_tokens,) = {len(output.prompt_token_ids) for output in outputs["wide"]}
+        assert sum({id(one): one.total for one in counts}.values()) == 2 * num_tokens
         await check_it_serves_on(llm)
 
     run(loop, check())
