@@ -100,8 +100,8 @@ class RowMatchers(NoMatchers):
             GrammarError: the grammar does not take a token that its mask allowed.
         """
         before = self.rows
-        lives = np.flatnonzero(scores > -np.inf).tolist()
-        children = [*zip(lives, parents[lives].tolist(), tokens[lives].tolist(), strict=True)]
+        of_rows = enumerate(zip(parents.tolist(), tokens.tolist(), scores.tolist(), strict=True))
+        children = [(row, parent, token) for row, (parent, token, score) in of_rows if score > -np.inf]
         last_child = {parent: row for row, parent, _ in children}
         after: list[StructuredOutputGrammar | None] = [None] * len(parents)
         for row, parent, token in children:

@@ -84,7 +84,7 @@ class AnswerCache:
         """
         assert self._hasher is not None
         history = copy(request)
-        history._output_token_ids = group.best(1).token_ids[0]
+        (history._output_token_ids,) = group.hypotheses.tokens(group.pool.best(1).leaves)
         history._all_token_ids = request._all_token_ids[: request.num_prompt_tokens] + history._output_token_ids
         history.output_token_ids = ConstantList(history._output_token_ids)
         history.all_token_ids = ConstantList(history._all_token_ids)
