@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from vllm_trie.entrypoints.beam_results import add_beam_results
+from vllm_trie.entrypoints.output_hooks import completing
 
 
 def output(index: int, text: str, token_ids: list[int], logprob: float, **end: Any) -> CompletionOutput:
@@ -19,6 +19,11 @@ def request_output(outputs: list[CompletionOutput], answer: dict[str, Any] | Non
     return RequestOutput("0", "prompt", [1], None, outputs, True, kv_transfer_params=params)
 
 
+def complete(output: RequestOutput) -> None:
+    for _ in completing(output, None):
+        pass
+
+
 def test_each_hypothesis_has_its_text_its_tokens_its_end_and_its_score() -> None:
     by_eos = output(0, "a b", [5, 6, 2], -1.5, finish_reason="stop")
     by_string = output(1, "a", [5, 13], -1.0, finish_reason="stop", stop_reason="\n")
@@ -27,7 +32,7 @@ def test_each_hypothesis_has_its_text_its_tokens_its_end_and_its_score() -> None
     scores = [{"sequence_score": -0.5, "matched": 2}, {"sequence_score": -0.5, "matched": None}]
     scores += [{"sequence_score": -0.6, "matched": 7}, {"sequence_score": -1.0, "matched": None}]
     answer: dict[str, Any] = {"beam_results": scores, "steps_per_forward": 2.0}
-    add_beam_results([request_output([by_eos, by_string, by_token, by_length], answer)])
+    complete(request_output([by_eos, by_string, by_token, by_length], answer))
     assert answer["steps_per_forward"] == 2.0
     first, second, third, last = answer["beam_results"]
     assert first == {
@@ -47,7 +52,7 @@ def test_each_hypothesis_has_its_text_its_tokens_its_end_and_its_score() -> None
 def test_an_output_that_stands_for_no_hypothesis_has_no_entry() -> None:
     answer = {"beam_results": [{"sequence_score": -0.5, "matched": 2}]}
     outputs = [output(0, "a", [5, 2], -1.0, finish_reason="stop"), output(1, "", [], 0.0, finish_reason="stop")]
-    add_beam_results([request_output(outputs, answer)])
+    complete(request_output(outputs, answer))
     assert [entry["output_ids"] for entry in answer["beam_results"]] == [[5, 2]]
 
 
@@ -55,5 +60,5 @@ def test_an_output_that_stands_for_no_hypothesis_has_no_entry() -> None:
 def test_other_outputs_stay_as_they_are(answer: dict[str, Any] | None) -> None:
     plain = request_output([output(0, "a", [5], -1.0, finish_reason="length")], answer)
     before = repr(plain)
-    add_beam_results([plain, object()])
+    complete(plain)
     assert repr(plain) == before

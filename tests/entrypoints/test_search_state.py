@@ -63,6 +63,22 @@ def test_each_hypothesis_is_an_output_and_what_is_missing_says_so(kind: RequestO
     assert stats.num_generation_tokens == 5
 
 
+@pytest.mark.parametrize("n", [1, N])
+@pytest.mark.parametrize("is_served", [False, True])
+def test_an_answer_is_complete_offline_and_later_in_a_server(n: int, is_served: bool) -> None:
+    sent = [{"sequence_score": -0.5, "matched": 7}, {"sequence_score": -1.0, "matched": None}][:n]
+    state, processor = state_of(n), OutputProcessor(None, log_stats=False)
+    state.queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "r-1") if is_served else None
+    processor.request_states["r-1"] = state
+    processor.external_req_ids["r"].append("r-1")
+    outputs = processor.process_outputs([answer(beam_results=sent)], 1.0).request_outputs
+    found: Any = state.queue.get_nowait() if state.queue is not None else outputs[0]
+    assert (found.kv_transfer_params["trie_beam"]["beam_results"] == sent) is is_served
+    found = asyncio.run(whole(found)) if is_served else found
+    results = found.kv_transfer_params["trie_beam"]["beam_results"]
+    assert [of["output_ids"] for of in results] == [one.token_ids for one in found.outputs[:2]]
+
+
 def test_each_output_has_its_log_probabilities() -> None:
     tokens = np.array([[4, 1], [7, 1], [8, 1], [9, 1], [2, 1]])
     logprobs = LogprobsLists(tokens, np.full((5, 2), -0.5, np.float32), np.arange(1, 6))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_trie.entrypoints.step_search.online import _in_thread, _search
+from vllm_trie.entrypoints.step_search.online import StepSearches, _in_thread
 
 GIVE_UP = 10  # seconds until a loop that has no turn counts as blocked
 
@@ -67,7 +67,7 @@ def test_others_have_their_turns_while_a_search_reckons() -> None:
     async def ask() -> None:
         request: Any = Reckoning()
         engine: Any = AnEngine()
-        assert [output async for output in _search(engine, request, draw)] == ["answer"]
+        assert [output async for output in StepSearches()._search(engine, request, draw)] == ["answer"]
         assert request.is_ended
 
     asyncio.run(ask())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from vllm.outputs import RequestOutput
@@ -13,7 +12,9 @@ from tests.support.engine import TRAINED_TARGET
 from tests.support.tokenizers import word_pieces
 from tests.support.traces import random_trace
 from vllm_trie import Trace
-from vllm_trie.entrypoints.trace_texts import DECODED_AT_ONCE, add_texts, with_texts
+from vllm_trie.entrypoints.output_hooks import completing
+from vllm_trie.entrypoints.search_state import whole
+from vllm_trie.entrypoints.trace_texts import DECODED_AT_ONCE
 from vllm_trie.trace.trace import tokens_of
 
 
@@ -26,9 +27,6 @@ def test_other_requests_go_on_while_the_texts_are_made() -> None:
     tokens, tokenizer = tokens_of(sent), get_tokenizer(TRAINED_TARGET)
     num_turns = 0
 
-    async def outputs() -> AsyncGenerator[RequestOutput, None]:
-        yield output_of(sent)
-
     async def others() -> None:
         nonlocal num_turns
         while True:
@@ -37,7 +35,7 @@ def test_other_requests_go_on_while_the_texts_are_made() -> None:
 
     async def traced() -> RequestOutput:
         going_on = asyncio.ensure_future(others())
-        (output,) = [output async for output in with_texts(outputs(), tokenizer)]
+        output = await whole(output_of(sent), tokenizer)
         going_on.cancel()
         return output
 
@@ -50,12 +48,12 @@ def test_texts_have_the_spaces_that_answers_have() -> None:
     tokenizer = word_pieces(["x .", "x"])
     spaced, plain = tokenizer.convert_tokens_to_ids(["x .", "x"])
     output = output_of({**random_trace(1, 1).as_dict(), "tokens": [[spaced], [plain]], "texts": []})
-    add_texts([output], tokenizer)
+    assert [*completing(output, tokenizer)]
     assert tokenizer.decode([spaced]) == "x."
     assert Trace.of(output).texts[spaced] == "x ."
 
 
 def test_without_a_tokenizer_there_are_no_texts() -> None:
     output = output_of({**random_trace(2, 3).as_dict(), "texts": []})
-    add_texts([output], None)
+    assert not [*completing(output, None)]
     assert Trace.of(output).texts == {}

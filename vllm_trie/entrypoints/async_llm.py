@@ -1,4 +1,4 @@
-"""`AsyncLLM`, which servers have: its requests may be searches by steps, and its outputs are completed."""
+"""`AsyncLLM`, which servers have: hooks take in some of its requests, and outputs of others are completed."""
 
 from __future__ import annotations
 
@@ -15,35 +15,31 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_trie.compat.patch import arguments, wraps
-from vllm_trie.entrypoints.beam_results import asks_for_beam_results, with_beam_results
 from vllm_trie.entrypoints.noted_outputs import noted
+from vllm_trie.entrypoints.output_hooks import ONLINE
 from vllm_trie.entrypoints.reading import abort_readings, brings_data, generate_once_read
 from vllm_trie.entrypoints.search_state import whole
 from vllm_trie.entrypoints.server import is_served, raise_errors
 from vllm_trie.entrypoints.single_tokens import asks_for_single_tokens, with_single_tokens
-from vllm_trie.entrypoints.step_search.online import Draw, cancel_searches, search
-from vllm_trie.entrypoints.step_search.opening import asks_for_steps
-from vllm_trie.entrypoints.trace_texts import is_traced, with_texts
 from vllm_trie.options import asks_for_beams
-from vllm_trie.selection import has_beams
+
+Generate = Callable[..., AsyncGenerator[RequestOutput, None]]
 
 _searches: WeakKeyDictionary[AsyncLLM, Counter[str]] = WeakKeyDictionary()  # that run, by what their clients call them
 
 
 @wraps("generate", AsyncLLM)
 def generate(
-    original: Draw, self: AsyncLLM, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
+    original: Generate, self: AsyncLLM, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[RequestOutput, None]:
     tokenizer, is_parsed = self.renderer.tokenizer, asks_for_single_tokens(sampling_params)
-    if asks_for_steps(sampling_params) and has_beams(self.vllm_config):
-        outputs = noted(search(original, self, prompt, sampling_params, request_id, *args, **kwargs))
+    if (hook := ONLINE.of_request(self, sampling_params)) is not None:
+        outputs = noted(hook.generate(original, self, prompt, sampling_params, request_id, *args, **kwargs))
         return with_single_tokens(outputs, sampling_params, tokenizer) if is_parsed else outputs
     is_search = asks_for_beams((isinstance(sampling_params, SamplingParams) and sampling_params.extra_args) or {})
     generate = partial(generate_once_read, original) if brings_data(sampling_params) else original
     outputs = generate(self, prompt, sampling_params, request_id, *args, **kwargs)
     outputs = noted(_known(outputs, self, request_id)) if is_search else outputs
-    outputs = with_texts(outputs, tokenizer) if is_traced(sampling_params) else outputs
-    outputs = with_beam_results(outputs) if asks_for_beam_results(sampling_params) else outputs
     outputs = with_single_tokens(outputs, sampling_params, tokenizer) if is_parsed else outputs
     return raise_errors(outputs) if is_served(sampling_params) else outputs
 
@@ -57,7 +53,8 @@ async def abort(
     Of an ordinary request the front end holds what there is. What a search has found, the engine knows alone.
     """
     ids = [request_id] if isinstance(request_id, str) else list(request_id)
-    cancel_searches(self, ids)
+    for hook in ONLINE.get(self, {}).values():
+        hook.cancel(ids)
     abort_readings(self, ids)
     is_internal = arguments(original, self, ids, *args, **kwargs)["internal"]
     if not (is_internal and isinstance(request_id, str)):  # so vLLM's `generate` aborts when its client has gone away
@@ -72,7 +69,8 @@ async def abort(
 async def pause_generation(original: Callable[..., Awaitable[None]], self: AsyncLLM, *args: Any, **kwargs: Any) -> None:
     """Abort searches by steps, too, where a pause aborts all, and what is being read: the engine has nothing of it."""
     if arguments(original, self, *args, **kwargs)["mode"] == "abort":
-        cancel_searches(self)
+        for hook in ONLINE.get(self, {}).values():
+            hook.cancel()
         abort_readings(self)
     await original(self, *args, **kwargs)
 
@@ -86,7 +84,7 @@ async def _known(
     try:
         async with aclosing(outputs):
             async for output in outputs:
-                yield await whole(output)
+                yield await whole(output, engine.renderer.tokenizer)
     finally:
         searches[request_id] -= 1
         if not searches[request_id]:

@@ -6,38 +6,19 @@ SGLang 0.5.23, `beam_search/output.py: build_beam_search_out`: a list in `meta_i
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator
 from typing import Any
 
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import SamplingParams
-
-from vllm_trie.options import PLUGIN_NAME
 
 BEAM_RESULTS = "beam_results"
 
 
-def asks_for_beam_results(params: Any) -> bool:
-    """Whether these are the parameters of a request that asks for them."""
-    return isinstance(params, SamplingParams) and bool((params.extra_args or {}).get(BEAM_RESULTS))
-
-
-async def with_beam_results(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-    """The outputs of a request that asks for them, with complete `beam_results`."""
-    async with aclosing(outputs):
-        async for output in outputs:
-            add_beam_results([output])
-            yield output
-
-
-def add_beam_results(outputs: Sequence[Any]) -> None:
-    """Complete the `beam_results` of outputs that have them: the engine sends scores and stop tokens alone."""
-    for output in outputs:
-        answer = (output.kv_transfer_params or {}).get(PLUGIN_NAME) if isinstance(output, RequestOutput) else None
-        if answer and BEAM_RESULTS in answer:  # where bans leave fewer hypotheses, other outputs stand for none
-            found = zip(output.outputs, answer[BEAM_RESULTS], strict=False)
-            answer[BEAM_RESULTS] = [_beam_result(hypothesis, **sent) for hypothesis, sent in found]
+def complete_beam_results(output: RequestOutput, answer: dict[str, Any], _: Any) -> Iterator[None]:
+    """Complete the `beam_results` of an answer: the engine sends scores and stop tokens alone."""
+    found = zip(output.outputs, answer[BEAM_RESULTS], strict=False)  # where bans leave fewer, other outputs are none
+    answer[BEAM_RESULTS] = [_beam_result(hypothesis, **sent) for hypothesis, sent in found]
+    yield
 
 
 def _beam_result(hypothesis: CompletionOutput, sequence_score: float, matched: int | None) -> dict[str, Any]:

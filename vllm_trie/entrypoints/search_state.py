@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
@@ -24,12 +25,15 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from vllm_trie.compat.patch import wraps
 from vllm_trie.entrypoints.hypothesis_texts import HypothesisTexts, NoTexts, can_share
+from vllm_trie.entrypoints.output_hooks import completing
 from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, TICKET, GroupTicket, SentHypotheses
 from vllm_trie.options import PLUGIN_NAME
 
 NOTHING = SentHypotheses([], [], [], [])
 MAKING = "trie_beam_making"  # an attribute of outputs of servers: what makes the further ones
 SECONDS_AT_ONCE = 0.005  # before other requests have their turn
+
+Output = TypeVar("Output", bound=RequestOutput | None)
 
 
 @wraps("add_request", OutputProcessor)
@@ -58,6 +62,7 @@ class SearchState(RequestState):
         assert params is not None
         self.__dict__.update(vars(state))
         self.n = n
+        self._engine_tokenizer = tokenizer
         if n == 1:
             return
         self._one = state  # makes each output, by what it is given
@@ -86,7 +91,7 @@ class SearchState(RequestState):
             finish_reason, stop_reason = FinishReason.ABORT, None
         if self.n == 1:
             of_one = new_token_ids, pooling_output, finish_reason, stop_reason, more
-            return super().make_request_output(*of_one, *args, **kwargs)
+            return self._completed(super().make_request_output(*of_one, *args, **kwargs))
         if finish_reason is None:
             return None
         self._counts.longest = max(sent.lengths, default=0)
@@ -96,6 +101,12 @@ class SearchState(RequestState):
             output.outputs += making
         else:
             vars(output)[MAKING] = making
+        return self._completed(output)
+
+    def _completed(self, output: Output) -> Output:
+        """An output with the whole answer; a server makes it whole later, while other requests go on."""
+        if self.queue is None:
+            deque(completing(output, self._engine_tokenizer), maxlen=0)
         return output
 
     def _outputs(self, sent: SentHypotheses) -> Iterator[CompletionOutput]:
@@ -167,14 +178,20 @@ class SearchState(RequestState):
         return one._new_completion_output(part.new_token_ids, reason, stop)
 
 
-async def whole(output: RequestOutput) -> RequestOutput:
-    """The output with all that was still to be made of it. It may take seconds, in which other requests go on."""
+async def whole(output: RequestOutput, tokenizer: Any = None) -> RequestOutput:
+    """The output with all that was still to be made of it. It may take seconds, in which other requests go on.
+
+    Args:
+        tokenizer: The engine's, if it has one.
+    """
     begun = time.monotonic()
     for one in vars(output).pop(MAKING, ()):
         output.outputs.append(one)
         if time.monotonic() - begun > SECONDS_AT_ONCE:
             await asyncio.sleep(0)
             begun = time.monotonic()
+    for _ in completing(output, tokenizer):
+        await asyncio.sleep(0)
     return output
 
 

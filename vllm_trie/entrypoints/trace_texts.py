@@ -3,52 +3,23 @@ makes them, and not the engine, where all requests would wait."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator
 from typing import Any
 
-from vllm.outputs import RequestOutput
-from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import TokenizerLike
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 
 from vllm_trie.detokenizing import decoder, is_backed
-from vllm_trie.options import PLUGIN_NAME
 from vllm_trie.trace.trace import tokens_of
 
 DECODED_AT_ONCE = 256  # tokens, before other requests have their turn
 
 
-def is_traced(params: Any) -> bool:
-    """Whether these are the parameters of a request with a trace."""
-    return isinstance(params, SamplingParams) and bool((params.extra_args or {}).get("trace"))
-
-
-def add_texts(outputs: Sequence[Any], tokenizer: TokenizerLike | None) -> None:
-    """Add the texts to the traces that outputs of a step have."""
-    for output in outputs:
-        for _ in _adding(output, tokenizer):
-            pass
-
-
-async def with_texts(
-    outputs: AsyncGenerator[RequestOutput, None], tokenizer: TokenizerLike | None
-) -> AsyncGenerator[RequestOutput, None]:
-    """The outputs of a request with a trace. Other requests go on while its texts are made."""
-    async with aclosing(outputs):
-        async for output in outputs:
-            for _ in _adding(output, tokenizer):
-                await asyncio.sleep(0)
-            yield output
-
-
-def _adding(output: Any, tokenizer: TokenizerLike | None) -> Iterator[None]:
-    """Add the texts to the trace that an output may have, and pause after every few."""
-    answer = output.kv_transfer_params if isinstance(output, RequestOutput) else None
-    trace = ((answer or {}).get(PLUGIN_NAME) or {}).get("trace")
-    if trace is None or tokenizer is None:
+def complete_trace(_: Any, answer: dict[str, Any], tokenizer: TokenizerLike | None) -> Iterator[None]:
+    """Add the texts to the trace that an answer has, and pause after every few."""
+    if tokenizer is None:
         return
+    trace = answer["trace"]
     tokens, as_vllm_writes = tokens_of(trace), _Uncleaned(tokenizer)
     for start in range(0, len(tokens), DECODED_AT_ONCE):
         some = tokens[start : start + DECODED_AT_ONCE]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from vllm.logger import init_logger
@@ -18,11 +18,12 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm_trie.detokenizing import decoder
 from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.limits import check_n
+from vllm_trie.entrypoints.output_hooks import OfflineHook
 from vllm_trie.entrypoints.refusals import refusing
 from vllm_trie.entrypoints.reranking.metrics import HypothesisPair, Metric, metric_of
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME, BeamParams, parse_options
-from vllm_trie.options.parts import Reranking
+from vllm_trie.options.parts import Reranking as RerankingOptions
 from vllm_trie.options.shown import shortened, shown
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
 from vllm_trie.search.minimum_bayes_risk import Pairs, rank_by_risk
@@ -40,78 +41,72 @@ class _Asked(NamedTuple):
     tokenizer: Any
 
 
-_asked: WeakKeyDictionary[LLMEngine, dict[str, _Asked]] = WeakKeyDictionary()  # by ids that the engine's requests have
+class Reranking(OfflineHook[_Asked]):
+    """The requests of an engine whose pools are to be ranked; `waiting` has them by ids that the engine's have."""
+
+    def add_request(
+        self,
+        original: Callable[..., str],
+        engine: LLMEngine,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *args: Any,
+        **kwargs: Any,
+    ) -> str:
+        """vLLM's `add_request`, for the whole pool."""
+        with refusing():
+            asked = _checked(request_id, params, engine)
+        own_id = f"rerank-{random_uuid()}"
+        engine_id = original(engine, own_id, prompt, _of_pool(params, asked.beam), *args, **kwargs)
+        self.waiting[own_id] = asked
+        return engine_id
+
+    def take(self, engine: LLMEngine, outputs: list[Any]) -> list[Any]:
+        """Put the hypotheses of requests that asked for it into their order, and leave the best `n`."""
+        finished = [output for output in outputs if output.request_id in self.waiting and output.finished]
+        # Forget all of them first, as the user may interrupt a metric.
+        asked = [self.waiting.pop(output.request_id) for output in finished]
+        for output, of_output in zip(finished, asked, strict=True):
+            output.request_id = of_output.request_id
+            _rerank(output, of_output)
+        return outputs
+
+    def abort(self, engine: LLMEngine, names: AbstractSet[str]) -> list[str]:
+        """Do not wait for the pools of requests that are aborted."""
+        gone = [own_id for own_id, asked in self.waiting.items() if own_id in names or asked.request_id in names]
+        for own_id in gone:
+            del self.waiting[own_id]
+        return gone
+
+    def num_more_outputs(self) -> int:
+        """None: of what is searched some will not come back."""
+        return sum(asked.n - asked.beam.beam_width for asked in self.waiting.values())
 
 
-def asks_for_reranking(params: Any) -> bool:
-    """Whether a request asks for it; not whether it may."""
-    return isinstance(params, SamplingParams) and (params.extra_args or {}).get("rerank") is not None
+def _checked(request_id: str, params: SamplingParams, engine: LLMEngine) -> _Asked:
+    """What a request asks for.
+
+    Raises:
+        ValueError: naming the option, its value and what would work.
+    """
+    beam = parse_options(params.extra_args)
+    if not isinstance(beam, BeamParams):
+        raise ValueError(f"rerank={shown((params.extra_args or {})['rerank'])} needs beams; add beam_width")
+    refuse_unsupported(matrix_fields(params), beam)
+    check_n(params.n, beam)
+    if (tokenizer := engine.renderer.tokenizer) is None:
+        raise ValueError(f"rerank={beam.rerank!r} compares texts; start the engine without skip_tokenizer_init")
+    return _Asked(request_id, beam, metric_of(beam.metric), params.n, tokenizer)
 
 
-def add_reranked(
-    add_request: Callable[..., str],
-    engine: LLMEngine,
-    request_id: str,
-    prompt: Any,
-    params: SamplingParams,
-    *args: Any,
-    **kwargs: Any,
-) -> str:
-    """vLLM's `add_request`, for the whole pool."""
-    with refusing():
-        beam = parse_options(params.extra_args)
-        if not isinstance(beam, BeamParams):
-            raise ValueError(f"rerank={shown((params.extra_args or {})['rerank'])} needs beams; add beam_width")
-        refuse_unsupported(matrix_fields(params), beam)
-        check_n(params.n, beam)
-        if (tokenizer := engine.renderer.tokenizer) is None:
-            raise ValueError(f"rerank={beam.rerank!r} compares texts; start the engine without skip_tokenizer_init")
-        asked = _Asked(request_id, beam, metric_of(beam.metric), params.n, tokenizer)
+def _of_pool(params: SamplingParams, beam: BeamParams) -> SamplingParams:
+    """The same request for all that the search finds."""
     of_pool = copy(params)
     of_pool.n, of_pool.output_kind = beam.beam_width, RequestOutputKind.FINAL_ONLY
     options = params.extra_args or {}
-    of_pool.extra_args = {name: value for name, value in options.items() if name not in Reranking.model_fields}
-    own_id = f"rerank-{random_uuid()}"
-    engine_id = add_request(engine, own_id, prompt, of_pool, *args, **kwargs)
-    _asked.setdefault(engine, {})[own_id] = asked
-    return engine_id
-
-
-def rerank(engine: LLMEngine, outputs: Iterable[Any]) -> None:
-    """Put the hypotheses of requests that asked for it into their order, and leave the best `n`."""
-    if not (of_engine := _asked.get(engine)):
-        return
-    finished = [output for output in outputs if output.request_id in of_engine and output.finished]
-    asked = [of_engine.pop(output.request_id) for output in finished]  # all, as the user may interrupt a metric
-    for output, of_output in zip(finished, asked, strict=True):
-        output.request_id = of_output.request_id
-        _rerank(output, of_output)
-
-
-def reranked_of(engine: LLMEngine) -> list[str]:
-    """The ids that the engine's requests have whose pools are to be ranked."""
-    return [*_asked.get(engine, {})]
-
-
-def forget_reranked(engine: LLMEngine, names: Container[str]) -> list[str]:
-    """Do not wait for the pools of requests that are aborted.
-
-    Args:
-        names: Of these requests: those that the engine's have, or those that whoever asked gave them.
-
-    Returns:
-        The ids that the engine's requests have.
-    """
-    of_engine = _asked.get(engine, {})
-    gone = [own_id for own_id, asked in of_engine.items() if own_id in names or asked.request_id in names]
-    for own_id in gone:
-        del of_engine[own_id]
-    return gone
-
-
-def num_left_out(engine: LLMEngine) -> int:
-    """Hypotheses that are searched, and will not come back."""
-    return sum(asked.beam.beam_width - asked.n for asked in _asked.get(engine, {}).values())
+    of_pool.extra_args = {name: value for name, value in options.items() if name not in RerankingOptions.model_fields}
+    return of_pool
 
 
 def _rerank(output: RequestOutput, asked: _Asked) -> None:

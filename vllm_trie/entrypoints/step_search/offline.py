@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
-from weakref import WeakKeyDictionary
 
 from vllm.inputs import PromptType
 from vllm.outputs import RequestOutput
@@ -18,6 +17,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_trie.compat.patch import arguments
+from vllm_trie.entrypoints.output_hooks import OfflineHook
 from vllm_trie.entrypoints.refusals import refusing
 from vllm_trie.entrypoints.step_search.opening import open_request
 from vllm_trie.entrypoints.step_search.request import StepRequest, search_of
@@ -41,109 +41,99 @@ class _Running:
 
 Asking: TypeAlias = tuple[_Running, list[StepCandidate]]
 OF_ONE_REQUEST = {"self", "request_id", "prompt", "params", "prompt_text", "arrival_time"}
-_searches: WeakKeyDictionary[LLMEngine, dict[str, _Running]] = WeakKeyDictionary()  # that draw, by their own ids
 
 
-def add_search(
-    add_request: Callable[..., str],
-    engine: LLMEngine,
-    request_id: str,
-    prompt: Any,
-    params: SamplingParams,
-    *args: Any,
-    **kwargs: Any,
-) -> str:
-    """vLLM's `add_request`, for a search by steps."""
-    with refusing():
-        call = arguments(add_request, engine, request_id, prompt, params, *args, **kwargs)
-        request = open_request(request_id, prompt, params, engine, True, call.get("tokenization_kwargs"))
-    options = {name: call[name] for name in call if name not in OF_ONE_REQUEST}
-    _draw(engine, _Running(request, options))
-    return request.own_id
+class StepSearches(OfflineHook[_Running]):
+    """The searches by steps of an engine; `waiting` has those that draw, by their own ids."""
 
+    def add_request(
+        self,
+        original: Callable[..., str],
+        engine: LLMEngine,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *args: Any,
+        **kwargs: Any,
+    ) -> str:
+        """vLLM's `add_request`, for a search by steps."""
+        with refusing():
+            call = arguments(original, engine, request_id, prompt, params, *args, **kwargs)
+            request = open_request(request_id, prompt, params, engine, True, call.get("tokenization_kwargs"))
+        options = {name: call[name] for name in call if name not in OF_ONE_REQUEST}
+        self._draw(engine, _Running(request, options))
+        return request.own_id
 
-def _draw(engine: LLMEngine, running: _Running) -> None:
-    """Send the candidates of a round to the engine: all of them, or none if it refuses one."""
-    running.outputs = {}
-    try:
-        for candidate_id, (prompt, params) in running.request.requests().items():
-            engine.add_request(candidate_id, cast(PromptType, prompt), params, **running.options)
-            running.outputs[candidate_id] = None
-    except BaseException:
-        engine.abort_request(list(running.outputs))
-        _give_up(engine, running)
-        raise
-    _searches.setdefault(engine, {})[running.request.own_id] = running
+    def _draw(self, engine: LLMEngine, running: _Running) -> None:
+        """Send the candidates of a round to the engine: all of them, or none if it refuses one."""
+        running.outputs = {}
+        try:
+            for candidate_id, (prompt, params) in running.request.requests().items():
+                engine.add_request(candidate_id, cast(PromptType, prompt), params, **running.options)
+                running.outputs[candidate_id] = None
+        except BaseException:
+            engine.abort_request(list(running.outputs))
+            _give_up(engine, running)
+            raise
+        self.waiting[running.request.own_id] = running
 
+    def take(self, engine: LLMEngine, outputs: list[Any]) -> list[Any]:
+        """Take what a step of the engine returned of candidates. Returns outputs of all others, and of searches."""
+        others, drawn = [], []
+        for output in outputs:
+            running = self.waiting.get(search_of(output.request_id))
+            if running is None:
+                others.append(output)
+                continue
+            running.outputs[output.request_id] = output
+            if not running.drawing:
+                drawn.append(self.waiting.pop(running.request.own_id))
+        try:
+            return [*others, *self._next_rounds(engine, drawn)]
+        except BaseException:  # the user interrupts
+            for running in drawn:
+                self.waiting.pop(running.request.own_id, None)
+                engine.abort_request(running.drawing)  # of those that draw again
+                _give_up(engine, running)
+            raise
 
-def go_on(engine: LLMEngine, outputs: list[Any]) -> list[Any]:
-    """Take what a step of the engine returned of candidates. Returns the outputs of all others, and of searches."""
-    if not (searches := _searches.get(engine)):
-        return outputs
-    others, drawn = [], []
-    for output in outputs:
-        running = searches.get(search_of(output.request_id))
-        if running is None:
-            others.append(output)
-            continue
-        running.outputs[output.request_id] = output
-        if not running.drawing:
-            drawn.append(searches.pop(running.request.own_id))
-    try:
-        return [*others, *_next_rounds(engine, drawn)]
-    except BaseException:  # the user interrupts
+    def abort(self, engine: LLMEngine, names: AbstractSet[str]) -> list[str]:
+        """End searches of these names: their own, those of whoever asks, or those of their candidates."""
+        for own_id, running in list(self.waiting.items()):
+            if names & {own_id, running.request.request_id, *running.outputs}:
+                del self.waiting[own_id]
+                engine.abort_request(running.drawing)
+                _give_up(engine, running)
+        return []
+
+    def num_more_outputs(self) -> int:
+        """Outputs that searches will have, beyond the candidates that they draw."""
+        return sum(search.request.params.n - len(search.drawing) for search in self.waiting.values())
+
+    def _next_rounds(self, engine: LLMEngine, drawn: list[_Running]) -> list[RequestOutput]:
+        """Score what was drawn, and draw again. Returns the answers of searches that are over."""
+        answers, asking = [], []
         for running in drawn:
-            searches.pop(running.request.own_id, None)
-            engine.abort_request(running.drawing)  # of those that draw again
-            _give_up(engine, running)
-        raise
-
-
-def searches_of(engine: LLMEngine) -> list[str]:
-    """The own ids of searches that draw."""
-    return [*_searches.get(engine, {})]
-
-
-def abort_searches(engine: LLMEngine, names: AbstractSet[str]) -> None:
-    """End searches of these names: their own, those of whoever asks, or those of their candidates."""
-    searches = _searches.get(engine, {})
-    for own_id, running in list(searches.items()):
-        if names & {own_id, running.request.request_id, *running.outputs}:
-            del searches[own_id]
-            engine.abort_request(running.drawing)
-            _give_up(engine, running)
-
-
-def num_more_outputs(engine: LLMEngine) -> int:
-    """Outputs that searches will have, beyond the candidates that they draw."""
-    searches = _searches.get(engine, {}).values()
-    return sum(search.request.params.n - len(search.drawing) for search in searches)
-
-
-def _next_rounds(engine: LLMEngine, drawn: list[_Running]) -> list[RequestOutput]:
-    """Score what was drawn, and draw again. Returns the answers of searches that are over."""
-    answers, asking = [], []
-    for running in drawn:
-        try:
-            if candidates := running.request.take([o for o in running.outputs.values() if o is not None]):
-                asking.append((running, candidates))
-            else:
-                _draw(engine, running)
-        except Exception as error:  # of the engine, or of a request that it refuses: it ends this search alone
-            answers.append(running.request.failure(error))
+            try:
+                if candidates := running.request.take([o for o in running.outputs.values() if o is not None]):
+                    asking.append((running, candidates))
+                else:
+                    self._draw(engine, running)
+            except Exception as error:  # of the engine, or of a request that it refuses: it ends this search alone
+                answers.append(running.request.failure(error))
+                _release(engine, running)
+        for running, scores in _scored(asking):
+            try:
+                if isinstance(scores, Exception):
+                    raise scores
+                if running.request.judge(scores):
+                    answers.append(running.request.answer())
+                else:
+                    self._draw(engine, running)
+            except Exception as error:  # the scorer's, or of a request that is refused: it ends this search alone
+                answers.append(running.request.failure(error))
             _release(engine, running)
-    for running, scores in _scored(asking):
-        try:
-            if isinstance(scores, Exception):
-                raise scores
-            if running.request.judge(scores):
-                answers.append(running.request.answer())
-            else:
-                _draw(engine, running)
-        except Exception as error:  # the scorer's, or of a request that the engine refuses: it ends this search alone
-            answers.append(running.request.failure(error))
-        _release(engine, running)
-    return answers
+        return answers
 
 
 def _give_up(engine: LLMEngine, running: _Running) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Container
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from vllm.exceptions import GenerationError
 from vllm.logger import init_logger
@@ -14,6 +13,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_trie.compat.patch import arguments
+from vllm_trie.entrypoints.output_hooks import OnlineHook
 from vllm_trie.entrypoints.refusals import refusing
 from vllm_trie.entrypoints.step_search.drawn_steps import DrawAbortedError, DrawError
 from vllm_trie.entrypoints.step_search.opening import open_request
@@ -26,53 +26,57 @@ logger = init_logger("vllm.trie_beam.step_search")
 T = TypeVar("T")
 Draw = Callable[..., AsyncGenerator[RequestOutput, None]]
 
-_searches: WeakKeyDictionary[AsyncLLM, dict[asyncio.Task[RequestOutput], str]] = WeakKeyDictionary()  # and their ids
 
+class StepSearches(OnlineHook):
+    """The searches by steps of an engine."""
 
-def search(
-    draw: Draw, engine: AsyncLLM, prompt: Any, params: SamplingParams, request_id: str, *args: Any, **kwargs: Any
-) -> AsyncGenerator[RequestOutput, None]:
-    """What vLLM's `generate` is called with, as a search by steps.
+    def __init__(self) -> None:
+        self._running: dict[asyncio.Task[RequestOutput], str] = {}  # and the ids of their requests
 
-    Args:
-        draw: vLLM's own `generate`.
-    """
-    with refusing():
-        call = arguments(draw, engine, prompt, params, request_id, *args, **kwargs)
-        request = open_request(request_id, prompt, params, engine, False, call.get("tokenization_kwargs"))
-    options = {name: value for name, value in kwargs.items() if name != "prompt_text"}
+    def generate(
+        self,
+        original: Draw,
+        engine: AsyncLLM,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """What vLLM's `generate` is called with, as a search by steps; `original` draws its candidates."""
+        with refusing():
+            call = arguments(original, engine, prompt, params, request_id, *args, **kwargs)
+            request = open_request(request_id, prompt, params, engine, False, call.get("tokenization_kwargs"))
+        options = {name: value for name, value in kwargs.items() if name != "prompt_text"}
 
-    def draw_candidate(candidate_id: str, prompt: Any, params: Any) -> AsyncGenerator[RequestOutput, None]:
-        return draw(engine, prompt, params, candidate_id, *args, **options)
+        def draw_candidate(candidate_id: str, prompt: Any, params: Any) -> AsyncGenerator[RequestOutput, None]:
+            return original(engine, prompt, params, candidate_id, *args, **options)
 
-    return _search(engine, request, draw_candidate)
+        return self._search(engine, request, draw_candidate)
 
+    def cancel(self, request_ids: Container[str] | None = None) -> None:
+        """End the searches of these requests, or all."""
+        for searching, request_id in self._running.items():
+            if request_ids is None or request_id in request_ids:
+                searching.cancel()
 
-def cancel_searches(engine: AsyncLLM, request_ids: Container[str] | None = None) -> None:
-    """End the searches of these requests, or all."""
-    for searching, request_id in _searches.get(engine, {}).items():
-        if request_ids is None or request_id in request_ids:
+    async def _search(self, engine: AsyncLLM, request: StepRequest, draw: Draw) -> AsyncGenerator[RequestOutput, None]:
+        """The one output of a search. If who waits for it goes away, or aborts it, its candidates are aborted.
+
+        Raises:
+            GenerationError: the scorer failed.
+        """
+        searching = asyncio.ensure_future(_answer(engine, request, draw))
+        self._running[searching] = request.request_id
+        try:
+            await asyncio.wait([searching])
+            yield request.aborted() if searching.cancelled() else searching.result()
+        finally:
+            del self._running[searching]
             searching.cancel()
-
-
-async def _search(engine: AsyncLLM, request: StepRequest, draw: Draw) -> AsyncGenerator[RequestOutput, None]:
-    """The one output of a search. If who waits for it goes away, or aborts it, its candidates are aborted.
-
-    Raises:
-        GenerationError: the scorer failed.
-    """
-    searching = asyncio.ensure_future(_answer(engine, request, draw))
-    searches = _searches.setdefault(engine, {})
-    searches[searching] = request.request_id
-    try:
-        await asyncio.wait([searching])
-        yield request.aborted() if searching.cancelled() else searching.result()
-    finally:
-        del searches[searching]
-        searching.cancel()
-        await asyncio.wait([searching])
-        request.end()
-        await _release(engine, request)
+            await asyncio.wait([searching])
+            request.end()
+            await _release(engine, request)
 
 
 async def _answer(engine: AsyncLLM, request: StepRequest, draw: Draw) -> RequestOutput:

@@ -16,7 +16,7 @@ from vllm_trie.entrypoints.requests import refuse_marks, refuse_unknown
 from vllm_trie.entrypoints.step_search.drawn_steps import StepReader
 from vllm_trie.entrypoints.step_search.request import StepRequest
 from vllm_trie.entrypoints.step_search.scorers import scorer_of
-from vllm_trie.options import StepParams, asks_for_beams, parse_options
+from vllm_trie.options import StepParams, parse_options
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
 from vllm_trie.search.step_search.rules import StepRules
 from vllm_trie.search.step_search.search import StepSearch
@@ -25,12 +25,6 @@ from vllm_trie.selection import config_of
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
-
-
-def asks_for_steps(params: Any) -> bool:
-    """Whether these parameters of a request ask for a search by steps."""
-    extra_args = (params.extra_args if isinstance(params, SamplingParams) else None) or {}
-    return asks_for_beams(extra_args) and extra_args.get("unit") == "step"
 
 
 def open_request(

@@ -1,0 +1,155 @@
+"""Where what stands outside of the core takes part: in requests on their way in, and in outputs on their way back.
+
+Few requests ask for any of it. The first one that does loads what it asks for, by its name in a table here; the core
+imports none of it. An engine in which no request has asked looks into one empty dictionary per step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Container, Iterator
+from collections.abc import Set as AbstractSet
+from functools import cache
+from pkgutil import resolve_name
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from vllm_trie.options import PLUGIN_NAME, StepParams, asks_for_beams
+from vllm_trie.options.request import kind_of
+from vllm_trie.selection import has_beams
+
+Waiting = TypeVar("Waiting")
+Engine = TypeVar("Engine", AsyncLLM, LLMEngine)
+Hook = TypeVar("Hook")
+Complete = Callable[[RequestOutput, dict[str, Any], Any], Iterator[None]]
+
+
+class OfflineHook(ABC, Generic[Waiting]):
+    """The requests of one kind in one `LLMEngine`, each of which is other requests to the engine's core.
+
+    It must hold no reference to the engine, which is what it is kept by.
+
+    Attributes:
+        waiting: What is known of each request that is not answered yet, by an id of the hook's own.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, Waiting] = {}
+
+    @abstractmethod
+    def add_request(
+        self,
+        original: Callable[..., str],
+        engine: LLMEngine,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *args: Any,
+        **kwargs: Any,
+    ) -> str:
+        """Take in a request; arguments and result are those of vLLM's `add_request`, which is `original`."""
+
+    @abstractmethod
+    def take(self, engine: LLMEngine, outputs: list[Any]) -> list[Any]:
+        """Returns what the engine's step returns in place of `outputs`. Called while requests are waiting."""
+
+    @abstractmethod
+    def abort(self, engine: LLMEngine, names: AbstractSet[str]) -> list[str]:
+        """Forget requests of these names: own ids, ids of the engine's requests, or those that users gave.
+
+        Returns:
+            Ids of requests that the engine is still to abort.
+        """
+
+    @abstractmethod
+    def num_more_outputs(self) -> int:
+        """Outputs that users wait for, beyond those of the engine's requests; negative where these have more."""
+
+
+class OnlineHook(ABC):
+    """The requests of one kind in one `AsyncLLM`; it must hold no reference to the engine."""
+
+    @abstractmethod
+    def generate(
+        self,
+        original: Callable[..., AsyncGenerator[RequestOutput, None]],
+        engine: AsyncLLM,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a request; arguments are those of vLLM's `generate`, which is `original`."""
+
+    @abstractmethod
+    def cancel(self, request_ids: Container[str] | None = None) -> None:
+        """End the requests of these ids, or all."""
+
+
+class Hooks(WeakKeyDictionary[Engine, dict[str, Hook]]):
+    """The hooks of each engine in which a request has asked for one.
+
+    Args:
+        classes: Where the class of each kind is, in the order in which hooks take outputs.
+    """
+
+    def __init__(self, classes: dict[str, str]) -> None:
+        super().__init__()
+        self._classes = classes
+
+    def of_request(self, engine: Engine, params: Any) -> Hook | None:
+        """The hook that takes in a request with these parameters; None, as for most: the engine itself does."""
+        options = (params.extra_args if isinstance(params, SamplingParams) else None) or {}
+        for kind, place in self._classes.items():
+            if _ASKS[kind](options) and has_beams(engine.vllm_config):
+                hooks = self.get(engine, {})
+                if kind not in hooks:
+                    hooks = {**hooks, kind: resolve_name(place)()}
+                    self[engine] = {of: hooks[of] for of in self._classes if of in hooks}
+                return hooks[kind]
+        return None
+
+
+def _asks_for_reranking(options: dict[str, Any]) -> bool:
+    return options.get("rerank") is not None
+
+
+def _asks_for_steps(options: dict[str, Any]) -> bool:
+    return asks_for_beams(options) and kind_of(options) is StepParams
+
+
+_ASKS = {"reranking": _asks_for_reranking, "step_search": _asks_for_steps}  # not whether a request may
+OFFLINE: Hooks[LLMEngine, OfflineHook[Any]] = Hooks(
+    {
+        "reranking": "vllm_trie.entrypoints.reranking.offline:Reranking",
+        "step_search": "vllm_trie.entrypoints.step_search.offline:StepSearches",
+    }
+)
+ONLINE: Hooks[AsyncLLM, OnlineHook] = Hooks({"step_search": "vllm_trie.entrypoints.step_search.online:StepSearches"})
+
+COMPLETE = {  # fields of an answer that the engine sends in part: what completes them, in the front end
+    "beam_results": "vllm_trie.entrypoints.beam_results:complete_beam_results",
+    "trace": "vllm_trie.entrypoints.trace_texts:complete_trace",
+}
+_load: Callable[[str], Complete] = cache(resolve_name)
+
+
+def completing(output: RequestOutput | PoolingRequestOutput | None, tokenizer: Any) -> Iterator[None]:
+    """Complete the answer of a search, and pause whenever other requests may have their turn.
+
+    Args:
+        output: It has `kv_transfer_params` only where there is something beside the hypotheses.
+        tokenizer: The engine's, if it has one.
+    """
+    if not isinstance(output, RequestOutput) or output.kv_transfer_params is None:
+        return
+    answer = output.kv_transfer_params.get(PLUGIN_NAME, {})
+    for field, place in COMPLETE.items():
+        if field in answer:
+            yield from _load(place)(output, answer, tokenizer)
