@@ -47,6 +47,7 @@ test-nightly: $(READY)
 test-0.33: $(READY_033)
 	$(VENV_033)/bin/python -m pytest --ignore tests/behaviour/distributed --ignore tests/behaviour/real_model \
 		tests/behaviour tests/engine tests/entrypoints tests/options tests/worker tests/compat \
+		tests/step_search tests/reranking tests/batch tests/trace \
 		tests/search/test_vllm_semantics.py tests/test_*.py
 
 lint: $(READY)

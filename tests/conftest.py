@@ -158,7 +158,7 @@ def with_shared_engines(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> It
     """`LLM` gives an engine in this process that lives on; no example minds that it counts. Pooling models end soon."""
     import vllm
 
-    from vllm_trie.entrypoints.step_search import scorers  # noqa: F401  (it must know vLLM's own class)
+    from vllm_trie.step_search import scorers  # noqa: F401  (it must know vLLM's own class)
 
     stock, pooling = vllm.LLM, list[Any]()
 

@@ -1,7 +1,7 @@
 """README.md and docs/ are true: examples run as they stand, commands parse, links lead somewhere, names exist.
 
 Examples of a client run in behaviour/serving, that of README.md in behaviour/real_model/test_served.py. The command of
-a batch job is read in entrypoints/test_batch.py.
+a batch job is read in batch/test_batch.py.
 """
 
 from __future__ import annotations

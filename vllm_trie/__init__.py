@@ -7,9 +7,9 @@ if TYPE_CHECKING:
     from vllm_trie.entrypoints.beam_params import beam_params
     from vllm_trie.entrypoints.catalog_api import load_catalog
     from vllm_trie.entrypoints.compact import Hypotheses, hypotheses
-    from vllm_trie.entrypoints.reranking.metrics import HypothesisPair
-    from vllm_trie.entrypoints.step_search.scorers import StepCandidate
     from vllm_trie.options import BeamParams
+    from vllm_trie.reranking.metrics import HypothesisPair
+    from vllm_trie.step_search.scorers import StepCandidate
     from vllm_trie.trace import Trace
 
 __all__ = [
@@ -27,9 +27,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "BeamParams": "vllm_trie.options",
     "Hypotheses": "vllm_trie.entrypoints.compact",
-    "HypothesisPair": "vllm_trie.entrypoints.reranking.metrics",
+    "HypothesisPair": "vllm_trie.reranking.metrics",
     "Trace": "vllm_trie.trace",
-    "StepCandidate": "vllm_trie.entrypoints.step_search.scorers",
+    "StepCandidate": "vllm_trie.step_search.scorers",
     "beam_params": "vllm_trie.entrypoints.beam_params",
     "hypotheses": "vllm_trie.entrypoints.compact",
     "load_catalog": "vllm_trie.entrypoints.catalog_api",

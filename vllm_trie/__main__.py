@@ -16,7 +16,7 @@ from typing import NamedTuple
 from vllm_trie.compat.fingerprint import CHECK, check_mode, verify
 from vllm_trie.compat.patch import PatchError
 from vllm_trie.compat.sources import installed_vllm
-from vllm_trie.mend import broken, version_of
+from vllm_trie.mend.cpu_build import broken, version_of
 
 V1 = "unset VLLM_USE_V2_MODEL_RUNNER=0"
 ON_CPU = "not needed on a CPU: functions of this plugin take its place"

@@ -15,7 +15,7 @@ from vllm_trie import beam_params
 from vllm_trie.entrypoints import llm_engine, output_hooks
 from vllm_trie.entrypoints.output_hooks import COMPLETE, OFFLINE, ONLINE, OfflineHook, OnlineHook
 
-OUTSIDE = "step_search", "reranking", "batch", "trace"
+OUTSIDE = "step_search", "reranking", "batch", "trace", "mend"
 STEPS, RERANKED = beam_params(2, unit="step", step_stop=["."], scorer="prm"), beam_params(2, rerank="mbr")
 
 

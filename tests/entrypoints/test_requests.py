@@ -13,8 +13,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm_trie.entrypoints import requests
 from vllm_trie.entrypoints.refusals import BeamRequestError
 from vllm_trie.entrypoints.requests import _SENT, _fit_lengths, refuse_marks, why_not_behind
-from vllm_trie.entrypoints.step_search.opening import open_request
 from vllm_trie.options.shown import MOST_QUOTED
+from vllm_trie.step_search.opening import open_request
 
 
 @pytest.mark.parametrize(

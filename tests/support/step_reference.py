@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_trie.search.step_search.hypotheses import derived_seed
+from vllm_trie.step_search.hypotheses import derived_seed
 
 
 class Found(NamedTuple):

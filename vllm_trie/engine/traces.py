@@ -10,7 +10,7 @@ from vllm_trie.trie.traced import TracedTrie
 
 
 def trace_of(group: BeamGroup, trie: TracedTrie, best: FoundHypotheses, block_size: int) -> dict[str, Any]:
-    """What is sent of a search that is over; `entrypoints/trace_texts.py` adds the texts.
+    """What is sent of a search that is over; `trace/texts.py` adds the texts.
 
     Args:
         trie: The group's.

@@ -127,15 +127,15 @@ def _asks_for_steps(options: dict[str, Any]) -> bool:
 _ASKS = {"reranking": _asks_for_reranking, "step_search": _asks_for_steps}  # not whether a request may
 OFFLINE: Hooks[LLMEngine, OfflineHook[Any]] = Hooks(
     {
-        "reranking": "vllm_trie.entrypoints.reranking.offline:Reranking",
-        "step_search": "vllm_trie.entrypoints.step_search.offline:StepSearches",
+        "reranking": "vllm_trie.reranking.offline:Reranking",
+        "step_search": "vllm_trie.step_search.offline:StepSearches",
     }
 )
-ONLINE: Hooks[AsyncLLM, OnlineHook] = Hooks({"step_search": "vllm_trie.entrypoints.step_search.online:StepSearches"})
+ONLINE: Hooks[AsyncLLM, OnlineHook] = Hooks({"step_search": "vllm_trie.step_search.online:StepSearches"})
 
 COMPLETE = {  # fields of an answer that the engine sends in part: what completes them, in the front end
     "beam_results": "vllm_trie.entrypoints.beam_results:complete_beam_results",
-    "trace": "vllm_trie.entrypoints.trace_texts:complete_trace",
+    "trace": "vllm_trie.trace.texts:complete_trace",
 }
 _load: Callable[[str], Complete] = cache(resolve_name)
 

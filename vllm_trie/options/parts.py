@@ -15,7 +15,6 @@ from pydantic import Field, Strict, WrapValidator
 from vllm_trie.options.contrast import MOST_BETA, ContrastOption
 from vllm_trie.options.shown import shown
 from vllm_trie.options.table import Number, Options, option
-from vllm_trie.search.step_search.rules import Allot, Order
 from vllm_trie.search.stopping import EarlyStopping
 
 MOST_SCALE = 1_000  # of log-probabilities, where only the most probable one counts
@@ -40,6 +39,8 @@ MOST_WEIGHT = 100  # nats, far beyond what a model says of any token
 Semantics = Literal["hf", "vllm", "tridecode"]
 Speculation = Literal["auto", "exact", "sample", "off"]
 Acceptance = Literal["exact", "top_k"]
+Allot = Literal["even", "rebase", "dvts"]
+Order = Literal["breadth", "best", "mcts"]
 MetricName = Literal["chrf", "chrf++", "bleu", "ter"]
 
 FAIL_FAST = Field(fail_fast=True)  # one wrong entry is enough: a sentence names the option, and not all of them

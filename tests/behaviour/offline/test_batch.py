@@ -18,8 +18,8 @@ import pytest
 
 from tests.support.engine import ROOT, TRAINED_TARGET, Engines
 from vllm_trie import beam_params
-from vllm_trie.entrypoints.batch.__main__ import INTERRUPTED
-from vllm_trie.entrypoints.batch.search import Searcher
+from vllm_trie.batch.__main__ import INTERRUPTED
+from vllm_trie.batch.search import Searcher
 
 pytestmark = pytest.mark.slow
 

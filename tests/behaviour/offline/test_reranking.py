@@ -11,7 +11,7 @@ from vllm import SamplingParams
 
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
 from vllm_trie import HypothesisPair, beam_params
-from vllm_trie.entrypoints.batch.search import Searcher
+from vllm_trie.batch.search import Searcher
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, LlamaForSequenceClassificati
 
 from tests.support.engine import TRAINED_TARGET, Engines
 from vllm_trie import StepCandidate
-from vllm_trie.entrypoints.step_search.scorers import PoolingScorer, scorer_of
+from vllm_trie.step_search.scorers import PoolingScorer, scorer_of
 
 pytestmark = pytest.mark.slow
 

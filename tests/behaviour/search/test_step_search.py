@@ -15,8 +15,8 @@ from tests.support.running import trained_prompts
 from tests.support.step_reference import Drawn, Found, Task, beam_search
 from vllm_trie import StepCandidate, beam_params
 from vllm_trie.engine.held_blocks import HeldBlocks
-from vllm_trie.entrypoints.step_search.request import StepRequest
 from vllm_trie.messages import FORK, ForkTicket
+from vllm_trie.step_search.request import StepRequest
 
 pytestmark = pytest.mark.slow
 

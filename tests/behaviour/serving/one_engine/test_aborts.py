@@ -20,8 +20,8 @@ from vllm.v1.metrics.stats import IterationStats
 from tests.support.served import PROMPTS, all_of, beams
 from vllm_trie import Trace, beam_params, hypotheses, selection
 from vllm_trie.entrypoints.item_sets import ItemSets
-from vllm_trie.entrypoints.step_search import online, opening
 from vllm_trie.messages import NO_HYPOTHESIS
+from vllm_trie.step_search import online, opening
 
 pytestmark = pytest.mark.slow
 

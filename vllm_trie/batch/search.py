@@ -1,0 +1,148 @@
+"""What a batch job does on Ray: engines as actors, which turn prompts into lines of the output."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from math import ceil
+from typing import Any
+
+import ray
+from ray.data import ActorPoolStrategy, DataContext
+from ray.exceptions import RayError
+from vllm import LLM
+from vllm.exceptions import VLLMValidationError
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+
+from vllm_trie.batch.files import JobError, Prompt
+from vllm_trie.batch.options import Job
+from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
+from vllm_trie.entrypoints.limits import BlocksNeeded, engine_limits, validate
+from vllm_trie.entrypoints.requests import searches
+from vllm_trie.messages import NO_HYPOTHESIS
+from vllm_trie.options import PLUGIN_NAME
+from vllm_trie.reranking.metrics import metric_of
+
+CARRIED = ("VLLM_", "HF_")  # environment variables that engines on other nodes need, too
+
+
+class Searcher:
+    """An engine that is an actor.
+
+    Args:
+        engine_args: The engine's `EngineArgs`, as Ray keeps them: of arguments themselves Ray Data tells its actor of
+            statistics, which would import vLLM for these.
+        params: Of every prompt. They ask for `beam_results`, which have the scores.
+        options: What lines hold in "search".
+    """
+
+    def __init__(self, engine_args: ray.ObjectRef, params: SamplingParams, options: dict[str, Any]) -> None:
+        self._llm = LLM.from_engine_args(ray.get(engine_args))
+        self._params, self._options = params, options
+        vllm_config = self._llm.llm_engine.vllm_config
+        beam = searches(params, vllm_config)
+        assert beam is not None
+        # What no prompt can have ends the job at once.
+        if beam.rerank is not None:
+            metric_of(beam.metric)
+        validate(params, beam, engine_limits(vllm_config), BlocksNeeded(1, beam.beam_width))
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
+        """Lines of the output, for columns "id" (as JSON) and "prompt"."""
+        prompts = [Prompt(json.loads(own_id), str(text)) for own_id, text in zip(*batch.values(), strict=True)]
+        answers = zip(prompts, self._search([prompt.prompt for prompt in prompts]), strict=True)
+        objects = [{**prompt._asdict(), "search": self._options, **answer} for prompt, answer in answers]
+        return {"line": [json.dumps(fields, ensure_ascii=False) for fields in objects]}
+
+    def _search(self, texts: Sequence[str]) -> list[dict[str, Any]]:
+        """What comes of each prompt. One that the engine refuses does not keep others from being searched."""
+        answers, accepted = [dict[str, Any]() for _ in texts], []
+        for answer, text in zip(answers, texts, strict=True):
+            try:
+                self._llm.enqueue(text, self._params, use_tqdm=False)
+                accepted.append(answer)
+            except (VLLMValidationError, ValueError) as refusal:
+                answer.update(hypotheses=[], error=str(refusal))
+        outputs = self._llm.wait_for_completion(RequestOutput, use_tqdm=False)  # in the order of their prompts
+        for answer, output in zip(accepted, outputs, strict=True):
+            answer.update(self._answer(output))
+        return answers
+
+    def _answer(self, output: RequestOutput) -> dict[str, Any]:
+        best = output.outputs[0]
+        if best.finish_reason == "error":
+            return {"hypotheses": [], "error": best.stop_reason}
+        found = [hypothesis for hypothesis in output.outputs if hypothesis.stop_reason != NO_HYPOTHESIS]
+        answer = (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
+        hypotheses = [
+            {
+                "text": hypothesis.text,
+                "token_ids": list(hypothesis.token_ids),
+                "cumulative_logprob": hypothesis.cumulative_logprob,
+                "score": result["meta_info"]["sequence_score"],
+                "finish_reason": hypothesis.finish_reason,
+            }
+            for hypothesis, result in zip(found, answer.get(BEAM_RESULTS, ()), strict=True)
+        ]
+        item_ids = answer.get("item_ids", ())  # where there is a catalog
+        for hypothesis, item_id in zip(hypotheses, item_ids, strict=False):
+            hypothesis["item_id"] = item_id
+        for hypothesis, utility in zip(hypotheses, answer.get("utilities", ()), strict=False):  # if reranked
+            hypothesis["utility"] = utility
+        return {"hypotheses": hypotheses}
+
+
+def on_ray(num_engines: int) -> AbstractContextManager[Any]:
+    """Within it, a connection to the cluster that the environment names, or else a cluster of this machine.
+
+    Raises:
+        JobError: there is none.
+    """
+    options: dict[str, Any] = {"logging_level": logging.ERROR}
+    if "RAY_ADDRESS" not in os.environ:
+        cores = max(os.cpu_count() or 1, num_engines + 1)  # engines wait for devices, not for cores of their own
+        options |= {"num_cpus": cores, "include_dashboard": False}
+    try:
+        return ray.init(**options)
+    except Exception as error:  # Ray raises no narrower one
+        raise JobError(f"Ray does not start: {error}") from None
+
+
+def lines(job: Job, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Lines of the output, in the order of the prompts, a batch at a time.
+
+    Raises:
+        JobError: an engine does not start, or has failed.
+    """
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what fails is told in the end
+    context = DataContext.get_current()
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = True
+    rows = [{"id": json.dumps(prompt.id), "prompt": prompt.prompt} for prompt in prompts]
+    num_batches = ceil(len(rows) / job.batch_size)
+    found = ray.data.from_items(rows, override_num_blocks=num_batches).map_batches(
+        Searcher,
+        fn_constructor_args=(ray.put(job.engine_args), job.params, job.search),
+        batch_size=job.batch_size,
+        compute=ActorPoolStrategy(size=job.num_engines),
+        num_cpus=1,
+        num_gpus=0 if current_platform.is_cpu() else job.engine_args.tensor_parallel_size,
+        runtime_env={"env_vars": {k: v for k, v in os.environ.items() if k.startswith(CARRIED)}},
+    )
+    try:
+        for row in found.iter_rows():
+            yield row["line"]
+    except RayError as error:
+        raise JobError(f"an engine failed: {reason(str(error))}; the same command goes on from {job.output}") from None
+
+
+def reason(traceback: str) -> str:
+    """What an engine's error says; from other processes there is its traceback alone, with Ray's words around it."""
+    errors = re.findall(r"^(?!ray\.)[\w.]+(?:Error|Exception): .+", traceback, re.MULTILINE)
+    return errors[-1] if errors else traceback.strip().splitlines()[-1]

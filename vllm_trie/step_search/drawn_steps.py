@@ -1,0 +1,112 @@
+"""What the engine drew for a candidate, as a step: up to its delimiter, or to a stop string, which ends it all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
+
+from vllm_trie.detokenizing import Decode, decoder
+from vllm_trie.search.stop_strings import INCOMPLETE, context_of, text_after
+from vllm_trie.step_search.hypotheses import DrawnStep, StepHypothesis
+
+Context = tuple[list[int], str]  # a few tokens before a step, on which depends how it is written, and their text
+
+
+class Note(NamedTuple):
+    """What is kept of a step."""
+
+    candidate_id: str
+    logprobs: Any  # None where nobody asked for them: they are many times as large as a step
+
+
+class DrawError(RuntimeError):
+    """The engine did not draw a candidate."""
+
+
+class DrawAbortedError(DrawError):
+    """Somebody ended the request of a candidate, and so its search: whoever pauses the engine does."""
+
+
+@dataclass(frozen=True)
+class StepReader:
+    """Makes steps of outputs.
+
+    Args:
+        tokenizer: The engine's.
+        params: What was asked for.
+    """
+
+    tokenizer: Any
+    params: SamplingParams
+
+    def step(self, candidate_id: str, beam: StepHypothesis, output: RequestOutput) -> DrawnStep:
+        """The step that a candidate adds to a hypothesis.
+
+        Raises:
+            DrawError: its request came to no end.
+        """
+        (drawn,) = output.outputs
+        if drawn.finish_reason == "abort":
+            raise DrawAbortedError("the engine aborted a candidate")
+        if drawn.finish_reason not in ("stop", "length"):
+            raise DrawError(f"the engine ended a candidate: {drawn.finish_reason}, {drawn.stop_reason}")
+        is_delimiter = isinstance(drawn.stop_reason, str) and drawn.stop_reason not in (self.params.stop or ())
+        assert output.prompt_token_ids is not None
+        context = context_of(output.prompt_token_ids, self._decode)
+        step = DrawnStep(
+            self._text(context, drawn),
+            drawn.token_ids,
+            drawn.cumulative_logprob or 0.0,
+            None if is_delimiter else drawn.finish_reason,
+            None if is_delimiter else drawn.stop_reason,
+            Note(candidate_id, drawn.logprobs),
+        )
+        step = self._ended_by_stop_string(context, beam, step)
+        return step if self.params.logprobs is not None else step._replace(note=Note(candidate_id, None))
+
+    def _ended_by_stop_string(self, context: Context, beam: StepHypothesis, step: DrawnStep) -> DrawnStep:
+        """The step up to the first stop string, which may have begun in earlier ones, or behind a delimiter."""
+        stops = self.params.stop or ()
+        earlier = beam.text[-max(max(map(len, stops), default=1) - 1, 1) :]
+        text = earlier + step.text
+        found = [(text.find(stop, max(len(earlier) - len(stop) + 1, 0)), stop) for stop in stops]
+        found = [(start - len(earlier), stop) for start, stop in found if start >= 0]
+        if not found:
+            return step
+        start, stop = min(found, key=lambda of_one: of_one[0] + len(of_one[1]))
+        end, tokens = start + len(stop), step.token_ids
+        lengths, whole = range(len(tokens), 0, -1), step.text[:end]
+        count = next(n for n in lengths if not self._text_behind(context, tokens[: n - 1]).startswith(whole))
+        logprobs = step.note.logprobs[:count]
+        sum_logprobs = sum(of[token].logprob for token, of in zip(tokens[:count], logprobs, strict=True))
+        is_included = self.params.include_stop_str_in_output
+        return DrawnStep(
+            step.text[: end if is_included else max(start, 0)],
+            tokens[:count],
+            sum_logprobs,
+            "stop",
+            stop,
+            step.note._replace(logprobs=logprobs),
+            0 if is_included else max(-start, 0),
+        )
+
+    def _text(self, context: Context, drawn: CompletionOutput) -> str:
+        """What its tokens say: vLLM cuts the text at the delimiter, though the last token may go beyond it."""
+        stops_by_token = drawn.finish_reason == "stop" and not isinstance(drawn.stop_reason, str)
+        is_cut = stops_by_token and not self.params.include_stop_str_in_output
+        return self._text_behind(context, drawn.token_ids[: len(drawn.token_ids) - is_cut])
+
+    def _text_behind(self, context: Context, tokens: Sequence[int]) -> str:
+        """What tokens say behind others, but for a character that they leave open."""
+        before, text_before = context
+        return text_after(text_before, self._decode([*before, *tokens])).rstrip(INCOMPLETE)
+
+    @cached_property
+    def _decode(self) -> Decode:
+        has_spaces = self.params.spaces_between_special_tokens
+        return decoder(self.tokenizer, self.params.skip_special_tokens, has_spaces)

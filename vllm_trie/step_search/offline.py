@@ -1,0 +1,170 @@
+"""Searches by steps in an `LLMEngine`: to its callers each is one request, to the engine's core one per candidate.
+
+All searches draw at once, and one whose candidates are in does not wait for the others. While the scorer runs, an
+engine in a process of its own goes on with these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
+
+from vllm.inputs import PromptType
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from vllm_trie.compat.patch import arguments
+from vllm_trie.entrypoints.output_hooks import OfflineHook
+from vllm_trie.entrypoints.refusals import refusing
+from vllm_trie.step_search.opening import open_request
+from vllm_trie.step_search.request import StepRequest, search_of
+from vllm_trie.step_search.scorers import Scorer, StepCandidate
+from vllm_trie.step_search.scores import checked_scores
+
+
+@dataclass
+class _Running:
+    """A search whose candidates are being drawn."""
+
+    request: StepRequest
+    options: dict[str, Any]  # of vLLM's `add_request`, the same for all candidates
+    outputs: dict[str, RequestOutput | None] = field(default_factory=dict)  # of this round's requests, by their ids
+
+    @property
+    def drawing(self) -> list[str]:
+        """Of these requests, those that are not over."""
+        return [candidate_id for candidate_id, output in self.outputs.items() if output is None]
+
+
+Asking: TypeAlias = tuple[_Running, list[StepCandidate]]
+OF_ONE_REQUEST = {"self", "request_id", "prompt", "params", "prompt_text", "arrival_time"}
+
+
+class StepSearches(OfflineHook[_Running]):
+    """The searches by steps of an engine; `waiting` has those that draw, by their own ids."""
+
+    def add_request(
+        self,
+        original: Callable[..., str],
+        engine: LLMEngine,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *args: Any,
+        **kwargs: Any,
+    ) -> str:
+        """vLLM's `add_request`, for a search by steps."""
+        with refusing():
+            call = arguments(original, engine, request_id, prompt, params, *args, **kwargs)
+            request = open_request(request_id, prompt, params, engine, True, call.get("tokenization_kwargs"))
+        options = {name: call[name] for name in call if name not in OF_ONE_REQUEST}
+        self._draw(engine, _Running(request, options))
+        return request.own_id
+
+    def _draw(self, engine: LLMEngine, running: _Running) -> None:
+        """Send the candidates of a round to the engine: all of them, or none if it refuses one."""
+        running.outputs = {}
+        try:
+            for candidate_id, (prompt, params) in running.request.requests().items():
+                engine.add_request(candidate_id, cast(PromptType, prompt), params, **running.options)
+                running.outputs[candidate_id] = None
+        except BaseException:
+            engine.abort_request(list(running.outputs))
+            _give_up(engine, running)
+            raise
+        self.waiting[running.request.own_id] = running
+
+    def take(self, engine: LLMEngine, outputs: list[Any]) -> list[Any]:
+        """Take what a step of the engine returned of candidates. Returns outputs of all others, and of searches."""
+        others, drawn = [], []
+        for output in outputs:
+            running = self.waiting.get(search_of(output.request_id))
+            if running is None:
+                others.append(output)
+                continue
+            running.outputs[output.request_id] = output
+            if not running.drawing:
+                drawn.append(self.waiting.pop(running.request.own_id))
+        try:
+            return [*others, *self._next_rounds(engine, drawn)]
+        except BaseException:  # the user interrupts
+            for running in drawn:
+                self.waiting.pop(running.request.own_id, None)
+                engine.abort_request(running.drawing)  # of those that draw again
+                _give_up(engine, running)
+            raise
+
+    def abort(self, engine: LLMEngine, names: AbstractSet[str]) -> list[str]:
+        """End searches of these names: their own, those of whoever asks, or those of their candidates."""
+        for own_id, running in list(self.waiting.items()):
+            if names & {own_id, running.request.request_id, *running.outputs}:
+                del self.waiting[own_id]
+                engine.abort_request(running.drawing)
+                _give_up(engine, running)
+        return []
+
+    def num_more_outputs(self) -> int:
+        """Outputs that searches will have, beyond the candidates that they draw."""
+        return sum(search.request.params.n - len(search.drawing) for search in self.waiting.values())
+
+    def _next_rounds(self, engine: LLMEngine, drawn: list[_Running]) -> list[RequestOutput]:
+        """Score what was drawn, and draw again. Returns the answers of searches that are over."""
+        answers, asking = [], []
+        for running in drawn:
+            try:
+                if candidates := running.request.take([o for o in running.outputs.values() if o is not None]):
+                    asking.append((running, candidates))
+                else:
+                    self._draw(engine, running)
+            except Exception as error:  # of the engine, or of a request that it refuses: it ends this search alone
+                answers.append(running.request.failure(error))
+                _release(engine, running)
+        for running, scores in _scored(asking):
+            try:
+                if isinstance(scores, Exception):
+                    raise scores
+                if running.request.judge(scores):
+                    answers.append(running.request.answer())
+                else:
+                    self._draw(engine, running)
+            except Exception as error:  # the scorer's, or of a request that is refused: it ends this search alone
+                answers.append(running.request.failure(error))
+            _release(engine, running)
+        return answers
+
+
+def _give_up(engine: LLMEngine, running: _Running) -> None:
+    running.request.end()
+    _release(engine, running)
+
+
+def _release(engine: LLMEngine, running: _Running) -> None:
+    if keys := running.request.take_released():
+        engine.engine_core.abort_requests(keys)
+
+
+def _scored(asking: list[Asking]) -> Iterator[tuple[_Running, list[float] | Exception]]:
+    """Ask each scorer once for all searches that have it; where that fails, for each search by itself."""
+    by_scorer: dict[Any, list[Asking]] = {}
+    for running, candidates in asking:
+        scorer = running.request.beam.scorer
+        by_scorer.setdefault(scorer if isinstance(scorer, str) else id(scorer), []).append((running, candidates))
+    for together in by_scorer.values():
+        all_candidates = [candidate for _, candidates in together for candidate in candidates]
+        scores = _ask(together[0][0].request.scorer, all_candidates)
+        for running, candidates in together:
+            if isinstance(scores, list):
+                yield running, scores[: len(candidates)]
+                scores = scores[len(candidates) :]
+            else:
+                yield running, scores if len(together) == 1 else _ask(running.request.scorer, candidates)
+
+
+def _ask(scorer: Scorer, candidates: list[StepCandidate]) -> list[float] | Exception:
+    try:
+        return checked_scores(scorer(list(candidates)), len(candidates))
+    except Exception as error:
+        return error

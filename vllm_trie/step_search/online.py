@@ -1,0 +1,137 @@
+"""Searches by steps in an `AsyncLLM`, which servers have: one request of a client, many of the engine's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Container
+from typing import Any, TypeVar
+
+from vllm.exceptions import GenerationError
+from vllm.logger import init_logger
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from vllm_trie.compat.patch import arguments
+from vllm_trie.entrypoints.output_hooks import OnlineHook
+from vllm_trie.entrypoints.refusals import refusing
+from vllm_trie.step_search.drawn_steps import DrawAbortedError, DrawError
+from vllm_trie.step_search.opening import open_request
+from vllm_trie.step_search.request import StepRequest
+from vllm_trie.step_search.scorers import HttpScorer, StepCandidate
+from vllm_trie.step_search.scores import checked_scores
+
+logger = init_logger("vllm.trie_beam.step_search")
+
+T = TypeVar("T")
+Draw = Callable[..., AsyncGenerator[RequestOutput, None]]
+
+
+class StepSearches(OnlineHook):
+    """The searches by steps of an engine."""
+
+    def __init__(self) -> None:
+        self._running: dict[asyncio.Task[RequestOutput], str] = {}  # and the ids of their requests
+
+    def generate(
+        self,
+        original: Draw,
+        engine: AsyncLLM,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """What vLLM's `generate` is called with, as a search by steps; `original` draws its candidates."""
+        with refusing():
+            call = arguments(original, engine, prompt, params, request_id, *args, **kwargs)
+            request = open_request(request_id, prompt, params, engine, False, call.get("tokenization_kwargs"))
+        options = {name: value for name, value in kwargs.items() if name != "prompt_text"}
+
+        def draw_candidate(candidate_id: str, prompt: Any, params: Any) -> AsyncGenerator[RequestOutput, None]:
+            return original(engine, prompt, params, candidate_id, *args, **options)
+
+        return self._search(engine, request, draw_candidate)
+
+    def cancel(self, request_ids: Container[str] | None = None) -> None:
+        """End the searches of these requests, or all."""
+        for searching, request_id in self._running.items():
+            if request_ids is None or request_id in request_ids:
+                searching.cancel()
+
+    async def _search(self, engine: AsyncLLM, request: StepRequest, draw: Draw) -> AsyncGenerator[RequestOutput, None]:
+        """The one output of a search. If who waits for it goes away, or aborts it, its candidates are aborted.
+
+        Raises:
+            GenerationError: the scorer failed.
+        """
+        searching = asyncio.ensure_future(_answer(engine, request, draw))
+        self._running[searching] = request.request_id
+        try:
+            await asyncio.wait([searching])
+            yield request.aborted() if searching.cancelled() else searching.result()
+        finally:
+            del self._running[searching]
+            searching.cancel()
+            await asyncio.wait([searching])
+            request.end()
+            await _release(engine, request)
+
+
+async def _answer(engine: AsyncLLM, request: StepRequest, draw: Draw) -> RequestOutput:
+    is_over = False
+    while not is_over:
+        requests = await _in_thread(request.requests)
+        drawn = await _all([_last(draw(candidate_id, *candidate)) for candidate_id, candidate in requests.items()])
+        try:
+            if candidates := request.take(drawn):
+                is_over = await _in_thread(request.judge, await _scores(request, candidates))
+        except DrawAbortedError:
+            return request.aborted()
+        except Exception as error:
+            why = request.failure(error).outputs[0].stop_reason
+            logger.error("Search %s ended: %s", request.request_id, why)
+            raise GenerationError(str(why)) from error
+        await _release(engine, request)
+    return request.answer()
+
+
+async def _in_thread(function: Callable[..., T], *args: Any) -> T:
+    """What a wide search has to reckon, while others are served; who cancels it waits until it is done."""
+    running = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        return await asyncio.shield(running)
+    finally:
+        await asyncio.wait([running])
+
+
+async def _release(engine: AsyncLLM, request: StepRequest) -> None:
+    if keys := request.take_released():
+        await engine.engine_core.abort_requests_async(keys)
+
+
+async def _all(drawing: list[Any]) -> list[RequestOutput]:
+    """What all of them return; if one fails, the others are cancelled, and its error is raised."""
+    tasks = [asyncio.ensure_future(one) for one in drawing]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _last(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+    last = None
+    async for output in outputs:
+        last = output
+    if last is None:
+        raise DrawError("the engine returned no output")
+    return last
+
+
+async def _scores(request: StepRequest, candidates: list[StepCandidate]) -> list[float]:
+    if isinstance(request.scorer, HttpScorer):
+        return checked_scores(await request.scorer.ask(candidates), len(candidates))
+    return checked_scores(await asyncio.to_thread(request.scorer, candidates), len(candidates))

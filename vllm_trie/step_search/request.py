@@ -1,0 +1,216 @@
+"""One request that searches by steps: the candidates' requests, and the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils import random_uuid
+
+from vllm_trie.detokenizing import decoder
+from vllm_trie.entrypoints.search_state import empty_outputs
+from vllm_trie.messages import FORK, ForkTicket
+from vllm_trie.options import OPTIONS, PLUGIN_NAME, StepParams
+from vllm_trie.options.shown import shortened
+from vllm_trie.step_search.drawn_steps import DrawAbortedError, DrawError, StepReader
+from vllm_trie.step_search.hypotheses import Draw, StepHypothesis
+from vllm_trie.step_search.scorers import Scorer, StepCandidate
+from vllm_trie.step_search.scores import ScorerError
+from vllm_trie.step_search.search import StepSearch
+
+
+@dataclass
+class StepRequest:
+    """A request and its search. Again and again: draw its `requests`, `take` the outputs, and `judge` what comes back.
+
+    Args:
+        request_id: As whoever asks calls it.
+        engine_input: The prompt, as tokens.
+        beam: Its beam options.
+        reader: Makes steps of outputs.
+        scorer: What gives candidates their scores.
+        search: What has been found.
+        forks: Whether candidates go on with the KV blocks of what they continue, whatever of it is cached.
+    """
+
+    request_id: str
+    engine_input: Mapping[str, Any]
+    beam: StepParams
+    reader: StepReader
+    scorer: Scorer
+    search: StepSearch
+    forks: bool = True
+
+    def __post_init__(self) -> None:
+        self.own_id = f"steps-{random_uuid()}"  # what the ids of its candidates begin with
+        self._drawing: dict[str, Draw] = {}  # by the ids of their requests, in their order
+        self._held: set[str] = set()  # keys of KV blocks that the engine may hold
+        self._is_over = False
+        self.first: RequestOutput | None = None  # of all that the engine returned
+
+    @property
+    def params(self) -> SamplingParams:
+        """What was asked for."""
+        return self.reader.params
+
+    @cached_property
+    def prompt(self) -> str:
+        """Its text."""
+        text: str | None = self.engine_input.get("prompt")
+        return decoder(self.reader.tokenizer, False)(self.engine_input["prompt_token_ids"]) if text is None else text
+
+    def requests(self) -> dict[str, tuple[dict[str, Any], SamplingParams]]:
+        """Prompt and parameters of each request that is to be drawn next, by its id, in their order."""
+        number, draws = self.search.num_rounds, self.search.draws()
+        self._drawing = {
+            f"{self.own_id}-{number}{'ahead' * draw.is_greedy}-{index}": draw for index, draw in enumerate(draws)
+        }
+        shared = _for_candidates(self.params)
+        return {id_: (self._prompt(draw), self._params(id_, draw, shared)) for id_, draw in self._drawing.items()}
+
+    def _prompt(self, draw: Draw) -> dict[str, Any]:
+        tokens = [*self.engine_input["prompt_token_ids"], *draw.beam.token_ids]
+        prompt = {**self.engine_input, "prompt_token_ids": tokens}
+        if draw.beam.steps:
+            prompt.pop("prompt", None)
+        return prompt
+
+    def _params(self, candidate_id: str, draw: Draw, shared: SamplingParams) -> SamplingParams:
+        params, stop = shared.clone(), list(self.params.stop or ())
+        parent = draw.beam.notes[-1].candidate_id if draw.beam.notes else None
+        key = candidate_id if draw.stops_at_delimiter else None
+        ticket = ForkTicket(key, parent) if self.forks else ForkTicket()
+        params.extra_args = {**(params.extra_args or {}), FORK: ticket}
+        params.seed, params.max_tokens = draw.seed, draw.max_tokens
+        params.stop = [*stop, *(self.beam.step_stop or ())] if draw.stops_at_delimiter else stop
+        params.include_stop_str_in_output = draw.stops_at_delimiter or self.params.include_stop_str_in_output
+        if draw.is_greedy:
+            params.seed, params.temperature, params.top_p, params.top_k, params.min_p = None, 0.0, 1.0, 0, 0.0
+        return params
+
+    def take_released(self) -> list[str]:
+        """Keys of KV blocks that no candidate will go on from: to be aborted, whatever became of the search.
+
+        Of candidates that may yet be returned to the best are held, as many as the option `pool` says.
+        """
+        if not self.forks:
+            return []
+        needed = set[str]()
+        if not self._is_over:
+            width, pool = self.search.rules.width, self.beam.pool
+            pooled = self.search.pool[: width * self.search.rules.candidates if pool is None else pool]
+            going_on = (*self.search.candidates, *self.search.beams, *pooled)
+            needed = {hypothesis.notes[-1].candidate_id for hypothesis in going_on if hypothesis.notes}
+        released, self._held = self._held - needed, self._held & needed
+        return sorted(released)
+
+    def take(self, outputs: Sequence[RequestOutput]) -> list[StepCandidate]:
+        """Take what the requests returned, in their order.
+
+        Returns:
+            What is to be scored; nothing if further `requests` come first.
+
+        Raises:
+            DrawError: a request came to no end.
+        """
+        self.first = self.first or outputs[0]
+        ended = list(zip(self._drawing.items(), outputs, strict=True))
+        self._held.update(id_ for (id_, _), output in ended if isinstance(output.outputs[0].stop_reason, str))
+        drawn = [self.reader.step(id_, draw.beam, output) for (id_, draw), output in ended]
+        self._drawing = {}
+        return [
+            StepCandidate(self.prompt, c.steps, c.token_ids, c.scores, c.is_finished, lookahead)
+            for c, lookahead in self.search.take(drawn)
+        ]
+
+    def judge(self, scores: Any) -> bool:
+        """Take the scores of what `take` returned. Returns whether the search is over.
+
+        Raises:
+            ScorerError: these are not as many numbers.
+        """
+        self._is_over = self.search.judge(scores)
+        return self._is_over
+
+    def end(self) -> None:
+        """Give up: `take_released` tells what is to be released."""
+        self._is_over = True
+        self._held.update(self._drawing)
+
+    def answer(self) -> RequestOutput:
+        """The best `n` hypotheses, best first; fewer if there are fewer."""
+        return self._answer_of(self.search.finished[: self.params.n])
+
+    def _answer_of(self, best: Sequence[StepHypothesis]) -> RequestOutput:
+        answer = {
+            "scores": [hypothesis.score for hypothesis in best],
+            "step_scores": [list(hypothesis.scores) for hypothesis in best],
+            "num_rounds": self.search.num_rounds,
+            "num_candidates": self.search.num_drawn,
+        }
+        return self._output([self._completion(index, hypothesis) for index, hypothesis in enumerate(best)], answer)
+
+    def failure(self, error: Exception) -> RequestOutput:
+        """The end of a search that cannot go on: `n` outputs in an error, whose stop reason says why; or `aborted`."""
+        if isinstance(error, DrawAbortedError):
+            return self.aborted()
+        why = str(error) if isinstance(error, ScorerError | DrawError) else f"{type(error).__name__}: {error}"
+        return self._without_answer("error", shortened(why))
+
+    def aborted(self) -> RequestOutput:
+        """The end of a search that somebody else ended: the best of what was scored; `n` empty outputs before that."""
+        self.end()
+        best = self.search.best_so_far(self.params.n)
+        unended = [replace(hypothesis, finish_reason=None, stop_reason=None) for hypothesis in best]
+        return self._answer_of(unended) if best else self._without_answer("abort", None)
+
+    def _without_answer(self, finish_reason: str, stop_reason: str | None) -> RequestOutput:
+        self.end()
+        return self._output(empty_outputs(self.params, finish_reason, [stop_reason] * self.params.n), {})
+
+    def _output(self, outputs: list[CompletionOutput], answer: dict[str, Any]) -> RequestOutput:
+        return RequestOutput(
+            self.request_id,
+            self.engine_input.get("prompt"),
+            list(self.engine_input["prompt_token_ids"]),
+            None,
+            outputs,
+            finished=True,
+            lora_request=self.first and self.first.lora_request,
+            num_cached_tokens=self.first and self.first.num_cached_tokens,
+            kv_transfer_params={PLUGIN_NAME: answer} if answer else None,
+        )
+
+    def _completion(self, index: int, hypothesis: StepHypothesis) -> CompletionOutput:
+        return CompletionOutput(
+            index,
+            hypothesis.text,
+            list(hypothesis.token_ids),
+            hypothesis.sum_logprobs,
+            None
+            if self.params.logprobs is None
+            else [*chain.from_iterable(note.logprobs for note in hypothesis.notes)],
+            finish_reason=hypothesis.finish_reason or "abort",
+            stop_reason=hypothesis.stop_reason,
+        )
+
+
+def search_of(candidate_id: str) -> str:
+    """The own id of the search that a candidate's request would belong to."""
+    return candidate_id.rsplit("-", 2)[0]
+
+
+def _for_candidates(params: SamplingParams) -> SamplingParams:
+    """What all candidates have in common: one output each, by vLLM's own sampler."""
+    extra_args = {k: v for k, v in (params.extra_args or {}).items() if k not in OPTIONS}
+    shared = copy(params)
+    shared.n, shared.extra_args, shared.output_kind = 1, extra_args or None, RequestOutputKind.FINAL_ONLY
+    shared = shared.clone()  # now that the scorer is out of it, which may hold an engine that cannot be copied
+    shared.logprobs = params.logprobs or 0  # without any, vLLM does not fill cumulative_logprob
+    return shared
