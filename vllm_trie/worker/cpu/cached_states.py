@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from vllm.model_executor.layers.mamba.ops.cpu.mamba_ssm import _mamba_chunk_scan_combined_fwd_cpu
 
-from vllm_trie.worker.cpu.block_tables import table_at
+from vllm_trie.worker.cpu.inputs import table_at
 from vllm_trie.worker.cpu.replace import Array, kernel, replaces
 
 MAMBA_UTILS = "vllm.v1.worker."

@@ -6,7 +6,6 @@ import numpy as np
 from torch import Tensor
 
 from vllm_trie.search.spans import spans
-from vllm_trie.worker.cpu.inputs import steps
 from vllm_trie.worker.cpu.replace import Array, kernel
 
 
@@ -19,7 +18,7 @@ def prepare_draft_prefill_inputs(
     """A draft model's first inputs [T + R]: of each row the tokens that were accepted, the newest one, and padding."""
     num_rows = len(idx_mapping)
     starts = query_start_loc[: num_rows + 1]
-    lengths = steps(starts)
+    lengths = np.diff(starts)
     num_accepted, num_tokens = lengths - num_rejected[:num_rows], int(starts[-1]) + num_rows
     out_starts, local = starts[:-1] + np.arange(num_rows), spans(0, lengths + 1)
     row = np.repeat(np.arange(num_rows), lengths + 1)
@@ -44,7 +43,7 @@ def prepare_head_prefill_inputs(
     """A head's first inputs [T]: after each token of the target that was accepted, the token that follows it."""
     num_rows = len(idx_mapping)
     starts, num_tokens = query_start_loc[:num_rows], int(query_start_loc[num_rows])
-    num_accepted = steps(query_start_loc[: num_rows + 1]) - num_rejected[:num_rows]
+    num_accepted = np.diff(query_start_loc[: num_rows + 1]) - num_rejected[:num_rows]
     last, accepted = starts + num_accepted - 1, spans(starts, num_accepted)
     newest = last_sampled.reshape(-1)[idx_mapping], next_prefill_tokens.reshape(-1)[idx_mapping]
     draft_input_ids[accepted] = target_input_ids[np.minimum(accepted + 1, num_tokens - 1)]

@@ -1,19 +1,21 @@
-"""The inputs of a forward pass, and what a step changes in the slots of its requests.
+"""The inputs of a forward pass, block tables among them, and what a step changes in the slots of its requests.
 
 A batch has R rows, T tokens and N rows of logits; there are S slots, and `idx_mapping` says which one each row has.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import repeat
+from typing import Any
+
 import numpy as np
+import torch
 
 from vllm_trie.search.spans import spans
-from vllm_trie.worker.cpu.replace import Array, kernel
-
-
-def steps(values: Array) -> Array:
-    """What `np.diff` returns, in a third of the time."""
-    return values[1:] - values[:-1]
+from vllm_trie.worker.cpu.replace import Array, kernel, replaces
 
 
 @kernel("input_batch:_prepare_prefill_inputs_kernel")
@@ -38,10 +40,11 @@ def prepare_pos_seq_lens(
 ) -> None:
     """Fill in the positions [T] of all tokens, and the lengths [S] of rows; 0 for those that are not in the batch."""
     num_rows = len(idx_mapping)
-    lengths, computed = steps(query_start_loc[: num_rows + 1]), num_computed_tokens[idx_mapping]
+    lengths = query_start_loc[1 : num_rows + 1] - query_start_loc[:num_rows]
+    num_tokens, computed = query_start_loc[num_rows], num_computed_tokens[idx_mapping]
     seq_lens[:num_rows] = computed + lengths
     seq_lens[num_rows:] = 0
-    pos[: query_start_loc[num_rows]] = spans(computed, lengths)
+    pos[:num_tokens] = computed if num_tokens == num_rows else spans(computed, lengths)
 
 
 @kernel("mm.rope:_prepare_rope_positions_kernel")
@@ -51,7 +54,7 @@ def prepare_rope_positions(
 ) -> None:  # fmt: skip
     """M-RoPE positions [D, T]: those of a prompt lie in prefill_positions [S * D, L], what follows goes on evenly."""
     starts, computed = query_start_loc[: len(idx_mapping) + 1], num_computed_tokens[idx_mapping]
-    positions[:, : starts[-1]] = spans(computed + prefill_delta[idx_mapping], steps(starts))
+    positions[:, : starts[-1]] = spans(computed + prefill_delta[idx_mapping], np.diff(starts))
     for row in np.flatnonzero(computed < prefill_lens[idx_mapping]):
         of_slot = slice(num_dims * idx_mapping[row], num_dims * (idx_mapping[row] + 1))
         start, end, first = starts[row], starts[row + 1], computed[row]
@@ -72,7 +75,7 @@ def combine_sampled_and_draft_tokens(
         logits_indices[:] = last = ends - 1
         input_ids[last[decodes]] = newest[idx_mapping[decodes]]
         return
-    num_logits = steps(cu_num_logits[: num_rows + 1])
+    num_logits = np.diff(cu_num_logits[: num_rows + 1])
     starts, local = ends - num_logits, spans(0, num_logits)
     logits_indices[:] = spans(starts, num_logits)
     has_sampled = decodes & (lengths - num_logits >= prefill)
@@ -87,7 +90,7 @@ def expand_idx_mapping(
     idx_mapping: Array, expanded_idx_mapping: Array, expanded_local_pos: Array, cu_num_logits: Array
 ) -> None:
     """The slot of each row of logits [N], and its place among those of its request [N]."""
-    num_logits = steps(cu_num_logits[: len(idx_mapping) + 1])
+    num_logits = np.diff(cu_num_logits[: len(idx_mapping) + 1])
     expanded_idx_mapping[:] = np.repeat(idx_mapping, num_logits)
     expanded_local_pos[:] = spans(0, num_logits)
 
@@ -100,7 +103,7 @@ def get_num_sampled_and_rejected(
     """How many of the tokens that each row [R] had logits for are not sampled; rows in their prefill sample none."""
     num_rows = len(idx_mapping)
     is_chunk = seq_lens[:num_rows] < prefill_len[idx_mapping]
-    num_rejected[:] = steps(cu_num_logits[: num_rows + 1]) - num_sampled
+    num_rejected[:] = cu_num_logits[1 : num_rows + 1] - cu_num_logits[:num_rows] - num_sampled
     num_sampled[is_chunk] = num_rejected[is_chunk] = 0
 
 
@@ -111,7 +114,9 @@ def post_update(
     total_len: Array, draft_tokens: Array | None = None, draft_tokens_out: Array | None = None,
 ) -> None:  # fmt: skip
     """Append sampled tokens [R, 1 + drafts] to their slots and count them; rows in slot -1 are left out."""
-    num_queried = steps(query_start_loc[: len(idx_mapping) + 1]) if query_start_loc is not None else 0
+    num_rows, num_queried = len(idx_mapping), 0
+    if query_start_loc is not None:
+        num_queried = query_start_loc[1 : num_rows + 1] - query_start_loc[:num_rows]
     change, real = num_queried - num_rejected, idx_mapping >= 0
     if not real.all():
         idx_mapping, num_sampled, sampled_tokens = idx_mapping[real], num_sampled[real], sampled_tokens[real]
@@ -134,7 +139,7 @@ def post_update(
 @kernel("input_batch:_post_update_num_computed_tokens_kernel")
 def post_update_num_computed_tokens(idx_mapping: Array, num_computed_tokens: Array, query_start_loc: Array) -> None:
     """Count this step's tokens as computed, by slot [S]."""
-    num_computed_tokens[idx_mapping] += steps(query_start_loc[: len(idx_mapping) + 1])
+    num_computed_tokens[idx_mapping] += np.diff(query_start_loc[: len(idx_mapping) + 1])
 
 
 @kernel("sample.prompt_logprob:_prompt_logprobs_token_ids_kernel")
@@ -143,7 +148,84 @@ def prompt_logprobs_token_ids(
     all_token_ids: Array,
 ) -> None:  # fmt: skip
     """The token [T] that follows each token of a batch."""
-    lengths = steps(query_start_loc[: len(idx_mapping) + 1])
+    lengths = np.diff(query_start_loc[: len(idx_mapping) + 1])
     place = spans(num_computed_tokens[idx_mapping] + 1, lengths)
     place = np.minimum(place, all_token_ids.shape[1] - 1)  # nobody asks what follows the last token
     prompt_logprobs_token_ids[: len(place)] = all_token_ids[np.repeat(idx_mapping, lengths), place]
+
+
+@kernel("buffer_utils:_apply_write_kernel")
+def apply_write(
+    output: torch.Tensor, output_stride: Any, write_indices: Array, write_starts: Array, write_contents: Array,
+    write_cu_lens: Array, write_group_ids: Array | None, multi_group: bool,
+) -> None:  # fmt: skip
+    """Write contents [C], piece by piece, into rows of a tensor [S] or [S, L], or of the block tables of some groups.
+
+    Args:
+        output, output_stride: The tensor; or the addresses of block tables, and their strides, by KV cache group.
+    """
+    if multi_group:
+        addresses, num_rows = zip(output.tolist(), output_stride.tolist(), strict=True), int(write_indices.max()) + 1
+        tensors = [table_at(address, num_rows, stride) for address, stride in addresses]
+    else:
+        tensors = [output.numpy().reshape(len(output), -1)]
+    groups, first = repeat(0) if write_group_ids is None else write_group_ids.tolist(), 0
+    pieces = write_indices.tolist(), write_starts.tolist(), write_cu_lens.tolist()
+    for group, row, start, end in zip(groups, *pieces, strict=False):
+        tensors[group][row, start : start + end - first] = write_contents[first:end]
+        first = end
+
+
+@lru_cache(maxsize=256)
+def table_at(address: int, num_rows: int, stride: int) -> Array:
+    """[rows, columns] int32, a block table in memory, whose owner is another."""
+    memory = (ctypes.c_int32 * int(num_rows * stride)).from_address(address)
+    return np.ctypeslib.as_array(memory).reshape(num_rows, stride)
+
+
+@replaces("block_table:BlockTables.gather_block_tables")
+def gather_block_tables(
+    self: Any, idx_mapping: torch.Tensor, num_reqs_padded: int, out: Sequence[torch.Tensor] | None = None,
+    out_ptrs: torch.Tensor | None = None, num_computed_tokens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """The block tables [R, B] of the slots in idx_mapping [R], one per KV cache group.
+
+    Blocks that a window has left behind, as num_computed_tokens [S] says, become null blocks.
+    """
+    if self.num_kv_cache_groups == 0:
+        return ()
+    gathered, padded = self.input_block_tables if out is None else out, list[torch.Tensor]()
+    slots = idx_mapping.numpy()
+    num_rows, widths = len(slots), self.num_blocks.np[:, slots].max(axis=1, initial=0)
+    for group, (table, target, width) in enumerate(zip(self.block_tables, gathered, widths, strict=True)):
+        blocks = target.numpy()
+        blocks[:num_rows, :width] = table.gpu.numpy()[slots, :width]
+        blocks[num_rows:num_reqs_padded] = 0
+        if num_computed_tokens is not None and (reach := self._sliding_window_reach[group]):
+            num_null = np.maximum(num_computed_tokens.numpy()[slots] - reach, 0) // self.block_sizes[group]
+            blocks[:num_rows, :width][np.arange(width) < num_null[:, None]] = 0
+        padded.append(target[:num_reqs_padded])
+    return tuple(padded)
+
+
+@kernel("block_table:_compute_slot_mappings_kernel")
+def compute_slot_mappings(
+    idx_mapping: Array, query_start_loc: Array, pos: Array, block_table_ptrs: torch.Tensor,
+    block_table_strides: torch.Tensor, block_sizes: torch.Tensor, slot_mapping_enabled: torch.Tensor,
+    slot_mappings: Array,
+) -> None:  # fmt: skip
+    """Where in the KV cache each token of a batch goes, by KV cache group [G, T]; -1 for tokens that go nowhere."""
+    num_rows, num_tokens = len(idx_mapping), int(query_start_loc[len(idx_mapping)])
+    position, num_slots = pos[:num_tokens], int(idx_mapping.max(initial=0)) + 1
+    of_token = idx_mapping
+    if num_tokens != num_rows:
+        of_token = np.repeat(idx_mapping, np.diff(query_start_loc[: num_rows + 1]))
+    tables = zip(block_table_ptrs.tolist(), block_table_strides.tolist(), block_sizes.tolist(), strict=True)
+    slot_mappings[:] = -1
+    for mapping, (address, stride, block_size), is_enabled in zip(
+        slot_mappings, tables, slot_mapping_enabled.tolist(), strict=True
+    ):
+        if is_enabled:
+            column, offset = np.divmod(position, block_size)
+            blocks = table_at(address, num_slots, stride)[of_token, column].astype(np.int64)
+            mapping[:num_tokens] = np.where(of_token >= 0, blocks * block_size + offset, -1)

@@ -15,16 +15,13 @@ from functools import cache
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
-import torch
 
 from vllm_trie.compat.patch import Patch
 
 Array = np.ndarray
 Function = Callable[..., Any]
 
-_MODULES = (
-    *("block_tables", "cached_states", "draft_inputs", "inputs", "logits", "mamba", "ngram", "rejection", "sampling"),
-)
+_MODULES = ("cached_states", "draft_inputs", "inputs", "logits", "mamba", "ngram", "rejection", "sampling")
 _V2 = "vllm.v1.worker.gpu."
 _kernels: dict[str, Function] = {}
 _functions: dict[str, Function] = {}
@@ -78,33 +75,31 @@ class Launch:
     """What takes a kernel's place: `kernel[grid](*arguments)` calls `function` with those of them that it names."""
 
     def __init__(self, kernel: Function, function: Function) -> None:
-        names = list(inspect.signature(kernel).parameters)
-        places = {name.removesuffix("_ptr"): place for place, name in enumerate(names)}
-        hints = get_type_hints(function)
-        self._function = function
-        self._arguments, self._constants = [], []
-        for name, parameter in inspect.signature(function).parameters.items():
-            if name in places:
-                is_array = np.ndarray in (hints[name], *get_args(hints[name]))
-                self._arguments.append((name, places[name], _as_array if is_array else _as_it_is))
-            elif name.upper() in places:
-                self._constants.append((name, name.upper(), places[name.upper()]))
-            elif parameter.default is inspect.Parameter.empty:
-                raise TypeError(f"{kernel.__name__} has no argument {name}, which {function.__name__} takes")
+        self._launch = _compiled(kernel, function)
 
     def __getitem__(self, grid: object) -> Function:
         return self._launch
 
-    def _launch(self, *arguments: Any, **constants: Any) -> None:
-        values = {name: read(arguments[place]) for name, place, read in self._arguments}
-        for name, constant, place in self._constants:
-            values[name] = constants[constant] if constant in constants else arguments[place]
-        self._function(**values)
 
+def _compiled(kernel: Function, function: Function) -> Function:
+    """What has the kernel's signature, and calls `function`.
 
-def _as_array(tensor: torch.Tensor | None) -> Array | None:
-    return None if tensor is None else tensor.numpy()
-
-
-def _as_it_is(argument: Any) -> Any:
-    return argument
+    Its code is written here, as to look up each argument's kind at each launch would take longer than most kernels.
+    """
+    parameters, hints = inspect.signature(kernel).parameters, get_type_hints(function)
+    names = {name.removesuffix("_ptr"): name for name in parameters}
+    taken = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        found = names.get(name) or names.get(name.upper())
+        if found is None and parameter.default is inspect.Parameter.empty:
+            raise TypeError(f"{kernel.__name__} has no argument {name}, which {function.__name__} takes")
+        if found is not None and hints[name] is Array:
+            taken.append(f"{name}={found}.numpy()")
+        elif found is not None and Array in get_args(hints[name]):
+            taken.append(f"{name}=None if {found} is None else {found}.numpy()")
+        elif found is not None:
+            taken.append(f"{name}={found}")
+    signature = ", ".join(name if p.default is p.empty else f"{name}=None" for name, p in parameters.items())
+    scope: dict[str, Any] = {"function": function}
+    exec(f"def launch({signature}, **options): function({', '.join(taken)})", scope)
+    return scope["launch"]

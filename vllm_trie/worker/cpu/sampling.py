@@ -40,17 +40,12 @@ def draw(logits: Tensor, temperature: Array, seeds: Array, pos: Array, use_fp64:
     """
     rows = np.flatnonzero(temperature)
     if len(rows) == len(logits):
-        return _draw_all(logits, seeds, pos, use_fp64)
+        noise = exponentials(seeds, pos, logits.shape[1], use_fp64).log_()  # Gumbel noise is -log(exponential)
+        return torch.sub(logits, noise, out=noise).numpy().argmax(-1)
     tokens = best_tokens(logits)
     if len(rows):
-        tokens[rows] = _draw_all(logits[rows], seeds[rows], pos[rows], use_fp64)
+        tokens[rows] = draw(logits[rows], temperature[rows], seeds[rows], pos[rows], use_fp64)
     return tokens
-
-
-def _draw_all(logits: Tensor, seeds: Array, pos: Array, use_fp64: bool) -> Array:
-    """[N]: the argmax of logits with Gumbel noise, which is -log(exponential)."""
-    noise = exponentials(seeds, pos, logits.shape[1], use_fp64).log_()
-    return best_tokens(torch.sub(logits, noise, out=noise))
 
 
 def best_tokens(logits: Tensor) -> Array:
@@ -70,11 +65,13 @@ def exponentials(seeds: Array, pos: Array, vocab_size: int, use_fp64: bool) -> T
 
 def murmur3_hash(seeds: Array, pos: Array, vocab_size: int, domain: int = 0) -> Array:
     """[N, V] uint32: vLLM's `murmur3_hash32` of seeds and positions [N] int64 and all tokens."""
+    keys = (np.stack((seeds, seeds >> 32, pos)) & 0xFFFFFFFF).astype(np.uint32) * np.uint32(0xCC9E2D51)
+    keys = ((keys << np.uint32(15)) | (keys >> np.uint32(17))) * np.uint32(0x1B873593)
     h = np.full(len(seeds), domain, np.uint32)
-    for key in (seeds, seeds >> 32, pos):
-        h ^= _scrambled((key & 0xFFFFFFFF).astype(np.uint32))
-        h = _rotated(h, 13) * np.uint32(5) + np.uint32(0xE6546B64)
-    h = _rotated(h, 13)[:, None] ^ _rotated_tokens(vocab_size)
+    for key in keys:
+        h ^= key
+        h = ((h << np.uint32(13)) | (h >> np.uint32(19))) * np.uint32(5) + np.uint32(0xE6546B64)
+    h = ((h << np.uint32(13)) | (h >> np.uint32(19)))[:, None] ^ _rotated_tokens(vocab_size)
     h *= np.uint32(5)  # in place, for there may be millions
     h += np.uint32(0xE6546B64)
     h ^= np.uint32(16)
@@ -87,18 +84,12 @@ def murmur3_hash(seeds: Array, pos: Array, vocab_size: int, domain: int = 0) -> 
     return h
 
 
-def _scrambled(key: Array) -> Array:
-    return _rotated(key * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
-
-
-def _rotated(value: Array, shift: int) -> Array:
-    return (value << np.uint32(shift)) | (value >> np.uint32(32 - shift))
-
-
 @cache
 def _rotated_tokens(vocab_size: int) -> Array:
     """By token, what rotates in the last round: bits that are rotated and combined are combined and rotated."""
-    return _rotated(_scrambled(np.arange(vocab_size, dtype=np.uint32)), 13)
+    keys = np.arange(vocab_size, dtype=np.uint32) * np.uint32(0xCC9E2D51)
+    keys = ((keys << np.uint32(15)) | (keys >> np.uint32(17))) * np.uint32(0x1B873593)
+    return (keys << np.uint32(13)) | (keys >> np.uint32(19))
 
 
 @kernel("sample.logprob:_topk_log_softmax_kernel")
