@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
@@ -18,14 +17,12 @@ from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.entrypoints.noted_outputs import noted
 from vllm_trie.entrypoints.output_hooks import ONLINE
 from vllm_trie.entrypoints.reading import abort_readings, brings_data, generate_once_read
-from vllm_trie.entrypoints.search_state import whole
+from vllm_trie.entrypoints.search_state import SearchState, whole
 from vllm_trie.entrypoints.server import is_served, raise_errors
 from vllm_trie.entrypoints.single_tokens import asks_for_single_tokens, with_single_tokens
 from vllm_trie.options import asks_for_beams
 
 Generate = Callable[..., AsyncGenerator[RequestOutput, None]]
-
-_searches: WeakKeyDictionary[AsyncLLM, Counter[str]] = WeakKeyDictionary()  # that run, by what their clients call them
 
 
 @wraps("generate", AsyncLLM)
@@ -39,7 +36,7 @@ def generate(
     is_search = asks_for_beams((isinstance(sampling_params, SamplingParams) and sampling_params.extra_args) or {})
     generate = partial(generate_once_read, original) if brings_data(sampling_params) else original
     outputs = generate(self, prompt, sampling_params, request_id, *args, **kwargs)
-    outputs = noted(_known(outputs, self, request_id)) if is_search else outputs
+    outputs = noted(_whole(outputs, tokenizer)) if is_search else outputs
     outputs = with_single_tokens(outputs, sampling_params, tokenizer) if is_parsed else outputs
     return raise_errors(outputs) if is_served(sampling_params) else outputs
 
@@ -75,29 +72,19 @@ async def pause_generation(original: Callable[..., Awaitable[None]], self: Async
     await original(self, *args, **kwargs)
 
 
-async def _known(
-    outputs: AsyncGenerator[RequestOutput, None], engine: AsyncLLM, request_id: str
-) -> AsyncGenerator[RequestOutput, None]:
-    """The outputs of a search, whole, which `abort` knows meanwhile."""
-    searches = _searches.setdefault(engine, Counter())
-    searches[request_id] += 1
-    try:
-        async with aclosing(outputs):
-            async for output in outputs:
-                yield await whole(output, engine.renderer.tokenizer)
-    finally:
-        searches[request_id] -= 1
-        if not searches[request_id]:
-            del searches[request_id]
+async def _whole(outputs: AsyncGenerator[RequestOutput, None], tokenizer: Any) -> AsyncGenerator[RequestOutput, None]:
+    """The outputs of a search, whole."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            yield await whole(output, tokenizer)
 
 
 def _searches_of(engine: AsyncLLM, are_internal: bool) -> dict[str, list[str]]:
     """By what ids the engine knows searches, by those that clients call them, or by its own.
 
-    Searches are left out whose clients call something else so, too.
+    Of names that clients gave, those are left out that something else has, too.
     """
-    own_ids, running = defaultdict[str, list[str]](list), _searches.get(engine, Counter())
-    for own_id, state in engine.output_processor.request_states.items():
-        own_ids[state.external_req_id].append(own_id)
-    searches = {name: of_name for name, of_name in own_ids.items() if len(of_name) == running[name]}
-    return {own_id: [own_id] for own_id in chain(*searches.values())} if are_internal else searches
+    states, own_ids = engine.output_processor.request_states, defaultdict[str, list[str]](list)
+    for own_id, state in states.items():
+        own_ids[own_id if are_internal else state.external_req_id].append(own_id)
+    return {name: ids for name, ids in own_ids.items() if all(isinstance(states[id_], SearchState) for id_ in ids)}

@@ -19,6 +19,7 @@ from vllm.v1.metrics.stats import IterationStats
 
 from tests.support.served import PROMPTS, all_of, beams
 from vllm_trie import Trace, beam_params, hypotheses, selection
+from vllm_trie.entrypoints import async_llm
 from vllm_trie.entrypoints.item_sets import ItemSets
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.step_search import online, opening
@@ -149,6 +150,35 @@ def test_searches_that_wait_answer_with_nothing(llm: AsyncLLM, loop: asyncio.Abs
         texts = [[bool(one.text) for one in of_search] for of_search in found]
         assert texts == [[False, False], [True, True]]
         assert {one.finish_reason for of_search in found for one in of_search} == {"abort"}
+        await check_it_serves_on(llm)
+
+    run(loop, check())
+
+
+def test_an_ordinary_request_is_aborted_though_a_search_of_its_name_is_still_answered(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def whole_later(output: Any, _: Any) -> Any:
+        answering.set()
+        await may_answer.wait()
+        return output
+
+    monkeypatch.setattr(async_llm, "whole", whole_later)
+
+    async def check() -> None:
+        search, ordinary = beam_params(2, max_tokens=4), SamplingParams(temperature=0, **LONG)
+        search.output_kind = ordinary.output_kind = FINAL_ONLY
+        of_search = asyncio.ensure_future(all_of(llm.generate(PROMPTS[0], search, "name")))
+        await answering.wait()
+        of_ordinary = asyncio.ensure_future(all_of(llm.generate(PROMPTS[0], ordinary, "name")))
+        await have_begun(llm, 1)
+        await llm.abort("name")
+        ((output,),) = [await asyncio.wait_for(of_ordinary, 30)]
+        assert output.outputs[0].finish_reason == "abort"
+        may_answer.set()
+        assert await of_search
         await check_it_serves_on(llm)
 
     run(loop, check())
