@@ -105,7 +105,8 @@ class Hooks(WeakKeyDictionary[Engine, dict[str, Hook]]):
 
     def of_request(self, engine: Engine, params: Any) -> Hook | None:
         """The hook that takes in a request with these parameters; None, as for most: the engine itself does."""
-        options = (params.extra_args if isinstance(params, SamplingParams) else None) or {}
+        if not isinstance(params, SamplingParams) or not (options := params.extra_args):
+            return None
         for kind, place in self._classes.items():
             if _ASKS[kind](options) and has_beams(engine.vllm_config):
                 hooks = self.get(engine, {})
