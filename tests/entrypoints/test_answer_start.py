@@ -44,6 +44,16 @@ def of_sentence_pieces() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
 
 
+def pieces_of(text: str) -> list[int]:
+    """Its tokens in that tokenizer, each the longest that fits."""
+    vocab, ids, rest = of_sentence_pieces().get_vocab(), list[int](), "▁" + text.replace(" ", "▁")
+    while rest:
+        whole = next((rest[:size] for size in (3, 2, 1) if rest[:size] in vocab), None)
+        ids += [vocab[f"<0x{byte:02X}>"] for byte in rest[0].encode()] if whole is None else [vocab[whole]]
+        rest = rest[len(whole or rest[0]) :]
+    return ids
+
+
 def detokenizer(prompt: list[int], mark: str = TICKET, of: Any = None, **options: Any) -> IncrementalDetokenizer:
     wrap_all("vllm_trie.entrypoints.answer_start")
     params = SamplingParams(**options, extra_args={mark: {}})
@@ -57,6 +67,19 @@ def cuts_within_characters(text: str = TEXT) -> list[tuple[list[int], list[int]]
     return [(ids[:cut], ids[cut:]) for cut in range(1, len(ids)) if decode(ids[:cut]).endswith(INCOMPLETE)]
 
 
+@cache
+def cuts_within_bytes_in_a_row(text: str) -> list[tuple[list[int], list[int], str]]:
+    """Of sentence pieces likewise, and the text that begins with the character that is open."""
+    decode, cuts = of_sentence_pieces().decode, []
+    ids = pieces_of(text)
+    for place, character in enumerate(text):
+        ends = range(1, len(character.encode()))
+        start = len(pieces_of(text[:place])) if ends else 0
+        cuts += [(ids[: start + end], ids[start + end :], text[place:]) for end in ends]
+    assert all(decode(prompt).endswith(INCOMPLETE) for prompt, _, _ in cuts)
+    return cuts
+
+
 @pytest.mark.parametrize("text", [TEXT, "日本語 = 1", "é = 1"])
 @pytest.mark.parametrize("mark", [TICKET, FORK])
 @pytest.mark.parametrize("is_whole", [False, True])
@@ -68,24 +91,43 @@ def test_an_answer_begins_with_the_character_that_its_prompt_leaves_open(text: s
         assert answer.get_next_output_text(True, False) == text.removeprefix(decode(prompt).rstrip(INCOMPLETE))
 
 
+BYTES_IN_A_ROW = "a é😀😀 d.ééééé bcéé😀d 😀😀😀😀😀😀 a."
+
+
+@pytest.mark.parametrize("text", [BYTES_IN_A_ROW, "é a", "😀éé d"])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_bytes_in_a_row_of_which_a_prompt_leaves_some_open_are_characters(text: str, is_whole: bool) -> None:
+    for prompt, generated, expected in cuts_within_bytes_in_a_row(text):
+        answer = detokenizer(prompt, of=of_sentence_pieces())
+        for tokens in [generated] if is_whole else [[token] for token in generated]:
+            answer.update(tokens, False)
+        assert answer.get_next_output_text(True, False) == expected
+
+
 def test_what_a_prompt_leaves_open_for_good_is_no_part_of_the_answer() -> None:
     ids = partial(tokenizer().encode, add_special_tokens=False)
     answer = detokenizer([*ids("caf"), ids("é")[0]])
     answer.update(ids(" = 1"), False)
     assert answer.get_next_output_text(True, False) == " = 1"
+    for prompt, _, _ in cuts_within_bytes_in_a_row(BYTES_IN_A_ROW):
+        answer = detokenizer(prompt, of=of_sentence_pieces())
+        answer.update(pieces_of("a.d"), False)
+        assert answer.get_next_output_text(True, False) == " a.d"
 
 
-@settings(max_examples=300, derandomize=True)
-@given(st.integers(0, 1 << 32))
-def test_it_ends_with_the_token_that_a_search_ends_with(seed: int) -> None:
-    choose = random.Random(seed)
-    prompt, generated = choose.choice(cuts_within_characters())
-    start = choose.randrange(len(TEXT) - 6)
-    stop = TEXT[start : start + choose.randint(1, 6)]
-    of_search = StopStrings([stop], decode, len(tokenizer()))
+@settings(max_examples=600, derandomize=True)
+@given(st.integers(0, 1 << 32), st.booleans())
+def test_it_ends_with_the_token_that_a_search_ends_with(seed: int, is_of_pieces: bool) -> None:
+    choose, of = random.Random(seed), of_sentence_pieces() if is_of_pieces else tokenizer()
+    text = BYTES_IN_A_ROW if is_of_pieces else TEXT
+    cuts = [cut[:2] for cut in cuts_within_bytes_in_a_row(text)] if is_of_pieces else cuts_within_characters()
+    prompt, generated = choose.choice(cuts)
+    start = choose.randrange(len(text) - 6)
+    stop = text[start : start + choose.randint(1, 6)]
+    of_search = StopStrings([stop], decoder(of, skip_special_tokens=True), len(of))
     places = ((n, of_search.end_of(prompt, generated[: n - 1])) for n in range(1, len(generated) + 1))
     ends = (n for n, before in places if of_search.is_completed_by(generated[n - 1], before))
-    answer = detokenizer(prompt, stop=[stop])
+    answer = detokenizer(prompt, of=of, stop=[stop])
     assert answer.update(generated, False) == (stop if (end := next(ends, None)) else None)
     assert answer.output_token_ids == generated[:end]
 

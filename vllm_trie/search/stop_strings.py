@@ -10,6 +10,7 @@ import numpy as np
 from vllm_trie.search.string_matcher import StringMatcher
 
 CONTEXT = 8  # tokens before the text that is judged: a whole character, and all but one of an open one, if each is four
+MOST_OPEN = 3  # bytes, or tokens, of an open character
 FIRST_SPAN = 16  # tokens of a hypothesis that are decoded at first, to find as much text as the longest string has
 UNKNOWN, NO, MAYBE = -1, 0, 1
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for part of a character
@@ -99,12 +100,29 @@ class StopStrings:
 
 
 def context_of(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> tuple[list[int], str]:
-    """The last few of some tokens, and their text, which begins within a character only if no whole one is in it."""
+    """The last few of some tokens, and their text, which begins within a character only if no whole one is in it.
+
+    Where bytes in a row are characters or none of them is (Llama 2, Gemma), of a row that ends within a character these
+    are the bytes of this one alone: with the others they would spoil each other.
+    """
     context = [int(token) for token in tokens[-CONTEXT:]]
-    whole = context
-    while (text := decode(whole)).startswith(INCOMPLETE):
-        whole = whole[1:]
+    whole, text = _from_whole_character(context, decode)
+    if text and not text.endswith(INCOMPLETE):
+        return whole, text
+    for num_open in range(1, MOST_OPEN + 1):
+        before = _from_whole_character(context[:-num_open], decode)[1]
+        if before and not before.endswith(INCOMPLETE):
+            if text.startswith(before):
+                break
+            return context[-num_open:], num_open * INCOMPLETE
     return (whole, text) if text else (context, decode(context))
+
+
+def _from_whole_character(tokens: list[int], decode: Callable[[list[int]], str]) -> tuple[list[int], str]:
+    """The tokens without those that a text begins within a character by, and their text; nothing if all are such."""
+    while (text := decode(tokens)).startswith(INCOMPLETE):
+        tokens = tokens[1:]
+    return tokens, text
 
 
 def text_after(before: str, text: str) -> str:
