@@ -11,6 +11,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.outputs import LogprobsLists
@@ -123,7 +124,7 @@ def test_a_server_makes_outputs_one_by_one_and_serves_others_meanwhile(monkeypat
 
     async def serve() -> Any:
         async def other() -> None:
-            for _ in range(2):
+            for _ in range(3):
                 turns.append(len(output.outputs))
                 await asyncio.sleep(0)
 
@@ -135,9 +136,39 @@ def test_a_server_makes_outputs_one_by_one_and_serves_others_meanwhile(monkeypat
         return output
 
     output = asyncio.run(serve())
-    assert turns == [2, 3]
+    assert turns == [1, 2, 3]
     assert [one.token_ids for one in output.outputs] == [[4, 7], [8, 9, 2], []]
     assert asyncio.run(whole(output)) is output
+
+
+def test_a_server_takes_up_few_log_probabilities_before_others_have_their_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also within a hypothesis, and of the first one."""
+    lengths, counts, update = [900, 1, 320, 641], [0], LogprobsProcessor.update_from_output
+    sent = SentHypotheses(lengths, [1, 0, 1, 0], [None, 7, None, None], [-1.0, -2.0, -3.0, -4.0])
+    tokens = np.arange(sum(lengths))
+    of_tokens = LogprobsLists(np.column_stack([tokens, tokens + 1]), np.full((len(tokens), 2), -0.5), tokens)
+
+    def counted(self: LogprobsProcessor, output: EngineCoreOutput) -> None:
+        counts[-1] += output.new_logprobs.logprobs.size
+        update(self, output)
+
+    def answered(queue: RequestOutputCollector | None) -> Any:
+        state = state_of(n=len(lengths), logprobs=1)
+        state.queue, state._kept.output = queue, EngineCoreOutput("r-1", tokens.tolist(), of_tokens)
+        return state.make_request_output([], None, FinishReason.STOP, None, {"trie_beam": {HYPOTHESES: sent}})
+
+    expected = answered(None).outputs
+    monkeypatch.setattr(LogprobsProcessor, "update_from_output", counted)
+    output = answered(RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "r-1"))
+    assert counts == [0]
+    for one in vars(output).pop(search_state.MAKING):
+        output.outputs += [] if one is None else [one]
+        counts.append(0)
+    assert sum(counts) == 2 * sum(lengths)
+    assert max(counts) <= search_state.LOGPROBS_AT_ONCE
+    assert output.outputs == expected
 
 
 def test_no_data_of_a_request_stays_as_long_as_its_search() -> None:

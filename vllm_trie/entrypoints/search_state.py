@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,8 +30,9 @@ from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, TICKET, GroupTicket, S
 from vllm_trie.options import PLUGIN_NAME
 
 NOTHING = SentHypotheses([], [], [], [])
-MAKING = "trie_beam_making"  # an attribute of outputs of servers: what makes the further ones
+MAKING = "trie_beam_making"  # an attribute of outputs of servers: what makes the hypotheses' own
 SECONDS_AT_ONCE = 0.005  # before other requests have their turn
+LOGPROBS_AT_ONCE = 640  # that are taken up before that is looked at: about as long
 
 Output = TypeVar("Output", bound=RequestOutput | None)
 
@@ -96,10 +97,11 @@ class SearchState(RequestState):
             return None
         self._counts.longest = max(sent.lengths, default=0)
         making = chain(self._outputs(sent), self._without_hypotheses(len(sent.lengths), finish_reason, stop_reason))
-        output = self._new_request_output(self.external_req_id, [next(making)], True, more, *args)
-        if self.queue is None:
-            output.outputs += making
-        else:
+        is_served = self.queue is not None
+        made = [cast("CompletionOutput", None)] if is_served else [*filter(None, making)]  # vLLM looks at the first one
+        output = self._new_request_output(self.external_req_id, made, True, more, *args)
+        if is_served:
+            output.outputs.clear()
             vars(output)[MAKING] = making
         return self._completed(output)
 
@@ -109,8 +111,11 @@ class SearchState(RequestState):
             deque(completing(output, self._engine_tokenizer), maxlen=0)
         return output
 
-    def _outputs(self, sent: SentHypotheses) -> Iterator[CompletionOutput]:
-        """Those of hypotheses. vLLM makes one of each kind, which others are like, or all where more may differ."""
+    def _outputs(self, sent: SentHypotheses) -> Iterator[CompletionOutput | None]:
+        """Those of hypotheses, and None whenever others may have their turn.
+
+        vLLM makes one of each kind, which others are like, or all where more may differ.
+        """
         if not sent.lengths:
             return
         whole = self._kept.output
@@ -129,7 +134,7 @@ class SearchState(RequestState):
             part = EngineCoreOutput("", tokens, finish_reason=FinishReason(reason), stop_reason=stop)
             if whole.new_logprobs is not None:
                 part.new_logprobs = whole.new_logprobs.slice_request(end - length, length)
-            output = self._output(index, part, total)
+            output = yield from self._output(index, part, total)
             if sent.are_aborted:
                 output.finish_reason, output.stop_reason = str(FinishReason.ABORT), None
             alike[kind] = partial(CompletionOutput, **vars(output))
@@ -147,7 +152,7 @@ class SearchState(RequestState):
 
     def _without_hypotheses(
         self, count: int, finish_reason: FinishReason, stop_reason: int | str | None
-    ) -> Iterator[CompletionOutput]:
+    ) -> Iterator[CompletionOutput | None]:
         """Those behind the first `count`, which stand for none: bans leave fewer, or the search could not go on."""
         for index in range(count, self.n):
             part = EngineCoreOutput("", [], finish_reason=finish_reason, stop_reason=stop_reason)
@@ -155,10 +160,12 @@ class SearchState(RequestState):
                 part.finish_reason = FinishReason.STOP
             if finish_reason is not FinishReason.ERROR and index > 0:
                 part.stop_reason = NO_HYPOTHESIS
-            yield self._output(index, part, None)
+            yield (yield from self._output(index, part, None))
 
-    def _output(self, index: int, part: EngineCoreOutput, total: float | None) -> CompletionOutput:
-        """What vLLM makes of one hypothesis as of the whole answer of a request.
+    def _output(
+        self, index: int, part: EngineCoreOutput, total: float | None
+    ) -> Generator[None, None, CompletionOutput]:
+        """What vLLM makes of one hypothesis as of the whole answer of a request. Others may have their turn meanwhile.
 
         Args:
             total: The sum of its log-probabilities; None: it is none.
@@ -172,9 +179,14 @@ class SearchState(RequestState):
         if stop_string := one.detokenizer.update(part.new_token_ids, reason == FinishReason.STOP):
             reason, stop = FinishReason.STOP, stop_string
             OutputProcessor._trim_surplus_tokens(one, part, 0)
-        one.logprobs_processor.update_from_output(part)
         if part.new_logprobs is None:
             one.logprobs_processor.cumulative_logprob = total
+        else:
+            num_tokens = max(LOGPROBS_AT_ONCE // part.new_logprobs.logprobs.shape[1], 1)
+            for start in range(0, len(part.new_token_ids), num_tokens):
+                few = part.new_logprobs.slice_request(start, num_tokens)
+                one.logprobs_processor.update_from_output(EngineCoreOutput("", [], few))
+                yield
         return one._new_completion_output(part.new_token_ids, reason, stop)
 
 
@@ -186,7 +198,8 @@ async def whole(output: RequestOutput, tokenizer: Any = None) -> RequestOutput:
     """
     begun = time.monotonic()
     for one in vars(output).pop(MAKING, ()):
-        output.outputs.append(one)
+        if one is not None:
+            output.outputs.append(one)
         if time.monotonic() - begun > SECONDS_AT_ONCE:
             await asyncio.sleep(0)
             begun = time.monotonic()
