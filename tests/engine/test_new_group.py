@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm import SamplingParams
 from vllm.v1.request import Request
 
 from tests.engine.test_answer_stream import next_step
+from tests.search.test_many_stop_tokens import Many
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.hypothesis import FoundHypotheses
 from vllm_trie.engine.new_group import new_group
@@ -50,6 +52,15 @@ def found(options: dict[str, Any], **fields: Any) -> list[FoundHypotheses]:
             seed += 1
         searches.append(group.best(4))
     return searches
+
+
+def test_an_answer_looks_up_the_last_tokens_of_hypotheses_alone() -> None:
+    group, seed = group_of({}), 0
+    group.plan = replace(group.plan, stop_rules=group.plan.stop_rules._replace(stop_token_ids=Many({EOS, OTHER_EOS})))
+    while not group.advance(next_step(group, seed, 1.0)):
+        seed += 1
+    best = group.best(4)
+    assert best.has_ended.tolist() == [tokens[-1] in (EOS, OTHER_EOS) for tokens in best.token_ids]
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])

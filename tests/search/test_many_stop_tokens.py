@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -22,9 +23,11 @@ from vllm_trie.search.constraints.catalog import ItemRules
 from vllm_trie.search.constraints.stops import BARRED, ENDS, GOES_ON, Stops
 from vllm_trie.search.devices import borrowed, kept_within
 from vllm_trie.search.filters import LogitsFilters, Pruning
+from vllm_trie.search.group_pools import GroupPools
 from vllm_trie.search.rules import Strategy
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Step, TokenLogprobs, packed
+from vllm_trie.search.stopping import Ended, HfPool, VllmPool, are_among
 from vllm_trie.search.strategies import best, best_continuations, few_ends
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.search.strategies.in_groups import InGroups
@@ -37,6 +40,13 @@ STRATEGIES: dict[str, Strategy] = {
     "an ignored EOS": Best("vllm", (0, 1.1)),
     "in groups": InGroups(4, 0.5, None),
 }
+
+
+class Many(frozenset[int]):
+    """So many that nobody may go over all of them."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("goes over all of them")
 
 
 class Work(NamedTuple):
@@ -66,6 +76,16 @@ def test_work_of_a_step_does_not_grow_with_stop_tokens(strategy: Strategy, is_la
     assert many.moved <= 3 * few.moved
     assert many.held <= 2 * few.held
     assert many.size <= few.size
+
+
+def test_a_pool_looks_up_the_last_tokens_of_hypotheses_alone() -> None:
+    in_groups = GroupPools([HfPool(2, 0.0, 3, early_stopping=False) for _ in range(2)], Many({1}))
+    outdone, is_over = in_groups.advance(Ended.of([-1.0, -2.0], [1, 5], [0, 1], [0, 2]), np.full(4, -9.0), 3)
+    assert (outdone.tolist(), is_over) == ([], False)
+    assert in_groups.best(2).leaves.tolist() == [0, 1]
+    of_vllm = VllmPool(2, 1.0, 3, 0, Many({1}))
+    assert of_vllm.scores(np.array([-6.0, -6.0]), 3, np.array([1, 5])).tolist() == [-3.0, -2.0]
+    assert are_among(np.zeros(0, np.int64), Many({1})).tolist() == []
 
 
 def decided(step: Step) -> str:

@@ -14,7 +14,7 @@ from vllm_trie.messages import Resumed
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Step, TokenLogprobs, TopLogprobs
-from vllm_trie.search.stopping import NO_ENDED, NO_TOKEN, Ended, Finished, HypothesisPool
+from vllm_trie.search.stopping import NO_ENDED, NO_TOKEN, Ended, Finished, HypothesisPool, are_among
 from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.trie.hypotheses import ROOT, HypothesisTrie
 from vllm_trie.trie.leaves import Notes
@@ -216,7 +216,7 @@ class BeamGroup:
             return NO_HYPOTHESES
         token_ids = trie.tokens(leaves)
         is_finished, last_tokens = leaves >= 0, np.array([tokens[-1] for tokens in token_ids], np.int64)
-        stops = is_finished & np.isin(last_tokens, [*self.plan.stop_rules.stop_token_ids])
+        stops = is_finished & are_among(last_tokens, self.plan.stop_rules.stop_token_ids)
         return FoundHypotheses(
             leaves,
             token_ids,

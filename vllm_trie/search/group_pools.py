@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_trie.search.stopping import NO_FINISHED, Ended, Finished, HfPool, Pool
+from vllm_trie.search.stopping import NO_FINISHED, Ended, Finished, HfPool, Pool, are_among
 
 
 class GroupPools(Pool):
@@ -28,7 +28,7 @@ class GroupPools(Pool):
         groups = ended.rows * len(self.pools) // len(running)
         stops = np.ones(len(groups), dtype=bool)
         if self.stop_token_ids is not None and length == self.pools[0].max_length:
-            stops = np.isin(ended.last_tokens, [*self.stop_token_ids])
+            stops = are_among(ended.last_tokens, self.stop_token_ids)
         for number, (pool, of_group) in enumerate(zip(self.pools, np.split(running, len(self.pools)), strict=True)):
             too_late = ended.some(groups == number)
             if number not in self.done:

@@ -22,6 +22,11 @@ class StopRules(NamedTuple):
     max_length: int  # generated tokens at which it ends in any case
 
 
+def are_among(tokens: np.ndarray, some: frozenset[int]) -> np.ndarray:
+    """[n] bool: which of a few tokens are among these, of which there may be as many as the vocabulary has."""
+    return np.array([token in some for token in tokens.tolist()], np.bool_)
+
+
 class Finished(NamedTuple):
     """Finished hypotheses, best first; of equal ones the earlier."""
 
@@ -257,9 +262,9 @@ class VllmPool(HypothesisPool):
     ) -> None:
         super().__init__(width, length_penalty, max_length)
         self.prompt_length = prompt_length
-        self._uncounted = np.array([*uncounted], np.int64)
+        self._uncounted = uncounted
 
     def scores(self, sums: np.ndarray, length: int, last_tokens: np.ndarray) -> np.ndarray:
         counted = self.prompt_length + length
         all_count, all_but_the_last = (sums / max(n, 1) ** self.length_penalty for n in (counted, counted - 1))
-        return np.where(np.isin(last_tokens, self._uncounted), all_but_the_last, all_count)
+        return np.where(are_among(last_tokens, self._uncounted), all_but_the_last, all_count)
