@@ -28,17 +28,17 @@ from vllm_trie.search.step import take_step  # noqa: E402
 from vllm_trie.search.step_result import packed  # noqa: E402
 from vllm_trie.search.strategies.best import Best  # noqa: E402
 from vllm_trie.search.strategies.in_groups import InGroups  # noqa: E402
-from vllm_trie.worker.catalogs import DeviceCatalogs  # noqa: E402
-from vllm_trie.worker.group_rows import BatchRows, GroupRows  # noqa: E402
 from vllm_trie.worker.kernels import slots as slots_kernel  # noqa: E402
-from vllm_trie.worker.kernels.step import by_kernels  # noqa: E402
 from vllm_trie.worker.kernels.tiles import RowLogits  # noqa: E402
-from vllm_trie.worker.reorder import reorder_rows  # noqa: E402
-from vllm_trie.worker.row_reorder import Reorders, RowReorder  # noqa: E402
-from vllm_trie.worker.rows import Rows  # noqa: E402
-from vllm_trie.worker.select import Selector  # noqa: E402
+from vllm_trie.worker.kv.reorder import reorder_rows  # noqa: E402
+from vllm_trie.worker.kv.row_reorder import Reorders, RowReorder  # noqa: E402
+from vllm_trie.worker.rows.catalogs import DeviceCatalogs  # noqa: E402
+from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows  # noqa: E402
+from vllm_trie.worker.rows.rows import Rows  # noqa: E402
+from vllm_trie.worker.select.by_kernels import by_kernels  # noqa: E402
+from vllm_trie.worker.select.select import Selector  # noqa: E402
+from vllm_trie.worker.select.step_graphs import GraphCapture, StepGraphs  # noqa: E402
 from vllm_trie.worker.step_context import StepContext  # noqa: E402
-from vllm_trie.worker.step_graphs import GraphCapture, StepGraphs  # noqa: E402
 
 BLOCK_SIZE, NUM_PROMPT, NUM_GENERATED, LENGTH = 16, 500, 37, 576  # tokens
 STOP_TOKEN_ID, NUM_STOPS, DIVERSITY, NUM_LOGPROBS, PENALTY = 2, 6, 0.5, 5, 0.125

@@ -19,12 +19,12 @@ from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import take_step
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.worker import reorder
-from vllm_trie.worker.kernels import best, copies, slots
-from vllm_trie.worker.kernels.step import by_kernels
+from vllm_trie.worker.kernels import best, slots
 from vllm_trie.worker.kernels.tiles import RowLogits
-from vllm_trie.worker.kv_blocks import KVBlocks
-from vllm_trie.worker.row_reorder import Reorders, RowReorder, Tables
+from vllm_trie.worker.kv import copies, reorder
+from vllm_trie.worker.kv.kv_blocks import KVBlocks
+from vllm_trie.worker.kv.row_reorder import Reorders, RowReorder, Tables
+from vllm_trie.worker.select.by_kernels import by_kernels
 
 BLOCK_SIZE = 16
 WEIGHT_BYTES = 2 * 8_030_000_000  # of a Llama of 8B parameters, bfloat16

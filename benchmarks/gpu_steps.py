@@ -15,7 +15,7 @@ from torch.autograd import DeviceType
 from benchmarks.device_step import DeviceStep, Shape, Sizes
 from benchmarks.gpu_kernels import device_us, host_us
 from vllm_trie.search.step_result import Step, TokenLogprobs, unpacked
-from vllm_trie.worker import kernels
+from vllm_trie.worker import launches
 
 TOLERANCE = 1e-4  # of sums of log-probabilities in float32, which devices add up in another order
 HOST = torch.device("cpu")
@@ -57,7 +57,7 @@ SMALL_SHAPES = (*(Shape(search, 4) for search in SEARCHES), Shape("plain", 3, 2,
 @contextmanager
 def kernels_on(device: torch.device) -> Iterator[None]:
     """Within it kernels do the work; on the host Triton must interpret them."""
-    with patch.object(kernels, "run_on", lambda _: True):
+    with patch.object(launches, "run_on", lambda _: True):
         yield
 
 

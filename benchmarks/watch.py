@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from vllm_trie.engine.stats import SearchCounts
-from vllm_trie.search.rejection import DraftRules
+from vllm_trie.speculation.search.rejection import DraftRules
 
 
 class Steps(NamedTuple):

@@ -32,17 +32,19 @@ from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import ItemTrie
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.stop_strings import StopStrings
-from vllm_trie.worker import kernels, select
-from vllm_trie.worker.amateur import AmateurLogits, amateur_logits
-from vllm_trie.worker.catalogs import DeviceCatalogs
-from vllm_trie.worker.group_rows import BatchRows, GroupRows
-from vllm_trie.worker.kv_blocks import Segments
-from vllm_trie.worker.row_reorder import Tables
-from vllm_trie.worker.rows import Rows
+from vllm_trie.worker import launches
+from vllm_trie.worker.kv.kv_blocks import Segments
+from vllm_trie.worker.kv.row_reorder import Tables
+from vllm_trie.worker.rows.catalogs import DeviceCatalogs
+from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.rows.rows import Rows
 from vllm_trie.worker.runner import BeamModelRunner
-from vllm_trie.worker.select import Selector
+from vllm_trie.worker.select import select
+from vllm_trie.worker.select.amateur import AmateurLogits, amateur_logits
+from vllm_trie.worker.select.select import Selector
+from vllm_trie.worker.speculation import Speculation
+from vllm_trie.worker.startup.widest_steps import most_rows_together
 from vllm_trie.worker.step_context import PackedStep, StepContext
-from vllm_trie.worker.widest_steps import most_rows_together
 
 NOWHERE = torch.device("meta")
 LENGTH, BLOCK_SIZES = 64, (16, 32)  # tokens of a slot; of a block, by KV cache group
@@ -114,7 +116,7 @@ def kernels_noted() -> Iterator[dict[str, Launches]]:
     with ExitStack() as stack:
         for name, module in found.items():
             stack.enter_context(patch.object(module, name, noted[name]))
-        stack.enter_context(patch.object(kernels, "run_on", lambda _: True))
+        stack.enter_context(patch.object(launches, "run_on", lambda _: True))
         for drawing in (gumbel, sampling):  # there are no generators without content
             stack.enter_context(patch.object(drawing, "on_device", lambda *_: None))
         yield noted
@@ -233,6 +235,7 @@ class WeightlessStep:
         width, num_rows = rules.width, num_groups * (num_ordinary + rules.width)
         self.num_slots = 2 * num_rows
         self.runner = runner_of(self.num_slots, vocab_size)
+        self.speculation: Any = Speculation()
         rows = Rows(self.runner)
         shuffled = np.random.default_rng(0).permutation(self.num_slots)[:num_rows]
         self.slots = shuffled.reshape(num_groups, -1)
@@ -277,7 +280,7 @@ class WeightlessStep:
     def sample(self, num_tokens: np.ndarray) -> SamplerOutput:
         """All that the runner does where vLLM would sample; ordinary rows get their tokens from nowhere."""
         of_runner: dict[str, Any] = {"step": self.context, "groups": self.groups, "selector": self.selector}
-        of_runner["amateur"] = self.amateur
+        of_runner |= {"amateur": self.amateur, "speculation": self.speculation}
         runner: Any = SimpleNamespace(**of_runner, max_num_reqs=self.num_slots, device=NOWHERE, rank_check=None)
         batch = self.batch(num_tokens)
         return BeamModelRunner._sample_beside_beams(runner, self.runner.sampler, None, self.logits, batch)

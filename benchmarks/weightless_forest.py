@@ -17,16 +17,17 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 from benchmarks.weightless import BLOCK_SIZES, LENGTH, PROMPT, WeightlessStep, batch_of, nowhere
 from vllm_trie.messages import GroupStep, SpeculationBudget
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.worker import draft_model
-from vllm_trie.worker.draft_batch import DraftInputs
-from vllm_trie.worker.draft_by_model import ModelDrafts
-from vllm_trie.worker.draft_model import DraftModel
-from vllm_trie.worker.group_rows import BatchRows
-from vllm_trie.worker.kv_blocks import KVBlocks
-from vllm_trie.worker.kv_slots import ByToken, KVSlots
+from vllm_trie.speculation.worker import draft_model
+from vllm_trie.speculation.worker.draft_batch import DraftInputs
+from vllm_trie.speculation.worker.draft_by_model import ModelDrafts
+from vllm_trie.speculation.worker.draft_model import DraftModel
+from vllm_trie.speculation.worker.tree_positions import tree_positions
+from vllm_trie.speculation.worker.tree_rows import TreeRows
+from vllm_trie.speculation.worker.verify import verify
+from vllm_trie.worker.kv.kv_blocks import KVBlocks
+from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots
+from vllm_trie.worker.rows.group_rows import BatchRows
 from vllm_trie.worker.step_context import StepContext
-from vllm_trie.worker.tree_positions import tree_positions
-from vllm_trie.worker.verify import verify
 
 HIDDEN_SIZE, HEADS, HEAD_SIZE, NUM_BLOCKS = 64, 2, 8, 400
 
@@ -68,8 +69,8 @@ class WeightlessForest(WeightlessStep):
         self.selector.rows.kv_blocks = KVBlocks(caches, NUM_BLOCKS)
         by_token = ByToken(cache.transpose(1, 2), BLOCK_SIZES[:1])  # as FlashAttention has it
         self.selector.rows.kv_slots = KVSlots([[by_token] * num_layers for _ in tables])
-        self.selector.rows.make_room_for_trees()
-        self.drafter = ModelDrafts(runner, self.selector, None)
+        self.tree_rows = TreeRows(runner, self.selector.rows)
+        self.drafter = ModelDrafts(runner, self.selector, self.tree_rows, None)
         for group in self.groups.values():
             group.num_drafted = len(PROMPT) - 1
 
@@ -94,7 +95,7 @@ class WeightlessForest(WeightlessStep):
             num_scheduled_tokens=dict.fromkeys(row_ids, 1), total_num_scheduled_tokens=len(row_ids)
         )
         output.scheduled_spec_decode_tokens = {}
-        context.forests = self._draft(context, output)
+        context.forests = forests = self._draft(context, output)
         slots = self.slots.ravel()
         num_nodes = np.array([output.num_scheduled_tokens[str(slot)] for slot in slots], np.int32)
         batch = batch_of(slots, np.full(len(slots), LENGTH))
@@ -102,10 +103,11 @@ class WeightlessForest(WeightlessStep):
         batch.cu_num_logits_np = batch.query_start_loc_np = starts
         batch.positions = nowhere(int(starts[-1]))
         rows = BatchRows(batch, self.num_slots)
-        tree_positions(context.forests.values(), rows).write(batch.positions)
+        tree_positions(forests.values(), rows).write(batch.positions)
         logits = nowhere(int(starts[-1]), self.vocab_size, dtype=torch.bfloat16)
         sampled, counts = nowhere(len(slots), context.most_steps), np.zeros((2, len(slots)), np.int32)
-        context.decided = verify(self.selector, context, rows, logits, sampled, counts)
+        paths, context.decided = verify(self.selector, forests, 0.0, rows, logits, counts)
+        self.tree_rows.accept(paths, rows.places(np.concatenate([path.slots for path in paths])), sampled)
         self.runner.req_states.num_computed_tokens_np[slots] += context.most_steps
         return context
 

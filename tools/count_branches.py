@@ -29,7 +29,7 @@ FEATURES = {
 OWN_FILES = {"speculation": "|head_model|hidden_states|tree_"}
 """Further paths that belong to a feature."""
 
-AS_WIDE_AS_THEIRS = re.compile(r"kernels(/\w+)?\.py$|worker/cpu/|attention/split_batch")
+AS_WIDE_AS_THEIRS = re.compile(r"kernels(/\w+)?\.py$|worker/kv/copies|worker/cpu/|attention/split_batch")
 MOST_SHOWN = 5
 
 

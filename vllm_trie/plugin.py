@@ -41,7 +41,7 @@ logger = init_logger("vllm.trie_beam")
 
 CPU_WORKER = "vllm_trie.worker.cpu_worker.BeamCPUWorker"
 GPU_WORKER = "vllm_trie.worker.gpu_worker.BeamGPUWorker"
-DRAFT_CLASS = f"vllm_trie.worker.draft_vocabulary:{DRAFT_VOCABULARY}"
+DRAFT_CLASS = f"vllm_trie.speculation.worker.draft_vocabulary:{DRAFT_VOCABULARY}"
 
 create_engine_config = Patch("vllm.engine.arg_utils:EngineArgs", "create_engine_config")
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 from vllm_trie.compat.cpu import needs_cpu_kernels
-from vllm_trie.options.speculation import Drafts
+from vllm_trie.messages import MOST_DRAFTS
+from vllm_trie.options.speculation import DRAFTS_PER_BEAM, MOST_DRAFTS_PER_BEAM, Drafts, speculates
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+
+    from vllm_trie.options import BeamParams
 
 DRAFT_VOCABULARY = "DraftVocabularyLlama"  # the architecture of draft models that propose a part of the tokens
 UNSUPPORTED_HEADS = {  # methods of vLLM's, and why
@@ -53,6 +57,18 @@ def num_draft_layers(vllm_config: VllmConfig) -> int:
     """Layers that a forest has at most, 0 in engines without drafts."""
     config = vllm_config.speculative_config
     return 0 if config is None else int(config.num_speculative_tokens)
+
+
+def most_drafts(beam: BeamParams, num_layers: int) -> int:
+    """Drafts that one forward of a search can verify, whose options are resolved, in an engine with so many layers."""
+    per_beam = MOST_DRAFTS_PER_BEAM if beam.speculation == "auto" else DRAFTS_PER_BEAM
+    draft_width = beam.draft_width or per_beam * beam.beam_width
+    return min(num_layers * draft_width, MOST_DRAFTS) if speculates(beam) else 0
+
+
+def speculation(name: str) -> Any:
+    """A class of `vllm_trie.speculation`, by "module:class": the core names it, engines with drafts alone load it."""
+    return resolve_name(f"vllm_trie.speculation.{name}")
 
 
 def has_states(model: ModelConfig) -> bool:

@@ -1,7 +1,8 @@
 """The draft model: a Llama of few layers and few output tokens that shares all else with its target.
 
 Its layers and its vocabulary are committed, in the folder draft; `join` adds the target's embeddings. vLLM runs it as
-`vllm_trie.worker.draft_vocabulary: DraftVocabularyLlama`, `DraftInTransformers` is the same in transformers.
+`DraftVocabularyLlama` of `vllm_trie.speculation.worker.draft_vocabulary`, `DraftInTransformers` is the same in
+transformers.
 """
 
 from __future__ import annotations

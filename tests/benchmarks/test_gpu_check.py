@@ -23,9 +23,10 @@ from tests.support.engine import ROOT
 from tests.support.flash_attention import flash_attn_varlen_func
 from tests.support.taken_again import TakenAgain
 from vllm_trie.worker.attention.prefix_suffix import Calls
-from vllm_trie.worker.kernels import best, copies
+from vllm_trie.worker.kernels import best
 from vllm_trie.worker.kernels.best import Taken
-from vllm_trie.worker.step_graphs import StepGraphs
+from vllm_trie.worker.kv import copies
+from vllm_trie.worker.select.step_graphs import StepGraphs
 
 pytestmark = pytest.mark.slow
 

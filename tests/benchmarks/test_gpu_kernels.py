@@ -7,7 +7,8 @@ import torch
 
 from benchmarks import gpu_attention
 from benchmarks.gpu_kernels import Inputs, Shape, check
-from vllm_trie.worker.kernels import copies, slots
+from vllm_trie.worker.kernels import slots
+from vllm_trie.worker.kv import copies
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from vllm_trie.catalog import Catalog, file_format
 from vllm_trie.engine.catalogs import MOST_IDLE, EngineCatalogs
 from vllm_trie.messages import CatalogChanges
 from vllm_trie.options import BeamParams
-from vllm_trie.worker.catalogs import DeviceCatalogs
+from vllm_trie.worker.rows.catalogs import DeviceCatalogs
 
 PARAMS = BeamParams(beam_width=2)
 

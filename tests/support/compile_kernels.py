@@ -17,12 +17,11 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from vllm_trie.speculation.worker.kernels import forest_growth
 from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.kernels import (
     best,
     controls,
-    copies,
-    forest_growth,
     in_groups,
     items,
     report,
@@ -34,6 +33,7 @@ from vllm_trie.worker.kernels import (
     wide_keys,
     wide_slots,
 )
+from vllm_trie.worker.kv import copies
 
 HOPPER, AMPERE = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32)
 ALIGNED = [["tt.divisibility", 16]]  # what Triton knows of a pointer or an int that is a multiple of 16

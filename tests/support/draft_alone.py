@@ -14,11 +14,11 @@ from tests.support.pairs import searches
 from tests.support.running import prompt_of, run
 from tests.support.unseen import paths_before
 from vllm_trie.engine.scheduler import BeamScheduler
-from vllm_trie.worker.draft_batch import DraftBatch
-from vllm_trie.worker.draft_by_model import ModelDrafts
-from vllm_trie.worker.draft_model import DraftModel
-from vllm_trie.worker.forest_step import ForestStep
-from vllm_trie.worker.unseen_forests import UnseenForests
+from vllm_trie.speculation.worker.draft_batch import DraftBatch
+from vllm_trie.speculation.worker.draft_by_model import ModelDrafts
+from vllm_trie.speculation.worker.draft_model import DraftModel
+from vllm_trie.speculation.worker.forest_step import ForestStep
+from vllm_trie.speculation.worker.unseen_forests import UnseenForests
 
 TOLERANCE = 1e-3
 MOST_WRONG = 100  # rows, after which the rest is not compared
@@ -134,8 +134,8 @@ def search(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], 
         if steps == 40:
             preempt_all(engine)
 
-    stock = BeamScheduler._speculating
-    monkeypatch.setattr(BeamScheduler, "_speculating", lambda *asked: stock(*asked) if is_on else ())
+    stock = BeamScheduler._growing
+    monkeypatch.setattr(BeamScheduler, "_growing", lambda *asked: stock(*asked) if is_on else ())
     outputs = run(engine, searches(asked), after_step)
     assert steps > 40
     return outputs, plain

@@ -8,8 +8,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from vllm_trie.search import rejection
-from vllm_trie.search.rejection import Verified, verify
+from vllm_trie.speculation.search import rejection
+from vllm_trie.speculation.search.rejection import Verified, verify
 
 Draw = Callable[["Branches", torch.Tensor, int, bool], np.ndarray]
 

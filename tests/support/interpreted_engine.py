@@ -25,8 +25,9 @@ from tests.support.running import trained_prompts
 from tests.support.taken_again import TakenAgain
 from tests.support.trained_pair import Answer, answer
 from vllm_trie import beam_params
-from vllm_trie.worker import draft_warm_up, kernels, warm_up
-from vllm_trie.worker.step_graphs import StepGraphs
+from vllm_trie.worker import launches
+from vllm_trie.worker.select.step_graphs import StepGraphs
+from vllm_trie.worker.startup import warm_up
 
 MAX_TOKENS = 5
 NOT_RUN = ["_apply_grammar_bitmask_kernel", "_topk_topp_kernel"]  # which the interpreter cannot; nobody reads of them
@@ -55,7 +56,7 @@ def as_on_a_gpu() -> Iterator[None]:
     from vllm_trie.worker import cpu_worker  # noqa: F401  so that all are there that are patched
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(kernels, "run_on", lambda _: True))
+        stack.enter_context(patch.object(launches, "run_on", lambda _: True))
         for name, module in sorted(sys.modules.items()):
             if name.startswith("vllm_trie.") and hasattr(module, "sees"):
                 stack.enter_context(patch.object(module, "sees", lambda _: False))
@@ -69,7 +70,7 @@ def start(engine: Engine, variants: Variants) -> None:
     worker = engine.core.model_executor.driver_worker.worker
     with patch.object(warm_up, "_layers", lambda _: ()), noted(variants, runs=False):
         warm_up.warm_up(engine.runner)
-        draft_warm_up.warm_up(engine.runner)
+        engine.runner.speculation.warm_up_stock()
     with patch.object(torch.accelerator, "synchronize"), noted(variants, runs=True):
         warmup_kernels(engine.runner, worker.execute_model, worker.sample_tokens)
 

@@ -11,7 +11,7 @@ from vllm.v1.executor import multiproc_executor
 from tests.support import forks
 from tests.support.engine import Engine
 from tests.support.rows import Row, rows_of
-from vllm_trie.search.draft_lookup import NGrams
+from vllm_trie.speculation.search.draft_lookup import NGrams
 
 RANKS = 2
 
@@ -42,9 +42,9 @@ class LookedInto:
             select = selector.select
             selector.select = lambda step, rows, logits, *args: select(step, rows, logits.roll(1, dims=-1), *args)
         elif what == "n-grams":
-            self.model_runner.drafter._ngrams = NGrams(9, 9)
+            self.model_runner.speculation.drafter._ngrams = NGrams(9, 9)
         else:
-            draft_model = self.model_runner.drafter.draft_model
+            draft_model = self.model_runner.speculation.drafter.draft_model
             logits_of = draft_model.logits
             draft_model.logits = lambda *args: logits_of(*args).roll(1, dims=-1)
 

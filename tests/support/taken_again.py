@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from vllm_trie.search import devices
 from vllm_trie.worker.kernels.best import Taken
-from vllm_trie.worker.step_graphs import GraphCapture
+from vllm_trie.worker.select.step_graphs import GraphCapture
 
 
 class TakenAgain(GraphCapture):

@@ -7,9 +7,9 @@ from itertools import cycle
 
 import pytest
 
-from vllm_trie.worker import draft_by_model, forest_walk, searched_forest
-from vllm_trie.worker.forest_growth import NO_NODE, ForestPlan, Part
-from vllm_trie.worker.unseen_forests import UnseenForests
+from vllm_trie.speculation.worker import draft_by_model, forest_walk, searched_forest
+from vllm_trie.speculation.worker.forest_growth import NO_NODE, ForestPlan, Part
+from vllm_trie.speculation.worker.unseen_forests import UnseenForests
 
 
 def pretend_unseen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from tests.support.traces import check_drafts
-from vllm_trie.search.forest import Forest
+from vllm_trie.speculation.search.forest import Forest
+from vllm_trie.speculation.worker.verify import drafted_forest
 from vllm_trie.trace import Trace
 from vllm_trie.trace.trace import tokens_of
 from vllm_trie.trie import hypotheses
 from vllm_trie.trie.traced import DraftedForest, TracedTrie
-from vllm_trie.worker.verify import drafted_forest
 
 
 def trace_of(trie: TracedTrie, returned: list[int]) -> Trace:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from vllm_trie.messages import Decided
-from vllm_trie.search.forest import Forest
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.step_result import Step
+from vllm_trie.speculation.search.forest import Forest
 from vllm_trie.worker.rank_check import as_text, disputes
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from vllm_trie.engine.answer_prefix import AnswerStream, Part
+from vllm_trie.engine.forests import Forests
 from vllm_trie.engine.grammar import NoMatchers
-from vllm_trie.engine.group_forests import forests_of
 from vllm_trie.engine.hypothesis import NO_HYPOTHESES, FoundHypotheses, TokenReports
 from vllm_trie.engine.plan import SearchPlan
 from vllm_trie.engine.stats import SearchCounts
@@ -34,7 +34,7 @@ class BeamGroup:
     def __init__(self, plan: SearchPlan, matchers: NoMatchers, streams: bool) -> None:
         self.plan, self.matchers = plan, matchers
         self.stream = AnswerStream(plan.select_rules.num_logprobs is not None) if streams else None
-        self.forests = forests_of(plan.params, plan.width)
+        self.forests = Forests()  # others, where it speculates
         self.counts = SearchCounts()
         self.num_pending = 0  # steps that are scheduled and whose results are not in yet
         self.restart()

@@ -2,7 +2,7 @@
 
 vLLM enters blocks of a prompt when it schedules the step that fills them, so that others of the same step find them
 there. The target computes all rows of a step together. The draft model computes groups that contrast it ahead of the
-others: then it must compute these blocks first (`worker.amateur`).
+others: then it must compute these blocks first (`worker.select.amateur`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from vllm_trie.engine.answers import add_answer
 from vllm_trie.engine.catalogs import EngineCatalogs
 from vllm_trie.engine.grammar import GrammarError, RowMatchers, fill_masks, why_not_along
 from vllm_trie.engine.group import BeamGroup
-from vllm_trie.engine.group_forests import GroupForests
 from vllm_trie.engine.known_caches import refuse_unsupported_kv_cache
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.new_group import is_unchecked, new_group
@@ -39,7 +38,7 @@ from vllm_trie.engine.outputs import (
     take_prefill_stats,
 )
 from vllm_trie.engine.prefix_publishing import AnswerCache
-from vllm_trie.engine.speculation_budget import Speculating, SpeculationBudgets
+from vllm_trie.engine.speculation import Budgets, Growing
 from vllm_trie.engine.stats import BeamTally, SearchCounts, attach_stats
 from vllm_trie.messages import (
     NOT_DRAFTED,
@@ -54,11 +53,12 @@ from vllm_trie.messages import (
 )
 from vllm_trie.options import BeamParams
 from vllm_trie.selection import config_of, has_logits_processors
-from vllm_trie.speculative_config import drafts_of
+from vllm_trie.speculative_config import drafts_of, speculation
 
 logger = init_logger("vllm.trie_beam.scheduler")
 
 NO_ADMISSION = -1
+BUDGETS = "engine.speculation_budget:SpeculationBudgets"
 ONE_ROW = np.zeros(1, np.int32)  # its own parent
 
 
@@ -92,7 +92,9 @@ class BeamScheduler(Scheduler):
         config, speculative = config_of(self.vllm_config), self.vllm_config.speculative_config
         refuse_unsupported_kv_cache(self.kv_cache_config, self.mamba_partial_cache_hit)
         self._steps_to_check = math.inf if config.check_invariants else steps_to_check(config.vllm_check)
-        self._budgets = None if speculative is None else SpeculationBudgets(speculative, self.kv_cache_manager)
+        self._budgets: Budgets | None = None
+        if speculative is not None:
+            self._budgets = speculation(BUDGETS)(speculative, self.kv_cache_manager)
         self.kv_cache_manager.reclaim_interval = config.reclaim_interval
         self.kv_cache_manager.num_lookahead_tokens = self.num_lookahead_tokens
         self.groups: dict[str, BeamGroup] = {}  # by the request that stands for the group
@@ -122,6 +124,8 @@ class BeamScheduler(Scheduler):
         ticket = ticket.without_items(request.sampling_params)
         has_processors = has_logits_processors(self.vllm_config)
         group = new_group(request, params, ticket, self.max_model_len, has_processors, catalog)
+        if self._budgets is not None:
+            group.forests = self._budgets.forests(params, group.plan.width)
         needed = self.kv_cache_manager.announce(request, group.paths_to_fan_out())
         usable, refusal = self.kv_cache_manager.num_usable_blocks, None
         if group.num_rows > self.max_num_running_reqs:
@@ -206,7 +210,9 @@ class BeamScheduler(Scheduler):
             self.catalogs.load(self._brought())
         steps = self._group_steps(output)
         if self._budgets is not None:
-            self._share_out_budget(self._budgets, output, steps)
+            num_tokens = self._num_tokens(output, steps)
+            spare_tokens = self.max_num_scheduled_tokens - num_tokens
+            self._budgets.share_out(list(self._growing(output, steps)), output, num_tokens, spare_tokens)
         for group_id, step in steps.items():
             self.groups[group_id].num_pending += step.selects
         attach_group_steps(output, steps)
@@ -237,25 +243,11 @@ class BeamScheduler(Scheduler):
                 num_tokens += step.budget.max_drafts
         return num_tokens
 
-    def _speculating(self, output: SchedulerOutput, steps: dict[str, GroupStep]) -> Iterator[Speculating]:
-        """The groups whose step may be several."""
+    def _growing(self, output: SchedulerOutput, steps: dict[str, GroupStep]) -> Iterator[Growing]:
+        """The groups whose rows compute one token each; after a preemption they compute more."""
         for group_id, step in steps.items():
-            group = self.groups[group_id]
-            # A forest grows from one token per row; after a preemption rows compute more.
-            may_be_several = step.decodes and step.selects and output.num_scheduled_tokens[group_id] == 1
-            if may_be_several and isinstance(group.forests, GroupForests) and group.forests.may_grow(group.length):
-                yield Speculating(group, group.forests, self.requests[group_id], step)
-
-    def _share_out_budget(
-        self, budgets: SpeculationBudgets, output: SchedulerOutput, steps: dict[str, GroupStep]
-    ) -> None:
-        num_tokens = self._num_tokens(output, steps)
-        spare_tokens = self.max_num_scheduled_tokens - num_tokens
-        budgets.share_out(list(self._speculating(output, steps)), num_tokens, spare_tokens)
-        drafts = output.scheduled_spec_decode_tokens
-        is_steady = all(n == 1 + len(drafts.get(id_, ())) for id_, n in output.num_scheduled_tokens.items())
-        if output.num_scheduled_tokens:  # else vLLM had nothing to do but wait for results
-            budgets.adaptive.scheduled(num_tokens, is_steady)
+            if step.decodes and step.selects and output.num_scheduled_tokens[group_id] == 1:
+                yield Growing(self.groups[group_id], self.requests[group_id], step)
 
     def _plan_rows(self) -> int:
         """Let vLLM's loop see how many tokens each row has to compute. Returns the budget that all but first rows need.
@@ -440,7 +432,7 @@ class BeamScheduler(Scheduler):
         self._now.results = group_results(model_runner_output)
         self._fail_groups_of_other_images()
         if self._budgets is not None and scheduler_output.num_scheduled_tokens:
-            self._budgets.adaptive.finished(self._now.results.values())
+            self._budgets.finished(self._now.results.values())
         outputs = super().update_from_output(scheduler_output, model_runner_output, **kwargs)
         for request, group in self._now.over:
             self._end_group(request, group, outputs)
@@ -505,9 +497,8 @@ class BeamScheduler(Scheduler):
                 break
         if not is_stale:  # else nothing is computed any more
             request.num_computed_tokens += len(forks) - 1
-        had_budget = decided.drafted != NOT_DRAFTED
-        if self._budgets is not None and isinstance(group.forests, GroupForests) and had_budget and not over:
-            self._budgets.learn(group.forests, group.length, decided.drafted, len(forks))
+        if self._budgets is not None and decided.drafted != NOT_DRAFTED and not over:
+            self._budgets.learn(group, decided.drafted, len(forks))
         counts = SearchCounts.of(decided, len(forks), is_prompt=not was_decoding)
         self.tally.stats.add(counts)
         group.counts.add(counts)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_trie.engine.adaptive_forests import most_drafts
 from vllm_trie.options.parts import MOST_STOP_CHARACTERS, MOST_STOP_LENGTH, MOST_STOPS
 from vllm_trie.options.request import BeamParams, SearchParams, StepParams
 from vllm_trie.options.shown import shown
 from vllm_trie.options.speculation import check_draft_width
 from vllm_trie.selection import config_of
-from vllm_trie.speculative_config import num_draft_layers
+from vllm_trie.speculative_config import most_drafts, num_draft_layers
 from vllm_trie.trie.blocks import least_blocks_to_start
 
 if TYPE_CHECKING:

@@ -9,6 +9,8 @@ from vllm_trie.options.matrix import OF_PLAIN_STEPS, clash
 from vllm_trie.options.parts import Speculating, Speculation
 
 Drafts = Literal["model", "ngrams"]
+DRAFTS_PER_BEAM = 2  # of a layer, unless a request says otherwise
+MOST_DRAFTS_PER_BEAM = 4  # likewise, where it is adaptive
 
 
 def check_drafts(speculation: str | None, drafts: Drafts | None, prefix: str = "") -> None:

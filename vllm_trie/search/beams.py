@@ -1,6 +1,6 @@
 """What rows carry from step to step, and how it follows their beams: nothing else forks with them but their histories.
 
-Those, tokens and KV blocks, lie in the engine's own tables; see `vllm_trie.worker.rows`.
+Those, tokens and KV blocks, lie in the engine's own tables; see `vllm_trie.worker.rows.rows`.
 """
 
 from __future__ import annotations

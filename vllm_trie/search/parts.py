@@ -1,7 +1,7 @@
 """Rows a part at a time, so that what is held of each of them on the way is held of few of them at once.
 
 Groups that need much memory take steps together only if their rows are one part: what is taken in several parts is one
-wide search. See `vllm_trie.worker.select`.
+wide search. See `vllm_trie.worker.select.select`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_trie.worker.attention.shared_rows import SharedRows, SharesPrefixes
-from vllm_trie.worker.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.step_context import StepContext
 
 

@@ -11,16 +11,16 @@ from vllm.v1.worker.cpu.model_runner import CPUModelRunner  # isort: skip
 from vllm_trie.compat.cpu import accept_v2_in_worker, needs_cpu_kernels
 from vllm_trie.compat.patch import Patch
 from vllm_trie.worker.attention.cpu_backend import use_shared_prefixes
-from vllm_trie.worker.hidden_states import KeepsHiddenStates
 from vllm_trie.worker.loads_catalogs import TakesCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
+from vllm_trie.worker.speculation import LeavesRoom
 
 
 class BeamCPUModelRunner(BeamModelRunner, CPUModelRunner):
     """vLLM's CPU runner with beam groups."""
 
 
-class BeamCPUWorker(TakesCatalogs, KeepsHiddenStates, CPUWorker):
+class BeamCPUWorker(TakesCatalogs, LeavesRoom, CPUWorker):
     """`CPUWorker` names its runner class inside `init_device`; there is no other seam."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -15,8 +15,8 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from vllm_trie.messages import GroupStep, group_steps
 from vllm_trie.search.beams import Beams
-from vllm_trie.worker.group_rows import GroupRows
-from vllm_trie.worker.row_params import row_params
+from vllm_trie.worker.rows.group_rows import GroupRows
+from vllm_trie.worker.rows.row_params import row_params
 from vllm_trie.worker.step_context import StepContext
 
 

@@ -9,7 +9,6 @@ host.
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
 from functools import cached_property, partial
 from itertools import chain
@@ -25,47 +24,36 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np, stream
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
-from vllm.v1.worker.gpu.mm.rope import RopeState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
-from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
-from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_trie.messages import attach_results, catalog_changes, row_masks
 from vllm_trie.search.devices import sees, uploaded_once
 from vllm_trie.selection import config_of, has_logits_processors
-from vllm_trie.worker import kernels
-from vllm_trie.worker.amateur import Amateur, amateur_logits, contrasting
+from vllm_trie.speculative_config import speculation
+from vllm_trie.worker import launches
 from vllm_trie.worker.announce_shared_rows import announce_shared_rows, reads_shared_blocks_once
 from vllm_trie.worker.attention.check_attention import check_demanded_layers
-from vllm_trie.worker.attention.layer_bytes import tell_layer_bytes
-from vllm_trie.worker.attention.tree_layers import takes_trees
-from vllm_trie.worker.catalogs import DeviceCatalogs
-from vllm_trie.worker.draft import Drafter
-from vllm_trie.worker.draft_by_head import HeadDrafts
-from vllm_trie.worker.draft_by_lookup import LookupDrafts
-from vllm_trie.worker.draft_by_model import ModelDrafts
-from vllm_trie.worker.draft_memory import take_widest_move
 from vllm_trie.worker.expand import expand
-from vllm_trie.worker.group_rows import BatchRows, GroupRows
-from vllm_trie.worker.hidden_states import HiddenStates
 from vllm_trie.worker.kernels import rows_beside
-from vllm_trie.worker.new_rows import may_copy_rows, refuse_own_state
 from vllm_trie.worker.pipeline import Stages
-from vllm_trie.worker.plain_step_graphs import add_graphs_of_plain_steps
 from vllm_trie.worker.rank_check import rank_check
-from vllm_trie.worker.rows import Rows, rope_state
-from vllm_trie.worker.select import Selector
+from vllm_trie.worker.rows.catalogs import DeviceCatalogs
+from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.rows.new_rows import may_copy_rows, refuse_own_state
+from vllm_trie.worker.rows.rows import Rows
+from vllm_trie.worker.rows.sub_batch import put_sampled, scatter_logprobs, sub_batch
+from vllm_trie.worker.select.amateur import Amateur, amateur_logits
+from vllm_trie.worker.select.select import Selector
+from vllm_trie.worker.select.step_graphs import GraphCapture, StepGraphs
+from vllm_trie.worker.speculation import Speculation
+from vllm_trie.worker.startup.layer_bytes import tell_layer_bytes
+from vllm_trie.worker.startup.plain_step_graphs import add_graphs_of_plain_steps
+from vllm_trie.worker.startup.widest_steps import most_heavy_rows, most_rows_together, take_widest_steps
 from vllm_trie.worker.step_context import StepContext
-from vllm_trie.worker.step_graphs import GraphCapture, StepGraphs
-from vllm_trie.worker.sub_batch import put_sampled, scatter_logprobs, sub_batch
-from vllm_trie.worker.sub_forward import sub_forward
-from vllm_trie.worker.tree_positions import tree_positions
-from vllm_trie.worker.verify import verify
-from vllm_trie.worker.widest_steps import most_heavy_rows, most_rows_together, take_widest_steps
 
-DRAFTERS: dict[str, type[Drafter]] = {"ngram": LookupDrafts, "ngram_gpu": LookupDrafts, "eagle3": HeadDrafts}
+SPECULATION = "worker.tree_speculation:TreeSpeculation"
 
 
 class BeamModelRunner(GPUModelRunner):
@@ -84,7 +72,7 @@ class BeamModelRunner(GPUModelRunner):
         self.catalogs: DeviceCatalogs
         self.rows: Rows
         self.selector: Selector
-        self.drafter: Drafter | None = None
+        self.speculation = Speculation()
         self.amateur: Amateur | None = None
 
     @cached_property
@@ -97,13 +85,11 @@ class BeamModelRunner(GPUModelRunner):
         return may_copy_rows(self) and not self._has_own_processors
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        if isinstance(self.speculator, DraftModelSpeculator):
-            self.speculator.load_draft_model = partial(self._load_draft_model, self.speculator.load_draft_model)
+        if self.speculator is not None:
+            self.speculation = speculation(SPECULATION)(self)
         super().load_model(*args, **kwargs)
         refuse_own_state(self.model_state)
         self.rows = Rows(self)
-        if (rope := rope_state(self)) is not None:
-            rope.prepare_positions = partial(self._prepare_rope_positions, rope.prepare_positions, rope)
         if self.pp_handler is not None:
             self.stages = Stages(self.pp_handler, self.groups, self.rows, self.max_num_reqs)
         room = config_of(self.vllm_config).request_tables_bytes
@@ -112,25 +98,11 @@ class BeamModelRunner(GPUModelRunner):
             return
         together = self.max_num_reqs if sees(self.device) else most_rows_together(self.model_config.get_vocab_size())
         self.selector = Selector(self, self.groups, self.rows, self.catalogs, together)
-        if kernels.run_on(self.device) and self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+        if launches.run_on(self.device) and self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
             self.selector.graphs = StepGraphs(self.device, self.model_config.dtype, GraphCapture())
-        if self.speculator is not None:
-            drafter = DRAFTERS.get(self.speculative_config.method, ModelDrafts)
-            self.drafter = drafter(self, self.selector, self.rank_check)
-            self.rows.make_room_for_trees()
-            self.speculator.propose = partial(self._propose, self.speculator.propose)
+        self.speculation.attach()
         if isinstance(self.speculator, StandaloneARSpeculator):
             self.amateur = Amateur(self, self.speculator)
-
-    def _load_draft_model(self, stock: Any, *args: Any) -> Any:
-        try:
-            return stock(*args)
-        except Exception as error:
-            name = self.speculative_config.model
-            raise ValueError(
-                f"the draft model {name!r} of speculative_config cannot be loaded: {error}; name another one, or start "
-                f"vLLM without speculative_config"
-            ) from error
 
     def initialize_kv_cache(self, *args: Any, is_profiling: bool = False, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, is_profiling=is_profiling, **kwargs)
@@ -138,10 +110,8 @@ class BeamModelRunner(GPUModelRunner):
         tell_layer_bytes(self)
         assert self.cudagraph_manager is not None
         add_graphs_of_plain_steps(self.cudagraph_manager)
-        if self.drafter is not None and not is_profiling and not takes_trees(self):
-            self.drafter = None
-        if self.drafter is not None and isinstance(self.speculator, EagleSpeculator) and not is_profiling:
-            self.rows.hidden_states = HiddenStates(self)
+        if not is_profiling:
+            self.speculation.begin()
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
         """vLLM measures the memory that is left by what this takes."""
@@ -156,8 +126,7 @@ class BeamModelRunner(GPUModelRunner):
         if sees(self.device):
             return
         logits = self.model.compute_logits(hidden_states)
-        if self.drafter is not None:
-            take_widest_move(self)
+        self.speculation.take_memory()
         take_widest_steps(logits, most_heavy_rows(self.vllm_config), self.model_config.max_logprobs)
 
     def execute_model(
@@ -169,9 +138,8 @@ class BeamModelRunner(GPUModelRunner):
                 self.catalogs.apply(catalog_changes(scheduler_output))
             scheduler_output, self.step = expand(scheduler_output, self.groups, self.device, self._copies_rows)
         output = super().execute_model(scheduler_output, *args, dummy_run=dummy_run, **kwargs)
-        forward = None if dummy_run or self.drafter is None else self.execute_model_state
-        if forward is not None and (states := self.rows.hidden_states) is not None:
-            states.keep(forward)
+        if not dummy_run and self.execute_model_state is not None:
+            self.speculation.keep(self.execute_model_state)
         return output
 
     def update_pp_decode_requests(self, *args: Any, **kwargs: Any) -> None:
@@ -195,13 +163,7 @@ class BeamModelRunner(GPUModelRunner):
         super().update_requests(scheduler_output, **kwargs)
         if self.step.steps:
             self.rows.add_blocks(self.step.steps, self.groups)
-        self.step.cannot_draft = self.drafter is None
-        if self.drafter is not None and self.step.speculating:
-            self.block_tables.apply_staged_writes()  # the draft model reads the tables before the target does
-            start = time.perf_counter()
-            with gpu_sync_allowed():
-                self.step.forests = self.drafter.draft(self.step, self.groups, scheduler_output)
-            self.step.draft_seconds = time.perf_counter() - start
+        self.speculation.propose(self.step, self.groups, scheduler_output)
 
     def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
         state, uniform_token_count = super().gather_batch_req_state(*args, **kwargs)
@@ -212,27 +174,16 @@ class BeamModelRunner(GPUModelRunner):
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         if not self.step.forests:
             return super().prepare_inputs(*args, **kwargs)
-        stock, self.req_states.draft_tokens = self.req_states.draft_tokens, self.rows.tree_drafts
-        try:
+        with self.speculation.in_place():
             return super().prepare_inputs(*args, **kwargs)
-        finally:
-            self.req_states.draft_tokens = stock
 
     def prepare_attn(self, input_batch: InputBatch, **kwargs: Any) -> Any:
         if self._sets_rows_apart:
             announce_shared_rows(self, self.step, self.groups, input_batch)
         prepared = super().prepare_attn(input_batch, **kwargs)
         if self.step.forests:
-            rows = BatchRows(input_batch, self.max_num_reqs)
-            self.step.tree_positions = tree_positions(self.step.forests.values(), rows)
-            self.step.tree_positions.write(input_batch.positions)
+            self.speculation.place(input_batch)
         return prepared
-
-    def _prepare_rope_positions(self, stock: Any, rope: RopeState, *args: Any) -> None:
-        """Where vLLM prepares M-RoPE positions of a batch."""
-        stock(*args)
-        if self.step.tree_positions is not None:
-            self.step.tree_positions.write(rope.positions, rope.prefill_delta.np)
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         if not self.step.steps:
@@ -280,7 +231,8 @@ class BeamModelRunner(GPUModelRunner):
         amateur = amateur_logits(self.amateur, step.steps, self.groups, rows)
         with gpu_sync_allowed() if step.waits or self.rank_check is not None else nullcontext():
             step.selected = self.selector.select(step, rows, logits, sampled, amateur)
-            step.decided = verify(self.selector, step, rows, logits, sampled, num_sampled) if step.forests else {}
+            if step.forests:
+                step.decided = self.speculation.accept(rows, logits, sampled, num_sampled)
             if self.rank_check is not None:
                 decided = step.results([selected.packed.cpu().numpy() for selected in step.selected])
                 arrays = {group_id: of_group.as_arrays() for group_id, of_group in decided.items()}
@@ -293,34 +245,9 @@ class BeamModelRunner(GPUModelRunner):
         if of_ordinary is None:
             return SamplerOutput(sampled, None, num_nans, counts, rejected)
         own = of_ordinary.sampled_token_ids, of_ordinary.num_sampled, of_ordinary.num_rejected
-        put = rows_beside.put_sampled if kernels.run_on(self.device) else put_sampled
+        put = rows_beside.put_sampled if launches.run_on(self.device) else put_sampled
         put(smaller.rows, own, sampled, counts, rejected)
         return SamplerOutput(sampled, of_ordinary.logprobs_tensors, num_nans, counts, rejected)
-
-    def _propose(self, stock: Any, input_batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Where vLLM drafts: for ordinary requests, and for groups that are one row yet, whose prompt it computes."""
-        left_out = [*self.step.decoding, *contrasting(self.step.steps)]
-        if isinstance(self.drafter, HeadDrafts):
-            beginning = [self.groups[group_id] for group_id in self.step.steps if group_id not in left_out]
-            with gpu_sync_allowed():
-                self.drafter.add_first_rows(beginning, BatchRows(input_batch, self.max_num_reqs))
-            left_out = [*self.step.steps]
-        left_out_rows = {row_id for group_id in left_out for row_id in self.groups[group_id].row_ids}
-        if not left_out_rows:
-            return stock(input_batch, *args, **kwargs)
-        # Metadata, slots and hidden states of the forward: of these, a draft model and a lookup read none.
-        *of_forward, num_sampled, num_rejected = args[:6]
-        rows = [at for at, row_id in enumerate(input_batch.req_ids) if row_id not in left_out_rows]
-        drafts = self.req_states.draft_tokens.new_zeros(input_batch.num_reqs, self.num_speculative_steps)
-        if rows:
-            smaller, at, tokens, *_ = sub_batch(input_batch, np.array(rows))
-            if isinstance(self.speculator, EagleSpeculator):
-                of_forward = [*sub_forward(self, smaller, tokens, *of_forward[2:])]
-                kwargs["is_profile"] = True  # no graphs: these read the whole batch's buffers
-            else:
-                self.block_tables.gather_block_tables(smaller.idx_mapping, smaller.num_reqs)  # as drafters read them
-            drafts[at] = stock(smaller, *of_forward, num_sampled[at], num_rejected[at], *args[6:], **kwargs)
-        return drafts
 
     def sample_tokens(self, grammar_output: GrammarOutput | None, *args: Any, **kwargs: Any) -> Any:
         if (masks := row_masks(grammar_output)) is not None:

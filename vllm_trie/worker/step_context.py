@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from vllm_trie.messages import CANNOT_DRAFT, NOT_DRAFTED, Decided, GroupStep
 from vllm_trie.search.step_result import Layout, unpacked
-from vllm_trie.worker.forest_step import ForestStep
-from vllm_trie.worker.tree_positions import TreePositions
+from vllm_trie.worker.attention.shared_rows import RowTrees
+
+
+class DraftForest(Protocol):
+    """What one group has drafted for one step: a tree in the row of each beam."""
+
+    @property
+    def num_layers(self) -> int:
+        """Steps of its search that it may take beside the first."""
+
+    def trees(self) -> RowTrees:
+        """The masks of the trees, which attention is told."""
 
 
 class PackedStep(NamedTuple):
@@ -34,10 +44,8 @@ class StepContext:
     entered: list[str] = field(default_factory=list)  # groups that have new rows: they begin, or fan out
     copied: list[str] = field(default_factory=list)  # of those: whose further rows are copies of the first
     new_tokens_unknown: list[str] = field(default_factory=list)  # of those: whose newest tokens the device alone knows
-    forests: dict[str, ForestStep] = field(default_factory=dict)  # of the groups that speculate
+    forests: dict[str, DraftForest] = field(default_factory=dict)  # of the groups that speculate
     cannot_draft: bool = False  # by this engine's attention
-    tree_positions: TreePositions | None = None  # of their nodes
-    draft_seconds: float = 0.0  # that it took to draft them
     masks: dict[str, torch.Tensor] = field(default_factory=dict)  # [rows, V / 32] of groups with a grammar, packed
     selected: list[PackedStep] = field(default_factory=list)  # what was decided, on the device
     decided: dict[str, Decided] = field(default_factory=dict)  # what was decided on the host: of the forests

@@ -86,7 +86,7 @@ def test_without_histories_of_their_own_beams_are_penalised_wrongly(
 ) -> None:
     prompts, params = [[*case.prompt] for case in controlled], [case.params() for case in controlled]
     right = answers(engines(model).generate(prompts, params))
-    monkeypatch.setattr("vllm_trie.worker.rows.Rows._reorder_controls", lambda *_: None)
+    monkeypatch.setattr("vllm_trie.worker.rows.rows.Rows._reorder_controls", lambda *_: None)
     wrong = answers(engines(model).generate(prompts, params))
     differing = {case.controls for case, a, b in zip(controlled, right, wrong, strict=True) if a != b}
     assert len(differing) > len(PENALTIES) // 2

@@ -14,9 +14,9 @@ from tests.support.reference import agree, engine_answers, transformers_beams
 from tests.support.taken_again import TakenAgain
 from vllm_trie import beam_params
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.worker import kernels
+from vllm_trie.worker import launches
 from vllm_trie.worker.kernels import best, in_groups, items
-from vllm_trie.worker.step_graphs import StepGraphs
+from vllm_trie.worker.select.step_graphs import StepGraphs
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ def through_kernels(monkeypatch: pytest.MonkeyPatch) -> list[SelectRules]:
             return take_step(rules, *args)
 
         monkeypatch.setattr(module, "take_step", noted)
-    monkeypatch.setattr(kernels, "run_on", lambda _: True)
+    monkeypatch.setattr(launches, "run_on", lambda _: True)
     return taken
 
 

@@ -168,7 +168,7 @@ def test_beams_without_their_own_history_go_wrong(engine: Engine, monkeypatch: p
     for answers in (right, wrong):
         for output in engine.generate(prompts, params_of({"counting": 1})):
             answers.append([o.token_ids for o in output.outputs])
-        monkeypatch.setattr("vllm_trie.worker.rows.Rows._reorder_controls", lambda *_: None)
+        monkeypatch.setattr("vllm_trie.worker.rows.rows.Rows._reorder_controls", lambda *_: None)
     assert right != wrong
 
 

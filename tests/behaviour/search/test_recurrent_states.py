@@ -15,7 +15,7 @@ from tests.support.disturb import preempt_all
 from tests.support.engine import Engines
 from tests.support.running import MOST_TIES, count_ties, prompt_of, run
 from vllm_trie import beam_params
-from vllm_trie.worker import reorder
+from vllm_trie.worker.kv import reorder
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from tests.support.engine import Engine, Engines
 from tests.support.options import DRAFTED
 from tests.support.pairs import TRAINED, count_differing, searches, sizes_in, speculating, steps_per_forward
 from tests.support.running import MOST_TIES, prompt_of, run, trained_prompts
-from vllm_trie.engine.adaptive_forests import AdaptiveForests
-from vllm_trie.search.forest_size import PLAIN, ForestSize
+from vllm_trie.speculation.engine.adaptive_forests import AdaptiveForests
+from vllm_trie.speculation.search.forest_size import PLAIN, ForestSize
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from tests.support.engine import Engines
 from tests.support.pairs import NOISE, Pair, speculating
 from tests.support.running import prompt_of, run
 from vllm_trie import beam_params
-from vllm_trie.engine.speculation_budget import Speculating
+from vllm_trie.engine.speculation import Growing
 
 pytestmark = pytest.mark.slow
 
@@ -44,9 +44,9 @@ def test_the_least_of_use_is_given_and_nothing_less(
         """How often searches, one at a time, were given a budget, and how many forwards they saved by it."""
         num_budgets = 0
 
-        def share(candidates: Sequence[Speculating], num_tokens: int, _: int) -> None:
+        def share(candidates: Sequence[Growing], output: Any, num_tokens: int, _: int) -> None:
             nonlocal num_budgets
-            share_out(candidates, num_tokens, spare_tokens)
+            share_out(candidates, output, num_tokens, spare_tokens)
             num_budgets += sum(one.step.budget is not None for one in candidates)
 
         monkeypatch.setattr(engine.scheduler._budgets, "share_out", share)

@@ -13,9 +13,9 @@ from tests.support.engine import Engine, Engines
 from tests.support.pairs import NOISE, Pair, count_differing, speculating
 from tests.support.reference import load
 from tests.support.unseen import grow_unseen_in_turn
-from vllm_trie.search.forest import Forest
-from vllm_trie.worker.draft_by_model import ModelDrafts
-from vllm_trie.worker.group_rows import GroupRows
+from vllm_trie.speculation.search.forest import Forest
+from vllm_trie.speculation.worker.draft_by_model import ModelDrafts
+from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.step_context import StepContext
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from tests.support.engine import BLOCK_SIZE, Engine, Engines
 from tests.support.pairs import NOISE, Pair, check_exact, count_differing, drafting, speculating
 from tests.support.running import prompt_of, run
 from vllm_trie import beam_params
-from vllm_trie.worker.draft_model import DraftModel
+from vllm_trie.speculation.worker.draft_model import DraftModel
 
 pytestmark = pytest.mark.slow
 

@@ -29,9 +29,10 @@ from tests.support.running import prompt_of, run, start_with, trained_prompts
 from tests.support.unseen import grow_unseen_in_turn, pretend_unseen
 from vllm_trie import beam_params
 from vllm_trie.engine import kv_cache
-from vllm_trie.worker import roots, verify
-from vllm_trie.worker.group_rows import GroupRows, Roots
-from vllm_trie.worker.rows import Rows
+from vllm_trie.speculation.worker import roots, verify
+from vllm_trie.speculation.worker.roots import Roots
+from vllm_trie.worker.rows.group_rows import GroupRows
+from vllm_trie.worker.rows.rows import Rows
 
 pytestmark = pytest.mark.slow
 

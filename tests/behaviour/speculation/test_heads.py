@@ -21,9 +21,9 @@ from tests.support.trained_pair import DRAWN, WARPED, answer, own_sum, tokens
 from tests.support.trained_pair import search as draw
 from tests.support.unseen import grow_unseen_in_turn
 from vllm_trie import beam_params
-from vllm_trie.search.forest_size import PLAIN, ForestSize
-from vllm_trie.worker.hidden_states import HiddenStates
-from vllm_trie.worker.kv_blocks import KVBlocks
+from vllm_trie.speculation.search.forest_size import PLAIN, ForestSize
+from vllm_trie.speculation.worker.hidden_states import HiddenStates
+from vllm_trie.worker.kv.kv_blocks import KVBlocks
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def test_an_engine_runs_the_head_when_it_measures_its_memory(engines: Engines, m
     """There is no KV cache then."""
     engines.close()
     monkeypatch.setattr(CPUWorker, "_should_warm_up_model", lambda _: True)
-    assert with_head(engines, 1, max_num_seqs=128).runner.drafter is not None
+    assert with_head(engines, 1, max_num_seqs=128).runner.speculation.takes_trees
 
 
 @pytest.mark.parametrize("num_layers", [1, 4])
@@ -93,7 +93,7 @@ def test_a_head_is_no_model_to_contrast(engine: Engine) -> None:
 
 
 def test_hidden_states_take_their_memory_from_the_kv_cache(engine: Engine) -> None:
-    kept = [*engine.runner.kv_caches, engine.runner.rows.hidden_states.by_slot]
+    kept = [*engine.runner.kv_caches, engine.runner.speculation.rows.hidden_states.by_slot]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
     num_bytes, num_blocks = sum(storages.values()), engine.runner.kv_cache_config.num_blocks
     assert num_bytes <= KV_CACHE_BYTES < num_bytes / num_blocks * (num_blocks + 1)

@@ -28,7 +28,7 @@ from tests.support.running import BYTES_PER_BLOCK, prompt_of, run, trained_promp
 from vllm_trie import beam_params
 from vllm_trie.compat.sources import minor
 from vllm_trie.messages import SpeculationBudget, group_steps
-from vllm_trie.worker.forest_step import NO_BLOCK, ForestStep
+from vllm_trie.speculation.worker.forest_step import NO_BLOCK, ForestStep
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +51,7 @@ class Watch:
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.budgets: list[tuple[int, SpeculationBudget | None]] = []
         self.least_free = engine.scheduler.kv_cache_manager.num_usable_blocks
-        scheduler, drafter = engine.scheduler, engine.runner.drafter
+        scheduler, drafter = engine.scheduler, engine.runner.speculation.drafter
         schedule, draft, manager = scheduler.schedule, drafter.draft, scheduler.kv_cache_manager
 
         def scheduled(*args: Any) -> Any:

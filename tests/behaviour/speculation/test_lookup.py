@@ -26,8 +26,8 @@ from tests.support.pairs import (
 )
 from tests.support.running import answers, prompt_of, run, start_with, trained_prompts
 from vllm_trie import beam_params
-from vllm_trie.worker.draft import Drafter
-from vllm_trie.worker.draft_by_lookup import LookupDrafts
+from vllm_trie.speculation.worker.draft import Drafter
+from vllm_trie.speculation.worker.draft_by_lookup import LookupDrafts
 
 pytestmark = pytest.mark.slow
 

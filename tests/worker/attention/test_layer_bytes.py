@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from vllm.model_executor.layers import vocab_parallel_embedding
 
-from vllm_trie.worker.attention.layer_bytes import layer_bytes
 from vllm_trie.worker.attention.shared_rows import SharesPrefixes
+from vllm_trie.worker.startup.layer_bytes import layer_bytes
 
 
 class Embedding(vocab_parallel_embedding.VocabParallelEmbedding):

@@ -29,7 +29,7 @@ from vllm_trie.worker.attention import compiled
 from vllm_trie.worker.attention.compiled import Plan
 from vllm_trie.worker.attention.shared_rows import Scoring, SharesPrefixes, tokens_of
 from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_of_decoder, others_than, replace_backend
-from vllm_trie.worker.kv_slots import ByToken
+from vllm_trie.worker.kv.kv_slots import ByToken
 
 logger = init_logger("vllm.trie_beam.attention")
 

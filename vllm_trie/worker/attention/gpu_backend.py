@@ -35,7 +35,7 @@ from vllm_trie.worker.attention.prefix_suffix import Calls, Layer, PrefixSuffix
 from vllm_trie.worker.attention.shared_rows import Scoring, SharedRows, SharesPrefixes, row_by_row, tokens_of
 from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_causal, others_than, replace_backend
 from vllm_trie.worker.attention.triton_kernels import MOST_HEAD_SIZE, TILE, Plan
-from vllm_trie.worker.kv_slots import ByToken
+from vllm_trie.worker.kv.kv_slots import ByToken
 
 OF_BATCH = ("num_actual_tokens", "max_query_len", "query_start_loc", "seq_lens", "slot_mapping")
 

@@ -11,7 +11,7 @@ import torch
 
 from vllm_trie.search.devices import numbers, uploaded
 from vllm_trie.search.spans import spans
-from vllm_trie.worker.kv_slots import ByToken
+from vllm_trie.worker.kv.kv_slots import ByToken
 
 WORD = 64  # bits
 

@@ -12,8 +12,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_trie.worker.attention.shared_rows import SharesPrefixes
-from vllm_trie.worker.hidden_states import HiddenStates
-from vllm_trie.worker.kv_slots import ByToken, KVSlots, TokenSegments
+from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots, TokenStates
 
 if TYPE_CHECKING:
     from vllm.v1.worker.utils import AttentionGroup
@@ -42,23 +41,17 @@ def takes_trees(runner: GPUModelRunner) -> bool:
     return not stock
 
 
-def kv_slots(runner: GPUModelRunner, hidden_states: HiddenStates | None = None) -> KVSlots:
+def kv_slots(runner: GPUModelRunner, beside: TokenStates | None = None) -> KVSlots:
     """The KV caches of KV cache groups all of whose layers do, token by token; nothing of others.
 
     Args:
         runner: vLLM's.
-        hidden_states: That a head goes on from, which lie beside its layers.
+        beside: What lies beside them, if anything.
     """
     parts = [_by_token(runner, attn_groups) for attn_groups in attention_of(runner)]
-    if hidden_states is not None and (beside := parts[hidden_states.number]):
-        beside.append(hidden_states.by_token)
+    if beside is not None and (of_group := parts[beside.number]):
+        of_group.append(beside.by_token)
     return KVSlots(parts)
-
-
-def token_segments(runner: Any) -> tuple[TokenSegments, ...]:
-    """Where layers of `BeamModelRunner` hold tokens, if it moves those of accepted drafts."""
-    segments = None if runner.drafter is None else runner.rows.kv_slots.segments
-    return () if segments is None else (segments,)
 
 
 def _by_token(runner: GPUModelRunner, attn_groups: Sequence[AttentionGroup]) -> list[ByToken]:

@@ -19,7 +19,7 @@ import triton.language as tl
 from vllm_trie.search.devices import uploaded
 from vllm_trie.search.spans import spans
 from vllm_trie.worker.attention.shared_rows import WORD, Layer, Scoring, SharedTokens, first_keys, first_keys_there
-from vllm_trie.worker.sizes import next_power_of_2
+from vllm_trie.worker.launches import next_power_of_2
 
 MOST_HEAD_SIZE = 256
 TILE = 64  # queries that a program of the first kernel takes

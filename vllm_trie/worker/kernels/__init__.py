@@ -5,7 +5,7 @@ autotuning. So ranks of tensor parallelism agree. A kernel is compiled anew wher
 tensors that are parts of packed ones, whose alignment changes with the batch, are left out of this.
 
 Each module ends with `warm_up`, which launches all its kernels in all variants that serving can launch;
-`worker.warm_up` calls it.
+`worker.startup.warm_up` calls it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_trie.worker.kv_blocks import Segments
-from vllm_trie.worker.kv_slots import TokenSegments
-from vllm_trie.worker.row_reorder import Tables
+from vllm_trie.worker.kv.row_reorder import Tables
 
 
 class Serving(NamedTuple):
@@ -24,8 +22,6 @@ class Serving(NamedTuple):
 
     tokens: torch.Tensor  # [slots, length] int32
     tables: Tables
-    segments: Segments
-    token_segments: tuple[TokenSegments, ...]  # one, or none where no tokens are moved
     most_beams: int  # of a group
     logits: tuple[torch.Tensor, ...] = ()  # [N, V] each, of every type, stride and alignment that is selected from
     draft_logits: tuple[torch.Tensor, ...] = ()  # likewise, of a draft model
@@ -38,8 +34,3 @@ class Serving(NamedTuple):
     def widths(self) -> list[int]:
         """The powers of two up to the first that is not below `most_beams`."""
         return [1 << exponent for exponent in range((self.most_beams - 1).bit_length() + 1)]
-
-
-def run_on(device: torch.device) -> bool:
-    """Whether kernels do the work on this device; elsewhere torch does."""
-    return device.type == "cuda"

@@ -1,6 +1,6 @@
 """Rows whose logits processors change: what processors read of them, and what rows take over of others, a launch each.
 
-In torch `worker.select` has the one, and `worker.rows` the other.
+In torch `worker.select.select` has the one, and `worker.rows.rows` the other.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from vllm_trie.worker.kernels import Serving
-from vllm_trie.worker.row_reorder import RowReorder
-from vllm_trie.worker.sizes import cdiv
+from vllm_trie.worker.kv.row_reorder import RowReorder
+from vllm_trie.worker.launches import cdiv
 
 TILE = 256  # rows of which one program reads the newest tokens
 COUNTS_TILE = 4096  # counts that one program copies

@@ -49,7 +49,7 @@ from vllm_trie.worker.kernels.tiles import (
     normalise,
     tiles_of,
 )
-from vllm_trie.worker.sizes import next_power_of_2
+from vllm_trie.worker.launches import next_power_of_2
 
 CHILDREN = 16, 256, 4096  # of a node, that kernels are compiled for
 ROOM = tl.constexpr(MOST_PER_ROW)  # for keys of a row

@@ -1,6 +1,6 @@
 """Ordinary rows beside beams: what vLLM samples them by, and what it has sampled, in a launch each.
 
-In torch `worker.sub_batch` has both.
+In torch `worker.rows.sub_batch` has both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from vllm_trie.worker.kernels import Serving
-from vllm_trie.worker.sizes import cdiv
+from vllm_trie.worker.launches import cdiv
 
 TILE = 256  # values that one program copies
 NUM_FIELDS = 2, 3, 3  # of rows, of logits and of tokens

@@ -9,7 +9,7 @@ import triton.language as tl
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.slots import select_next as select_next_in_torch
 from vllm_trie.worker.kernels import Serving
-from vllm_trie.worker.sizes import next_power_of_2
+from vllm_trie.worker.launches import next_power_of_2
 
 PAIRS_PER_THREAD = 32  # (slot, candidate) pairs that a thread of `_select_next` compares at a time; more would spill
 MOST_SLOTS = 1024  # of a program of `_select_next`; of more it would spill, and its work grows with their square

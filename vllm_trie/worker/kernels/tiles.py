@@ -22,7 +22,7 @@ from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rank import TILE
 from vllm_trie.search.token_tables import BYTES_OF_ID, TABLE_BYTES
 from vllm_trie.worker.kernels.order_keys import LAST_KEY, NUM_SCORE_BITS, cutoff, keep, nth_of, order_key
-from vllm_trie.worker.sizes import cdiv, next_power_of_2
+from vllm_trie.worker.launches import cdiv, next_power_of_2
 
 TILES = 64  # of a block
 BLOCK = TILES * TILE  # tokens

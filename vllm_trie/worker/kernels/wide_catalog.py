@@ -42,7 +42,7 @@ from vllm_trie.worker.kernels.wide_slots import (
     list_dead,
     slots_of,
 )
-from vllm_trie.worker.sizes import cdiv, next_power_of_2
+from vllm_trie.worker.launches import cdiv, next_power_of_2
 
 CHILDREN_AT_A_TIME = 256  # that a program looks at
 WARPS_TO_RANK = 4

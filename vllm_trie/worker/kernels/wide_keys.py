@@ -19,7 +19,7 @@ from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rank import SCORE_UNIT, TILE
 from vllm_trie.worker.kernels.order_keys import KEY_UNIT, LAST_KEY, order_key
 from vllm_trie.worker.kernels.tiles import ALLOWED, GOING, TILES, RowLogits, Tiles, log_min_p, logprobs_of, normalise
-from vllm_trie.worker.sizes import cdiv, next_power_of_2
+from vllm_trie.worker.launches import cdiv, next_power_of_2
 
 KEYS_AT_A_TIME = 1024  # that a program makes
 WARPS_TO_SPLIT = 4

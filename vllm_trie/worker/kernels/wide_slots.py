@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from vllm_trie.worker.kernels.order_keys import KEY_UNIT, LAST_KEY, score_of
-from vllm_trie.worker.sizes import cdiv
+from vllm_trie.worker.launches import cdiv
 
 SLOTS_AT_A_TIME, CHILDREN_AT_A_TIME = 32, 256  # that a program compares with each other
 PART = 1024  # slots or continuations that the last kernel takes at a time

@@ -1,0 +1,42 @@
+"""A group whose drafts lead nowhere rests."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_trie import BeamParams
+from vllm_trie.messages import CANNOT_DRAFT, Drafted
+from vllm_trie.speculation.engine.group_forests import GroupForests
+from vllm_trie.speculation.engine.speculation_budget import SpeculationBudgets
+
+
+def budgets_of(by_ngrams: bool) -> SpeculationBudgets:
+    config: Any = SimpleNamespace(
+        num_speculative_tokens=3,
+        draft_model_config=SimpleNamespace(max_model_len=64),
+        target_model_config=SimpleNamespace(max_model_len=64),
+        use_ngram=lambda: by_ngrams,
+    )
+    return SpeculationBudgets(config, None)
+
+
+def group_of(speculation: str) -> Any:
+    return SimpleNamespace(length=10, forests=GroupForests(BeamParams(beam_width=2, speculation=speculation), 2))
+
+
+@pytest.mark.parametrize("speculation", ["exact", "auto"])
+def test_where_attention_takes_no_trees_a_search_takes_plain_steps(speculation: str) -> None:
+    group = group_of(speculation)
+    budgets_of(False).learn(group, CANNOT_DRAFT, 1)
+    assert not any(map(group.forests.may_grow, range(100)))
+
+
+def test_after_drafts_that_led_nowhere_a_group_rests_longer_each_time_until_some_lead_on() -> None:
+    budgets, group, rests = budgets_of(True), group_of("exact"), list[int]()
+    for num_steps in [1] * 9 + [2, 1, 1, 1]:
+        budgets.learn(group, Drafted(4, 2, 4, 0.0, []), num_steps)
+        rests.append(group.forests.num_rested)
+    assert rests == [0, 0, 1, 2, 4, 8, 16, 16, 16, 0, 0, 0, 1]

@@ -1,0 +1,399 @@
+"""A step by kernels is the step that torch takes: on a GPU, or interpreted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.support.items import along_of, random_items
+from tests.support.steps import rules_of
+from vllm_trie.search import step as search_step
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints.catalog import ItemRules
+from vllm_trie.search.constraints.constraint import Constraint
+from vllm_trie.search.devices import NEVER
+from vllm_trie.search.filters import LogitsFilters
+from vllm_trie.search.rank import Candidates
+from vllm_trie.search.rules import SelectRules, Strategy
+from vllm_trie.search.step import take_step
+from vllm_trie.search.step_result import Going, Step, TokenLogprobs, packed, unpacked
+from vllm_trie.search.strategies.best import Best
+from vllm_trie.search.strategies.in_groups import InGroups
+from vllm_trie.search.token_tables import columns
+from vllm_trie.worker.kernels import best, items, tiles, wide, wide_catalog, wide_keys, wide_slots
+from vllm_trie.worker.kernels.tiles import RowLogits
+from vllm_trie.worker.select.by_kernels import by_kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Problem:
+    """Logits of some groups among others, and what their rows carry."""
+
+    def __init__(self, rules: SelectRules, num_groups: int, num_rows: int, vocab_size: int, seed: int) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        self.rules, self.shape = rules, (num_groups, num_rows, vocab_size)
+        count = num_groups * num_rows
+        values = (torch.randn(count + 2, vocab_size, generator=self.random) * 3).to(DEVICE)
+        order = torch.randperm(count + 2, generator=self.random).to(DEVICE)
+        self.logits = RowLogits.of(values, order[:count], rules.stops)
+        self.scores = -torch.rand(num_groups, num_rows, generator=self.random).to(DEVICE)
+        self.places = torch.randperm(count, generator=self.random).to(DEVICE)
+        self.states: dict[Constraint, torch.Tensor] = {}
+
+    @property
+    def beams(self) -> Beams:
+        return Beams(self.scores, states=self.states)
+
+    def of_rows(self) -> torch.Tensor:
+        return self.logits.values[self.logits.which].view(self.shape)
+
+    def by_kernels(self) -> tuple[best.Taken, torch.Tensor]:
+        sampled = torch.full((len(self.places), 2), -1, dtype=torch.int64, device=DEVICE)
+        take = by_kernels(self.rules, self.beams, self.shape[2])
+        assert take is not None
+        return take(self.rules, self.logits, self.beams, self.places, sampled), sampled
+
+    def by_torch(self) -> Step:
+        return take_step(self.rules, self.of_rows(), self.beams)
+
+    def by_torch_of_the_same_sums(self) -> Step:
+        """As torch takes it, from log-probabilities that are normalised as the kernels have summed."""
+        logits = self.logits._replace(temperature=self.rules.filters.temperature)
+        ranked = tiles.rank_rows(logits, tiles.tiles_of(logits), self.scores, 1, tiles.Wanted(1, 1))
+        highest, rest = ranked.normal.view(*self.shape[:2], 2, 1).unbind(2)
+
+        def normalised(logits: torch.Tensor, barred: tuple[int, ...], temperature: float) -> torch.Tensor:
+            # By a number torch divides on a GPU as it multiplies by what 1 is divided by it.
+            logprobs = (logits.float() / torch.tensor(temperature, device=logits.device) - highest) - rest
+            logprobs.index_fill_(-1, columns(barred, logprobs.shape[-1], logits.device), NEVER)
+            return logprobs.nan_to_num(NEVER, NEVER, NEVER)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(search_step, "log_probabilities", normalised)
+            return self.by_torch()
+
+
+def check(problem: Problem) -> None:
+    """Raise AssertionError unless kernels decide what torch decides: to the bit from equal sums, else by its sums."""
+    taken, sampled = problem.by_kernels()
+    expected, layout = packed(same := problem.by_torch_of_the_same_sums())
+    assert taken.layout[2:] == layout[2:]  # in columns of what finishes both may differ
+    for own, theirs in zip(
+        unpacked(taken.words.cpu().numpy(), taken.layout), unpacked(expected.cpu().numpy(), layout), strict=True
+    ):
+        theirs, lives = finishing_in_order(theirs, problem.rules), theirs.scores > NEVER
+        assert own.scores.tolist() == theirs.scores.tolist()
+        assert own.parents.tolist() == theirs.parents.tolist()
+        assert own.tokens[lives].tolist() == theirs.tokens[lives].tolist()
+        assert [field.tolist() for field in own.finished] == [field.tolist() for field in theirs.finished]
+        check_reports(own, theirs, lives)
+    for own, theirs in zip(taken.going[:3], Going.of(same)[:3], strict=True):
+        assert own.dtype == theirs.dtype
+    for key in problem.states:
+        lives = same.scores > NEVER
+        assert torch.equal(taken.going.states[key][lives], same.states[key][lives])
+    places = problem.places.view(problem.shape[:2])
+    assert torch.equal(sampled[places, 0], taken.going.tokens[:, : problem.shape[1]])
+    assert (sampled[:, 1] == -1).all()
+    torch.testing.assert_close(taken.going.scores, problem.by_torch().scores, rtol=2e-6, atol=2e-6)
+
+
+def finishing_in_order(step: Step, rules: SelectRules) -> Step:
+    """By vLLM's rules torch may list what stops row after row; kernels list the best first, and what else ends then."""
+    if rules.strategy != Best("vllm"):
+        return step
+    (_, tokens, scores), reports = step.finished, step.finished_logprobs
+    order = np.lexsort((-scores, ~np.isin(tokens, rules.stops.ending_token_ids)))
+    finished = Candidates(*(field[order] for field in step.finished))
+    return step._replace(finished=finished, finished_logprobs=reports and TokenLogprobs(*(f[order] for f in reports)))
+
+
+def check_reports(own: Step, theirs: Step, lives: torch.Tensor) -> None:
+    if theirs.top_logprobs is None:
+        return
+    for row in set(theirs.parents[lives].tolist()) | set(theirs.finished.parents.tolist()):
+        assert own.top_logprobs.logprobs[row].tolist() == theirs.top_logprobs.logprobs[row].tolist()
+    for of_own, of_theirs in zip(own.beam_logprobs, theirs.beam_logprobs, strict=True):
+        assert of_own[lives].tolist() == of_theirs[lives].tolist()
+    for of_own, of_theirs in zip(own.finished_logprobs, theirs.finished_logprobs, strict=True):
+        assert of_own.tolist() == of_theirs.tolist()
+
+
+FILTERS = LogitsFilters(), LogitsFilters(0.7), LogitsFilters(1.3, 0.1)
+STOPS = (), (1,), (0, 2), tuple(range(1, 5000, 2))
+
+
+@st.composite
+def rules_of_best(draw: st.DrawFn, most_beams: int = 4) -> SelectRules:
+    return rules_of(
+        draw(st.integers(1, most_beams)),
+        draw(st.sampled_from(["hf", "tridecode", "vllm"])),
+        draw(st.sampled_from(STOPS)),
+        draw(st.booleans()),
+        is_last=draw(st.booleans()),
+        is_controlled=True,
+        num_beams=draw(st.sampled_from([None, 1])),
+        num_logprobs=draw(st.sampled_from([None, None, 0, 2, 40])),
+        filters=draw(st.sampled_from(FILTERS)),
+    )
+
+
+@st.composite
+def rules_in_groups(draw: st.DrawFn) -> SelectRules:
+    number = draw(st.integers(2, 3))
+    penalty, padding = draw(st.sampled_from([0.1, 0.7, 9.0])), draw(st.sampled_from([None, 1]))
+    done = draw(st.sampled_from([(), (0,), (1,)]))
+    return rules_of(
+        number * draw(st.integers(1, 2)),
+        stops=draw(st.sampled_from(STOPS)),
+        are_barred=draw(st.booleans()),
+        strategy=InGroups(number, penalty, padding, done),
+        is_last=draw(st.booleans()),
+        is_controlled=True,
+        filters=draw(st.sampled_from(FILTERS)),
+    )
+
+
+@st.composite
+def problems(
+    draw: st.DrawFn, of_rules: st.SearchStrategy[SelectRules], vocab_sizes: tuple[int, ...] = (3, 64, 65, 4097)
+) -> Problem:
+    rules = draw(of_rules)
+    num_rows = draw(st.sampled_from([1, rules.width]))
+    vocab_size = draw(st.sampled_from(vocab_sizes))
+    problem = Problem(rules, draw(st.integers(1, 2)), num_rows, vocab_size, draw(st.integers(0, 1 << 31)))
+    values = problem.logits.values
+    if draw(st.booleans()):
+        values.round_()  # ties
+    if draw(st.booleans()):
+        values.masked_fill_((torch.rand(values.shape, generator=problem.random) < 0.9).to(DEVICE), NEVER)
+    if draw(st.booleans()):
+        values[problem.logits.which[0]] = NEVER
+    if draw(st.booleans()):
+        problem.scores[0, draw(st.integers(0, num_rows - 1)) :] = NEVER
+    if draw(st.booleans()):
+        problem.scores.mul_(2).round_()
+    problem.logits = problem.logits._replace(values=values.to(draw(st.sampled_from(TYPES))))
+    return problem
+
+
+@settings(max_examples=15, derandomize=True, phases=[Phase.generate])
+@given(problems(rules_of_best()))
+def test_kernels_take_the_step_of_torch(problem: Problem) -> None:
+    check(problem)
+
+
+@settings(max_examples=8, derandomize=True, phases=[Phase.generate])
+@given(problems(rules_in_groups()))
+def test_kernels_take_the_step_of_torch_in_groups_of_beams(problem: Problem) -> None:
+    check(problem)
+
+
+def is_wide(rules: SelectRules) -> bool:
+    """Whether kernels for many beams take steps by these rules."""
+    return wide.takes(rules, Beams(torch.zeros(1, 1)), 3)
+
+
+@contextmanager
+def only_wide() -> Iterator[None]:
+    """Within it, kernels for many beams take steps of few, a few slots and continuations at a time."""
+    lowered: list[tuple[ModuleType, str, int]] = [
+        *((module, "PART", 4) for module in (wide, wide_catalog)),
+        *((module, "KEYS_AT_A_TIME", 128) for module in (wide_keys, wide_catalog)),
+        (wide_slots, "SLOTS_AT_A_TIME", 2),
+        (wide_slots, "CHILDREN_AT_A_TIME", 4),
+        (wide_catalog, "CHILDREN_AT_A_TIME", tiles.TILE),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, value in lowered:
+            patch.setattr(module, name, value)
+        for module in (best, items):
+            patch.setattr(module, "takes", lambda *_: False)
+        yield
+
+
+@settings(max_examples=8, derandomize=True, phases=[Phase.generate])
+@given(problems(rules_of_best(most_beams=7).filter(is_wide), vocab_sizes=(3, 65, 4097, 12_300)))
+def test_kernels_take_the_step_of_torch_with_many_beams(problem: Problem) -> None:
+    with only_wide():
+        check(problem)
+
+
+def ending_with(stops: tuple[int, ...], has_ties: bool) -> Problem:
+    """By vLLM's rules: of four rows two have a stop token among their best, one has many of them, one has none."""
+    filters, vocab_size = LogitsFilters(min_p=1e-4), 4200
+    problem = Problem(rules_of(4, "vllm", stops, filters=filters), 1, 4, vocab_size, seed=len(stops))
+    values, which, known = problem.logits.values, problem.logits.which, [stop for stop in stops if stop < vocab_size]
+    values[which[:2], known[-1]] = values.amax() - torch.tensor([2.0, 1.0], device=DEVICE)
+    values[which[2], known] += 3.0
+    values[which[3], known] -= 9.0
+    if has_ties:
+        values.round_()
+        problem.scores.round_()
+    assert (problem.by_torch().finished.scores > NEVER).any()
+    return problem
+
+
+@pytest.mark.parametrize("stops", [(1,), (0, 70, 4096), tuple(range(1, 5000, 2))], ids=["one", "few", "many"])
+@pytest.mark.parametrize("has_ties", [True, False])
+def test_by_vllms_rules_what_ends_finishes_only_among_the_best_of_its_row(
+    stops: tuple[int, ...], has_ties: bool
+) -> None:
+    check(problem := ending_with(stops, has_ties))
+    if len(stops) <= wide.MOST_ENDS:
+        with only_wide():
+            check(problem)
+
+
+@pytest.mark.parametrize(
+    "strategy", [Best("hf"), Best("tridecode"), InGroups(2, 0.7, 1)], ids=["hf", "tridecode", "groups"]
+)
+@pytest.mark.parametrize("is_last", [False, True])
+def test_however_many_tokens_end_kernels_take_the_step_of_torch(strategy: Strategy, is_last: bool) -> None:
+    stops, (vocab_size, num_beams) = tuple(range(1, 200, 2)), (130, 2) if is_last else (65, None)
+    rules = rules_of(4, stops=stops, strategy=strategy, is_last=is_last, num_beams=num_beams)
+    problem = Problem(rules, 2, 4, vocab_size, seed=vocab_size)
+    problem.logits.values[:, [stop for stop in stops if stop < vocab_size]] += 1.0
+    problem.logits.values.round_()
+    check(problem)
+    if isinstance(strategy, Best):
+        with only_wide():
+            check(problem)
+
+
+def test_of_many_beams_equal_ones_rank_by_place() -> None:
+    """Also where more blocks, tiles and tokens are equally good than are chosen."""
+    problem = Problem(rules_of(3), 1, 3, 12_300, seed=0)
+    problem.logits.values.zero_()
+    problem.scores.zero_()
+    with only_wide():
+        check(problem)
+        taken, _ = problem.by_kernels()
+    assert (taken.going.parents.tolist(), taken.going.tokens.tolist()) == ([[0, 0, 0]], [[0, 1, 2]])
+
+
+def test_of_many_beams_what_filters_drop_of_a_row_displaces_nothing_of_another() -> None:
+    """One row has a better score, and one token that is far better than what fills its blocks and tiles."""
+    problem = Problem(rules_of(2, filters=LogitsFilters(min_p=0.5)), 1, 2, 12_300, seed=0)
+    problem.scores.copy_(torch.tensor([[0.0, -500.0]]))
+    problem.logits.values[problem.logits.which[0], 5000] = 40.0
+    with only_wide():
+        check(problem)
+        taken, _ = problem.by_kernels()
+    assert taken.going.parents.tolist() == [[0, 1]]
+    assert (taken.going.scores > NEVER).all()
+
+
+ITEMS = random_items(60, (1, 2, 3, 4), tokens=(2, 12))  # some are the beginning of others
+
+
+@pytest.mark.parametrize("at_root", [True, False])
+@pytest.mark.parametrize("has_ties", [True, False])
+@pytest.mark.parametrize(("are_barred", "num_beams"), [(False, None), (False, 2), (True, None)])
+def test_kernels_take_the_step_of_torch_along_a_catalog(
+    at_root: bool, has_ties: bool, are_barred: bool, num_beams: int | None
+) -> None:
+    num_groups, width, along = 2, 3, along_of(ITEMS, ItemRules("items"), device=DEVICE)
+    rules = rules_of(width, "hf", (4,), are_barred, constraints=(along.rules,), num_beams=num_beams)
+    problem = Problem(rules, num_groups, width, 70, seed=int(has_ties))
+    states = torch.randint(along.trie.num_nodes, (num_groups, width), generator=problem.random).to(DEVICE)
+    if has_ties:
+        problem.logits.values.round_()
+        problem.scores.round_()
+    if at_root:
+        states.zero_()
+        problem.scores[1, 1:] = NEVER
+    beams = Beams(problem.scores, states={along: states})
+    assert items.takes(rules, beams, 70)
+    sampled = torch.zeros(num_groups * width, 1, dtype=torch.int64, device=DEVICE)
+    taken = items.take_step(rules, problem.logits, beams, problem.places, sampled)
+    expected, layout = packed(theirs := take_step(rules, problem.of_rows(), beams))
+    lives = theirs.scores > NEVER
+    assert torch.equal(taken.going.states[along][lives], theirs.states[along][lives])
+    assert torch.equal(sampled[problem.places.view(num_groups, width), 0], taken.going.tokens)
+    found = unpacked(taken.words.cpu().numpy(), taken.layout)
+    for own, other in zip(found, unpacked(expected.cpu().numpy(), layout), strict=True):
+        assert own.parents.tolist() == other.parents.tolist()
+        assert own.tokens[other.scores > NEVER].tolist() == other.tokens[other.scores > NEVER].tolist()
+        assert own.scores.tolist() == pytest.approx(other.scores.tolist(), rel=2e-6)
+        assert own.finished.parents.tolist() == other.finished.parents.tolist()
+        assert own.finished.tokens.tolist() == other.finished.tokens.tolist()
+        assert own.finished.scores.tolist() == pytest.approx(other.finished.scores.tolist(), rel=2e-6)
+
+
+MANY_CHILDREN = along_of(
+    [*product(range(150), (3, 9)), (150,), *product((5,), range(60), (1,)), *((7, own, own % 2) for own in range(70))]
+    + [(7, own) for own in range(70, 150)],
+    ItemRules("items"),
+    device=DEVICE,
+)
+NODES = 0, 1 + 5, 1 + 7, 1 + 8, 1 + 150  # the root, and nodes where all, many, some and no children go on
+
+
+@st.composite
+def problems_along_items(draw: st.DrawFn) -> Problem:
+    rules = rules_of(
+        draw(st.integers(1, 7)),
+        stops=draw(st.sampled_from([(), (4,)])),
+        are_barred=draw(st.booleans()),
+        constraints=(MANY_CHILDREN.rules,),
+        num_beams=draw(st.sampled_from([None, 1])),
+        filters=draw(st.sampled_from([LogitsFilters(), LogitsFilters(0.7, 0.5)])),
+    )
+    problem = draw(problems(st.just(rules), vocab_sizes=(151,)))
+    num_groups, num_rows, _ = problem.shape
+    nodes = torch.tensor(draw(st.lists(st.sampled_from(NODES), min_size=1, unique=True)))
+    which = torch.randint(len(nodes), (num_groups, num_rows), generator=problem.random)
+    problem.states = {MANY_CHILDREN: nodes[which].to(DEVICE)}
+    return problem
+
+
+@settings(max_examples=8, derandomize=True, phases=[Phase.generate])
+@given(problems_along_items())
+def test_kernels_take_the_step_of_torch_with_many_beams_along_a_catalog(problem: Problem) -> None:
+    with only_wide():
+        check(problem)
+
+
+@pytest.mark.parametrize("filters", [LogitsFilters(), LogitsFilters(0.7, 0.5)], ids=["all", "filtered"])
+@pytest.mark.parametrize("node", NODES[::2])
+def test_kernels_take_the_step_of_torch_with_many_beams_behind_a_node(node: int, filters: LogitsFilters) -> None:
+    problem = Problem(rules_of(5, constraints=(MANY_CHILDREN.rules,), filters=filters), 1, 5, 151, seed=node)
+    problem.states = {MANY_CHILDREN: torch.full((1, 5), node, device=DEVICE)}
+    with only_wide():
+        check(problem)
+
+
+def test_rows_go_on_where_each_node_has_one_child_and_take_tokens_where_beams_are_missing() -> None:
+    """Two items for three beams, by kernels alone: no slot, with a beam or without, has a token that is none."""
+    along = along_of([(2, 3, 4), (5, 6, 7)], ItemRules("items"), device=DEVICE)
+    rules = rules_of(3, "hf", constraints=(along.rules,))
+    root = torch.zeros(1, 3, dtype=torch.int64, device=DEVICE)
+    beams = Beams(torch.tensor([[0.0, NEVER, NEVER]], device=DEVICE), states={along: root})
+    for length in range(3):
+        problem = Problem(rules, 1, 3, 70, seed=length)
+        sampled = torch.full((len(problem.places), 1), -1, dtype=torch.int64, device=DEVICE)
+        beams = beams._replace(length=length)
+        taken = items.take_step(rules, problem.logits, beams, problem.places, sampled)
+        theirs = take_step(rules, problem.of_rows(), beams)
+        lives = theirs.scores > NEVER
+        assert torch.equal(taken.going.parents, theirs.parents)
+        assert torch.equal(taken.going.tokens[lives], theirs.tokens[lives])
+        assert torch.equal(sampled[problem.places, 0], taken.going.tokens[0])
+        assert (sampled[problem.places] >= 0).all()
+        (own,) = unpacked(taken.words.cpu().numpy(), taken.layout)
+        ended = theirs.finished.scores > NEVER
+        for field, other in zip(own.finished, theirs.finished, strict=True):
+            torch.testing.assert_close(torch.from_numpy(field).to(other), other[ended], atol=1e-5, rtol=0)
+        beams = Beams(taken.going.scores, states={along: taken.going.states[along]})
+    assert ended.sum() == 2

@@ -1,0 +1,157 @@
+"""Rows take over histories by kernels as in torch: on a GPU, or without one in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_trie.search.rank import rank_candidates
+from vllm_trie.search.slots import select_next
+from vllm_trie.worker.kv import copies, moves, reorder
+from vllm_trie.worker.kv.kv_blocks import KVBlocks
+from vllm_trie.worker.kv.row_reorder import Reorders, RowReorder, Tables
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+BLOCK_SIZES = (4, 6)
+NUM_SLOTS = 24
+LENGTH = 50
+NUM_BLOCKS = 600
+CONTENTS = KVBlocks([torch.zeros(NUM_BLOCKS, 8, device=DEVICE)], NUM_BLOCKS)  # where they are not looked at
+
+
+def some_reorder(num_tokens: Sequence[int], seed: int) -> RowReorder:
+    """Three groups of one class and two of another, their rows anywhere, as after a step of the search."""
+    slots = torch.randperm(NUM_SLOTS, generator=seeded(seed)).numpy()
+    reorders = Reorders()
+    start = 0
+    for width, lengths in ((4, num_tokens[:3]), (5, num_tokens[3:])):
+        total = torch.randn(len(lengths), width, 7, generator=seeded(seed + width)) - 9
+        candidates = rank_candidates(total, torch.zeros(len(lengths), width), 2 * width)
+        parents = select_next(candidates, torch.ones(len(lengths), 2 * width, dtype=torch.bool), width, width).parents
+        of_class = slots[start : (start := start + len(lengths) * width)].reshape(len(lengths), width)
+        reorders.add(of_class, parents.to(DEVICE), [length // 2 for length in lengths], lengths)
+    return reorders.on(torch.device(DEVICE))
+
+
+def some_tables() -> Tables:
+    """Each slot with blocks of its own in two KV cache groups."""
+    blocks = torch.randperm(NUM_BLOCKS, generator=seeded(8)).int().to(DEVICE)
+    widths = [-(-LENGTH // block_size) for block_size in BLOCK_SIZES]
+    first, second = blocks[: NUM_SLOTS * sum(widths)].split([NUM_SLOTS * width for width in widths])
+    return Tables([first.view(NUM_SLOTS, -1).clone(), second.view(NUM_SLOTS, -1).clone()], BLOCK_SIZES)
+
+
+ON_BLOCK_BOUNDARIES = (12, 24, 36, 12, 48)
+ANYWHERE = (11, 25, 36, 1, 49)
+
+
+@pytest.mark.parametrize("num_tokens", [ON_BLOCK_BOUNDARIES, ANYWHERE])
+def test_rows_take_over_tokens_and_full_blocks_as_in_torch(num_tokens: Sequence[int]) -> None:
+    for seed in range(8):
+        rows = some_reorder(num_tokens, seed)
+        tokens = torch.arange(LENGTH, dtype=torch.int32, device=DEVICE).repeat(NUM_SLOTS, 1)
+        slots, _, num_common, lengths = rows.rows[..., None]
+        tokens[slots[:, 0]] += (torch.arange(LENGTH, device=DEVICE) >= num_common) * slots.int()
+        by_kernel, by_torch = (tokens.clone(), some_tables()), (tokens.clone(), some_tables())
+        copies.reorder_rows(rows, *by_kernel, CONTENTS.segments)
+        reorder.copy_histories(rows.moving(), *by_torch)
+        is_history = torch.arange(LENGTH, device=DEVICE) < lengths
+        found, expected = (own[slots[:, 0]].where(is_history, 0) for own, _ in (by_kernel, by_torch))
+        assert not torch.equal(found, tokens[slots[:, 0]].where(is_history, 0))
+        assert torch.equal(found, expected)
+        assert all(map(torch.equal, by_kernel[1].tables, by_torch[1].tables))
+
+
+def test_rows_take_over_long_histories_as_in_torch() -> None:
+    length = 2 * copies.COPY_TILE + 9
+    fields = ([1, 0, 2], [0, 0, 0], [3, 3, 3], [length] * 3)
+    rows = RowReorder(torch.tensor(fields, device=DEVICE), torch.tensor([0, 0, 2], device=DEVICE), np.full(3, length))
+    tokens = torch.randint(0, 99, (3, length + 5), generator=seeded(9), dtype=torch.int32).to(DEVICE)
+    expected = tokens.clone()
+    expected[0, 3:length] = expected[1, 3:length]
+    table = torch.randint(0, 99, (3, length), generator=seeded(10), dtype=torch.int32).to(DEVICE)
+    copies.reorder_rows(rows, tokens, Tables([table], [1]), CONTENTS.segments)
+    assert torch.equal(tokens, expected)
+    assert torch.equal(table[0], table[1])
+
+
+def kv_caches(kind: str) -> list[torch.Tensor]:
+    """Layers of different sizes, in layouts that vLLM has."""
+    if kind == "contiguous":
+        return [torch.zeros(NUM_BLOCKS, 2, 4, heads, 8, dtype=torch.bfloat16, device=DEVICE) for heads in (1, 3, 40)]
+    if kind == "shared by layers":
+        first, other = torch.zeros(2, NUM_BLOCKS, 4, 16, device=DEVICE)
+        return [first, other, first]
+    if kind == "kernel blocks":
+        return [torch.zeros(4 * NUM_BLOCKS, 2, 8, dtype=torch.float16, device=DEVICE)]
+    if kind == "layers within blocks":
+        return list(torch.zeros(NUM_BLOCKS, 3, 2, 4, 8, device=DEVICE).unbind(1))
+    if kind == "heads before tokens":
+        return [torch.zeros(NUM_BLOCKS, 2, 4, 8, device=DEVICE).transpose(1, 2)]
+    if kind == "heads before blocks":
+        return [torch.zeros(3, NUM_BLOCKS, 4, 8, device=DEVICE).transpose(0, 1)]
+    assert kind == "odd bytes"
+    return [torch.zeros(NUM_BLOCKS, 3, 5, dtype=torch.uint8, device=DEVICE)]
+
+
+KINDS = ("contiguous", "shared by layers", "kernel blocks", "layers within blocks", "heads before tokens")
+
+
+def filled(kind: str) -> list[torch.Tensor]:
+    """Such caches with contents."""
+    caches = kv_caches(kind)
+    for at, cache in enumerate(caches):
+        cache.copy_(torch.randint(0, 100, cache.shape, generator=seeded(at)))
+    return caches
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "heads before blocks", "odd bytes"])
+def test_contents_of_blocks_are_copied_as_in_torch(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Of tails, for each row by many programs and by one; and of whole blocks, in circles too."""
+    tokens = torch.zeros(NUM_SLOTS, LENGTH, dtype=torch.int32, device=DEVICE)
+    for seed, num_tokens in enumerate((ANYWHERE, ANYWHERE, ON_BLOCK_BOUNDARIES)):
+        monkeypatch.setattr(copies, "MOST_PROGRAMS", (4096, 1, 4096)[seed])
+        rows, before = some_reorder(num_tokens, seed), filled(kind)
+        by_kernel, by_torch = filled(kind), filled(kind)
+        copies.reorder_rows(rows, tokens, some_tables(), KVBlocks(by_kernel, NUM_BLOCKS).segments)
+        reorder.copy_tails(rows.moving(), some_tables(), KVBlocks(by_torch, NUM_BLOCKS))
+        assert all(map(torch.equal, by_kernel, by_torch))
+        assert all(map(torch.equal, by_kernel, before)) == (num_tokens is ON_BLOCK_BOUNDARIES)
+    random = np.random.default_rng(1)
+    destinations = random.permutation(NUM_BLOCKS)[:60]
+    pairs = np.stack([random.permutation(np.concatenate([destinations[:40], np.arange(20)])), destinations], axis=1)
+    chains = moves.chains_of(pairs)
+    assert sum(moves.HELD in copy for chain in chains for copy in chain) > 0, "no circle"
+    assert len(chains) > 1
+    blocks = KVBlocks(by_kernel, NUM_BLOCKS)
+    assert blocks.are_apart
+    copies.copy_blocks(chains, blocks.segments)
+    KVBlocks(by_torch, NUM_BLOCKS).copy(*pairs.T)
+    assert all(map(torch.equal, by_kernel, by_torch))
+
+
+def test_layers_that_lie_over_each_other_are_told_from_those_that_are_apart() -> None:
+    memory = torch.zeros(NUM_BLOCKS, 64, device=DEVICE)
+    for kind in KINDS:
+        assert KVBlocks(kv_caches(kind), NUM_BLOCKS).are_apart
+    heads = [memory.as_strided((NUM_BLOCKS, 2, 8), (64, between_heads, 1)) for between_heads in (16, 32)]
+    assert not KVBlocks(heads, NUM_BLOCKS).are_apart
+    assert not KVBlocks([memory, memory.flatten()[8:].view(-1, 8)[: 7 * NUM_BLOCKS]], NUM_BLOCKS).are_apart
+
+
+def test_rows_that_stay_are_left_alone_and_those_that_move_are_moved() -> None:
+    rows = some_reorder(ANYWHERE, seed=1)
+    moving = rows.moving()
+    assert 0 < len(moving.num_tokens_on_host) < len(rows.num_tokens_on_host)
+    assert (moving.rows[0] != moving.rows[1]).all()
+    assert {*moving.rows[1].tolist()} <= {*rows.rows[0].tolist()} - {*moving.rows[0].tolist()}
+    assert moving.num_tokens_on_host.tolist() == moving.rows[3].tolist()

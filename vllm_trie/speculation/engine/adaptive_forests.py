@@ -1,0 +1,112 @@
+"""How large the next forest of a search is under `speculation="auto"`: as large as pays, from none on.
+
+What steps cost is measured from scheduling to results, in steps of the engine that compute no prompts. Answers do
+not depend on any of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from vllm_trie.messages import Decided, Drafted
+from vllm_trie.options.speculation import DRAFTS_PER_BEAM, MOST_DRAFTS_PER_BEAM
+from vllm_trie.speculation.engine.group_forests import GroupForests
+from vllm_trie.speculation.search.forest_size import PLAIN, Acceptance, ForestSize, StepCosts, fastest
+
+LEAST_STEPS = 2  # of a kind, before anything is concluded from what they took
+LEAST_REST, MOST_REST = 8, 64  # steps that are plain before a forest is thought of again: twice as many each time
+
+
+class _Scheduled(NamedTuple):
+    """A step whose results are not in yet."""
+
+    at: float  # seconds
+    num_tokens: int  # without those of forests
+    is_steady: bool  # every row computes a token: nothing of a prompt
+
+
+class AdaptiveForests:
+    """Chooses sizes of forests for the groups of one engine.
+
+    Args:
+        num_layers: The most that a forest may have.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._costs = StepCosts()
+        self._of_all: dict[tuple[int, int], Acceptance] = defaultdict(lambda: Acceptance(num_layers))
+        self._rests: dict[int, int] = defaultdict(lambda: LEAST_REST)  # the last one, by width
+        self._scheduled = deque[_Scheduled]()
+        self._last_results = 0.0
+
+    def choose(self, group: GroupForests, length: int, most_layers: int, num_tokens: int) -> ForestSize:
+        """The size of a group's next forest.
+
+        Args:
+            group: One that may speculate in this step.
+            length: Of its beams.
+            most_layers: That its forest may have.
+            num_tokens: That the step computes without it.
+        """
+        if self._costs.plain.count < LEAST_STEPS:
+            group.rest(length, LEAST_REST)
+            return PLAIN
+        acceptance = self._acceptance(group)
+        if self._costs.verifying.count < LEAST_STEPS:
+            return ForestSize(most_layers, min(acceptance))
+        for draft_width, of_group in acceptance.items():
+            of_group.forget()
+            self._of_all[group.width, draft_width].forget()
+        size = fastest(self._costs, acceptance, most_layers, num_tokens)
+        if size == PLAIN:
+            num_steps = min(2 * group.num_rested, MOST_REST) if group.num_rested else self._rests[group.width]
+            self._rests[group.width] = num_steps
+            group.rest(length, num_steps)
+        else:
+            self._rests[group.width], group.num_rested = LEAST_REST, 0
+        return size
+
+    def scheduled(self, num_tokens: int, is_steady: bool) -> None:
+        """A step that computes something begins. Results come in the order of steps.
+
+        A plain step may begin before the results of the one before are in. What steps take is then the time from
+        results to results: the first of several seems to take longer and the last shorter, together they do not.
+        """
+        self._scheduled.append(_Scheduled(time.perf_counter(), num_tokens, is_steady))
+
+    def finished(self, results: Iterable[Decided]) -> None:
+        """The results of the oldest step that was scheduled are in."""
+        step, now = self._scheduled.popleft(), time.perf_counter()
+        seconds, self._last_results = now - max(step.at, self._last_results), now
+        if not step.is_steady:
+            return
+        forests = [decided.drafted for decided in results if decided.drafted.is_forest]
+        if not forests:
+            self._costs.plain.observe((1, step.num_tokens), seconds)
+            return
+        drafting = forests[0].seconds  # of all of them together
+        num_layers, num_drafts = max(forest.num_layers for forest in forests), sum(f.num_drafts for f in forests)
+        self._costs.drafting.observe((1, num_layers, num_drafts), drafting)
+        self._costs.verifying.observe((1, step.num_tokens + num_drafts), seconds - drafting)
+
+    def learn(self, group: GroupForests, forest: Drafted, num_steps: int) -> None:
+        """What came of a forest: so many steps of its group's search."""
+        acceptance = self._acceptance(group)
+        if forest.draft_width in acceptance:
+            acceptance[forest.draft_width].observe(forest.num_layers, num_steps)
+            self._of_all[group.width, forest.draft_width].observe(forest.num_layers, num_steps)
+
+    def _acceptance(self, group: GroupForests) -> dict[int, Acceptance]:
+        """By draft width."""
+        if not group.acceptance:
+            narrow, wide = (factor * group.width for factor in (DRAFTS_PER_BEAM, MOST_DRAFTS_PER_BEAM))
+            most = min(group.most_drafts or wide, wide)
+            group.acceptance = {
+                draft_width: Acceptance(self._num_layers, self._of_all[group.width, draft_width])
+                for draft_width in sorted({min(narrow, most), most})
+            }
+        return group.acceptance

@@ -1,0 +1,44 @@
+"""When the next step of a search may be several, by a forest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_trie.engine.forests import Forests
+from vllm_trie.options import BeamParams
+from vllm_trie.options.speculation import DRAFTS_PER_BEAM
+from vllm_trie.speculation.search.forest_size import Acceptance
+
+if TYPE_CHECKING:
+    from vllm_trie.engine.stats import SearchCounts
+
+
+class GroupForests(Forests):
+    """Of a search that speculates: how large its forests are, and when it takes plain steps.
+
+    Args:
+        params: Its options.
+        width: Its beams.
+    """
+
+    def __init__(self, params: BeamParams, width: int) -> None:
+        self.width, self.is_adaptive = width, params.speculation == "auto"
+        self.most_drafts = params.draft_width  # of one layer, if the request says so
+        self.draft_width = params.draft_width or DRAFTS_PER_BEAM * width  # likewise, unless it is adaptive
+        self.acceptance: dict[int, Acceptance] = {}  # by draft width, where it decides how large forests are
+        self._first_length = params.sample_first
+        self.restart()
+
+    def restart(self) -> None:
+        super().restart()
+        self._rested_at = self.num_rested = self.num_failed = 0  # forests in a row that led nowhere, where that counts
+
+    def may_grow(self, length: int) -> bool:
+        return length >= max(self._first_length, self._rested_at)
+
+    def report(self, counts: SearchCounts) -> dict[str, Any]:
+        return counts.as_dict()
+
+    def rest(self, length: int, num_steps: int) -> None:
+        """From beams of this length take so many plain steps before the next forest."""
+        self._rested_at, self.num_rested = length + num_steps, num_steps

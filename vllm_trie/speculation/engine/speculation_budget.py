@@ -1,0 +1,116 @@
+"""Shares out what a step leaves over to groups that speculate: tokens and KV blocks, down to a plain step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from vllm.config import SpeculativeConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from vllm_trie.engine.forests import Forests
+from vllm_trie.engine.group import BeamGroup
+from vllm_trie.engine.kv_cache import BeamKVCacheManager
+from vllm_trie.engine.speculation import Budgets, Growing
+from vllm_trie.messages import CANNOT_DRAFT, MOST_DRAFTS, Decided, Drafted, SpeculationBudget
+from vllm_trie.options import BeamParams
+from vllm_trie.options.speculation import speculates
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.strategies.drawn import Drawn
+from vllm_trie.speculation.engine.adaptive_forests import AdaptiveForests
+from vllm_trie.speculation.engine.group_forests import GroupForests
+from vllm_trie.speculation.search.forest_size import ForestSize
+
+MOST_REST = 16  # steps, of a group that drafts by n-grams
+NEVER_AGAIN = 1 << 40  # steps
+
+
+class SpeculationBudgets(Budgets):
+    """Shares out what steps leave over.
+
+    Args:
+        config: The engine's.
+        kv_cache_manager: Lends the blocks.
+    """
+
+    def __init__(self, config: SpeculativeConfig, kv_cache_manager: BeamKVCacheManager) -> None:
+        self._num_layers, self._by_ngrams = config.num_speculative_tokens, config.use_ngram()
+        self._draft_max_model_len = config.draft_model_config.max_model_len
+        self._max_model_len = config.target_model_config.max_model_len
+        self._kv_cache_manager = kv_cache_manager
+        self.adaptive = AdaptiveForests(config.num_speculative_tokens)
+
+    def forests(self, params: BeamParams, width: int) -> Forests:
+        """See `Budgets`."""
+        return GroupForests(params, width) if speculates(params) else Forests()
+
+    def share_out(
+        self, candidates: Sequence[Growing], output: SchedulerOutput, num_tokens: int, spare_tokens: int
+    ) -> None:
+        """Give each group that speculates an equal share; what one cannot use is left to those after it."""
+        self._share_out([one for one in candidates if _may_grow(one.group)], num_tokens, spare_tokens)
+        drafts = output.scheduled_spec_decode_tokens
+        is_steady = all(n == 1 + len(drafts.get(id_, ())) for id_, n in output.num_scheduled_tokens.items())
+        if output.num_scheduled_tokens:  # else vLLM had nothing to do but wait for results
+            self.adaptive.scheduled(num_tokens, is_steady)
+
+    def _share_out(self, candidates: Sequence[Growing], num_tokens: int, spare_tokens: int) -> None:
+        for position, (group, request, step) in enumerate(candidates):
+            forests = _forests_of(group)
+            # What the draft model sees of a sequence may be shorter.
+            within_draft = self._draft_max_model_len - request.num_computed_tokens
+            size = ForestSize(min(self._num_layers, group.num_steps_left - 1, within_draft), forests.draft_width)
+            if forests.is_adaptive and size.num_layers > 0:
+                size = self.adaptive.choose(forests, group.length, size.num_layers, num_tokens)
+            num_layers, draft_width = size
+            share, least = len(candidates) - position, least_drafts(step.rules)
+            within_model = self._max_model_len - request.num_computed_tokens  # all may be in one row
+            most = min(num_layers * draft_width, spare_tokens // share, within_model, MOST_DRAFTS)
+            if num_layers < 1 or most < least:
+                continue
+            # In memory mode no more than plain beams would hold.
+            most_rows = step.rules.width - 1 if group.plan.params.memory_mode else None
+            drafts = range(least, most + 1)
+            lookahead = self._kv_cache_manager.allocate_lookahead(request, num_layers, drafts, most_rows)
+            if lookahead is None:
+                continue
+            rules = [group.next_rules(ahead) for ahead in range(1, lookahead.num_layers + 1)]
+            step.budget = SpeculationBudget(**vars(lookahead), draft_width=draft_width, rules=rules)
+            spare_tokens -= lookahead.max_drafts
+
+    def finished(self, decided: Iterable[Decided]) -> None:
+        """See `Budgets`."""
+        self.adaptive.finished(decided)
+
+    def learn(self, group: BeamGroup, drafted: Drafted, num_steps: int) -> None:
+        """See `Budgets`.
+
+        It costs more than a plain step, and where texts do not repeat themselves n-grams draft in vain: after three in
+        a row that led nowhere, a group rests for one step, then for 2, 4, ...
+        """
+        forests = _forests_of(group)
+        if drafted == CANNOT_DRAFT:
+            forests.rest(group.length, NEVER_AGAIN)
+        elif forests.is_adaptive:
+            self.adaptive.learn(forests, drafted, num_steps)
+        elif self._by_ngrams:
+            forests.num_failed = 0 if num_steps > 1 else forests.num_failed + 1
+            forests.rest(group.length, min(2**forests.num_failed // 8, MOST_REST))
+
+
+def _may_grow(group: BeamGroup) -> bool:
+    return isinstance(group.forests, GroupForests) and group.forests.may_grow(group.length)
+
+
+def _forests_of(group: BeamGroup) -> GroupForests:
+    """Those of a group that speculates."""
+    assert isinstance(group.forests, GroupForests)
+    return group.forests
+
+
+def least_drafts(rules: SelectRules) -> int:
+    """How many drafts a forest must have, so that verifying it may lead to a second step.
+
+    Layers that are drawn have a least width. A search goes on where all that lives on was drafted, if it need be
+    after each root, or with one draft alone where others are too bad to matter.
+    """
+    return 1 if rules.ranks_together and not isinstance(rules.strategy, Drawn) else rules.width

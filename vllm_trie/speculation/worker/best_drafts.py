@@ -1,0 +1,48 @@
+"""The best tokens after the nodes of a layer, as the draft model has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from vllm_trie.search.beams import Beams, States
+from vllm_trie.search.step import draft_logprobs
+from vllm_trie.speculation.search.forest import BestTokens
+from vllm_trie.speculation.worker.forest_step import ForestStep
+
+
+def best_drafts(
+    forest_steps: Sequence[ForestStep], values: torch.Tensor, rows: Sequence[np.ndarray], number: int
+) -> list[BestTokens]:
+    """The best tokens of layer `number` for each group, as many as it may draft; the host sees the device.
+
+    Args:
+        forest_steps: Of the groups.
+        values: [N, V] logits of the draft model.
+        rows: Of each group, which of these follow the nodes of its newest layer, one after the other.
+        number: From 1 on.
+    """
+    best = []
+    for forest_step, of_group in zip(forest_steps, rows, strict=True):
+        logits = values[int(of_group[0]) : int(of_group[-1]) + 1]
+        ranked = rank(forest_step, logits, forest_step.states_at(forest_step.layer.nodes), number)
+        best.append(BestTokens(*(field.numpy() for field in ranked)))
+    return best
+
+
+def rank(
+    forest_step: ForestStep, logits: torch.Tensor, states: States, number: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[nodes, n] float32 and int64, the best log-probabilities after each node and their tokens, the best first.
+
+    Args:
+        forest_step: Of the group.
+        logits: [nodes, V] of the draft model.
+        states: [1, nodes, ...] under each constraint.
+        number: Of the layer that is drafted.
+    """
+    before = Beams(logits[None, :, 0], states=states)  # scores have no say in these
+    (logprobs,) = draft_logprobs(forest_step.rules[number - 1], logits[None], before)
+    return torch.topk(logprobs, min(forest_step.budget.draft_width, logprobs.shape[1]), dim=-1)

@@ -1,0 +1,108 @@
+"""Lay out what is drafted for groups that speculate: a forest each, which is a tree in the row of each beam.
+
+The tree of a beam follows the beam's newest token in the beam's own row, as draft tokens do in vLLM, so that the target
+gives logits at each node. Drafts come from `draft_by_model`, `draft_by_head` or `draft_by_lookup`. Next: `verify`, then
+`accepted_path`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+
+import numpy as np
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_trie.messages import GroupStep
+from vllm_trie.search.strategies.drawn import Drawn
+from vllm_trie.speculation.search.forest import Forest, Layer
+from vllm_trie.speculation.worker.drawn_forest import DrawnForest
+from vllm_trie.speculation.worker.forest_step import NO_BLOCK, ForestStep
+from vllm_trie.speculation.worker.roots import Roots
+from vllm_trie.speculation.worker.searched_forest import SearchedForest
+from vllm_trie.speculation.worker.tree_rows import TreeRows
+from vllm_trie.worker.rank_check import RankCheck
+from vllm_trie.worker.rows.group_rows import GroupRows
+from vllm_trie.worker.select.select import Selector
+from vllm_trie.worker.step_context import StepContext
+
+Forests = dict[str, ForestStep]  # by group
+FORESTS: dict[type, type[ForestStep]] = {Drawn: DrawnForest}  # by strategy; for others one that is searched
+
+
+class Drafter(ABC):
+    """Drafts for the groups of one runner; there is a file for each place where drafts come from.
+
+    Args:
+        runner: vLLM's.
+        selector: Knows its KV blocks and catalogs.
+        tree_rows: Hold what is drafted.
+        rank_check: Compares forests between ranks; None if they are not to be compared.
+    """
+
+    def __init__(
+        self, runner: GPUModelRunner, selector: Selector, tree_rows: TreeRows, rank_check: RankCheck | None
+    ) -> None:
+        self._runner = runner
+        self._selector = selector
+        self._tree_rows = tree_rows
+        self._rank_check = rank_check
+
+    @abstractmethod
+    def forests(self, context: StepContext, groups: dict[str, GroupRows]) -> Forests:
+        """A forest for every group with a budget; for none of those that it has no drafts for.
+
+        Args:
+            context: The step's.
+            groups: Of the runner.
+        """
+
+    def draft(self, context: StepContext, groups: dict[str, GroupRows], output: SchedulerOutput) -> Forests:
+        """The forests of groups that speculate; what their rows compute is added to `output`."""
+        forests = self.forests(context, groups)
+        for forest_step in forests.values():
+            for row_id, nodes in zip(forest_step.group.row_ids, forest_step.forest.rows, strict=True):
+                output.total_num_scheduled_tokens += len(nodes) - output.num_scheduled_tokens[row_id]
+                output.num_scheduled_tokens[row_id] = len(nodes)
+                if len(nodes) > 1:
+                    output.scheduled_spec_decode_tokens[row_id] = [0] * (len(nodes) - 1)  # see `TreeRows.write_drafts`
+        if forests:
+            self._tree_rows.write_drafts([*forests.values()])
+        return forests
+
+    def _compare(self, forests: Forests) -> None:
+        """Let ranks compare what they drafted, before they compute forests of different shapes together, and hang."""
+        if self._rank_check is not None:
+            drafts = {group_id: forest_step.forest.as_arrays() for group_id, forest_step in forests.items()}
+            self._rank_check.compare("drafts", drafts)
+
+    def _make_forest(self, step: GroupStep, group: GroupRows, roots: Roots) -> ForestStep:
+        """A forest of a group's roots; to be called in the order of the groups."""
+        rows, block_sizes, budget, blocks = self._selector.rows, self._runner.block_tables.block_sizes, step.budget, []
+        assert budget is not None
+        start = rows.num_computed(group)
+        for number, (table, block_size) in enumerate(zip(roots.tables, block_sizes, strict=True)):
+            next_blocks, column = budget.next_blocks[number], table.shape[1] - 1
+            last = max((start + budget.max_drafts) // block_size, column + bool(next_blocks))
+            own = np.full((len(table), last + 1), NO_BLOCK, dtype=np.int32)
+            own[:, : column + 1] = table
+            own[:, : self._num_skipped(number, start)] = NO_BLOCK  # what has left the window may be another's by now
+            if next_blocks:
+                own[:, column + 1] = next_blocks
+            blocks.append(own)
+        kind = FORESTS.get(type(step.rules.strategy), SearchedForest)
+        step = replace(step, budget=(budget := kind.affordable(budget, step.rules)))
+        forest = Forest(roots.tokens[:, -1].tolist(), budget.max_drafts)
+        beams = self._selector.row_beams.before_drafts(step.rules, group, start + 1, budget.num_layers)
+        layer = Layer([*range(len(forest.rows))], roots.compete_by, len(forest.rows))
+        spare = [list(of_number) for of_number in budget.spare_blocks]
+        return kind(step, group, start, block_sizes, forest, layer, blocks, spare, beams.states)
+
+    def _num_skipped(self, number: int, num_computed_tokens: int) -> int:
+        """How many blocks in front of the window of a KV cache group the scheduler holds no longer."""
+        spec = self._runner.kv_cache_config.kv_cache_groups[number].kv_cache_spec
+        if not isinstance(spec, SlidingWindowSpec):
+            return 0
+        return max(num_computed_tokens + 1 - spec.sliding_window, 0) // spec.block_size

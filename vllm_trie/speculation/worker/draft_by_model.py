@@ -1,0 +1,83 @@
+"""Forests from a draft model, layer by layer: one forward of it for each, for all groups that grow in the same way."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from vllm_trie.search.devices import sees
+from vllm_trie.speculation.worker.draft import Drafter, Forests
+from vllm_trie.speculation.worker.draft_batch import DraftBatch
+from vllm_trie.speculation.worker.draft_model import DraftModel
+from vllm_trie.speculation.worker.forest_step import ForestStep, add_layer
+from vllm_trie.speculation.worker.roots import Roots, roots_of
+from vllm_trie.speculation.worker.searched_forest import SearchedForest
+from vllm_trie.speculation.worker.unseen_forests import UnseenForests
+from vllm_trie.worker.rows.group_rows import GroupRows
+from vllm_trie.worker.step_context import StepContext
+
+
+class ModelDrafts(Drafter):
+    """Drafts from the draft model of a runner."""
+
+    @cached_property
+    def draft_model(self) -> DraftModel:
+        """The runner's."""
+        return DraftModel(self._runner)
+
+    def forests(self, context: StepContext, groups: dict[str, GroupRows]) -> Forests:
+        """See `Drafter`."""
+        drafting = [groups[group_id] for group_id in context.speculating]
+        roots = roots_of(self._selector.rows, drafting, [group.num_drafted for group in drafting])
+        forests = dict[str, ForestStep]()
+        for group_id, group, of_group in zip(context.speculating, drafting, roots, strict=True):
+            forests[group_id] = self._make_forest(context.steps[group_id], group, of_group)
+            self._note_pending(forests[group_id], of_group)
+        self._catch_up(forests)
+        is_seen = sees(self._runner.device)
+        unseen: Forests = {key: one for key, one in forests.items() if isinstance(one, SearchedForest) and not is_seen}
+        if unseen:
+            self._draft_unseen(unseen)
+        others = {key: one for key, one in forests.items() if key not in unseen}
+        for number in range(1, max((one.budget.num_layers for one in others.values()), default=0) + 1):
+            self._draft_layer(others, number)
+            self._compare(others)
+        return forests
+
+    def _note_pending(self, forest_step: ForestStep, roots: Roots) -> None:
+        """Note what of each beam the draft model has not computed."""
+        forest_step.pending, forest_step.group.num_drafted = roots.tokens.tolist(), forest_step.start
+
+    def _catch_up(self, forests: Forests) -> None:
+        """Compute with the draft model what plain steps have added, so that only a few tokens are left for each row."""
+        num_rows = sum(len(forest_step.pending) for forest_step in forests.values())
+        per_row = max(self._runner.max_num_tokens // num_rows, 1)
+        for forest_step in forests.values():
+            while len(forest_step.pending[0]) > per_row:
+                batch = DraftBatch()
+                batch.add_pending(forest_step, per_row)
+                self.draft_model.forward(batch)
+                forest_step.pending = [row[per_row:] for row in forest_step.pending]
+
+    def _draft_unseen(self, forests: Forests) -> None:
+        """Draft all layers of forests whose shape the host does not know meanwhile. Waits for the device once."""
+        unseen = UnseenForests([*forests.values()], self._runner.block_tables.block_sizes, self._runner.device)
+        batch = DraftBatch()
+        for forest_step in unseen.forest_steps:
+            batch.add_pending(forest_step)
+        unseen.draft(self.draft_model.logits(batch), 1)
+        for number in range(1, unseen.num_layers):
+            unseen.draft(self.draft_model.logits_after(unseen.inputs(number)), number + 1)
+        unseen.replay()
+        self._compare(forests)
+
+    def _draft_layer(self, forests: Forests, number: int) -> None:
+        active = [step for step in forests.values() if step.budget.num_layers >= number and step.layer.nodes]
+        if not active:
+            return
+        batch = DraftBatch()
+        for forest_step in active:
+            if number == 1:
+                batch.add_pending(forest_step)
+            else:
+                batch.add_layer(forest_step)
+        add_layer(active, self.draft_model.logits(batch), number)

@@ -1,0 +1,146 @@
+"""A forest that is drawn: drafts are draws from the draft model, accepted so that the target's distribution is kept.
+
+Unless a request asks for acceptance by rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from vllm_trie.messages import SpeculationBudget
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.devices import NEVER, uploaded
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.sampling import generator
+from vllm_trie.search.step import joint_distribution, reported
+from vllm_trie.search.step_result import Going, Step, packed, unpacked
+from vllm_trie.search.strategies.drawn import Drawn, take_cells
+from vllm_trie.speculation.search.forest import affordable
+from vllm_trie.speculation.search.rejection import DraftRules, Drafts, Verified, drafted, verified_layers
+from vllm_trie.speculation.worker.forest_nodes import ROOT_OF_DEAD, Nodes
+from vllm_trie.speculation.worker.forest_step import ForestStep, Found
+
+NO_SLOT = NO_NODE = -1
+
+
+@dataclass(slots=True)
+class DrawnForest(ForestStep):
+    """The forest of a beam sampling."""
+
+    strategy: Drawn = field(init=False)
+    rng: np.random.Generator = field(init=False)
+    scores: torch.Tensor = field(init=False)  # [nodes] float32, what ranks those of the newest layer, on the device
+    drafts: list[Drafts] = field(default_factory=list)  # by layer
+    nodes_of_drafts: list[list[int]] = field(default_factory=list)  # likewise; NO_NODE where a hypothesis ends
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.step.rules.strategy, Drawn)
+        assert self.step.draw is not None
+        self.strategy, self.rng = self.step.rules.strategy, generator(*self.step.draw)
+        self.scores = self.group.beams.compete_by[0]
+
+    @classmethod
+    def affordable(cls, budget: SpeculationBudget, rules: SelectRules) -> SpeculationBudget:
+        """See `ForestStep`: layers of drawn nodes must not be cut according to what is drawn."""
+        room = budget.max_drafts, budget.num_layers, budget.draft_width
+        num_layers, draft_width = affordable(*room, rules.width)
+        return replace(budget, num_layers=num_layers, draft_width=draft_width)
+
+    @property
+    def draft_rules(self) -> DraftRules:
+        """How layers are drawn and verified."""
+        replacement, min_width, threshold, _, top_k = self.strategy
+        return DraftRules(self.budget.draft_width, self.step.rules.width, min_width, threshold, replacement, top_k)
+
+    @classmethod
+    def grow(cls, growing: Sequence[tuple[ForestStep, np.ndarray]], logits: torch.Tensor, number: int) -> None:
+        """See `ForestStep`."""
+        for forest_step, rows in growing:
+            assert isinstance(forest_step, DrawnForest)
+            forest_step.draw(logits[int(rows[0]) : int(rows[-1]) + 1], number)
+
+    def draw(self, logits: torch.Tensor, number: int) -> None:
+        """Draw layer `number` from what the draft model says, [nodes, V], after those nodes that are not the end."""
+        rules = self.rules[number - 1]
+        before, vocab_size = self.nodes_of_drafts[-1] if self.nodes_of_drafts else self.layer.nodes, logits.shape[-1]
+        alive = uploaded(np.flatnonzero(np.array(before) != NO_NODE), logits.device)
+        scores = torch.full((len(before),), NEVER, device=logits.device).index_copy(0, alive, self.scores)
+        every = logits.new_zeros(len(before), vocab_size).index_copy(0, alive, logits)
+        beams = self.beams_at([max(node, 0) for node in before], Beams(scores[None]))
+        (q,), (logprobs,) = joint_distribution(rules._replace(is_controlled=False), every[None], beams)
+        drafts = drafted(q, self.draft_rules, self.rng)
+        parents, tokens = np.divmod(drafts.cells, vocab_size)
+        drawn = zip(parents.tolist(), tokens.tolist(), rules.stops.lead_nowhere(tokens), strict=True)
+        nodes = [NO_NODE if ends else self.forest.add(before[parent], token) for parent, token, ends in drawn]
+        going_on = np.flatnonzero(np.array(nodes) != NO_NODE)
+        at, of_tokens = uploaded(np.stack([parents, tokens])[:, going_on], logits.device)
+        self.layer = self.layer._replace(nodes=[nodes[place] for place in going_on])
+        self.scores = scores[at] + logprobs[at, of_tokens]
+        self.drafts.append(drafts)
+        self.nodes_of_drafts.append(nodes)
+
+    @classmethod
+    def search(cls, nodes: Sequence[Nodes]) -> list[Found]:
+        """See `ForestStep`. Waits for the device in every step of every group."""
+        found = []
+        for of_group in nodes:
+            assert isinstance(of_group.forest_step, DrawnForest)
+            found.append(of_group.forest_step.verify(of_group))
+        return found
+
+    def verify(self, nodes: Nodes) -> Found:
+        """Layers that are distributed as beam sampling's, until one was not drafted in full."""
+        steps, beams, accepted = list[Step](), [list(range(self.num_beams))], list[int]()
+        slots_of_rows = np.arange(self.num_beams)  # by row of the distribution: the beam that it continues
+        before = self.group.beams
+        scores = before.scores[0]
+        logprobs: torch.Tensor  # of the beams before the newest step
+        newest: Step[torch.Tensor]
+
+        def target(verified: Verified | None) -> torch.Tensor:
+            """The target's joint distribution; after the first layer with a row for each draft of the layer before."""
+            nonlocal before, logprobs
+            before = self.beams_at(beams[-1], Beams(scores[None]))
+            (joint,), (logprobs,) = joint_distribution(self.rules[len(steps)], nodes.logits(beams[-1])[None], before)
+            of_rows = joint[np.maximum(slots_of_rows, 0)]
+            of_rows[slots_of_rows < 0] = 0.0
+            return of_rows
+
+        def take(cells: np.ndarray) -> tuple[Step, np.ndarray]:
+            nonlocal newest
+            rules, drawn = self.rules[len(steps)], torch.from_numpy(cells).to(logprobs.device)
+            choice, slots = take_cells(rules, logprobs, scores, drawn, nodes.means(rules, lambda: beams[-1]))
+            newest = reported(rules, choice)
+            return on_host(newest), slots.cpu().numpy()
+
+        for verified in verified_layers(self.drafts, target, self.draft_rules, self.rng):
+            rows, tokens = np.divmod(verified.cells, logprobs.shape[-1])
+            step, slots = take(slots_of_rows[rows] * logprobs.shape[-1] + tokens)
+            steps.append(step)
+            accepted.append(int((verified.drafts >= 0).sum()))
+            if not verified.is_complete or step.num_beams == 0 or self.rules[len(steps) - 1].is_last:
+                break
+            layer = self.nodes_of_drafts[len(steps) - 1]
+            slots_of_rows, scores = np.full(len(layer), NO_SLOT), newest.scores[0]
+            slots_of_rows[verified.drafts] = slots
+            at = {int(slot): layer[draft] for slot, draft in zip(slots, verified.drafts, strict=True) if slot >= 0}
+            beams.append([at.get(slot, ROOT_OF_DEAD) for slot in range(len(step.scores))])
+        if not steps:  # nothing is possible any more: the search ends
+            steps.append(take(np.zeros(0, dtype=np.int64))[0])
+            accepted.append(0)
+        kept = self.strategy.kept(newest)
+        newest_tokens = kept.tokens[0].long()
+        return Found(
+            [*steps[:-1], on_host(kept)], beams[: len(steps)], accepted, newest_tokens, before.after(Going.of(kept))
+        )
+
+
+def on_host(step: Step) -> Step:
+    """The step of a single group."""
+    words, layout = packed(step)
+    (of_group,) = unpacked(words.cpu().numpy(), layout)
+    return of_group

@@ -1,0 +1,202 @@
+"""The layers of searched forests while they grow on a device that the host does not see.
+
+`search.forest.grow` says what is drafted, and `forest_step.ForestStep` which blocks rows take. Here both are done
+without the host, which knows how many nodes a layer may have, and nothing of them. `kernels.forest_growth` has the same
+as kernels; `unseen_forests` calls either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_trie.search.devices import NEVER, numbers, uploaded_together
+from vllm_trie.speculation.worker.forest_step import NO_BLOCK, ForestStep
+from vllm_trie.worker.attention.shared_rows import WORD
+
+NO_NODE = -1  # the parent of what could have been a node, and of roots
+ALIGNED = 4  # nodes: where layers begin, and columns of tables, so that all that is read of them is aligned
+NUM_DRAFTS, NUM_NARROW, NUM_TAKEN = 0, 1, 2  # columns of `Growing.totals`
+
+
+class Part(NamedTuple):
+    """Where the nodes of a layer of a forest are, as many as there may be, among those of all layers and forests."""
+
+    first: int
+    size: int
+
+    @property
+    def nodes(self) -> slice:
+        return slice(self.first, self.first + self.size)
+
+
+class ForestPlan(NamedTuple):
+    """What the host knows of a forest before it grows."""
+
+    place: int  # among all forests
+    first_row: int  # among the rows of all
+    forest_step: ForestStep
+    parts: list[Part]  # by layer, from the roots on
+
+    @property
+    def rows(self) -> slice:
+        """Its own, among those of all forests."""
+        return slice(self.first_row, self.first_row + self.forest_step.num_beams)
+
+
+class Growing(NamedTuple):
+    """Forests on the device: N nodes of all layers, R rows, G forests."""
+
+    drafted: torch.Tensor  # [2, N] int32, see `parents` and `tokens`
+    scores: torch.Tensor  # [N] float32, what ranks them; -inf where there is no node
+    rows: torch.Tensor  # [N] int64
+    ends: torch.Tensor  # [N] int32, tokens of its row in the cache up to each node, with it
+    masks: torch.Tensor  # [N, words] int64, as `shared_rows.SharedTokens` has them
+    slots: torch.Tensor  # [KV cache groups, N] int64
+    counts: torch.Tensor  # [R] int32, nodes of each row
+    totals: torch.Tensor  # [G, 2 + KV cache groups] int32: drafts, narrow nodes of the newest layer, spare blocks taken
+    tables: torch.Tensor  # [KV cache groups, R, columns] int32
+    reached: torch.Tensor  # [KV cache groups, R] int32, the last column in which each row has a block
+    spare: torch.Tensor  # [KV cache groups, G, most] int32 blocks, in the order in which they are taken
+
+    @property
+    def parents(self) -> torch.Tensor:
+        """[N] int32, each in its forest's part of the layer before; `NO_NODE` where there is no node."""
+        return self.drafted[0]
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """[N] int32; 0 where there is no node."""
+        return self.drafted[1]
+
+
+def plans_of(forest_steps: Sequence[ForestStep]) -> list[ForestPlan]:
+    """Plans of forests that have nothing but roots yet. All of one layer come before the next one, forest by forest."""
+    most_layers = max(forest_step.budget.num_layers for forest_step in forest_steps)
+    parts: list[list[Part]] = [[] for _ in forest_steps]
+    first = 0
+    for number in range(most_layers + 1):
+        for forest_step, of_forest in zip(forest_steps, parts, strict=True):
+            count = forest_step.num_beams
+            if number > 0:
+                is_drafted = number <= forest_step.budget.num_layers
+                count = min(forest_step.budget.draft_width, forest_step.num_open(number)) if is_drafted else 0
+            of_forest.append(Part(first, count))
+            first += count
+        first = -(-first // ALIGNED) * ALIGNED
+    rows = np.cumsum([0, *(forest_step.num_beams for forest_step in forest_steps)]).tolist()
+    return [ForestPlan(*each) for each in zip(range(len(parts)), rows, forest_steps, parts, strict=False)]
+
+
+def layer_of(plans: Sequence[ForestPlan], number: int) -> slice:
+    """Where the nodes of a layer of all forests are."""
+    first, last = plans[0].parts[number].first, plans[-1].parts[number]
+    return slice(first, last.first + last.size)
+
+
+def plant(
+    plans: Sequence[ForestPlan], beside: Sequence[np.ndarray], device: torch.device
+) -> tuple[Growing, list[torch.Tensor]]:
+    """Forests of roots alone, on the device, with room for all that they may become; by one copy.
+
+    Args:
+        plans: Theirs.
+        beside: Arrays that are copied there, too.
+        device: Where.
+    """
+    forest_steps, num_forests = [plan.forest_step for plan in plans], len(plans)
+    columns = max(table.shape[1] for forest_step in forest_steps for table in forest_step.blocks)
+    num_nodes, num_rows, num_tables = layer_of(plans, -1).stop, plans[-1].rows.stop, len(forest_steps[0].blocks)
+    num_nodes, columns = (-(-count // ALIGNED) * ALIGNED for count in (num_nodes, columns))
+    num_words = -(-(1 + max(forest_step.budget.max_drafts for forest_step in forest_steps)) // WORD)
+    most_spare = max(len(blocks) for forest_step in forest_steps for blocks in forest_step.spare_blocks)
+    drafted, ends = np.zeros((2, num_nodes), np.int32), np.zeros(num_nodes, np.int32)
+    drafted[0] = NO_NODE
+    scores, rows = np.full(num_nodes, NEVER, np.float32), np.zeros(num_nodes, np.int64)
+    masks, slots = np.zeros((num_nodes, num_words), np.int64), np.zeros((num_tables, num_nodes), np.int64)
+    counts, totals = np.ones(num_rows, np.int32), np.zeros((num_forests, NUM_TAKEN + num_tables), np.int32)
+    tables = np.full((num_tables, num_rows, columns), NO_BLOCK, np.int32)
+    reached = np.zeros((num_tables, num_rows), np.int32)
+    spare = np.full((num_tables, num_forests, max(most_spare, 1)), NO_BLOCK, np.int32)
+    for plan, forest_step in zip(plans, forest_steps, strict=True):
+        roots, own, beams = plan.parts[0].nodes, plan.rows, np.arange(forest_step.num_beams)
+        drafted[1, roots], scores[roots] = forest_step.forest.tokens, forest_step.layer.scores
+        rows[roots], ends[roots], masks[roots, 0] = own.start + beams, forest_step.start + 1, 1
+        totals[plan.place, NUM_NARROW] = forest_step.layer.num_narrow
+        for number, (table, blocks) in enumerate(zip(forest_step.blocks, forest_step.spare_blocks, strict=True)):
+            tables[number, own, : table.shape[1]] = table
+            slots[number, roots] = forest_step.slots_of(number, beams, np.zeros_like(beams))
+            has_block = table != NO_BLOCK
+            reached[number, own] = table.shape[1] - 1 - has_block[:, ::-1].argmax(axis=1)
+            spare[number, plan.place, : len(blocks)] = blocks[::-1]
+    state = drafted, scores, rows, ends, masks, slots, counts, totals, tables, reached, spare
+    there = uploaded_together([*state, *beside], device)
+    return Growing(*there[: len(state)]), there[len(state) :]
+
+
+def draft(growing: Growing, plan: ForestPlan, number: int, logprobs: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Draft layer `number` of a forest, as `search.forest.grow` does.
+
+    Args:
+        growing: Written.
+        plan: The forest's.
+        number: From 1 on.
+        logprobs: [nodes of the layer before, n] float32, of the best tokens after each, best first.
+        tokens: [nodes of the layer before, n] int64, these.
+    """
+    before, part, totals = plan.parts[number - 1], plan.parts[number], growing.totals[plan.place]
+    known = growing.scores[before.nodes, None]
+    scores = logprobs + known
+    scores = scores.where(scores > NEVER, NEVER).flatten()  # nor what is no number
+    by_rank = scores.argsort(descending=True, stable=True)
+    is_narrow = (by_rank // logprobs.shape[1] < totals[NUM_NARROW]) & (scores[by_rank] > NEVER)
+    is_narrow &= is_narrow.cumsum(0) <= plan.forest_step.num_beams
+    chosen = by_rank[is_narrow.logical_not().byte().argsort(stable=True)][: part.size]
+    own, ranks = slice(part.first, part.first + len(chosen)), numbers(len(chosen), scores.device)
+    exists = (scores[chosen] > NEVER) & (ranks < plan.forest_step.num_open(number) - totals[NUM_DRAFTS])
+    growing.parents[own] = (chosen // logprobs.shape[1]).where(exists, NO_NODE).int()
+    growing.tokens[own] = tokens.flatten()[chosen].where(exists, 0).int()
+    growing.scores[own] = scores[chosen].where(exists, NEVER)
+    count = exists.sum()
+    totals[NUM_NARROW] = torch.minimum(is_narrow.sum(), count)
+    totals[NUM_DRAFTS] += count
+
+
+def place(growing: Growing, plan: ForestPlan, number: int, block_sizes: Sequence[int]) -> None:
+    """Find rows, masks, blocks and slots for layer `number` of a forest. What is no node sees its forest's first root.
+
+    Args:
+        growing: Written.
+        plan: The forest's.
+        number: From 1 on.
+        block_sizes: By KV cache group.
+    """
+    own, rows, start = plan.parts[number].nodes, plan.rows, plan.forest_step.start
+    parents = growing.parents[own].long()
+    exists, parents = parents != NO_NODE, parents.clamp(min=0) + plan.parts[number - 1].first
+    of_nodes = growing.rows[parents].where(exists, rows.start)
+    is_before = ((of_nodes[:, None] == of_nodes) & exists).tril(-1)
+    places = (growing.counts[of_nodes] + is_before.sum(1)).where(exists, 0)
+    growing.counts.index_add_(0, of_nodes, exists.int())
+    words = numbers(growing.masks.shape[1], places.device)
+    bits = (torch.ones_like(places) << places % WORD)[:, None].where(words == (places // WORD)[:, None], 0)
+    growing.masks[own] = growing.masks[parents].where(exists[:, None], 0) | bits
+    growing.rows[own], growing.ends[own] = of_nodes, (start + 1 + places).int()
+    columns = numbers(growing.tables.shape[2], places.device)
+    for group, block_size in enumerate(block_sizes):
+        taken, reached = growing.totals[plan.place, NUM_TAKEN + group], growing.reached[group, rows]
+        needed = ((start + growing.counts[rows] - 1) // block_size - reached).clamp(min=0)
+        first = taken + needed.cumsum(0) - needed
+        ahead = columns - reached[:, None]  # how many columns come after what each row has
+        spare = growing.spare[group, plan.place]
+        blocks = spare[(first[:, None] + ahead - 1).clamp(0, len(spare) - 1)]
+        table = growing.tables[group, rows]
+        table.copy_(blocks.where((ahead > 0) & (ahead <= needed[:, None]), table))
+        taken += needed.sum()
+        reached += needed
+        position = start + places
+        held = growing.tables[group, of_nodes, position // block_size].long()
+        growing.slots[group, own] = (held * block_size + position % block_size).where(exists, 0)

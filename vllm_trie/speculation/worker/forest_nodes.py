@@ -1,0 +1,71 @@
+"""The nodes of one group's forest after the target's forward: search steps are taken from beams that are at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from vllm_trie.search.rules import Means, SelectRules
+from vllm_trie.search.slots import select_next
+from vllm_trie.speculation.worker.forest_step import ForestStep
+from vllm_trie.worker import launches
+from vllm_trie.worker.kernels import slots as slots_kernel
+from vllm_trie.worker.rows.group_rows import BatchRows
+from vllm_trie.worker.select.select import Selector
+
+ROOT_OF_DEAD = 0  # what stands for the node of a beam that is dead, and which nothing continues
+
+
+class Nodes:
+    """The nodes of one group's forest, and what the target says after each.
+
+    Args:
+        selector: Takes steps.
+        rows: Of the batch.
+        forest_step: The group's.
+        logits: [N, V], of the batch, unprocessed.
+
+    The logits [N, V] `values` are processed if the rules want it; `at` [nodes] is where in them those of each node are.
+    """
+
+    def __init__(self, selector: Selector, rows: BatchRows, forest_step: ForestStep, logits: torch.Tensor) -> None:
+        self.forest_step = forest_step
+        self.forest = forest_step.forest
+        self.rules = forest_step.rules
+        self._selector = selector
+        of_rows = rows.first_logits(rows.places(forest_step.group.slots))
+        self.values, self.at = logits, of_rows[self.forest.row_of] + np.array(self.forest.places)  # of each node
+        if self.rules[0].is_controlled:
+            self._process(rows)
+
+    def _process(self, rows: BatchRows) -> None:
+        """Let processors see each path from a root to a leaf as the row of drafts that vLLM would make of it."""
+        paths = [self.forest.path(leaf) for leaf in self.forest.leaves()]
+        nodes, lengths = np.concatenate(paths), np.array([*map(len, paths)])
+        slots = np.repeat(self.forest_step.group.slots[[path[0] for path in paths]], lengths)
+        depths = np.array(self.forest.depths)[nodes]
+        of_paths = self.at[nodes], slots, self.forest_step.start + 1 + depths, depths
+        self.values = self._selector.processed(rows, self.values, *of_paths)
+        self.at[nodes] = np.arange(len(nodes))
+
+    def parts(self, alike: list[Nodes]) -> list[list[Nodes]]:
+        """Groups with the rules of this one that may take their steps together, see `Selector.parts`."""
+        return self._selector.parts(self.rules[0], alike)
+
+    def logits(self, nodes: list[int]) -> torch.Tensor:
+        """[nodes, V]."""
+        return self.values[self._selector.rows.upload(self.at[nodes])]
+
+    def means(self, rules: SelectRules, nodes: Callable[[], list[int]]) -> Means:
+        """What a step is taken with from beams that are at `nodes`, which are asked for where the host must know."""
+
+        def path(beam: int) -> tuple[int, list[int]]:
+            root, *drafts = self.forest.path(nodes()[beam])
+            return root, [self.forest.tokens[node] for node in drafts]
+
+        num_tokens = np.array([self.forest_step.start + 1])
+        completes = self._selector.completes(rules, [self.forest_step.group], num_tokens, path)
+        into_slots = slots_kernel.select_next if launches.run_on(self.values.device) else select_next
+        return Means(completes=completes, select_next=into_slots)

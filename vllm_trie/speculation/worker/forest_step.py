@@ -1,0 +1,186 @@
+"""One group's forest in one step: it grows in `draft`, and is judged in `verify`; a file for each kind of search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_trie.messages import GroupStep, SpeculationBudget
+from vllm_trie.search.beams import Beams, States, gather_states
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.step_result import Step
+from vllm_trie.speculation.search.draft_lookup import DraftPaths, add_drafts
+from vllm_trie.speculation.search.forest import Forest, Layer
+from vllm_trie.worker.attention.shared_rows import RowTrees
+from vllm_trie.worker.rows.group_rows import GroupRows
+
+NO_BLOCK = 0  # vLLM's block that nobody reads
+
+
+class Found(NamedTuple):
+    """What came of a forest."""
+
+    steps: list[Step[np.ndarray]]
+    beams: list[list[int]]  # the nodes of the beams before each step
+    accepted: list[int]  # how many drafts each accepted
+    tokens: torch.Tensor  # [b] int64, the newest, on the device
+    carried: Beams  # by the beams after the last, among those of other groups
+    place: int = 0  # of the group among these
+
+
+@dataclass(slots=True)
+class ForestStep:
+    """One group's forest in one step: a `SearchedForest` or a `DrawnForest`."""
+
+    step: GroupStep
+    group: GroupRows
+    start: int  # position of the roots, and their place in the cache: as many tokens are computed
+    block_sizes: list[int]  # by KV cache group
+    forest: Forest
+    layer: Layer
+    blocks: list[np.ndarray]  # by KV cache group: [rows, columns] int32 of every row, as far as its tree reaches
+    spare_blocks: list[list[int]]  # by KV cache group: what the trees of any rows may take yet
+    states: States  # [1, nodes, ...], under each constraint, on the device
+    num_layers: int = 0
+    keeps_drafted: bool = True  # what the draft model has computed of drafts holds where they are accepted
+    pending: list[list[int]] = field(default_factory=list)  # of each beam the tokens that a draft model has to compute
+
+    @property
+    def budget(self) -> SpeculationBudget:
+        """What it may take."""
+        assert self.step.budget is not None
+        return self.step.budget
+
+    @property
+    def num_beams(self) -> int:
+        """Rows of the group."""
+        return len(self.group.row_ids)
+
+    @property
+    def rules(self) -> list[SelectRules]:
+        """By step."""
+        return [self.step.rules, *self.budget.rules]
+
+    @property
+    def columns(self) -> list[int]:
+        """By KV cache group: that of the block in which the roots are."""
+        return [self.start // block_size for block_size in self.block_sizes]
+
+    def num_open(self, number: int) -> int:
+        """Drafts that there may be with layer `number`, from 1 on: or the first layers would take all."""
+        return math.ceil(math.sqrt(number / self.budget.num_layers) * self.budget.max_drafts)
+
+    def trees(self, firsts: Mapping[int, int] | None = None) -> RowTrees:
+        """The masks of trees.
+
+        Args:
+            firsts: By row, the place of the first node that is computed now; by default all nodes of all rows are.
+        """
+        firsts = dict.fromkeys(range(len(self.forest.rows)), 0) if firsts is None else firsts
+        return RowTrees(self.start, [self.forest.sees(row, first) for row, first in firsts.items()])
+
+    def slots_of(self, number: int, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """[...] int64 where KV cache group `number` holds tokens of rows, at `places` [...] from the roots on."""
+        positions, block_size = self.start + places, self.block_sizes[number]
+        return self.blocks[number][rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+
+    def beams_at(self, nodes: Sequence[int], beams: Beams) -> Beams:
+        """These beams, which have come to these nodes, with the states that they have there."""
+        return beams._replace(states=self.states_at(nodes)) if self.states else beams
+
+    def states_at(self, nodes: Sequence[int]) -> States:
+        """[1, nodes, ...] under each constraint."""
+        return gather_states(self.states, self._on_device(nodes)) if self.states else self.states
+
+    def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
+        """[1, numbers] int64."""
+        return async_tensor_h2d([[*numbers]], device=next(iter(self.states.values())).device, dtype=torch.int64)
+
+    @classmethod
+    def affordable(cls, budget: SpeculationBudget, rules: SelectRules) -> SpeculationBudget:
+        """What of a budget such a forest can use."""
+        return budget
+
+    @classmethod
+    def grow(cls, growing: Sequence[tuple[ForestStep, np.ndarray]], logits: torch.Tensor, number: int) -> None:
+        """Draft layer `number` of some groups as their searches will select in that step.
+
+        Args:
+            growing: Groups, and for each which logits follow the nodes of its newest layer, one after the other.
+            logits: [N, V] of the draft model.
+            number: From 1 on.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def search(cls, nodes: Sequence[Any]) -> list[Found]:
+        """Take steps of the search of some groups, as many as their forests hold, on their `forest_nodes.Nodes`."""
+        raise NotImplementedError
+
+    def follow_layer(self, first: int) -> None:
+        """Count the newest layer, whose nodes come from `first` on, and find states and blocks for them."""
+        self._follow(range(first, self.forest.num_nodes))
+        self._count_layer(self.layer.nodes)
+
+    def replay_layer(self, parents: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """Add a layer that was drafted elsewhere. Returns its nodes, whose states are the caller's to add."""
+        nodes = [self.forest.add(parent, token) for parent, token in zip(parents, tokens, strict=True)]
+        self._count_layer(nodes)
+        return nodes
+
+    def _count_layer(self, nodes: Sequence[int]) -> None:
+        self.num_layers += bool(nodes)
+        self._take_blocks()
+
+    def add_layers(self, found: DraftPaths) -> None:
+        """Draft all layers at once."""
+        for nodes in add_drafts(self.forest, found, self.budget.draft_width):
+            self._follow(nodes)
+            self.num_layers += 1
+        self._take_blocks()
+
+    def _take_blocks(self) -> None:
+        """Give rows spare blocks as far as their trees reach."""
+        for table, spare, block_size in zip(self.blocks, self.spare_blocks, self.block_sizes, strict=True):
+            for row, nodes in enumerate(self.forest.rows):
+                reached = table[row, self.start // block_size : (self.start + len(nodes) - 1) // block_size + 1]
+                for column in np.flatnonzero(reached == NO_BLOCK):
+                    reached[column] = spare.pop()
+
+    def _follow(self, nodes: Sequence[int]) -> None:
+        """Advance to the nodes of the newest layer, the only ones whose states are not known."""
+        if not self.states or not nodes:
+            return
+        parents = self._on_device([self.forest.parents[node] for node in nodes])
+        tokens = self._on_device([self.forest.tokens[node] for node in nodes])
+        self.states = followed(self.states, parents, tokens)
+
+
+def followed(states: States, parents: torch.Tensor, tokens: torch.Tensor) -> States:
+    """[1, nodes + n, ...], behind the states of some nodes those of n more; `parents`, `tokens`: [1, n] int64."""
+    before = gather_states(states, parents)
+    return {key: torch.cat([state, key.advance(before[key], tokens)], 1) for key, state in states.items()}
+
+
+def add_layer(forest_steps: Sequence[ForestStep], logits: torch.Tensor, number: int) -> None:
+    """Draft layer `number` of all these groups.
+
+    Args:
+        forest_steps: Of the groups.
+        logits: [N, V] of the draft model after all nodes of their newest layers.
+        number: From 1 on.
+    """
+    ends = np.cumsum([len(forest_step.layer.nodes) for forest_step in forest_steps])
+    rows = np.split(np.arange(ends[-1]), ends[:-1])
+    known = [forest_step.forest.num_nodes for forest_step in forest_steps]
+    kinds: dict[type[ForestStep], None] = dict.fromkeys(map(type, forest_steps))
+    for kind in kinds:
+        kind.grow([each for each in zip(forest_steps, rows, strict=True) if type(each[0]) is kind], logits, number)
+    for forest_step, first in zip(forest_steps, known, strict=True):
+        forest_step.follow_layer(first)

@@ -1,0 +1,115 @@
+"""Steps of the search from node to node of forests, none of which waits for what the one before has chosen.
+
+The device itself looks up which nodes the next beams are at; only to judge stop strings the host must know them. Where
+the host sees what the device has, it need not take more steps than lead somewhere.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_trie.search.beams import Beams, gather_states
+from vllm_trie.search.devices import filled, numbers, sees, uploaded
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.step import take_step
+from vllm_trie.search.step_result import Going, packed
+from vllm_trie.speculation.worker.forest_nodes import ROOT_OF_DEAD, Nodes
+from vllm_trie.worker import launches
+from vllm_trie.worker.kernels.best import Taken
+from vllm_trie.worker.kernels.tiles import RowLogits
+from vllm_trie.worker.rows.group_rows import beams_of
+from vllm_trie.worker.select.by_kernels import by_kernels
+
+PARENT_UNIT = 1 << 32  # of a key, which is a parent and a token
+NO_CHILD = (1 << 63) - 1  # comes behind all keys
+
+
+class Walked(NamedTuple):
+    """One step of G groups."""
+
+    taken: Taken
+    after: Beams  # what their rows carry then
+
+
+class Walk:
+    """Steps of groups with equal rules, as many as their rules say, whether or not these lead somewhere.
+
+    A beam that was not drafted is dead in the step after.
+
+    Args:
+        nodes: Of each group.
+    """
+
+    def __init__(self, nodes: Sequence[Nodes]) -> None:
+        self.nodes = nodes
+        self.steps: list[Walked] = []  # that are taken
+        self._values = nodes[0].values
+        children = np.full((3, len(nodes), max(of_group.forest.num_nodes for of_group in nodes) + 1), NO_CHILD)
+        for of_group, (keys, known, at) in zip(nodes, children.swapaxes(0, 1), strict=True):
+            forest, first = of_group.forest, len(of_group.forest.rows)
+            own = np.array(forest.parents[first:], np.int64) * PARENT_UNIT + np.array(forest.tokens[first:], np.int64)
+            order = own.argsort()
+            keys[: len(own)], known[: len(own)], at[: len(of_group.at)] = own[order], order + first, of_group.at
+        self._keys, self._known, self._at = uploaded(children, self.device)  # [G, N] each
+
+    @property
+    def device(self) -> torch.device:
+        """Where it goes on."""
+        return self._values.device
+
+    def __iter__(self) -> Iterator[Taken]:
+        """Take the steps, one after the other."""
+        groups = [of_group.forest_step.group for of_group in self.nodes]
+        beams, width = beams_of(groups), len(groups[0].row_ids)
+        nodes = numbers(width, self.device).expand(len(groups), width)
+        num_layers = max(of_group.forest_step.num_layers for of_group in self.nodes)
+        all_rules = self.nodes[0].rules[: 1 + num_layers]
+        for rules in all_rules:
+            beams = self._at_nodes(beams, nodes)
+            taken = self._take(rules, nodes, beams)
+            self.steps.append(Walked(taken, beams.after(taken.going)))
+            yield taken
+            if rules.is_last or rules is all_rules[-1]:
+                return
+            nodes, is_drafted = self._next_nodes(taken, nodes)
+            beams = self.steps[-1].after.only(is_drafted)
+
+    def _at_nodes(self, beams: Beams, nodes: torch.Tensor) -> Beams:
+        """These beams with the states that they have at nodes [G, b]."""
+        states = self.nodes[0].forest_step.states
+        return beams._replace(states=gather_states(states, nodes)) if states else beams
+
+    def _take(self, rules: SelectRules, nodes: torch.Tensor, beams: Beams) -> Taken:
+        """One step from beams at `nodes` [G, b]."""
+        at, device = self._at.gather(1, nodes).flatten(), self.device
+        if launches.run_on(device) and (take := by_kernels(rules, beams, self._values.shape[1])):
+            nowhere = torch.empty(len(at), 1, dtype=torch.int64, device=device)
+            which = RowLogits.of(self._values, at, rules.stops)
+            return take(rules, which, beams, numbers(len(at), device), nowhere)
+        means = self.nodes[0].means(rules, cache(lambda: nodes[0].tolist()))
+        step = take_step(rules, self._values[at].view(*nodes.shape, -1), beams, means)
+        return Taken(Going.of(step), *packed(step))
+
+    def _next_nodes(self, taken: Taken, nodes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The nodes [G, b] of beams that were drafted, and which these are."""
+        tokens, parents = taken.going.tokens.long(), nodes.gather(1, taken.going.parents.long())
+        keys = torch.add(tokens, parents, alpha=PARENT_UNIT)
+        places = torch.searchsorted(self._keys, keys)
+        is_drafted = self._keys.gather(1, places) == keys
+        return self._known.gather(1, places).where(is_drafted, filled((), ROOT_OF_DEAD, self.device)), is_drafted
+
+
+def walks_of(nodes: Sequence[Nodes]) -> list[Walk]:
+    """Walks of groups, those together that have equal rules and nothing that is theirs alone, as far as memory goes."""
+    alike = defaultdict(list)
+    for number, of_group in enumerate(nodes):
+        first = of_group.rules[0]
+        is_alone = sees(of_group.values.device) or first.is_controlled or first.constraints or first.stops.strings
+        alike[number if is_alone else None, *of_group.rules].append(of_group)
+    return [Walk(part) for of_walk in alike.values() for part in of_walk[0].parts(of_walk)]

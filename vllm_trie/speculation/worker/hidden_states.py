@@ -1,0 +1,84 @@
+"""What a head goes on from, kept by KV slot.
+
+An EAGLE head reads of each token its embedding, and the target's hidden states at the token before it. vLLM's own
+drafting writes the KV of the pair (states of token i, token i + 1) into slot i. Then the last slot of a block depends
+on the token after the block, in which beams that share the block may differ. For groups, slot i holds the pair (states
+of token i - 1, token i), which depends on tokens up to i alone. Positions only count as distances, so that the head
+sees the pairs that it was trained on. The first token stands beside zeros.
+
+The states themselves lie by slot, too, like one more layer of the KV cache: those of all tokens that the target has
+computed, and those of the head at drafts, until the target computes these. So they are copied with blocks where beams
+fork, and moved with tokens where drafts are accepted. A cached prefix has them, and so has a preempted group once it is
+computed again. Only what vLLM's own drafting has computed of a prefix that a group shares has other pairs; then fewer
+drafts may be accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.device_allocator import get_mem_allocator_instance
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+
+from vllm_trie.compat.versions import planned_kv_cache
+from vllm_trie.worker.kv.kv_slots import ByToken
+
+
+class HiddenStates:
+    """The states of all tokens in a runner's KV cache.
+
+    Args:
+        runner: Whose engine has an EAGLE-3 head; its KV cache is there.
+    """
+
+    def __init__(self, runner: GPUModelRunner) -> None:
+        config, speculator = runner.kv_cache_config, runner.speculator
+        assert isinstance(speculator, EagleSpeculator)
+        self._model = speculator.model
+        self.layer, self.number = _layer_of(speculator, config.kv_cache_groups)
+        block_size = runner.block_tables.block_sizes[self.number]
+        size = config.num_blocks, block_size, speculator.hidden_size
+        with _memory_of_kv_caches(runner.vllm_config):
+            states = torch.zeros(size, dtype=speculator.dtype, device=runner.device)
+        self.by_token = ByToken(states, (block_size,))
+        self.by_slot = self.by_token.contents.flatten(0, 1)  # [slots, H], the same memory
+
+    @torch.inference_mode()
+    def keep(self, forward: Any) -> None:
+        """Those of all tokens that the target has computed; `forward` is vLLM's `ExecuteModelState`."""
+        num_tokens = forward.input_batch.num_tokens
+        slots = forward.slot_mappings_by_layer[self.layer][:num_tokens]
+        states = torch.cat([of_layer[:num_tokens] for of_layer in forward.aux_hidden_states], dim=-1)
+        self.by_slot[slots] = self._model.combine_hidden_states(states)
+
+
+def _memory_of_kv_caches(vllm_config: VllmConfig) -> AbstractContextManager[Any]:
+    """Within it, what is allocated is dropped where vLLM's KV cache is, while an engine sleeps, and is not copied."""
+    if not (current_platform.is_cuda_alike() and vllm_config.model_config.enable_cumem_allocator):
+        return nullcontext()
+    return get_mem_allocator_instance().use_memory_pool(tag="kv_cache")
+
+
+def _layer_of(speculator: EagleSpeculator, groups: Sequence[KVCacheGroupSpec]) -> tuple[str, int]:
+    """A layer of the head, and its KV cache group: states lie by the slots of this one."""
+    layer = min(speculator.draft_attn_layer_names)
+    (number,) = (number for number, group in enumerate(groups) if layer in group.layer_names)
+    return layer, number
+
+
+def leave_room(runner: GPUModelRunner, num_bytes: int) -> int:
+    """Of so many bytes those for vLLM's KV cache: of as many blocks as fit in with the states of their tokens."""
+    speculator = runner.speculator
+    if not isinstance(speculator, EagleSpeculator):
+        return num_bytes
+    groups, of_kv = planned_kv_cache(runner.vllm_config, runner.get_kv_cache_spec())
+    _, number = _layer_of(speculator, groups)
+    of_states = groups[number].kv_cache_spec.block_size * speculator.hidden_size * speculator.dtype.itemsize
+    return num_bytes // (of_kv + of_states) * of_kv

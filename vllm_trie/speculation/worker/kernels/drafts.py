@@ -1,0 +1,63 @@
+"""The best tokens of each row, whatever the rows' scores, in two launches: what forests are drafted from.
+
+In torch it is a log-softmax and a top-k.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_trie.search.devices import NEVER, constant, filled
+from vllm_trie.search.rank import NO_KEY, SCORE_UNIT, TILE
+from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kernels.tiles import MOST_PER_ROW, MOST_TILES, RowLogits, Wanted, rank_rows, tiles_of
+from vllm_trie.worker.launches import next_power_of_2
+
+LEAST_KEPT = 4  # of a row, so that few variants are enough
+
+
+def takes(count: int, vocab_size: int) -> bool:
+    """Whether so many tokens of a row are ranked here; else torch ranks them."""
+    return count <= MOST_PER_ROW and vocab_size <= MOST_TILES * TILE
+
+
+def best_of_rows(values: torch.Tensor, which: torch.Tensor, count: int, kept: int) -> torch.Tensor:
+    """Order keys of the best tokens of R rows, [R, kept] int64 in no order.
+
+    Args:
+        values: [N, V] logits.
+        which: [R] int64, the rows.
+        count: Tokens of each row.
+        kept: Keys that there is room for; a power of two, `kept_of(count)` or more.
+    """
+    logits = RowLogits.of(values, which)
+    zeros = filled((len(which),), 0.0, values.device)
+    return rank_rows(logits, tiles_of(logits), zeros, 1, Wanted(count, kept)).keys[0]
+
+
+def decoded(keys: torch.Tensor, ends: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [R, P] float32, and tokens [R, P] int64, of such keys: the best first, at last -inf.
+
+    Those of tokens that end hypotheses are -inf as well.
+    """
+    keys = keys.sort(dim=1).values
+    logprobs, tokens = -(keys // SCORE_UNIT).int().view(torch.float32), keys % SCORE_UNIT
+    goes_on = keys != NO_KEY
+    if ends:
+        goes_on &= ~torch.isin(tokens, constant(ends, keys.device))
+    return logprobs.where(goes_on, NEVER), tokens
+
+
+def kept_of(count: int) -> int:
+    """Keys for which there is room."""
+    return max(next_power_of_2(count), LEAST_KEPT)
+
+
+def warm_up(serving: Serving) -> None:
+    """Rank a row for every number of keys."""
+    for logits in serving.draft_logits:
+        row = torch.zeros(1, dtype=torch.int64, device=serving.device)
+        kept = LEAST_KEPT
+        while kept <= MOST_PER_ROW:
+            best_of_rows(logits, row, kept, kept)
+            kept *= 2

@@ -1,0 +1,88 @@
+"""A forest that is searched: drafts are the draft model's own beams, and beam search goes on where they lead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_trie.search.devices import sees
+from vllm_trie.search.step_result import Step, unpacked
+from vllm_trie.speculation.search.forest import grow
+from vllm_trie.speculation.worker.best_drafts import best_drafts
+from vllm_trie.speculation.worker.forest_nodes import ROOT_OF_DEAD, Nodes
+from vllm_trie.speculation.worker.forest_step import ForestStep, Found
+from vllm_trie.speculation.worker.forest_walk import Walk, walks_of
+
+DEAD = np.float32(-np.inf)
+
+
+@dataclass(slots=True)
+class SearchedForest(ForestStep):
+    """The forest of a beam search."""
+
+    @classmethod
+    def grow(cls, growing: Sequence[tuple[ForestStep, np.ndarray]], logits: torch.Tensor, number: int) -> None:
+        """See `ForestStep`. The host sees the device; elsewhere such forests grow as `unseen_forests` says."""
+        forest_steps = [forest_step for forest_step, _ in growing]
+        best = best_drafts(forest_steps, logits, [rows for _, rows in growing], number)
+        for forest_step, of_group in zip(forest_steps, best, strict=True):
+            forest, budget = forest_step.forest, forest_step.budget
+            forest.open(forest_step.num_open(number))
+            forest_step.layer = grow(forest, forest_step.layer, of_group, forest_step.num_beams, budget.draft_width)
+
+    @classmethod
+    def search(cls, nodes: Sequence[Nodes]) -> list[Found]:
+        """See `ForestStep`. Waits for the device once, for all groups together, and in each step for stop strings."""
+        walks = walks_of(nodes)
+        found = dict[Nodes, Found]()
+        for walk, steps in zip(walks, _on_host(walks), strict=True):
+            for place, (of_group, of_steps) in enumerate(zip(walk.nodes, steps, strict=True)):
+                assert isinstance(of_group.forest_step, SearchedForest)
+                found[of_group] = of_group.forest_step.follow(walk, place, of_steps)
+        return [found[of_group] for of_group in nodes]
+
+    def follow(self, walk: Walk, place: int, taken: Iterable[Step[np.ndarray]]) -> Found:
+        """Plain beam search's own steps, until one depends on a beam that was not drafted.
+
+        A beam that was not drafted bounds the score of everything that descends from it: as long as whatever lives on
+        is better, no step depends on it.
+        """
+        steps, beams, accepted = list[Step](), [list(range(self.num_beams))], [0]
+        unseen = DEAD
+        for rules, step in zip(self.rules, taken, strict=False):
+            if unseen > DEAD and not (step.num_beams == rules.width and step.scores.min() > unseen):
+                break
+            steps.append(step)
+            chosen = zip(step.parents.tolist(), step.tokens.tolist(), strict=True)
+            drafts = [self.forest.child(beams[-1][parent], token) for parent, token in chosen]
+            is_seen = np.array([draft is not None for draft in drafts])
+            may_go_on = is_seen.any() if rules.ranks_together else is_seen.all()
+            if rules is self.rules[-1] or rules.is_last or step.num_beams < len(drafts) or not may_go_on:
+                break
+            unseen = step.scores[~is_seen].max(initial=DEAD)
+            beams.append([ROOT_OF_DEAD if draft is None else draft for draft in drafts])
+            accepted.append(int(is_seen.sum()))
+        last = walk.steps[len(steps) - 1]
+        newest = last.taken.going.tokens[place].long()
+        return Found(steps, beams[: len(steps)], accepted[: len(steps)], newest, last.after, place)
+
+
+def _on_host(walks: Sequence[Walk]) -> list[list[Iterable[Step[np.ndarray]]]]:
+    """By walk and group: its steps, all of them by one copy; or one after the other, where there is nothing to copy."""
+    device = walks[0].device
+    if sees(device):
+        return [[(unpacked(taken.words.numpy(), taken.layout)[0] for taken in walk)] for walk in walks]
+    taken = [[*walk] for walk in walks]
+    words = torch.cat([step.words.flatten() for of_walk in taken for step in of_walk]).cpu().numpy()
+    on_host, at = list[list[Iterable[Step[np.ndarray]]]](), 0
+    for of_walk in taken:
+        by_step = []
+        for step in of_walk:
+            size = step.words.numel()
+            by_step.append(unpacked(words[at : at + size].reshape(step.words.shape), step.layout))
+            at += size
+        on_host.append([*zip(*by_step, strict=True)])
+    return on_host

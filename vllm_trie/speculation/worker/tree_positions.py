@@ -1,0 +1,46 @@
+"""The positions of drafts in trees: `runner` writes them where vLLM has counted the tokens of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_trie.speculation.worker.forest_step import ForestStep
+from vllm_trie.worker.rows.group_rows import BatchRows
+
+
+class TreePositions(NamedTuple):
+    """The positions of nodes, which lie one after the other, but follow their parents; on the device."""
+
+    at: torch.Tensor  # [nodes] int64, which tokens of the batch they are
+    positions: torch.Tensor  # [nodes] int64
+    slots: np.ndarray  # [nodes], of their rows
+
+    def write(self, positions: torch.Tensor, offsets: np.ndarray | None = None) -> None:
+        """Put them into the positions [..., T] of a batch.
+
+        Args:
+            positions: Written.
+            offsets: [slots] by how much those of each row are shifted; not at all by default.
+        """
+        of_nodes = self.positions
+        if offsets is not None:
+            of_nodes = of_nodes + async_tensor_h2d(offsets[self.slots], device=positions.device)
+        positions[..., self.at] = of_nodes.to(positions.dtype)
+
+
+def tree_positions(forests: Iterable[ForestStep], rows: BatchRows) -> TreePositions:
+    """Those of all forests."""
+    at, positions, slots = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+    for forest_step in forests:
+        forest, of_rows = forest_step.forest, forest_step.group.slots
+        slots.append(of_rows[forest.row_of])
+        at.append(rows.batch.query_start_loc_np[rows.places(slots[-1])] + np.array(forest.places))
+        positions.append(forest_step.start + np.array(forest.depths))
+    of_nodes = np.stack([np.concatenate(at), np.concatenate(positions)])
+    on_device = async_tensor_h2d(of_nodes, device=rows.batch.positions.device, dtype=torch.int64)
+    return TreePositions(on_device[0], on_device[1], np.concatenate(slots))

@@ -1,0 +1,108 @@
+"""What trees of drafts write into vLLM's arrays by slot, beside what rows do."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_trie.messages import MOST_DRAFTS
+from vllm_trie.search.devices import uploaded_together
+from vllm_trie.speculation.worker.forest_path import AcceptedPath
+from vllm_trie.speculation.worker.forest_step import ForestStep
+from vllm_trie.speculation.worker.hidden_states import HiddenStates
+from vllm_trie.speculation.worker.table_entries import TableEntries, side_by_side
+from vllm_trie.worker.kv.moves import move
+from vllm_trie.worker.rows.rows import Rows
+
+
+class TreeRows:
+    """The trees in the rows of one runner, which may hold more drafts than vLLM's own.
+
+    Args:
+        runner: vLLM's.
+        rows: Its rows.
+    """
+
+    def __init__(self, runner: GPUModelRunner, rows: Rows) -> None:
+        self._runner, self._rows = runner, rows
+        states = runner.req_states
+        num_slots, num_drafts = states.draft_tokens.shape
+        # [slots, drafts] int64, of which vLLM's own are the first ones, where it looks for them.
+        self.drafts = states.draft_tokens.new_zeros(num_slots, max(num_drafts, MOST_DRAFTS))
+        states.draft_tokens = self.drafts[:, :num_drafts]
+        self.hidden_states: HiddenStates | None = None  # what a head goes on from, once there is a KV cache beside them
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within it vLLM finds the drafts of trees where it looks for its own."""
+        states = self._runner.req_states
+        stock, states.draft_tokens = states.draft_tokens, self.drafts
+        try:
+            yield
+        finally:
+            states.draft_tokens = stock
+
+    def accept(self, paths: Sequence[AcceptedPath], places: np.ndarray, sampled: torch.Tensor) -> None:
+        """Let rows of groups go on from where their searches have come to.
+
+        Args:
+            paths: By group; those under control come first.
+            places: [rows of all groups] where they are in the batch.
+            sampled: [R, steps] int64, receives the new tokens of every row.
+        """
+        moves = [np.hstack(of_groups) for of_groups in zip(*(path.moves for path in paths), strict=True)]
+        copies, kv = np.concatenate([path.copies for path in paths]), self._rows
+        move(kv.kv_blocks, kv.kv_slots, copies, [*enumerate(moves)])
+        slots, sources = (np.concatenate(of_groups) for of_groups in zip(*(path[:2] for path in paths), strict=True))
+        entries = [entry for path in paths for entry in path.entries]
+        rows = [slots, sources, places, side_by_side([path.tokens for path in paths])]
+        to, source, at, tokens = self._upload_with_blocks(rows, entries)
+        history = slice(min(path.num_prompt for path in paths), max(path.num_tokens for path in paths))
+        tokens_of_rows = self._rows.all_tokens
+        tokens_of_rows[to, history] = tokens_of_rows[source, history]  # what lies behind a history, nobody reads
+        sampled[at, : tokens.shape[1]] = tokens
+        if num_controlled := sum(len(path.slots) for path in paths if path.is_controlled):
+            self._rows.take_over_controls(to[:num_controlled], source[:num_controlled])
+
+    def _upload_with_blocks(
+        self, arrays: Sequence[np.ndarray], entries: Sequence[TableEntries]
+    ) -> Sequence[torch.Tensor]:
+        """Arrays on the device, and by the same copy entries of block tables, which are written."""
+        tables = self._runner.block_tables
+        for slots, number, num_blocks, *_ in entries:
+            tables.num_blocks.np[number, slots] = num_blocks
+        by_number = defaultdict[int, list[TableEntries]](list)
+        for entry in entries:
+            if len(entry.blocks):
+                by_number[entry.number].append(entry)
+        at = [np.concatenate([entry.at for entry in of_number], axis=1) for of_number in by_number.values()]
+        blocks = [np.concatenate([entry.blocks for entry in of_number]) for of_number in by_number.values()]
+        on_device = uploaded_together([*arrays, *at, *blocks], self._rows.device)
+        first, end = len(arrays), len(arrays) + len(by_number)
+        for number, (rows, columns), of_number in zip(by_number, on_device[first:end], on_device[end:], strict=True):
+            tables.block_tables[number].gpu[rows, columns] = of_number
+        return on_device[: len(arrays)]
+
+    def write_drafts(self, forest_steps: Sequence[ForestStep]) -> None:
+        """Write what the target computes of every row of forests: its root, its drafts, and the blocks for them.
+
+        There is one forest at least.
+        """
+        states, tables = self._runner.req_states, self._runner.block_tables
+        states.apply_staged_writes()
+        tables.apply_staged_writes()
+        slots = np.concatenate([forest_step.group.slots for forest_step in forest_steps])
+        trees = side_by_side([np.array([tokens]) for one in forest_steps for tokens in one.forest.tokens_of_rows()])
+        entries = [
+            TableEntries.of(forest_step.group.slots, number, table, column + 1)
+            for forest_step in forest_steps
+            for number, (table, column) in enumerate(zip(forest_step.blocks, forest_step.columns, strict=True))
+        ]
+        at, tokens = self._upload_with_blocks([slots, trees], entries)
+        states.last_sampled_tokens[at, 0] = tokens[:, 0]
+        self.drafts[at, : tokens.shape[1] - 1] = tokens[:, 1:]

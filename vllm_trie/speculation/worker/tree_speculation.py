@@ -1,0 +1,180 @@
+"""Speculation with trees of drafts in the worker: what fills in the seam `vllm_trie.worker.speculation`."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.mm.rope import RopeState
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from vllm_trie.messages import Decided
+from vllm_trie.speculation.worker import draft_warm_up
+from vllm_trie.speculation.worker.draft import Drafter, Forests
+from vllm_trie.speculation.worker.draft_by_head import HeadDrafts
+from vllm_trie.speculation.worker.draft_by_lookup import LookupDrafts
+from vllm_trie.speculation.worker.draft_by_model import ModelDrafts
+from vllm_trie.speculation.worker.draft_memory import take_widest_move
+from vllm_trie.speculation.worker.draft_model import draft_logits
+from vllm_trie.speculation.worker.hidden_states import HiddenStates, leave_room
+from vllm_trie.speculation.worker.kernels import drafts, forest_growth
+from vllm_trie.speculation.worker.tree_positions import TreePositions, tree_positions
+from vllm_trie.speculation.worker.tree_rows import TreeRows
+from vllm_trie.speculation.worker.verify import verify
+from vllm_trie.worker.attention.tree_layers import takes_trees
+from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kv import copies
+from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.rows.rows import rope_state
+from vllm_trie.worker.rows.sub_batch import sub_batch
+from vllm_trie.worker.rows.sub_forward import sub_forward
+from vllm_trie.worker.select.amateur import contrasting
+from vllm_trie.worker.speculation import Speculation
+from vllm_trie.worker.step_context import StepContext
+
+if TYPE_CHECKING:
+    from vllm_trie.worker.runner import BeamModelRunner
+
+DRAFTERS: dict[str, type[Drafter]] = {"ngram": LookupDrafts, "ngram_gpu": LookupDrafts, "eagle3": HeadDrafts}
+
+
+class TreeSpeculation(Speculation):
+    """Forests of drafts by the speculator of a runner.
+
+    Args:
+        runner: Whose model is not loaded yet.
+    """
+
+    drafter: Drafter
+    rows: TreeRows
+
+    def __init__(self, runner: BeamModelRunner) -> None:
+        self._runner = runner
+        self.takes_trees = True
+        self._forests: Forests = {}  # of this step
+        self._seconds = 0.0  # that it took to draft them
+        self._positions: TreePositions | None = None  # of their nodes
+        if isinstance(runner.speculator, DraftModelSpeculator):
+            runner.speculator.load_draft_model = partial(self._load_draft_model, runner.speculator.load_draft_model)
+
+    def _load_draft_model(self, stock: Any, *args: Any) -> Any:
+        try:
+            return stock(*args)
+        except Exception as error:
+            name = self._runner.speculative_config.model
+            raise ValueError(
+                f"the draft model {name!r} of speculative_config cannot be loaded: {error}; name another one, or start "
+                f"vLLM without speculative_config"
+            ) from error
+
+    def attach(self) -> None:
+        """See `Speculation`."""
+        runner = self._runner
+        self.rows = TreeRows(runner, runner.rows)
+        kind = DRAFTERS.get(runner.speculative_config.method, ModelDrafts)
+        self.drafter = kind(runner, runner.selector, self.rows, runner.rank_check)
+        runner.speculator.propose = partial(self._propose_for_others, runner.speculator.propose)
+        if (rope := rope_state(runner)) is not None:
+            rope.prepare_positions = partial(self._prepare_rope_positions, rope.prepare_positions, rope)
+
+    def take_memory(self) -> None:
+        """See `Speculation`."""
+        take_widest_move(self._runner)
+
+    def leave_room(self, num_bytes: int) -> int:
+        """See `Speculation`."""
+        return leave_room(self._runner, num_bytes)
+
+    def begin(self) -> None:
+        """See `Speculation`."""
+        self.takes_trees = takes_trees(self._runner)
+        if self.takes_trees and isinstance(self._runner.speculator, EagleSpeculator):
+            self.rows.hidden_states = self._runner.rows.beside = HiddenStates(self._runner)
+
+    def warm_up(self, serving: Serving) -> None:
+        """See `Speculation`."""
+        if not self.takes_trees:
+            return
+        serving = serving._replace(draft_logits=tuple(draft_logits(self._runner)))
+        drafts.warm_up(serving)
+        forest_growth.warm_up(serving)
+        if (segments := self._runner.rows.kv_slots.segments) is not None:
+            copies.warm_up_moves(segments)
+
+    def warm_up_stock(self) -> None:
+        """See `Speculation`."""
+        draft_warm_up.warm_up(self._runner, self.rows.drafts if self.takes_trees else None)
+
+    def propose(self, step: StepContext, groups: dict[str, GroupRows], output: SchedulerOutput) -> None:
+        """See `Speculation`."""
+        self._forests, self._positions, step.cannot_draft = {}, None, not self.takes_trees
+        if step.speculating and self.takes_trees:
+            self._runner.block_tables.apply_staged_writes()  # the draft model reads the tables before the target does
+            start = time.perf_counter()
+            with gpu_sync_allowed():
+                self._forests = self.drafter.draft(step, groups, output)
+            self._seconds = time.perf_counter() - start
+            step.forests = {**self._forests}
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """See `Speculation`."""
+        return self.rows.in_place()
+
+    def place(self, batch: InputBatch) -> None:
+        """See `Speculation`."""
+        rows = BatchRows(batch, self._runner.max_num_reqs)
+        self._positions = tree_positions(self._forests.values(), rows)
+        self._positions.write(batch.positions)
+
+    def _prepare_rope_positions(self, stock: Any, rope: RopeState, *args: Any) -> None:
+        """Where vLLM prepares M-RoPE positions of a batch."""
+        stock(*args)
+        if self._positions is not None:
+            self._positions.write(rope.positions, rope.prefill_delta.np)
+
+    def keep(self, forward: Any) -> None:
+        """See `Speculation`."""
+        if self.rows.hidden_states is not None:
+            self.rows.hidden_states.keep(forward)
+
+    def accept(
+        self, rows: BatchRows, logits: torch.Tensor, sampled: torch.Tensor, num_sampled: np.ndarray
+    ) -> dict[str, Decided]:
+        """See `Speculation`."""
+        paths, decided = verify(self._runner.selector, self._forests, self._seconds, rows, logits, num_sampled)
+        self.rows.accept(paths, rows.places(np.concatenate([path.slots for path in paths])), sampled)
+        return decided
+
+    def _propose_for_others(self, stock: Any, input_batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Where vLLM drafts: for ordinary requests, and for groups that are one row yet, whose prompt it computes."""
+        runner, step, groups = self._runner, self._runner.step, self._runner.groups
+        left_out = [*step.decoding, *contrasting(step.steps)]
+        if isinstance(self.drafter, HeadDrafts) and self.takes_trees:
+            beginning = [groups[group_id] for group_id in step.steps if group_id not in left_out]
+            with gpu_sync_allowed():
+                self.drafter.add_first_rows(beginning, BatchRows(input_batch, runner.max_num_reqs))
+            left_out = [*step.steps]
+        left_out_rows = {row_id for group_id in left_out for row_id in groups[group_id].row_ids}
+        if not left_out_rows:
+            return stock(input_batch, *args, **kwargs)
+        # Metadata, slots and hidden states of the forward: of these, a draft model and a lookup read none.
+        *of_forward, num_sampled, num_rejected = args[:6]
+        rows = [at for at, row_id in enumerate(input_batch.req_ids) if row_id not in left_out_rows]
+        proposed = runner.req_states.draft_tokens.new_zeros(input_batch.num_reqs, runner.num_speculative_steps)
+        if rows:
+            smaller, at, tokens, *_ = sub_batch(input_batch, np.array(rows))
+            if isinstance(runner.speculator, EagleSpeculator):
+                of_forward = [*sub_forward(runner, smaller, tokens, *of_forward[2:])]
+                kwargs["is_profile"] = True  # no graphs: these read the whole batch's buffers
+            else:
+                runner.block_tables.gather_block_tables(smaller.idx_mapping, smaller.num_reqs)  # as drafters read them
+            proposed[at] = stock(smaller, *of_forward, num_sampled[at], num_rejected[at], *args[6:], **kwargs)
+        return proposed

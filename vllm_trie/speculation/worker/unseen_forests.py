@@ -1,0 +1,154 @@
+"""Searched forests on a device that the host does not see: it waits once, when all layers are drafted.
+
+The host knows how many nodes a layer may have; what they are, the device alone knows. Each is a row of the draft
+model's batch, which computes one token. In the end the host reads parents and tokens of all layers, and grows the
+forests anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from vllm_trie.search.beams import States, gather_states
+from vllm_trie.search.devices import uploaded
+from vllm_trie.speculation.worker import forest_growth
+from vllm_trie.speculation.worker.best_drafts import rank
+from vllm_trie.speculation.worker.draft_batch import DraftInputs
+from vllm_trie.speculation.worker.forest_growth import NO_NODE, ForestPlan, layer_of, plans_of
+from vllm_trie.speculation.worker.forest_step import ForestStep, followed
+from vllm_trie.speculation.worker.kernels.forest_growth import GrowthKernels
+from vllm_trie.worker import launches
+from vllm_trie.worker.attention.shared_rows import RowTrees, SharedRows
+
+
+class UnseenForests:
+    """Such forests of one step, which have nothing but roots yet.
+
+    Args:
+        forest_steps: Of the groups.
+        block_sizes: By KV cache group.
+        device: Where they grow.
+    """
+
+    def __init__(self, forest_steps: Sequence[ForestStep], block_sizes: Sequence[int], device: torch.device) -> None:
+        self.num_layers = max(forest_step.budget.num_layers for forest_step in forest_steps)
+        self._device, self._block_sizes = device, block_sizes
+        # Those that still grow come first in each layer.
+        self._plans = plans = plans_of(sorted(forest_steps, key=lambda one: -one.budget.num_layers))
+        last = plans[0].parts[-1]
+        depths = np.zeros(last.first + last.size, np.int64)
+        for plan in plans:
+            for depth, part in enumerate(plan.parts):
+                depths[part.nodes] = plan.forest_step.start + depth
+        most = max(layer_of(plans, number).stop - layer_of(plans, number).start for number in range(self.num_layers))
+        self._starts = np.arange(most + 1, dtype=np.int32)
+        beside: list[np.ndarray] = [depths, self._starts]
+        self._kernels = GrowthKernels(plans, block_sizes) if launches.run_on(device) else None
+        if self._kernels is not None:
+            beside += self._kernels.arrays
+        self._growing, (self._positions, self._starts_there, *of_kernels) = forest_growth.plant(plans, beside, device)
+        if self._kernels is not None:
+            self._kernels.on_device = of_kernels
+        self._states: list[States] = [plan.forest_step.states for plan in plans]
+
+    @property
+    def forest_steps(self) -> list[ForestStep]:
+        """In the order of their roots in the first layer's batch."""
+        return [plan.forest_step for plan in self._plans]
+
+    def draft(self, logits: torch.Tensor, number: int) -> None:
+        """Draft layer `number`, from 1 on, from what the draft model says after the nodes of the layer before.
+
+        Args:
+            logits: [nodes of groups that have such a layer, V].
+            number: From 1 on.
+        """
+        plans, first = self._active(number), self._plans[0].parts[number - 1].first
+        drafted = self._kernels.draft(self._growing, logits, number) if self._kernels is not None else set()
+        for plan in plans:
+            if plan.place not in drafted:
+                before = plan.parts[number - 1]
+                nodes = slice(before.first - first, before.first - first + before.size)
+                forest_growth.draft(self._growing, plan, number, *self._best(plan, logits, nodes, number))
+            self._follow(plan, number)
+        if going_on := self._active(number + 1):
+            self._place(going_on, number)
+
+    def _best(
+        self, plan: ForestPlan, logits: torch.Tensor, nodes: slice, number: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `best_drafts.rank`."""
+        if self._kernels is not None and (best := self._kernels.best(plan, logits, nodes, number)):
+            return best
+        own = logits[nodes]
+        states = {key: state[:, state.shape[1] - len(own) :] for key, state in self._states[plan.place].items()}
+        return rank(plan.forest_step, own, states, number)
+
+    def inputs(self, number: int) -> DraftInputs:
+        """What the draft model computes of the nodes of layer `number`, of groups that have one more."""
+        plans, growing = self._active(number + 1), self._growing
+        nodes = layer_of(plans, number)
+        count, first = nodes.stop - nodes.start, nodes.start
+        sharing, most_ends = [], np.zeros(count, np.int32)
+        for plan in plans:
+            part, start = plan.parts[number], plan.forest_step.start
+            own = np.arange(part.first - first, part.first - first + part.size)
+            num_drafts = sum(of_layer.size for of_layer in plan.parts[1 : number + 1])
+            most_ends[own] = start + 1 + min(num_drafts, plan.forest_step.num_open(number))
+            trees, num_shared = RowTrees(start, growing.masks[part.nodes]), plan.forest_step.step.num_shared
+            assert num_shared is not None
+            sharing.append([SharedRows(own, of_table, trees) for of_table in num_shared])
+        return DraftInputs(
+            *(growing.tokens[nodes], self._positions[nodes], growing.slots[:, nodes]),
+            *(self._starts_there[: count + 1], growing.ends[nodes]),
+            growing.tables.index_select(1, growing.rows[nodes]).unbind(0),
+            *(self._starts[: count + 1], most_ends),
+            None,
+            partial(self._slots_before, number),
+            sharing,
+        )
+
+    def replay(self) -> None:
+        """Let the host grow the same forests. Waits for the device."""
+        parents, tokens = self._growing.drafted.cpu().numpy()
+        for plan, states in zip(self._plans, self._states, strict=True):
+            forest_step, nodes = plan.forest_step, [*range(plan.forest_step.num_beams)]
+            forest_step.forest.open(forest_step.budget.max_drafts)
+            kept, first = [np.arange(len(nodes))], len(nodes)  # what of `states` belongs to nodes
+            for part in plan.parts[1:]:
+                exists = np.flatnonzero(parents[part.nodes] != NO_NODE)
+                of_nodes = [nodes[parent] for parent in parents[part.nodes][exists].tolist()]
+                nodes = forest_step.replay_layer(of_nodes, tokens[part.nodes][exists].tolist())
+                kept.append(first + exists)
+                first += part.size
+            if states:
+                forest_step.states = gather_states(states, uploaded(np.concatenate(kept)[None], self._device))
+
+    def _active(self, number: int) -> list[ForestPlan]:
+        """Those that have a layer `number`."""
+        return [plan for plan in self._plans if plan.forest_step.budget.num_layers >= number]
+
+    def _place(self, plans: Sequence[ForestPlan], number: int) -> None:
+        if self._kernels is not None and self._kernels.place(self._growing, number, len(plans)):
+            return
+        for plan in plans:
+            forest_growth.place(self._growing, plan, number, self._block_sizes)
+
+    def _follow(self, plan: ForestPlan, number: int) -> None:
+        """Find the states of a layer's nodes; any for what is none."""
+        if states := self._states[plan.place]:
+            own, first = plan.parts[number].nodes, sum(part.size for part in plan.parts[: number - 1])
+            parents = self._growing.parents[own].clamp(min=0).long() + first
+            self._states[plan.place] = followed(states, parents[None], self._growing.tokens[own].long()[None])
+
+    def _slots_before(self, number: int, table: int) -> torch.Tensor:
+        """[T] int64 where, in a KV cache group, the parents of the nodes of layer `number` lie."""
+        plans = self._active(number + 1)
+        sizes = [plan.parts[number].size for plan in plans]
+        firsts = np.repeat([plan.parts[number - 1].first for plan in plans], sizes)
+        parents = self._growing.parents[layer_of(plans, number)].clamp(min=0)
+        return self._growing.slots[table][uploaded(firsts, self._device) + parents]

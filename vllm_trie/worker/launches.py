@@ -1,0 +1,23 @@
+"""What launches of kernels need: where there are kernels, and whole numbers.
+
+Triton has the same functions of numbers, of which each call takes microseconds.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def run_on(device: torch.device) -> bool:
+    """Whether kernels do the work on this device; elsewhere torch does."""
+    return device.type == "cuda"
+
+
+def cdiv(count: int, size: int) -> int:
+    """Parts of `size`, the last one maybe less."""
+    return -(-count // size)
+
+
+def next_power_of_2(count: int) -> int:
+    """The first power of two that is not below `count`, 1 or more."""
+    return 1 << (count - 1).bit_length()

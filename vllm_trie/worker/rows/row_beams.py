@@ -1,0 +1,100 @@
+"""What the rows of groups carry, brought together from where it lies: with the groups, in the runner, in the message.
+
+Everything that depends on which constraints there are is here; `select`, `draft` and `verify` know of none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from vllm_trie.messages import Resumed
+from vllm_trie.search.beams import Beams, States
+from vllm_trie.search.constraints.constraint import Constraint, Source
+from vllm_trie.search.constraints.grammar import unpacked_mask
+from vllm_trie.search.constraints.ngrams import NOTHING, flush_right
+from vllm_trie.search.devices import uploaded
+from vllm_trie.search.filters import log_probabilities
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.worker.rows.catalogs import DeviceCatalogs
+from vllm_trie.worker.rows.group_rows import GroupRows, beams_of
+from vllm_trie.worker.rows.rows import Rows
+
+
+class RowBeams:
+    """What the rows of one runner carry.
+
+    Args:
+        rows: Which hold tokens.
+        catalogs: On its device.
+    """
+
+    def __init__(self, rows: Rows, catalogs: DeviceCatalogs) -> None:
+        self._rows = rows
+        self._catalogs = catalogs
+
+    def begin(self, rules: SelectRules, resumed: Resumed | None) -> States:
+        """Of rows that enter: one without a token, or all that go on after a preemption."""
+        device = self._rows.device
+        keys = [key for key in self._constraints(rules) if key.source is Source.LAST_STEP]
+        if resumed is None:
+            return {key: key.begin(1, device) for key in keys}
+        states = {key: key.begin(len(resumed.histories), device) for key in keys}
+        for tokens in uploaded(resumed.histories.astype(np.int64), device).T if keys else ():
+            states = {key: key.advance(state, tokens[None]) for key, state in states.items()}
+        return states
+
+    def before_step(
+        self,
+        rules: SelectRules,
+        groups: Sequence[GroupRows],
+        num_tokens: np.ndarray,
+        masks: Sequence[torch.Tensor],
+        vocab_size: int,
+        amateur: torch.Tensor | None = None,
+    ) -> Beams:
+        """Of some groups with these rules, before they select.
+
+        Args:
+            rules: Theirs.
+            groups: G of them.
+            num_tokens: [G], of each row of a group.
+            masks: By group: [r, V / 32] which tokens its rows may take, packed; none where there is no grammar, or the
+                search is over, and this a step that was scheduled before that was known.
+            vocab_size: V.
+            amateur: [G, r, V] logits of a draft model, where the rules contrast it.
+        """
+        beams = beams_of(groups)
+        if not (constraints := self._constraints(rules)):
+            return beams
+        states = dict(beams.states)
+        for key in constraints:
+            if key.source is Source.TOKENS:
+                states[key] = self._tokens(np.array([group.slots for group in groups]), num_tokens)
+            elif key.source is Source.MASKS and masks:
+                states[key] = unpacked_mask(torch.stack([*masks]), vocab_size)
+            elif key.source is Source.AMATEUR:
+                assert amateur is not None, "the front end lets no search contrast a draft model that there is not"
+                states[key] = log_probabilities(amateur, temperature=rules.filters.temperature)
+        lengths = {int(total) - len(group.prompt) for total, group in zip(num_tokens, groups, strict=True)}
+        return beams._replace(states=states, length=lengths.pop() if len(lengths) == 1 else None)
+
+    def before_drafts(self, rules: SelectRules, group: GroupRows, num_tokens: int, num_layers: int) -> Beams:
+        """Of one group from whose rows so many layers of drafts may grow."""
+        states = dict(group.beams.states)
+        for key in self._constraints(rules):
+            if key.source is Source.TOKENS:
+                tokens = self._tokens(group.slots[None], np.array([num_tokens]))
+                states[key] = pad(tokens, (num_layers, 0), value=NOTHING)
+        return group.beams._replace(states=states)
+
+    def _constraints(self, rules: SelectRules) -> list[Constraint]:
+        """Those of these rules, on this device."""
+        return [key.on(self._catalogs.tries, rules.stops.token_ids) for key in rules.constraints]
+
+    def _tokens(self, slots: np.ndarray, num_tokens: np.ndarray) -> torch.Tensor:
+        """[G, r, L] int32, the tokens of rows in `slots` [G, r]; each group's rows have `num_tokens` [G]."""
+        return flush_right(self._rows.tokens(slots, 0, int(num_tokens.max())), num_tokens)

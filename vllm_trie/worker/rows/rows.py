@@ -1,0 +1,258 @@
+"""All that is written into vLLM's arrays by slot, of tokens, block tables, counts and contents of KV blocks.
+
+A row of a group is a request with a slot of its own to vLLM's runner. vLLM takes in one request after the other, and
+uploads the tokens of each. The rows of a group differ in their blocks alone, and in what each has generated: so the
+first one comes in as vLLM's requests do, the others become what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.kv_cache_interface import CrossAttentionSpec
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.mm.rope import RopeState
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
+from vllm_trie.messages import GroupStep
+from vllm_trie.search.devices import sees, uploaded_together
+from vllm_trie.worker import launches
+from vllm_trie.worker.attention.tree_layers import kv_slots
+from vllm_trie.worker.kernels import controls
+from vllm_trie.worker.kv.kv_blocks import KVBlocks
+from vllm_trie.worker.kv.kv_slots import KVSlots, TokenStates
+from vllm_trie.worker.kv.moves import copy_to_others
+from vllm_trie.worker.kv.reorder import LARGE_BLOCK, reorder_rows
+from vllm_trie.worker.kv.row_reorder import Reorders, RowReorder, Tables
+from vllm_trie.worker.rows.group_rows import GroupRows
+from vllm_trie.worker.rows.new_rows import arrays_by_slot
+
+
+def rope_state(runner: GPUModelRunner) -> RopeState | None:
+    """What a runner holds of M-RoPE positions, if its model has them."""
+    state = runner.model_state
+    return state.rope_state if isinstance(state, DefaultModelState) else None
+
+
+class Rows:
+    """The rows of one runner, once its model is loaded.
+
+    Args:
+        runner: vLLM's.
+    """
+
+    def __init__(self, runner: GPUModelRunner) -> None:
+        self._runner = runner
+        self._sampler = runner.sampler  # None on the earlier stages of a pipeline
+        self.device = runner.device
+        self.beside: TokenStates | None = None  # what lies by token beside the KV caches, if anything
+
+    @cached_property
+    def tables(self) -> Tables:
+        """The runner's block tables, those that say the same of all rows of a group left out."""
+        tables, groups = self._runner.block_tables, self._runner.kv_cache_config.kv_cache_groups
+        differing = [n for n, group in enumerate(groups) if not isinstance(group.kv_cache_spec, CrossAttentionSpec)]
+        sizes = [tables.block_sizes[number] for number in differing]
+        return Tables([tables.block_tables[number].gpu for number in differing], sizes, differing)
+
+    @cached_property
+    def kv_blocks(self) -> KVBlocks:
+        """The runner's KV caches, a draft model's among them, and what lies beside them."""
+        own = [] if self.beside is None else [self.beside.by_token.contents]
+        return KVBlocks([*self._runner.kv_caches, *own], self._runner.kv_cache_config.num_blocks)
+
+    @cached_property
+    def kv_slots(self) -> KVSlots:
+        """The same, token by token, of layers of which it is known how tokens lie in their blocks."""
+        return kv_slots(self._runner, self.beside)
+
+    @cached_property
+    def _parts_of_blocks(self) -> KVSlots | None:
+        """The same, where blocks are so large that parts of them are copied."""
+        return self.kv_slots if sees(self.device) and max(self.tables.block_sizes) >= LARGE_BLOCK else None
+
+    def upload(self, values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """What the host knows, on the device; nobody waits for it."""
+        return async_tensor_h2d(values, device=self.device, dtype=dtype)
+
+    @property
+    def block_tables(self) -> BlockTables:
+        """The runner's."""
+        return self._runner.block_tables
+
+    @property
+    def all_tokens(self) -> torch.Tensor:
+        """[slots, length] int32, the tokens of every row, and whatever lies behind them."""
+        return self._runner.req_states.all_token_ids.gpu
+
+    def tokens(self, slots: np.ndarray, start: int, end: int) -> torch.Tensor:
+        """[..., end - start] int32, tokens of the rows in `slots`, of any shape."""
+        return self._runner.req_states.all_token_ids.gpu[self.upload(slots), start:end]
+
+    def generated(
+        self, groups: Sequence[GroupRows], num_tokens: np.ndarray
+    ) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+        """What rows of G groups have generated, of which each row of a group holds `num_tokens` [G].
+
+        Returns:
+            int32 tokens on the device, where the rows [G, r] are in them, and [G] where what was generated begins.
+            Where it saves copying, tokens of other rows, and of prompts, are among them.
+        """
+        tokens, slots = self._runner.req_states.all_token_ids.gpu, np.array([group.slots for group in groups])
+        starts = np.array([len(group.prompt) for group in groups])
+        if sees(self.device):
+            return tokens, slots, starts
+        columns = starts[:, None] + np.arange(max((num_tokens - starts).max(), 1))
+        rows, at = uploaded_together([slots, np.minimum(columns, tokens.shape[1] - 1)], self.device)
+        of_groups = tokens[rows[:, :, None], at[:, None]].flatten(0, 1)
+        return of_groups, np.arange(slots.size).reshape(slots.shape), np.zeros_like(starts)
+
+    def num_computed(self, group: GroupRows) -> int:
+        """Tokens of each row that are computed."""
+        return int(self._runner.req_states.num_computed_tokens_np[group.slots[0]])
+
+    def slots_of(self, row_ids: Sequence[str]) -> np.ndarray:
+        """Where rows are."""
+        return np.array([self._runner.req_states.req_id_to_index[row_id] for row_id in row_ids], dtype=np.int64)
+
+    def add_copies(self, fanning_out: Sequence[tuple[GroupRows, GroupStep]]) -> None:
+        """Give slots to the further rows of groups that fan out, and let these hold what that of the first row holds.
+
+        To be called before vLLM takes in requests: afterwards it uploads what it holds on the host.
+        """
+        arrays = [*arrays_by_slot(self._runner)] if fanning_out else []
+        for group, step in fanning_out:
+            self._add_copies(group, step, arrays)
+
+    def _add_copies(self, group: GroupRows, step: GroupStep, arrays: Sequence[np.ndarray]) -> None:
+        runner, states, request = self._runner, self._runner.req_states, group.request
+        assert step.rows is not None
+        first_id, *others = group.row_ids
+        first = states.req_id_to_index[first_id]
+        slots = np.array([states.free_indices.pop() for _ in others], np.int64)
+        states.req_id_to_index.update(zip(others, slots.tolist(), strict=True))
+        states.index_to_req_id.update(zip(slots.tolist(), others, strict=True))
+        for array in arrays:
+            array[slots] = array[first]
+        if runner.encoder_cache is not None:  # as vLLM takes in a request; what is encoded, it finds by content
+            for row_id in others:
+                runner.encoder_cache.add_request(row_id, request.mm_features)
+        if request.lora_request is not None:
+            runner.lora_state.lora_requests.update(dict.fromkeys(others, request.lora_request))
+        resumed, num_prompt = step.resumed, len(group.prompt)
+        length = num_prompt + (0 if resumed is None else resumed.histories.shape[1])
+        at = self.upload(slots)
+        self._write_counts(slots, at, length, group.num_drafted)
+        tokens = states.all_token_ids.gpu
+        tokens[at, :num_prompt] = tokens[first, :num_prompt]
+        if resumed is not None:
+            tokens[at, num_prompt:length] = self.upload(resumed.histories[1:], torch.int32)
+        self._write_rope_positions(first, slots, at, num_prompt, length)
+        self._write_tables(slots, at, [table[1:] for table in step.rows.tables])
+
+    def _write_counts(self, slots: np.ndarray, at: torch.Tensor, length: int, num_computed: int) -> None:
+        """How many tokens there are: what is computed, and what a preempted group has to compute again."""
+        states = self._runner.req_states
+        states.prefill_len.np[slots] = length
+        states.num_computed_prefill_tokens[slots] = states.num_computed_tokens_np[slots] = num_computed
+        states.total_len.gpu.index_fill_(0, at, length)
+        states.num_computed_tokens.gpu.index_fill_(0, at, num_computed)
+        states.draft_tokens.index_fill_(0, at, 0)
+        if isinstance(cached := self._runner.model_state, MambaHybridModelState) and cached._align_mode:
+            column = (num_computed - 1) // cached.cache_config.mamba_block_size
+            cached._mamba_state_idx_gpu.index_fill_(0, at, column)
+            cached.num_accepted_tokens_gpu.index_fill_(0, at, 1)
+
+    def _write_rope_positions(
+        self, first: int, slots: np.ndarray, at: torch.Tensor, num_prompt: int, length: int
+    ) -> None:
+        """M-RoPE positions: those of the prompt, which depend on its images, and after it one more for each token."""
+        rope = rope_state(self._runner)
+        if rope is None:
+            return
+        delta = int(rope.prefill_delta.np[first])
+        rope.prefill_delta.np[slots] = delta
+        positions = rope.prefill_positions.gpu.view(rope.max_num_reqs, rope.num_dims, -1)
+        positions[at, :, :num_prompt] = positions[first, :, :num_prompt]
+        following = torch.arange(num_prompt + delta, length + delta, device=self.device, dtype=torch.int32)
+        positions[at, :, num_prompt:length] = following
+
+    def _write_tables(self, slots: np.ndarray, at: torch.Tensor, tables: Sequence[np.ndarray]) -> None:
+        """By KV cache group, [rows, columns] the blocks of the rows in `slots`, which are `at` on the device."""
+        block_tables = self._runner.block_tables
+        for number, table in enumerate(tables):
+            block_tables.block_tables[number].gpu[at, : table.shape[1]] = self.upload(table, torch.int32)
+            block_tables.num_blocks.np[number, slots] = table.shape[1]
+
+    def write_first_tokens(self, group: GroupRows, is_controlled: bool) -> None:
+        """Write what the device alone knows of rows that have just fanned out: the first token of each."""
+        states, at, length = self._runner.req_states, self.upload(group.slots), len(group.prompt)
+        states.last_sampled_tokens[at, 0] = group.tokens
+        states.all_token_ids.gpu[at, length] = group.tokens.int()
+        states.total_len.gpu.index_fill_(0, at, length + 1)  # where an assignment would wait for the device
+        if is_controlled and self._sampler is not None:
+            self._sampler.penalties_state.output_bin_counts[at, group.tokens] += 1
+
+    def add_blocks(self, steps: Mapping[str, GroupStep], groups: Mapping[str, GroupRows]) -> None:
+        """Append the next block of each row at a block boundary; fill the tails of rows that fan out."""
+        tables = self._runner.block_tables
+        for number, table in enumerate(tables.block_tables):
+            growing = {
+                group_id: blocks[number]
+                for group_id, step in steps.items()
+                if (blocks := step.new_blocks) is not None and len(blocks[number])
+            }
+            if growing:
+                slots = np.concatenate([groups[group_id].slots for group_id in growing])
+                columns = tables.num_blocks.np[number, slots]
+                at, to, blocks = self.upload(np.stack([slots, columns, np.concatenate([*growing.values()])]))
+                table.gpu[at, to] = blocks.int()
+                tables.num_blocks.np[number, slots] += 1
+            for group_id, of_rows in growing.items():
+                if (roots := groups[group_id].roots) is not None:
+                    roots.tables[number] = np.column_stack([roots.tables[number], of_rows])
+        copies = [rows.copies for step in steps.values() if (rows := step.rows) is not None and len(rows.copies)]
+        if copies:
+            copy_to_others(self.kv_blocks, np.concatenate(copies))
+
+    def reorder(self, reorders: Reorders, is_controlled: bool = False) -> None:
+        """Let rows continue the histories of others, and where they are controlled, what their logits go by."""
+        if not reorders.rows:
+            return
+        moved, tokens = reorders.on(self.device), self._runner.req_states.all_token_ids.gpu
+        reorder_rows(moved, tokens, self.tables, self.kv_blocks, self._parts_of_blocks)
+        if is_controlled:
+            self._reorder_controls(moved)
+
+    def _reorder_controls(self, rows: RowReorder) -> None:
+        """Let rows take over what the processors of their logits know of those that they continue."""
+        if launches.run_on(self.device):
+            controls.reorder_counts(rows, self._counts)
+        else:
+            self._counts[rows.rows[0]] = self._counts[rows.sources]
+        self._take_over_of_processors(rows.rows[0], rows.sources)
+
+    def take_over_controls(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
+        """Let slots [R] take over what the processors of logits know of others [R]."""
+        self._counts[slots] = self._counts[sources]
+        self._take_over_of_processors(slots, sources)
+
+    @property
+    def _counts(self) -> torch.Tensor:
+        """[slots, V] int32, how often each token has come."""
+        assert self._sampler is not None
+        return self._sampler.penalties_state.output_bin_counts
+
+    def _take_over_of_processors(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
+        """The same of processors that hold something by slot."""
+        assert self._sampler is not None
+        for processor in self._sampler.logits_processors:
+            if (take_over := getattr(processor, "reorder_rows", None)) is not None:  # ours to offer, not vLLM's
+                take_over(slots, sources)

@@ -1,0 +1,104 @@
+"""What the draft model says of the rows of groups that contrast it with the target, see `search.constraints.contrast`.
+
+It computes the tokens that the target computes of these rows, in the same steps: prompts, what is computed again after
+a preemption, and the newest token of each beam. Its KV lies in the same blocks: it follows forks, and is there where a
+prefix is cached. vLLM's own drafting leaves these rows out.
+
+That drafting computes all other rows, but not before their next tokens are sampled. So where such a row finds in the
+prefix cache what others compute in the same step, these are computed here as well, in one forward pass, as the
+target computes all rows. They are prompts, and what is computed again: of other rows the draft model has computed
+the newest token in the step that sampled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+
+from vllm_trie.messages import GroupStep
+from vllm_trie.search.devices import uploaded, uploaded_once
+from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.rows.sub_batch import sub_batch
+from vllm_trie.worker.rows.sub_forward import attention_of
+
+
+class AmateurLogits(NamedTuple):
+    """What it says of R rows of a batch."""
+
+    logits: torch.Tensor  # [R, V] of what may come after the newest token of each
+    rows: np.ndarray  # [R] where they are in the batch, ascending
+
+    def of(self, places: np.ndarray) -> torch.Tensor:
+        """[..., V] of the rows that are at these places of the batch."""
+        at = uploaded_once(np.searchsorted(self.rows, places.ravel()), self.logits.device)
+        return self.logits[at].view(*places.shape, -1)
+
+
+class Amateur:
+    """The draft model of a runner.
+
+    Args:
+        runner: vLLM's.
+        speculator: Its own, which has the model.
+    """
+
+    def __init__(self, runner: GPUModelRunner, speculator: StandaloneARSpeculator) -> None:
+        self._runner = runner
+        self._speculator = speculator
+
+    def logits(self, batch: InputBatch, places: np.ndarray, read: np.ndarray) -> AmateurLogits:
+        """Compute tokens, write their KV, and return what may come after the last one of each row.
+
+        Args:
+            batch: vLLM's, after its forward.
+            places: [R] of the rows in it.
+            read: [n] of others, whose tokens are computed with them, as they read these.
+        """
+        rows, speculator = np.sort(places), self._speculator
+        computed = np.union1d(rows, read) if len(read) else rows
+        smaller = sub_batch(batch, computed).batch
+        metadata, slots = attention_of(self._runner, smaller, speculator.attn_groups)
+        hidden = speculator._run_model(smaller.input_ids, smaller.positions, metadata, slots, None)
+        last = smaller.logits_indices
+        if len(read):
+            last = last[uploaded(smaller.cu_num_logits_np[np.searchsorted(computed, rows)], last.device)]
+        return AmateurLogits(speculator.model.compute_logits(hidden[last]), rows)
+
+
+def contrasting(steps: Mapping[str, GroupStep]) -> list[str]:
+    """The groups whose rows it computes, of those in a step."""
+    return [group_id for group_id, step in steps.items() if step.rules.contrasts]
+
+
+def amateur_logits(
+    amateur: Amateur | None, steps: Mapping[str, GroupStep], groups: Mapping[str, GroupRows], rows: BatchRows
+) -> AmateurLogits | None:
+    """What it says in a step, after it has computed what the target has; None where no group contrasts it.
+
+    Args:
+        amateur: Of the runner, if it has one.
+        steps: Of the groups in this step.
+        groups: Of the runner.
+        rows: Where their rows are.
+    """
+    group_ids = contrasting(steps)
+    if amateur is None or not group_ids:
+        return None
+    places = rows.places(_slots(groups, group_ids))
+    read = np.zeros(0, np.int64)
+    if any(steps[group_id].has_new_prefix for group_id in group_ids):
+        decoding = [group_id for group_id, step in steps.items() if step.decodes]
+        left_out = np.concatenate([places, rows.places(_slots(groups, decoding))])
+        read = np.setdiff1d(rows.batch.is_prefilling_np.nonzero()[0], left_out)
+    return amateur.logits(rows.batch, places, read)
+
+
+def _slots(groups: Mapping[str, GroupRows], group_ids: Sequence[str]) -> np.ndarray:
+    """[R] of the rows of some groups."""
+    return np.concatenate([np.zeros(0, np.int64), *(groups[group_id].slots for group_id in group_ids)])

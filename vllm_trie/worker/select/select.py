@@ -1,0 +1,274 @@
+"""Between forward and sampling: every group's next beams, groups with equal rules together.
+
+Called by `runner` where vLLM would sample. Nothing waits for the device but stop strings, which are looked for in
+text.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from vllm_trie.search.beams import Beams
+from vllm_trie.search.constraints.stops import Completes
+from vllm_trie.search.devices import uploaded_once
+from vllm_trie.search.rules import Means, SelectRules
+from vllm_trie.search.slots import select_next
+from vllm_trie.search.step import is_light, take_step
+from vllm_trie.search.step_result import Going, packed
+from vllm_trie.search.stop_strings import CONTEXT, TextEnd
+from vllm_trie.worker import launches
+from vllm_trie.worker.kernels import controls
+from vllm_trie.worker.kernels import slots as slots_kernel
+from vllm_trie.worker.kernels.best import Taken
+from vllm_trie.worker.kernels.tiles import RowLogits
+from vllm_trie.worker.kv.row_reorder import Reorders
+from vllm_trie.worker.rows.catalogs import DeviceCatalogs
+from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.rows.row_beams import RowBeams
+from vllm_trie.worker.rows.row_params import stop_strings_of
+from vllm_trie.worker.rows.rows import Rows
+from vllm_trie.worker.select.amateur import AmateurLogits
+from vllm_trie.worker.select.by_kernels import by_kernels
+from vllm_trie.worker.select.step_graphs import StepGraphs
+from vllm_trie.worker.step_context import PackedStep, StepContext
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+Group = TypeVar("Group")
+
+
+class RowsOf(NamedTuple):
+    """The rows of groups with equal rules, in one step."""
+
+    rules: SelectRules
+    rows: BatchRows
+    slots: np.ndarray  # [G, b]
+    places: np.ndarray  # [G, r], in the batch
+    beams: Beams  # before the step
+
+
+@dataclass(frozen=True)
+class TakeRows:
+    """Takes a step by kernels where they can, else by torch; called as `kernels.step.TakeStep`."""
+
+    means: Means
+    which: Callable[[], slice | torch.Tensor]  # those of the rows among all logits; asked for where torch takes it
+
+    def __call__(
+        self, rules: SelectRules, logits: RowLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
+    ) -> Taken:
+        if take := by_kernels(rules, beams, logits.values.shape[1]):
+            return take(rules, logits, beams, places, sampled)
+        step = take_step(rules, logits.values[self.which()].view(*beams.scores.shape, -1), beams, self.means)
+        sampled[:, 0].index_copy_(0, places, newest_of(Going.of(step), beams))
+        return Taken(Going.of(step), *packed(step))
+
+
+def newest_of(going: Going, beams: Beams) -> torch.Tensor:
+    """[G * r] int64, the newest tokens of as many beams as there were rows."""
+    return going.tokens[:, : beams.scores.shape[1]].long().flatten()
+
+
+@lru_cache(maxsize=64)
+def no_depths(count: int, device: torch.device) -> torch.Tensor:
+    """[count] int32 zeros. Not to be written to."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+class Selector:
+    """Takes the steps of the search for the rows of one runner, by `graphs` where there are some.
+
+    Args:
+        runner: vLLM's, whose sampler processes logits.
+        groups: Its groups; their scores and newest tokens are updated.
+        rows: Its rows.
+        catalogs: On its device.
+        most_together: Rows of several groups that are selected together where that needs much memory.
+    """
+
+    def __init__(
+        self,
+        runner: GPUModelRunner,
+        groups: dict[str, GroupRows],
+        rows: Rows,
+        catalogs: DeviceCatalogs,
+        most_together: int,
+    ) -> None:
+        self._groups = groups
+        self._sampler = runner.sampler
+        self._most_together = most_together
+        self.rows = rows
+        self.row_beams = RowBeams(rows, catalogs)
+        self.graphs: StepGraphs | None = None
+        self._stop_strings = stop_strings_of(runner.model_config)
+
+    def begin(self, context: StepContext) -> None:
+        """Begin the states of rows that are new, once they have tokens that the host knows."""
+        for group_id in context.entered:
+            if group_id not in context.new_tokens_unknown:
+                group, step = self._groups[group_id], context.steps[group_id]
+                group.beams = group.beams._replace(states=self.row_beams.begin(step.rules, step.resumed))
+
+    def select(
+        self,
+        context: StepContext,
+        rows: BatchRows,
+        logits: torch.Tensor,
+        sampled: torch.Tensor,
+        amateur: AmateurLogits | None = None,
+    ) -> list[PackedStep]:
+        """Take one step of every group that searches and does not speculate.
+
+        Args:
+            context: The step's.
+            rows: Where its rows are.
+            logits: [N, V], unprocessed.
+            sampled: [R, ...] int64, receives the newest token of every row of a group.
+            amateur: Of the rows of groups that contrast a draft model, if there are any.
+        """
+        selected, reorders = [], Reorders()
+        into_slots = slots_kernel.select_next if launches.run_on(logits.device) else select_next
+        for rules, decodes, has_masks, group_ids in (together := self._together(context)):
+            groups = [self._groups[group_id] for group_id in group_ids]
+            slots = np.array([group.slots for group in groups])
+            places = rows.places(slots)
+            num_tokens = rows.num_tokens(places[:, 0])
+            draws = [draw for group_id in group_ids if (draw := context.steps[group_id].draw) is not None]
+            completes = self.completes(rules, groups, num_tokens)
+            masks = [context.masks[group_id] for group_id in group_ids] if has_masks else []
+            of_amateur = None if amateur is None or not rules.contrasts else amateur.of(places)
+            beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1], of_amateur)
+            means = Means(draws, completes, into_slots)
+            taken = self._take(RowsOf(rules, rows, slots, places, beams), logits, means, sampled)
+            selected.append(PackedStep(group_ids, taken.words, taken.layout))
+            after = beams.after(taken.going)
+            for place, (group, own) in enumerate(zip(groups, taken.going.tokens.long(), strict=True)):
+                group.tokens, group.batch, group.place = own, after, place
+            if decodes and places.shape[1] > 1 and not rules.is_last:  # else nobody goes on
+                reorders.add(slots, taken.going.parents, [len(group.prompt) for group in groups], num_tokens)
+        self.rows.reorder(reorders, any(rules.is_controlled for rules, *_ in together))
+        return selected
+
+    def _together(self, context: StepContext) -> list[tuple[SelectRules, bool, bool, list[str]]]:
+        """Groups that are alike: rules, whether they decode and have masks, ids; few of those that take much memory."""
+        alike = defaultdict(list)
+        for group_id, step in context.plain.items():
+            alike[step.rules, step.decodes, group_id in context.masks].append(group_id)
+        together = []
+        for (rules, decodes, has_masks), group_ids in alike.items():
+            together += [(rules, decodes, has_masks, part) for part in self.parts(rules, group_ids)]
+        return together
+
+    def parts(self, rules: SelectRules, groups: list[Group]) -> list[list[Group]]:
+        """Groups with equal rules that may take a step together: all of them, or few where it takes much memory."""
+        most = len(groups) if is_light(rules) else max(self._most_together // rules.width, 1)
+        return [groups[at : at + most] for at in range(0, len(groups), most)]
+
+    def _take(self, of: RowsOf, logits: torch.Tensor, means: Means, sampled: torch.Tensor) -> Taken:
+        """The step of groups with equal rules; `sampled` [R, ...] receives newest tokens."""
+        (rules, _, _, places, beams), (values, index) = of, self._logits(of, logits)
+        if not launches.run_on(logits.device):
+            of_rows = values[self._which(index.ravel())]
+            step = take_step(rules, of_rows.view(*places.shape, -1), beams, means)
+            sampled[self.rows.upload(places), 0] = step.tokens.long()[:, : places.shape[1]]
+            return Taken(Going.of(step), *packed(step))
+        at, on_device = uploaded_once(np.stack([index.ravel(), places.ravel()]), logits.device)
+        logits_of = RowLogits.of(values, at, rules.stops)
+        if self.graphs is not None and self.graphs.hold(rules, means, logits_of, beams):
+            taken = self.graphs.take(rules, logits_of, beams, TakeRows(means, lambda: slice(None)))
+            if taken is not None:
+                sampled[:, 0].index_copy_(0, on_device, newest_of(taken.going, beams))
+                return taken
+        return TakeRows(means, lambda: self._which(index.ravel()))(rules, logits_of, beams, on_device, sampled)
+
+    def _logits(self, of: RowsOf, logits: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
+        """Logits [N, V], processed if the rules want it, and which of them [G, r] are those of the rows."""
+        index = of.rows.first_logits(of.places)
+        if not of.rules.is_controlled:
+            return logits, index
+        num_tokens = of.rows.num_tokens(of.places).ravel()
+        processed = self.processed(of.rows, logits, index.ravel(), of.slots.ravel(), num_tokens)
+        return processed, np.arange(index.size).reshape(index.shape)
+
+    def processed(
+        self,
+        rows: BatchRows,
+        logits: torch.Tensor,
+        index: np.ndarray,
+        slots: np.ndarray,
+        num_tokens: np.ndarray,
+        depths: np.ndarray | None = None,
+    ) -> torch.Tensor:
+        """Logits after the penalties, biases, bans and custom processors of requests, [N, V] float32.
+
+        Args:
+            rows: Of the batch.
+            logits: Of the batch, unprocessed.
+            index: [N], which of them.
+            slots: [N], whose options, and whose history: the tokens of the slot's request.
+            num_tokens: [N], how many tokens come before what the logits are of.
+            depths: [N], how many of the N just before it come on top of that history; none if left out.
+        """
+        batch, at, device = rows.batch, self._which(index), logits.device
+        in_slots = uploaded_once(slots, device)
+        local = no_depths(len(slots), device) if depths is None else self.rows.upload(depths, torch.int32)
+        of_batch = batch.logits_indices, batch.positions, batch.input_ids
+        if launches.run_on(device):
+            positions, tokens = controls.take_newest(uploaded_once(index, device), *of_batch)
+        else:
+            newest = batch.logits_indices[at]
+            positions, tokens = batch.positions[newest], batch.input_ids[newest]
+        return self._sampler.apply_sampling_params(
+            logits[at], in_slots, in_slots, slots, positions, tokens, local, num_tokens, skip_top_k_top_p=True
+        )
+
+    def _which(self, index: np.ndarray) -> slice | torch.Tensor:
+        """[N] as an index on the device; those that follow one another need none."""
+        first, count = int(index[0]), len(index)
+        if index.tolist() == [*range(first, first + count)]:
+            return slice(first, first + count)
+        return uploaded_once(index, self.rows.device)
+
+    def completes(
+        self,
+        rules: SelectRules,
+        groups: Sequence[GroupRows],
+        num_tokens: np.ndarray,
+        path: Callable[[int], tuple[int, list[int]]] | None = None,
+    ) -> Completes | None:
+        """What finds candidates that complete a stop string; None if none can.
+
+        Args:
+            rules: Theirs.
+            groups: G of them.
+            num_tokens: [G], of each row of a group before this step.
+            path: Of a beam: its row, and its further tokens; by default beams are rows, and have none.
+        """
+        stops = rules.stops
+        if not stops.strings or stops.are_barred:
+            return None
+        strings = self._stop_strings(stops.strings, stops.skips_special_tokens, stops.spaces_special_tokens)
+        ends = dict[tuple[int, int], TextEnd]()  # by group and beam: of those that some candidate makes it look at
+        tokens, at, starts = self.rows.generated(groups, num_tokens)
+
+        def judge(parents: np.ndarray, candidates: np.ndarray, histories: np.ndarray | None) -> np.ndarray:
+            assert histories is not None
+            result = strings.may_complete(candidates)
+            for group, rank in np.argwhere(result).tolist():
+                prompt, beam = groups[group].prompt, int(parents[group, rank])
+                if (group, beam) not in ends:
+                    row, further = (beam, []) if path is None else path(beam)
+                    generated = histories[at[group, row], starts[group] :][: num_tokens[group] - len(prompt)].tolist()
+                    ends[group, beam] = strings.end_of(prompt[-CONTEXT:], generated + further)
+                result[group, rank] = strings.is_completed_by(int(candidates[group, rank]), ends[group, beam])
+            return result
+
+        return Completes(judge, tokens)

@@ -1,0 +1,96 @@
+"""Launches every kernel of ours before an engine serves, so that none is compiled while it does.
+
+Triton compiles a kernel when it is launched with constants, or with types and alignments of arguments, that it has not
+seen. Each module of kernels has a function `warm_up` that launches its own in all variants which serving can launch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from vllm_trie.selection import config_of, most_beams
+from vllm_trie.speculative_config import has_memory_mode
+from vllm_trie.worker.attention import triton_kernels
+from vllm_trie.worker.attention.shared_rows import Layer, SharesPrefixes
+from vllm_trie.worker.attention.tree_layers import attention_of
+from vllm_trie.worker.kernels import Serving, best, controls, in_groups, items, rows_beside, slots, wide, wide_catalog
+from vllm_trie.worker.kernels.compiling import compile_together
+from vllm_trie.worker.kv import copies
+
+logger = init_logger("vllm.trie_beam.warm_up")
+
+
+class WarmsUp:
+    """A worker that launches them. At the end of vLLM's own warm-up, vLLM begins to report what is compiled."""
+
+    vllm_config: VllmConfig
+    model_runner: Any
+
+    def compile_or_warm_up_model(self) -> Any:
+        """See vLLM."""
+        if self.vllm_config.kernel_config.enable_jit_warmup:
+            start = time.monotonic()
+            count = compile_together(lambda: warm_up(self.model_runner))
+            logger.info("compiled %d kernels of beam search in %.1f s", count, time.monotonic() - start)
+            warm_up(self.model_runner)
+            self.model_runner.speculation.warm_up_stock()
+        return super().compile_or_warm_up_model()  # type: ignore[misc]
+
+
+@torch.inference_mode()
+def warm_up(runner: Any) -> None:
+    """Launch all kernels of a `BeamModelRunner`, which has its KV cache. Nothing that anybody reads is written."""
+    rows, tokens = runner.rows, runner.req_states.all_token_ids.gpu
+    most_beams, logits = _widest(runner.vllm_config), tuple(_logits(runner))
+    serving = Serving(tokens, rows.tables, most_beams, logits)
+    of_steps = best, in_groups, items, wide, wide_catalog
+    for module in (slots, controls, rows_beside, *of_steps):
+        module.warm_up(serving)
+    copies.warm_up(tokens, rows.tables, rows.kv_blocks.segments)
+    runner.speculation.warm_up(serving)
+    triton_kernels.warm_up(_layers(runner), has_trees=runner.speculation.takes_trees)
+
+
+def _widest(vllm_config: VllmConfig) -> int:
+    """Beams of the widest search, or as many as kernels take."""
+    most = most_beams(vllm_config)
+    if has_memory_mode(vllm_config):
+        return config_of(vllm_config).max_beam_width or max(most, slots.MOST_SLOTS)
+    return most
+
+
+def _logits(runner: Any) -> Iterator[torch.Tensor]:
+    """Logits as a step may have them: of one row or more, of all rows or the last, unprocessed or not.
+
+    All ranks of a stage of a pipeline compute them together; stages that do not select have none.
+    """
+    if runner.sampler is None:
+        return
+    for num_rows in (1, 2):
+        hidden = torch.zeros(num_rows, runner.model_config.get_hidden_size(), dtype=runner.dtype, device=runner.device)
+        logits = runner.model.compute_logits(hidden)
+        for own in (logits, logits[-1:]):
+            yield own
+            yield torch.empty_like(own, dtype=torch.float32)  # as vLLM's sampler makes them
+
+
+def _layers(runner: Any) -> Iterator[Layer]:
+    """Those whose attention our kernels may compute, of the target and of its draft model."""
+    tables, layers = runner.block_tables.input_block_tables, runner.compilation_config.static_forward_context
+    for table, attn_groups in zip(tables, attention_of(runner), strict=True):
+        for attn_group in attn_groups:
+            builder: Any = attn_group.get_metadata_builder(0)
+            if _is_ours(builder):
+                heads = builder.num_heads_q, builder.num_heads_kv
+                for layer in (layers[name] for name in attn_group.layer_names):
+                    yield Layer(layer.impl.scoring, layer.kv_cache, table, heads)
+
+
+def _is_ours(builder: object) -> bool:
+    return isinstance(builder, SharesPrefixes) and builder.takes_trees
