@@ -28,9 +28,15 @@ from benchmarks.stand_ins import is_there
 MOST_SECONDS = 420  # from here on nothing begins, so that a run fits into 8 minutes
 MOST_LINES = 3  # that are told of a failure
 PARTS = ("kernels", "steps", "attention", "trees", "searches")
-# Tests in tests/worker whose tensors are a GPU's where there is one.
-KERNELS = ("attention/triton_kernels", "forest_growth", "step_kernels", "select_kernels", "controls_kernels")
-KERNELS += ("reorder", "kv_slots", "sub_batch", "step_graphs")
+# Tests whose tensors are a GPU's where there is one.
+KERNELS = ("worker/attention/triton_kernels", "worker/kernels/step_kernels", "worker/kernels/select_kernels")
+KERNELS += (
+    "worker/kernels/controls_kernels",
+    "worker/select/step_graphs",
+    "worker/rows/sub_batch",
+    "worker/kv/kv_slots",
+)
+KERNELS += ("worker/kv/reorder", "speculation/worker/forest_growth")
 PARITY = ("tests/behaviour/search/test_kernels.py", "tests/behaviour/search/test_parity.py")
 
 
@@ -138,9 +144,9 @@ def check_searches(findings: Findings, device: torch.device, args: argparse.Name
 
 
 def test_of(name: str) -> str:
-    """The file of a test in tests/worker, by what it tests."""
+    """The file of a test, by what it tests."""
     folder, _, module = name.rpartition("/")
-    return str(Path("tests", "worker", folder, f"test_{module}.py"))
+    return str(Path("tests", folder, f"test_{module}.py"))
 
 
 def run(command: Sequence[str]) -> tuple[Any, ...]:

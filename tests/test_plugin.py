@@ -97,6 +97,26 @@ def test_not_even_loaded_if_vllm_plugins_names_others() -> None:
     succeed(CONFIGURE + STOCK + "assert ours == [], ours", plugins="lora_hf_hub_resolver")
 
 
+def test_an_engine_loads_neither_speculation_nor_what_stands_outside_until_somebody_needs_it() -> None:
+    succeed(f"""
+import os, sys
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+from vllm import LLM
+from vllm_trie import beam_params
+def loaded():
+    rooms = "speculation", "step_search", "reranking", "batch", "trace", "mend"
+    return {{room for room in rooms if any(name.startswith("vllm_trie." + room + ".") for name in sys.modules)}}
+engine = dict(max_model_len=64, kv_cache_memory_bytes=1 << 26, additional_config={{"trie_beam": {{}}}})
+llm = LLM({str(TRAINED_TARGET)!r}, **engine)
+(output,) = llm.generate([{{"prompt_token_ids": [5, 6, 7]}}], beam_params(2, n=2, max_tokens=3), use_tqdm=False)
+assert len(output.outputs) == 2
+assert loaded() == set(), loaded()
+traced = beam_params(2, trace=True, max_tokens=3)
+llm.generate([{{"prompt_token_ids": [5, 6, 7]}}], traced, use_tqdm=False)
+assert loaded() == {{"trace"}}, loaded()
+""")
+
+
 DRAFTING = {"method": "draft_model", "model": str(TRAINED_DRAFT), "num_speculative_tokens": 3}
 
 

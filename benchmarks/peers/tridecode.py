@@ -156,10 +156,10 @@ class PublishedTrieSearch:
             if is_over:
                 break
             logits, scores = trie.extend(step.tokens), step.scores
-        ((score, leaf),) = pool.best(1)
-        (tokens,) = hypotheses.tokens([leaf])
+        scores_of_best, leaves = pool.best(1)
+        (tokens,) = hypotheses.tokens(leaves)
         step_seconds = [after - before for before, after in pairwise(times)]
-        return Found(tokens, score, nodes, reclaim_seconds, step_seconds, length)
+        return Found(tokens, float(scores_of_best[0]), nodes, reclaim_seconds, step_seconds, length)
 
     def _is_due(self, num_fed: int) -> bool:
         """Whether to reclaim after the beams were fed that many times."""

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,9 +208,9 @@ def test_graphs_that_the_engine_keeps_are_checked_by_other_logits(
 
 
 def test_all_tests_that_can_run_on_a_gpu_do() -> None:
-    of_worker = (ROOT / "tests" / "worker").rglob("test_*.py")
+    of_rooms = chain(*((ROOT / "tests" / room).rglob("test_*.py") for room in ("worker", "speculation")))
     found = {
-        str(path.relative_to(ROOT)) for path in of_worker if "if torch.cuda.is_available() else" in path.read_text()
+        str(path.relative_to(ROOT)) for path in of_rooms if "if torch.cuda.is_available() else" in path.read_text()
     }
     assert found == {gpu_check.test_of(name) for name in gpu_check.KERNELS}
     assert all((ROOT / path).exists() for path in gpu_check.PARITY)

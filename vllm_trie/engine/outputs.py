@@ -18,6 +18,8 @@ from vllm_trie.engine.hypothesis import FoundHypotheses
 from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, SentHypotheses
 from vllm_trie.options import PLUGIN_NAME
 
+NEVER_SCHEDULED = {RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR}
+
 
 class Outbox:
     """Outputs that belong to no step of vLLM's scheduler: of searches that end otherwise, and parts of streams."""
@@ -167,7 +169,7 @@ def take_output(request_id: str, outputs: dict[int, EngineCoreOutputs]) -> Engin
 
 def _take_events(request: Request) -> list[EngineCoreEvent] | None:
     """The times that vLLM has noted of a request. One that ends before it was scheduled leaves the queue now."""
-    if request.status < RequestStatus.RUNNING:
+    if request.status in NEVER_SCHEDULED:
         if not request.events:  # refused
             request.record_event(EngineCoreEventType.QUEUED)
         request.record_event(EngineCoreEventType.SCHEDULED)

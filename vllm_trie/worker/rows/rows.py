@@ -7,7 +7,7 @@ first one comes in as vLLM's requests do, the others become what it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -237,12 +237,14 @@ class Rows:
             controls.reorder_counts(rows, self._counts)
         else:
             self._counts[rows.rows[0]] = self._counts[rows.sources]
-        self._take_over_of_processors(rows.rows[0], rows.sources)
+        for take_over in self._of_processors:
+            take_over(rows.rows[0], rows.sources)
 
     def take_over_controls(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
         """Let slots [R] take over what the processors of logits know of others [R]."""
         self._counts[slots] = self._counts[sources]
-        self._take_over_of_processors(slots, sources)
+        for take_over in self._of_processors:
+            take_over(slots, sources)
 
     @property
     def _counts(self) -> torch.Tensor:
@@ -250,9 +252,9 @@ class Rows:
         assert self._sampler is not None
         return self._sampler.penalties_state.output_bin_counts
 
-    def _take_over_of_processors(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
-        """The same of processors that hold something by slot."""
-        assert self._sampler is not None
-        for processor in self._sampler.logits_processors:
-            if (take_over := getattr(processor, "reorder_rows", None)) is not None:  # ours to offer, not vLLM's
-                take_over(slots, sources)
+    @property
+    def _of_processors(self) -> list[Callable[[torch.Tensor, torch.Tensor], None]]:
+        """Of processors that hold something by slot: lets slots [R] take over what it is of others [R]."""
+        assert self._sampler is not None  # the method is ours to offer, not vLLM's
+        found = (getattr(processor, "reorder_rows", None) for processor in self._sampler.logits_processors)
+        return [take_over for take_over in found if take_over is not None]
