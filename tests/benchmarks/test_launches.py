@@ -41,8 +41,11 @@ def test_the_table_is_measured_and_no_step_waits_but_for_stop_strings(tmp_path: 
     assert searches > {"plain", "controlled", "along a catalog", "in 2 groups of beams"}
     speculating = [row for row in rows if row["search"] == SPECULATING]
     counts = {row["beams x groups"]: (row["step"], row["waits"]) for row in speculating}
-    few, many = (MOST_OF_FOREST, MOST_WAITS_OF_FOREST), (MOST_OF_WIDE_FOREST, MOST_WAITS_OF_FOREST)
-    assert counts == {"4 x 1": few, "4 x 8": few, "40 x 1": many}
+    most = {"4 x 1": MOST_OF_FOREST, "4 x 8": MOST_OF_FOREST, "40 x 1": MOST_OF_WIDE_FOREST}
+    assert counts.keys() == most.keys()
+    for name, (launches, waits) in counts.items():  # one less where another step has made numbers that are kept
+        assert most[name] - 1 <= launches <= most[name], name
+        assert waits == MOST_WAITS_OF_FOREST, name
     rows = [row for row in rows if row not in speculating]
     assert all(row["waits"] == (row["search"] == "stop strings") for row in rows), rows
     for row in rows:
