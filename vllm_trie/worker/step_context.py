@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -44,7 +44,7 @@ class StepContext:
     entered: list[str] = field(default_factory=list)  # groups that have new rows: they begin, or fan out
     copied: list[str] = field(default_factory=list)  # of those: whose further rows are copies of the first
     new_tokens_unknown: list[str] = field(default_factory=list)  # of those: whose newest tokens the device alone knows
-    forests: dict[str, DraftForest] = field(default_factory=dict)  # of the groups that speculate
+    forests: Mapping[str, DraftForest] = field(default_factory=dict)  # of the groups that speculate
     cannot_draft: bool = False  # by this engine's attention
     masks: dict[str, torch.Tensor] = field(default_factory=dict)  # [rows, V / 32] of groups with a grammar, packed
     selected: list[PackedStep] = field(default_factory=list)  # what was decided, on the device

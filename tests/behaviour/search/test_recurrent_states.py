@@ -94,7 +94,7 @@ def test_forks_copy_of_attentions_large_blocks_what_rows_do_not_have_in_common(
     assert [one.token_ids for one in found.outputs] == [one.token_ids for one in expected.outputs]
     assert copied
     assert {first for first, _ in copied} == {20}, "the prompt is in every row's block"
-    assert {end for _, end in copied} <= {*range(21, 60)}
+    assert {end for _, end in copied} <= {*range(21, 59)}, "nobody goes on after the last step"
     monkeypatch.setattr(slots, "copy_parts", lambda *_: None)
     (found,) = engine.generate([prompt_of(20)], params)
     assert [one.token_ids for one in found.outputs] != [one.token_ids for one in expected.outputs]

@@ -122,7 +122,7 @@ class TreeSpeculation(Speculation):
             with gpu_sync_allowed():
                 self._forests = self.drafter.draft(step, groups, output)
             self._seconds = time.perf_counter() - start
-            step.forests = {**self._forests}
+            step.forests = self._forests
 
     def in_place(self) -> AbstractContextManager[None]:
         """See `Speculation`."""

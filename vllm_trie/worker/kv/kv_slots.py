@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -79,13 +79,12 @@ class KVSlots:
             sources, destinations: [copies] blocks.
             parts: [2, copies], the first token of each, and where it ends. Some tokens beside them may be copied, too.
         """
-        first, end = parts.numpy()
+        read, written, split = sources.numpy(), destinations.numpy(), dict[tuple[int, ...], list[_Part]]()
         for layer in self._layers[number]:
-            of_place, num_places = math.prod(layer.places[1:]), layer.places[0] + 1
-            keys = first // of_place * num_places - (-end // of_place)
-            for key in np.unique(keys).tolist():
-                which, part = keys == key, slice(*divmod(key, num_places))
-                copy_entries(in_words(layer.contents[:, part]), sources.numpy()[which], destinations.numpy()[which])
+            if layer.places not in split:  # which many layers have in common
+                split[layer.places] = [*_parts(layer.places, *parts.numpy())]
+            for places, which in split[layer.places]:
+                copy_entries(in_words(layer.contents[:, places]), read[which], written[which])
 
     @cached_property
     def segments(self) -> TokenSegments | None:
@@ -115,6 +114,21 @@ class KVSlots:
                 at = blocks, *np.unravel_index(of_block, layer.places)
                 split[layer.places] = at if isinstance(layer.contents, np.ndarray) else _uploaded(at, layer.contents)
         return split
+
+
+class _Part(NamedTuple):
+    """What the same part of their blocks is copied of."""
+
+    places: slice  # of the first dimension of places
+    which: np.ndarray  # [copies] bool
+
+
+def _parts(places: tuple[int, ...], first: np.ndarray, end: np.ndarray) -> Iterator[_Part]:
+    """Tokens `first` [copies] to `end` [copies] of blocks, and whatever lies at the same places."""
+    of_place, num_places = math.prod(places[1:]), places[0] + 1
+    keys = first // of_place * num_places - (-end // of_place)
+    for key in np.unique(keys).tolist():
+        yield _Part(slice(*divmod(key, num_places)), keys == key)
 
 
 def in_words(held: np.ndarray) -> np.ndarray:

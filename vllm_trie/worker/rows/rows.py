@@ -233,10 +233,10 @@ class Rows:
 
     def _reorder_controls(self, rows: RowReorder) -> None:
         """Let rows take over what the processors of their logits know of those that they continue."""
-        if launches.run_on(self.device):
-            controls.reorder_counts(rows, self._counts)
-        else:
-            self._counts[rows.rows[0]] = self._counts[rows.sources]
+        if not launches.run_on(self.device):
+            self.take_over_controls(rows.rows[0], rows.sources)
+            return
+        controls.reorder_counts(rows, self._counts)
         for take_over in self._of_processors:
             take_over(rows.rows[0], rows.sources)
 
