@@ -106,7 +106,8 @@ from vllm_trie import beam_params
 def loaded():
     rooms = "speculation", "step_search", "reranking", "batch", "trace", "mend"
     return {{room for room in rooms if any(name.startswith("vllm_trie." + room + ".") for name in sys.modules)}}
-engine = dict(max_model_len=64, kv_cache_memory_bytes=1 << 26, additional_config={{"trie_beam": {{}}}})
+engine = dict(max_model_len=64, kv_cache_memory_bytes=1 << 26, enforce_eager=True)
+engine["additional_config"] = {{"trie_beam": {{}}}}
 llm = LLM({str(TRAINED_TARGET)!r}, **engine)
 (output,) = llm.generate([{{"prompt_token_ids": [5, 6, 7]}}], beam_params(2, n=2, max_tokens=3), use_tqdm=False)
 assert len(output.outputs) == 2
