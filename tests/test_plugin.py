@@ -54,6 +54,9 @@ assert config.scheduler_config.async_scheduling and config.use_v2_model_runner
 """
 
 
+OF_SERVERS = "server", "use_beam_search", "async_llm", "streams", "generate_api", "catalog_api", "metrics", "reading"
+
+
 def python(code: str, plugins: str | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
     environment.pop("VLLM_PLUGINS", None)
@@ -97,24 +100,49 @@ def test_not_even_loaded_if_vllm_plugins_names_others() -> None:
     succeed(CONFIGURE + STOCK + "assert ours == [], ours", plugins="lora_hf_hub_resolver")
 
 
-def test_an_engine_loads_neither_speculation_nor_what_stands_outside_until_somebody_needs_it() -> None:
+def test_an_engine_loads_nothing_that_it_does_not_need() -> None:
     succeed(f"""
 import os, sys
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM
 from vllm_trie import beam_params
-def loaded():
-    rooms = "speculation", "step_search", "reranking", "batch", "trace", "mend"
-    return {{room for room in rooms if any(name.startswith("vllm_trie." + room + ".") for name in sys.modules)}}
+def loaded(*names):
+    return [own for own in sys.modules if any((own + ".").startswith(f"vllm_trie.{{name}}.") for name in names)]
 engine = dict(max_model_len=64, kv_cache_memory_bytes=1 << 26, enforce_eager=True)
 engine["additional_config"] = {{"trie_beam": {{}}}}
 llm = LLM({str(TRAINED_TARGET)!r}, **engine)
 (output,) = llm.generate([{{"prompt_token_ids": [5, 6, 7]}}], beam_params(2, n=2, max_tokens=3), use_tqdm=False)
 assert len(output.outputs) == 2
-assert loaded() == set(), loaded()
+outside = "speculation", "step_search", "reranking", "batch", "trace", "mend"
+assert not loaded(*outside), loaded(*outside)
+of_servers = {[f"entrypoints.{name}" for name in OF_SERVERS]}
+assert not loaded(*of_servers), loaded(*of_servers)
 traced = beam_params(2, trace=True, max_tokens=3)
 llm.generate([{{"prompt_token_ids": [5, 6, 7]}}], traced, use_tqdm=False)
-assert loaded() == {{"trace"}}, loaded()
+assert {{name.split(".")[1] for name in loaded(*outside)}} == {{"trace"}}, loaded(*outside)
+""")
+
+
+def test_a_server_is_wrapped_whatever_was_made_before_it_in_its_process() -> None:
+    succeed(f"""
+import pkgutil
+from importlib import import_module
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
+from vllm_trie import entrypoints, plugin
+from vllm_trie.compat.patch import Wrapper
+def unwrapped():
+    names = [module.name for module in pkgutil.iter_modules(entrypoints.__path__)]
+    modules = [import_module(f"vllm_trie.entrypoints.{{name}}") for name in names]
+    wrappers = [wrapper for module in modules for wrapper in vars(module).values() if isinstance(wrapper, Wrapper)]
+    return {{patch.owner for wrapper in wrappers for patch in wrapper.patches if not patch.is_applied}}
+plugin.register()
+def configure(usage_context):
+    EngineArgs({str(TRAINED_TARGET)!r}, additional_config={{"trie_beam": {{}}}}).create_engine_config(usage_context)
+configure(UsageContext.LLM_CLASS)
+assert any("AsyncLLM" in owner for owner in unwrapped())
+configure(UsageContext.OPENAI_API_SERVER)
+assert not unwrapped(), unwrapped()
 """)
 
 

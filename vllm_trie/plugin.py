@@ -36,6 +36,7 @@ from vllm_trie.speculative_config import DRAFT_VOCABULARY, drafts_by
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
 
 logger = init_logger("vllm.trie_beam")
 
@@ -61,20 +62,26 @@ def _make_draft_architecture_known() -> None:
     ModelRegistry.register_model(DRAFT_VOCABULARY, DRAFT_CLASS)  # imported by engines that load it
 
 
-def _select(original: Callable[..., VllmConfig], self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+def _select(
+    original: Callable[..., VllmConfig],
+    self: EngineArgs,
+    usage_context: UsageContext | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> VllmConfig:
     _refuse_near_misses(self.additional_config)
     if not is_selected(self):
-        return original(self, *args, **kwargs)
+        return original(self, usage_context, *args, **kwargs)
     options = TrieBeamConfig.from_additional_config(self.additional_config)
     changed = verify(options.vllm_check, needs_cpu_kernels())
     _refuse_v1_model_runner()
     # vLLM writes what it infers into its arguments, and would take that for said the next time: hence the copies.
     arguments = copy(self)
     _take_over(arguments)
-    vllm_config = original(arguments, *args, **kwargs)
+    vllm_config = original(arguments, usage_context, *args, **kwargs)
     if unsupported := unsupported_model(vllm_config):
         logger.warning("%s has no beams for %s: this engine stays as it is", PLUGIN_NAME, unsupported)
-        vllm_config = original(self, *args, **kwargs)
+        vllm_config = original(self, usage_context, *args, **kwargs)
     else:
         vars(self).update(vars(arguments))
         refuse_unsupported_engine(vllm_config)
@@ -84,7 +91,7 @@ def _select(original: Callable[..., VllmConfig], self: EngineArgs, *args: Any, *
         if vllm_config.scheduler_config.async_scheduling:
             vllm_config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER
         _log_startup(vllm_config, changed)
-    _wrap_front_end()
+    _wrap_front_end(usage_context, keeps_stats=not self.disable_log_stats)
     return vllm_config
 
 
@@ -126,11 +133,19 @@ def _check_files_and_attention(vllm_config: VllmConfig) -> None:
     check_demanded_attention(vllm_config)
 
 
-def _wrap_front_end() -> None:
+def _wrap_front_end(usage_context: UsageContext | None, keeps_stats: bool) -> None:
+    """Wrap what takes in requests and hands out answers: for an `LLM`, which says that it is one, nothing of servers.
+
+    Whoever else makes an engine may serve with it.
+    """
+    from vllm.usage.usage_lib import UsageContext
+
+    is_offline = usage_context is UsageContext.LLM_CLASS
     of_requests = "requests", "llm", "search_state", "llm_engine"
     of_answers = "logprobs", "answer_start"
-    of_servers = "server", "use_beam_search", "async_llm", "streams", "generate_api", "catalog_api", "metrics"
-    for module in (*of_requests, *of_answers, *of_servers):
+    of_servers = "server", "use_beam_search", "async_llm", "streams", "generate_api", "catalog_api"
+    of_stats = ("metrics",) if keeps_stats or not is_offline else ()
+    for module in (*of_requests, *of_answers, *of_stats, *(() if is_offline else of_servers)):
         wrap_all(f"vllm_trie.entrypoints.{module}")
 
 
