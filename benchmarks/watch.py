@@ -122,10 +122,10 @@ def watched(llm: Any, prompt: list[int], params: Any, num_rows: int) -> Steps:
     manager, scheduler = manager_of(llm), core_of(llm).scheduler
     pool, num_usable = manager.block_pool, manager.num_usable_blocks
     assert pool.get_num_free_blocks() == num_usable, "another request holds blocks"
-    steps, schedule = Steps([], [], []), scheduler.schedule
+    steps = Steps([], [], [])
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        scheduled = schedule(*args, **kwargs)
+        scheduled = type(scheduler).schedule(scheduler, *args, **kwargs)  # whose class changes as groups come and go
         if scheduled.total_num_scheduled_tokens:
             steps.used.append(num_usable - pool.get_num_free_blocks())
             steps.live.append(sum(trie.num_live_blocks for group in manager._groups.values() for trie in group.tries))

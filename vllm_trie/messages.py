@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 TICKET = "trie_beam_ticket"  # its key in `extra_args`
 FORK = "trie_beam_fork"  # the key of a `ForkTicket`, likewise
 NO_HYPOTHESIS = "no further hypothesis"  # stop reason of what stands for one where there are fewer than n
+BEAM_GROUPS = "beam_groups"  # what a `SchedulerOutput` has where a step has beams, or catalogs change
 HYPOTHESES = "hypotheses"  # the key of `SentHypotheses` in an answer
 
 
@@ -195,23 +196,18 @@ class RowMasks(NamedTuple):
     bits: np.ndarray  # [R, V / 32] int32, a bit per token, the lowest first
 
 
-def attach_group_steps(output: SchedulerOutput, groups: dict[str, GroupStep]) -> None:
-    """Send the groups of this step along, by request id."""
-    output.beam_groups = groups
+def attach_beams(output: SchedulerOutput, groups: dict[str, GroupStep], changes: CatalogChanges) -> None:
+    """Send along the groups of this step, by request id, and what becomes of catalogs."""
+    output.beam_groups, output.beam_catalogs = groups, changes
 
 
 def group_steps(output: SchedulerOutput) -> dict[str, GroupStep]:
-    """The groups of this step, by request id; empty if vLLM made the message itself (warm-up)."""
-    return vars(output).get("beam_groups", {})
-
-
-def attach_catalogs(output: SchedulerOutput, changes: CatalogChanges) -> None:
-    """Send along what becomes of catalogs."""
-    output.beam_catalogs = changes
+    """The groups of this step, by request id."""
+    return vars(output).get(BEAM_GROUPS, {})
 
 
 def catalog_changes(output: SchedulerOutput) -> CatalogChanges:
-    """What becomes of catalogs; nothing if vLLM made the message itself (warm-up)."""
+    """What becomes of catalogs."""
     return vars(output).get("beam_catalogs", CatalogChanges())
 
 

@@ -51,11 +51,11 @@ def engine(model: str, options: dict[str, Any]) -> Run:
 
     llm = LLM(model, **options)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    schedule, steps = scheduler.schedule, Marks()
+    steps = Marks()
 
     def marked_schedule(*args: Any, **kwargs: Any) -> Any:
         mark = clocks()
-        scheduled = schedule(*args, **kwargs)
+        scheduled = type(scheduler).schedule(scheduler, *args, **kwargs)  # whose class changes as groups come and go
         if scheduled.total_num_scheduled_tokens:
             steps.append(mark)
         return scheduled

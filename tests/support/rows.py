@@ -49,7 +49,6 @@ class WatchedRows:
         self.waiting = set[int]()  # rows of groups that had them, but were not in a step
         self._engine = engine
         self._seen: deque[dict[str, list[Row]]] = deque()
-        self._sample, self._update = engine.runner.sample_tokens, engine.scheduler.update_from_output
         engine.runner.sample_tokens, engine.scheduler.update_from_output = self._sample_tokens, self._update_from_output
 
     def restart(self) -> None:
@@ -58,7 +57,8 @@ class WatchedRows:
         self.waiting.clear()
 
     def _sample_tokens(self, *args: Any) -> Any:
-        output, runner = self._sample(*args), self._engine.runner
+        runner = self._engine.runner
+        output = type(runner).sample_tokens(runner, *args)  # whose class changes, see `compat.at_rest`
         waiting = runner.groups.keys() - runner.step.steps.keys()
         self.waiting.update(len(runner.groups[group_id].row_ids) for group_id in waiting)
         self._seen.append(rows_of_groups(runner, runner.step.decoding))
@@ -69,7 +69,7 @@ class WatchedRows:
         scheduler = self._engine.scheduler
         pending = [group.num_pending for group in scheduler.groups.values()]
         self.most_pending = max([self.most_pending, *pending])
-        outputs = self._update(scheduler_output, *args)
+        outputs = type(scheduler).update_from_output(scheduler, scheduler_output, *args)
         for group_id, rows in seen.items():
             group = scheduler.groups.get(group_id)
             tries = scheduler.kv_cache_manager._groups[group_id].tries if group is not None else []

@@ -37,6 +37,7 @@ def load(original: Callable[..., list[Any]], self: EngineCore, method: Any, *arg
     """
     if method != LOAD_CATALOG:
         return original(self, method, *args, **kwargs)
+    self.scheduler.wake()
     catalogs = self.scheduler.catalogs
     name, path, digest = arguments(original, self, method, *args, **kwargs)["args"]
     try:
@@ -149,6 +150,11 @@ class EngineCatalogs(CatalogStore):
         self._num_loads = 0
         self.has_news = False  # since `counts`
         super().__init__({name: Catalog.open(path) for name, path in paths.items()})
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether workers must do something before the next step."""
+        return bool(self._changes.gone or self._changes.new)
 
     def counts(self) -> CatalogCounts:
         """What workers hold now, as it was reported."""

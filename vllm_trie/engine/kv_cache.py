@@ -19,6 +19,7 @@ from vllm.v1.core.single_type_kv_cache_manager import CrossAttentionManager, Sin
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_trie.compat.at_rest import Rests
 from vllm_trie.engine.held_blocks import HeldBlocks
 from vllm_trie.messages import ForkTicket, LookaheadBlocks, NewRows
 from vllm_trie.trie.blocks import BlockCounts, BlockTrie, blocks_to_fan_out
@@ -67,8 +68,13 @@ class _GroupBlocks:
         return next(trie.num_tokens for trie in self.tries if not isinstance(trie, EncoderBlocks))
 
 
-class BeamKVCacheManager(KVCacheManager):
-    """vLLM's KV cache manager, with a block trie per decoding beam group and KV cache group."""
+class BeamKVCacheManager(Rests, KVCacheManager):
+    """vLLM's KV cache manager, with a block trie per decoding beam group and KV cache group.
+
+    It rests, when the scheduler says so, until there are groups or held blocks.
+    """
+
+    hooks = ("allocate_slots", "cache_blocks")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -99,6 +105,7 @@ class BeamKVCacheManager(KVCacheManager):
         Returns:
             How many blocks it needs to get that far.
         """
+        self.wake()
         self._groups[request.request_id] = group = _GroupBlocks(request.num_tokens, paths)
         num_encoded = sum(map(request.get_num_encoder_embeds, range(len(request.mm_features))))
         prefix = self._blocks_of_prefix(request.num_tokens, num_encoded) + self._blocks_to_fan_out(group)
@@ -275,6 +282,7 @@ class BeamKVCacheManager(KVCacheManager):
             return False  # vLLM goes on within a block only where it caches prefixes; a draft model may lag behind
         blocks = tuple(manager.req_to_blocks.get(request.request_id, []) for manager in self._managers)
         self.coordinator.pop_blocks_for_free(request.request_id)
+        self.wake()
         self.held.hold(ticket.key, request, blocks)
         return True
 

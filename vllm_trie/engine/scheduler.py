@@ -17,6 +17,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_trie.compat.at_rest import Rests
 from vllm_trie.compat.fingerprint import steps_to_check
 from vllm_trie.compat.patch import Patch, wrap_all
 from vllm_trie.engine.answer_prefix import AnswerChangedError
@@ -45,8 +46,7 @@ from vllm_trie.messages import (
     Decided,
     GroupStep,
     GroupTicket,
-    attach_catalogs,
-    attach_group_steps,
+    attach_beams,
     attach_masks,
     group_results,
     group_steps,
@@ -76,13 +76,18 @@ class _StepState:
     over: list[tuple[Request, BeamGroup]] = field(default_factory=list)
 
 
-class BeamScheduler(Scheduler):
+class BeamScheduler(Rests, Scheduler):
     """Schedules beam groups among ordinary requests.
 
     To vLLM a group computes as many tokens as any one of its rows, so its own accounting stays true. Token
-    budget for the other rows is set aside before vLLM's loop runs, and admission counts rows.
+    budget for the other rows is set aside before vLLM's loop runs, and admission counts rows. It rests from the first
+    result on that leaves nothing of groups to schedule, send or report, until a group comes.
     """
 
+    hooks = (
+        *("has_requests", "schedule", "get_grammar_bitmask", "_handle_blocked_waiting_request"),
+        *("update_from_output", "_update_request_with_output"),
+    )
     kv_cache_manager: BeamKVCacheManager
     max_num_active_reqs: int
 
@@ -113,8 +118,10 @@ class BeamScheduler(Scheduler):
         if request.request_id in self.requests:  # it feeds an ordinary streaming session
             super().add_request(request, **kwargs)
         elif ticket is not None:
+            self.wake()
             self._open_group(request, BeamParams.model_construct(**ticket.options), ticket)
         elif is_unchecked(request):
+            self.wake()
             self.outbox.post(request, error_output("the front end let this beam request through without checking it"))
         else:
             super().add_request(request, **kwargs)
@@ -159,6 +166,7 @@ class BeamScheduler(Scheduler):
                 self._answer_aborted(self.requests[group_id], self.groups[group_id])
         finished = super().finish_requests(keys, finished_status, **kwargs)
         if held := self.kv_cache_manager.held:  # whose keys end like requests, after the requests of the same names
+            self.wake()
             self._now.has_released |= bool(held.release(keys) if keys is not None else held.release_all())
         for request in finished:
             if request.request_id in self.groups:
@@ -215,8 +223,8 @@ class BeamScheduler(Scheduler):
             self._budgets.share_out(list(self._growing(output, steps)), output, num_tokens, spare_tokens)
         for group_id, step in steps.items():
             self.groups[group_id].num_pending += step.selects
-        attach_group_steps(output, steps)
-        attach_catalogs(output, self.catalogs.take_changes())
+        if steps or self.catalogs.has_changes:
+            attach_beams(output, steps, self.catalogs.take_changes())
         if self._steps_to_check > 0:
             self.check_invariants()
             num_rows, num_tokens = self._num_rows(), self._num_tokens(output, steps)
@@ -448,7 +456,15 @@ class BeamScheduler(Scheduler):
         if self._steps_to_check > 0:
             self.check_invariants()
             self._steps_to_check -= bool(self._now.results)
+        if not (self.groups or self._now.has_released or self.catalogs.has_changes or self._budgets):
+            self.rest()
         return outputs
+
+    def rest(self) -> None:
+        self._now = _StepState()
+        super().rest()
+        if not self.kv_cache_manager.held:
+            self.kv_cache_manager.rest()
 
     def _report(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         statistics = next((output.scheduler_stats for output in outputs.values() if output.scheduler_stats), None)

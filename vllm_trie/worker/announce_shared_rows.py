@@ -24,7 +24,7 @@ def announce_shared_rows(
     for builder, shared in _builders(runner, context):
         sharing = [SharedRows(places[group_id], num, trees.get(group_id)) for group_id, num in shared.items()]
         takes = builder.takes([(len(rows.places), rows.num_shared) for rows in sharing])
-        builder.groups = [rows for rows, takes_it in zip(sharing, takes, strict=True) if rows.trees or takes_it]
+        builder.announce([rows for rows, takes_it in zip(sharing, takes, strict=True) if rows.trees or takes_it])
 
 
 def reads_shared_blocks_once(runner: GPUModelRunner, context: StepContext, groups: Mapping[str, GroupRows]) -> bool:

@@ -36,8 +36,6 @@ def expand(
     """
     context = StepContext(group_steps(output))
     steps = context.steps
-    if not steps and not groups:
-        return output, context
     finished = _with_their_rows(groups, output.finished_req_ids)
     preempted = _with_their_rows(groups, output.preempted_req_ids or set())
     new_requests = []

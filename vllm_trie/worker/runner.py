@@ -28,7 +28,8 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from vllm_trie.messages import attach_results, catalog_changes, row_masks
+from vllm_trie.compat.at_rest import Rests
+from vllm_trie.messages import BEAM_GROUPS, attach_results, catalog_changes, row_masks
 from vllm_trie.search.devices import sees, uploaded_once
 from vllm_trie.selection import config_of, has_logits_processors
 from vllm_trie.speculative_config import speculation
@@ -56,11 +57,16 @@ from vllm_trie.worker.step_context import StepContext
 SPECULATION = "worker.tree_speculation:TreeSpeculation"
 
 
-class BeamModelRunner(GPUModelRunner):
+class BeamModelRunner(Rests, GPUModelRunner):
     """Expands groups before the stock runner sees the step, and selects where it would sample.
 
-    Without groups in a step, as in all that the runner does to warm up, it is the stock runner.
+    It rests in steps without groups, as in all that the runner does to warm up.
     """
+
+    hooks = (
+        *("update_pp_decode_requests", "add_requests", "update_requests", "gather_batch_req_state"),
+        *("prepare_inputs", "prepare_attn", "sample", "sample_tokens"),
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -132,15 +138,23 @@ class BeamModelRunner(GPUModelRunner):
     def execute_model(
         self, scheduler_output: SchedulerOutput, *args: Any, dummy_run: bool = False, **kwargs: Any
     ) -> Any:
-        self.step = StepContext()
-        if not dummy_run:
+        if dummy_run or not (self.groups or BEAM_GROUPS in vars(scheduler_output)):
+            if not self.is_at_rest:
+                self.rest()
+        else:
+            if self.is_at_rest:
+                self.wake()
             with gpu_sync_allowed():
                 self.catalogs.apply(catalog_changes(scheduler_output))
             scheduler_output, self.step = expand(scheduler_output, self.groups, self.device, self._copies_rows)
         output = super().execute_model(scheduler_output, *args, dummy_run=dummy_run, **kwargs)
-        if not dummy_run and self.execute_model_state is not None:
+        if self.speculator is not None and not dummy_run and self.execute_model_state is not None:
             self.speculation.keep(self.execute_model_state)
         return output
+
+    def rest(self) -> None:
+        self.step, self._sets_rows_apart = StepContext(), False
+        super().rest()
 
     def update_pp_decode_requests(self, *args: Any, **kwargs: Any) -> None:
         if self.stages is not None:

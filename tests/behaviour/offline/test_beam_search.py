@@ -188,14 +188,14 @@ def test_no_more_prompts_than_the_limit_run_at_once(
     trained: Engine, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 0
-    schedule = trained.scheduler.schedule
+    scheduler = trained.scheduler
 
     def watching(*args: Any) -> Any:
         nonlocal most
-        most = max(most, len(trained.scheduler.groups))
-        return schedule(*args)
+        most = max(most, len(scheduler.groups))
+        return type(scheduler).schedule(scheduler, *args)
 
-    monkeypatch.setattr(trained.scheduler, "schedule", watching)
+    monkeypatch.setattr(scheduler, "schedule", watching)
     prompts, params = [{"prompt": text} for text in TEXTS], BeamSearchParams(3, max_tokens=8)
     limited = trained.llm.beam_search(prompts, params, concurrency_limit=limit)
     assert most == min(limit, len(prompts))

@@ -107,13 +107,13 @@ def test_a_pool_too_small_for_all_preempts_some_and_changes_no_answer(
     jobs = [(prompt, search(max_tokens=24, ignore_eos=True)) for prompt in prompts]
     roomy = run(engine, jobs)
     tight, preempted = engines(real_model, num_gpu_blocks_override=FEW_BLOCKS, max_model_len=256), []
-    preempt = type(tight.scheduler)._preempt_request
+    preempt = tight.scheduler._preempt_request
 
-    def counting(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    def counting(request: Any, *args: Any, **kwargs: Any) -> None:
         preempted.append(request.request_id)
-        preempt(self, request, *args, **kwargs)
+        preempt(request, *args, **kwargs)
 
-    monkeypatch.setattr(type(tight.scheduler), "_preempt_request", counting)
+    monkeypatch.setattr(tight.scheduler, "_preempt_request", counting)
     outputs = run(tight, jobs)
     assert preempted
     assert count_ties(outputs, roomy) == 0

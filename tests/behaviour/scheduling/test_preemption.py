@@ -24,14 +24,13 @@ def test_a_resumed_group_computes_what_its_rows_have_in_common_once(
     engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines(random_model("gqa"), enable_prefix_caching=False, async_scheduling=False)
-    computed = []
-    stock = type(engine.runner).prepare_inputs
+    runner, computed = engine.runner, []
 
-    def prepare_inputs(self: Any, scheduler_output: Any, *args: Any) -> Any:
+    def prepare_inputs(scheduler_output: Any, *args: Any) -> Any:
         computed.append(scheduler_output.total_num_scheduled_tokens)
-        return stock(self, scheduler_output, *args)
+        return type(runner).prepare_inputs(runner, scheduler_output, *args)
 
-    monkeypatch.setattr(type(engine.runner), "prepare_inputs", prepare_inputs)
+    monkeypatch.setattr(runner, "prepare_inputs", prepare_inputs)
     steps = 0
 
     def preempt_once() -> None:
@@ -64,14 +63,14 @@ def test_a_pool_too_small_for_all_preempts_some_and_changes_no_answer(
     options = {"scheduling_policy": policy, "enable_prefix_caching": caching}
     engine = engines(model, kv_cache_memory_bytes=26 * BYTES_PER_BLOCK, **options)
     num_preempted, num_steps = 0, 0
-    preempt = type(engine.scheduler)._preempt_request
+    preempt = engine.scheduler._preempt_request
 
-    def counting(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    def counting(request: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal num_preempted
-        num_preempted += request.request_id in self.groups
-        preempt(self, request, *args, **kwargs)
+        num_preempted += request.request_id in engine.scheduler.groups
+        preempt(request, *args, **kwargs)
 
-    monkeypatch.setattr(type(engine.scheduler), "_preempt_request", counting)
+    monkeypatch.setattr(engine.scheduler, "_preempt_request", counting)
 
     def count() -> None:
         nonlocal num_steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,14 @@ def model(random_model: Callable[[str], Path]) -> Path:
 
 def watch_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(rows, tokens) of every step that the model runs."""
-    steps = []
-    stock = type(engine.runner).prepare_inputs
+    runner, steps = engine.runner, []
 
-    def prepare_inputs(self: Any, scheduler_output: Any, *args: Any) -> Any:
+    def prepare_inputs(scheduler_output: Any, *args: Any) -> Any:
         counts = scheduler_output.num_scheduled_tokens
         steps.append((len(counts), sum(counts.values())))
-        return stock(self, scheduler_output, *args)
+        return type(runner).prepare_inputs(runner, scheduler_output, *args)
 
-    monkeypatch.setattr(type(engine.runner), "prepare_inputs", prepare_inputs)
+    monkeypatch.setattr(runner, "prepare_inputs", prepare_inputs)
     return steps
 
 
@@ -240,6 +240,30 @@ def test_ending_all_requests_answers_each_search_once(engines: Engines, model: P
     assert output.kv_transfer_params["trie_beam"][HYPOTHESES].are_aborted
     assert output.new_token_ids
     core.abort_request(["g"])
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_engine_is_vllms_own_before_and_after_each_search_and_its_answers_stay(
+    engines: Engines, model: Path, is_async: bool
+) -> None:
+    engine = engines(model, async_scheduling=is_async)
+    core, parts = engine.llm.llm_engine, [engine.scheduler, engine.scheduler.kv_cache_manager, engine.runner]
+    parts.append(engine.runner.attn_groups[0][0].get_metadata_builder(0))
+    long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    search = beam_params(3, n=3, max_tokens=6, ignore_eos=True)
+    jobs = {"long": (prompt_of(9), long)} | {f"search {n}": (prompt_of(40, n), search) for n in range(3)}
+    alone = {name: engine.generate([prompt], params)[0].outputs for name, (prompt, params) in jobs.items()}
+    together, at_rest, to_come, num_steps = dict[str, Any](), list[bool](), [*jobs], 0
+    while to_come or core.has_unfinished_requests():
+        if num_steps % 14 == 0 and to_come:
+            name = to_come.pop(0)
+            core.add_request(name, {"prompt_token_ids": jobs[name][0]}, jobs[name][1])
+        together |= {output.request_id: output.outputs for output in core.step() if output.finished}
+        at_rest.append(all(part.is_at_rest for part in parts))
+        num_steps += 1
+    assert [is_at_rest for is_at_rest, _ in groupby(at_rest[2:])] == [True, *[False, True] * 3]
+    for name, outputs in alone.items():
+        assert [output.token_ids for output in together[name]] == [output.token_ids for output in outputs], name
 
 
 @pytest.mark.parametrize("extra_args", [{"beam_width": 4}, {"beam_width": -4}, {"beam_widht": 4}])

@@ -91,7 +91,7 @@ def test_flash_attention_computes_all_rows_in_two_calls(
         return flash_attn_varlen_func(**options)
 
     monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", attend, raising=False)
-    builder.groups = batch.rows
+    builder.announce(batch.rows)
     metadata = builder.build(0, described(batch))
     assert not builder.groups
     outputs = torch.zeros_like(batch.queries)
@@ -103,7 +103,7 @@ def test_flash_attention_computes_all_rows_in_two_calls(
 
 def test_layers_with_windows_compute_the_whole_batch_as_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, builder, layer, asked = batch_of(2), builder_of(engine), layer_of(engine), list[FlashAttentionMetadata]()
-    builder.groups = batch.rows
+    builder.announce(batch.rows)
     metadata = builder.build(0, described(batch))
     monkeypatch.setattr(layer.impl, "sliding_window", (7, 0))
 
@@ -128,7 +128,8 @@ def test_else_groups_and_others_are_computed_apart(
     batch = batch_of(num_others)
     expected, of_groups = batch.reference().float(), batch.of_groups()
     builder, asked = builder_of(engine), list[FlashAttentionMetadata]()
-    builder.splits, builder.groups = False, batch.rows
+    builder.splits = False
+    builder.announce(batch.rows)
     metadata = builder.build(0, described(batch))
     assert not builder.groups
 
@@ -160,7 +161,8 @@ def test_trees_are_computed_whether_or_not_shared_blocks_are_read_once(engine: E
     batch = TreeBatch([group], NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE)
     builder = builder_of(engine)
     assert builder.takes_trees
-    builder.can_share, builder.groups = shares, batch.rows
+    builder.can_share = shares
+    builder.announce(batch.rows)
     metadata = builder.build(0, described(batch))
     assert metadata.plan.shared.num_shared.tolist() == ([64] if shares else [64] * 3)
     layer = layer_of(engine)
@@ -177,9 +179,11 @@ def test_trees_that_fill_a_tile_share_nothing(engine: Engine, num_nodes: int, sh
     small = TreeGroup(2, 2, [5 + 3] * 2, [3] * 2, trees=[random_tree(3, seed) for seed in (1, 2)])
     batch = TreeBatch([large, small], NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE)
     builder = builder_of(engine)
-    builder.option, builder.groups = "auto", batch.rows
+    builder.option = "auto"
+    builder.announce(batch.rows)
     assert (builder.build(0, described(batch)).plan.shared.num_shared > 0).tolist() == [True] * (2 if shares else 3)
-    builder.option, builder.groups = "on", batch.rows
+    builder.option = "on"
+    builder.announce(batch.rows)
     assert len(builder.build(0, described(batch)).plan.shared.num_shared) == 2
 
 

@@ -26,11 +26,11 @@ def test_nans_are_reported_of_the_request_that_has_them(
     beams = (prompt_of(20), beam_params(WIDTH, n=WIDTH, max_tokens=9, ignore_eos=True))
     beside = (prompt_of(9), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
     (expected,) = run(engine, [beams])
-    sample, compute_logits, update = runner.sample, runner.model.compute_logits, engine.scheduler.update_from_output
+    compute_logits, update = runner.model.compute_logits, engine.scheduler.update_from_output
 
     def sampling(hidden_states: Any, batch: Any, *args: Any) -> Any:
         batches.append(batch)
-        return sample(hidden_states, batch, *args)
+        return type(runner).sample(runner, hidden_states, batch, *args)
 
     def spoiled(*args: Any) -> Any:
         logits = compute_logits(*args)

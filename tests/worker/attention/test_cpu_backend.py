@@ -66,7 +66,7 @@ def test_layers_take_trees_with_every_option(
         assert builder.can_share == (option != "off")
         shape = builder.num_heads, builder.num_kv_heads, builder.head_dim, builder.block_size
         batch = TreeBatch([group], *shape, others=2)
-        builder.groups = batch.rows
+        builder.announce(batch.rows)
         metadata: Any = builder.build(0, described(batch))
         assert metadata.plan.shared.num_shared.tolist() == [64 if builder.can_share else 0]
         for name in builder.layer_names:

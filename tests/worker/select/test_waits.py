@@ -29,7 +29,7 @@ from benchmarks.weightless import (
 )
 from benchmarks.weightless_forest import WeightlessForest
 from tests.support.steps import rules_of
-from vllm_trie.messages import GroupStep, NewRows, Resumed
+from vllm_trie.messages import CatalogChanges, GroupStep, NewRows, Resumed, attach_beams
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import ItemRules
 from vllm_trie.search.constraints.contrast import Contrast
@@ -164,7 +164,9 @@ def test_vllm_is_told_of_the_waits_for_forests_and_catalogs(monkeypatch: pytest.
     runner._copies_rows, runner.execute_model_state = False, None
     monkeypatch.setattr(runner_module, "StepContext", lambda: drafting)
     monkeypatch.setattr(runner_module, "expand", lambda output, *_: (output, None))
-    runner.execute_model(SchedulerOutput.make_empty())
+    output = SchedulerOutput.make_empty()
+    attach_beams(output, {}, CatalogChanges())
+    runner.execute_model(output)
     assert waiting.told == [True] * 3
 
 

@@ -76,7 +76,7 @@ class DraftModel:
             for attn_group in attn_groups:
                 builder = attn_group.get_metadata_builder(0)
                 assert isinstance(builder, SharesPrefixes)
-                builder.groups = [of_group[number] for of_group in inputs.sharing]
+                builder.announce([of_group[number] for of_group in inputs.sharing])
 
 
 def draft_logits(runner: GPUModelRunner) -> Iterator[torch.Tensor]:

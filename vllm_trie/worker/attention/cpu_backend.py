@@ -51,6 +51,8 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # vLLM derives builders from this one: for cross-attention, and for batches that are not the runner's.
+        self._is_ours = type(self) is SharedPrefixBuilder or self.is_cross_attention
         self.option = config_of(self.vllm_config).shared_prefix_attention
         self.can_share = self.option != "off" and self._is_computed
 
@@ -61,9 +63,7 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
     @cached_property
     def _is_computed(self) -> bool:
         """Whether all layers of this builder are of a kind that the kernel computes."""
-        # vLLM derives builders from this one: for cross-attention, and for batches that are not the runner's.
-        is_ours = type(self) is SharedPrefixBuilder or self.is_cross_attention
-        if not (is_ours and has_beams(self.vllm_config)):
+        if not (self._is_ours and has_beams(self.vllm_config)):
             return False
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         is_known_kind = all(is_of_decoder(layer.impl) and not layer.impl.is_fp8_kv_cache for layer in layers.values())
@@ -110,6 +110,7 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
     ) -> CPUAttentionMetadata:
         groups, self.groups, common = self.groups, (), common_attn_metadata
         if not groups or not (common.causal is True or self.is_cross_attention):
+            self.rest()
             return super().build(common_prefix_len, common, *args, **kwargs)
         if not self.can_share:
             groups = [rows._replace(num_shared=0) for rows in groups]

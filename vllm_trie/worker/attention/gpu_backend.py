@@ -148,6 +148,7 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
     ) -> FlashAttentionMetadata:
         groups, self.groups, common = self.groups, (), common_attn_metadata
         if not groups or common.causal is not True:
+            self.rest()
             return super().build(common_prefix_len, common, *args, **kwargs)
         assert common.seq_lens_cpu_upper_bound is not None
         has_trees = any(rows.trees is not None for rows in groups)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_trie.compat.at_rest import Rests
 from vllm_trie.search.devices import numbers, uploaded
 from vllm_trie.search.spans import spans
 from vllm_trie.worker.kv.kv_slots import ByToken
@@ -54,13 +55,20 @@ class Layer(NamedTuple):
     heads: tuple[int, int]  # query heads, and KV heads
 
 
-class SharesPrefixes(ABC):
-    """A builder of attention metadata for layers that may make use of such rows."""
+class SharesPrefixes(Rests, ABC):
+    """A builder of attention metadata for layers that may make use of such rows. It rests while there are none."""
+
+    hooks = ("build",)
 
     can_share = False  # whether these layers do
     layer_bytes = 0  # of the weights of one of them on this device, once that is known
     hindrance: str | None = None  # why they cannot although that is demanded, if something else than their kind is why
-    groups: Sequence[SharedRows] = ()  # of the next batch that it sees, such as it takes; it takes them out
+    groups: Sequence[SharedRows] = ()  # of the next batch that it sees; it takes them out
+
+    def announce(self, groups: Sequence[SharedRows]) -> None:
+        """The next batch that it sees has these, of such as it takes."""
+        self.wake()
+        self.groups = groups
 
     @property
     @abstractmethod
