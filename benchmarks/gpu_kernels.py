@@ -18,8 +18,9 @@ from vllm_trie.search.rank import Candidates, rank_candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import take_step
+from vllm_trie.search.step_result import Taken
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.worker.kernels import best, slots
+from vllm_trie.worker.kernels import slots
 from vllm_trie.worker.kernels.tiles import RowLogits
 from vllm_trie.worker.kv import copies, reorder
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
@@ -122,7 +123,7 @@ class Inputs:
         reorder.copy_histories(self.moving, self.tokens, self.tables)
         reorder.copy_tails(self.moving, self.tables, self.kv_blocks)
 
-    def take_by_kernels(self) -> best.Taken:
+    def take_by_kernels(self) -> Taken:
         """A step, as the runner takes it."""
         beams, logits = Beams(self.scores), RowLogits.of(self.logits.flatten(0, 1), self.places, self.rules.stops)
         take = by_kernels(self.rules, beams, self.shape.vocab_size)

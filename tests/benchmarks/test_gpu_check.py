@@ -23,9 +23,9 @@ from benchmarks import gpu_attention, gpu_check, gpu_engines, gpu_searches, gpu_
 from tests.support.engine import ROOT
 from tests.support.flash_attention import flash_attn_varlen_func
 from tests.support.taken_again import TakenAgain
+from vllm_trie.search.step_result import Taken
 from vllm_trie.worker.attention.prefix_suffix import Calls
 from vllm_trie.worker.kernels import best
-from vllm_trie.worker.kernels.best import Taken
 from vllm_trie.worker.kv import copies
 from vllm_trie.worker.select.step_graphs import StepGraphs
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 from vllm_trie.search import devices
-from vllm_trie.worker.kernels.best import Taken
+from vllm_trie.search.step_result import Taken
 from vllm_trie.worker.select.step_graphs import GraphCapture
 
 

@@ -81,6 +81,14 @@ class Layout(NamedTuple):
     has_rank_scores: bool
 
 
+class Taken(NamedTuple):
+    """A step of G groups, and what goes to the host."""
+
+    going: Going
+    words: torch.Tensor  # [G, n] int32, as `packed` lays it out
+    layout: Layout
+
+
 def packed(step: Step[torch.Tensor]) -> tuple[torch.Tensor, Layout]:
     """All of a step as one tensor [G, n] int32, to be copied to the host at once; floats keep their bits."""
     parents, tokens, scores, finished, top_logprobs, of_beams, of_finished, rank_scores, _ = step

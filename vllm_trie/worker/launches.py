@@ -5,12 +5,22 @@ Triton has the same functions of numbers, of which each call takes microseconds.
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
+from typing import Any
+
 import torch
 
 
 def run_on(device: torch.device) -> bool:
     """Whether kernels do the work on this device; elsewhere torch does."""
     return device.type == "cuda"
+
+
+@cache
+def for_gpus(module: str) -> Any:
+    """A module of `vllm_trie.worker` that GPUs alone need, as those with kernels: engines on CPUs load none of them."""
+    return import_module(f"vllm_trie.worker.{module}")
 
 
 def cdiv(count: int, size: int) -> int:

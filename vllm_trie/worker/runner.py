@@ -37,7 +37,6 @@ from vllm_trie.worker import launches
 from vllm_trie.worker.announce_shared_rows import announce_shared_rows, reads_shared_blocks_once
 from vllm_trie.worker.attention.check_attention import check_demanded_layers
 from vllm_trie.worker.expand import expand
-from vllm_trie.worker.kernels import rows_beside
 from vllm_trie.worker.pipeline import Stages
 from vllm_trie.worker.rank_check import rank_check
 from vllm_trie.worker.rows.catalogs import DeviceCatalogs
@@ -47,11 +46,7 @@ from vllm_trie.worker.rows.rows import Rows
 from vllm_trie.worker.rows.sub_batch import put_sampled, scatter_logprobs, sub_batch
 from vllm_trie.worker.select.amateur import Amateur, amateur_logits
 from vllm_trie.worker.select.select import Selector
-from vllm_trie.worker.select.step_graphs import GraphCapture, StepGraphs
 from vllm_trie.worker.speculation import Speculation
-from vllm_trie.worker.startup.layer_bytes import tell_layer_bytes
-from vllm_trie.worker.startup.plain_step_graphs import add_graphs_of_plain_steps
-from vllm_trie.worker.startup.widest_steps import most_heavy_rows, most_rows_together, take_widest_steps
 from vllm_trie.worker.step_context import StepContext
 
 SPECULATION = "worker.tree_speculation:TreeSpeculation"
@@ -102,10 +97,14 @@ class BeamModelRunner(Rests, GPUModelRunner):
         self.catalogs = DeviceCatalogs(None if self.sampler is None else self.device, room)
         if self.sampler is None:
             return
-        together = self.max_num_reqs if sees(self.device) else most_rows_together(self.model_config.get_vocab_size())
+        together = self.max_num_reqs
+        if not sees(self.device):
+            widest_steps = launches.for_gpus("startup.widest_steps")
+            together = widest_steps.most_rows_together(self.model_config.get_vocab_size())
         self.selector = Selector(self, self.groups, self.rows, self.catalogs, together)
         if launches.run_on(self.device) and self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
-            self.selector.graphs = StepGraphs(self.device, self.model_config.dtype, GraphCapture())
+            graphs = launches.for_gpus("select.step_graphs")
+            self.selector.graphs = graphs.StepGraphs(self.device, self.model_config.dtype, graphs.GraphCapture())
         self.speculation.attach()
         if isinstance(self.speculator, StandaloneARSpeculator):
             self.amateur = Amateur(self, self.speculator)
@@ -113,9 +112,9 @@ class BeamModelRunner(Rests, GPUModelRunner):
     def initialize_kv_cache(self, *args: Any, is_profiling: bool = False, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, is_profiling=is_profiling, **kwargs)
         check_demanded_layers(self.vllm_config, [*chain(*self.attn_groups)])
-        tell_layer_bytes(self)
-        assert self.cudagraph_manager is not None
-        add_graphs_of_plain_steps(self.cudagraph_manager)
+        if launches.run_on(self.device):
+            launches.for_gpus("startup.layer_bytes").tell_layer_bytes(self)
+            launches.for_gpus("startup.plain_step_graphs").add_graphs_of_plain_steps(self.cudagraph_manager)
         if not is_profiling:
             self.speculation.begin()
 
@@ -133,7 +132,9 @@ class BeamModelRunner(Rests, GPUModelRunner):
             return
         logits = self.model.compute_logits(hidden_states)
         self.speculation.take_memory()
-        take_widest_steps(logits, most_heavy_rows(self.vllm_config), self.model_config.max_logprobs)
+        widest_steps = launches.for_gpus("startup.widest_steps")
+        num_heavy = widest_steps.most_heavy_rows(self.vllm_config)
+        widest_steps.take_widest_steps(logits, num_heavy, self.model_config.max_logprobs)
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, *args: Any, dummy_run: bool = False, **kwargs: Any
@@ -259,7 +260,7 @@ class BeamModelRunner(Rests, GPUModelRunner):
         if of_ordinary is None:
             return SamplerOutput(sampled, None, num_nans, counts, rejected)
         own = of_ordinary.sampled_token_ids, of_ordinary.num_sampled, of_ordinary.num_rejected
-        put = rows_beside.put_sampled if launches.run_on(self.device) else put_sampled
+        put = launches.for_gpus("kernels.rows_beside").put_sampled if launches.run_on(self.device) else put_sampled
         put(smaller.rows, own, sampled, counts, rejected)
         return SamplerOutput(sampled, of_ordinary.logprobs_tensors, num_nans, counts, rejected)
 

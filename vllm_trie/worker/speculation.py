@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from vllm_trie.messages import Decided
-from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.step_context import StepContext
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from vllm_trie.worker.kernels import Serving
 
 
 class Speculation:

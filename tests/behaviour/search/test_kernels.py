@@ -14,6 +14,7 @@ from tests.support.reference import agree, engine_answers, transformers_beams
 from tests.support.taken_again import TakenAgain
 from vllm_trie import beam_params
 from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.step_result import Taken
 from vllm_trie.worker import launches
 from vllm_trie.worker.kernels import best, in_groups, items
 from vllm_trie.worker.select.step_graphs import StepGraphs
@@ -30,7 +31,7 @@ def through_kernels(monkeypatch: pytest.MonkeyPatch) -> list[SelectRules]:
     taken = list[SelectRules]()
     for module in (best, in_groups, items):
 
-        def noted(rules: SelectRules, *args: Any, take_step: Any = module.take_step) -> best.Taken:
+        def noted(rules: SelectRules, *args: Any, take_step: Any = module.take_step) -> Taken:
             taken.append(rules)
             return take_step(rules, *args)
 

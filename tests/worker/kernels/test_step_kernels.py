@@ -24,7 +24,7 @@ from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules, Strategy
 from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import Going, Step, TokenLogprobs, packed, unpacked
+from vllm_trie.search.step_result import Going, Step, Taken, TokenLogprobs, packed, unpacked
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.search.token_tables import columns
@@ -57,7 +57,7 @@ class Problem:
     def of_rows(self) -> torch.Tensor:
         return self.logits.values[self.logits.which].view(self.shape)
 
-    def by_kernels(self) -> tuple[best.Taken, torch.Tensor]:
+    def by_kernels(self) -> tuple[Taken, torch.Tensor]:
         sampled = torch.full((len(self.places), 2), -1, dtype=torch.int64, device=DEVICE)
         take = by_kernels(self.rules, self.beams, self.shape[2])
         assert take is not None

@@ -25,11 +25,9 @@ from vllm_trie.search.constraints.stops import Completes, Stops
 from vllm_trie.search.filters import LogitsFilters, Pruning
 from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.step import PLAIN
-from vllm_trie.search.step_result import Going, Layout
+from vllm_trie.search.step_result import Going, Layout, Taken
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.search.strategies.in_groups import InGroups
-from vllm_trie.worker import runner as runner_module
-from vllm_trie.worker.kernels.best import Taken
 from vllm_trie.worker.kernels.tiles import RowLogits
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.select import step_graphs
@@ -300,7 +298,7 @@ def test_a_runner_takes_steps_by_graphs_where_its_engine_has_some(
     monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode
 ) -> None:
     monkeypatch.setattr(GPUModelRunner, "load_model", lambda _: None)
-    monkeypatch.setattr(runner_module, "GraphCapture", TakenAgain)
+    monkeypatch.setattr(step_graphs, "GraphCapture", TakenAgain)
     runner: Any = object.__new__(BeamModelRunner)
     runner.device, runner.groups, runner.max_num_reqs = DEVICE, {}, 8
     runner.speculator, runner.pp_handler, runner.speculation = None, None, Speculation()

@@ -17,9 +17,9 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from tests.support.engine import TRAINED_TARGET
 from tests.support.graphs import as_on_a_gpu
-from vllm_trie.worker import runner as runner_module
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.speculation import Speculation
+from vllm_trie.worker.startup import layer_bytes
 from vllm_trie.worker.startup.plain_step_graphs import add_graphs_of_plain_steps
 
 NUM_DRAFTS, MOST_ROWS = 4, 100
@@ -97,8 +97,11 @@ def test_a_runner_adds_them_before_anything_is_captured(monkeypatch: pytest.Monk
     runner: Any = object.__new__(BeamModelRunner)
     graphs = manager()
     runner.vllm_config, runner.attn_groups, runner.speculation = graphs.vllm_config, [], Speculation()
+    runner.device = torch.device("cuda")
     made = lambda runner, *_, **__: setattr(runner, "cudagraph_manager", graphs)  # noqa: E731
     monkeypatch.setattr(GPUModelRunner, "initialize_kv_cache", made)
-    monkeypatch.setattr(runner_module, "tell_layer_bytes", lambda _: None)
+    told: list[BeamModelRunner] = []
+    monkeypatch.setattr(layer_bytes, "tell_layer_bytes", told.append)
     runner.initialize_kv_cache(None, is_profiling=True)
+    assert told == [runner], "builders know how large layers are"
     assert dispatched(graphs, 3).cg_mode == CUDAGraphMode.FULL

@@ -39,13 +39,13 @@ from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.search.strategies.sampled import SampledEach
 from vllm_trie.search.strategies.stochastic import Stochastic
 from vllm_trie.speculation.worker.draft_memory import take_widest_move
-from vllm_trie.worker import runner as runner_module
 from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots
 from vllm_trie.worker.rows.catalogs import DeviceCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.select import step_graphs
 from vllm_trie.worker.select.step_graphs import StepGraphs
 from vllm_trie.worker.speculation import Speculation
+from vllm_trie.worker.startup import widest_steps
 from vllm_trie.worker.startup.widest_steps import (
     ROWS,
     most_bytes,
@@ -317,7 +317,7 @@ def test_steps_are_taken_where_vllm_profiles_a_device(
 ) -> None:
     taken: list[Any] = []
     monkeypatch.setattr(GPUModelRunner, "_dummy_sampler_run", lambda *_: taken.append("vLLM's"))
-    monkeypatch.setattr(runner_module, "take_widest_steps", lambda *arguments: taken.append(arguments[1:]))
+    monkeypatch.setattr(widest_steps, "take_widest_steps", lambda *arguments: taken.append(arguments[1:]))
     speculation = SimpleNamespace(take_memory=lambda: taken.append(())) if speculates else NO_DRAFTS
     ProfiledRunner(torch.device(device), speculation)._dummy_sampler_run(nowhere(3, 8))
     moves, steps = [()] * speculates, [(64, 7)]

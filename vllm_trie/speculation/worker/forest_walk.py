@@ -18,10 +18,9 @@ from vllm_trie.search.beams import Beams, gather_states
 from vllm_trie.search.devices import filled, numbers, sees, uploaded
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import take_step
-from vllm_trie.search.step_result import Going, packed
+from vllm_trie.search.step_result import Going, Taken, packed
 from vllm_trie.speculation.worker.forest_nodes import ROOT_OF_DEAD, Nodes
 from vllm_trie.worker import launches
-from vllm_trie.worker.kernels.best import Taken
 from vllm_trie.worker.kernels.tiles import RowLogits
 from vllm_trie.worker.rows.group_rows import beams_of
 from vllm_trie.worker.select.by_kernels import by_kernels

@@ -17,6 +17,8 @@ import torch
 from vllm_trie.search.spans import spans
 from vllm_trie.worker.cpu.replace import Array, kernel, replaces
 
+WORD_BYTES = 4  # in which strides and sizes of segments of KV blocks are given
+
 
 @kernel("input_batch:_prepare_prefill_inputs_kernel")
 def prepare_prefill_inputs(
@@ -229,3 +231,13 @@ def compute_slot_mappings(
             column, offset = np.divmod(position, block_size)
             blocks = table_at(address, num_slots, stride)[of_token, column].astype(np.int64)
             mapping[:num_tokens] = np.where(of_token >= 0, blocks * block_size + offset, -1)
+
+
+@kernel("utils:_zero_kv_blocks_kernel", package="vllm.v1.worker.")
+def zero_blocks(seg_addrs: Array, seg_block_strides: Array, seg_page_sizes: Array, block_ids: Array) -> None:
+    """Zero these blocks in all segments, whose addresses are in bytes."""
+    for address, stride, size in zip(
+        seg_addrs.tolist(), seg_block_strides.tolist(), seg_page_sizes.tolist(), strict=True
+    ):
+        for block in block_ids.tolist():
+            ctypes.memset(address + WORD_BYTES * stride * block, 0, WORD_BYTES * size)

@@ -21,8 +21,11 @@ from vllm_trie.compat.patch import Patch
 Array = np.ndarray
 Function = Callable[..., Any]
 
-_MODULES = ("cached_states", "draft_inputs", "inputs", "logits", "mamba", "ngram", "rejection", "sampling")
+_OF_ALL = "inputs", "logits", "sampling"  # modules, by the engines that need them
+_OF_DRAFTS = "draft_inputs", "ngram", "rejection"
+_OF_STATES = "cached_states", "mamba"
 _V2 = "vllm.v1.worker.gpu."
+_has_triton = Patch(_V2 + "spec_decode.ngram.speculator", "HAS_TRITON")
 _kernels: dict[str, Function] = {}
 _functions: dict[str, Function] = {}
 _imported_by: dict[str, str] = {}
@@ -47,28 +50,42 @@ def replaces(target: str, imported_by: str = "", package: str = _V2) -> Callable
 
 def replacements() -> dict[str, Function]:
     """Everything that is replaced, by target."""
-    for name in _MODULES:
+    for name in (*_OF_ALL, *_OF_DRAFTS, *_OF_STATES):
         importlib.import_module(f"vllm_trie.worker.cpu.{name}")
     return _kernels | _functions
 
 
-@cache
-def install() -> None:
-    """Replace all kernels in this process."""
+def install(with_drafts: bool = True, with_states: bool = True) -> None:
+    """Replace the kernels that an engine needs, in this process.
+
+    Args:
+        with_drafts: It speculates.
+        with_states: Its model has recurrent states.
+    """
     from vllm.triton_utils import triton
     from vllm.utils.math_utils import next_power_of_2
 
     triton.next_power_of_2 = next_power_of_2  # which vLLM's placeholder for Triton lacks
-    replacements()
-    Patch(_V2 + "spec_decode.ngram.speculator", "HAS_TRITON").apply(True)  # else there is no n-gram speculation
+    if with_drafts and not _has_triton.is_applied:
+        _has_triton.apply(True)  # else there is no n-gram speculation
+    for name in (*_OF_ALL, *(_OF_DRAFTS if with_drafts else ()), *(_OF_STATES if with_states else ())):
+        _replace_by(f"vllm_trie.worker.cpu.{name}")
+
+
+@cache
+def _replace_by(own_module: str) -> None:
+    """Replace what a module of ours replaces."""
+    importlib.import_module(own_module)
     for target, function in _kernels.items():
-        module, name = target.split(":")
-        stock = getattr(importlib.import_module(module), name)
-        Patch(_imported_by.get(target, module), name).apply(Launch(stock, function))
+        if function.__module__ == own_module:
+            module, name = target.split(":")
+            stock = getattr(importlib.import_module(module), name)
+            Patch(_imported_by.get(target, module), name).apply(Launch(stock, function))
     for target, function in _functions.items():
-        module, name = target.split(":")
-        owner, _, method = name.rpartition(".")
-        Patch(f"{module}:{owner}" if owner else _imported_by.get(target, module), method).apply(function)
+        if function.__module__ == own_module:
+            module, name = target.split(":")
+            owner, _, method = name.rpartition(".")
+            Patch(f"{module}:{owner}" if owner else _imported_by.get(target, module), method).apply(function)
 
 
 class Launch:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,7 +16,7 @@ from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import Pruning
 from vllm_trie.search.rank import TILE, Candidates
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step_result import Going, Layout
+from vllm_trie.search.step_result import Going, Layout, Taken
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.kernels.order_keys import KEY_UNIT, LAST_KEY, NUM_SCORE_BITS, first_of_lists, score_of
@@ -39,14 +38,6 @@ SLOTS = 4, 16, 32, 64  # that kernels are compiled for; of more a program would 
 KEYS_AT_A_TIME = 1024  # that it puts in order
 SEMANTICS = Best("hf"), Best("tridecode"), Best("vllm")  # what says which hypotheses finish; in kernels by number
 HF, VLLM = tl.constexpr(SEMANTICS.index(Best("hf"))), tl.constexpr(SEMANTICS.index(Best("vllm")))
-
-
-class Taken(NamedTuple):
-    """A step of G groups, and what goes to the host."""
-
-    going: Going
-    words: torch.Tensor  # [G, n] int32, as `search.step_result.packed` lays it out
-    layout: Layout
 
 
 def takes(rules: SelectRules, _: Beams, vocab_size: int) -> bool:

@@ -18,13 +18,12 @@ from vllm_trie.search.devices import constant
 from vllm_trie.search.filters import Pruning
 from vllm_trie.search.rank import TILE, Candidates
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step_result import Going, Layout
+from vllm_trie.search.step_result import Going, Layout, Taken
 from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.kernels.best import (
     HF,
     SLOTS,
-    Taken,
     decide,
     sizes_to_select,
     slots_of,

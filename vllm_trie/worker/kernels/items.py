@@ -16,13 +16,12 @@ from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
 from vllm_trie.search.filters import Pruning
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step_result import Going, Layout
+from vllm_trie.search.step_result import Going, Layout, Taken
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.kernels.best import (
     SEMANTICS,
     SLOTS,
-    Taken,
     into_slots,
     sizes_to_select,
     slots_of,

@@ -15,14 +15,13 @@ from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import Pruning
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step_result import Going
+from vllm_trie.search.step_result import Going, Taken
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.worker.kernels import Serving
 from vllm_trie.worker.kernels.best import (
     HF,
     SEMANTICS,
     VLLM,
-    Taken,
     layout_of,
     write_beams,
     write_ended,

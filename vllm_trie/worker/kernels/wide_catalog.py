@@ -16,10 +16,10 @@ from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
 from vllm_trie.search.rank import TILE, Candidates
 from vllm_trie.search.rules import SelectRules
-from vllm_trie.search.step_result import Going, Layout
+from vllm_trie.search.step_result import Going, Layout, Taken
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.worker.kernels import Serving
-from vllm_trie.worker.kernels.best import Taken, write_ended
+from vllm_trie.worker.kernels.best import write_ended
 from vllm_trie.worker.kernels.items import are_items_alone, most_children
 from vllm_trie.worker.kernels.order_keys import LAST_KEY, order_key
 from vllm_trie.worker.kernels.tiles import ALLOWED, RowLogits, log_min_p, logprobs_of, normalise, tiles_of

@@ -17,10 +17,10 @@ from vllm_trie.search.devices import uploaded
 from vllm_trie.worker.kv.kv_blocks import WORDS as TORCH_WORDS
 from vllm_trie.worker.kv.kv_blocks import Segments
 from vllm_trie.worker.kv.kv_slots import TokenSegments
+from vllm_trie.worker.kv.moves import HELD
 from vllm_trie.worker.kv.row_reorder import RowReorder, Tables
 from vllm_trie.worker.launches import cdiv
 
-HELD = -1  # in the place of a block: what the copying program holds
 WORKERS_OF_TOKEN = 8  # programs that copy the content of a token
 TOKEN_TILE = 256  # words that each copies at a time
 COPY_TILE = 1024  # words, or table entries, that one program copies at a time

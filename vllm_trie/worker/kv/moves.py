@@ -9,16 +9,16 @@ import numpy as np
 
 from vllm_trie.search.devices import uploaded
 from vllm_trie.worker import launches
-from vllm_trie.worker.kv import copies
-from vllm_trie.worker.kv.copies import HELD
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
 from vllm_trie.worker.kv.kv_slots import KVSlots
+
+HELD = -1  # in the place of a block: what the program that copies holds
 
 
 def copy_to_others(kv_blocks: KVBlocks, pairs: np.ndarray) -> None:
     """Copy whole blocks, in all layers, [copies, 2] from where, and where to; no block is both."""
     if launches.run_on(kv_blocks.device):
-        copies.copy_blocks([[pair] for pair in pairs.tolist()], kv_blocks.segments)
+        launches.for_gpus("kv.copies").copy_blocks([[pair] for pair in pairs.tolist()], kv_blocks.segments)
     else:
         kv_blocks.copy_to_others(*uploaded(pairs.T.astype(np.int64), kv_blocks.device))
 
@@ -36,7 +36,7 @@ def move(kv_blocks: KVBlocks, kv_slots: KVSlots, blocks: np.ndarray, tokens: Seq
     is_by_kernels = launches.run_on(kv_blocks.device)
     held = _held(kv_slots, moving, is_by_kernels)
     if len(blocks) and is_by_kernels and kv_blocks.are_apart:
-        copies.copy_blocks(chains_of(blocks), kv_blocks.segments)
+        launches.for_gpus("kv.copies").copy_blocks(chains_of(blocks), kv_blocks.segments)
     elif len(blocks):
         kv_blocks.copy(*blocks.T)
     held()
@@ -45,7 +45,7 @@ def move(kv_blocks: KVBlocks, kv_slots: KVSlots, blocks: np.ndarray, tokens: Seq
 def _held(kv_slots: KVSlots, moving: list[tuple[int, np.ndarray]], is_by_kernels: bool) -> Callable[[], None]:
     """Read tokens; what is returned writes them."""
     if moving and is_by_kernels and kv_slots.segments is not None:
-        return copies.HeldTokens(moving, kv_slots.segments).write
+        return launches.for_gpus("kv.copies").HeldTokens(moving, kv_slots.segments).write
     held = [(number, to, kv_slots.read(number, from_)) for number, (from_, to) in moving]
 
     def write() -> None:

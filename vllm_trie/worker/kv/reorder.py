@@ -9,7 +9,6 @@ import torch
 
 from vllm_trie.search.devices import numbers
 from vllm_trie.worker import launches
-from vllm_trie.worker.kv import copies
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
 from vllm_trie.worker.kv.kv_slots import KVSlots
 from vllm_trie.worker.kv.row_reorder import MovingRows, RowReorder, Tables
@@ -30,7 +29,7 @@ def reorder_rows(
         kv_slots: The same, token by token, where parts of blocks are to be copied.
     """
     if launches.run_on(tokens.device):
-        copies.reorder_rows(rows, tokens, tables, kv_blocks.segments)
+        launches.for_gpus("kv.copies").reorder_rows(rows, tokens, tables, kv_blocks.segments)
     elif len((moving := rows.moving()).num_tokens_on_host):
         copy_histories(moving, tokens, tables)
         copy_tails(moving, tables, kv_blocks, kv_slots)

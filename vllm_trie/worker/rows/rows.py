@@ -25,7 +25,6 @@ from vllm_trie.messages import GroupStep
 from vllm_trie.search.devices import sees, uploaded_together
 from vllm_trie.worker import launches
 from vllm_trie.worker.attention.tree_layers import kv_slots
-from vllm_trie.worker.kernels import controls
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
 from vllm_trie.worker.kv.kv_slots import KVSlots, TokenStates
 from vllm_trie.worker.kv.moves import copy_to_others
@@ -236,7 +235,7 @@ class Rows:
         if not launches.run_on(self.device):
             self.take_over_controls(rows.rows[0], rows.sources)
             return
-        controls.reorder_counts(rows, self._counts)
+        launches.for_gpus("kernels.controls").reorder_counts(rows, self._counts)
         for take_over in self._of_processors:
             take_over(rows.rows[0], rows.sources)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -21,13 +20,9 @@ from vllm_trie.search.devices import uploaded_once
 from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.slots import select_next
 from vllm_trie.search.step import is_light, take_step
-from vllm_trie.search.step_result import Going, packed
+from vllm_trie.search.step_result import Going, Taken, packed
 from vllm_trie.search.stop_strings import CONTEXT, TextEnd
 from vllm_trie.worker import launches
-from vllm_trie.worker.kernels import controls
-from vllm_trie.worker.kernels import slots as slots_kernel
-from vllm_trie.worker.kernels.best import Taken
-from vllm_trie.worker.kernels.tiles import RowLogits
 from vllm_trie.worker.kv.row_reorder import Reorders
 from vllm_trie.worker.rows.catalogs import DeviceCatalogs
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
@@ -35,12 +30,12 @@ from vllm_trie.worker.rows.row_beams import RowBeams
 from vllm_trie.worker.rows.row_params import stop_strings_of
 from vllm_trie.worker.rows.rows import Rows
 from vllm_trie.worker.select.amateur import AmateurLogits
-from vllm_trie.worker.select.by_kernels import by_kernels
-from vllm_trie.worker.select.step_graphs import StepGraphs
 from vllm_trie.worker.step_context import PackedStep, StepContext
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from vllm_trie.worker.select.step_graphs import StepGraphs
 
 Group = TypeVar("Group")
 
@@ -53,28 +48,6 @@ class RowsOf(NamedTuple):
     slots: np.ndarray  # [G, b]
     places: np.ndarray  # [G, r], in the batch
     beams: Beams  # before the step
-
-
-@dataclass(frozen=True)
-class TakeRows:
-    """Takes a step by kernels where they can, else by torch; called as `kernels.step.TakeStep`."""
-
-    means: Means
-    which: Callable[[], slice | torch.Tensor]  # those of the rows among all logits; asked for where torch takes it
-
-    def __call__(
-        self, rules: SelectRules, logits: RowLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
-    ) -> Taken:
-        if take := by_kernels(rules, beams, logits.values.shape[1]):
-            return take(rules, logits, beams, places, sampled)
-        step = take_step(rules, logits.values[self.which()].view(*beams.scores.shape, -1), beams, self.means)
-        sampled[:, 0].index_copy_(0, places, newest_of(Going.of(step), beams))
-        return Taken(Going.of(step), *packed(step))
-
-
-def newest_of(going: Going, beams: Beams) -> torch.Tensor:
-    """[G * r] int64, the newest tokens of as many beams as there were rows."""
-    return going.tokens[:, : beams.scores.shape[1]].long().flatten()
 
 
 @lru_cache(maxsize=64)
@@ -135,7 +108,7 @@ class Selector:
             amateur: Of the rows of groups that contrast a draft model, if there are any.
         """
         selected, reorders = [], Reorders()
-        into_slots = slots_kernel.select_next if launches.run_on(logits.device) else select_next
+        into_slots = launches.for_gpus("kernels.slots").select_next if launches.run_on(logits.device) else select_next
         for rules, decodes, has_masks, group_ids in (together := self._together(context)):
             groups = [self._groups[group_id] for group_id in group_ids]
             slots = np.array([group.slots for group in groups])
@@ -181,13 +154,14 @@ class Selector:
             sampled[self.rows.upload(places), 0] = step.tokens.long()[:, : places.shape[1]]
             return Taken(Going.of(step), *packed(step))
         at, on_device = uploaded_once(np.stack([index.ravel(), places.ravel()]), logits.device)
-        logits_of = RowLogits.of(values, at, rules.stops)
+        kernels = launches.for_gpus("select.by_kernels")
+        logits_of = kernels.RowLogits.of(values, at, rules.stops)
         if self.graphs is not None and self.graphs.hold(rules, means, logits_of, beams):
-            taken = self.graphs.take(rules, logits_of, beams, TakeRows(means, lambda: slice(None)))
+            taken = self.graphs.take(rules, logits_of, beams, kernels.TakeRows(means, lambda: slice(None)))
             if taken is not None:
-                sampled[:, 0].index_copy_(0, on_device, newest_of(taken.going, beams))
+                sampled[:, 0].index_copy_(0, on_device, kernels.newest_of(taken.going, beams))
                 return taken
-        return TakeRows(means, lambda: self._which(index.ravel()))(rules, logits_of, beams, on_device, sampled)
+        return kernels.TakeRows(means, lambda: self._which(index.ravel()))(rules, logits_of, beams, on_device, sampled)
 
     def _logits(self, of: RowsOf, logits: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
         """Logits [N, V], processed if the rules want it, and which of them [G, r] are those of the rows."""
@@ -222,7 +196,8 @@ class Selector:
         local = no_depths(len(slots), device) if depths is None else self.rows.upload(depths, torch.int32)
         of_batch = batch.logits_indices, batch.positions, batch.input_ids
         if launches.run_on(device):
-            positions, tokens = controls.take_newest(uploaded_once(index, device), *of_batch)
+            take_newest = launches.for_gpus("kernels.controls").take_newest
+            positions, tokens = take_newest(uploaded_once(index, device), *of_batch)
         else:
             newest = batch.logits_indices[at]
             positions, tokens = batch.positions[newest], batch.input_ids[newest]

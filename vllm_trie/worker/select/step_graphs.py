@@ -17,9 +17,8 @@ import torch
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import borrowed, numbers
 from vllm_trie.search.rules import Means, SelectRules
-from vllm_trie.search.step_result import Going
+from vllm_trie.search.step_result import Going, Taken
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.worker.kernels.best import Taken
 from vllm_trie.worker.kernels.tiles import MOST_PER_ROW, RowLogits
 from vllm_trie.worker.select.by_kernels import TakeStep, by_kernels
 
