@@ -30,8 +30,11 @@ from vllm_trie.search.strategies.best import Best  # noqa: E402
 from vllm_trie.search.strategies.in_groups import InGroups  # noqa: E402
 from vllm_trie.worker.kernels import slots as slots_kernel  # noqa: E402
 from vllm_trie.worker.kernels.tiles import RowLogits  # noqa: E402
-from vllm_trie.worker.kv.reorder import reorder_rows  # noqa: E402
-from vllm_trie.worker.kv.row_reorder import Reorders, RowReorder  # noqa: E402
+from vllm_trie.worker.kv.reorder import (  # noqa: E402
+    Reorders,
+    RowReorder,
+    reorder_rows,
+)
 from vllm_trie.worker.rows.catalogs import DeviceCatalogs  # noqa: E402
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows  # noqa: E402
 from vllm_trie.worker.rows.rows import Rows  # noqa: E402

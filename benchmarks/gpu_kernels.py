@@ -24,7 +24,7 @@ from vllm_trie.worker.kernels import slots
 from vllm_trie.worker.kernels.tiles import RowLogits
 from vllm_trie.worker.kv import copies, reorder
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
-from vllm_trie.worker.kv.row_reorder import Reorders, RowReorder, Tables
+from vllm_trie.worker.kv.reorder import Reorders, RowReorder, Tables
 from vllm_trie.worker.select.by_kernels import by_kernels
 
 BLOCK_SIZE = 16

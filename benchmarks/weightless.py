@@ -34,13 +34,13 @@ from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.stop_strings import StopStrings
 from vllm_trie.worker import launches
 from vllm_trie.worker.kv.kv_blocks import Segments
-from vllm_trie.worker.kv.row_reorder import Tables
+from vllm_trie.worker.kv.reorder import Tables
 from vllm_trie.worker.rows.catalogs import DeviceCatalogs
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.rows.rows import Rows
 from vllm_trie.worker.runner import BeamModelRunner
-from vllm_trie.worker.select import select
-from vllm_trie.worker.select.amateur import AmateurLogits, amateur_logits
+from vllm_trie.worker.select import amateur, select
+from vllm_trie.worker.select.amateur import AmateurLogits
 from vllm_trie.worker.select.select import Selector
 from vllm_trie.worker.speculation import Speculation
 from vllm_trie.worker.startup.widest_steps import most_rows_together
@@ -199,7 +199,7 @@ def batch_of(slots: np.ndarray, num_tokens: np.ndarray) -> InputBatch:
     return batch
 
 
-class Amateur:
+class Amateur(amateur.Amateur):
     """A draft model, which is not ours to count.
 
     Args:
@@ -240,7 +240,7 @@ class WeightlessStep:
         shuffled = np.random.default_rng(0).permutation(self.num_slots)[:num_rows]
         self.slots = shuffled.reshape(num_groups, -1)
         self.logits = nowhere(num_rows, vocab_size, dtype=torch.bfloat16)
-        self.amateur: Any = Amateur(vocab_size)
+        self.amateur = Amateur(vocab_size)
         self.groups: dict[str, GroupRows] = {}
         request: Any = SimpleNamespace(prompt_token_ids=PROMPT)
         for number, own in enumerate(self.slots[:, num_ordinary:]):
@@ -274,8 +274,8 @@ class WeightlessStep:
     def select(self, num_tokens: np.ndarray) -> list[PackedStep]:
         """Let all groups select and reorder their rows, which hold `num_tokens` [G]."""
         rows = BatchRows(self.batch(num_tokens), self.num_slots)
-        amateur = amateur_logits(self.amateur, self.context.steps, self.groups, rows)
-        return self.selector.select(self.context, rows, self.logits, nowhere(len(self.logits), 1), amateur)
+        of_amateur = self.amateur.of_step(self.context.steps, self.groups, rows)
+        return self.selector.select(self.context, rows, self.logits, nowhere(len(self.logits), 1), of_amateur)
 
     def sample(self, num_tokens: np.ndarray) -> SamplerOutput:
         """All that the runner does where vLLM would sample; ordinary rows get their tokens from nowhere."""

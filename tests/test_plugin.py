@@ -54,7 +54,42 @@ assert config.scheduler_config.async_scheduling and config.use_v2_model_runner
 """
 
 
-OF_SERVERS = "server", "use_beam_search", "async_llm", "streams", "generate_api", "catalog_api", "metrics", "reading"
+# What an engine loads only where somebody needs it, in `vllm_trie`.
+OUTSIDE = "speculation", "step_search", "reranking", "batch", "trace", "mend"
+OF_SERVERS = tuple(
+    f"entrypoints.{name}"
+    for name in (
+        "server",
+        "use_beam_search",
+        "async_llm",
+        "streams",
+        "generate_api",
+        "catalog_api",
+        "metrics",
+        "reading",
+    )
+)
+OF_GPUS = (
+    *("worker.gpu_worker", "worker.kernels", "worker.startup", "worker.kv.copies"),
+    *(f"worker.select.{name}" for name in ("by_kernels", "step_graphs")),
+    *(f"worker.attention.{name}" for name in ("gpu_backend", "prefix_suffix", "triton_kernels")),
+)
+OF_CPUS = "worker.cpu_worker", "worker.cpu", "worker.attention.cpu_backend", "worker.attention.compiled"
+OF_FEW = (
+    *(f"worker.cpu.{name}" for name in ("draft_inputs", "ngram", "rejection", "cached_states", "mamba")),
+    *("worker.pipeline", "worker.rank_check", "worker.select.amateur"),
+    *(f"search.strategies.{name}" for name in ("drawn", "in_groups", "sampled", "stochastic", "boosted", "own_stops")),
+    *(f"search.{name}" for name in ("constraints.contrast", "constraints.phrase_boosts", "string_matcher")),
+    *(f"entrypoints.{name}" for name in ("catalogs", "grammars", "item_sets", "phrases")),
+    *("catalog.catalog", "trie.traced"),
+)
+MOST_MODULES = 125
+
+LOADED = """
+import sys
+def loaded(names):
+    return [own for own in sys.modules if any((own + ".").startswith(f"vllm_trie.{name}.") for name in names)]
+"""
 
 
 def python(code: str, plugins: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -101,25 +136,31 @@ def test_not_even_loaded_if_vllm_plugins_names_others() -> None:
 
 
 def test_an_engine_loads_nothing_that_it_does_not_need() -> None:
-    succeed(f"""
-import os, sys
+    succeed(f"""{LOADED}
+import os
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM
 from vllm_trie import beam_params
-def loaded(*names):
-    return [own for own in sys.modules if any((own + ".").startswith(f"vllm_trie.{{name}}.") for name in names)]
 engine = dict(max_model_len=64, kv_cache_memory_bytes=1 << 26, enforce_eager=True)
 engine["additional_config"] = {{"trie_beam": {{}}}}
 llm = LLM({str(TRAINED_TARGET)!r}, **engine)
 (output,) = llm.generate([{{"prompt_token_ids": [5, 6, 7]}}], beam_params(2, n=2, max_tokens=3), use_tqdm=False)
 assert len(output.outputs) == 2
-outside = "speculation", "step_search", "reranking", "batch", "trace", "mend"
-assert not loaded(*outside), loaded(*outside)
-of_servers = {[f"entrypoints.{name}" for name in OF_SERVERS]}
-assert not loaded(*of_servers), loaded(*of_servers)
+for unneeded in {(OUTSIDE, OF_SERVERS, OF_GPUS, OF_FEW)}:
+    assert not loaded(unneeded), loaded(unneeded)
+ours = [name for name in sys.modules if name.startswith("vllm_trie")]
+assert len(ours) <= {MOST_MODULES}, sorted(ours)
 traced = beam_params(2, trace=True, max_tokens=3)
 llm.generate([{{"prompt_token_ids": [5, 6, 7]}}], traced, use_tqdm=False)
-assert {{name.split(".")[1] for name in loaded(*outside)}} == {{"trace"}}, loaded(*outside)
+assert {{name.split(".")[1] for name in loaded({OUTSIDE})}} == {{"trace"}}
+""")
+
+
+def test_workers_of_gpus_load_nothing_of_cpus() -> None:
+    succeed(f"""{LOADED}
+import vllm_trie.worker.gpu_worker
+import vllm_trie.worker.attention.gpu_backend
+assert loaded({OF_GPUS}) and not loaded({OF_CPUS}), loaded({OF_CPUS})
 """)
 
 

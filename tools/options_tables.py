@@ -11,10 +11,9 @@ from pydantic.fields import FieldInfo
 
 from vllm_trie.options import TrieBeamConfig
 from vllm_trie.options.matrix import CLASHES, NEEDS, parsed
-from vllm_trie.options.other_names import OTHER_NAMES
 from vllm_trie.options.parts import Drawing, Speculating
 from vllm_trie.options.request import PARTS
-from vllm_trie.options.table import choices, what_is_wrong
+from vllm_trie.options.table import OTHER_NAMES, choices, what_is_wrong
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 

@@ -9,12 +9,13 @@ import numpy as np
 
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Step
-from vllm_trie.trie.traced import DraftedForest
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
+
+    from vllm_trie.trie.traced import DraftedForest
 
 
 TICKET = "trie_beam_ticket"  # its key in `extra_args`

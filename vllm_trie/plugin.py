@@ -126,10 +126,12 @@ def _is_eager_latent(vllm_config: VllmConfig) -> bool:
 
 
 def _check_files_and_attention(vllm_config: VllmConfig) -> None:
-    from vllm_trie.entrypoints.catalogs import catalogs_of
     from vllm_trie.worker.attention.check_attention import check_demanded_attention
 
-    catalogs_of(vllm_config)
+    if config_of(vllm_config).has_files:
+        from vllm_trie.entrypoints.catalogs import catalogs_of
+
+        catalogs_of(vllm_config)
     check_demanded_attention(vllm_config)
 
 

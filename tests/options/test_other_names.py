@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from tests.support.asking import refusal
 from vllm_trie import beam_params
 from vllm_trie.options import OPTIONS, TrieBeamConfig, parse_options
-from vllm_trie.options.other_names import OTHER_NAMES
+from vllm_trie.options.table import OTHER_NAMES
 
 FOREIGN = [
     *(("num_beams", "did you mean beam_width?"), ("numBeams", "did you mean beam_width?")),

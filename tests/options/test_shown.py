@@ -10,10 +10,9 @@ import pytest
 
 from vllm_trie import beam_params
 from vllm_trie.options import OPTIONS, parse_options, request
-from vllm_trie.options.other_names import MOST_LIKE, OTHER_NAMES
 from vllm_trie.options.request import MOST_KEYS
 from vllm_trie.options.shown import MOST_LISTED, MOST_QUOTED, MOST_SHOWN, listed, shortened, shown, shown_name
-from vllm_trie.options.table import most_of
+from vllm_trie.options.table import MOST_LIKE, OTHER_NAMES, most_of
 
 MANY = 1_000_000
 

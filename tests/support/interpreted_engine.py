@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from importlib import import_module
+from pkgutil import walk_packages
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -24,7 +26,7 @@ from tests.support.pairs import TRAINED, drafting
 from tests.support.running import trained_prompts
 from tests.support.taken_again import TakenAgain
 from tests.support.trained_pair import Answer, answer
-from vllm_trie import beam_params
+from vllm_trie import beam_params, search
 from vllm_trie.worker import launches
 from vllm_trie.worker.select.step_graphs import StepGraphs
 from vllm_trie.worker.startup import warm_up
@@ -53,7 +55,9 @@ def noted(variants: Variants, runs: bool) -> Iterator[None]:
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Within it, kernels do the work, and the host does not look at what the device has."""
-    from vllm_trie.worker import cpu_worker  # noqa: F401  so that all are there that are patched
+    import_module("vllm_trie.worker.cpu_worker")  # so that all are there that are patched
+    for module in walk_packages(search.__path__, f"{search.__name__}."):
+        import_module(module.name)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(launches, "run_on", lambda _: True))

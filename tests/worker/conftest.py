@@ -15,6 +15,6 @@ def interpreter() -> Iterator[Interpreter]:
     from vllm_trie.worker.cpu.replace import install
 
     interpreter = Interpreter()
-    install()
+    install("drafts", "states")
     yield interpreter
     interpreter.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
-from vllm_trie.catalog.catalog import Catalog
+if TYPE_CHECKING:
+    from vllm_trie.catalog.catalog import Catalog
 
 
 class CatalogStore:

@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vllm_trie.catalog import NO_ITEM, Catalog, CatalogStore
+from vllm_trie import catalog as catalog_files
+from vllm_trie.catalog.store import CatalogStore
 from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.messages import CatalogChanges
 from vllm_trie.options import BeamParams
-from vllm_trie.options.items import num_beams_along
 from vllm_trie.search.constraints.catalog import ItemRules
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
+
+    from vllm_trie.catalog import Catalog
 
 NO_TOKEN = -1
 MOST_IDLE = 32  # sets of requests that workers keep while no search runs along them
@@ -44,7 +46,7 @@ def load(original: Callable[..., list[Any]], self: EngineCore, method: Any, *arg
         results = original(self, method, *args, **kwargs)
         if set(results) != {digest}:
             raise RuntimeError(f"catalog {path} is not the same to all who load it; write a new file, and load that")
-        catalog = Catalog.open(path)
+        catalog = catalog_files.Catalog.open(path)
         if catalog.digest != digest:
             raise RuntimeError(f"catalog {path} changed while it was loaded; write a new file, and load that")
         catalogs.name(name, catalog)
@@ -52,6 +54,20 @@ def load(original: Callable[..., list[Any]], self: EngineCore, method: Any, *arg
         catalogs.take_back(digest)
         raise
     return results
+
+
+def num_beams_along(beam: BeamParams, num_items: int, num_stop_tokens: int) -> int:
+    """How many beams can live along a catalog, at most `beam_width`: no two of a group are alike.
+
+    Args:
+        num_items: Of the catalog.
+        num_stop_tokens: Under `catalog_stop` one of them follows the last item.
+    """
+    if beam.catalog_after is not None:
+        return beam.beam_width
+    exponent = min(beam.catalog_items, beam.beam_width.bit_length())  # with which 2 exceeds beam_width
+    num_hypotheses = num_items**exponent * (num_stop_tokens if beam.catalog_stop else 1)
+    return min(beam.beam_width, num_hypotheses * beam.num_beam_groups)
 
 
 class CatalogCounts(NamedTuple):
@@ -115,7 +131,7 @@ class CatalogUse(NoCatalog):
             [tokens[:-1] if tokens and tokens[-1] in stop_token_ids else tokens for tokens in sequences]
         )
         # At max_tokens items need no stop, and their own last token may be one.
-        is_whole = (found == NO_ITEM).any(axis=tuple(range(1, found.ndim)))
+        is_whole = (found == catalog_files.NO_ITEM).any(axis=tuple(range(1, found.ndim)))
         found[is_whole] = self._found([sequences[row] for row in np.flatnonzero(is_whole)])
         return {"item_ids": found.tolist()}
 
@@ -149,7 +165,7 @@ class EngineCatalogs(CatalogStore):
         self._changes = CatalogChanges()
         self._num_loads = 0
         self.has_news = False  # since `counts`
-        super().__init__({name: Catalog.open(path) for name, path in paths.items()})
+        super().__init__({name: catalog_files.Catalog.open(path) for name, path in paths.items()})
 
     @property
     def has_changes(self) -> bool:
@@ -175,7 +191,7 @@ class EngineCatalogs(CatalogStore):
     def use(self, params: BeamParams, item_set: bytes | None) -> NoCatalog:
         """What a new search goes along: a name's present catalog, what came with its request, or none."""
         if item_set is not None:
-            catalog = Catalog.from_bytes(item_set, checks=False)
+            catalog = catalog_files.Catalog.from_bytes(item_set, checks=False)
             catalog = self.by_digest.setdefault(catalog.digest, catalog)  # the bytes of equal sets are held once
             brings: dict[Hashable, int] = {catalog.digest: catalog.num_bytes_on_device}
         elif params.catalog is not None:

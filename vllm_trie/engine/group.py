@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 import numpy as np
 
 from vllm_trie.engine.answer_prefix import AnswerStream, Part
@@ -15,11 +17,12 @@ from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Step, TokenLogprobs, TopLogprobs
 from vllm_trie.search.stopping import NO_ENDED, NO_TOKEN, Ended, Finished, HypothesisPool, are_among
-from vllm_trie.search.strategies.in_groups import InGroups
+from vllm_trie.trie import num_equal
 from vllm_trie.trie.hypotheses import ROOT, HypothesisTrie
 from vllm_trie.trie.leaves import Notes
-from vllm_trie.trie.tables import num_equal
-from vllm_trie.trie.traced import TracedTrie
+
+if TYPE_CHECKING:
+    from vllm_trie.trie.traced import TracedTrie
 
 
 class BeamGroup:
@@ -52,7 +55,7 @@ class BeamGroup:
         """
         if self.num_pending == 0:
             return False
-        if isinstance(self.plan.select_rules.strategy, InGroups):
+        if self.plan.params.num_beam_groups > 1:
             stop_rules = self.plan.stop_rules  # without which, and without items, none is done before the end
             return bool(stop_rules.stop_token_ids or stop_rules.stop_strings or self.plan.select_rules.items)
         return self.forests.may_grow(self.planned_length)
@@ -75,7 +78,7 @@ class BeamGroup:
     def restart(self) -> None:
         """Forget the search; it will find the same again from the prompt."""
         self.length = 0  # tokens every running beam has generated
-        self.hypotheses = TracedTrie() if self.plan.params.trace else HypothesisTrie()
+        self.hypotheses = _new_trie(self.plan.params.trace)
         self.pool = self.plan.new_pool()
         self.pool.most_boost = sum(constraint.most_boost for constraint in self.plan.select_rules.constraints)
         self._rank_scores: np.ndarray | None = None  # what rows compete by, if not by their sums
@@ -192,7 +195,7 @@ class BeamGroup:
     @property
     def traced(self) -> TracedTrie | None:
         """What remembers the search, if it is traced."""
-        return self.hypotheses if isinstance(self.hypotheses, TracedTrie) else None
+        return cast("TracedTrie", self.hypotheses) if self.plan.params.trace else None
 
     def unsent(self, best: FoundHypotheses) -> FoundHypotheses:
         """Of these, in a stream, what is not sent yet.
@@ -239,3 +242,12 @@ def _reports(
         return ()
     token_ids = np.column_stack([tokens, top_logprobs.tokens[parents]])
     return TokenReports(token_ids, np.column_stack([own.logprobs, top_logprobs.logprobs[parents]]), own.ranks.copy())
+
+
+def _new_trie(is_traced: bool) -> HypothesisTrie:
+    """The hypotheses of a search that begins."""
+    if not is_traced:
+        return HypothesisTrie()
+    from vllm_trie.trie.traced import TracedTrie  # which few searches need
+
+    return TracedTrie()

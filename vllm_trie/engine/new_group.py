@@ -17,18 +17,14 @@ from vllm_trie.messages import GroupTicket
 from vllm_trie.options import BeamParams, parse_options
 from vllm_trie.options.contrast import weights_of
 from vllm_trie.sampling_params import ignored_stop_tokens, is_controlled, logits_filters, stop_tokens
-from vllm_trie.search.constraints.contrast import Contrast
+from vllm_trie.search import on_demand
+from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.constraints.ngrams import NoRepeats
-from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
 from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import Pruning
-from vllm_trie.search.group_pools import GroupPools
 from vllm_trie.search.rules import SelectRules, Strategy
 from vllm_trie.search.stopping import HfPool, Pool, StochasticPool, StopRules, TridecodePool, VllmPool
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.search.strategies.drawn import Drawn
-from vllm_trie.search.strategies.in_groups import InGroups
-from vllm_trie.search.strategies.stochastic import Stochastic
 from vllm_trie.search.token_tables import TokenIds
 
 
@@ -58,8 +54,11 @@ def new_group(
     stop_rules = StopRules(ending, sampling.eos_token_id, stop_strings, sampling.min_tokens, max_length)
     matchers = matchers_of(request, params)
     repeats = (NoRepeats(params.no_repeat_ngram_size),) if params.no_repeat_ngram_size else ()
-    boosts = (PhraseBoosts.of(params.phrase_boosts),) if params.phrase_boosts else ()
-    contrast = (Contrast(**weights_of(params.contrast)),) if params.contrast is not None else ()
+    boosts, contrast = list[Constraint](), list[Constraint]()
+    if params.phrase_boosts:
+        boosts.append(on_demand("constraints.phrase_boosts:PhraseBoosts").of(params.phrase_boosts))
+    if params.contrast is not None:
+        contrast.append(on_demand("constraints.contrast:Contrast")(**weights_of(params.contrast)))
     select_rules = SelectRules(
         catalog.num_beams(len(stop_ids)),
         _strategy(params, _padding(ticket, stop_ids)),
@@ -94,9 +93,8 @@ def new_group(
         seed=randbits(64) if sampling.seed is None else sampling.seed,
         num_draws=max_length if params.do_sample else params.sample_first,
     )
-    comes_whole = params.compact or params.beam_results
-    is_known_early = isinstance(select_rules.strategy, Best | Drawn) and not comes_whole
-    streams = ticket.n == 1 and sampling.output_kind is not RequestOutputKind.FINAL_ONLY and is_known_early
+    comes_whole = params.compact or params.beam_results or params.stochastic or params.num_beam_groups > 1
+    streams = ticket.n == 1 and sampling.output_kind is not RequestOutputKind.FINAL_ONLY and not comes_whole
     return BeamGroup(plan, matchers, streams)
 
 
@@ -126,7 +124,8 @@ def new_pool(
     if params.num_beam_groups > 1:
         of_group = width // params.num_beam_groups
         pools = [HfPool(of_group, penalty, max_length, params.early_stopping) for _ in range(params.num_beam_groups)]
-        return GroupPools(pools, stop_token_ids)
+        pool: Pool = on_demand("group_pools:GroupPools")(pools, stop_token_ids)
+        return pool
     # One beam is greedy search: `generate(num_beams=1)` stops at the first stop token, whatever the options.
     return HfPool(width, penalty, max_length, True if width == 1 else params.early_stopping)
 
@@ -151,11 +150,13 @@ def _strategy(beam: BeamParams, padding: int | None) -> Strategy:
     if beam.do_sample:
         min_width = beam.min_width or (beam.beam_width if beam.threshold is None else 1)
         top_k = (beam.accept_top_k or beam.beam_width) if beam.accept == "top_k" else None
-        drawn = Drawn(bool(beam.replacement), min_width, beam.threshold, bool(beam.memory_mode), top_k)
-        return Stochastic() if beam.stochastic else drawn
+        if beam.stochastic:
+            return on_demand("strategies.stochastic:Stochastic")()
+        drawn = on_demand("strategies.drawn:Drawn")
+        return drawn(bool(beam.replacement), min_width, beam.threshold, bool(beam.memory_mode), top_k)
     if beam.num_beam_groups == 1:
         return Best(beam.semantics or "hf")
-    return InGroups(beam.num_beam_groups, float(beam.diversity_penalty), padding)
+    return on_demand("strategies.in_groups:InGroups")(beam.num_beam_groups, float(beam.diversity_penalty), padding)
 
 
 def is_unchecked(request: Request) -> bool:

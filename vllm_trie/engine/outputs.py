@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -14,9 +14,13 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.engine.answer_prefix import Part
+from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.hypothesis import FoundHypotheses
 from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, SentHypotheses
 from vllm_trie.options import PLUGIN_NAME
+
+if TYPE_CHECKING:
+    from vllm_trie.trie.traced import TracedTrie
 
 NEVER_SCHEDULED = {RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR}
 
@@ -105,6 +109,43 @@ def add_to_answer(output: EngineCoreOutput, more: Mapping[str, Any]) -> None:
     """Send more with an output, in the one field of it that is open; there is no KV connector."""
     if more:
         output.kv_transfer_params = {PLUGIN_NAME: {**(output.kv_transfer_params or {}).get(PLUGIN_NAME, {}), **more}}
+
+
+def add_answer(
+    output: EngineCoreOutput, group: BeamGroup, best: FoundHypotheses, block_size: int, is_aborted: bool = False
+) -> None:
+    """Add to the output of a search what its request asks for besides.
+
+    Args:
+        best: What is returned; whole, though a stream may have sent a part.
+        block_size: Tokens of a KV block.
+        is_aborted: The search was.
+    """
+    plan = group.plan
+    answer = group.forests.report(group.counts)
+    if plan.params.accept == "top_k":
+        answer["is_exact"] = False
+    if plan.params.compact:
+        answer |= compact_answer(best, plan.stop_rules.max_length, is_aborted)
+    answer |= plan.catalog.answer(plan.stop_rules.stop_token_ids, best.token_ids)
+    if plan.params.beam_results:
+        answer["beam_results"] = scores_and_stops(best)
+    if group.traced:
+        answer["trace"] = trace_of(group, group.traced, best, block_size)
+    add_to_answer(output, answer)
+
+
+def trace_of(group: BeamGroup, trie: TracedTrie, best: FoundHypotheses, block_size: int) -> dict[str, Any]:
+    """What is sent of the trace of a search that is over, see `vllm_trie.trace`; `trace/texts.py` adds the texts.
+
+    Args:
+        trie: The group's.
+        best: What is returned.
+        block_size: Tokens of a KV block.
+    """
+    returned = [trie.end(~leaf) if leaf < 0 else leaf for leaf in best.leaves.tolist()]
+    own = {"prompt_length": group.plan.prompt_length, "block_size": block_size, "texts": []}
+    return {**own, **trie.as_dict(returned)}
 
 
 def part_output(part: Part, request: Request, num_cached_tokens: int) -> EngineCoreOutput:

@@ -9,13 +9,10 @@ from functools import cached_property
 from vllm_trie.engine.catalogs import NoCatalog
 from vllm_trie.messages import Caller
 from vllm_trie.options import BeamParams
-from vllm_trie.search.constraints.phrase_boosts import PhraseBoosts
-from vllm_trie.search.group_pools import GroupPools
+from vllm_trie.search import on_demand
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.stopping import Pool, StopRules
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.search.strategies.in_groups import InGroups
-from vllm_trie.search.strategies.sampled import SampledEach
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +61,8 @@ class SearchPlan:
     @cached_property
     def brings(self) -> Mapping[Hashable, int]:
         """What came with the request, and lies on each device while it runs: bytes by what equal things have equal."""
-        phrases = (key for key in self.select_rules.constraints if isinstance(key, PhraseBoosts))
-        return {**self.catalog.brings, **{key: key.num_bytes for key in phrases}}
+        sizes = {key: key.num_bytes for key in self.select_rules.constraints}
+        return {**self.catalog.brings, **{key: size for key, size in sizes.items() if size}}
 
     def rules(self, length: int, pool: Pool) -> SelectRules:
         """How the worker selects in the step that makes beams this long."""
@@ -74,11 +71,11 @@ class SearchPlan:
         if self.params.semantics == "tridecode" and length == 1 and may_stop:
             stops = stops._replace(token_ids=())  # the published code does not look for EOS in the first step
         if length <= self.params.sample_first:
-            strategy = SampledEach()
-        elif isinstance(pool, GroupPools) and isinstance(strategy, InGroups):
-            strategy = strategy._replace(done=pool.done)
+            strategy = on_demand("strategies.sampled:SampledEach")()
         elif isinstance(strategy, Best):
             strategy = strategy._replace(eos_score_factor=self._eos_score_factor(length))
+        else:
+            strategy = strategy.with_done(pool.done)
         return self.select_rules._replace(
             strategy=strategy,
             stops=stops._replace(

@@ -21,7 +21,6 @@ from vllm_trie.compat.at_rest import Rests
 from vllm_trie.compat.fingerprint import steps_to_check
 from vllm_trie.compat.patch import Patch, wrap_all
 from vllm_trie.engine.answer_prefix import AnswerChangedError
-from vllm_trie.engine.answers import add_answer
 from vllm_trie.engine.catalogs import EngineCatalogs
 from vllm_trie.engine.grammar import GrammarError, RowMatchers, fill_masks, why_not_along
 from vllm_trie.engine.group import BeamGroup
@@ -31,6 +30,7 @@ from vllm_trie.engine.new_group import is_unchecked, new_group
 from vllm_trie.engine.new_prefixes import mark_new_prefixes
 from vllm_trie.engine.outputs import (
     Outbox,
+    add_answer,
     answer_output,
     answer_so_far,
     error_output,

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_trie.compat.patch import wrap_all
 from vllm_trie.entrypoints.limits import check_n
-from vllm_trie.options.other_names import did_you_mean, meant_by
 from vllm_trie.options.request import OPTIONS, refuse_other_names, search_params
 from vllm_trie.options.shown import shown, shown_name
-from vllm_trie.options.table import cure
+from vllm_trie.options.table import cure, did_you_mean, meant_by
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
 
 if TYPE_CHECKING:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from vllm_trie.catalog import Catalog, CatalogStore, tokenizer_digest
-from vllm_trie.catalog.structure import check_structure
-from vllm_trie.entrypoints.lone_surrogates import refuse_half_characters
+from vllm_trie.catalog import Catalog, CatalogStore, check_structure, tokenizer_digest
+from vllm_trie.engine.catalogs import num_beams_along
+from vllm_trie.entrypoints.refusals import refuse_half_characters
 from vllm_trie.options import PLUGIN_NAME, BeamParams
-from vllm_trie.options.items import num_beams_along
 from vllm_trie.options.shown import listed, shown, shown_name
 from vllm_trie.sampling_params import stop_tokens
 from vllm_trie.selection import config_of, has_beams, why_without_beams
@@ -72,7 +71,7 @@ def resolve_items(
     Args:
         params: The request's own copy, `max_tokens` and stop tokens filled in.
         beam: Its options.
-        item_set: That comes with it.
+        item_set: That comes with it; if none does, it names a catalog.
         tokenizer: None if the engine has none.
 
     Returns:
@@ -81,8 +80,6 @@ def resolve_items(
     Raises:
         ValueError: naming the option, its value and what would work.
     """
-    if beam.catalog is None and item_set is None:
-        return beam, beam.beam_width
     if not beam.catalog_stop:
         params.include_stop_str_in_output = True
     if item_set is not None:

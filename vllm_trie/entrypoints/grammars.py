@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingParams
 
-from vllm_trie.sampling_params import has_grammar, stop_tokens
+from vllm_trie.sampling_params import stop_tokens
 
 if TYPE_CHECKING:
     from vllm.config import StructuredOutputsConfig
@@ -18,7 +18,7 @@ _BACKENDS = ("xgrammar", "guidance")  # whose state can be copied
 def prepare_grammar(
     params: SamplingParams, prompt: list[int], config: StructuredOutputsConfig, tokenizer: TokenizerLike | None
 ) -> None:
-    """Let a grammar, if the request has one, end by what ends a hypothesis.
+    """Let the grammar of a request end by what ends a hypothesis.
 
     Args:
         params: The request's own. vLLM has checked them, and chosen a backend; they are changed.
@@ -29,8 +29,6 @@ def prepare_grammar(
     Raises:
         ValueError: the search cannot follow the grammar; naming the option, its value and what would work.
     """
-    if not has_grammar(params):
-        return
     assert params.structured_outputs is not None
     if (backend := params.structured_outputs._backend) not in _BACKENDS:
         raise ValueError(

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from vllm.exceptions import VLLMValidationError
 
 from vllm_trie.options.shown import MOST_QUOTED, shortened
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
 
 
 class BeamRequestError(VLLMValidationError, ValueError):
@@ -39,3 +43,36 @@ def shortening() -> Iterator[None]:
         if len(str(error)) <= MOST_QUOTED:
             raise
         raise BeamRequestError(str(error)) from None
+
+
+def lone_surrogate(text: str) -> str | None:
+    """The first half character of UTF-16 in a text, as it is written; None if there is none.
+
+    A JSON text can hold one, and no tokenizer takes it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return repr(text[error.start])
+    return None
+
+
+def refuse_half_characters(name: str, text: str) -> None:
+    """Refuse a text that no tokenizer takes.
+
+    Raises:
+        ValueError: naming the option, and what would work.
+    """
+    if half := lone_surrogate(text):
+        raise ValueError(f"{name} has half a character, {half}; mend or remove it")
+
+
+def refuse_half_texts(params: SamplingParams) -> None:
+    """Refuse texts of a beam request that cannot be sent to the engine, or tokenized.
+
+    Raises:
+        ValueError: naming the field, and what would work.
+    """
+    for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
+        for text in texts or ():
+            refuse_half_characters(name, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
@@ -9,14 +10,14 @@ from weakref import WeakKeyDictionary
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_trie.entrypoints.item_sets import ItemSets
-from vllm_trie.entrypoints.phrases import Boosts, phrases_as_tokens
 from vllm_trie.options import PLUGIN_NAME, BeamParams
-from vllm_trie.search.constraints.phrase_boosts import most_bytes
+from vllm_trie.search import on_demand
 from vllm_trie.selection import config_of
 
 if TYPE_CHECKING:
     from vllm_trie.catalog import Catalog
+    from vllm_trie.entrypoints.item_sets import ItemSets
+    from vllm_trie.entrypoints.phrases import Boosts
 
 READ = "trie_beam_read"  # in `extra_args`: a `RequestData`, which no client of a server can send
 BRINGS = ("allowed_sequences", "phrase_boosts")  # the options that may be large
@@ -33,12 +34,18 @@ class RequestData:
     item_set: Catalog | None = None
 
     @property
+    def has_items(self) -> bool:
+        """Whether its hypotheses go along a catalog, or a set that it brings."""
+        return any(along is not None for along in (self.beam.catalog, self.item_set))
+
+    @property
     def num_bytes(self) -> dict[str, int]:
         """That what it brings takes on each device, at most, by option."""
         needed = {}
         if self.item_set is not None:
             needed["allowed_sequences"] = self.item_set.num_bytes_on_device
         if self.phrases is not None:
+            most_bytes = on_demand("constraints.phrase_boosts:most_bytes")
             needed["phrase_boosts"] = most_bytes(way for ways, _ in self.phrases for way in ways)
         return needed
 
@@ -63,15 +70,35 @@ def read_data(beam: BeamParams, processor: InputProcessor, tokenizer: Any) -> Re
     Raises:
         ValueError: naming the option, its value and what would work.
     """
-    phrases = None if beam.phrase_boosts is None else phrases_as_tokens(beam.phrase_boosts, tokenizer)
-    item_set = None
+    phrases, item_set = None, None
+    if beam.phrase_boosts is not None:
+        from vllm_trie.entrypoints.phrases import phrases_as_tokens  # few requests bring anything
+
+        phrases = phrases_as_tokens(beam.phrase_boosts, tokenizer)
     if beam.allowed_sequences is not None:
+        from vllm_trie.entrypoints.item_sets import ItemSets
+
         if (sets := _item_sets.get(processor)) is None:
             sets = _item_sets[processor] = ItemSets(processor.model_config.max_model_len)
         item_set = sets.read(beam.allowed_sequences, processor.model_config.get_vocab_size(), tokenizer)
     data = RequestData(beam, phrases, item_set)
     _refuse_without_room(data.num_bytes, config_of(processor.vllm_config).request_tables_bytes)
     return data
+
+
+def check_data(data: RequestData, vocab_size: int, stops: Sequence[int]) -> None:
+    """Refuse what a request brings that no hypothesis can have.
+
+    Args:
+        stops: The request's stop tokens.
+
+    Raises:
+        ValueError: naming the option, and what would work.
+    """
+    if data.phrases is not None:
+        from vllm_trie.entrypoints.phrases import check_phrases
+
+        check_phrases(data.beam.phrase_boosts or (), data.phrases, vocab_size, stops)
 
 
 def _refuse_without_room(needed: dict[str, int], room: int) -> None:

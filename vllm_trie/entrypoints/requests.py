@@ -14,20 +14,16 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm_trie.compat.cpu import needs_cpu_kernels
 from vllm_trie.compat.patch import wraps
 from vllm_trie.compat.versions import own_beams
-from vllm_trie.entrypoints.catalogs import resolve_items
-from vllm_trie.entrypoints.grammars import prepare_grammar
 from vllm_trie.entrypoints.limits import BlocksNeeded, engine_limits, validate
-from vllm_trie.entrypoints.lone_surrogates import refuse_half_texts
-from vllm_trie.entrypoints.phrases import check_phrases
-from vllm_trie.entrypoints.refusals import BeamRequestError, refusing, shortening
-from vllm_trie.entrypoints.request_data import BRINGS, READ, RequestData, read_data
+from vllm_trie.entrypoints.refusals import BeamRequestError, refuse_half_texts, refusing, shortening
+from vllm_trie.entrypoints.request_data import BRINGS, READ, RequestData, check_data, read_data
 from vllm_trie.messages import BEAM_WIDTH, FORK, LLM_BEAM_SEARCH, TICKET, Caller, ForkTicket, GroupTicket
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, BeamParams, StepParams, asks_for_beams, parse_options
 from vllm_trie.options.contrast import check_amateur
 from vllm_trie.options.resolve import resolve
 from vllm_trie.options.shown import shown, shown_name
 from vllm_trie.options.table import cure
-from vllm_trie.sampling_params import matrix_fields, refuse_unsupported, stop_tokens
+from vllm_trie.sampling_params import has_grammar, matrix_fields, refuse_unsupported, stop_tokens
 from vllm_trie.selection import config_of, has_beams, has_logits_processors, padding_token, why_without_beams
 from vllm_trie.speculative_config import drafts_of, why_without_amateur
 
@@ -265,12 +261,18 @@ def _prepare(
         raise ValueError("stop strings need a tokenizer; start the engine without skip_tokenizer_init")
     if beam.semantics == "vllm" and not own_beams().stops_by_generation_config:
         params.stop_token_ids = list(own_stop_token_ids or ())
+    check_data(data, model_config.get_vocab_size(), stop_tokens(params))
     if data.phrases is not None:
-        vocab_size = model_config.get_vocab_size()
-        check_phrases(beam.phrase_boosts or (), data.phrases, vocab_size, stop_tokens(params))
         beam = beam.model_copy(update={"phrase_boosts": data.phrases})
-    beam, num_beams = resolve_items(params, beam, item_set, vllm_config, processor.tokenizer)
-    prepare_grammar(params, request.prompt_token_ids, vllm_config.structured_outputs_config, processor.tokenizer)
+    num_beams = beam.beam_width
+    if data.has_items:
+        from vllm_trie.entrypoints.catalogs import resolve_items  # few requests have items
+
+        beam, num_beams = resolve_items(params, beam, item_set, vllm_config, processor.tokenizer)
+    if has_grammar(params):
+        from vllm_trie.entrypoints.grammars import prepare_grammar  # which few requests have
+
+        prepare_grammar(params, request.prompt_token_ids, vllm_config.structured_outputs_config, processor.tokenizer)
     features = request.mm_features if model_config.is_encoder_decoder and request.mm_features else ()
     num_encoded = sum(feature.mm_position.get_num_embeds() for feature in features)
     needed = BlocksNeeded(len(request.prompt_token_ids), num_beams, num_encoded)

@@ -8,11 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from vllm_trie.options.matrix import refuse
-from vllm_trie.options.other_names import meant_by
 from vllm_trie.options.parts import NO_BEAMS, Drawing, Semantics, Speculating
 from vllm_trie.options.request import OPTIONS
 from vllm_trie.options.shown import shown
-from vllm_trie.options.table import option
+from vllm_trie.options.table import meant_by, option
 
 PLUGIN_NAME = "trie_beam"
 
@@ -74,6 +73,11 @@ class TrieBeamConfig(Speculating, Drawing):
                 f'additional_config["{PLUGIN_NAME}"]={shown(options)} is not a mapping of options; pass {{}}'
             )
         return cls(**{str(name): value for name, value in options.items()})
+
+    @property
+    def has_files(self) -> bool:
+        """Whether the engine reads files at its start."""
+        return bool(self.catalogs)
 
     def check(self) -> None:
         """Refuse to draw and not to draw."""

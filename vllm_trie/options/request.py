@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 from pydantic.fields import FieldInfo
 
 from vllm_trie.options.matrix import refuse
-from vllm_trie.options.other_names import did_you_mean, meant_by
 from vllm_trie.options.parts import (
     MOST_PENALTY,
     Catalogs,
@@ -27,7 +26,7 @@ from vllm_trie.options.parts import (
 )
 from vllm_trie.options.shown import listed, shown, shown_name
 from vllm_trie.options.speculation import check_widths
-from vllm_trie.options.table import Options, choices, what_is_wrong
+from vllm_trie.options.table import Options, choices, did_you_mean, meant_by, what_is_wrong
 
 # That may be options of others, where there is no beam_width.
 _COMMON_WORDS = {"accept", "threshold", "replacement", "unit", "scorer", "candidates", "max_steps", "metric"}

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import inspect
 import re
+import tomllib
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from vllm_trie.options.other_names import did_you_mean, meant_by
 from vllm_trie.options.shown import listed, shown, shown_name
 
 Number = int | float
 
+
+# What other systems call their options.
+OTHER_NAMES: dict[str, str] = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())  # here: elsewhere
+_MEANT = {name: meant for meant, names in OTHER_NAMES.items() for name in names.split()}
+MOST_LIKE = 64  # characters of what somebody may have meant: twice as many as any name has
 
 MOST_TEXT = 256  # characters of an option that is a text, a name mostly; what brings data has its own bound
 MOST_ENTRIES = 256  # of an option that is a list, likewise
@@ -121,3 +129,18 @@ def choices(field: FieldInfo) -> list[Any]:
     kind: Any = field.annotation
     of_parts = [part for part in get_args(kind | None) if part is bool or get_origin(part) is Literal]
     return [value for part in of_parts for value in ((True, False) if part is bool else get_args(part))]
+
+
+def meant_by(name: str, known: Iterable[str], cutoff: float = 0.85) -> str | None:
+    """Which option someone means, or a sentence that says why there is none; None: no idea."""
+    return _meant_by(name, tuple(known), cutoff) if len(name) <= MOST_LIKE else None
+
+
+@lru_cache(maxsize=1024)  # requests have the same keys again and again, and comparing one takes 0.1 ms
+def _meant_by(name: str, known: tuple[str, ...], cutoff: float) -> str | None:
+    word = re.sub(r"(?<=[a-z])(?=[A-Z])|-", "_", name).lower()
+    return word if word in known else _MEANT.get(word) or next(iter(get_close_matches(word, known, 1, cutoff)), None)
+
+
+def did_you_mean(meant: str) -> str:
+    return meant if " " in meant else f"did you mean {meant}?"

@@ -21,7 +21,6 @@ class GroupPools(Pool):
     def __init__(self, pools: list[HfPool], stop_token_ids: frozenset[int] | None) -> None:
         self.pools = pools
         self.stop_token_ids = stop_token_ids
-        self.done: tuple[int, ...] = ()  # which groups are
 
     def advance(self, ended: Ended, running: np.ndarray, length: int) -> tuple[np.ndarray, bool]:
         outdone, is_over = [NO_FINISHED.leaves], True

@@ -56,6 +56,10 @@ class Strategy:
         """Whether one ranking of all beams' continuations, those that finish among them, decides alone."""
         return False
 
+    def with_done(self, done: tuple[int, ...]) -> Strategy:
+        """The same once some groups of beams are done, if beams are in groups."""
+        return self
+
     def choose(self, rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means) -> Choice:
         """Choose the next beams of G groups.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_trie.search import on_demand
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.devices import NEVER, numbers, sees
@@ -15,10 +16,8 @@ from vllm_trie.search.filters import LogitsFilters, Pruning, log_probabilities
 from vllm_trie.search.parts import in_parts
 from vllm_trie.search.rank import topk
 from vllm_trie.search.rules import Choice, Means, SelectRules
-from vllm_trie.search.sampling import joint_probabilities
 from vllm_trie.search.step_result import Step, TokenLogprobs, TopLogprobs
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.search.strategies.boosted import choose_boosted
 
 PLAIN = Means()
 
@@ -35,6 +34,7 @@ def take_step(rules: SelectRules, logits: torch.Tensor, beams: Beams, means: Mea
     logprobs, beams = _row_logprobs(rules, logits, beams)
     if (boosts := beams.boosts(logprobs, rules.is_last)) is None:
         return reported(rules, rules.strategy.choose(rules, logprobs, beams, means))
+    choose_boosted = on_demand("strategies.boosted:choose_boosted")
     return reported(rules, choose_boosted(rules, logprobs, beams, means, boosts))
 
 
@@ -58,6 +58,7 @@ def joint_distribution(rules: SelectRules, logits: torch.Tensor, beams: Beams) -
         float32 of each row by itself, at temperature 1.
     """
     logprobs, beams = _row_logprobs(rules, logits, beams)
+    joint_probabilities = on_demand("sampling:joint_probabilities")
     return joint_probabilities(beams.scores, beams.narrow(logprobs), rules.filters), logprobs
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_trie.search.string_matcher import StringMatcher
+from vllm_trie.search import on_demand
 
 CONTEXT = 8  # tokens before the text that is judged: a whole character, and all but one of an open one, if each is four
 MOST_OPEN = 3  # bytes, or tokens, of an open character
@@ -49,7 +49,7 @@ class StopStrings:
         self.strings = tuple(strings)
         self._decode = decode
         self._longest = max(map(len, self.strings))
-        self._matcher = StringMatcher(self.strings)
+        self._matcher = on_demand("string_matcher:StringMatcher")(self.strings)
         self._endings = {string[start:] for string in self.strings for start in range(len(string))}
         self._suspicion = np.full(vocab_size, UNKNOWN, dtype=np.int8)  # by token
 

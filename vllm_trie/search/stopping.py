@@ -70,6 +70,7 @@ NO_ENDED = Ended.of([], [], [], [])
 class Pool(ABC):
     """Where finished hypotheses compete, and when the search for them is over."""
 
+    done: tuple[int, ...] = ()  # which groups of beams are
     most_boost: float = 0.0  # that a token can add to what they compete by, besides its log-probability, or infinite
 
     @abstractmethod

@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from vllm_trie.entrypoints.limits import check_stops, check_widths, engine_limits
-from vllm_trie.entrypoints.lone_surrogates import refuse_half_texts
+from vllm_trie.entrypoints.refusals import refuse_half_texts
 from vllm_trie.entrypoints.requests import refuse_marks, refuse_unknown
 from vllm_trie.options import StepParams, parse_options
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported

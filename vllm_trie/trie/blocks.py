@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_trie.trie.tables import num_equal
+from vllm_trie.trie import num_equal
 
 NO_COPIES = np.empty((0, 2), np.int32)
 

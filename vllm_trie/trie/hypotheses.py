@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from vllm_trie.trie import num_equal
 from vllm_trie.trie.leaves import NO_LEAVES, Ends, Leaves, Notes
-from vllm_trie.trie.tables import num_equal
 
 NO_ROW = -1
 SPARE_BYTES = 1 << 24  # that steps may take beyond twice of what is needed, before they are looked through

@@ -12,7 +12,7 @@ from vllm_trie.compat.cpu import accept_v2_in_worker, needs_cpu_kernels
 from vllm_trie.compat.patch import Patch
 from vllm_trie.speculative_config import has_states
 from vllm_trie.worker.attention.cpu_backend import use_shared_prefixes
-from vllm_trie.worker.loads_catalogs import TakesCatalogs
+from vllm_trie.worker.rows.catalogs import TakesCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.speculation import LeavesRoom
 
@@ -32,7 +32,9 @@ class BeamCPUWorker(TakesCatalogs, LeavesRoom, CPUWorker):
         if needs_cpu_kernels():
             from vllm_trie.worker.cpu.replace import install
 
-            install(self.speculative_config is not None, has_states(self.model_config))
+            config = self.vllm_config
+            has = {"drafts": config.speculative_config is not None, "states": has_states(config.model_config)}
+            install(*(kind for kind, is_there in has.items() if is_there))
         use_shared_prefixes()
         with Patch("vllm.v1.worker.cpu.model_runner", "CPUModelRunner").applied(BeamCPUModelRunner):
             super().init_device(**kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_trie.selection import config_of
-from vllm_trie.worker.loads_catalogs import TakesCatalogs
+from vllm_trie.worker.rows.catalogs import TakesCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.speculation import LeavesRoom
 from vllm_trie.worker.startup.warm_up import WarmsUp

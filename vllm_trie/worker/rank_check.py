@@ -10,8 +10,6 @@ import torch.distributed as dist
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 
-from vllm_trie.selection import config_of
-
 
 class RanksDisagreeError(RuntimeError):
     """Ranks have decided differently: what they compute from now on is no longer one model's."""
@@ -62,8 +60,8 @@ def disputes(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def rank_check(vllm_config: VllmConfig) -> RankCheck | None:
-    """For a worker of this engine, once vLLM's process groups are there; None unless it is asked for and has peers."""
-    if not config_of(vllm_config).debug_rank_check or vllm_config.parallel_config.tensor_parallel_size == 1:
+    """For a worker of this engine, once vLLM's process groups are there; None if it has no peers."""
+    if vllm_config.parallel_config.tensor_parallel_size == 1:
         return None
     return RankCheck(get_tp_group().cpu_group)
 

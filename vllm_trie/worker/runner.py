@@ -12,7 +12,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,17 +37,19 @@ from vllm_trie.worker import launches
 from vllm_trie.worker.announce_shared_rows import announce_shared_rows, reads_shared_blocks_once
 from vllm_trie.worker.attention.check_attention import check_demanded_layers
 from vllm_trie.worker.expand import expand
-from vllm_trie.worker.pipeline import Stages
-from vllm_trie.worker.rank_check import rank_check
 from vllm_trie.worker.rows.catalogs import DeviceCatalogs
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.rows.new_rows import may_copy_rows, refuse_own_state
 from vllm_trie.worker.rows.rows import Rows
 from vllm_trie.worker.rows.sub_batch import put_sampled, scatter_logprobs, sub_batch
-from vllm_trie.worker.select.amateur import Amateur, amateur_logits
 from vllm_trie.worker.select.select import Selector
 from vllm_trie.worker.speculation import Speculation
 from vllm_trie.worker.step_context import StepContext
+
+if TYPE_CHECKING:
+    from vllm_trie.worker.pipeline import Stages
+    from vllm_trie.worker.rank_check import RankCheck
+    from vllm_trie.worker.select.amateur import Amateur
 
 SPECULATION = "worker.tree_speculation:TreeSpeculation"
 
@@ -67,7 +69,7 @@ class BeamModelRunner(Rests, GPUModelRunner):
         super().__init__(*args, **kwargs)
         self.groups: dict[str, GroupRows] = {}
         self.step = StepContext()
-        self.rank_check = rank_check(self.vllm_config)
+        self.rank_check: RankCheck | None = None
         self.stages: Stages | None = None
         self._sets_rows_apart = False  # whether attention does so in this step, see `announce_shared_rows`
         self.catalogs: DeviceCatalogs
@@ -91,10 +93,9 @@ class BeamModelRunner(Rests, GPUModelRunner):
         super().load_model(*args, **kwargs)
         refuse_own_state(self.model_state)
         self.rows = Rows(self)
-        if self.pp_handler is not None:
-            self.stages = Stages(self.pp_handler, self.groups, self.rows, self.max_num_reqs)
-        room = config_of(self.vllm_config).request_tables_bytes
-        self.catalogs = DeviceCatalogs(None if self.sampler is None else self.device, room)
+        self._make_what_few_need()
+        config, device = config_of(self.vllm_config), None if self.sampler is None else self.device
+        self.catalogs = DeviceCatalogs(device, config.request_tables_bytes, config.catalogs.values())
         if self.sampler is None:
             return
         together = self.max_num_reqs
@@ -106,7 +107,20 @@ class BeamModelRunner(Rests, GPUModelRunner):
             graphs = launches.for_gpus("select.step_graphs")
             self.selector.graphs = graphs.StepGraphs(self.device, self.model_config.dtype, graphs.GraphCapture())
         self.speculation.attach()
+
+    def _make_what_few_need(self) -> None:
+        """Make the parts that few engines have, and load them only there."""
+        if config_of(self.vllm_config).debug_rank_check:
+            from vllm_trie.worker.rank_check import rank_check
+
+            self.rank_check = rank_check(self.vllm_config)
+        if self.pp_handler is not None:
+            from vllm_trie.worker.pipeline import Stages
+
+            self.stages = Stages(self.pp_handler, self.groups, self.rows, self.max_num_reqs)
         if isinstance(self.speculator, StandaloneARSpeculator):
+            from vllm_trie.worker.select.amateur import Amateur
+
             self.amateur = Amateur(self, self.speculator)
 
     def initialize_kv_cache(self, *args: Any, is_profiling: bool = False, **kwargs: Any) -> None:
@@ -243,7 +257,7 @@ class BeamModelRunner(Rests, GPUModelRunner):
 
         of_others = 1 if of_ordinary is None else of_ordinary.sampled_token_ids.shape[1]
         sampled = torch.zeros(batch.num_reqs, max(step.most_steps, of_others), dtype=torch.int64, device=self.device)
-        amateur = amateur_logits(self.amateur, step.steps, self.groups, rows)
+        amateur = None if self.amateur is None else self.amateur.of_step(step.steps, self.groups, rows)
         with gpu_sync_allowed() if step.waits or self.rank_check is not None else nullcontext():
             step.selected = self.selector.select(step, rows, logits, sampled, amateur)
             if step.forests:

@@ -12,7 +12,7 @@ from vllm_trie.search.rank import rank_candidates
 from vllm_trie.search.slots import select_next
 from vllm_trie.worker.kv import copies, moves, reorder
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
-from vllm_trie.worker.kv.row_reorder import Reorders, RowReorder, Tables
+from vllm_trie.worker.kv.reorder import Reorders, RowReorder, Tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -46,6 +46,11 @@ class Constraint:
     most_boost: float = 0.0  # see `boosts`: the most that one token may add; infinite, if there is no most
     is_sparse: ClassVar[bool] = False  # it lists `continuations`, which are few, instead of leaving tokens out
 
+    @property
+    def num_bytes(self) -> int:
+        """That it takes on each device, if it came with its request."""
+        return 0
+
     def on(self, tries: Mapping[str, Any], stop_token_ids: tuple[int, ...]) -> Constraint:
         """The same on a device with these catalogs, of hypotheses that these tokens end."""
         return self

@@ -6,16 +6,14 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_trie.search import on_demand
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import NEVER, constant, numbers
 from vllm_trie.search.filters import filtered, prune_, pruned
 from vllm_trie.search.parts import in_parts
 from vllm_trie.search.rank import Among, Candidates, pick, rank_candidates
-from vllm_trie.search.rank_apart import rank_apart
 from vllm_trie.search.rules import Choice, Means, SelectRules, Strategy, alive, by_row, ended, going_on
 from vllm_trie.search.step_result import Step
-from vllm_trie.search.strategies.best_continuations import best_continuations
-from vllm_trie.search.strategies.own_stops import own_logprobs, own_stops
 
 FEW_STOPS = 3  # tokens: one longer ranking of all continuations takes less time than two, whatever is in it
 
@@ -41,6 +39,7 @@ class Best(_Best, Strategy):
     def choose(self, rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means) -> Choice:
         """See `Strategy`."""
         if (sparse := beams.sparse) is not None:
+            best_continuations = on_demand("strategies.best_continuations:best_continuations")
             return best_continuations(rules, logprobs, beams, means, sparse)
         scores, completes, width = beams.scores, means.completes, rules.num_beams or rules.width
         num_rows, vocab_size = logprobs.shape[1:]
@@ -58,7 +57,7 @@ class Best(_Best, Strategy):
         if self.semantics != "vllm":
             finished = self._finished(rules, candidates, stops, num_stops > 1 or completes is not None)
         else:
-            finished = own_stops(rules, allowed, scores, completes)
+            finished = on_demand("strategies.own_stops:own_stops")(rules, allowed, scores, completes)
             if self.eos_score_factor is not None:
                 candidates = self._ranked_with_factor(rules, allowed, scores, candidates)
                 stops = rules.stops.end(candidates, completes, vocab_size)
@@ -98,6 +97,7 @@ class Best(_Best, Strategy):
         if num_stops <= FEW_STOPS and not leaves_one_out:
             return rank_candidates(allowed, scores, count + max(num_stops - 1, 0) * rules.width)
         if not as_vllm:
+            rank_apart = on_demand("rank_apart:rank_apart")
             return rank_apart(allowed, scores, (count - rules.width, rules.width), stops)
         others = stops.biases(allowed.shape[-1], allowed.device, ends=False)
         if factor is not None:
@@ -115,7 +115,7 @@ class Best(_Best, Strategy):
         assert self.eos_score_factor is not None
         token_id, factor = self.eos_score_factor
         tokens = constant((token_id,), allowed.device)
-        logprobs = own_logprobs(rules, allowed, tokens)
+        logprobs = on_demand("strategies.own_stops:own_logprobs")(rules, allowed, tokens)
         both = Candidates.join([others, by_row(tokens.expand_as(logprobs), logprobs + scores[..., None])])
         rank_scores = both.scores.double()
         rank_scores = torch.where(both.tokens == token_id, factor * rank_scores, rank_scores)

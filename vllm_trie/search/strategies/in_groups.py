@@ -35,6 +35,10 @@ class InGroups(_InGroups, Strategy):
         done: Which groups are.
     """
 
+    def with_done(self, done: tuple[int, ...]) -> InGroups:
+        """See `Strategy`."""
+        return self._replace(done=done)
+
     def choose(self, rules: SelectRules, logprobs: torch.Tensor, beams: Beams, means: Means) -> Choice:
         """One step of N searches, group after group.
 

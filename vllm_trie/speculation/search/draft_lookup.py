@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_trie.search.spans import spans
+from vllm_trie.search import spans
 from vllm_trie.speculation.search.forest import Forest
 
 Array = np.ndarray

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_trie.search import spans
 from vllm_trie.search.devices import uploaded, uploaded_together
-from vllm_trie.search.spans import spans
 from vllm_trie.speculation.worker.forest_step import ForestStep
 from vllm_trie.worker.attention.shared_rows import SharedRows
 

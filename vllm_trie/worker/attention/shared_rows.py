@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from vllm_trie.compat.at_rest import Rests
+from vllm_trie.search import spans
 from vllm_trie.search.devices import numbers, uploaded
-from vllm_trie.search.spans import spans
 from vllm_trie.worker.kv.kv_slots import ByToken
 
 WORD = 64  # bits

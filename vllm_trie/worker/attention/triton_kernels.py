@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_trie.search import spans
 from vllm_trie.search.devices import uploaded
-from vllm_trie.search.spans import spans
 from vllm_trie.worker.attention.shared_rows import WORD, Layer, Scoring, SharedTokens, first_keys, first_keys_there
 from vllm_trie.worker.launches import next_power_of_2
 

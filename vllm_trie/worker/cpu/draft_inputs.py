@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from vllm_trie.search.spans import spans
+from vllm_trie.search import spans
 from vllm_trie.worker.cpu.replace import Array, kernel
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_trie.search.spans import spans
+from vllm_trie.search import spans
 from vllm_trie.worker.cpu.replace import Array, kernel, replaces
 
 WORD_BYTES = 4  # in which strides and sizes of segments of KV blocks are given

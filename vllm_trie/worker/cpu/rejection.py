@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_trie.search.spans import spans
+from vllm_trie.search import spans
 from vllm_trie.worker.cpu.replace import Array, kernel, replaces
 from vllm_trie.worker.cpu.sampling import best_tokens, draw
 

@@ -12,6 +12,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from functools import cache
+from itertools import chain
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -21,9 +22,8 @@ from vllm_trie.compat.patch import Patch
 Array = np.ndarray
 Function = Callable[..., Any]
 
-_OF_ALL = "inputs", "logits", "sampling"  # modules, by the engines that need them
-_OF_DRAFTS = "draft_inputs", "ngram", "rejection"
-_OF_STATES = "cached_states", "mamba"
+_OF_ALL = "inputs", "logits", "sampling"  # modules that every engine needs
+_MORE = {"drafts": ("draft_inputs", "ngram", "rejection"), "states": ("cached_states", "mamba")}  # by what one has
 _V2 = "vllm.v1.worker.gpu."
 _has_triton = Patch(_V2 + "spec_decode.ngram.speculator", "HAS_TRITON")
 _kernels: dict[str, Function] = {}
@@ -50,25 +50,24 @@ def replaces(target: str, imported_by: str = "", package: str = _V2) -> Callable
 
 def replacements() -> dict[str, Function]:
     """Everything that is replaced, by target."""
-    for name in (*_OF_ALL, *_OF_DRAFTS, *_OF_STATES):
+    for name in chain(_OF_ALL, *_MORE.values()):
         importlib.import_module(f"vllm_trie.worker.cpu.{name}")
     return _kernels | _functions
 
 
-def install(with_drafts: bool = True, with_states: bool = True) -> None:
+def install(*more: str) -> None:
     """Replace the kernels that an engine needs, in this process.
 
     Args:
-        with_drafts: It speculates.
-        with_states: Its model has recurrent states.
+        more: What it has: "drafts", or a model with recurrent "states".
     """
     from vllm.triton_utils import triton
     from vllm.utils.math_utils import next_power_of_2
 
     triton.next_power_of_2 = next_power_of_2  # which vLLM's placeholder for Triton lacks
-    if with_drafts and not _has_triton.is_applied:
+    if not _has_triton.is_applied:
         _has_triton.apply(True)  # else there is no n-gram speculation
-    for name in (*_OF_ALL, *(_OF_DRAFTS if with_drafts else ()), *(_OF_STATES if with_states else ())):
+    for name in chain(_OF_ALL, *(_MORE[kind] for kind in more)):
         _replace_by(f"vllm_trie.worker.cpu.{name}")
 
 

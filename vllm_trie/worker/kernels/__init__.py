@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_trie.worker.kv.row_reorder import Tables
+from vllm_trie.worker.kv.reorder import Tables
 
 
 class Serving(NamedTuple):

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from vllm_trie.worker.kernels import Serving
-from vllm_trie.worker.kv.row_reorder import RowReorder
+from vllm_trie.worker.kv.reorder import RowReorder
 from vllm_trie.worker.launches import cdiv
 
 TILE = 256  # rows of which one program reads the newest tokens

@@ -18,7 +18,7 @@ from vllm_trie.worker.kv.kv_blocks import WORDS as TORCH_WORDS
 from vllm_trie.worker.kv.kv_blocks import Segments
 from vllm_trie.worker.kv.kv_slots import TokenSegments
 from vllm_trie.worker.kv.moves import HELD
-from vllm_trie.worker.kv.row_reorder import RowReorder, Tables
+from vllm_trie.worker.kv.reorder import RowReorder, Tables
 from vllm_trie.worker.launches import cdiv
 
 WORKERS_OF_TOKEN = 8  # programs that copy the content of a token

@@ -5,15 +5,103 @@ A row that continues another is dead itself: no row is both source and destinati
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from vllm_trie.search.devices import numbers
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+from vllm_trie.search.devices import numbers, uploaded
 from vllm_trie.worker import launches
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
 from vllm_trie.worker.kv.kv_slots import KVSlots
-from vllm_trie.worker.kv.row_reorder import MovingRows, RowReorder, Tables
 
 LARGE_BLOCK = 128  # tokens: from here on a part of a block is copied faster than all of it
+
+
+@dataclass(slots=True)
+class Reorders:
+    """What rows of the batch continue, before it is carried out; groups of equal width come together."""
+
+    rows: list[np.ndarray] = field(default_factory=list)  # [4, R]: slot, first row of the group, and two counts
+    parents: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, slots: np.ndarray, parents: torch.Tensor, num_common: Sequence[int], num_tokens: ArrayLike) -> None:
+        """Let rows of G groups continue rows of their own group.
+
+        Args:
+            slots: [G, b], where the rows are.
+            parents: [G, b] on the device, which row of its group each continues.
+            num_common: [G], tokens that are the same in all histories of a group, the first ones.
+            num_tokens: [G], of each history, all of them computed.
+        """
+        (num_groups, width), first = slots.shape, sum(rows.shape[1] for rows in self.rows)
+        rows = np.empty((4, num_groups, width), np.int64)
+        rows[0] = slots
+        rows[1].T[:] = range(first, first + slots.size, width)
+        rows[2].T[:], rows[3].T[:] = num_common, num_tokens
+        self.rows.append(rows.reshape(4, -1))
+        self.parents.append(parents.flatten())
+
+    def on(self, device: torch.device) -> RowReorder:
+        """All of it, on the device."""
+        on_host = np.concatenate(self.rows, axis=1)
+        parents = self.parents[0] if len(self.parents) == 1 else torch.cat(self.parents)
+        return RowReorder(uploaded(on_host, device), parents, on_host[3])
+
+
+class RowReorder(NamedTuple):
+    """What R rows continue; on the device."""
+
+    rows: (
+        torch.Tensor
+    )  # [4, R] int64: slots, the first row of their group among the R, and two counts: see `MovingRows`
+    parents: torch.Tensor  # [R] integers, which row of its group each continues
+    num_tokens_on_host: np.ndarray  # [R], the last of the counts
+
+    @property
+    def sources(self) -> torch.Tensor:
+        """[R] int64, the slots that they continue."""
+        slots, firsts, *_ = self.rows
+        return slots[firsts + self.parents]
+
+    def moving(self) -> MovingRows:
+        """The rows alone that continue another one: for where it costs nothing to look at the device."""
+        slots, firsts, *counts = self.rows.cpu().numpy()
+        rows = np.stack([slots, slots[firsts + self.parents.cpu().numpy()], *counts])
+        rows = rows[:, rows[0] != rows[1]]
+        return MovingRows(torch.from_numpy(rows).to(self.rows.device), rows[3])
+
+
+class MovingRows(NamedTuple):
+    """Rows that continue others; on the device."""
+
+    # [4, R] int64: slots, those that they continue, tokens that their group has in common, and tokens of histories
+    rows: torch.Tensor
+    num_tokens_on_host: np.ndarray  # [R], the last of these
+
+
+class Tables:
+    """The block tables of all KV cache groups, described to the device once: they must stay where they are.
+
+    Args:
+        tables: [slots, blocks] int32 each.
+        block_sizes: Theirs.
+        numbers: Of their KV cache groups; by default they are those of all.
+    """
+
+    def __init__(
+        self, tables: Sequence[torch.Tensor], block_sizes: Sequence[int], numbers: Sequence[int] | None = None
+    ) -> None:
+        self.tables, self.block_sizes = tables, block_sizes
+        self.numbers = range(len(tables)) if numbers is None else numbers
+        device = tables[0].device
+        pointers = uploaded(np.array([table.data_ptr() for table in tables], np.uint64), device)
+        strides = uploaded(np.array([table.stride(0) for table in tables]), device)
+        sizes = uploaded(np.array(block_sizes), device)
+        self.on_device = pointers, strides, sizes  # [tables] each, what a kernel must know of them
 
 
 def reorder_rows(

@@ -1,13 +1,18 @@
-"""The catalogs of one worker, on its device. Called by `runner`; which there are, the scheduler decides."""
+"""The catalogs of one worker, on its device. The scheduler decides which there are."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
 import torch
 
-from vllm_trie.catalog import Catalog
-from vllm_trie.catalog.structure import check_structure
+from vllm_trie import catalog as catalog_files
 from vllm_trie.messages import CatalogChanges
 from vllm_trie.search.constraints.catalog import ItemTrie
+
+if TYPE_CHECKING:
+    from vllm_trie.catalog import Catalog
 
 
 class DeviceCatalogs:
@@ -16,10 +21,12 @@ class DeviceCatalogs:
     Args:
         device: Where the search is; None on the earlier stages of a pipeline, which have no part in it, and hold none.
         room: Bytes for what comes with requests: `request_tables_bytes`.
+        files: Those that the engine starts with.
     """
 
-    def __init__(self, device: torch.device | None, room: int = 0) -> None:
+    def __init__(self, device: torch.device | None, room: int = 0, files: Collection[str] = ()) -> None:
         self._device, self._room = device, room
+        self.files = files
         self.tries: dict[str, ItemTrie] = {}
 
     def room(self) -> torch.Tensor | None:
@@ -33,14 +40,14 @@ class DeviceCatalogs:
             ValueError: it is no catalog, or no trie, which kernels would not notice, or for another vocabulary.
         """
         if self._device is not None:
-            catalog = Catalog.open(path)
-            check_structure(catalog)
+            catalog = catalog_files.Catalog.open(path)
+            catalog_files.check_structure(catalog)
             catalog.check_fits(vocab_size, None)
             self._add(catalog)
 
     def load(self, path: str, digest: str | None = None) -> str:
         """Take in a file that the front end has checked, unless its digest is another one than this. Returns it."""
-        catalog = Catalog.open(path)
+        catalog = catalog_files.Catalog.open(path)
         if digest in (None, catalog.digest):
             self._add(catalog)
         return catalog.digest
@@ -52,7 +59,7 @@ class DeviceCatalogs:
         for digest in changes.gone:
             self.tries.pop(digest, None)  # which not every worker has after a load that failed
         for content in changes.new.values():
-            self._add(Catalog.from_bytes(content, checks=False))
+            self._add(catalog_files.Catalog.from_bytes(content, checks=False))
 
     def _add(self, catalog: Catalog) -> None:
         if self._device is None or catalog.digest in self.tries:
@@ -60,3 +67,23 @@ class DeviceCatalogs:
         arrays = catalog.first_child, catalog.tokens, catalog.is_item
         first_child, tokens, is_item = (torch.tensor(array, device=self._device) for array in arrays)
         self.tries[catalog.digest] = ItemTrie(first_child, tokens, is_item, catalog.most_children)
+
+
+class TakesCatalogs:
+    """A worker that is told to load catalogs, see `vllm_trie.engine.catalogs`."""
+
+    model_runner: Any
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Load the model, and then the engine's catalogs: beside its weights, which `sleep` may discard.
+
+        Profiling counts their memory, as it comes later.
+        """
+        super().load_model(**kwargs)  # type: ignore[misc]
+        vocab_size = self.model_runner.vllm_config.model_config.get_vocab_size()
+        for path in self.model_runner.catalogs.files:
+            self.model_runner.catalogs.load_first(path, vocab_size)
+
+    def load_catalog(self, name: str, path: str, digest: str) -> str:
+        """Load a file for a name, which the scheduler alone knows, if its digest is this one. Returns what it is."""
+        return str(self.model_runner.catalogs.load(path, digest))

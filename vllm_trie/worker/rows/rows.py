@@ -28,8 +28,7 @@ from vllm_trie.worker.attention.tree_layers import kv_slots
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
 from vllm_trie.worker.kv.kv_slots import KVSlots, TokenStates
 from vllm_trie.worker.kv.moves import copy_to_others
-from vllm_trie.worker.kv.reorder import LARGE_BLOCK, reorder_rows
-from vllm_trie.worker.kv.row_reorder import Reorders, RowReorder, Tables
+from vllm_trie.worker.kv.reorder import LARGE_BLOCK, Reorders, RowReorder, Tables, reorder_rows
 from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.rows.new_rows import arrays_by_slot
 

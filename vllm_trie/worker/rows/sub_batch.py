@@ -11,8 +11,8 @@ import torch
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_trie.search import spans
 from vllm_trie.search.devices import ALIGNMENT, uploaded_together
-from vllm_trie.search.spans import spans
 from vllm_trie.worker import launches
 
 # Of a batch, what has a place for each row, for each logit, and for each token.

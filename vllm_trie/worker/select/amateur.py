@@ -70,33 +70,30 @@ class Amateur:
             last = last[uploaded(smaller.cu_num_logits_np[np.searchsorted(computed, rows)], last.device)]
         return AmateurLogits(speculator.model.compute_logits(hidden[last]), rows)
 
+    def of_step(
+        self, steps: Mapping[str, GroupStep], groups: Mapping[str, GroupRows], rows: BatchRows
+    ) -> AmateurLogits | None:
+        """What it says in a step, after it has computed what the target has; None where no group contrasts it.
+
+        Args:
+            steps: Of the groups in this step.
+            groups: Of the runner.
+            rows: Where their rows are.
+        """
+        if not (group_ids := contrasting(steps)):
+            return None
+        places = rows.places(_slots(groups, group_ids))
+        read = np.zeros(0, np.int64)
+        if any(steps[group_id].has_new_prefix for group_id in group_ids):
+            decoding = [group_id for group_id, step in steps.items() if step.decodes]
+            left_out = np.concatenate([places, rows.places(_slots(groups, decoding))])
+            read = np.setdiff1d(rows.batch.is_prefilling_np.nonzero()[0], left_out)
+        return self.logits(rows.batch, places, read)
+
 
 def contrasting(steps: Mapping[str, GroupStep]) -> list[str]:
     """The groups whose rows it computes, of those in a step."""
     return [group_id for group_id, step in steps.items() if step.rules.contrasts]
-
-
-def amateur_logits(
-    amateur: Amateur | None, steps: Mapping[str, GroupStep], groups: Mapping[str, GroupRows], rows: BatchRows
-) -> AmateurLogits | None:
-    """What it says in a step, after it has computed what the target has; None where no group contrasts it.
-
-    Args:
-        amateur: Of the runner, if it has one.
-        steps: Of the groups in this step.
-        groups: Of the runner.
-        rows: Where their rows are.
-    """
-    group_ids = contrasting(steps)
-    if amateur is None or not group_ids:
-        return None
-    places = rows.places(_slots(groups, group_ids))
-    read = np.zeros(0, np.int64)
-    if any(steps[group_id].has_new_prefix for group_id in group_ids):
-        decoding = [group_id for group_id, step in steps.items() if step.decodes]
-        left_out = np.concatenate([places, rows.places(_slots(groups, decoding))])
-        read = np.setdiff1d(rows.batch.is_prefilling_np.nonzero()[0], left_out)
-    return amateur.logits(rows.batch, places, read)
 
 
 def _slots(groups: Mapping[str, GroupRows], group_ids: Sequence[str]) -> np.ndarray:

@@ -23,18 +23,18 @@ from vllm_trie.search.step import is_light, take_step
 from vllm_trie.search.step_result import Going, Taken, packed
 from vllm_trie.search.stop_strings import CONTEXT, TextEnd
 from vllm_trie.worker import launches
-from vllm_trie.worker.kv.row_reorder import Reorders
+from vllm_trie.worker.kv.reorder import Reorders
 from vllm_trie.worker.rows.catalogs import DeviceCatalogs
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.rows.row_beams import RowBeams
 from vllm_trie.worker.rows.row_params import stop_strings_of
 from vllm_trie.worker.rows.rows import Rows
-from vllm_trie.worker.select.amateur import AmateurLogits
 from vllm_trie.worker.step_context import PackedStep, StepContext
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+    from vllm_trie.worker.select.amateur import AmateurLogits
     from vllm_trie.worker.select.step_graphs import StepGraphs
 
 Group = TypeVar("Group")
