@@ -21,7 +21,8 @@ from vllm_trie.speculation.worker import draft_model
 from vllm_trie.speculation.worker.draft_batch import DraftInputs
 from vllm_trie.speculation.worker.draft_by_model import ModelDrafts
 from vllm_trie.speculation.worker.draft_model import DraftModel
-from vllm_trie.speculation.worker.tree_positions import tree_positions
+from vllm_trie.speculation.worker.forest_growth import NO_NODE, on_host
+from vllm_trie.speculation.worker.grown_forests import GrownForests, grown_together
 from vllm_trie.speculation.worker.tree_rows import TreeRows
 from vllm_trie.speculation.worker.verify import verify
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
@@ -101,9 +102,14 @@ class WeightlessForest(WeightlessStep):
         batch = batch_of(slots, np.full(len(slots), LENGTH))
         starts = np.concatenate([[0], num_nodes.cumsum()]).astype(np.int32)
         batch.cu_num_logits_np = batch.query_start_loc_np = starts
-        batch.positions = nowhere(int(starts[-1]))
-        rows = BatchRows(batch, self.num_slots)
-        tree_positions(forests.values(), rows).write(batch.positions)
+        batch.positions, batch.input_ids = nowhere(int(starts[-1])), nowhere(int(starts[-1]), dtype=torch.int32)
+        rows, grown = BatchRows(batch, self.num_slots), grown_together(forests.values())
+        assert grown is not None
+        for forest_step in forests.values():
+            forest_step.trees(rows)
+        grown.place(rows, nowhere(len(BLOCK_SIZES), int(starts[-1])))
+        grown._words.wait = lambda: _one_path(grown)
+        grown.read()
         logits = nowhere(int(starts[-1]), self.vocab_size, dtype=torch.bfloat16)
         sampled, counts = nowhere(len(slots), context.most_steps), np.zeros((2, len(slots)), np.int32)
         paths, context.decided = verify(self.selector, forests, 0.0, rows, logits, counts)
@@ -121,6 +127,20 @@ class WeightlessForest(WeightlessStep):
 
         with without_forwards(), patch.object(self.drafter, "_make_forest", in_blocks_of_their_own):
             return self.drafter.draft(context, self.groups, output)
+
+
+def _one_path(grown: GrownForests) -> np.ndarray:
+    """What the host would read of forests each of which has grown one node a layer, after its first root."""
+    drafted, rows, tables = on_host(np.zeros(grown._growing.words.shape, np.int32), grown._growing)
+    drafted[0] = NO_NODE
+    for plan in grown.plans:
+        for part in plan.parts:
+            rows[part.nodes] = plan.first_row
+        rows[plan.parts[0].nodes] += np.arange(plan.parts[0].size)
+        drafted[0, [part.first for part in plan.parts[1:] if part.size]] = 0
+        for table, known in zip(tables, plan.forest_step.blocks, strict=True):
+            table[plan.rows, : known.shape[1]] = known
+    return np.concatenate([drafted.ravel(), rows, tables.ravel()])
 
 
 @contextmanager

@@ -153,11 +153,11 @@ TABLE = Table(
     "with its reorder; step: all that happens where vLLM would sample, without vLLM's own sampling of ordinary "
     "rows, and its processing of logits; beside rows: the same with an ordinary row ahead of each group; what is "
     "uploaded once, in a first step, is not counted; waits of the host for the device, in any of these; a group "
-    f"that speculates drafts {DEPTH} layers with a draft model, the host waiting once for all of them, takes as "
-    "many steps and one more, and accepts all drafts: its step is counted, without the forwards of the models and"
-    " what attention makes ready for them, after another such step; MB of device memory that the selection reads "
-    "and writes, without its reorder, each tensor that an operation or kernel is given counted once, as large as "
-    "it is, or as much of it as is looked up, whatever caches spare and what topk and sorts read anew; x logits: "
-    "as a multiple of those of all beams in bfloat16, so 1 is a single pass over them; MB held: what the step "
-    "allocates at most at a time, without what torch's operations take for themselves",
+    f"that speculates drafts {DEPTH} layers with a draft model, which the host reads once the target's forward is "
+    "launched, takes as many steps and one more, and accepts all drafts: its step is counted, without the forwards of "
+    "the models and what attention makes ready for them, after another such step; MB of device memory that the "
+    "selection reads and writes, without its reorder, each tensor that an operation or kernel is given counted once, "
+    "as large as it is, or as much of it as is looked up, whatever caches spare and what topk and sorts read anew; x "
+    "logits: as a multiple of those of all beams in bfloat16, so 1 is a single pass over them; MB held: what the step"
+    " allocates at most at a time, without what torch's operations take for themselves",
 )

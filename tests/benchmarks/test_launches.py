@@ -28,7 +28,7 @@ MOST_OF_WIDE = {  # of many beams; likewise
     **dict.fromkeys(("plain", 'semantics="vllm"', "temperature and min_p"), 11),
     **{"log-probabilities": 13, "controlled": 14, "along a catalog": 9},
 }
-MOST_OF_FOREST, MOST_WAITS_OF_FOREST = 94, 2  # of four layers, for which the host waits once; likewise
+MOST_OF_FOREST, MOST_WAITS_OF_FOREST = 94, 1  # of four layers, which the host reads without waiting; likewise
 MOST_OF_WIDE_FOREST = 302  # of more than 64 drafts a layer; likewise
 MOST_BESIDE = 4  # more where there are ordinary rows beside beams; likewise
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm_trie.speculation.worker.kernels import forest_growth
+from vllm_trie.speculation.worker.kernels import forest_growth, forest_layout
 from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.kernels import (
     best,
@@ -174,8 +174,9 @@ WIDE = [
 
 
 GROWING = (
-    dict.fromkeys(["about", "parents", "tokens", "ends", "counts", "totals", "tables", "reached", "spare"], "*i32")
-    | dict.fromkeys(["rows", "masks", "slots", "keys", "stops", "order"], LONGS)
+    dict.fromkeys(["about", "parents", "tokens", "rows", "ends", "counts", "totals", "tables"], "*i32")
+    | dict.fromkeys(["reached", "spare"], "*i32")
+    | dict.fromkeys(["masks", "slots", "keys", "stops", "order"], LONGS)
     | {"scores": FLOATS, "block_sizes": "*i32"}
     | dict.fromkeys(["vocab_size", "num_bits", "first_of_layer", "num_totals", "num_words", "num_nodes"], INT)
     | dict.fromkeys(["num_rows", "columns", "num_forests", "most_spare", "num_tables"], INT)
@@ -193,6 +194,14 @@ def to_place(lanes: int) -> tuple[Any, ...]:
     """The kernel that finds rows, masks, blocks and slots for it."""
     constants = {"lanes": lanes, "chunk": forest_growth.NODES_AT_A_TIME}
     return forest_growth._place_nodes, GROWING, constants, forest_growth.warps_to_place(lanes)
+
+
+def to_lay_out() -> tuple[Any, ...]:
+    """The kernel that puts all layers where the target reads them."""
+    types = GROWING | dict.fromkeys(["layout", "batch_tokens", "of_rows", "of_ends"], "*i32")
+    types |= dict.fromkeys(["batch_positions", "batch_slots", "tokens_at", "logits_at", "places"], LONGS)
+    types |= dict.fromkeys(["of_masks", "at"], LONGS) | dict.fromkeys(["num_columns", "slot_stride", "num_keys"], INT)
+    return forest_layout._lay_out_nodes, types, {"lanes": forest_layout.LANES}, forest_layout.NUM_WARPS
 
 
 def attention(head_size: int, heads: int, *besides: str) -> dict[str, Any]:
@@ -304,6 +313,7 @@ CASES: list[tuple[Any, ...]] = [
     *(to_report(per_row) for per_row in report.REPORTED),
     *(to_draft(*sizes) for sizes in forest_growth.SIZES),
     *(to_place(lanes) for lanes in forest_growth.LANES),
+    to_lay_out(),
     *(to_shared(*case) for case in SHARED),
     *(to_own(*case) for case in OWN),
 ]

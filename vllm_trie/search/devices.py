@@ -145,6 +145,22 @@ def uploaded_together(arrays: Sequence[np.ndarray], device: torch.device) -> lis
     ]
 
 
+class CopyToHost:
+    """A copy of what a tensor holds at this moment of its device's stream, for which nobody waits yet."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._on_host = tensor.to("cpu", non_blocking=True)
+        self._is_there = torch.cuda.Event() if tensor.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._is_there is not None:
+            self._is_there.record()
+
+    def wait(self) -> np.ndarray:
+        """It, once it is there; for what the device does after it, the host does not wait."""
+        if self._is_there is not None:
+            self._is_there.synchronize()
+        return self._on_host.numpy()
+
+
 def uploaded_once(array: np.ndarray, device: torch.device, dtype: type[np.integer[Any]] = np.int64) -> torch.Tensor:
     """The same of integers that come again and again, uploaded the first time. Not to be written to."""
     return _uploaded_once(array.astype(dtype).tobytes(), array.shape, dtype, device)

@@ -20,7 +20,7 @@ def announce_shared_rows(
         return
     rows = BatchRows(batch, runner.max_num_reqs)
     places = {group_id: rows.places(groups[group_id].slots) for group_id in context.decoding}
-    trees = {group_id: forest_step.trees() for group_id, forest_step in context.forests.items()}
+    trees = {group_id: forest_step.trees(rows) for group_id, forest_step in context.forests.items()}
     for builder, shared in _builders(runner, context):
         sharing = [SharedRows(places[group_id], num, trees.get(group_id)) for group_id, num in shared.items()]
         takes = builder.takes([(len(rows.places), rows.num_shared) for rows in sharing])

@@ -211,7 +211,7 @@ class BeamModelRunner(Rests, GPUModelRunner):
             announce_shared_rows(self, self.step, self.groups, input_batch)
         prepared = super().prepare_attn(input_batch, **kwargs)
         if self.step.forests:
-            self.speculation.place(input_batch)
+            self.speculation.place(input_batch, prepared[1])
         return prepared
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:

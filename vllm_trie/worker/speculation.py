@@ -62,8 +62,15 @@ class Speculation:
         """Within it vLLM finds the drafts of the step's forests where it looks for its own."""
         return nullcontext()
 
-    def place(self, batch: InputBatch) -> None:
-        """Put the nodes of the step's forests where they follow their parents, in the positions [T] of the batch."""
+    def place(self, batch: InputBatch, slot_mappings: torch.Tensor) -> None:
+        """Put the nodes of the step's forests where they follow their parents, in the positions [T] of the batch.
+
+        Of forests that the device has grown, put their tokens and KV slots in place, too.
+
+        Args:
+            batch: Its `input_ids` and `positions` are written.
+            slot_mappings: [KV cache groups, T or more] int64, written.
+        """
 
     def keep(self, forward: Any) -> None:
         """Keep what drafts need of a forward; `forward` is vLLM's `ExecuteModelState`."""

@@ -12,6 +12,7 @@ import torch
 from vllm_trie.messages import CANNOT_DRAFT, NOT_DRAFTED, Decided, GroupStep
 from vllm_trie.search.step_result import Layout, unpacked
 from vllm_trie.worker.attention.shared_rows import RowTrees
+from vllm_trie.worker.rows.group_rows import BatchRows
 
 
 class DraftForest(Protocol):
@@ -21,8 +22,8 @@ class DraftForest(Protocol):
     def num_layers(self) -> int:
         """Steps of its search that it may take beside the first."""
 
-    def trees(self) -> RowTrees:
-        """The masks of the trees, which attention is told."""
+    def trees(self, rows: BatchRows) -> RowTrees:
+        """The trees in the batch of these rows, of which attention is told."""
 
 
 class PackedStep(NamedTuple):

@@ -1,7 +1,11 @@
-"""Forests that grow unseen are those that the host grows: nodes, rows, masks, blocks and slots, layer by layer."""
+"""Forests that grow unseen are those that the host grows: nodes, rows, masks, blocks and slots, layer by layer.
+
+So are what the target reads of them, and what the host reads at last.
+"""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,13 +23,17 @@ from vllm_trie.search.rank import NO_KEY, SCORE_UNIT
 from vllm_trie.speculation.search.forest import Forest, Layer
 from vllm_trie.speculation.worker import best_drafts, unseen_forests
 from vllm_trie.speculation.worker.forest_growth import layer_of
+from vllm_trie.speculation.worker.forest_layout import NO_CHILD, PARENT_UNIT
 from vllm_trie.speculation.worker.forest_step import NO_BLOCK, ForestStep, add_layer
+from vllm_trie.speculation.worker.grown_forests import GrownForests, children_of
 from vllm_trie.speculation.worker.kernels import drafts
 from vllm_trie.speculation.worker.kernels import forest_growth as growth_kernels
 from vllm_trie.speculation.worker.kernels.forest_growth import SLOTS
 from vllm_trie.speculation.worker.searched_forest import SearchedForest
 from vllm_trie.speculation.worker.unseen_forests import UnseenForests
 from vllm_trie.worker import launches
+from vllm_trie.worker.attention.shared_rows import WORD
+from vllm_trie.worker.rows.group_rows import BatchRows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB_SIZE, STOPS = 11, (3, 4)
@@ -52,7 +60,7 @@ class Problem:
 
     def planted(self) -> list[ForestStep]:
         """Forests of roots alone; some of these are dead."""
-        random, found = np.random.default_rng(self.seed), []
+        random, found, num_slots = np.random.default_rng(self.seed), [], 0
         for start, (num_layers, width, draft_width, most) in zip(self.starts, self.sizes, strict=True):
             filters = LogitsFilters(random.choice([0.7, 1.0, 1.0]))  # torch ranks tokens with a temperature
             rules = [rules_of(1, stops=STOPS[: self.num_stops], filters=filters)] * num_layers
@@ -72,7 +80,8 @@ class Problem:
                 Layer([*range(width)], scores, width),
                 Forest(random.integers(0, 9, width).tolist(), most),
             )
-            group: Any = type("Group", (), {"row_ids": ["row"] * width})
+            group: Any = SimpleNamespace(row_ids=["row"] * width, slots=num_slots + np.arange(width))
+            num_slots += width
             step = GroupStep(rules[0], selects=True, budget=budget, num_shared=[4] * len(self.block_sizes))
             found.append(SearchedForest(step, group, start, self.block_sizes, forest, layer, blocks, spare, {}))
         return found
@@ -105,7 +114,7 @@ def check_layer(unseen: UnseenForests, seen: list[ForestStep], number: int) -> N
     growing = unseen._growing
     for plan in unseen._plans:
         forest_step = seen[unseen_order(seen).index(plan.place)]
-        if forest_step.budget.num_layers <= number:
+        if forest_step.budget.num_layers < number:
             continue
         forest, nodes, part = forest_step.forest, np.array(forest_step.layer.nodes, int), plan.parts[number]
         own = slice(part.first, part.first + len(nodes))
@@ -116,8 +125,7 @@ def check_layer(unseen: UnseenForests, seen: list[ForestStep], number: int) -> N
         assert growing.scores[own].tolist() == forest_step.layer.scores.tolist()
         assert growing.rows[own].tolist() == [plan.first_row + row for row in rows]
         assert growing.ends[own].tolist() == [forest_step.start + 1 + place for place in places]
-        for node, words in zip(nodes, growing.masks[own].tolist(), strict=True):
-            assert sum((word % (1 << 64)) << 64 * at for at, word in enumerate(words)) == forest._masks[node]
+        assert sees_of(growing.masks[own]) == [seen_by(forest, node) for node in nodes]
         for group, table in enumerate(forest_step.blocks):
             assert growing.tables[group, plan.rows, : table.shape[1]].tolist() == table.tolist()
             assert growing.slots[group, own].tolist() == forest_step.slots_of(group, rows, places).tolist()
@@ -127,6 +135,86 @@ def check_layer(unseen: UnseenForests, seen: list[ForestStep], number: int) -> N
         assert not growing.slots[:, nowhere].any()
         assert growing.masks[nowhere, 0].eq(1).all()
         assert growing.masks[nowhere, 1:].eq(0).all()
+
+
+def sees_of(masks: torch.Tensor) -> list[set[int]]:
+    """Of masks [n, words] the places that each sees."""
+    bits = (masks[..., None] >> torch.arange(WORD, device=masks.device) & 1).flatten(1)
+    return [set(np.flatnonzero(of_node).tolist()) for of_node in bits.cpu().numpy()]
+
+
+def seen_by(forest: Forest, node: int) -> set[int]:
+    """The places that a node sees of its row."""
+    return {forest.places[passed] for passed in forest.path(node)}
+
+
+def check_batch(grown: GrownForests, planted: list[ForestStep], seen: list[ForestStep], seed: int) -> None:
+    """Raise AssertionError unless the target reads of a batch what the host's forests say, in whichever rows.
+
+    Args:
+        grown: Forests, which the host has not read.
+        planted: Of these.
+        seen: The same forests, grown by the host.
+        seed: Of the order of rows, beside which there is an ordinary one.
+    """
+    slots = np.random.default_rng(seed).permutation(1 + sum(one.num_beams for one in seen)) - 1
+    slots[slots < 0] = len(slots)
+    counts, num_logits = np.full((2, len(slots) + 1), 7)
+    num_logits[len(slots)] = 1
+    for one in planted:
+        counts[one.group.slots] = num_logits[one.group.slots] = one.counts
+    starts, cu_num_logits = (np.append(0, of_slots[slots].cumsum()) for of_slots in (counts, num_logits))
+    untouched, num_tables = -5, len(seen[0].blocks)
+    tables = torch.full((num_tables, len(slots) + 1, 200), untouched, dtype=torch.int32, device=DEVICE)
+    grown.write_blocks(tables.unbind(0))
+    for one in seen:
+        for table, known, column in zip(tables, one.blocks, one.columns, strict=True):
+            of_rows = table[one.group.slots]
+            assert of_rows[:, column + 1 : known.shape[1]].tolist() == known[:, column + 1 :].tolist()
+            assert of_rows[:, : column + 1].eq(untouched).all()
+            assert of_rows[:, known.shape[1] :].eq(untouched).all()
+    tokens, positions, *slot_mappings = torch.full((2 + num_tables, starts[-1]), untouched, device=DEVICE)
+    slot_mappings, known = torch.stack(slot_mappings), {"query_start_loc_np": starts, "cu_num_logits_np": cu_num_logits}
+    batch: Any = SimpleNamespace(idx_mapping_np=slots, num_reqs=len(slots), **known)
+    batch.input_ids, batch.positions = tokens.int(), positions
+    rows = BatchRows(batch, len(slots) + 1)
+    trees = [one.trees(rows) for one in planted]
+    grown.place(rows, slot_mappings)
+    (ordinary,) = rows.places(np.array([len(slots)]))
+    for of_batch in (batch.input_ids, positions, *slot_mappings):
+        assert of_batch[starts[ordinary] : starts[ordinary + 1]].eq(untouched).all()
+        assert of_batch.ne(untouched).sum() == starts[-1] - 7
+    for one, theirs, own in zip(seen, planted, trees, strict=True):
+        forest, places = one.forest, rows.places(one.group.slots)
+        at = theirs.nodes_at(starts[places])
+        nodes, others = at[: forest.num_nodes], at[forest.num_nodes :]
+        assert batch.input_ids[nodes].tolist() == forest.tokens
+        assert positions[nodes].tolist() == [one.start + depth for depth in forest.depths]
+        of_nodes = np.array(forest.row_of), np.array(forest.places)
+        for number, slots_of in enumerate(slot_mappings):
+            assert slots_of[nodes].tolist() == one.slots_of(number, *of_nodes).tolist()
+        assert own.rows is not None
+        assert own.ends is not None
+        assert own.rows.tolist() == places[forest.row_of].tolist() + [places[0]] * len(others)
+        assert own.ends.tolist() == [one.start + 1 + place for place in forest.places] + [one.start + 1] * len(others)
+        assert isinstance(own.sees, torch.Tensor)
+        assert sees_of(own.sees) == [seen_by(forest, node) for node in range(forest.num_nodes)] + [{0}] * len(others)
+        assert batch.input_ids[others].eq(0).all()
+        assert positions[others].eq(one.start).all()
+        assert not slot_mappings[:, others].any()
+    grown.read()
+    for one, theirs in zip(seen, planted, strict=True):
+        keys, nodes, logits = (of_forest[0].cpu().numpy() for of_forest in children_of([theirs.grown]))
+        assert (keys[:-1] <= keys[1:]).all()
+        assert keys[-1] == NO_CHILD
+        children = {
+            (int(np.searchsorted(theirs.grown.nodes, key // PARENT_UNIT)), int(key % PARENT_UNIT)): node
+            for key, node in zip(keys.tolist(), np.searchsorted(theirs.grown.nodes, nodes).tolist(), strict=True)
+            if key != NO_CHILD
+        }
+        assert children == one.forest._children
+        first_logits = cu_num_logits[rows.places(one.group.slots)]
+        assert logits[theirs.grown.nodes].tolist() == theirs.nodes_at(first_logits)[: one.forest.num_nodes].tolist()
 
 
 def unseen_order(seen: list[ForestStep]) -> list[int]:
@@ -149,8 +237,8 @@ def check(problem: Problem, by_kernels: bool, most_slots: int = SLOTS[-1]) -> No
         patch.setattr(drafts, "best_of_rows", best_of_rows)
         patch.setattr(growth_kernels, "SLOTS", (most_slots,))
         patch.setattr(launches, "run_on", lambda _: by_kernels)
-        seen, replayed = problem.planted(), problem.planted()
-        unseen = UnseenForests(replayed, problem.block_sizes, DEVICE)
+        seen, planted = problem.planted(), problem.planted()
+        unseen = UnseenForests(planted, problem.block_sizes, DEVICE)
         plans = unseen._plans
         for number in range(1, unseen.num_layers + 1):
             before = layer_of(unseen._active(number), number - 1)
@@ -168,12 +256,14 @@ def check(problem: Problem, by_kernels: bool, most_slots: int = SLOTS[-1]) -> No
                 inputs = unseen.inputs(number)
                 read = inputs.tokens, inputs.positions, *inputs.slots, inputs.ends, *inputs.tables
                 assert all(part.data_ptr() % ALIGNMENT == 0 for part in read)
-        unseen.replay()
-    for theirs, own in zip(seen, replayed, strict=True):
-        for name in ("tokens", "parents", "rows", "row_of", "places", "_masks", "depths"):
+        check_batch(unseen.finish(), planted, seen, problem.seed)
+    for theirs, own in zip(seen, planted, strict=True):
+        for name in ("tokens", "parents", "rows", "row_of", "places", "_children", "depths"):
             assert getattr(own.forest, name) == getattr(theirs.forest, name)
+        for row in range(own.num_beams):
+            assert own.forest.sees(row).tolist() == theirs.forest.sees(row).tolist()
         assert [table.tolist() for table in own.blocks] == [table.tolist() for table in theirs.blocks]
-        assert (own.spare_blocks, own.num_layers) == (theirs.spare_blocks, theirs.num_layers)
+        assert own.num_layers == theirs.num_layers
 
 
 @settings(max_examples=60, derandomize=True, phases=[Phase.generate])

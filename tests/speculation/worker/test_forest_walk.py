@@ -82,7 +82,13 @@ class Planted:
         for number in range(1, NUM_LAYERS + 1):
             paths = [(plan.place, path or [0]) for plan, path in paths_before(unseen, number)]
             unseen.draft(torch.stack([self._drafted_after(at, *path) for at, path in paths]), number)
-        unseen.replay()
+        grown = unseen.finish()
+        starts, most = np.zeros(99, np.int64), sum(one.grown.num_tokens for one in self.forest_steps)
+        inputs = {"input_ids": torch.zeros(most, dtype=torch.int32), "positions": torch.zeros(most, dtype=torch.int64)}
+        batch = SimpleNamespace(query_start_loc_np=starts, cu_num_logits_np=starts, **inputs)
+        rows: Any = SimpleNamespace(places=lambda slots: slots, batch=batch)
+        grown.place(rows, torch.zeros(1, most, dtype=torch.int64))
+        grown.read()
 
     def says(self, number: int, root: int, *tokens: int) -> torch.Tensor:
         """The target's logits, of a group, after a root and what follows it."""
@@ -117,6 +123,8 @@ class Planted:
         for one, at in zip(self.forest_steps, np.split(order.numpy(), np.cumsum(counts)[:-1]), strict=True):
             found.append(Nodes(selector, rows, one, values))
             found[-1].at = at
+            if one.grown is not None:
+                one.grown.forests.laid.at[one.grown.place, one.grown.nodes] = torch.from_numpy(at)
         return found
 
 

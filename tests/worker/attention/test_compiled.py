@@ -19,7 +19,7 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
 from tests.support.sharing import Batch, Group, any_groups
-from tests.worker.attention.trees import TreeBatch, TreeGroup, any_trees, random_tree
+from tests.worker.attention.trees import TreeBatch, TreeGroup, all_kinds, any_trees, random_tree
 from vllm_trie.worker.attention import compiled
 from vllm_trie.worker.attention.cpu_backend import SharedPrefixBuilder
 from vllm_trie.worker.attention.shared_rows import Scoring
@@ -61,7 +61,7 @@ def attended(batch: Batch, dtype: torch.dtype, isa: str, **scoring: Any) -> torc
     outputs = torch.full_like(batch.queries, UNTOUCHED, dtype=dtype)
     # As a model has them: queries beside keys and values.
     queries = torch.cat([batch.queries, torch.full_like(batch.queries, torch.nan)], dim=1).to(dtype)
-    plan = compiled.Plan(batch.shared, batch.tables, isa)
+    plan = compiled.Plan(batch.shared.on_host(), batch.tables, isa)
     plan.attend(queries[:, : outputs.shape[1]], outputs, cache, Scoring(batch.scale, **scoring))
     return outputs
 
@@ -162,6 +162,14 @@ def test_trees_of_many_nodes_are_shared_out_among_threads() -> None:
             check(TreeBatch([TreeGroup(4, 1, own, computed, trees=trees)], 4, 2, 32, 32, others=1))
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("window", [None, 1, 9, 60])
+@pytest.mark.parametrize("which", [(1,), (1, 2)], ids=["some", "all"])
+def test_tokens_of_trees_may_come_in_any_order_whichever_rows_they_lie_in(window: int | None, which: list[int]) -> None:
+    batch = all_kinds(32)
+    batch.forget_rows("cpu", which)
+    check(batch, window=window)
 
 
 @settings(max_examples=60, derandomize=True)

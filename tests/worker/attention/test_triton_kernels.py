@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.sharing import Batch, Group, any_groups
-from tests.worker.attention.trees import TreeBatch, TreeGroup, any_trees, random_tree
+from tests.worker.attention.trees import TreeBatch, TreeGroup, all_kinds, any_trees, random_tree
 from vllm_trie.worker.attention import triton_kernels
-from vllm_trie.worker.attention.shared_rows import Scoring, SharedTokens, row_by_row
+from vllm_trie.worker.attention.shared_rows import Scoring, SharedTokens, row_by_row, token_by_token
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNTOUCHED = 123.0
@@ -130,3 +130,21 @@ def test_the_host_need_not_know_trees_nor_how_long_rows_are(window: int | None, 
     batch.rows = batch.rows if is_shared else row_by_row(batch.rows)
     longer = batch.shared._replace(lengths=batch.shared.lengths + 7)
     attend_and_compare(batch, longer, torch.float32, 1e-5, heads_first=True, window=window)
+
+
+@pytest.mark.parametrize("window", [None, 1, 9, 60])
+@pytest.mark.parametrize("which", [(1,), (1, 2)], ids=["some", "all"])
+def test_the_host_need_not_know_in_which_rows_the_tokens_of_trees_lie(window: int | None, which: list[int]) -> None:
+    batch = all_kinds(16)
+    batch.forget_rows(DEVICE, which)
+    assert len(batch.shared.unseen) == len(which)
+    check(batch, window=window)
+
+
+def test_nor_need_these_share_anything() -> None:
+    batch = all_kinds(16)
+    batch.forget_rows(DEVICE, [1, 2])
+    batch.rows = batch.rows[1:]
+    alone = token_by_token(batch.shared, batch.block_size)
+    assert len(alone.num_shared) == len(alone.rows)
+    attend_and_compare(batch, alone, torch.float32, 1e-5, heads_first=True)

@@ -26,6 +26,7 @@ class TreeBatch(Batch):
 
     def __init__(self, groups: Sequence[Group], *args: Any, **kwargs: Any) -> None:
         super().__init__(groups, *args, **kwargs)
+        self._order: torch.Tensor | None = None  # of each token that of its group in whose place it stands
         self.trees: dict[int, np.ndarray] = {}  # by row of the batch
         for number, group in enumerate(groups):
             if isinstance(group, TreeGroup):
@@ -42,18 +43,33 @@ class TreeBatch(Batch):
             masks = torch.from_numpy(pack(rows.trees.sees)).to(device)
             self.rows[number] = rows._replace(trees=RowTrees(rows.trees.start, masks))
 
+    def forget_rows(self, device: str, which: Sequence[int]) -> None:
+        """Let the device alone know of some groups' trees in which row each token lies, whichever row computes it."""
+        shared, order = self.shared, torch.arange(len(self.queries))
+        for number in which:
+            rows, first, end = self.rows[number], *shared.starts[number : number + 2].tolist()
+            assert rows.trees is not None
+            shuffled = np.random.default_rng(number).permutation(end - first)
+            order[shared.places[first:end]] = torch.from_numpy(shared.places[first:end][shuffled]).long()
+            known = pack(rows.trees.sees), shared.rows[first:end], shared.lengths[first:end]
+            on_device = [torch.from_numpy(array[shuffled]).to(device) for array in known]
+            self.rows[number] = rows._replace(trees=RowTrees(rows.trees.start, *on_device))
+        self.queries, self._order = self.queries[order], order
+
     def reference(
         self, window: int | None = None, soft_cap: float = 0.0, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[tokens, heads, head size] float64, of all rows."""
         outputs, heads = [], self.queries.shape[1] // self.keys.shape[1]
+        order = torch.arange(len(self.queries)) if self._order is None else self._order
+        queries = self.queries[order.argsort()]
         for row, (first, end) in enumerate(zip(self.starts[:-1], self.starts[1:], strict=True)):
             keys, values = (
                 part[self.slots(row)].double().repeat_interleave(heads, 1) for part in (self.keys, self.values)
             )
             sees = self.sees(row, window)[first - end :]
             values[~sees.any(0)] = 0  # which may be no numbers
-            scores = torch.einsum("qhd,khd->hqk", self.queries[first:end].double(), keys) * self.scale
+            scores = torch.einsum("qhd,khd->hqk", queries[first:end].double(), keys) * self.scale
             if soft_cap:
                 scores = soft_cap * (scores / soft_cap).tanh()
             scores = scores.masked_fill(~sees, -torch.inf)
@@ -61,7 +77,7 @@ class TreeBatch(Batch):
                 scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(sees), -1)], dim=-1)
             weights = scores.softmax(-1)[..., : len(keys)]
             outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
-        return torch.cat(outputs)
+        return torch.cat(outputs)[order]
 
     def sees(self, row: int, window: int | None = None) -> torch.Tensor:
         """[length, length] bool, which tokens of a row see which."""
@@ -89,6 +105,15 @@ def random_tree(num_nodes: int, seed: int) -> np.ndarray:
     for node in range(1, num_nodes):
         sees[node] |= sees[random.integers(node)]
     return sees
+
+
+def all_kinds(block_size: int) -> TreeBatch:
+    """A batch of all kinds of rows: some that share blocks, trees, and an ordinary one."""
+    of_groups = [(3, 1, 9, 70), (2, 2, 1)]
+    trees = [[random_tree(nodes, nodes) for nodes in of_group] for of_group in of_groups]
+    groups = [Group(2, 2, [5, 17], [1, 1])]
+    groups += [TreeGroup(len(one), 1, [30 + len(tree) for tree in one], [*map(len, one)], trees=one) for one in trees]
+    return TreeBatch(groups, 4, 2, 32, block_size, others=1)
 
 
 @st.composite

@@ -153,8 +153,8 @@ def test_no_forest_launches_a_variant_that_was_not_warmed(
     with LaunchCounter():  # which answers where the host waits
         WeightlessForest(rules, 3, VOCAB_SIZE, num_layers=2, depth=2).take()
     assert noted["_rank_rows"].count == noted["_tile_max"].count == 2 + 3
-    assert (noted["_draft_nodes"].count, noted["_place_nodes"].count) == (2, 1)
-    launched = "_tile_max", "_rank_rows", "_draft_nodes", "_place_nodes", "_select_best"
+    assert [noted[name].count for name in ("_draft_nodes", "_place_nodes", "_lay_out_nodes")] == [2, 2, 1]
+    launched = "_tile_max", "_rank_rows", "_draft_nodes", "_place_nodes", "_lay_out_nodes", "_select_best"
     assert not new_variants({name: noted[name] for name in launched}, warmed)
 
 

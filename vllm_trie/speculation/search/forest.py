@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_trie.search import spans
+
 ROOT = -1
 
 
@@ -30,10 +32,33 @@ class Forest:
         self.rows = [[node] for node in range(len(roots))]  # the nodes of each row, in the order of its cache
         self.row_of = list(range(len(roots)))  # by node
         self.places = [0] * len(roots)  # by node, in its row
-        self._masks = [1] * len(roots)  # by node: a bit for each place in its row that it sees
+        self._masks = [1] * len(roots)  # a bit for each place in its row that a node sees; of as many as were asked for
         self.max_drafts = max_drafts
         self._num_open = max_drafts
         self._children: dict[tuple[int, int], int] = {}
+
+    @classmethod
+    def grown(cls, drafted: np.ndarray, rows: np.ndarray, layers: Sequence[int], max_drafts: int) -> Forest:
+        """A forest that has grown elsewhere, where nodes come in the same order: layer by layer.
+
+        Args:
+            drafted: [2, nodes] the parents and tokens of all nodes, the parents of roots among them `ROOT`.
+            rows: [nodes] of each node.
+            layers: How many nodes each layer has, that of the roots first.
+            max_drafts: See `Forest`.
+        """
+        (parents, tokens), num_roots = drafted.tolist(), layers[0]
+        forest = cls(tokens[:num_roots], max_drafts)
+        forest.tokens, forest.parents, forest.row_of = tokens, parents, rows.tolist()
+        forest.depths = np.repeat(np.arange(len(layers)), layers).tolist()
+        in_rows, counts = rows.argsort(kind="stable"), np.bincount(rows, minlength=num_roots)
+        places = np.empty_like(in_rows)
+        places[in_rows] = spans(0, counts)
+        forest.places = places.tolist()
+        forest.rows = [nodes.tolist() for nodes in np.split(in_rows, counts.cumsum()[:-1])]
+        drafts = zip(parents[num_roots:], tokens[num_roots:], strict=True)
+        forest._children = dict(zip(drafts, range(num_roots, len(tokens)), strict=True))
+        return forest
 
     def open(self, num_drafts: int) -> None:
         """Let only so many drafts be used, until more are opened."""
@@ -90,7 +115,6 @@ class Forest:
         self.depths.append(self.depths[parent] + 1)
         self.row_of.append(row)
         self.places.append(len(self.rows[row]))
-        self._masks.append(self._masks[parent] | 1 << len(self.rows[row]))
         self.rows[row].append(node)
         self._children[parent, token] = node
         return node
@@ -100,6 +124,8 @@ class Forest:
 
         These are its ancestors and itself.
         """
+        for node in range(len(self._masks), self.num_nodes):
+            self._masks.append(self._masks[self.parents[node]] | 1 << self.places[node])
         nodes = self.rows[row]
         num_bytes = -(-len(nodes) // 8)
         masks = b"".join(self._masks[node].to_bytes(num_bytes, "little") for node in nodes[first:])

@@ -63,17 +63,20 @@ class Drafter(ABC):
         """The forests of groups that speculate; what their rows compute is added to `output`."""
         forests = self.forests(context, groups)
         for forest_step in forests.values():
-            for row_id, nodes in zip(forest_step.group.row_ids, forest_step.forest.rows, strict=True):
-                output.total_num_scheduled_tokens += len(nodes) - output.num_scheduled_tokens[row_id]
-                output.num_scheduled_tokens[row_id] = len(nodes)
-                if len(nodes) > 1:
-                    output.scheduled_spec_decode_tokens[row_id] = [0] * (len(nodes) - 1)  # see `TreeRows.write_drafts`
+            for row_id, count in zip(forest_step.group.row_ids, forest_step.counts.tolist(), strict=True):
+                output.total_num_scheduled_tokens += count - output.num_scheduled_tokens[row_id]
+                output.num_scheduled_tokens[row_id] = count
+                if count > 1:
+                    output.scheduled_spec_decode_tokens[row_id] = [0] * (count - 1)  # see `TreeRows`
         if forests:
             self._tree_rows.write_drafts([*forests.values()])
         return forests
 
-    def _compare(self, forests: Forests) -> None:
-        """Let ranks compare what they drafted, before they compute forests of different shapes together, and hang."""
+    def compare(self, forests: Forests) -> None:
+        """Let ranks compare what they drafted, if that is asked for.
+
+        Where the host makes forests, before they compute some of different shapes together, and hang.
+        """
         if self._rank_check is not None:
             drafts = {group_id: forest_step.forest.as_arrays() for group_id, forest_step in forests.items()}
             self._rank_check.compare("drafts", drafts)

@@ -69,7 +69,7 @@ class DraftBatch:
             self._add_row([forest.tokens[node] for node in newest], start + first, depths, parents)
         self.wanted += [places[node] for node in forest_step.layer.nodes]
         self.blocks.append([table[rows] for table in forest_step.blocks])
-        num_shared, trees = forest_step.step.num_shared, forest_step.trees(firsts)
+        num_shared, trees = forest_step.step.num_shared, forest_step.trees_from(firsts)
         assert num_shared is not None
         self.sharing.append([SharedRows(at, count, trees) for count in num_shared])
 

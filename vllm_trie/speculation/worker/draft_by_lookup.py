@@ -44,7 +44,7 @@ class LookupDrafts(Drafter):
             if _may_lead_on(found, step.rules, scores):
                 forests[group_id] = self._make_forest(step, group, of_group)
                 forests[group_id].add_layers(found)
-        self._compare(forests)
+        self.compare(forests)
         return forests
 
     def _look_up(self, step: GroupStep, group: GroupRows, roots: Roots) -> DraftPaths:

@@ -40,7 +40,7 @@ class ModelDrafts(Drafter):
         others = {key: one for key, one in forests.items() if key not in unseen}
         for number in range(1, max((one.budget.num_layers for one in others.values()), default=0) + 1):
             self._draft_layer(others, number)
-            self._compare(others)
+            self.compare(others)
         return forests
 
     def _note_pending(self, forest_step: ForestStep, roots: Roots) -> None:
@@ -59,7 +59,7 @@ class ModelDrafts(Drafter):
                 forest_step.pending = [row[per_row:] for row in forest_step.pending]
 
     def _draft_unseen(self, forests: Forests) -> None:
-        """Draft all layers of forests whose shape the host does not know meanwhile. Waits for the device once."""
+        """Draft all layers of forests whose shape the host does not know yet. Waits for nothing."""
         unseen = UnseenForests([*forests.values()], self._runner.block_tables.block_sizes, self._runner.device)
         batch = DraftBatch()
         for forest_step in unseen.forest_steps:
@@ -67,8 +67,7 @@ class ModelDrafts(Drafter):
         unseen.draft(self.draft_model.logits(batch), 1)
         for number in range(1, unseen.num_layers):
             unseen.draft(self.draft_model.logits_after(unseen.inputs(number)), number + 1)
-        unseen.replay()
-        self._compare(forests)
+        unseen.finish()
 
     def _draft_layer(self, forests: Forests, number: int) -> None:
         active = [step for step in forests.values() if step.budget.num_layers >= number and step.layer.nodes]

@@ -8,7 +8,7 @@ as kernels; `unseen_forests` calls either.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,19 +46,31 @@ class ForestPlan(NamedTuple):
         """Its own, among those of all forests."""
         return slice(self.first_row, self.first_row + self.forest_step.num_beams)
 
+    @property
+    def sizes(self) -> list[int]:
+        """By layer, as many nodes as there may be."""
+        return [part.size for part in self.parts]
+
+    @property
+    def num_tokens(self) -> int:
+        """Nodes that there may be in all: what of it is no node is computed all the same."""
+        num_roots, *of_layers = self.sizes
+        return num_roots + min(sum(of_layers), self.forest_step.budget.max_drafts)
+
 
 class Growing(NamedTuple):
     """Forests on the device: N nodes of all layers, R rows, G forests."""
 
+    words: torch.Tensor  # int32, one after the other: what the host reads when they have grown, the next three
     drafted: torch.Tensor  # [2, N] int32, see `parents` and `tokens`
+    rows: torch.Tensor  # [N] int32
+    tables: torch.Tensor  # [KV cache groups, R, columns] int32
     scores: torch.Tensor  # [N] float32, what ranks them; -inf where there is no node
-    rows: torch.Tensor  # [N] int64
     ends: torch.Tensor  # [N] int32, tokens of its row in the cache up to each node, with it
     masks: torch.Tensor  # [N, words] int64, as `shared_rows.SharedTokens` has them
     slots: torch.Tensor  # [KV cache groups, N] int64
     counts: torch.Tensor  # [R] int32, nodes of each row
     totals: torch.Tensor  # [G, 2 + KV cache groups] int32: drafts, narrow nodes of the newest layer, spare blocks taken
-    tables: torch.Tensor  # [KV cache groups, R, columns] int32
     reached: torch.Tensor  # [KV cache groups, R] int32, the last column in which each row has a block
     spare: torch.Tensor  # [KV cache groups, G, most] int32 blocks, in the order in which they are taken
 
@@ -113,12 +125,13 @@ def plant(
     num_nodes, columns = (-(-count // ALIGNED) * ALIGNED for count in (num_nodes, columns))
     num_words = -(-(1 + max(forest_step.budget.max_drafts for forest_step in forest_steps)) // WORD)
     most_spare = max(len(blocks) for forest_step in forest_steps for blocks in forest_step.spare_blocks)
-    drafted, ends = np.zeros((2, num_nodes), np.int32), np.zeros(num_nodes, np.int32)
+    words = np.zeros(3 * num_nodes + num_tables * num_rows * columns, np.int32)
+    drafted, rows, tables = _parts_of(words, num_nodes, (num_tables, num_rows, columns))
     drafted[0] = NO_NODE
-    scores, rows = np.full(num_nodes, NEVER, np.float32), np.zeros(num_nodes, np.int64)
+    tables[:] = NO_BLOCK
+    scores, ends = np.full(num_nodes, NEVER, np.float32), np.zeros(num_nodes, np.int32)
     masks, slots = np.zeros((num_nodes, num_words), np.int64), np.zeros((num_tables, num_nodes), np.int64)
     counts, totals = np.ones(num_rows, np.int32), np.zeros((num_forests, NUM_TAKEN + num_tables), np.int32)
-    tables = np.full((num_tables, num_rows, columns), NO_BLOCK, np.int32)
     reached = np.zeros((num_tables, num_rows), np.int32)
     spare = np.full((num_tables, num_forests, max(most_spare, 1)), NO_BLOCK, np.int32)
     for plan, forest_step in zip(plans, forest_steps, strict=True):
@@ -132,9 +145,21 @@ def plant(
             has_block = table != NO_BLOCK
             reached[number, own] = table.shape[1] - 1 - has_block[:, ::-1].argmax(axis=1)
             spare[number, plan.place, : len(blocks)] = blocks[::-1]
-    state = drafted, scores, rows, ends, masks, slots, counts, totals, tables, reached, spare
-    there = uploaded_together([*state, *beside], device)
-    return Growing(*there[: len(state)]), there[len(state) :]
+    state = words, scores, ends, masks, slots, counts, totals, reached, spare
+    words_there, *there = uploaded_together([*state, *beside], device)
+    parts = _parts_of(words_there, num_nodes, tables.shape)
+    return Growing(words_there, *parts, *there[: len(state) - 1]), there[len(state) - 1 :]
+
+
+def _parts_of(words: Any, num_nodes: int, of_tables: tuple[int, ...]) -> tuple[Any, Any, Any]:
+    """Nodes, their rows and tables [KV cache groups, R, columns] as parts of an array of words, or of a tensor."""
+    nodes, rest = words[: 3 * num_nodes].reshape(3, num_nodes), words[3 * num_nodes :]
+    return nodes[:2], nodes[2], rest.reshape(of_tables)
+
+
+def on_host(words: np.ndarray, growing: Growing) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`drafted`, `rows` and `tables` of forests whose words the host has read."""
+    return _parts_of(words, growing.drafted.shape[1], tuple(growing.tables.shape))
 
 
 def draft(growing: Growing, plan: ForestPlan, number: int, logprobs: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -177,14 +202,14 @@ def place(growing: Growing, plan: ForestPlan, number: int, block_sizes: Sequence
     own, rows, start = plan.parts[number].nodes, plan.rows, plan.forest_step.start
     parents = growing.parents[own].long()
     exists, parents = parents != NO_NODE, parents.clamp(min=0) + plan.parts[number - 1].first
-    of_nodes = growing.rows[parents].where(exists, rows.start)
+    of_nodes = growing.rows[parents].long().where(exists, rows.start)
     is_before = ((of_nodes[:, None] == of_nodes) & exists).tril(-1)
     places = (growing.counts[of_nodes] + is_before.sum(1)).where(exists, 0)
     growing.counts.index_add_(0, of_nodes, exists.int())
     words = numbers(growing.masks.shape[1], places.device)
     bits = (torch.ones_like(places) << places % WORD)[:, None].where(words == (places // WORD)[:, None], 0)
     growing.masks[own] = growing.masks[parents].where(exists[:, None], 0) | bits
-    growing.rows[own], growing.ends[own] = of_nodes, (start + 1 + places).int()
+    growing.rows[own], growing.ends[own] = of_nodes.int(), (start + 1 + places).int()
     columns = numbers(growing.tables.shape[2], places.device)
     for group, block_size in enumerate(block_sizes):
         taken, reached = growing.totals[plan.place, NUM_TAKEN + group], growing.reached[group, rows]

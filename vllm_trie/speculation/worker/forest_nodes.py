@@ -36,7 +36,7 @@ class Nodes:
         self.rules = forest_step.rules
         self._selector = selector
         of_rows = rows.first_logits(rows.places(forest_step.group.slots))
-        self.values, self.at = logits, of_rows[self.forest.row_of] + np.array(self.forest.places)  # of each node
+        self.values, self.at = logits, forest_step.nodes_at(of_rows)[: self.forest.num_nodes]
         if self.rules[0].is_controlled:
             self._process(rows)
 

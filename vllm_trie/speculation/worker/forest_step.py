@@ -12,13 +12,14 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_trie.messages import GroupStep, SpeculationBudget
+from vllm_trie.search import spans
 from vllm_trie.search.beams import Beams, States, gather_states
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Step
 from vllm_trie.speculation.search.draft_lookup import DraftPaths, add_drafts
 from vllm_trie.speculation.search.forest import Forest, Layer
 from vllm_trie.worker.attention.shared_rows import RowTrees
-from vllm_trie.worker.rows.group_rows import GroupRows
+from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
 
 NO_BLOCK = 0  # vLLM's block that nobody reads
 
@@ -47,9 +48,9 @@ class ForestStep:
     blocks: list[np.ndarray]  # by KV cache group: [rows, columns] int32 of every row, as far as its tree reaches
     spare_blocks: list[list[int]]  # by KV cache group: what the trees of any rows may take yet
     states: States  # [1, nodes, ...], under each constraint, on the device
-    num_layers: int = 0
     keeps_drafted: bool = True  # what the draft model has computed of drafts holds where they are accepted
     pending: list[list[int]] = field(default_factory=list)  # of each beam the tokens that a draft model has to compute
+    grown: Any = None  # a `GrownForest` where the device grows it: `forest` has roots alone until the host has read it
 
     @property
     def budget(self) -> SpeculationBudget:
@@ -68,6 +69,12 @@ class ForestStep:
         return [self.step.rules, *self.budget.rules]
 
     @property
+    def num_layers(self) -> int:
+        """Layers of drafts; as many as there may be, where the device has grown them and the host has not read them."""
+        is_unread = self.grown is not None and not len(self.grown.nodes)
+        return self.budget.num_layers if is_unread else max(self.forest.depths)
+
+    @property
     def columns(self) -> list[int]:
         """By KV cache group: that of the block in which the roots are."""
         return [self.start // block_size for block_size in self.block_sizes]
@@ -76,13 +83,29 @@ class ForestStep:
         """Drafts that there may be with layer `number`, from 1 on: or the first layers would take all."""
         return math.ceil(math.sqrt(number / self.budget.num_layers) * self.budget.max_drafts)
 
-    def trees(self, firsts: Mapping[int, int] | None = None) -> RowTrees:
-        """The masks of trees.
+    @property
+    def counts(self) -> np.ndarray:
+        """[b] tokens that each row computes: its nodes, or an equal share of all that there may be."""
+        if self.grown is None:
+            return np.array([len(nodes) for nodes in self.forest.rows])
+        each, more = divmod(self.grown.num_tokens, self.num_beams)
+        return each + (np.arange(self.num_beams) < more)
 
-        Args:
-            firsts: By row, the place of the first node that is computed now; by default all nodes of all rows are.
-        """
-        firsts = dict.fromkeys(range(len(self.forest.rows)), 0) if firsts is None else firsts
+    def nodes_at(self, starts: np.ndarray) -> np.ndarray:
+        """Where nodes are, if what the rows compute begins at `starts` [b]; also what may be one, if it has grown."""
+        if self.grown is not None:
+            return spans(starts, self.counts)
+        return starts[self.forest.row_of] + np.array(self.forest.places)
+
+    def trees(self, rows: BatchRows) -> RowTrees:
+        """What attention must know of the trees, in the batch of these rows."""
+        if self.grown is not None:
+            trees: RowTrees = self.grown.trees(rows)
+            return trees
+        return self.trees_from(dict.fromkeys(range(len(self.forest.rows)), 0))
+
+    def trees_from(self, firsts: Mapping[int, int]) -> RowTrees:
+        """Trees of rows, by row the place of the first node that is computed now."""
         return RowTrees(self.start, [self.forest.sees(row, first) for row, first in firsts.items()])
 
     def slots_of(self, number: int, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
@@ -124,25 +147,14 @@ class ForestStep:
         raise NotImplementedError
 
     def follow_layer(self, first: int) -> None:
-        """Count the newest layer, whose nodes come from `first` on, and find states and blocks for them."""
+        """Find states and blocks for the newest layer, whose nodes come from `first` on."""
         self._follow(range(first, self.forest.num_nodes))
-        self._count_layer(self.layer.nodes)
-
-    def replay_layer(self, parents: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """Add a layer that was drafted elsewhere. Returns its nodes, whose states are the caller's to add."""
-        nodes = [self.forest.add(parent, token) for parent, token in zip(parents, tokens, strict=True)]
-        self._count_layer(nodes)
-        return nodes
-
-    def _count_layer(self, nodes: Sequence[int]) -> None:
-        self.num_layers += bool(nodes)
         self._take_blocks()
 
     def add_layers(self, found: DraftPaths) -> None:
         """Draft all layers at once."""
         for nodes in add_drafts(self.forest, found, self.budget.draft_width):
             self._follow(nodes)
-            self.num_layers += 1
         self._take_blocks()
 
     def _take_blocks(self) -> None:

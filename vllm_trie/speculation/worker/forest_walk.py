@@ -19,14 +19,13 @@ from vllm_trie.search.devices import filled, numbers, sees, uploaded
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Going, Taken, packed
+from vllm_trie.speculation.worker.forest_layout import NO_CHILD, PARENT_UNIT
 from vllm_trie.speculation.worker.forest_nodes import ROOT_OF_DEAD, Nodes
+from vllm_trie.speculation.worker.grown_forests import children_of
 from vllm_trie.worker import launches
 from vllm_trie.worker.kernels.tiles import RowLogits
 from vllm_trie.worker.rows.group_rows import beams_of
 from vllm_trie.worker.select.by_kernels import by_kernels
-
-PARENT_UNIT = 1 << 32  # of a key, which is a parent and a token
-NO_CHILD = (1 << 63) - 1  # comes behind all keys
 
 
 class Walked(NamedTuple):
@@ -49,13 +48,25 @@ class Walk:
         self.nodes = nodes
         self.steps: list[Walked] = []  # that are taken
         self._values = nodes[0].values
-        children = np.full((3, len(nodes), max(of_group.forest.num_nodes for of_group in nodes) + 1), NO_CHILD)
-        for of_group, (keys, known, at) in zip(nodes, children.swapaxes(0, 1), strict=True):
+        self._grown = [of_group.forest_step.grown for of_group in nodes if of_group.forest_step.grown is not None]
+        self._keys, self._known, self._at = self._children()  # [G, N] each
+
+    def _children(self) -> Sequence[torch.Tensor]:
+        """By key in order the nodes that are there, and of nodes which logits follow them.
+
+        Where the device has grown the forests, a node is its place among those that there might have been.
+        """
+        if self._grown:
+            is_controlled = self.nodes[0].rules[0].is_controlled
+            return children_of(self._grown, self.nodes[0].at if is_controlled else None)
+        num_nodes = max(of_group.forest.num_nodes for of_group in self.nodes)
+        children = np.full((3, len(self.nodes), num_nodes + 1), NO_CHILD)
+        for of_group, (keys, known, at) in zip(self.nodes, children.swapaxes(0, 1), strict=True):
             forest, first = of_group.forest, len(of_group.forest.rows)
             own = np.array(forest.parents[first:], np.int64) * PARENT_UNIT + np.array(forest.tokens[first:], np.int64)
             order = own.argsort()
             keys[: len(own)], known[: len(own)], at[: len(of_group.at)] = own[order], order + first, of_group.at
-        self._keys, self._known, self._at = uploaded(children, self.device)  # [G, N] each
+        return list(uploaded(children, self.device))
 
     @property
     def device(self) -> torch.device:
@@ -91,9 +102,15 @@ class Walk:
             nowhere = torch.empty(len(at), 1, dtype=torch.int64, device=device)
             which = RowLogits.of(self._values, at, rules.stops)
             return take(rules, which, beams, numbers(len(at), device), nowhere)
-        means = self.nodes[0].means(rules, cache(lambda: nodes[0].tolist()))
+        means = self.nodes[0].means(rules, cache(lambda: self._numbers(nodes[0])))
         step = take_step(rules, self._values[at].view(*nodes.shape, -1), beams, means)
         return Taken(Going.of(step), *packed(step))
+
+    def _numbers(self, nodes: torch.Tensor) -> list[int]:
+        """Of nodes [b] of the first group, as the host numbers them. Waits for the device."""
+        known = nodes.cpu().numpy()
+        numbered: np.ndarray = np.searchsorted(self._grown[0].nodes, known) if self._grown else known
+        return numbered.tolist()
 
     def _next_nodes(self, taken: Taken, nodes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The nodes [G, b] of beams that were drafted, and which these are."""

@@ -34,12 +34,12 @@ class TreePositions(NamedTuple):
 
 
 def tree_positions(forests: Iterable[ForestStep], rows: BatchRows) -> TreePositions:
-    """Those of all forests."""
+    """Those of forests that the host has made; one at least."""
     at, positions, slots = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
     for forest_step in forests:
         forest, of_rows = forest_step.forest, forest_step.group.slots
         slots.append(of_rows[forest.row_of])
-        at.append(rows.batch.query_start_loc_np[rows.places(slots[-1])] + np.array(forest.places))
+        at.append(forest_step.nodes_at(rows.batch.query_start_loc_np[rows.places(of_rows)]))
         positions.append(forest_step.start + np.array(forest.depths))
     of_nodes = np.stack([np.concatenate(at), np.concatenate(positions)])
     on_device = async_tensor_h2d(of_nodes, device=rows.batch.positions.device, dtype=torch.int64)

@@ -14,6 +14,7 @@ from vllm_trie.messages import MOST_DRAFTS
 from vllm_trie.search.devices import uploaded_together
 from vllm_trie.speculation.worker.forest_path import AcceptedPath
 from vllm_trie.speculation.worker.forest_step import ForestStep
+from vllm_trie.speculation.worker.grown_forests import GrownForests, grown_together
 from vllm_trie.speculation.worker.hidden_states import HiddenStates
 from vllm_trie.speculation.worker.table_entries import TableEntries, side_by_side
 from vllm_trie.worker.kv.moves import move
@@ -91,11 +92,24 @@ class TreeRows:
     def write_drafts(self, forest_steps: Sequence[ForestStep]) -> None:
         """Write what the target computes of every row of forests: its root, its drafts, and the blocks for them.
 
-        There is one forest at least.
+        There is one forest at least. Of forests that the device has grown, it is the blocks alone.
         """
-        states, tables = self._runner.req_states, self._runner.block_tables
-        states.apply_staged_writes()
-        tables.apply_staged_writes()
+        self._runner.req_states.apply_staged_writes()
+        self._runner.block_tables.apply_staged_writes()
+        if (grown := grown_together(forest_steps)) is not None:
+            self._write_blocks(grown)
+        if made := [forest_step for forest_step in forest_steps if forest_step.grown is None]:
+            self._write_made(made)
+
+    def _write_blocks(self, grown: GrownForests) -> None:
+        tables = self._runner.block_tables
+        for forest_step in (plan.forest_step for plan in grown.plans):
+            for number, table in enumerate(forest_step.blocks):
+                tables.num_blocks.np[number, forest_step.group.slots] = table.shape[1]
+        grown.write_blocks([table.gpu for table in tables.block_tables])
+
+    def _write_made(self, forest_steps: Sequence[ForestStep]) -> None:
+        states = self._runner.req_states
         slots = np.concatenate([forest_step.group.slots for forest_step in forest_steps])
         trees = side_by_side([np.array([tokens]) for one in forest_steps for tokens in one.forest.tokens_of_rows()])
         entries = [

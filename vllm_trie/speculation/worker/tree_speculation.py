@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,8 +23,10 @@ from vllm_trie.speculation.worker.draft_by_lookup import LookupDrafts
 from vllm_trie.speculation.worker.draft_by_model import ModelDrafts
 from vllm_trie.speculation.worker.draft_memory import take_widest_move
 from vllm_trie.speculation.worker.draft_model import draft_logits
+from vllm_trie.speculation.worker.grown_forests import grown_together
 from vllm_trie.speculation.worker.hidden_states import HiddenStates, leave_room
-from vllm_trie.speculation.worker.kernels import drafts, forest_growth
+from vllm_trie.speculation.worker.kernels import drafts, forest_growth, forest_layout
+from vllm_trie.speculation.worker.stopwatch import Stopwatch
 from vllm_trie.speculation.worker.tree_positions import TreePositions, tree_positions
 from vllm_trie.speculation.worker.tree_rows import TreeRows
 from vllm_trie.speculation.worker.verify import verify
@@ -55,13 +56,13 @@ class TreeSpeculation(Speculation):
 
     drafter: Drafter
     rows: TreeRows
+    _drafting: Stopwatch  # of this step's
 
     def __init__(self, runner: BeamModelRunner) -> None:
         self._runner = runner
         self.takes_trees = True
         self._forests: Forests = {}  # of this step
-        self._seconds = 0.0  # that it took to draft them
-        self._positions: TreePositions | None = None  # of their nodes
+        self._positions: TreePositions | None = None  # of the nodes of those that the host has made
         if isinstance(runner.speculator, DraftModelSpeculator):
             runner.speculator.load_draft_model = partial(self._load_draft_model, runner.speculator.load_draft_model)
 
@@ -106,6 +107,7 @@ class TreeSpeculation(Speculation):
         serving = serving._replace(draft_logits=tuple(draft_logits(self._runner)))
         drafts.warm_up(serving)
         forest_growth.warm_up(serving)
+        forest_layout.warm_up(serving)
         if (segments := self._runner.rows.kv_slots.segments) is not None:
             copies.warm_up_moves(segments)
 
@@ -118,24 +120,27 @@ class TreeSpeculation(Speculation):
         self._forests, self._positions, step.cannot_draft = {}, None, not self.takes_trees
         if step.speculating and self.takes_trees:
             self._runner.block_tables.apply_staged_writes()  # the draft model reads the tables before the target does
-            start = time.perf_counter()
+            self._drafting = Stopwatch(self._runner.device)
             with gpu_sync_allowed():
                 self._forests = self.drafter.draft(step, groups, output)
-            self._seconds = time.perf_counter() - start
+            self._drafting.stop()
             step.forests = self._forests
 
     def in_place(self) -> AbstractContextManager[None]:
         """See `Speculation`."""
         return self.rows.in_place()
 
-    def place(self, batch: InputBatch) -> None:
+    def place(self, batch: InputBatch, slot_mappings: torch.Tensor) -> None:
         """See `Speculation`."""
         rows = BatchRows(batch, self._runner.max_num_reqs)
-        self._positions = tree_positions(self._forests.values(), rows)
-        self._positions.write(batch.positions)
+        if (grown := grown_together(self._forests.values())) is not None:
+            grown.place(rows, slot_mappings)
+        if made := [forest_step for forest_step in self._forests.values() if forest_step.grown is None]:
+            self._positions = tree_positions(made, rows)
+            self._positions.write(batch.positions)
 
     def _prepare_rope_positions(self, stock: Any, rope: RopeState, *args: Any) -> None:
-        """Where vLLM prepares M-RoPE positions of a batch."""
+        """Where vLLM prepares M-RoPE positions of a batch. Such a model has drafts by n-grams alone."""
         stock(*args)
         if self._positions is not None:
             self._positions.write(rope.positions, rope.prefill_delta.np)
@@ -149,7 +154,11 @@ class TreeSpeculation(Speculation):
         self, rows: BatchRows, logits: torch.Tensor, sampled: torch.Tensor, num_sampled: np.ndarray
     ) -> dict[str, Decided]:
         """See `Speculation`."""
-        paths, decided = verify(self._runner.selector, self._forests, self._seconds, rows, logits, num_sampled)
+        if (grown := grown_together(self._forests.values())) is not None:
+            grown.read()
+            self.drafter.compare({key: one for key, one in self._forests.items() if one.grown is not None})
+        seconds = self._drafting.seconds()
+        paths, decided = verify(self._runner.selector, self._forests, seconds, rows, logits, num_sampled)
         self.rows.accept(paths, rows.places(np.concatenate([path.slots for path in paths])), sampled)
         return decided
 

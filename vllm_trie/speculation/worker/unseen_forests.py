@@ -1,8 +1,7 @@
-"""Searched forests on a device that the host does not see: it waits once, when all layers are drafted.
+"""Searched forests grow on a device that the host does not see, and does not wait for.
 
 The host knows how many nodes a layer may have; what they are, the device alone knows. Each is a row of the draft
-model's batch, which computes one token. In the end the host reads parents and tokens of all layers, and grows the
-forests anew.
+model's batch, which computes one token. `grown_forests` is what becomes of them.
 """
 
 from __future__ import annotations
@@ -13,13 +12,15 @@ from functools import partial
 import numpy as np
 import torch
 
-from vllm_trie.search.beams import States, gather_states
+from vllm_trie.search.beams import States
 from vllm_trie.search.devices import uploaded
 from vllm_trie.speculation.worker import forest_growth
 from vllm_trie.speculation.worker.best_drafts import rank
 from vllm_trie.speculation.worker.draft_batch import DraftInputs
-from vllm_trie.speculation.worker.forest_growth import NO_NODE, ForestPlan, layer_of, plans_of
+from vllm_trie.speculation.worker.forest_growth import ForestPlan, layer_of, plans_of
+from vllm_trie.speculation.worker.forest_layout import layout_of
 from vllm_trie.speculation.worker.forest_step import ForestStep, followed
+from vllm_trie.speculation.worker.grown_forests import GrownForests, new_blocks_of
 from vllm_trie.speculation.worker.kernels.forest_growth import GrowthKernels
 from vllm_trie.worker import launches
 from vllm_trie.worker.attention.shared_rows import RowTrees, SharedRows
@@ -46,11 +47,14 @@ class UnseenForests:
                 depths[part.nodes] = plan.forest_step.start + depth
         most = max(layer_of(plans, number).stop - layer_of(plans, number).start for number in range(self.num_layers))
         self._starts = np.arange(most + 1, dtype=np.int32)
-        beside: list[np.ndarray] = [depths, self._starts]
+        new_blocks = new_blocks_of(plans)
+        beside: list[np.ndarray] = [depths, self._starts, layout_of(plans), *new_blocks]
         self._kernels = GrowthKernels(plans, block_sizes) if launches.run_on(device) else None
         if self._kernels is not None:
             beside += self._kernels.arrays
-        self._growing, (self._positions, self._starts_there, *of_kernels) = forest_growth.plant(plans, beside, device)
+        self._growing, there = forest_growth.plant(plans, beside, device)
+        self._positions, self._starts_there, self._layout, *there = there
+        self._new_blocks, of_kernels = there[: len(new_blocks)], there[len(new_blocks) :]
         if self._kernels is not None:
             self._kernels.on_device = of_kernels
         self._states: list[States] = [plan.forest_step.states for plan in plans]
@@ -75,8 +79,7 @@ class UnseenForests:
                 nodes = slice(before.first - first, before.first - first + before.size)
                 forest_growth.draft(self._growing, plan, number, *self._best(plan, logits, nodes, number))
             self._follow(plan, number)
-        if going_on := self._active(number + 1):
-            self._place(going_on, number)
+        self._place(plans, number)
 
     def _best(
         self, plan: ForestPlan, logits: torch.Tensor, nodes: slice, number: int
@@ -112,21 +115,11 @@ class UnseenForests:
             sharing,
         )
 
-    def replay(self) -> None:
-        """Let the host grow the same forests. Waits for the device."""
-        parents, tokens = self._growing.drafted.cpu().numpy()
+    def finish(self) -> GrownForests:
+        """Hand them to their steps, now that all layers are drafted."""
         for plan, states in zip(self._plans, self._states, strict=True):
-            forest_step, nodes = plan.forest_step, [*range(plan.forest_step.num_beams)]
-            forest_step.forest.open(forest_step.budget.max_drafts)
-            kept, first = [np.arange(len(nodes))], len(nodes)  # what of `states` belongs to nodes
-            for part in plan.parts[1:]:
-                exists = np.flatnonzero(parents[part.nodes] != NO_NODE)
-                of_nodes = [nodes[parent] for parent in parents[part.nodes][exists].tolist()]
-                nodes = forest_step.replay_layer(of_nodes, tokens[part.nodes][exists].tolist())
-                kept.append(first + exists)
-                first += part.size
-            if states:
-                forest_step.states = gather_states(states, uploaded(np.concatenate(kept)[None], self._device))
+            plan.forest_step.states = states
+        return GrownForests(self._plans, self._growing, self._layout, self._new_blocks)
 
     def _active(self, number: int) -> list[ForestPlan]:
         """Those that have a layer `number`."""

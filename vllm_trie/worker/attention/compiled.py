@@ -70,7 +70,8 @@ class Plan:
     def __init__(self, shared: SharedTokens, tables: torch.Tensor, isa: str = "vec") -> None:
         assert tables.dtype == torch.int32
         assert tables.stride(1) == 1
-        assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in shared[:-1])
+        assert not shared.unseen
+        assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in shared[:-2])
         assert isinstance(shared.trees, np.ndarray)
         assert shared.trees.dtype == np.int64
         assert shared.trees.flags.c_contiguous

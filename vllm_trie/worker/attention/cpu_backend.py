@@ -116,8 +116,7 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
             groups = [rows._replace(num_shared=0) for rows in groups]
         of_rows = common.query_start_loc.numpy(), common.seq_lens.numpy()
         shared = tokens_of(groups, *of_rows, self.block_size, sees_all=self.is_cross_attention)
-        if isinstance(shared.trees, torch.Tensor):
-            shared = shared._replace(trees=shared.trees.numpy())
+        shared = shared.on_host()
         others = others_than(shared.rows, common)
         return SharedPrefixMetadata(
             num_actual_tokens=common.num_actual_tokens,

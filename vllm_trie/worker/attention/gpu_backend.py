@@ -32,7 +32,14 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_trie.selection import config_of, has_beams
 from vllm_trie.worker.attention.prefix_suffix import Calls, Layer, PrefixSuffix
-from vllm_trie.worker.attention.shared_rows import Scoring, SharedRows, SharesPrefixes, row_by_row, tokens_of
+from vllm_trie.worker.attention.shared_rows import (
+    Scoring,
+    SharedRows,
+    SharesPrefixes,
+    row_by_row,
+    token_by_token,
+    tokens_of,
+)
 from vllm_trie.worker.attention.split_batch import AttendsApart, SetApart, is_causal, others_than, replace_backend
 from vllm_trie.worker.attention.triton_kernels import MOST_HEAD_SIZE, TILE, Plan
 from vllm_trie.worker.kv.kv_slots import ByToken
@@ -134,8 +141,10 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
 
     def _is_apart(self, group: SharedRows) -> bool:
         """Whether the rows of a group of trees share nothing: one tree's queries may fill a tile by themselves."""
-        if group.trees is None or not self.can_share:
-            return group.trees is not None
+        if group.trees is None or group.trees.rows is not None:  # of the latter the host knows no rows
+            return False
+        if not self.can_share:
+            return True
         nodes = 1 if isinstance(group.trees.sees, torch.Tensor) else max(map(len, group.trees.sees))
         return self.option != "on" and nodes * (self.num_heads_q // self.num_heads_kv) >= TILE
 
@@ -158,6 +167,8 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
         groups = [part for group in groups for part in (row_by_row([group]) if self._is_apart(group) else [group])]
         bounds, tables = common.seq_lens_cpu_upper_bound.numpy(), common.block_table_tensor
         shared = tokens_of(groups, common.query_start_loc_cpu.numpy(), bounds, self.block_size)
+        if shared.unseen and not self.can_share:
+            shared = token_by_token(shared, self.block_size)
         behind = async_tensor_h2d(bounds[shared.rows] - shared.lengths, device=self.device, dtype=torch.int32)
         rows = async_tensor_h2d(shared.rows, device=self.device, dtype=torch.int64)
         plan = Plan(shared, common.seq_lens[rows] - behind, tables, (self.num_heads_q, self.num_heads_kv))

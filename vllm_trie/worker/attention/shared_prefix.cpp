@@ -467,7 +467,7 @@ static void attend_to_batch(const Batch& b) {
           const int begin = std::max(shared, b.firsts[next]), held = std::min(b.block_size, b.lengths[next] - begin);
           head.prefetch(blocks_of(next)[begin / b.block_size], 0, int64_t(b.block_size + held) * D);
         }
-        const int end = b.lengths[next - 1];
+        const int end = *std::max_element(b.lengths + token, b.lengths + next);
         for (int t = std::max(shared, scoring.first(token, next)); t < end; t += CHUNK) {
           const Keys keys = {blocks_of(token), t, std::min(t + CHUNK, end)};
           attend_in_tiles(head, own, (next - token) * heads, scoring, keys, {head, {}}, scores, tiles);

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from vllm_trie.compat.at_rest import Rests
 from vllm_trie.search import spans
@@ -24,9 +25,13 @@ class RowTrees(NamedTuple):
     """
 
     start: int  # where in the cache the trees begin: as many tokens of each row come before them
-    # By row: [tokens that it computes now, tokens of its tree] bool. Where the device alone knows: [rows, words] int64,
-    # as `SharedTokens` has it, of rows that compute one token each. In a batch all are of one kind.
+    # By row: [tokens that it computes now, tokens of its tree] bool. Where the device alone knows: of all tokens that
+    # the rows compute [tokens, words] int64, as `SharedTokens` has it.
     sees: list[np.ndarray] | torch.Tensor
+    # Where the device alone knows that, too, of these tokens: [tokens] int32, in which of the batch's rows each lies,
+    # and how many tokens of that row it sees, those that the tree hides from it counted. Else each row has its own.
+    rows: torch.Tensor | None = None
+    ends: torch.Tensor | None = None
 
 
 class SharedRows(NamedTuple):
@@ -84,6 +89,14 @@ class SharesPrefixes(Rests, ABC):
         """The parts of which a KV cache of one layer consists."""
 
 
+class UnseenTokens(NamedTuple):
+    """Some tokens of trees, of which the device alone knows where they lie; n of them."""
+
+    tokens: slice  # among the N of `SharedTokens`
+    rows: torch.Tensor  # [n] int32, as there
+    lengths: torch.Tensor  # [n] int32, likewise
+
+
 class SharedTokens(NamedTuple):
     """The tokens that such rows compute, one group after the other; N of them in G groups."""
 
@@ -95,6 +108,21 @@ class SharedTokens(NamedTuple):
     tree_starts: np.ndarray  # [N] int32, the first key that belongs to the tree of its row; its length if there is none
     # [N, words] int64; bit i of all words: whether it sees key i of its row's tree. On the device, if it alone knows.
     trees: np.ndarray | torch.Tensor
+    unseen: Sequence[UnseenTokens] = ()  # of these, `rows` are those that compute them, and `lengths` say nothing
+
+    def on_host(self) -> SharedTokens:
+        """The same, where a look at what the device knows costs nothing."""
+        rows, lengths = self.rows.copy(), self.lengths.copy()
+        for tokens, of_rows, of_lengths in self.unseen:
+            rows[tokens], lengths[tokens] = of_rows.numpy(), of_lengths.numpy()
+        trees = self.trees.numpy() if isinstance(self.trees, torch.Tensor) else self.trees
+        return self._replace(rows=rows, lengths=lengths, trees=trees, unseen=())
+
+
+def token_by_token(shared: SharedTokens, block_size: int) -> SharedTokens:
+    """Each token of trees as a group of its own, which shares with nobody what comes before its tree."""
+    num_shared = shared.tree_starts // block_size * block_size
+    return shared._replace(starts=np.arange(len(shared.rows) + 1, dtype=np.int32), num_shared=num_shared)
 
 
 def row_by_row(groups: Sequence[SharedRows]) -> list[SharedRows]:
@@ -127,33 +155,52 @@ def tokens_of(
     starts = np.append(0, counts.cumsum())[first_rows]
     tree_starts: np.ndarray = seen
     trees: np.ndarray | torch.Tensor = np.zeros((len(seen), 1), dtype=np.int64)
-    of_groups = [group.trees for group in groups if group.trees is not None]
-    if of_groups:
+    if any(group.trees is not None for group in groups):
         per_group = np.diff(starts)
         in_tree = np.repeat([group.trees is not None for group in groups], per_group)
         start_of_tree = np.repeat([0 if group.trees is None else group.trees.start for group in groups], per_group)
         tree_starts = np.where(in_tree, start_of_tree, seen)
-        trees = _words(of_groups, in_tree)
+        trees = _words([group.trees for group in groups], per_group)
     num_shared = np.minimum([group.num_shared for group in groups], np.minimum.reduceat(tree_starts, starts[:-1]))
     num_shared = num_shared // block_size * block_size
     return SharedTokens(
         *(spans(query_starts[rows], counts).astype(np.int32), row_of_token.astype(np.int32)),
         *(seen.astype(np.int32), starts.astype(np.int32), num_shared.astype(np.int32), tree_starts.astype(np.int32)),
         trees,
+        [*_unseen(groups, starts.tolist())],
     )
 
 
-def _words(of_groups: Sequence[RowTrees], in_tree: np.ndarray) -> np.ndarray | torch.Tensor:
-    """[N, words] int64 what tokens see of trees; `in_tree` [N] bool: which tokens are in any."""
-    there = [trees.sees for trees in of_groups if isinstance(trees.sees, torch.Tensor)]
-    if there:
-        assert len(there) == len(of_groups)
-        assert in_tree.all()
-        return there[0] if len(there) == 1 else torch.cat(there)
-    of_trees = pack([mask for trees in of_groups for mask in trees.sees])
-    words = np.zeros((len(in_tree), of_trees.shape[1]), dtype=np.int64)
-    words[in_tree] = of_trees
-    return words
+def _unseen(groups: Sequence[SharedRows], starts: Sequence[int]) -> Iterator[UnseenTokens]:
+    for (_, _, trees), first, end in zip(groups, starts[:-1], starts[1:], strict=True):
+        if trees is not None and trees.rows is not None:
+            assert trees.ends is not None
+            yield UnseenTokens(slice(first, end), trees.rows, trees.ends)
+
+
+def _words(of_groups: Sequence[RowTrees | None], per_group: np.ndarray) -> np.ndarray | torch.Tensor:
+    """[N, words] int64 what tokens see of trees; `per_group`: tokens of each group. On the device, if it knows any."""
+    parts = list[np.ndarray | torch.Tensor]()
+    for trees, count in zip(of_groups, per_group.tolist(), strict=True):
+        if trees is None:
+            parts.append(np.zeros((count, 1), dtype=np.int64))
+        else:
+            parts.append(trees.sees if isinstance(trees.sees, torch.Tensor) else pack(trees.sees))
+    num_words = max(part.shape[1] for part in parts)
+    there = next((part.device for part in parts if isinstance(part, torch.Tensor)), None)
+    padded = [_padded(part, num_words) for part in parts]
+    if there is None:
+        return np.concatenate(padded)
+    on_device = [part if isinstance(part, torch.Tensor) else uploaded(part, there) for part in padded]
+    return on_device[0] if len(on_device) == 1 else torch.cat(on_device)
+
+
+def _padded(words: Any, num_words: int) -> Any:
+    """Masks [n, words], an array or a tensor, with so many words, of which the last ones are zeros."""
+    missing = num_words - words.shape[1]
+    if not missing:
+        return words
+    return pad(words, (0, missing)) if isinstance(words, torch.Tensor) else np.pad(words, ((0, 0), (0, missing)))
 
 
 def pack(masks: Sequence[np.ndarray]) -> np.ndarray:
@@ -182,12 +229,16 @@ def first_keys(shared: SharedTokens, window: int | None) -> np.ndarray:
     return np.maximum(first, 0).astype(np.int32)
 
 
-def first_keys_there(shared: SharedTokens, window: int) -> torch.Tensor:
-    """The same, [N] int32 on the device, of tokens whose trees it alone knows."""
-    assert isinstance(shared.trees, torch.Tensor)
-    device = shared.trees.device
-    sees = (shared.trees[..., None] >> numbers(WORD, device) & 1).flatten(1)
+def first_keys_there(trees: torch.Tensor, tree_starts: torch.Tensor, window: int) -> torch.Tensor:
+    """The same, [N] int32 on the device, where it alone knows the trees.
+
+    Args:
+        trees: As `SharedTokens` has them.
+        tree_starts: [N] int32, likewise, on the device.
+        window: Positions that each token sees.
+    """
+    sees = (trees[..., None] >> numbers(WORD, trees.device) & 1).flatten(1)
     from_here = sees.flip(1).cumsum(1).flip(1)
     in_tree, is_first = from_here[:, 0], (sees > 0) & (from_here == window)
-    first = (numbers(sees.shape[1], device) * is_first).sum(1).where(in_tree > window, in_tree - window)
-    return (uploaded(shared.tree_starts, device) + first).clamp(min=0).int()
+    first = (numbers(sees.shape[1], trees.device) * is_first).sum(1).where(in_tree > window, in_tree - window)
+    return (tree_starts + first).clamp(min=0).int()

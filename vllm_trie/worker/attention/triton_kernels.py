@@ -36,7 +36,7 @@ class Plan:
 
     Args:
         shared: The tokens; N of them. `lengths` may be upper bounds.
-        lengths: [N] int32 on the device, keys that each token sees.
+        lengths: [N] int32 on the device, keys that each token sees; written of tokens that are unseen.
         tables: [rows of the batch, blocks] int32, on the device.
         heads: Query heads, and KV heads.
     """
@@ -58,6 +58,8 @@ class Plan:
         self._trees = shared.trees if isinstance(shared.trees, torch.Tensor) else uploaded(shared.trees, device)
         self._has_trees = bool((shared.tree_starts < shared.lengths).any())
         self._tiles, self._tokens = (uploaded(array.astype(np.int32), device) for array in (tiles, of_tokens))
+        for tokens, of_rows, of_lengths in shared.unseen:
+            self._tokens[1, tokens], self._lengths[tokens] = of_rows, of_lengths
         programs, most = len(first) * num_kv_heads, int(shared.num_shared.max())
         wanted = -(-2 * _num_processors(device) // programs)
         self._num_parts = max(min(MOST_PARTS, wanted, -(-most // LEAST_PART)), 1)
@@ -118,7 +120,8 @@ class Plan:
     def _spans_of(self, window: int) -> torch.Tensor:
         """[N] int32 on the device, for a window of so many positions."""
         if isinstance(self.shared.trees, torch.Tensor):
-            return self._lengths - first_keys_there(self.shared, window)
+            tree_starts = torch.minimum(self._tokens[3], self._lengths)
+            return self._lengths - first_keys_there(self.shared.trees, tree_starts, window)
         return uploaded(self.shared.lengths - first_keys(self.shared, window), self._tables.device)
 
 

@@ -337,10 +337,10 @@ def warm_up(serving: Serving) -> None:
         return torch.zeros(shape, dtype=kind, device=serving.device)
 
     ints, longs = torch.int32, torch.int64
-    of_nodes = zeros(ints, 2, 4), zeros(torch.float32, 1), zeros(longs, 1), zeros(ints, 1)
-    of_tables = zeros(ints, 1, 1, 1), zeros(ints, 1, 1), zeros(ints, 1, 1, 1)
+    of_nodes = zeros(ints, 2, 4), zeros(ints, 4), zeros(ints, 1, 1, 1), zeros(torch.float32, 1), zeros(ints, 1)
+    of_tables = zeros(ints, 1, 1), zeros(ints, 1, 1, 1)
     of_rows = zeros(ints, 1), zeros(ints, 1, NUM_TAKEN + 1), *of_tables
-    growing = Growing(*of_nodes, zeros(longs, 1, 1), zeros(longs, 1, 1), *of_rows)
+    growing = Growing(zeros(ints, 1), *of_nodes, zeros(longs, 1, 1), zeros(longs, 1, 1), *of_rows)
     about, block_sizes = zeros(ints, 1, NUM_ABOUT), zeros(ints, 1) + 1
     for slots, per_row in SIZES:
         draft_nodes(growing, (zeros(longs, 1, per_row), 1, 0), about, zeros(longs, 1), sizes_to_draft(slots, per_row))

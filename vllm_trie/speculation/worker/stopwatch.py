@@ -1,0 +1,38 @@
+"""How long the device takes for what the host launches, and does not wait for."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+class Stopwatch:
+    """Measures from now on until it is stopped; on a GPU between these moments of its stream.
+
+    Args:
+        device: Whose time it is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_of_stream, self._started, self._stopped = device.type == "cuda", 0.0, 0.0
+        if self._is_of_stream:
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            self._events[0].record()
+        else:
+            self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """Of what is launched from here on, nothing counts."""
+        if self._is_of_stream:
+            self._events[1].record()
+        else:
+            self._stopped = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Between the two. Waits until the second one has come."""
+        if not self._is_of_stream:
+            return self._stopped - self._started
+        first, last = self._events
+        last.synchronize()
+        return first.elapsed_time(last) / 1000
