@@ -30,11 +30,7 @@ from vllm_trie.search.strategies.best import Best  # noqa: E402
 from vllm_trie.search.strategies.in_groups import InGroups  # noqa: E402
 from vllm_trie.worker.kernels import slots as slots_kernel  # noqa: E402
 from vllm_trie.worker.kernels.tiles import RowLogits  # noqa: E402
-from vllm_trie.worker.kv.reorder import (  # noqa: E402
-    Reorders,
-    RowReorder,
-    reorder_rows,
-)
+from vllm_trie.worker.kv.reorder import RowReorder, reorder_rows, rows_of_groups  # noqa: E402
 from vllm_trie.worker.rows.catalogs import DeviceCatalogs  # noqa: E402
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows  # noqa: E402
 from vllm_trie.worker.rows.rows import Rows  # noqa: E402
@@ -252,16 +248,16 @@ class DeviceStep:
     def select(self) -> tuple[torch.Tensor, Any]:
         """Take a step. Returns it, packed, and its layout."""
         sampled = torch.zeros(len(self.logits), 1, dtype=torch.int64, device=self.device)
-        (selected,) = self.selector.select(self.context, self.batch(), self.logits, sampled)
+        plan = self.selector.plan(self.context, self.batch().batch)
+        (selected,) = self.selector.select(self.context, plan, self.logits, sampled)
         return selected.packed, selected.layout
 
     def reorder(self, parents: list[np.ndarray]) -> None:
         """Let rows continue those of their group, by group."""
-        reorders = Reorders()
         slots = np.array([group.slots for group in self.groups.values()])
         chosen = torch.from_numpy(np.array(parents)).long().to(self.device)
-        reorders.add(slots, chosen, [len(group.prompt) for group in self.groups.values()], self.num_tokens)
-        self.rows.reorder(reorders, self.rules.is_controlled)
+        rows = rows_of_groups([slots], [[len(group.prompt) for group in self.groups.values()]])
+        self.rows.reorder(rows, self.num_tokens.repeat(slots.shape[1]), [chosen], self.rules.is_controlled)
 
     def histories(self) -> Iterator[torch.Tensor]:
         """What rows hold, as far as anybody reads it: on the host."""

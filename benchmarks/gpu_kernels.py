@@ -24,7 +24,7 @@ from vllm_trie.worker.kernels import slots
 from vllm_trie.worker.kernels.tiles import RowLogits
 from vllm_trie.worker.kv import copies, reorder
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
-from vllm_trie.worker.kv.reorder import Reorders, RowReorder, Tables
+from vllm_trie.worker.kv.reorder import RowReorder, Tables, rows_of_groups
 from vllm_trie.worker.select.by_kernels import by_kernels
 
 BLOCK_SIZE = 16
@@ -102,10 +102,10 @@ class Inputs:
         self.moving = self.rows.moving()
 
     def _reordered(self, parents: torch.Tensor) -> RowReorder:
-        found, shape = Reorders(), self.shape
+        shape = self.shape
         slots = np.random.default_rng(0).permutation(shape.num_rows).reshape(shape.num_groups, shape.width)
-        found.add(slots, parents, [NUM_PROMPT] * shape.num_groups, [NUM_TOKENS] * shape.num_groups)
-        return found.on(parents.device)
+        rows = rows_of_groups([slots], [[NUM_PROMPT] * shape.num_groups])
+        return RowReorder.of(rows, np.full(shape.num_rows, NUM_TOKENS), [parents], parents.device)
 
     def rank(self) -> Candidates[torch.Tensor]:
         return rank_candidates(log_probabilities(self.logits), self.scores, 2 * self.shape.width)

@@ -36,7 +36,7 @@ from vllm_trie.worker import launches
 from vllm_trie.worker.kv.kv_blocks import Segments
 from vllm_trie.worker.kv.reorder import Tables
 from vllm_trie.worker.rows.catalogs import DeviceCatalogs
-from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.rows.rows import Rows
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.select import amateur, select
@@ -163,7 +163,8 @@ def runner_of(num_slots: int, vocab_size: int) -> Any:
         req_id_to_index={str(slot): slot for slot in range(num_slots)},
     )
     sampler = Sampler(num_slots, vocab_size)
-    return SimpleNamespace(device=NOWHERE, model_config=None, req_states=states, sampler=sampler)
+    of_runner = {"max_num_reqs": num_slots, "model_config": None, "req_states": states, "sampler": sampler}
+    return SimpleNamespace(device=NOWHERE, **of_runner)
 
 
 def batch_of(slots: np.ndarray, num_tokens: np.ndarray) -> InputBatch:
@@ -273,9 +274,9 @@ class WeightlessStep:
 
     def select(self, num_tokens: np.ndarray) -> list[PackedStep]:
         """Let all groups select and reorder their rows, which hold `num_tokens` [G]."""
-        rows = BatchRows(self.batch(num_tokens), self.num_slots)
-        of_amateur = self.amateur.of_step(self.context.steps, self.groups, rows)
-        return self.selector.select(self.context, rows, self.logits, nowhere(len(self.logits), 1), of_amateur)
+        plan = self.selector.plan(self.context, self.batch(num_tokens))
+        of_amateur = self.amateur.of_step(self.context.steps, self.groups, plan.rows)
+        return self.selector.select(self.context, plan, self.logits, nowhere(len(self.logits), 1), of_amateur)
 
     def sample(self, num_tokens: np.ndarray) -> SamplerOutput:
         """All that the runner does where vLLM would sample; ordinary rows get their tokens from nowhere."""

@@ -197,9 +197,11 @@ class RowMasks(NamedTuple):
     bits: np.ndarray  # [R, V / 32] int32, a bit per token, the lowest first
 
 
-def attach_beams(output: SchedulerOutput, groups: dict[str, GroupStep], changes: CatalogChanges) -> None:
-    """Send along the groups of this step, by request id, and what becomes of catalogs."""
-    output.beam_groups, output.beam_catalogs = groups, changes
+def attach_beams(output: SchedulerOutput, groups: dict[str, GroupStep], changes: CatalogChanges | None) -> None:
+    """Send along the groups of this step, by request id, and what becomes of catalogs, if anything."""
+    output.beam_groups = groups
+    if changes is not None:
+        output.beam_catalogs = (changes,)
 
 
 def group_steps(output: SchedulerOutput) -> dict[str, GroupStep]:
@@ -207,9 +209,9 @@ def group_steps(output: SchedulerOutput) -> dict[str, GroupStep]:
     return vars(output).get(BEAM_GROUPS, {})
 
 
-def catalog_changes(output: SchedulerOutput) -> CatalogChanges:
-    """What becomes of catalogs."""
-    return vars(output).get("beam_catalogs", CatalogChanges())
+def catalog_changes(output: SchedulerOutput) -> tuple[CatalogChanges, ...]:
+    """What becomes of catalogs: one or, as a rule, none."""
+    return vars(output).get("beam_catalogs", ())
 
 
 def attach_results(output: ModelRunnerOutput, results: dict[str, Decided]) -> None:

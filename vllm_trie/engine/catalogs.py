@@ -162,15 +162,10 @@ class EngineCatalogs(CatalogStore):
         self._held = set[str]()  # digests of what workers hold
         self._sets = dict[str, None]()  # of these, those that came with requests; what was needed last is at the end
         self._users: Counter[str] = Counter()  # searches, those that wait among them
-        self._changes = CatalogChanges()
+        self.changes: CatalogChanges | None = None  # what workers must do before the next step, if anything
         self._num_loads = 0
         self.has_news = False  # since `counts`
         super().__init__({name: catalog_files.Catalog.open(path) for name, path in paths.items()})
-
-    @property
-    def has_changes(self) -> bool:
-        """Whether workers must do something before the next step."""
-        return bool(self._changes.gone or self._changes.new)
 
     def counts(self) -> CatalogCounts:
         """What workers hold now, as it was reported."""
@@ -186,7 +181,7 @@ class EngineCatalogs(CatalogStore):
     def take_back(self, digest: str) -> None:
         """Some workers may have loaded this, and others not: let them forget it, unless all of them have it anyway."""
         if digest not in self._held:
-            self._changes.gone[digest] = False
+            self._to_change().gone[digest] = False
 
     def use(self, params: BeamParams, item_set: bytes | None) -> NoCatalog:
         """What a new search goes along: a name's present catalog, what came with its request, or none."""
@@ -228,20 +223,25 @@ class EngineCatalogs(CatalogStore):
             if digest not in self._held:
                 self._held.add(digest)
                 self.has_news = True
-                if not self._changes.gone.pop(digest, False):  # else all workers have it still
-                    self._changes.new[digest] = self.by_digest[digest].to_bytes()
+                changes = self._to_change()
+                if not changes.gone.pop(digest, False):  # else all workers have it still
+                    changes.new[digest] = self.by_digest[digest].to_bytes()
 
     def take_changes(self) -> CatalogChanges:
-        """What workers must do before the next step."""
-        changes, self._changes = self._changes, CatalogChanges()
+        """What workers must do before the next step; they do it."""
+        changes, self.changes = self._to_change(), None
         return changes
+
+    def _to_change(self) -> CatalogChanges:
+        self.changes = self.changes or CatalogChanges()
+        return self.changes
 
     def add(self, catalog: Catalog) -> None:
         """Know what workers have loaded for a name."""
         super().add(catalog)
         self._held.add(catalog.digest)
         self._sets.pop(catalog.digest, None)
-        self._changes.gone.pop(catalog.digest, None)
+        self._to_change().gone.pop(catalog.digest, None)
         self.has_news = True
 
     def drop_unused(self, digest: str) -> bool:
@@ -273,5 +273,5 @@ class EngineCatalogs(CatalogStore):
     def _forget(self, digest: str) -> None:
         if digest in self._held:
             self._held.discard(digest)
-            self._changes.gone[digest] = True
+            self._to_change().gone[digest] = True
             self.has_news = True

@@ -18,7 +18,6 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from vllm_trie.messages import RowMasks
 from vllm_trie.options import BeamParams
-from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.constraints.grammar import Grammar
 
 if TYPE_CHECKING:
@@ -51,19 +50,7 @@ def _is_of_guidance(grammar: StructuredOutputGrammar) -> TypeIs[GuidanceGrammar]
     return isinstance(grammar, GuidanceGrammar)
 
 
-class NoMatchers:
-    """What the rows of a group without a grammar have in place of matchers."""
-
-    constraints: tuple[Constraint, ...] = ()
-
-    def restart(self) -> None:
-        """Match from the beginning again, in one row."""
-
-    def advance(self, parents: np.ndarray, tokens: np.ndarray, scores: np.ndarray) -> None:
-        """Follow one step of the search."""
-
-
-class RowMatchers(NoMatchers):
+class RowMatchers:
     """What each row of one group has matched of the group's grammar.
 
     Args:
@@ -73,10 +60,11 @@ class RowMatchers(NoMatchers):
 
     def __init__(self, request: StructuredOutputRequest, num_seen: int | None) -> None:
         self._request = request
-        self.constraints = (Grammar(num_seen),)
+        self.constraint = Grammar(num_seen)
         self.restart()
 
     def restart(self) -> None:
+        """Match from the beginning again, in one row."""
         self._rows: list[StructuredOutputGrammar | None] | None = None
 
     @property
@@ -114,10 +102,10 @@ class RowMatchers(NoMatchers):
         self._rows = after
 
 
-def matchers_of(request: Request, params: BeamParams) -> NoMatchers:
-    """Those of a group whose request this is."""
+def matchers_of(request: Request, params: BeamParams) -> RowMatchers | None:
+    """Those of a group whose request this is, if it has a grammar."""
     if request.structured_output_request is None:
-        return NoMatchers()
+        return None
     return RowMatchers(request.structured_output_request, 2 * params.beam_width if params.semantics == "vllm" else None)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from vllm_trie.engine.answer_prefix import AnswerStream, Part
-from vllm_trie.engine.forests import Forests
-from vllm_trie.engine.grammar import NoMatchers
+from vllm_trie.engine.grammar import RowMatchers
 from vllm_trie.engine.hypothesis import NO_HYPOTHESES, FoundHypotheses, TokenReports
 from vllm_trie.engine.plan import SearchPlan
 from vllm_trie.engine.stats import SearchCounts
@@ -25,6 +24,25 @@ if TYPE_CHECKING:
     from vllm_trie.trie.traced import TracedTrie
 
 
+class Forests:
+    """When the next step of a search may be several: of one that does not speculate."""
+
+    def __init__(self) -> None:
+        self.drafted_length = 0  # generated tokens of every beam that a draft model, if there is one, has computed
+
+    def restart(self) -> None:
+        """The search begins anew."""
+        self.drafted_length = 0
+
+    def may_grow(self, length: int) -> bool:
+        """Whether the step from beams of this length may be several."""
+        return False
+
+    def report(self, counts: SearchCounts) -> dict[str, Any]:
+        """What the answer says of them."""
+        return {}
+
+
 class BeamGroup:
     """The search of one request.
 
@@ -34,7 +52,7 @@ class BeamGroup:
         streams: Whether its one answer is sent as far as it is known, by `next_part`.
     """
 
-    def __init__(self, plan: SearchPlan, matchers: NoMatchers, streams: bool) -> None:
+    def __init__(self, plan: SearchPlan, matchers: RowMatchers | None, streams: bool) -> None:
         self.plan, self.matchers = plan, matchers
         self.stream = AnswerStream(plan.select_rules.num_logprobs is not None) if streams else None
         self.forests = Forests()  # others, where it speculates
@@ -85,9 +103,9 @@ class BeamGroup:
         self.best_end = ROOT  # the length and the row from which the best finished hypothesis took its last token
         self._num_resumed: int | None = None  # tokens that rows had in common when they were lost, if ever
         self.forests.restart()
-        self.matchers.restart()
-        if self.stream is not None:
-            self.stream.restart()
+        for part in (self.matchers, self.stream):
+            if part is not None:
+                part.restart()
 
     def preempt(self) -> None:
         """The rows' KV is lost, the search is not: it goes on from the tokens that all of them have in common."""
@@ -139,7 +157,8 @@ class BeamGroup:
         beams = Candidates(self._rows(step.parents), step.tokens, step.scores)
         trie.advance(*beams, _reports(step.parents, step.tokens, step.beam_logprobs, step.top_logprobs))
         self._rank_scores = None if rank_scores is None else rank_scores.beams.copy()
-        self.matchers.advance(*beams)
+        if self.matchers is not None:
+            self.matchers.advance(*beams)
         return False
 
     def _finish(self, step: Step) -> Ended:

@@ -53,6 +53,7 @@ def new_group(
     ending = frozenset(stop_ids)
     stop_rules = StopRules(ending, sampling.eos_token_id, stop_strings, sampling.min_tokens, max_length)
     matchers = matchers_of(request, params)
+    grammar = () if matchers is None else (matchers.constraint,)
     repeats = (NoRepeats(params.no_repeat_ngram_size),) if params.no_repeat_ngram_size else ()
     boosts, contrast = list[Constraint](), list[Constraint]()
     if params.phrase_boosts:
@@ -73,7 +74,7 @@ def new_group(
         is_controlled(sampling) or (has_logits_processors and not ticket.is_offline),
         logits_filters(sampling),
         _pruning(params, stop_rules),
-        (*catalog.constraints, *repeats, *boosts, *contrast, *matchers.constraints),
+        (*catalog.constraints, *repeats, *boosts, *contrast, *grammar),
     )
     items_end = select_rules.items is not None and not select_rules.items.ends_with_stop
     ended_by = None if items_end else ending

@@ -25,22 +25,18 @@ if TYPE_CHECKING:
 NEVER_SCHEDULED = {RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR}
 
 
-class Outbox:
-    """Outputs that belong to no step of vLLM's scheduler: of searches that end otherwise, and parts of streams."""
+class Outbox(list[tuple[int, EngineCoreOutput]]):
+    """Outputs that belong to no step of vLLM's scheduler: of searches that end otherwise, and parts of streams.
 
-    def __init__(self) -> None:
-        self._outputs: list[tuple[int, EngineCoreOutput]] = []  # client index, output
-
-    def __bool__(self) -> bool:
-        """Whether there is something to send."""
-        return bool(self._outputs)
+    Each comes after the index of its client.
+    """
 
     def post(self, request: Request, output: EngineCoreOutput) -> None:
         """Send an output to whoever has sent a request, with the times that vLLM's metrics take."""
         output.request_id, output.trace_headers = request.request_id, request.trace_headers
         if output.events is None:
             output.events = _take_events(request)
-        self._outputs.append((request.client_index, output))
+        self.append((request.client_index, output))
 
     def empty_into(self, outputs: dict[int, EngineCoreOutputs], tells_finished: bool) -> None:
         """Add everything there is to send to a step's outputs, by client.
@@ -48,12 +44,12 @@ class Outbox:
         Args:
             tells_finished: Also name the requests that end, which a load balancer counts.
         """
-        for client_index, output in self._outputs:
+        for client_index, output in self:
             of_client = outputs.setdefault(client_index, EngineCoreOutputs())
             of_client.outputs.append(output)
             if tells_finished and output.finished:
                 of_client.finished_requests = (of_client.finished_requests or set()) | {output.request_id}
-        self._outputs.clear()
+        self.clear()
 
 
 def answer_output(best: FoundHypotheses, num_outputs: int, eos_token_id: int | None) -> EngineCoreOutput:

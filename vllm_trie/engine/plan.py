@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from vllm_trie.engine.catalogs import NoCatalog
 from vllm_trie.messages import Caller
 from vllm_trie.options import BeamParams
 from vllm_trie.search import on_demand
-from vllm_trie.search.rules import SelectRules
+from vllm_trie.search.rules import SelectRules, Strategy
 from vllm_trie.search.stopping import Pool, StopRules
 from vllm_trie.search.strategies.best import Best
+
+
+class Phase(NamedTuple):
+    """What is particular about some steps of a search."""
+
+    strategy: Strategy
+    may_stop: bool  # `min_tokens` is reached
+    looks_for_stops: bool  # where a hypothesis may stop, stop tokens end it
+    is_last: bool
+    num_beams: int | None  # that go on at most, if not one for each row
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,24 +76,42 @@ class SearchPlan:
         return {**self.catalog.brings, **{key: size for key, size in sizes.items() if size}}
 
     def rules(self, length: int, pool: Pool) -> SelectRules:
-        """How the worker selects in the step that makes beams this long."""
-        may_stop = length > self.stop_rules.min_length
-        strategy, stops = self.select_rules.strategy, self.select_rules.stops
-        if self.params.semantics == "tridecode" and length == 1 and may_stop:
-            stops = stops._replace(token_ids=())  # the published code does not look for EOS in the first step
+        """How the worker selects in the step that makes beams this long: the same object for the same rules."""
+        phase = self._phase(length, pool)
+        if (rules := self._known.get(phase)) is None:
+            self._known.clear()
+            rules = self._known[phase] = self._rules_in(phase)
+        return rules
+
+    @cached_property
+    def _known(self) -> dict[Phase, SelectRules]:
+        """The rules that were asked for last."""
+        return {}
+
+    def _phase(self, length: int, pool: Pool) -> Phase:
+        may_stop, strategy = length > self.stop_rules.min_length, self.select_rules.strategy
         if length <= self.params.sample_first:
             strategy = on_demand("strategies.sampled:SampledEach")()
-        elif isinstance(strategy, Best):
-            strategy = strategy._replace(eos_score_factor=self._eos_score_factor(length))
-        else:
+        elif not isinstance(strategy, Best):
             strategy = strategy.with_done(pool.done)
+        elif self.uncounted_eos is not None:
+            strategy = strategy._replace(eos_score_factor=self._eos_score_factor(length))
+        # The published code does not look for EOS in the first step.
+        looks_for_stops = not (self.params.semantics == "tridecode" and length == 1 and may_stop)
+        is_last = length == self.stop_rules.max_length
+        return Phase(strategy, may_stop, looks_for_stops, is_last, self._num_beams(length))
+
+    def _rules_in(self, phase: Phase) -> SelectRules:
+        stops = self.select_rules.stops
+        if phase.may_stop:
+            stops = stops._replace(ignored_token_ids=())
+        if not phase.looks_for_stops:
+            stops = stops._replace(token_ids=())
         return self.select_rules._replace(
-            strategy=strategy,
-            stops=stops._replace(
-                are_barred=not may_stop, ignored_token_ids=() if may_stop else stops.ignored_token_ids
-            ),
-            is_last=length == self.stop_rules.max_length,
-            num_beams=self._num_beams(length),
+            strategy=phase.strategy,
+            stops=stops._replace(are_barred=not phase.may_stop),
+            is_last=phase.is_last,
+            num_beams=phase.num_beams,
         )
 
     def draw(self, length: int) -> tuple[int, int] | None:
@@ -91,14 +120,14 @@ class SearchPlan:
 
     def _num_beams(self, length: int) -> int | None:
         """How many beams of `length` tokens may go on, if not as many as there are rows."""
-        widths = self.params.beam_widths or [self.width]
+        if not (widths := self.params.beam_widths):
+            return None
         num_beams = widths[min(length, len(widths)) - 1]
         return num_beams if num_beams < self.width else None
 
     def _eos_score_factor(self, length: int) -> tuple[int, float] | None:
         """By what factor the score of a beam that goes on after an ignored EOS differs."""
-        if self.uncounted_eos is None:
-            return None
+        assert self.uncounted_eos is not None
         counted = self.prompt_length + length
         factor = (counted / max(counted - 1, 1)) ** self.params.length_penalty
         return (self.uncounted_eos, factor) if factor != 1.0 else None

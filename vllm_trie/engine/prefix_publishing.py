@@ -56,7 +56,7 @@ class AnswerCache:
             request.block_hashes.extend(self._hasher(request))
 
     def enter(self, request: Request, group: BeamGroup, steps: Sequence[Step], length: int) -> None:
-        """Enter the best finished hypothesis, if it ended in one of these steps, as far as a row holds it.
+        """Enter the best finished hypothesis, which ended in one of these steps, as far as a row holds it.
 
         What a forest computed beyond its roots is left out: rows hold it of the beams alone that all steps led to.
 
@@ -67,7 +67,7 @@ class AnswerCache:
             length: Tokens that each row had generated before them, all of them computed.
         """
         ended_at, row = group.best_end
-        if self._hasher is None or not self._enters or ended_at < length:
+        if self._hasher is None or not self._enters:
             return
         for step in reversed(steps[: ended_at - length]):
             row = int(step.parents[row])

@@ -22,7 +22,7 @@ from vllm_trie.compat.fingerprint import steps_to_check
 from vllm_trie.compat.patch import Patch, wrap_all
 from vllm_trie.engine.answer_prefix import AnswerChangedError
 from vllm_trie.engine.catalogs import EngineCatalogs
-from vllm_trie.engine.grammar import GrammarError, RowMatchers, fill_masks, why_not_along
+from vllm_trie.engine.grammar import GrammarError, fill_masks, why_not_along
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.known_caches import refuse_unsupported_kv_cache
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
@@ -223,8 +223,9 @@ class BeamScheduler(Rests, Scheduler):
             self._budgets.share_out(list(self._growing(output, steps)), output, num_tokens, spare_tokens)
         for group_id, step in steps.items():
             self.groups[group_id].num_pending += step.selects
-        if steps or self.catalogs.has_changes:
-            attach_beams(output, steps, self.catalogs.take_changes())
+        has_changes = self.catalogs.changes is not None
+        if steps or has_changes:
+            attach_beams(output, steps, self.catalogs.take_changes() if has_changes else None)
         if self._steps_to_check > 0:
             self.check_invariants()
             num_rows, num_tokens = self._num_rows(), self._num_tokens(output, steps)
@@ -301,7 +302,8 @@ class BeamScheduler(Rests, Scheduler):
                 step.num_shared = self.kv_cache_manager.num_shared_tokens(group_id)
                 step.resumed = group.resumed() if update.rows is not None else None
             steps[group_id] = step
-        mark_new_prefixes(steps, output, self.requests, self.kv_cache_manager)
+        if self._budgets is not None:
+            mark_new_prefixes(steps, output, self.requests, self.kv_cache_manager)
         return steps
 
     def _rows(self, request: Request) -> int:
@@ -319,7 +321,7 @@ class BeamScheduler(Rests, Scheduler):
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> GrammarOutput | None:
         steps = group_steps(scheduler_output)
         groups = ((group_id, self.groups.get(group_id)) for group_id in steps)
-        matchers = {id_: group.matchers for id_, group in groups if group and isinstance(group.matchers, RowMatchers)}
+        matchers = {id_: group.matchers for id_, group in groups if group and group.matchers is not None}
         if not matchers:
             return super().get_grammar_bitmask(scheduler_output, **kwargs)
         others = {id_: n for id_, n in scheduler_output.num_scheduled_tokens.items() if id_ not in matchers}
@@ -450,13 +452,14 @@ class BeamScheduler(Rests, Scheduler):
             self._post_end(self.requests[group_id], self.groups[group_id], error_output(reason))
             super().finish_requests(group_id, RequestStatus.FINISHED_ERROR)
             self._close_group(group_id, "error")
-        self.outbox.empty_into(outputs, tells_finished=self.finished_req_ids_dict is not None)
+        if self.outbox:
+            self.outbox.empty_into(outputs, tells_finished=self.finished_req_ids_dict is not None)
         if self.groups or self.tally.has_news or self.catalogs.has_news:
             self._report(outputs)
         if self._steps_to_check > 0:
             self.check_invariants()
             self._steps_to_check -= bool(self._now.results)
-        if not (self.groups or self._now.has_released or self.catalogs.has_changes or self._budgets):
+        if not (self.groups or self._now.has_released or self.catalogs.changes or self._budgets):
             self.rest()
         return outputs
 
@@ -520,7 +523,7 @@ class BeamScheduler(Rests, Scheduler):
         group.counts.add(counts)
         if group.stream is not None and not over and request.request_id not in self._failed:
             self._send_part(request, group)
-        if was_decoding and not is_stale:
+        if was_decoding and not is_stale and group.best_end.length >= length:
             self._answers.enter(request, group, decided.steps, length)
         if over:
             request.status = RequestStatus.FINISHED_STOPPED

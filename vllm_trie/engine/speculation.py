@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from vllm_trie.engine.forests import Forests
-from vllm_trie.engine.group import BeamGroup
+from vllm_trie.engine.group import BeamGroup, Forests
 from vllm_trie.messages import Decided, Drafted, GroupStep
 from vllm_trie.options import BeamParams
 

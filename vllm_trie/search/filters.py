@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_trie.search.devices import NEVER, sees
-from vllm_trie.search.parts import in_parts, near, parts, split
+from vllm_trie.search.parts import CELLS_NEAR, in_parts, near, parts, split
 from vllm_trie.search.token_tables import columns
 
 LONG_ROW = 1 << 18  # longer than a vocabulary
@@ -62,7 +62,7 @@ def log_probabilities(
 
 def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """In float32. A host converts few rows at a time, which it then has near at hand."""
-    if not sees(logits.device):
+    if not sees(logits.device) or logits.numel() <= CELLS_NEAR:
         return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     logprobs = logits.new_empty(logits.shape, dtype=torch.float32)
     for some, of_some in zip(near(logits.reshape(-1, logits.shape[-1])), near(logprobs.flatten(0, -2)), strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -16,30 +16,33 @@ def announce_shared_rows(
     runner: GPUModelRunner, context: StepContext, groups: Mapping[str, GroupRows], batch: InputBatch
 ) -> None:
     """Hand the rows of all decoding groups, and their trees, to the builders of the target model's layers."""
-    if not context.decoding:
+    if not context.num_shared:
         return
     rows = BatchRows(batch, runner.max_num_reqs)
     places = {group_id: rows.places(groups[group_id].slots) for group_id in context.decoding}
     trees = {group_id: forest_step.trees(rows) for group_id, forest_step in context.forests.items()}
-    for builder, shared in _builders(runner, context):
-        sharing = [SharedRows(places[group_id], num, trees.get(group_id)) for group_id, num in shared.items()]
+    for number, builder in _builders(runner):
+        sharing = [SharedRows(places[id_], num[number], trees.get(id_)) for id_, num in context.num_shared.items()]
         takes = builder.takes([(len(rows.places), rows.num_shared) for rows in sharing])
         builder.announce([rows for rows, takes_it in zip(sharing, takes, strict=True) if rows.trees or takes_it])
 
 
-def reads_shared_blocks_once(runner: GPUModelRunner, context: StepContext, groups: Mapping[str, GroupRows]) -> bool:
-    """Whether any layer will do that in this step, known before there is a batch."""
-    return any(
-        any(builder.takes([(len(groups[group_id].slots), num_shared) for group_id, num_shared in shared.items()]))
-        for builder, shared in _builders(runner, context)
+def reads_shared_blocks_once(runner: GPUModelRunner, sharing: Collection[tuple[int, list[int]]]) -> bool:
+    """Whether any layer will do that in this step, known before there is a batch.
+
+    Args:
+        runner: vLLM's.
+        sharing: Of each decoding group: its rows, and by KV cache group how many first tokens they share.
+    """
+    return bool(sharing) and any(
+        any(builder.takes([(num_rows, counts[number]) for num_rows, counts in sharing]))
+        for number, builder in _builders(runner)
     )
 
 
-def _builders(runner: GPUModelRunner, context: StepContext) -> Iterator[tuple[SharesPrefixes, dict[str, int]]]:
-    """Those that may make use of it, with the number of first tokens that the rows of each decoding group share."""
-    shared = {key: step.num_shared for key, step in context.steps.items() if step.decodes and step.num_shared}
-    for number, attn_groups in enumerate(runner.attn_groups if shared else ()):
-        of_tables = {group_id: counts[number] for group_id, counts in shared.items()}
+def _builders(runner: GPUModelRunner) -> Iterator[tuple[int, SharesPrefixes]]:
+    """Those that may make use of it, each after its KV cache group."""
+    for number, attn_groups in enumerate(runner.attn_groups):
         for attn_group in attn_groups:
             if isinstance(builder := attn_group.get_metadata_builder(0), SharesPrefixes):
-                yield builder, of_tables
+                yield number, builder

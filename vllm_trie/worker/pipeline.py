@@ -7,11 +7,12 @@ out when the group's next step comes: until then nothing reads or writes what is
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.pp_utils import PPHandler
 
-from vllm_trie.worker.kv.reorder import Reorders
+from vllm_trie.worker.kv.reorder import rows_of_groups
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows, NextBeams
 from vllm_trie.worker.rows.rows import Rows
 from vllm_trie.worker.step_context import StepContext
@@ -64,7 +65,7 @@ class Stages:
 
     def continue_histories(self, step: StepContext) -> None:
         """On an earlier stage, before a step: carry out what came of the last one of each group in it."""
-        reorders = Reorders()
+        moved = list[tuple[GroupRows, NextBeams]]()
         for group_id in step.steps:
             group = self._groups[group_id]
             beams, group.next_beams = group.next_beams, None
@@ -73,9 +74,11 @@ class Stages:
             self._handler.main_stream.wait_event(beams.received)
             group.tokens = beams.tokens.long()
             if beams.have_rows and len(group.slots) > 1:
-                parents = beams.parents.long()[None]  # as on the last stage, or the kernel would be compiled anew
-                reorders.add(group.slots[None], parents, [len(group.prompt)], [beams.num_tokens])
-        self._rows.reorder(reorders)
+                moved.append((group, beams))
+        rows = rows_of_groups([group.slots[None] for group, _ in moved], [[len(group.prompt)] for group, _ in moved])
+        num_tokens = np.repeat([beams.num_tokens for _, beams in moved], [len(group.slots) for group, _ in moved])
+        # As on the last stage, or the kernel would be compiled anew.
+        self._rows.reorder(rows, num_tokens, [beams.parents.long() for _, beams in moved])
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         handler = self._handler

@@ -30,7 +30,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from vllm_trie.compat.at_rest import Rests
 from vllm_trie.messages import BEAM_GROUPS, attach_results, catalog_changes, row_masks
-from vllm_trie.search.devices import sees, uploaded_once
+from vllm_trie.search.devices import sees
 from vllm_trie.selection import config_of, has_logits_processors
 from vllm_trie.speculative_config import speculation
 from vllm_trie.worker import launches
@@ -38,7 +38,7 @@ from vllm_trie.worker.announce_shared_rows import announce_shared_rows, reads_sh
 from vllm_trie.worker.attention.check_attention import check_demanded_layers
 from vllm_trie.worker.expand import expand
 from vllm_trie.worker.rows.catalogs import DeviceCatalogs
-from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.rows.new_rows import may_copy_rows, refuse_own_state
 from vllm_trie.worker.rows.rows import Rows
 from vllm_trie.worker.rows.sub_batch import put_sampled, scatter_logprobs, sub_batch
@@ -71,7 +71,8 @@ class BeamModelRunner(Rests, GPUModelRunner):
         self.step = StepContext()
         self.rank_check: RankCheck | None = None
         self.stages: Stages | None = None
-        self._sets_rows_apart = False  # whether attention does so in this step, see `announce_shared_rows`
+        # Of the last step: by group its rows, and how many tokens they share; whether attention reads these once.
+        self._sharing: tuple[dict[str, tuple[int, list[int]]], bool] = {}, False
         self.catalogs: DeviceCatalogs
         self.rows: Rows
         self.selector: Selector
@@ -159,16 +160,19 @@ class BeamModelRunner(Rests, GPUModelRunner):
         else:
             if self.is_at_rest:
                 self.wake()
-            with gpu_sync_allowed():
-                self.catalogs.apply(catalog_changes(scheduler_output))
+            for changes in catalog_changes(scheduler_output):
+                with gpu_sync_allowed():
+                    self.catalogs.apply(changes)
             scheduler_output, self.step = expand(scheduler_output, self.groups, self.device, self._copies_rows)
+            if self.sampler is not None and not self.step.steps:
+                self.selector.forget()
         output = super().execute_model(scheduler_output, *args, dummy_run=dummy_run, **kwargs)
         if self.speculator is not None and not dummy_run and self.execute_model_state is not None:
             self.speculation.keep(self.execute_model_state)
         return output
 
     def rest(self) -> None:
-        self.step, self._sets_rows_apart = StepContext(), False
+        self.step = StepContext()
         super().rest()
 
     def update_pp_decode_requests(self, *args: Any, **kwargs: Any) -> None:
@@ -192,13 +196,21 @@ class BeamModelRunner(Rests, GPUModelRunner):
         super().update_requests(scheduler_output, **kwargs)
         if self.step.steps:
             self.rows.add_blocks(self.step.steps, self.groups)
-        self.speculation.propose(self.step, self.groups, scheduler_output)
+        if self.speculator is not None:
+            self.speculation.propose(self.step, self.groups, scheduler_output)
 
     def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
         state, uniform_token_count = super().gather_batch_req_state(*args, **kwargs)
-        self._sets_rows_apart = bool(self.step.forests) or reads_shared_blocks_once(self, self.step, self.groups)
+        sharing = {group_id: (len(self.groups[group_id].slots), num) for group_id, num in self.step.num_shared.items()}
+        if sharing != self._sharing[0]:
+            self._sharing = sharing, reads_shared_blocks_once(self, sharing.values())
         # Full graphs of decoding steps hold vLLM's attention.
         return state, None if self._sets_rows_apart else uniform_token_count
+
+    @property
+    def _sets_rows_apart(self) -> bool:
+        """Whether attention does so in this step, see `announce_shared_rows`."""
+        return self._sharing[1] or bool(self.step.forests)
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         if not self.step.forests:
@@ -237,14 +249,8 @@ class BeamModelRunner(Rests, GPUModelRunner):
         invalid_drafts: torch.Tensor | None = None,
     ) -> SamplerOutput:
         """Where vLLM samples from logits [N, V]: beam rows get their tokens by the search, the others by vLLM."""
-        step, rows = self.step, BatchRows(batch, self.max_num_reqs)
-        is_ordinary = np.ones(batch.num_reqs, dtype=bool)
-        # And how many tokens of the row were for nothing; both aligned, or vLLM's kernels would be compiled anew.
-        num_sampled = np.zeros((2, -(-batch.num_reqs // 4) * 4), dtype=np.int32)
-        for group_id, group_step in step.steps.items():
-            places = rows.places(self.groups[group_id].slots)
-            is_ordinary[places], num_sampled[0, places] = False, group_step.selects
-        ordinary, of_ordinary = is_ordinary.nonzero()[0], None
+        step, plan = self.step, self.selector.plan(self.step, batch)
+        rows, ordinary, num_sampled, of_ordinary = plan.rows, plan.ordinary, plan.num_sampled, None
         if len(ordinary):
             smaller = sub_batch(batch, ordinary)
             if smaller.batch.num_draft_tokens:
@@ -258,17 +264,18 @@ class BeamModelRunner(Rests, GPUModelRunner):
         of_others = 1 if of_ordinary is None else of_ordinary.sampled_token_ids.shape[1]
         sampled = torch.zeros(batch.num_reqs, max(step.most_steps, of_others), dtype=torch.int64, device=self.device)
         amateur = None if self.amateur is None else self.amateur.of_step(step.steps, self.groups, rows)
-        with gpu_sync_allowed() if step.waits or self.rank_check is not None else nullcontext():
-            step.selected = self.selector.select(step, rows, logits, sampled, amateur)
+        with gpu_sync_allowed() if step.forests or plan.waits or self.rank_check is not None else nullcontext():
+            step.selected = self.selector.select(step, plan, logits, sampled, amateur)
             if step.forests:
+                num_sampled = num_sampled.copy()
                 step.decided = self.speculation.accept(rows, logits, sampled, num_sampled)
             if self.rank_check is not None:
                 decided = step.results([selected.packed.cpu().numpy() for selected in step.selected])
                 arrays = {group_id: of_group.as_arrays() for group_id, of_group in decided.items()}
                 self.rank_check.compare("beams", arrays)
-        # Where nothing is written to them, they come again and again.
-        there = async_tensor_h2d if of_ordinary is not None else partial(uploaded_once, dtype=np.int32)
-        counts, rejected = there(num_sampled, device=self.device)[:, : batch.num_reqs]
+        is_planned = of_ordinary is None and not step.forests  # and nothing is written to them
+        counts = plan.counts if is_planned else async_tensor_h2d(num_sampled, device=self.device)
+        counts, rejected = counts[:, : batch.num_reqs]
         step.decided_at.record()
         num_nans = get_num_nans(logits[batch.cu_num_logits[:-1].long()]) if sampler.compute_nans else None
         if of_ordinary is None:

@@ -53,9 +53,14 @@ class StepContext:
     decided_at: Any = field(default_factory=lambda: torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     @property
-    def plain(self) -> dict[str, GroupStep]:
-        """Those of groups that take one step of their search each."""
-        return {key: step for key, step in self.steps.items() if step.selects and key not in self.forests}
+    def plain(self) -> set[str]:
+        """Groups that take one step of their search each."""
+        return {key for key, step in self.steps.items() if step.selects and key not in self.forests}
+
+    @property
+    def num_shared(self) -> dict[str, list[int]]:
+        """Of groups that run with all their rows: by KV cache group how many first tokens these share."""
+        return {key: step.num_shared for key, step in self.steps.items() if step.decodes and step.num_shared}
 
     @property
     def decoding(self) -> list[str]:
@@ -76,11 +81,6 @@ class StepContext:
     def most_steps(self) -> int:
         """Steps of the search that any group can take."""
         return max((1 + forest_step.num_layers for forest_step in self.forests.values()), default=1)
-
-    @property
-    def waits(self) -> bool:
-        """Whether the host waits for the device in it: for forests, or for stop strings, which it looks for in text."""
-        return bool(self.forests) or any(step.rules.stops.strings for step in self.steps.values())
 
     def results(self, packed: Sequence[np.ndarray]) -> dict[str, Decided]:
         """All that was decided, by group. `packed`: copies of what is on the device."""

@@ -12,7 +12,7 @@ from vllm_trie.search.rank import rank_candidates
 from vllm_trie.search.slots import select_next
 from vllm_trie.worker.kv import copies, moves, reorder
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
-from vllm_trie.worker.kv.reorder import Reorders, RowReorder, Tables
+from vllm_trie.worker.kv.reorder import RowReorder, Tables, rows_of_groups
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -31,15 +31,18 @@ CONTENTS = KVBlocks([torch.zeros(NUM_BLOCKS, 8, device=DEVICE)], NUM_BLOCKS)  # 
 def some_reorder(num_tokens: Sequence[int], seed: int) -> RowReorder:
     """Three groups of one class and two of another, their rows anywhere, as after a step of the search."""
     slots = torch.randperm(NUM_SLOTS, generator=seeded(seed)).numpy()
-    reorders = Reorders()
-    start = 0
+    start, of_classes, chosen, repeated = 0, list[np.ndarray](), list[torch.Tensor](), list[np.ndarray]()
     for width, lengths in ((4, num_tokens[:3]), (5, num_tokens[3:])):
         total = torch.randn(len(lengths), width, 7, generator=seeded(seed + width)) - 9
         candidates = rank_candidates(total, torch.zeros(len(lengths), width), 2 * width)
         parents = select_next(candidates, torch.ones(len(lengths), 2 * width, dtype=torch.bool), width, width).parents
         of_class = slots[start : (start := start + len(lengths) * width)].reshape(len(lengths), width)
-        reorders.add(of_class, parents.to(DEVICE), [length // 2 for length in lengths], lengths)
-    return reorders.on(torch.device(DEVICE))
+        of_classes.append(of_class)
+        chosen.append(parents.to(DEVICE))
+        repeated.append(np.repeat(lengths, width))
+    num_common = [[length // 2 for length in lengths] for lengths in (num_tokens[:3], num_tokens[3:])]
+    rows = rows_of_groups(of_classes, num_common)
+    return RowReorder.of(rows, np.concatenate(repeated), chosen, torch.device(DEVICE))
 
 
 def some_tables() -> Tables:

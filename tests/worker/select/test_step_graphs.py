@@ -146,7 +146,7 @@ def test_newest_tokens_of_rows_go_where_the_rows_are_in_the_batch(search: str) -
         step.restore()
         sampled = torch.full((len(step.logits), 2), -7, dtype=torch.int64, device=DEVICE)
         batch = step.batch()
-        step.selector.select(step.context, batch, step.logits, sampled)
+        step.selector.select(step.context, step.selector.plan(step.context, batch.batch), step.logits, sampled)
         expected = torch.full_like(sampled, -7)
         for group in step.groups.values():
             expected[torch.from_numpy(batch.places(group.slots)), 0] = group.tokens
@@ -163,10 +163,11 @@ def test_one_graph_serves_all_batches_with_as_many_rows() -> None:
         results = []
         for one in (step, without):
             one.restore()
-            batch = one.batch()
-            batch._place_of_slot[one._in_batch.ravel()] = order
+            batch = one.batch().batch
+            batch.idx_mapping_np = one._in_batch.ravel()[order]
+            plan = one.selector.plan(one.context, batch)
             sampled = torch.zeros(len(one.logits), 1, dtype=torch.int64, device=DEVICE)
-            (selected,) = one.selector.select(one.context, batch, one.logits, sampled)
+            (selected,) = one.selector.select(one.context, plan, one.logits, sampled)
             results.append([selected.packed, sampled])
         assert all(map(torch.equal, *results))
     assert captures.count == 1

@@ -159,10 +159,10 @@ def test_vllm_is_told_of_the_waits_for_forests_and_catalogs(monkeypatch: pytest.
     runner.speculator, runner.block_tables = None, SimpleNamespace(apply_staged_writes=lambda: None)
     runner.device = NOWHERE
     runner.speculation, runner.groups, runner.step = TreeSpeculation(runner), {}, drafting
-    runner.speculation.drafter = SimpleNamespace(draft=waiting)
+    runner.speculator, runner.speculation.drafter = SimpleNamespace(), SimpleNamespace(draft=waiting)
     runner.update_requests(None)
     runner.catalogs, runner.speculation = SimpleNamespace(apply=waiting), Speculation()
-    runner._copies_rows, runner.execute_model_state = False, None
+    runner._copies_rows, runner.execute_model_state, runner.sampler = False, None, None
     monkeypatch.setattr(runner_module, "StepContext", lambda: drafting)
     monkeypatch.setattr(runner_module, "expand", lambda output, *_: (output, None))
     output = SchedulerOutput.make_empty()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_trie.engine.forests import Forests
+from vllm_trie.engine.group import Forests
 from vllm_trie.options import BeamParams
 from vllm_trie.options.speculation import DRAFTS_PER_BEAM
 from vllm_trie.speculation.search.forest_size import Acceptance

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from vllm.config import SpeculativeConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_trie.engine.forests import Forests
-from vllm_trie.engine.group import BeamGroup
+from vllm_trie.engine.group import BeamGroup, Forests
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.speculation import Budgets, Growing
 from vllm_trie.messages import CANNOT_DRAFT, MOST_DRAFTS, Decided, Drafted, SpeculationBudget

@@ -85,7 +85,7 @@ class Walk:
             taken = self._take(rules, nodes, beams)
             self.steps.append(Walked(taken, beams.after(taken.going)))
             yield taken
-            if rules.is_last or rules is all_rules[-1]:
+            if rules.is_last or len(self.steps) == len(all_rules):
                 return
             nodes, is_drafted = self._next_nodes(taken, nodes)
             beams = self.steps[-1].after.only(is_drafted)

@@ -60,7 +60,7 @@ class SearchedForest(ForestStep):
             drafts = [self.forest.child(beams[-1][parent], token) for parent, token in chosen]
             is_seen = np.array([draft is not None for draft in drafts])
             may_go_on = is_seen.any() if rules.ranks_together else is_seen.all()
-            if rules is self.rules[-1] or rules.is_last or step.num_beams < len(drafts) or not may_go_on:
+            if len(steps) == len(self.rules) or rules.is_last or step.num_beams < len(drafts) or not may_go_on:
                 break
             unseen = step.scores[~is_seen].max(initial=DEAD)
             beams.append([ROOT_OF_DEAD if draft is None else draft for draft in drafts])

@@ -6,12 +6,10 @@ A row that continues another is dead itself: no row is both source and destinati
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 
 from vllm_trie.search.devices import numbers, uploaded
 from vllm_trie.worker import launches
@@ -21,35 +19,22 @@ from vllm_trie.worker.kv.kv_slots import KVSlots
 LARGE_BLOCK = 128  # tokens: from here on a part of a block is copied faster than all of it
 
 
-@dataclass(slots=True)
-class Reorders:
-    """What rows of the batch continue, before it is carried out; groups of equal width come together."""
+def rows_of_groups(slots: Sequence[np.ndarray], num_common: Sequence[Sequence[int]]) -> np.ndarray:
+    """[3, R] int64 what is known of rows before they are to continue others: see `MovingRows`, the last count apart.
 
-    rows: list[np.ndarray] = field(default_factory=list)  # [4, R]: slot, first row of the group, and two counts
-    parents: list[torch.Tensor] = field(default_factory=list)
+    The second is the first row of their group among the R.
 
-    def add(self, slots: np.ndarray, parents: torch.Tensor, num_common: Sequence[int], num_tokens: ArrayLike) -> None:
-        """Let rows of G groups continue rows of their own group.
-
-        Args:
-            slots: [G, b], where the rows are.
-            parents: [G, b] on the device, which row of its group each continues.
-            num_common: [G], tokens that are the same in all histories of a group, the first ones.
-            num_tokens: [G], of each history, all of them computed.
-        """
-        (num_groups, width), first = slots.shape, sum(rows.shape[1] for rows in self.rows)
-        rows = np.empty((4, num_groups, width), np.int64)
-        rows[0] = slots
-        rows[1].T[:] = range(first, first + slots.size, width)
-        rows[2].T[:], rows[3].T[:] = num_common, num_tokens
-        self.rows.append(rows.reshape(4, -1))
-        self.parents.append(parents.flatten())
-
-    def on(self, device: torch.device) -> RowReorder:
-        """All of it, on the device."""
-        on_host = np.concatenate(self.rows, axis=1)
-        parents = self.parents[0] if len(self.parents) == 1 else torch.cat(self.parents)
-        return RowReorder(uploaded(on_host, device), parents, on_host[3])
+    Args:
+        slots: [G, b] of the rows of equally wide groups; such groups come together.
+        num_common: [G] each, tokens that are the same in all histories of a group, the first ones.
+    """
+    rows, first = [np.empty((3, 0), np.int64)], 0
+    for of_groups, of_prompts in zip(slots, num_common, strict=True):
+        width, count = of_groups.shape[1], of_groups.size
+        firsts = np.arange(first, first + count, width)
+        rows.append(np.stack([of_groups.ravel(), firsts.repeat(width), np.repeat(of_prompts, width)]))
+        first += count
+    return np.concatenate(rows, axis=1)
 
 
 class RowReorder(NamedTuple):
@@ -60,6 +45,21 @@ class RowReorder(NamedTuple):
     )  # [4, R] int64: slots, the first row of their group among the R, and two counts: see `MovingRows`
     parents: torch.Tensor  # [R] integers, which row of its group each continues
     num_tokens_on_host: np.ndarray  # [R], the last of the counts
+
+    @classmethod
+    def of(
+        cls, rows: np.ndarray, num_tokens: np.ndarray, parents: Sequence[torch.Tensor], device: torch.device
+    ) -> RowReorder:
+        """Let rows continue rows of their own group.
+
+        Args:
+            rows: [3, R], see `rows_of_groups`.
+            num_tokens: [R], of each history, all of them computed.
+            parents: [G, b] each, on the device, which row of its group each continues.
+            device: That.
+        """
+        of_rows = torch.cat([chosen.flatten() for chosen in parents]) if len(parents) > 1 else parents[0].flatten()
+        return cls(uploaded(np.vstack([rows, num_tokens]), device), of_rows, num_tokens)
 
     @property
     def sources(self) -> torch.Tensor:

@@ -26,7 +26,7 @@ class NextBeams(NamedTuple):
     received: Any  # the event of its stream after which they are there
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class GroupRows:
     """The rows of one group, each a request with a slot of its own to vLLM's runner."""
 

@@ -56,7 +56,7 @@ class RowBeams:
         vocab_size: int,
         amateur: torch.Tensor | None = None,
     ) -> Beams:
-        """Of some groups with these rules, before they select.
+        """Of some groups with these rules, which have constraints, before they select.
 
         Args:
             rules: Theirs.
@@ -68,10 +68,8 @@ class RowBeams:
             amateur: [G, r, V] logits of a draft model, where the rules contrast it.
         """
         beams = beams_of(groups)
-        if not (constraints := self._constraints(rules)):
-            return beams
         states = dict(beams.states)
-        for key in constraints:
+        for key in self._constraints(rules):
             if key.source is Source.TOKENS:
                 states[key] = self._tokens(np.array([group.slots for group in groups]), num_tokens)
             elif key.source is Source.MASKS and masks:

@@ -28,7 +28,7 @@ from vllm_trie.worker.attention.tree_layers import kv_slots
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
 from vllm_trie.worker.kv.kv_slots import KVSlots, TokenStates
 from vllm_trie.worker.kv.moves import copy_to_others
-from vllm_trie.worker.kv.reorder import LARGE_BLOCK, Reorders, RowReorder, Tables, reorder_rows
+from vllm_trie.worker.kv.reorder import LARGE_BLOCK, RowReorder, Tables, reorder_rows
 from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.rows.new_rows import arrays_by_slot
 
@@ -220,12 +220,18 @@ class Rows:
         if copies:
             copy_to_others(self.kv_blocks, np.concatenate(copies))
 
-    def reorder(self, reorders: Reorders, is_controlled: bool = False) -> None:
-        """Let rows continue the histories of others, and where they are controlled, what their logits go by."""
-        if not reorders.rows:
+    def reorder(
+        self, rows: np.ndarray, num_tokens: np.ndarray, parents: Sequence[torch.Tensor], is_controlled: bool = False
+    ) -> None:
+        """Let rows continue the histories of others, and where they are controlled, what their logits go by.
+
+        Args:
+            rows, num_tokens, parents: See `RowReorder.of`.
+        """
+        if not parents:
             return
-        moved, tokens = reorders.on(self.device), self._runner.req_states.all_token_ids.gpu
-        reorder_rows(moved, tokens, self.tables, self.kv_blocks, self._parts_of_blocks)
+        moved = RowReorder.of(rows, num_tokens, parents, self.device)
+        reorder_rows(moved, self.all_tokens, self.tables, self.kv_blocks, self._parts_of_blocks)
         if is_controlled:
             self._reorder_controls(moved)
 

@@ -28,14 +28,14 @@ class TakeRows:
     """Takes a step by kernels where they can, else by torch; called as `kernels.step.TakeStep`."""
 
     means: Means
-    which: Callable[[], slice | torch.Tensor]  # those of the rows among all logits; asked for where torch takes it
+    which: slice | torch.Tensor  # those of the rows among all logits, where torch takes it
 
     def __call__(
         self, rules: SelectRules, logits: RowLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
     ) -> Taken:
         if take := by_kernels(rules, beams, logits.values.shape[1]):
             return take(rules, logits, beams, places, sampled)
-        step = take_step(rules, logits.values[self.which()].view(*beams.scores.shape, -1), beams, self.means)
+        step = take_step(rules, logits.values[self.which].view(*beams.scores.shape, -1), beams, self.means)
         sampled[:, 0].index_copy_(0, places, newest_of(Going.of(step), beams))
         return Taken(Going.of(step), *packed(step))
 

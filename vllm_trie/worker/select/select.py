@@ -6,10 +6,9 @@ text.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -23,31 +22,22 @@ from vllm_trie.search.step import is_light, take_step
 from vllm_trie.search.step_result import Going, Taken, packed
 from vllm_trie.search.stop_strings import CONTEXT, TextEnd
 from vllm_trie.worker import launches
-from vllm_trie.worker.kv.reorder import Reorders
 from vllm_trie.worker.rows.catalogs import DeviceCatalogs
-from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
+from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows, beams_of
 from vllm_trie.worker.rows.row_beams import RowBeams
 from vllm_trie.worker.rows.row_params import stop_strings_of
 from vllm_trie.worker.rows.rows import Rows
+from vllm_trie.worker.select.cohort import BatchPlan, Cohort, InStep, which_of
 from vllm_trie.worker.step_context import PackedStep, StepContext
 
 if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     from vllm_trie.worker.select.amateur import AmateurLogits
     from vllm_trie.worker.select.step_graphs import StepGraphs
 
 Group = TypeVar("Group")
-
-
-class RowsOf(NamedTuple):
-    """The rows of groups with equal rules, in one step."""
-
-    rules: SelectRules
-    rows: BatchRows
-    slots: np.ndarray  # [G, b]
-    places: np.ndarray  # [G, r], in the batch
-    beams: Beams  # before the step
 
 
 @lru_cache(maxsize=64)
@@ -78,6 +68,8 @@ class Selector:
         self._groups = groups
         self._sampler = runner.sampler
         self._most_together = most_together
+        self._max_num_reqs = runner.max_num_reqs
+        self._plan: BatchPlan | None = None
         self.rows = rows
         self.row_beams = RowBeams(rows, catalogs)
         self.graphs: StepGraphs | None = None
@@ -90,10 +82,33 @@ class Selector:
                 group, step = self._groups[group_id], context.steps[group_id]
                 group.beams = group.beams._replace(states=self.row_beams.begin(step.rules, step.resumed))
 
+    def forget(self) -> None:
+        """Keep nothing of the last batch: there are no groups in this one."""
+        self._plan = None
+
+    def plan(self, context: StepContext, batch: InputBatch) -> BatchPlan:
+        """What is known of a batch before there are logits: what was known of the last one, as a rule."""
+        plain, masks = context.plain, context.masks
+        in_step = {
+            group_id: InStep(
+                self._groups[group_id],
+                step.rules,
+                step.decodes,
+                step.selects,
+                group_id in plain,
+                group_id in masks,
+            )
+            for group_id, step in context.steps.items()
+        }
+        if self._plan is None or not self._plan.fits(in_step, batch):
+            self._plan = BatchPlan(in_step, BatchRows(batch, self._max_num_reqs), self.parts, self.rows.device)
+        self._plan.rows.batch = batch
+        return self._plan
+
     def select(
         self,
         context: StepContext,
-        rows: BatchRows,
+        plan: BatchPlan,
         logits: torch.Tensor,
         sampled: torch.Tensor,
         amateur: AmateurLogits | None = None,
@@ -102,75 +117,61 @@ class Selector:
 
         Args:
             context: The step's.
-            rows: Where its rows are.
+            plan: Of its batch.
             logits: [N, V], unprocessed.
             sampled: [R, ...] int64, receives the newest token of every row of a group.
             amateur: Of the rows of groups that contrast a draft model, if there are any.
         """
-        selected, reorders = [], Reorders()
+        selected, parents = [], []
         into_slots = launches.for_gpus("kernels.slots").select_next if launches.run_on(logits.device) else select_next
-        for rules, decodes, has_masks, group_ids in (together := self._together(context)):
-            groups = [self._groups[group_id] for group_id in group_ids]
-            slots = np.array([group.slots for group in groups])
-            places = rows.places(slots)
-            num_tokens = rows.num_tokens(places[:, 0])
-            draws = [draw for group_id in group_ids if (draw := context.steps[group_id].draw) is not None]
+        for cohort in plan.cohorts:
+            rules, groups = cohort.rules, cohort.groups
+            num_tokens = plan.rows.num_tokens(cohort.places[:, 0])
+            draws = [draw for group_id in cohort.group_ids if (draw := context.steps[group_id].draw) is not None]
             completes = self.completes(rules, groups, num_tokens)
-            masks = [context.masks[group_id] for group_id in group_ids] if has_masks else []
-            of_amateur = None if amateur is None or not rules.contrasts else amateur.of(places)
-            beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1], of_amateur)
-            means = Means(draws, completes, into_slots)
-            taken = self._take(RowsOf(rules, rows, slots, places, beams), logits, means, sampled)
-            selected.append(PackedStep(group_ids, taken.words, taken.layout))
+            masks = [context.masks[group_id] for group_id in cohort.group_ids] if cohort.what.has_masks else []
+            of_amateur = None if amateur is None or not rules.contrasts else amateur.of(cohort.places)
+            if rules.constraints:
+                beams = self.row_beams.before_step(rules, groups, num_tokens, masks, logits.shape[-1], of_amateur)
+            else:
+                beams = beams_of(groups)
+            own = self._controlled(cohort, plan.rows, logits) if rules.is_controlled else logits
+            taken = self._take(cohort, beams, own, Means(draws, completes, into_slots), sampled)
+            selected.append(PackedStep(cohort.group_ids, taken.words, taken.layout))
             after = beams.after(taken.going)
             for place, (group, own) in enumerate(zip(groups, taken.going.tokens.long(), strict=True)):
                 group.tokens, group.batch, group.place = own, after, place
-            if decodes and places.shape[1] > 1 and not rules.is_last:  # else nobody goes on
-                reorders.add(slots, taken.going.parents, [len(group.prompt) for group in groups], num_tokens)
-        self.rows.reorder(reorders, any(rules.is_controlled for rules, *_ in together))
+            if cohort.moves:
+                parents.append(taken.going.parents)
+        self.rows.reorder(plan.movable, plan.rows.num_tokens(plan.of_movable), parents, plan.is_controlled)
         return selected
-
-    def _together(self, context: StepContext) -> list[tuple[SelectRules, bool, bool, list[str]]]:
-        """Groups that are alike: rules, whether they decode and have masks, ids; few of those that take much memory."""
-        alike = defaultdict(list)
-        for group_id, step in context.plain.items():
-            alike[step.rules, step.decodes, group_id in context.masks].append(group_id)
-        together = []
-        for (rules, decodes, has_masks), group_ids in alike.items():
-            together += [(rules, decodes, has_masks, part) for part in self.parts(rules, group_ids)]
-        return together
 
     def parts(self, rules: SelectRules, groups: list[Group]) -> list[list[Group]]:
         """Groups with equal rules that may take a step together: all of them, or few where it takes much memory."""
         most = len(groups) if is_light(rules) else max(self._most_together // rules.width, 1)
         return [groups[at : at + most] for at in range(0, len(groups), most)]
 
-    def _take(self, of: RowsOf, logits: torch.Tensor, means: Means, sampled: torch.Tensor) -> Taken:
-        """The step of groups with equal rules; `sampled` [R, ...] receives newest tokens."""
-        (rules, _, _, places, beams), (values, index) = of, self._logits(of, logits)
-        if not launches.run_on(logits.device):
-            of_rows = values[self._which(index.ravel())]
-            step = take_step(rules, of_rows.view(*places.shape, -1), beams, means)
-            sampled[self.rows.upload(places), 0] = step.tokens.long()[:, : places.shape[1]]
+    def _take(self, cohort: Cohort, beams: Beams, values: torch.Tensor, means: Means, sampled: torch.Tensor) -> Taken:
+        """The step of groups with equal rules, from logits `values`; `sampled` [R, ...] receives newest tokens."""
+        rules, which = cohort.rules, slice(None) if cohort.rules.is_controlled else cohort.which
+        if not launches.run_on(values.device):
+            step = take_step(rules, values[which].view(*cohort.places.shape, -1), beams, means)
+            sampled[cohort.on_device[1], 0] = step.tokens.long()[:, : cohort.places.shape[1]].flatten()
             return Taken(Going.of(step), *packed(step))
-        at, on_device = uploaded_once(np.stack([index.ravel(), places.ravel()]), logits.device)
+        at, places = cohort.on_device
         kernels = launches.for_gpus("select.by_kernels")
         logits_of = kernels.RowLogits.of(values, at, rules.stops)
         if self.graphs is not None and self.graphs.hold(rules, means, logits_of, beams):
-            taken = self.graphs.take(rules, logits_of, beams, kernels.TakeRows(means, lambda: slice(None)))
+            taken = self.graphs.take(rules, logits_of, beams, kernels.TakeRows(means, slice(None)))
             if taken is not None:
-                sampled[:, 0].index_copy_(0, on_device, kernels.newest_of(taken.going, beams))
+                sampled[:, 0].index_copy_(0, places, kernels.newest_of(taken.going, beams))
                 return taken
-        return kernels.TakeRows(means, lambda: self._which(index.ravel()))(rules, logits_of, beams, on_device, sampled)
+        return kernels.TakeRows(means, which)(rules, logits_of, beams, places, sampled)
 
-    def _logits(self, of: RowsOf, logits: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-        """Logits [N, V], processed if the rules want it, and which of them [G, r] are those of the rows."""
-        index = of.rows.first_logits(of.places)
-        if not of.rules.is_controlled:
-            return logits, index
-        num_tokens = of.rows.num_tokens(of.places).ravel()
-        processed = self.processed(of.rows, logits, index.ravel(), of.slots.ravel(), num_tokens)
-        return processed, np.arange(index.size).reshape(index.shape)
+    def _controlled(self, cohort: Cohort, rows: BatchRows, logits: torch.Tensor) -> torch.Tensor:
+        """[G * r, V] logits of the rows of a cohort, processed."""
+        num_tokens = rows.num_tokens(cohort.places).ravel()
+        return self.processed(rows, logits, cohort.index.ravel(), cohort.slots.ravel(), num_tokens)
 
     def processed(
         self,
@@ -191,7 +192,7 @@ class Selector:
             num_tokens: [N], how many tokens come before what the logits are of.
             depths: [N], how many of the N just before it come on top of that history; none if left out.
         """
-        batch, at, device = rows.batch, self._which(index), logits.device
+        batch, at, device = rows.batch, which_of(index, logits.device), logits.device
         in_slots = uploaded_once(slots, device)
         local = no_depths(len(slots), device) if depths is None else self.rows.upload(depths, torch.int32)
         of_batch = batch.logits_indices, batch.positions, batch.input_ids
@@ -204,13 +205,6 @@ class Selector:
         return self._sampler.apply_sampling_params(
             logits[at], in_slots, in_slots, slots, positions, tokens, local, num_tokens, skip_top_k_top_p=True
         )
-
-    def _which(self, index: np.ndarray) -> slice | torch.Tensor:
-        """[N] as an index on the device; those that follow one another need none."""
-        first, count = int(index[0]), len(index)
-        if index.tolist() == [*range(first, first + count)]:
-            return slice(first, first + count)
-        return uploaded_once(index, self.rows.device)
 
     def completes(
         self,

@@ -1,0 +1,149 @@
+"""What selection knows of a batch before there are logits: made once, and kept until other groups or rows are in it.
+
+From step to step of a search little changes but scores: groups select by the same rules, and their rows are where they
+were.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_trie.search.devices import uploaded, uploaded_once
+from vllm_trie.search.rules import SelectRules
+from vllm_trie.worker.kv.reorder import rows_of_groups
+from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+
+class InStep(NamedTuple):
+    """What a group does in a step."""
+
+    group: GroupRows
+    rules: SelectRules
+    decodes: bool
+    selects: bool
+    is_plain: bool  # it takes one step of its search
+    has_masks: bool  # a grammar says what its rows may take
+
+
+@dataclass(frozen=True, eq=False)
+class Cohort:
+    """G groups with equal rules that select together.
+
+    Args:
+        group_ids: Theirs.
+        what: They do.
+        groups: Their rows.
+        slots: [G, r], of these.
+        places: [G, r], of these in the batch.
+        index: [G, r], which of the batch's logits are those of the rows.
+        device: Of the logits.
+    """
+
+    group_ids: list[str]
+    what: InStep  # of one of them
+    groups: list[GroupRows]
+    slots: np.ndarray
+    places: np.ndarray
+    index: np.ndarray
+    device: torch.device
+
+    @property
+    def rules(self) -> SelectRules:
+        """How they select."""
+        return self.what.rules
+
+    @property
+    def moves(self) -> bool:
+        """Whether rows may continue others afterwards; after the last step nobody goes on."""
+        return self.what.decodes and self.places.shape[1] > 1 and not self.rules.is_last
+
+    @cached_property
+    def which(self) -> slice | torch.Tensor:
+        """`index`, where it is to be looked up on the device."""
+        return which_of(self.index.ravel(), self.device)
+
+    @cached_property
+    def on_device(self) -> torch.Tensor:
+        """[2, G * r] int64: which of the logits that selection sees are those of the rows, and `places`."""
+        seen = np.arange(self.index.size) if self.rules.is_controlled else self.index.ravel()
+        return uploaded(np.stack([seen, self.places.ravel()]), self.device)
+
+
+class BatchPlan:
+    """What is known of one batch, and of those after it that `fit`.
+
+    Args:
+        in_step: Its groups, by id.
+        rows: Where their rows are.
+        parts: Which of some groups with these rules may take a step together.
+        device: Of logits.
+    """
+
+    def __init__(
+        self,
+        in_step: Mapping[str, InStep],
+        rows: BatchRows,
+        parts: Callable[[SelectRules, list[str]], list[list[str]]],
+        device: torch.device,
+    ) -> None:
+        batch = rows.batch
+        self._in_step, self.rows, self._device = in_step, rows, device
+        self._layout = batch.idx_mapping_np.copy(), batch.cu_num_logits_np.copy()
+        alike = defaultdict[tuple[SelectRules, bool, bool], list[str]](list)
+        for group_id, what in in_step.items():
+            if what.is_plain:
+                alike[what.rules, what.decodes, what.has_masks].append(group_id)
+        together = (some for (rules, *_), group_ids in alike.items() for some in parts(rules, group_ids))
+        self.cohorts = [self._cohort(group_ids) for group_ids in together]
+        self.is_controlled = any(cohort.rules.is_controlled for cohort in self.cohorts)
+        self.waits = any(what.rules.stops.strings for what in in_step.values())  # for the device, to look in text
+        is_ordinary = np.ones(batch.num_reqs, dtype=bool)
+        # And how many tokens of the row were for nothing; both aligned, or vLLM's kernels would be compiled anew.
+        self.num_sampled = np.zeros((2, -(-batch.num_reqs // 4) * 4), dtype=np.int32)
+        for what in in_step.values():
+            places = rows.places(what.group.slots)
+            is_ordinary[places], self.num_sampled[0, places] = False, what.selects
+        self.ordinary = is_ordinary.nonzero()[0]  # places of rows of no group
+        moving = [cohort for cohort in self.cohorts if cohort.moves]
+        prompts = [[len(group.prompt) for group in cohort.groups] for cohort in moving]
+        self.movable = rows_of_groups([cohort.slots for cohort in moving], prompts)  # [3, R]
+        self.of_movable = np.concatenate([np.zeros(0, np.int64), *(cohort.places.ravel() for cohort in moving)])  # [R]
+
+    @cached_property
+    def counts(self) -> torch.Tensor:
+        """`num_sampled` on the device. Not to be written to."""
+        return uploaded(self.num_sampled, self._device)
+
+    def fits(self, in_step: Mapping[str, InStep], batch: InputBatch) -> bool:
+        """Whether the same rows are in the same places of another batch, and do the same."""
+        slots, logits = self._layout
+        return (
+            self._in_step == in_step
+            and np.array_equal(slots, batch.idx_mapping_np)
+            and np.array_equal(logits, batch.cu_num_logits_np)
+        )
+
+    def _cohort(self, group_ids: list[str]) -> Cohort:
+        groups = [self._in_step[group_id].group for group_id in group_ids]
+        slots = np.array([group.slots for group in groups])
+        places = self.rows.places(slots)
+        what = self._in_step[group_ids[0]]
+        return Cohort(group_ids, what, groups, slots, places, self.rows.first_logits(places), self._device)
+
+
+def which_of(index: np.ndarray, device: torch.device) -> slice | torch.Tensor:
+    """[N] as an index on a device; numbers that follow one another need none."""
+    first, count = int(index[0]), len(index)
+    if index.tolist() == [*range(first, first + count)]:
+        return slice(first, first + count)
+    return uploaded_once(index, device)
