@@ -4,9 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_trie.entrypoints.beam_params import beam_params
-    from vllm_trie.entrypoints.catalog_api import load_catalog
-    from vllm_trie.entrypoints.compact import Hypotheses, hypotheses
+    from vllm_trie.entrypoints.answers.compact import Hypotheses, hypotheses
+    from vllm_trie.entrypoints.requests.beam_params import beam_params
+    from vllm_trie.entrypoints.server.catalog_api import load_catalog
     from vllm_trie.options import BeamParams
     from vllm_trie.reranking.metrics import HypothesisPair
     from vllm_trie.step_search.scorers import StepCandidate
@@ -26,13 +26,13 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BeamParams": "vllm_trie.options",
-    "Hypotheses": "vllm_trie.entrypoints.compact",
+    "Hypotheses": "vllm_trie.entrypoints.answers.compact",
     "HypothesisPair": "vllm_trie.reranking.metrics",
     "Trace": "vllm_trie.trace",
     "StepCandidate": "vllm_trie.step_search.scorers",
-    "beam_params": "vllm_trie.entrypoints.beam_params",
-    "hypotheses": "vllm_trie.entrypoints.compact",
-    "load_catalog": "vllm_trie.entrypoints.catalog_api",
+    "beam_params": "vllm_trie.entrypoints.requests.beam_params",
+    "hypotheses": "vllm_trie.entrypoints.answers.compact",
+    "load_catalog": "vllm_trie.entrypoints.server.catalog_api",
 }
 
 

@@ -51,7 +51,7 @@ def register() -> None:
     """Called by vLLM in every process."""
     if not create_engine_config.is_applied:
         create_engine_config.wrap(_select)
-        wrap_all("vllm_trie.entrypoints.cli")
+        wrap_all("vllm_trie.entrypoints.server.cli")
         configure_engines_on_cpu(has_beams)
         _make_draft_architecture_known()
 
@@ -129,7 +129,7 @@ def _check_files_and_attention(vllm_config: VllmConfig) -> None:
     from vllm_trie.worker.attention.check_attention import check_demanded_attention
 
     if config_of(vllm_config).has_files:
-        from vllm_trie.entrypoints.catalogs import catalogs_of
+        from vllm_trie.entrypoints.requests.catalogs import catalogs_of
 
         catalogs_of(vllm_config)
     check_demanded_attention(vllm_config)
@@ -143,11 +143,11 @@ def _wrap_front_end(usage_context: UsageContext | None, keeps_stats: bool) -> No
     from vllm.usage.usage_lib import UsageContext
 
     is_offline = usage_context is UsageContext.LLM_CLASS
-    of_requests = "requests", "llm", "search_state", "llm_engine"
-    of_answers = "logprobs", "answer_start"
-    of_servers = "server", "use_beam_search", "async_llm", "streams", "generate_api", "catalog_api"
-    of_stats = ("metrics",) if keeps_stats or not is_offline else ()
-    for module in (*of_requests, *of_answers, *of_stats, *(() if is_offline else of_servers)):
+    answers = "answers.search_state", "answers.logprobs", "answers.answer_start"
+    endpoints = "server.server", "server.use_beam_search", "server.streams", "server.generate_api", "server.catalog_api"
+    of_stats = ("server.metrics",) if keeps_stats or not is_offline else ()
+    of_servers = () if is_offline else ("async_llm", *endpoints)
+    for module in ("requests.requests", "llm", "llm_engine", *answers, *of_stats, *of_servers):
         wrap_all(f"vllm_trie.entrypoints.{module}")
 
 

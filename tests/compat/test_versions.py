@@ -9,7 +9,7 @@ from vllm.sampling_params import BeamSearchParams
 from vllm_trie.compat import versions
 from vllm_trie.compat.fingerprint import SUPPORTED_VERSIONS
 from vllm_trie.compat.versions import eos_token_ids, has_allowlist, own_beams
-from vllm_trie.entrypoints.use_beam_search import _as_vllm_returns_it
+from vllm_trie.entrypoints.server.use_beam_search import _as_vllm_returns_it
 
 EOS, OTHER_EOS, TOKEN = 1, 7, 9
 

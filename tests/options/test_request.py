@@ -11,7 +11,7 @@ from vllm import SamplingParams
 
 from vllm_trie import beam_params
 from vllm_trie.engine.catalogs import num_beams_along
-from vllm_trie.entrypoints.limits import BlocksNeeded, EngineLimits, validate
+from vllm_trie.entrypoints.requests.limits import BlocksNeeded, EngineLimits, validate
 from vllm_trie.options import BeamParams, TrieBeamConfig, parse_options
 from vllm_trie.options.resolve import resolve
 from vllm_trie.sampling_params import is_controlled, logits_filters, stop_tokens

@@ -12,8 +12,8 @@ from tests.support.engine import TRAINED_TARGET
 from tests.support.tokenizers import word_pieces
 from tests.support.traces import random_trace
 from vllm_trie import Trace
+from vllm_trie.entrypoints.answers.search_state import whole
 from vllm_trie.entrypoints.output_hooks import completing
-from vllm_trie.entrypoints.search_state import whole
 from vllm_trie.trace.texts import DECODED_AT_ONCE
 from vllm_trie.trace.trace import tokens_of
 

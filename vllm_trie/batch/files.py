@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from vllm_trie.entrypoints.refusals import lone_surrogate
+from vllm_trie.entrypoints.requests.refusals import lone_surrogate
 
 Id = int | str
 

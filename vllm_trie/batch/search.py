@@ -22,9 +22,9 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_trie.batch.files import JobError, Prompt
 from vllm_trie.batch.options import Job
-from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
-from vllm_trie.entrypoints.limits import BlocksNeeded, engine_limits, validate
-from vllm_trie.entrypoints.requests import searches
+from vllm_trie.entrypoints.answers.beam_results import BEAM_RESULTS
+from vllm_trie.entrypoints.requests.limits import BlocksNeeded, engine_limits, validate
+from vllm_trie.entrypoints.requests.requests import searches
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME
 from vllm_trie.reranking.metrics import metric_of

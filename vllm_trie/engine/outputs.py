@@ -166,7 +166,7 @@ def take_prefill_stats(request: Request, num_cached_tokens: int) -> PrefillStats
 
 
 def compact_answer(found: FoundHypotheses, max_length: int, is_aborted: bool = False) -> dict[str, list[Any]]:
-    """All hypotheses of a search as lists, best first, for its one output: see `entrypoints.compact`."""
+    """All hypotheses of a search as lists, best first, for its one output: see `entrypoints.answers.compact`."""
     reasons = np.where(found.has_ended | (found.lengths < max_length), "stop", "length")
     return {
         "token_ids": found.token_ids,
@@ -179,7 +179,7 @@ def compact_answer(found: FoundHypotheses, max_length: int, is_aborted: bool = F
 def scores_and_stops(found: FoundHypotheses) -> list[dict[str, Any]]:
     """Scores, and the stop tokens that ended hypotheses, best first: vLLM's outputs have no room for these.
 
-    `entrypoints.beam_results` adds the rest.
+    `entrypoints.answers.beam_results` adds the rest.
     """
     pairs = zip(found.scores.tolist(), found.stop_tokens(), strict=True)
     return [{"sequence_score": score, "matched": token} for score, token in pairs]
@@ -191,7 +191,7 @@ def error_output(message: str) -> EngineCoreOutput:
 
 
 def _logprobs(part: Part) -> LogprobsLists:
-    """What is reported of each token, or their sum alone (see `entrypoints.logprobs`)."""
+    """What is reported of each token, or their sum alone (see `entrypoints.answers.logprobs`)."""
     return _sum_alone(part.sum_logprobs) if part.reports is None else LogprobsLists(*part.reports)
 
 
@@ -215,6 +215,6 @@ def _take_events(request: Request) -> list[EngineCoreEvent] | None:
 
 
 def _sum_alone(total: float) -> LogprobsLists:
-    """A sum of log-probabilities, alone; NaN where there is none (see `entrypoints.logprobs`)."""
+    """A sum of log-probabilities, alone; NaN where there is none (see `entrypoints.answers.logprobs`)."""
     nothing = np.zeros((0, 0), dtype=np.int32)
     return LogprobsLists(nothing, np.array([[total]]), nothing)

@@ -14,12 +14,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_trie.compat.patch import arguments, wraps
-from vllm_trie.entrypoints.noted_outputs import noted
+from vllm_trie.entrypoints.answers.noted_outputs import noted
+from vllm_trie.entrypoints.answers.search_state import SearchState, whole
 from vllm_trie.entrypoints.output_hooks import ONLINE
-from vllm_trie.entrypoints.reading import abort_readings, brings_data, generate_once_read
-from vllm_trie.entrypoints.search_state import SearchState, whole
-from vllm_trie.entrypoints.server import is_served, raise_errors
-from vllm_trie.entrypoints.single_tokens import asks_for_single_tokens, with_single_tokens
+from vllm_trie.entrypoints.requests.reading import abort_readings, brings_data, generate_once_read
+from vllm_trie.entrypoints.server.server import is_served, raise_errors
+from vllm_trie.entrypoints.server.single_tokens import asks_for_single_tokens, with_single_tokens
 from vllm_trie.options import asks_for_beams
 
 Generate = Callable[..., AsyncGenerator[RequestOutput, None]]

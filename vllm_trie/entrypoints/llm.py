@@ -20,8 +20,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.compat.versions import has_allowlist
 from vllm_trie.entrypoints.llm_engine import abort_all
-from vllm_trie.entrypoints.refusals import BeamRequestError, refusing
-from vllm_trie.entrypoints.requests import CALLER, forget_unsent, why_not_behind
+from vllm_trie.entrypoints.requests.refusals import BeamRequestError, refusing
+from vllm_trie.entrypoints.requests.requests import CALLER, forget_unsent, why_not_behind
 from vllm_trie.messages import LLM_BEAM_SEARCH, NO_HYPOTHESIS
 from vllm_trie.options import BeamParams, asks_for_beams
 from vllm_trie.selection import has_beams, is_selected, why_without_beams

@@ -9,8 +9,8 @@ from typing import Any
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_trie.compat.patch import wraps
+from vllm_trie.entrypoints.answers.search_state import SearchState
 from vllm_trie.entrypoints.output_hooks import OFFLINE
-from vllm_trie.entrypoints.search_state import SearchState
 
 
 @wraps("add_request", LLMEngine)

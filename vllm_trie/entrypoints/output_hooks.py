@@ -135,7 +135,7 @@ OFFLINE: Hooks[LLMEngine, OfflineHook[Any]] = Hooks(
 ONLINE: Hooks[AsyncLLM, OnlineHook] = Hooks({"step_search": "vllm_trie.step_search.online:StepSearches"})
 
 COMPLETE = {  # fields of an answer that the engine sends in part: what completes them, in the front end
-    "beam_results": "vllm_trie.entrypoints.beam_results:complete_beam_results",
+    "beam_results": "vllm_trie.entrypoints.answers.beam_results:complete_beam_results",
     "trace": "vllm_trie.trace.texts:complete_trace",
 }
 _load: Callable[[str], Complete] = cache(resolve_name)

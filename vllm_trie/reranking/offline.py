@@ -16,10 +16,10 @@ from vllm.utils import random_uuid
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_trie.detokenizing import decoder
-from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
-from vllm_trie.entrypoints.limits import check_n
+from vllm_trie.entrypoints.answers.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.output_hooks import OfflineHook
-from vllm_trie.entrypoints.refusals import refusing
+from vllm_trie.entrypoints.requests.limits import check_n
+from vllm_trie.entrypoints.requests.refusals import refusing
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME, BeamParams, parse_options
 from vllm_trie.options.parts import Reranking as RerankingOptions

@@ -18,7 +18,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_trie.compat.patch import arguments
 from vllm_trie.entrypoints.output_hooks import OfflineHook
-from vllm_trie.entrypoints.refusals import refusing
+from vllm_trie.entrypoints.requests.refusals import refusing
 from vllm_trie.step_search.opening import open_request
 from vllm_trie.step_search.request import StepRequest, search_of
 from vllm_trie.step_search.scorers import Scorer, StepCandidate

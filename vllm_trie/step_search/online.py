@@ -14,7 +14,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_trie.compat.patch import arguments
 from vllm_trie.entrypoints.output_hooks import OnlineHook
-from vllm_trie.entrypoints.refusals import refusing
+from vllm_trie.entrypoints.requests.refusals import refusing
 from vllm_trie.step_search.drawn_steps import DrawAbortedError, DrawError
 from vllm_trie.step_search.opening import open_request
 from vllm_trie.step_search.request import StepRequest

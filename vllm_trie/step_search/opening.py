@@ -10,9 +10,9 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from vllm_trie.entrypoints.limits import check_stops, check_widths, engine_limits
-from vllm_trie.entrypoints.refusals import refuse_half_texts
-from vllm_trie.entrypoints.requests import refuse_marks, refuse_unknown
+from vllm_trie.entrypoints.requests.limits import check_stops, check_widths, engine_limits
+from vllm_trie.entrypoints.requests.refusals import refuse_half_texts
+from vllm_trie.entrypoints.requests.requests import refuse_marks, refuse_unknown
 from vllm_trie.options import StepParams, parse_options
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
 from vllm_trie.selection import config_of

@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils import random_uuid
 
 from vllm_trie.detokenizing import decoder
-from vllm_trie.entrypoints.search_state import empty_outputs
+from vllm_trie.entrypoints.answers.search_state import empty_outputs
 from vllm_trie.messages import FORK, ForkTicket
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, StepParams
 from vllm_trie.options.shown import shortened

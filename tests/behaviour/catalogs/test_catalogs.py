@@ -23,7 +23,7 @@ from vllm_trie import beam_params, hypotheses, load_catalog
 from vllm_trie.catalog import Catalog
 from vllm_trie.catalog.arrays import Arrays
 from vllm_trie.catalog.file_format import Header, pack
-from vllm_trie.entrypoints.refusals import BeamRequestError
+from vllm_trie.entrypoints.requests.refusals import BeamRequestError
 from vllm_trie.messages import NO_HYPOTHESIS
 
 pytestmark = pytest.mark.slow

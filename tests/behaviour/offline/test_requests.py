@@ -11,7 +11,7 @@ from vllm.sampling_params import BeamSearchParams, RequestOutputKind
 from benchmarks.server import CHAT_TEMPLATE
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
 from vllm_trie import beam_params
-from vllm_trie.entrypoints.requests import process_inputs
+from vllm_trie.entrypoints.requests.requests import process_inputs
 
 pytestmark = pytest.mark.slow
 

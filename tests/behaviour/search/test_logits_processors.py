@@ -18,7 +18,7 @@ from tests.support.pairs import NOISE
 from tests.support.reference import agree, engine_answers
 from tests.support.running import count_ties, prompt_of
 from vllm_trie import beam_params
-from vllm_trie.entrypoints.requests import CALLER
+from vllm_trie.entrypoints.requests.requests import CALLER
 from vllm_trie.messages import LLM_BEAM_SEARCH
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from tests.support.engine import BLOCK_SIZE, ROOT, Engine, Engines
 from tests.support.models import make_draft
 from vllm_trie import beam_params
 from vllm_trie.engine.stats import BeamStats, attach_stats, take_stats
-from vllm_trie.entrypoints.metrics import FINISHED, METRICS, PREFIX, BeamStatLogger
+from vllm_trie.entrypoints.server.metrics import FINISHED, METRICS, PREFIX, BeamStatLogger
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from vllm.v1.metrics.stats import IterationStats
 from tests.support.served import PROMPTS, all_of, beams
 from vllm_trie import Trace, beam_params, hypotheses, selection
 from vllm_trie.entrypoints import async_llm
-from vllm_trie.entrypoints.item_sets import ItemSets
+from vllm_trie.entrypoints.requests.item_sets import ItemSets
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.step_search import online, opening
 

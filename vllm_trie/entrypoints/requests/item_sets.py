@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from vllm_trie.catalog import Catalog
-from vllm_trie.entrypoints.refusals import refuse_half_characters
-from vllm_trie.entrypoints.sequence_texts import INSTEAD, refuse_tokens, sequences_of
+from vllm_trie.entrypoints.answers.sequence_texts import INSTEAD, refuse_tokens, sequences_of
+from vllm_trie.entrypoints.requests.refusals import refuse_half_characters
 from vllm_trie.options.parts import MOST_SEQUENCE_CHARACTERS, MOST_STRING, SequencesText
 from vllm_trie.options.shown import shortened, shown_name
 

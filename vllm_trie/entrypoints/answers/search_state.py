@@ -24,7 +24,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from vllm_trie.compat.patch import wraps
-from vllm_trie.entrypoints.hypothesis_texts import HypothesisTexts, NoTexts, can_share
+from vllm_trie.entrypoints.answers.hypothesis_texts import HypothesisTexts, NoTexts, can_share
 from vllm_trie.entrypoints.output_hooks import completing
 from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, TICKET, GroupTicket, SentHypotheses
 from vllm_trie.options import PLUGIN_NAME
@@ -213,7 +213,7 @@ def _without_data(request: EngineCoreRequest) -> EngineCoreRequest:
     request = copy(request)
     request.mm_features, request.sampling_params = None, copy(request.sampling_params)
     assert request.sampling_params is not None
-    request.sampling_params.extra_args = {TICKET: {}}  # see `entrypoints.answer_start`
+    request.sampling_params.extra_args = {TICKET: {}}  # see `entrypoints.answers.answer_start`
     return request
 
 

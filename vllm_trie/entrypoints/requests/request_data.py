@@ -16,8 +16,8 @@ from vllm_trie.selection import config_of
 
 if TYPE_CHECKING:
     from vllm_trie.catalog import Catalog
-    from vllm_trie.entrypoints.item_sets import ItemSets
-    from vllm_trie.entrypoints.phrases import Boosts
+    from vllm_trie.entrypoints.requests.item_sets import ItemSets
+    from vllm_trie.entrypoints.requests.phrases import Boosts
 
 READ = "trie_beam_read"  # in `extra_args`: a `RequestData`, which no client of a server can send
 BRINGS = ("allowed_sequences", "phrase_boosts")  # the options that may be large
@@ -72,11 +72,11 @@ def read_data(beam: BeamParams, processor: InputProcessor, tokenizer: Any) -> Re
     """
     phrases, item_set = None, None
     if beam.phrase_boosts is not None:
-        from vllm_trie.entrypoints.phrases import phrases_as_tokens  # few requests bring anything
+        from vllm_trie.entrypoints.requests.phrases import phrases_as_tokens  # few requests bring anything
 
         phrases = phrases_as_tokens(beam.phrase_boosts, tokenizer)
     if beam.allowed_sequences is not None:
-        from vllm_trie.entrypoints.item_sets import ItemSets
+        from vllm_trie.entrypoints.requests.item_sets import ItemSets
 
         if (sets := _item_sets.get(processor)) is None:
             sets = _item_sets[processor] = ItemSets(processor.model_config.max_model_len)
@@ -96,7 +96,7 @@ def check_data(data: RequestData, vocab_size: int, stops: Sequence[int]) -> None
         ValueError: naming the option, and what would work.
     """
     if data.phrases is not None:
-        from vllm_trie.entrypoints.phrases import check_phrases
+        from vllm_trie.entrypoints.requests.phrases import check_phrases
 
         check_phrases(data.beam.phrase_boosts or (), data.phrases, vocab_size, stops)
 

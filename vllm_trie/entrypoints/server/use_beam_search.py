@@ -12,8 +12,8 @@ from vllm.utils import random_uuid
 
 from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.compat.versions import eos_token_ids, has_allowlist
-from vllm_trie.entrypoints.requests import CALLER, why_not_behind
-from vllm_trie.entrypoints.server import SpeechRequest, TextRequest
+from vllm_trie.entrypoints.requests.requests import CALLER, why_not_behind
+from vllm_trie.entrypoints.server.server import SpeechRequest, TextRequest
 from vllm_trie.messages import USE_BEAM_SEARCH
 from vllm_trie.options.matrix import OF_HF
 from vllm_trie.options.request import OPTIONS, asks_for_beams

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_trie.engine.stats import BeamStats, SearchCounts
-from vllm_trie.entrypoints.metrics import describe
+from vllm_trie.entrypoints.server.metrics import describe
 
 
 def test_the_line_speaks_of_speculation_where_there_was_some() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vllm_trie.entrypoints.phrases import check_phrases
+from vllm_trie.entrypoints.requests.phrases import check_phrases
 
 
 class Watched(tuple[int, ...]):

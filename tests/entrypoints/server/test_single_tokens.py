@@ -21,7 +21,11 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from tests.support.engine import TRAINED_TARGET
 from vllm_trie.compat.patch import wrap_all
-from vllm_trie.entrypoints.single_tokens import asking_for_single_tokens, asks_for_single_tokens, with_single_tokens
+from vllm_trie.entrypoints.server.single_tokens import (
+    asking_for_single_tokens,
+    asks_for_single_tokens,
+    with_single_tokens,
+)
 from vllm_trie.messages import TICKET
 
 TEXT = "<think>Is 'é€😀' a name?\n\n</think>\nnaïve = 1\n"
@@ -41,7 +45,7 @@ TOKENS = TOKENIZER.encode(TEXT, add_special_tokens=False)
 
 
 def params_of(**options: Any) -> SamplingParams:
-    wrap_all("vllm_trie.entrypoints.answer_start")
+    wrap_all("vllm_trie.entrypoints.answers.answer_start")
     return SamplingParams(skip_special_tokens=False, extra_args={TICKET: {}}, **options)
 
 

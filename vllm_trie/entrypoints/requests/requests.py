@@ -14,9 +14,9 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm_trie.compat.cpu import needs_cpu_kernels
 from vllm_trie.compat.patch import wraps
 from vllm_trie.compat.versions import own_beams
-from vllm_trie.entrypoints.limits import BlocksNeeded, engine_limits, validate
-from vllm_trie.entrypoints.refusals import BeamRequestError, refuse_half_texts, refusing, shortening
-from vllm_trie.entrypoints.request_data import BRINGS, READ, RequestData, check_data, read_data
+from vllm_trie.entrypoints.requests.limits import BlocksNeeded, engine_limits, validate
+from vllm_trie.entrypoints.requests.refusals import BeamRequestError, refuse_half_texts, refusing, shortening
+from vllm_trie.entrypoints.requests.request_data import BRINGS, READ, RequestData, check_data, read_data
 from vllm_trie.messages import BEAM_WIDTH, FORK, LLM_BEAM_SEARCH, TICKET, Caller, ForkTicket, GroupTicket
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, BeamParams, StepParams, asks_for_beams, parse_options
 from vllm_trie.options.contrast import check_amateur
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 CALLER = "trie_beam_caller"  # in `extra_args`: a `Caller`, which no client of a server can send
 
-SINGLE_TOKENS = "trie_beam_single_tokens"  # likewise, see `entrypoints.single_tokens`
+SINGLE_TOKENS = "trie_beam_single_tokens"  # likewise, see `entrypoints.server.single_tokens`
 
 _MARKS = {CALLER, SINGLE_TOKENS, TICKET, FORK, READ}  # of the front end's own, in `extra_args`
 # Of what type they are, which no client can send.
@@ -266,11 +266,11 @@ def _prepare(
         beam = beam.model_copy(update={"phrase_boosts": data.phrases})
     num_beams = beam.beam_width
     if data.has_items:
-        from vllm_trie.entrypoints.catalogs import resolve_items  # few requests have items
+        from vllm_trie.entrypoints.requests.catalogs import resolve_items  # few requests have items
 
         beam, num_beams = resolve_items(params, beam, item_set, vllm_config, processor.tokenizer)
     if has_grammar(params):
-        from vllm_trie.entrypoints.grammars import prepare_grammar  # which few requests have
+        from vllm_trie.entrypoints.requests.grammars import prepare_grammar  # which few requests have
 
         prepare_grammar(params, request.prompt_token_ids, vllm_config.structured_outputs_config, processor.tokenizer)
     features = request.mm_features if model_config.is_encoder_decoder and request.mm_features else ()

@@ -24,8 +24,8 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 
 from vllm_trie.compat.patch import wraps
-from vllm_trie.entrypoints.refusals import BeamRequestError, refusing, shortening
-from vllm_trie.entrypoints.requests import CALLER
+from vllm_trie.entrypoints.requests.refusals import BeamRequestError, refusing, shortening
+from vllm_trie.entrypoints.requests.requests import CALLER
 from vllm_trie.messages import USE_BEAM_SEARCH, Caller
 from vllm_trie.options.request import OPTIONS, asks_for_beams, refuse_other_names
 from vllm_trie.options.shown import shown

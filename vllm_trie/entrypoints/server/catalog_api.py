@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from vllm_trie.catalog import Catalog
 from vllm_trie.compat.patch import wraps
 from vllm_trie.engine.catalogs import LOAD_CATALOG
-from vllm_trie.entrypoints.catalogs import catalogs_of, new_version
+from vllm_trie.entrypoints.requests.catalogs import catalogs_of, new_version
 from vllm_trie.selection import has_beams
 
 if TYPE_CHECKING:

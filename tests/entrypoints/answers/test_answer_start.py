@@ -55,7 +55,7 @@ def pieces_of(text: str) -> list[int]:
 
 
 def detokenizer(prompt: list[int], mark: str = TICKET, of: Any = None, **options: Any) -> IncrementalDetokenizer:
-    wrap_all("vllm_trie.entrypoints.answer_start")
+    wrap_all("vllm_trie.entrypoints.answers.answer_start")
     params = SamplingParams(**options, extra_args={mark: {}})
     request = SimpleNamespace(request_id="0", prompt_token_ids=prompt, sampling_params=params)
     return IncrementalDetokenizer.from_new_request(of or tokenizer(), request)

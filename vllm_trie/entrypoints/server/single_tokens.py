@@ -20,7 +20,7 @@ from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from vllm_trie.entrypoints.requests import SINGLE_TOKENS
+from vllm_trie.entrypoints.requests.requests import SINGLE_TOKENS
 from vllm_trie.messages import BEAM_WIDTH, TICKET, Caller
 
 ParsedRequest = TypeVar("ParsedRequest", ChatCompletionRequest, ResponsesRequest)
@@ -53,7 +53,7 @@ def _detokenizer(
 ) -> IncrementalDetokenizer:
     """One like that of the engine's client, which is given several tokens at once."""
     params = copy(params)
-    params.extra_args = {TICKET: {}}  # see `entrypoints.answer_start`
+    params.extra_args = {TICKET: {}}  # see `entrypoints.answers.answer_start`
     nothing = {"mm_features": None, "pooling_params": None, "lora_request": None, "cache_salt": None}
     request = EngineCoreRequest(
         request_id="",

@@ -12,9 +12,9 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateReque
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from vllm_trie.compat.patch import wraps
-from vllm_trie.entrypoints.refusals import BeamRequestError
-from vllm_trie.entrypoints.server import ALL_AT_ONCE, mark_as_served
-from vllm_trie.entrypoints.streams import chained, first_event
+from vllm_trie.entrypoints.requests.refusals import BeamRequestError
+from vllm_trie.entrypoints.server.server import ALL_AT_ONCE, mark_as_served
+from vllm_trie.entrypoints.server.streams import chained, first_event
 from vllm_trie.options import asks_for_beams
 from vllm_trie.options.shown import shown
 from vllm_trie.selection import has_beams

@@ -16,8 +16,8 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.outputs import LogprobsLists
 
-from vllm_trie.entrypoints import search_state
-from vllm_trie.entrypoints.search_state import SearchState, whole
+from vllm_trie.entrypoints.answers import search_state
+from vllm_trie.entrypoints.answers.search_state import SearchState, whole
 from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, SentHypotheses
 
 N = 3

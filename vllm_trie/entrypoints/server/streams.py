@@ -22,11 +22,11 @@ from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from vllm_trie.compat.patch import wraps
-from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
-from vllm_trie.entrypoints.noted_outputs import noting
-from vllm_trie.entrypoints.refusals import BeamRequestError
-from vllm_trie.entrypoints.server import as_sampling_request, end_without_calls
-from vllm_trie.entrypoints.single_tokens import asking_for_single_tokens
+from vllm_trie.entrypoints.answers.beam_results import BEAM_RESULTS
+from vllm_trie.entrypoints.answers.noted_outputs import noting
+from vllm_trie.entrypoints.requests.refusals import BeamRequestError
+from vllm_trie.entrypoints.server.server import as_sampling_request, end_without_calls
+from vllm_trie.entrypoints.server.single_tokens import asking_for_single_tokens
 from vllm_trie.options import PLUGIN_NAME, asks_for_beams
 from vllm_trie.selection import has_beams
 

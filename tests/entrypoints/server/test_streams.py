@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 
-from vllm_trie.entrypoints.streams import _chunks
+from vllm_trie.entrypoints.server.streams import _chunks
 
 
 @pytest.mark.parametrize("has_usage", [False, True])

@@ -8,7 +8,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.compat.patch import wrap_all
-from vllm_trie.entrypoints.limits import check_n
+from vllm_trie.entrypoints.requests.limits import check_n
 from vllm_trie.options.request import OPTIONS, refuse_other_names, search_params
 from vllm_trie.options.shown import shown, shown_name
 from vllm_trie.options.table import cure, did_you_mean, meant_by
@@ -37,7 +37,8 @@ def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> Sa
         from vllm.sampling_params import SamplingParams
     except ImportError as error:
         raise ImportError("vLLM is not installed; pip install 'vllm_trie[gpu]' or 'vllm_trie[cpu]'") from error
-    wrap_all("vllm_trie.entrypoints.requests")  # an engine without beams must refuse these params; it would sample
+    # An engine without beams must refuse these params; it would sample.
+    wrap_all("vllm_trie.entrypoints.requests.requests")
     own = {name: options.pop(name) for name in OPTIONS if name in options}
     _refuse_unknown(options, SamplingParams.__struct_fields__)
     beam = search_params({"beam_width": beam_width, **own})

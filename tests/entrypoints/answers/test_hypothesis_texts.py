@@ -14,10 +14,16 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
-from tests.entrypoints.test_answer_start import TEXT, cuts_within_characters, detokenizer, of_sentence_pieces, tokenizer
-from tests.entrypoints.test_search_state import state_of
-from vllm_trie.entrypoints.hypothesis_texts import HypothesisTexts, can_share, num_shared
-from vllm_trie.entrypoints.search_state import SearchState
+from tests.entrypoints.answers.test_answer_start import (
+    TEXT,
+    cuts_within_characters,
+    detokenizer,
+    of_sentence_pieces,
+    tokenizer,
+)
+from tests.entrypoints.answers.test_search_state import state_of
+from vllm_trie.entrypoints.answers.hypothesis_texts import HypothesisTexts, can_share, num_shared
+from vllm_trie.entrypoints.answers.search_state import SearchState
 from vllm_trie.messages import HYPOTHESES, SentHypotheses
 
 

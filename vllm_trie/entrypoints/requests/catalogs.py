@@ -10,7 +10,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_trie.catalog import Catalog, CatalogStore, check_structure, tokenizer_digest
 from vllm_trie.engine.catalogs import num_beams_along
-from vllm_trie.entrypoints.refusals import refuse_half_characters
+from vllm_trie.entrypoints.requests.refusals import refuse_half_characters
 from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.options.shown import listed, shown, shown_name
 from vllm_trie.sampling_params import stop_tokens

@@ -22,10 +22,10 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_trie.engine.hypothesis import NO_HYPOTHESES
 from vllm_trie.engine.outputs import compact_answer
-from vllm_trie.entrypoints.beam_results import BEAM_RESULTS
-from vllm_trie.entrypoints.request_data import BRINGS, READ, RequestData
-from vllm_trie.entrypoints.requests import forget_unsent, read_request
-from vllm_trie.entrypoints.search_state import empty_outputs
+from vllm_trie.entrypoints.answers.beam_results import BEAM_RESULTS
+from vllm_trie.entrypoints.answers.search_state import empty_outputs
+from vllm_trie.entrypoints.requests.request_data import BRINGS, READ, RequestData
+from vllm_trie.entrypoints.requests.requests import forget_unsent, read_request
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME
 from vllm_trie.options.request import asks_for_beams

@@ -1,0 +1,1 @@
+"""vLLM's server: its endpoints, its command line, its streams and metrics."""
