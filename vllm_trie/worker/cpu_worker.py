@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker  # patches torch for a CPU, so it comes first
 
@@ -16,6 +16,9 @@ from vllm_trie.worker.rows.catalogs import TakesCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.speculation import LeavesRoom
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 
 class BeamCPUModelRunner(BeamModelRunner, CPUModelRunner):
     """vLLM's CPU runner with beam groups."""
@@ -24,15 +27,16 @@ class BeamCPUModelRunner(BeamModelRunner, CPUModelRunner):
 class BeamCPUWorker(TakesCatalogs, LeavesRoom, CPUWorker):
     """`CPUWorker` names its runner class inside `init_device`; there is no other seam."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        self._config = vllm_config
         with accept_v2_in_worker():
-            super().__init__(*args, **kwargs)
+            super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self, **kwargs: Any) -> None:
         if needs_cpu_kernels():
             from vllm_trie.worker.cpu.replace import install
 
-            config = self.vllm_config
+            config = self._config
             has = {"drafts": config.speculative_config is not None, "states": has_states(config.model_config)}
             install(*(kind for kind, is_there in has.items() if is_there))
         use_shared_prefixes()
