@@ -41,7 +41,7 @@ class Job:
     engine_args: EngineArgs
 
 
-class _Parser(FlexibleArgumentParser):
+class _JobParser(FlexibleArgumentParser):
     """One sentence for a mistake: the usage of an engine has hundreds of lines."""
 
     def error(self, message: str) -> NoReturn:
@@ -69,8 +69,8 @@ def parse(arguments: Sequence[str] | None = None) -> Job:
         parser.error(str(error))
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> _JobParser:
+    parser = _JobParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} --model MODEL --input FILE --output FILE --beam-width N [options]",
         description="Search a file of prompts with beams, on one or more engines that run on Ray. "

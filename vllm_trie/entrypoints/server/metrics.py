@@ -36,7 +36,7 @@ _FINISHED_DOCUMENTATION = (
 
 
 @wraps("__init__", StatLoggerManager)
-def add_beams(original: Callable[..., None], self: StatLoggerManager, *args: Any, **kwargs: Any) -> None:
+def add_beam_logger(original: Callable[..., None], self: StatLoggerManager, *args: Any, **kwargs: Any) -> None:
     """Front ends show what beam groups do, where their engine has them."""
     original(self, *args, **kwargs)
     call = arguments(original, self, *args, **kwargs)
