@@ -168,6 +168,9 @@ class Drafted(NamedTuple):
     seconds: float  # of drafting, for all groups of the step together
     num_accepted: list[int]  # of them, those that became beams, by step; none in the first
     forest: DraftedForest | None = None  # where the search is traced
+    num_computed: int = (
+        0  # tokens that the target computed for it: nodes, and where a device grew it what might be some
+    )
 
     @property
     def is_forest(self) -> bool:

@@ -8,6 +8,7 @@ worker become ours, its requests are checked, and beam search calls run in it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from copy import copy
 from difflib import get_close_matches
@@ -142,7 +143,8 @@ def _wrap_front_end(usage_context: UsageContext | None, keeps_stats: bool) -> No
     """
     from vllm.usage.usage_lib import UsageContext
 
-    is_offline = usage_context is UsageContext.LLM_CLASS
+    # Who has imported `AsyncLLM` may make one of any config.
+    is_offline = usage_context is UsageContext.LLM_CLASS and "vllm.v1.engine.async_llm" not in sys.modules
     answers = "answers.search_state", "answers.logprobs", "answers.answer_start"
     endpoints = "server.server", "server.use_beam_search", "server.streams", "server.generate_api", "server.catalog_api"
     of_stats = ("server.metrics",) if keeps_stats or not is_offline else ()

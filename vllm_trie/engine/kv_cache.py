@@ -268,7 +268,7 @@ class BeamKVCacheManager(Rests, KVCacheManager):
             self._groups[request.request_id] = _GroupBlocks(group.prefix_length, group.paths)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        self.held.release_all()  # what goes on from it would go on with KV of old weights
+        self._release_held()  # what goes on from it would go on with KV of old weights
         return super().reset_prefix_cache(*args, **kwargs)
 
     def _holds(self, request: Request) -> bool:
@@ -437,7 +437,13 @@ class BeamKVCacheManager(Rests, KVCacheManager):
 
     def _reclaim_all(self) -> int:
         reclaimed = sum(self._reclaim(trie) for group in self._groups.values() for trie in group.tries)
-        return reclaimed + self.held.release_all()  # what goes on from these computes a bit again
+        return reclaimed + self._release_held()  # what goes on from these computes a bit again
+
+    def _release_held(self) -> int:
+        released = self.held.release_all()
+        if not self._groups:
+            self.rest()
+        return released
 
     def _free_blocks(self, block_ids: list[int]) -> None:
         self.num_group_blocks -= len(block_ids)

@@ -381,7 +381,8 @@ class BeamScheduler(Rests, Scheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
-        self._now.last_preempted = request
+        if not self.is_at_rest:
+            self._now.last_preempted = request
         group = self.groups.get(request.request_id)
         if group is None:
             return

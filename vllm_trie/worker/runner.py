@@ -251,6 +251,9 @@ class BeamModelRunner(Rests, GPUModelRunner):
         """Where vLLM samples from logits [N, V]: beam rows get their tokens by the search, the others by vLLM."""
         step, plan = self.step, self.selector.plan(self.step, batch)
         rows, ordinary, num_sampled, of_ordinary = plan.rows, plan.ordinary, plan.num_sampled, None
+        is_planned = not (len(ordinary) or step.forests)
+        if not is_planned:  # what is counted of others is written beside
+            num_sampled = num_sampled.copy()
         if len(ordinary):
             smaller = sub_batch(batch, ordinary)
             if smaller.batch.num_draft_tokens:
@@ -267,13 +270,11 @@ class BeamModelRunner(Rests, GPUModelRunner):
         with gpu_sync_allowed() if step.forests or plan.waits or self.rank_check is not None else nullcontext():
             step.selected = self.selector.select(step, plan, logits, sampled, amateur)
             if step.forests:
-                num_sampled = num_sampled.copy()
                 step.decided = self.speculation.accept(rows, logits, sampled, num_sampled)
             if self.rank_check is not None:
                 decided = step.results([selected.packed.cpu().numpy() for selected in step.selected])
                 arrays = {group_id: of_group.as_arrays() for group_id, of_group in decided.items()}
                 self.rank_check.compare("beams", arrays)
-        is_planned = of_ordinary is None and not step.forests  # and nothing is written to them
         counts = plan.counts if is_planned else async_tensor_h2d(num_sampled, device=self.device)
         counts, rejected = counts[:, : batch.num_reqs]
         step.decided_at.record()

@@ -56,14 +56,14 @@ def pipeline(model: Path) -> Iterator[ParallelEngine]:
 def test_two_stages_find_what_transformers_finds_alone_and_together(
     pipeline: ParallelEngine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most_pending, update = 0, pipeline.scheduler.update_from_output
+    most_pending, scheduler = 0, pipeline.scheduler
 
     def look(*args: Any) -> Any:
         nonlocal most_pending
         most_pending = max(most_pending, pending(pipeline))
-        return update(*args)
+        return type(scheduler).update_from_output(scheduler, *args)
 
-    monkeypatch.setattr(pipeline.scheduler, "update_from_output", look)
+    monkeypatch.setattr(scheduler, "update_from_output", look)
     alone = [output for search in searches() for output in run(pipeline, [search])]  # between its steps come empty ones
     check_like_transformers(alone, model)
     check_like_transformers(run(pipeline, searches()), model)

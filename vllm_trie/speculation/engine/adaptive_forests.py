@@ -89,9 +89,9 @@ class AdaptiveForests:
             self._costs.plain.observe((1, step.num_tokens), seconds)
             return
         drafting = forests[0].seconds  # of all of them together
-        num_layers, num_drafts = max(forest.num_layers for forest in forests), sum(f.num_drafts for f in forests)
-        self._costs.drafting.observe((1, num_layers, num_drafts), drafting)
-        self._costs.verifying.observe((1, step.num_tokens + num_drafts), seconds - drafting)
+        num_layers, num_tokens = max(forest.num_layers for forest in forests), sum(f.num_computed for f in forests)
+        self._costs.drafting.observe((1, num_layers, num_tokens), drafting)
+        self._costs.verifying.observe((1, step.num_tokens + num_tokens), seconds - drafting)
 
     def learn(self, group: GroupForests, forest: Drafted, num_steps: int) -> None:
         """What came of a forest: so many steps of its group's search."""

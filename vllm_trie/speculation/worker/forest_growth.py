@@ -1,8 +1,8 @@
 """The layers of searched forests while they grow on a device that the host does not see.
 
-`search.forest.grow` says what is drafted, and `forest_step.ForestStep` which blocks rows take. Here both are done
-without the host, which knows how many nodes a layer may have, and nothing of them. `kernels.forest_growth` has the same
-as kernels; `unseen_forests` calls either.
+`speculation.search.forest.grow` says what is drafted, `forest_step.ForestStep` which blocks rows take. Here both are
+done without the host, which knows how many nodes a layer may have, and nothing of them. `kernels.forest_growth` has the
+same as kernels; `unseen_forests` calls either.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def on_host(words: np.ndarray, growing: Growing) -> tuple[np.ndarray, np.ndarray
 
 
 def draft(growing: Growing, plan: ForestPlan, number: int, logprobs: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Draft layer `number` of a forest, as `search.forest.grow` does.
+    """Draft layer `number` of a forest, as `speculation.search.forest.grow` does.
 
     Args:
         growing: Written.

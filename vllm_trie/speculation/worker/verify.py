@@ -54,7 +54,8 @@ def verify(
         num_sampled[0, places], num_sampled[1, places] = len(steps), rows.num_logits(places) - len(steps)
         size = forest_step.forest.num_drafts, forest_step.num_layers, forest_step.budget.draft_width
         traced = drafted_forest(forest_step.forest, beams) if forest_step.step.is_traced else None
-        drafted = Drafted(*size, seconds, accepted, traced)
+        num_computed = int(rows.num_logits(places).sum()) - len(places)
+        drafted = Drafted(*size, seconds, accepted, traced, num_computed)
         decided[group_id] = Decided(steps, drafted)
     paths.sort(key=lambda path: not path.is_controlled)
     return paths, decided
