@@ -10,7 +10,7 @@ from tests.support.engine import TRAINED_TARGET, Engine, Engines
 from tests.support.running import run, trained_prompts
 from tests.support.traces import check_trace
 from vllm_trie import Trace, beam_params
-from vllm_trie.entrypoints.requests.requests import limits
+from vllm_trie.entrypoints.requests import limits
 
 pytestmark = pytest.mark.slow
 

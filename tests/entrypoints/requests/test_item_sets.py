@@ -10,8 +10,8 @@ import pytest
 
 from vllm_trie.entrypoints.answers import sequence_texts
 from vllm_trie.entrypoints.answers.sequence_texts import sequences_of
+from vllm_trie.entrypoints.requests import item_sets
 from vllm_trie.entrypoints.requests.item_sets import ItemSets
-from vllm_trie.entrypoints.requests.requests import item_sets
 from vllm_trie.options.parts import MOST_SEQUENCE_TOKENS, MOST_SEQUENCES, MOST_STRING, SequencesText
 
 LONGEST = 512  # tokens of an item

@@ -10,8 +10,9 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
+from vllm_trie.entrypoints.requests import requests
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
-from vllm_trie.entrypoints.requests.requests import _SENT, _fit_lengths, refuse_marks, requests, why_not_behind
+from vllm_trie.entrypoints.requests.requests import _SENT, _fit_lengths, refuse_marks, why_not_behind
 from vllm_trie.options.shown import MOST_QUOTED
 from vllm_trie.step_search.opening import open_request
 

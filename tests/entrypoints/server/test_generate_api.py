@@ -10,7 +10,8 @@ import pytest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.sampling_params import SamplingParams
 
-from vllm_trie.entrypoints.server.server import generate_api, is_served
+from vllm_trie.entrypoints.server import generate_api
+from vllm_trie.entrypoints.server.server import is_served
 
 
 def reaches_the_engine(monkeypatch: pytest.MonkeyPatch, **extra_args: Any) -> SamplingParams:

@@ -20,7 +20,8 @@ from vllm.sampling_params import SamplingParams
 from tests.support.served import beams
 from vllm_trie.compat.patch import wrap_all
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
-from vllm_trie.entrypoints.server.server import is_served, streams, use_beam_search
+from vllm_trie.entrypoints.server import streams, use_beam_search
+from vllm_trie.entrypoints.server.server import is_served
 from vllm_trie.options import parse_options
 from vllm_trie.options.shown import MOST_QUOTED
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported

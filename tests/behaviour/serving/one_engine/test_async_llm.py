@@ -16,9 +16,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.support.served import all_of
 from vllm_trie import StepCandidate, beam_params
+from vllm_trie.entrypoints.requests import phrases
 from vllm_trie.entrypoints.requests.item_sets import ItemSets
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
-from vllm_trie.entrypoints.requests.requests import phrases
 
 pytestmark = pytest.mark.slow
 
