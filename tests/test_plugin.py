@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +57,7 @@ assert config.scheduler_config.async_scheduling and config.use_v2_model_runner
 
 # What an engine loads only where somebody needs it, in `vllm_trie`.
 OUTSIDE = "speculation", "step_search", "reranking", "batch", "trace", "mend"
-OF_SERVERS = tuple(
-    f"entrypoints.{name}"
-    for name in (
-        "server",
-        "use_beam_search",
-        "async_llm",
-        "streams",
-        "generate_api",
-        "catalog_api",
-        "metrics",
-        "reading",
-    )
-)
+OF_SERVERS = "entrypoints.server", "entrypoints.async_llm", "entrypoints.requests.reading"
 OF_GPUS = (
     *("worker.gpu_worker", "worker.kernels", "worker.startup", "worker.kv.copies"),
     *(f"worker.select.{name}" for name in ("by_kernels", "step_graphs")),
@@ -79,11 +68,14 @@ OF_FEW = (
     *(f"worker.cpu.{name}" for name in ("draft_inputs", "ngram", "rejection", "cached_states", "mamba")),
     *("worker.pipeline", "worker.rank_check", "worker.select.amateur"),
     *(f"search.strategies.{name}" for name in ("drawn", "in_groups", "sampled", "stochastic", "boosted", "own_stops")),
-    *(f"search.{name}" for name in ("constraints.contrast", "constraints.phrase_boosts", "string_matcher")),
-    *(f"entrypoints.{name}" for name in ("catalogs", "grammars", "item_sets", "phrases")),
-    *("catalog.catalog", "trie.traced"),
+    *(
+        f"search.{name}"
+        for name in ("constraints.contrast", "constraints.ngrams", "constraints.phrase_boosts", "string_matcher")
+    ),
+    *(f"entrypoints.requests.{name}" for name in ("catalogs", "grammars", "item_sets", "phrases")),
+    *("catalog.catalog", "detokenizing", "trie.encoder_blocks", "trie.traced"),
 )
-MOST_MODULES = 125
+MOST_MODULES = 122
 
 LOADED = """
 import sys
@@ -156,6 +148,11 @@ assert {{name.split(".")[1] for name in loaded({OUTSIDE})}} == {{"trace"}}
 """)
 
 
+@pytest.mark.parametrize("name", sorted({*OUTSIDE, *OF_SERVERS, *OF_GPUS, *OF_CPUS, *OF_FEW}))
+def test_what_an_engine_may_do_without_is_there(name: str) -> None:
+    assert find_spec(f"vllm_trie.{name}") is not None
+
+
 def test_workers_of_gpus_load_nothing_of_cpus() -> None:
     succeed(f"""{LOADED}
 import vllm_trie.worker.gpu_worker
@@ -173,8 +170,8 @@ from vllm.usage.usage_lib import UsageContext
 from vllm_trie import entrypoints, plugin
 from vllm_trie.compat.patch import Wrapper
 def unwrapped():
-    names = [module.name for module in pkgutil.iter_modules(entrypoints.__path__)]
-    modules = [import_module(f"vllm_trie.entrypoints.{{name}}") for name in names]
+    found = pkgutil.walk_packages(entrypoints.__path__, "vllm_trie.entrypoints.")
+    modules = [import_module(module.name) for module in found]
     wrappers = [wrapper for module in modules for wrapper in vars(module).values() if isinstance(wrapper, Wrapper)]
     return {{patch.owner for wrapper in wrappers for patch in wrapper.patches if not patch.is_applied}}
 plugin.register()

@@ -52,7 +52,7 @@ def register() -> None:
     """Called by vLLM in every process."""
     if not create_engine_config.is_applied:
         create_engine_config.wrap(_select)
-        wrap_all("vllm_trie.entrypoints.server.cli")
+        wrap_all("vllm_trie.entrypoints.cli")
         configure_engines_on_cpu(has_beams)
         _make_draft_architecture_known()
 

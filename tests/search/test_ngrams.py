@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
-from vllm_trie.search.constraints.ngrams import NOTHING, NoRepeats, flush_right
+from vllm_trie.search.constraints.constraint import NOTHING
+from vllm_trie.search.constraints.ngrams import NoRepeats
+from vllm_trie.worker.rows.row_beams import flush_right
 
 VOCAB = 4
 

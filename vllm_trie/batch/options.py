@@ -17,8 +17,8 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_trie.entrypoints.answers.beam_results import BEAM_RESULTS
+from vllm_trie.entrypoints.cli import plugin_name
 from vllm_trie.entrypoints.requests.beam_params import beam_params
-from vllm_trie.entrypoints.server.cli import plugin_name
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, TrieBeamConfig
 from vllm_trie.options.table import choices
 

@@ -241,7 +241,8 @@ class EngineCatalogs(CatalogStore):
         super().add(catalog)
         self._held.add(catalog.digest)
         self._sets.pop(catalog.digest, None)
-        self._to_change().gone.pop(catalog.digest, None)
+        if self.changes is not None:
+            self.changes.gone.pop(catalog.digest, None)
         self.has_news = True
 
     def drop_unused(self, digest: str) -> bool:

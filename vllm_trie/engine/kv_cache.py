@@ -23,7 +23,6 @@ from vllm_trie.compat.at_rest import Rests
 from vllm_trie.engine.held_blocks import HeldBlocks
 from vllm_trie.messages import ForkTicket, LookaheadBlocks, NewRows
 from vllm_trie.trie.blocks import BlockCounts, BlockTrie, blocks_to_fan_out
-from vllm_trie.trie.encoder_blocks import EncoderBlocks
 
 LOOKAHEAD_SHARE = 0.75  # of the blocks that a group holds, the most that it is lent to speculate with
 FEW_BLOCKS = 16  # are lent to any other group, however few it holds
@@ -65,7 +64,7 @@ class _GroupBlocks:
     @property
     def num_tokens(self) -> int:
         """For which each row has room, once the group has fanned out."""
-        return next(trie.num_tokens for trie in self.tries if not isinstance(trie, EncoderBlocks))
+        return next(trie.num_tokens for trie in self.tries if trie.holds_tokens)
 
 
 class BeamKVCacheManager(Rests, KVCacheManager):
@@ -159,7 +158,7 @@ class BeamKVCacheManager(Rests, KVCacheManager):
 
         Of the first KV cache group that holds tokens; blocks that have left a window are shared, and not held.
         """
-        trie = next(trie for trie in self._groups[request_id].tries if not isinstance(trie, EncoderBlocks))
+        trie = next(trie for trie in self._groups[request_id].tries if trie.holds_tokens)
         return trie.num_live_blocks, trie.num_common()
 
     def allocate_lookahead(
@@ -380,6 +379,8 @@ class BeamKVCacheManager(Rests, KVCacheManager):
     def _trie_of(self, manager: SingleTypeKVCacheManager, held: list[KVCacheBlock], num_tokens: int) -> BlockTrie:
         """The blocks that a group holds whose first tokens are computed, and that is one row yet."""
         if isinstance(manager, CrossAttentionManager):
+            from vllm_trie.trie.encoder_blocks import EncoderBlocks  # an import that most engines never need
+
             return EncoderBlocks.of([block.block_id for block in held], manager.block_size)
         num_held = -(-num_tokens // manager.block_size)
         self.block_pool.free_blocks(held[num_held:])  # vLLM keeps room for the drafts of ordinary requests

@@ -19,7 +19,6 @@ from vllm_trie.options.contrast import weights_of
 from vllm_trie.sampling_params import ignored_stop_tokens, is_controlled, logits_filters, stop_tokens
 from vllm_trie.search import on_demand
 from vllm_trie.search.constraints.constraint import Constraint
-from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.search.constraints.stops import Stops
 from vllm_trie.search.filters import Pruning
 from vllm_trie.search.rules import SelectRules, Strategy
@@ -54,12 +53,13 @@ def new_group(
     stop_rules = StopRules(ending, sampling.eos_token_id, stop_strings, sampling.min_tokens, max_length)
     matchers = matchers_of(request, params)
     grammar = () if matchers is None else (matchers.constraint,)
-    repeats = (NoRepeats(params.no_repeat_ngram_size),) if params.no_repeat_ngram_size else ()
-    boosts, contrast = list[Constraint](), list[Constraint]()
+    others = list[Constraint]()
+    if params.no_repeat_ngram_size:
+        others.append(on_demand("constraints.ngrams:NoRepeats")(params.no_repeat_ngram_size))
     if params.phrase_boosts:
-        boosts.append(on_demand("constraints.phrase_boosts:PhraseBoosts").of(params.phrase_boosts))
+        others.append(on_demand("constraints.phrase_boosts:PhraseBoosts").of(params.phrase_boosts))
     if params.contrast is not None:
-        contrast.append(on_demand("constraints.contrast:Contrast")(**weights_of(params.contrast)))
+        others.append(on_demand("constraints.contrast:Contrast")(**weights_of(params.contrast)))
     select_rules = SelectRules(
         catalog.num_beams(len(stop_ids)),
         _strategy(params, _padding(ticket, stop_ids)),
@@ -74,7 +74,7 @@ def new_group(
         is_controlled(sampling) or (has_logits_processors and not ticket.is_offline),
         logits_filters(sampling),
         _pruning(params, stop_rules),
-        (*catalog.constraints, *repeats, *boosts, *contrast, *grammar),
+        (*catalog.constraints, *others, *grammar),
     )
     items_end = select_rules.items is not None and not select_rules.items.ends_with_stop
     ended_by = None if items_end else ending

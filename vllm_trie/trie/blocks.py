@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -63,6 +64,8 @@ class BlockTrie:
         num_tokens: Tokens of the common prefix.
         num_skipped: How many of its blocks, the first ones, are not held.
     """
+
+    holds_tokens: ClassVar = True  # of the rows themselves, not of what their encoder made
 
     block_size: int
     prefix: Sequence[int]

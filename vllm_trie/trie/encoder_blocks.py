@@ -16,6 +16,8 @@ class EncoderBlocks(BlockTrie):
     whole blocks here, and are not those that rows generate.
     """
 
+    holds_tokens = False
+
     @classmethod
     def of(cls, blocks: Sequence[int], block_size: int) -> EncoderBlocks:
         """What one row holds, that of a group which is to fan out."""

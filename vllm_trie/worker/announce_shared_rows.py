@@ -16,13 +16,13 @@ def announce_shared_rows(
     runner: GPUModelRunner, context: StepContext, groups: Mapping[str, GroupRows], batch: InputBatch
 ) -> None:
     """Hand the rows of all decoding groups, and their trees, to the builders of the target model's layers."""
-    if not context.num_shared:
+    if not (shared := context.num_shared):
         return
     rows = BatchRows(batch, runner.max_num_reqs)
-    places = {group_id: rows.places(groups[group_id].slots) for group_id in context.decoding}
+    places = {group_id: rows.places(groups[group_id].slots) for group_id in shared}
     trees = {group_id: forest_step.trees(rows) for group_id, forest_step in context.forests.items()}
     for number, builder in _builders(runner):
-        sharing = [SharedRows(places[id_], num[number], trees.get(id_)) for id_, num in context.num_shared.items()]
+        sharing = [SharedRows(places[id_], num[number], trees.get(id_)) for id_, num in shared.items()]
         takes = builder.takes([(len(rows.places), rows.num_shared) for rows in sharing])
         builder.announce([rows for rows, takes_it in zip(sharing, takes, strict=True) if rows.trees or takes_it])
 

@@ -14,7 +14,8 @@ from tests.support.steps import rules_of
 from vllm_trie.messages import GroupStep, SpeculationBudget
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import AlongItems, ItemRules, ItemTrie
-from vllm_trie.search.constraints.ngrams import NOTHING, NoRepeats
+from vllm_trie.search.constraints.constraint import NOTHING
+from vllm_trie.search.constraints.ngrams import NoRepeats
 from vllm_trie.speculation.search.draft_lookup import DraftPaths
 from vllm_trie.speculation.search.forest import Forest, Layer
 from vllm_trie.speculation.worker.forest_step import ForestStep, add_layer

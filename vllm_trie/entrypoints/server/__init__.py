@@ -1,1 +1,1 @@
-"""vLLM's server: its endpoints, its command line, its streams and metrics."""
+"""vLLM's server: its endpoints, its streams and its metrics."""

@@ -8,12 +8,14 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+NOTHING = -1  # where a history has no token
+
 
 class Source(Enum):
     """Where the states of rows come from before each step."""
 
     LAST_STEP = "last step"  # the step before, which has advanced them
-    TOKENS = "tokens"  # they are the tokens of each row, its prompt's among them, see `ngrams`
+    TOKENS = "tokens"  # they are the tokens of each row, its prompt's among them; `NOTHING` where there is none
     MASKS = "masks"  # they are which tokens the grammar of each row allows, which the scheduler knows
     AMATEUR = "amateur"  # they are the draft model's log-probabilities of the next token, see `contrast`
 

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from vllm_trie.search.constraints.constraint import Constraint, Source
-from vllm_trie.search.devices import NEVER, uploaded
-
-NOTHING = -1  # where a history has no token
+from vllm_trie.search.devices import NEVER
 
 
 @dataclass(frozen=True)
@@ -60,18 +57,3 @@ class NoRepeats(Constraint):
             newest = histories[..., num_ngrams + place, None]
             repeats = repeats & (histories[..., place : place + num_ngrams] == newest) & (newest >= 0)
         return last, repeats
-
-
-def flush_right(tokens: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
-    """Histories of several lengths that end in the same column; `NOTHING` stands in front of the shorter ones.
-
-    Args:
-        tokens: [G, r, L], flush left; L is the greatest length.
-        lengths: [G], of all rows of each group.
-    """
-    longest = tokens.shape[-1]
-    if (lengths == longest).all():
-        return tokens
-    missing = uploaded(longest - lengths, tokens.device)[:, None, None]
-    at = (torch.arange(longest, device=tokens.device) - missing).expand(tokens.shape)
-    return tokens.gather(-1, at.clamp(min=0)).where(at >= 0, NOTHING)

@@ -13,9 +13,8 @@ from torch.nn.functional import pad
 
 from vllm_trie.messages import Resumed
 from vllm_trie.search.beams import Beams, States
-from vllm_trie.search.constraints.constraint import Constraint, Source
+from vllm_trie.search.constraints.constraint import NOTHING, Constraint, Source
 from vllm_trie.search.constraints.grammar import unpacked_mask
-from vllm_trie.search.constraints.ngrams import NOTHING, flush_right
 from vllm_trie.search.devices import uploaded
 from vllm_trie.search.filters import log_probabilities
 from vllm_trie.search.rules import SelectRules
@@ -96,3 +95,18 @@ class RowBeams:
     def _tokens(self, slots: np.ndarray, num_tokens: np.ndarray) -> torch.Tensor:
         """[G, r, L] int32, the tokens of rows in `slots` [G, r]; each group's rows have `num_tokens` [G]."""
         return flush_right(self._rows.tokens(slots, 0, int(num_tokens.max())), num_tokens)
+
+
+def flush_right(tokens: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
+    """Histories of several lengths that end in the same column; `NOTHING` stands in front of the shorter ones.
+
+    Args:
+        tokens: [G, r, L], flush left; L is the greatest length.
+        lengths: [G], of all rows of each group.
+    """
+    longest = tokens.shape[-1]
+    if (lengths == longest).all():
+        return tokens
+    missing = uploaded(longest - lengths, tokens.device)[:, None, None]
+    at = (torch.arange(longest, device=tokens.device) - missing).expand(tokens.shape)
+    return tokens.gather(-1, at.clamp(min=0)).where(at >= 0, NOTHING)

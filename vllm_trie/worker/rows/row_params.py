@@ -10,7 +10,6 @@ from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from vllm_trie.detokenizing import decoder
 from vllm_trie.search.stop_strings import StopStrings
 
 # What vLLM's sampler shall not do to a beam row: the search does it. Greedy neighbours stay on the fast path.
@@ -32,6 +31,8 @@ def stop_strings_of(model_config: ModelConfig) -> Callable[[tuple[str, ...], boo
 
     @lru_cache(maxsize=STOP_STRINGS_KEPT)
     def stop_strings(strings: tuple[str, ...], are_skipped: bool, have_spaces: bool) -> StopStrings:
+        from vllm_trie.detokenizing import decoder  # an import that most engines never need
+
         decode = decoder(cached_tokenizer_from_config(model_config), are_skipped, have_spaces)
         return StopStrings(strings, decode, model_config.get_vocab_size())
 

@@ -25,7 +25,7 @@ def by_kernels(rules: SelectRules, beams: Beams, vocab_size: int) -> TakeStep | 
 
 @dataclass(frozen=True)
 class TakeRows:
-    """Takes a step by kernels where they can, else by torch; called as `kernels.step.TakeStep`."""
+    """Takes a step by kernels where they can, else by torch; called as `TakeStep`."""
 
     means: Means
     which: slice | torch.Tensor  # those of the rows among all logits, where torch takes it

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -328,21 +329,28 @@ def _place_nodes(
         tl.store(slots + tl.full([], table, tl.int64) * num_nodes + first + node, slot, mask=is_node)
 
 
-def warm_up(serving: Serving) -> None:
-    """Grow a layer of no nodes, for every size of one."""
-    if not serving.draft_logits:
-        return
+def nothing_growing(device: torch.device) -> Growing:
+    """Arrays of the kinds that kernels are compiled for, in which there is no node."""
 
     def zeros(kind: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=kind, device=serving.device)
+        return torch.zeros(shape, dtype=kind, device=device)
 
     ints, longs = torch.int32, torch.int64
     of_nodes = zeros(ints, 2, 4), zeros(ints, 4), zeros(ints, 1, 1, 1), zeros(torch.float32, 1), zeros(ints, 1)
     of_tables = zeros(ints, 1, 1), zeros(ints, 1, 1, 1)
     of_rows = zeros(ints, 1), zeros(ints, 1, NUM_TAKEN + 1), *of_tables
-    growing = Growing(zeros(ints, 1), *of_nodes, zeros(longs, 1, 1), zeros(longs, 1, 1), *of_rows)
-    about, block_sizes = zeros(ints, 1, NUM_ABOUT), zeros(ints, 1) + 1
+    return Growing(zeros(ints, 1), *of_nodes, zeros(longs, 1, 1), zeros(longs, 1, 1), *of_rows)
+
+
+def warm_up(serving: Serving) -> None:
+    """Grow a layer of no nodes, for every size of one."""
+    if not serving.draft_logits:
+        return
+    growing, zeros = nothing_growing(serving.device), partial(torch.zeros, device=serving.device)
+    about, stops = zeros(1, NUM_ABOUT, dtype=torch.int32), zeros(1, dtype=torch.int64)
+    block_sizes = torch.ones(1, dtype=torch.int32, device=serving.device)
     for slots, per_row in SIZES:
-        draft_nodes(growing, (zeros(longs, 1, per_row), 1, 0), about, zeros(longs, 1), sizes_to_draft(slots, per_row))
+        keys = zeros(1, per_row, dtype=torch.int64)
+        draft_nodes(growing, (keys, 1, 0), about, stops, sizes_to_draft(slots, per_row))
     for lanes in LANES:
         place_nodes(growing, about, block_sizes, lanes)

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
 from vllm_trie.speculation.worker.forest_growth import NO_NODE, Growing
 from vllm_trie.speculation.worker.forest_layout import NO_CHILD, NUM_OF_FOREST, PARENT_UNIT, Laid, TargetInputs
+from vllm_trie.speculation.worker.kernels.forest_growth import nothing_growing
 from vllm_trie.worker.kernels import Serving
 
 LANES = 64  # nodes of a layer that are laid out at a time
@@ -105,16 +108,7 @@ def warm_up(serving: Serving) -> None:
     """Lay out a forest of one root."""
     if not serving.draft_logits:
         return
-
-    def zeros(kind: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=kind, device=serving.device)
-
-    ints, longs = torch.int32, torch.int64
-    growing = Growing(
-        *(zeros(ints, 4), zeros(ints, 2, 4), zeros(ints, 4), zeros(ints, 1, 1, 4), zeros(torch.float32, 4)),
-        *(zeros(ints, 4), zeros(longs, 4, 1), zeros(longs, 1, 4), zeros(ints, 4), zeros(ints, 1, 3)),
-        *(zeros(ints, 1, 4), zeros(ints, 1, 1, 4)),
-    )
-    inputs = TargetInputs(zeros(ints, 4), zeros(longs, 4), zeros(longs, 1, 4))
-    of_tokens = zeros(longs, 1), zeros(longs, 1), zeros(longs, 1), zeros(ints, 1), zeros(ints, 1), zeros(longs, 1, 1)
-    lay_out(growing, zeros(ints, 1, NUM_OF_FOREST), inputs, Laid(*of_tokens, zeros(longs, 1, 2), zeros(longs, 1, 2)))
+    ints, longs = (partial(torch.zeros, dtype=kind, device=serving.device) for kind in (torch.int32, torch.int64))
+    inputs = TargetInputs(ints(4), longs(4), longs(1, 4))
+    laid = Laid(longs(1), longs(1), longs(1), ints(1), ints(1), longs(1, 1), longs(1, 2), longs(1, 2))
+    lay_out(nothing_growing(serving.device), ints(1, NUM_OF_FOREST), inputs, laid)

@@ -1,0 +1,54 @@
+"""What is known of a batch is worked out once, and again where its groups, or where they are, change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.launch_counter import LaunchCounter
+from benchmarks.weightless import WeightlessStep, kernels_noted
+from tests.support.steps import rules_of
+
+WIDTH, VOCAB_SIZE = 3, 64
+
+
+@pytest.fixture
+def step() -> Iterator[WeightlessStep]:
+    with kernels_noted(), LaunchCounter():
+        yield WeightlessStep(rules_of(WIDTH), 2, VOCAB_SIZE)
+
+
+def test_the_next_batch_of_the_same_rows_needs_no_new_plan(step: WeightlessStep) -> None:
+    plans = []
+    for length in (25, 26, 27):
+        num_tokens = np.full(2, length)
+        step.sample(num_tokens)
+        plans.append(step.selector.plan(step.context, step.batch(num_tokens)))
+        (cohort,) = plans[-1].cohorts
+        assert plans[-1].rows.num_tokens(cohort.places).tolist() == [[length] * WIDTH] * 2
+    assert plans[0] is plans[1] is plans[2]
+
+
+@pytest.mark.parametrize("change", ["rules", "a group leaves", "a group is another", "rows elsewhere", "forgotten"])
+def test_another_batch_needs_a_plan_of_its_own(step: WeightlessStep, change: str) -> None:
+    batch = step.batch(np.full(2, 25))
+    before, name = step.selector.plan(step.context, batch), "1"
+    of_group = step.context.steps[name]
+    if change == "rules":
+        step.context.steps[name] = replace(of_group, rules=of_group.rules._replace(is_last=True))
+    elif change == "a group leaves":
+        del step.context.steps[name]
+    elif change == "a group is another":
+        step.groups[name] = replace(step.groups[name])
+    elif change == "rows elsewhere":
+        batch = replace(batch, idx_mapping_np=batch.idx_mapping_np[::-1])
+    else:
+        step.selector.forget()
+    after = step.selector.plan(step.context, batch)
+    assert after is not before
+    assert len(after.cohorts) == (2 if change == "rules" else 1)
+    if change == "rows elsewhere":
+        assert not np.array_equal(after.cohorts[0].places, before.cohorts[0].places)
