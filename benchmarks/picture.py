@@ -18,7 +18,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
-from vllm_trie.trie.blocks import BlockTrie, blocks_to_fan_out
+from vllm_trie.trie.blocks import BlockTrie, trie_fan_out_blocks
 from vllm_trie.trie.hypotheses import HypothesisTrie
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "design.png"
@@ -48,7 +48,7 @@ def search() -> tuple[list[list[str]], BlockTrie, list[tuple[int, int]]]:
         hypotheses.advance(parents, np.array([WORDS.index(token) for token in tokens]), np.zeros(len(tokens)))
         if number == 0:
             paths = np.arange(len(parents))[:, None]
-            blocks.fan_out(paths, [next(ids) for _ in range(blocks_to_fan_out(len(PROMPT), paths, BLOCK_SIZE))])
+            blocks.fan_out(paths, [next(ids) for _ in range(trie_fan_out_blocks(len(PROMPT), paths, BLOCK_SIZE))])
             continue
         if number > 1:
             blocks.grow([next(ids) for _ in range(blocks.blocks_to_grow())])

@@ -37,7 +37,7 @@ from benchmarks.server import Server, serving
 from benchmarks.stdlib_pair.corpus import held_out_prompts
 from benchmarks.tables.retrieval import NUM_LEVELS, synthetic
 from vllm_trie.catalog import Catalog
-from vllm_trie.catalog.items import Items
+from vllm_trie.catalog.items import CatalogItems
 
 MINUTES, CLIENTS, SEED = 60, 12, 0
 NUM_PROMPTS = 6
@@ -302,13 +302,15 @@ def write_catalogs(folder: Path) -> None:
     """The versions of the catalog, for the trained target."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from vllm_trie.catalog import tokenizer_digest
+    from vllm_trie.catalog import catalog_tokenizer_digest
 
     vocab_size = AutoConfig.from_pretrained(TARGET).vocab_size
-    digest = tokenizer_digest(AutoTokenizer.from_pretrained(TARGET))
+    digest = catalog_tokenizer_digest(AutoTokenizer.from_pretrained(TARGET))
     for name, num_items in VERSIONS.items():
         rows, lengths = synthetic(num_items, vocab_size), np.full(num_items, NUM_LEVELS, np.int32)
-        Catalog.from_items(Items(rows.ravel(), lengths, np.arange(num_items)), vocab_size, digest).save(folder / name)
+        Catalog.from_items(CatalogItems(rows.ravel(), lengths, np.arange(num_items)), vocab_size, digest).save(
+            folder / name
+        )
 
 
 class ShortestFirst(BaseHTTPRequestHandler):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from vllm_trie.options import TrieBeamConfig
-from vllm_trie.options.matrix import CLASHES, NEEDS, parsed
+from vllm_trie.options import EngineOptions
+from vllm_trie.options.matrix import CLASHES, NEEDS, parsed_option_key
 from vllm_trie.options.parts import Drawing, Speculating
 from vllm_trie.options.request import PARTS
-from vllm_trie.options.table import OTHER_NAMES, choices, what_is_wrong
+from vllm_trie.options.table import OTHER_NAMES, option_choices, option_fault
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 
@@ -21,7 +21,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 def markdown_table(options: Mapping[str, FieldInfo]) -> str:
     """One row per option."""
     rows = ["| option | default | values | needs | meaning |", "|---|---|---|---|---|"]
-    needs = {parsed(key)[0]: _words(need.needs, " or ") for need in NEEDS for key in need.these}
+    needs = {parsed_option_key(key)[0]: _words(need.needs, " or ") for need in NEEDS for key in need.these}
     for name, field in options.items():
         cells = f"`{name}`", _default(field), _values(field), needs.get(name, ""), str(field.description)
         rows.append(f"| {' | '.join(cells)} |")
@@ -56,7 +56,7 @@ def markdown_names() -> str:
 def with_tables(page: str) -> str:
     """The page, with each table in its place: between `<!-- name -->` and the next empty line."""
     of_requests = {*Drawing.model_fields, *Speculating.model_fields}
-    own = {name: field for name, field in TrieBeamConfig.model_fields.items() if name not in of_requests}
+    own = {name: field for name, field in EngineOptions.model_fields.items() if name not in of_requests}
     tables = {name: markdown_table(part.model_fields) for name, part in PARTS.items()}
     tables |= {"engines": markdown_table(own), "pairs": markdown_clashes(), "names": markdown_names()}
     for name, table in tables.items():
@@ -73,10 +73,10 @@ def _default(field: FieldInfo) -> str:
 
 
 def _values(field: FieldInfo) -> str:
-    known = choices(field)
+    known = option_choices(field)
     if known:
         return ", ".join(f"`{json.dumps(value)}`" for value in known)
-    return what_is_wrong(field).removeprefix("is not ").replace("; pass", ":")
+    return option_fault(field).removeprefix("is not ").replace("; pass", ":")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from vllm_trie.compat.cpu import configure_engines_on_cpu, needs_cpu_kernels
 from vllm_trie.compat.fingerprint import CHECKED_STEPS, verify
 from vllm_trie.compat.patch import Patch, wrap_all
 from vllm_trie.compat.sources import installed_vllm
-from vllm_trie.options import PLUGIN_NAME, TrieBeamConfig
+from vllm_trie.options import PLUGIN_NAME, EngineOptions
 from vllm_trie.selection import (
     ASYNC_SCHEDULER,
     SCHEDULER,
@@ -73,7 +73,7 @@ def _select(
     _refuse_near_misses(self.additional_config)
     if not is_selected(self):
         return original(self, usage_context, *args, **kwargs)
-    options = TrieBeamConfig.from_additional_config(self.additional_config)
+    options = EngineOptions.from_additional_config(self.additional_config)
     changed = verify(options.vllm_check, needs_cpu_kernels())
     _refuse_v1_model_runner()
     # vLLM writes what it infers into its arguments, and would take that for said the next time: hence the copies.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from vllm_trie.options.matrix import FIELDS, refuse
+from vllm_trie.options.matrix import FIELDS, refuse_options
 from vllm_trie.options.request import OPTIONS, SearchParams
 from vllm_trie.search.filters import LogitsFilters
 
@@ -77,4 +77,4 @@ def refuse_unsupported(fields: Mapping[str, Any], beam: SearchParams, feature: s
     Raises:
         ValueError: naming the field and its value, and what would work.
     """
-    refuse({**fields, **beam.params(), "beam_width": feature})
+    refuse_options({**fields, **beam.params(), "beam_width": feature})

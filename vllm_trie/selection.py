@@ -8,8 +8,8 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.compat.cpu import unsupported_without_triton
-from vllm_trie.options import PLUGIN_NAME, TrieBeamConfig
-from vllm_trie.options.speculation import check_drafts
+from vllm_trie.options import PLUGIN_NAME, EngineOptions
+from vllm_trie.options.speculation import check_drafts_for_options
 from vllm_trie.speculative_config import drafts_of, unsupported_speculation
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SCHEDULER = "vllm_trie.engine.scheduler.BeamScheduler"
 ASYNC_SCHEDULER = "vllm_trie.engine.async_scheduler.AsyncBeamScheduler"
 
-_parsed: dict[int, tuple[object, TrieBeamConfig]] = {}  # by the id of an `additional_config`, which is kept with it
+_parsed: dict[int, tuple[object, EngineOptions]] = {}  # by the id of an `additional_config`, which is kept with it
 
 
 def is_selected(engine: EngineArgs | VllmConfig) -> bool:
@@ -29,11 +29,11 @@ def is_selected(engine: EngineArgs | VllmConfig) -> bool:
     return PLUGIN_NAME in (envs.VLLM_PLUGINS or ()) or PLUGIN_NAME in (engine.additional_config or {})
 
 
-def config_of(vllm_config: VllmConfig) -> TrieBeamConfig:
+def config_of(vllm_config: VllmConfig) -> EngineOptions:
     """The options of an engine, which are parsed once."""
     options = vllm_config.additional_config
     if id(options) not in _parsed:
-        _parsed[id(options)] = options, TrieBeamConfig.from_additional_config(options)
+        _parsed[id(options)] = options, EngineOptions.from_additional_config(options)
     return _parsed[id(options)][1]
 
 
@@ -107,7 +107,7 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
     for feature, is_used in unsupported.items():
         if is_used:
             raise ValueError(f"{PLUGIN_NAME} does not support {feature}; start vLLM without it or without the plugin")
-    check_drafts(config_of(vllm_config).speculation, drafts_of(vllm_config), f"{PLUGIN_NAME}.")
+    check_drafts_for_options(config_of(vllm_config).speculation, drafts_of(vllm_config), f"{PLUGIN_NAME}.")
 
 
 def _prunes_videos(model: ModelConfig) -> bool:

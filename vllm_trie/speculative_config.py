@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_trie.compat.cpu import needs_cpu_kernels
 from vllm_trie.messages import MOST_DRAFTS
-from vllm_trie.options.speculation import DRAFTS_PER_BEAM, MOST_DRAFTS_PER_BEAM, Drafts, speculates
+from vllm_trie.options.speculation import DRAFTS_PER_BEAM, MOST_DRAFTS_PER_BEAM, Drafts, options_speculate
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -63,7 +63,7 @@ def most_drafts(beam: BeamParams, num_layers: int) -> int:
     """Drafts that one forward of a search can verify, whose options are resolved, in an engine with so many layers."""
     per_beam = MOST_DRAFTS_PER_BEAM if beam.speculation == "auto" else DRAFTS_PER_BEAM
     draft_width = beam.draft_width or per_beam * beam.beam_width
-    return min(num_layers * draft_width, MOST_DRAFTS) if speculates(beam) else 0
+    return min(num_layers * draft_width, MOST_DRAFTS) if options_speculate(beam) else 0
 
 
 def speculation(name: str) -> Any:

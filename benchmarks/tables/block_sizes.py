@@ -18,7 +18,7 @@ from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.significance import interval
 from benchmarks.watch import watched
 from vllm_trie import beam_params
-from vllm_trie.trie.blocks import BlockTrie, blocks_to_fan_out
+from vllm_trie.trie.blocks import BlockTrie, trie_fan_out_blocks
 
 SIZES = (1, 8, 16, 32, 64)
 Operation = tuple[str, tuple[Any, ...]]  # a method of `BlockTrie`, and what it takes beside new blocks
@@ -66,7 +66,7 @@ def replay(operations: Sequence[Operation], num_tokens: int, block_size: int) ->
         if name == "fork":
             trie.fork(*args)
             continue
-        num_new = trie.blocks_to_grow() if name == "grow" else blocks_to_fan_out(num_tokens, *args, block_size)
+        num_new = trie.blocks_to_grow() if name == "grow" else trie_fan_out_blocks(num_tokens, *args, block_size)
         getattr(trie, name)(*args, [next(ids) for _ in range(num_new)])
         found.live.append(trie.num_live_blocks)
         found.unshared.append(trie.width * -(-trie.num_tokens // block_size))

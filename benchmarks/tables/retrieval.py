@@ -21,7 +21,7 @@ from benchmarks.tables.throughput import CLIENT_LOOP, OURS, SAMPLING, TRANSFORME
 from benchmarks.watch import clocked, runner_of
 from vllm_trie import beam_params, hypotheses
 from vllm_trie.catalog import Catalog
-from vllm_trie.catalog.items import Items
+from vllm_trie.catalog.items import CatalogItems
 from vllm_trie.entrypoints.llm import beam_search
 
 NUM_LEVELS, SEED, FIRST_CODE = 4, 0, 2
@@ -51,7 +51,7 @@ def _write(path: Path, model: str, num_items: int) -> None:
     vocab_size = AutoConfig.from_pretrained(model).get_text_config().vocab_size
     rows = synthetic(num_items, vocab_size)
     lengths = np.full(num_items, NUM_LEVELS, np.int32)
-    Catalog.from_items(Items(rows.ravel(), lengths, np.arange(num_items)), vocab_size, None).save(path)
+    Catalog.from_items(CatalogItems(rows.ravel(), lengths, np.arange(num_items)), vocab_size, None).save(path)
 
 
 def engine_of(bench: Bench, variant: str, widest: int, sizes: Sequence[int]) -> Any:

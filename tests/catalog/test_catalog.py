@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_trie.catalog import Catalog
-from vllm_trie.catalog.arrays import Arrays
-from vllm_trie.catalog.file_format import START, Header, pack
-from vllm_trie.catalog.structure import check_structure
+from vllm_trie.catalog.arrays import CatalogArrays
+from vllm_trie.catalog.file_format import START, CatalogHeader, pack_catalog
+from vllm_trie.catalog.structure import check_catalog_structure
 
 ITEM = "an item"
 Sequences = list[list[int]]
@@ -47,7 +47,7 @@ def padded(sequences: Sequences, length: int) -> np.ndarray:
 @given(SEQUENCES)
 def test_nodes_are_those_of_a_trie_level_by_level_and_ascending(sequences: Sequences) -> None:
     catalog = Catalog.from_sequences(sequences)
-    check_structure(catalog)
+    check_catalog_structure(catalog)
     level, number, ids = [trie_of(sequences)], 0, []
     while level:
         below = []
@@ -205,8 +205,10 @@ def test_what_is_no_catalog_is_refused(tmp_path: Path) -> None:
 )
 def test_a_header_that_does_not_fit_is_refused_whatever_the_checksum_says(changed: Any, message: str) -> None:
     good = Catalog.from_sequences([[1, 2], [3]])
-    header = Header(**{name: value for name, value in vars(good).items() if name in Header.__annotations__} | changed)
-    data = pack(header, Arrays(good.item_ids, good.first_child, good.tokens, good.is_item))
+    header = CatalogHeader(
+        **{name: value for name, value in vars(good).items() if name in CatalogHeader.__annotations__} | changed
+    )
+    data = pack_catalog(header, CatalogArrays(good.item_ids, good.first_child, good.tokens, good.is_item))
     message = message.replace("192", str(len(data)))
     with pytest.raises(ValueError, match=f"^items is no catalog: {message}; build it again by python -m"):
         Catalog.from_bytes(data, "items")
@@ -260,7 +262,7 @@ def test_a_large_catalog_finds_all_of_its_items() -> None:
     sequences = [random.integers(0, 300, length).tolist() for length in lengths]
     sequences += [sequence[:-1] for sequence in sequences[:1000] if len(sequence) > 1]
     catalog = Catalog.from_sequences(sequences)
-    check_structure(catalog)
+    check_catalog_structure(catalog)
     id_of = {tuple(sequence): index for index, sequence in reversed(list(enumerate(sequences)))}
     assert catalog.num_items == len(id_of)
     assert catalog.find(padded(sequences, 40)).tolist() == [id_of[tuple(sequence)] for sequence in sequences]

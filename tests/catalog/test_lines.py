@@ -14,23 +14,25 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.engine import TRAINED_TARGET
 from vllm_trie.catalog import lines
-from vllm_trie.catalog.items import Items
-from vllm_trie.catalog.lines import read_items
-from vllm_trie.catalog.tokenizer import load_tokenizer, tokenizer_digest
+from vllm_trie.catalog.items import CatalogItems
+from vllm_trie.catalog.lines import read_catalog_items
+from vllm_trie.catalog.tokenizer import catalog_tokenizer_digest, load_catalog_tokenizer
 
 
-def read(path: Path, *rows: str | bytes, **options: object) -> Items:
+def read(path: Path, *rows: str | bytes, **options: object) -> CatalogItems:
     path.write_bytes(b"".join((row if isinstance(row, bytes) else row.encode()) + b"\n" for row in rows))
-    return read_items(path, **{"tokenizer": None, "vocab_size": None, "progress": lambda num_bytes: None, **options})
+    return read_catalog_items(
+        path, **{"tokenizer": None, "vocab_size": None, "progress": lambda num_bytes: None, **options}
+    )
 
 
-def sequences(items: Items) -> list[list[int]]:
+def sequences(items: CatalogItems) -> list[list[int]]:
     return [part.tolist() for part in np.split(items.tokens, items.lengths.cumsum()[:-1])]
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> object:
-    return load_tokenizer(str(TRAINED_TARGET))
+    return load_catalog_tokenizer(str(TRAINED_TARGET))
 
 
 def test_lines_are_lists_texts_and_objects(tmp_path: Path, tokenizer: object) -> None:
@@ -121,14 +123,14 @@ def test_a_file_without_items_is_refused(tmp_path: Path, rows: tuple[str, ...]) 
 
 
 def test_a_tokenizers_digest_is_that_of_its_vocabulary(tokenizer: object) -> None:
-    digest = tokenizer_digest(tokenizer)
+    digest = catalog_tokenizer_digest(tokenizer)
     assert re.fullmatch("[0-9a-f]{16}", digest)
-    other = load_tokenizer(str(TRAINED_TARGET))
-    assert tokenizer_digest(other) == digest
+    other = load_catalog_tokenizer(str(TRAINED_TARGET))
+    assert catalog_tokenizer_digest(other) == digest
     other.add_tokens("<item_0>")
-    assert tokenizer_digest(other) != digest
+    assert catalog_tokenizer_digest(other) != digest
 
 
 def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"--tokenizer={tmp_path} cannot be loaded: "):
-        load_tokenizer(str(tmp_path))
+        load_catalog_tokenizer(str(tmp_path))

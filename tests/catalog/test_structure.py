@@ -9,26 +9,26 @@ import numpy as np
 import pytest
 
 from vllm_trie.catalog import Catalog
-from vllm_trie.catalog.arrays import Arrays
-from vllm_trie.catalog.file_format import Header, pack
-from vllm_trie.catalog.structure import check_structure
+from vllm_trie.catalog.arrays import CatalogArrays
+from vllm_trie.catalog.file_format import CatalogHeader, pack_catalog
+from vllm_trie.catalog.structure import check_catalog_structure
 
-GOOD = Arrays(  # [1, 2], [1, 3], [4]
+GOOD = CatalogArrays(  # [1, 2], [1, 3], [4]
     item_ids=np.array([2, 0, 1]),
     first_child=np.array([1, 3, 5, 5, 5, 5], np.int32),
     tokens=np.array([-1, 1, 4, 2, 3], np.int32),
     is_item=np.array([0, 0, 1, 1, 1], bool),
 )
-HEADER = Header.of(GOOD, None, None)
+HEADER = CatalogHeader.of(GOOD, None, None)
 
 
-def catalog(header: Header = HEADER, **changed: Any) -> Catalog:
+def catalog(header: CatalogHeader = HEADER, **changed: Any) -> Catalog:
     arrays = {name: np.asarray(changed.get(name, array), array.dtype) for name, array in GOOD._asdict().items()}
-    return Catalog.from_bytes(pack(header, Arrays(**arrays)), "items")
+    return Catalog.from_bytes(pack_catalog(header, CatalogArrays(**arrays)), "items")
 
 
 def test_the_arrays_that_are_changed_below_are_a_trie() -> None:
-    check_structure(catalog())
+    check_catalog_structure(catalog())
     assert catalog().to_bytes() == Catalog.from_sequences([[1, 2], [1, 3], [4]]).to_bytes()
 
 
@@ -53,4 +53,4 @@ def test_the_arrays_that_are_changed_below_are_a_trie() -> None:
 )
 def test_what_is_no_trie_is_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^catalog items is no trie: {message}; build it again by python -m"):
-        check_structure(catalog(**changed))
+        check_catalog_structure(catalog(**changed))

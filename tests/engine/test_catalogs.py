@@ -44,7 +44,7 @@ def test_a_set_waits_on_the_host_and_goes_to_workers_once_its_search_runs() -> N
 def test_neither_the_engine_nor_a_worker_reads_all_of_a_set_for_its_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     catalogs, workers, content = EngineCatalogs({}, 10 * SIZE), DeviceCatalogs(torch.device("cpu"), SIZE), set_of(1)
     hashed: list[Any] = []
-    monkeypatch.setattr(file_format, "_digest", lambda *parts: hashed.append(parts))
+    monkeypatch.setattr(file_format, "_catalog_digest", lambda *parts: hashed.append(parts))
     uses = [catalogs.use(PARAMS, content) for _ in range(2)]
     catalogs.load(brought(*uses))
     workers.apply(catalogs.take_changes())

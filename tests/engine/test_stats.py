@@ -11,7 +11,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_trie.engine.catalogs import CatalogCounts
 from vllm_trie.engine.stats import BeamStats, BeamTally, SearchCounts, attach_stats, take_stats
-from vllm_trie.trie.blocks import BlockCounts
+from vllm_trie.trie.blocks import TrieBlockCounts
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_each_report_begins_where_the_last_one_ended() -> None:
     tally.stats.add(SearchCounts(steps=3, target_forwards=2, prefill_forwards=1, drafted=9, accepted=4, beams=12))
     tally.stats.preemptions = 1
     tally.finish("stop")
-    first = tally.report([4, 2], BlockCounts(10, 20, 30), 50, CatalogCounts(7, 70, 1))
+    first = tally.report([4, 2], TrieBlockCounts(10, 20, 30), 50, CatalogCounts(7, 70, 1))
     finished = {"stop": 1, "length": 0, "abort": 0, "error": 0}
     assert first == BeamStats(
         **{"steps": 3, "target_forwards": 2, "prefill_forwards": 1, "drafted": 9, "accepted": 4, "beams": 12},
@@ -53,6 +53,6 @@ def test_each_report_begins_where_the_last_one_ended() -> None:
     assert not tally.has_news
     second = {"kv_blocks_shared": 1, "kv_blocks_copied": 2, "kv_blocks_reclaimed": 3, "kv_blocks_peak": 50}
     second |= {"catalog_items": 8, "catalog_bytes": 80, "catalog_loads": 2}
-    assert tally.report([4], BlockCounts(11, 22, 33), 50, CatalogCounts(8, 80, 3)) == BeamStats(
+    assert tally.report([4], TrieBlockCounts(11, 22, 33), 50, CatalogCounts(8, 80, 3)) == BeamStats(
         groups_running=-1, rows_running=-2, **second
     )

@@ -11,7 +11,7 @@ import pytest
 from tests.support.asking import refusal, resolved
 from vllm_trie import beam_params
 from vllm_trie.options import parse_options
-from vllm_trie.options.contrast import check_amateur, weights_of
+from vllm_trie.options.contrast import check_contrast_option, contrast_option_weights
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,8 @@ def test_what_is_no_contrast_is_refused_in_a_sentence_that_says_what_is(value: A
 
 
 def test_what_is_left_out_is_as_in_the_paper() -> None:
-    assert weights_of({}) == weights_of({"model": "draft"}) == {"alpha": 0.1, "beta": 0.5}
-    assert weights_of({"beta": 1}) == {"alpha": 0.1, "beta": 1.0}
+    assert contrast_option_weights({}) == contrast_option_weights({"model": "draft"}) == {"alpha": 0.1, "beta": 0.5}
+    assert contrast_option_weights({"beta": 1}) == {"alpha": 0.1, "beta": 1.0}
 
 
 def test_a_json_text_says_the_same() -> None:
@@ -49,7 +49,7 @@ def test_steps_are_plain_and_nothing_is_drawn_whatever_the_engine_says(engine: A
 
 
 def test_an_engine_must_have_a_draft_model() -> None:
-    check_amateur(None, "has none")
-    check_amateur({}, None)
+    check_contrast_option(None, "has none")
+    check_contrast_option({}, None)
     with refusal("contrast={'beta': 1.0} needs a draft model, and this engine has none; start it with specul"):
-        check_amateur({"beta": 1.0}, "has none")
+        check_contrast_option({"beta": 1.0}, "has none")

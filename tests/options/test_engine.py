@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from vllm_trie.options import TrieBeamConfig
+from vllm_trie.options import EngineOptions
 from vllm_trie.options.parts import Drawing, Speculating
 
 
 def test_defaults_hold_without_an_entry() -> None:
-    assert TrieBeamConfig.from_additional_config(None) == TrieBeamConfig()
-    assert TrieBeamConfig.from_additional_config({"somebody_else": 1}) == TrieBeamConfig()
+    assert EngineOptions.from_additional_config(None) == EngineOptions()
+    assert EngineOptions.from_additional_config({"somebody_else": 1}) == EngineOptions()
 
 
 def test_options_are_read() -> None:
-    assert TrieBeamConfig.from_additional_config({"trie_beam": {"reclaim_interval": 3}}).reclaim_interval == 3
+    assert EngineOptions.from_additional_config({"trie_beam": {"reclaim_interval": 3}}).reclaim_interval == 3
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_options_are_read() -> None:
 )
 def test_bad_options_are_refused(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TrieBeamConfig.from_additional_config({"trie_beam": options})
+        EngineOptions.from_additional_config({"trie_beam": options})
 
 
 def test_what_requests_get_that_say_nothing_of_speculation() -> None:
@@ -68,5 +68,5 @@ def test_what_requests_get_that_say_nothing_of_speculation() -> None:
     said |= {"draft_width": 8, "min_width": 2, "threshold": 0.7}
     assert said.keys() == {*Drawing.model_fields, *Speculating.model_fields}
     for one in (said, *({name: value} for name, value in said.items())):  # each alone too: requests may say the rest
-        assert TrieBeamConfig.from_additional_config({"trie_beam": one}) == TrieBeamConfig(**one)
-        assert vars(TrieBeamConfig(**one)) == vars(TrieBeamConfig()) | one
+        assert EngineOptions.from_additional_config({"trie_beam": one}) == EngineOptions(**one)
+        assert vars(EngineOptions(**one)) == vars(EngineOptions()) | one

@@ -14,7 +14,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from tests.support.asking import refusal as refused
 from vllm_trie import beam_params
 from vllm_trie.options import OPTIONS
-from vllm_trie.options.matrix import CLASHES, FIELDS, NEEDS, clash, parsed, refusal
+from vllm_trie.options.matrix import CLASHES, FIELDS, NEEDS, options_clash, options_refusal, parsed_option_key
 from vllm_trie.options.parts import Steps
 
 PAIRS = [frozenset(pair) for row in CLASHES for pair in product(row.these, row.others)]
@@ -23,7 +23,7 @@ VALUES: dict[str, Any] = {"early_stopping": True, "speculation": "exact", "beam_
 
 def said(*keys: str) -> dict[str, Any]:
     """What someone says who asks for all of these."""
-    values = dict(map(parsed, keys))
+    values = dict(map(parsed_option_key, keys))
     return {name: VALUES.get(name, 5) if value is None else value for name, value in values.items()}
 
 
@@ -35,31 +35,33 @@ def test_a_pair_stands_in_it_once() -> None:
     assert len(PAIRS) == len({*PAIRS})
 
 
-@pytest.mark.parametrize("pair", [pair for pair in PAIRS if len({parsed(key)[0] for key in pair}) == 2], ids=sorted)
+@pytest.mark.parametrize(
+    "pair", [pair for pair in PAIRS if len({parsed_option_key(key)[0] for key in pair}) == 2], ids=sorted
+)
 def test_a_refusal_names_both_says_why_and_what_would_work(pair: frozenset[str]) -> None:
-    why = clash(said(*pair))
+    why = options_clash(said(*pair))
     assert why is not None
     assert re.fullmatch(r"\S.* is not supported together with .*, (which|whose|where) .+; \w.+", why), why
-    assert all(key in why or parsed(key)[0] in why for key in pair), why
+    assert all(key in why or parsed_option_key(key)[0] in why for key in pair), why
 
 
 def test_what_asks_for_nothing_goes_with_everything() -> None:
     everything = dict.fromkeys(FIELDS, False) | {"temperature": 1.0, "beam_width": 4}
-    assert clash(everything | {"do_sample": None}) is None
-    assert clash({"unit": "step", "speculation": "off", "do_sample": False}) is None
-    assert clash({"semantics": "vllm", "top_k": -1, "temperature": 0.0}) is None
+    assert options_clash(everything | {"do_sample": None}) is None
+    assert options_clash({"unit": "step", "speculation": "off", "do_sample": False}) is None
+    assert options_clash({"semantics": "vllm", "top_k": -1, "temperature": 0.0}) is None
 
 
 @pytest.mark.parametrize("need", NEEDS)
 def test_what_an_option_needs_is_enough(need: Any) -> None:
     for option in need.these:
         if need.without:
-            assert refusal(said(option, need.without[0])) is not None
+            assert options_refusal(said(option, need.without[0])) is not None
         else:
-            assert refusal(said(option)) == f"{option if '=' in option else f'{option}=5'} {need.why}"
+            assert options_refusal(said(option)) == f"{option if '=' in option else f'{option}=5'} {need.why}"
         for enough in need.needs:
-            of_steps = ['unit="step"'] if parsed(option)[0] in Steps.model_fields else []
-            assert refusal(said(option, enough, *of_steps)) is None or (option, enough) in NOT_ENOUGH
+            of_steps = ['unit="step"'] if parsed_option_key(option)[0] in Steps.model_fields else []
+            assert options_refusal(said(option, enough, *of_steps)) is None or (option, enough) in NOT_ENOUGH
 
 
 NOT_ENOUGH = {

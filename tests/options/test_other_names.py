@@ -7,7 +7,7 @@ from vllm import SamplingParams
 
 from tests.support.asking import refusal
 from vllm_trie import beam_params
-from vllm_trie.options import OPTIONS, TrieBeamConfig, parse_options
+from vllm_trie.options import OPTIONS, EngineOptions, parse_options
 from vllm_trie.options.table import OTHER_NAMES
 
 FOREIGN = [
@@ -35,12 +35,12 @@ def test_a_name_of_another_system_is_refused_wherever_it_stands(name: str, cure:
         beam_params(4, **{name: 3})
     own = cure.removeprefix("did you mean ").removesuffix("?")
     with refusal(f"unknown option trie_beam.{name}; {own}"):
-        TrieBeamConfig.from_additional_config({"trie_beam": {name: 3}})
+        EngineOptions.from_additional_config({"trie_beam": {name: 3}})
 
 
 def test_an_option_of_requests_is_none_of_engines() -> None:
     with refusal("unknown option trie_beam.length_penalty; length_penalty is for requests: each has its own"):
-        TrieBeamConfig(length_penalty=1.0)
+        EngineOptions(length_penalty=1.0)
 
 
 def test_a_helper_called_by_another_name_says_ours() -> None:
@@ -80,5 +80,5 @@ def test_names_that_only_beam_searches_have_are_refused_without_a_width(name: st
 def test_other_names_are_listed_once_and_are_none_of_ours() -> None:
     names = [name for names in OTHER_NAMES.values() for name in names.split()]
     assert len(names) == len(set(names))
-    assert not {*names} & {*OPTIONS, *TrieBeamConfig.model_fields}
+    assert not {*names} & {*OPTIONS, *EngineOptions.model_fields}
     assert not {*names} & {*SamplingParams.__struct_fields__}

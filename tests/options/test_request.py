@@ -12,8 +12,8 @@ from vllm import SamplingParams
 from vllm_trie import beam_params
 from vllm_trie.engine.catalogs import num_beams_along
 from vllm_trie.entrypoints.requests.limits import BlocksNeeded, EngineLimits, validate
-from vllm_trie.options import BeamParams, TrieBeamConfig, parse_options
-from vllm_trie.options.resolve import resolve
+from vllm_trie.options import BeamParams, EngineOptions, parse_options
+from vllm_trie.options.resolve import resolve_options
 from vllm_trie.sampling_params import is_controlled, logits_filters, stop_tokens
 from vllm_trie.search.filters import LogitsFilters
 
@@ -59,9 +59,9 @@ def test_unknown_semantics_are_refused() -> None:
 
 
 def test_a_request_that_names_no_semantics_gets_the_engines() -> None:
-    engine = TrieBeamConfig(semantics="vllm")
+    engine = EngineOptions(semantics="vllm")
     for own, found in ((None, "vllm"), ("hf", "hf")):
-        assert resolve(BeamParams(beam_width=2, semantics=own), engine, drafts=None).semantics == found
+        assert resolve_options(BeamParams(beam_width=2, semantics=own), engine, drafts=None).semantics == found
 
 
 @pytest.mark.parametrize("semantics", ["vllm", "tridecode"])
@@ -309,8 +309,8 @@ def test_what_widths_do_not_go_with_is_refused(options: dict[str, object], why: 
 
 
 def test_an_engine_that_speculates_does_not_with_several_widths() -> None:
-    asked, engine = BeamParams(beam_widths=[2, 3]), TrieBeamConfig(speculation="exact", semantics="vllm")
-    resolved = resolve(asked, engine, drafts="model")
+    asked, engine = BeamParams(beam_widths=[2, 3]), EngineOptions(speculation="exact", semantics="vllm")
+    resolved = resolve_options(asked, engine, drafts="model")
     assert (resolved.beam_width, resolved.speculation, resolved.semantics) == (3, "off", "hf")
 
 

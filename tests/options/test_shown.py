@@ -11,8 +11,16 @@ import pytest
 from vllm_trie import beam_params
 from vllm_trie.options import OPTIONS, parse_options, request
 from vllm_trie.options.request import MOST_KEYS
-from vllm_trie.options.shown import MOST_LISTED, MOST_QUOTED, MOST_SHOWN, listed, shortened, shown, shown_name
-from vllm_trie.options.table import MOST_LIKE, OTHER_NAMES, most_of
+from vllm_trie.options.shown import (
+    MOST_LISTED,
+    MOST_QUOTED,
+    MOST_SHOWN,
+    listed_option_names,
+    shortened_option_refusal,
+    shown_option,
+    shown_option_name,
+)
+from vllm_trie.options.table import MOST_LIKE, OTHER_NAMES, most_of_option
 
 MANY = 1_000_000
 
@@ -41,26 +49,26 @@ LARGE: dict[str, Any] = {
 
 @pytest.mark.parametrize("value", LARGE.values(), ids=LARGE)
 def test_a_value_is_shown_in_few_characters(value: Any) -> None:
-    assert 0 < len(shown(value)) <= MOST_SHOWN
+    assert 0 < len(shown_option(value)) <= MOST_SHOWN
 
 
 @pytest.mark.parametrize("value", [3, 2.5, True, None, "tree", [2, 3], {"model": "draft"}, "a 'b'"])
 def test_a_short_value_is_shown_as_it_is(value: object) -> None:
-    assert shown(value) == repr(value)
+    assert shown_option(value) == repr(value)
 
 
 def test_a_long_name_keeps_its_beginning_and_its_end() -> None:
-    assert shown_name("begin" + "a" * MANY + "end").startswith("begina")
-    assert shown_name("begin" + "a" * MANY + "end").endswith("aend")
+    assert shown_option_name("begin" + "a" * MANY + "end").startswith("begina")
+    assert shown_option_name("begin" + "a" * MANY + "end").endswith("aend")
 
 
 def test_names_are_listed_as_far_as_there_is_room() -> None:
-    assert listed(["a", "b"]) == "a, b"
-    text = listed(OPTIONS)
+    assert listed_option_names(["a", "b"]) == "a, b"
+    text = listed_option_names(OPTIONS)
     assert text.startswith("beam_width, ")
     assert text.endswith(f"and {len(OPTIONS) - text.count(',') - 1} more")
     assert len(text) < MOST_LISTED + 20
-    assert shortened("a" * MANY) != "a" * MANY
+    assert shortened_option_refusal("a" * MANY) != "a" * MANY
 
 
 HOSTILE: dict[str, Mapping[str, Any]] = {
@@ -143,7 +151,9 @@ def kinds_of(annotation: Any) -> set[Any]:
 
 def test_options_that_take_texts_or_lists_have_these_bounds() -> None:
     open_ended = {name: field for name, field in OPTIONS.items() if kinds_of(field.annotation) & {str, list, dict, Any}}
-    assert {name: (most_of(of, str)[0], most_of(of, list)[0]) for name, of in open_ended.items()} == BOUNDS
+    assert {
+        name: (most_of_option(of, str)[0], most_of_option(of, list)[0]) for name, of in open_ended.items()
+    } == BOUNDS
 
 
 @pytest.mark.parametrize("name", ["allowed_sequences", "phrase_boosts"])

@@ -10,9 +10,9 @@ import pytest
 
 from tests.support.asking import refusal, resolved
 from vllm_trie import BeamParams, beam_params
-from vllm_trie.options import TrieBeamConfig, parse_options
+from vllm_trie.options import EngineOptions, parse_options
 from vllm_trie.options.parts import Drawing, Speculating
-from vllm_trie.options.resolve import resolve
+from vllm_trie.options.resolve import resolve_options
 from vllm_trie.options.speculation import Drafts
 
 DO_SAMPLE = [None, False, True]
@@ -226,7 +226,7 @@ def test_drafts_are_accepted_by_rank_where_beams_are_drawn_by_drafts_alone(optio
 def test_drafts_are_accepted_by_rank_if_the_request_says_so_alone() -> None:
     assert (resolved(SAMPLE).accept, resolved(SAMPLE | BY_RANK).accept) == ("exact", "top_k")
     with refusal("unknown option trie_beam.accept; accept is for requests: each has its own"):
-        TrieBeamConfig(**BY_RANK)
+        EngineOptions(**BY_RANK)
     beam = resolved(DRAWN | BY_RANK | {"accept_top_k": 3}, threshold=0.7, min_width=2, draft_width=6)
     assert (beam.accept_top_k, beam.draft_width) == (3, 6)
     assert (beam.threshold, beam.min_width) == (None, None), "which does not go with it"
@@ -254,10 +254,10 @@ def test_a_search_that_forests_do_not_follow_takes_plain_steps(options: dict[str
     for asked in ({}, {"speculation": "auto"}, {"speculation": "sample" if draws else "exact"}, {"draft_width": 8}):
         for says in ({}, {"speculation": "sample" if draws else "exact"}, {"draft_width": 6, "threshold": 0.5}):
             request = BeamParams(beam_width=4, **asked, **options)
-            beam = resolve(request, TrieBeamConfig(**says), "model", fields)
+            beam = resolve_options(request, EngineOptions(**says), "model", fields)
             assert (beam.do_sample, beam.speculation, beam.draft_width, beam.threshold) == (draws, "off", None, None)
     with refusal("draft_width=8 has no drafts to act on"):
-        resolve(BeamParams(beam_width=4, draft_width=8, **options), TrieBeamConfig(), None, fields)
+        resolve_options(BeamParams(beam_width=4, draft_width=8, **options), EngineOptions(), None, fields)
 
 
 def expected(
@@ -327,7 +327,7 @@ def test_what_the_request_says_outweighs_the_engine() -> None:
 
 def test_a_greedy_request_is_not_drawn_because_the_engine_draws() -> None:
     for says in ({"do_sample": True}, {"speculation": "sample"}):
-        beam = resolve(BeamParams(beam_width=4), TrieBeamConfig(**says), "model", {"temperature": 0.0})
+        beam = resolve_options(BeamParams(beam_width=4), EngineOptions(**says), "model", {"temperature": 0.0})
         assert (beam.do_sample, beam.speculation) == (False, "auto")
 
 

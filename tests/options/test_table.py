@@ -11,9 +11,9 @@ import pytest
 from tests.support.engine import ROOT
 from tools.options_tables import PAGE, with_tables
 from vllm_trie import BeamParams, beam_params
-from vllm_trie.options import OPTIONS, StepParams, TrieBeamConfig
+from vllm_trie.options import OPTIONS, EngineOptions, StepOptions
 from vllm_trie.options.request import PARTS
-from vllm_trie.options.table import what_is_wrong
+from vllm_trie.options.table import option_fault
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from vllm_trie.options.table import what_is_wrong
         (BeamParams, {"beam_width": "8"}),
         (BeamParams, {}),
         (BeamParams, {"beam_width": 2, "zzz": 1}),
-        (TrieBeamConfig, {"semantics": []}),
+        (EngineOptions, {"semantics": []}),
     ],
 )
 def test_a_refusal_is_one_sentence_of_ours(kind: Any, given: dict[str, Any]) -> None:
@@ -34,14 +34,14 @@ def test_a_refusal_is_one_sentence_of_ours(kind: Any, given: dict[str, Any]) -> 
 
 
 def test_every_option_has_a_meaning_and_says_what_is_wrong_with_a_value() -> None:
-    for name, field in (OPTIONS | TrieBeamConfig.model_fields).items():
+    for name, field in (OPTIONS | EngineOptions.model_fields).items():
         assert field.description, name
-        assert what_is_wrong(field).startswith("is "), name
+        assert option_fault(field).startswith("is "), name
 
 
 def test_every_option_belongs_to_one_part() -> None:
     of_parts = [name for part in PARTS.values() for name in part.model_fields]
-    assert sorted(of_parts) == sorted(BeamParams.model_fields.keys() | StepParams.model_fields)
+    assert sorted(of_parts) == sorted(BeamParams.model_fields.keys() | StepOptions.model_fields)
 
 
 def test_options_do_not_change() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllm_trie.options import TrieBeamConfig
+from vllm_trie.options import EngineOptions
 from vllm_trie.step_search.scorers import HttpScorer, StepCandidate, scorer_of
 from vllm_trie.step_search.scores import ScorerError
 
@@ -136,7 +136,7 @@ def test_clients_hear_no_more_of_an_engines_scorer_than_its_name(endpoint: Calla
 
 
 def test_a_client_can_name_the_engines_scorers_alone() -> None:
-    known = TrieBeamConfig(scorers={"prm": "http://host/prm"}).scorers
+    known = EngineOptions(scorers={"prm": "http://host/prm"}).scorers
     assert scorer_of("prm", known, is_offline=False) == HttpScorer("http://host/prm", "prm")
     assert scorer_of("http://other/prm", known, is_offline=True) == HttpScorer("http://other/prm")
     with pytest.raises(ValueError, match="scorer='http://other/prm' is no scorer of this engine, which knows: prm"):
@@ -146,4 +146,4 @@ def test_a_client_can_name_the_engines_scorers_alone() -> None:
 @pytest.mark.parametrize("scorers", [{"prm": "file:///etc/passwd"}, {"prm": 3}, ["http://host"], {"prm": "host:80"}])
 def test_an_engines_scorers_are_urls(scorers: Any) -> None:
     with pytest.raises(ValueError, match=r"scorers=.* is not a mapping of names to URLs"):
-        TrieBeamConfig(scorers=scorers)
+        EngineOptions(scorers=scorers)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from vllm_trie import BeamParams
-from vllm_trie.options import TrieBeamConfig
-from vllm_trie.options.resolve import resolve
+from vllm_trie.options import EngineOptions
+from vllm_trie.options.resolve import resolve_options
 from vllm_trie.options.speculation import Drafts
 
 
 def resolved(options: dict[str, Any], drafts: Drafts | None = "model", **defaults: Any) -> BeamParams:
-    return resolve(BeamParams(**{"beam_width": 4, **options}), TrieBeamConfig(**defaults), drafts)
+    return resolve_options(BeamParams(**{"beam_width": 4, **options}), EngineOptions(**defaults), drafts)
 
 
 def refusal(text: str) -> Any:

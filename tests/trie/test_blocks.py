@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.walks import NUM_WALKS, OPERATIONS, walks
 from vllm_trie.search.slots import choose as choose_children
-from vllm_trie.trie.blocks import BlockCounts, BlockTrie, blocks_to_fan_out
+from vllm_trie.trie.blocks import BlockTrie, TrieBlockCounts, trie_fan_out_blocks
 
 MOST_TOKENS = 60  # per row; then the group ends and another begins with its blocks
 POISON = -1
@@ -78,7 +78,7 @@ class ModelledGroup:
         held = self.memory.allocate(-(-num_tokens // self.memory.block_size) - skipped)
         self.trie = BlockTrie(self.memory.block_size, [POISON] * skipped + held, num_tokens, skipped)
         self.histories: list[list[int]] = [[]]
-        self.counts = BlockCounts()
+        self.counts = TrieBlockCounts()
         for _ in range(num_tokens):
             self.write_one_token()
 
@@ -105,7 +105,7 @@ class ModelledGroup:
                 branch = self.choose.randrange(2) if place < together else row
                 path.append(tokens.setdefault((*path, branch), self.num_written + len(tokens)))
         self.num_written += len(tokens)
-        needed = blocks_to_fan_out(len(prefix), np.array(paths), self.memory.block_size)
+        needed = trie_fan_out_blocks(len(prefix), np.array(paths), self.memory.block_size)
         copies = self.trie.fan_out(np.array(paths), self.memory.allocate(needed))
         self.memory.copy(copies)
         self.counts.copied += len(copies)
@@ -252,7 +252,7 @@ def test_fork_takes_no_block_and_copies_only_the_tail() -> None:
     trie = three_rows()
     before, child_tail = trie.row_blocks(0), trie.row_blocks(1)[-1]
     trie.fork(np.array([0, 0, 2]))
-    assert trie.counts == BlockCounts(shared=2, copied=1)
+    assert trie.counts == TrieBlockCounts(shared=2, copied=1)
     assert trie.row_blocks(1) == [*before[:-1], child_tail]
     assert trie.num_held == 7
 
@@ -272,7 +272,7 @@ def test_release_gives_the_prompt_back_last() -> None:
 def test_rows_that_fan_out_share_the_blocks_of_their_common_history() -> None:
     trie = BlockTrie(2, [10, 11], 3)
     paths = np.array([[3, 4, 5, 6], [3, 4, 5, 7], [3, 8, 9, 10]])
-    assert blocks_to_fan_out(3, paths, 2) == 5
+    assert trie_fan_out_blocks(3, paths, 2) == 5
     assert trie.fan_out(paths, [12, 13, 14, 15, 16]).tolist() == []
     assert [trie.row_blocks(row) for row in range(3)] == [[10, 11, 12, 14], [10, 11, 12, 15], [10, 11, 13, 16]]
 

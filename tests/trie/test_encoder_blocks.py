@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_trie.trie.encoder_blocks import EncoderBlocks
+from vllm_trie.trie.encoder_blocks import EncoderBlockTrie
 
 
 @pytest.mark.parametrize("blocks", [[10, 11, 12], [10], []], ids=len)
 @pytest.mark.parametrize("width", [1, 5])
 def test_rows_that_grow_and_fork_hold_the_same_blocks_until_the_end(blocks: list[int], width: int) -> None:
-    trie = EncoderBlocks.of(blocks, block_size=4)
+    trie = EncoderBlockTrie.of(blocks, block_size=4)
     assert len(trie.fan_out(np.arange(2 * width).reshape(width, 2), [])) == 0
     for num_tokens in range(1, 20):
         assert trie.blocks_to_grow() == 0

@@ -19,8 +19,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_trie.entrypoints.answers.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.cli import plugin_name
 from vllm_trie.entrypoints.requests.beam_params import beam_params
-from vllm_trie.options import OPTIONS, PLUGIN_NAME, TrieBeamConfig
-from vllm_trie.options.table import choices
+from vllm_trie.options import OPTIONS, PLUGIN_NAME, EngineOptions
+from vllm_trie.options.table import option_choices
 
 PROGRAM = "python -m vllm_trie.entrypoints.batch"
 EARLY_STOPPING = {"true": True, "false": False, "never": "never"}
@@ -90,7 +90,9 @@ def _parser() -> _JobParser:
     search.add_argument("--max-tokens", type=int, default=64, help="Tokens of the longest hypothesis.")
     search.add_argument("--length-penalty", type=float, default=1.0, help="Above 0 favours longer hypotheses.")
     search.add_argument("--early-stopping", choices=EARLY_STOPPING, default="false")
-    search.add_argument("--semantics", choices=choices(OPTIONS["semantics"]), help="Whose rules the search follows.")
+    search.add_argument(
+        "--semantics", choices=option_choices(OPTIONS["semantics"]), help="Whose rules the search follows."
+    )
     search.add_argument("--stop", action="append", metavar="TEXT", help="Ends a hypothesis; may be repeated.")
     search.add_argument(
         "--search-options",
@@ -153,7 +155,7 @@ def _of_json(search: Mapping[str, Any]) -> dict[str, Any]:
 def _engine_args(args: argparse.Namespace) -> EngineArgs:
     plugin_name(PLUGIN_NAME)
     args.additional_config = {PLUGIN_NAME: {}, **args.additional_config}
-    TrieBeamConfig.from_additional_config(args.additional_config)
+    EngineOptions.from_additional_config(args.additional_config)
     if args.data_parallel_size > 1:
         raise ValueError(f"--data-parallel-size={args.data_parallel_size} is not for a batch job; use --num-engines")
     if args.distributed_executor_backend == "ray":

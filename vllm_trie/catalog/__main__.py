@@ -12,48 +12,50 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from vllm_trie.catalog.arrays import level_starts
+from vllm_trie.catalog.arrays import catalog_level_starts
 from vllm_trie.catalog.catalog import Catalog
-from vllm_trie.catalog.lines import read_items
-from vllm_trie.catalog.structure import check_structure
-from vllm_trie.catalog.tokenizer import load_tokenizer, tokenizer_digest
+from vllm_trie.catalog.lines import read_catalog_items
+from vllm_trie.catalog.structure import check_catalog_structure
+from vllm_trie.catalog.tokenizer import catalog_tokenizer_digest, load_catalog_tokenizer
 
 PROGRAM = "python -m vllm_trie.catalog"
 INTERRUPTED = 130
 
 
-class _Parser(argparse.ArgumentParser):
+class _CatalogParser(argparse.ArgumentParser):
     """One sentence for a mistake."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def parser() -> argparse.ArgumentParser:
+def catalog_parser() -> argparse.ArgumentParser:
     """Of the three commands."""
-    commands = _Parser(prog=PROGRAM, description="Catalogs of items for beams to go along, as files.")
+    commands = _CatalogParser(prog=PROGRAM, description="Catalogs of items for beams to go along, as files.")
     add = commands.add_subparsers(dest="command", required=True, metavar="COMMAND").add_parser
     build = add("build", help="Make a catalog.")
     build.add_argument("input", type=Path, metavar="INPUT", help="An item per line: .jsonl or .json, or else text.")
     build.add_argument("output", type=Path, metavar="OUTPUT", help="The catalog; what was there is replaced.")
     inspect = add("inspect", help="Show what a catalog holds.")
-    inspect.add_argument("--items", type=_positive, default=0, metavar="N", help="Show the first N items instead.")
+    inspect.add_argument(
+        "--items", type=_positive_catalog_number, default=0, metavar="N", help="Show the first N items instead."
+    )
     check = add("check", help="Verify a catalog; status 1 if something is wrong with it.")
     for command in (inspect, check):
         command.add_argument("catalog", type=Path, metavar="FILE")
     for command in (build, check):
         command.add_argument("--tokenizer", metavar="MODEL", help="Folder or name of the model to be searched with.")
         command.add_argument(
-            "--vocab-size", type=_positive, metavar="N", help="Its tokens; the tokenizer's, if left out."
+            "--vocab-size", type=_positive_catalog_number, metavar="N", help="Its tokens; the tokenizer's, if left out."
         )
     return commands
 
 
 def main() -> None:
     """Run one command. Ends with status 1, and one sentence, if it fails."""
-    args = parser().parse_args()
+    args = catalog_parser().parse_args()
     try:
-        {"build": _build, "inspect": _inspect, "check": _check}[args.command](args)
+        {"build": _build_catalog, "inspect": _inspect_catalog, "check": _check_catalog}[args.command](args)
     except (ValueError, OSError) as error:
         sys.exit(f"{PROGRAM}: {error}")
     except KeyboardInterrupt:
@@ -61,12 +63,12 @@ def main() -> None:
         sys.exit(INTERRUPTED)
 
 
-def _build(args: argparse.Namespace) -> None:
+def _build_catalog(args: argparse.Namespace) -> None:
     if not args.output.absolute().parent.is_dir():
         raise ValueError(f"{args.output} cannot be written: there is no folder {args.output.parent}")
-    tokenizer, digest, vocab_size = _vocabulary(args)
+    tokenizer, digest, vocab_size = _catalog_vocabulary(args)
     with tqdm(desc="Reading items", total=args.input.stat().st_size, unit="B", unit_scale=True) as bar:
-        items = read_items(args.input, tokenizer, vocab_size, bar.update)
+        items = read_catalog_items(args.input, tokenizer, vocab_size, bar.update)
     catalog = Catalog.from_items(items, vocab_size, digest, lambda depths: tqdm(depths, "Sorting", unit=" levels"))
     catalog.save(args.output)
     num_duplicates = len(items.ids) - catalog.num_items
@@ -74,7 +76,7 @@ def _build(args: argparse.Namespace) -> None:
     print(f"{args.output}: {catalog.num_items:,} items {lengths}, {num_duplicates:,} duplicates left out")
 
 
-def _inspect(args: argparse.Namespace) -> None:
+def _inspect_catalog(args: argparse.Namespace) -> None:
     catalog = Catalog.open(args.catalog)
     if args.items:
         for index, own_id in enumerate(catalog.item_ids[: args.items].tolist()):
@@ -92,29 +94,29 @@ def _inspect(args: argparse.Namespace) -> None:
     ):
         print(f"{name:12} {value}")
     print(f"\n{'depth':>5} {'nodes':>12} {'items':>12} {'most children':>14}")
-    levels = zip(pairwise(level_starts(catalog.first_child)), [*catalog.most_children, 0], strict=True)
+    levels = zip(pairwise(catalog_level_starts(catalog.first_child)), [*catalog.most_children, 0], strict=True)
     for depth, ((start, end), most) in enumerate(levels):
         print(f"{depth:5} {end - start:12,} {catalog.is_item[start:end].sum():12,} {most:14,}")
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check_catalog(args: argparse.Namespace) -> None:
     catalog = Catalog.open(args.catalog)
-    check_structure(catalog)
-    _, digest, vocab_size = _vocabulary(args)
+    check_catalog_structure(catalog)
+    _, digest, vocab_size = _catalog_vocabulary(args)
     if vocab_size is not None:
         catalog.check_fits(vocab_size, digest)
     print(f"{args.catalog} is as it was built: {catalog.num_items:,} items")
 
 
-def _vocabulary(args: argparse.Namespace) -> tuple[Any, str | None, int | None]:
+def _catalog_vocabulary(args: argparse.Namespace) -> tuple[Any, str | None, int | None]:
     """The tokenizer, its digest and the number of tokens, as far as they are given."""
     if args.tokenizer is None:
         return None, None, args.vocab_size
-    tokenizer = load_tokenizer(args.tokenizer)
-    return tokenizer, tokenizer_digest(tokenizer), args.vocab_size or len(tokenizer)
+    tokenizer = load_catalog_tokenizer(args.tokenizer)
+    return tokenizer, catalog_tokenizer_digest(tokenizer), args.vocab_size or len(tokenizer)
 
 
-def _positive(text: str) -> int:
+def _positive_catalog_number(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return int(text)

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_trie.catalog.items import Items
+from vllm_trie.catalog.items import CatalogItems
 
 MOST_NODES = (1 << 31) - 2
 TOKEN_BITS = 31
 
 
-class Arrays(NamedTuple):
+class CatalogArrays(NamedTuple):
     """Node 0 is the root. The children of node s are `first_child[s]` to `first_child[s + 1] - 1`."""
 
     item_ids: np.ndarray  # [items] int64, in the order of their nodes
@@ -22,7 +22,7 @@ class Arrays(NamedTuple):
     is_item: np.ndarray  # [nodes] bool
 
 
-def build_arrays(items: Items, progress: Callable[[range], Iterable[int]] = iter) -> Arrays:
+def build_catalog_arrays(items: CatalogItems, progress: Callable[[range], Iterable[int]] = iter) -> CatalogArrays:
     """The trie of some items. Of items with the same tokens the first one's id stays.
 
     A level is one sort of (node of the level above, token), over those items alone that are long enough.
@@ -62,10 +62,10 @@ def build_arrays(items: Items, progress: Callable[[range], Iterable[int]] = iter
         longer, parents, num_parents = longer[~ends], nodes[~ends], len(keys)
     num_children.append(np.zeros(num_parents, np.int64))
     first_child = np.append(1, 1 + np.concatenate(num_children).cumsum()).astype(np.int32)
-    return Arrays(np.concatenate(item_ids), first_child, np.concatenate(tokens), np.concatenate(is_item))
+    return CatalogArrays(np.concatenate(item_ids), first_child, np.concatenate(tokens), np.concatenate(is_item))
 
 
-def level_starts(first_child: np.ndarray) -> list[int]:
+def catalog_level_starts(first_child: np.ndarray) -> list[int]:
     """The first node of each level, and behind the last level the number of nodes."""
     starts = [0, 1]
     while starts[-1] < len(first_child) - 1:

@@ -12,15 +12,15 @@ from typing import Self
 
 import numpy as np
 
-from vllm_trie.catalog.arrays import build_arrays
-from vllm_trie.catalog.file_format import AGAIN, Header, pack, unpack
-from vllm_trie.catalog.items import Items
+from vllm_trie.catalog.arrays import build_catalog_arrays
+from vllm_trie.catalog.file_format import AGAIN, CatalogHeader, pack_catalog, unpack_catalog
+from vllm_trie.catalog.items import CatalogItems
 
 NO_NODE = NO_ITEM = -1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Catalog(Header):
+class Catalog(CatalogHeader):
     """Token sequences as a trie in compressed rows; immutable.
 
     Node 0 is the root. Nodes are numbered level by level, the children of a node one after the other, ascending
@@ -72,30 +72,30 @@ class Catalog(Header):
         Args:
             ids: By sequence, not negative. If None, a sequence's index.
             vocab_size: Token ids are below.
-            tokenizer: `tokenizer_digest` of the tokenizer that the ids come from.
+            tokenizer: `catalog_tokenizer_digest` of the tokenizer that the ids come from.
 
         Raises:
             ValueError: a sequence is empty or has a token that is none; there are no sequences.
         """
         rows = list(sequences)
         numbers = np.arange(len(rows)) if ids is None else ids
-        return cls.from_items(Items.of(rows, numbers, vocab_size, "sequence {}".format), vocab_size, tokenizer)
+        return cls.from_items(CatalogItems.of(rows, numbers, vocab_size, "sequence {}".format), vocab_size, tokenizer)
 
     @classmethod
     def from_items(
         cls,
-        items: Items,
+        items: CatalogItems,
         vocab_size: int | None,
         tokenizer: str | None,
         progress: Callable[[range], Iterable[int]] = iter,
     ) -> Self:
-        """A catalog of items that have been checked; `progress` as in `build_arrays`."""
-        arrays = build_arrays(items, progress)
-        return cls.from_bytes(pack(Header.of(arrays, vocab_size, tokenizer), arrays), checks=False)
+        """A catalog of items that have been checked; `progress` as in `build_catalog_arrays`."""
+        arrays = build_catalog_arrays(items, progress)
+        return cls.from_bytes(pack_catalog(CatalogHeader.of(arrays, vocab_size, tokenizer), arrays), checks=False)
 
     @classmethod
     def _of(cls, data: memoryview, name: str, checks: bool = True) -> Self:
-        digest, header, arrays = unpack(data, name, checks)
+        digest, header, arrays = unpack_catalog(data, name, checks)
         return cls(**vars(header), **arrays._asdict(), name=name, digest=digest, data=data)
 
     @property
@@ -168,7 +168,7 @@ class Catalog(Header):
 
         Args:
             vocab_size: Of the model.
-            tokenizer: `tokenizer_digest` of the model's tokenizer; None if it is not known.
+            tokenizer: `catalog_tokenizer_digest` of the model's tokenizer; None if it is not known.
         """
         if self.max_token >= vocab_size:
             reason = f"token {self.max_token} is in it, and the model has {vocab_size} tokens"

@@ -7,8 +7,8 @@ r"""The format of a catalog, in a file and between processes; all numbers are li
 | 12 to 15 | h, the length of the header in bytes |
 | 16 to 23 | length of all in bytes |
 | 24 to 55 | SHA-256 of bytes 8 to 23 and of all from byte 56 on |
-| 56 to 55 + h | `Header` in JSON, and spaces |
-| from a multiple of 64 on | `Arrays`, one after the other |
+| 56 to 55 + h | `CatalogHeader` in JSON, and spaces |
+| from a multiple of 64 on | `CatalogArrays`, one after the other |
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from vllm_trie.catalog.arrays import Arrays, level_starts
+from vllm_trie.catalog.arrays import CatalogArrays, catalog_level_starts
 
 MAGIC, VERSION = b"TRIECAT\n", 1
 PREAMBLE, ALIGNMENT = struct.Struct("<8sIIQ"), 64
@@ -29,13 +29,13 @@ AGAIN = "build it again by python -m vllm_trie.catalog build"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Header:
+class CatalogHeader:
     """What a catalog says of itself."""
 
     num_items: int
     num_nodes: int
     vocab_size: int | None  # token ids are below, as far as whoever built it knew
-    tokenizer: str | None  # `tokenizer_digest` of the tokenizer that it was built with
+    tokenizer: str | None  # `catalog_tokenizer_digest` of the tokenizer that it was built with
     shortest: int  # tokens of an item
     longest: int
     most_children: list[int]  # by depth, from the root's 0 to longest - 1
@@ -43,8 +43,8 @@ class Header:
     max_token: int
 
     @classmethod
-    def of(cls, arrays: Arrays, vocab_size: int | None, tokenizer: str | None) -> Header:
-        starts = level_starts(arrays.first_child)
+    def of(cls, arrays: CatalogArrays, vocab_size: int | None, tokenizer: str | None) -> CatalogHeader:
+        starts = catalog_level_starts(arrays.first_child)
         num_children = np.diff(arrays.first_child)
         return cls(
             num_items=len(arrays.item_ids),
@@ -59,16 +59,16 @@ class Header:
         )
 
 
-def pack(header: Header, arrays: Arrays) -> bytes:
+def pack_catalog(header: CatalogHeader, arrays: CatalogArrays) -> bytes:
     """A catalog in this format."""
     text = msgspec.json.encode(header)
     text += b" " * (-(START + len(text)) % ALIGNMENT)
     body = [memoryview(text), *(array.data for array in arrays)]
     preamble = PREAMBLE.pack(MAGIC, VERSION, len(text), START + sum(part.nbytes for part in body))
-    return b"".join([preamble, _digest(preamble, *body), *body])
+    return b"".join([preamble, _catalog_digest(preamble, *body), *body])
 
 
-def unpack(data: memoryview, name: str, checks: bool) -> tuple[str, Header, Arrays]:
+def unpack_catalog(data: memoryview, name: str, checks: bool) -> tuple[str, CatalogHeader, CatalogArrays]:
     """The parts of a catalog.
 
     Args:
@@ -89,11 +89,11 @@ def unpack(data: memoryview, name: str, checks: bool) -> tuple[str, Header, Arra
     if size != len(data):
         raise ValueError(f"{name} is cut short or damaged: {len(data)} bytes of {size}; copy it again, or {AGAIN}")
     digest = data[PREAMBLE.size : START]
-    if checks and _digest(data[: PREAMBLE.size], data[START:]) != digest:
+    if checks and _catalog_digest(data[: PREAMBLE.size], data[START:]) != digest:
         raise ValueError(f"{name} is damaged: its checksum is wrong; copy it again, or {AGAIN}")
     start = START + length
     try:
-        header = msgspec.json.decode(data[START:start], type=Header)
+        header = msgspec.json.decode(data[START:start], type=CatalogHeader)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise ValueError(f"{name} is no catalog: its header cannot be read; {AGAIN}") from None
     num_items, num_nodes = header.num_items, header.num_nodes
@@ -105,10 +105,10 @@ def unpack(data: memoryview, name: str, checks: bool) -> tuple[str, Header, Arra
     for dtype, count in counts:
         views.append(np.frombuffer(data, dtype, count, start))
         start += views[-1].nbytes
-    return digest.hex(), header, Arrays(*views)
+    return digest.hex(), header, CatalogArrays(*views)
 
 
-def _digest(preamble: bytes | memoryview, *body: memoryview) -> bytes:
+def _catalog_digest(preamble: bytes | memoryview, *body: memoryview) -> bytes:
     hashed = hashlib.sha256(preamble[len(MAGIC) :])
     for part in body:
         hashed.update(part)

@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 
-from vllm_trie.catalog.items import Items
+from vllm_trie.catalog.items import CatalogItems
 
 CHUNK_BYTES = 1 << 20
 JSON_SUFFIXES = (".json", ".jsonl")
 FORMS = '[1, 2], "text", {"tokens": [1, 2]} or {"text": "text"}, these two with an "id", an integer, or not'
 
 
-class Line(msgspec.Struct):
+class CatalogLine(msgspec.Struct):
     """A line that is a JSON object; what else it has does not matter."""
 
     tokens: list[int] | None = None
@@ -24,10 +24,12 @@ class Line(msgspec.Struct):
     id: int | None = None
 
 
-Row = list[int] | str | Line
+Row = list[int] | str | CatalogLine
 
 
-def read_items(path: Path, tokenizer: Any, vocab_size: int | None, progress: Callable[[int], object]) -> Items:
+def read_catalog_items(
+    path: Path, tokenizer: Any, vocab_size: int | None, progress: Callable[[int], object]
+) -> CatalogItems:
     """All items of a file, those that are texts as tokens; an item's id is its own, or else its line's index.
 
     Args:
@@ -40,29 +42,29 @@ def read_items(path: Path, tokenizer: Any, vocab_size: int | None, progress: Cal
         ValueError: naming the line, and what is wrong with it.
         OSError: the file cannot be read.
     """
-    decode = msgspec.json.Decoder(Row).decode if path.suffix.lower() in JSON_SUFFIXES else _text
-    parts, num_lines = list[Items](), 0
+    decode = msgspec.json.Decoder(Row).decode if path.suffix.lower() in JSON_SUFFIXES else _catalog_line_text
+    parts, num_lines = list[CatalogItems](), 0
     with path.open("rb") as file:
         while lines := file.readlines(CHUNK_BYTES):
             num_bytes = sum(map(len, lines))
             if num_lines == 0:
                 lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
-            numbers, rows = _decode(lines, num_lines, decode, path)
-            parts.append(_items(rows, numbers, path, tokenizer, vocab_size))
+            numbers, rows = _decode_catalog_lines(lines, num_lines, decode, path)
+            parts.append(_catalog_line_items(rows, numbers, path, tokenizer, vocab_size))
             num_lines += len(lines)
             progress(num_bytes)
     if not sum(len(part.ids) for part in parts):
         raise ValueError(f"{path} has no items; write one per line: {FORMS}")
-    return Items.joined(parts)
+    return CatalogItems.joined(parts)
 
 
-def _text(line: bytes) -> str:
+def _catalog_line_text(line: bytes) -> str:
     if not line.strip():
         raise ValueError("it is blank")
     return line.decode().rstrip("\r\n")
 
 
-def _decode(
+def _decode_catalog_lines(
     lines: Sequence[bytes], start: int, decode: Callable[[bytes], Row], path: Path
 ) -> tuple[Sequence[int], list[Row]]:
     """Indices of the lines that are not blank, and what they hold."""
@@ -80,15 +82,17 @@ def _decode(
     return numbers, rows
 
 
-def _items(rows: list[Row], numbers: Sequence[int], path: Path, tokenizer: Any, vocab_size: int | None) -> Items:
+def _catalog_line_items(
+    rows: list[Row], numbers: Sequence[int], path: Path, tokenizer: Any, vocab_size: int | None
+) -> CatalogItems:
     def name(index: int) -> str:
         return f"{path}, line {numbers[index] + 1}"
 
     if set(map(type, rows)) == {list}:
-        return Items.of(rows, numbers, vocab_size, name)  # type: ignore[arg-type]
+        return CatalogItems.of(rows, numbers, vocab_size, name)  # type: ignore[arg-type]
     ids, sequences = list(numbers), list[Any]()
     for index, row in enumerate(rows):
-        if isinstance(row, Line):
+        if isinstance(row, CatalogLine):
             if (row.tokens is None) == (row.text is None):
                 raise ValueError(f'{name(index)} needs either "tokens" or "text"')
             ids[index] = ids[index] if row.id is None else row.id
@@ -108,4 +112,4 @@ def _items(rows: list[Row], numbers: Sequence[int], path: Path, tokenizer: Any, 
                     f"{tokenizer.convert_ids_to_tokens(tokens)[:8]}; change the text, or write token ids"
                 )
             sequences[index] = tokens
-    return Items.of(sequences, ids, vocab_size, name)
+    return CatalogItems.of(sequences, ids, vocab_size, name)

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_trie.catalog.arrays import Arrays
+from vllm_trie.catalog.arrays import CatalogArrays
 from vllm_trie.catalog.catalog import Catalog
-from vllm_trie.catalog.file_format import AGAIN, Header
+from vllm_trie.catalog.file_format import AGAIN, CatalogHeader
 
 
-def check_structure(catalog: Catalog) -> None:
+def check_catalog_structure(catalog: Catalog) -> None:
     """Raise ValueError if a node cannot be reached, or its children are not ascending, or no item comes of it.
 
     Kernels look nodes up without a look at their number. This goes over each array five times at most, in about as long
     as the checksum takes, and needs two thirds of the memory of the file on the way.
     """
-    if wrong := _wrong(catalog):
+    if wrong := _catalog_structure_fault(catalog):
         raise ValueError(f"catalog {catalog.name} is no trie: {wrong}; {AGAIN}")
 
 
-def _wrong(catalog: Catalog) -> str:
+def _catalog_structure_fault(catalog: Catalog) -> str:
     first, tokens, is_item = catalog.first_child, catalog.tokens, catalog.is_item
     if not len(tokens) or first[0] != 1 or first[-1] != len(tokens):
         return "not every node is a child"
@@ -37,7 +37,9 @@ def _wrong(catalog: Catalog) -> str:
         return "a node leads to no item"
     if (catalog.item_ids < 0).any():
         return "an id is negative"
-    header = Header.of(Arrays(catalog.item_ids, first, tokens, is_item), catalog.vocab_size, catalog.tokenizer)
+    header = CatalogHeader.of(
+        CatalogArrays(catalog.item_ids, first, tokens, is_item), catalog.vocab_size, catalog.tokenizer
+    )
     named = vars(catalog)
     differing = [name for name, value in vars(header).items() if named[name] != value]
     return f"its header is wrong about {', '.join(differing)}" if differing else ""

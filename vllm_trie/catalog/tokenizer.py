@@ -7,13 +7,13 @@ import json
 from typing import Any
 
 
-def tokenizer_digest(tokenizer: Any) -> str:
+def catalog_tokenizer_digest(tokenizer: Any) -> str:
     """Which vocabulary a tokenizer has: 16 hex digits, the same wherever the same strings have the same ids."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
 
 
-def load_tokenizer(model: str) -> Any:
+def load_catalog_tokenizer(model: str) -> Any:
     """The tokenizer of a model: a folder, or a name on the Hugging Face Hub.
 
     Raises:

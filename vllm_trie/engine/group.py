@@ -16,7 +16,7 @@ from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Step, TokenLogprobs, TopLogprobs
 from vllm_trie.search.stopping import NO_ENDED, NO_TOKEN, Ended, Finished, HypothesisPool, are_among
-from vllm_trie.trie import num_equal
+from vllm_trie.trie import num_equal_trie_columns
 from vllm_trie.trie.hypotheses import ROOT, HypothesisTrie
 from vllm_trie.trie.leaves import Notes
 
@@ -110,7 +110,7 @@ class BeamGroup:
     def preempt(self) -> None:
         """The rows' KV is lost, the search is not: it goes on from the tokens that all of them have in common."""
         if self.length > 0:
-            num_common = num_equal(self.hypotheses.ancestors())
+            num_common = num_equal_trie_columns(self.hypotheses.ancestors())
             self._num_resumed = self.forests.drafted_length = min(num_common, self.length - 1)
 
     def paths_to_fan_out(self) -> np.ndarray:

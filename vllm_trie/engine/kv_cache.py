@@ -22,7 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_trie.compat.at_rest import Rests
 from vllm_trie.engine.held_blocks import HeldBlocks
 from vllm_trie.messages import ForkTicket, LookaheadBlocks, NewRows
-from vllm_trie.trie.blocks import BlockCounts, BlockTrie, blocks_to_fan_out
+from vllm_trie.trie.blocks import BlockTrie, TrieBlockCounts, trie_fan_out_blocks
 
 LOOKAHEAD_SHARE = 0.75  # of the blocks that a group holds, the most that it is lent to speculate with
 FEW_BLOCKS = 16  # are lent to any other group, however few it holds
@@ -79,7 +79,7 @@ class BeamKVCacheManager(Rests, KVCacheManager):
         super().__init__(*args, **kwargs)
         self.reclaim_interval = 1
         self.num_lookahead_tokens = 0  # for which vLLM keeps room beyond what an ordinary request computes
-        self.counts = BlockCounts()  # of groups that have ended
+        self.counts = TrieBlockCounts()  # of groups that have ended
         self._groups: dict[str, _GroupBlocks] = {}
         self.num_group_blocks = 0  # that tries hold, their garbage included
         self.peak_group_blocks = 0
@@ -336,9 +336,9 @@ class BeamKVCacheManager(Rests, KVCacheManager):
         block_size = max(trie.block_size for trie in group.tries)
         return request.num_prompt_tokens // block_size * block_size if self.enable_caching else 0
 
-    def total_counts(self) -> BlockCounts:
+    def total_counts(self) -> TrieBlockCounts:
         """What all tries, ended or not, have done so far."""
-        total = BlockCounts()
+        total = TrieBlockCounts()
         for counts in (self.counts, *(trie.counts for group in self._groups.values() for trie in group.tries)):
             total.add(counts)
         return total
@@ -379,9 +379,9 @@ class BeamKVCacheManager(Rests, KVCacheManager):
     def _trie_of(self, manager: SingleTypeKVCacheManager, held: list[KVCacheBlock], num_tokens: int) -> BlockTrie:
         """The blocks that a group holds whose first tokens are computed, and that is one row yet."""
         if isinstance(manager, CrossAttentionManager):
-            from vllm_trie.trie.encoder_blocks import EncoderBlocks  # an import that most engines never need
+            from vllm_trie.trie.encoder_blocks import EncoderBlockTrie  # an import that most engines never need
 
-            return EncoderBlocks.of([block.block_id for block in held], manager.block_size)
+            return EncoderBlockTrie.of([block.block_id for block in held], manager.block_size)
         num_held = -(-num_tokens // manager.block_size)
         self.block_pool.free_blocks(held[num_held:])  # vLLM keeps room for the drafts of ordinary requests
         del held[num_held:]
@@ -483,4 +483,6 @@ def _most_at_a_time(manager: SingleTypeKVCacheManager) -> int | None:
 
 def _blocks_beyond(manager: SingleTypeKVCacheManager, num_tokens: int, paths: np.ndarray) -> int:
     """New blocks that rows take from a prefix of `num_tokens` on. Of what an encoder made, they all hold the same."""
-    return 0 if isinstance(manager, CrossAttentionManager) else blocks_to_fan_out(num_tokens, paths, manager.block_size)
+    return (
+        0 if isinstance(manager, CrossAttentionManager) else trie_fan_out_blocks(num_tokens, paths, manager.block_size)
+    )

@@ -15,7 +15,7 @@ from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.plan import SearchPlan
 from vllm_trie.messages import GroupTicket
 from vllm_trie.options import BeamParams, parse_options
-from vllm_trie.options.contrast import weights_of
+from vllm_trie.options.contrast import contrast_option_weights
 from vllm_trie.sampling_params import ignored_stop_tokens, is_controlled, logits_filters, stop_tokens
 from vllm_trie.search import on_demand
 from vllm_trie.search.constraints.constraint import Constraint
@@ -59,7 +59,7 @@ def new_group(
     if params.phrase_boosts:
         others.append(on_demand("constraints.phrase_boosts:PhraseBoosts").of(params.phrase_boosts))
     if params.contrast is not None:
-        others.append(on_demand("constraints.contrast:Contrast")(**weights_of(params.contrast)))
+        others.append(on_demand("constraints.contrast:Contrast")(**contrast_option_weights(params.contrast)))
     select_rules = SelectRules(
         catalog.num_beams(len(stop_ids)),
         _strategy(params, _padding(ticket, stop_ids)),

@@ -20,7 +20,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm_trie.engine.catalogs import CatalogCounts
 from vllm_trie.messages import Decided
 from vllm_trie.options import PLUGIN_NAME
-from vllm_trie.trie.blocks import BlockCounts
+from vllm_trie.trie.blocks import TrieBlockCounts
 
 REASONS = ("stop", "length", "abort", "error")
 
@@ -126,7 +126,7 @@ class BeamTally:
         self.stats.groups_finished[reason] += 1
         self.has_news = True
 
-    def report(self, widths: Sequence[int], blocks: BlockCounts, peak: int, catalogs: CatalogCounts) -> BeamStats:
+    def report(self, widths: Sequence[int], blocks: TrieBlockCounts, peak: int, catalogs: CatalogCounts) -> BeamStats:
         """All since the last report.
 
         Args:

@@ -20,7 +20,7 @@ from vllm_trie.entrypoints.output_hooks import ONLINE
 from vllm_trie.entrypoints.requests.reading import abort_readings, brings_data, generate_once_read
 from vllm_trie.entrypoints.server.server import is_served, raise_errors
 from vllm_trie.entrypoints.server.single_tokens import asks_for_single_tokens, with_single_tokens
-from vllm_trie.options import asks_for_beams
+from vllm_trie.options import options_ask_for_beams
 
 Generate = Callable[..., AsyncGenerator[RequestOutput, None]]
 
@@ -33,7 +33,9 @@ def generate(
     if (hook := ONLINE.of_request(self, sampling_params)) is not None:
         outputs = noted(hook.generate(original, self, prompt, sampling_params, request_id, *args, **kwargs))
         return with_single_tokens(outputs, sampling_params, tokenizer) if is_parsed else outputs
-    is_search = asks_for_beams((isinstance(sampling_params, SamplingParams) and sampling_params.extra_args) or {})
+    is_search = options_ask_for_beams(
+        (isinstance(sampling_params, SamplingParams) and sampling_params.extra_args) or {}
+    )
     generate = partial(generate_once_read, original) if brings_data(sampling_params) else original
     outputs = generate(self, prompt, sampling_params, request_id, *args, **kwargs)
     outputs = noted(_whole(outputs, tokenizer)) if is_search else outputs

@@ -23,7 +23,7 @@ from vllm_trie.entrypoints.llm_engine import abort_all
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError, refusing
 from vllm_trie.entrypoints.requests.requests import CALLER, forget_unsent, why_not_behind
 from vllm_trie.messages import LLM_BEAM_SEARCH, NO_HYPOTHESIS
-from vllm_trie.options import BeamParams, asks_for_beams
+from vllm_trie.options import BeamParams, options_ask_for_beams
 from vllm_trie.selection import has_beams, is_selected, why_without_beams
 
 logger = init_logger("vllm.trie_beam.beam_search")
@@ -77,7 +77,7 @@ def _refuse_other_params(params: Any) -> None:
         return
     kind = type(params).__name__
     what_works = "pass one BeamSearchParams(beam_width=..., max_tokens=...) for all prompts"
-    if isinstance(params, SamplingParams) and asks_for_beams(params.extra_args or {}):
+    if isinstance(params, SamplingParams) and options_ask_for_beams(params.extra_args or {}):
         what_works = "call LLM.generate(prompts, params) with what beam_params returns"
     raise BeamRequestError(f"LLM.beam_search takes BeamSearchParams, not {kind}; {what_works}")
 

@@ -19,8 +19,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from vllm_trie.options import PLUGIN_NAME, StepParams, asks_for_beams
-from vllm_trie.options.request import kind_of
+from vllm_trie.options import PLUGIN_NAME, StepOptions, options_ask_for_beams
+from vllm_trie.options.request import kind_by_options
 from vllm_trie.selection import has_beams
 
 Waiting = TypeVar("Waiting")
@@ -122,7 +122,7 @@ def _asks_for_reranking(options: dict[str, Any]) -> bool:
 
 
 def _asks_for_steps(options: dict[str, Any]) -> bool:
-    return asks_for_beams(options) and kind_of(options) is StepParams
+    return options_ask_for_beams(options) and kind_by_options(options) is StepOptions
 
 
 _ASKS = {"reranking": _asks_for_reranking, "step_search": _asks_for_steps}  # not whether a request may

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
-from vllm_trie.options.shown import shown
+from vllm_trie.options.shown import shown_option
 from vllm_trie.options.table import Number
 
 MOST_BETA = 1_000  # with more, sums in float32 would no longer tell hypotheses apart
@@ -24,13 +24,13 @@ class ContrastOption(TypedDict, total=False):
     beta: Annotated[Number, Field(ge=0, le=MOST_BETA)]
 
 
-def weights_of(contrast: Mapping[str, Any]) -> dict[str, float]:
+def contrast_option_weights(contrast: Mapping[str, Any]) -> dict[str, float]:
     """Its alpha and beta."""
     given = {**DEFAULTS, **contrast}
     return {name: float(given[name]) for name in ("alpha", "beta")}
 
 
-def check_amateur(contrast: Mapping[str, Any] | None, why_not: str | None) -> None:
+def check_contrast_option(contrast: Mapping[str, Any] | None, why_not: str | None) -> None:
     """Refuse to contrast without a draft model that says something of every token.
 
     Args:
@@ -41,6 +41,6 @@ def check_amateur(contrast: Mapping[str, Any] | None, why_not: str | None) -> No
     """
     if contrast is not None and why_not is not None:
         raise ValueError(
-            f"contrast={shown(dict(contrast))} needs a draft model, and this engine {why_not}; start it with "
+            f"contrast={shown_option(dict(contrast))} needs a draft model, and this engine {why_not}; start it with "
             'speculative_config={"method": "draft_model", "model": ..., "num_speculative_tokens": ...}, or leave it out'
         )

@@ -7,16 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from vllm_trie.options.matrix import refuse
+from vllm_trie.options.matrix import refuse_options
 from vllm_trie.options.parts import NO_BEAMS, Drawing, Semantics, Speculating
 from vllm_trie.options.request import OPTIONS
-from vllm_trie.options.shown import shown
-from vllm_trie.options.table import meant_by, option
+from vllm_trie.options.shown import shown_option
+from vllm_trie.options.table import option, option_meant_by
 
 PLUGIN_NAME = "trie_beam"
 
 
-class TrieBeamConfig(Speculating, Drawing):
+class EngineOptions(Speculating, Drawing):
     """The options of one engine.
 
     Those of drawing and speculation are for requests that say nothing of them, as far as they apply to these.
@@ -61,7 +61,7 @@ class TrieBeamConfig(Speculating, Drawing):
     vllm_check: Literal["strict", "warn", "off"] | None = option(None)
 
     @classmethod
-    def from_additional_config(cls, additional_config: Mapping[str, Any] | None) -> TrieBeamConfig:
+    def from_additional_config(cls, additional_config: Mapping[str, Any] | None) -> EngineOptions:
         """Parse `additional_config["trie_beam"]`.
 
         Raises:
@@ -70,7 +70,7 @@ class TrieBeamConfig(Speculating, Drawing):
         options = (additional_config or {}).get(PLUGIN_NAME, {})
         if not isinstance(options, Mapping):
             raise ValueError(
-                f'additional_config["{PLUGIN_NAME}"]={shown(options)} is not a mapping of options; pass {{}}'
+                f'additional_config["{PLUGIN_NAME}"]={shown_option(options)} is not a mapping of options; pass {{}}'
             )
         return cls(**{str(name): value for name, value in options.items()})
 
@@ -81,10 +81,10 @@ class TrieBeamConfig(Speculating, Drawing):
 
     def check(self) -> None:
         """Refuse to draw and not to draw."""
-        refuse({"do_sample": self.do_sample, "speculation": self.speculation}, self.prefix)
+        refuse_options({"do_sample": self.do_sample, "speculation": self.speculation}, self.prefix)
 
     @classmethod
     def cure(cls, name: str) -> str:
-        meant = meant_by(name, [*cls.model_fields, *OPTIONS], cutoff=0.6)
+        meant = option_meant_by(name, [*cls.model_fields, *OPTIONS], cutoff=0.6)
         is_of_requests = meant is not None and " " not in meant and meant not in cls.model_fields
         return f"{meant} is for requests: each has its own" if is_of_requests else super().cure(name)

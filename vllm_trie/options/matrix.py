@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from vllm_trie.options.parts import Catalogs, Delivery, Ranking, RequestDrawing, RequestSpeculating, Reranking, Steps
-from vllm_trie.options.shown import shown
+from vllm_trie.options.shown import shown_option
 
 
 class Clash(NamedTuple):
@@ -149,7 +149,7 @@ NEEDS = (
 )
 
 
-def parsed(key: str) -> tuple[str, Any]:
+def parsed_option_key(key: str) -> tuple[str, Any]:
     """The option that stands in the table, and its value; None for any that asks for something."""
     name, _, value = key.partition("=")
     return name, ast.literal_eval(value) if value else None
@@ -158,7 +158,7 @@ def parsed(key: str) -> tuple[str, Any]:
 _KEYS: dict[str, dict[str, Any]] = {}  # by the option's name: what stands in the table, and its value
 for _row in (*CLASHES, *NEEDS):
     for _key in chain.from_iterable(words for words in _row if isinstance(words, tuple)):
-        _name, _value = parsed(_key)
+        _name, _value = parsed_option_key(_key)
         _KEYS.setdefault(_name, {})[_key] = _value
 FIELDS = _KEYS.keys()  # options, and fields of `SamplingParams`
 
@@ -173,7 +173,7 @@ for _place, (_this, _other, _) in enumerate(_PAIRS):
     _PLACES.setdefault(_this, {})[_other] = _place
 
 
-def refuse(options: Mapping[str, Any], prefix: str = "") -> None:
+def refuse_options(options: Mapping[str, Any], prefix: str = "") -> None:
     """Refuse options that do not go together, or that need others.
 
     Args:
@@ -183,57 +183,57 @@ def refuse(options: Mapping[str, Any], prefix: str = "") -> None:
     Raises:
         ValueError: naming what was asked for, and what would work.
     """
-    if why := refusal(options, prefix):
+    if why := options_refusal(options, prefix):
         raise ValueError(why)
 
 
-def refusal(options: Mapping[str, Any], prefix: str = "") -> str | None:
+def options_refusal(options: Mapping[str, Any], prefix: str = "") -> str | None:
     """Why these do not go together, or need something else, in a sentence; None if all is well."""
-    keys = _keys(options)
-    return _clash(keys, prefix) or _lack(keys, prefix)
+    keys = _option_keys(options)
+    return _option_keys_clash(keys, prefix) or _option_keys_lack(keys, prefix)
 
 
-def clash(options: Mapping[str, Any]) -> str | None:
+def options_clash(options: Mapping[str, Any]) -> str | None:
     """Why these do not go together, in a sentence; None if they do."""
-    return _clash(_keys(options), "")
+    return _option_keys_clash(_option_keys(options), "")
 
 
-def _clash(keys: Mapping[str, Any], prefix: str) -> str | None:
+def _option_keys_clash(keys: Mapping[str, Any], prefix: str) -> str | None:
     places = [at for this in keys for other, at in _PLACES.get(this, {}).items() if other in keys]
     if not places:
         return None
     this, other, row = _PAIRS[min(places)]
-    this, other = (prefix + _shown(key, keys[key]) for key in (this, other))
+    this, other = (prefix + _shown_option_key(key, keys[key]) for key in (this, other))
     return f"{this} is not supported together with {other}, {row.because}; {row.cure}"
 
 
-def _lack(keys: Mapping[str, Any], prefix: str) -> str | None:
+def _option_keys_lack(keys: Mapping[str, Any], prefix: str) -> str | None:
     for these, needs, why, without in NEEDS:
         if keys.keys().isdisjoint(needs) and not (without and keys.keys().isdisjoint(without)):
             for this in filter(keys.__contains__, these):
-                return f"{prefix}{_shown(this, keys[this])} {why}"
+                return f"{prefix}{_shown_option_key(this, keys[this])} {why}"
     return None
 
 
-def _keys(options: Mapping[str, Any]) -> dict[str, Any]:
+def _option_keys(options: Mapping[str, Any]) -> dict[str, Any]:
     """What of the table is asked for, and as which value."""
     return {
         key: value
         for name, value in options.items()
         if value is not None and name in _KEYS
         for key, exact in _KEYS[name].items()
-        if (value == exact if exact is not None else value is not False and not _asks_nothing(name, value))
+        if (value == exact if exact is not None else value is not False and not _option_asks_nothing(name, value))
     }
 
 
-def _asks_nothing(name: str, value: Any) -> bool:
+def _option_asks_nothing(name: str, value: Any) -> bool:
     return name in ASKS_NOTHING and bool(value == ASKS_NOTHING[name])
 
 
-def _shown(key: str, value: Any) -> str:
+def _shown_option_key(key: str, value: Any) -> str:
     """As it was asked; of an object the name alone. What every search has may go by another name."""
     if key == "beam_width":
         return str(value)
     if key in _DERIVED:
         return f"{key} (over HTTP {_DERIVED[key]})"
-    return key if "=" in key or not isinstance(value, int | float | str | list) else f"{key}={shown(value)}"
+    return key if "=" in key or not isinstance(value, int | float | str | list) else f"{key}={shown_option(value)}"

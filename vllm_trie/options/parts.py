@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Strict, WrapValidator
 
 from vllm_trie.options.contrast import MOST_BETA, ContrastOption
-from vllm_trie.options.shown import shown
+from vllm_trie.options.shown import shown_option
 from vllm_trie.options.table import Number, Options, option
 from vllm_trie.search.stopping import EarlyStopping
 
@@ -55,7 +55,7 @@ class SequencesText:
     text: str
 
     def __repr__(self) -> str:
-        return shown(self.text)
+        return shown_option(self.text)
 
 
 Sequences = Annotated[

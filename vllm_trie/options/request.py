@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from pydantic.fields import FieldInfo
 
-from vllm_trie.options.matrix import refuse
+from vllm_trie.options.matrix import refuse_options
 from vllm_trie.options.parts import (
     MOST_PENALTY,
     Catalogs,
@@ -24,9 +24,9 @@ from vllm_trie.options.parts import (
     SequencesText,
     Steps,
 )
-from vllm_trie.options.shown import listed, shown, shown_name
-from vllm_trie.options.speculation import check_widths
-from vllm_trie.options.table import Options, choices, did_you_mean, meant_by, what_is_wrong
+from vllm_trie.options.shown import listed_option_names, shown_option, shown_option_name
+from vllm_trie.options.speculation import check_layer_width_options
+from vllm_trie.options.table import Options, did_you_mean_option, option_choices, option_fault, option_meant_by
 
 # That may be options of others, where there is no beam_width.
 _COMMON_WORDS = {"accept", "threshold", "replacement", "unit", "scorer", "candidates", "max_steps", "metric"}
@@ -48,25 +48,27 @@ class BeamParams(RequestSpeculating, Catalogs, RequestDrawing, Reranking, Delive
 
     def check(self) -> None:
         """Refuse what does not go together, or has nothing to act on."""
-        refuse(self.params())
+        refuse_options(self.params())
         if abs(penalty := self.length_penalty) >= MOST_PENALTY and self.semantics != "vllm":
-            raise ValueError(f"length_penalty={penalty} {what_is_wrong(OPTIONS['length_penalty'])}")
+            raise ValueError(f"length_penalty={penalty} {option_fault(OPTIONS['length_penalty'])}")
         width, widths = self.beam_width, self.beam_widths
         if widths is not None and width != max(widths):
-            raise ValueError(f"beam_width={width} is not the greatest of beam_widths={shown(widths)}; leave it out")
+            raise ValueError(
+                f"beam_width={width} is not the greatest of beam_widths={shown_option(widths)}; leave it out"
+            )
         if width % self.num_beam_groups:
             raise ValueError(
                 f"num_beam_groups={self.num_beam_groups} does not divide beam_width={width}; make it a multiple"
             )
-        check_widths(self, width)
+        check_layer_width_options(self, width)
 
 
-class StepParams(Steps, Core):
+class StepOptions(Steps, Core):
     """The options of a search by steps, likewise."""
 
     def check(self) -> None:
         """Refuse what does not go together, and the lack of what a search by steps needs."""
-        refuse(self.params())
+        refuse_options(self.params())
         if self.step_stop is None or self.scorer is None:
             lacking = "scorer" if self.step_stop else "step_stop"
             raise ValueError(
@@ -75,7 +77,7 @@ class StepParams(Steps, Core):
             )
 
 
-SearchParams: TypeAlias = BeamParams | StepParams
+SearchParams: TypeAlias = BeamParams | StepOptions
 
 PARTS: dict[str, type[Options]] = {
     "core": Core,
@@ -90,21 +92,23 @@ PARTS: dict[str, type[Options]] = {
 OPTIONS: dict[str, FieldInfo] = {n: field for part in PARTS.values() for n, field in part.model_fields.items()}
 
 
-def kind_of(options: Mapping[str, Any]) -> type[SearchParams]:
+def kind_by_options(options: Mapping[str, Any]) -> type[SearchParams]:
     """What a search with these options is."""
-    return StepParams if options.get("unit") == "step" else BeamParams
+    return StepOptions if options.get("unit") == "step" else BeamParams
 
 
-def search_params(options: Mapping[str, Any]) -> SearchParams:
+def options_of_search(options: Mapping[str, Any]) -> SearchParams:
     """The options of the search that these ask for.
 
     Raises:
         ValueError: naming the option, its value and what would work.
     """
-    kind = kind_of(options)
+    kind = kind_by_options(options)
     params = kind(**{name: value for name, value in options.items() if name in kind.model_fields})
     others = options.keys() - kind.model_fields.keys()
-    refuse({name: options[name] for name in others if options[name] != OPTIONS[name].default} | {"unit": params.unit})
+    refuse_options(
+        {name: options[name] for name in others if options[name] != OPTIONS[name].default} | {"unit": params.unit}
+    )
     return params
 
 
@@ -119,32 +123,34 @@ def parse_options(extra_args: Mapping[str, Any] | None) -> SearchParams | None:
     """
     if not extra_args:
         return None
-    refuse_other_names(extra_args, asks_for_beams(extra_args))
+    refuse_other_option_names(extra_args, options_ask_for_beams(extra_args))
     options = {name: extra_args[name] for name in OPTIONS if name in extra_args}
-    if not asks_for_beams(options):
+    if not options_ask_for_beams(options):
         if options.keys() <= _COMMON_WORDS:
             return None
-        raise ValueError(f"{listed(options)} given without beam_width; add beam_width to search with beams")
+        raise ValueError(
+            f"{listed_option_names(options)} given without beam_width; add beam_width to search with beams"
+        )
     for name, value in options.items():
-        if type(value) is int and True in choices(OPTIONS[name]):  # so the OpenAI server sends booleans
+        if type(value) is int and True in option_choices(OPTIONS[name]):  # so the OpenAI server sends booleans
             options[name] = {0: False, 1: True}.get(value, value)
     for part in PARTS.values():  # also of what a search of this kind does not take, before a text is read
         part.check_sizes(options)
-    for name in {"phrase_boosts", "contrast"} & kind_of(options).model_fields.keys():
+    for name in {"phrase_boosts", "contrast"} & kind_by_options(options).model_fields.keys():
         if isinstance(text := options.get(name), str):  # there it sends no lists of lists, and no objects
             with suppress(ValueError, RecursionError):
                 options[name] = json.loads(text)
-    if isinstance(text := options.get("allowed_sequences"), str) and kind_of(options) is BeamParams:
+    if isinstance(text := options.get("allowed_sequences"), str) and kind_by_options(options) is BeamParams:
         options["allowed_sequences"] = SequencesText(text)
-    return search_params(options)
+    return options_of_search(options)
 
 
-def asks_for_beams(extra_args: Mapping[str, Any]) -> bool:
+def options_ask_for_beams(extra_args: Mapping[str, Any]) -> bool:
     """Whether these ask for a search."""
     return "beam_width" in extra_args or "beam_widths" in extra_args
 
 
-def refuse_other_names(names: Mapping[str, Any], is_beam_request: bool = True) -> None:
+def refuse_other_option_names(names: Mapping[str, Any], is_beam_request: bool = True) -> None:
     """Refuse keys that are other names for beam options, or all but spell one.
 
     Args:
@@ -156,7 +162,9 @@ def refuse_other_names(names: Mapping[str, Any], is_beam_request: bool = True) -
     if is_beam_request and len(names) > MOST_KEYS:
         raise ValueError(f"{len(names):,} options are more than the {MOST_KEYS} that a beam request may have")
     for name, value in islice(names.items(), MOST_KEYS):  # of an ordinary request they are others', however many
-        meant = None if name in OPTIONS else meant_by(str(name), OPTIONS)
+        meant = None if name in OPTIONS else option_meant_by(str(name), OPTIONS)
         is_ours = (meant in OPTIONS and meant not in _COMMON_WORDS) or _OF_BEAMS.search(str(name))
         if meant is not None and (is_beam_request or is_ours):
-            raise ValueError(f"unknown option {shown_name(name)}={shown(value)}; {did_you_mean(meant)}")
+            raise ValueError(
+                f"unknown option {shown_option_name(name)}={shown_option(value)}; {did_you_mean_option(meant)}"
+            )

@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_trie.options.engine import TrieBeamConfig
-from vllm_trie.options.matrix import OF_HF, refusal, refuse
+from vllm_trie.options.engine import EngineOptions
+from vllm_trie.options.matrix import OF_HF, options_refusal, refuse_options
 from vllm_trie.options.parts import Drawing, Speculating
 from vllm_trie.options.request import BeamParams
-from vllm_trie.options.speculation import Drafts, check_drafts, check_threshold, draws, fit_widths, resolve_speculation
+from vllm_trie.options.speculation import (
+    Drafts,
+    check_drafts_for_options,
+    check_threshold_option,
+    fit_layer_width_options,
+    options_draw_beams,
+    resolve_speculation_options,
+)
 
 
-def resolve(
-    beam: BeamParams, defaults: TrieBeamConfig, drafts: Drafts | None, fields: Mapping[str, Any] | None = None
+def resolve_options(
+    beam: BeamParams, defaults: EngineOptions, drafts: Drafts | None, fields: Mapping[str, Any] | None = None
 ) -> BeamParams:
     """What a request and its engine together ask for.
 
@@ -27,19 +34,19 @@ def resolve(
         ValueError: the request wants drafts that there are none of, or what does not go with the engine's semantics,
             or says how to draw, or how wide layers are, where nothing is drawn or decides it.
     """
-    check_drafts(beam.speculation, drafts)
+    check_drafts_for_options(beam.speculation, drafts)
     request = {**(fields or {}), **beam.params()}
     request.setdefault("semantics", defaults.semantics if request.keys().isdisjoint(OF_HF) else "hf")
-    refuse(request)  # naming what the request says
-    request["do_sample"] = draws(request, defaults.do_sample, defaults.speculation)
-    speculation, unused = resolve_speculation(request, defaults.speculation, drafts)
+    refuse_options(request)  # naming what the request says
+    request["do_sample"] = options_draw_beams(request, defaults.do_sample, defaults.speculation)
+    speculation, unused = resolve_speculation_options(request, defaults.speculation, drafts)
     request = {name: value for name, value in request.items() if name not in unused} | {"speculation": speculation}
     by_default = {name: getattr(defaults, name) for name in (*Drawing.model_fields, *Speculating.model_fields)}
     left = {name: value for name, value in by_default.items() if value is not None and getattr(beam, name) is None}
-    chosen = {name: value for name, value in left.items() if refusal({**request, name: value}) is None}
+    chosen = {name: value for name, value in left.items() if options_refusal({**request, name: value}) is None}
     chosen |= {name: request[name] for name in ("semantics", "do_sample", "speculation")}
-    fit_widths(chosen, beam, beam.beam_width)
-    refuse(request | chosen)
+    fit_layer_width_options(chosen, beam, beam.beam_width)
+    refuse_options(request | chosen)
     resolved = beam.model_copy(update=chosen | dict.fromkeys(unused))
-    check_threshold(resolved)
+    check_threshold_option(resolved)
     return resolved

@@ -12,7 +12,7 @@ MOST_SHOWN = 80  # of one value in it, or of one name
 MOST_LISTED = 160  # of the names that are known instead
 
 
-class _Shortened(reprlib.Repr):
+class _ShortenedOption(reprlib.Repr):
     """`reprlib.Repr`, of values of any size."""
 
     def __init__(self) -> None:
@@ -33,22 +33,22 @@ class _Shortened(reprlib.Repr):
         return super().repr_instance(value, level) if not hasattr(value, "__len__") else f"<{type(value).__name__}>"
 
 
-_shortened = _Shortened()
+_shortened = _ShortenedOption()
 
 
-def shown(value: Any) -> str:
+def shown_option(value: Any) -> str:
     """A value as Python writes it, shortened in the middle."""
-    return _cut(_shortened.repr(value), MOST_SHOWN)
+    return _cut_option_text(_shortened.repr(value), MOST_SHOWN)
 
 
-def shown_name(name: Any) -> str:
+def shown_option_name(name: Any) -> str:
     """A name, without quotes, shortened likewise."""
-    return _cut(str(name), MOST_SHOWN)
+    return _cut_option_text(str(name), MOST_SHOWN)
 
 
-def listed(names: Iterable[Any]) -> str:
+def listed_option_names(names: Iterable[Any]) -> str:
     """Names, as many as there is room for, and how many more there are."""
-    every, text = [shown_name(name) for name in names], ""
+    every, text = [shown_option_name(name) for name in names], ""
     for place, name in enumerate(every):
         longer = f"{text}, {name}" if text else name
         if len(longer) > MOST_LISTED:
@@ -57,12 +57,12 @@ def listed(names: Iterable[Any]) -> str:
     return text
 
 
-def shortened(refusal: str) -> str:
+def shortened_option_refusal(refusal: str) -> str:
     """A refusal that quotes what others have said, a parser or a file system, of whatever length that is."""
-    return _cut(refusal, MOST_QUOTED)
+    return _cut_option_text(refusal, MOST_QUOTED)
 
 
-def _cut(text: str, most: int) -> str:
+def _cut_option_text(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     tail = (most - 3) // 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from vllm_trie.options.matrix import OF_PLAIN_STEPS, clash
+from vllm_trie.options.matrix import OF_PLAIN_STEPS, options_clash
 from vllm_trie.options.parts import Speculating, Speculation
 
 Drafts = Literal["model", "ngrams"]
@@ -13,7 +13,7 @@ DRAFTS_PER_BEAM = 2  # of a layer, unless a request says otherwise
 MOST_DRAFTS_PER_BEAM = 4  # likewise, where it is adaptive
 
 
-def check_drafts(speculation: str | None, drafts: Drafts | None, prefix: str = "") -> None:
+def check_drafts_for_options(speculation: str | None, drafts: Drafts | None, prefix: str = "") -> None:
     """Refuse to speculate without drafts, or with drafts that do not do.
 
     Args:
@@ -41,7 +41,7 @@ def check_drafts(speculation: str | None, drafts: Drafts | None, prefix: str = "
         )
 
 
-def draws(request: Mapping[str, Any], by_default: bool | None, speculation: Speculation | None) -> bool:
+def options_draw_beams(request: Mapping[str, Any], by_default: bool | None, speculation: Speculation | None) -> bool:
     """Whether beams are drawn: as the request says, or else the engine, if that goes with the request.
 
     Args:
@@ -52,10 +52,10 @@ def draws(request: Mapping[str, Any], by_default: bool | None, speculation: Spec
         return bool(own == "sample")
     if "do_sample" in request:
         return bool(request["do_sample"])
-    return (bool(by_default) or speculation == "sample") and clash({**request, "do_sample": True}) is None
+    return (bool(by_default) or speculation == "sample") and options_clash({**request, "do_sample": True}) is None
 
 
-def resolve_speculation(
+def resolve_speculation_options(
     request: Mapping[str, Any], by_default: Speculation | None, drafts: Drafts | None
 ) -> tuple[Speculation, tuple[str, ...]]:
     """How a search speculates.
@@ -80,12 +80,12 @@ def resolve_speculation(
     return "exact" if wanted == "exact" or drafts == "ngrams" else "auto", ()
 
 
-def speculates(beam: Speculating) -> bool:
+def options_speculate(beam: Speculating) -> bool:
     """Whether a search whose options are resolved may take several steps per forward."""
     return beam.speculation not in (None, "off")
 
 
-def fit_widths(chosen: dict[str, Any], beam: Speculating, beam_width: int) -> None:
+def fit_layer_width_options(chosen: dict[str, Any], beam: Speculating, beam_width: int) -> None:
     """Fit widths that the engine says for all requests to this one."""
     if "draft_width" in chosen:
         chosen["draft_width"] = max(chosen["draft_width"], beam_width)
@@ -95,7 +95,7 @@ def fit_widths(chosen: dict[str, Any], beam: Speculating, beam_width: int) -> No
         chosen.pop("min_width", None)
 
 
-def check_widths(beam: Speculating, beam_width: int) -> None:
+def check_layer_width_options(beam: Speculating, beam_width: int) -> None:
     """Refuse layers that could not be accepted."""
     if beam.draft_width is not None and beam.draft_width < beam_width:
         raise ValueError(
@@ -106,13 +106,13 @@ def check_widths(beam: Speculating, beam_width: int) -> None:
         raise ValueError(f"min_width={beam.min_width} exceeds beam_width={beam_width}; lower it")
 
 
-def check_draft_width(beam: Speculating, vocab_size: int) -> None:
+def check_draft_width_option(beam: Speculating, vocab_size: int) -> None:
     """Refuse more drafts than there are tokens."""
     if beam.draft_width is not None and beam.draft_width > vocab_size:
         raise ValueError(f"draft_width={beam.draft_width} exceeds the vocabulary of {vocab_size} tokens; lower it")
 
 
-def check_threshold(beam: Speculating) -> None:
+def check_threshold_option(beam: Speculating) -> None:
     """Refuse a least width where nothing decides the width."""
     if beam.min_width is not None and beam.threshold is None:
         raise ValueError(f"min_width={beam.min_width} needs a threshold, such as 0.7, to decide the width by")

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from vllm_trie.options.shown import listed, shown, shown_name
+from vllm_trie.options.shown import listed_option_names, shown_option, shown_option_name
 
 Number = int | float
 
@@ -61,8 +61,8 @@ class Options(BaseModel):
             name = str(error.errors(include_url=False, include_context=False, include_input=False)[0]["loc"][0])
             field = type(self).model_fields.get(name)
             if field is None:
-                raise ValueError(f"unknown option {self.prefix}{shown_name(name)}; {self.cure(name)}") from None
-            raise ValueError(f"{self.prefix}{name}={shown(options.get(name))} {what_is_wrong(field)}") from None
+                raise ValueError(f"unknown option {self.prefix}{shown_option_name(name)}; {self.cure(name)}") from None
+            raise ValueError(f"{self.prefix}{name}={shown_option(options.get(name))} {option_fault(field)}") from None
         self.check()
 
     @classmethod
@@ -75,12 +75,13 @@ class Options(BaseModel):
         known = [(name, value, cls.model_fields[name]) for name, value in options.items() if name in cls.model_fields]
         for name, value, field in known:
             if isinstance(value, int) and value.bit_length() > 63:
-                raise ValueError(f"{cls.prefix}{name}={shown(value)} {what_is_wrong(field)}")
+                raise ValueError(f"{cls.prefix}{name}={shown_option(value)} {option_fault(field)}")
             if isinstance(value, str | list | dict):
-                size, most, unit = len(value), *most_of(field, type(value))
+                size, most, unit = len(value), *most_of_option(field, type(value))
                 if size > most:
                     raise ValueError(
-                        f"{cls.prefix}{name}={shown(value)} has {size:,} {unit}, and may have {most:,}; shorten it"
+                        f"{cls.prefix}{name}={shown_option(value)} has {size:,} {unit}, and may have {most:,}; "
+                        "shorten it"
                     )
 
     @classmethod
@@ -99,24 +100,24 @@ class Options(BaseModel):
     @classmethod
     def cure(cls, name: str) -> str:
         """What to do about an option that there is not."""
-        return cure(name, cls.model_fields)
+        return cure_for_option(name, cls.model_fields)
 
 
-def cure(name: str, known: Iterable[str]) -> str:
+def cure_for_option(name: str, known: Iterable[str]) -> str:
     """What to do about an option that is none of those that are known."""
-    meant = meant_by(name, known, cutoff=0.6)
-    return did_you_mean(meant) if meant is not None else f"known: {listed(known)}"
+    meant = option_meant_by(name, known, cutoff=0.6)
+    return did_you_mean_option(meant) if meant is not None else f"known: {listed_option_names(known)}"
 
 
-def what_is_wrong(field: FieldInfo) -> str:
+def option_fault(field: FieldInfo) -> str:
     """What is said of a wrong value of an option."""
-    extra, known = field.json_schema_extra, choices(field)
+    extra, known = field.json_schema_extra, option_choices(field)
     assert isinstance(extra, dict)
     derived = "is neither true nor false" if True in known else f"is unknown; known: {', '.join(map(repr, known))}"
     return str(extra["wrong"]) or derived
 
 
-def most_of(field: FieldInfo, kind: type) -> tuple[int, str]:
+def most_of_option(field: FieldInfo, kind: type) -> tuple[int, str]:
     """The most characters of a text that is the value of an option, or entries of a list, and what these are called."""
     extra = field.json_schema_extra
     assert isinstance(extra, dict)
@@ -124,23 +125,23 @@ def most_of(field: FieldInfo, kind: type) -> tuple[int, str]:
     return int(str(extra[of_kind])), unit
 
 
-def choices(field: FieldInfo) -> list[Any]:
+def option_choices(field: FieldInfo) -> list[Any]:
     """The values of an option that has few of them, None left out; of others none."""
     kind: Any = field.annotation
     of_parts = [part for part in get_args(kind | None) if part is bool or get_origin(part) is Literal]
     return [value for part in of_parts for value in ((True, False) if part is bool else get_args(part))]
 
 
-def meant_by(name: str, known: Iterable[str], cutoff: float = 0.85) -> str | None:
+def option_meant_by(name: str, known: Iterable[str], cutoff: float = 0.85) -> str | None:
     """Which option someone means, or a sentence that says why there is none; None: no idea."""
-    return _meant_by(name, tuple(known), cutoff) if len(name) <= MOST_LIKE else None
+    return _find_option_meant(name, tuple(known), cutoff) if len(name) <= MOST_LIKE else None
 
 
 @lru_cache(maxsize=1024)  # requests have the same keys again and again, and comparing one takes 0.1 ms
-def _meant_by(name: str, known: tuple[str, ...], cutoff: float) -> str | None:
+def _find_option_meant(name: str, known: tuple[str, ...], cutoff: float) -> str | None:
     word = re.sub(r"(?<=[a-z])(?=[A-Z])|-", "_", name).lower()
     return word if word in known else _MEANT.get(word) or next(iter(get_close_matches(word, known, 1, cutoff)), None)
 
 
-def did_you_mean(meant: str) -> str:
+def did_you_mean_option(meant: str) -> str:
     return meant if " " in meant else f"did you mean {meant}?"

@@ -23,7 +23,7 @@ from vllm_trie.entrypoints.requests.refusals import refusing
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME, BeamParams, parse_options
 from vllm_trie.options.parts import Reranking as RerankingOptions
-from vllm_trie.options.shown import shortened, shown
+from vllm_trie.options.shown import shortened_option_refusal, shown_option
 from vllm_trie.reranking.metrics import HypothesisPair, Metric, metric_of
 from vllm_trie.reranking.minimum_bayes_risk import Pairs, rank_by_risk
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
@@ -92,7 +92,7 @@ def _checked(request_id: str, params: SamplingParams, engine: LLMEngine) -> _Ask
     """
     beam = parse_options(params.extra_args)
     if not isinstance(beam, BeamParams):
-        raise ValueError(f"rerank={shown((params.extra_args or {})['rerank'])} needs beams; add beam_width")
+        raise ValueError(f"rerank={shown_option((params.extra_args or {})['rerank'])} needs beams; add beam_width")
     refuse_unsupported(matrix_fields(params), beam)
     check_n(params.n, beam)
     if (tokenizer := engine.renderer.tokenizer) is None:
@@ -125,7 +125,7 @@ def _rerank(output: RequestOutput, asked: _Asked) -> None:
         texts, weights = [found.text for found in pool], _weights(pool, beam.rerank_scale)
         ranking = rank_by_risk(texts, judge, weights, beam.rerank_confidence, asked.n)
     except Exception as error:  # the metric's: it ends this request alone, and what was found is not lost
-        reason = shortened(f"rerank={beam.rerank!r}: {type(error).__name__}: {error}")
+        reason = shortened_option_refusal(f"rerank={beam.rerank!r}: {type(error).__name__}: {error}")
         logger.error("The hypotheses of request %s stay in the search's order: %s", output.request_id, reason)
         failed = output.outputs[: asked.n]
         failed = [replace(found, finish_reason="error", stop_reason=reason) for found in failed]

@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm_trie.entrypoints.requests.limits import check_stops, check_widths, engine_limits
 from vllm_trie.entrypoints.requests.refusals import refuse_half_texts
 from vllm_trie.entrypoints.requests.requests import refuse_marks, refuse_unknown
-from vllm_trie.options import StepParams, parse_options
+from vllm_trie.options import StepOptions, parse_options
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
 from vllm_trie.selection import config_of
 from vllm_trie.step_search.drawn_steps import StepReader
@@ -47,7 +47,7 @@ def open_request(
         ValueError: naming the option, its value and what would work.
     """
     vllm_config, beam = engine.vllm_config, parse_options(params.extra_args)
-    assert isinstance(beam, StepParams)
+    assert isinstance(beam, StepOptions)
     refuse_marks(params.extra_args or {})
     refuse_unknown(params.extra_args or {}, vllm_config)
     refuse_half_texts(params)

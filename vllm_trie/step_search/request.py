@@ -16,8 +16,8 @@ from vllm.utils import random_uuid
 from vllm_trie.detokenizing import decoder
 from vllm_trie.entrypoints.answers.search_state import empty_outputs
 from vllm_trie.messages import FORK, ForkTicket
-from vllm_trie.options import OPTIONS, PLUGIN_NAME, StepParams
-from vllm_trie.options.shown import shortened
+from vllm_trie.options import OPTIONS, PLUGIN_NAME, StepOptions
+from vllm_trie.options.shown import shortened_option_refusal
 from vllm_trie.step_search.drawn_steps import DrawAbortedError, DrawError, StepReader
 from vllm_trie.step_search.hypotheses import Draw, StepHypothesis
 from vllm_trie.step_search.scorers import Scorer, StepCandidate
@@ -41,7 +41,7 @@ class StepRequest:
 
     request_id: str
     engine_input: Mapping[str, Any]
-    beam: StepParams
+    beam: StepOptions
     reader: StepReader
     scorer: Scorer
     search: StepSearch
@@ -161,7 +161,7 @@ class StepRequest:
         if isinstance(error, DrawAbortedError):
             return self.aborted()
         why = str(error) if isinstance(error, ScorerError | DrawError) else f"{type(error).__name__}: {error}"
-        return self._without_answer("error", shortened(why))
+        return self._without_answer("error", shortened_option_refusal(why))
 
     def aborted(self) -> RequestOutput:
         """The end of a search that somebody else ended: the best of what was scored; `n` empty outputs before that."""

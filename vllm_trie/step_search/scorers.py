@@ -14,7 +14,7 @@ from vllm import LLM
 from vllm.logger import init_logger
 
 from vllm_trie.options.parts import NO_SCORER
-from vllm_trie.options.shown import listed, shown
+from vllm_trie.options.shown import listed_option_names, shown_option
 from vllm_trie.step_search.scores import ScorerError
 
 logger = init_logger("vllm.trie_beam.scorers")
@@ -72,16 +72,16 @@ def scorer_of(scorer: Any, known: Mapping[str, str], is_offline: bool) -> Scorer
             return HttpScorer(known[scorer], scorer)
         if is_offline and scorer.startswith(("http://", "https://")):
             return HttpScorer(scorer)
-        names = listed(known) or "none"
+        names = listed_option_names(known) or "none"
         raise ValueError(
-            f"scorer={shown(scorer)} is no scorer of this engine, which knows: {names}; start it with "
+            f"scorer={shown_option(scorer)} is no scorer of this engine, which knows: {names}; start it with "
             'additional_config={"trie_beam": {"scorers": {"prm": "http://host:8000/classify"}}}'
         )
     if isinstance(scorer, LLM):
         return PoolingScorer(scorer)
     if callable(scorer):
         return scorer
-    raise ValueError(f"scorer={shown(scorer)} {NO_SCORER}")
+    raise ValueError(f"scorer={shown_option(scorer)} {NO_SCORER}")
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ class PoolingScorer:
         task = self.llm.pooling_task
         if task not in ("classify", "token_classify"):
             raise ValueError(
-                f"scorer={shown(self.llm)} is an LLM for {task or 'generate'!r}; pass one of a classifier or reward "
+                f"scorer={shown_option(self.llm)} is an LLM for {task or 'generate'!r}; pass one of a classifier "
+                "or reward "
                 'model, started with runner="pooling"'
             )
 

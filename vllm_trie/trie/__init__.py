@@ -3,7 +3,7 @@
 import numpy as np
 
 
-def num_equal(columns: np.ndarray) -> int:
+def num_equal_trie_columns(columns: np.ndarray) -> int:
     """How many columns, the first ones, have the same in every row: each row goes through these nodes, or blocks.
 
     Args:

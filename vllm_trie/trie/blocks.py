@@ -8,13 +8,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from vllm_trie.trie import num_equal
+from vllm_trie.trie import num_equal_trie_columns
 
 NO_COPIES = np.empty((0, 2), np.int32)
 
 
 @dataclass
-class BlockCounts:
+class TrieBlockCounts:
     """What the trie did, in blocks."""
 
     shared: int = 0  # full blocks a fork took over by reference
@@ -22,19 +22,19 @@ class BlockCounts:
     reclaimed: int = 0  # blocks given back because no row led to them any more
     cached: int = 0  # full blocks beyond the prompt that entered the prefix cache
 
-    def add(self, other: BlockCounts) -> None:
+    def add(self, other: TrieBlockCounts) -> None:
         self.shared += other.shared
         self.copied += other.copied
         self.reclaimed += other.reclaimed
         self.cached += other.cached
 
 
-def least_blocks_to_start(num_prompt_tokens: int, width: int, block_size: int) -> int:
+def least_trie_blocks(num_prompt_tokens: int, width: int, block_size: int) -> int:
     """The fewest blocks with which `width` rows that see all of their prompt can take a step beyond it."""
     return num_prompt_tokens // block_size + width
 
 
-def blocks_to_fan_out(num_tokens: int, paths: np.ndarray, block_size: int) -> int:
+def trie_fan_out_blocks(num_tokens: int, paths: np.ndarray, block_size: int) -> int:
     """New blocks that `BlockTrie.fan_out(paths, ...)` takes from a prefix of `num_tokens` tokens."""
     width, length = paths.shape
     end = num_tokens + length
@@ -71,7 +71,7 @@ class BlockTrie:
     prefix: Sequence[int]
     num_tokens: int
     num_skipped: int = 0
-    counts: BlockCounts = field(default_factory=BlockCounts)
+    counts: TrieBlockCounts = field(default_factory=TrieBlockCounts)
 
     def __post_init__(self) -> None:
         full, partial = divmod(self.num_tokens, self.block_size)
@@ -100,13 +100,13 @@ class BlockTrie:
         Args:
             paths: [rows, n] a key per token beyond the prefix. Where two rows have the same key, their histories are
                 the same up to that token, and so are their full blocks.
-            new_blocks: As many as `blocks_to_fan_out` says.
+            new_blocks: As many as `trie_fan_out_blocks` says.
 
         Returns:
             [copies, 2] blocks to copy before any row writes, each with the one that it is copied to.
         """
         assert self.width == 1
-        assert len(new_blocks) == blocks_to_fan_out(self.num_tokens, paths, self.block_size)
+        assert len(new_blocks) == trie_fan_out_blocks(self.num_tokens, paths, self.block_size)
         start, size, (width, length) = self.num_tokens, self.block_size, paths.shape
         self.num_sealed = start // size
         tail, new = self._table[0, self._num_full :], np.array(new_blocks, np.int32)
@@ -114,7 +114,7 @@ class BlockTrie:
         columns, unused, copies = [np.repeat(self._table[:, : self._num_full], width, axis=0)], [*tail, *new], NO_COPIES
         for block_end in range((start // size + 1) * size, -(-(start + length) // size) * size + 1, size):
             is_full = block_end <= start + length
-            owners = _numbered(paths[:, block_end - start - 1]) if is_full else np.arange(width)
+            owners = _numbered_trie_keys(paths[:, block_end - start - 1]) if is_full else np.arange(width)
             blocks, unused = np.array(unused[: owners.max() + 1], np.int32), unused[owners.max() + 1 :]
             columns.append(blocks[owners][:, None])
             if len(tail) and len(columns) == 2:  # the first row goes on in the tail itself
@@ -179,7 +179,7 @@ class BlockTrie:
         if self._num_examined < self.num_sealed:
             self._num_examined = self.num_sealed
             full = self._table[:, : self._num_full]
-            num_new = num_equal(full)
+            num_new = num_equal_trie_columns(full)
             self._num_common = self.num_sealed - full.shape[1] + num_new
             new = full[0, :num_new]
             self._held = self._held[~np.isin(self._held, new)]
@@ -252,7 +252,7 @@ class BlockTrie:
         assert self._may_have_dead or len(blocks) == len(self._held), "a block is held that no row leads to"
 
 
-def _numbered(keys: np.ndarray) -> np.ndarray:
+def _numbered_trie_keys(keys: np.ndarray) -> np.ndarray:
     """The same keys as numbers from 0, in the order in which they first occur."""
     _, first, which = np.unique(keys, return_index=True, return_inverse=True)
     return first.argsort().argsort()[which]

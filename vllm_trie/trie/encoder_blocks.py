@@ -9,7 +9,7 @@ import numpy as np
 from vllm_trie.trie.blocks import BlockTrie
 
 
-class EncoderBlocks(BlockTrie):
+class EncoderBlockTrie(BlockTrie):
     """Blocks that are filled before a group fans out, and stay as they are until it ends.
 
     They are a prefix of full blocks to the trie, beyond which no row has anything of its own. So tokens are counted in
@@ -19,7 +19,7 @@ class EncoderBlocks(BlockTrie):
     holds_tokens = False
 
     @classmethod
-    def of(cls, blocks: Sequence[int], block_size: int) -> EncoderBlocks:
+    def of(cls, blocks: Sequence[int], block_size: int) -> EncoderBlockTrie:
         """What one row holds, that of a group which is to fan out."""
         return cls(block_size, blocks, len(blocks) * block_size)
 

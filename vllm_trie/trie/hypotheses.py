@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from vllm_trie.trie import num_equal
-from vllm_trie.trie.leaves import NO_LEAVES, Ends, Leaves, Notes
+from vllm_trie.trie import num_equal_trie_columns
+from vllm_trie.trie.leaves import NO_LEAVES, Notes, TrieLeafEnds, TrieLeaves
 
 NO_ROW = -1
 SPARE_BYTES = 1 << 24  # that steps may take beyond twice of what is needed, before they are looked through
@@ -25,7 +25,7 @@ class Node(NamedTuple):
 ROOT = Node(0, 0)
 
 
-class _Step(NamedTuple):
+class _TrieStep(NamedTuple):
     """What one step made of the rows."""
 
     parents: np.ndarray  # [b] int32, rows of the step before
@@ -37,10 +37,10 @@ class _Step(NamedTuple):
     def num_bytes(self) -> int:
         return sum(field.nbytes for field in (*self[:3], *self.notes))
 
-    def some(self, rows: np.ndarray) -> _Step:
+    def some(self, rows: np.ndarray) -> _TrieStep:
         """Of these rows."""
         of_notes = tuple(field[rows] for field in self.notes)
-        return _Step(self.parents[rows], self.tokens[rows], self.scores[rows], of_notes)
+        return _TrieStep(self.parents[rows], self.tokens[rows], self.scores[rows], of_notes)
 
 
 class _Origins(NamedTuple):
@@ -65,7 +65,7 @@ class HypothesisTrie:
     """
 
     def __init__(self) -> None:
-        self._steps = list[_Step]()
+        self._steps = list[_TrieStep]()
         self._finished = NO_LEAVES
         self._num_finished = 0  # ever
         self._num_bytes, self._most_bytes = 0, SPARE_BYTES  # of steps; and when they are looked through
@@ -96,7 +96,7 @@ class HypothesisTrie:
             scores: [b] its cumulative log-probability, in float32.
             notes: What the new tokens carry; in every step fields of the same shape, but for b.
         """
-        step = _Step(np.array(parents, np.int32), np.array(tokens, np.int32), np.array(scores, np.float32), notes)
+        step = _TrieStep(np.array(parents, np.int32), np.array(tokens, np.int32), np.array(scores, np.float32), notes)
         self._steps.append(step)
         self._num_bytes += step.num_bytes
         if self._num_bytes > self._most_bytes:
@@ -111,7 +111,7 @@ class HypothesisTrie:
         """
         parents = self._nodes(np.array(rows, np.int64))
         numbers = np.arange(self._num_finished, self._num_finished + len(parents))
-        ended = Leaves(numbers, parents, np.array(tokens, np.int32), np.array(scores, np.float32), notes)
+        ended = TrieLeaves(numbers, parents, np.array(tokens, np.int32), np.array(scores, np.float32), notes)
         self._finished = self._finished.joined(ended)
         self._num_finished += len(parents)
         return numbers
@@ -201,7 +201,7 @@ class HypothesisTrie:
                 return None
             nodes = np.vstack([nodes, parent])
         ancestors = self._ancestors(nodes, start)
-        num_common = num_equal(ancestors)
+        num_common = num_equal_trie_columns(ancestors)
         return Node(start + num_common, int(ancestors[0, num_common - 1]))
 
     def _origins_of_rows(self, start: int) -> np.ndarray:
@@ -224,7 +224,7 @@ class HypothesisTrie:
         """[n, 2] int64: the length and the row of the newest token of each of these rows."""
         return np.column_stack([np.full(len(rows), self.length), rows])
 
-    def _ends(self, leaves: ArrayLike) -> Ends:
+    def _ends(self, leaves: ArrayLike) -> TrieLeafEnds:
         """Where each of these hypotheses ends.
 
         Raises:
@@ -234,7 +234,7 @@ class HypothesisTrie:
         nodes, is_finished = self._nodes(~numbers), numbers >= 0
         at = self._finished.at(numbers[is_finished])
         nodes[is_finished] = self._finished.parents[at]
-        return Ends(nodes, is_finished, at)
+        return TrieLeafEnds(nodes, is_finished, at)
 
     def _ancestors(self, nodes: np.ndarray, start: int) -> np.ndarray:
         """[n, longest - start] int32 rows, from the first token after `start` to each node; `NO_ROW` beyond."""
@@ -244,7 +244,9 @@ class HypothesisTrie:
         """[n, longest - start] int32 tokens, from the first one after `start` to each node; anything beyond."""
         return self._walk_back(nodes, start, lambda step, rows: step.tokens[rows])
 
-    def _walk_back(self, nodes: np.ndarray, start: int, read: Callable[[_Step, np.ndarray], np.ndarray]) -> np.ndarray:
+    def _walk_back(
+        self, nodes: np.ndarray, start: int, read: Callable[[_TrieStep, np.ndarray], np.ndarray]
+    ) -> np.ndarray:
         """[n, longest - start] int32: from each node on back, what is read in the rows that lead to it."""
         lengths, rows = nodes.T
         order = np.argsort(-lengths, kind="stable")  # the longest first, so that those of a length are the first ones

@@ -9,7 +9,7 @@ import numpy as np
 Notes = tuple[np.ndarray, ...]  # what tokens carry: of each field [tokens, ...]
 
 
-class Leaves(NamedTuple):
+class TrieLeaves(NamedTuple):
     """Hypotheses that a last token ended, in the order in which they finished."""
 
     numbers: np.ndarray  # [k] int64, ascending
@@ -29,11 +29,11 @@ class Leaves(NamedTuple):
             raise LookupError(f"no hypothesis {numbers[self.numbers[places] != numbers][0]}")
         return places
 
-    def joined(self, later: Leaves) -> Leaves:
+    def joined(self, later: TrieLeaves) -> TrieLeaves:
         """These and later ones."""
         if not len(self.numbers):
             return later
-        return Leaves(
+        return TrieLeaves(
             np.concatenate([self.numbers, later.numbers]),
             np.concatenate([self.parents, later.parents]),
             np.concatenate([self.tokens, later.tokens]),
@@ -41,15 +41,15 @@ class Leaves(NamedTuple):
             tuple(np.concatenate(fields) for fields in zip(self.notes, later.notes, strict=True)),
         )
 
-    def without(self, numbers: np.ndarray) -> Leaves:
+    def without(self, numbers: np.ndarray) -> TrieLeaves:
         """The others, in arrays of their own: a view would hold what is reported of all."""
         stays = np.ones(len(self.numbers), np.bool_)
         stays[self.at(numbers)] = False
         notes = tuple(field[stays] for field in self.notes)
-        return Leaves(self.numbers[stays], self.parents[stays], self.tokens[stays], self.scores[stays], notes)
+        return TrieLeaves(self.numbers[stays], self.parents[stays], self.tokens[stays], self.scores[stays], notes)
 
 
-class Ends(NamedTuple):
+class TrieLeafEnds(NamedTuple):
     """Where hypotheses end, finished or not."""
 
     nodes: np.ndarray  # [n, 2] int64, length and row: of the newest token, or of the one before the last
@@ -62,6 +62,6 @@ class Ends(NamedTuple):
         return self.nodes[:, 0] + self.is_finished
 
 
-NO_LEAVES = Leaves(
+NO_LEAVES = TrieLeaves(
     np.zeros(0, np.int64), np.zeros((0, 2), np.int64), np.zeros(0, np.int32), np.zeros(0, np.float32), ()
 )

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from vllm_trie.trie.hypotheses import HypothesisTrie
-from vllm_trie.trie.leaves import Leaves
+from vllm_trie.trie.leaves import TrieLeaves
 
 DIGITS = 5  # of scores, behind the point
 NO_DRAFT = -1
@@ -43,7 +43,7 @@ class TracedTrie(HypothesisTrie):
         """The search goes on no more: a beam is a hypothesis that ended in the newest step. Returns its number."""
         step = self._steps[-1].some(np.array([row]))
         numbers, parents = np.array([self._num_finished]), np.array([[self.length - 1, *step.parents]])
-        self._finished = self._finished.joined(Leaves(numbers, parents, step.tokens, step.scores, step.notes))
+        self._finished = self._finished.joined(TrieLeaves(numbers, parents, step.tokens, step.scores, step.notes))
         self._num_finished += 1
         return int(numbers[0])
 
@@ -66,12 +66,12 @@ class TracedTrie(HypothesisTrie):
         return {
             "parents": [step.parents.tolist() for step in self._steps],
             "tokens": [step.tokens.tolist() for step in self._steps],
-            "scores": [_rounded(step.scores.tolist()) for step in self._steps],
+            "scores": [_rounded_trie_scores(step.scores.tolist()) for step in self._steps],
             "finished": {
                 "steps": ended.parents[:, 0].tolist(),
                 "parents": ended.parents[:, 1].tolist(),
                 "tokens": ended.tokens.tolist(),
-                "scores": _rounded(ended.scores.tolist()),
+                "scores": _rounded_trie_scores(ended.scores.tolist()),
             },
             "returned": [*returned],
             "forests": self._forests,
@@ -80,6 +80,6 @@ class TracedTrie(HypothesisTrie):
         }
 
 
-def _rounded(scores: Sequence[float]) -> list[float | None]:
+def _rounded_trie_scores(scores: Sequence[float]) -> list[float | None]:
     """As JSON has them; None where there is no beam."""
     return [round(score, DIGITS) if math.isfinite(score) else None for score in scores]

@@ -21,8 +21,8 @@ from tests.support.reference import Answer, agree, engine_answers, load, transfo
 from tests.support.running import MOST_TIES, count_ties, prompt_of, run, start_with, trained_prompts
 from vllm_trie import beam_params, hypotheses, load_catalog
 from vllm_trie.catalog import Catalog
-from vllm_trie.catalog.arrays import Arrays
-from vllm_trie.catalog.file_format import Header, pack
+from vllm_trie.catalog.arrays import CatalogArrays
+from vllm_trie.catalog.file_format import CatalogHeader, pack_catalog
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
 from vllm_trie.messages import NO_HYPOTHESIS
 
@@ -160,10 +160,12 @@ def with_catalogs(engines: Engines, model: Path, folder: Path, **options: Any) -
 def leading_astray() -> bytes:
     """A catalog with a right checksum, whose last node has children far behind its end."""
     good = Catalog.from_sequences([[5, 6], [5, 7]])
-    arrays = Arrays(
+    arrays = CatalogArrays(
         good.item_ids, np.append(good.first_child[:-1], 1 << 30).astype(np.int32), good.tokens, good.is_item
     )
-    return pack(Header.of(Arrays(good.item_ids, good.first_child, good.tokens, good.is_item), None, None), arrays)
+    return pack_catalog(
+        CatalogHeader.of(CatalogArrays(good.item_ids, good.first_child, good.tokens, good.is_item), None, None), arrays
+    )
 
 
 @pytest.mark.parametrize("stop", [False, True])

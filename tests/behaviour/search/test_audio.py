@@ -27,7 +27,7 @@ from tests.support.engine import BLOCK_SIZE, Engine, Engines
 from tests.support.reference import agree, engine_answers
 from vllm_trie import beam_params
 from vllm_trie.entrypoints.llm import beam_search
-from vllm_trie.trie.encoder_blocks import EncoderBlocks
+from vllm_trie.trie.encoder_blocks import EncoderBlockTrie
 from vllm_trie.worker.attention.cpu_backend import SharedPrefixBuilder, SharedPrefixMetadata
 
 pytestmark = pytest.mark.slow
@@ -108,11 +108,14 @@ def searches(*widths: int, **options: Any) -> list[Job]:
     return [(seed, beam_params(width, n=width, max_tokens=MAX_TOKENS, **options)) for seed, width in enumerate(widths)]
 
 
-def encoder_blocks(engine: Engine) -> dict[str, EncoderBlocks]:
+def encoder_blocks(engine: Engine) -> dict[str, EncoderBlockTrie]:
     """Of each group that decodes."""
     groups = engine.scheduler.kv_cache_manager._groups
     return {
-        group_id: trie for group_id, group in groups.items() for trie in group.tries if isinstance(trie, EncoderBlocks)
+        group_id: trie
+        for group_id, group in groups.items()
+        for trie in group.tries
+        if isinstance(trie, EncoderBlockTrie)
     }
 
 

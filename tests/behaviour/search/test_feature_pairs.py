@@ -26,7 +26,7 @@ from tests.support.pairs import TRAINED, count_differing, drafting
 from tests.support.reference import SCORE_TOLERANCE, load
 from tests.support.running import MOST_TIES, trained_prompts
 from vllm_trie import Trace, beam_params
-from vllm_trie.options.matrix import refusal
+from vllm_trie.options.matrix import options_refusal
 
 pytestmark = pytest.mark.slow
 
@@ -132,7 +132,7 @@ BESIDE_DRAFTS = ("logit_bias", 'unit="step"')  # refused by vLLM, to each candid
 def expected_refusal(options: dict[str, Any]) -> str | None:
     """What the matrix of options says of a request, if it is refused."""
     said = {name: value for name, value in options.items() if (name, value) != ("n", 1)}
-    return refusal(said | {"output_kind": options.get("output_kind", RequestOutputKind.FINAL_ONLY).name})
+    return options_refusal(said | {"output_kind": options.get("output_kind", RequestOutputKind.FINAL_ONLY).name})
 
 
 def ask(engine: Engine, jobs: dict[str, Any], after_step: Callable[[], None]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from vllm_trie.catalog import Catalog
-from vllm_trie.catalog.arrays import Arrays
-from vllm_trie.catalog.file_format import Header, pack
+from vllm_trie.catalog.arrays import CatalogArrays
+from vllm_trie.catalog.file_format import CatalogHeader, pack_catalog
 from vllm_trie.worker.rows.catalogs import DeviceCatalogs
 
 
@@ -21,9 +21,9 @@ def test_a_worker_looks_at_the_files_of_its_start_itself(tmp_path: Path) -> None
     good.save(path)
     with pytest.raises(ValueError, match="token 7 is in it, and the model has 7 tokens"):
         workers.load_first(str(path), vocab_size=7)
-    arrays = Arrays(good.item_ids, good.first_child, good.tokens, good.is_item)
+    arrays = CatalogArrays(good.item_ids, good.first_child, good.tokens, good.is_item)
     astray = np.append(good.first_child[:-1], 1 << 30).astype(np.int32)
-    path.write_bytes(pack(Header.of(arrays, None, None), arrays._replace(first_child=astray)))
+    path.write_bytes(pack_catalog(CatalogHeader.of(arrays, None, None), arrays._replace(first_child=astray)))
     with pytest.raises(ValueError, match="is no trie: not every node is a child"):
         workers.load_first(str(path), vocab_size=8)
     assert not workers.tries

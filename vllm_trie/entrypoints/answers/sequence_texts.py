@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, TypeAdapter
 
 from vllm_trie.options.parts import FAIL_FAST, MOST_SEQUENCE_TOKENS, MOST_SEQUENCES, WRONG_SEQUENCES, Int64
-from vllm_trie.options.shown import shown
+from vllm_trie.options.shown import shown_option
 
 PIECE = 1 << 16  # characters of a sequence of tokens that are read at once
 INSTEAD = "build a catalog of them, by python -m vllm_trie.catalog build"
@@ -32,7 +32,7 @@ def sequences_of(text: str) -> list[str] | list[list[int]]:
     try:
         return _sequences(text)
     except (_NoSequencesError, JSONDecodeError):
-        raise ValueError(f"allowed_sequences={shown(text)} {WRONG_SEQUENCES}") from None
+        raise ValueError(f"allowed_sequences={shown_option(text)} {WRONG_SEQUENCES}") from None
 
 
 def refuse_tokens(count: int) -> None:

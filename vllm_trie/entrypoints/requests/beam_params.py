@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_trie.compat.patch import wrap_all
 from vllm_trie.entrypoints.requests.limits import check_n
-from vllm_trie.options.request import OPTIONS, refuse_other_names, search_params
-from vllm_trie.options.shown import shown, shown_name
-from vllm_trie.options.table import cure, did_you_mean, meant_by
+from vllm_trie.options.request import OPTIONS, options_of_search, refuse_other_option_names
+from vllm_trie.options.shown import shown_option, shown_option_name
+from vllm_trie.options.table import cure_for_option, did_you_mean_option, option_meant_by
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> Sa
     wrap_all("vllm_trie.entrypoints.requests.requests")
     own = {name: options.pop(name) for name in OPTIONS if name in options}
     _refuse_unknown(options, SamplingParams.__struct_fields__)
-    beam = search_params({"beam_width": beam_width, **own})
+    beam = options_of_search({"beam_width": beam_width, **own})
     check_n(n, beam)
     extra_args = options.pop("extra_args", None) or {}
     for name in extra_args:
@@ -61,11 +61,11 @@ def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> Sa
 def _refuse_unknown(options: Mapping[str, Any], fields: Sequence[str]) -> None:
     """Refuse what is neither a beam option nor a field of `SamplingParams`."""
     unknown = {name: value for name, value in options.items() if name not in fields}
-    refuse_other_names(unknown)
+    refuse_other_option_names(unknown)
     for name, value in unknown.items():
-        meant = meant_by(name, fields, cutoff=0.6)
-        what_works = did_you_mean(meant) if meant is not None else cure(name, OPTIONS)
-        raise ValueError(f"unknown option {shown_name(name)}={shown(value)}; {what_works}")
+        meant = option_meant_by(name, fields, cutoff=0.6)
+        what_works = did_you_mean_option(meant) if meant is not None else cure_for_option(name, OPTIONS)
+        raise ValueError(f"unknown option {shown_option_name(name)}={shown_option(value)}; {what_works}")
 
 
 def _refuse_wrong_type(options: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ def _refuse_wrong_type(options: Mapping[str, Any]) -> None:
         try:
             SamplingParams(**{name: value})
         except TypeError as error:
-            raise ValueError(f"{name}={shown(value)} is of the wrong type: {shown_name(error)}") from None
+            raise ValueError(f"{name}={shown_option(value)} is of the wrong type: {shown_option_name(error)}") from None
         except (ValueError, VLLMValidationError):  # it needs another one
             continue
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from vllm_trie.catalog import Catalog, CatalogStore, check_structure, tokenizer_digest
+from vllm_trie.catalog import Catalog, CatalogStore, catalog_tokenizer_digest, check_catalog_structure
 from vllm_trie.engine.catalogs import num_beams_along
 from vllm_trie.entrypoints.requests.refusals import refuse_half_characters
 from vllm_trie.options import PLUGIN_NAME, BeamParams
-from vllm_trie.options.shown import listed, shown, shown_name
+from vllm_trie.options.shown import listed_option_names, shown_option, shown_option_name
 from vllm_trie.sampling_params import stop_tokens
 from vllm_trie.selection import config_of, has_beams, why_without_beams
 
@@ -53,9 +53,11 @@ def new_version(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, Cat
     try:
         path = (folder / file).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, say
-        raise ValueError(f"file={shown(file)} cannot be read: {shown_name(error)}") from None
+        raise ValueError(f"file={shown_option(file)} cannot be read: {shown_option_name(error)}") from None
     if path.parent != folder:
-        raise ValueError(f"file={shown(file)} is not in {PLUGIN_NAME}.catalog_folder; pass the name of a file there")
+        raise ValueError(
+            f"file={shown_option(file)} is not in {PLUGIN_NAME}.catalog_folder; pass the name of a file there"
+        )
     return str(path), _checked(str(path), vllm_config.model_config)
 
 
@@ -87,11 +89,12 @@ def resolve_items(
     else:
         known = catalogs_of(vllm_config)
         _refuse_unknown(beam.catalog, known.names)
-        catalog, what = known[str(beam.catalog)], f"catalog={shown(beam.catalog)}"
+        catalog, what = known[str(beam.catalog)], f"catalog={shown_option(beam.catalog)}"
     after = _token(beam.catalog_after, vllm_config.model_config.get_vocab_size(), tokenizer)
     if after in stop_tokens(params):
         raise ValueError(
-            f"catalog_after={shown(beam.catalog_after)} is a stop token, which ends hypotheses before their items; "
+            f"catalog_after={shown_option(beam.catalog_after)} is a stop token, which ends hypotheses before "
+            "their items; "
             "pass another one, or leave it out of stop_token_ids, or if it is an EOS token set ignore_eos=True"
         )
     _check_fits(params, beam, catalog, what)
@@ -119,32 +122,32 @@ def _check_fits(params: SamplingParams, beam: BeamParams, catalog: Catalog, what
 def _refuse_unknown(name: str | None, known: Collection[str]) -> None:
     if name not in known:
         start = f'start it with additional_config={{"{PLUGIN_NAME}": {{"catalogs": {{NAME: FILE}}}}}}'
-        names = f"known: {listed(known)}" if known else f"this engine has none; {start}"
-        raise ValueError(f"catalog={shown(name)} is unknown; {names}")
+        names = f"known: {listed_option_names(known)}" if known else f"this engine has none; {start}"
+        raise ValueError(f"catalog={shown_option(name)} is unknown; {names}")
 
 
 def _token(token: int | str | None, vocab_size: int, tokenizer: Any) -> int | None:
     """The token of `catalog_after`."""
     if isinstance(token, str):
         if tokenizer is None:
-            raise ValueError(f"catalog_after={shown(token)} needs a tokenizer; pass the token's id")
+            raise ValueError(f"catalog_after={shown_option(token)} needs a tokenizer; pass the token's id")
         refuse_half_characters("catalog_after", token)
         ids = tokenizer.encode(token, add_special_tokens=False)
         if len(ids) != 1:
             raise ValueError(
-                f"catalog_after={shown(token)} is {len(ids)} tokens; pass text that is one token, or its id"
+                f"catalog_after={shown_option(token)} is {len(ids)} tokens; pass text that is one token, or its id"
             )
         return int(ids[0])
     if token is not None and not 0 <= token < vocab_size:
-        raise ValueError(f"catalog_after={shown(token)} is no token; the vocabulary has {vocab_size}")
+        raise ValueError(f"catalog_after={shown_option(token)} is no token; the vocabulary has {vocab_size}")
     return token
 
 
 def _checked(path: str, model_config: ModelConfig) -> Catalog:
     catalog = Catalog.open(path)
-    check_structure(catalog)
+    check_catalog_structure(catalog)
     digest = None
     if catalog.tokenizer is not None and not model_config.skip_tokenizer_init:
-        digest = tokenizer_digest(cached_tokenizer_from_config(model_config))
+        digest = catalog_tokenizer_digest(cached_tokenizer_from_config(model_config))
     catalog.check_fits(model_config.get_vocab_size(), digest)
     return catalog

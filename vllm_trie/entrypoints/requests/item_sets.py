@@ -15,7 +15,7 @@ from vllm_trie.catalog import Catalog
 from vllm_trie.entrypoints.answers.sequence_texts import INSTEAD, refuse_tokens, sequences_of
 from vllm_trie.entrypoints.requests.refusals import refuse_half_characters
 from vllm_trie.options.parts import MOST_SEQUENCE_CHARACTERS, MOST_STRING, SequencesText
-from vllm_trie.options.shown import shortened, shown_name
+from vllm_trie.options.shown import shortened_option_refusal, shown_option_name
 
 MOST_KEPT = 64 << 20  # bytes, of all sets that are known
 MOST_REFUSALS = 64  # that are known: a request with many prompts asks as often
@@ -64,7 +64,7 @@ class ItemSets:
             catalog = self._catalog(sequences, vocab_size, tokenizer)
         except ValueError as error:
             with self._lock:
-                self._refusals[digest] = shortened(str(error))
+                self._refusals[digest] = shortened_option_refusal(str(error))
                 if len(self._refusals) > MOST_REFUSALS:
                     self._refusals.popitem(last=False)
             raise
@@ -89,7 +89,7 @@ class ItemSets:
         try:
             return Catalog.from_sequences(rows, vocab_size=vocab_size)
         except ValueError as error:
-            raise ValueError(f"allowed_sequences: {shown_name(error)}") from None
+            raise ValueError(f"allowed_sequences: {shown_option_name(error)}") from None
 
     def _refuse_too_long(self, rows: Collection[Sequence[int]]) -> None:
         if (longest := max(map(len, rows))) > self._longest:

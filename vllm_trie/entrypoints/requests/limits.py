@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_trie.options.parts import MOST_STOP_CHARACTERS, MOST_STOP_LENGTH, MOST_STOPS
-from vllm_trie.options.request import BeamParams, SearchParams, StepParams
-from vllm_trie.options.shown import shown
-from vllm_trie.options.speculation import check_draft_width
+from vllm_trie.options.request import BeamParams, SearchParams, StepOptions
+from vllm_trie.options.shown import shown_option
+from vllm_trie.options.speculation import check_draft_width_option
 from vllm_trie.selection import config_of
 from vllm_trie.speculative_config import most_drafts, num_draft_layers
-from vllm_trie.trie.blocks import least_blocks_to_start
+from vllm_trie.trie.blocks import least_trie_blocks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -73,13 +73,13 @@ def validate(
     check_stops(params)
     if params.max_tokens is not None and beam.sample_first > params.max_tokens:
         raise ValueError(f"sample_first={beam.sample_first} exceeds max_tokens={params.max_tokens}; lower it")
-    check_draft_width(beam, limits.vocab_size)
+    check_draft_width_option(beam, limits.vocab_size)
     _check_trace(beam, params.max_tokens or 1, limits.num_draft_layers)
     if limits.num_blocks is None:
         return
     prompt_length, rows, num_encoded = needed
     shared_length, rows = 0 if limits.has_window else prompt_length, 1 if beam.memory_mode else rows
-    blocks = least_blocks_to_start(shared_length, rows, limits.block_size) + -(-num_encoded // limits.block_size)
+    blocks = least_trie_blocks(shared_length, rows, limits.block_size) + -(-num_encoded // limits.block_size)
     if blocks > limits.num_blocks:
         encoded = f" and {num_encoded} of the encoder's" if num_encoded else ""
         raise ValueError(
@@ -98,7 +98,7 @@ def check_widths(n: int, beam: SearchParams, limits: EngineLimits, name: str = "
         raise ValueError(
             f"{name}={width} exceeds max_beam_width={limits.max_beam_width}, which this engine was started with"
         )
-    if isinstance(beam, StepParams) and width * beam.candidates > MOST_WAITING * rows:
+    if isinstance(beam, StepOptions) and width * beam.candidates > MOST_WAITING * rows:
         raise ValueError(
             f"candidates={beam.candidates} for each of {name}={width} exceed {MOST_WAITING} times "
             f"max_num_seqs={rows} in all; lower one of them, or raise --max-num-seqs"
@@ -138,6 +138,6 @@ def _check_trace(beam: BeamParams, max_tokens: int, num_layers: int) -> None:
 def check_n(n: int, beam: SearchParams, name: str = "beam_width") -> None:
     """Refuse to return more hypotheses than there are beams."""
     if type(n) is not int:
-        raise ValueError(f"n={shown(n)} is not a number of hypotheses; pass an integer from 1 to {name}")
+        raise ValueError(f"n={shown_option(n)} is not a number of hypotheses; pass an integer from 1 to {name}")
     if n > beam.beam_width:
         raise ValueError(f"n={n} exceeds {name}={beam.beam_width}; a search returns at most one hypothesis per beam")

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from vllm_trie.options.parts import MOST_PHRASE_CHARACTERS, MOST_PHRASE_LENGTH, MOST_PHRASE_TOKENS
-from vllm_trie.options.shown import shown
+from vllm_trie.options.shown import shown_option
 
 Ways = list[list[int]]
 Boosts = list[tuple[Ways, float]]
@@ -52,7 +52,7 @@ def check_phrases(boosts: Sequence[tuple[Any, float]], found: Boosts, vocab_size
         for way in ways:
             if not 0 <= min(way) <= max(way) < vocab_size:
                 raise ValueError(
-                    f"phrase_boosts: {shown(phrase)} is no phrase of tokens; the vocabulary has {vocab_size}"
+                    f"phrase_boosts: {shown_option(phrase)} is no phrase of tokens; the vocabulary has {vocab_size}"
                 )
             if len(way) > MOST_PHRASE_LENGTH:
                 raise ValueError(
@@ -60,7 +60,8 @@ def check_phrases(boosts: Sequence[tuple[Any, float]], found: Boosts, vocab_size
                 )
             if not set(way[:-1]).isdisjoint(ending):
                 raise ValueError(
-                    f"phrase_boosts: {shown(phrase)} goes on after a stop token, which ends hypotheses; end it there"
+                    f"phrase_boosts: {shown_option(phrase)} goes on after a stop token, which ends hypotheses; "
+                    "end it there"
                 )
 
 
@@ -70,6 +71,8 @@ def _ways(phrase: str | list[int] | Ways, tokenizer: Any) -> Ways:
     if tokenizer is None:
         raise ValueError("phrase_boosts of strings need a tokenizer; pass lists of token ids")
     if not (word := phrase.lstrip(" ")):
-        raise ValueError(f"phrase_boosts: {shown(phrase)} is space alone, of which no word begins; pass its token ids")
+        raise ValueError(
+            f"phrase_boosts: {shown_option(phrase)} is space alone, of which no word begins; pass its token ids"
+        )
     written = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (word, f" {word}"))
     return [list(way) for way in dict.fromkeys(written)]

@@ -28,7 +28,7 @@ from vllm_trie.entrypoints.requests.request_data import BRINGS, READ, RequestDat
 from vllm_trie.entrypoints.requests.requests import forget_unsent, read_request
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME
-from vllm_trie.options.request import asks_for_beams
+from vllm_trie.options.request import options_ask_for_beams
 
 
 class _AbortedError(Exception):
@@ -76,7 +76,7 @@ _readers: WeakKeyDictionary[AsyncLLM, _Reader] = WeakKeyDictionary()
 def brings_data(params: Any) -> bool:
     """Whether reading a request may take longer than others should wait."""
     extra_args = (params.extra_args if isinstance(params, SamplingParams) else None) or {}
-    return asks_for_beams(extra_args) and any(name in extra_args for name in BRINGS)
+    return options_ask_for_beams(extra_args) and any(name in extra_args for name in BRINGS)
 
 
 async def generate_once_read(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm.exceptions import VLLMValidationError
 
-from vllm_trie.options.shown import MOST_QUOTED, shortened
+from vllm_trie.options.shown import MOST_QUOTED, shortened_option_refusal
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -22,7 +22,7 @@ class BeamRequestError(VLLMValidationError, ValueError):
     """
 
     def __init__(self, refusal: str) -> None:
-        super().__init__(shortened(refusal))
+        super().__init__(shortened_option_refusal(refusal))
 
 
 @contextmanager

@@ -18,11 +18,11 @@ from vllm_trie.entrypoints.requests.limits import BlocksNeeded, engine_limits, v
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError, refuse_half_texts, refusing, shortening
 from vllm_trie.entrypoints.requests.request_data import BRINGS, READ, RequestData, check_data, read_data
 from vllm_trie.messages import BEAM_WIDTH, FORK, LLM_BEAM_SEARCH, TICKET, Caller, ForkTicket, GroupTicket
-from vllm_trie.options import OPTIONS, PLUGIN_NAME, BeamParams, StepParams, asks_for_beams, parse_options
-from vllm_trie.options.contrast import check_amateur
-from vllm_trie.options.resolve import resolve
-from vllm_trie.options.shown import shown, shown_name
-from vllm_trie.options.table import cure
+from vllm_trie.options import OPTIONS, PLUGIN_NAME, BeamParams, StepOptions, options_ask_for_beams, parse_options
+from vllm_trie.options.contrast import check_contrast_option
+from vllm_trie.options.resolve import resolve_options
+from vllm_trie.options.shown import shown_option, shown_option_name
+from vllm_trie.options.table import cure_for_option
 from vllm_trie.sampling_params import has_grammar, matrix_fields, refuse_unsupported, stop_tokens
 from vllm_trie.selection import config_of, has_beams, has_logits_processors, padding_token, why_without_beams
 from vllm_trie.speculative_config import drafts_of, why_without_amateur
@@ -100,14 +100,14 @@ def _refuse_without_kernel(params: SamplingParams, vllm_config: VllmConfig) -> N
 def validate_spec_decode(
     original: Callable[..., None], self: SamplingParams, speculative_config: SpeculativeConfig | None
 ) -> None:
-    if not asks_for_beams(self.extra_args or {}):  # verifying a forest, beams honour min_p and logit_bias
+    if not options_ask_for_beams(self.extra_args or {}):  # verifying a forest, beams honour min_p and logit_bias
         original(self, speculative_config)
 
 
 def _refuse_far_priority(priority: int) -> None:
     """Refuse what cannot be sent to the engine: vLLM bounds the priority of a body, and not that of a header."""
     if not -(1 << 63) <= priority < 1 << 63:
-        raise ValueError(f"priority={shown(priority)} has more than 64 bits; pass one closer to 0")
+        raise ValueError(f"priority={shown_option(priority)} has more than 64 bits; pass one closer to 0")
 
 
 def _refuse_too_long(params: SamplingParams) -> None:
@@ -159,14 +159,14 @@ def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | No
     caller = _caller(params)
     if not has_beams(vllm_config):
         raise ValueError(f"{caller.width}={beam.beam_width} {why_without_beams(vllm_config)}")
-    if isinstance(beam, StepParams):
+    if isinstance(beam, StepOptions):
         raise ValueError('unit="step" works in LLM.generate, LLM.chat and the endpoints for completions, not here')
     refuse_unknown(params.extra_args or {}, vllm_config)
     refuse_half_texts(params)
     fields = matrix_fields(params)
     refuse_unsupported(fields, beam, caller.feature)  # before the engine has its say
-    check_amateur(beam.contrast, why_without_amateur(vllm_config))
-    return resolve(beam, config_of(vllm_config), drafts_of(vllm_config), fields)
+    check_contrast_option(beam.contrast, why_without_amateur(vllm_config))
+    return resolve_options(beam, config_of(vllm_config), drafts_of(vllm_config), fields)
 
 
 def refuse_marks(extra_args: Mapping[str, Any]) -> None:
@@ -190,10 +190,12 @@ def refuse_unknown(extra_args: Mapping[str, Any], vllm_config: VllmConfig) -> No
     for name, value in extra_args.items():
         if name in SamplingParams.__struct_fields__:
             raise ValueError(
-                f"{name}={shown(value)} does nothing in vllm_xargs (extra_args); it is a field of the request"
+                f"{name}={shown_option(value)} does nothing in vllm_xargs (extra_args); it is a field of the request"
             )
         if name not in known and not has_logits_processors(vllm_config):
-            raise ValueError(f"unknown option {shown_name(name)}={shown(value)}; {cure(name, OPTIONS)}")
+            raise ValueError(
+                f"unknown option {shown_option_name(name)}={shown_option(value)}; {cure_for_option(name, OPTIONS)}"
+            )
 
 
 def why_not_behind(engine_input: Any, vllm_config: VllmConfig) -> str | None:

@@ -15,8 +15,8 @@ from vllm_trie.compat.patch import wraps
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
 from vllm_trie.entrypoints.server.server import ALL_AT_ONCE, mark_as_served
 from vllm_trie.entrypoints.server.streams import chained, first_event
-from vllm_trie.options import asks_for_beams
-from vllm_trie.options.shown import shown
+from vllm_trie.options import options_ask_for_beams
+from vllm_trie.options.shown import shown_option
 from vllm_trie.selection import has_beams
 
 
@@ -26,10 +26,12 @@ async def serve_tokens(
 ) -> Any:
     """Answer, or say why not, as the endpoints for completions do."""
     options = request.sampling_params.extra_args or {}
-    if not asks_for_beams(options) or not has_beams(self.engine_client.vllm_config):
+    if not options_ask_for_beams(options) or not has_beams(self.engine_client.vllm_config):
         return await original(self, request, *args, **kwargs)
     if request.stream and (whole := [name for name in ALL_AT_ONCE if options.get(name)]):
-        raise BeamRequestError(f"{whole[0]}={shown(options[whole[0]])} has no place in a stream here; leave stream out")
+        raise BeamRequestError(
+            f"{whole[0]}={shown_option(options[whole[0]])} has no place in a stream here; leave stream out"
+        )
     if options.get("unit") != "step":
         mark_as_served(request.sampling_params)
     response = await original(self, request, *args, **kwargs)

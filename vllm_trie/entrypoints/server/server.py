@@ -27,8 +27,8 @@ from vllm_trie.compat.patch import wraps
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError, refusing, shortening
 from vllm_trie.entrypoints.requests.requests import CALLER
 from vllm_trie.messages import USE_BEAM_SEARCH, Caller
-from vllm_trie.options.request import OPTIONS, asks_for_beams, refuse_other_names
-from vllm_trie.options.shown import shown
+from vllm_trie.options.request import OPTIONS, options_ask_for_beams, refuse_other_option_names
+from vllm_trie.options.shown import shown_option
 
 TextRequest: TypeAlias = CompletionRequest | ChatCompletionRequest
 SpeechRequest: TypeAlias = TranscriptionRequest | TranslationRequest
@@ -58,7 +58,7 @@ def to_sampling_params(
         own = {name: value for name, value in xargs.items() if name != _AS_SAMPLING}
         request = self.model_copy(update={"use_beam_search": True, "vllm_xargs": own})
         return request.to_beam_search_params(max_tokens, default_sampling_params or {})
-    if not asks_for_beams(xargs) and not asks_for_beams(self.model_extra or {}):
+    if not options_ask_for_beams(xargs) and not options_ask_for_beams(self.model_extra or {}):
         return original(self, max_tokens, default_sampling_params or {}, **kwargs)
     _refuse_fields(self)
     _refuse_several_prompts(self)
@@ -111,16 +111,17 @@ def _refuse_fields(request: TextRequest | ResponsesRequest | SpeechRequest) -> N
     """Refuse what a beam request says in vain: vLLM passes over fields that it does not know."""
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
         raise BeamRequestError(
-            f"logprobs={shown(request.logprobs)} with echo=True would tell of the prompt, where beams report nothing; "
+            f"logprobs={shown_option(request.logprobs)} with echo=True would tell of the prompt, where beams "
+            "report nothing; "
             "leave one of them out"
         )
     extra = request.model_extra or {}
     unknown = {name: value for name, value in extra.items() if value is not None and (name, value) != NO_BEST_OF}
     for name, value in unknown.items():
         if name in OPTIONS:
-            raise BeamRequestError(f'{name}={shown(value)} is no field of a request; pass it in "vllm_xargs"')
+            raise BeamRequestError(f'{name}={shown_option(value)} is no field of a request; pass it in "vllm_xargs"')
     with refusing():
-        refuse_other_names(unknown)
+        refuse_other_option_names(unknown)
 
 
 def _refuse_two_penalties(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
@@ -132,7 +133,7 @@ def _refuse_two_penalties(request: TextRequest | ResponsesRequest | SpeechReques
     other = xargs.get("length_penalty", own)
     if own not in (other, type(request).model_fields["length_penalty"].default):  # which forms fill in
         raise BeamRequestError(
-            f"length_penalty={own} of the request is {shown(other)} in vllm_xargs; leave one of them out"
+            f"length_penalty={own} of the request is {shown_option(other)} in vllm_xargs; leave one of them out"
         )
 
 
@@ -141,7 +142,7 @@ def single_chat(original: Callable[..., ChatCompletionRequest], self: Any, *args
     """Convert one chat of several."""
     fields = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
     xargs = fields.get("vllm_xargs")
-    if asks_for_beams(fields) or (isinstance(xargs, dict) and asks_for_beams(xargs)):
+    if options_ask_for_beams(fields) or (isinstance(xargs, dict) and options_ask_for_beams(xargs)):
         raise BeamRequestError(
             "beam_width does not work at /v1/chat/completions/batch; send each chat to /v1/chat/completions"
         )

@@ -27,7 +27,7 @@ from vllm_trie.entrypoints.answers.noted_outputs import noting
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
 from vllm_trie.entrypoints.server.server import as_sampling_request, end_without_calls
 from vllm_trie.entrypoints.server.single_tokens import asking_for_single_tokens
-from vllm_trie.options import PLUGIN_NAME, asks_for_beams
+from vllm_trie.options import PLUGIN_NAME, options_ask_for_beams
 from vllm_trie.selection import has_beams
 
 Request: TypeAlias = CompletionRequest | ChatCompletionRequest
@@ -43,7 +43,7 @@ DONE = f"{DATA}[DONE]"
 @wraps("create_completion", "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion")
 @wraps("create_chat_completion", "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat")
 async def create(original: Callable[..., Awaitable[Any]], self: Any, request: Request, raw_request: Any = None) -> Any:
-    is_search = request.use_beam_search or asks_for_beams(request.vllm_xargs or {})
+    is_search = request.use_beam_search or options_ask_for_beams(request.vllm_xargs or {})
     if request.use_beam_search:  # 0.32 looks for a priority among the headers of all other requests
         request = request.model_copy(update={"priority": self._get_priority(request, raw_request)})
     has_own_fields = is_search and _asks_for_own_fields(request) and not isinstance(self, AnthropicServingMessages)
@@ -76,7 +76,7 @@ async def respond(
     original: Callable[..., Awaitable[Any]], self: Any, request: ResponsesRequest, *args: Any, **kwargs: Any
 ) -> Any:
     """Hold back the two events that vLLM sends before it asks the engine, which may refuse: that is a 400 then."""
-    if not asks_for_beams(request.vllm_xargs or {}):
+    if not options_ask_for_beams(request.vllm_xargs or {}):
         return await original(self, request, *args, **kwargs)
     if request.stream and self.parser is not None:
         request = asking_for_single_tokens(request)

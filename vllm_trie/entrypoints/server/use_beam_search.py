@@ -16,7 +16,7 @@ from vllm_trie.entrypoints.requests.requests import CALLER, why_not_behind
 from vllm_trie.entrypoints.server.server import SpeechRequest, TextRequest
 from vllm_trie.messages import USE_BEAM_SEARCH
 from vllm_trie.options.matrix import OF_HF
-from vllm_trie.options.request import OPTIONS, asks_for_beams
+from vllm_trie.options.request import OPTIONS, options_ask_for_beams
 from vllm_trie.selection import has_beams, why_without_beams
 
 logger = init_logger("vllm.trie_beam.server")
@@ -75,7 +75,7 @@ def _sampling_params(
 ) -> SamplingParams:
     """All of a `use_beam_search` request: its `n` is the width, unless `vllm_xargs` names another."""
     xargs: dict[str, Any] = dict(request.vllm_xargs or {})
-    if not (has_width := asks_for_beams(xargs)):
+    if not (has_width := options_ask_for_beams(xargs)):
         xargs["beam_width"] = request.n or 1
     if all(xargs.get(name, neutral := OPTIONS[name].default) == neutral for name in OF_HF):
         xargs.setdefault("semantics", "vllm")

@@ -12,7 +12,7 @@ from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.speculation import Budgets, Growing
 from vllm_trie.messages import CANNOT_DRAFT, MOST_DRAFTS, Decided, Drafted, SpeculationBudget
 from vllm_trie.options import BeamParams
-from vllm_trie.options.speculation import speculates
+from vllm_trie.options.speculation import options_speculate
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.strategies.drawn import Drawn
 from vllm_trie.speculation.engine.adaptive_forests import AdaptiveForests
@@ -40,7 +40,7 @@ class SpeculationBudgets(Budgets):
 
     def forests(self, params: BeamParams, width: int) -> Forests:
         """See `Budgets`."""
-        return GroupForests(params, width) if speculates(params) else Forests()
+        return GroupForests(params, width) if options_speculate(params) else Forests()
 
     def share_out(
         self, candidates: Sequence[Growing], output: SchedulerOutput, num_tokens: int, spare_tokens: int
