@@ -207,10 +207,10 @@ def _in_the_engine(llm: Any, task: Task, prompt: str) -> list[Found]:
 def _own_loop(llm: Any, task: Task, prompt: str) -> Found:
     from vllm.sampling_params import BeamSearchParams
 
-    from vllm_trie.entrypoints.llm import beam_search
+    from vllm_trie.entrypoints.llm import llm_beam_search
 
     params = BeamSearchParams(beam_width=WIDTH, max_tokens=task.max_tokens, **_structure(task))
-    (output,), seconds = _measured(lambda: beam_search.original(llm, [{"prompt": prompt}], params))
+    (output,), seconds = _measured(lambda: llm_beam_search.original(llm, [{"prompt": prompt}], params))
     best = output.sequences[0]
     tokenizer = llm.get_tokenizer()
     tokens = best.tokens[len(tokenizer(prompt)["input_ids"]) :]
@@ -241,7 +241,7 @@ def take_times(llm: Any, tasks: Sequence[Task], repeats: int) -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import BeamSearchParams
 
-    from vllm_trie.entrypoints.llm import beam_search
+    from vllm_trie.entrypoints.llm import llm_beam_search
 
     prompts = [task.prompt(llm.get_tokenizer()) for task in tasks]
     rows = []
@@ -250,7 +250,7 @@ def take_times(llm: Any, tasks: Sequence[Task], repeats: int) -> None:
         client = BeamSearchParams(beam_width=width, **options)
         seconds = alternate(
             {
-                "loop": partial(beam_search.original, llm, [{"prompt": prompt} for prompt in prompts], client),
+                "loop": partial(llm_beam_search.original, llm, [{"prompt": prompt} for prompt in prompts], client),
                 "sampling": partial(llm.generate, prompts, SamplingParams(n=width, **options), use_tqdm=False),
                 "engine": partial(llm.generate, prompts, beam_params(width, n=width, **options), use_tqdm=False),
             },

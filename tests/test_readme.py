@@ -89,7 +89,7 @@ def test_a_command_is_understood(document: str, command: list[str]) -> None:
 
             assert _parser().parse_args(arguments).only
         if module == "vllm_trie.catalog":
-            from vllm_trie.catalog.__main__ import catalog_parser as catalog_parser
+            from vllm_trie.catalog.__main__ import catalog_parser
 
             assert catalog_parser().parse_args(arguments).command
         if module == "vllm_trie.trace":

@@ -130,9 +130,9 @@ def _check_files_and_attention(vllm_config: VllmConfig) -> None:
     from vllm_trie.worker.attention.check_attention import check_demanded_attention
 
     if config_of(vllm_config).has_files:
-        from vllm_trie.entrypoints.requests.catalogs import catalogs_of
+        from vllm_trie.entrypoints.requests.catalogs import catalogs_for_requests
 
-        catalogs_of(vllm_config)
+        catalogs_for_requests(vllm_config)
     check_demanded_attention(vllm_config)
 
 

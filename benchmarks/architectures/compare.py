@@ -291,12 +291,14 @@ def _beside_vllm(
     """
     from vllm.sampling_params import BeamSearchParams
 
-    from vllm_trie.entrypoints.llm import beam_search
+    from vllm_trie.entrypoints.llm import llm_beam_search
 
     params = BeamSearchParams(WIDTH, max_tokens=MAX_TOKENS, ignore_eos=ignore_eos)
     asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
     found = []
-    for ours, theirs in zip(llm.beam_search(asked, params), beam_search.original(stock, asked, params), strict=True):
+    for ours, theirs in zip(
+        llm.beam_search(asked, params), llm_beam_search.original(stock, asked, params), strict=True
+    ):
         sides = (
             [Hypothesis(one.tokens, one.cum_logprob / len(one.tokens)) for one in side.sequences]
             for side in (ours, theirs)

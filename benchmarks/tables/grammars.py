@@ -9,7 +9,7 @@ from benchmarks.common import alternate, generate
 from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.significance import paired
 from vllm_trie import beam_params
-from vllm_trie.entrypoints.llm import beam_search
+from vllm_trie.entrypoints.llm import llm_beam_search
 
 ITEM = {"name": {"type": "string"}, "size": {"type": "integer"}, "tags": {"type": "array", "items": {"type": "string"}}}
 SCHEMA: dict[str, Any] = {
@@ -45,7 +45,7 @@ def measure(bench: Bench, num_prompts: int, width: int) -> Measured:
         return Measured([(*row, "", "")])
     client = BeamSearchParams(beam_width=width, max_tokens=num_steps, structured_outputs=schema)
     both = {"ours": lambda: llm.beam_search(prompts, client)}
-    both["theirs"] = lambda: beam_search.original(llm, prompts, client)
+    both["theirs"] = lambda: llm_beam_search.original(llm, prompts, client)
     seconds = alternate(both, bench.setting.pick(1, 3, 5))
     times = paired(seconds["theirs"], seconds["ours"]).ratio
     return Measured([(*row, statistics.median(seconds["theirs"]), str(times))])

@@ -22,7 +22,7 @@ from benchmarks.watch import clocked, runner_of
 from vllm_trie import beam_params, hypotheses
 from vllm_trie.catalog import Catalog
 from vllm_trie.catalog.items import CatalogItems
-from vllm_trie.entrypoints.llm import beam_search
+from vllm_trie.entrypoints.llm import llm_beam_search
 
 NUM_LEVELS, SEED, FIRST_CODE = 4, 0, 2
 PROMPT_TOKENS = 1000
@@ -138,7 +138,9 @@ def searches(bench: Bench, llm: Any, variant: str, width: int, catalog: str, pro
     found = {OURS: partial(generate, llm, prompts, ours)}
     found[SAMPLING] = partial(generate, llm, prompts, SamplingParams(n=width, temperature=1.0, **options))
     if width <= MOST_CLIENT_ROWS:
-        found[CLIENT_LOOP] = partial(beam_search.original, llm, prompts, BeamSearchParams(beam_width=width, **options))
+        found[CLIENT_LOOP] = partial(
+            llm_beam_search.original, llm, prompts, BeamSearchParams(beam_width=width, **options)
+        )
     if width <= MOST_TRANSFORMERS_ROWS and bench.setting.is_toy and is_itself(variant):  # with others it takes minutes
         reference, ids = bench.reference(variant), torch.tensor([prompt])
 

@@ -12,7 +12,7 @@ from benchmarks.harness import Bench, Cell, Measured, Setting, Table
 from benchmarks.peers.tridecode import PublishedTrieSearch
 from benchmarks.significance import interval, paired, shown_p
 from vllm_trie import beam_params
-from vllm_trie.entrypoints.llm import beam_search
+from vllm_trie.entrypoints.llm import llm_beam_search
 
 OURS = "beams in the engine"
 CLIENT_LOOP = "vLLM's LLM.beam_search"
@@ -82,7 +82,7 @@ def searches(bench: Bench, variant: str, width: int, num_tokens: int) -> dict[st
 
     def client_loop(prompts: list[list[int]]) -> Any:
         params = BeamSearchParams(beam_width=width, max_tokens=num_tokens, ignore_eos=True)
-        return beam_search.original(llm, as_dicts(prompts), params)
+        return llm_beam_search.original(llm, as_dicts(prompts), params)
 
     def transformers(prompts: list[list[int]]) -> Any:
         ids = torch.tensor(prompts, device=reference.device)

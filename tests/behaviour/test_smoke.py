@@ -24,7 +24,7 @@ from tests.support.reference import SCORE_TOLERANCE, agree, engine_answers, is_g
 from tests.support.running import count_ties, run, trained_prompts
 from tests.support.trained_pair import own_sum
 from vllm_trie import beam_params, hypotheses
-from vllm_trie.entrypoints.llm import beam_search
+from vllm_trie.entrypoints.llm import llm_beam_search
 from vllm_trie.messages import NO_HYPOTHESIS
 
 WIDTH, MAX_TOKENS = 4, 16
@@ -148,7 +148,7 @@ def test_preempted_groups_go_on_where_they_were(engine: Engine) -> None:
 def test_beam_search_of_the_llm_is_vllms_own_loop(engine: Engine) -> None:
     prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     asked = BeamSearchParams(WIDTH, max_tokens=MAX_TOKENS)
-    ours, theirs = engine.llm.beam_search(prompts, asked), beam_search.original(engine.llm, prompts, asked)
+    ours, theirs = engine.llm.beam_search(prompts, asked), llm_beam_search.original(engine.llm, prompts, asked)
     assert [[s.tokens for s in one.sequences] for one in ours] == [[s.tokens for s in one.sequences] for one in theirs]
 
 

@@ -9,7 +9,7 @@ from vllm.sampling_params import BeamSearchParams
 from vllm_trie.compat import versions
 from vllm_trie.compat.fingerprint import SUPPORTED_VERSIONS
 from vllm_trie.compat.versions import eos_token_ids, has_allowlist, own_beams
-from vllm_trie.entrypoints.server.use_beam_search import _as_vllm_returns_it
+from vllm_trie.entrypoints.server.use_beam_search import _served_as_by_vllm
 
 EOS, OTHER_EOS, TOKEN = 1, 7, 9
 
@@ -41,6 +41,6 @@ def test_a_server_leaves_every_eos_token_out_unless_asked_for_it(with_eos: bool)
     ]
     request = RequestOutput("0", "", [], None, outputs, finished=True)
     params = BeamSearchParams(2, max_tokens=4, include_stop_str_in_output=with_eos)
-    _as_vllm_returns_it(request, EOS, {EOS, OTHER_EOS}, params)
+    _served_as_by_vllm(request, EOS, {EOS, OTHER_EOS}, params)
     assert [one.stop_reason for one in outputs] == [EOS, OTHER_EOS, TOKEN, "x", None]
     assert [len(one.token_ids) for one in outputs] == ([2] * 5 if with_eos else [1, 1, 2, 2, 2])

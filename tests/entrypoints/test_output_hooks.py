@@ -65,7 +65,7 @@ def test_an_engine_without_beams_has_none(engine: Any, monkeypatch: pytest.Monke
 def test_a_step_asks_hooks_that_wait_for_something_alone(engine: Any) -> None:
     hook: Any = SimpleNamespace(waiting={}, take=lambda engine, outputs: [*outputs, "more"])
     OFFLINE[engine] = {"a kind": hook}
-    step = llm_engine.step.function
+    step = llm_engine.llm_engine_step.function
     assert step(lambda self: ["output"], engine) == ["output"]
     hook.waiting["request"] = None
     assert step(lambda self: ["output"], engine) == ["output", "more"]

@@ -11,20 +11,20 @@ from vllm import SamplingParams
 
 from vllm_trie import beam_params
 from vllm_trie.engine.catalogs import num_beams_along
-from vllm_trie.entrypoints.requests.limits import BlocksNeeded, EngineLimits, validate
+from vllm_trie.entrypoints.requests.limits import BlocksNeeded, RequestLimits, validate_request
 from vllm_trie.options import BeamParams, EngineOptions, parse_options
 from vllm_trie.options.resolve import resolve_options
 from vllm_trie.sampling_params import is_controlled, logits_filters, stop_tokens
 from vllm_trie.search.filters import LogitsFilters
 
-LIMITS = EngineLimits(max_num_seqs=64, vocab_size=300, block_size=32, num_blocks=1000)
+LIMITS = RequestLimits(max_num_seqs=64, vocab_size=300, block_size=32, num_blocks=1000)
 
 
-def check(limits: EngineLimits = LIMITS, prompt_len: int = 10, num_encoded: int = 0, **options: object) -> None:
+def check(limits: RequestLimits = LIMITS, prompt_len: int = 10, num_encoded: int = 0, **options: object) -> None:
     params = beam_params(**options)
     beam = parse_options(params.extra_args)
     assert isinstance(beam, BeamParams)
-    validate(params, beam, limits, BlocksNeeded(prompt_len, beam.beam_width, num_encoded))
+    validate_request(params, beam, limits, BlocksNeeded(prompt_len, beam.beam_width, num_encoded))
 
 
 @pytest.mark.parametrize("width", [0, -1, 2.5, "8", "many", True, None])
@@ -129,14 +129,14 @@ def test_width_above_the_engines_own_limit_is_refused() -> None:
 
 
 def test_width_may_exceed_the_vocabulary() -> None:
-    limits = EngineLimits(max_num_seqs=1000, vocab_size=300, block_size=32, num_blocks=10_000)
+    limits = RequestLimits(max_num_seqs=1000, vocab_size=300, block_size=32, num_blocks=10_000)
     check(limits, beam_width=1000)
     with pytest.raises(ValueError, match="beam_width=1001 exceeds max_num_seqs=1000"):
         check(limits, beam_width=1001)
 
 
 def test_width_that_the_pool_cannot_hold_is_refused() -> None:
-    small = EngineLimits(max_num_seqs=64, vocab_size=300, block_size=32, num_blocks=12)
+    small = RequestLimits(max_num_seqs=64, vocab_size=300, block_size=32, num_blocks=12)
     with pytest.raises(ValueError, match="beam_width=8 with a prompt of 200 tokens needs at least 14 KV blocks"):
         check(small, prompt_len=200, beam_width=8)
     check(small, prompt_len=200, beam_width=6)

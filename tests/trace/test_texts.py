@@ -12,8 +12,8 @@ from tests.support.engine import TRAINED_TARGET
 from tests.support.tokenizers import word_pieces
 from tests.support.traces import random_trace
 from vllm_trie import Trace
-from vllm_trie.entrypoints.answers.search_state import whole
-from vllm_trie.entrypoints.output_hooks import completing
+from vllm_trie.entrypoints.answers.search_state import whole_answer
+from vllm_trie.entrypoints.output_hooks import completing_by_output_hooks
 from vllm_trie.trace.texts import DECODED_AT_ONCE
 from vllm_trie.trace.trace import tokens_of
 
@@ -35,7 +35,7 @@ def test_other_requests_go_on_while_the_texts_are_made() -> None:
 
     async def traced() -> RequestOutput:
         going_on = asyncio.ensure_future(others())
-        output = await whole(output_of(sent), tokenizer)
+        output = await whole_answer(output_of(sent), tokenizer)
         going_on.cancel()
         return output
 
@@ -48,12 +48,12 @@ def test_texts_have_the_spaces_that_answers_have() -> None:
     tokenizer = word_pieces(["x .", "x"])
     spaced, plain = tokenizer.convert_tokens_to_ids(["x .", "x"])
     output = output_of({**random_trace(1, 1).as_dict(), "tokens": [[spaced], [plain]], "texts": []})
-    assert [*completing(output, tokenizer)]
+    assert [*completing_by_output_hooks(output, tokenizer)]
     assert tokenizer.decode([spaced]) == "x."
     assert Trace.of(output).texts[spaced] == "x ."
 
 
 def test_without_a_tokenizer_there_are_no_texts() -> None:
     output = output_of({**random_trace(2, 3).as_dict(), "texts": []})
-    assert not [*completing(output, None)]
+    assert not [*completing_by_output_hooks(output, None)]
     assert Trace.of(output).texts == {}

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from vllm_trie.entrypoints.requests.refusals import lone_surrogate
+from vllm_trie.entrypoints.requests.refusals import lone_surrogate_in_request
 
 Id = int | str
 
@@ -42,7 +42,7 @@ def read_prompts(path: Path, field: str) -> list[Prompt]:
             raise JobError(f"{where}: {field!r} is no text but {json.dumps(text)[:40]}")
         if not isinstance(own_id, int | str) or isinstance(own_id, bool):
             raise JobError(f'{where}: "id" is neither a number nor a text but {json.dumps(own_id)[:40]}')
-        if half := lone_surrogate(f"{text}{own_id}"):
+        if half := lone_surrogate_in_request(f"{text}{own_id}"):
             raise JobError(f"{where} has half a character, {half}; mend or remove it")
         if own_id in line_of:
             raise JobError(f"{where} has the same id as line {line_of[own_id]}, {own_id!r}; ids must differ")

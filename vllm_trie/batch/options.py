@@ -17,7 +17,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_trie.entrypoints.answers.beam_results import BEAM_RESULTS
-from vllm_trie.entrypoints.cli import plugin_name
+from vllm_trie.entrypoints.cli import cli_plugin_name
 from vllm_trie.entrypoints.requests.beam_params import beam_params
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, EngineOptions
 from vllm_trie.options.table import option_choices
@@ -153,7 +153,7 @@ def _of_json(search: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _engine_args(args: argparse.Namespace) -> EngineArgs:
-    plugin_name(PLUGIN_NAME)
+    cli_plugin_name(PLUGIN_NAME)
     args.additional_config = {PLUGIN_NAME: {}, **args.additional_config}
     EngineOptions.from_additional_config(args.additional_config)
     if args.data_parallel_size > 1:

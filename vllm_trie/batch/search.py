@@ -23,8 +23,8 @@ from vllm.sampling_params import SamplingParams
 from vllm_trie.batch.files import JobError, Prompt
 from vllm_trie.batch.options import Job
 from vllm_trie.entrypoints.answers.beam_results import BEAM_RESULTS
-from vllm_trie.entrypoints.requests.limits import BlocksNeeded, engine_limits, validate
-from vllm_trie.entrypoints.requests.requests import searches
+from vllm_trie.entrypoints.requests.limits import BlocksNeeded, request_limits_of_engine, validate_request
+from vllm_trie.entrypoints.requests.requests import search_of_request
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME
 from vllm_trie.reranking.metrics import metric_of
@@ -46,12 +46,12 @@ class Searcher:
         self._llm = LLM.from_engine_args(ray.get(engine_args))
         self._params, self._options = params, options
         vllm_config = self._llm.llm_engine.vllm_config
-        beam = searches(params, vllm_config)
+        beam = search_of_request(params, vllm_config)
         assert beam is not None
         # What no prompt can have ends the job at once.
         if beam.rerank is not None:
             metric_of(beam.metric)
-        validate(params, beam, engine_limits(vllm_config), BlocksNeeded(1, beam.beam_width))
+        validate_request(params, beam, request_limits_of_engine(vllm_config), BlocksNeeded(1, beam.beam_width))
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
         """Lines of the output, for columns "id" (as JSON) and "prompt"."""

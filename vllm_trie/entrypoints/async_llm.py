@@ -14,37 +14,43 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_trie.compat.patch import arguments, wraps
-from vllm_trie.entrypoints.answers.noted_outputs import noted
-from vllm_trie.entrypoints.answers.search_state import SearchState, whole
+from vllm_trie.entrypoints.answers.noted_outputs import noted_answer_outputs
+from vllm_trie.entrypoints.answers.search_state import AnswerState, whole_answer
 from vllm_trie.entrypoints.output_hooks import ONLINE
-from vllm_trie.entrypoints.requests.reading import abort_readings, brings_data, generate_once_read
-from vllm_trie.entrypoints.server.server import is_served, raise_errors
-from vllm_trie.entrypoints.server.single_tokens import asks_for_single_tokens, with_single_tokens
+from vllm_trie.entrypoints.requests.reading import (
+    abort_request_readings,
+    generate_once_request_read,
+    request_brings_data,
+)
+from vllm_trie.entrypoints.server.server import is_server_request, raise_errors_of_server
+from vllm_trie.entrypoints.server.single_tokens import asks_single_token_stream, single_token_stream
 from vllm_trie.options import options_ask_for_beams
 
 Generate = Callable[..., AsyncGenerator[RequestOutput, None]]
 
 
 @wraps("generate", AsyncLLM)
-def generate(
+def async_llm_generate(
     original: Generate, self: AsyncLLM, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[RequestOutput, None]:
-    tokenizer, is_parsed = self.renderer.tokenizer, asks_for_single_tokens(sampling_params)
+    tokenizer, is_parsed = self.renderer.tokenizer, asks_single_token_stream(sampling_params)
     if (hook := ONLINE.of_request(self, sampling_params)) is not None:
-        outputs = noted(hook.generate(original, self, prompt, sampling_params, request_id, *args, **kwargs))
-        return with_single_tokens(outputs, sampling_params, tokenizer) if is_parsed else outputs
+        outputs = noted_answer_outputs(
+            hook.generate(original, self, prompt, sampling_params, request_id, *args, **kwargs)
+        )
+        return single_token_stream(outputs, sampling_params, tokenizer) if is_parsed else outputs
     is_search = options_ask_for_beams(
         (isinstance(sampling_params, SamplingParams) and sampling_params.extra_args) or {}
     )
-    generate = partial(generate_once_read, original) if brings_data(sampling_params) else original
+    generate = partial(generate_once_request_read, original) if request_brings_data(sampling_params) else original
     outputs = generate(self, prompt, sampling_params, request_id, *args, **kwargs)
-    outputs = noted(_whole(outputs, tokenizer)) if is_search else outputs
-    outputs = with_single_tokens(outputs, sampling_params, tokenizer) if is_parsed else outputs
-    return raise_errors(outputs) if is_served(sampling_params) else outputs
+    outputs = noted_answer_outputs(_async_llm_whole_outputs(outputs, tokenizer)) if is_search else outputs
+    outputs = single_token_stream(outputs, sampling_params, tokenizer) if is_parsed else outputs
+    return raise_errors_of_server(outputs) if is_server_request(sampling_params) else outputs
 
 
 @wraps("abort", AsyncLLM)
-async def abort(
+async def async_llm_abort(
     original: Callable[..., Awaitable[None]], self: AsyncLLM, request_id: str | Iterable[str], *args: Any, **kwargs: Any
 ) -> None:
     """Abort what the engine knows nothing of, too, as searches by steps; let the engine answer for other searches.
@@ -54,10 +60,10 @@ async def abort(
     ids = [request_id] if isinstance(request_id, str) else list(request_id)
     for hook in ONLINE.get(self, {}).values():
         hook.cancel(ids)
-    abort_readings(self, ids)
+    abort_request_readings(self, ids)
     is_internal = arguments(original, self, ids, *args, **kwargs)["internal"]
     if not (is_internal and isinstance(request_id, str)):  # so vLLM's `generate` aborts when its client has gone away
-        searches = _searches_of(self, are_internal=is_internal)
+        searches = _async_llm_searches(self, are_internal=is_internal)
         keys = [*dict.fromkeys(chain(*(searches.get(id_, ()) for id_ in ids)))]
         ids = [id_ for id_ in ids if id_ not in searches]
         await self.engine_core.abort_requests_async(2 * keys)  # twice: see `finish_requests`
@@ -65,23 +71,27 @@ async def abort(
 
 
 @wraps("pause_generation", AsyncLLM)
-async def pause_generation(original: Callable[..., Awaitable[None]], self: AsyncLLM, *args: Any, **kwargs: Any) -> None:
+async def async_llm_pause_generation(
+    original: Callable[..., Awaitable[None]], self: AsyncLLM, *args: Any, **kwargs: Any
+) -> None:
     """Abort searches by steps, too, where a pause aborts all, and what is being read: the engine has nothing of it."""
     if arguments(original, self, *args, **kwargs)["mode"] == "abort":
         for hook in ONLINE.get(self, {}).values():
             hook.cancel()
-        abort_readings(self)
+        abort_request_readings(self)
     await original(self, *args, **kwargs)
 
 
-async def _whole(outputs: AsyncGenerator[RequestOutput, None], tokenizer: Any) -> AsyncGenerator[RequestOutput, None]:
+async def _async_llm_whole_outputs(
+    outputs: AsyncGenerator[RequestOutput, None], tokenizer: Any
+) -> AsyncGenerator[RequestOutput, None]:
     """The outputs of a search, whole."""
     async with aclosing(outputs):
         async for output in outputs:
-            yield await whole(output, tokenizer)
+            yield await whole_answer(output, tokenizer)
 
 
-def _searches_of(engine: AsyncLLM, are_internal: bool) -> dict[str, list[str]]:
+def _async_llm_searches(engine: AsyncLLM, are_internal: bool) -> dict[str, list[str]]:
     """By what ids the engine knows searches, by those that clients call them, or by its own.
 
     Of names that clients gave, those are left out that something else has, too.
@@ -89,4 +99,4 @@ def _searches_of(engine: AsyncLLM, are_internal: bool) -> dict[str, list[str]]:
     states, own_ids = engine.output_processor.request_states, defaultdict[str, list[str]](list)
     for own_id, state in states.items():
         own_ids[own_id if are_internal else state.external_req_id].append(own_id)
-    return {name: ids for name, ids in own_ids.items() if all(isinstance(states[id_], SearchState) for id_ in ids)}
+    return {name: ids for name, ids in own_ids.items() if all(isinstance(states[id_], AnswerState) for id_ in ids)}

@@ -14,7 +14,7 @@ from vllm_trie.options import PLUGIN_NAME
 ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
 
 
-def plugin_name(name: str) -> str:
+def cli_plugin_name(name: str) -> str:
     """A plugin that is installed and that vLLM has loaded.
 
     Raises:
@@ -38,7 +38,7 @@ def add_cli_args(original: Callable[..., Any], parser: Any, **kwargs: Any) -> An
     parser = original(parser, **kwargs)
     group = parser.add_argument_group(title="plugins", description="Plugins that act only where they are asked to.")
     text = f"Use a plugin in this engine; may be repeated. {PLUGIN_NAME}: beam search inside the engine."
-    group.add_argument("--plugin", action="append", type=plugin_name, metavar="NAME", help=text)
+    group.add_argument("--plugin", action="append", type=cli_plugin_name, metavar="NAME", help=text)
     return parser
 
 

@@ -19,9 +19,9 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.compat.versions import has_allowlist
-from vllm_trie.entrypoints.llm_engine import abort_all
-from vllm_trie.entrypoints.requests.refusals import BeamRequestError, refusing
-from vllm_trie.entrypoints.requests.requests import CALLER, forget_unsent, why_not_behind
+from vllm_trie.entrypoints.llm_engine import llm_engine_abort_all
+from vllm_trie.entrypoints.requests.refusals import BeamRequestError, refusing_requests
+from vllm_trie.entrypoints.requests.requests import CALLER, forget_unsent_request, why_no_request_after
 from vllm_trie.messages import LLM_BEAM_SEARCH, NO_HYPOTHESIS
 from vllm_trie.options import BeamParams, options_ask_for_beams
 from vllm_trie.selection import has_beams, is_selected, why_without_beams
@@ -32,14 +32,14 @@ ROOT = (-1, -1)
 
 
 @wraps("beam_search", "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin")
-def beam_search(
+def llm_beam_search(
     original: Callable[..., list[BeamSearchOutput]], self: Any, *args: Any, **kwargs: Any
 ) -> list[BeamSearchOutput]:
     """`LLM.beam_search` runs in every engine that has beams."""
     call = arguments(original, self, *args, **kwargs)  # 0.33 has one more, the priority
     params: BeamSearchParams = call["params"]
     if has_beams(self.llm_engine.vllm_config):
-        _refuse_other_params(params)
+        _refuse_other_llm_params(params)
     if params.max_tokens == 0:  # it asks the engine for nothing
         return original(self, *args, **kwargs)
     vllm_config = self.llm_engine.vllm_config
@@ -52,7 +52,7 @@ def beam_search(
         refusal = "with allowed_token_ids"
     else:
         inputs = self._preprocess_cmpl(call["prompts"])
-        refusals = (why_not_behind(engine_input, vllm_config) for engine_input in inputs)
+        refusals = (why_no_request_after(engine_input, vllm_config) for engine_input in inputs)
         refusal = next(filter(None, refusals), None)
     if refusal is None:
         assert inputs is not None
@@ -60,18 +60,18 @@ def beam_search(
         priorities = self._priority_to_seq(call.get("priority"), len(inputs))
         prompts = list(map(_Prompt, inputs, adapters, priorities))
         try:
-            return _search(self, prompts, params, call["use_tqdm"], call["concurrency_limit"])
+            return _llm_search(self, prompts, params, call["use_tqdm"], call["concurrency_limit"])
         except BaseException:
             for engine_input in inputs:
-                forget_unsent(self.llm_engine.input_processor, engine_input)
+                forget_unsent_request(self.llm_engine.input_processor, engine_input)
             raise
     if is_selected(vllm_config):
         logger.info_once("LLM.beam_search %s: vLLM's own client loop runs it, not the engine", refusal)
-    with _rendered(self, inputs) if inputs is not None else nullcontext():
+    with _rendered_llm_inputs(self, inputs) if inputs is not None else nullcontext():
         return original(self, *args, **kwargs)
 
 
-def _refuse_other_params(params: Any) -> None:
+def _refuse_other_llm_params(params: Any) -> None:
     """Name the call that takes these parameters, if it is not `LLM.beam_search`."""
     if isinstance(params, BeamSearchParams):
         return
@@ -83,7 +83,7 @@ def _refuse_other_params(params: Any) -> None:
 
 
 @contextmanager
-def _rendered(llm: Any, inputs: Sequence[Any]) -> Iterator[None]:
+def _rendered_llm_inputs(llm: Any, inputs: Sequence[Any]) -> Iterator[None]:
     """Let vLLM's own loop find its prompts rendered: an image that is rendered once more, vLLM takes for sent."""
     llm._preprocess_cmpl = lambda prompts: inputs
     try:
@@ -98,13 +98,13 @@ class _Prompt(NamedTuple):
     priority: int
 
 
-def _search(
+def _llm_search(
     llm: Any, prompts: list[_Prompt], params: BeamSearchParams, use_tqdm: bool, concurrency_limit: int | None
 ) -> list[BeamSearchOutput]:
     engine: LLMEngine = llm.llm_engine
     engine.input_processor.resolve_watermarking(params)
     tokenizer = llm.renderer.get_tokenizer()
-    with refusing():
+    with refusing_requests():
         beam = BeamParams(beam_width=params.beam_width, length_penalty=params.length_penalty, semantics="vllm")
     sampling_params = SamplingParams(
         n=params.beam_width,
@@ -129,7 +129,7 @@ def _search(
     request_ids = [str(next(llm.request_counter)) for _ in prompts]
     waiting = list(zip(request_ids, prompts, strict=True))[::-1]
     running: set[str] = set()
-    with _aborted_on_error(engine), tqdm(total=len(prompts), desc="Beam search", disable=not use_tqdm) as progress:
+    with _llm_aborted_on_error(engine), tqdm(total=len(prompts), desc="Beam search", disable=not use_tqdm) as progress:
         while waiting or running:
             while waiting and len(running) < limit:
                 request_id, prompt = waiting.pop()
@@ -146,11 +146,13 @@ def _search(
     for request_id, prompt in zip(request_ids, prompts, strict=True):
         places: dict[Any, Any] = {}
         found = [output for output in outputs[request_id].outputs if output.stop_reason != NO_HYPOTHESIS]
-        results.append(BeamSearchOutput([_sequence(output, prompt, tokenizer, params, places) for output in found]))
+        results.append(
+            BeamSearchOutput([_llm_beam_sequence(output, prompt, tokenizer, params, places) for output in found])
+        )
     return results
 
 
-def _sequence(
+def _llm_beam_sequence(
     output: CompletionOutput, prompt: _Prompt, tokenizer: Any, params: BeamSearchParams, places: dict[Any, Any]
 ) -> BeamSearchSequence:
     """One hypothesis as vLLM's own loop returns it: the prompt is part of its tokens and of its text.
@@ -165,7 +167,7 @@ def _sequence(
     return BeamSearchSequence(
         orig_prompt=engine_input,
         tokens=tokens,
-        logprobs=_logprobs(output, places),
+        logprobs=_llm_beam_logprobs(output, places),
         lora_request=prompt.adapter,
         cum_logprob=output.cumulative_logprob or 0.0,
         text=tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens),
@@ -174,7 +176,7 @@ def _sequence(
     )
 
 
-def _logprobs(output: CompletionOutput, places: dict[Any, Any]) -> list[dict[int, Any]]:
+def _llm_beam_logprobs(output: CompletionOutput, places: dict[Any, Any]) -> list[dict[int, Any]]:
     """For each token the log-probabilities at its place."""
     logprobs, node = [], ROOT
     for position, token in enumerate(output.token_ids):
@@ -187,17 +189,17 @@ def _logprobs(output: CompletionOutput, places: dict[Any, Any]) -> list[dict[int
 
 
 @wraps("_run_engine", "vllm.entrypoints.common.offline:OfflineInferenceMixin")
-def run_engine(original: Callable[..., list[Any]], self: Any, *args: Any, **kwargs: Any) -> list[Any]:
+def llm_run_engine(original: Callable[..., list[Any]], self: Any, *args: Any, **kwargs: Any) -> list[Any]:
     engine: LLMEngine = self.llm_engine
-    with _aborted_on_error(engine) if has_beams(engine.vllm_config) else nullcontext():
+    with _llm_aborted_on_error(engine) if has_beams(engine.vllm_config) else nullcontext():
         return original(self, *args, **kwargs)
 
 
 @contextmanager
-def _aborted_on_error(engine: LLMEngine) -> Iterator[None]:
+def _llm_aborted_on_error(engine: LLMEngine) -> Iterator[None]:
     """End what runs when the user interrupts: vLLM would go on with it during the next call."""
     try:
         yield
     except BaseException:
-        abort_all(engine)
+        llm_engine_abort_all(engine)
         raise

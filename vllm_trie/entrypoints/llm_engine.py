@@ -9,12 +9,12 @@ from typing import Any
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_trie.compat.patch import wraps
-from vllm_trie.entrypoints.answers.search_state import SearchState
+from vllm_trie.entrypoints.answers.search_state import AnswerState
 from vllm_trie.entrypoints.output_hooks import OFFLINE
 
 
 @wraps("add_request", LLMEngine)
-def add_request(
+def llm_engine_add_request(
     original: Callable[..., str], self: LLMEngine, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> str:
     if (hook := OFFLINE.of_request(self, params)) is None:
@@ -23,7 +23,7 @@ def add_request(
 
 
 @wraps("step", LLMEngine)
-def step(original: Callable[..., list[Any]], self: LLMEngine, *args: Any, **kwargs: Any) -> list[Any]:
+def llm_engine_step(original: Callable[..., list[Any]], self: LLMEngine, *args: Any, **kwargs: Any) -> list[Any]:
     outputs = original(self, *args, **kwargs)
     for hook in [*OFFLINE.get(self, {}).values()]:  # a scorer may ask the engine that it scores for, and bring another
         outputs = hook.take(self, outputs) if hook.waiting else outputs
@@ -31,7 +31,7 @@ def step(original: Callable[..., list[Any]], self: LLMEngine, *args: Any, **kwar
 
 
 @wraps("abort_request", LLMEngine)
-def abort_request(
+def llm_engine_abort_request(
     original: Callable[..., None], self: LLMEngine, request_ids: Iterable[str], *args: Any, **kwargs: Any
 ) -> None:
     """Abort what is known by other ids, too: here by those of whoever asked, in the engine's core by its own."""
@@ -45,16 +45,16 @@ def abort_request(
     original(self, request_ids, *args, **kwargs)
 
 
-def abort_all(engine: LLMEngine) -> None:
+def llm_engine_abort_all(engine: LLMEngine) -> None:
     """Abort all requests, and what waits for outputs that are lost, as a step that is interrupted returns none."""
     waiting = chain(*(hook.waiting for hook in OFFLINE.get(engine, {}).values()))
     engine.abort_request([*engine.output_processor.request_states, *waiting], internal=True)
 
 
 @wraps("get_num_unfinished_requests", LLMEngine)
-def count_unfinished(original: Callable[..., int], self: LLMEngine, *args: Any, **kwargs: Any) -> int:
+def llm_engine_count_unfinished(original: Callable[..., int], self: LLMEngine, *args: Any, **kwargs: Any) -> int:
     """Requests count as the outputs that they will have."""
     states = self.output_processor.request_states.values()
-    num_others = sum(state.n - 1 for state in states if isinstance(state, SearchState))
+    num_others = sum(state.n - 1 for state in states if isinstance(state, AnswerState))
     num_others += sum(hook.num_more_outputs() for hook in OFFLINE.get(self, {}).values())
     return original(self, *args, **kwargs) + num_others

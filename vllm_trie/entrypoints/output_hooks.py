@@ -92,7 +92,7 @@ class OnlineHook(ABC):
         """End the requests of these ids, or all."""
 
 
-class Hooks(WeakKeyDictionary[Engine, dict[str, Hook]]):
+class OutputHooks(WeakKeyDictionary[Engine, dict[str, Hook]]):
     """The hooks of each engine in which a request has asked for one.
 
     Args:
@@ -117,31 +117,31 @@ class Hooks(WeakKeyDictionary[Engine, dict[str, Hook]]):
         return None
 
 
-def _asks_for_reranking(options: dict[str, Any]) -> bool:
+def _asks_reranking_hook(options: dict[str, Any]) -> bool:
     return options.get("rerank") is not None
 
 
-def _asks_for_steps(options: dict[str, Any]) -> bool:
+def _asks_step_search_hook(options: dict[str, Any]) -> bool:
     return options_ask_for_beams(options) and kind_by_options(options) is StepOptions
 
 
-_ASKS = {"reranking": _asks_for_reranking, "step_search": _asks_for_steps}  # not whether a request may
-OFFLINE: Hooks[LLMEngine, OfflineHook[Any]] = Hooks(
+_ASKS = {"reranking": _asks_reranking_hook, "step_search": _asks_step_search_hook}  # not whether a request may
+OFFLINE: OutputHooks[LLMEngine, OfflineHook[Any]] = OutputHooks(
     {
         "reranking": "vllm_trie.reranking.offline:Reranking",
         "step_search": "vllm_trie.step_search.offline:StepSearches",
     }
 )
-ONLINE: Hooks[AsyncLLM, OnlineHook] = Hooks({"step_search": "vllm_trie.step_search.online:StepSearches"})
+ONLINE: OutputHooks[AsyncLLM, OnlineHook] = OutputHooks({"step_search": "vllm_trie.step_search.online:StepSearches"})
 
 COMPLETE = {  # fields of an answer that the engine sends in part: what completes them, in the front end
-    "beam_results": "vllm_trie.entrypoints.answers.beam_results:complete_beam_results",
+    "beam_results": "vllm_trie.entrypoints.answers.beam_results:complete_answer_beam_results",
     "trace": "vllm_trie.trace.texts:complete_trace",
 }
 _load: Callable[[str], Complete] = cache(resolve_name)
 
 
-def completing(output: RequestOutput | PoolingRequestOutput | None, tokenizer: Any) -> Iterator[None]:
+def completing_by_output_hooks(output: RequestOutput | PoolingRequestOutput | None, tokenizer: Any) -> Iterator[None]:
     """Complete the answer of a search, and pause whenever other requests may have their turn.
 
     Args:

@@ -18,8 +18,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm_trie.detokenizing import decoder
 from vllm_trie.entrypoints.answers.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.output_hooks import OfflineHook
-from vllm_trie.entrypoints.requests.limits import check_n
-from vllm_trie.entrypoints.requests.refusals import refusing
+from vllm_trie.entrypoints.requests.limits import check_request_n
+from vllm_trie.entrypoints.requests.refusals import refusing_requests
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME, BeamParams, parse_options
 from vllm_trie.options.parts import Reranking as RerankingOptions
@@ -55,7 +55,7 @@ class Reranking(OfflineHook[_Asked]):
         **kwargs: Any,
     ) -> str:
         """vLLM's `add_request`, for the whole pool."""
-        with refusing():
+        with refusing_requests():
             asked = _checked(request_id, params, engine)
         own_id = f"rerank-{random_uuid()}"
         engine_id = original(engine, own_id, prompt, _of_pool(params, asked.beam), *args, **kwargs)
@@ -94,7 +94,7 @@ def _checked(request_id: str, params: SamplingParams, engine: LLMEngine) -> _Ask
     if not isinstance(beam, BeamParams):
         raise ValueError(f"rerank={shown_option((params.extra_args or {})['rerank'])} needs beams; add beam_width")
     refuse_unsupported(matrix_fields(params), beam)
-    check_n(params.n, beam)
+    check_request_n(params.n, beam)
     if (tokenizer := engine.renderer.tokenizer) is None:
         raise ValueError(f"rerank={beam.rerank!r} compares texts; start the engine without skip_tokenizer_init")
     return _Asked(request_id, beam, metric_of(beam.metric), params.n, tokenizer)

@@ -18,7 +18,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_trie.compat.patch import arguments
 from vllm_trie.entrypoints.output_hooks import OfflineHook
-from vllm_trie.entrypoints.requests.refusals import refusing
+from vllm_trie.entrypoints.requests.refusals import refusing_requests
 from vllm_trie.step_search.opening import open_request
 from vllm_trie.step_search.request import StepRequest, search_of
 from vllm_trie.step_search.scorers import Scorer, StepCandidate
@@ -57,7 +57,7 @@ class StepSearches(OfflineHook[_Running]):
         **kwargs: Any,
     ) -> str:
         """vLLM's `add_request`, for a search by steps."""
-        with refusing():
+        with refusing_requests():
             call = arguments(original, engine, request_id, prompt, params, *args, **kwargs)
             request = open_request(request_id, prompt, params, engine, True, call.get("tokenization_kwargs"))
         options = {name: call[name] for name in call if name not in OF_ONE_REQUEST}

@@ -14,7 +14,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_trie.compat.patch import arguments
 from vllm_trie.entrypoints.output_hooks import OnlineHook
-from vllm_trie.entrypoints.requests.refusals import refusing
+from vllm_trie.entrypoints.requests.refusals import refusing_requests
 from vllm_trie.step_search.drawn_steps import DrawAbortedError, DrawError
 from vllm_trie.step_search.opening import open_request
 from vllm_trie.step_search.request import StepRequest
@@ -44,7 +44,7 @@ class StepSearches(OnlineHook):
         **kwargs: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """What vLLM's `generate` is called with, as a search by steps; `original` draws its candidates."""
-        with refusing():
+        with refusing_requests():
             call = arguments(original, engine, prompt, params, request_id, *args, **kwargs)
             request = open_request(request_id, prompt, params, engine, False, call.get("tokenization_kwargs"))
         options = {name: value for name, value in kwargs.items() if name != "prompt_text"}

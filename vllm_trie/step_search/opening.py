@@ -10,9 +10,9 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from vllm_trie.entrypoints.requests.limits import check_stops, check_widths, engine_limits
-from vllm_trie.entrypoints.requests.refusals import refuse_half_texts
-from vllm_trie.entrypoints.requests.requests import refuse_marks, refuse_unknown
+from vllm_trie.entrypoints.requests.limits import check_request_stops, check_request_widths, request_limits_of_engine
+from vllm_trie.entrypoints.requests.refusals import refuse_request_half_texts
+from vllm_trie.entrypoints.requests.requests import refuse_request_marks, refuse_unknown_request_arguments
 from vllm_trie.options import StepOptions, parse_options
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
 from vllm_trie.selection import config_of
@@ -48,12 +48,12 @@ def open_request(
     """
     vllm_config, beam = engine.vllm_config, parse_options(params.extra_args)
     assert isinstance(beam, StepOptions)
-    refuse_marks(params.extra_args or {})
-    refuse_unknown(params.extra_args or {}, vllm_config)
-    refuse_half_texts(params)
+    refuse_request_marks(params.extra_args or {})
+    refuse_unknown_request_arguments(params.extra_args or {}, vllm_config)
+    refuse_request_half_texts(params)
     refuse_unsupported(matrix_fields(params), beam)
-    check_widths(params.n, beam, engine_limits(vllm_config))
-    check_stops(params)
+    check_request_widths(params.n, beam, request_limits_of_engine(vllm_config))
+    check_request_stops(params)
     if engine.renderer.tokenizer is None:
         raise ValueError('unit="step" needs a tokenizer; start the engine without skip_tokenizer_init')
     if isinstance(prompt, EngineCoreRequest | AsyncGenerator):

@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils import random_uuid
 
 from vllm_trie.detokenizing import decoder
-from vllm_trie.entrypoints.answers.search_state import empty_outputs
+from vllm_trie.entrypoints.answers.search_state import empty_answer_outputs
 from vllm_trie.messages import FORK, ForkTicket
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, StepOptions
 from vllm_trie.options.shown import shortened_option_refusal
@@ -172,7 +172,7 @@ class StepRequest:
 
     def _without_answer(self, finish_reason: str, stop_reason: str | None) -> RequestOutput:
         self.end()
-        return self._output(empty_outputs(self.params, finish_reason, [stop_reason] * self.params.n), {})
+        return self._output(empty_answer_outputs(self.params, finish_reason, [stop_reason] * self.params.n), {})
 
     def _output(self, outputs: list[CompletionOutput], answer: dict[str, Any]) -> RequestOutput:
         return RequestOutput(

@@ -77,7 +77,7 @@ def prompts_for(engine: Engine) -> list[Any]:
 
 
 def original(engine: Engine, prompts: list[Any], params: BeamSearchParams) -> list[Any]:
-    return beam_search.beam_search.original(engine.llm, prompts, params)
+    return beam_search.llm_beam_search.original(engine.llm, prompts, params)
 
 
 def score(sequence: Any, params: BeamSearchParams, eos_token_id: int) -> float:
@@ -151,7 +151,7 @@ def test_priorities_are_those_that_vllms_own_loop_takes(trained: Engine, monkeyp
     add_request = trained.scheduler.add_request
     monkeypatch.setattr(trained.scheduler, "add_request", lambda r: [seen.append(r.priority), add_request(r)])
     prompts, params = [{"prompt": text} for text in TEXTS[:2]], BeamSearchParams(1, max_tokens=2)
-    if "priority" in inspect.signature(beam_search.beam_search.original).parameters:
+    if "priority" in inspect.signature(beam_search.llm_beam_search.original).parameters:
         trained.llm.beam_search(prompts, params, priority=[7, 3])
         assert sorted(seen) == [3, 7]
     else:
@@ -247,7 +247,9 @@ def test_vllms_own_loop_runs_what_the_engine_refuses(trained: Engine, monkeypatc
     monkeypatch.setattr(beam_search.logger, "info_once", lambda *args: notes.append(args))
     adapter = LoRARequest("adapter", 1, "/nowhere")
     params = BeamSearchParams(2, max_tokens=4, structured_outputs=structured("regex"), ignore_eos=True)
-    beam_search.beam_search.function(loop, trained.llm, [{"prompt": "x"}], params, adapter, True, concurrency_limit=3)
+    beam_search.llm_beam_search.function(
+        loop, trained.llm, [{"prompt": "x"}], params, adapter, True, concurrency_limit=3
+    )
     ((llm, _, _, lora, use_tqdm, limit),) = calls
     assert (llm, lora, use_tqdm, limit) == (trained.llm, adapter, True, 3)
     refusal = "with structured_outputs and ignore_eos"

@@ -11,7 +11,7 @@ from vllm.sampling_params import BeamSearchParams, RequestOutputKind
 from benchmarks.server import CHAT_TEMPLATE
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
 from vllm_trie import beam_params
-from vllm_trie.entrypoints.requests.requests import process_inputs
+from vllm_trie.entrypoints.requests.requests import process_request_inputs
 
 pytestmark = pytest.mark.slow
 
@@ -156,7 +156,7 @@ def test_images_are_refused_where_a_model_attends_them_in_both_directions(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As such a prompt arrives from a multimodal model's processor."""
-    stock = process_inputs.original
+    stock = process_request_inputs.original
 
     def with_an_image(*args: Any, **kwargs: Any) -> Any:
         request = stock(*args, **kwargs)
@@ -167,5 +167,5 @@ def test_images_are_refused_where_a_model_attends_them_in_both_directions(
     monkeypatch.setitem(vars(processor.vllm_config.model_config), "is_mm_prefix_lm", True)
     asked = {"type": "token", "prompt_token_ids": [5]}, beam_params(2), ("generate",)
     with pytest.raises(ValueError, match="a model whose images are attended in both directions; send text alone"):
-        process_inputs.function(with_an_image, processor, "0", *asked)
+        process_request_inputs.function(with_an_image, processor, "0", *asked)
     engine.check_nothing_is_left()

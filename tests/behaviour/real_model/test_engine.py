@@ -19,7 +19,7 @@ from tests.support.pairs import drafting, looking_up
 from tests.support.reference import agree, engine_answers, transformers_beams_of_all
 from tests.support.running import MOST_TIES, count_ties, run
 from vllm_trie import beam_params
-from vllm_trie.entrypoints.llm import beam_search
+from vllm_trie.entrypoints.llm import llm_beam_search
 
 pytestmark = pytest.mark.slow
 
@@ -135,7 +135,7 @@ def test_beams_in_bfloat16_are_as_good_as_those_of_vllms_own_loop(
     engine, prompts = engines(real_model, dtype="bfloat16"), prompts[:3]
     outputs = run(engine, [(prompt, search(ignore_eos=True)) for prompt in prompts])
     client = BeamSearchParams(WIDTH, max_tokens=TOKENS, ignore_eos=True)
-    theirs = beam_search.original(engine.llm, [{"prompt_token_ids": prompt} for prompt in prompts], client)
+    theirs = llm_beam_search.original(engine.llm, [{"prompt_token_ids": prompt} for prompt in prompts], client)
     reference = AutoModelForCausalLM.from_pretrained(real_model, dtype=torch.float32).eval()
     for prompt, output, loop in zip(prompts, outputs, theirs, strict=True):
         for hypothesis in output.outputs:

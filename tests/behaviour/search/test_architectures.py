@@ -26,7 +26,7 @@ from tests.support.reference import (
 )
 from tests.support.running import prompt_of
 from vllm_trie import beam_params
-from vllm_trie.entrypoints.llm import beam_search
+from vllm_trie.entrypoints.llm import llm_beam_search
 
 pytestmark = pytest.mark.slow
 
@@ -112,7 +112,7 @@ def test_llm_beam_search_takes_adapters_as_vllms_own(engines: Engines, tmp_path:
     adapter = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
     llm = engines(TRAINED_TARGET, enable_lora=True, max_lora_rank=8).llm
     prompts, params = [{"prompt": text} for text in ("def f(", "import ")], BeamSearchParams(4, max_tokens=12)
-    ours, theirs = llm.beam_search(prompts, params, adapter), beam_search.original(llm, prompts, params, adapter)
+    ours, theirs = llm.beam_search(prompts, params, adapter), llm_beam_search.original(llm, prompts, params, adapter)
     bare = llm.beam_search(prompts, params)
     for our, their, other in zip(ours, theirs, bare, strict=True):
         assert [sequence.tokens for sequence in our.sequences] == [sequence.tokens for sequence in their.sequences]

@@ -26,7 +26,7 @@ from tests.support.disturb import AbortWithin, preempt_all
 from tests.support.engine import BLOCK_SIZE, Engine, Engines
 from tests.support.reference import agree, engine_answers
 from vllm_trie import beam_params
-from vllm_trie.entrypoints.llm import beam_search
+from vllm_trie.entrypoints.llm import llm_beam_search
 from vllm_trie.trie.encoder_blocks import EncoderBlockTrie
 from vllm_trie.worker.attention.cpu_backend import SharedPrefixBuilder, SharedPrefixMetadata
 
@@ -158,7 +158,7 @@ def test_llm_beam_search_finds_what_vllms_own_loop_finds(engine: Engine, encoded
     params = BeamSearchParams(beam_width=4, max_tokens=12)
     ours = engine.llm.beam_search(prompts, params)
     assert sum(encoded) == len(prompts), "it was not searched in the engine"
-    theirs = beam_search.original(engine.llm, prompts, params)
+    theirs = llm_beam_search.original(engine.llm, prompts, params)
     assert sum(encoded) > 10 * len(prompts), "this loop encodes for each beam and token"
     for found, expected in zip(ours, theirs, strict=True):
         for one, other in zip(found.sequences, expected.sequences, strict=True):

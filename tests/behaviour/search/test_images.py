@@ -17,7 +17,7 @@ from tests.support.images import KINDS, TEXTS, image, make_model, prompts, run, 
 from tests.support.models import COMMON
 from tests.support.reference import agree, engine_answers
 from vllm_trie import beam_params
-from vllm_trie.entrypoints.llm import beam_search
+from vllm_trie.entrypoints.llm import llm_beam_search
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +66,7 @@ def test_llm_beam_search_finds_what_vllms_own_loop_finds(
         patch.setattr(engine.scheduler.kv_cache_manager, "announce", lambda *args: opened.append(1) or announce(*args))
         ours = engine.llm.beam_search(asked, params)
     assert len(opened) == len(asked), "it was not searched in the engine"
-    theirs = beam_search.original(engine.llm, asked, params)
+    theirs = llm_beam_search.original(engine.llm, asked, params)
     for found, expected in zip(ours, theirs, strict=True):
         for one, other in zip(found.sequences, expected.sequences, strict=True):
             assert one.cum_logprob == pytest.approx(other.cum_logprob, abs=1e-4)

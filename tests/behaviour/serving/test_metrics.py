@@ -16,7 +16,7 @@ from tests.support.engine import BLOCK_SIZE, ROOT, Engine, Engines
 from tests.support.models import make_draft
 from vllm_trie import beam_params
 from vllm_trie.engine.stats import BeamStats, attach_stats, take_stats
-from vllm_trie.entrypoints.server.metrics import FINISHED, METRICS, PREFIX, BeamStatLogger
+from vllm_trie.entrypoints.server.metrics import FINISHED, METRICS, PREFIX, ServerMetricsLogger
 
 pytestmark = pytest.mark.slow
 
@@ -197,7 +197,7 @@ def test_an_engine_that_was_not_asked_for_beams_shows_none(engines: Engines, mod
     engine = engines(model, **OPTIONS, additional_config={})
     core = engine.llm.llm_engine
     try:
-        assert not any(isinstance(one, BeamStatLogger) for one in core.logger_manager.stat_loggers)
+        assert not any(isinstance(one, ServerMetricsLogger) for one in core.logger_manager.stat_loggers)
         engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=4))
         assert not any("trie" in metric.name for metric in engine.llm.get_metrics())
     finally:

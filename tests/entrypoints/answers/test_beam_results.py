@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from vllm_trie.entrypoints.output_hooks import completing
+from vllm_trie.entrypoints.output_hooks import completing_by_output_hooks
 
 
 def output(index: int, text: str, token_ids: list[int], logprob: float, **end: Any) -> CompletionOutput:
@@ -20,7 +20,7 @@ def request_output(outputs: list[CompletionOutput], answer: dict[str, Any] | Non
 
 
 def complete(output: RequestOutput) -> None:
-    for _ in completing(output, None):
+    for _ in completing_by_output_hooks(output, None):
         pass
 
 

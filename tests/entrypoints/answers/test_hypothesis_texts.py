@@ -22,14 +22,18 @@ from tests.entrypoints.answers.test_answer_start import (
     tokenizer,
 )
 from tests.entrypoints.answers.test_search_state import state_of
-from vllm_trie.entrypoints.answers.hypothesis_texts import HypothesisTexts, can_share, num_shared
-from vllm_trie.entrypoints.answers.search_state import SearchState
+from vllm_trie.entrypoints.answers.hypothesis_texts import (
+    HypothesisTexts,
+    can_share_hypothesis_texts,
+    num_shared_text_tokens,
+)
+from vllm_trie.entrypoints.answers.search_state import AnswerState
 from vllm_trie.messages import HYPOTHESES, SentHypotheses
 
 
 def texts_of(hypotheses: list[list[int]], stopped: list[bool], prompt: list[int], of: Any, **options: Any) -> list[str]:
     detok = detokenizer(prompt, of=of, **options)
-    assert can_share(detok)
+    assert can_share_hypothesis_texts(detok)
     texts = HypothesisTexts(detok, [*chain.from_iterable(hypotheses)], [*map(len, hypotheses)])
     return [texts.text(n, *one) for n, one in enumerate(zip(hypotheses, stopped, strict=True))]
 
@@ -79,15 +83,26 @@ def test_what_several_begin_with_is_decoded_once(monkeypatch: pytest.MonkeyPatch
 
 def test_of_each_the_longest_prefix_that_another_one_begins_with_is_found() -> None:
     hypotheses = [[1, 2, 3], [5, 0], [1, 2, 4, 9], [7], [1, 2], [], [5, 0, 0], [1, 8]]
-    assert num_shared([*chain.from_iterable(hypotheses)], [*map(len, hypotheses)]) == [2, 1, 2, 0, 1, 0, 2, 1]
-    assert num_shared([], []) == []
-    assert num_shared([], [0, 0]) == [0, 0]
-    assert num_shared([4, 5], [2]) == [0]
+    assert num_shared_text_tokens([*chain.from_iterable(hypotheses)], [*map(len, hypotheses)]) == [
+        2,
+        1,
+        2,
+        0,
+        1,
+        0,
+        2,
+        1,
+    ]
+    assert num_shared_text_tokens([], []) == []
+    assert num_shared_text_tokens([], [0, 0]) == [0, 0]
+    assert num_shared_text_tokens([4, 5], [2]) == [0]
 
 
 def test_vllm_makes_texts_that_depend_on_more() -> None:
-    assert not can_share(detokenizer([5], stop=["x"]))
-    assert not can_share(detokenizer([5], spaces_between_special_tokens=False, skip_special_tokens=False))
+    assert not can_share_hypothesis_texts(detokenizer([5], stop=["x"]))
+    assert not can_share_hypothesis_texts(
+        detokenizer([5], spaces_between_special_tokens=False, skip_special_tokens=False)
+    )
 
 
 def test_vllm_makes_texts_where_streams_cannot_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +114,8 @@ def test_vllm_makes_texts_where_streams_cannot_be_copied(monkeypatch: pytest.Mon
             raise TypeError("cannot pickle 'builtins.DecodeStream' object")
 
     monkeypatch.setattr(decoders, "DecodeStream", OfFastokens)
-    assert not can_share(detokenizer([5]))
-    assert not can_share(detokenizer(cuts_within_characters()[0][0]))
+    assert not can_share_hypothesis_texts(detokenizer([5]))
+    assert not can_share_hypothesis_texts(detokenizer(cuts_within_characters()[0][0]))
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA])
@@ -124,6 +139,6 @@ def test_outputs_are_what_vllm_makes_of_each_hypothesis(
         return found.outputs
 
     made = outputs()
-    monkeypatch.setattr(SearchState, "_texts", lambda *_: None)
+    monkeypatch.setattr(AnswerState, "_texts", lambda *_: None)
     assert made == outputs()
     assert [one.token_ids for one in made] == [*hypotheses, [], []]

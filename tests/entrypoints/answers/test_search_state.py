@@ -17,7 +17,7 @@ from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.outputs import LogprobsLists
 
 from vllm_trie.entrypoints.answers import search_state
-from vllm_trie.entrypoints.answers.search_state import SearchState, whole
+from vllm_trie.entrypoints.answers.search_state import AnswerState, whole_answer
 from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, SentHypotheses
 
 N = 3
@@ -29,12 +29,12 @@ def request(**params: Any) -> EngineCoreRequest:
     return EngineCoreRequest("r-1", [5, 6], None, own, None, 0.0, None, None, None, external_req_id="r")
 
 
-def state_of(n: int = N, tokenizer: Any = None, **params: Any) -> SearchState:
+def state_of(n: int = N, tokenizer: Any = None, **params: Any) -> AnswerState:
     of = request(**params)
-    return SearchState(RequestState.from_new_request(tokenizer, of, None, None, 0, None, True, 1), of, tokenizer, n)
+    return AnswerState(RequestState.from_new_request(tokenizer, of, None, None, 0, None, True, 1), of, tokenizer, n)
 
 
-def processed(state: SearchState, output: EngineCoreOutput) -> tuple[Any, IterationStats]:
+def processed(state: AnswerState, output: EngineCoreOutput) -> tuple[Any, IterationStats]:
     processor, stats = OutputProcessor(None, log_stats=True), IterationStats()
     processor.request_states["r-1"] = state
     processor.external_req_ids["r"].append("r-1")
@@ -75,7 +75,7 @@ def test_an_answer_is_complete_offline_and_later_in_a_server(n: int, is_served: 
     outputs = processor.process_outputs([answer(beam_results=sent)], 1.0).request_outputs
     found: Any = state.queue.get_nowait() if state.queue is not None else outputs[0]
     assert (found.kv_transfer_params["trie_beam"]["beam_results"] == sent) is is_served
-    found = asyncio.run(whole(found)) if is_served else found
+    found = asyncio.run(whole_answer(found)) if is_served else found
     results = found.kv_transfer_params["trie_beam"]["beam_results"]
     assert [of["output_ids"] for of in results] == [one.token_ids for one in found.outputs[:2]]
 
@@ -131,14 +131,14 @@ def test_a_server_makes_outputs_one_by_one_and_serves_others_meanwhile(monkeypat
         state._kept.output = answer()
         output = state.make_request_output([], None, FinishReason.STOP, None, answer().kv_transfer_params)
         beside = asyncio.ensure_future(other())
-        await whole(output)
+        await whole_answer(output)
         await beside
         return output
 
     output = asyncio.run(serve())
     assert turns == [1, 2, 3]
     assert [one.token_ids for one in output.outputs] == [[4, 7], [8, 9, 2], []]
-    assert asyncio.run(whole(output)) is output
+    assert asyncio.run(whole_answer(output)) is output
 
 
 def test_a_server_takes_up_few_log_probabilities_before_others_have_their_turn(
@@ -174,7 +174,7 @@ def test_a_server_takes_up_few_log_probabilities_before_others_have_their_turn(
 def test_no_data_of_a_request_stays_as_long_as_its_search() -> None:
     of = request(extra_args={"trie_beam_ticket": {"item_set": b"large"}})
     of.mm_features = ["pixels"]
-    state = SearchState(RequestState.from_new_request(None, of, None, None, 0, None, True, 1), of, None, N)
+    state = AnswerState(RequestState.from_new_request(None, of, None, None, 0, None, True, 1), of, None, N)
     assert state._request.mm_features is None
     assert state._request.sampling_params.extra_args == {"trie_beam_ticket": {}}
     assert of.mm_features == ["pixels"]

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from vllm_trie.entrypoints.answers import sequence_texts
-from vllm_trie.entrypoints.answers.sequence_texts import sequences_of
-from vllm_trie.entrypoints.requests import item_sets
-from vllm_trie.entrypoints.requests.item_sets import ItemSets
+from vllm_trie.entrypoints.requests import item_sets, sequence_texts
+from vllm_trie.entrypoints.requests.item_sets import RequestItemSets
+from vllm_trie.entrypoints.requests.sequence_texts import request_sequences_of
 from vllm_trie.options.parts import MOST_SEQUENCE_TOKENS, MOST_SEQUENCES, MOST_STRING, SequencesText
 
 LONGEST = 512  # tokens of an item
@@ -29,7 +28,7 @@ class _Letters:
 
 
 def test_equal_sets_are_read_once() -> None:
-    sets, letters = ItemSets(LONGEST), _Letters()
+    sets, letters = RequestItemSets(LONGEST), _Letters()
     first = sets.read(["ab", "cd"], 200, letters)
     assert sets.read(["ab", "cd"], 200, letters) is first
     assert sets.read(["ab", "ce"], 200, letters) is not first
@@ -38,8 +37,8 @@ def test_equal_sets_are_read_once() -> None:
 
 
 def test_sets_that_stay_known_have_a_bound_in_bytes() -> None:
-    size = ItemSets(LONGEST).read([[1]], 200, None).data.nbytes
-    sets = ItemSets(LONGEST, most_bytes=2 * size)
+    size = RequestItemSets(LONGEST).read([[1]], 200, None).data.nbytes
+    sets = RequestItemSets(LONGEST, most_bytes=2 * size)
     known = [sets.read([[token]], 200, None) for token in range(3)]
     assert sets.read([[2]], 200, None) is known[2]
     assert sets.read([[1]], 200, None) is known[1]
@@ -49,16 +48,16 @@ def test_sets_that_stay_known_have_a_bound_in_bytes() -> None:
 def test_a_set_of_too_many_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_texts, "MOST_SEQUENCE_TOKENS", 8)
     with pytest.raises(ValueError, match="allowed_sequences have more than 8 tokens; build a"):
-        ItemSets(LONGEST).read([[7, 8, 9]] * 3, 200, None)
+        RequestItemSets(LONGEST).read([[7, 8, 9]] * 3, 200, None)
     with pytest.raises(ValueError, match="allowed_sequences have more than 8 tokens; build a"):
-        ItemSets(LONGEST).read(["abc"] * 3, 200, _Letters())
+        RequestItemSets(LONGEST).read(["abc"] * 3, 200, _Letters())
 
 
 def test_too_many_characters_are_refused_before_they_are_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     letters = _Letters()
     monkeypatch.setattr(item_sets, "MOST_SEQUENCE_CHARACTERS", 8)
     with pytest.raises(ValueError, match="allowed_sequences have 9 characters, and a request may bring 8; build a"):
-        ItemSets(LONGEST).read(["abc"] * 3, 200, letters)
+        RequestItemSets(LONGEST).read(["abc"] * 3, 200, letters)
     assert letters.num_texts == 0
 
 
@@ -67,14 +66,14 @@ def test_an_item_that_no_sequence_of_the_engine_can_hold_is_refused() -> None:
     letters = _Letters()
     for items in ([[1], [1, 2, 3, 4]], ["a", "abcd"], SequencesText('["abcd"]')):
         with pytest.raises(ValueError, match=refusal):
-            ItemSets(3).read(items, 200, letters)
-    assert ItemSets(3).read(["abc"], 200, letters).longest == 3
+            RequestItemSets(3).read(items, 200, letters)
+    assert RequestItemSets(3).read(["abc"], 200, letters).longest == 3
 
 
 def test_a_string_of_too_many_characters_is_refused_before_it_is_tokenised() -> None:
     letters = _Letters()
     with pytest.raises(ValueError, match="have a string of 100,001 characters, and it may have 100,000; leave it out"):
-        ItemSets(LONGEST).read(["a", "x" * (MOST_STRING + 1)], 200, letters)
+        RequestItemSets(LONGEST).read(["a", "x" * (MOST_STRING + 1)], 200, letters)
     assert letters.num_texts == 0
 
 
@@ -87,23 +86,23 @@ def test_strings_are_tokenised_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(item_sets, "MOST_STRING", 10)
     monkeypatch.setattr(item_sets, "MOST_TOKENISED", 4)
-    ItemSets(LONGEST).read(["x" * size for size in (4, 4, 10, 9, 1, 1, 1, 1, 1)], 200, tokenizer)
+    RequestItemSets(LONGEST).read(["x" * size for size in (4, 4, 10, 9, 1, 1, 1, 1, 1)], 200, tokenizer)
     assert sizes == [[4, 4], [10], [9], [1, 1], [1, 1], [1]]
     assert max(map(sum, sizes)) < 2 * 10
 
 
 @pytest.mark.parametrize("text", ['["a,]", "\\u00e9"]', " [ [1, 2 ] ,[3],[] ]\n", "[[-1]]", '[""]'])
 def test_a_text_is_read_as_json_is(text: str) -> None:
-    assert sequences_of(text) == json.loads(text)
+    assert request_sequences_of(text) == json.loads(text)
 
 
 def test_a_long_list_of_tokens_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for size in range(1, 12):
         monkeypatch.setattr(sequence_texts, "PIECE", size)
-        assert sequences_of("[[1, 22, 333, 4], [5]]") == [[1, 22, 333, 4], [5]]
+        assert request_sequences_of("[[1, 22, 333, 4], [5]]") == [[1, 22, 333, 4], [5]]
         for text in ("[[1,22,333,]]", "[[1,,22]]", "[[1,22 333]]"):
             with pytest.raises(ValueError, match="is not a list of 1 to 100,000 strings, or lists of token ids"):
-                sequences_of(text)
+                request_sequences_of(text)
 
 
 NO_SEQUENCES = ["", "x", "[]", "[[1]", "[[1]]]", "[[1],]", '[[1],"a"]', "[1]", "[[1.5]]", "[[true]]", '[["1"]]', "{}"]
@@ -115,21 +114,21 @@ def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(
         ValueError, match=r"^allowed_sequences=.* is not a list of 1 to 100,000 strings, or lists of token ids"
     ):
-        sequences_of(text)
+        request_sequences_of(text)
 
 
 def test_a_text_is_read_no_further_than_there_may_be_entries_and_tokens() -> None:
     with pytest.raises(ValueError, match="allowed_sequences have more than 100,000 entries; build a"):
-        sequences_of("[" + "[]," * MOST_SEQUENCES + "and so on")
+        request_sequences_of("[" + "[]," * MOST_SEQUENCES + "and so on")
     with pytest.raises(ValueError, match="allowed_sequences have more than 2,000,000 tokens; build a"):
-        sequences_of("[[" + "1," * (MOST_SEQUENCE_TOKENS + sequence_texts.PIECE) + "and so on]]")
+        request_sequences_of("[[" + "1," * (MOST_SEQUENCE_TOKENS + sequence_texts.PIECE) + "and so on]]")
 
 
 def test_strings_are_tokenised_no_further_than_there_may_be_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_texts, "MOST_SEQUENCE_TOKENS", 8)
     letters = _Letters()
     with pytest.raises(ValueError, match="allowed_sequences have more than 8 tokens"):
-        ItemSets(LONGEST).read(["ab"] * 10_000, 200, letters)
+        RequestItemSets(LONGEST).read(["ab"] * 10_000, 200, letters)
     assert letters.num_texts == item_sets.MOST_TOKENISED
 
 
@@ -137,8 +136,8 @@ def test_strings_are_tokenised_no_further_than_there_may_be_tokens(monkeypatch: 
 def test_an_equal_text_is_read_once_refused_or_not(
     text: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sets, read = ItemSets(LONGEST), []
-    monkeypatch.setattr(item_sets, "sequences_of", lambda text: read.append(text) or sequences_of(text))
+    sets, read = RequestItemSets(LONGEST), []
+    monkeypatch.setattr(item_sets, "request_sequences_of", lambda text: read.append(text) or request_sequences_of(text))
     for _ in range(3):
         with pytest.raises(ValueError, match="allowed_sequences") if is_refused else nullcontext():
             sets.read(SequencesText(text), 200, None)
@@ -146,7 +145,7 @@ def test_an_equal_text_is_read_once_refused_or_not(
 
 
 def test_refusals_that_stay_known_have_a_bound() -> None:
-    sets = ItemSets(LONGEST)
+    sets = RequestItemSets(LONGEST)
     for number in range(item_sets.MOST_REFUSALS + 9):
         with pytest.raises(ValueError, match="has token"):
             sets.read([[1_000 + number]], 200, None)

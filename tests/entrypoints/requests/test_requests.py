@@ -12,7 +12,12 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_trie.entrypoints.requests import requests
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
-from vllm_trie.entrypoints.requests.requests import _SENT, _fit_lengths, refuse_marks, why_not_behind
+from vllm_trie.entrypoints.requests.requests import (
+    _SENT,
+    _fit_request_lengths,
+    refuse_request_marks,
+    why_no_request_after,
+)
 from vllm_trie.options.shown import MOST_QUOTED
 from vllm_trie.step_search.opening import open_request
 
@@ -34,16 +39,16 @@ def test_prompts_that_beams_do_not_work_on_are_known_by_their_kind(
     model_config = SimpleNamespace(is_mm_prefix_lm=is_mm_prefix_lm)
     drafts = SimpleNamespace(use_ngram=lambda: False) if speculates else None
     config = SimpleNamespace(speculative_config=drafts, model_config=model_config)
-    found = why_not_behind({"type": kind}, config)
+    found = why_no_request_after({"type": kind}, config)
     assert found is None if reason is None else found is not None and found.startswith(reason)
 
 
 def test_numbers_of_tokens_that_no_sequence_reaches_fit_into_32_bits() -> None:
     params = SamplingParams(min_tokens=1 << 40, max_tokens=1 << 41)
-    _fit_lengths(params, 512)
+    _fit_request_lengths(params, 512)
     assert (params.min_tokens, params.max_tokens) == (512, 512)
     short = SamplingParams(min_tokens=2, max_tokens=9)
-    _fit_lengths(short, 512)
+    _fit_request_lengths(short, 512)
     assert (short.min_tokens, short.max_tokens) == (2, 9)
 
 
@@ -51,7 +56,7 @@ def test_numbers_of_tokens_that_no_sequence_reaches_fit_into_32_bits() -> None:
 @pytest.mark.parametrize("forged", ["true", "1", '"x"', "{}", '["beam_width", "beam_width"]'])
 def test_no_mark_can_be_sent_as_json(name: str, forged: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is a mark of the front end's own; leave it out"):
-        refuse_marks({name: json.loads(forged)})
+        refuse_request_marks({name: json.loads(forged)})
 
 
 def test_a_refusal_is_short_wherever_it_is_raised() -> None:
@@ -72,7 +77,9 @@ def test_what_vllm_refuses_of_a_beam_request_is_short_and_else_as_vllm_says_it(
 
     for extra_args in ({"beam_width": 2}, None):
         with pytest.raises(VLLMValidationError, match=r"is wrong.*logit_bias.*7") as raised:
-            requests.process_inputs.function(original, processor, "1", "x", SamplingParams(extra_args=extra_args))
+            requests.process_request_inputs.function(
+                original, processor, "1", "x", SamplingParams(extra_args=extra_args)
+            )
         if extra_args is None or size == 10:
             assert raised.value is refusal
         else:
@@ -85,7 +92,7 @@ def test_half_characters_are_refused(monkeypatch: pytest.MonkeyPatch, field: str
     texts: dict[str, Any] = {field: ["a", "b\ud800"]}
     refusal = rf"{field} has half a character, '\\ud800'; mend or remove it"
     with pytest.raises(ValueError, match=refusal):
-        requests.searches(SamplingParams(**texts, extra_args={"beam_width": 2}), None)
+        requests.search_of_request(SamplingParams(**texts, extra_args={"beam_width": 2}), None)
     by_steps = SamplingParams(**texts, extra_args={"beam_width": 2, "unit": "step", "step_stop": ["."], "scorer": "a"})
     with pytest.raises(ValueError, match=refusal):
         open_request("1", "x", by_steps, SimpleNamespace(vllm_config=None), False)
@@ -107,6 +114,6 @@ def test_a_priority_that_cannot_be_sent_to_the_engine_is_refused(
         return SimpleNamespace(sampling_params=params, priority=priority)
 
     params = SamplingParams(max_tokens=4)
-    assert requests.process_inputs.function(original, processor, "1", "x", params, priority=-7).priority == -7
+    assert requests.process_request_inputs.function(original, processor, "1", "x", params, priority=-7).priority == -7
     with pytest.raises(BeamRequestError, match=f"priority={str(priority)[:10]}.*; pass one closer to 0"):
-        requests.process_inputs.function(original, processor, "1", "x", params, priority=priority)
+        requests.process_request_inputs.function(original, processor, "1", "x", params, priority=priority)

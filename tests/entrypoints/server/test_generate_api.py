@@ -11,7 +11,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateReque
 from vllm.sampling_params import SamplingParams
 
 from vllm_trie.entrypoints.server import generate_api
-from vllm_trie.entrypoints.server.server import is_served
+from vllm_trie.entrypoints.server.server import is_server_request
 
 
 def reaches_the_engine(monkeypatch: pytest.MonkeyPatch, **extra_args: Any) -> SamplingParams:
@@ -23,11 +23,11 @@ def reaches_the_engine(monkeypatch: pytest.MonkeyPatch, **extra_args: Any) -> Sa
         return request.sampling_params
 
     server = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=None))
-    return asyncio.run(generate_api.serve_tokens.function(original, server, request))
+    return asyncio.run(generate_api.serve_generate_endpoint.function(original, server, request))
 
 
 def test_a_search_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_served(reaches_the_engine(monkeypatch, beam_width=2))
+    assert is_server_request(reaches_the_engine(monkeypatch, beam_width=2))
 
 
 def test_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from tests.support.served import beams
 from vllm_trie.compat.patch import wrap_all
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
 from vllm_trie.entrypoints.server import streams, use_beam_search
-from vllm_trie.entrypoints.server.server import is_served
+from vllm_trie.entrypoints.server.server import is_server_request
 from vllm_trie.options import parse_options
 from vllm_trie.options.shown import MOST_QUOTED
 from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
@@ -54,7 +54,7 @@ def test_what_the_request_says_of_sampling_counts_and_served_defaults_do_not(kin
 def test_what_is_rendered_shows_the_options_of_the_client_alone(kind: type, asked: dict[str, Any]) -> None:
     wrap_all("vllm_trie.entrypoints.server.server")
     params = kind(**asked, **beams(4, length_penalty=0.5)).to_sampling_params(8, {})
-    assert is_served(params)
+    assert is_server_request(params)
     rendered = json.loads(GenerateRequest(token_ids=[5], sampling_params=params).model_dump_json())
     assert rendered["sampling_params"]["extra_args"] == {"beam_width": 4, "length_penalty": 0.5}
     assert GenerateRequest.model_validate(rendered).sampling_params == params
@@ -120,7 +120,7 @@ def test_a_transcription_has_no_place_for_arrays(name: str) -> None:
 def test_logprobs_beyond_the_limit_are_as_many_as_there_may_be(
     asked: int, vllms_own: int, most: int, expected: int
 ) -> None:
-    assert use_beam_search._num_logprobs(asked, vllms_own, most) == expected
+    assert use_beam_search._num_served_logprobs(asked, vllms_own, most) == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -156,7 +156,7 @@ def test_a_priority_among_the_headers_goes_before_the_bodys(
     serving.engine_client = SimpleNamespace(vllm_config=config, generate=generate)
     serving.model_config = SimpleNamespace(max_logprobs=20)
     request = CompletionRequest(prompt="x", use_beam_search=True, priority=3, stream=stream)
-    asyncio.run(streams.create.function(as_vllm, serving, request, SimpleNamespace(headers=headers)))
+    asyncio.run(streams.create_server_response.function(as_vllm, serving, request, SimpleNamespace(headers=headers)))
     assert asked_of_engine == [expected]
 
 
@@ -191,7 +191,7 @@ def test_no_tokens_ask_the_engine_for_nothing(monkeypatch: pytest.MonkeyPatch, o
         yield empty
 
     async def found() -> list[Any]:
-        search = use_beam_search.beam_search.function
+        search = use_beam_search.serve_beam_search.function
         return [output async for output in search(vllms_own, serving, {"type": "token"}, "1", params)]
 
     engine = SimpleNamespace(vllm_config=None, input_processor=SimpleNamespace(generation_config_fields={}))

@@ -22,9 +22,9 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from tests.support.engine import TRAINED_TARGET
 from vllm_trie.compat.patch import wrap_all
 from vllm_trie.entrypoints.server.single_tokens import (
-    asking_for_single_tokens,
-    asks_for_single_tokens,
-    with_single_tokens,
+    asking_single_token_stream,
+    asks_single_token_stream,
+    single_token_stream,
 )
 from vllm_trie.messages import TICKET
 
@@ -72,7 +72,7 @@ def singly(parts: list[RequestOutput], params: SamplingParams) -> list[RequestOu
             yield part
 
     async def read() -> list[RequestOutput]:
-        return [part async for part in with_single_tokens(stream(), params, TOKENIZER)]
+        return [part async for part in single_token_stream(stream(), params, TOKENIZER)]
 
     return asyncio.run(read())
 
@@ -119,7 +119,7 @@ def test_parsers_read_the_parts_of_a_search_as_single_tokens(parser_name: str, c
 
 @pytest.mark.parametrize("forged", [True, 1, "true", ["beam_width", "beam_width"]])
 def test_no_client_can_ask_for_single_tokens(forged: Any) -> None:
-    request = asking_for_single_tokens(ChatCompletionRequest(messages=[]))
+    request = asking_single_token_stream(ChatCompletionRequest(messages=[]))
     (name,) = request.vllm_xargs
-    assert asks_for_single_tokens(request.to_sampling_params(8, {}))
-    assert not asks_for_single_tokens(SamplingParams(extra_args={name: forged}))
+    assert asks_single_token_stream(request.to_sampling_params(8, {}))
+    assert not asks_single_token_stream(SamplingParams(extra_args={name: forged}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 
-from vllm_trie.entrypoints.server.streams import _chunks
+from vllm_trie.entrypoints.server.streams import _stream_chunks
 
 
 @pytest.mark.parametrize("has_usage", [False, True])
@@ -14,8 +14,8 @@ def test_the_chunk_of_the_last_choice_alone_has_the_trace(has_usage: bool) -> No
     usage = {"prompt_tokens": 1, "total_tokens": 4}
     trace = {"tokens": [[1, 2]], "texts": [(1, "x")]}
     response = CompletionResponse.model_validate({"model": "m", "choices": choices, "usage": usage, "trace": trace})
-    chunks = [*_chunks(response, has_usage, None)]
+    chunks = [*_stream_chunks(response, has_usage, None)]
     assert [chunk.get("trace") for chunk in chunks] == [None, None, trace, *[None] * has_usage]
     assert [len(chunk["choices"]) for chunk in chunks] == [1, 1, 1, *[0] * has_usage]
     untraced = CompletionResponse.model_validate({"model": "m", "choices": choices, "usage": usage})
-    assert not any("trace" in chunk for chunk in _chunks(untraced, has_usage, None))
+    assert not any("trace" in chunk for chunk in _stream_chunks(untraced, has_usage, None))

@@ -20,7 +20,7 @@ from vllm_trie.search.stop_strings import INCOMPLETE, context_of, text_after
 
 
 @wraps("__init__", FastIncrementalDetokenizer)
-def begin(
+def begin_answer_text(
     original: Callable[..., None], self: FastIncrementalDetokenizer, tokenizer: object, request: EngineCoreRequest
 ) -> None:
     """Answers of searches begin behind their prompts."""
@@ -31,12 +31,12 @@ def begin(
     decode = partial(self.tokenizer.decode, skip_special_tokens=self.skip_special_tokens)
     context, before = context_of(request.prompt_token_ids or [], decode)
     if before.endswith(INCOMPLETE):
-        self.stream = _BehindHalfCharacter(context, before, self.skip_special_tokens)
+        self.stream = _AnswerAfterHalfCharacter(context, before, self.skip_special_tokens)
     elif before:  # else the first token would lose the space that it begins with
         self.stream = decoders.DecodeStream(ids=context, skip_special_tokens=self.skip_special_tokens)
 
 
-class _BehindHalfCharacter:
+class _AnswerAfterHalfCharacter:
     """In place of vLLM's stream: begins with the character that the prompt leaves open, as stop strings are judged.
 
     Args:
@@ -48,9 +48,9 @@ class _BehindHalfCharacter:
         self._tokens, self._before, self._skips = context, before, skip_special_tokens
         self._stream: decoders.DecodeStream | None = None  # once the text is one of whole characters
 
-    def __copy__(self) -> _BehindHalfCharacter:
+    def __copy__(self) -> _AnswerAfterHalfCharacter:
         """One that goes on by itself."""
-        other = object.__new__(_BehindHalfCharacter)
+        other = object.__new__(_AnswerAfterHalfCharacter)
         other._tokens, other._before, other._skips = [*self._tokens], self._before, self._skips
         other._stream = copy(self._stream)
         return other

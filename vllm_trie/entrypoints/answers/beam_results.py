@@ -14,14 +14,14 @@ from vllm.outputs import CompletionOutput, RequestOutput
 BEAM_RESULTS = "beam_results"
 
 
-def complete_beam_results(output: RequestOutput, answer: dict[str, Any], _: Any) -> Iterator[None]:
+def complete_answer_beam_results(output: RequestOutput, answer: dict[str, Any], _: Any) -> Iterator[None]:
     """Complete the `beam_results` of an answer: the engine sends scores and stop tokens alone."""
     found = zip(output.outputs, answer[BEAM_RESULTS], strict=False)  # where bans leave fewer, other outputs are none
-    answer[BEAM_RESULTS] = [_beam_result(hypothesis, **sent) for hypothesis, sent in found]
+    answer[BEAM_RESULTS] = [_answer_beam_result(hypothesis, **sent) for hypothesis, sent in found]
     yield
 
 
-def _beam_result(hypothesis: CompletionOutput, sequence_score: float, matched: int | None) -> dict[str, Any]:
+def _answer_beam_result(hypothesis: CompletionOutput, sequence_score: float, matched: int | None) -> dict[str, Any]:
     """One entry.
 
     Args:

@@ -22,7 +22,7 @@ class HypothesisTexts:
     """The texts of the hypotheses of one search.
 
     Args:
-        detokenizer: Of an answer to its prompt, before any token; see `can_share`.
+        detokenizer: Of an answer to its prompt, before any token; see `can_share_hypothesis_texts`.
         token_ids: The tokens of all hypotheses, one after the other.
         lengths: Tokens of each.
     """
@@ -30,7 +30,7 @@ class HypothesisTexts:
     def __init__(
         self, detokenizer: FastIncrementalDetokenizer, token_ids: Sequence[int], lengths: Sequence[int]
     ) -> None:
-        self._detokenizer, self._num_shared = detokenizer, num_shared(token_ids, lengths)
+        self._detokenizer, self._num_shared = detokenizer, num_shared_text_tokens(token_ids, lengths)
         self._begin = _Decoded(detokenizer.stream, "")
         self._prefixes: dict[tuple[int, ...], _Decoded] = {}
 
@@ -58,14 +58,14 @@ class HypothesisTexts:
         return _Decoded(detokenizer.stream, detokenizer.output_text)
 
 
-class NoTexts:
+class NoHypothesisTexts:
     """In place of texts where there is no tokenizer."""
 
     def text(self, *_: Any) -> str:
         return ""
 
 
-def can_share(detokenizer: IncrementalDetokenizer) -> bool:
+def can_share_hypothesis_texts(detokenizer: IncrementalDetokenizer) -> bool:
     """Whether a text depends on nothing but its tokens and a stream, which can be copied.
 
     It does not where stop strings are looked for, for tokenizers in Python, nor where no space is written between
@@ -73,10 +73,10 @@ def can_share(detokenizer: IncrementalDetokenizer) -> bool:
     """
     if not isinstance(detokenizer, FastIncrementalDetokenizer):
         return False
-    return detokenizer.spaces_between_special_tokens and not detokenizer.stop and _are_streams_copied()
+    return detokenizer.spaces_between_special_tokens and not detokenizer.stop and _can_copy_text_decoders()
 
 
-def _are_streams_copied() -> bool:
+def _can_copy_text_decoders() -> bool:
     try:
         copy(decoders.DecodeStream(skip_special_tokens=True))
     except TypeError:
@@ -84,7 +84,7 @@ def _are_streams_copied() -> bool:
     return True
 
 
-def num_shared(token_ids: Sequence[int], lengths: Sequence[int]) -> list[int]:
+def num_shared_text_tokens(token_ids: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """Of each hypothesis the number of tokens, its last one not among them, that one more begins with.
 
     Of two with the same tokens it may be fewer.

@@ -20,18 +20,20 @@ from vllm_trie.compat.patch import wraps
 
 
 @wraps("_update_sample_logprobs", LogprobsProcessor)
-def update_logprobs(original: Callable[..., None], self: LogprobsProcessor, logprobs_lists: LogprobsLists) -> None:
+def update_answer_logprobs(
+    original: Callable[..., None], self: LogprobsProcessor, logprobs_lists: LogprobsLists
+) -> None:
     if logprobs_lists.logprob_token_ids.size == 0:
         total = (self.cumulative_logprob or 0.0) + float(logprobs_lists.logprobs.sum())
         self.cumulative_logprob = None if math.isnan(total) else total  # NaN: there is no hypothesis
     elif isinstance(self.logprobs, FlatLogprobs) and self.tokenizer is None:
         self.cumulative_logprob = (self.cumulative_logprob or 0.0) + float(logprobs_lists.logprobs[:, 0].sum())
-        _extend(self.logprobs, logprobs_lists)
+        _extend_answer_logprobs(self.logprobs, logprobs_lists)
     else:
         original(self, logprobs_lists)
 
 
-def _extend(flat: FlatLogprobs, new: LogprobsLists) -> None:
+def _extend_answer_logprobs(flat: FlatLogprobs, new: LogprobsLists) -> None:
     """What `FlatLogprobs.append_fast` does token by token: the token itself first, then the best, by rank."""
     count, per_token = new.logprob_token_ids.shape
     ranks = np.tile(np.arange(per_token), (count, 1))

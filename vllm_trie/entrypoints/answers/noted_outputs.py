@@ -12,7 +12,7 @@ _noted: ContextVar[list[list[RequestOutput]] | None] = ContextVar("noted outputs
 
 
 @contextmanager
-def noting() -> Iterator[list[list[RequestOutput]]]:
+def noting_answer_outputs() -> Iterator[list[list[RequestOutput]]]:
     """Note by prompt, in their order, the last output of whatever is generated within; what it says then is kept."""
     outputs: list[list[RequestOutput]] = []
     before = _noted.set(outputs)
@@ -22,15 +22,15 @@ def noting() -> Iterator[list[list[RequestOutput]]]:
         _noted.reset(before)
 
 
-def noted(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+def noted_answer_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
     """The outputs of a prompt, which are noted if anybody does."""
     if (of_all := _noted.get()) is None:
         return outputs
     of_all.append([])
-    return _noting(outputs, of_all[-1])
+    return _note_answer_outputs(outputs, of_all[-1])
 
 
-async def _noting(
+async def _note_answer_outputs(
     outputs: AsyncGenerator[RequestOutput, None], last: list[RequestOutput]
 ) -> AsyncGenerator[RequestOutput, None]:
     async with aclosing(outputs):

@@ -24,8 +24,12 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from vllm_trie.compat.patch import wraps
-from vllm_trie.entrypoints.answers.hypothesis_texts import HypothesisTexts, NoTexts, can_share
-from vllm_trie.entrypoints.output_hooks import completing
+from vllm_trie.entrypoints.answers.hypothesis_texts import (
+    HypothesisTexts,
+    NoHypothesisTexts,
+    can_share_hypothesis_texts,
+)
+from vllm_trie.entrypoints.output_hooks import completing_by_output_hooks
 from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, TICKET, GroupTicket, SentHypotheses
 from vllm_trie.options import PLUGIN_NAME
 
@@ -38,7 +42,7 @@ Output = TypeVar("Output", bound=RequestOutput | None)
 
 
 @wraps("add_request", OutputProcessor)
-def add_request(
+def add_answer_state(
     original: Callable[..., None], self: OutputProcessor, request: EngineCoreRequest, *args: Any, **kwargs: Any
 ) -> None:
     """Let a search be known as what it is."""
@@ -46,10 +50,10 @@ def add_request(
     original(self, request, *args, **kwargs)
     if is_new and (ticket := GroupTicket.of(request.sampling_params)) is not None:
         state = self.request_states[request.request_id]
-        self.request_states[request.request_id] = SearchState(state, request, self.tokenizer, ticket.n)
+        self.request_states[request.request_id] = AnswerState(state, request, self.tokenizer, ticket.n)
 
 
-class SearchState(RequestState):
+class AnswerState(RequestState):
     """What the front end knows of a search. One with a single output may be a stream, and is as any other request.
 
     Args:
@@ -67,11 +71,11 @@ class SearchState(RequestState):
         if n == 1:
             return
         self._one = state  # makes each output, by what it is given
-        self._request, self._tokenizer = _without_data(request), tokenizer if params.detokenize else None
-        self._kept = _Kept()
+        self._request, self._tokenizer = _answer_state_without_data(request), tokenizer if params.detokenize else None
+        self._kept = _KeptAnswerOutput()
         self.detokenizer = cast("IncrementalDetokenizer", self._kept)
         self.logprobs_processor = cast("LogprobsProcessor", self._kept)
-        self._counts = _Counts(n)
+        self._counts = _AnswerCounts(n)
         self.parent_req = cast("ParentRequest", self._counts)
 
     def make_request_output(
@@ -108,7 +112,7 @@ class SearchState(RequestState):
     def _completed(self, output: Output) -> Output:
         """An output with the whole answer; a server makes it whole later, while other requests go on."""
         if self.queue is None:
-            deque(completing(output, self._engine_tokenizer), maxlen=0)
+            deque(completing_by_output_hooks(output, self._engine_tokenizer), maxlen=0)
         return output
 
     def _outputs(self, sent: SentHypotheses) -> Iterator[CompletionOutput | None]:
@@ -140,15 +144,19 @@ class SearchState(RequestState):
             alike[kind] = partial(CompletionOutput, **vars(output))
             yield output
 
-    def _texts(self, whole: EngineCoreOutput, lengths: list[int]) -> HypothesisTexts | NoTexts | None:
+    def _texts(self, whole: EngineCoreOutput, lengths: list[int]) -> HypothesisTexts | NoHypothesisTexts | None:
         """What makes the texts of hypotheses of one kind; None if more differs in them than tokens, text and sum."""
         assert self._request.sampling_params is not None
         if self._request.sampling_params.logprobs is not None:
             return None
         if self._tokenizer is None:
-            return NoTexts()
+            return NoHypothesisTexts()
         detokenizer = IncrementalDetokenizer.from_new_request(self._tokenizer, self._request)
-        return HypothesisTexts(detokenizer, whole.new_token_ids, lengths) if can_share(detokenizer) else None
+        return (
+            HypothesisTexts(detokenizer, whole.new_token_ids, lengths)
+            if can_share_hypothesis_texts(detokenizer)
+            else None
+        )
 
     def _without_hypotheses(
         self, count: int, finish_reason: FinishReason, stop_reason: int | str | None
@@ -190,7 +198,7 @@ class SearchState(RequestState):
         return one._new_completion_output(part.new_token_ids, reason, stop)
 
 
-async def whole(output: RequestOutput, tokenizer: Any = None) -> RequestOutput:
+async def whole_answer(output: RequestOutput, tokenizer: Any = None) -> RequestOutput:
     """The output with all that was still to be made of it. It may take seconds, in which other requests go on.
 
     Args:
@@ -203,12 +211,12 @@ async def whole(output: RequestOutput, tokenizer: Any = None) -> RequestOutput:
         if time.monotonic() - begun > SECONDS_AT_ONCE:
             await asyncio.sleep(0)
             begun = time.monotonic()
-    for _ in completing(output, tokenizer):
+    for _ in completing_by_output_hooks(output, tokenizer):
         await asyncio.sleep(0)
     return output
 
 
-def _without_data(request: EngineCoreRequest) -> EngineCoreRequest:
+def _answer_state_without_data(request: EngineCoreRequest) -> EngineCoreRequest:
     """The same for a detokenizer, without the images and sets that would stay as long as the search."""
     request = copy(request)
     request.mm_features, request.sampling_params = None, copy(request.sampling_params)
@@ -217,7 +225,7 @@ def _without_data(request: EngineCoreRequest) -> EngineCoreRequest:
     return request
 
 
-def empty_outputs(
+def empty_answer_outputs(
     params: SamplingParams, finish_reason: str, stop_reasons: Iterable[str | None]
 ) -> list[CompletionOutput]:
     """What stands for hypotheses of a search that the engine knows nothing of: one output for each stop reason."""
@@ -228,7 +236,7 @@ def empty_outputs(
     ]
 
 
-class _Kept:
+class _KeptAnswerOutput:
     """In place of what would make texts and log-probabilities: keeps what the engine sends until it is split."""
 
     prompt_logprobs = prompt_token_id_logprobs = None
@@ -250,7 +258,7 @@ class _Kept:
 
 
 @dataclass
-class _Counts:
+class _AnswerCounts:
     """In place of the parent that vLLM would make of a request with several outputs: what its metrics ask of one."""
 
     n: int

@@ -8,7 +8,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from vllm_trie.compat.patch import wrap_all
-from vllm_trie.entrypoints.requests.limits import check_n
+from vllm_trie.entrypoints.requests.limits import check_request_n
 from vllm_trie.options.request import OPTIONS, options_of_search, refuse_other_option_names
 from vllm_trie.options.shown import shown_option, shown_option_name
 from vllm_trie.options.table import cure_for_option, did_you_mean_option, option_meant_by
@@ -40,9 +40,9 @@ def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> Sa
     # An engine without beams must refuse these params; it would sample.
     wrap_all("vllm_trie.entrypoints.requests.requests")
     own = {name: options.pop(name) for name in OPTIONS if name in options}
-    _refuse_unknown(options, SamplingParams.__struct_fields__)
+    _refuse_unknown_request_options(options, SamplingParams.__struct_fields__)
     beam = options_of_search({"beam_width": beam_width, **own})
-    check_n(n, beam)
+    check_request_n(n, beam)
     extra_args = options.pop("extra_args", None) or {}
     for name in extra_args:
         if name in OPTIONS:
@@ -52,13 +52,13 @@ def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> Sa
     try:
         params = SamplingParams(n=n, extra_args=extra_args, **options)
     except TypeError:
-        _refuse_wrong_type(options)
+        _refuse_wrong_request_type(options)
         raise
     refuse_unsupported(matrix_fields(params), beam)
     return params
 
 
-def _refuse_unknown(options: Mapping[str, Any], fields: Sequence[str]) -> None:
+def _refuse_unknown_request_options(options: Mapping[str, Any], fields: Sequence[str]) -> None:
     """Refuse what is neither a beam option nor a field of `SamplingParams`."""
     unknown = {name: value for name, value in options.items() if name not in fields}
     refuse_other_option_names(unknown)
@@ -68,7 +68,7 @@ def _refuse_unknown(options: Mapping[str, Any], fields: Sequence[str]) -> None:
         raise ValueError(f"unknown option {shown_option_name(name)}={shown_option(value)}; {what_works}")
 
 
-def _refuse_wrong_type(options: Mapping[str, Any]) -> None:
+def _refuse_wrong_request_type(options: Mapping[str, Any]) -> None:
     """Say which field vLLM could not take."""
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
@@ -82,7 +82,7 @@ def _refuse_wrong_type(options: Mapping[str, Any]) -> None:
             continue
 
 
-def _signature() -> Signature:
+def _request_params_signature() -> Signature:
     """The signature, with the options of the table."""
     width, n = (Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=int) for name in ("beam_width", "n"))
     options = [
@@ -94,11 +94,11 @@ def _signature() -> Signature:
     return Signature([width, n.replace(default=1), *options, others], return_annotation="SamplingParams")
 
 
-def _docstring() -> str:
+def _request_params_docstring() -> str:
     """The docstring, with the options of the table."""
     texts = (f"{name}: {field.description}" for name, field in OPTIONS.items())
     options = [fill(text, 120, initial_indent=" " * 4, subsequent_indent=" " * 8) for text in texts]
     return (getdoc(beam_params) or "").replace("Args:\n", "\n".join(["Args:", *options, ""]))
 
 
-beam_params.__signature__, beam_params.__doc__ = _signature(), _docstring()  # type: ignore[attr-defined]
+beam_params.__signature__, beam_params.__doc__ = _request_params_signature(), _request_params_docstring()  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_trie.catalog import Catalog, CatalogStore, catalog_tokenizer_digest, check_catalog_structure
 from vllm_trie.engine.catalogs import num_beams_along
-from vllm_trie.entrypoints.requests.refusals import refuse_half_characters
+from vllm_trie.entrypoints.requests.refusals import refuse_request_half_characters
 from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.options.shown import listed_option_names, shown_option, shown_option_name
 from vllm_trie.sampling_params import stop_tokens
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _stores: dict[str, CatalogStore] = {}  # by engine, as this process knows them
 
 
-def catalogs_of(vllm_config: VllmConfig) -> CatalogStore:
+def catalogs_for_requests(vllm_config: VllmConfig) -> CatalogStore:
     """The catalogs of an engine, checked when they are opened.
 
     Raises:
@@ -31,12 +31,14 @@ def catalogs_of(vllm_config: VllmConfig) -> CatalogStore:
     """
     if (store := _stores.get(vllm_config.instance_id)) is None:
         files = config_of(vllm_config).catalogs.items()
-        store = CatalogStore({name: _checked(path, vllm_config.model_config) for name, path in files})
+        store = CatalogStore(
+            {name: _checked_catalog_for_requests(path, vllm_config.model_config) for name, path in files}
+        )
         _stores[vllm_config.instance_id] = store
     return store
 
 
-def new_version(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, Catalog]:
+def new_catalog_for_requests(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, Catalog]:
     """A file that is to become a catalog of a running engine, and what is in it.
 
     Raises:
@@ -45,7 +47,7 @@ def new_version(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, Cat
     if not has_beams(vllm_config):
         raise ValueError(f"there are no catalogs {why_without_beams(vllm_config)}")
     config = config_of(vllm_config)
-    _refuse_unknown(name, config.catalogs)
+    _refuse_unknown_request_catalog(name, config.catalogs)
     if config.catalog_folder is None:
         start = f'additional_config={{"{PLUGIN_NAME}": {{"catalogs": {{NAME: FILE}}, "catalog_folder": FOLDER}}}}'
         raise ValueError(f"this engine takes no new catalogs; start it with {start}")
@@ -58,10 +60,10 @@ def new_version(vllm_config: VllmConfig, name: str, file: str) -> tuple[str, Cat
         raise ValueError(
             f"file={shown_option(file)} is not in {PLUGIN_NAME}.catalog_folder; pass the name of a file there"
         )
-    return str(path), _checked(str(path), vllm_config.model_config)
+    return str(path), _checked_catalog_for_requests(str(path), vllm_config.model_config)
 
 
-def resolve_items(
+def resolve_request_items(
     params: SamplingParams,
     beam: BeamParams,
     item_set: Catalog | None,
@@ -87,22 +89,22 @@ def resolve_items(
     if item_set is not None:
         catalog, what = item_set, "allowed_sequences"
     else:
-        known = catalogs_of(vllm_config)
-        _refuse_unknown(beam.catalog, known.names)
+        known = catalogs_for_requests(vllm_config)
+        _refuse_unknown_request_catalog(beam.catalog, known.names)
         catalog, what = known[str(beam.catalog)], f"catalog={shown_option(beam.catalog)}"
-    after = _token(beam.catalog_after, vllm_config.model_config.get_vocab_size(), tokenizer)
+    after = _request_catalog_token(beam.catalog_after, vllm_config.model_config.get_vocab_size(), tokenizer)
     if after in stop_tokens(params):
         raise ValueError(
             f"catalog_after={shown_option(beam.catalog_after)} is a stop token, which ends hypotheses before "
             "their items; "
             "pass another one, or leave it out of stop_token_ids, or if it is an EOS token set ignore_eos=True"
         )
-    _check_fits(params, beam, catalog, what)
+    _check_catalog_fits_request(params, beam, catalog, what)
     beam = beam.model_copy(update={"allowed_sequences": None, "catalog_after": after})
     return beam, num_beams_along(beam, catalog.num_items, len(stop_tokens(params)))
 
 
-def _check_fits(params: SamplingParams, beam: BeamParams, catalog: Catalog, what: str) -> None:
+def _check_catalog_fits_request(params: SamplingParams, beam: BeamParams, catalog: Catalog, what: str) -> None:
     """Refuse a request that this catalog, or any, cannot answer."""
     needed = beam.catalog_items * catalog.shortest + (beam.catalog_after is not None)
     if params.max_tokens is not None and params.max_tokens < needed:
@@ -119,19 +121,19 @@ def _check_fits(params: SamplingParams, beam: BeamParams, catalog: Catalog, what
         raise ValueError("catalog_stop=True needs a stop token; leave ignore_eos out, or add stop_token_ids")
 
 
-def _refuse_unknown(name: str | None, known: Collection[str]) -> None:
+def _refuse_unknown_request_catalog(name: str | None, known: Collection[str]) -> None:
     if name not in known:
         start = f'start it with additional_config={{"{PLUGIN_NAME}": {{"catalogs": {{NAME: FILE}}}}}}'
         names = f"known: {listed_option_names(known)}" if known else f"this engine has none; {start}"
         raise ValueError(f"catalog={shown_option(name)} is unknown; {names}")
 
 
-def _token(token: int | str | None, vocab_size: int, tokenizer: Any) -> int | None:
+def _request_catalog_token(token: int | str | None, vocab_size: int, tokenizer: Any) -> int | None:
     """The token of `catalog_after`."""
     if isinstance(token, str):
         if tokenizer is None:
             raise ValueError(f"catalog_after={shown_option(token)} needs a tokenizer; pass the token's id")
-        refuse_half_characters("catalog_after", token)
+        refuse_request_half_characters("catalog_after", token)
         ids = tokenizer.encode(token, add_special_tokens=False)
         if len(ids) != 1:
             raise ValueError(
@@ -143,7 +145,7 @@ def _token(token: int | str | None, vocab_size: int, tokenizer: Any) -> int | No
     return token
 
 
-def _checked(path: str, model_config: ModelConfig) -> Catalog:
+def _checked_catalog_for_requests(path: str, model_config: ModelConfig) -> Catalog:
     catalog = Catalog.open(path)
     check_catalog_structure(catalog)
     digest = None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _BACKENDS = ("xgrammar", "guidance")  # whose state can be copied
 
 
-def prepare_grammar(
+def prepare_request_grammar(
     params: SamplingParams, prompt: list[int], config: StructuredOutputsConfig, tokenizer: TokenizerLike | None
 ) -> None:
     """Let the grammar of a request end by what ends a hypothesis.

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from vllm_trie.catalog import Catalog
-from vllm_trie.entrypoints.answers.sequence_texts import INSTEAD, refuse_tokens, sequences_of
-from vllm_trie.entrypoints.requests.refusals import refuse_half_characters
+from vllm_trie.entrypoints.requests.refusals import refuse_request_half_characters
+from vllm_trie.entrypoints.requests.sequence_texts import INSTEAD, refuse_request_tokens, request_sequences_of
 from vllm_trie.options.parts import MOST_SEQUENCE_CHARACTERS, MOST_STRING, SequencesText
 from vllm_trie.options.shown import shortened_option_refusal, shown_option_name
 
@@ -24,7 +24,7 @@ MOST_TOKENISED = 1_000  # strings at once
 Sequences = Sequence[str] | Sequence[Sequence[int]]
 
 
-class ItemSets:
+class RequestItemSets:
     """The sets that one engine's requests have brought, the one that was used last at last; any thread may ask.
 
     Args:
@@ -51,7 +51,7 @@ class ItemSets:
         if is_text := isinstance(sequences, SequencesText):
             content = sequences.text.encode("utf-8", "surrogatepass")
         else:
-            _refuse_too_large(sequences)
+            _refuse_large_request_items(sequences)
             content = msgspec.msgpack.encode(sequences)
         digest = hashlib.sha256(b"JSON"[: 4 * is_text] + content).digest()
         with self._lock:
@@ -76,15 +76,17 @@ class ItemSets:
 
     def _catalog(self, sequences: Sequences | SequencesText, vocab_size: int, tokenizer: Any) -> Catalog:
         if isinstance(sequences, SequencesText):
-            sequences = sequences_of(sequences.text)
-            _refuse_too_large(sequences)
-        parts: Any = [sequences] if not isinstance(sequences[0], str) else _tokenised(sequences, tokenizer)
+            sequences = request_sequences_of(sequences.text)
+            _refuse_large_request_items(sequences)
+        parts: Any = (
+            [sequences] if not isinstance(sequences[0], str) else _tokenised_request_items(sequences, tokenizer)
+        )
         rows: list[Sequence[int]] = []
         num_tokens = 0
         for part in parts:
             self._refuse_too_long(part)
             num_tokens += sum(map(len, part))
-            refuse_tokens(num_tokens)
+            refuse_request_tokens(num_tokens)
             rows += part
         try:
             return Catalog.from_sequences(rows, vocab_size=vocab_size)
@@ -99,12 +101,12 @@ class ItemSets:
             )
 
 
-def _refuse_too_large(sequences: Sequences) -> None:
+def _refuse_large_request_items(sequences: Sequences) -> None:
     """Before anything goes through them but their lengths."""
     lengths = [*map(len, sequences)]
     size, longest = sum(lengths), max(lengths)
     if not isinstance(sequences[0], str):
-        refuse_tokens(size)
+        refuse_request_tokens(size)
     elif size > MOST_SEQUENCE_CHARACTERS:
         raise ValueError(
             f"allowed_sequences have {size:,} characters, and a request may bring {MOST_SEQUENCE_CHARACTERS:,}; "
@@ -115,10 +117,10 @@ def _refuse_too_large(sequences: Sequences) -> None:
             f"allowed_sequences have a string of {longest:,} characters, and it may have {MOST_STRING:,}; leave it out"
         )
     else:
-        refuse_half_characters("allowed_sequences", "".join(map(str, sequences)))
+        refuse_request_half_characters("allowed_sequences", "".join(map(str, sequences)))
 
 
-def _tokenised(strings: Any, tokenizer: Any) -> Iterator[list[list[int]]]:
+def _tokenised_request_items(strings: Any, tokenizer: Any) -> Iterator[list[list[int]]]:
     """The tokens of strings, a few at a time: less than 200,000 characters, which take a tenth of a second."""
     if tokenizer is None:
         raise ValueError("allowed_sequences of strings need a tokenizer; pass lists of token ids")

@@ -22,7 +22,7 @@ MOST_WAITING = 16  # candidates of a round of steps, for each row of the engine
 
 
 @dataclass(frozen=True)
-class EngineLimits:
+class RequestLimits:
     """What one engine can hold."""
 
     max_num_seqs: int
@@ -34,10 +34,10 @@ class EngineLimits:
     num_draft_layers: int = 0  # that one forward can verify
 
 
-def engine_limits(vllm_config: VllmConfig) -> EngineLimits:
+def request_limits_of_engine(vllm_config: VllmConfig) -> RequestLimits:
     """What this engine can hold."""
     cache = vllm_config.cache_config
-    return EngineLimits(
+    return RequestLimits(
         max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
         vocab_size=vllm_config.model_config.get_vocab_size(),
         block_size=cache.block_size,
@@ -56,8 +56,8 @@ class BlocksNeeded(NamedTuple):
     num_encoded: int = 0  # of an encoder-decoder model: what its encoder makes
 
 
-def validate(
-    params: SamplingParams, beam: BeamParams, limits: EngineLimits, needed: BlocksNeeded, name: str = "beam_width"
+def validate_request(
+    params: SamplingParams, beam: BeamParams, limits: RequestLimits, needed: BlocksNeeded, name: str = "beam_width"
 ) -> None:
     """Check the numbers of one request against its engine, before anything is scheduled.
 
@@ -69,12 +69,12 @@ def validate(
     Raises:
         ValueError: naming the option, its value and what would work.
     """
-    check_widths(params.n, beam, limits, name)
-    check_stops(params)
+    check_request_widths(params.n, beam, limits, name)
+    check_request_stops(params)
     if params.max_tokens is not None and beam.sample_first > params.max_tokens:
         raise ValueError(f"sample_first={beam.sample_first} exceeds max_tokens={params.max_tokens}; lower it")
     check_draft_width_option(beam, limits.vocab_size)
-    _check_trace(beam, params.max_tokens or 1, limits.num_draft_layers)
+    _check_request_trace(beam, params.max_tokens or 1, limits.num_draft_layers)
     if limits.num_blocks is None:
         return
     prompt_length, rows, num_encoded = needed
@@ -88,9 +88,9 @@ def validate(
         )
 
 
-def check_widths(n: int, beam: SearchParams, limits: EngineLimits, name: str = "beam_width") -> None:
+def check_request_widths(n: int, beam: SearchParams, limits: RequestLimits, name: str = "beam_width") -> None:
     """Refuse more beams or candidates than this engine serves, and to return more hypotheses than there are beams."""
-    check_n(n, beam, name)
+    check_request_n(n, beam, name)
     width, rows = beam.beam_width, limits.max_num_seqs
     if width > rows and not (isinstance(beam, BeamParams) and beam.memory_mode):
         raise ValueError(f"{name}={width} exceeds max_num_seqs={rows}; lower it, or raise --max-num-seqs")
@@ -105,7 +105,7 @@ def check_widths(n: int, beam: SearchParams, limits: EngineLimits, name: str = "
         )
 
 
-def check_stops(params: SamplingParams) -> None:
+def check_request_stops(params: SamplingParams) -> None:
     """Refuse more stop strings, or longer ones, than a search looks for in each step of each of its beams."""
     strings, size = params.stop or (), sum(map(len, params.stop or ()))
     if len(strings) > MOST_STOPS:
@@ -123,7 +123,7 @@ def check_stops(params: SamplingParams) -> None:
         )
 
 
-def _check_trace(beam: BeamParams, max_tokens: int, num_layers: int) -> None:
+def _check_request_trace(beam: BeamParams, max_tokens: int, num_layers: int) -> None:
     """Refuse a trace that might be too large to send and to draw."""
     beside = most_drafts(beam, num_layers)
     most = max_tokens * (beam.beam_width + beside)
@@ -135,7 +135,7 @@ def _check_trace(beam: BeamParams, max_tokens: int, num_layers: int) -> None:
         )
 
 
-def check_n(n: int, beam: SearchParams, name: str = "beam_width") -> None:
+def check_request_n(n: int, beam: SearchParams, name: str = "beam_width") -> None:
     """Refuse to return more hypotheses than there are beams."""
     if type(n) is not int:
         raise ValueError(f"n={shown_option(n)} is not a number of hypotheses; pass an integer from 1 to {name}")

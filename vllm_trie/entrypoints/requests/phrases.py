@@ -13,7 +13,7 @@ Ways = list[list[int]]
 Boosts = list[tuple[Ways, float]]
 
 
-def phrases_as_tokens(boosts: Sequence[tuple[Any, float]], tokenizer: Any) -> Boosts:
+def request_phrases_as_tokens(boosts: Sequence[tuple[Any, float]], tokenizer: Any) -> Boosts:
     """All ways to write each phrase, in tokens, and its weight.
 
     Args:
@@ -28,7 +28,7 @@ def phrases_as_tokens(boosts: Sequence[tuple[Any, float]], tokenizer: Any) -> Bo
             f"phrase_boosts have {size:,} characters, and a request may bring {MOST_PHRASE_CHARACTERS:,}; leave "
             "some out"
         )
-    found = [(_ways(phrase, tokenizer), weight) for phrase, weight in boosts]
+    found = [(_ways_of_request_phrase(phrase, tokenizer), weight) for phrase, weight in boosts]
     if (num_tokens := sum(map(len, chain.from_iterable(ways for ways, _ in found)))) > MOST_PHRASE_TOKENS:
         raise ValueError(
             f"phrase_boosts have {num_tokens} tokens, and a request may bring {MOST_PHRASE_TOKENS}; leave some out"
@@ -36,7 +36,9 @@ def phrases_as_tokens(boosts: Sequence[tuple[Any, float]], tokenizer: Any) -> Bo
     return found
 
 
-def check_phrases(boosts: Sequence[tuple[Any, float]], found: Boosts, vocab_size: int, stops: Sequence[int]) -> None:
+def check_request_phrases(
+    boosts: Sequence[tuple[Any, float]], found: Boosts, vocab_size: int, stops: Sequence[int]
+) -> None:
     """Refuse phrases that no hypothesis can have.
 
     Args:
@@ -65,7 +67,7 @@ def check_phrases(boosts: Sequence[tuple[Any, float]], found: Boosts, vocab_size
                 )
 
 
-def _ways(phrase: str | list[int] | Ways, tokenizer: Any) -> Ways:
+def _ways_of_request_phrase(phrase: str | list[int] | Ways, tokenizer: Any) -> Ways:
     if not isinstance(phrase, str):
         return [phrase] if isinstance(phrase[0], int) else phrase
     if tokenizer is None:

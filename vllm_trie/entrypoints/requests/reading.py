@@ -23,9 +23,9 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm_trie.engine.hypothesis import NO_HYPOTHESES
 from vllm_trie.engine.outputs import compact_answer
 from vllm_trie.entrypoints.answers.beam_results import BEAM_RESULTS
-from vllm_trie.entrypoints.answers.search_state import empty_outputs
+from vllm_trie.entrypoints.answers.search_state import empty_answer_outputs
 from vllm_trie.entrypoints.requests.request_data import BRINGS, READ, RequestData
-from vllm_trie.entrypoints.requests.requests import forget_unsent, read_request
+from vllm_trie.entrypoints.requests.requests import forget_unsent_request, read_request
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME
 from vllm_trie.options.request import options_ask_for_beams
@@ -35,7 +35,7 @@ class _AbortedError(Exception):
     """Somebody has aborted a request that is being read."""
 
 
-class _Reader:
+class _RequestReader:
     """Reads requests one after the other: a second thread would wait for Python's lock.
 
     Args:
@@ -70,16 +70,16 @@ class _Reader:
                 reading.cancel()
 
 
-_readers: WeakKeyDictionary[AsyncLLM, _Reader] = WeakKeyDictionary()
+_readers: WeakKeyDictionary[AsyncLLM, _RequestReader] = WeakKeyDictionary()
 
 
-def brings_data(params: Any) -> bool:
+def request_brings_data(params: Any) -> bool:
     """Whether reading a request may take longer than others should wait."""
     extra_args = (params.extra_args if isinstance(params, SamplingParams) else None) or {}
     return options_ask_for_beams(extra_args) and any(name in extra_args for name in BRINGS)
 
 
-async def generate_once_read(
+async def generate_once_request_read(
     generate: Callable[..., AsyncGenerator[RequestOutput, None]],
     engine: AsyncLLM,
     prompt: Any,
@@ -91,32 +91,32 @@ async def generate_once_read(
     """vLLM's `generate`, of a request that is read in a thread first."""
     processor = engine.input_processor
     if (reader := _readers.get(engine)) is None:
-        reader = _readers[engine] = _Reader(processor.tokenizer)
+        reader = _readers[engine] = _RequestReader(processor.tokenizer)
     try:
         data = await reader.read(request_id, params, processor)
     except BaseException as error:  # an abort, a refusal, or a client that goes away
-        forget_unsent(processor, prompt)
+        forget_unsent_request(processor, prompt)
         if not isinstance(error, _AbortedError):
             raise
-        yield _aborted(request_id, prompt, params, engine)
+        yield _aborted_request_reading(request_id, prompt, params, engine)
         return
     if data is not None:
-        params = _with(data, params)
+        params = _request_with_data(data, params)
     async with aclosing(generate(engine, prompt, params, request_id, *args, **kwargs)) as outputs:
         async for output in outputs:
             yield output
 
 
-def abort_readings(engine: AsyncLLM, request_ids: Container[str] | None = None) -> None:
+def abort_request_readings(engine: AsyncLLM, request_ids: Container[str] | None = None) -> None:
     """Abort the requests of these ids, or all, that the engine knows nothing of, as they are still being read."""
     if (reader := _readers.get(engine)) is not None:
         reader.abort(request_ids)
 
 
-def _aborted(request_id: str, prompt: Any, params: SamplingParams, engine: AsyncLLM) -> RequestOutput:
+def _aborted_request_reading(request_id: str, prompt: Any, params: SamplingParams, engine: AsyncLLM) -> RequestOutput:
     """As the engine answers a search that is aborted before it begins, but for a trace."""
     reasons = (None if index == 0 else NO_HYPOTHESIS for index in range(params.n))
-    outputs = empty_outputs(params, "abort", reasons)
+    outputs = empty_answer_outputs(params, "abort", reasons)
     asked = params.extra_args or {}
     answer = compact_answer(NO_HYPOTHESES, max_length=0) if asked.get("compact") else {}
     answer |= {"item_ids": []} if "allowed_sequences" in asked else {}
@@ -127,7 +127,7 @@ def _aborted(request_id: str, prompt: Any, params: SamplingParams, engine: Async
     return RequestOutput(request_id, text, tokens, None, outputs, finished=True, kv_transfer_params=more)
 
 
-def _with(data: RequestData, params: SamplingParams) -> SamplingParams:
+def _request_with_data(data: RequestData, params: SamplingParams) -> SamplingParams:
     """A request with what was read, in place of the texts that it was read from."""
     others = {name: value for name, value in (params.extra_args or {}).items() if name not in BRINGS}
     params = copy(params)

@@ -26,7 +26,7 @@ class BeamRequestError(VLLMValidationError, ValueError):
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
+def refusing_requests() -> Iterator[None]:
     """Make every ValueError of the block a refusal of the request."""
     try:
         yield
@@ -35,7 +35,7 @@ def refusing() -> Iterator[None]:
 
 
 @contextmanager
-def shortening() -> Iterator[None]:
+def shortening_request_refusals() -> Iterator[None]:
     """Shorten what vLLM refuses within the block, which may quote a value of any size."""
     try:
         yield
@@ -45,7 +45,7 @@ def shortening() -> Iterator[None]:
         raise BeamRequestError(str(error)) from None
 
 
-def lone_surrogate(text: str) -> str | None:
+def lone_surrogate_in_request(text: str) -> str | None:
     """The first half character of UTF-16 in a text, as it is written; None if there is none.
 
     A JSON text can hold one, and no tokenizer takes it.
@@ -57,17 +57,17 @@ def lone_surrogate(text: str) -> str | None:
     return None
 
 
-def refuse_half_characters(name: str, text: str) -> None:
+def refuse_request_half_characters(name: str, text: str) -> None:
     """Refuse a text that no tokenizer takes.
 
     Raises:
         ValueError: naming the option, and what would work.
     """
-    if half := lone_surrogate(text):
+    if half := lone_surrogate_in_request(text):
         raise ValueError(f"{name} has half a character, {half}; mend or remove it")
 
 
-def refuse_half_texts(params: SamplingParams) -> None:
+def refuse_request_half_texts(params: SamplingParams) -> None:
     """Refuse texts of a beam request that cannot be sent to the engine, or tokenized.
 
     Raises:
@@ -75,4 +75,4 @@ def refuse_half_texts(params: SamplingParams) -> None:
     """
     for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
         for text in texts or ():
-            refuse_half_characters(name, text)
+            refuse_request_half_characters(name, text)

@@ -16,13 +16,13 @@ from vllm_trie.selection import config_of
 
 if TYPE_CHECKING:
     from vllm_trie.catalog import Catalog
-    from vllm_trie.entrypoints.requests.item_sets import ItemSets
+    from vllm_trie.entrypoints.requests.item_sets import RequestItemSets
     from vllm_trie.entrypoints.requests.phrases import Boosts
 
 READ = "trie_beam_read"  # in `extra_args`: a `RequestData`, which no client of a server can send
 BRINGS = ("allowed_sequences", "phrase_boosts")  # the options that may be large
 
-_item_sets: WeakKeyDictionary[InputProcessor, ItemSets] = WeakKeyDictionary()  # by the engine that takes them
+_item_sets: WeakKeyDictionary[InputProcessor, RequestItemSets] = WeakKeyDictionary()  # by the engine that takes them
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RequestData:
         return data if isinstance(data, cls) else None
 
 
-def read_data(beam: BeamParams, processor: InputProcessor, tokenizer: Any) -> RequestData:
+def read_request_data(beam: BeamParams, processor: InputProcessor, tokenizer: Any) -> RequestData:
     """What a request brings.
 
     Args:
@@ -72,21 +72,21 @@ def read_data(beam: BeamParams, processor: InputProcessor, tokenizer: Any) -> Re
     """
     phrases, item_set = None, None
     if beam.phrase_boosts is not None:
-        from vllm_trie.entrypoints.requests.phrases import phrases_as_tokens  # few requests bring anything
+        from vllm_trie.entrypoints.requests.phrases import request_phrases_as_tokens  # few requests bring anything
 
-        phrases = phrases_as_tokens(beam.phrase_boosts, tokenizer)
+        phrases = request_phrases_as_tokens(beam.phrase_boosts, tokenizer)
     if beam.allowed_sequences is not None:
-        from vllm_trie.entrypoints.requests.item_sets import ItemSets
+        from vllm_trie.entrypoints.requests.item_sets import RequestItemSets
 
         if (sets := _item_sets.get(processor)) is None:
-            sets = _item_sets[processor] = ItemSets(processor.model_config.max_model_len)
+            sets = _item_sets[processor] = RequestItemSets(processor.model_config.max_model_len)
         item_set = sets.read(beam.allowed_sequences, processor.model_config.get_vocab_size(), tokenizer)
     data = RequestData(beam, phrases, item_set)
-    _refuse_without_room(data.num_bytes, config_of(processor.vllm_config).request_tables_bytes)
+    _refuse_request_without_room(data.num_bytes, config_of(processor.vllm_config).request_tables_bytes)
     return data
 
 
-def check_data(data: RequestData, vocab_size: int, stops: Sequence[int]) -> None:
+def check_request_data(data: RequestData, vocab_size: int, stops: Sequence[int]) -> None:
     """Refuse what a request brings that no hypothesis can have.
 
     Args:
@@ -96,12 +96,12 @@ def check_data(data: RequestData, vocab_size: int, stops: Sequence[int]) -> None
         ValueError: naming the option, and what would work.
     """
     if data.phrases is not None:
-        from vllm_trie.entrypoints.requests.phrases import check_phrases
+        from vllm_trie.entrypoints.requests.phrases import check_request_phrases
 
-        check_phrases(data.beam.phrase_boosts or (), data.phrases, vocab_size, stops)
+        check_request_phrases(data.beam.phrase_boosts or (), data.phrases, vocab_size, stops)
 
 
-def _refuse_without_room(needed: dict[str, int], room: int) -> None:
+def _refuse_request_without_room(needed: dict[str, int], room: int) -> None:
     if sum(needed.values()) > room:
         raise ValueError(
             f"{' and '.join(needed)} need up to {sum(needed.values()):,} bytes of each device, and {PLUGIN_NAME}."

@@ -14,9 +14,14 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm_trie.compat.cpu import needs_cpu_kernels
 from vllm_trie.compat.patch import wraps
 from vllm_trie.compat.versions import own_beams
-from vllm_trie.entrypoints.requests.limits import BlocksNeeded, engine_limits, validate
-from vllm_trie.entrypoints.requests.refusals import BeamRequestError, refuse_half_texts, refusing, shortening
-from vllm_trie.entrypoints.requests.request_data import BRINGS, READ, RequestData, check_data, read_data
+from vllm_trie.entrypoints.requests.limits import BlocksNeeded, request_limits_of_engine, validate_request
+from vllm_trie.entrypoints.requests.refusals import (
+    BeamRequestError,
+    refuse_request_half_texts,
+    refusing_requests,
+    shortening_request_refusals,
+)
+from vllm_trie.entrypoints.requests.request_data import BRINGS, READ, RequestData, check_request_data, read_request_data
 from vllm_trie.messages import BEAM_WIDTH, FORK, LLM_BEAM_SEARCH, TICKET, Caller, ForkTicket, GroupTicket
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, BeamParams, StepOptions, options_ask_for_beams, parse_options
 from vllm_trie.options.contrast import check_contrast_option
@@ -42,7 +47,7 @@ _READ_BY_VLLM = {"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mo
 
 
 @wraps("process_inputs", InputProcessor)
-def process_inputs(
+def process_request_inputs(
     original: Callable[..., EngineCoreRequest],
     self: InputProcessor,
     request_id: str,
@@ -61,34 +66,34 @@ def process_inputs(
         )
     try:
         if isinstance(params, SamplingParams):
-            with refusing():
-                _refuse_without_kernel(params, self.vllm_config)
+            with refusing_requests():
+                _refuse_request_without_kernel(params, self.vllm_config)
                 data = RequestData.of(params) or read_request(params, self, self.tokenizer)
-        with nullcontext() if data is None else shortening():
+        with nullcontext() if data is None else shortening_request_refusals():
             request = original(self, request_id, prompt, params, *args, **kwargs)
         if (own := request.sampling_params) is None:
             return request
-        with refusing():
+        with refusing_requests():
             if has_beams(self.vllm_config):
-                _refuse_far_priority(request.priority)
-                _refuse_too_long(own)
-                _fit_lengths(own, self.model_config.max_model_len)
+                _refuse_far_request_priority(request.priority)
+                _refuse_long_request_lists(own)
+                _fit_request_lengths(own, self.model_config.max_model_len)
             if data is not None:
-                _prepare(request, data, _caller(params), params.stop_token_ids, self)
+                _prepare_request(request, data, _request_caller(params), params.stop_token_ids, self)
     except Exception:
-        forget_unsent(self, prompt)
+        forget_unsent_request(self, prompt)
         raise
     if isinstance(ticket := (own.extra_args or {}).get(FORK), ForkTicket):
         own.extra_args = {**(own.extra_args or {}), FORK: ticket._asdict()}  # as the engine's process reads it
     return request
 
 
-def _caller(params: SamplingParams) -> Caller:
+def _request_caller(params: SamplingParams) -> Caller:
     caller = (params.extra_args or {}).get(CALLER)
     return caller if isinstance(caller, Caller) else BEAM_WIDTH
 
 
-def _refuse_without_kernel(params: SamplingParams, vllm_config: VllmConfig) -> None:
+def _refuse_request_without_kernel(params: SamplingParams, vllm_config: VllmConfig) -> None:
     if params.thinking_token_budget is not None and has_beams(vllm_config) and needs_cpu_kernels():
         raise ValueError(
             f"thinking_token_budget={params.thinking_token_budget} is not supported by {PLUGIN_NAME} on a CPU without "
@@ -97,20 +102,20 @@ def _refuse_without_kernel(params: SamplingParams, vllm_config: VllmConfig) -> N
 
 
 @wraps("_validate_spec_decode", SamplingParams)
-def validate_spec_decode(
+def validate_request_spec_decode(
     original: Callable[..., None], self: SamplingParams, speculative_config: SpeculativeConfig | None
 ) -> None:
     if not options_ask_for_beams(self.extra_args or {}):  # verifying a forest, beams honour min_p and logit_bias
         original(self, speculative_config)
 
 
-def _refuse_far_priority(priority: int) -> None:
+def _refuse_far_request_priority(priority: int) -> None:
     """Refuse what cannot be sent to the engine: vLLM bounds the priority of a body, and not that of a header."""
     if not -(1 << 63) <= priority < 1 << 63:
         raise ValueError(f"priority={shown_option(priority)} has more than 64 bits; pass one closer to 0")
 
 
-def _refuse_too_long(params: SamplingParams) -> None:
+def _refuse_long_request_lists(params: SamplingParams) -> None:
     """Refuse lists that Model Runner V2 has no room for: it would end, and with it all other requests."""
     from vllm.v1.worker.gpu.sample import logit_bias  # not before a worker in this process has patched torch for a CPU
 
@@ -128,7 +133,7 @@ def _refuse_too_long(params: SamplingParams) -> None:
             )
 
 
-def _fit_lengths(params: SamplingParams, longest: int) -> None:
+def _fit_request_lengths(params: SamplingParams, longest: int) -> None:
     """Let numbers of tokens that no sequence reaches be the most that one may: a worker ends beyond 32 bits."""
     params.min_tokens = min(params.min_tokens, longest)
     if params.max_tokens is not None:
@@ -141,35 +146,35 @@ def read_request(params: SamplingParams, processor: InputProcessor, tokenizer: A
     Raises:
         BeamRequestError: naming the option, its value and what would work.
     """
-    with refusing():
-        beam = searches(params, processor.vllm_config)
-        return None if beam is None else read_data(beam, processor, tokenizer)
+    with refusing_requests():
+        beam = search_of_request(params, processor.vllm_config)
+        return None if beam is None else read_request_data(beam, processor, tokenizer)
 
 
-def searches(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | None:
+def search_of_request(params: SamplingParams, vllm_config: VllmConfig) -> BeamParams | None:
     """The search that a request asks an engine for, if any.
 
     Raises:
         ValueError: naming the option, its value and what would work.
     """
-    refuse_marks(params.extra_args or {})
+    refuse_request_marks(params.extra_args or {})
     beam = parse_options(params.extra_args)
     if beam is None:
         return None
-    caller = _caller(params)
+    caller = _request_caller(params)
     if not has_beams(vllm_config):
         raise ValueError(f"{caller.width}={beam.beam_width} {why_without_beams(vllm_config)}")
     if isinstance(beam, StepOptions):
         raise ValueError('unit="step" works in LLM.generate, LLM.chat and the endpoints for completions, not here')
-    refuse_unknown(params.extra_args or {}, vllm_config)
-    refuse_half_texts(params)
+    refuse_unknown_request_arguments(params.extra_args or {}, vllm_config)
+    refuse_request_half_texts(params)
     fields = matrix_fields(params)
     refuse_unsupported(fields, beam, caller.feature)  # before the engine has its say
     check_contrast_option(beam.contrast, why_without_amateur(vllm_config))
     return resolve_options(beam, config_of(vllm_config), drafts_of(vllm_config), fields)
 
 
-def refuse_marks(extra_args: Mapping[str, Any]) -> None:
+def refuse_request_marks(extra_args: Mapping[str, Any]) -> None:
     """Refuse marks that a client has sent.
 
     Raises:
@@ -180,7 +185,7 @@ def refuse_marks(extra_args: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is a mark of the front end's own; leave it out")
 
 
-def refuse_unknown(extra_args: Mapping[str, Any], vllm_config: VllmConfig) -> None:
+def refuse_unknown_request_arguments(extra_args: Mapping[str, Any], vllm_config: VllmConfig) -> None:
     """Refuse what nobody reads in a beam request's `extra_args`; logits processors may read what is unknown here.
 
     Raises:
@@ -198,7 +203,7 @@ def refuse_unknown(extra_args: Mapping[str, Any], vllm_config: VllmConfig) -> No
             )
 
 
-def why_not_behind(engine_input: Any, vllm_config: VllmConfig) -> str | None:
+def why_no_request_after(engine_input: Any, vllm_config: VllmConfig) -> str | None:
     """Why this engine does not search behind such a prompt, as vLLM's renderer returns it; None if it does.
 
     Returns:
@@ -206,11 +211,11 @@ def why_not_behind(engine_input: Any, vllm_config: VllmConfig) -> str | None:
     """
     kind = engine_input["type"]
     if kind == "multimodal":
-        return _why_without_images(vllm_config)
+        return _why_no_image_request(vllm_config)
     return None if kind in ("token", "enc_dec") else "works on prompts of text or tokens, not on prompt_embeds"
 
 
-def _why_without_images(vllm_config: VllmConfig) -> str | None:
+def _why_no_image_request(vllm_config: VllmConfig) -> str | None:
     """Why rows of beams would not see what a multimodal prompt shows its own row, if they would not."""
     reasons = {
         "works on multimodal prompts only without a draft model, which does not see them; start vLLM without it, or "
@@ -221,7 +226,7 @@ def _why_without_images(vllm_config: VllmConfig) -> str | None:
     return next((why for why, is_so in reasons.items() if is_so), None)
 
 
-def forget_unsent(processor: InputProcessor, engine_input: Any) -> None:
+def forget_unsent_request(processor: InputProcessor, engine_input: Any) -> None:
     """Let a refused prompt's images, which the renderer takes for sent, be sent with the next prompt that has them."""
     cache = processor.renderer.mm_processor_cache
     if cache is None or not isinstance(engine_input, dict) or engine_input.get("type") != "multimodal":
@@ -232,7 +237,7 @@ def forget_unsent(processor: InputProcessor, engine_input: Any) -> None:
                 cache.invalidate(mm_hash)
 
 
-def _prepare(
+def _prepare_request(
     request: EngineCoreRequest,
     data: RequestData,
     caller: Caller,
@@ -248,7 +253,7 @@ def _prepare(
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         raise ValueError(f"{caller.feature} works on prompts of text or tokens, not on prompt_embeds")
     if request.mm_features:
-        if refusal := _why_without_images(vllm_config):
+        if refusal := _why_no_image_request(vllm_config):
             raise ValueError(f"{caller.feature} {refusal}")
     elif model_config.is_encoder_decoder:
         raise ValueError(f"{caller.feature} needs data for this model's encoder; add multi_modal_data to the prompt")
@@ -263,22 +268,24 @@ def _prepare(
         raise ValueError("stop strings need a tokenizer; start the engine without skip_tokenizer_init")
     if beam.semantics == "vllm" and not own_beams().stops_by_generation_config:
         params.stop_token_ids = list(own_stop_token_ids or ())
-    check_data(data, model_config.get_vocab_size(), stop_tokens(params))
+    check_request_data(data, model_config.get_vocab_size(), stop_tokens(params))
     if data.phrases is not None:
         beam = beam.model_copy(update={"phrase_boosts": data.phrases})
     num_beams = beam.beam_width
     if data.has_items:
-        from vllm_trie.entrypoints.requests.catalogs import resolve_items  # few requests have items
+        from vllm_trie.entrypoints.requests.catalogs import resolve_request_items  # few requests have items
 
-        beam, num_beams = resolve_items(params, beam, item_set, vllm_config, processor.tokenizer)
+        beam, num_beams = resolve_request_items(params, beam, item_set, vllm_config, processor.tokenizer)
     if has_grammar(params):
-        from vllm_trie.entrypoints.requests.grammars import prepare_grammar  # which few requests have
+        from vllm_trie.entrypoints.requests.grammars import prepare_request_grammar  # which few requests have
 
-        prepare_grammar(params, request.prompt_token_ids, vllm_config.structured_outputs_config, processor.tokenizer)
+        prepare_request_grammar(
+            params, request.prompt_token_ids, vllm_config.structured_outputs_config, processor.tokenizer
+        )
     features = request.mm_features if model_config.is_encoder_decoder and request.mm_features else ()
     num_encoded = sum(feature.mm_position.get_num_embeds() for feature in features)
     needed = BlocksNeeded(len(request.prompt_token_ids), num_beams, num_encoded)
-    validate(params, beam, engine_limits(vllm_config), needed, caller.width)
+    validate_request(params, beam, request_limits_of_engine(vllm_config), needed, caller.width)
     if caller == LLM_BEAM_SEARCH:  # as many as vLLM's own loop returns, whatever max_logprobs allows
         params.logprobs = 2 * beam.beam_width
     eos_token_id = processor.renderer.get_eos_token_id()

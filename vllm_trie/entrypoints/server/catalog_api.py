@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from vllm_trie.catalog import Catalog
 from vllm_trie.compat.patch import wraps
 from vllm_trie.engine.catalogs import LOAD_CATALOG
-from vllm_trie.entrypoints.requests.catalogs import catalogs_of, new_version
+from vllm_trie.entrypoints.requests.catalogs import catalogs_for_requests, new_catalog_for_requests
 from vllm_trie.selection import has_beams
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ router = APIRouter(prefix="/v1/catalogs")  # what begins with /v1 needs the serv
 
 
 @wraps("register_vllm_serve_api_routers", "vllm.entrypoints.serve")
-def register_routers(original: Callable[[FastAPI], None], app: FastAPI) -> None:
+def register_server_routers(original: Callable[[FastAPI], None], app: FastAPI) -> None:
     """Servers have the routes below, too."""
     original(app)
     app.include_router(router)
@@ -43,13 +43,13 @@ def load_catalog(llm: LLM, name: str, file: str) -> dict[str, Any]:
         ValueError: there is no such catalog, or the engine may not take this file.
     """
     vllm_config = llm.llm_engine.vllm_config
-    path, catalog = new_version(vllm_config, name, file)
+    path, catalog = new_catalog_for_requests(vllm_config, name, file)
     llm.collective_rpc(LOAD_CATALOG, args=(name, path, catalog.digest))
-    catalogs_of(vllm_config).name(name, catalog)
-    return _described(name, catalog)
+    catalogs_for_requests(vllm_config).name(name, catalog)
+    return _catalog_served_as(name, catalog)
 
 
-class NewVersion(BaseModel):
+class ServedCatalogVersion(BaseModel):
     """What a client posts."""
 
     model_config = ConfigDict(extra="forbid")
@@ -57,28 +57,28 @@ class NewVersion(BaseModel):
 
 
 @router.get("")
-async def list_catalogs(request: Request) -> list[dict[str, Any]]:
+async def serve_list_of_catalogs(request: Request) -> list[dict[str, Any]]:
     """What there is, as this server knows it."""
     vllm_config = request.app.state.vllm_config
     if not has_beams(vllm_config):
         return []
-    catalogs = catalogs_of(vllm_config)
-    return [_described(name, catalogs[name]) for name in catalogs.names]
+    catalogs = catalogs_for_requests(vllm_config)
+    return [_catalog_served_as(name, catalogs[name]) for name in catalogs.names]
 
 
 @router.post("/{name}")
-async def load(name: str, version: NewVersion, request: Request) -> dict[str, Any]:
+async def serve_load_of_catalog(name: str, version: ServedCatalogVersion, request: Request) -> dict[str, Any]:
     """Take a new version of one."""
     state = request.app.state
     try:
-        path, catalog = await asyncio.to_thread(new_version, state.vllm_config, name, version.file)
+        path, catalog = await asyncio.to_thread(new_catalog_for_requests, state.vllm_config, name, version.file)
     except ValueError as error:
         raise HTTPException(400, str(error)) from None
     await state.engine_client.collective_rpc(LOAD_CATALOG, args=(name, path, catalog.digest))
-    catalogs_of(state.vllm_config).name(name, catalog)
-    return _described(name, catalog)
+    catalogs_for_requests(state.vllm_config).name(name, catalog)
+    return _catalog_served_as(name, catalog)
 
 
-def _described(name: str, catalog: Catalog) -> dict[str, Any]:
+def _catalog_served_as(name: str, catalog: Catalog) -> dict[str, Any]:
     num_bytes = catalog.num_bytes_on_device
     return {"name": name, "items": catalog.num_items, "bytes": num_bytes, "digest": catalog.digest}

@@ -13,15 +13,15 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from vllm_trie.compat.patch import wraps
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
-from vllm_trie.entrypoints.server.server import ALL_AT_ONCE, mark_as_served
-from vllm_trie.entrypoints.server.streams import chained, first_event
+from vllm_trie.entrypoints.server.server import ALL_AT_ONCE, mark_as_server_request
+from vllm_trie.entrypoints.server.streams import chained_stream, first_stream_event
 from vllm_trie.options import options_ask_for_beams
 from vllm_trie.options.shown import shown_option
 from vllm_trie.selection import has_beams
 
 
 @wraps("serve_tokens", "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens")
-async def serve_tokens(
+async def serve_generate_endpoint(
     original: Callable[..., Awaitable[Any]], self: Any, request: GenerateRequest, *args: Any, **kwargs: Any
 ) -> Any:
     """Answer, or say why not, as the endpoints for completions do."""
@@ -33,9 +33,9 @@ async def serve_tokens(
             f"{whole[0]}={shown_option(options[whole[0]])} has no place in a stream here; leave stream out"
         )
     if options.get("unit") != "step":
-        mark_as_served(request.sampling_params)
+        mark_as_server_request(request.sampling_params)
     response = await original(self, request, *args, **kwargs)
     if not isinstance(response, AsyncGenerator):
         return response
-    first = await first_event(response)
-    return first if isinstance(first, ErrorResponse) else chained([first], response)
+    first = await first_stream_event(response)
+    return first if isinstance(first, ErrorResponse) else chained_stream([first], response)

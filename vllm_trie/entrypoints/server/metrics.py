@@ -36,7 +36,9 @@ _FINISHED_DOCUMENTATION = (
 
 
 @wraps("__init__", StatLoggerManager)
-def add_beam_logger(original: Callable[..., None], self: StatLoggerManager, *args: Any, **kwargs: Any) -> None:
+def add_server_metrics_logger(
+    original: Callable[..., None], self: StatLoggerManager, *args: Any, **kwargs: Any
+) -> None:
     """Front ends show what beam groups do, where their engine has them."""
     original(self, *args, **kwargs)
     call = arguments(original, self, *args, **kwargs)
@@ -44,11 +46,11 @@ def add_beam_logger(original: Callable[..., None], self: StatLoggerManager, *arg
         return
     prometheus = next(known for known in self.stat_loggers if isinstance(known, PrometheusStatLogger))
     writes_lines = call["enable_default_loggers"] and call["client_count"] == 1  # as vLLM: several see a part each
-    beams = BeamStatLogger(prometheus, writes_lines, call["aggregate_engine_logging"])
+    beams = ServerMetricsLogger(prometheus, writes_lines, call["aggregate_engine_logging"])
     self.stat_loggers.insert(0, beams)  # it takes what the others must not see
 
 
-class BeamStatLogger(AggregateStatLoggerBase):
+class ServerMetricsLogger(AggregateStatLoggerBase):
     """Records what the scheduler reports about beam groups.
 
     Args:
@@ -59,7 +61,7 @@ class BeamStatLogger(AggregateStatLoggerBase):
     """
 
     def __init__(self, prometheus: PrometheusStatLogger, writes_lines: bool, aggregates: bool) -> None:
-        self._metrics = _BeamMetrics(prometheus)
+        self._metrics = _ServerMetrics(prometheus)
         self._writes_lines = writes_lines
         self._aggregates = aggregates
         self._running = {engine: BeamStats() for engine in prometheus.engine_indexes}
@@ -91,16 +93,16 @@ class BeamStatLogger(AggregateStatLoggerBase):
             total = BeamStats()
             for stats in intervals.values():
                 total.add_report(stats)
-            logger.info("%d Engines Aggregated: %s", len(self._running), describe(total))
+            logger.info("%d Engines Aggregated: %s", len(self._running), describe_server_metrics(total))
         elif not self._aggregates:
             for engine, stats in sorted(intervals.items()):
-                logger.info("Engine %03d: %s", engine, describe(stats))
+                logger.info("Engine %03d: %s", engine, describe_server_metrics(stats))
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""
 
 
-class _BeamMetrics:
+class _ServerMetrics:
     """The Prometheus metrics of all engines of one front end.
 
     Of several API servers each has its own, and /metrics makes one of them: counters and what runs are
@@ -139,7 +141,7 @@ class _BeamMetrics:
             counters[engine].inc(stats.groups_finished[reason])
 
 
-def describe(stats: BeamStats) -> str:
+def describe_server_metrics(stats: BeamStats) -> str:
     """One interval, and what runs at its end, in the style of vLLM's own line."""
     reasons = ", ".join(f"{reason}: {count}" for reason, count in stats.groups_finished.items() if count)
     parts = {

@@ -24,7 +24,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 
 from vllm_trie.compat.patch import wraps
-from vllm_trie.entrypoints.requests.refusals import BeamRequestError, refusing, shortening
+from vllm_trie.entrypoints.requests.refusals import BeamRequestError, refusing_requests, shortening_request_refusals
 from vllm_trie.entrypoints.requests.requests import CALLER
 from vllm_trie.messages import USE_BEAM_SEARCH, Caller
 from vllm_trie.options.request import OPTIONS, options_ask_for_beams, refuse_other_option_names
@@ -45,14 +45,14 @@ _AS_SAMPLING = "trie_beam_as_sampling"  # in `vllm_xargs`, with a `Caller`, whic
 
 
 @wraps("to_sampling_params", *_SEARCHABLE, ResponsesRequest)
-def to_sampling_params(
+def to_served_sampling_params(
     original: Callable[..., SamplingParams],
     self: Any,
     max_tokens: int,
     default_sampling_params: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> SamplingParams | BeamSearchParams:
-    """Convert a request that may name a beam width in `vllm_xargs`, or be one of `as_sampling_request`."""
+    """Convert a request that may name a beam width in `vllm_xargs`, or be one of `as_served_sampling_request`."""
     xargs = self.vllm_xargs or {}
     if isinstance(xargs.get(_AS_SAMPLING), Caller):
         own = {name: value for name, value in xargs.items() if name != _AS_SAMPLING}
@@ -60,9 +60,9 @@ def to_sampling_params(
         return request.to_beam_search_params(max_tokens, default_sampling_params or {})
     if not options_ask_for_beams(xargs) and not options_ask_for_beams(self.model_extra or {}):
         return original(self, max_tokens, default_sampling_params or {}, **kwargs)
-    _refuse_fields(self)
-    _refuse_several_prompts(self)
-    _refuse_two_penalties(self)
+    _refuse_server_fields(self)
+    _refuse_several_server_prompts(self)
+    _refuse_two_server_penalties(self)
     if "length_penalty" in self.model_fields_set:
         xargs = {"length_penalty": self.length_penalty, **xargs}
     draws_steps = xargs.get("unit") == "step"  # by vLLM's own sampler
@@ -70,21 +70,21 @@ def to_sampling_params(
     fields: dict[str, Any] = {"vllm_xargs": {**xargs}}
     if isinstance(self, ChatCompletionRequest):
         fields["echo"] = False  # from which vLLM derives prompt_logprobs, as if the client had sent them
-    with shortening():
+    with shortening_request_refusals():
         params = original(self.model_copy(update=fields), max_tokens, defaults, **kwargs)
     if isinstance(self, SpeechRequest):
         params.skip_clone = False  # a long recording is several prompts, which vLLM gives the same object
     if not draws_steps:  # else it is known, and each candidate is a request of its own
-        mark_as_served(params)
+        mark_as_server_request(params)
     return params
 
 
-def mark_as_served(params: SamplingParams) -> None:
+def mark_as_server_request(params: SamplingParams) -> None:
     """Note that these are the parameters of a beam request that came to a server; copies of them lose the note."""
     vars(params)[_IS_SERVED] = True
 
 
-def as_sampling_request(request: TextRequest) -> Any:
+def as_served_sampling_request(request: TextRequest) -> Any:
     """The request as vLLM streams it: one of `use_beam_search` it refuses, before it makes parameters of it."""
     if not request.use_beam_search:
         return request
@@ -93,21 +93,21 @@ def as_sampling_request(request: TextRequest) -> Any:
 
 
 @wraps("to_beam_search_params", *_SEARCHABLE)
-def to_beam_search_params(
+def to_served_beam_params(
     original: Callable[..., BeamSearchParams], self: Any, *args: Any, **kwargs: Any
 ) -> BeamSearchParams:
     """Convert a `use_beam_search` request, and keep what vLLM's own parameters have no room for."""
-    _refuse_fields(self)
-    _refuse_two_penalties(self)
+    _refuse_server_fields(self)
+    _refuse_two_server_penalties(self)
     if (self.vllm_xargs or {}).get("unit") == "step":
         raise BeamRequestError('unit="step" does not work with use_beam_search; put beam_width into vllm_xargs instead')
-    with shortening():
+    with shortening_request_refusals():
         params = original(self, *args, **kwargs)
     params.request = self
     return params
 
 
-def _refuse_fields(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
+def _refuse_server_fields(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
     """Refuse what a beam request says in vain: vLLM passes over fields that it does not know."""
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
         raise BeamRequestError(
@@ -120,11 +120,11 @@ def _refuse_fields(request: TextRequest | ResponsesRequest | SpeechRequest) -> N
     for name, value in unknown.items():
         if name in OPTIONS:
             raise BeamRequestError(f'{name}={shown_option(value)} is no field of a request; pass it in "vllm_xargs"')
-    with refusing():
+    with refusing_requests():
         refuse_other_option_names(unknown)
 
 
-def _refuse_two_penalties(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
+def _refuse_two_server_penalties(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
     """Refuse a field of the request that `vllm_xargs` contradicts."""
     xargs = request.vllm_xargs or {}
     if CALLER in xargs or isinstance(request, ResponsesRequest):  # the one became the other, or there is no such field
@@ -138,7 +138,7 @@ def _refuse_two_penalties(request: TextRequest | ResponsesRequest | SpeechReques
 
 
 @wraps("to_chat_completion_request", BatchChatCompletionRequest)
-def single_chat(original: Callable[..., ChatCompletionRequest], self: Any, *args: Any) -> ChatCompletionRequest:
+def single_served_chat(original: Callable[..., ChatCompletionRequest], self: Any, *args: Any) -> ChatCompletionRequest:
     """Convert one chat of several."""
     fields = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
     xargs = fields.get("vllm_xargs")
@@ -149,13 +149,13 @@ def single_chat(original: Callable[..., ChatCompletionRequest], self: Any, *args
     return original(self, *args)
 
 
-def num_prompts(request: TextRequest | ResponsesRequest | SpeechRequest) -> int:
+def num_server_prompts(request: TextRequest | ResponsesRequest | SpeechRequest) -> int:
     """How many prompts a request has: for completions they may come as a list of texts, or of lists of tokens."""
     prompt = request.prompt if isinstance(request, CompletionRequest) else None
     return len(prompt) if prompt and isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
 
 
-def _refuse_several_prompts(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
+def _refuse_several_server_prompts(request: TextRequest | ResponsesRequest | SpeechRequest) -> None:
     """Of several prompts vLLM's response has what comes with the engine's output for the first."""
     xargs = request.vllm_xargs or {}
     asked = [f"{name}=1" for name in ALL_AT_ONCE if xargs.get(name)]
@@ -163,16 +163,16 @@ def _refuse_several_prompts(request: TextRequest | ResponsesRequest | SpeechRequ
         raise BeamRequestError(f"{asked[0]} has no place in the answer at this endpoint; leave it out")
     asked += ['unit="step"'] if xargs.get("unit") == "step" else []
     what = next(iter(asked), None)
-    if what is not None and (count := num_prompts(request)) > 1:
+    if what is not None and (count := num_server_prompts(request)) > 1:
         raise BeamRequestError(f"{what} takes one prompt, and this request has {count}; send each by itself")
 
 
-def is_served(params: Any) -> bool:
+def is_server_request(params: Any) -> bool:
     """Whether these are the parameters of a beam request that came to a server."""
     return isinstance(params, SamplingParams) and _IS_SERVED in vars(params)
 
 
-async def raise_errors(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+async def raise_errors_of_server(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
     """The outputs of a beam request that came to a server, which would not tell why one failed, or not even that.
 
     Raises:
@@ -186,7 +186,7 @@ async def raise_errors(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGen
             yield output
 
 
-def end_without_calls(response: ChatCompletionResponse) -> None:
+def end_response_without_calls(response: ChatCompletionResponse) -> None:
     """vLLM 0.32 says of all that stops that it calls tools, where they are required: also where there is nothing."""
     for choice in response.choices:
         if choice.finish_reason == "tool_calls" and not choice.message.tool_calls:

@@ -26,29 +26,29 @@ from vllm_trie.messages import BEAM_WIDTH, TICKET, Caller
 ParsedRequest = TypeVar("ParsedRequest", ChatCompletionRequest, ResponsesRequest)
 
 
-def asking_for_single_tokens(request: ParsedRequest) -> ParsedRequest:
+def asking_single_token_stream(request: ParsedRequest) -> ParsedRequest:
     """A copy of a request, whose stream has one token in each part."""
     return request.model_copy(update={"vllm_xargs": {**(request.vllm_xargs or {}), SINGLE_TOKENS: BEAM_WIDTH}})
 
 
-def asks_for_single_tokens(params: Any) -> bool:
+def asks_single_token_stream(params: Any) -> bool:
     """Whether these are the parameters of such a request."""
     return isinstance(params, SamplingParams) and isinstance((params.extra_args or {}).get(SINGLE_TOKENS), Caller)
 
 
-async def with_single_tokens(
+async def single_token_stream(
     outputs: AsyncGenerator[RequestOutput, None], params: SamplingParams, tokenizer: TokenizerLike | None
 ) -> AsyncGenerator[RequestOutput, None]:
     """The outputs of such a request, which has one answer."""
     detokenizer = None
     async with aclosing(outputs):
         async for output in outputs:
-            detokenizer = detokenizer or _detokenizer(output.prompt_token_ids, params, tokenizer)
-            for part in single_tokens(output, detokenizer):
+            detokenizer = detokenizer or _stream_detokenizer(output.prompt_token_ids, params, tokenizer)
+            for part in single_token_stream_parts(output, detokenizer):
                 yield part
 
 
-def _detokenizer(
+def _stream_detokenizer(
     prompt: list[int] | None, params: SamplingParams, tokenizer: TokenizerLike | None
 ) -> IncrementalDetokenizer:
     """One like that of the engine's client, which is given several tokens at once."""
@@ -66,7 +66,7 @@ def _detokenizer(
     return IncrementalDetokenizer.from_new_request(tokenizer, request)
 
 
-def single_tokens(output: RequestOutput, detokenizer: IncrementalDetokenizer) -> Iterator[RequestOutput]:
+def single_token_stream_parts(output: RequestOutput, detokenizer: IncrementalDetokenizer) -> Iterator[RequestOutput]:
     """A part of a stream, as if its tokens had come one by one.
 
     Args:
@@ -75,23 +75,23 @@ def single_tokens(output: RequestOutput, detokenizer: IncrementalDetokenizer) ->
     (whole,) = output.outputs
     text, tokens, logprobs = whole.text, [*whole.token_ids], whole.logprobs
     for place, token in enumerate(tokens[:-1]):
-        of_token = _text(token, detokenizer)[: len(text)]
+        of_token = _stream_token_text(token, detokenizer)[: len(text)]
         text = text.removeprefix(of_token)
         own = {"token_ids": [token], "logprobs": logprobs and logprobs[place : place + 1], "cumulative_logprob": None}
         part = replace(whole, text=of_token, finish_reason=None, stop_reason=None, **own)
-        yield _output(output, part, finished=False)
+        yield _stream_part_output(output, part, finished=False)
     if tokens and whole.finish_reason is None:
-        _text(tokens[-1], detokenizer)
+        _stream_token_text(tokens[-1], detokenizer)
     last = replace(whole, text=text, token_ids=tokens[-1:], logprobs=logprobs and logprobs[max(len(tokens) - 1, 0) :])
-    yield _output(output, last, output.finished)
+    yield _stream_part_output(output, last, output.finished)
 
 
-def _text(token: int, detokenizer: IncrementalDetokenizer) -> str:
+def _stream_token_text(token: int, detokenizer: IncrementalDetokenizer) -> str:
     detokenizer.update([token], False)
     return detokenizer.get_next_output_text(finished=False, delta=True)
 
 
-def _output(whole: RequestOutput, part: CompletionOutput, finished: bool) -> RequestOutput:
+def _stream_part_output(whole: RequestOutput, part: CompletionOutput, finished: bool) -> RequestOutput:
     output = copy(whole)
     output.outputs, output.finished = [part], finished
     return output

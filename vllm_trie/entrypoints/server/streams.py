@@ -23,10 +23,10 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from vllm_trie.compat.patch import wraps
 from vllm_trie.entrypoints.answers.beam_results import BEAM_RESULTS
-from vllm_trie.entrypoints.answers.noted_outputs import noting
+from vllm_trie.entrypoints.answers.noted_outputs import noting_answer_outputs
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
-from vllm_trie.entrypoints.server.server import as_sampling_request, end_without_calls
-from vllm_trie.entrypoints.server.single_tokens import asking_for_single_tokens
+from vllm_trie.entrypoints.server.server import as_served_sampling_request, end_response_without_calls
+from vllm_trie.entrypoints.server.single_tokens import asking_single_token_stream
 from vllm_trie.options import PLUGIN_NAME, options_ask_for_beams
 from vllm_trie.selection import has_beams
 
@@ -42,51 +42,57 @@ DONE = f"{DATA}[DONE]"
 
 @wraps("create_completion", "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion")
 @wraps("create_chat_completion", "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat")
-async def create(original: Callable[..., Awaitable[Any]], self: Any, request: Request, raw_request: Any = None) -> Any:
+async def create_server_response(
+    original: Callable[..., Awaitable[Any]], self: Any, request: Request, raw_request: Any = None
+) -> Any:
     is_search = request.use_beam_search or options_ask_for_beams(request.vllm_xargs or {})
     if request.use_beam_search:  # 0.32 looks for a priority among the headers of all other requests
         request = request.model_copy(update={"priority": self._get_priority(request, raw_request)})
-    has_own_fields = is_search and _asks_for_own_fields(request) and not isinstance(self, AnthropicServingMessages)
+    has_own_fields = is_search and _asks_own_response_fields(request) and not isinstance(self, AnthropicServingMessages)
     if not (request.stream and is_search and has_beams(self.engine_client.vllm_config)):
         response = await original(self, request, raw_request)
-        return _completed(response, is_search, has_own_fields)
-    if _is_known_early(request):
-        streamed = as_sampling_request(request)
+        return _completed_server_response(response, is_search, has_own_fields)
+    if _is_streamed_early(request):
+        streamed = as_served_sampling_request(request)
         if isinstance(request, ChatCompletionRequest) and self.parser_cls is not None:
-            streamed = asking_for_single_tokens(streamed)
-        with noting() as noted:  # `use_beam_search` asks the engine when its first event is awaited
+            streamed = asking_single_token_stream(streamed)
+        with noting_answer_outputs() as noted:  # `use_beam_search` asks the engine when its first event is awaited
             events = await original(self, streamed, raw_request)
-            return await _after_refusals(events, request, noted) if isinstance(events, AsyncGenerator) else events
+            return (
+                await _stream_after_refusals(events, request, noted) if isinstance(events, AsyncGenerator) else events
+            )
     if isinstance(self, AnthropicServingMessages):
         raise BeamRequestError(
             'messages with compact, beam_results, trace, unit="step" or tools come whole; leave stream out'
         )
     whole = request.model_copy(update={"stream": False, "stream_options": None})
-    with noting() as outputs:
-        response = _completed(await original(self, whole, raw_request), is_search, has_own_fields)
+    with noting_answer_outputs() as outputs:
+        response = _completed_server_response(await original(self, whole, raw_request), is_search, has_own_fields)
     if not isinstance(response, Response):  # an error
         return response
     has_usage, in_chunks = should_include_usage(request.stream_options, self.enable_force_include_usage)
-    usages = _usages(self, whole, response, [output for noted in outputs for output in noted]) if in_chunks else None
-    return _events(response, has_usage, usages)
+    usages = (
+        _stream_usages(self, whole, response, [output for noted in outputs for output in noted]) if in_chunks else None
+    )
+    return _stream_events(response, has_usage, usages)
 
 
 @wraps("create_responses", "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses")
-async def respond(
+async def respond_with_stream(
     original: Callable[..., Awaitable[Any]], self: Any, request: ResponsesRequest, *args: Any, **kwargs: Any
 ) -> Any:
     """Hold back the two events that vLLM sends before it asks the engine, which may refuse: that is a 400 then."""
     if not options_ask_for_beams(request.vllm_xargs or {}):
         return await original(self, request, *args, **kwargs)
     if request.stream and self.parser is not None:
-        request = asking_for_single_tokens(request)
+        request = asking_single_token_stream(request)
     events = await original(self, request, *args, **kwargs)
     if not isinstance(events, AsyncGenerator) or request.background:
         return events
-    return chained([await anext(events) for _ in ("created", "in progress", "of the answer")], events)
+    return chained_stream([await anext(events) for _ in ("created", "in progress", "of the answer")], events)
 
 
-async def chained(first: list[Any], others: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+async def chained_stream(first: list[Any], others: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
     """The events of a stream, some of which were taken out of it."""
     async with aclosing(others):
         for event in first:
@@ -95,18 +101,18 @@ async def chained(first: list[Any], others: AsyncGenerator[Any, None]) -> AsyncG
             yield event
 
 
-def _asks_for_own_fields(request: Request) -> bool:
+def _asks_own_response_fields(request: Request) -> bool:
     return any((request.vllm_xargs or {}).get(name) for name in WITH_OWN_FIELDS)
 
 
-def _completed(response: Any, is_search: bool, has_own_fields: bool) -> Any:
+def _completed_server_response(response: Any, is_search: bool, has_own_fields: bool) -> Any:
     """A response, or an error, as a client of a search gets it."""
     if is_search and isinstance(response, ChatCompletionResponse):
-        end_without_calls(response)
-    return _with_own_fields(response) if has_own_fields else response
+        end_response_without_calls(response)
+    return _server_response_with_fields(response) if has_own_fields else response
 
 
-def _with_own_fields(response: Any) -> Any:
+def _server_response_with_fields(response: Any) -> Any:
     """The response with what came with the engine's output, and has a field of its own: a trace, `beam_results`."""
     if isinstance(response, Response) and response.kv_transfer_params is not None:
         others = {**response.kv_transfer_params[PLUGIN_NAME]}
@@ -118,36 +124,38 @@ def _with_own_fields(response: Any) -> Any:
     return response
 
 
-def _is_known_early(request: Request) -> bool:
+def _is_streamed_early(request: Request) -> bool:
     """Whether the answer is sent while the search goes on."""
     calls_tools = isinstance(request, ChatCompletionRequest) and request.tools and request.tool_choice != "none"
     xargs = request.vllm_xargs or {}
-    comes_whole = xargs.get("compact") or _asks_for_own_fields(request) or xargs.get("unit") == "step" or calls_tools
+    comes_whole = (
+        xargs.get("compact") or _asks_own_response_fields(request) or xargs.get("unit") == "step" or calls_tools
+    )
     return (request.n or 1) == 1 and not comes_whole
 
 
-async def _after_refusals(
+async def _stream_after_refusals(
     events: AsyncGenerator[str, None], request: Request, noted: list[list[RequestOutput]]
 ) -> AsyncGenerator[str, None] | ErrorResponse:
     """The events of a stream, or the error that is its first: so a refusal is a 400, as without a stream.
 
     Awaits the first event, before which there is nothing to send.
     """
-    first = await first_event(events)
-    return first if isinstance(first, ErrorResponse) else _with_every_end(first, events, request, noted)
+    first = await first_stream_event(events)
+    return first if isinstance(first, ErrorResponse) else _stream_with_every_end(first, events, request, noted)
 
 
-async def first_event(events: AsyncGenerator[str, None]) -> str | ErrorResponse:
+async def first_stream_event(events: AsyncGenerator[str, None]) -> str | ErrorResponse:
     """The first event of a stream; if it is an error, the stream is closed."""
     first = await anext(events)
-    event = _parsed(first)
+    event = _parsed_stream_event(first)
     if "error" not in event:
         return first
     await events.aclose()
     return ErrorResponse.model_validate(event)
 
 
-async def _with_every_end(
+async def _stream_with_every_end(
     first: str, events: AsyncGenerator[str, None], request: Request, noted: list[list[RequestOutput]]
 ) -> AsyncGenerator[str, None]:
     """The events of a stream, and an end for each search that sent and found nothing: vLLM sends none then.
@@ -160,12 +168,14 @@ async def _with_every_end(
         event = first
         while True:
             if '"finish_reason":"' in event:
-                without_end -= {choice["index"] for choice in _parsed(event)["choices"]}
+                without_end -= {choice["index"] for choice in _parsed_stream_event(event)["choices"]}
             elif event.startswith(f'{DATA}{{"error"'):
                 without_end = set()
             elif '"choices":[]' in event or event.startswith(DONE):
                 for index in sorted(without_end):
-                    yield _end_of_nothing(index, noted[index][-1].outputs[0], _parsed(first), request)
+                    yield _stream_end_of_nothing(
+                        index, noted[index][-1].outputs[0], _parsed_stream_event(first), request
+                    )
                 without_end = set()
             yield event
             try:
@@ -174,7 +184,7 @@ async def _with_every_end(
                 return
 
 
-def _end_of_nothing(index: int, last: CompletionOutput, first: dict[str, Any], request: Request) -> str:
+def _stream_end_of_nothing(index: int, last: CompletionOutput, first: dict[str, Any], request: Request) -> str:
     """The one chunk of a choice for which there is no hypothesis, or none yet."""
     end = {"index": index, "logprobs": None, "finish_reason": last.finish_reason, "stop_reason": last.stop_reason}
     if isinstance(request, ChatCompletionRequest):
@@ -186,12 +196,14 @@ def _end_of_nothing(index: int, last: CompletionOutput, first: dict[str, Any], r
     return f"{DATA}{json.dumps(chunk, ensure_ascii=False)}\n\n"
 
 
-def _parsed(event: str) -> dict[str, Any]:
+def _parsed_stream_event(event: str) -> dict[str, Any]:
     content = event.removeprefix(DATA)
     return json.loads(content) if content.startswith("{") else {}
 
 
-def _usages(self: Any, request: Request, response: Response, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
+def _stream_usages(
+    self: Any, request: Request, response: Response, outputs: list[RequestOutput]
+) -> list[dict[str, Any]]:
     """The usage of each choice, as vLLM streams it: of its own prompt and its own tokens."""
     usages = []
     for output in outputs:
@@ -201,7 +213,7 @@ def _usages(self: Any, request: Request, response: Response, outputs: list[Reque
             usage = UsageInfo(prompt_tokens=num_prompt_tokens, completion_tokens=count)
             usage.total_tokens = num_prompt_tokens + count
             if response.usage.completion_tokens_details is not None:
-                num_reasoning = _num_reasoning_tokens(self, request, found)
+                num_reasoning = _num_streamed_reasoning_tokens(self, request, found)
                 usage.completion_tokens_details = CompletionTokenUsageInfo(reasoning_tokens=num_reasoning)
             usages.append(usage.model_dump(mode="json", exclude_none=True))
     if len(usages) == len(response.choices):
@@ -209,7 +221,7 @@ def _usages(self: Any, request: Request, response: Response, outputs: list[Reque
     return [response.usage.model_dump(mode="json", exclude_none=True)] * len(response.choices)  # of vLLM's own loop
 
 
-def _num_reasoning_tokens(self: Any, request: Request, found: CompletionOutput) -> int:
+def _num_streamed_reasoning_tokens(self: Any, request: Request, found: CompletionOutput) -> int:
     """As vLLM counts them in a whole chat: some parsers know once they have parsed it."""
     assert isinstance(request, ChatCompletionRequest)
     if self.parser_cls is None:
@@ -220,7 +232,7 @@ def _num_reasoning_tokens(self: Any, request: Request, found: CompletionOutput) 
     return int(parser.count_reasoning_tokens(found.token_ids))
 
 
-async def _events(
+async def _stream_events(
     response: Response, has_usage: bool, usages: list[dict[str, Any]] | None
 ) -> AsyncGenerator[str, None]:
     """The response as server-sent events: a chunk per choice, and maybe one that has the usage alone.
@@ -228,12 +240,14 @@ async def _events(
     Args:
         usages: Of each choice, if its chunk has it.
     """
-    for chunk in _chunks(response, has_usage, usages):
+    for chunk in _stream_chunks(response, has_usage, usages):
         yield f"{DATA}{json.dumps(chunk, ensure_ascii=False)}\n\n"
     yield f"{DONE}\n\n"
 
 
-def _chunks(response: Response, has_usage: bool, usages: list[dict[str, Any]] | None) -> Iterator[dict[str, Any]]:
+def _stream_chunks(
+    response: Response, has_usage: bool, usages: list[dict[str, Any]] | None
+) -> Iterator[dict[str, Any]]:
     """The fields of our own are large: the last choice's chunk alone has them."""
     own = {name: value for name, value in (response.model_extra or {}).items() if name in OWN_FIELDS}
     common = response.model_dump(mode="json", exclude={"choices", "usage", *own}, exclude_none=True)

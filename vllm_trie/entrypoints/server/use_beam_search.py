@@ -12,7 +12,7 @@ from vllm.utils import random_uuid
 
 from vllm_trie.compat.patch import arguments, wraps
 from vllm_trie.compat.versions import eos_token_ids, has_allowlist
-from vllm_trie.entrypoints.requests.requests import CALLER, why_not_behind
+from vllm_trie.entrypoints.requests.requests import CALLER, why_no_request_after
 from vllm_trie.entrypoints.server.server import SpeechRequest, TextRequest
 from vllm_trie.messages import USE_BEAM_SEARCH
 from vllm_trie.options.matrix import OF_HF
@@ -26,7 +26,7 @@ _NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "min_p": None
 
 
 @wraps("beam_search", "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin")
-async def beam_search(
+async def serve_beam_search(
     original: Callable[..., AsyncGenerator[RequestOutput, None]], self: Any, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[RequestOutput, None]:
     """Servers search in the engine, where it has beams."""
@@ -41,16 +41,16 @@ async def beam_search(
     elif has_allowlist(params):
         refusal = "with allowed_token_ids"
     else:
-        refusal = why_not_behind(prompt, self.engine_client.vllm_config)
+        refusal = why_no_request_after(prompt, self.engine_client.vllm_config)
     if refusal is not None:
         logger.info_once("use_beam_search %s: vLLM's own client loop runs it, not the engine", refusal)
-    if refusal is not None or _is_over_at_once(params):
+    if refusal is not None or _is_served_at_once(params):
         outputs = original(self, *args, **kwargs)
     else:
         assert request is not None
         outputs = self.engine_client.generate(
             prompt,
-            _sampling_params(request, params, self.model_config.max_logprobs),
+            _served_beam_search_params(request, params, self.model_config.max_logprobs),
             f"{call['request_id']}-{random_uuid()}",
             lora_request=call["lora_request"],
             trace_headers=call["trace_headers"],
@@ -61,16 +61,16 @@ async def beam_search(
         if refusal is None:
             eos_token_id = self.renderer.get_tokenizer().eos_token_id
             generation_config = self.engine_client.input_processor.generation_config_fields
-            _as_vllm_returns_it(output, eos_token_id, eos_token_ids(generation_config, eos_token_id), params)
+            _served_as_by_vllm(output, eos_token_id, eos_token_ids(generation_config, eos_token_id), params)
         yield output
 
 
-def _is_over_at_once(params: BeamSearchParams) -> bool:
+def _is_served_at_once(params: BeamSearchParams) -> bool:
     """Whether vLLM's own loop asks the engine for nothing, and answers with one empty hypothesis."""
     return params.max_tokens == 0
 
 
-def _sampling_params(
+def _served_beam_search_params(
     request: TextRequest | SpeechRequest, params: BeamSearchParams, max_logprobs: int
 ) -> SamplingParams:
     """All of a `use_beam_search` request: its `n` is the width, unless `vllm_xargs` names another."""
@@ -87,21 +87,21 @@ def _sampling_params(
         sampling_params.temperature = 1.0  # where vLLM's default is to take the likeliest token
         sampling_params.logprobs = vars(params).get("logprobs")  # for the segments of a verbose answer
     if (asked := sampling_params.logprobs) is not None:
-        sampling_params.logprobs = _num_logprobs(asked, 2 * params.beam_width, max_logprobs)
+        sampling_params.logprobs = _num_served_logprobs(asked, 2 * params.beam_width, max_logprobs)
     return sampling_params
 
 
-def _num_logprobs(asked: int, vllms_own: int, most: int) -> int:
+def _num_served_logprobs(asked: int, vllms_own: int, most: int) -> int:
     """vLLM's own loop reports as many log-probabilities as it has, `vllms_own`, however many are asked for."""
     num = vllms_own if asked == -1 else asked
     return num if most == -1 else min(num, most)
 
 
-def _as_vllm_returns_it(
+def _served_as_by_vllm(
     output: RequestOutput, eos_token_id: int | None, eos_token_ids: set[int], params: BeamSearchParams
 ) -> None:
     """vLLM's own loop names the EOS token as stop reason, and leaves it out of the tokens unless told otherwise."""
-    if _is_over_at_once(params):
+    if _is_served_at_once(params):
         output.outputs[0].token_ids = _Tokens()
         return
     for hypothesis in output.outputs:

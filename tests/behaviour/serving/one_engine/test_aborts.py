@@ -20,7 +20,7 @@ from vllm.v1.metrics.stats import IterationStats
 from tests.support.served import PROMPTS, all_of, beams
 from vllm_trie import Trace, beam_params, hypotheses, selection
 from vllm_trie.entrypoints import async_llm
-from vllm_trie.entrypoints.requests.item_sets import ItemSets
+from vllm_trie.entrypoints.requests.item_sets import RequestItemSets
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.step_search import online, opening
 
@@ -165,7 +165,7 @@ def test_an_ordinary_request_is_aborted_though_a_search_of_its_name_is_still_ans
         await may_answer.wait()
         return output
 
-    monkeypatch.setattr(async_llm, "whole", whole_later)
+    monkeypatch.setattr(async_llm, "whole_answer", whole_later)
 
     async def check() -> None:
         search, ordinary = beam_params(2, max_tokens=4), SamplingParams(temperature=0, **LONG)
@@ -223,13 +223,13 @@ def test_requests_that_are_being_read_answer_with_nothing_at_once(
     llm: AsyncLLM, loop: asyncio.AbstractEventLoop, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two is being read, for as long as the test likes; the other one waits for that."""
-    may_be_read, read = Event(), ItemSets.read
+    may_be_read, read = Event(), RequestItemSets.read
 
     def read_later(*args: Any) -> Any:
         assert may_be_read.wait(60)
         return read(*args)
 
-    monkeypatch.setattr(ItemSets, "read", read_later)
+    monkeypatch.setattr(RequestItemSets, "read", read_later)
     options = {"allowed_sequences": ["self.x", "self.y = 1"], "beam_width": 2}
 
     async def check() -> None:

@@ -17,7 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from tests.support.served import all_of
 from vllm_trie import StepCandidate, beam_params
 from vllm_trie.entrypoints.requests import phrases
-from vllm_trie.entrypoints.requests.item_sets import ItemSets
+from vllm_trie.entrypoints.requests.item_sets import RequestItemSets
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
 
 pytestmark = pytest.mark.slow
@@ -105,15 +105,15 @@ def test_others_are_served_while_a_thread_reads_what_a_request_brings(
 ) -> None:
     """Reading waits for another request to end: on the event loop that would never happen."""
     other_ended, readers = Event(), []
-    read = {"sets": ItemSets.read, "phrases": phrases.phrases_as_tokens}
+    read = {"sets": RequestItemSets.read, "phrases": phrases.request_phrases_as_tokens}
 
     def once_another_ended(name: str, *args: Any) -> Any:
         assert other_ended.wait(60)
         readers.append(current_thread())
         return read[name](*args)
 
-    monkeypatch.setattr(ItemSets, "read", lambda *args: once_another_ended("sets", *args))
-    monkeypatch.setattr(phrases, "phrases_as_tokens", lambda *args: once_another_ended("phrases", *args))
+    monkeypatch.setattr(RequestItemSets, "read", lambda *args: once_another_ended("sets", *args))
+    monkeypatch.setattr(phrases, "request_phrases_as_tokens", lambda *args: once_another_ended("phrases", *args))
     brings = {
         "sets": {"allowed_sequences": ["self.x", "self.y = 1"]},
         "as JSON": {"allowed_sequences": '["self.x", "self.y = 1"]'},

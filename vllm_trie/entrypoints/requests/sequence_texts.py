@@ -23,49 +23,49 @@ class _NoSequencesError(Exception):
     """It is another text."""
 
 
-def sequences_of(text: str) -> list[str] | list[list[int]]:
+def request_sequences_of(text: str) -> list[str] | list[list[int]]:
     """The strings, or lists of token ids, of a JSON text, which is read as far as there may be so many.
 
     Raises:
         ValueError: naming the option, and what would work.
     """
     try:
-        return _sequences(text)
+        return _request_sequences(text)
     except (_NoSequencesError, JSONDecodeError):
         raise ValueError(f"allowed_sequences={shown_option(text)} {WRONG_SEQUENCES}") from None
 
 
-def refuse_tokens(count: int) -> None:
+def refuse_request_tokens(count: int) -> None:
     """Refuse more tokens than a request may bring."""
     if count > MOST_SEQUENCE_TOKENS:
         raise ValueError(f"allowed_sequences have more than {MOST_SEQUENCE_TOKENS:,} tokens; {INSTEAD}")
 
 
-def _sequences(text: str) -> list[Any]:
+def _request_sequences(text: str) -> list[Any]:
     found: list[Any] = []
-    num_tokens, place = 0, _behind("[", text, _after_gap(text, 0))
+    num_tokens, place = 0, _request_text_after_mark("[", text, _request_text_after_gap(text, 0))
     while True:
-        place = _after_gap(text, place)
+        place = _request_text_after_gap(text, place)
         if len(found) == MOST_SEQUENCES:
             raise ValueError(f"allowed_sequences have more than {MOST_SEQUENCES:,} entries; {INSTEAD}")
         if text.startswith('"', place):
             entry, place = _JSON.raw_decode(text, place)
         else:
-            entry, place = _tokens(text, _behind("[", text, place), num_tokens)
+            entry, place = _request_sequence_tokens(text, _request_text_after_mark("[", text, place), num_tokens)
             num_tokens += len(entry)
         found.append(entry)
         if type(entry) is not type(found[0]):
             raise _NoSequencesError
-        place = _after_gap(text, place)
+        place = _request_text_after_gap(text, place)
         if not text.startswith(",", place):
             break
         place += 1
-    if _after_gap(text, _behind("]", text, place)) < len(text):
+    if _request_text_after_gap(text, _request_text_after_mark("]", text, place)) < len(text):
         raise _NoSequencesError
     return found
 
 
-def _tokens(text: str, place: int, num_before: int) -> tuple[list[int], int]:
+def _request_sequence_tokens(text: str, place: int, num_before: int) -> tuple[list[int], int]:
     """The tokens of a list, and the place behind it."""
     tokens: list[int] = []
     if (end := text.find("]", place)) < 0:
@@ -79,19 +79,19 @@ def _tokens(text: str, place: int, num_before: int) -> tuple[list[int], int]:
         if not piece and (tokens or comma >= 0):  # nothing between two commas, or behind the last one
             raise _NoSequencesError
         tokens += piece
-        refuse_tokens(num_before + len(tokens))
+        refuse_request_tokens(num_before + len(tokens))
         if comma < 0:
             return tokens, end + 1
         place = comma + 1
 
 
-def _after_gap(text: str, place: int) -> int:
+def _request_text_after_gap(text: str, place: int) -> int:
     gap = _GAP.match(text, place)
     assert gap is not None
     return gap.end()
 
 
-def _behind(mark: str, text: str, place: int) -> int:
+def _request_text_after_mark(mark: str, text: str, place: int) -> int:
     if not text.startswith(mark, place):
         raise _NoSequencesError
     return place + 1
