@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 from unittest import mock
 
-from vllm_trie.engine.stats import SearchCounts
+from vllm_trie.engine.stats import GroupCounts
 from vllm_trie.speculation.search.rejection import DraftRules
 
 
@@ -44,12 +44,12 @@ def has_window(llm: Any) -> bool:
     return any(getattr(group.kv_cache_spec, "sliding_window", None) for group in groups)
 
 
-def total_counts(outputs: Sequence[Any]) -> SearchCounts:
+def total_counts(outputs: Sequence[Any]) -> GroupCounts:
     """What several speculative searches took together."""
-    total = SearchCounts()
+    total = GroupCounts()
     for output in outputs:
         told = output.kv_transfer_params["trie_beam"]
-        total.add(SearchCounts(**{count.name: told[count.name] for count in fields(SearchCounts)}))
+        total.add(GroupCounts(**{count.name: told[count.name] for count in fields(GroupCounts)}))
     return total
 
 

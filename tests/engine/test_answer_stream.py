@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import Request
 
 from tests.support.steps import steps_of
-from vllm_trie.engine.answer_prefix import AnswerChangedError, Part
+from vllm_trie.engine.answer_prefix import AnswerChangedError, EngineAnswerPart
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.new_group import new_group
 from vllm_trie.messages import GroupTicket
@@ -90,17 +90,17 @@ def known(group: BeamGroup) -> list[int]:
     return in_common([*live, *best])
 
 
-def joined(parts: Sequence[Part]) -> tuple[list[int], float, list[Any]]:
+def joined(parts: Sequence[EngineAnswerPart]) -> tuple[list[int], float, list[Any]]:
     reports = [report for part in parts if part.reports for report in zip(*part.reports, strict=True)]
     return [token for part in parts for token in part.token_ids], sum(part.sum_logprobs for part in parts), reports
 
 
-def check_answer(parts: Sequence[Part], plain: BeamGroup, streamed: BeamGroup) -> None:
+def check_answer(parts: Sequence[EngineAnswerPart], plain: BeamGroup, streamed: BeamGroup) -> None:
     expected, end = plain.best(1), streamed.unsent(streamed.best(1))
     assert len(expected) == len(end)
     if not len(end):
         return
-    tokens, total, reports = joined([*parts, Part(end.token_ids[0], end.sum_logprobs[0], end.reports)])
+    tokens, total, reports = joined([*parts, EngineAnswerPart(end.token_ids[0], end.sum_logprobs[0], end.reports)])
     assert end.token_ids[0], "the last token is known when the search is over, not earlier"
     assert [tokens] == expected.token_ids
     assert total == pytest.approx(expected.sum_logprobs[0], abs=1e-6)
@@ -119,7 +119,7 @@ def test_all_that_is_known_of_the_answer_is_sent_and_only_that() -> None:
         nonlocal num_early, num_decided
         options, fields, seed, sureness = asked
         plain, streamed = (group_of(options, fields, streams) for streams in (False, True))
-        parts: list[Part] = []
+        parts: list[EngineAnswerPart] = []
         while True:
             step = next_step(plain, seed, sureness)
             is_over = plain.advance(step)
@@ -158,7 +158,7 @@ def test_a_search_that_begins_anew_sends_nothing_twice() -> None:
         while not is_over:
             steps.append(next_step(plain, seed, sureness))
             is_over = plain.advance(steps[-1])
-        parts: list[Part] = []
+        parts: list[EngineAnswerPart] = []
         for number, step in enumerate(steps[:-1], 1):
             streamed.advance(step)
             parts += [part] if (part := streamed.next_part()) else []
@@ -185,7 +185,7 @@ def test_what_was_sent_begins_the_answer_of_a_search_that_is_aborted() -> None:
         nonlocal num_running, num_finished, num_lost
         options, fields, seed, sureness = asked
         plain, streamed = (group_of(options, fields, streams) for streams in (False, True))
-        parts: list[Part] = []
+        parts: list[EngineAnswerPart] = []
         for _ in range(abort_at):
             step = next_step(plain, seed, sureness)
             if plain.advance(step):
@@ -198,7 +198,9 @@ def test_what_was_sent_begins_the_answer_of_a_search_that_is_aborted() -> None:
             streamed.restart()
         best = plain.best_so_far(plain.plan.width)
         rest = streamed.unsent_so_far(streamed.best_so_far(1))
-        tokens, total, reports = joined([*parts, Part(rest.token_ids[0], rest.sum_logprobs[0], rest.reports)])
+        tokens, total, reports = joined(
+            [*parts, EngineAnswerPart(rest.token_ids[0], rest.sum_logprobs[0], rest.reports)]
+        )
         if what == "anew":
             assert rest.token_ids == [[]]
             num_lost += bool(parts)

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vllm_trie.engine.known_caches import refuse_unsupported_kv_cache
+from vllm_trie.engine.known_caches import refuse_engine_kv_cache
 
 SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
 FULL, LATENT = FullAttentionSpec(**SHAPE), MLAAttentionSpec(**SHAPE)
@@ -38,7 +38,7 @@ def config_of(*specs: KVCacheSpec) -> KVCacheConfig:
 
 def refusal_of(*specs: KVCacheSpec) -> str | None:
     try:
-        refuse_unsupported_kv_cache(config_of(*specs))
+        refuse_engine_kv_cache(config_of(*specs))
     except ValueError as error:
         return str(error)
     return None
@@ -80,4 +80,4 @@ def test_others_are_refused(specs: tuple[KVCacheSpec, ...], why: str) -> None:
 
 def test_states_after_parts_of_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="leave out prefix_match_unit, or set enable_prefix_caching=False"):
-        refuse_unsupported_kv_cache(config_of(FULL, CACHED_STATE), caches_parts=True)
+        refuse_engine_kv_cache(config_of(FULL, CACHED_STATE), caches_parts=True)

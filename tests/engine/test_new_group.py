@@ -14,9 +14,9 @@ from vllm.v1.request import Request
 from tests.engine.test_answer_stream import next_step
 from tests.search.test_many_stop_tokens import Many
 from vllm_trie.engine.group import BeamGroup
-from vllm_trie.engine.hypothesis import FoundHypotheses
+from vllm_trie.engine.hypothesis import GroupHypotheses
 from vllm_trie.engine.new_group import new_group
-from vllm_trie.engine.outputs import answer_output
+from vllm_trie.engine.outputs import engine_answer_output
 from vllm_trie.messages import HYPOTHESES, GroupTicket
 from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.search.beams import Beams
@@ -43,7 +43,7 @@ def group_of(options: dict[str, Any], **fields: Any) -> BeamGroup:
     return new_group(Request("g", [5, 5], params, None), BeamParams(beam_width=4, **options), ticket, 512, False)
 
 
-def found(options: dict[str, Any], **fields: Any) -> list[FoundHypotheses]:
+def found(options: dict[str, Any], **fields: Any) -> list[GroupHypotheses]:
     """What some whole searches by tables of random logits find."""
     searches = []
     for number in range(5):
@@ -94,7 +94,7 @@ def test_an_ignored_eos_that_is_a_stop_token_is_the_reason(ignore_eos: bool, rea
     stop_rules = group_of({}, **fields).plan.stop_rules
     reasons = set[int | None]()
     for best in found({}, **fields):
-        sent = answer_output(best, 4, stop_rules.eos_token_id).kv_transfer_params[PLUGIN_NAME][HYPOTHESES]
+        sent = engine_answer_output(best, 4, stop_rules.eos_token_id).kv_transfer_params[PLUGIN_NAME][HYPOTHESES]
         ended = zip(best.token_ids, sent.stop_reasons, strict=True)
         reasons |= {stop for tokens, stop in ended if tokens[-1] == EOS}
     assert reasons == {reason}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.steps import rules_of
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
-from vllm_trie.engine.new_prefixes import mark_new_prefixes
+from vllm_trie.engine.new_prefixes import mark_new_group_prefixes
 from vllm_trie.messages import GroupStep
 from vllm_trie.search.constraints.contrast import Contrast
 
@@ -35,7 +35,7 @@ def marked(**rows: Row) -> set[str]:
     scheduled = {name: row.scheduled for name, row in rows.items()}
     output = SimpleNamespace(scheduled_new_reqs=new, num_scheduled_tokens=scheduled)
     requests = {name: SimpleNamespace(num_computed_tokens=row.before + row.scheduled) for name, row in rows.items()}
-    mark_new_prefixes(steps, output, requests, manager)
+    mark_new_group_prefixes(steps, output, requests, manager)
     return {name for name, step in steps.items() if step.has_new_prefix}
 
 

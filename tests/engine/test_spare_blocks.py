@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from vllm_trie.engine.kv_cache import most_spare_blocks
+from vllm_trie.engine.kv_cache import most_spare_group_blocks
 
 
 @cache
@@ -24,4 +24,4 @@ def test_so_many_blocks_are_needed_at_most(block_size: int, width: int) -> None:
     for room in range(2 * block_size + 2):
         for num_drafts in range(1, 70):
             expected = most_by_trying(num_drafts, width, room, block_size)
-            assert most_spare_blocks(num_drafts, width, room, block_size) == expected, (room, num_drafts)
+            assert most_spare_group_blocks(num_drafts, width, room, block_size) == expected, (room, num_drafts)

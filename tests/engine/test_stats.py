@@ -10,7 +10,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_trie.engine.catalogs import CatalogCounts
-from vllm_trie.engine.stats import BeamStats, BeamTally, SearchCounts, attach_stats, take_stats
+from vllm_trie.engine.stats import GroupCounts, GroupStats, GroupTally, attach_group_stats, take_group_stats
 from vllm_trie.trie.blocks import TrieBlockCounts
 
 
@@ -21,30 +21,30 @@ from vllm_trie.trie.blocks import TrieBlockCounts
 def test_steps_per_forward_leave_prompts_out(
     steps: int, forwards: int, prefill_forwards: int, per_forward: float
 ) -> None:
-    assert SearchCounts(steps, forwards, prefill_forwards).steps_per_forward == per_forward
+    assert GroupCounts(steps, forwards, prefill_forwards).steps_per_forward == per_forward
 
 
 def test_stats_survive_the_way_to_another_process_and_do_not_reach_vllms_loggers() -> None:
-    numbers = [field.name for field in fields(BeamStats) if field.name != "groups_finished"]
+    numbers = [field.name for field in fields(GroupStats) if field.name != "groups_finished"]
     finished = {"stop": 1, "length": 2, "abort": 0, "error": 0}
-    stats = BeamStats(**{name: 40 + i for i, name in enumerate(numbers)}, groups_finished=finished)
+    stats = GroupStats(**{name: 40 + i for i, name in enumerate(numbers)}, groups_finished=finished)
     carrier = SchedulerStats(num_running_reqs=2)
-    attach_stats(carrier, stats)
+    attach_group_stats(carrier, stats)
     message = MsgpackEncoder().encode(EngineCoreOutputs(engine_index=1, scheduler_stats=carrier))
     arrived = MsgpackDecoder(EngineCoreOutputs).decode(message).scheduler_stats
-    assert take_stats(arrived) == stats
+    assert take_group_stats(arrived) == stats
     assert arrived == SchedulerStats(num_running_reqs=2)
-    assert take_stats(arrived) is None
+    assert take_group_stats(arrived) is None
 
 
 def test_each_report_begins_where_the_last_one_ended() -> None:
-    tally = BeamTally()
-    tally.stats.add(SearchCounts(steps=3, target_forwards=2, prefill_forwards=1, drafted=9, accepted=4, beams=12))
+    tally = GroupTally()
+    tally.stats.add(GroupCounts(steps=3, target_forwards=2, prefill_forwards=1, drafted=9, accepted=4, beams=12))
     tally.stats.preemptions = 1
     tally.finish("stop")
     first = tally.report([4, 2], TrieBlockCounts(10, 20, 30), 50, CatalogCounts(7, 70, 1))
     finished = {"stop": 1, "length": 0, "abort": 0, "error": 0}
-    assert first == BeamStats(
+    assert first == GroupStats(
         **{"steps": 3, "target_forwards": 2, "prefill_forwards": 1, "drafted": 9, "accepted": 4, "beams": 12},
         **{"kv_blocks_shared": 10, "kv_blocks_copied": 20, "kv_blocks_reclaimed": 30, "kv_blocks_peak": 50},
         **{"groups_running": 2, "rows_running": 6, "preemptions": 1, "groups_finished": finished},
@@ -53,6 +53,6 @@ def test_each_report_begins_where_the_last_one_ended() -> None:
     assert not tally.has_news
     second = {"kv_blocks_shared": 1, "kv_blocks_copied": 2, "kv_blocks_reclaimed": 3, "kv_blocks_peak": 50}
     second |= {"catalog_items": 8, "catalog_bytes": 80, "catalog_loads": 2}
-    assert tally.report([4], TrieBlockCounts(11, 22, 33), 50, CatalogCounts(8, 80, 3)) == BeamStats(
+    assert tally.report([4], TrieBlockCounts(11, 22, 33), 50, CatalogCounts(8, 80, 3)) == GroupStats(
         groups_running=-1, rows_running=-2, **second
     )

@@ -10,7 +10,7 @@ import pytest
 from vllm import SamplingParams
 
 from vllm_trie import beam_params
-from vllm_trie.engine.catalogs import num_beams_along
+from vllm_trie.engine.catalogs import num_engine_beams_along
 from vllm_trie.entrypoints.requests.limits import BlocksNeeded, RequestLimits, validate_request
 from vllm_trie.options import BeamParams, EngineOptions, parse_options
 from vllm_trie.options.resolve import resolve_options
@@ -335,4 +335,4 @@ def test_as_many_beams_live_along_a_catalog_as_there_are_hypotheses(
     options: dict[str, object], num_items: int, num_stops: int, expected: int
 ) -> None:
     beam = BeamParams(beam_width=16, catalog="items", **options)
-    assert num_beams_along(beam, num_items, num_stops) == expected
+    assert num_engine_beams_along(beam, num_items, num_stops) == expected

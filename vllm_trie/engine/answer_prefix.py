@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_trie.engine.hypothesis import FoundHypotheses, TokenReports
+from vllm_trie.engine.hypothesis import GroupHypotheses, GroupTokenReports
 from vllm_trie.search.stopping import NO_TOKEN
 from vllm_trie.trie.hypotheses import HypothesisTrie, Node
 
@@ -15,20 +15,20 @@ class AnswerChangedError(Exception):
     """A search that began anew does not find what was sent of its answer."""
 
 
-NOTHING_NEW = FoundHypotheses(
+NOTHING_NEW = GroupHypotheses(
     np.array([-1]), [[]], np.zeros(1), np.zeros(1), np.array([NO_TOKEN]), np.zeros(1, np.bool_)
 )
 
 
-class Part(NamedTuple):
+class EngineAnswerPart(NamedTuple):
     """Tokens of an answer, as they are sent."""
 
     token_ids: list[int]
     sum_logprobs: float  # of these
-    reports: TokenReports | None  # if log-probabilities are returned
+    reports: GroupTokenReports | None  # if log-probabilities are returned
 
 
-class AnswerStream:
+class EngineAnswerStream:
     """What has been sent of the one answer of a search: a prefix of whatever the search may still return.
 
     Args:
@@ -46,7 +46,7 @@ class AnswerStream:
         self.length = 0  # tokens of the present trie that all have in common, and that agree with what is sent
         self.is_decided = False  # the best finished hypothesis is the answer, and these are all but its end
 
-    def extend(self, hypotheses: HypothesisTrie, node: Node | None) -> Part | None:
+    def extend(self, hypotheses: HypothesisTrie, node: Node | None) -> EngineAnswerPart | None:
         """Send what leads to `node`. Returns what of it is new, if anything.
 
         Args:
@@ -62,12 +62,12 @@ class AnswerStream:
         self.length = node.length
         if num_known == len(tokens):
             return None
-        reports = TokenReports(*hypotheses.notes_between(start + num_known, node)) if self._reports else None
+        reports = GroupTokenReports(*hypotheses.notes_between(start + num_known, node)) if self._reports else None
         before, self._sum = self._sum, hypotheses.score_at(node)
         self._sent += tokens[num_known:]
-        return Part(tokens[num_known:], self._sum - before, reports)
+        return EngineAnswerPart(tokens[num_known:], self._sum - before, reports)
 
-    def rest(self, answer: FoundHypotheses) -> FoundHypotheses:
+    def rest(self, answer: GroupHypotheses) -> GroupHypotheses:
         """The answer without what has been sent of it.
 
         Args:
@@ -80,10 +80,10 @@ class AnswerStream:
             return answer
         count = self._check(0, answer.token_ids[0])
         if count < len(self._sent):
-            raise _changed()
+            raise _engine_answer_changed()
         return answer.after(count, self._sum)
 
-    def rest_so_far(self, answer: FoundHypotheses) -> FoundHypotheses:
+    def rest_so_far(self, answer: GroupHypotheses) -> GroupHypotheses:
         """What is not sent yet of the answer of a search that was aborted: nothing, if it found less than that again.
 
         Args:
@@ -98,11 +98,11 @@ class AnswerStream:
         """How many of the tokens that follow the first `start` have been sent already."""
         known = self._sent[start : start + len(tokens)]
         if tokens[: len(known)] != known:
-            raise _changed()
+            raise _engine_answer_changed()
         return len(known)
 
 
-def _changed() -> AnswerChangedError:
+def _engine_answer_changed() -> AnswerChangedError:
     return AnswerChangedError(
         "after a preemption this search found another answer, by a near-tie, than the one whose beginning was sent; "
         "send the request again without stream=true, or give the KV cache more memory"

@@ -32,7 +32,9 @@ LOAD_CATALOG = "load_catalog"  # the workers' method, and what the engine does b
 
 
 @wraps("collective_rpc", "vllm.v1.engine.core:EngineCore")
-def load(original: Callable[..., list[Any]], self: EngineCore, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
+def engine_loads_catalogs(
+    original: Callable[..., list[Any]], self: EngineCore, method: Any, *args: Any, **kwargs: Any
+) -> list[Any]:
     """The scheduler knows what its workers are told to load.
 
     A name stands for a new version once all workers have it, and for the old one if any of them has not.
@@ -56,7 +58,7 @@ def load(original: Callable[..., list[Any]], self: EngineCore, method: Any, *arg
     return results
 
 
-def num_beams_along(beam: BeamParams, num_items: int, num_stop_tokens: int) -> int:
+def num_engine_beams_along(beam: BeamParams, num_items: int, num_stop_tokens: int) -> int:
     """How many beams can live along a catalog, at most `beam_width`: no two of a group are alike.
 
     Args:
@@ -78,7 +80,7 @@ class CatalogCounts(NamedTuple):
     loads: int  # of named ones, so far
 
 
-class NoCatalog:
+class NoGroupCatalog:
     """What a search without a catalog has in its place."""
 
     constraints: tuple[ItemRules, ...] = ()
@@ -99,7 +101,7 @@ class NoCatalog:
         """The search is over."""
 
 
-class CatalogUse(NoCatalog):
+class GroupCatalogUse(NoGroupCatalog):
     """The catalog along which one search goes: the version that it began with.
 
     Args:
@@ -119,7 +121,7 @@ class CatalogUse(NoCatalog):
         self._catalog, self._store = catalog, store
 
     def num_beams(self, num_stop_tokens: int) -> int:
-        return num_beams_along(self.params, self._catalog.num_items, num_stop_tokens)
+        return num_engine_beams_along(self.params, self._catalog.num_items, num_stop_tokens)
 
     def answer(self, stop_token_ids: frozenset[int], sequences: Sequence[list[int]]) -> dict[str, Any]:
         """The items of hypotheses: of each its id, or a list of them where there are several."""
@@ -183,7 +185,7 @@ class EngineCatalogs(CatalogStore):
         if digest not in self._held:
             self._to_change().gone[digest] = False
 
-    def use(self, params: BeamParams, item_set: bytes | None) -> NoCatalog:
+    def use(self, params: BeamParams, item_set: bytes | None) -> NoGroupCatalog:
         """What a new search goes along: a name's present catalog, what came with its request, or none."""
         if item_set is not None:
             catalog = catalog_files.Catalog.from_bytes(item_set, checks=False)
@@ -192,9 +194,9 @@ class EngineCatalogs(CatalogStore):
         elif params.catalog is not None:
             catalog, brings = self[params.catalog], {}
         else:
-            return NoCatalog(params)
+            return NoGroupCatalog(params)
         self._users[catalog.digest] += 1
-        return CatalogUse(params, catalog, self, brings)
+        return GroupCatalogUse(params, catalog, self, brings)
 
     def release(self, digest: str) -> None:
         """A search is over."""

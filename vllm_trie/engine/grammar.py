@@ -32,11 +32,11 @@ class GrammarError(ValueError):
     """What a backend's masks allow, its matcher refuses: a fault of the backend."""
 
 
-def why_not_along(compiled: StructuredOutputGrammar | Exception) -> str | None:
+def why_no_group_grammar(compiled: StructuredOutputGrammar | Exception) -> str | None:
     """Why no search can go along what vLLM has made of a request's `structured_outputs`, if so."""
     if isinstance(compiled, Exception):
         return f"structured_outputs cannot be compiled: {compiled}"
-    if isinstance(compiled, XgrammarGrammar) or _is_of_guidance(compiled):
+    if isinstance(compiled, XgrammarGrammar) or _is_guidance_group_grammar(compiled):
         return None
     return (
         "structured_outputs cannot follow beams here: an earlier request has bound the engine to a backend whose state "
@@ -44,13 +44,13 @@ def why_not_along(compiled: StructuredOutputGrammar | Exception) -> str | None:
     )
 
 
-def _is_of_guidance(grammar: StructuredOutputGrammar) -> TypeIs[GuidanceGrammar]:
+def _is_guidance_group_grammar(grammar: StructuredOutputGrammar) -> TypeIs[GuidanceGrammar]:
     from vllm.v1.structured_output.backend_guidance import GuidanceGrammar  # an import that most engines never need
 
     return isinstance(grammar, GuidanceGrammar)
 
 
-class RowMatchers:
+class GroupGrammar:
     """What each row of one group has matched of the group's grammar.
 
     Args:
@@ -73,7 +73,7 @@ class RowMatchers:
         if self._rows is None:
             grammar = self._request.grammar
             assert isinstance(grammar, StructuredOutputGrammar), "no step is scheduled before the grammar is compiled"
-            self._rows = [_fork(grammar)]
+            self._rows = [_fork_group_grammar(grammar)]
         return self._rows
 
     def advance(self, parents: np.ndarray, tokens: np.ndarray, scores: np.ndarray) -> None:
@@ -96,27 +96,29 @@ class RowMatchers:
             matcher = before[parent]
             assert matcher is not None, f"row {row} continues row {parent}, which has no beam"
             # The last child need not leave its parent's own matcher to anybody.
-            after[row] = matcher = matcher if last_child[parent] == row else _fork(matcher)
+            after[row] = matcher = matcher if last_child[parent] == row else _fork_group_grammar(matcher)
             if not matcher.accept_tokens("", [token]):
                 raise GrammarError(f"the grammar of structured_outputs does not take token {token}, which it allowed")
         self._rows = after
 
 
-def matchers_of(request: Request, params: BeamParams) -> RowMatchers | None:
+def group_grammar_of(request: Request, params: BeamParams) -> GroupGrammar | None:
     """Those of a group whose request this is, if it has a grammar."""
     if request.structured_output_request is None:
         return None
-    return RowMatchers(request.structured_output_request, 2 * params.beam_width if params.semantics == "vllm" else None)
+    return GroupGrammar(
+        request.structured_output_request, 2 * params.beam_width if params.semantics == "vllm" else None
+    )
 
 
-def _fork(grammar: StructuredOutputGrammar) -> StructuredOutputGrammar:
+def _fork_group_grammar(grammar: StructuredOutputGrammar) -> StructuredOutputGrammar:
     if isinstance(grammar, XgrammarGrammar):
         return replace(grammar, matcher=grammar.matcher.fork())
-    assert _is_of_guidance(grammar), f"a search under {type(grammar).__name__} is refused before"
+    assert _is_guidance_group_grammar(grammar), f"a search under {type(grammar).__name__} is refused before"
     return replace(grammar, ll_matcher=grammar.ll_matcher.deep_copy())
 
 
-def fill_masks(backend: StructuredOutputBackend, groups: Mapping[str, RowMatchers]) -> RowMasks:
+def fill_group_grammar_masks(backend: StructuredOutputBackend, groups: Mapping[str, GroupGrammar]) -> RowMasks:
     """Which tokens may come next in each row of these groups, by id. A row without a beam may take any."""
     places, matchers = {}, list[StructuredOutputGrammar | None]()
     for group_id, of_group in groups.items():
@@ -136,12 +138,12 @@ def fill_masks(backend: StructuredOutputBackend, groups: Mapping[str, RowMatcher
             matcher.fill_bitmask(bits, row)
     if together:
         rows, of_xgrammar = map(list, zip(*together, strict=True))
-        _xgrammar_batch().batch_fill_next_token_bitmask(of_xgrammar, bits, rows)
+        _xgrammar_group_batch().batch_fill_next_token_bitmask(of_xgrammar, bits, rows)
     return RowMasks(places, bits.numpy())
 
 
 @cache
-def _xgrammar_batch() -> BatchGrammarMatcher:
+def _xgrammar_group_batch() -> BatchGrammarMatcher:
     from xgrammar import BatchGrammarMatcher
 
     return BatchGrammarMatcher()

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from vllm_trie.engine.answer_prefix import AnswerStream, Part
-from vllm_trie.engine.grammar import RowMatchers
-from vllm_trie.engine.hypothesis import NO_HYPOTHESES, FoundHypotheses, TokenReports
-from vllm_trie.engine.plan import SearchPlan
-from vllm_trie.engine.stats import SearchCounts
+from vllm_trie.engine.answer_prefix import EngineAnswerPart, EngineAnswerStream
+from vllm_trie.engine.grammar import GroupGrammar
+from vllm_trie.engine.hypothesis import NO_HYPOTHESES, GroupHypotheses, GroupTokenReports
+from vllm_trie.engine.plan import GroupPlan
+from vllm_trie.engine.stats import GroupCounts
 from vllm_trie.messages import Resumed
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm_trie.trie.traced import TracedTrie
 
 
-class Forests:
+class ScheduledForests:
     """When the next step of a search may be several: of one that does not speculate."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Forests:
         """Whether the step from beams of this length may be several."""
         return False
 
-    def report(self, counts: SearchCounts) -> dict[str, Any]:
+    def report(self, counts: GroupCounts) -> dict[str, Any]:
         """What the answer says of them."""
         return {}
 
@@ -52,11 +52,11 @@ class BeamGroup:
         streams: Whether its one answer is sent as far as it is known, by `next_part`.
     """
 
-    def __init__(self, plan: SearchPlan, matchers: RowMatchers | None, streams: bool) -> None:
+    def __init__(self, plan: GroupPlan, matchers: GroupGrammar | None, streams: bool) -> None:
         self.plan, self.matchers = plan, matchers
-        self.stream = AnswerStream(plan.select_rules.num_logprobs is not None) if streams else None
-        self.forests = Forests()  # others, where it speculates
-        self.counts = SearchCounts()
+        self.stream = EngineAnswerStream(plan.select_rules.num_logprobs is not None) if streams else None
+        self.forests = ScheduledForests()  # others, where it speculates
+        self.counts = GroupCounts()
         self.num_pending = 0  # steps that are scheduled and whose results are not in yet
         self.restart()
 
@@ -96,7 +96,7 @@ class BeamGroup:
     def restart(self) -> None:
         """Forget the search; it will find the same again from the prompt."""
         self.length = 0  # tokens every running beam has generated
-        self.hypotheses = _new_trie(self.plan.params.trace)
+        self.hypotheses = _new_group_trie(self.plan.params.trace)
         self.pool = self.plan.new_pool()
         self.pool.most_boost = sum(constraint.most_boost for constraint in self.plan.select_rules.constraints)
         self._rank_scores: np.ndarray | None = None  # what rows compete by, if not by their sums
@@ -155,7 +155,7 @@ class BeamGroup:
         if is_over or self.num_steps_left == 0:
             return True
         beams = Candidates(self._rows(step.parents), step.tokens, step.scores)
-        trie.advance(*beams, _reports(step.parents, step.tokens, step.beam_logprobs, step.top_logprobs))
+        trie.advance(*beams, _group_token_reports(step.parents, step.tokens, step.beam_logprobs, step.top_logprobs))
         self._rank_scores = None if rank_scores is None else rank_scores.beams.copy()
         if self.matchers is not None:
             self.matchers.advance(*beams)
@@ -166,12 +166,12 @@ class BeamGroup:
         finished, rank_scores = step.finished, step.rank_scores
         if not len(finished.tokens):
             return NO_ENDED
-        reports = _reports(finished.parents, finished.tokens, step.finished_logprobs, step.top_logprobs)
+        reports = _group_token_reports(finished.parents, finished.tokens, step.finished_logprobs, step.top_logprobs)
         leaves = self.hypotheses.finish(self._rows(finished.parents), finished.tokens, finished.scores, reports)
         sums = finished.scores if rank_scores is None else rank_scores.finished
         return Ended(sums.astype(np.float64), finished.tokens, leaves, finished.parents)
 
-    def next_part(self) -> Part | None:
+    def next_part(self) -> EngineAnswerPart | None:
         """What is new, if anything, of what the answer begins with whatever comes.
 
         That is what all running beams and the best finished hypothesis have in common; once no beam can beat that
@@ -197,11 +197,11 @@ class BeamGroup:
         """The rows that continuations have as parents: of the prompt there is one, whichever group continues it."""
         return parents if self.hypotheses.width > 1 else np.zeros_like(parents)
 
-    def best(self, count: int) -> FoundHypotheses:
+    def best(self, count: int) -> GroupHypotheses:
         """The best `count` finished hypotheses, best first; fewer if there are fewer."""
         return self._found(self.pool.best(count))
 
-    def best_so_far(self, count: int) -> FoundHypotheses:
+    def best_so_far(self, count: int) -> GroupHypotheses:
         """The best `count` hypotheses if the search ends here, best first, with beams that go on among them."""
         trie = self.hypotheses
         if self.length == 0 or (self.stream is not None and self.stream.is_decided):
@@ -216,7 +216,7 @@ class BeamGroup:
         """What remembers the search, if it is traced."""
         return cast("TracedTrie", self.hypotheses) if self.plan.params.trace else None
 
-    def unsent(self, best: FoundHypotheses) -> FoundHypotheses:
+    def unsent(self, best: GroupHypotheses) -> GroupHypotheses:
         """Of these, in a stream, what is not sent yet.
 
         Raises:
@@ -224,7 +224,7 @@ class BeamGroup:
         """
         return best if self.stream is None else self.stream.rest(best)
 
-    def unsent_so_far(self, best: FoundHypotheses) -> FoundHypotheses:
+    def unsent_so_far(self, best: GroupHypotheses) -> GroupHypotheses:
         """Of these, which `best_so_far` returned, in a stream what is not sent yet."""
         return best if self.stream is None else self.stream.rest_so_far(best)
 
@@ -232,38 +232,40 @@ class BeamGroup:
         self.hypotheses.check_invariants()
         assert self.length == 0 or self.hypotheses.width in (1, self.num_rows)
 
-    def _found(self, best: Finished) -> FoundHypotheses:
+    def _found(self, best: Finished) -> GroupHypotheses:
         (scores, leaves), trie, rules = best, self.hypotheses, self.plan.select_rules
         if not len(leaves):
             return NO_HYPOTHESES
         token_ids = trie.tokens(leaves)
         is_finished, last_tokens = leaves >= 0, np.array([tokens[-1] for tokens in token_ids], np.int64)
         stops = is_finished & are_among(last_tokens, self.plan.stop_rules.stop_token_ids)
-        return FoundHypotheses(
+        return GroupHypotheses(
             leaves,
             token_ids,
             trie.scores(leaves).astype(np.float64),
             scores,
             np.where(stops, last_tokens, NO_TOKEN),
             is_finished if rules.items is not None else stops,
-            TokenReports(*trie.notes(leaves)) if rules.num_logprobs is not None else None,
+            GroupTokenReports(*trie.notes(leaves)) if rules.num_logprobs is not None else None,
         )
 
 
-def _reports(
+def _group_token_reports(
     parents: np.ndarray,
     tokens: np.ndarray,
     own: TokenLogprobs[np.ndarray] | None,
     top_logprobs: TopLogprobs[np.ndarray] | None,
 ) -> Notes:
-    """What is returned of the newest token of each: `TokenReports`, where there are log-probabilities."""
+    """What is returned of the newest token of each: `GroupTokenReports`, where there are log-probabilities."""
     if own is None or top_logprobs is None:
         return ()
     token_ids = np.column_stack([tokens, top_logprobs.tokens[parents]])
-    return TokenReports(token_ids, np.column_stack([own.logprobs, top_logprobs.logprobs[parents]]), own.ranks.copy())
+    return GroupTokenReports(
+        token_ids, np.column_stack([own.logprobs, top_logprobs.logprobs[parents]]), own.ranks.copy()
+    )
 
 
-def _new_trie(is_traced: bool) -> HypothesisTrie:
+def _new_group_trie(is_traced: bool) -> HypothesisTrie:
     """The hypotheses of a search that begins."""
     if not is_traced:
         return HypothesisTrie()

@@ -18,7 +18,7 @@ Blocks = tuple[list[KVCacheBlock], ...]  # by KV cache group
 
 
 @dataclass
-class HeldBlocks:
+class EngineHeldBlocks:
     """What is kept, by the keys that front ends gave to the requests. The pool counts each block as used."""
 
     block_pool: BlockPool

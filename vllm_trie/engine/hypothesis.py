@@ -10,20 +10,20 @@ import numpy as np
 from vllm_trie.search.stopping import NO_TOKEN
 
 
-class TokenReports(NamedTuple):
+class GroupTokenReports(NamedTuple):
     """What is returned of tokens besides: of those of hypotheses, or of all rows' newest ones."""
 
     token_ids: np.ndarray  # [tokens, 1 + N] int32, each one's own, then the best at its place
     logprobs: np.ndarray  # [tokens, 1 + N] float32, theirs
     ranks: np.ndarray  # [tokens] int32, its own at its place, from 1
 
-    def some(self, which: slice) -> TokenReports:
+    def some(self, which: slice) -> GroupTokenReports:
         """Those of some tokens."""
-        return TokenReports(self.token_ids[which], self.logprobs[which], self.ranks[which])
+        return GroupTokenReports(self.token_ids[which], self.logprobs[which], self.ranks[which])
 
 
 @dataclass(frozen=True, eq=False)
-class FoundHypotheses:
+class GroupHypotheses:
     """Hypotheses as a search returns them, best first: of each field one entry of each, but for `reports`."""
 
     leaves: np.ndarray  # [n] int64, their numbers in the hypothesis trie; below 0 of beams of a search that was aborted
@@ -32,7 +32,7 @@ class FoundHypotheses:
     scores: np.ndarray  # [n] float64, what they compete by
     stopped_by: np.ndarray  # [n] int64, the stop token that one ends in; NO_TOKEN where another rule, or none, ended it
     has_ended: np.ndarray  # [n] bool, by a stop token, or with its items
-    reports: TokenReports | None = None  # of the tokens of one after the other, if log-probabilities are returned
+    reports: GroupTokenReports | None = None  # of the tokens of one after the other, if log-probabilities are returned
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -46,12 +46,12 @@ class FoundHypotheses:
         """Of each the stop token that it ends in; None where there is none, or it is `unreported`."""
         return [None if token in (NO_TOKEN, unreported) else token for token in self.stopped_by.tolist()]
 
-    def first(self, count: int) -> FoundHypotheses:
+    def first(self, count: int) -> GroupHypotheses:
         """The best `count`, if there are as many."""
         if len(self) <= count:
             return self
         end = sum(map(len, self.token_ids[:count]))
-        return FoundHypotheses(
+        return GroupHypotheses(
             self.leaves[:count],
             self.token_ids[:count],
             self.sum_logprobs[:count],
@@ -61,7 +61,7 @@ class FoundHypotheses:
             self.reports and self.reports.some(slice(end)),
         )
 
-    def after(self, count: int, sum_logprobs: float) -> FoundHypotheses:
+    def after(self, count: int, sum_logprobs: float) -> GroupHypotheses:
         """The one that there is without its first `count` tokens, whose log-probabilities have this sum."""
         (tokens,) = self.token_ids
         reports = self.reports and self.reports.some(slice(count, None))
@@ -69,6 +69,6 @@ class FoundHypotheses:
         return replace(self, token_ids=[tokens[count:]], sum_logprobs=sums, reports=reports)
 
 
-NO_HYPOTHESES = FoundHypotheses(
+NO_HYPOTHESES = GroupHypotheses(
     np.zeros(0, np.int64), [], np.zeros(0), np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.bool_)
 )

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 KNOWN_CACHES = FullAttentionSpec | SlidingWindowSpec | MLAAttentionSpec | CrossAttentionSpec | MambaSpec
 
 
-def refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig, caches_parts: bool = False) -> None:
+def refuse_engine_kv_cache(kv_cache_config: KVCacheConfig, caches_parts: bool = False) -> None:
     """Refuse a model whose KV cache is of another kind than those that tests have shown to be right.
 
     Args:
@@ -31,7 +31,7 @@ def refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig, caches_parts: bo
         ValueError: naming the kinds that it has.
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    unproven = sorted({why for spec in specs if (why := _unproven(spec)) is not None})
+    unproven = sorted({why for spec in specs if (why := _unproven_engine_kv_cache(spec)) is not None})
     if not specs or unproven:
         is_chunked = unproven == [ChunkedLocalAttentionSpec.__name__]
         hint = "; start vLLM with disable_hybrid_kv_cache_manager=True" if is_chunked else ""
@@ -51,7 +51,7 @@ def refuse_unsupported_kv_cache(kv_cache_config: KVCacheConfig, caches_parts: bo
         )
 
 
-def _unproven(spec: KVCacheSpec) -> str | None:
+def _unproven_engine_kv_cache(spec: KVCacheSpec) -> str | None:
     """What about a KV cache nobody has tried beams with, if anything."""
     name = type(spec).__name__
     if type(spec) not in get_args(KNOWN_CACHES):

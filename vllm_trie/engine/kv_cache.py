@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, Ma
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_trie.compat.at_rest import Rests
-from vllm_trie.engine.held_blocks import HeldBlocks
+from vllm_trie.engine.held_blocks import EngineHeldBlocks
 from vllm_trie.messages import ForkTicket, LookaheadBlocks, NewRows
 from vllm_trie.trie.blocks import BlockTrie, TrieBlockCounts, trie_fan_out_blocks
 
@@ -28,7 +28,7 @@ LOOKAHEAD_SHARE = 0.75  # of the blocks that a group holds, the most that it is 
 FEW_BLOCKS = 16  # are lent to any other group, however few it holds
 
 
-def most_lookahead(num_held: int) -> int:
+def most_group_lookahead_blocks(num_held: int) -> int:
     """The most blocks that a group is lent for a step."""
     return max(int(LOOKAHEAD_SHARE * num_held), FEW_BLOCKS)
 
@@ -42,7 +42,7 @@ class RowUpdate:
 
 
 @dataclass(slots=True)
-class _GroupBlocks:
+class _GroupKVBlocks:
     prefix_length: int  # tokens that the group computes as one row
     paths: np.ndarray  # what its rows compute after it fans out, see `BlockTrie.fan_out`
     is_prefilling: bool = False
@@ -80,10 +80,10 @@ class BeamKVCacheManager(Rests, KVCacheManager):
         self.reclaim_interval = 1
         self.num_lookahead_tokens = 0  # for which vLLM keeps room beyond what an ordinary request computes
         self.counts = TrieBlockCounts()  # of groups that have ended
-        self._groups: dict[str, _GroupBlocks] = {}
+        self._groups: dict[str, _GroupKVBlocks] = {}
         self.num_group_blocks = 0  # that tries hold, their garbage included
         self.peak_group_blocks = 0
-        self.held = HeldBlocks(self.block_pool)
+        self.held = EngineHeldBlocks(self.block_pool)
 
     @property
     def num_usable_blocks(self) -> int:
@@ -105,7 +105,7 @@ class BeamKVCacheManager(Rests, KVCacheManager):
             How many blocks it needs to get that far.
         """
         self.wake()
-        self._groups[request.request_id] = group = _GroupBlocks(request.num_tokens, paths)
+        self._groups[request.request_id] = group = _GroupKVBlocks(request.num_tokens, paths)
         num_encoded = sum(map(request.get_num_encoder_embeds, range(len(request.mm_features))))
         prefix = self._blocks_of_prefix(request.num_tokens, num_encoded) + self._blocks_to_fan_out(group)
         return max(prefix, self._blocks_of_prefix(request.num_tokens + self.num_lookahead_tokens, num_encoded))
@@ -116,7 +116,7 @@ class BeamKVCacheManager(Rests, KVCacheManager):
         for manager in self._managers:
             num_held = num_encoded if isinstance(manager, CrossAttentionManager) else num_tokens
             blocks = -(-num_held // manager.block_size)
-            most = _most_at_a_time(manager)
+            most = _manager_blocks_at_most(manager)
             total += blocks if most is None else min(blocks, most)
         return total
 
@@ -125,10 +125,10 @@ class BeamKVCacheManager(Rests, KVCacheManager):
 
         If not, they would need more blocks to compute it again than they had: what left the window.
         """
-        return all(_skipped(m, num_tokens) <= prefix_length // m.block_size for m in self._managers)
+        return all(_manager_blocks_skipped(m, num_tokens) <= prefix_length // m.block_size for m in self._managers)
 
-    def _blocks_to_fan_out(self, group: _GroupBlocks) -> int:
-        return sum(_blocks_beyond(m, group.prefix_length, group.paths) for m in self._managers)
+    def _blocks_to_fan_out(self, group: _GroupKVBlocks) -> int:
+        return sum(_manager_blocks_beyond(m, group.prefix_length, group.paths) for m in self._managers)
 
     def close_group(self, request_id: str) -> None:
         """Forget a group whose blocks are freed."""
@@ -166,8 +166,8 @@ class BeamKVCacheManager(Rests, KVCacheManager):
     ) -> LookaheadBlocks | None:
         """Blocks to speculate with in the step that `allocate_slots` has just made room for, out of what is free.
 
-        That is no more than `most_lookahead` allows, the next blocks of the group's rows included, unless not even one
-        layer and the least number of drafts can be had for it.
+        That is no more than `most_group_lookahead_blocks` allows, the next blocks of the group's rows included, unless
+        not even one layer and the least number of drafts can be had for it.
 
         Args:
             num_layers: Tokens by which each row may go on.
@@ -178,7 +178,7 @@ class BeamKVCacheManager(Rests, KVCacheManager):
             As much of it as there is; None if the rows cannot even grow, or too few drafts can come with that.
         """
         group = self._groups[request.request_id]
-        most_blocks = most_lookahead(group.num_held) if most_rows is None else most_rows * len(group.tries)
+        most_blocks = most_group_lookahead_blocks(group.num_held) if most_rows is None else most_rows * len(group.tries)
         left = [-trie.num_tokens % trie.block_size for trie in group.tries]  # tokens for which the rows have room
         num_free, width = self.block_pool.get_num_free_blocks(), len(group.paths)
         numbers = sorted({num_layers, *(n for n in left if 0 < n < num_layers)}, reverse=True)
@@ -190,7 +190,7 @@ class BeamKVCacheManager(Rests, KVCacheManager):
 
             def num_spare(num_drafts: int, needs_next: list[bool] = needs_next) -> list[int]:
                 return [
-                    most_spare_blocks(num_drafts, width, n + trie.block_size * needs, trie.block_size)
+                    most_spare_group_blocks(num_drafts, width, n + trie.block_size * needs, trie.block_size)
                     for trie, n, needs in zip(group.tries, left, needs_next, strict=True)
                 ]
 
@@ -264,7 +264,7 @@ class BeamKVCacheManager(Rests, KVCacheManager):
             self.counts.add(trie.counts)
         if group is not None:
             self._take_back(group)
-            self._groups[request.request_id] = _GroupBlocks(group.prefix_length, group.paths)
+            self._groups[request.request_id] = _GroupKVBlocks(group.prefix_length, group.paths)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self._release_held()  # what goes on from it would go on with KV of old weights
@@ -316,10 +316,10 @@ class BeamKVCacheManager(Rests, KVCacheManager):
         for manager, path in zip(self._managers, paths, strict=True):  # as if vLLM had given them to a request
             hashed = [number for number, block in enumerate(path, 1) if block.block_hash is not None]
             manager.req_to_blocks[request_id], manager.num_cached_block[request_id] = path, max(hashed, default=0)
-        before = list(map(_num_hashed, paths))
+        before = list(map(_num_hashed_group_blocks, paths))
         super().cache_blocks(history(), num_tokens)
         for trie, path, num_hashed in zip(tries, paths, before, strict=True):
-            trie.counts.cached += _num_hashed(path) - num_hashed
+            trie.counts.cached += _num_hashed_group_blocks(path) - num_hashed
         self.coordinator.pop_blocks_for_free(request_id)
 
     def _full_blocks(self, trie: BlockTrie, row: int, num_tokens: int) -> list[KVCacheBlock]:
@@ -357,11 +357,11 @@ class BeamKVCacheManager(Rests, KVCacheManager):
     def _managers(self) -> tuple[SingleTypeKVCacheManager, ...]:
         return self.coordinator.single_type_managers
 
-    def _fan_out(self, request: Request, group: _GroupBlocks) -> bool:
+    def _fan_out(self, request: Request, group: _GroupKVBlocks) -> bool:
         """Let the one row become all rows, with room for what they compute. Returns False if blocks are short."""
         num_tokens = request.num_computed_tokens
         self.coordinator.remove_skipped_blocks(request.request_id, num_tokens)
-        new_blocks = self._new_blocks(_blocks_beyond(m, num_tokens, group.paths) for m in self._managers)
+        new_blocks = self._new_blocks(_manager_blocks_beyond(m, num_tokens, group.paths) for m in self._managers)
         if new_blocks is None:
             return False
         null, tables, copies = self.block_pool.null_block.block_id, [], []
@@ -388,12 +388,12 @@ class BeamKVCacheManager(Rests, KVCacheManager):
         num_skipped = next((i for i, block in enumerate(held) if not block.is_null), len(held))
         return BlockTrie(manager.block_size, [block.block_id for block in held], num_tokens, num_skipped)
 
-    def _grow(self, request: Request, num_new_tokens: int, group: _GroupBlocks) -> bool:
+    def _grow(self, request: Request, num_new_tokens: int, group: _GroupKVBlocks) -> bool:
         """Make room for the next tokens of every row. Returns False if blocks are short."""
         num_tokens = request.num_computed_tokens
         for trie, manager in zip(group.tries, self._managers, strict=True):
             # Rows keep the state after their last full block: if an answer ends there, the next turn goes on from it.
-            trie.skip(_skipped(manager, num_tokens) - isinstance(manager.kv_cache_spec, MambaSpec))
+            trie.skip(_manager_blocks_skipped(manager, num_tokens) - isinstance(manager.kv_cache_spec, MambaSpec))
         group.update = update = RowUpdate()
         if num_tokens + num_new_tokens <= group.num_tokens:
             return True  # after a preemption rows compute what there was room for from the start
@@ -423,7 +423,7 @@ class BeamKVCacheManager(Rests, KVCacheManager):
         self._count(count)
         return [block.block_id for block in self.block_pool.get_new_blocks(count)]
 
-    def _take_back(self, group: _GroupBlocks) -> None:
+    def _take_back(self, group: _GroupKVBlocks) -> None:
         self._free_blocks(group.lookahead_blocks)
         group.next_blocks, group.spare_blocks = [], []
 
@@ -451,7 +451,7 @@ class BeamKVCacheManager(Rests, KVCacheManager):
         self.block_pool.free_blocks([self.block_pool.blocks[block_id] for block_id in block_ids])
 
 
-def most_spare_blocks(num_drafts: int, width: int, room: int, block_size: int) -> int:
+def most_spare_group_blocks(num_drafts: int, width: int, room: int, block_size: int) -> int:
     """The most blocks that the trees of `width` rows need beyond the `room` for drafts that each has, however shared.
 
     The first block beyond its room costs a row `room + 1` drafts, and each further one a whole block of them. So it is
@@ -461,16 +461,16 @@ def most_spare_blocks(num_drafts: int, width: int, room: int, block_size: int) -
     return num_rows + (num_drafts - num_rows * (room + 1)) // block_size if num_rows else 0
 
 
-def _num_hashed(blocks: Iterable[KVCacheBlock]) -> int:
+def _num_hashed_group_blocks(blocks: Iterable[KVCacheBlock]) -> int:
     return sum(block.block_hash is not None for block in blocks)
 
 
-def _skipped(manager: SingleTypeKVCacheManager, num_computed_tokens: int) -> int:
+def _manager_blocks_skipped(manager: SingleTypeKVCacheManager, num_computed_tokens: int) -> int:
     """How many blocks in front of the next token's window a manager holds no longer."""
     return manager.get_num_skipped_tokens(num_computed_tokens) // manager.block_size
 
 
-def _most_at_a_time(manager: SingleTypeKVCacheManager) -> int | None:
+def _manager_blocks_at_most(manager: SingleTypeKVCacheManager) -> int | None:
     """The most blocks that a request holds, however long it is, if there is a limit.
 
     They are those of a window and the chunk that is computed; or of a state, the last one that is cached, and one that
@@ -481,7 +481,7 @@ def _most_at_a_time(manager: SingleTypeKVCacheManager) -> int | None:
     return manager.max_admission_blocks_per_request
 
 
-def _blocks_beyond(manager: SingleTypeKVCacheManager, num_tokens: int, paths: np.ndarray) -> int:
+def _manager_blocks_beyond(manager: SingleTypeKVCacheManager, num_tokens: int, paths: np.ndarray) -> int:
     """New blocks that rows take from a prefix of `num_tokens` on. Of what an encoder made, they all hold the same."""
     return (
         0 if isinstance(manager, CrossAttentionManager) else trie_fan_out_blocks(num_tokens, paths, manager.block_size)

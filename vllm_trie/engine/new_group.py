@@ -9,10 +9,10 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import Request
 
 from vllm_trie.compat.versions import own_beams
-from vllm_trie.engine.catalogs import NoCatalog
-from vllm_trie.engine.grammar import matchers_of
+from vllm_trie.engine.catalogs import NoGroupCatalog
+from vllm_trie.engine.grammar import group_grammar_of
 from vllm_trie.engine.group import BeamGroup
-from vllm_trie.engine.plan import SearchPlan
+from vllm_trie.engine.plan import GroupPlan
 from vllm_trie.messages import GroupTicket
 from vllm_trie.options import BeamParams, parse_options
 from vllm_trie.options.contrast import contrast_option_weights
@@ -33,7 +33,7 @@ def new_group(
     ticket: GroupTicket,
     max_model_len: int,
     has_logits_processors: bool,
-    catalog: NoCatalog | None = None,
+    catalog: NoGroupCatalog | None = None,
 ) -> BeamGroup:
     """The search that a request asks for.
 
@@ -44,14 +44,14 @@ def new_group(
         has_logits_processors: Custom processors act on the logits of the engine's requests.
         catalog: Along which it goes, if there is one.
     """
-    sampling, catalog = request.sampling_params, catalog or NoCatalog(params)
+    sampling, catalog = request.sampling_params, catalog or NoGroupCatalog(params)
     assert sampling is not None
     stop_strings, prompt_length = tuple(sampling.stop or ()), request.num_prompt_tokens
     max_length = min(request.max_tokens, max_model_len - prompt_length)
     stop_ids, eos_token_id = TokenIds(stop_tokens(sampling)), ticket.eos_token_id
     ending = frozenset(stop_ids)
     stop_rules = StopRules(ending, sampling.eos_token_id, stop_strings, sampling.min_tokens, max_length)
-    matchers = matchers_of(request, params)
+    matchers = group_grammar_of(request, params)
     grammar = () if matchers is None else (matchers.constraint,)
     others = list[Constraint]()
     if params.no_repeat_ngram_size:
@@ -62,7 +62,7 @@ def new_group(
         others.append(on_demand("constraints.contrast:Contrast")(**contrast_option_weights(params.contrast)))
     select_rules = SelectRules(
         catalog.num_beams(len(stop_ids)),
-        _strategy(params, _padding(ticket, stop_ids)),
+        _new_group_strategy(params, _new_group_padding(ticket, stop_ids)),
         Stops(
             stop_ids,
             stop_strings,
@@ -73,14 +73,14 @@ def new_group(
         sampling.logprobs,
         is_controlled(sampling) or (has_logits_processors and not ticket.is_offline),
         logits_filters(sampling),
-        _pruning(params, stop_rules),
+        _new_group_pruning(params, stop_rules),
         (*catalog.constraints, *others, *grammar),
     )
     items_end = select_rules.items is not None and not select_rules.items.ends_with_stop
     ended_by = None if items_end else ending
     uncounted = ending if eos_token_id is None else ending | {eos_token_id}
     compares_final_scores = ticket.is_offline and own_beams().counts_prompt
-    plan = SearchPlan(
+    plan = GroupPlan(
         request.request_id,
         params,
         ticket.n,
@@ -88,7 +88,7 @@ def new_group(
         stop_rules,
         select_rules,
         catalog,
-        partial(new_pool, params, max_length, prompt_length, uncounted, ended_by),
+        partial(new_group_pool, params, max_length, prompt_length, uncounted, ended_by),
         prompt_length,
         uncounted_eos=eos_token_id if compares_final_scores and eos_token_id not in ending else None,
         seed=randbits(64) if sampling.seed is None else sampling.seed,
@@ -99,7 +99,7 @@ def new_group(
     return BeamGroup(plan, matchers, streams)
 
 
-def new_pool(
+def new_group_pool(
     params: BeamParams,
     max_length: int,
     prompt_length: int = 0,
@@ -131,7 +131,7 @@ def new_pool(
     return HfPool(width, penalty, max_length, True if width == 1 else params.early_stopping)
 
 
-def _pruning(beam: BeamParams, rules: StopRules) -> Pruning:
+def _new_group_pruning(beam: BeamParams, rules: StopRules) -> Pruning:
     """What drops continuations. As in vLLM 0.33, where there may be several EOS tokens, a beam proposes its best 2b."""
     may_stop_otherwise = len(rules.stop_token_ids) > 1 or rules.stop_strings  # by one token only, enough of 2b go on
     if beam.semantics == "vllm" and own_beams().stops_by_generation_config and may_stop_otherwise:
@@ -139,15 +139,15 @@ def _pruning(beam: BeamParams, rules: StopRules) -> Pruning:
     return Pruning(beam.prune_relative, beam.prune_absolute, beam.prune_relative_local, beam.max_candidates_per_parent)
 
 
-def _padding(ticket: GroupTicket, stop_ids: tuple[int, ...]) -> int | None:
+def _new_group_padding(ticket: GroupTicket, stop_ids: tuple[int, ...]) -> int | None:
     """What groups of beams that are done take: where a model has no padding token, transformers takes EOS."""
     if ticket.padding is not None or not stop_ids:
         return ticket.padding
     return ticket.eos_token_id if ticket.eos_token_id in stop_ids else stop_ids[0]
 
 
-def _strategy(beam: BeamParams, padding: int | None) -> Strategy:
-    """How beams are chosen; see `_padding`."""
+def _new_group_strategy(beam: BeamParams, padding: int | None) -> Strategy:
+    """How beams are chosen; see `_new_group_padding`."""
     if beam.do_sample:
         min_width = beam.min_width or (beam.beam_width if beam.threshold is None else 1)
         top_k = (beam.accept_top_k or beam.beam_width) if beam.accept == "top_k" else None
@@ -160,7 +160,7 @@ def _strategy(beam: BeamParams, padding: int | None) -> Strategy:
     return on_demand("strategies.in_groups:InGroups")(beam.num_beam_groups, float(beam.diversity_penalty), padding)
 
 
-def is_unchecked(request: Request) -> bool:
+def is_group_request_unchecked(request: Request) -> bool:
     """Whether a request without a ticket asks for beams."""
     params = request.sampling_params
     try:

@@ -16,7 +16,7 @@ from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.messages import GroupStep
 
 
-def mark_new_prefixes(
+def mark_new_group_prefixes(
     steps: Mapping[str, GroupStep],
     output: SchedulerOutput,
     requests: Mapping[str, Request],

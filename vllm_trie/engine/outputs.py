@@ -13,9 +13,9 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.engine.answer_prefix import Part
+from vllm_trie.engine.answer_prefix import EngineAnswerPart
 from vllm_trie.engine.group import BeamGroup
-from vllm_trie.engine.hypothesis import FoundHypotheses
+from vllm_trie.engine.hypothesis import GroupHypotheses
 from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, SentHypotheses
 from vllm_trie.options import PLUGIN_NAME
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NEVER_SCHEDULED = {RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR}
 
 
-class Outbox(list[tuple[int, EngineCoreOutput]]):
+class EngineOutbox(list[tuple[int, EngineCoreOutput]]):
     """Outputs that belong to no step of vLLM's scheduler: of searches that end otherwise, and parts of streams.
 
     Each comes after the index of its client.
@@ -35,7 +35,7 @@ class Outbox(list[tuple[int, EngineCoreOutput]]):
         """Send an output to whoever has sent a request, with the times that vLLM's metrics take."""
         output.request_id, output.trace_headers = request.request_id, request.trace_headers
         if output.events is None:
-            output.events = _take_events(request)
+            output.events = _take_engine_events(request)
         self.append((request.client_index, output))
 
     def empty_into(self, outputs: dict[int, EngineCoreOutputs], tells_finished: bool) -> None:
@@ -52,7 +52,7 @@ class Outbox(list[tuple[int, EngineCoreOutput]]):
         self.clear()
 
 
-def answer_output(best: FoundHypotheses, num_outputs: int, eos_token_id: int | None) -> EngineCoreOutput:
+def engine_answer_output(best: GroupHypotheses, num_outputs: int, eos_token_id: int | None) -> EngineCoreOutput:
     """The answer of a search that is over, not addressed yet.
 
     Args:
@@ -62,31 +62,31 @@ def answer_output(best: FoundHypotheses, num_outputs: int, eos_token_id: int | N
         eos_token_id: The stop token that vLLM does not report as a stop reason.
     """
     if not best:
-        nothing = _sum_alone(math.nan)
+        nothing = _engine_output_logprob_sum(math.nan)
         return EngineCoreOutput("", [], nothing, finish_reason=FinishReason.STOP, stop_reason=NO_HYPOTHESIS)
-    output, sent = _output_of(best.first(num_outputs), num_outputs, eos_token_id)
+    output, sent = _engine_output_of(best.first(num_outputs), num_outputs, eos_token_id)
     if num_outputs > 1:
-        add_to_answer(output, {HYPOTHESES: sent})
+        add_to_engine_output(output, {HYPOTHESES: sent})
     return output
 
 
-def answer_so_far(best: FoundHypotheses, num_outputs: int, eos_token_id: int | None) -> EngineCoreOutput:
+def engine_answer_so_far(best: GroupHypotheses, num_outputs: int, eos_token_id: int | None) -> EngineCoreOutput:
     """The answer of a search that was aborted, likewise; it may have found nothing yet.
 
     The reasons in `SentHypotheses` are the hypotheses' own, by which vLLM makes their texts; it says that they do not
     count. The text of a single one that has ended is made by the output's reason, which is its own, too.
     """
     if not best:
-        return EngineCoreOutput("", [], _sum_alone(math.nan), finish_reason=FinishReason.ABORT)
-    output, sent = _output_of(best.first(num_outputs), num_outputs, eos_token_id)
+        return EngineCoreOutput("", [], _engine_output_logprob_sum(math.nan), finish_reason=FinishReason.ABORT)
+    output, sent = _engine_output_of(best.first(num_outputs), num_outputs, eos_token_id)
     if num_outputs > 1 or not best.has_ended[0]:
         output.finish_reason = FinishReason.ABORT
-    add_to_answer(output, {HYPOTHESES: sent._replace(are_aborted=True)})
+    add_to_engine_output(output, {HYPOTHESES: sent._replace(are_aborted=True)})
     return output
 
 
-def _output_of(
-    best: FoundHypotheses, num_outputs: int, eos_token_id: int | None
+def _engine_output_of(
+    best: GroupHypotheses, num_outputs: int, eos_token_id: int | None
 ) -> tuple[EngineCoreOutput, SentHypotheses]:
     """Hypotheses, in an output that does not tell yet whose is what."""
     # Where a stop string ended it, the front end finds that string in the text, and says so.
@@ -97,18 +97,18 @@ def _output_of(
     if best.reports is not None and len(best.reports.ranks):
         output.new_logprobs = LogprobsLists(*best.reports)
     elif num_outputs == 1:
-        output.new_logprobs = _sum_alone(sums[0])
+        output.new_logprobs = _engine_output_logprob_sum(sums[0])
     return output, SentHypotheses(best.lengths.tolist(), reasons, stops, sums)
 
 
-def add_to_answer(output: EngineCoreOutput, more: Mapping[str, Any]) -> None:
+def add_to_engine_output(output: EngineCoreOutput, more: Mapping[str, Any]) -> None:
     """Send more with an output, in the one field of it that is open; there is no KV connector."""
     if more:
         output.kv_transfer_params = {PLUGIN_NAME: {**(output.kv_transfer_params or {}).get(PLUGIN_NAME, {}), **more}}
 
 
-def add_answer(
-    output: EngineCoreOutput, group: BeamGroup, best: FoundHypotheses, block_size: int, is_aborted: bool = False
+def add_engine_answer(
+    output: EngineCoreOutput, group: BeamGroup, best: GroupHypotheses, block_size: int, is_aborted: bool = False
 ) -> None:
     """Add to the output of a search what its request asks for besides.
 
@@ -122,16 +122,16 @@ def add_answer(
     if plan.params.accept == "top_k":
         answer["is_exact"] = False
     if plan.params.compact:
-        answer |= compact_answer(best, plan.stop_rules.max_length, is_aborted)
+        answer |= compact_engine_answer(best, plan.stop_rules.max_length, is_aborted)
     answer |= plan.catalog.answer(plan.stop_rules.stop_token_ids, best.token_ids)
     if plan.params.beam_results:
-        answer["beam_results"] = scores_and_stops(best)
+        answer["beam_results"] = engine_scores_and_stops(best)
     if group.traced:
-        answer["trace"] = trace_of(group, group.traced, best, block_size)
-    add_to_answer(output, answer)
+        answer["trace"] = group_trace(group, group.traced, best, block_size)
+    add_to_engine_output(output, answer)
 
 
-def trace_of(group: BeamGroup, trie: TracedTrie, best: FoundHypotheses, block_size: int) -> dict[str, Any]:
+def group_trace(group: BeamGroup, trie: TracedTrie, best: GroupHypotheses, block_size: int) -> dict[str, Any]:
     """What is sent of the trace of a search that is over, see `vllm_trie.trace`; `trace/texts.py` adds the texts.
 
     Args:
@@ -144,17 +144,17 @@ def trace_of(group: BeamGroup, trie: TracedTrie, best: FoundHypotheses, block_si
     return {**own, **trie.as_dict(returned)}
 
 
-def part_output(part: Part, request: Request, num_cached_tokens: int) -> EngineCoreOutput:
+def engine_part_output(part: EngineAnswerPart, request: Request, num_cached_tokens: int) -> EngineCoreOutput:
     """The next tokens of a search's one output, not addressed yet; with the first come counts, as in vLLM.
 
     Args:
         num_cached_tokens: Of the request's prompt, those that the prefix cache holds now.
     """
-    prefill_stats = take_prefill_stats(request, num_cached_tokens)
-    return EngineCoreOutput("", part.token_ids, _logprobs(part), prefill_stats=prefill_stats)
+    prefill_stats = take_group_prefill_stats(request, num_cached_tokens)
+    return EngineCoreOutput("", part.token_ids, _engine_output_logprobs(part), prefill_stats=prefill_stats)
 
 
-def take_prefill_stats(request: Request, num_cached_tokens: int) -> PrefillStats | None:
+def take_group_prefill_stats(request: Request, num_cached_tokens: int) -> PrefillStats | None:
     """What vLLM counts of a prompt that was computed, for the first output after that; None for further ones.
 
     Args:
@@ -165,7 +165,7 @@ def take_prefill_stats(request: Request, num_cached_tokens: int) -> PrefillStats
     return stats
 
 
-def compact_answer(found: FoundHypotheses, max_length: int, is_aborted: bool = False) -> dict[str, list[Any]]:
+def compact_engine_answer(found: GroupHypotheses, max_length: int, is_aborted: bool = False) -> dict[str, list[Any]]:
     """All hypotheses of a search as lists, best first, for its one output: see `entrypoints.answers.compact`."""
     reasons = np.where(found.has_ended | (found.lengths < max_length), "stop", "length")
     return {
@@ -176,7 +176,7 @@ def compact_answer(found: FoundHypotheses, max_length: int, is_aborted: bool = F
     }
 
 
-def scores_and_stops(found: FoundHypotheses) -> list[dict[str, Any]]:
+def engine_scores_and_stops(found: GroupHypotheses) -> list[dict[str, Any]]:
     """Scores, and the stop tokens that ended hypotheses, best first: vLLM's outputs have no room for these.
 
     `entrypoints.answers.beam_results` adds the rest.
@@ -185,17 +185,17 @@ def scores_and_stops(found: FoundHypotheses) -> list[dict[str, Any]]:
     return [{"sequence_score": score, "matched": token} for score, token in pairs]
 
 
-def error_output(message: str) -> EngineCoreOutput:
+def engine_error_output(message: str) -> EngineCoreOutput:
     """The end of a search that cannot go on, not addressed yet; `message` becomes the stop reason."""
     return EngineCoreOutput(request_id="", new_token_ids=[], finish_reason=FinishReason.ERROR, stop_reason=message)
 
 
-def _logprobs(part: Part) -> LogprobsLists:
+def _engine_output_logprobs(part: EngineAnswerPart) -> LogprobsLists:
     """What is reported of each token, or their sum alone (see `entrypoints.answers.logprobs`)."""
-    return _sum_alone(part.sum_logprobs) if part.reports is None else LogprobsLists(*part.reports)
+    return _engine_output_logprob_sum(part.sum_logprobs) if part.reports is None else LogprobsLists(*part.reports)
 
 
-def take_output(request_id: str, outputs: dict[int, EngineCoreOutputs]) -> EngineCoreOutput:
+def take_engine_output(request_id: str, outputs: dict[int, EngineCoreOutputs]) -> EngineCoreOutput:
     """Take from among all outputs that of a request that has finished."""
     for of_client in outputs.values():
         for index, output in enumerate(of_client.outputs):
@@ -204,7 +204,7 @@ def take_output(request_id: str, outputs: dict[int, EngineCoreOutputs]) -> Engin
     raise LookupError(f"vLLM made no output for the finished group {request_id}")
 
 
-def _take_events(request: Request) -> list[EngineCoreEvent] | None:
+def _take_engine_events(request: Request) -> list[EngineCoreEvent] | None:
     """The times that vLLM has noted of a request. One that ends before it was scheduled leaves the queue now."""
     if request.status in NEVER_SCHEDULED:
         if not request.events:  # refused
@@ -214,7 +214,7 @@ def _take_events(request: Request) -> list[EngineCoreEvent] | None:
     return events
 
 
-def _sum_alone(total: float) -> LogprobsLists:
+def _engine_output_logprob_sum(total: float) -> LogprobsLists:
     """A sum of log-probabilities, alone; NaN where there is none (see `entrypoints.answers.logprobs`)."""
     nothing = np.zeros((0, 0), dtype=np.int32)
     return LogprobsLists(nothing, np.array([[total]]), nothing)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from vllm_trie.engine.catalogs import NoCatalog
+from vllm_trie.engine.catalogs import NoGroupCatalog
 from vllm_trie.messages import Caller
 from vllm_trie.options import BeamParams
 from vllm_trie.search import on_demand
@@ -27,7 +27,7 @@ class Phase(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class SearchPlan:
+class GroupPlan:
     """What one request asks for.
 
     Args:
@@ -52,7 +52,7 @@ class SearchPlan:
     caller: Caller
     stop_rules: StopRules
     select_rules: SelectRules
-    catalog: NoCatalog
+    catalog: NoGroupCatalog
     new_pool: Callable[[], Pool]
     prompt_length: int
     uncounted_eos: int | None

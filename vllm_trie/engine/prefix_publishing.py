@@ -27,7 +27,7 @@ from vllm_trie.search.step_result import Step
 Hasher = Callable[[Request], list[BlockHash]]
 
 
-class AnswerCache:
+class GroupPrefixCache:
     """Enters hypotheses of groups into the prefix cache, in engines that have one.
 
     Args:

@@ -22,25 +22,25 @@ from vllm_trie.compat.fingerprint import steps_to_check
 from vllm_trie.compat.patch import Patch, wrap_all
 from vllm_trie.engine.answer_prefix import AnswerChangedError
 from vllm_trie.engine.catalogs import EngineCatalogs
-from vllm_trie.engine.grammar import GrammarError, fill_masks, why_not_along
+from vllm_trie.engine.grammar import GrammarError, fill_group_grammar_masks, why_no_group_grammar
 from vllm_trie.engine.group import BeamGroup
-from vllm_trie.engine.known_caches import refuse_unsupported_kv_cache
+from vllm_trie.engine.known_caches import refuse_engine_kv_cache
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
-from vllm_trie.engine.new_group import is_unchecked, new_group
-from vllm_trie.engine.new_prefixes import mark_new_prefixes
+from vllm_trie.engine.new_group import is_group_request_unchecked, new_group
+from vllm_trie.engine.new_prefixes import mark_new_group_prefixes
 from vllm_trie.engine.outputs import (
-    Outbox,
-    add_answer,
-    answer_output,
-    answer_so_far,
-    error_output,
-    part_output,
-    take_output,
-    take_prefill_stats,
+    EngineOutbox,
+    add_engine_answer,
+    engine_answer_output,
+    engine_answer_so_far,
+    engine_error_output,
+    engine_part_output,
+    take_engine_output,
+    take_group_prefill_stats,
 )
-from vllm_trie.engine.prefix_publishing import AnswerCache
-from vllm_trie.engine.speculation import Budgets, Growing
-from vllm_trie.engine.stats import BeamTally, SearchCounts, attach_stats
+from vllm_trie.engine.prefix_publishing import GroupPrefixCache
+from vllm_trie.engine.speculation import Growing, SchedulerBudgets
+from vllm_trie.engine.stats import GroupCounts, GroupTally, attach_group_stats
 from vllm_trie.messages import (
     NOT_DRAFTED,
     Decided,
@@ -95,17 +95,17 @@ class BeamScheduler(Rests, Scheduler):
         with Patch("vllm.v1.core.sched.scheduler", "KVCacheManager").applied(BeamKVCacheManager):
             super().__init__(*args, **kwargs)
         config, speculative = config_of(self.vllm_config), self.vllm_config.speculative_config
-        refuse_unsupported_kv_cache(self.kv_cache_config, self.mamba_partial_cache_hit)
+        refuse_engine_kv_cache(self.kv_cache_config, self.mamba_partial_cache_hit)
         self._steps_to_check = math.inf if config.check_invariants else steps_to_check(config.vllm_check)
-        self._budgets: Budgets | None = None
+        self._budgets: SchedulerBudgets | None = None
         if speculative is not None:
             self._budgets = speculation(BUDGETS)(speculative, self.kv_cache_manager)
         self.kv_cache_manager.reclaim_interval = config.reclaim_interval
         self.kv_cache_manager.num_lookahead_tokens = self.num_lookahead_tokens
         self.groups: dict[str, BeamGroup] = {}  # by the request that stands for the group
-        self.outbox = Outbox()
-        self._answers = AnswerCache(self.kv_cache_manager, has_draft_kv=drafts_of(self.vllm_config) == "model")
-        self.tally = BeamTally()
+        self.outbox = EngineOutbox()
+        self._answers = GroupPrefixCache(self.kv_cache_manager, has_draft_kv=drafts_of(self.vllm_config) == "model")
+        self.tally = GroupTally()
         self.catalogs = EngineCatalogs(config.catalogs, config.request_tables_bytes)
         wrap_all("vllm_trie.engine.catalogs")
         self._now = _StepState()
@@ -120,9 +120,11 @@ class BeamScheduler(Rests, Scheduler):
         elif ticket is not None:
             self.wake()
             self._open_group(request, BeamParams.model_construct(**ticket.options), ticket)
-        elif is_unchecked(request):
+        elif is_group_request_unchecked(request):
             self.wake()
-            self.outbox.post(request, error_output("the front end let this beam request through without checking it"))
+            self.outbox.post(
+                request, engine_error_output("the front end let this beam request through without checking it")
+            )
         else:
             super().add_request(request, **kwargs)
 
@@ -146,7 +148,7 @@ class BeamScheduler(Rests, Scheduler):
             reason = f"{ticket.caller.width}={params.beam_width} {refusal}"
             logger.error("Beam group %s was refused: %s", request.request_id, reason)
             self._forget(group, "error")
-            self.outbox.post(request, error_output(reason))
+            self.outbox.post(request, engine_error_output(reason))
             return
         self._answers.open(request)
         self.groups[request.request_id] = group
@@ -177,15 +179,15 @@ class BeamScheduler(Rests, Scheduler):
         """Send what a group has found so far, by what was replayed of its steps."""
         plan = group.plan
         best = group.best_so_far(plan.num_hypotheses)
-        output = answer_so_far(group.unsent_so_far(best), plan.num_outputs, plan.stop_rules.eos_token_id)
-        add_answer(output, group, best, self.kv_cache_manager.token_block_size, is_aborted=True)
+        output = engine_answer_so_far(group.unsent_so_far(best), plan.num_outputs, plan.stop_rules.eos_token_id)
+        add_engine_answer(output, group, best, self.kv_cache_manager.token_block_size, is_aborted=True)
         self._post_end(request, group, output)
 
     def _post_end(self, request: Request, group: BeamGroup, output: EngineCoreOutput) -> None:
         """Send the last output of a group that does not end by a step."""
         if group.counts.target_forwards:  # its prompt was computed
             num_cached_tokens = self.kv_cache_manager.estimate_cached_tokens(request)
-            output.prefill_stats = take_prefill_stats(request, num_cached_tokens)
+            output.prefill_stats = take_group_prefill_stats(request, num_cached_tokens)
         self.outbox.post(request, output)
 
     def _close_group(self, group_id: str, reason: str) -> None:
@@ -284,7 +286,7 @@ class BeamScheduler(Rests, Scheduler):
             done = request.num_computed_tokens - request.num_prompt_tokens
             planned = min(group.planned_length - done, most, 1 + spare // group.num_rows)
             if request.num_output_tokens + group.num_pending != done + planned:
-                _rewrite(request, group.history(0)[: done + planned])
+                _rewrite_scheduled_request(request, group.history(0)[: done + planned])
             spare -= (planned - 1) * group.num_rows
             others += planned * (group.num_rows - 1)
         return others
@@ -303,7 +305,7 @@ class BeamScheduler(Rests, Scheduler):
                 step.resumed = group.resumed() if update.rows is not None else None
             steps[group_id] = step
         if self._budgets is not None:
-            mark_new_prefixes(steps, output, self.requests, self.kv_cache_manager)
+            mark_new_group_prefixes(steps, output, self.requests, self.kv_cache_manager)
         return steps
 
     def _rows(self, request: Request) -> int:
@@ -332,7 +334,7 @@ class BeamScheduler(Rests, Scheduler):
         assert all(self.groups[group_id].num_pending == 1 for group_id in selecting), "masks of a step not yet known"
         backend = self.structured_output_manager.backend
         assert backend is not None
-        masks = fill_masks(backend, selecting)
+        masks = fill_group_grammar_masks(backend, selecting)
         output = output or GrammarOutput([], masks.bits[:0], [])
         attach_masks(output, masks)
         return output
@@ -342,7 +344,7 @@ class BeamScheduler(Rests, Scheduler):
         if grammar is not None:
             if (compiled := grammar.grammar) is None:  # yet
                 return False
-            if (why := why_not_along(compiled)) is not None:
+            if (why := why_no_group_grammar(compiled)) is not None:
                 self._failed[request.request_id] = why
                 return False
         group = self.groups.get(request.request_id)
@@ -398,7 +400,7 @@ class BeamScheduler(Rests, Scheduler):
         prefix_length = request.num_prompt_tokens + group.num_common
         if not self.kv_cache_manager.can_resume(prefix_length, request.num_prompt_tokens + group.length):
             group.restart()
-        _rewrite(request, group.history(0)[: group.num_common])
+        _rewrite_scheduled_request(request, group.history(0)[: group.num_common])
         self._answers.rehash(request)
         needed = self.kv_cache_manager.announce(request, group.paths_to_fan_out())
         if needed > self.kv_cache_manager.num_usable_blocks:
@@ -450,7 +452,7 @@ class BeamScheduler(Rests, Scheduler):
         self._now.over.clear()
         for group_id, reason in list(self._failed.items()):
             logger.error("Beam group %s ended: %s", group_id, reason)
-            self._post_end(self.requests[group_id], self.groups[group_id], error_output(reason))
+            self._post_end(self.requests[group_id], self.groups[group_id], engine_error_output(reason))
             super().finish_requests(group_id, RequestStatus.FINISHED_ERROR)
             self._close_group(group_id, "error")
         if self.outbox:
@@ -477,7 +479,7 @@ class BeamScheduler(Rests, Scheduler):
         running, manager = (request.request_id for request in self.running), self.kv_cache_manager
         widths = [self.groups[id_].num_rows for id_ in running if id_ in self.groups]
         blocks, peak, catalogs = manager.total_counts(), manager.peak_group_blocks, self.catalogs.counts()
-        attach_stats(statistics, self.tally.report(widths, blocks, peak, catalogs))
+        attach_group_stats(statistics, self.tally.report(widths, blocks, peak, catalogs))
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False, **kwargs: Any
@@ -519,7 +521,7 @@ class BeamScheduler(Rests, Scheduler):
             request.num_computed_tokens += len(forks) - 1
         if self._budgets is not None and decided.drafted != NOT_DRAFTED and not over:
             self._budgets.learn(group, decided.drafted, len(forks))
-        counts = SearchCounts.of(decided, len(forks), is_prompt=not was_decoding)
+        counts = GroupCounts.of(decided, len(forks), is_prompt=not was_decoding)
         self.tally.stats.add(counts)
         group.counts.add(counts)
         if group.stream is not None and not over and request.request_id not in self._failed:
@@ -547,19 +549,19 @@ class BeamScheduler(Rests, Scheduler):
             return
         if part is not None:
             num_cached_tokens = self.kv_cache_manager.estimate_cached_tokens(request)
-            self.outbox.post(request, part_output(part, request, num_cached_tokens))
+            self.outbox.post(request, engine_part_output(part, request, num_cached_tokens))
 
     def _end_group(self, request: Request, group: BeamGroup, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Replace the empty output that vLLM made for the group's request by the group's hypotheses."""
         group_id, plan = request.request_id, group.plan
-        stock, reason = take_output(group_id, outputs), "stop" if group.num_steps_left else "length"
+        stock, reason = take_engine_output(group_id, outputs), "stop" if group.num_steps_left else "length"
         best = group.best(plan.num_hypotheses)
         try:
-            output = answer_output(group.unsent(best), plan.num_outputs, plan.stop_rules.eos_token_id)
+            output = engine_answer_output(group.unsent(best), plan.num_outputs, plan.stop_rules.eos_token_id)
         except AnswerChangedError as error:
-            output, reason = error_output(str(error)), "error"
+            output, reason = engine_error_output(str(error)), "error"
         else:
-            add_answer(output, group, best, self.kv_cache_manager.token_block_size)
+            add_engine_answer(output, group, best, self.kv_cache_manager.token_block_size)
         output.events, output.prefill_stats = stock.events, stock.prefill_stats
         self.outbox.post(request, output)
         self._close_group(group_id, reason)
@@ -575,7 +577,7 @@ class BeamScheduler(Rests, Scheduler):
         assert sum(map(self._rows, self.running)) + len(self.kv_holding_waiting) <= self.max_num_running_reqs
 
 
-def _rewrite(request: Request, generated: list[int]) -> None:
+def _rewrite_scheduled_request(request: Request, generated: list[int]) -> None:
     """Make vLLM believe that the request has generated these tokens."""
     request._output_token_ids[:] = generated
     request._all_token_ids[request.num_prompt_tokens :] = generated

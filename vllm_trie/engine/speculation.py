@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from vllm_trie.engine.group import BeamGroup, Forests
+from vllm_trie.engine.group import BeamGroup, ScheduledForests
 from vllm_trie.messages import Decided, Drafted, GroupStep
 from vllm_trie.options import BeamParams
 
@@ -25,10 +25,10 @@ class Growing(NamedTuple):
     step: GroupStep
 
 
-class Budgets(Protocol):
+class SchedulerBudgets(Protocol):
     """Shares out what steps leave over to searches that speculate."""
 
-    def forests(self, params: BeamParams, width: int) -> Forests:
+    def forests(self, params: BeamParams, width: int) -> ScheduledForests:
         """Those of a search with these options, of so many beams."""
 
     def share_out(

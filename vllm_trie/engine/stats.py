@@ -25,27 +25,27 @@ from vllm_trie.trie.blocks import TrieBlockCounts
 REASONS = ("stop", "length", "abort", "error")
 
 
-def _metric(kind: str, meaning: str) -> Any:
+def _group_metric(kind: str, meaning: str) -> Any:
     """A number: a "counter" of what happened, what is "running", or a "peak", which is no change but what there is."""
     return field(default=0, metadata={"kind": kind, "meaning": meaning})
 
 
 @dataclass
-class SearchCounts:
+class GroupCounts:
     """What one search, or all of them, took."""
 
-    steps: int = _metric("counter", "Steps of beam groups: each takes one per token.")
-    target_forwards: int = _metric(
+    steps: int = _group_metric("counter", "Steps of beam groups: each takes one per token.")
+    target_forwards: int = _group_metric(
         "counter", "Forwards of the model that these steps took; speculation makes them fewer."
     )
-    prefill_forwards: int = _metric(
+    prefill_forwards: int = _group_metric(
         "counter",
         "Of these, those that led to a group's first beams. Without them, which take one step each, "
         "(steps - prefill_forwards) / (target_forwards - prefill_forwards) is the steps per forward.",
     )
-    drafted: int = _metric("counter", "Tokens that the draft model proposed to beam groups.")
-    accepted: int = _metric("counter", "Of these, those that became the newest token of a beam.")
-    beams: int = _metric("counter", "Beams that all steps together led to; divided by the steps, the mean width.")
+    drafted: int = _group_metric("counter", "Tokens that the draft model proposed to beam groups.")
+    accepted: int = _group_metric("counter", "Of these, those that became the newest token of a beam.")
+    beams: int = _group_metric("counter", "Beams that all steps together led to; divided by the steps, the mean width.")
 
     @classmethod
     def of(cls, decided: Decided, num_steps: int, is_prompt: bool) -> Self:
@@ -70,7 +70,7 @@ class SearchCounts:
         """Beams after a step, over all of them."""
         return self.beams / max(self.steps, 1)
 
-    def add(self, other: SearchCounts) -> None:
+    def add(self, other: GroupCounts) -> None:
         """Include those of another search, or of further ones."""
         for name, count in vars(other).items():
             if isinstance(count, int):
@@ -82,29 +82,29 @@ class SearchCounts:
 
 
 @dataclass(kw_only=True)
-class BeamStats(SearchCounts):
+class GroupStats(GroupCounts):
     """What changed since the last report, or over some. A name is that of its metric."""
 
-    groups_running: int = _metric("running", "Beam groups that run.")
-    rows_running: int = _metric("running", "Rows of max_num_seqs that running beam groups take.")
-    kv_blocks_peak: int = _metric("peak", "Most KV blocks that decoding beam groups have held at a time, so far.")
-    kv_blocks_shared: int = _metric("counter", "Full KV blocks that forks took over by reference.")
-    kv_blocks_copied: int = _metric("counter", "Partly filled KV blocks that forks copied.")
-    kv_blocks_reclaimed: int = _metric(
+    groups_running: int = _group_metric("running", "Beam groups that run.")
+    rows_running: int = _group_metric("running", "Rows of max_num_seqs that running beam groups take.")
+    kv_blocks_peak: int = _group_metric("peak", "Most KV blocks that decoding beam groups have held at a time, so far.")
+    kv_blocks_shared: int = _group_metric("counter", "Full KV blocks that forks took over by reference.")
+    kv_blocks_copied: int = _group_metric("counter", "Partly filled KV blocks that forks copied.")
+    kv_blocks_reclaimed: int = _group_metric(
         "counter", "KV blocks given back during a search because no beam led to them any more."
     )
-    kv_blocks_cached: int = _metric(
+    kv_blocks_cached: int = _group_metric(
         "counter", "Full KV blocks of answers, the best hypotheses of searches, that entered the prefix cache."
     )
-    preemptions: int = _metric("counter", "Preemptions of beam groups.")
-    catalog_items: int = _metric(
+    preemptions: int = _group_metric("counter", "Preemptions of beam groups.")
+    catalog_items: int = _group_metric(
         "peak", "Items of all catalogs that workers hold, sets that came with requests among them."
     )
-    catalog_bytes: int = _metric("peak", "Bytes that these catalogs take on each device.")
-    catalog_loads: int = _metric("counter", "Catalog files that were loaded: at the start, and as new versions.")
+    catalog_bytes: int = _group_metric("peak", "Bytes that these catalogs take on each device.")
+    catalog_loads: int = _group_metric("counter", "Catalog files that were loaded: at the start, and as new versions.")
     groups_finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
 
-    def add_report(self, other: BeamStats) -> None:
+    def add_report(self, other: GroupStats) -> None:
         """Include a later report."""
         peak = max(self.kv_blocks_peak, other.kv_blocks_peak)
         self.add(other)
@@ -113,11 +113,11 @@ class BeamStats(SearchCounts):
             self.groups_finished[reason] += count
 
 
-class BeamTally:
+class GroupTally:
     """Counts for the next report, in plain additions."""
 
     def __init__(self) -> None:
-        self.stats = BeamStats()  # since the last report
+        self.stats = GroupStats()  # since the last report
         self.has_news = False  # although there may be no group any more
         self._totals = Counter[str]()  # of what others count, as reported
 
@@ -126,7 +126,7 @@ class BeamTally:
         self.stats.groups_finished[reason] += 1
         self.has_news = True
 
-    def report(self, widths: Sequence[int], blocks: TrieBlockCounts, peak: int, catalogs: CatalogCounts) -> BeamStats:
+    def report(self, widths: Sequence[int], blocks: TrieBlockCounts, peak: int, catalogs: CatalogCounts) -> GroupStats:
         """All since the last report.
 
         Args:
@@ -137,7 +137,7 @@ class BeamTally:
         """
         totals = Counter({f"kv_blocks_{name}": count for name, count in vars(blocks).items()})
         totals.update(groups_running=len(widths), rows_running=sum(widths), catalog_loads=catalogs.loads)
-        stats, self.stats, self.has_news = self.stats, BeamStats(), False
+        stats, self.stats, self.has_news = self.stats, GroupStats(), False
         for name, total in totals.items():
             setattr(stats, name, total - self._totals[name])
         stats.kv_blocks_peak, stats.catalog_items, stats.catalog_bytes = peak, catalogs.items, catalogs.bytes
@@ -145,13 +145,13 @@ class BeamTally:
         return stats
 
 
-def attach_stats(carrier: SchedulerStats, stats: BeamStats) -> None:
+def attach_group_stats(carrier: SchedulerStats, stats: GroupStats) -> None:
     """Send `stats` along."""
     assert carrier.kv_connector_stats is None, "a KV connector in an engine with beam groups"
     carrier.kv_connector_stats = {PLUGIN_NAME: vars(stats)}
 
 
-def take_stats(carrier: SchedulerStats) -> BeamStats | None:
+def take_group_stats(carrier: SchedulerStats) -> GroupStats | None:
     """What was sent along. It is gone from the carrier then: vLLM's loggers would look for its KV connector."""
     carried, carrier.kv_connector_stats = carrier.kv_connector_stats, None
-    return None if carried is None else BeamStats(**carried[PLUGIN_NAME])
+    return None if carried is None else GroupStats(**carried[PLUGIN_NAME])

@@ -120,7 +120,7 @@ def test_guidance_works_too_and_others_are_refused(engines: Engines) -> None:
 
 def test_rows_that_share_a_matcher_are_found_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     params = beam_params(4, n=4, max_tokens=12, structured_outputs=structured("regex"))
-    monkeypatch.setattr(grammar, "_fork", lambda matcher: matcher)
+    monkeypatch.setattr(grammar, "_fork_group_grammar", lambda matcher: matcher)
     (output,) = engine.generate(trained_prompts([20]), params)
     assert {o.finish_reason for o in output.outputs} == {"error"}
     assert all("the grammar of structured_outputs does not take token" in o.stop_reason for o in output.outputs)

@@ -14,7 +14,7 @@ from tests.support.engine import TRAINED_TARGET, Engine, Engines
 from tests.support.running import trained_prompts
 from tests.support.step_reference import Drawn, Found, Task, beam_search
 from vllm_trie import StepCandidate, beam_params
-from vllm_trie.engine.held_blocks import HeldBlocks
+from vllm_trie.engine.held_blocks import EngineHeldBlocks
 from vllm_trie.messages import FORK, ForkTicket
 from vllm_trie.step_search.request import StepRequest
 
@@ -395,12 +395,12 @@ def test_a_scorer_that_fails_later_gives_held_blocks_back(engine: Engine) -> Non
 
 def watch_forks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What requests that go on from held blocks find there from now on; None for nothing."""
-    forks, stock = list[Any](), HeldBlocks.blocks_for
-    monkeypatch.setattr(HeldBlocks, "blocks_for", lambda *args: forks.append(stock(*args)) or forks[-1])
+    forks, stock = list[Any](), EngineHeldBlocks.blocks_for
+    monkeypatch.setattr(EngineHeldBlocks, "blocks_for", lambda *args: forks.append(stock(*args)) or forks[-1])
     return forks
 
 
-def until_blocks_are_held(engine: Engine, request_id: str) -> tuple[Any, HeldBlocks]:
+def until_blocks_are_held(engine: Engine, request_id: str) -> tuple[Any, EngineHeldBlocks]:
     """A search between two rounds: the engine that runs it, and what it holds."""
     core, held = engine.llm.llm_engine, engine.scheduler.kv_cache_manager.held
     core.add_request(request_id, {"type": "token", "prompt_token_ids": PROMPTS[0]}, params(max_steps=None))
@@ -442,8 +442,8 @@ def test_a_ticket_for_other_tokens_gets_no_blocks(engine: Engine, monkeypatch: p
 def test_short_of_memory_or_without_a_prefix_cache_it_finds_the_same(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given_back, stock = list[int](), HeldBlocks.release_all
-    monkeypatch.setattr(HeldBlocks, "release_all", lambda held: given_back.append(stock(held)) or given_back[-1])
+    given_back, stock = list[int](), EngineHeldBlocks.release_all
+    monkeypatch.setattr(EngineHeldBlocks, "release_all", lambda held: given_back.append(stock(held)) or given_back[-1])
     wide = params(beam_width=4, candidates=4, n=4, max_tokens=96, max_steps=6, ignore_eos=True)
     prompts = [prompt * 3 for prompt in PROMPTS]
     ample = [found(output) for output in engines(TRAINED_TARGET, max_num_seqs=16).generate(prompts, wide)]

@@ -15,7 +15,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from tests.support.engine import BLOCK_SIZE, ROOT, Engine, Engines
 from tests.support.models import make_draft
 from vllm_trie import beam_params
-from vllm_trie.engine.stats import BeamStats, attach_stats, take_stats
+from vllm_trie.engine.stats import GroupStats, attach_group_stats, take_group_stats
 from vllm_trie.entrypoints.server.metrics import FINISHED, METRICS, PREFIX, ServerMetricsLogger
 
 pytestmark = pytest.mark.slow
@@ -170,7 +170,7 @@ def test_no_step_is_reported_twice_or_without_need(engine: Engine) -> None:
     """Where no group is, vLLM's statistics carry nothing of ours."""
     core, reports = engine.llm.llm_engine, []
     core.logger_manager.stat_loggers[0].record = lambda scheduler_stats, *args, **kwargs: reports.append(
-        take_stats(scheduler_stats)
+        take_group_stats(scheduler_stats)
     )
     engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8))
     assert len(reports) >= 8
@@ -259,12 +259,12 @@ def test_data_parallel_engines_have_a_line_each_or_one_together(
     finished = {"stop": 1, "length": 0, "abort": 0, "error": 1}
     failed = {"stop": 0, "length": 0, "abort": 0, "error": 1}
     for index, stats in [
-        (0, BeamStats(groups_running=1, rows_running=4, steps=3)),
-        (1, BeamStats(groups_running=5, rows_running=12, steps=1, preemptions=2, groups_finished=finished)),
-        (1, BeamStats(groups_running=-3, rows_running=-3, steps=4, groups_finished=failed)),
+        (0, GroupStats(groups_running=1, rows_running=4, steps=3)),
+        (1, GroupStats(groups_running=5, rows_running=12, steps=1, preemptions=2, groups_finished=finished)),
+        (1, GroupStats(groups_running=-3, rows_running=-3, steps=4, groups_finished=failed)),
     ]:
         carrier = SchedulerStats()
-        attach_stats(carrier, stats)
+        attach_group_stats(carrier, stats)
         manager.record(carrier, None, engine_idx=index)
     manager.log()
     assert [line.startswith(start) for line, start in zip(lines, beginnings, strict=True)] == [True] * len(beginnings)
@@ -275,7 +275,7 @@ def test_data_parallel_engines_have_a_line_each_or_one_together(
 def test_several_api_servers_write_no_lines_as_each_sees_a_part(engine: Engine, lines: list[str]) -> None:
     manager = StatLoggerManager(engine.llm.llm_engine.vllm_config, [0], client_count=2)
     carrier = SchedulerStats()
-    attach_stats(carrier, BeamStats(groups_running=1, rows_running=4, steps=3))
+    attach_group_stats(carrier, GroupStats(groups_running=1, rows_running=4, steps=3))
     manager.record(carrier, None)
     manager.log()
     assert lines == []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_trie.catalog import Catalog, CatalogStore, catalog_tokenizer_digest, check_catalog_structure
-from vllm_trie.engine.catalogs import num_beams_along
+from vllm_trie.engine.catalogs import num_engine_beams_along
 from vllm_trie.entrypoints.requests.refusals import refuse_request_half_characters
 from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.options.shown import listed_option_names, shown_option, shown_option_name
@@ -101,7 +101,7 @@ def resolve_request_items(
         )
     _check_catalog_fits_request(params, beam, catalog, what)
     beam = beam.model_copy(update={"allowed_sequences": None, "catalog_after": after})
-    return beam, num_beams_along(beam, catalog.num_items, len(stop_tokens(params)))
+    return beam, num_engine_beams_along(beam, catalog.num_items, len(stop_tokens(params)))
 
 
 def _check_catalog_fits_request(params: SamplingParams, beam: BeamParams, catalog: Catalog, what: str) -> None:

@@ -21,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_trie.engine.hypothesis import NO_HYPOTHESES
-from vllm_trie.engine.outputs import compact_answer
+from vllm_trie.engine.outputs import compact_engine_answer
 from vllm_trie.entrypoints.answers.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.answers.search_state import empty_answer_outputs
 from vllm_trie.entrypoints.requests.request_data import BRINGS, READ, RequestData
@@ -118,7 +118,7 @@ def _aborted_request_reading(request_id: str, prompt: Any, params: SamplingParam
     reasons = (None if index == 0 else NO_HYPOTHESIS for index in range(params.n))
     outputs = empty_answer_outputs(params, "abort", reasons)
     asked = params.extra_args or {}
-    answer = compact_answer(NO_HYPOTHESES, max_length=0) if asked.get("compact") else {}
+    answer = compact_engine_answer(NO_HYPOTHESES, max_length=0) if asked.get("compact") else {}
     answer |= {"item_ids": []} if "allowed_sequences" in asked else {}
     answer |= {BEAM_RESULTS: []} if asked.get(BEAM_RESULTS) else {}
     is_whole = isinstance(prompt, str | list | dict)

@@ -18,14 +18,14 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from vllm_trie.compat.patch import arguments, wraps
-from vllm_trie.engine.stats import REASONS, BeamStats, take_stats
+from vllm_trie.engine.stats import REASONS, GroupStats, take_group_stats
 from vllm_trie.selection import has_beams
 
 logger = init_logger("vllm.trie_beam.metrics")
 
 PREFIX = "vllm:trie_beam_"
 METRICS = {
-    kind: {field.name: field.metadata["meaning"] for field in fields(BeamStats) if field.metadata.get("kind") == kind}
+    kind: {field.name: field.metadata["meaning"] for field in fields(GroupStats) if field.metadata.get("kind") == kind}
     for kind in ("running", "peak", "counter")
 }
 FINISHED = "groups_finished"
@@ -64,8 +64,8 @@ class ServerMetricsLogger(AggregateStatLoggerBase):
         self._metrics = _ServerMetrics(prometheus)
         self._writes_lines = writes_lines
         self._aggregates = aggregates
-        self._running = {engine: BeamStats() for engine in prometheus.engine_indexes}
-        self._interval: dict[int, BeamStats] = {}  # by engine, of those with beam groups
+        self._running = {engine: GroupStats() for engine in prometheus.engine_indexes}
+        self._interval: dict[int, GroupStats] = {}  # by engine, of those with beam groups
 
     def record(
         self,
@@ -74,7 +74,7 @@ class ServerMetricsLogger(AggregateStatLoggerBase):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        stats = None if scheduler_stats is None else take_stats(scheduler_stats)
+        stats = None if scheduler_stats is None else take_group_stats(scheduler_stats)
         if stats is None:
             return
         running = self._running[engine_idx]
@@ -82,7 +82,7 @@ class ServerMetricsLogger(AggregateStatLoggerBase):
         running.rows_running += stats.rows_running
         self._metrics.record(stats, running, engine_idx)
         if self._writes_lines:
-            self._interval.setdefault(engine_idx, BeamStats()).add_report(stats)
+            self._interval.setdefault(engine_idx, GroupStats()).add_report(stats)
 
     def log(self) -> None:
         intervals, self._interval = self._interval, {}
@@ -90,7 +90,7 @@ class ServerMetricsLogger(AggregateStatLoggerBase):
             running = self._running[engine]
             stats.groups_running, stats.rows_running = running.groups_running, running.rows_running
         if self._aggregates and intervals:
-            total = BeamStats()
+            total = GroupStats()
             for stats in intervals.values():
                 total.add_report(stats)
             logger.info("%d Engines Aggregated: %s", len(self._running), describe_server_metrics(total))
@@ -130,7 +130,7 @@ class _ServerMetrics:
             for reason in REASONS
         }
 
-    def record(self, stats: BeamStats, running: BeamStats, engine: int) -> None:
+    def record(self, stats: GroupStats, running: GroupStats, engine: int) -> None:
         for name, gauges in self._running.items():
             gauges[engine].set(getattr(running, name))
         for name, gauges in self._peaks.items():
@@ -141,7 +141,7 @@ class _ServerMetrics:
             counters[engine].inc(stats.groups_finished[reason])
 
 
-def describe_server_metrics(stats: BeamStats) -> str:
+def describe_server_metrics(stats: GroupStats) -> str:
     """One interval, and what runs at its end, in the style of vLLM's own line."""
     reasons = ", ".join(f"{reason}: {count}" for reason, count in stats.groups_finished.items() if count)
     parts = {

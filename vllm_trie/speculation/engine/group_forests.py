@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_trie.engine.group import Forests
+from vllm_trie.engine.group import ScheduledForests
 from vllm_trie.options import BeamParams
 from vllm_trie.options.speculation import DRAFTS_PER_BEAM
 from vllm_trie.speculation.search.forest_size import Acceptance
 
 if TYPE_CHECKING:
-    from vllm_trie.engine.stats import SearchCounts
+    from vllm_trie.engine.stats import GroupCounts
 
 
-class GroupForests(Forests):
+class GroupForests(ScheduledForests):
     """Of a search that speculates: how large its forests are, and when it takes plain steps.
 
     Args:
@@ -36,7 +36,7 @@ class GroupForests(Forests):
     def may_grow(self, length: int) -> bool:
         return length >= max(self._first_length, self._rested_at)
 
-    def report(self, counts: SearchCounts) -> dict[str, Any]:
+    def report(self, counts: GroupCounts) -> dict[str, Any]:
         return counts.as_dict()
 
     def rest(self, length: int, num_steps: int) -> None:

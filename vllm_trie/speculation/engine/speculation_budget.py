@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from vllm.config import SpeculativeConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_trie.engine.group import BeamGroup, Forests
+from vllm_trie.engine.group import BeamGroup, ScheduledForests
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
-from vllm_trie.engine.speculation import Budgets, Growing
+from vllm_trie.engine.speculation import Growing, SchedulerBudgets
 from vllm_trie.messages import CANNOT_DRAFT, MOST_DRAFTS, Decided, Drafted, SpeculationBudget
 from vllm_trie.options import BeamParams
 from vllm_trie.options.speculation import options_speculate
@@ -23,7 +23,7 @@ MOST_REST = 16  # steps, of a group that drafts by n-grams
 NEVER_AGAIN = 1 << 40  # steps
 
 
-class SpeculationBudgets(Budgets):
+class SpeculationBudgets(SchedulerBudgets):
     """Shares out what steps leave over.
 
     Args:
@@ -38,9 +38,9 @@ class SpeculationBudgets(Budgets):
         self._kv_cache_manager = kv_cache_manager
         self.adaptive = AdaptiveForests(config.num_speculative_tokens)
 
-    def forests(self, params: BeamParams, width: int) -> Forests:
-        """See `Budgets`."""
-        return GroupForests(params, width) if options_speculate(params) else Forests()
+    def forests(self, params: BeamParams, width: int) -> ScheduledForests:
+        """See `SchedulerBudgets`."""
+        return GroupForests(params, width) if options_speculate(params) else ScheduledForests()
 
     def share_out(
         self, candidates: Sequence[Growing], output: SchedulerOutput, num_tokens: int, spare_tokens: int
@@ -77,11 +77,11 @@ class SpeculationBudgets(Budgets):
             spare_tokens -= lookahead.max_drafts
 
     def finished(self, decided: Iterable[Decided]) -> None:
-        """See `Budgets`."""
+        """See `SchedulerBudgets`."""
         self.adaptive.finished(decided)
 
     def learn(self, group: BeamGroup, drafted: Drafted, num_steps: int) -> None:
-        """See `Budgets`.
+        """See `SchedulerBudgets`.
 
         It costs more than a plain step, and where texts do not repeat themselves n-grams draft in vain: after three in
         a row that led nowhere, a group rests for one step, then for 2, 4, ...
