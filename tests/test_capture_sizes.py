@@ -10,7 +10,7 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.support.engine import TRAINED_TARGET
 from tests.support.graphs import as_on_a_gpu
 from vllm_trie import plugin
-from vllm_trie.capture_sizes import wider_sizes
+from vllm_trie.capture_sizes import wider_capture_sizes
 
 OWN = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]  # vLLM's, where nobody asks for others
 
@@ -20,7 +20,7 @@ def captured(max_beam_width: int | None, **options: Any) -> list[int]:
     own = {} if max_beam_width is None else {"max_beam_width": max_beam_width}
     limits = {"max_num_seqs": 2048, "max_num_batched_tokens": 4096}
     engine_args = EngineArgs(str(TRAINED_TARGET), additional_config={"trie_beam": own}, **(limits | options))
-    config = plugin._select(as_on_a_gpu, engine_args)
+    config = plugin._select_plugin(as_on_a_gpu, engine_args)
     sizes = [*config.compilation_config.cudagraph_capture_sizes]
     config._set_cudagraph_sizes()  # as vLLM does once more for the configuration of a draft model
     assert config.compilation_config.cudagraph_capture_sizes == sizes
@@ -80,7 +80,7 @@ def test_whoever_does_as_the_warning_says_is_warned_no_more(
 
 
 def test_a_step_is_padded_by_an_eighth_at_most_and_few_graphs_are_added() -> None:
-    sizes = wider_sizes(512, 8192)
+    sizes = wider_capture_sizes(512, 8192)
     assert len(sizes) == 32
     assert all(after - before <= before / 8 for before, after in zip([512, *sizes], sizes, strict=False))
     assert sizes[-1] == 8192

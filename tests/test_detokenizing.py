@@ -17,7 +17,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from tests.support.engine import TRAINED_TARGET
 from tests.support.tokenizers import word_pieces
-from vllm_trie.detokenizing import decoder
+from vllm_trie.detokenizing import detokenizing_function
 from vllm_trie.search.stop_strings import CONTEXT, INCOMPLETE, StopStrings, context_of, text_after
 
 WORDS = ["a", "b", ".", ",", "'", "n't", "'s", "##b", "##.", "?", "!"]
@@ -55,7 +55,7 @@ def test_text_is_what_vllm_writes(kind: str, seed: int, skips_special_tokens: bo
     generated += choose.choices([*special], k=choose.randint(0, 3))
     choose.shuffle(generated)
     params = SamplingParams(skip_special_tokens=skips_special_tokens, spaces_between_special_tokens=has_spaces)
-    decode = decoder(tokenizer, skips_special_tokens, has_spaces)
+    decode = detokenizing_function(tokenizer, skips_special_tokens, has_spaces)
     context, before = context_of(prompt, decode)
     text = text_after(before, decode([*context, *generated]))
     if INCOMPLETE not in before + text:  # of what is no text, vLLM's streams write what depends on where they began
@@ -66,11 +66,11 @@ def test_text_is_what_vllm_writes(kind: str, seed: int, skips_special_tokens: bo
 def test_a_stop_string_with_a_space_before_punctuation_ends_where_vllm_finds_it(stop: str) -> None:
     tokenizer = tokenizers()["word pieces"]
     prompt, generated = [1, 2, 1], [1, 3, 1, 5, 2, 4, 1, 6, 2]
-    assert tokenizer.decode(generated) != decoder(tokenizer, True)(generated)
+    assert tokenizer.decode(generated) != detokenizing_function(tokenizer, True)(generated)
     request: Any = SimpleNamespace(request_id="0", prompt_token_ids=prompt, sampling_params=SamplingParams(stop=[stop]))
     answer = IncrementalDetokenizer.from_new_request(tokenizer, request)
     assert answer.update(generated, False) == stop
-    of_search = StopStrings([stop], decoder(tokenizer, True), len(tokenizer))
+    of_search = StopStrings([stop], detokenizing_function(tokenizer, True), len(tokenizer))
     for place, token in enumerate(generated):
         end = of_search.end_of(prompt[-CONTEXT:], generated[:place])
         assert of_search.is_completed_by(token, end) == (place + 1 == len(answer.output_token_ids))

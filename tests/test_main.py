@@ -11,7 +11,7 @@ import pytest
 from tests.support.engine import ROOT
 from vllm_trie import __main__ as table
 from vllm_trie.compat import fingerprint
-from vllm_trie.compat.patch import PatchError
+from vllm_trie.compat.patch import VLLMPatchError
 from vllm_trie.compat.sources import installed_vllm
 from vllm_trie.mend import cpu_build
 
@@ -64,18 +64,22 @@ def test_what_stands_in_the_way_is_named_with_its_cure() -> None:
 
 
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, table.Row]:
-    return lambda: {row.name: row for row in table.rows()}
+def rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, table.PluginPart]:
+    return lambda: {row.name: row for row in table.plugin_parts()}
 
 
 def test_a_build_that_differs_is_told_piece_by_piece(rows, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_TRIE_CHECK", "warn")
-    monkeypatch.setattr(fingerprint, "compare_installed", lambda: fingerprint.Comparison({}, ["vllm.a:one"], []))
+    monkeypatch.setattr(
+        fingerprint, "compare_installed_vllm", lambda: fingerprint.VLLMComparison({}, ["vllm.a:one"], [])
+    )
     assert rows()["vLLM"].advice == "may fit, with a warning; what differs: vllm.a:one"
     assert not rows()["vLLM"].is_fatal
-    refused = fingerprint.Comparison({"vllm.b:two": "is gone"}, [], [])
-    monkeypatch.setattr(fingerprint, "compare_installed", lambda: refused)
-    monkeypatch.setattr(fingerprint, "touched", lambda: {"vllm.b:two": fingerprint.Touched("", "called", "", "", "")})
+    refused = fingerprint.VLLMComparison({"vllm.b:two": "is gone"}, [], [])
+    monkeypatch.setattr(fingerprint, "compare_installed_vllm", lambda: refused)
+    monkeypatch.setattr(
+        fingerprint, "touched_parts", lambda: {"vllm.b:two": fingerprint.TouchedPart("", "called", "", "", "")}
+    )
     assert "vllm.b:two is gone" in rows()["vLLM"].advice
     assert rows()["vLLM"].is_fatal
 
@@ -87,13 +91,13 @@ def test_what_is_not_compared_is_not_called_as_recorded(rows, monkeypatch: pytes
 
 def test_a_gpu_build_needs_a_gpu_and_triton(rows, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "version_of", lambda package: {"vllm": "0.33.0", "triton": "3.9.0"}.get(package, ""))
-    monkeypatch.setattr(table, "_gpus", lambda: ["NVIDIA H200"] * 2)
-    assert rows()["device"] == table.Row("device", "CUDA: NVIDIA H200, NVIDIA H200")
-    assert rows()["Triton"] == table.Row("Triton", "3.9.0")
+    monkeypatch.setattr(table, "_plugin_gpus", lambda: ["NVIDIA H200"] * 2)
+    assert rows()["device"] == table.PluginPart("device", "CUDA: NVIDIA H200, NVIDIA H200")
+    assert rows()["Triton"] == table.PluginPart("Triton", "3.9.0")
     assert rows()["Ray"].found == "missing"
     assert not any(row.is_fatal for row in rows().values())
     monkeypatch.setattr(table, "version_of", lambda package: {"vllm": "0.33.0"}.get(package, ""))
-    monkeypatch.setattr(table, "_gpus", list)
+    monkeypatch.setattr(table, "_plugin_gpus", list)
     assert [row.name for row in rows().values() if row.is_fatal] == ["device", "Triton"]
     assert "vllm_trie[cpu]" in rows()["device"].advice
 
@@ -102,16 +106,16 @@ def test_gpus_are_those_that_nvidia_smi_lists(monkeypatch: pytest.MonkeyPatch) -
     listed = "GPU 0: NVIDIA H200 (UUID: GPU-1)\n  MIG 1g.18gb (UUID: MIG-1)\nGPU 1: NVIDIA L4 (UUID: GPU-2)\n"
     monkeypatch.setattr("shutil.which", lambda name: "nvidia-smi")
     monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: subprocess.CompletedProcess(args, 0, listed))
-    assert table._gpus() == ["NVIDIA H200", "NVIDIA L4"]
+    assert table._plugin_gpus() == ["NVIDIA H200", "NVIDIA L4"]
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert table._gpus() == []
+    assert table._plugin_gpus() == []
 
 
 def test_a_refusal_at_the_start_is_the_one_that_the_table_shows(rows, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
-        raise PatchError("trie_beam does not support vLLM 0.31.0; supported: 0.32, 0.33")
+        raise VLLMPatchError("trie_beam does not support vLLM 0.31.0; supported: 0.32, 0.33")
 
-    monkeypatch.setattr(table, "verify", refuse)
+    monkeypatch.setattr(table, "verify_vllm", refuse)
     assert rows()["vLLM"].advice.startswith("trie_beam does not support vLLM 0.31.0")
 
 

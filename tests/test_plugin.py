@@ -20,8 +20,8 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.support import forks
 from tests.support.engine import ROOT, TRAINED_TARGET
 from vllm_trie.compat import fingerprint
-from vllm_trie.compat.patch import PatchError
-from vllm_trie.compat.sources import Sources, installed_vllm
+from vllm_trie.compat.patch import VLLMPatchError
+from vllm_trie.compat.sources import VLLMSources, installed_vllm
 from vllm_trie.selection import has_beams, why_without_beams
 
 pytestmark = pytest.mark.slow
@@ -35,9 +35,9 @@ config = EngineArgs({str(TRAINED_TARGET)!r}).create_engine_config()
 
 STOCK = """
 import importlib
-from vllm_trie.compat.fingerprint import compare_installed
+from vllm_trie.compat.fingerprint import compare_installed_vllm
 def modules():
-    for listed in compare_installed().same:
+    for listed in compare_installed_vllm().same:
         module, name = listed.split(":")
         target = importlib.import_module(module)
         for part in name.split("."):
@@ -168,11 +168,11 @@ from importlib import import_module
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm_trie import entrypoints, plugin
-from vllm_trie.compat.patch import Wrapper
+from vllm_trie.compat.patch import VLLMWrapper
 def unwrapped():
     found = pkgutil.walk_packages(entrypoints.__path__, "vllm_trie.entrypoints.")
     modules = [import_module(module.name) for module in found]
-    wrappers = [wrapper for module in modules for wrapper in vars(module).values() if isinstance(wrapper, Wrapper)]
+    wrappers = [wrapper for module in modules for wrapper in vars(module).values() if isinstance(wrapper, VLLMWrapper)]
     return {{patch.owner for wrapper in wrappers for patch in wrapper.patches if not patch.is_applied}}
 plugin.register()
 def configure(usage_context):
@@ -278,19 +278,19 @@ ENGINES: list[tuple[dict, str]] = [  # options, and what comes of them where VLL
 CONFIGURE_EACH = f"""
 import json
 from vllm.engine.arg_utils import EngineArgs
-from vllm_trie.selection import refuse_unsupported_engine
+from vllm_trie.selection import refuse_engine_without_beams
 for options in OPTIONS["engines"]:
     try:
         config = EngineArgs({str(TRAINED_TARGET)!r}, **options).create_engine_config()
         if "adaptive" in options.get("additional_config", ()):  # V1 refuses it when it makes the configuration
             config.speculative_config.enable_adaptive_verification = True
-            refuse_unsupported_engine(config)
+            refuse_engine_without_beams(config)
         if "routed" in options.get("additional_config", ()):  # of which only some models tell
             config.aux_output_config.enable_return_routed_experts = True
-            refuse_unsupported_engine(config)
+            refuse_engine_without_beams(config)
         if "method" in options.get("additional_config", ()):  # of which there is no model here
             config.speculative_config.method = options["additional_config"]["method"]
-            refuse_unsupported_engine(config)
+            refuse_engine_without_beams(config)
         print(json.dumps(config.scheduler_config.scheduler_cls))
     except ValueError as error:
         print(json.dumps(str(error)))
@@ -384,8 +384,8 @@ def test_what_model_runner_v2_cannot_do_is_refused_by_name(monkeypatch: pytest.M
 def test_another_vllm_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "_version.py").write_text("__version__ = '0.31.0'")
-    monkeypatch.setattr(fingerprint, "installed_vllm", lambda: Sources(tmp_path))
-    with pytest.raises(PatchError, match=r"trie_beam does not support vLLM 0\.31\.0; supported: 0\.32, 0\.33"):
+    monkeypatch.setattr(fingerprint, "installed_vllm", lambda: VLLMSources(tmp_path))
+    with pytest.raises(VLLMPatchError, match=r"trie_beam does not support vLLM 0\.31\.0; supported: 0\.32, 0\.33"):
         EngineArgs(str(TRAINED_TARGET), **SELECTING).create_engine_config()
 
 
@@ -427,14 +427,14 @@ def test_of_several_servers_the_process_that_starts_them_tells(told: dict[str, l
 def test_a_build_that_differs_is_one_warning_and_a_word_in_the_line(
     told: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = fingerprint.Comparison({}, ["vllm.a:one", "vllm.b:Two.three"], [])
-    monkeypatch.setattr(fingerprint, "compare_installed", lambda: found)
+    found = fingerprint.VLLMComparison({}, ["vllm.a:one", "vllm.b:Two.three"], [])
+    monkeypatch.setattr(fingerprint, "compare_installed_vllm", lambda: found)
     config = {"additional_config": {"trie_beam": {"vllm_check": "warn"}}}
     EngineArgs(str(TRAINED_TARGET), **config).create_engine_config()
     (warning,), (line,) = told["warning"], told["info"]
     assert "The first 100 steps of groups are checked. What differs: vllm.a:one, vllm.b:Two.three" in warning
     assert f"trie_beam on vLLM {installed_vllm().version} (2 pieces differ from the record), Model" in line
-    with pytest.raises(PatchError, match=r"vllm\.a:one differs from the record"):  # strict, as all tests
+    with pytest.raises(VLLMPatchError, match=r"vllm\.a:one differs from the record"):  # strict, as all tests
         EngineArgs(str(TRAINED_TARGET), **SELECTING).create_engine_config()
 
 

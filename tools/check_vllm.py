@@ -22,9 +22,15 @@ import tempfile
 from difflib import unified_diff
 from pathlib import Path
 
-from vllm_trie.compat.fingerprint import SUPPORTED_VERSIONS, check_mode, compare, entries, record_path
-from vllm_trie.compat.patch import PatchError
-from vllm_trie.compat.sources import Sources, installed_vllm, minor
+from vllm_trie.compat.fingerprint import (
+    SUPPORTED_VERSIONS,
+    compare_vllm,
+    vllm_check_mode,
+    vllm_record_entries,
+    vllm_record_path,
+)
+from vllm_trie.compat.patch import VLLMPatchError
+from vllm_trie.compat.sources import VLLMSources, installed_vllm, minor_vllm_version
 
 
 def main() -> None:
@@ -41,12 +47,12 @@ def main() -> None:
         if arguments.version is not None:
             path = download(arguments.package, arguments.version, arguments.platform, Path(folder))
         try:
-            sources = installed_vllm() if path is None else Sources(path)
+            sources = installed_vllm() if path is None else VLLMSources(path)
             if arguments.record:
                 print(f"wrote {write_record(sources)}")
             else:
                 sys.exit(1 if show(sources, arguments.diff) else 0)
-        except (PatchError, ValueError) as error:
+        except (VLLMPatchError, ValueError) as error:
             sys.exit(str(error))
 
 
@@ -61,27 +67,27 @@ def download(package: str, version: str, platform: str | None, folder: Path) -> 
     return wheel
 
 
-def write_record(sources: Sources) -> Path:
+def write_record(sources: VLLMSources) -> Path:
     """Write the record of a version that is supported, or of one to come."""
-    path = record_path(sources.version)
-    text = json.dumps(entries(sources), indent=2) + "\n"
+    path = vllm_record_path(sources.version)
+    text = json.dumps(vllm_record_entries(sources), indent=2) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
 
 
-def show(sources: Sources, with_diff: bool) -> bool:
+def show(sources: VLLMSources, with_diff: bool) -> bool:
     """Print how a vLLM differs from the record of its version; if there is none, from the installed vLLM.
 
     Returns:
         Whether an engine would refuse these differences.
     """
-    path = record_path(sources.version)
-    record = json.loads(path.read_text()) if path.exists() else entries(installed_vllm())
-    found = compare(sources, record)
+    path = vllm_record_path(sources.version)
+    record = json.loads(path.read_text()) if path.exists() else vllm_record_entries(installed_vllm())
+    found = compare_vllm(sources, record)
     print(f"vLLM {sources.version} against {'the record of' if path.exists() else 'the installed'} {record['vllm']}:")
-    if minor(sources.version) not in SUPPORTED_VERSIONS:
-        print(f"  engines refuse every {minor(sources.version)}, which is not supported")
+    if minor_vllm_version(sources.version) not in SUPPORTED_VERSIONS:
+        print(f"  engines refuse every {minor_vllm_version(sources.version)}, which is not supported")
     for target, problem in found.refused.items():
         print(f"  refused {target} {problem}")
     for target in found.changed:
@@ -89,21 +95,21 @@ def show(sources: Sources, with_diff: bool) -> bool:
     print(", ".join(f"{len(targets)} {state}" for state, targets in found._asdict().items()))
     for target in [*found.refused, *found.changed] if with_diff else ():
         show_diff(target, installed_vllm(), sources)
-    return check_mode(None) != "off" and bool(found.problems(check_mode(None)))
+    return vllm_check_mode(None) != "off" and bool(found.problems(vllm_check_mode(None)))
 
 
-def show_diff(target: str, installed: Sources, other: Sources) -> None:
+def show_diff(target: str, installed: VLLMSources, other: VLLMSources) -> None:
     """How a piece differs from the installed one; if only one vLLM has it, all of it is shown."""
     before, after = (lines_of(one, target) for one in (installed, other))
     names = f"{installed.version} {target}", f"{other.version} {target}"
     print("\n" + "\n".join(unified_diff(before, after, *names, lineterm="", n=5)))
 
 
-def lines_of(sources: Sources, target: str) -> list[str]:
+def lines_of(sources: VLLMSources, target: str) -> list[str]:
     """Without comments."""
     try:
         return ast.unparse(sources.node(target)).splitlines()
-    except PatchError:
+    except VLLMPatchError:
         return []
 
 

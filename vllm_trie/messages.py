@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 TICKET = "trie_beam_ticket"  # its key in `extra_args`
-FORK = "trie_beam_fork"  # the key of a `ForkTicket`, likewise
+FORK = "trie_beam_fork"  # the key of a `ForkTicketMessage`, likewise
 NO_HYPOTHESIS = "no further hypothesis"  # stop reason of what stands for one where there are fewer than n
 BEAM_GROUPS = "beam_groups"  # what a `SchedulerOutput` has where a step has beams, or catalogs change
 HYPOTHESES = "hypotheses"  # the key of `SentHypotheses` in an answer
@@ -38,7 +38,7 @@ LLM_BEAM_SEARCH = Caller("LLM.beam_search", "BeamSearchParams.beam_width")
 
 
 @dataclass(frozen=True)
-class GroupTicket:
+class GroupTicketMessage:
     """Put into the `extra_args` of a request that the front end has checked: how it is searched."""
 
     n: int  # outputs; to vLLM it is a request of one
@@ -49,7 +49,7 @@ class GroupTicket:
     padding: int | None = None  # the model's padding token, where it matters
 
     @classmethod
-    def of(cls, params: SamplingParams | None) -> GroupTicket | None:
+    def of(cls, params: SamplingParams | None) -> GroupTicketMessage | None:
         """The ticket of a request that the front end has checked; a client of a server can send no mapping."""
         ticket = ((params and params.extra_args) or {}).get(TICKET)
         return cls(**{**ticket, "caller": Caller(*ticket["caller"])}) if isinstance(ticket, dict) else None
@@ -58,7 +58,7 @@ class GroupTicket:
         """What `of` reads. No copies: nobody writes to what a ticket holds."""
         return dict(vars(self))
 
-    def without_items(self, params: SamplingParams) -> GroupTicket:
+    def without_items(self, params: SamplingParams) -> GroupTicketMessage:
         """The same without the set of items, in these params, too: whoever has taken it alone holds its bytes."""
         if self.item_set is None:
             return self
@@ -85,14 +85,14 @@ class SentHypotheses(NamedTuple):
     are_aborted: bool = False  # none keeps its own reason: the search might have found better ones
 
 
-class ForkTicket(NamedTuple):
+class ForkTicketMessage(NamedTuple):
     """Put into the `extra_args` of a candidate: what it goes on from, and what others may go on from."""
 
     key: str | None = None  # under which its KV blocks are held once it is aborted, until this key is aborted, too
     parent: str | None = None  # the key of the one that it continues
 
     @classmethod
-    def of(cls, params: SamplingParams | None) -> ForkTicket | None:
+    def of(cls, params: SamplingParams | None) -> ForkTicketMessage | None:
         """The ticket of a candidate, which the front end let nobody else send."""
         ticket = ((params and params.extra_args) or {}).get(FORK)
         return cls(**ticket) if isinstance(ticket, dict) else None
@@ -159,7 +159,7 @@ class CatalogChanges:
     new: dict[str, bytes] = field(default_factory=dict)  # by digest: the content of those that came with requests
 
 
-class Drafted(NamedTuple):
+class DraftedMessage(NamedTuple):
     """What a group's forest was, and what came of it."""
 
     num_drafts: int  # nodes, the roots not counted
@@ -178,15 +178,15 @@ class Drafted(NamedTuple):
         return self.draft_width > 0
 
 
-NOT_DRAFTED = Drafted(0, 0, 0, 0.0, [])
-CANNOT_DRAFT = Drafted(0, 0, -1, 0.0, [0])  # nor ever will: attention takes no trees
+NOT_DRAFTED = DraftedMessage(0, 0, 0, 0.0, [])
+CANNOT_DRAFT = DraftedMessage(0, 0, -1, 0.0, [0])  # nor ever will: attention takes no trees
 
 
-class Decided(NamedTuple):
+class DecidedMessage(NamedTuple):
     """What a group's search decided in one step of the engine: one step of its own, or several."""
 
     steps: list[Step]
-    drafted: Drafted = NOT_DRAFTED  # if it did not speculate
+    drafted: DraftedMessage = NOT_DRAFTED  # if it did not speculate
 
     def as_arrays(self) -> list[np.ndarray]:
         """Which beams go on by which tokens, step by step."""
@@ -200,38 +200,40 @@ class RowMasks(NamedTuple):
     bits: np.ndarray  # [R, V / 32] int32, a bit per token, the lowest first
 
 
-def attach_beams(output: SchedulerOutput, groups: dict[str, GroupStep], changes: CatalogChanges | None) -> None:
+def attach_group_messages(
+    output: SchedulerOutput, groups: dict[str, GroupStep], changes: CatalogChanges | None
+) -> None:
     """Send along the groups of this step, by request id, and what becomes of catalogs, if anything."""
     output.beam_groups = groups
     if changes is not None:
         output.beam_catalogs = (changes,)
 
 
-def group_steps(output: SchedulerOutput) -> dict[str, GroupStep]:
+def group_step_messages(output: SchedulerOutput) -> dict[str, GroupStep]:
     """The groups of this step, by request id."""
     return vars(output).get(BEAM_GROUPS, {})
 
 
-def catalog_changes(output: SchedulerOutput) -> tuple[CatalogChanges, ...]:
+def catalog_change_message(output: SchedulerOutput) -> tuple[CatalogChanges, ...]:
     """What becomes of catalogs: one or, as a rule, none."""
     return vars(output).get("beam_catalogs", ())
 
 
-def attach_results(output: ModelRunnerOutput, results: dict[str, Decided]) -> None:
+def attach_result_messages(output: ModelRunnerOutput, results: dict[str, DecidedMessage]) -> None:
     """Send what each group's search decided back with the step's output, by request id."""
     output.beam_results = results
 
 
-def group_results(output: ModelRunnerOutput) -> dict[str, Decided]:
+def group_result_messages(output: ModelRunnerOutput) -> dict[str, DecidedMessage]:
     """What each group's search decided, by request id."""
     return vars(output).get("beam_results", {})
 
 
-def attach_masks(output: GrammarOutput, masks: RowMasks) -> None:
+def attach_mask_message(output: GrammarOutput, masks: RowMasks) -> None:
     """Send the masks of groups along with those of ordinary requests."""
     output.beam_masks = masks
 
 
-def row_masks(output: GrammarOutput | None) -> RowMasks | None:
+def row_mask_message(output: GrammarOutput | None) -> RowMasks | None:
     """The masks of groups, if there are any."""
     return vars(output).get("beam_masks") if output is not None else None

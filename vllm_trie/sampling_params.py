@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _CONTROLS = ("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words")
 
 
-def stop_tokens(params: SamplingParams) -> tuple[int, ...]:
+def sampling_params_stops(params: SamplingParams) -> tuple[int, ...]:
     """The tokens that end a hypothesis, ascending: EOS unless `ignore_eos`, and `stop_token_ids`."""
     tokens = set(params.stop_token_ids or ())
     if params.eos_token_id is not None:
@@ -25,34 +25,34 @@ def stop_tokens(params: SamplingParams) -> tuple[int, ...]:
     return tuple(sorted(tokens))
 
 
-def ignored_stop_tokens(params: SamplingParams) -> tuple[int, ...]:
+def sampling_params_ignored_stops(params: SamplingParams) -> tuple[int, ...]:
     """The tokens that end nothing, and that vLLM bars before `min_tokens` all the same, ascending: an ignored EOS."""
-    return tuple(sorted(params.all_stop_token_ids - {*stop_tokens(params)})) if params.min_tokens else ()
+    return tuple(sorted(params.all_stop_token_ids - {*sampling_params_stops(params)})) if params.min_tokens else ()
 
 
-def is_controlled(params: SamplingParams) -> bool:
+def sampling_params_control_logits(params: SamplingParams) -> bool:
     """Whether penalties, biases or bans act on the logits."""
     return params.repetition_penalty != 1.0 or any(getattr(params, name) for name in _CONTROLS)
 
 
-def logits_filters(params: SamplingParams) -> LogitsFilters:
+def sampling_params_filters(params: SamplingParams) -> LogitsFilters:
     """What temperature and filters do to each row. `temperature=0.0`, which asks for no sampling, does not scale."""
     return LogitsFilters(params.temperature or 1.0, params.min_p, max(params.top_k, 0), params.top_p)
 
 
-def has_grammar(params: SamplingParams) -> bool:
+def sampling_params_have_grammar(params: SamplingParams) -> bool:
     """Whether structured outputs say what hypotheses may look like."""
     return params.structured_outputs is not None and not params.structured_outputs.all_constraints_none()
 
 
-def matrix_fields(params: SamplingParams) -> dict[str, Any]:
+def sampling_params_matrix_fields(params: SamplingParams) -> dict[str, Any]:
     """The fields that ask for what does not hold in any case, of those that some option does not go with."""
     fields = dict[str, Any]()
-    for name, default in _defaults().items():
+    for name, default in _sampling_params_defaults().items():
         value = getattr(params, name)
         if value is not None and (default is None or value != default):  # it may be an array
             fields[name] = value
-    if not has_grammar(params):
+    if not sampling_params_have_grammar(params):
         fields.pop("structured_outputs", None)
     if "output_kind" in fields:
         fields["output_kind"] = params.output_kind.name
@@ -60,18 +60,18 @@ def matrix_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 @cache
-def _defaults() -> dict[str, Any]:
+def _sampling_params_defaults() -> dict[str, Any]:
     from vllm.sampling_params import SamplingParams
 
     plain = SamplingParams()
     return {name: getattr(plain, name) for name in sorted(FIELDS - OPTIONS.keys())}
 
 
-def refuse_unsupported(fields: Mapping[str, Any], beam: SearchParams, feature: str = "beam_width") -> None:
+def refuse_sampling_params(fields: Mapping[str, Any], beam: SearchParams, feature: str = "beam_width") -> None:
     """Refuse fields of `SamplingParams` that this search does not honour.
 
     Args:
-        fields: `matrix_fields` of the request.
+        fields: `sampling_params_matrix_fields` of the request.
         feature: What the user calls the search.
 
     Raises:

@@ -7,10 +7,10 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from vllm_trie.compat.cpu import unsupported_without_triton
+from vllm_trie.compat.cpu import unsupported_by_vllm_cpu
 from vllm_trie.options import PLUGIN_NAME, EngineOptions
 from vllm_trie.options.speculation import check_drafts_for_options
-from vllm_trie.speculative_config import drafts_of, unsupported_speculation
+from vllm_trie.speculative_config import speculative_config_drafts, unsupported_speculative_config
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
@@ -22,14 +22,14 @@ ASYNC_SCHEDULER = "vllm_trie.engine.async_scheduler.AsyncBeamScheduler"
 _parsed: dict[int, tuple[object, EngineOptions]] = {}  # by the id of an `additional_config`, which is kept with it
 
 
-def is_selected(engine: EngineArgs | VllmConfig) -> bool:
+def is_plugin_selected(engine: EngineArgs | VllmConfig) -> bool:
     """Whether this engine shall have beam groups."""
     import vllm.envs as envs
 
     return PLUGIN_NAME in (envs.VLLM_PLUGINS or ()) or PLUGIN_NAME in (engine.additional_config or {})
 
 
-def config_of(vllm_config: VllmConfig) -> EngineOptions:
+def plugin_config_of(vllm_config: VllmConfig) -> EngineOptions:
     """The options of an engine, which are parsed once."""
     options = vllm_config.additional_config
     if id(options) not in _parsed:
@@ -42,43 +42,43 @@ def has_beams(vllm_config: VllmConfig) -> bool:
     return vllm_config.scheduler_config.scheduler_cls in (SCHEDULER, ASYNC_SCHEDULER)
 
 
-def most_beams(vllm_config: VllmConfig) -> int:
+def most_plugin_beams(vllm_config: VllmConfig) -> int:
     """How wide a search may be in this engine."""
     most = vllm_config.scheduler_config.max_num_seqs
-    return min(config_of(vllm_config).max_beam_width or most, most)
+    return min(plugin_config_of(vllm_config).max_beam_width or most, most)
 
 
 def why_without_beams(vllm_config: VllmConfig) -> str:
     """Why this engine has no beam groups, to follow the name of what was asked of it."""
-    if is_selected(vllm_config):
-        return f"with {unsupported_model(vllm_config)}, for which {PLUGIN_NAME} has no beams"
+    if is_plugin_selected(vllm_config):
+        return f"with {why_model_without_beams(vllm_config)}, for which {PLUGIN_NAME} has no beams"
     return f'on an engine without beam search; start it with additional_config={{"{PLUGIN_NAME}": {{}}}}'
 
 
-def has_logits_processors(vllm_config: VllmConfig) -> bool:
+def selection_has_logits_processors(vllm_config: VllmConfig) -> bool:
     """Whether this engine's user brought logits processors of their own, as an argument or installed."""
-    return bool(vllm_config.model_config.logits_processors) or _are_processors_installed()
+    return bool(vllm_config.model_config.logits_processors) or _selection_has_installed_processors()
 
 
 @cache
-def _are_processors_installed() -> bool:
+def _selection_has_installed_processors() -> bool:
     return bool(entry_points(group="vllm.logits_processors"))
 
 
-def padding_token(model_config: ModelConfig, generation_config: Mapping[str, Any]) -> int | None:
+def selection_padding_token(model_config: ModelConfig, generation_config: Mapping[str, Any]) -> int | None:
     """The padding token of a model, where transformers' `generate` looks for it; None if it has none."""
     of_model = getattr(model_config.hf_config, "pad_token_id", None)  # which not every kind of model has
     token = generation_config.get("pad_token_id", of_model)
     return token if token is not None and 0 <= token < model_config.get_vocab_size() else None
 
 
-def unsupported_model(vllm_config: VllmConfig) -> str | None:
+def why_model_without_beams(vllm_config: VllmConfig) -> str | None:
     """What about this engine's model makes beam groups impossible, if anything."""
     runner = vllm_config.model_config.runner_type
     return None if runner == "generate" else f"runner={runner!r}"
 
 
-def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
+def refuse_engine_without_beams(vllm_config: VllmConfig) -> None:
     """Refuse to start an engine in which beams would be wrong.
 
     Raises:
@@ -89,32 +89,34 @@ def refuse_unsupported_engine(vllm_config: VllmConfig) -> None:
     unsupported = {
         "return_sampling_mask": model.return_sampling_mask,
         "enable_return_routed_experts": vllm_config.aux_output_config.enable_return_routed_experts,
-        "video_pruning_rate on a model with M-RoPE positions": model.uses_mrope and _prunes_videos(model),
+        "video_pruning_rate on a model with M-RoPE positions": model.uses_mrope and _selection_prunes_videos(model),
         "enable_batch_sharded_sampling": parallel.enable_batch_sharded_sampling,
         f"max_num_scheduled_tokens={budget} below max_num_seqs={scheduler.max_num_seqs}": budget is not None
         and budget < scheduler.max_num_seqs,
-        **unsupported_speculation(vllm_config),
+        **unsupported_speculative_config(vllm_config),
         **dict.fromkeys(vllm_config._get_v2_model_runner_unsupported_features(), True),
         "a machine without Triton, which Model Runner V2 needs": not vllm_config.use_v2_model_runner,
-        **unsupported_without_triton(vllm_config),
+        **unsupported_by_vllm_cpu(vllm_config),
         "ec_transfer_config (encoders elsewhere)": vllm_config.ec_transfer_config is not None,
         "kv_transfer_config (KV connectors)": vllm_config.kv_transfer_config is not None,
         "use_replayssm": vllm_config.cache_config.use_replayssm,
-        "distributed_executor_backend='external_launcher' with several ranks": is_launched_apart(parallel),
+        "distributed_executor_backend='external_launcher' with several ranks": is_plugin_launched_apart(parallel),
         "decode_context_parallel_size > 1": parallel.decode_context_parallel_size > 1,
         "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
     }
     for feature, is_used in unsupported.items():
         if is_used:
             raise ValueError(f"{PLUGIN_NAME} does not support {feature}; start vLLM without it or without the plugin")
-    check_drafts_for_options(config_of(vllm_config).speculation, drafts_of(vllm_config), f"{PLUGIN_NAME}.")
+    check_drafts_for_options(
+        plugin_config_of(vllm_config).speculation, speculative_config_drafts(vllm_config), f"{PLUGIN_NAME}."
+    )
 
 
-def _prunes_videos(model: ModelConfig) -> bool:
+def _selection_prunes_videos(model: ModelConfig) -> bool:
     """Whether vLLM drops tokens of a video once it is encoded, and computes its prompt's positions again."""
     return model.multimodal_config is not None and model.multimodal_config.is_multimodal_pruning_enabled()
 
 
-def is_launched_apart(parallel: ParallelConfig) -> bool:
+def is_plugin_launched_apart(parallel: ParallelConfig) -> bool:
     """Whether each rank has a scheduler of its own: these would draw different seeds."""
     return parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1

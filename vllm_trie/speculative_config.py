@@ -5,7 +5,7 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from vllm_trie.compat.cpu import needs_cpu_kernels
+from vllm_trie.compat.cpu import vllm_needs_cpu_kernels
 from vllm_trie.messages import MOST_DRAFTS
 from vllm_trie.options.speculation import DRAFTS_PER_BEAM, MOST_DRAFTS_PER_BEAM, Drafts, options_speculate
 
@@ -22,7 +22,7 @@ UNSUPPORTED_HEADS = {  # methods of vLLM's, and why
 }
 
 
-def drafts_of(vllm_config: VllmConfig) -> Drafts | None:
+def speculative_config_drafts(vllm_config: VllmConfig) -> Drafts | None:
     """What the beams of an engine that has started draft by, if they can speculate."""
     config = vllm_config.speculative_config
     if config is None:
@@ -30,7 +30,7 @@ def drafts_of(vllm_config: VllmConfig) -> Drafts | None:
     return "ngrams" if config.use_ngram() else "model"
 
 
-def why_without_amateur(vllm_config: VllmConfig) -> str | None:
+def speculative_config_without_amateur(vllm_config: VllmConfig) -> str | None:
     """What an engine has instead of a draft model that gives every token a probability; None if it has one."""
     config = vllm_config.speculative_config
     if config is None:
@@ -42,43 +42,47 @@ def why_without_amateur(vllm_config: VllmConfig) -> str | None:
     return None
 
 
-def drafts_by(vllm_config: VllmConfig) -> str:
+def speculative_config_drafter(vllm_config: VllmConfig) -> str:
     """The draft model of an engine, or how else it drafts, for its log."""
     config = vllm_config.speculative_config
     return "off" if config is None else str(config.model)
 
 
-def has_memory_mode(vllm_config: VllmConfig) -> bool:
+def speculative_config_has_memory(vllm_config: VllmConfig) -> bool:
     """Whether searches may have more beams than the engine has rows."""
     return vllm_config.speculative_config is not None
 
 
-def num_draft_layers(vllm_config: VllmConfig) -> int:
+def speculative_config_layers(vllm_config: VllmConfig) -> int:
     """Layers that a forest has at most, 0 in engines without drafts."""
     config = vllm_config.speculative_config
     return 0 if config is None else int(config.num_speculative_tokens)
 
 
-def most_drafts(beam: BeamParams, num_layers: int) -> int:
+def most_speculative_config_drafts(beam: BeamParams, num_layers: int) -> int:
     """Drafts that one forward of a search can verify, whose options are resolved, in an engine with so many layers."""
     per_beam = MOST_DRAFTS_PER_BEAM if beam.speculation == "auto" else DRAFTS_PER_BEAM
     draft_width = beam.draft_width or per_beam * beam.beam_width
     return min(num_layers * draft_width, MOST_DRAFTS) if options_speculate(beam) else 0
 
 
-def speculation(name: str) -> Any:
+def load_speculation_class(name: str) -> Any:
     """A class of `vllm_trie.speculation`, by "module:class": the core names it, engines with drafts alone load it."""
     return resolve_name(f"vllm_trie.speculation.{name}")
 
 
-def has_states(model: ModelConfig) -> bool:
+def has_states_by_config(model: ModelConfig) -> bool:
     """Whether a model has layers with recurrent states: Mamba, linear attention, short convolutions."""
     return model.is_attention_free or model.is_hybrid
 
 
-def unsupported_speculation(vllm_config: VllmConfig) -> dict[str, bool]:
+def unsupported_speculative_config(vllm_config: VllmConfig) -> dict[str, bool]:
     """What about this engine's speculation makes beams impossible."""
-    config, parallel, without_triton = vllm_config.speculative_config, vllm_config.parallel_config, needs_cpu_kernels()
+    config, parallel, without_triton = (
+        vllm_config.speculative_config,
+        vllm_config.parallel_config,
+        vllm_needs_cpu_kernels(),
+    )
     if config is None:
         return {}
     is_supported = config.use_ngram() or config.uses_draft_model() or config.method == "eagle3"
@@ -92,7 +96,7 @@ def unsupported_speculation(vllm_config: VllmConfig) -> dict[str, bool]:
         'speculative_config with a draft model on a model with M-RoPE positions (use "ngram")': model.uses_mrope
         and not config.use_ngram(),
         "speculative_config on an encoder-decoder model": model.is_encoder_decoder,
-        "speculative_config on a model with recurrent states": any(map(has_states, models)),
+        "speculative_config on a model with recurrent states": any(map(has_states_by_config, models)),
         "parallel_drafting": config.parallel_drafting,
         "use_heterogeneous_vocab": config.use_heterogeneous_vocab,
         "disable_padded_drafter_batch": config.disable_padded_drafter_batch,

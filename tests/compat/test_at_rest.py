@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from vllm_trie.compat.at_rest import Rests
+from vllm_trie.compat.at_rest import RestsWithoutBeams
 
 
 class Stock(ABC):
@@ -32,7 +32,7 @@ class Derived(Stock):
         return ["derived", *super().step()]
 
 
-class Ours(Rests, Stock):
+class Ours(RestsWithoutBeams, Stock):
     hooks = ("step",)
 
     def name(self) -> str:

@@ -17,17 +17,17 @@ from vllm_trie.compat import fingerprint
 from vllm_trie.compat.fingerprint import (
     CHECKED_STEPS,
     SUPPORTED_VERSIONS,
-    Touched,
-    compare_installed,
-    entries,
-    record_of,
-    steps_to_check,
-    touched,
-    verify,
+    TouchedPart,
+    compare_installed_vllm,
+    touched_parts,
+    verify_vllm,
+    vllm_record,
+    vllm_record_entries,
+    vllm_steps_to_check,
 )
-from vllm_trie.compat.patch import PatchError
-from vllm_trie.compat.sources import Sources, installed_vllm, minor
-from vllm_trie.compat.syntax import body_digest, misfit, signature
+from vllm_trie.compat.patch import VLLMPatchError
+from vllm_trie.compat.sources import VLLMSources, installed_vllm, minor_vllm_version
+from vllm_trie.compat.syntax import vllm_body_digest, vllm_signature, vllm_signature_misfit
 from vllm_trie.worker.cpu.replace import replacements
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
@@ -38,13 +38,13 @@ REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils"
 
 @pytest.fixture
 def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VllmCopy:
-    """A copy of the touched sources; `verify` takes its wheel for the installed vLLM."""
+    """A copy of the touched sources; `verify_vllm` takes its wheel for the installed vLLM."""
     copy = VllmCopy(tmp_path / "vllm")
-    monkeypatch.setattr(fingerprint, "installed_vllm", lambda: Sources(copy.wheel(tmp_path / "vllm.whl")))
-    compare_installed.cache_clear()
+    monkeypatch.setattr(fingerprint, "installed_vllm", lambda: VLLMSources(copy.wheel(tmp_path / "vllm.whl")))
+    compare_installed_vllm.cache_clear()
     monkeypatch.setenv("VLLM_TRIE_CHECK", "warn")
     yield copy
-    compare_installed.cache_clear()
+    compare_installed_vllm.cache_clear()
 
 
 FITS = {  # by what a patch release may bring: where, what was there, what is there, and what of it is worth a warning
@@ -104,12 +104,14 @@ FITS = {  # by what a patch release may bring: where, what was there, what is th
 def test_a_patch_release_with_another(what: str, other: VllmCopy) -> None:
     module, old, new, warned_of = FITS[what]
     other.edit(module, old, new)
-    assert verify() == warned_of
-    assert steps_to_check(None) == (CHECKED_STEPS if warned_of else 0)
-    assert steps_to_check("off") == 0
+    assert verify_vllm() == warned_of
+    assert vllm_steps_to_check(None) == (CHECKED_STEPS if warned_of else 0)
+    assert vllm_steps_to_check("off") == 0
     if warned_of:
-        with pytest.raises(PatchError, match=rf"{warned_of[0]} differs from the record\. .*vllm_check=\"warn\" starts"):
-            verify("strict")
+        with pytest.raises(
+            VLLMPatchError, match=rf"{warned_of[0]} differs from the record\. .*vllm_check=\"warn\" starts"
+        ):
+            verify_vllm("strict")
 
 
 REFUSED = {  # likewise; in the end the piece and what the message says of it
@@ -163,61 +165,61 @@ REFUSED = {  # likewise; in the end the piece and what the message says of it
 def test_refused_is(what: str, other: VllmCopy) -> None:
     module, old, new, said = REFUSED[what]
     other.edit(module, old, new)
-    with pytest.raises(PatchError) as refusal:
-        verify()
+    with pytest.raises(VLLMPatchError) as refusal:
+        verify_vllm()
     assert said in str(refusal.value)
     cure = 'Install vLLM 0.32.0 or 0.33.0 or a newer trie_beam; vllm_check="off" starts all the same'
     assert str(refusal.value).endswith(cure)
-    assert verify("off") == []
+    assert verify_vllm("off") == []
 
 
 def test_a_module_that_is_gone_is_refused(other: VllmCopy) -> None:
     other.file("vllm.logprobs").unlink()
-    with pytest.raises(PatchError, match=r"vllm\.logprobs:FlatLogprobs\.append_fast is gone"):
-        verify()
+    with pytest.raises(VLLMPatchError, match=r"vllm\.logprobs:FlatLogprobs\.append_fast is gone"):
+        verify_vllm()
 
 
 def test_kernels_count_only_where_they_are_replaced(other: VllmCopy) -> None:
     other.edit(REJECTION, "def _rejection_kernel(", "def _rejection_kernel(threshold,")
-    assert verify(needs_kernels=False) == []
-    with pytest.raises(PatchError, match="_rejection_kernel"):
-        verify("strict", needs_kernels=False)
+    assert verify_vllm(needs_kernels=False) == []
+    with pytest.raises(VLLMPatchError, match="_rejection_kernel"):
+        verify_vllm("strict", needs_kernels=False)
 
 
 def test_a_patch_release_is_compared_with_the_record_of_its_minor_version(other: VllmCopy) -> None:
-    release = f"{minor(installed_vllm().version)}.7"
+    release = f"{minor_vllm_version(installed_vllm().version)}.7"
     other.file("vllm._version").write_text(f"__version__ = version = '{release}'\n")
-    assert verify() == []
-    compare_installed.cache_clear()
+    assert verify_vllm() == []
+    compare_installed_vllm.cache_clear()
     other.edit(KV_CACHE, "def cache_blocks", "def store_blocks")
-    with pytest.raises(PatchError, match=f"trie_beam does not fit this vLLM {release}"):
-        verify()
+    with pytest.raises(VLLMPatchError, match=f"trie_beam does not fit this vLLM {release}"):
+        verify_vllm()
 
 
 @pytest.mark.parametrize("mode", ["strict", "warn", "off"])
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0"])
 def test_a_version_without_a_record_is_refused_whatever_is_checked(mode: str, version: str, other: VllmCopy) -> None:
     other.file("vllm._version").write_text(f"__version__ = version = '{version}'\n")
-    with pytest.raises(PatchError, match=rf"^trie_beam does not support vLLM {version}; supported: 0\.32, 0\.33$"):
-        verify(mode)
+    with pytest.raises(VLLMPatchError, match=rf"^trie_beam does not support vLLM {version}; supported: 0\.32, 0\.33$"):
+        verify_vllm(mode)
 
 
 def test_the_option_goes_before_the_environment(other: VllmCopy, monkeypatch: pytest.MonkeyPatch) -> None:
     other.edit(SCHEDULER, "request.num_preemptions += 1", "request.num_preemptions += 2")
     monkeypatch.setenv("VLLM_TRIE_CHECK", "strict")
-    with pytest.raises(PatchError, match="_preempt_request differs from the record"):
-        verify()
-    assert verify("warn") == [f"{SCHEDULER}:Scheduler._preempt_request"]
+    with pytest.raises(VLLMPatchError, match="_preempt_request differs from the record"):
+        verify_vllm()
+    assert verify_vllm("warn") == [f"{SCHEDULER}:Scheduler._preempt_request"]
     with pytest.raises(ValueError, match=r"trie_beam\.vllm_check='lax' is unknown; known: 'strict', 'warn', 'off'"):
-        verify("lax")
+        verify_vllm("lax")
     monkeypatch.setenv("VLLM_TRIE_CHECK", "lax")
     with pytest.raises(ValueError, match="VLLM_TRIE_CHECK='lax' is unknown"):
-        verify()
+        verify_vllm()
 
 
 def test_missing_vllm_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(PatchError, match="vLLM is not installed; pip install"):
+    with pytest.raises(VLLMPatchError, match="vLLM is not installed; pip install"):
         installed_vllm()
 
 
@@ -233,7 +235,7 @@ def parsed(source: str) -> ast.AST:
     ["'text'", "logger.info('x %s', x)", "logger.warning_once(f'{x} differs')", "# nothing", "..."],
 )
 def test_what_only_tells_does_not_count(statement: str) -> None:
-    assert body_digest(parsed(f"def f(x):\n  {statement}\n  return x")) == body_digest(
+    assert vllm_body_digest(parsed(f"def f(x):\n  {statement}\n  return x")) == vllm_body_digest(
         parsed("def f(x: int): return x")
     )
 
@@ -242,12 +244,14 @@ def test_what_only_tells_does_not_count(statement: str) -> None:
     "statement", ["logger.info(x.pop())", "logger.info(y := 1)", "log(x)", "pass", "x = None", "x.logger.info(1)"]
 )
 def test_what_may_do_something_counts(statement: str) -> None:
-    assert body_digest(parsed(f"def f(x):\n  {statement}\n  return x")) != body_digest(parsed("def f(x): return x"))
+    assert vllm_body_digest(parsed(f"def f(x):\n  {statement}\n  return x")) != vllm_body_digest(
+        parsed("def f(x): return x")
+    )
 
 
 @pytest.mark.parametrize(("one", "another"), [("1", "1.0"), ("None", "()"), ("b'a'", "'a'"), ("True", "1"), ("x", "y")])
 def test_values_count(one: str, another: str) -> None:
-    assert body_digest(parsed(f"x = {one}")) != body_digest(parsed(f"x = {another}"))
+    assert vllm_body_digest(parsed(f"x = {one}")) != vllm_body_digest(parsed(f"x = {another}"))
 
 
 CALLS = "(a, /, b, c=1, *, d, e=1)"
@@ -269,34 +273,39 @@ CALLS = "(a, /, b, c=1, *, d, e=1)"
     ],
 )
 def test_a_signature_fits_or_says_why_not(now: str, problem: str) -> None:
-    assert misfit(*(signature(parsed(f"def f{text}: pass")) for text in (CALLS, now))) == problem
+    assert vllm_signature_misfit(*(vllm_signature(parsed(f"def f{text}: pass")) for text in (CALLS, now))) == problem
 
 
 def test_kinds_of_functions_and_of_fields_count() -> None:
     plain, method = parsed("def f(self): pass"), parsed("@property\ndef f(self): pass")
-    assert misfit(signature(method), signature(plain)) == "is a plain function, no longer property"
-    assert misfit(signature(plain), signature(parsed("async def f(self): pass"))).startswith("is async, no longer")
+    assert (
+        vllm_signature_misfit(vllm_signature(method), vllm_signature(plain))
+        == "is a plain function, no longer property"
+    )
+    assert vllm_signature_misfit(vllm_signature(plain), vllm_signature(parsed("async def f(self): pass"))).startswith(
+        "is async, no longer"
+    )
     made, later = (parsed(f"class C:\n  a: int\n  {more}") for more in ("b: int = 1", "c: int\n  b: int = 1"))
-    assert signature(made) == "class(a, b=)"
-    assert misfit(signature(made), signature(later)) == "wants 'c', too"
+    assert vllm_signature(made) == "class(a, b=)"
+    assert vllm_signature_misfit(vllm_signature(made), vllm_signature(later)) == "wants 'c', too"
 
 
 # The lists.
 
 
 def test_installed_vllm_is_as_recorded() -> None:
-    assert verify("strict") == []
+    assert verify_vllm("strict") == []
 
 
 def test_record_lists_exactly_what_is_touched() -> None:
     installed = installed_vllm()
-    assert json.loads(record_of(installed.version).read_text()) == entries(installed)
+    assert json.loads(vllm_record(installed.version).read_text()) == vllm_record_entries(installed)
 
 
 @pytest.mark.parametrize("version", SUPPORTED_VERSIONS)
 def test_every_supported_version_has_a_record_of_all_that_is_touched(version: str) -> None:
-    record = json.loads(record_of(version).read_text())
-    assert list(record["pieces"]) == [p.target for p in touched().values() if p.only_in in ("", version)]
+    record = json.loads(vllm_record(version).read_text())
+    assert list(record["pieces"]) == [p.target for p in touched_parts().values() if p.only_in in ("", version)]
     assert record["vllm"] in fingerprint.RECORDED_VERSIONS
     assert all(len(piece["body"]) == 64 for piece in record["pieces"].values())
 
@@ -306,17 +315,17 @@ def test_no_record_is_left_of_a_version_that_is_not_supported() -> None:
 
 
 def test_every_piece_has_a_grade_and_names_fields_that_are_there() -> None:
-    assert {piece.grade for piece in touched().values()} == {"replaced", "called"}
+    assert {piece.grade for piece in touched_parts().values()} == {"replaced", "called"}
     installed = installed_vllm()
-    for piece in touched().values():
-        if piece.fields and piece.only_in in ("", minor(installed.version)):
-            recorded = {"body": "", "signature": signature(installed.node(piece.target))}
-            assert fingerprint._problem(piece, recorded, recorded, installed) == ""
+    for piece in touched_parts().values():
+        if piece.fields and piece.only_in in ("", minor_vllm_version(installed.version)):
+            recorded = {"body": "", "signature": vllm_signature(installed.node(piece.target))}
+            assert fingerprint._touched_problem(piece, recorded, recorded, installed) == ""
 
 
 def test_every_replacement_on_a_cpu_is_listed() -> None:
     ours = {target: f"replaced by {function.__module__}" for target, function in replacements().items()}
-    listed = touched().values()
+    listed = touched_parts().values()
     assert ours == {piece.target: piece.how for piece in listed if piece.how.startswith("replaced by")}
     assert all(piece.is_for_cpu for piece in listed if ".worker.cpu." in piece.target)
 
@@ -335,19 +344,19 @@ def test_every_kernel_that_a_replaced_one_calls_is_listed() -> None:
         "step_seed",
         "ptr",
     )
-    pieces = [piece.target for piece in touched().values() if piece.is_for_cpu]
+    pieces = [piece.target for piece in touched_parts().values() if piece.is_for_cpu]
     for target in pieces:
         module = target.split(":")[0]
         for name in {node.id for node in ast.walk(installed.node(target)) if isinstance(node, ast.Name)}:
             try:
                 called = installed.node(f"{module}:{name}")
-            except PatchError:
+            except VLLMPatchError:
                 continue
             is_kernel = any("triton.jit" in ast.unparse(one) for one in getattr(called, "decorator_list", ()))
             assert not is_kernel or f"{module}:{name}" in pieces or any(word in name for word in unused), name
 
 
-def ours() -> list[tuple[type, str, object, Touched | None, str]]:
+def ours() -> list[tuple[type, str, object, TouchedPart | None, str]]:
     """Every override of a method of vLLM: our class, the name, the function, the piece if listed, the target."""
     from vllm_trie.engine.async_scheduler import AsyncBeamScheduler
     from vllm_trie.engine.kv_cache import BeamKVCacheManager
@@ -355,7 +364,7 @@ def ours() -> list[tuple[type, str, object, Touched | None, str]]:
     from vllm_trie.worker.cpu_worker import BeamCPUModelRunner, BeamCPUWorker
     from vllm_trie.worker.gpu_worker import BeamGPUWorker
 
-    found, listed = [], touched()
+    found, listed = [], touched_parts()
     ends = (AsyncBeamScheduler, BeamKVCacheManager, BeamCPUModelRunner, BeamCPUWorker, BeamGPUWorker)
     for backend in (cpu_backend, gpu_backend):
         ends += (backend.SharedPrefixBackend, backend.SharedPrefixBuilder, backend.SharedPrefixImpl)
@@ -383,7 +392,7 @@ def test_overrides_pass_on_what_a_later_vllm_adds() -> None:
 
 
 def test_every_attribute_that_our_classes_take_from_vllms_is_recorded() -> None:
-    listed = touched()
+    listed = touched_parts()
     for cls in {cls for cls, _, _, piece, _ in ours() if piece.grade == "called"}:
         body = ast.parse(inspect.getsource(cls))
         of_self = [n for n in ast.walk(body) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"]
@@ -418,7 +427,7 @@ def test_another_vllm_is_compared_with_the_record_of_its_version(
         return other.wheel(tmp_path / "other.whl") if as_wheel else other.folder
 
     version = installed_vllm().version
-    count = len(json.loads(record_of(version).read_text())["pieces"])
+    count = len(json.loads(vllm_record(version).read_text())["pieces"])
     assert run(monkeypatch, "--against", path()) == 0
     assert f"vLLM {version} against the record of {version}:\n" in (told := capsys.readouterr().out)
     assert told.endswith(f"0 refused, 0 changed, {count} same\n")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_trie.compat.patch import Patch, PatchError, wrap_all, wraps
+from vllm_trie.compat.patch import VLLMPatch, VLLMPatchError, wrap_vllm, wraps_vllm
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def victim() -> Iterator[types.ModuleType]:
 
 
 def test_patch_replaces_and_reverts(victim: types.ModuleType) -> None:
-    patch = Patch("patch_victim", "answer")
+    patch = VLLMPatch("patch_victim", "answer")
     patch.apply(lambda: 2)
     assert victim.answer() == 2
     patch.revert()
@@ -31,16 +31,16 @@ def test_patch_replaces_and_reverts(victim: types.ModuleType) -> None:
 
 
 def test_patching_twice_raises(victim: types.ModuleType) -> None:
-    patch = Patch("patch_victim", "answer")
+    patch = VLLMPatch("patch_victim", "answer")
     patch.apply(lambda: 2)
-    with pytest.raises(PatchError, match="patched already"):
+    with pytest.raises(VLLMPatchError, match="patched already"):
         patch.apply(lambda: 3)
     assert victim.answer() == 2
 
 
 def test_patching_what_does_not_exist_raises(victim: types.ModuleType) -> None:
-    with pytest.raises(PatchError, match=r"no patch_victim\.question"):
-        Patch("patch_victim", "question").apply(None)
+    with pytest.raises(VLLMPatchError, match=r"no patch_victim\.question"):
+        VLLMPatch("patch_victim", "question").apply(None)
 
 
 def test_a_wrapper_gets_the_original_once_whatever_kind_it_is(victim: types.ModuleType) -> None:
@@ -62,33 +62,33 @@ def test_a_wrapper_gets_the_original_once_whatever_kind_it_is(victim: types.Modu
         return original(*given[:-1], 2 * given[-1])
 
     for name in ("method", "of_class", "alone"):
-        patch = Patch("patch_victim:Holder", name)
+        patch = VLLMPatch("patch_victim:Holder", name)
         patch.wrap(doubling)
         patch.wrap(doubling)
     assert (Holder().method(1), Holder.of_class(1), Holder.alone(1)) == (2, (Holder, 2), 2)
-    with pytest.raises(PatchError, match=r"no patch_victim:Holder\.gone"):
-        Patch("patch_victim:Holder", "gone").wrap(doubling)
+    with pytest.raises(VLLMPatchError, match=r"no patch_victim:Holder\.gone"):
+        VLLMPatch("patch_victim:Holder", "gone").wrap(doubling)
 
 
 def test_a_modules_wrappers_wrap_all_that_they_name_once(victim: types.ModuleType) -> None:
     victim.question = lambda: 5
 
-    @wraps("answer", "patch_victim")
-    @wraps("question", "patch_victim")
+    @wraps_vllm("answer", "patch_victim")
+    @wraps_vllm("question", "patch_victim")
     def doubling(original: Callable[[], int]) -> int:
         return 2 * original()
 
     victim.doubling = doubling
     assert (victim.answer(), victim.question()) == (1, 5)
     for _ in range(2):
-        wrap_all("patch_victim")
+        wrap_vllm("patch_victim")
     assert (victim.answer(), victim.question()) == (2, 10)
     assert doubling.original() == 5
 
 
 def test_scoped_patch_comes_off_after_an_error(victim: types.ModuleType) -> None:
     def fail() -> None:
-        with Patch("patch_victim", "answer").applied(lambda: 2):
+        with VLLMPatch("patch_victim", "answer").applied(lambda: 2):
             raise KeyError(victim.answer())
 
     with pytest.raises(KeyError, match="2"):

@@ -8,7 +8,7 @@ from vllm.sampling_params import BeamSearchParams
 
 from vllm_trie.compat import versions
 from vllm_trie.compat.fingerprint import SUPPORTED_VERSIONS
-from vllm_trie.compat.versions import eos_token_ids, has_allowlist, own_beams
+from vllm_trie.compat.versions import own_vllm_beams, vllm_beams_eos_ids, vllm_beams_have_allowlist
 from vllm_trie.entrypoints.server.use_beam_search import _served_as_by_vllm
 
 EOS, OTHER_EOS, TOKEN = 1, 7, 9
@@ -19,17 +19,17 @@ def test_every_supported_version_has_its_rules() -> None:
 
 
 def test_generation_config_names_eos_tokens_where_vllms_own_beams_heed_it() -> None:
-    further = {OTHER_EOS} if own_beams().stops_by_generation_config else set()
-    assert eos_token_ids({"eos_token_id": [EOS, OTHER_EOS]}, EOS) == {EOS} | further
-    assert eos_token_ids({"eos_token_id": OTHER_EOS}, None) == further
-    assert eos_token_ids({}, EOS) == {EOS}
+    further = {OTHER_EOS} if own_vllm_beams().stops_by_generation_config else set()
+    assert vllm_beams_eos_ids({"eos_token_id": [EOS, OTHER_EOS]}, EOS) == {EOS} | further
+    assert vllm_beams_eos_ids({"eos_token_id": OTHER_EOS}, None) == further
+    assert vllm_beams_eos_ids({}, EOS) == {EOS}
 
 
 def test_an_allowlist_is_seen_where_vllms_own_beams_have_one() -> None:
-    assert not has_allowlist(BeamSearchParams(2, max_tokens=4))
-    assert own_beams().has_allowlist == ("allowed_token_ids" in BeamSearchParams.__struct_fields__)
-    if own_beams().has_allowlist:
-        assert has_allowlist(BeamSearchParams(2, max_tokens=4, allowed_token_ids=[]))
+    assert not vllm_beams_have_allowlist(BeamSearchParams(2, max_tokens=4))
+    assert own_vllm_beams().has_allowlist == ("allowed_token_ids" in BeamSearchParams.__struct_fields__)
+    if own_vllm_beams().has_allowlist:
+        assert vllm_beams_have_allowlist(BeamSearchParams(2, max_tokens=4, allowed_token_ids=[]))
 
 
 @pytest.mark.parametrize("with_eos", [False, True])

@@ -20,7 +20,7 @@ from tests.support.steps import steps_of
 from vllm_trie.engine.answer_prefix import AnswerChangedError, EngineAnswerPart
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.new_group import new_group
-from vllm_trie.messages import GroupTicket
+from vllm_trie.messages import GroupTicketMessage
 from vllm_trie.options import BeamParams
 from vllm_trie.search.rules import Means
 from vllm_trie.search.step_result import Step
@@ -61,7 +61,7 @@ def group_of(options: dict[str, Any], fields: dict[str, Any], streams: bool) -> 
     kind = RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY
     params = SamplingParams(stop_token_ids=[EOS], output_kind=kind, **fields)
     request = Request("g", [5, 6, 7], params, None)
-    return new_group(request, BeamParams(**options), GroupTicket(1, EOS), 512, False)
+    return new_group(request, BeamParams(**options), GroupTicketMessage(1, EOS), 512, False)
 
 
 def next_step(group: BeamGroup, seed: int, sureness: float) -> Step:
@@ -253,4 +253,4 @@ def test_a_search_streams_if_it_has_one_answer_and_that_is_asked_for_in_parts(
 ) -> None:
     request = Request("g", [5], SamplingParams(max_tokens=4, output_kind=kind), None)
     beam = BeamParams(beam_width=3, compact=compact, semantics="hf")
-    assert (new_group(request, beam, GroupTicket(n, EOS), 512, False).stream is not None) == streams
+    assert (new_group(request, beam, GroupTicketMessage(n, EOS), 512, False).stream is not None) == streams

@@ -17,7 +17,7 @@ from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.hypothesis import GroupHypotheses
 from vllm_trie.engine.new_group import new_group
 from vllm_trie.engine.outputs import engine_answer_output
-from vllm_trie.messages import HYPOTHESES, GroupTicket
+from vllm_trie.messages import HYPOTHESES, GroupTicketMessage
 from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.devices import NEVER
@@ -39,7 +39,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
 def group_of(options: dict[str, Any], **fields: Any) -> BeamGroup:
     params = SamplingParams(max_tokens=MAX_TOKENS, seed=3, **fields)
     params.update_from_generation_config({"eos_token_id": [EOS, OTHER_EOS]}, EOS)
-    ticket = GroupTicket(4, EOS)
+    ticket = GroupTicketMessage(4, EOS)
     return new_group(Request("g", [5, 5], params, None), BeamParams(beam_width=4, **options), ticket, 512, False)
 
 

@@ -14,7 +14,7 @@ from vllm_trie.engine.catalogs import num_engine_beams_along
 from vllm_trie.entrypoints.requests.limits import BlocksNeeded, RequestLimits, validate_request
 from vllm_trie.options import BeamParams, EngineOptions, parse_options
 from vllm_trie.options.resolve import resolve_options
-from vllm_trie.sampling_params import is_controlled, logits_filters, stop_tokens
+from vllm_trie.sampling_params import sampling_params_control_logits, sampling_params_filters, sampling_params_stops
 from vllm_trie.search.filters import LogitsFilters
 
 LIMITS = RequestLimits(max_num_seqs=64, vocab_size=300, block_size=32, num_blocks=1000)
@@ -180,11 +180,11 @@ def test_fields_that_beam_search_does_not_honour_are_refused(field: str, value: 
 def test_fields_that_vllms_beams_ignore_are_refused_under_its_semantics(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f'{field}={value} is not supported together with semantics="vllm"'):
         beam_params(2, semantics="vllm", **{field: value})
-    assert logits_filters(beam_params(2, **{field: value})) == LogitsFilters(**{field: value})
+    assert sampling_params_filters(beam_params(2, **{field: value})) == LogitsFilters(**{field: value})
 
 
 def test_no_temperature_and_no_limit_are_no_filters() -> None:
-    assert logits_filters(SamplingParams(temperature=0.0, top_k=-1)) == LogitsFilters()
+    assert sampling_params_filters(SamplingParams(temperature=0.0, top_k=-1)) == LogitsFilters()
 
 
 def test_logprobs_of_the_whole_vocabulary_are_refused() -> None:
@@ -207,7 +207,7 @@ def test_logprobs_of_the_whole_vocabulary_are_refused() -> None:
     ],
 )
 def test_only_what_acts_on_the_logits_costs_their_processing(fields: dict, controlled: bool) -> None:
-    assert is_controlled(beam_params(2, **fields)) is controlled
+    assert sampling_params_control_logits(beam_params(2, **fields)) is controlled
 
 
 def test_helper_builds_what_a_user_would_write_by_hand() -> None:
@@ -230,10 +230,10 @@ def test_helper_takes_no_extra_args_for_none() -> None:
 def test_stop_tokens_are_eos_and_stop_token_ids() -> None:
     params = SamplingParams(stop_token_ids=[9, 4])
     params.update_from_generation_config({}, eos_token_id=2)
-    assert stop_tokens(params) == (2, 4, 9)
+    assert sampling_params_stops(params) == (2, 4, 9)
     params = SamplingParams(stop_token_ids=[9, 4], ignore_eos=True)
     params.update_from_generation_config({}, eos_token_id=2)
-    assert stop_tokens(params) == (4, 9)
+    assert sampling_params_stops(params) == (4, 9)
 
 
 @pytest.mark.parametrize("ratio", [0, -0.1, 1.5, math.nan, "0.5", True])

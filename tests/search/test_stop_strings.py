@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from tests.support.calls import num_calls
 from tests.support.engine import TRAINED_TARGET
-from vllm_trie.detokenizing import decoder
+from vllm_trie.detokenizing import detokenizing_function
 from vllm_trie.search.stop_strings import CONTEXT, FIRST_SPAN, StopStrings
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -148,7 +148,7 @@ def trained_tokenizer() -> Any:
 
 
 def decode_trained(ids: list[int]) -> str:
-    return decoder(trained_tokenizer(), skip_special_tokens=True)(ids)
+    return detokenizing_function(trained_tokenizer(), skip_special_tokens=True)(ids)
 
 
 def encode_trained(text: str) -> list[int]:

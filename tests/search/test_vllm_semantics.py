@@ -11,7 +11,7 @@ from vllm.entrypoints.generate.beam_search.utils import get_beam_search_score
 
 from tests.support.random_problems import EOS, MAX_LENGTH, NEAR_TIE, SEARCHES, TOKEN, TOLERANCE, Found, Problem, gap
 from tests.support.steps import offer, rules_of, steps_of
-from vllm_trie.compat.versions import own_beams
+from vllm_trie.compat.versions import own_vllm_beams
 from vllm_trie.search.stopping import VllmPool
 
 penalties = st.one_of(st.sampled_from([-1.0, 0.0, 1.0, 2.0]), st.floats(-3, 3))
@@ -94,7 +94,7 @@ def test_search_finds_what_vllm_finds(length_penalty: float, counts_prompt: bool
 def test_score_is_that_of_vllm(
     prompt: list[int], generated: list[int], sum_logprobs: float, length_penalty: float, uncounted: set[int]
 ) -> None:
-    if own_beams().counts_prompt:
+    if own_vllm_beams().counts_prompt:
         pool = VllmPool(2, length_penalty, MAX_LENGTH, len(prompt), frozenset(uncounted))
         eos = generated[-1] if generated[-1] in uncounted else -1
         theirs = get_beam_search_score([*prompt, *generated], sum_logprobs, eos, length_penalty)

@@ -15,8 +15,8 @@ import vllm.v1.worker.gpu.model_runner  # noqa: F401
 import vllm_trie.worker.cpu.replace
 import vllm_trie.worker.cpu_worker  # noqa: F401
 from tests.support import forks, kernels_once  # noqa: F401
-from vllm_trie.compat.fingerprint import compare_installed
+from vllm_trie.compat.fingerprint import compare_installed_vllm
 
-compare_installed()
+compare_installed_vllm()
 gc.freeze()  # nothing of this is ever garbage
 atexit.register(gc.unfreeze)  # or libraries complain of leaks

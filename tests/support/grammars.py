@@ -17,7 +17,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from vllm.v1.structured_output.utils import choice_as_grammar
 
 from tests.support.engine import TRAINED_TARGET
-from vllm_trie.compat.sources import installed_vllm, minor
+from vllm_trie.compat.sources import installed_vllm, minor_vllm_version
 
 EOS = 1
 SCHEMA = {
@@ -77,7 +77,7 @@ MATCHES: dict[str, Callable[[str], bool]] = {
 def _tokens(name: str) -> xgrammar.TokenizerInfo:
     tokenizer = AutoTokenizer.from_pretrained(TRAINED_TARGET)
     tokens = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
-    if minor(installed_vllm().version) == "0.32" or name == "structural tag":
+    if minor_vllm_version(installed_vllm().version) == "0.32" or name == "structural tag":
         return tokens
     return XgrammarBackend._filter_special_tokens(tokenizer, tokens)  # they are not part of any text
 

@@ -14,7 +14,7 @@ import torch
 
 from tests.support.next_logits import NextLogits
 from tests.support.reference import Answer
-from vllm_trie.compat.versions import own_beams
+from vllm_trie.compat.versions import own_vllm_beams
 
 Adjust = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]  # logits [V], prompt, generated -> logits
 Allow = Callable[[torch.Tensor], torch.Tensor]  # log-probabilities [V] -> the same, some of them impossible
@@ -124,7 +124,7 @@ def competing_score(
 ) -> float:
     """What a hypothesis competes by. vLLM 0.32 counts the prompt, but no stop token or ignored EOS in the end."""
     length = len(tokens)
-    if semantics == "vllm" and own_beams().counts_prompt:
+    if semantics == "vllm" and own_vllm_beams().counts_prompt:
         length += num_prompt - (tokens[-1] in uncounted)
     return total / max(length, 1) ** length_penalty
 
@@ -200,7 +200,7 @@ def loop_beams(
                 for token in proposals.tolist():
                     if rows[-1][token] > IMPOSSIBLE and (by := stopped_by(generated, token)) is not None:
                         finish([*generated, token], rows[-1][token].item(), by)
-                if own_beams().stops_by_generation_config:  # nothing else goes on
+                if own_vllm_beams().stops_by_generation_config:  # nothing else goes on
                     rows[-1] = torch.full_like(rows[-1], IMPOSSIBLE).index_copy(0, proposals, rows[-1][proposals])
         step_width = width if widths is None else widths[min(length, len(widths)) - 1]
         sums = pruned(torch.stack(rows), [total for _, total in beams], **pruning) if pruning else torch.stack(rows)

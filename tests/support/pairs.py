@@ -16,7 +16,7 @@ from tests.support.engine import BLOCK_SIZE, ROOT, TRAINED_TARGET, Engine, Engin
 from tests.support.reference import NEAR_TIE
 from tests.support.running import MOST_TIES, Job, count_ties, prompt_of, run
 from vllm_trie import beam_params
-from vllm_trie.selection import config_of
+from vllm_trie.selection import plugin_config_of
 from vllm_trie.speculation.engine.adaptive_forests import AdaptiveForests
 from vllm_trie.speculation.search.forest_size import PLAIN, ForestSize
 
@@ -90,7 +90,11 @@ def found_plainly(engine: Engine, jobs: Sequence[Job]) -> list[Any]:
     with the same model has answered is not computed again.
     """
     vllm_config = engine.llm.llm_engine.vllm_config
-    alike = (vllm_config.model_config.model, vllm_config.model_config.max_model_len, repr(config_of(vllm_config)))
+    alike = (
+        vllm_config.model_config.model,
+        vllm_config.model_config.max_model_len,
+        repr(plugin_config_of(vllm_config)),
+    )
     keys = [(*alike, tuple(prompt), pickle.dumps(params)) for prompt, params in jobs]
     new = {key: job for key, job in zip(keys, jobs, strict=True) if key not in _found_before}
     _found_before.update(zip(new, run(engine, [*new.values()]), strict=True))

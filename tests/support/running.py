@@ -57,7 +57,7 @@ def run(engine: Engine, jobs: Sequence[Job], after_step: Callable[[], None] = la
 def start_with(engine: Engine, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     """Let the engine have been started with these options, too."""
     vllm_config = engine.llm.llm_engine.vllm_config
-    config = selection.config_of(vllm_config).model_copy(update=options)
+    config = selection.plugin_config_of(vllm_config).model_copy(update=options)
     monkeypatch.setitem(selection._parsed, id(vllm_config.additional_config), (vllm_config.additional_config, config))
 
 

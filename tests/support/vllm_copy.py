@@ -7,8 +7,8 @@ from pathlib import Path
 
 import vllm
 
-from vllm_trie.compat.fingerprint import touched
-from vllm_trie.compat.sources import minor
+from vllm_trie.compat.fingerprint import touched_parts
+from vllm_trie.compat.sources import minor_vllm_version
 
 INSTALLED = Path(vllm.__file__).parent.parent
 
@@ -18,7 +18,11 @@ class VllmCopy:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        here = [piece.target for piece in touched().values() if piece.only_in in ("", minor(vllm.__version__))]
+        here = [
+            piece.target
+            for piece in touched_parts().values()
+            if piece.only_in in ("", minor_vllm_version(vllm.__version__))
+        ]
         for module in {"vllm._version", *(target.split(":")[0] for target in here)}:
             name = self.file(module).relative_to(folder)
             self.file(module).parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_trie.messages import Decided
+from vllm_trie.messages import DecidedMessage
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.step_result import Step
 from vllm_trie.speculation.search.forest import Forest
@@ -15,7 +15,7 @@ from vllm_trie.worker.rank_check import as_text, disputes
 def decided(parents: list[int], tokens: list[int], scores: tuple[float, ...] = (-1.0, -2.0)) -> str:
     nothing = Candidates(np.zeros(0), np.zeros(0), np.zeros(0))
     step = Step(np.array(parents), np.array(tokens), np.array(scores), nothing)
-    return as_text(Decided([step, step]).as_arrays())
+    return as_text(DecidedMessage([step, step]).as_arrays())
 
 
 def test_ranks_that_decide_the_same_agree() -> None:

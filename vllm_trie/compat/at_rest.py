@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 
-class Rests:
+class RestsWithoutBeams:
     """A class derived from one of vLLM's, whose objects rest while there are no beams.
 
     Nobody may hold on to a bound method of such an object: it is that of the class which the object had.
@@ -23,7 +23,7 @@ class Rests:
         """There are no beams any more."""
         awake: Any = type(self)
         if not self.is_at_rest:
-            self.__class__ = _at_rest(awake)
+            self.__class__ = _class_at_rest(awake)
 
     def wake(self) -> None:
         """There are beams from now on, or something else that the hooks are to see."""
@@ -32,7 +32,7 @@ class Rests:
 
 
 @cache
-def _at_rest(cls: Any) -> Any:
+def _class_at_rest(cls: Any) -> Any:
     stock = next(base for base in cls.__mro__ if base.__module__.startswith("vllm."))
     methods = {hook: getattr(stock, hook) for hook in cls.hooks}
     return type(cls)(f"{cls.__name__}AtRest", (cls,), {"__module__": cls.__module__, "is_at_rest": True, **methods})

@@ -6,18 +6,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from vllm_trie.compat.patch import Patch
-from vllm_trie.compat.versions import workers_ask_for_triton
+from vllm_trie.compat.patch import VLLMPatch
+from vllm_trie.compat.versions import vllm_workers_ask_triton
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-use_v2_model_runner = Patch("vllm.config.vllm:VllmConfig", "use_v2_model_runner")
-validate_v2_model_runner = Patch("vllm.config.vllm:VllmConfig", "_validate_v2_model_runner")
-check_and_update_config = Patch("vllm.platforms.cpu:CpuPlatform", "check_and_update_config")
+use_v2_model_runner = VLLMPatch("vllm.config.vllm:VllmConfig", "use_v2_model_runner")
+validate_v2_model_runner = VLLMPatch("vllm.config.vllm:VllmConfig", "_validate_v2_model_runner")
+check_and_update_config = VLLMPatch("vllm.platforms.cpu:CpuPlatform", "check_and_update_config")
 
 
-def needs_cpu_kernels() -> bool:
+def vllm_needs_cpu_kernels() -> bool:
     """Whether this is a CPU on which vLLM's Triton kernels cannot run."""
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
@@ -25,9 +25,9 @@ def needs_cpu_kernels() -> bool:
     return current_platform.is_cpu() and not HAS_TRITON
 
 
-def unsupported_without_triton(vllm_config: VllmConfig) -> dict[str, bool]:
+def unsupported_by_vllm_cpu(vllm_config: VllmConfig) -> dict[str, bool]:
     """Which features there are no CPU kernels for, and whether this engine uses them."""
-    if not needs_cpu_kernels():
+    if not vllm_needs_cpu_kernels():
         return {}
     model = vllm_config.model_config
     features = {
@@ -38,14 +38,14 @@ def unsupported_without_triton(vllm_config: VllmConfig) -> dict[str, bool]:
     return {f"{feature} on a CPU without Triton": is_used for feature, is_used in features.items()}
 
 
-def accept_v2_in_worker() -> AbstractContextManager[None]:
+def accept_vllm_v2_runner() -> AbstractContextManager[None]:
     """Within it, a worker that is made takes Model Runner V2 without Triton."""
-    if workers_ask_for_triton() and needs_cpu_kernels():
-        return Patch("vllm.v1.worker.gpu_worker", "HAS_TRITON").applied(True)
+    if vllm_workers_ask_triton() and vllm_needs_cpu_kernels():
+        return VLLMPatch("vllm.v1.worker.gpu_worker", "HAS_TRITON").applied(True)
     return nullcontext()
 
 
-def configure_engines_on_cpu(has_beams: Callable[[VllmConfig], bool]) -> None:
+def configure_vllm_on_cpu(has_beams: Callable[[VllmConfig], bool]) -> None:
     """Wrap what chooses runner and scheduling on a CPU; engines without beam groups keep what vLLM chooses."""
     from vllm.platforms import current_platform
 
@@ -59,7 +59,7 @@ def configure_engines_on_cpu(has_beams: Callable[[VllmConfig], bool]) -> None:
             vllm_config.scheduler_config.async_scheduling = chosen
 
     check_and_update_config.apply(classmethod(keep_async_scheduling))
-    if needs_cpu_kernels():
+    if vllm_needs_cpu_kernels():
         v2, check = use_v2_model_runner, validate_v2_model_runner
         v2.apply(property(lambda config: has_beams(config) or v2.original.fget(config)))
         check.apply(lambda config: None if has_beams(config) else check.original(config))  # the plugin has its own

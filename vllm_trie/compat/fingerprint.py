@@ -17,12 +17,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_trie.compat.patch import PatchError
-from vllm_trie.compat.sources import Sources, installed_vllm, minor
-from vllm_trie.compat.syntax import body_digest, fields, misfit, signature
+from vllm_trie.compat.patch import VLLMPatchError
+from vllm_trie.compat.sources import VLLMSources, installed_vllm, minor_vllm_version
+from vllm_trie.compat.syntax import vllm_body_digest, vllm_class_fields, vllm_signature, vllm_signature_misfit
 
 RECORDED_VERSIONS = ("0.32.0", "0.33.0")
-SUPPORTED_VERSIONS = tuple(map(minor, RECORDED_VERSIONS))
+SUPPORTED_VERSIONS = tuple(map(minor_vllm_version, RECORDED_VERSIONS))
 CHECK = "VLLM_TRIE_CHECK"
 CHECKS = ("strict", "warn", "off")
 CHECKED_STEPS = 100  # steps of groups whose invariants are checked on a build that differs
@@ -32,7 +32,7 @@ TOUCHED = RECORDS / "touched.toml"
 
 
 @dataclass(frozen=True)
-class Touched:
+class TouchedPart:
     """A piece of vLLM that this plugin replaces or relies on.
 
     Args:
@@ -58,55 +58,61 @@ class Touched:
         return " by vllm_trie.worker.cpu" in self.how and self.grade == "replaced"
 
 
-def touched() -> dict[str, Touched]:
+def touched_parts() -> dict[str, TouchedPart]:
     """Every piece of vLLM that this plugin wraps, replaces, overrides or relies upon, by target."""
     pieces = {}
     for entry in tomllib.loads(TOUCHED.read_text())["touched"]:
         common = {name: entry.get(name, "") for name in ("grade", "how", "until", "only_in")}
         for target, why in entry["why"].items():
-            pieces[target] = Touched(target, why=why, fields=tuple(entry.get("fields", {}).get(target, ())), **common)
+            pieces[target] = TouchedPart(
+                target, why=why, fields=tuple(entry.get("fields", {}).get(target, ())), **common
+            )
     return pieces
 
 
-def record_of(version: str) -> Path:
+def vllm_record(version: str) -> Path:
     """The record for this version of vLLM, and for all its patch releases.
 
     Raises:
-        PatchError: the version is not supported.
+        VLLMPatchError: the version is not supported.
     """
-    if minor(version) not in SUPPORTED_VERSIONS:
-        raise PatchError(f"trie_beam does not support vLLM {version}; supported: {', '.join(SUPPORTED_VERSIONS)}")
-    return record_path(version)
+    if minor_vllm_version(version) not in SUPPORTED_VERSIONS:
+        raise VLLMPatchError(f"trie_beam does not support vLLM {version}; supported: {', '.join(SUPPORTED_VERSIONS)}")
+    return vllm_record_path(version)
 
 
-def record_path(version: str) -> Path:
+def vllm_record_path(version: str) -> Path:
     """Where the record for a version is, or would be."""
-    return RECORDS / minor(version) / "touched.json"
+    return RECORDS / minor_vllm_version(version) / "touched.json"
 
 
-def entries(sources: Sources) -> dict[str, Any]:
+def vllm_record_entries(sources: VLLMSources) -> dict[str, Any]:
     """The record of a vLLM: digests of its modules, and of each piece that it has what must fit.
 
     Raises:
-        PatchError: a piece is missing.
+        VLLMPatchError: a piece is missing.
     """
-    pieces = [piece for piece in touched().values() if piece.only_in in ("", minor(sources.version))]
-    modules = {_module(piece.target): sources.digest(_module(piece.target)) for piece in pieces}
-    return {"vllm": sources.version, "modules": modules, "pieces": {p.target: _fingerprint(p, sources) for p in pieces}}
+    pieces = [piece for piece in touched_parts().values() if piece.only_in in ("", minor_vllm_version(sources.version))]
+    modules = {_touched_module(piece.target): sources.digest(_touched_module(piece.target)) for piece in pieces}
+    return {
+        "vllm": sources.version,
+        "modules": modules,
+        "pieces": {p.target: _touched_fingerprint(p, sources) for p in pieces},
+    }
 
 
-def _fingerprint(piece: Touched, sources: Sources) -> dict[str, str]:
+def _touched_fingerprint(piece: TouchedPart, sources: VLLMSources) -> dict[str, str]:
     node = sources.node(piece.target)
     is_made = not isinstance(node, ast.ClassDef) or piece.how.startswith("constructed")
-    calls = {"signature": signature(node)} if piece.grade == "called" and is_made else {}
-    return {"body": body_digest(node), **calls}
+    calls = {"signature": vllm_signature(node)} if piece.grade == "called" and is_made else {}
+    return {"body": vllm_body_digest(node), **calls}
 
 
-def _module(target: str) -> str:
+def _touched_module(target: str) -> str:
     return target.split(":")[0]
 
 
-class Comparison(NamedTuple):
+class VLLMComparison(NamedTuple):
     """What has become of all that is touched."""
 
     refused: dict[str, str]  # by target: what does not fit
@@ -122,41 +128,41 @@ class Comparison(NamedTuple):
         """
         if mode == "strict":
             return self.refused | dict.fromkeys(self.changed, "differs from the record")
-        pieces = touched()
+        pieces = touched_parts()
         return {t: problem for t, problem in self.refused.items() if needs_kernels or not pieces[t].is_for_cpu}
 
 
-def compare(sources: Sources, record: dict[str, Any]) -> Comparison:
+def compare_vllm(sources: VLLMSources, record: dict[str, Any]) -> VLLMComparison:
     """Compare a vLLM with a record. A module whose file is the recorded one is not looked into."""
-    found, pieces = Comparison({}, [], []), touched()
+    found, pieces = VLLMComparison({}, [], []), touched_parts()
     unchanged = {module for module, digest in record["modules"].items() if sources.digest(module) == digest}
     for target, recorded in record["pieces"].items():
-        if _module(target) in unchanged:
+        if _touched_module(target) in unchanged:
             found.same.append(target)
             continue
         try:
-            now = _fingerprint(pieces[target], sources)
-        except PatchError:
+            now = _touched_fingerprint(pieces[target], sources)
+        except VLLMPatchError:
             found.refused[target] = "is gone"
             continue
-        if problem := _problem(pieces[target], recorded, now, sources):
+        if problem := _touched_problem(pieces[target], recorded, now, sources):
             found.refused[target] = problem
         else:
             (found.same if now["body"] == recorded["body"] else found.changed).append(target)
     return found
 
 
-def _problem(piece: Touched, recorded: dict[str, str], now: dict[str, str], sources: Sources) -> str:
+def _touched_problem(piece: TouchedPart, recorded: dict[str, str], now: dict[str, str], sources: VLLMSources) -> str:
     if piece.grade == "replaced":
         return "" if now["body"] == recorded["body"] else "is not what trie_beam stands in for"
     owner = piece.target if isinstance(sources.node(piece.target), ast.ClassDef) else piece.target.rpartition(".")[0]
-    there = fields(sources.node(owner)) if piece.fields else ()
+    there = vllm_class_fields(sources.node(owner)) if piece.fields else ()
     if lost := [name for name in piece.fields if name not in there]:
         return f"has lost {', '.join(map(repr, lost))}"
-    return misfit(recorded["signature"], now["signature"]) if "signature" in recorded else ""
+    return vllm_signature_misfit(recorded["signature"], now["signature"]) if "signature" in recorded else ""
 
 
-def check_mode(option: str | None) -> str:
+def vllm_check_mode(option: str | None) -> str:
     """What a difference leads to: the engine's option, else what the environment says.
 
     Raises:
@@ -169,38 +175,38 @@ def check_mode(option: str | None) -> str:
 
 
 @cache
-def compare_installed() -> Comparison:
+def compare_installed_vllm() -> VLLMComparison:
     """Compare the installed vLLM with its record, once in a process."""
     installed = installed_vllm()
-    return compare(installed, json.loads(record_of(installed.version).read_text()))
+    return compare_vllm(installed, json.loads(vllm_record(installed.version).read_text()))
 
 
-def verify(option: str | None = None, needs_kernels: bool = True) -> list[str]:
+def verify_vllm(option: str | None = None, needs_kernels: bool = True) -> list[str]:
     """Compare the installed vLLM with its record. Returns the pieces that differ and may still fit.
 
     Args:
         option: The engine's `vllm_check`.
-        needs_kernels: See `Comparison.problems`.
+        needs_kernels: See `VLLMComparison.problems`.
 
     Raises:
-        PatchError: vLLM is missing, unsupported, or does not fit; the message names every piece.
+        VLLMPatchError: vLLM is missing, unsupported, or does not fit; the message names every piece.
         ValueError: an unknown `vllm_check`.
     """
-    mode, version = check_mode(option), installed_vllm().version
-    record_of(version)
+    mode, version = vllm_check_mode(option), installed_vllm().version
+    vllm_record(version)
     if mode == "off":
         return []
-    found = compare_installed()
+    found = compare_installed_vllm()
     if problems := found.problems(mode, needs_kernels):
         pieces = "; ".join(f"{target} {problem}" for target, problem in problems.items())
         enough = "off" if found.problems("warn", needs_kernels) else "warn"
-        raise PatchError(
+        raise VLLMPatchError(
             f"trie_beam does not fit this vLLM {version}: {pieces}. Install vLLM {' or '.join(RECORDED_VERSIONS)} or a "
             f'newer trie_beam; vllm_check="{enough}" starts all the same'
         )
     return found.changed
 
 
-def steps_to_check(option: str | None) -> int:
+def vllm_steps_to_check(option: str | None) -> int:
     """The steps of groups in which the scheduler checks its invariants: the first ones, on a build that differs."""
-    return CHECKED_STEPS if check_mode(option) != "off" and compare_installed().changed else 0
+    return CHECKED_STEPS if vllm_check_mode(option) != "off" and compare_installed_vllm().changed else 0

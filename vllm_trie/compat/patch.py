@@ -1,4 +1,4 @@
-"""Changing vLLM from outside: whatever goes beyond its official seams is a `Patch`."""
+"""Changing vLLM from outside: whatever goes beyond its official seams is a `VLLMPatch`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 
-class PatchError(RuntimeError):
+class VLLMPatchError(RuntimeError):
     """The vLLM at hand is not the one this plugin was written for."""
 
 
-class Patch:
+class VLLMPatch:
     """Replaces one attribute of vLLM.
 
     Args:
@@ -35,13 +35,13 @@ class Patch:
         """Replace the attribute for the rest of the process.
 
         Raises:
-            PatchError: the attribute does not exist, or is patched already.
+            VLLMPatchError: the attribute does not exist, or is patched already.
         """
         if self.is_applied:
-            raise PatchError(f"{self.owner}.{self.attribute} is patched already")
+            raise VLLMPatchError(f"{self.owner}.{self.attribute} is patched already")
         holder = self._holder()
         if self.attribute not in vars(holder):
-            raise PatchError(f"this vLLM has no {self.owner}.{self.attribute}")
+            raise VLLMPatchError(f"this vLLM has no {self.owner}.{self.attribute}")
         self.original = vars(holder)[self.attribute]
         setattr(holder, self.attribute, replacement)
 
@@ -82,15 +82,15 @@ class Patch:
         return getattr(holder, name) if name else holder
 
 
-class Wrapper:
-    """A function that is to be called in place of some of vLLM's; `wraps` makes it, and `wrap_all` puts it there.
+class VLLMWrapper:
+    """A function that is to be called in place of some of vLLM's; `wraps` makes it, and `wrap_vllm` puts it there.
 
     Args:
         function: Called as `function(original, *args, **kwargs)`.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.patches = function, list[Patch]()
+        self.function, self.patches = function, list[VLLMPatch]()
 
     @property
     def original(self) -> Any:
@@ -98,25 +98,25 @@ class Wrapper:
         return self.patches[0].original
 
 
-def wraps(attribute: str, *owners: str | type) -> Callable[[Callable[..., Any] | Wrapper], Wrapper]:
-    """Makes a function the wrapper of a function or method; owners and attribute as in `Patch`."""
+def wraps_vllm(attribute: str, *owners: str | type) -> Callable[[Callable[..., Any] | VLLMWrapper], VLLMWrapper]:
+    """Makes a function the wrapper of a function or method; owners and attribute as in `VLLMPatch`."""
 
-    def decorate(function: Callable[..., Any] | Wrapper) -> Wrapper:
-        wrapper = function if isinstance(function, Wrapper) else Wrapper(function)
-        wrapper.patches += [Patch(owner, attribute) for owner in owners]
+    def decorate(function: Callable[..., Any] | VLLMWrapper) -> VLLMWrapper:
+        wrapper = function if isinstance(function, VLLMWrapper) else VLLMWrapper(function)
+        wrapper.patches += [VLLMPatch(owner, attribute) for owner in owners]
         return wrapper
 
     return decorate
 
 
-def wrap_all(module: str) -> None:
+def wrap_vllm(module: str) -> None:
     """From now on, in this process, what the wrappers of a module of ours name is wrapped."""
     for wrapper in vars(importlib.import_module(module)).values():
-        for patch in wrapper.patches if isinstance(wrapper, Wrapper) else ():
+        for patch in wrapper.patches if isinstance(wrapper, VLLMWrapper) else ():
             patch.wrap(wrapper.function)
 
 
-def arguments(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+def arguments_to_vllm(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """What each parameter of a function gets in such a call, by name: versions of vLLM differ in how many there are."""
     call = inspect.signature(function).bind(*args, **kwargs)
     call.apply_defaults()

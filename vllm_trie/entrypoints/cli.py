@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
 
-from vllm_trie.compat.patch import wraps
+from vllm_trie.compat.patch import wraps_vllm
 from vllm_trie.options import PLUGIN_NAME
 
 ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
@@ -32,7 +32,7 @@ def cli_plugin_name(name: str) -> str:
     return name
 
 
-@wraps("add_cli_args", ENGINE_ARGS)
+@wraps_vllm("add_cli_args", ENGINE_ARGS)
 def add_cli_args(original: Callable[..., Any], parser: Any, **kwargs: Any) -> Any:
     """Parsers of engine arguments know `--plugin`."""
     parser = original(parser, **kwargs)
@@ -42,7 +42,7 @@ def add_cli_args(original: Callable[..., Any], parser: Any, **kwargs: Any) -> An
     return parser
 
 
-@wraps("from_cli_args", ENGINE_ARGS)
+@wraps_vllm("from_cli_args", ENGINE_ARGS)
 def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace, **kwargs: Any) -> Any:
     if PLUGIN_NAME in (vars(args).get("plugin") or ()):  # in `args`, which vLLM hands to its API server processes
         args.additional_config = {PLUGIN_NAME: {}, **args.additional_config}

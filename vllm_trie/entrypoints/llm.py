@@ -17,26 +17,26 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from vllm_trie.compat.patch import arguments, wraps
-from vllm_trie.compat.versions import has_allowlist
+from vllm_trie.compat.patch import arguments_to_vllm, wraps_vllm
+from vllm_trie.compat.versions import vllm_beams_have_allowlist
 from vllm_trie.entrypoints.llm_engine import llm_engine_abort_all
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError, refusing_requests
 from vllm_trie.entrypoints.requests.requests import CALLER, forget_unsent_request, why_no_request_after
 from vllm_trie.messages import LLM_BEAM_SEARCH, NO_HYPOTHESIS
 from vllm_trie.options import BeamParams, options_ask_for_beams
-from vllm_trie.selection import has_beams, is_selected, why_without_beams
+from vllm_trie.selection import has_beams, is_plugin_selected, why_without_beams
 
 logger = init_logger("vllm.trie_beam.beam_search")
 
 ROOT = (-1, -1)
 
 
-@wraps("beam_search", "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin")
+@wraps_vllm("beam_search", "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin")
 def llm_beam_search(
     original: Callable[..., list[BeamSearchOutput]], self: Any, *args: Any, **kwargs: Any
 ) -> list[BeamSearchOutput]:
     """`LLM.beam_search` runs in every engine that has beams."""
-    call = arguments(original, self, *args, **kwargs)  # 0.33 has one more, the priority
+    call = arguments_to_vllm(original, self, *args, **kwargs)  # 0.33 has one more, the priority
     params: BeamSearchParams = call["params"]
     if has_beams(self.llm_engine.vllm_config):
         _refuse_other_llm_params(params)
@@ -48,7 +48,7 @@ def llm_beam_search(
         refusal = why_without_beams(vllm_config)
     elif params.structured_outputs is not None and params.ignore_eos:
         refusal = "with structured_outputs and ignore_eos"
-    elif has_allowlist(params):
+    elif vllm_beams_have_allowlist(params):
         refusal = "with allowed_token_ids"
     else:
         inputs = self._preprocess_cmpl(call["prompts"])
@@ -65,7 +65,7 @@ def llm_beam_search(
             for engine_input in inputs:
                 forget_unsent_request(self.llm_engine.input_processor, engine_input)
             raise
-    if is_selected(vllm_config):
+    if is_plugin_selected(vllm_config):
         logger.info_once("LLM.beam_search %s: vLLM's own client loop runs it, not the engine", refusal)
     with _rendered_llm_inputs(self, inputs) if inputs is not None else nullcontext():
         return original(self, *args, **kwargs)
@@ -188,7 +188,7 @@ def _llm_beam_logprobs(output: CompletionOutput, places: dict[Any, Any]) -> list
     return logprobs
 
 
-@wraps("_run_engine", "vllm.entrypoints.common.offline:OfflineInferenceMixin")
+@wraps_vllm("_run_engine", "vllm.entrypoints.common.offline:OfflineInferenceMixin")
 def llm_run_engine(original: Callable[..., list[Any]], self: Any, *args: Any, **kwargs: Any) -> list[Any]:
     engine: LLMEngine = self.llm_engine
     with _llm_aborted_on_error(engine) if has_beams(engine.vllm_config) else nullcontext():

@@ -8,12 +8,12 @@ from typing import Any
 
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from vllm_trie.compat.patch import wraps
+from vllm_trie.compat.patch import wraps_vllm
 from vllm_trie.entrypoints.answers.search_state import AnswerState
 from vllm_trie.entrypoints.output_hooks import OFFLINE
 
 
-@wraps("add_request", LLMEngine)
+@wraps_vllm("add_request", LLMEngine)
 def llm_engine_add_request(
     original: Callable[..., str], self: LLMEngine, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> str:
@@ -22,7 +22,7 @@ def llm_engine_add_request(
     return hook.add_request(original, self, request_id, prompt, params, *args, **kwargs)
 
 
-@wraps("step", LLMEngine)
+@wraps_vllm("step", LLMEngine)
 def llm_engine_step(original: Callable[..., list[Any]], self: LLMEngine, *args: Any, **kwargs: Any) -> list[Any]:
     outputs = original(self, *args, **kwargs)
     for hook in [*OFFLINE.get(self, {}).values()]:  # a scorer may ask the engine that it scores for, and bring another
@@ -30,7 +30,7 @@ def llm_engine_step(original: Callable[..., list[Any]], self: LLMEngine, *args: 
     return outputs
 
 
-@wraps("abort_request", LLMEngine)
+@wraps_vllm("abort_request", LLMEngine)
 def llm_engine_abort_request(
     original: Callable[..., None], self: LLMEngine, request_ids: Iterable[str], *args: Any, **kwargs: Any
 ) -> None:
@@ -51,7 +51,7 @@ def llm_engine_abort_all(engine: LLMEngine) -> None:
     engine.abort_request([*engine.output_processor.request_states, *waiting], internal=True)
 
 
-@wraps("get_num_unfinished_requests", LLMEngine)
+@wraps_vllm("get_num_unfinished_requests", LLMEngine)
 def llm_engine_count_unfinished(original: Callable[..., int], self: LLMEngine, *args: Any, **kwargs: Any) -> int:
     """Requests count as the outputs that they will have."""
     states = self.output_processor.request_states.values()

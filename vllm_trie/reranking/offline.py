@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils import random_uuid
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from vllm_trie.detokenizing import decoder
+from vllm_trie.detokenizing import detokenizing_function
 from vllm_trie.entrypoints.answers.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.output_hooks import OfflineHook
 from vllm_trie.entrypoints.requests.limits import check_request_n
@@ -26,7 +26,7 @@ from vllm_trie.options.parts import Reranking as RerankingOptions
 from vllm_trie.options.shown import shortened_option_refusal, shown_option
 from vllm_trie.reranking.metrics import HypothesisPair, Metric, metric_of
 from vllm_trie.reranking.minimum_bayes_risk import Pairs, rank_by_risk
-from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
+from vllm_trie.sampling_params import refuse_sampling_params, sampling_params_matrix_fields
 
 logger = init_logger("vllm.trie_beam.reranking")
 
@@ -93,7 +93,7 @@ def _checked(request_id: str, params: SamplingParams, engine: LLMEngine) -> _Ask
     beam = parse_options(params.extra_args)
     if not isinstance(beam, BeamParams):
         raise ValueError(f"rerank={shown_option((params.extra_args or {})['rerank'])} needs beams; add beam_width")
-    refuse_unsupported(matrix_fields(params), beam)
+    refuse_sampling_params(sampling_params_matrix_fields(params), beam)
     check_request_n(params.n, beam)
     if (tokenizer := engine.renderer.tokenizer) is None:
         raise ValueError(f"rerank={beam.rerank!r} compares texts; start the engine without skip_tokenizer_init")
@@ -121,7 +121,7 @@ def _rerank(output: RequestOutput, asked: _Asked) -> None:
 
     beam, prompt = asked.beam, output.prompt
     try:
-        prompt = decoder(asked.tokenizer, False)(output.prompt_token_ids) if prompt is None else prompt
+        prompt = detokenizing_function(asked.tokenizer, False)(output.prompt_token_ids) if prompt is None else prompt
         texts, weights = [found.text for found in pool], _weights(pool, beam.rerank_scale)
         ranking = rank_by_risk(texts, judge, weights, beam.rerank_confidence, asked.n)
     except Exception as error:  # the metric's: it ends this request alone, and what was found is not lost

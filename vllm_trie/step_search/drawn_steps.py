@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 
-from vllm_trie.detokenizing import Decode, decoder
+from vllm_trie.detokenizing import Decode, detokenizing_function
 from vllm_trie.search.stop_strings import INCOMPLETE, context_of, text_after
 from vllm_trie.step_search.hypotheses import DrawnStep, StepHypothesis
 
@@ -109,4 +109,4 @@ class StepReader:
     @cached_property
     def _decode(self) -> Decode:
         has_spaces = self.params.spaces_between_special_tokens
-        return decoder(self.tokenizer, self.params.skip_special_tokens, has_spaces)
+        return detokenizing_function(self.tokenizer, self.params.skip_special_tokens, has_spaces)

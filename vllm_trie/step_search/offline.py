@@ -16,7 +16,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from vllm_trie.compat.patch import arguments
+from vllm_trie.compat.patch import arguments_to_vllm
 from vllm_trie.entrypoints.output_hooks import OfflineHook
 from vllm_trie.entrypoints.requests.refusals import refusing_requests
 from vllm_trie.step_search.opening import open_request
@@ -58,7 +58,7 @@ class StepSearches(OfflineHook[_Running]):
     ) -> str:
         """vLLM's `add_request`, for a search by steps."""
         with refusing_requests():
-            call = arguments(original, engine, request_id, prompt, params, *args, **kwargs)
+            call = arguments_to_vllm(original, engine, request_id, prompt, params, *args, **kwargs)
             request = open_request(request_id, prompt, params, engine, True, call.get("tokenization_kwargs"))
         options = {name: call[name] for name in call if name not in OF_ONE_REQUEST}
         self._draw(engine, _Running(request, options))

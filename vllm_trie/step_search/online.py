@@ -12,7 +12,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_trie.compat.patch import arguments
+from vllm_trie.compat.patch import arguments_to_vllm
 from vllm_trie.entrypoints.output_hooks import OnlineHook
 from vllm_trie.entrypoints.requests.refusals import refusing_requests
 from vllm_trie.step_search.drawn_steps import DrawAbortedError, DrawError
@@ -45,7 +45,7 @@ class StepSearches(OnlineHook):
     ) -> AsyncGenerator[RequestOutput, None]:
         """What vLLM's `generate` is called with, as a search by steps; `original` draws its candidates."""
         with refusing_requests():
-            call = arguments(original, engine, prompt, params, request_id, *args, **kwargs)
+            call = arguments_to_vllm(original, engine, prompt, params, request_id, *args, **kwargs)
             request = open_request(request_id, prompt, params, engine, False, call.get("tokenization_kwargs"))
         options = {name: value for name, value in kwargs.items() if name != "prompt_text"}
 

@@ -14,8 +14,8 @@ from vllm_trie.entrypoints.requests.limits import check_request_stops, check_req
 from vllm_trie.entrypoints.requests.refusals import refuse_request_half_texts
 from vllm_trie.entrypoints.requests.requests import refuse_request_marks, refuse_unknown_request_arguments
 from vllm_trie.options import StepOptions, parse_options
-from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
-from vllm_trie.selection import config_of
+from vllm_trie.sampling_params import refuse_sampling_params, sampling_params_matrix_fields
+from vllm_trie.selection import plugin_config_of
 from vllm_trie.step_search.drawn_steps import StepReader
 from vllm_trie.step_search.request import StepRequest
 from vllm_trie.step_search.rules import StepRules
@@ -51,7 +51,7 @@ def open_request(
     refuse_request_marks(params.extra_args or {})
     refuse_unknown_request_arguments(params.extra_args or {}, vllm_config)
     refuse_request_half_texts(params)
-    refuse_unsupported(matrix_fields(params), beam)
+    refuse_sampling_params(sampling_params_matrix_fields(params), beam)
     check_request_widths(params.n, beam, request_limits_of_engine(vllm_config))
     check_request_stops(params)
     if engine.renderer.tokenizer is None:
@@ -76,7 +76,7 @@ def open_request(
         exploration=beam.exploration,
         lookahead=beam.lookahead,
     )
-    scorer = scorer_of(beam.scorer, config_of(vllm_config).scorers, is_offline)
+    scorer = scorer_of(beam.scorer, plugin_config_of(vllm_config).scorers, is_offline)
     forks = vllm_config.parallel_config.data_parallel_size == 1  # else candidates go to any engine
     reader = StepReader(engine.renderer.tokenizer, params)
     return StepRequest(request_id, engine_input, beam, reader, scorer, StepSearch(rules), forks)

@@ -13,9 +13,9 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils import random_uuid
 
-from vllm_trie.detokenizing import decoder
+from vllm_trie.detokenizing import detokenizing_function
 from vllm_trie.entrypoints.answers.search_state import empty_answer_outputs
-from vllm_trie.messages import FORK, ForkTicket
+from vllm_trie.messages import FORK, ForkTicketMessage
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, StepOptions
 from vllm_trie.options.shown import shortened_option_refusal
 from vllm_trie.step_search.drawn_steps import DrawAbortedError, DrawError, StepReader
@@ -63,7 +63,11 @@ class StepRequest:
     def prompt(self) -> str:
         """Its text."""
         text: str | None = self.engine_input.get("prompt")
-        return decoder(self.reader.tokenizer, False)(self.engine_input["prompt_token_ids"]) if text is None else text
+        return (
+            detokenizing_function(self.reader.tokenizer, False)(self.engine_input["prompt_token_ids"])
+            if text is None
+            else text
+        )
 
     def requests(self) -> dict[str, tuple[dict[str, Any], SamplingParams]]:
         """Prompt and parameters of each request that is to be drawn next, by its id, in their order."""
@@ -85,7 +89,7 @@ class StepRequest:
         params, stop = shared.clone(), list(self.params.stop or ())
         parent = draw.beam.notes[-1].candidate_id if draw.beam.notes else None
         key = candidate_id if draw.stops_at_delimiter else None
-        ticket = ForkTicket(key, parent) if self.forks else ForkTicket()
+        ticket = ForkTicketMessage(key, parent) if self.forks else ForkTicketMessage()
         params.extra_args = {**(params.extra_args or {}), FORK: ticket}
         params.seed, params.max_tokens = draw.seed, draw.max_tokens
         params.stop = [*stop, *(self.beam.step_stop or ())] if draw.stops_at_delimiter else stop

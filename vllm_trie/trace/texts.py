@@ -9,7 +9,7 @@ from typing import Any
 from vllm.tokenizers import TokenizerLike
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 
-from vllm_trie.detokenizing import decoder, is_backed
+from vllm_trie.detokenizing import detokenizing_function, is_detokenizing_in_rust
 from vllm_trie.trace.trace import tokens_of
 
 DECODED_AT_ONCE = 256  # tokens, before other requests have their turn
@@ -31,6 +31,6 @@ class _Uncleaned:
     """What vLLM asks of a tokenizer for the texts of single tokens, with the spaces that texts of answers have."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.backend_tokenizer = tokenizer.backend_tokenizer if is_backed(tokenizer) else None
+        self.backend_tokenizer = tokenizer.backend_tokenizer if is_detokenizing_in_rust(tokenizer) else None
         self.convert_ids_to_tokens = tokenizer.convert_ids_to_tokens
-        self.decode = decoder(tokenizer, skip_special_tokens=False)
+        self.decode = detokenizing_function(tokenizer, skip_special_tokens=False)

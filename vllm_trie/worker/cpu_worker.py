@@ -8,9 +8,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker  # patches torch for a CPU, so i
 
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner  # isort: skip
 
-from vllm_trie.compat.cpu import accept_v2_in_worker, needs_cpu_kernels
-from vllm_trie.compat.patch import Patch
-from vllm_trie.speculative_config import has_states
+from vllm_trie.compat.cpu import accept_vllm_v2_runner, vllm_needs_cpu_kernels
+from vllm_trie.compat.patch import VLLMPatch
+from vllm_trie.speculative_config import has_states_by_config
 from vllm_trie.worker.attention.cpu_backend import use_shared_prefixes
 from vllm_trie.worker.rows.catalogs import TakesCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
@@ -29,16 +29,16 @@ class BeamCPUWorker(TakesCatalogs, LeavesRoom, CPUWorker):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         self._config = vllm_config
-        with accept_v2_in_worker():
+        with accept_vllm_v2_runner():
             super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self, **kwargs: Any) -> None:
-        if needs_cpu_kernels():
+        if vllm_needs_cpu_kernels():
             from vllm_trie.worker.cpu.replace import install
 
             config = self._config
-            has = {"drafts": config.speculative_config is not None, "states": has_states(config.model_config)}
+            has = {"drafts": config.speculative_config is not None, "states": has_states_by_config(config.model_config)}
             install(*(kind for kind, is_there in has.items() if is_there))
         use_shared_prefixes()
-        with Patch("vllm.v1.worker.cpu.model_runner", "CPUModelRunner").applied(BeamCPUModelRunner):
+        with VLLMPatch("vllm.v1.worker.cpu.model_runner", "CPUModelRunner").applied(BeamCPUModelRunner):
             super().init_device(**kwargs)

@@ -13,7 +13,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
-from vllm_trie.messages import GroupStep, group_steps
+from vllm_trie.messages import GroupStep, group_step_messages
 from vllm_trie.search.beams import Beams
 from vllm_trie.worker.rows.group_rows import GroupRows
 from vllm_trie.worker.rows.row_params import row_params
@@ -34,7 +34,7 @@ def expand(
         copies_rows: Rows of a group that fans out may become copies of the first one (see `new_rows`), unless vLLM
             counts or masks tokens for each.
     """
-    context = StepContext(group_steps(output))
+    context = StepContext(group_step_messages(output))
     steps = context.steps
     finished = _with_their_rows(groups, output.finished_req_ids)
     preempted = _with_their_rows(groups, output.preempted_req_ids or set())

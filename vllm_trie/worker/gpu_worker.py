@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_trie.selection import config_of
+from vllm_trie.selection import plugin_config_of
 from vllm_trie.worker.rows.catalogs import TakesCatalogs
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.speculation import LeavesRoom
@@ -15,7 +15,7 @@ class BeamGPUWorker(TakesCatalogs, LeavesRoom, WarmsUp, Worker):
     """Makes the runner with beam groups."""
 
     def _make_model_runner(self) -> BeamModelRunner:
-        if config_of(self.vllm_config).shared_prefix_attention != "off":
+        if plugin_config_of(self.vllm_config).shared_prefix_attention != "off":
             from vllm_trie.worker.attention.gpu_backend import use_shared_prefixes
 
             use_shared_prefixes()

@@ -28,11 +28,11 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from vllm_trie.compat.at_rest import Rests
-from vllm_trie.messages import BEAM_GROUPS, attach_results, catalog_changes, row_masks
+from vllm_trie.compat.at_rest import RestsWithoutBeams
+from vllm_trie.messages import BEAM_GROUPS, attach_result_messages, catalog_change_message, row_mask_message
 from vllm_trie.search.devices import sees
-from vllm_trie.selection import config_of, has_logits_processors
-from vllm_trie.speculative_config import speculation
+from vllm_trie.selection import plugin_config_of, selection_has_logits_processors
+from vllm_trie.speculative_config import load_speculation_class
 from vllm_trie.worker import launches
 from vllm_trie.worker.announce_shared_rows import announce_shared_rows, reads_shared_blocks_once
 from vllm_trie.worker.attention.check_attention import check_demanded_layers
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 SPECULATION = "worker.tree_speculation:TreeSpeculation"
 
 
-class BeamModelRunner(Rests, GPUModelRunner):
+class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
     """Expands groups before the stock runner sees the step, and selects where it would sample.
 
     It rests in steps without groups, as in all that the runner does to warm up.
@@ -82,7 +82,7 @@ class BeamModelRunner(Rests, GPUModelRunner):
     @cached_property
     def _has_own_processors(self) -> bool:
         """Those of a user, which may write something in any step."""
-        return has_logits_processors(self.vllm_config)
+        return selection_has_logits_processors(self.vllm_config)
 
     @cached_property
     def _copies_rows(self) -> bool:
@@ -90,12 +90,12 @@ class BeamModelRunner(Rests, GPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         if self.speculator is not None:
-            self.speculation = speculation(SPECULATION)(self)
+            self.speculation = load_speculation_class(SPECULATION)(self)
         super().load_model(*args, **kwargs)
         refuse_own_state(self.model_state)
         self.rows = Rows(self)
         self._make_what_few_need()
-        config, device = config_of(self.vllm_config), None if self.sampler is None else self.device
+        config, device = plugin_config_of(self.vllm_config), None if self.sampler is None else self.device
         self.catalogs = DeviceCatalogs(device, config.request_tables_bytes, config.catalogs.values())
         if self.sampler is None:
             return
@@ -111,7 +111,7 @@ class BeamModelRunner(Rests, GPUModelRunner):
 
     def _make_what_few_need(self) -> None:
         """Make the parts that few engines have, and load them only there."""
-        if config_of(self.vllm_config).debug_rank_check:
+        if plugin_config_of(self.vllm_config).debug_rank_check:
             from vllm_trie.worker.rank_check import rank_check
 
             self.rank_check = rank_check(self.vllm_config)
@@ -160,7 +160,7 @@ class BeamModelRunner(Rests, GPUModelRunner):
         else:
             if self.is_at_rest:
                 self.wake()
-            for changes in catalog_changes(scheduler_output):
+            for changes in catalog_change_message(scheduler_output):
                 with gpu_sync_allowed():
                     self.catalogs.apply(changes)
             scheduler_output, self.step = expand(scheduler_output, self.groups, self.device, self._copies_rows)
@@ -287,7 +287,7 @@ class BeamModelRunner(Rests, GPUModelRunner):
         return SamplerOutput(sampled, of_ordinary.logprobs_tensors, num_nans, counts, rejected)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None, *args: Any, **kwargs: Any) -> Any:
-        if (masks := row_masks(grammar_output)) is not None:
+        if (masks := row_mask_message(grammar_output)) is not None:
             bits = async_tensor_h2d(masks.bits, device=self.device)
             self.step.masks = {group_id: bits[place] for group_id, place in masks.places.items()}
         if self.stages is not None and not self.is_last_pp_rank and self.execute_model_state is not None:
@@ -320,7 +320,7 @@ class BeamOutput(AsyncModelRunnerOutput):
         """Wait for the copies."""
         output = self._stock.get_output()
         self._event.synchronize()
-        attach_results(output, self._step.results(self._packed))
+        attach_result_messages(output, self._step.results(self._packed))
         return output
 
     def get_kv_connector_output(self) -> Any:

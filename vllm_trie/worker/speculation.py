@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vllm_trie.messages import Decided
+from vllm_trie.messages import DecidedMessage
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.step_context import StepContext
 
@@ -77,7 +77,7 @@ class Speculation:
 
     def accept(
         self, rows: BatchRows, logits: torch.Tensor, sampled: torch.Tensor, num_sampled: np.ndarray
-    ) -> dict[str, Decided]:
+    ) -> dict[str, DecidedMessage]:
         """Take as many steps as the step's forests hold. Waits for the device.
 
         Args:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from vllm_trie.messages import CANNOT_DRAFT, NOT_DRAFTED, Decided, GroupStep
+from vllm_trie.messages import CANNOT_DRAFT, NOT_DRAFTED, DecidedMessage, GroupStep
 from vllm_trie.search.step_result import Layout, unpacked
 from vllm_trie.worker.attention.shared_rows import RowTrees
 from vllm_trie.worker.rows.group_rows import BatchRows
@@ -49,7 +49,7 @@ class StepContext:
     cannot_draft: bool = False  # by this engine's attention
     masks: dict[str, torch.Tensor] = field(default_factory=dict)  # [rows, V / 32] of groups with a grammar, packed
     selected: list[PackedStep] = field(default_factory=list)  # what was decided, on the device
-    decided: dict[str, Decided] = field(default_factory=dict)  # what was decided on the host: of the forests
+    decided: dict[str, DecidedMessage] = field(default_factory=dict)  # what was decided on the host: of the forests
     decided_at: Any = field(default_factory=lambda: torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     @property
@@ -82,12 +82,12 @@ class StepContext:
         """Steps of the search that any group can take."""
         return max((1 + forest_step.num_layers for forest_step in self.forests.values()), default=1)
 
-    def results(self, packed: Sequence[np.ndarray]) -> dict[str, Decided]:
+    def results(self, packed: Sequence[np.ndarray]) -> dict[str, DecidedMessage]:
         """All that was decided, by group. `packed`: copies of what is on the device."""
         decided = dict(self.decided)
         for selected, on_host in zip(self.selected, packed, strict=True):
             steps = zip(selected.group_ids, unpacked(on_host, selected.layout), strict=True)
             for group_id, step in steps:
                 asked_in_vain = self.cannot_draft and self.steps[group_id].budget is not None
-                decided[group_id] = Decided([step], CANNOT_DRAFT if asked_in_vain else NOT_DRAFTED)
+                decided[group_id] = DecidedMessage([step], CANNOT_DRAFT if asked_in_vain else NOT_DRAFTED)
         return decided

@@ -22,7 +22,7 @@ from tests.support import forks
 from tests.support.engine import ROOT, TRAINED_TARGET, Engine, Engines
 from tests.support.grammars import CHOICES, GRAMMARS, structured
 from tests.support.reference import NEAR_TIE, SCORE_TOLERANCE
-from vllm_trie.compat.versions import own_beams
+from vllm_trie.compat.versions import own_vllm_beams
 from vllm_trie.entrypoints import llm as beam_search
 
 pytestmark = pytest.mark.slow
@@ -82,7 +82,7 @@ def original(engine: Engine, prompts: list[Any], params: BeamSearchParams) -> li
 
 def score(sequence: Any, params: BeamSearchParams, eos_token_id: int) -> float:
     length = len(sequence.tokens) - (sequence.tokens[-1] == eos_token_id)
-    if not own_beams().counts_prompt:
+    if not own_vllm_beams().counts_prompt:
         length = len(sequence.logprobs)
     return sequence.cum_logprob / length**params.length_penalty
 
@@ -133,10 +133,10 @@ def test_eos_tokens_of_generation_config_act_as_in_vllms_own_loop(
     ours, theirs = engine.llm.beam_search(prompts, params), original(engine, prompts, params)
     assert [[s.tokens for s in one.sequences] for one in ours] == [[s.tokens for s in one.sequences] for one in theirs]
     stopped = {s.tokens[-1] for one in theirs for s in one.sequences if len(s.logprobs) < params.max_tokens}
-    assert bool(stopped - {1}) == (own_beams().stops_by_generation_config and not ignore_eos)
+    assert bool(stopped - {1}) == (own_vllm_beams().stops_by_generation_config and not ignore_eos)
 
 
-@pytest.mark.skipif(not own_beams().has_allowlist, reason="this vLLM's beams ignore allowed_token_ids")
+@pytest.mark.skipif(not own_vllm_beams().has_allowlist, reason="this vLLM's beams ignore allowed_token_ids")
 def test_an_allowlist_is_left_to_vllms_own_loop(trained: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[Any] = []
     monkeypatch.setattr(beam_search.logger, "info_once", lambda *args: notes.append(args))

@@ -20,7 +20,9 @@ def test_first_steps_of_groups_are_checked_on_a_build_that_differs(
     engines: Engines, random_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str | None] = []
-    monkeypatch.setattr("vllm_trie.engine.scheduler.steps_to_check", lambda option: asked.append(option) or NUM_CHECKED)
+    monkeypatch.setattr(
+        "vllm_trie.engine.scheduler.vllm_steps_to_check", lambda option: asked.append(option) or NUM_CHECKED
+    )
     config = {"trie_beam": {"vllm_check": "warn", "reclaim_interval": 13}}
     engine = engines(random_model("gqa"), additional_config=config)
     assert asked == ["warn"]

@@ -17,7 +17,7 @@ from tests.support.pairs import TRAINED, drafting
 from tests.support.reference import agree, engine_answers, transformers_beams
 from tests.support.running import answers, trained_prompts
 from vllm_trie import beam_params
-from vllm_trie.compat.sources import minor
+from vllm_trie.compat.sources import minor_vllm_version
 from vllm_trie.engine import grammar
 
 pytestmark = pytest.mark.slow
@@ -207,7 +207,9 @@ def test_one_beam_is_the_ordinary_request_at_temperature_zero(engine: Engine) ->
     assert found[: len(GRAMMARS)] == found[len(GRAMMARS) :]
 
 
-@pytest.mark.skipif(minor(vllm.__version__) != "0.32", reason="from vLLM 0.33 on vLLM refuses such a request itself")
+@pytest.mark.skipif(
+    minor_vllm_version(vllm.__version__) != "0.32", reason="from vLLM 0.33 on vLLM refuses such a request itself"
+)
 def test_an_engine_bound_to_another_backend_ends_the_search_alone(engines: Engines) -> None:
     engine = engines(TRAINED_TARGET, max_num_seqs=9)
     pattern = {

@@ -15,7 +15,7 @@ from tests.support.running import trained_prompts
 from tests.support.step_reference import Drawn, Found, Task, beam_search
 from vllm_trie import StepCandidate, beam_params
 from vllm_trie.engine.held_blocks import EngineHeldBlocks
-from vllm_trie.messages import FORK, ForkTicket
+from vllm_trie.messages import FORK, ForkTicketMessage
 from vllm_trie.step_search.request import StepRequest
 
 pytestmark = pytest.mark.slow
@@ -429,7 +429,7 @@ def test_a_ticket_for_other_tokens_gets_no_blocks(engine: Engine, monkeypatch: p
     core, held = until_blocks_are_held(engine, "9004")
     forks, (key, *_) = watch_forks(monkeypatch), held._held
     asked = SamplingParams(temperature=0, max_tokens=5)
-    forged = SamplingParams(temperature=0, max_tokens=5, extra_args={FORK: ForkTicket(parent=key)})
+    forged = SamplingParams(temperature=0, max_tokens=5, extra_args={FORK: ForkTicketMessage(parent=key)})
     core.add_request("9005", {"type": "token", "prompt_token_ids": PROMPTS[1]}, forged)
     answers = []
     while not answers:

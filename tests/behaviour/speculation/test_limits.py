@@ -26,8 +26,8 @@ from tests.support.pairs import (
 )
 from tests.support.running import BYTES_PER_BLOCK, prompt_of, run, trained_prompts
 from vllm_trie import beam_params
-from vllm_trie.compat.sources import minor
-from vllm_trie.messages import SpeculationBudget, group_steps
+from vllm_trie.compat.sources import minor_vllm_version
+from vllm_trie.messages import SpeculationBudget, group_step_messages
 from vllm_trie.speculation.worker.forest_step import NO_BLOCK, ForestStep
 
 pytestmark = pytest.mark.slow
@@ -56,7 +56,7 @@ class Watch:
 
         def scheduled(*args: Any) -> Any:
             output = schedule(*args)
-            for group_id, step in group_steps(output).items():
+            for group_id, step in group_step_messages(output).items():
                 group = scheduler.groups[group_id]
                 if step.decodes and step.selects and group.forests.may_grow(group.length) and group.num_steps_left > 1:
                     self.budgets.append((group.plan.width, step.budget))
@@ -166,7 +166,8 @@ def test_steps_end_at_max_model_len_and_max_tokens(engines: Engines, pair: Pair)
 
 
 drafts_may_be_shorter = pytest.mark.skipif(
-    minor(vllm.__version__) != "0.32", reason="from vLLM 0.33 on no request may be longer than the draft model takes"
+    minor_vllm_version(vllm.__version__) != "0.32",
+    reason="from vLLM 0.33 on no request may be longer than the draft model takes",
 )
 
 

@@ -17,8 +17,8 @@ from vllm import SamplingParams
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from tests.support.engine import TRAINED_TARGET
-from vllm_trie.compat.patch import wrap_all
-from vllm_trie.detokenizing import decoder
+from vllm_trie.compat.patch import wrap_vllm
+from vllm_trie.detokenizing import detokenizing_function
 from vllm_trie.messages import FORK, TICKET
 from vllm_trie.search.stop_strings import CONTEXT, INCOMPLETE, StopStrings
 
@@ -31,7 +31,7 @@ def tokenizer() -> Any:
 
 
 def decode(ids: list[int]) -> str:
-    return decoder(tokenizer(), skip_special_tokens=True)(ids)
+    return detokenizing_function(tokenizer(), skip_special_tokens=True)(ids)
 
 
 @cache
@@ -55,7 +55,7 @@ def pieces_of(text: str) -> list[int]:
 
 
 def detokenizer(prompt: list[int], mark: str = TICKET, of: Any = None, **options: Any) -> IncrementalDetokenizer:
-    wrap_all("vllm_trie.entrypoints.answers.answer_start")
+    wrap_vllm("vllm_trie.entrypoints.answers.answer_start")
     params = SamplingParams(**options, extra_args={mark: {}})
     request = SimpleNamespace(request_id="0", prompt_token_ids=prompt, sampling_params=params)
     return IncrementalDetokenizer.from_new_request(of or tokenizer(), request)
@@ -124,7 +124,7 @@ def test_it_ends_with_the_token_that_a_search_ends_with(seed: int, is_of_pieces:
     prompt, generated = choose.choice(cuts)
     start = choose.randrange(len(text) - 6)
     stop = text[start : start + choose.randint(1, 6)]
-    of_search = StopStrings([stop], decoder(of, skip_special_tokens=True), len(of))
+    of_search = StopStrings([stop], detokenizing_function(of, skip_special_tokens=True), len(of))
     places = ((n, of_search.end_of(prompt, generated[: n - 1])) for n in range(1, len(generated) + 1))
     ends = (n for n, before in places if of_search.is_completed_by(generated[n - 1], before))
     answer = detokenizer(prompt, of=of, stop=[stop])

@@ -18,13 +18,13 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from tests.support.served import beams
-from vllm_trie.compat.patch import wrap_all
+from vllm_trie.compat.patch import wrap_vllm
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
 from vllm_trie.entrypoints.server import streams, use_beam_search
 from vllm_trie.entrypoints.server.server import is_server_request
 from vllm_trie.options import parse_options
 from vllm_trie.options.shown import MOST_QUOTED
-from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
+from vllm_trie.sampling_params import refuse_sampling_params, sampling_params_matrix_fields
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
     ],
 )
 def test_what_the_request_says_of_sampling_counts_and_served_defaults_do_not(kind: type, asked: dict[str, Any]) -> None:
-    wrap_all("vllm_trie.entrypoints.server.server")
+    wrap_vllm("vllm_trie.entrypoints.server.server")
     served = {"temperature": 0.3, "top_p": 0.5, "repetition_penalty": 1.5, "stop_token_ids": [7]}
     with_beams = kind(**asked, **beams(4)).to_sampling_params(8, served)
     assert (with_beams.temperature, with_beams.top_p, with_beams.repetition_penalty) == (1.0, 1.0, 1.0)
@@ -52,7 +52,7 @@ def test_what_the_request_says_of_sampling_counts_and_served_defaults_do_not(kin
     ("kind", "asked"), [(CompletionRequest, {"prompt": "x"}), (ChatCompletionRequest, {"messages": []})]
 )
 def test_what_is_rendered_shows_the_options_of_the_client_alone(kind: type, asked: dict[str, Any]) -> None:
-    wrap_all("vllm_trie.entrypoints.server.server")
+    wrap_vllm("vllm_trie.entrypoints.server.server")
     params = kind(**asked, **beams(4, length_penalty=0.5)).to_sampling_params(8, {})
     assert is_server_request(params)
     rendered = json.loads(GenerateRequest(token_ids=[5], sampling_params=params).model_dump_json())
@@ -62,7 +62,7 @@ def test_what_is_rendered_shows_the_options_of_the_client_alone(kind: type, aske
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
 def test_fields_by_names_of_other_systems_are_refused_beside_beams_and_left_alone_otherwise(kind: type) -> None:
-    wrap_all("vllm_trie.entrypoints.server.server")
+    wrap_vllm("vllm_trie.entrypoints.server.server")
     asked: dict[str, Any] = {"prompt": "x"} if kind is CompletionRequest else {"messages": []}
     others = {"num_beams": 4, "best_of": 2, "early_stopping": True}
     assert kind(**asked, **others).to_sampling_params(8, {}).n == 1
@@ -90,17 +90,17 @@ def test_fields_by_names_of_other_systems_are_refused_beside_beams_and_left_alon
     ids=str,
 )
 def test_no_field_that_vllm_derives_is_refused(kind: type, asked: dict[str, Any]) -> None:
-    wrap_all("vllm_trie.entrypoints.server.server")
+    wrap_vllm("vllm_trie.entrypoints.server.server")
     params = kind(**asked, **beams(4)).to_sampling_params(8, {})
     beam = parse_options(params.extra_args)
     assert beam is not None
-    refuse_unsupported(matrix_fields(params), beam)
+    refuse_sampling_params(sampling_params_matrix_fields(params), beam)
     assert params.prompt_logprobs is None
     assert not params.skip_reading_prefix_cache
 
 
 def test_prompt_logprobs_that_a_client_sends_are_kept_to_be_refused() -> None:
-    wrap_all("vllm_trie.entrypoints.server.server")
+    wrap_vllm("vllm_trie.entrypoints.server.server")
     for echo in (False, True):
         chat = ChatCompletionRequest(messages=[], echo=echo, prompt_logprobs=1, **beams(4))
         assert chat.to_sampling_params(8, {}).prompt_logprobs == 1
@@ -108,7 +108,7 @@ def test_prompt_logprobs_that_a_client_sends_are_kept_to_be_refused() -> None:
 
 @pytest.mark.parametrize("name", ["compact", "trace", "beam_results"])
 def test_a_transcription_has_no_place_for_arrays(name: str) -> None:
-    wrap_all("vllm_trie.entrypoints.server.server")
+    wrap_vllm("vllm_trie.entrypoints.server.server")
     asked = TranscriptionRequest.model_construct(vllm_xargs={"beam_width": 2, name: 1}, length_penalty=1.0)
     with pytest.raises(BeamRequestError, match=f"{name}=1 has no place in the answer at this endpoint"):
         asked.to_sampling_params(8, {})
@@ -132,8 +132,8 @@ def test_a_priority_among_the_headers_goes_before_the_bodys(
 ) -> None:
     """Up to what the search asks the engine for, as vLLM hands it on: its own beams in 0.32 know no priority."""
     asked_of_engine = list[Any]()
-    wrap_all("vllm_trie.entrypoints.server.server")
-    wrap_all("vllm_trie.entrypoints.server.use_beam_search")
+    wrap_vllm("vllm_trie.entrypoints.server.server")
+    wrap_vllm("vllm_trie.entrypoints.server.use_beam_search")
     monkeypatch.setattr(streams, "has_beams", lambda _: True)
     monkeypatch.setattr(use_beam_search, "has_beams", lambda _: True)
 
@@ -161,7 +161,7 @@ def test_a_priority_among_the_headers_goes_before_the_bodys(
 
 
 def test_what_vllm_refuses_of_a_beam_request_is_quoted_in_short() -> None:
-    wrap_all("vllm_trie.entrypoints.server.server")
+    wrap_vllm("vllm_trie.entrypoints.server.server")
     lengths = []
     for options in (beams(2), {}):
         request = CompletionRequest(prompt="x", logit_bias={"y" * 1_000: 1}, **options)
@@ -172,7 +172,7 @@ def test_what_vllm_refuses_of_a_beam_request_is_quoted_in_short() -> None:
 
 
 def test_a_number_of_any_length_is_quoted_in_short() -> None:
-    wrap_all("vllm_trie.entrypoints.server.server")
+    wrap_vllm("vllm_trie.entrypoints.server.server")
     for digits in (4_000, 10_000):
         with pytest.raises(BeamRequestError, match=r"^logprobs=.{1,80} with echo=True") as refusal:
             CompletionRequest(prompt="x", echo=True, **beams(4)).model_copy(
@@ -183,7 +183,7 @@ def test_a_number_of_any_length_is_quoted_in_short() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"length_penalty": 0.5}, {"beam_width": 3}], ids=str)
 def test_no_tokens_ask_the_engine_for_nothing(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    wrap_all("vllm_trie.entrypoints.server.server")
+    wrap_vllm("vllm_trie.entrypoints.server.server")
     monkeypatch.setattr(use_beam_search, "has_beams", lambda _: True)
     empty = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[])])
 

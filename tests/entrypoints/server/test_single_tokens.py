@@ -20,7 +20,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from tests.support.engine import TRAINED_TARGET
-from vllm_trie.compat.patch import wrap_all
+from vllm_trie.compat.patch import wrap_vllm
 from vllm_trie.entrypoints.server.single_tokens import (
     asking_single_token_stream,
     asks_single_token_stream,
@@ -45,7 +45,7 @@ TOKENS = TOKENIZER.encode(TEXT, add_special_tokens=False)
 
 
 def params_of(**options: Any) -> SamplingParams:
-    wrap_all("vllm_trie.entrypoints.answers.answer_start")
+    wrap_vllm("vllm_trie.entrypoints.answers.answer_start")
     return SamplingParams(skip_special_tokens=False, extra_args={TICKET: {}}, **options)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_trie import BeamParams
-from vllm_trie.messages import CANNOT_DRAFT, Drafted
+from vllm_trie.messages import CANNOT_DRAFT, DraftedMessage
 from vllm_trie.speculation.engine.group_forests import GroupForests
 from vllm_trie.speculation.engine.speculation_budget import SpeculationBudgets
 
@@ -37,6 +37,6 @@ def test_where_attention_takes_no_trees_a_search_takes_plain_steps(speculation: 
 def test_after_drafts_that_led_nowhere_a_group_rests_longer_each_time_until_some_lead_on() -> None:
     budgets, group, rests = budgets_of(True), group_of("exact"), list[int]()
     for num_steps in [1] * 9 + [2, 1, 1, 1]:
-        budgets.learn(group, Drafted(4, 2, 4, 0.0, []), num_steps)
+        budgets.learn(group, DraftedMessage(4, 2, 4, 0.0, []), num_steps)
         rests.append(group.forests.num_rested)
     assert rests == [0, 0, 1, 2, 4, 8, 16, 16, 16, 0, 0, 0, 1]

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from tests.support.batches import MAX_LEN, NUM_SLOTS, Batch, batches, few
 from tests.support.interpreter import Interpreter
-from vllm_trie.compat.sources import installed_vllm, minor
+from vllm_trie.compat.sources import installed_vllm, minor_vllm_version
 
 pytestmark = pytest.mark.slow
 
 BLOCK_SIZES = [4, 8]
-HAS_WINDOWS = minor(installed_vllm().version) != "0.32"  # vLLM 0.33 gives null blocks to what a window has left
+HAS_WINDOWS = (
+    minor_vllm_version(installed_vllm().version) != "0.32"
+)  # vLLM 0.33 gives null blocks to what a window has left
 Writes = list[tuple[int, list[list[int]]]]
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 
 from tests.support.batches import MAX_LEN, NUM_SLOTS, VOCAB_SIZE, Batch, batches, few
 from tests.support.interpreter import Interpreter
-from vllm_trie.compat.sources import installed_vllm, minor
+from vllm_trie.compat.sources import installed_vllm, minor_vllm_version
 
 pytestmark = pytest.mark.slow
 
@@ -134,7 +134,7 @@ def test_sampled_tokens_go_to_their_slots(interpreter: Interpreter, batch: Batch
         batch.query_start_loc if batch.flag() else None,
         batch.integers(NUM_SLOTS, MAX_LEN),
         batch.integers(NUM_SLOTS, low=1, high=40),
-        *(drafts if minor(installed_vllm().version) != "0.32" else ()),
+        *(drafts if minor_vllm_version(installed_vllm().version) != "0.32" else ()),
     )
 
 

@@ -29,7 +29,7 @@ from benchmarks.weightless import (
 )
 from benchmarks.weightless_forest import WeightlessForest
 from tests.support.steps import rules_of
-from vllm_trie.messages import CatalogChanges, GroupStep, NewRows, Resumed, attach_beams
+from vllm_trie.messages import CatalogChanges, GroupStep, NewRows, Resumed, attach_group_messages
 from vllm_trie.search.beams import Beams
 from vllm_trie.search.constraints.catalog import ItemRules
 from vllm_trie.search.constraints.contrast import Contrast
@@ -166,7 +166,7 @@ def test_vllm_is_told_of_the_waits_for_forests_and_catalogs(monkeypatch: pytest.
     monkeypatch.setattr(runner_module, "StepContext", lambda: drafting)
     monkeypatch.setattr(runner_module, "expand", lambda output, *_: (output, None))
     output = SchedulerOutput.make_empty()
-    attach_beams(output, {}, CatalogChanges())
+    attach_group_messages(output, {}, CatalogChanges())
     runner.execute_model(output)
     assert waiting.told == [True] * 3
 

@@ -14,12 +14,12 @@ from tokenizers import Tokenizer, decoders
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
-from vllm_trie.compat.patch import wraps
+from vllm_trie.compat.patch import wraps_vllm
 from vllm_trie.messages import FORK, TICKET
 from vllm_trie.search.stop_strings import INCOMPLETE, context_of, text_after
 
 
-@wraps("__init__", FastIncrementalDetokenizer)
+@wraps_vllm("__init__", FastIncrementalDetokenizer)
 def begin_answer_text(
     original: Callable[..., None], self: FastIncrementalDetokenizer, tokenizer: object, request: EngineCoreRequest
 ) -> None:

@@ -16,10 +16,10 @@ from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
-from vllm_trie.compat.patch import wraps
+from vllm_trie.compat.patch import wraps_vllm
 
 
-@wraps("_update_sample_logprobs", LogprobsProcessor)
+@wraps_vllm("_update_sample_logprobs", LogprobsProcessor)
 def update_answer_logprobs(
     original: Callable[..., None], self: LogprobsProcessor, logprobs_lists: LogprobsLists
 ) -> None:

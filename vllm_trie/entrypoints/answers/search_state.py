@@ -23,14 +23,14 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from vllm_trie.compat.patch import wraps
+from vllm_trie.compat.patch import wraps_vllm
 from vllm_trie.entrypoints.answers.hypothesis_texts import (
     HypothesisTexts,
     NoHypothesisTexts,
     can_share_hypothesis_texts,
 )
 from vllm_trie.entrypoints.output_hooks import completing_by_output_hooks
-from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, TICKET, GroupTicket, SentHypotheses
+from vllm_trie.messages import HYPOTHESES, NO_HYPOTHESIS, TICKET, GroupTicketMessage, SentHypotheses
 from vllm_trie.options import PLUGIN_NAME
 
 NOTHING = SentHypotheses([], [], [], [])
@@ -41,14 +41,14 @@ LOGPROBS_AT_ONCE = 640  # that are taken up before that is looked at: about as l
 Output = TypeVar("Output", bound=RequestOutput | None)
 
 
-@wraps("add_request", OutputProcessor)
+@wraps_vllm("add_request", OutputProcessor)
 def add_answer_state(
     original: Callable[..., None], self: OutputProcessor, request: EngineCoreRequest, *args: Any, **kwargs: Any
 ) -> None:
     """Let a search be known as what it is."""
     is_new = request.request_id not in self.request_states
     original(self, request, *args, **kwargs)
-    if is_new and (ticket := GroupTicket.of(request.sampling_params)) is not None:
+    if is_new and (ticket := GroupTicketMessage.of(request.sampling_params)) is not None:
         state = self.request_states[request.request_id]
         self.request_states[request.request_id] = AnswerState(state, request, self.tokenizer, ticket.n)
 

@@ -7,12 +7,12 @@ from inspect import Parameter, Signature, getdoc
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from vllm_trie.compat.patch import wrap_all
+from vllm_trie.compat.patch import wrap_vllm
 from vllm_trie.entrypoints.requests.limits import check_request_n
 from vllm_trie.options.request import OPTIONS, options_of_search, refuse_other_option_names
 from vllm_trie.options.shown import shown_option, shown_option_name
 from vllm_trie.options.table import cure_for_option, did_you_mean_option, option_meant_by
-from vllm_trie.sampling_params import matrix_fields, refuse_unsupported
+from vllm_trie.sampling_params import refuse_sampling_params, sampling_params_matrix_fields
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -38,7 +38,7 @@ def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> Sa
     except ImportError as error:
         raise ImportError("vLLM is not installed; pip install 'vllm_trie[gpu]' or 'vllm_trie[cpu]'") from error
     # An engine without beams must refuse these params; it would sample.
-    wrap_all("vllm_trie.entrypoints.requests.requests")
+    wrap_vllm("vllm_trie.entrypoints.requests.requests")
     own = {name: options.pop(name) for name in OPTIONS if name in options}
     _refuse_unknown_request_options(options, SamplingParams.__struct_fields__)
     beam = options_of_search({"beam_width": beam_width, **own})
@@ -54,7 +54,7 @@ def beam_params(beam_width: int | None = None, n: int = 1, **options: Any) -> Sa
     except TypeError:
         _refuse_wrong_request_type(options)
         raise
-    refuse_unsupported(matrix_fields(params), beam)
+    refuse_sampling_params(sampling_params_matrix_fields(params), beam)
     return params
 
 

@@ -13,8 +13,8 @@ from vllm_trie.engine.catalogs import num_engine_beams_along
 from vllm_trie.entrypoints.requests.refusals import refuse_request_half_characters
 from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.options.shown import listed_option_names, shown_option, shown_option_name
-from vllm_trie.sampling_params import stop_tokens
-from vllm_trie.selection import config_of, has_beams, why_without_beams
+from vllm_trie.sampling_params import sampling_params_stops
+from vllm_trie.selection import has_beams, plugin_config_of, why_without_beams
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -30,7 +30,7 @@ def catalogs_for_requests(vllm_config: VllmConfig) -> CatalogStore:
         ValueError: a file is no catalog, or no trie, or for another vocabulary.
     """
     if (store := _stores.get(vllm_config.instance_id)) is None:
-        files = config_of(vllm_config).catalogs.items()
+        files = plugin_config_of(vllm_config).catalogs.items()
         store = CatalogStore(
             {name: _checked_catalog_for_requests(path, vllm_config.model_config) for name, path in files}
         )
@@ -46,7 +46,7 @@ def new_catalog_for_requests(vllm_config: VllmConfig, name: str, file: str) -> t
     """
     if not has_beams(vllm_config):
         raise ValueError(f"there are no catalogs {why_without_beams(vllm_config)}")
-    config = config_of(vllm_config)
+    config = plugin_config_of(vllm_config)
     _refuse_unknown_request_catalog(name, config.catalogs)
     if config.catalog_folder is None:
         start = f'additional_config={{"{PLUGIN_NAME}": {{"catalogs": {{NAME: FILE}}, "catalog_folder": FOLDER}}}}'
@@ -93,7 +93,7 @@ def resolve_request_items(
         _refuse_unknown_request_catalog(beam.catalog, known.names)
         catalog, what = known[str(beam.catalog)], f"catalog={shown_option(beam.catalog)}"
     after = _request_catalog_token(beam.catalog_after, vllm_config.model_config.get_vocab_size(), tokenizer)
-    if after in stop_tokens(params):
+    if after in sampling_params_stops(params):
         raise ValueError(
             f"catalog_after={shown_option(beam.catalog_after)} is a stop token, which ends hypotheses before "
             "their items; "
@@ -101,7 +101,7 @@ def resolve_request_items(
         )
     _check_catalog_fits_request(params, beam, catalog, what)
     beam = beam.model_copy(update={"allowed_sequences": None, "catalog_after": after})
-    return beam, num_engine_beams_along(beam, catalog.num_items, len(stop_tokens(params)))
+    return beam, num_engine_beams_along(beam, catalog.num_items, len(sampling_params_stops(params)))
 
 
 def _check_catalog_fits_request(params: SamplingParams, beam: BeamParams, catalog: Catalog, what: str) -> None:
@@ -117,7 +117,7 @@ def _check_catalog_fits_request(params: SamplingParams, beam: BeamParams, catalo
             f"catalog_items={beam.catalog_items} does not work with {what}, in which an item begins another one: "
             f"where one ends would be open; end each item with a token of its own"
         )
-    if beam.catalog_stop and not stop_tokens(params):
+    if beam.catalog_stop and not sampling_params_stops(params):
         raise ValueError("catalog_stop=True needs a stop token; leave ignore_eos out, or add stop_token_ids")
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingParams
 
-from vllm_trie.sampling_params import stop_tokens
+from vllm_trie.sampling_params import sampling_params_stops
 
 if TYPE_CHECKING:
     from vllm.config import StructuredOutputsConfig
@@ -44,4 +44,4 @@ def prepare_request_grammar(
                 f'structured_outputs cannot begin after reasoning (reasoning_parser="{config.reasoning_parser}") in a '
                 "beam search; switch reasoning off in the prompt, or leave one of the two out"
             )
-    params._all_stop_token_ids = set(stop_tokens(params))
+    params._all_stop_token_ids = set(sampling_params_stops(params))

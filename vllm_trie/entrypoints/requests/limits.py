@@ -9,8 +9,8 @@ from vllm_trie.options.parts import MOST_STOP_CHARACTERS, MOST_STOP_LENGTH, MOST
 from vllm_trie.options.request import BeamParams, SearchParams, StepOptions
 from vllm_trie.options.shown import shown_option
 from vllm_trie.options.speculation import check_draft_width_option
-from vllm_trie.selection import config_of
-from vllm_trie.speculative_config import most_drafts, num_draft_layers
+from vllm_trie.selection import plugin_config_of
+from vllm_trie.speculative_config import most_speculative_config_drafts, speculative_config_layers
 from vllm_trie.trie.blocks import least_trie_blocks
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ def request_limits_of_engine(vllm_config: VllmConfig) -> RequestLimits:
         vocab_size=vllm_config.model_config.get_vocab_size(),
         block_size=cache.block_size,
         num_blocks=cache.num_gpu_blocks - 1 if cache.num_gpu_blocks else None,
-        max_beam_width=config_of(vllm_config).max_beam_width,
+        max_beam_width=plugin_config_of(vllm_config).max_beam_width,
         has_window=vllm_config.model_config.get_sliding_window() is not None,
-        num_draft_layers=num_draft_layers(vllm_config),
+        num_draft_layers=speculative_config_layers(vllm_config),
     )
 
 
@@ -125,7 +125,7 @@ def check_request_stops(params: SamplingParams) -> None:
 
 def _check_request_trace(beam: BeamParams, max_tokens: int, num_layers: int) -> None:
     """Refuse a trace that might be too large to send and to draw."""
-    beside = most_drafts(beam, num_layers)
+    beside = most_speculative_config_drafts(beam, num_layers)
     most = max_tokens * (beam.beam_width + beside)
     if beam.trace and most > MOST_TRACED:
         instead = 'lower one of them, or pass speculation="off"' if beside else "lower one of them"

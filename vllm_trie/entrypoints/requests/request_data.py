@@ -12,7 +12,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_trie.options import PLUGIN_NAME, BeamParams
 from vllm_trie.search import on_demand
-from vllm_trie.selection import config_of
+from vllm_trie.selection import plugin_config_of
 
 if TYPE_CHECKING:
     from vllm_trie.catalog import Catalog
@@ -82,7 +82,7 @@ def read_request_data(beam: BeamParams, processor: InputProcessor, tokenizer: An
             sets = _item_sets[processor] = RequestItemSets(processor.model_config.max_model_len)
         item_set = sets.read(beam.allowed_sequences, processor.model_config.get_vocab_size(), tokenizer)
     data = RequestData(beam, phrases, item_set)
-    _refuse_request_without_room(data.num_bytes, config_of(processor.vllm_config).request_tables_bytes)
+    _refuse_request_without_room(data.num_bytes, plugin_config_of(processor.vllm_config).request_tables_bytes)
     return data
 
 

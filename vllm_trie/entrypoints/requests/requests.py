@@ -11,9 +11,9 @@ from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingPa
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_trie.compat.cpu import needs_cpu_kernels
-from vllm_trie.compat.patch import wraps
-from vllm_trie.compat.versions import own_beams
+from vllm_trie.compat.cpu import vllm_needs_cpu_kernels
+from vllm_trie.compat.patch import wraps_vllm
+from vllm_trie.compat.versions import own_vllm_beams
 from vllm_trie.entrypoints.requests.limits import BlocksNeeded, request_limits_of_engine, validate_request
 from vllm_trie.entrypoints.requests.refusals import (
     BeamRequestError,
@@ -22,15 +22,26 @@ from vllm_trie.entrypoints.requests.refusals import (
     shortening_request_refusals,
 )
 from vllm_trie.entrypoints.requests.request_data import BRINGS, READ, RequestData, check_request_data, read_request_data
-from vllm_trie.messages import BEAM_WIDTH, FORK, LLM_BEAM_SEARCH, TICKET, Caller, ForkTicket, GroupTicket
+from vllm_trie.messages import BEAM_WIDTH, FORK, LLM_BEAM_SEARCH, TICKET, Caller, ForkTicketMessage, GroupTicketMessage
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, BeamParams, StepOptions, options_ask_for_beams, parse_options
 from vllm_trie.options.contrast import check_contrast_option
 from vllm_trie.options.resolve import resolve_options
 from vllm_trie.options.shown import shown_option, shown_option_name
 from vllm_trie.options.table import cure_for_option
-from vllm_trie.sampling_params import has_grammar, matrix_fields, refuse_unsupported, stop_tokens
-from vllm_trie.selection import config_of, has_beams, has_logits_processors, padding_token, why_without_beams
-from vllm_trie.speculative_config import drafts_of, why_without_amateur
+from vllm_trie.sampling_params import (
+    refuse_sampling_params,
+    sampling_params_have_grammar,
+    sampling_params_matrix_fields,
+    sampling_params_stops,
+)
+from vllm_trie.selection import (
+    has_beams,
+    plugin_config_of,
+    selection_has_logits_processors,
+    selection_padding_token,
+    why_without_beams,
+)
+from vllm_trie.speculative_config import speculative_config_drafts, speculative_config_without_amateur
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
@@ -42,11 +53,11 @@ SINGLE_TOKENS = "trie_beam_single_tokens"  # likewise, see `entrypoints.server.s
 
 _MARKS = {CALLER, SINGLE_TOKENS, TICKET, FORK, READ}  # of the front end's own, in `extra_args`
 # Of what type they are, which no client can send.
-_SENT = {TICKET: ForkTicket, FORK: ForkTicket, CALLER: Caller, SINGLE_TOKENS: Caller, READ: RequestData}
+_SENT = {TICKET: ForkTicketMessage, FORK: ForkTicketMessage, CALLER: Caller, SINGLE_TOKENS: Caller, READ: RequestData}
 _READ_BY_VLLM = {"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", "session_id"}  # in `extra_args`
 
 
-@wraps("process_inputs", InputProcessor)
+@wraps_vllm("process_inputs", InputProcessor)
 def process_request_inputs(
     original: Callable[..., EngineCoreRequest],
     self: InputProcessor,
@@ -83,7 +94,7 @@ def process_request_inputs(
     except Exception:
         forget_unsent_request(self, prompt)
         raise
-    if isinstance(ticket := (own.extra_args or {}).get(FORK), ForkTicket):
+    if isinstance(ticket := (own.extra_args or {}).get(FORK), ForkTicketMessage):
         own.extra_args = {**(own.extra_args or {}), FORK: ticket._asdict()}  # as the engine's process reads it
     return request
 
@@ -94,14 +105,14 @@ def _request_caller(params: SamplingParams) -> Caller:
 
 
 def _refuse_request_without_kernel(params: SamplingParams, vllm_config: VllmConfig) -> None:
-    if params.thinking_token_budget is not None and has_beams(vllm_config) and needs_cpu_kernels():
+    if params.thinking_token_budget is not None and has_beams(vllm_config) and vllm_needs_cpu_kernels():
         raise ValueError(
             f"thinking_token_budget={params.thinking_token_budget} is not supported by {PLUGIN_NAME} on a CPU without "
             "Triton; leave it out, or start the engine without the plugin"
         )
 
 
-@wraps("_validate_spec_decode", SamplingParams)
+@wraps_vllm("_validate_spec_decode", SamplingParams)
 def validate_request_spec_decode(
     original: Callable[..., None], self: SamplingParams, speculative_config: SpeculativeConfig | None
 ) -> None:
@@ -168,10 +179,10 @@ def search_of_request(params: SamplingParams, vllm_config: VllmConfig) -> BeamPa
         raise ValueError('unit="step" works in LLM.generate, LLM.chat and the endpoints for completions, not here')
     refuse_unknown_request_arguments(params.extra_args or {}, vllm_config)
     refuse_request_half_texts(params)
-    fields = matrix_fields(params)
-    refuse_unsupported(fields, beam, caller.feature)  # before the engine has its say
-    check_contrast_option(beam.contrast, why_without_amateur(vllm_config))
-    return resolve_options(beam, config_of(vllm_config), drafts_of(vllm_config), fields)
+    fields = sampling_params_matrix_fields(params)
+    refuse_sampling_params(fields, beam, caller.feature)  # before the engine has its say
+    check_contrast_option(beam.contrast, speculative_config_without_amateur(vllm_config))
+    return resolve_options(beam, plugin_config_of(vllm_config), speculative_config_drafts(vllm_config), fields)
 
 
 def refuse_request_marks(extra_args: Mapping[str, Any]) -> None:
@@ -197,7 +208,7 @@ def refuse_unknown_request_arguments(extra_args: Mapping[str, Any], vllm_config:
             raise ValueError(
                 f"{name}={shown_option(value)} does nothing in vllm_xargs (extra_args); it is a field of the request"
             )
-        if name not in known and not has_logits_processors(vllm_config):
+        if name not in known and not selection_has_logits_processors(vllm_config):
             raise ValueError(
                 f"unknown option {shown_option_name(name)}={shown_option(value)}; {cure_for_option(name, OPTIONS)}"
             )
@@ -219,7 +230,7 @@ def _why_no_image_request(vllm_config: VllmConfig) -> str | None:
     """Why rows of beams would not see what a multimodal prompt shows its own row, if they would not."""
     reasons = {
         "works on multimodal prompts only without a draft model, which does not see them; start vLLM without it, or "
-        "let n-grams draft": drafts_of(vllm_config) == "model",
+        "let n-grams draft": speculative_config_drafts(vllm_config) == "model",
         "does not work on multimodal prompts of a model whose images are attended in both directions; send text "
         "alone": vllm_config.model_config.is_mm_prefix_lm,
     }
@@ -266,9 +277,9 @@ def _prepare_request(
         )
     if params.stop and processor.tokenizer is None:
         raise ValueError("stop strings need a tokenizer; start the engine without skip_tokenizer_init")
-    if beam.semantics == "vllm" and not own_beams().stops_by_generation_config:
+    if beam.semantics == "vllm" and not own_vllm_beams().stops_by_generation_config:
         params.stop_token_ids = list(own_stop_token_ids or ())
-    check_request_data(data, model_config.get_vocab_size(), stop_tokens(params))
+    check_request_data(data, model_config.get_vocab_size(), sampling_params_stops(params))
     if data.phrases is not None:
         beam = beam.model_copy(update={"phrase_boosts": data.phrases})
     num_beams = beam.beam_width
@@ -276,7 +287,7 @@ def _prepare_request(
         from vllm_trie.entrypoints.requests.catalogs import resolve_request_items  # few requests have items
 
         beam, num_beams = resolve_request_items(params, beam, item_set, vllm_config, processor.tokenizer)
-    if has_grammar(params):
+    if sampling_params_have_grammar(params):
         from vllm_trie.entrypoints.requests.grammars import prepare_request_grammar  # which few requests have
 
         prepare_request_grammar(
@@ -289,9 +300,11 @@ def _prepare_request(
     if caller == LLM_BEAM_SEARCH:  # as many as vLLM's own loop returns, whatever max_logprobs allows
         params.logprobs = 2 * beam.beam_width
     eos_token_id = processor.renderer.get_eos_token_id()
-    padding = padding_token(model_config, processor.generation_config_fields) if beam.num_beam_groups > 1 else None
+    padding = (
+        selection_padding_token(model_config, processor.generation_config_fields) if beam.num_beam_groups > 1 else None
+    )
     content = None if item_set is None else item_set.to_bytes()
-    ticket = GroupTicket(params.n, eos_token_id, beam.model_dump(), caller, content, padding)
+    ticket = GroupTicketMessage(params.n, eos_token_id, beam.model_dump(), caller, content, padding)
     dropped = {CALLER, SINGLE_TOKENS, READ, *BRINGS}  # which the ticket has, or the front end alone needs
     others = {name: value for name, value in (params.extra_args or {}).items() if name not in dropped}
     params.extra_args, params.n = {**others, TICKET: ticket.to_dict()}, 1

@@ -10,7 +10,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 from pydantic import BaseModel, ConfigDict
 
 from vllm_trie.catalog import Catalog
-from vllm_trie.compat.patch import wraps
+from vllm_trie.compat.patch import wraps_vllm
 from vllm_trie.engine.catalogs import LOAD_CATALOG
 from vllm_trie.entrypoints.requests.catalogs import catalogs_for_requests, new_catalog_for_requests
 from vllm_trie.selection import has_beams
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 router = APIRouter(prefix="/v1/catalogs")  # what begins with /v1 needs the server's API key
 
 
-@wraps("register_vllm_serve_api_routers", "vllm.entrypoints.serve")
+@wraps_vllm("register_vllm_serve_api_routers", "vllm.entrypoints.serve")
 def register_server_routers(original: Callable[[FastAPI], None], app: FastAPI) -> None:
     """Servers have the routes below, too."""
     original(app)

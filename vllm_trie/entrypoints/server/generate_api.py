@@ -11,7 +11,7 @@ from typing import Any
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-from vllm_trie.compat.patch import wraps
+from vllm_trie.compat.patch import wraps_vllm
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
 from vllm_trie.entrypoints.server.server import ALL_AT_ONCE, mark_as_server_request
 from vllm_trie.entrypoints.server.streams import chained_stream, first_stream_event
@@ -20,7 +20,7 @@ from vllm_trie.options.shown import shown_option
 from vllm_trie.selection import has_beams
 
 
-@wraps("serve_tokens", "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens")
+@wraps_vllm("serve_tokens", "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens")
 async def serve_generate_endpoint(
     original: Callable[..., Awaitable[Any]], self: Any, request: GenerateRequest, *args: Any, **kwargs: Any
 ) -> Any:

@@ -17,7 +17,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogge
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from vllm_trie.compat.patch import arguments, wraps
+from vllm_trie.compat.patch import arguments_to_vllm, wraps_vllm
 from vllm_trie.engine.stats import REASONS, GroupStats, take_group_stats
 from vllm_trie.selection import has_beams
 
@@ -35,13 +35,13 @@ _FINISHED_DOCUMENTATION = (
 )
 
 
-@wraps("__init__", StatLoggerManager)
+@wraps_vllm("__init__", StatLoggerManager)
 def add_server_metrics_logger(
     original: Callable[..., None], self: StatLoggerManager, *args: Any, **kwargs: Any
 ) -> None:
     """Front ends show what beam groups do, where their engine has them."""
     original(self, *args, **kwargs)
-    call = arguments(original, self, *args, **kwargs)
+    call = arguments_to_vllm(original, self, *args, **kwargs)
     if not has_beams(call["vllm_config"]):
         return
     prometheus = next(known for known in self.stat_loggers if isinstance(known, PrometheusStatLogger))

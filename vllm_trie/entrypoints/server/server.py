@@ -23,7 +23,7 @@ from vllm.exceptions import GenerationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 
-from vllm_trie.compat.patch import wraps
+from vllm_trie.compat.patch import wraps_vllm
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError, refusing_requests, shortening_request_refusals
 from vllm_trie.entrypoints.requests.requests import CALLER
 from vllm_trie.messages import USE_BEAM_SEARCH, Caller
@@ -44,7 +44,7 @@ _IS_SERVED = "trie_beam_is_served"  # an attribute of parameters, which is no pa
 _AS_SAMPLING = "trie_beam_as_sampling"  # in `vllm_xargs`, with a `Caller`, which no client can send
 
 
-@wraps("to_sampling_params", *_SEARCHABLE, ResponsesRequest)
+@wraps_vllm("to_sampling_params", *_SEARCHABLE, ResponsesRequest)
 def to_served_sampling_params(
     original: Callable[..., SamplingParams],
     self: Any,
@@ -92,7 +92,7 @@ def as_served_sampling_request(request: TextRequest) -> Any:
     return request.model_copy(update={"use_beam_search": False, "vllm_xargs": xargs})
 
 
-@wraps("to_beam_search_params", *_SEARCHABLE)
+@wraps_vllm("to_beam_search_params", *_SEARCHABLE)
 def to_served_beam_params(
     original: Callable[..., BeamSearchParams], self: Any, *args: Any, **kwargs: Any
 ) -> BeamSearchParams:
@@ -137,7 +137,7 @@ def _refuse_two_server_penalties(request: TextRequest | ResponsesRequest | Speec
         )
 
 
-@wraps("to_chat_completion_request", BatchChatCompletionRequest)
+@wraps_vllm("to_chat_completion_request", BatchChatCompletionRequest)
 def single_served_chat(original: Callable[..., ChatCompletionRequest], self: Any, *args: Any) -> ChatCompletionRequest:
     """Convert one chat of several."""
     fields = {name: value for name, value in (self.model_extra or {}).items() if value is not None}

@@ -21,7 +21,7 @@ from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo, Err
 from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from vllm_trie.compat.patch import wraps
+from vllm_trie.compat.patch import wraps_vllm
 from vllm_trie.entrypoints.answers.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.answers.noted_outputs import noting_answer_outputs
 from vllm_trie.entrypoints.requests.refusals import BeamRequestError
@@ -40,8 +40,8 @@ DATA = "data: "
 DONE = f"{DATA}[DONE]"
 
 
-@wraps("create_completion", "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion")
-@wraps("create_chat_completion", "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat")
+@wraps_vllm("create_completion", "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion")
+@wraps_vllm("create_chat_completion", "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat")
 async def create_server_response(
     original: Callable[..., Awaitable[Any]], self: Any, request: Request, raw_request: Any = None
 ) -> Any:
@@ -77,7 +77,7 @@ async def create_server_response(
     return _stream_events(response, has_usage, usages)
 
 
-@wraps("create_responses", "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses")
+@wraps_vllm("create_responses", "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses")
 async def respond_with_stream(
     original: Callable[..., Awaitable[Any]], self: Any, request: ResponsesRequest, *args: Any, **kwargs: Any
 ) -> Any:

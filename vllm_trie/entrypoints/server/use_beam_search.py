@@ -10,8 +10,8 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.utils import random_uuid
 
-from vllm_trie.compat.patch import arguments, wraps
-from vllm_trie.compat.versions import eos_token_ids, has_allowlist
+from vllm_trie.compat.patch import arguments_to_vllm, wraps_vllm
+from vllm_trie.compat.versions import vllm_beams_eos_ids, vllm_beams_have_allowlist
 from vllm_trie.entrypoints.requests.requests import CALLER, why_no_request_after
 from vllm_trie.entrypoints.server.server import SpeechRequest, TextRequest
 from vllm_trie.messages import USE_BEAM_SEARCH
@@ -25,12 +25,12 @@ logger = init_logger("vllm.trie_beam.server")
 _NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "seed": None}
 
 
-@wraps("beam_search", "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin")
+@wraps_vllm("beam_search", "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin")
 async def serve_beam_search(
     original: Callable[..., AsyncGenerator[RequestOutput, None]], self: Any, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[RequestOutput, None]:
     """Servers search in the engine, where it has beams."""
-    call = arguments(original, self, *args, **kwargs)  # 0.33 has one more, the request's priority
+    call = arguments_to_vllm(original, self, *args, **kwargs)  # 0.33 has one more, the request's priority
     prompt, params = call["prompt"], call["params"]
     request: TextRequest | SpeechRequest | None = vars(params).get("request")
     refusal = None
@@ -38,7 +38,7 @@ async def serve_beam_search(
         refusal = why_without_beams(self.engine_client.vllm_config)
     elif request is None:
         refusal = "at this endpoint"
-    elif has_allowlist(params):
+    elif vllm_beams_have_allowlist(params):
         refusal = "with allowed_token_ids"
     else:
         refusal = why_no_request_after(prompt, self.engine_client.vllm_config)
@@ -61,7 +61,7 @@ async def serve_beam_search(
         if refusal is None:
             eos_token_id = self.renderer.get_tokenizer().eos_token_id
             generation_config = self.engine_client.input_processor.generation_config_fields
-            _served_as_by_vllm(output, eos_token_id, eos_token_ids(generation_config, eos_token_id), params)
+            _served_as_by_vllm(output, eos_token_id, vllm_beams_eos_ids(generation_config, eos_token_id), params)
         yield output
 
 

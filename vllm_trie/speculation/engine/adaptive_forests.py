@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from vllm_trie.messages import Decided, Drafted
+from vllm_trie.messages import DecidedMessage, DraftedMessage
 from vllm_trie.options.speculation import DRAFTS_PER_BEAM, MOST_DRAFTS_PER_BEAM
 from vllm_trie.speculation.engine.group_forests import GroupForests
 from vllm_trie.speculation.search.forest_size import PLAIN, Acceptance, ForestSize, StepCosts, fastest
@@ -78,7 +78,7 @@ class AdaptiveForests:
         """
         self._scheduled.append(_Scheduled(time.perf_counter(), num_tokens, is_steady))
 
-    def finished(self, results: Iterable[Decided]) -> None:
+    def finished(self, results: Iterable[DecidedMessage]) -> None:
         """The results of the oldest step that was scheduled are in."""
         step, now = self._scheduled.popleft(), time.perf_counter()
         seconds, self._last_results = now - max(step.at, self._last_results), now
@@ -93,7 +93,7 @@ class AdaptiveForests:
         self._costs.drafting.observe((1, num_layers, num_tokens), drafting)
         self._costs.verifying.observe((1, step.num_tokens + num_tokens), seconds - drafting)
 
-    def learn(self, group: GroupForests, forest: Drafted, num_steps: int) -> None:
+    def learn(self, group: GroupForests, forest: DraftedMessage, num_steps: int) -> None:
         """What came of a forest: so many steps of its group's search."""
         acceptance = self._acceptance(group)
         if forest.draft_width in acceptance:

@@ -10,7 +10,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm_trie.engine.group import BeamGroup, ScheduledForests
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.speculation import Growing, SchedulerBudgets
-from vllm_trie.messages import CANNOT_DRAFT, MOST_DRAFTS, Decided, Drafted, SpeculationBudget
+from vllm_trie.messages import CANNOT_DRAFT, MOST_DRAFTS, DecidedMessage, DraftedMessage, SpeculationBudget
 from vllm_trie.options import BeamParams
 from vllm_trie.options.speculation import options_speculate
 from vllm_trie.search.rules import SelectRules
@@ -76,11 +76,11 @@ class SpeculationBudgets(SchedulerBudgets):
             step.budget = SpeculationBudget(**vars(lookahead), draft_width=draft_width, rules=rules)
             spare_tokens -= lookahead.max_drafts
 
-    def finished(self, decided: Iterable[Decided]) -> None:
+    def finished(self, decided: Iterable[DecidedMessage]) -> None:
         """See `SchedulerBudgets`."""
         self.adaptive.finished(decided)
 
-    def learn(self, group: BeamGroup, drafted: Drafted, num_steps: int) -> None:
+    def learn(self, group: BeamGroup, drafted: DraftedMessage, num_steps: int) -> None:
         """See `SchedulerBudgets`.
 
         It costs more than a plain step, and where texts do not repeat themselves n-grams draft in vain: after three in

@@ -7,7 +7,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
-from vllm_trie.speculative_config import num_draft_layers
+from vllm_trie.speculative_config import speculative_config_layers
 
 
 def take_widest_move(runner: GPUModelRunner) -> None:
@@ -17,5 +17,5 @@ def take_widest_move(runner: GPUModelRunner) -> None:
     per_token = sum(-(-spec.page_size_bytes // spec.block_size) for spec in specs)
     if isinstance(speculator, EagleSpeculator):
         per_token += speculator.hidden_size * speculator.dtype.itemsize
-    num_tokens = config.scheduler_config.max_num_seqs * num_draft_layers(config)
+    num_tokens = config.scheduler_config.max_num_seqs * speculative_config_layers(config)
     torch.empty(num_tokens * per_token, dtype=torch.uint8, device=runner.device)

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
-from vllm_trie.compat.versions import planned_kv_cache
+from vllm_trie.compat.versions import planned_vllm_kv_cache
 from vllm_trie.worker.kv.kv_slots import ByToken
 
 
@@ -78,7 +78,7 @@ def leave_room(runner: GPUModelRunner, num_bytes: int) -> int:
     speculator = runner.speculator
     if not isinstance(speculator, EagleSpeculator):
         return num_bytes
-    groups, of_kv = planned_kv_cache(runner.vllm_config, runner.get_kv_cache_spec())
+    groups, of_kv = planned_vllm_kv_cache(runner.vllm_config, runner.get_kv_cache_spec())
     _, number = _layer_of(speculator, groups)
     of_states = groups[number].kv_cache_spec.block_size * speculator.hidden_size * speculator.dtype.itemsize
     return num_bytes // (of_kv + of_states) * of_kv

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.mm.rope import RopeState
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from vllm_trie.messages import Decided
+from vllm_trie.messages import DecidedMessage
 from vllm_trie.speculation.worker import draft_warm_up
 from vllm_trie.speculation.worker.draft import Drafter, Forests
 from vllm_trie.speculation.worker.draft_by_head import HeadDrafts
@@ -152,7 +152,7 @@ class TreeSpeculation(Speculation):
 
     def accept(
         self, rows: BatchRows, logits: torch.Tensor, sampled: torch.Tensor, num_sampled: np.ndarray
-    ) -> dict[str, Decided]:
+    ) -> dict[str, DecidedMessage]:
         """See `Speculation`."""
         if (grown := grown_together(self._forests.values())) is not None:
             grown.read()

@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from vllm_trie.messages import Decided, Drafted
+from vllm_trie.messages import DecidedMessage, DraftedMessage
 from vllm_trie.speculation.search.forest import Forest
 from vllm_trie.speculation.worker.forest_nodes import Nodes
 from vllm_trie.speculation.worker.forest_path import AcceptedPath, accepted_path
@@ -27,7 +27,7 @@ def verify(
     rows: BatchRows,
     logits: torch.Tensor,
     num_sampled: np.ndarray,
-) -> tuple[list[AcceptedPath], dict[str, Decided]]:
+) -> tuple[list[AcceptedPath], dict[str, DecidedMessage]]:
     """Take as many steps as the forest holds of every group that speculates. Waits for the device.
 
     Args:
@@ -43,7 +43,7 @@ def verify(
         Where rows go on from, those under control first, and what was decided, by group.
     """
     nodes = {group_id: Nodes(selector, rows, forest_step, logits) for group_id, forest_step in forests.items()}
-    found, paths, decided = _search([*nodes.values()]), list[AcceptedPath](), dict[str, Decided]()
+    found, paths, decided = _search([*nodes.values()]), list[AcceptedPath](), dict[str, DecidedMessage]()
     for group_id, forest_step in forests.items():
         steps, beams, accepted = found[nodes[group_id]][:3]
         paths.append(accepted_path(forest_step, steps, beams))
@@ -55,8 +55,8 @@ def verify(
         size = forest_step.forest.num_drafts, forest_step.num_layers, forest_step.budget.draft_width
         traced = drafted_forest(forest_step.forest, beams) if forest_step.step.is_traced else None
         num_computed = int(rows.num_logits(places).sum()) - len(places)
-        drafted = Drafted(*size, seconds, accepted, traced, num_computed)
-        decided[group_id] = Decided(steps, drafted)
+        drafted = DraftedMessage(*size, seconds, accepted, traced, num_computed)
+        decided[group_id] = DecidedMessage(steps, drafted)
     paths.sort(key=lambda path: not path.is_controlled)
     return paths, decided
 

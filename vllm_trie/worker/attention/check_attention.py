@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from vllm_trie.selection import config_of, has_beams
+from vllm_trie.selection import has_beams, plugin_config_of
 from vllm_trie.worker.attention.shared_rows import SharesPrefixes
 from vllm_trie.worker.attention.tree_layers import count_layers
 
@@ -31,7 +31,7 @@ def check_demanded_attention(vllm_config: VllmConfig) -> None:
     """
     from vllm.platforms import current_platform
 
-    if config_of(vllm_config).shared_prefix_attention != "on" or not current_platform.is_cpu():
+    if plugin_config_of(vllm_config).shared_prefix_attention != "on" or not current_platform.is_cpu():
         return
     from vllm_trie.worker.attention.compiled import OF_TYPES, CompilerError, kernel
 
@@ -47,7 +47,7 @@ def check_demanded_layers(vllm_config: VllmConfig, attn_groups: Sequence[Attenti
     Raises:
         ValueError: if no layer reads shared blocks once.
     """
-    if config_of(vllm_config).shared_prefix_attention != "on" or not has_beams(vllm_config):
+    if plugin_config_of(vllm_config).shared_prefix_attention != "on" or not has_beams(vllm_config):
         return
     for group in attn_groups:
         builder: object = group.get_metadata_builder(0)

@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_trie.selection import config_of, has_beams
+from vllm_trie.selection import has_beams, plugin_config_of
 from vllm_trie.worker.attention import compiled
 from vllm_trie.worker.attention.compiled import Plan
 from vllm_trie.worker.attention.shared_rows import Scoring, SharesPrefixes, tokens_of
@@ -53,7 +53,7 @@ class SharedPrefixBuilder(SharesPrefixes, CPUAttentionMetadataBuilder):
         super().__init__(*args, **kwargs)
         # vLLM derives builders from this one: for cross-attention, and for batches that are not the runner's.
         self._is_ours = type(self) is SharedPrefixBuilder or self.is_cross_attention
-        self.option = config_of(self.vllm_config).shared_prefix_attention
+        self.option = plugin_config_of(self.vllm_config).shared_prefix_attention
         self.can_share = self.option != "off" and self._is_computed
 
     @property

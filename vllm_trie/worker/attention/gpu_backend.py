@@ -30,7 +30,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_trie.selection import config_of, has_beams
+from vllm_trie.selection import has_beams, plugin_config_of
 from vllm_trie.worker.attention.prefix_suffix import Calls, Layer, PrefixSuffix
 from vllm_trie.worker.attention.shared_rows import (
     Scoring,
@@ -73,7 +73,7 @@ class SharedPrefixBuilder(SharesPrefixes, FlashAttentionMetadataBuilder):
         super().__init__(*args, **kwargs)
         # vLLM derives builders of its own from this one, for batches that are not the runner's.
         self._is_for_beams = has_beams(self.vllm_config) and type(self) is SharedPrefixBuilder
-        self.option = config_of(self.vllm_config).shared_prefix_attention
+        self.option = plugin_config_of(self.vllm_config).shared_prefix_attention
 
     @cached_property
     def can_share(self) -> bool:  # type: ignore[override]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from vllm_trie.compat.at_rest import Rests
+from vllm_trie.compat.at_rest import RestsWithoutBeams
 from vllm_trie.search import spans
 from vllm_trie.search.devices import numbers, uploaded
 from vllm_trie.worker.kv.kv_slots import ByToken
@@ -60,7 +60,7 @@ class Layer(NamedTuple):
     heads: tuple[int, int]  # query heads, and KV heads
 
 
-class SharesPrefixes(Rests, ABC):
+class SharesPrefixes(RestsWithoutBeams, ABC):
     """A builder of attention metadata for layers that may make use of such rows. It rests while there are none."""
 
     hooks = ("build",)

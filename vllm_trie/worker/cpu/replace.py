@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
-from vllm_trie.compat.patch import Patch
+from vllm_trie.compat.patch import VLLMPatch
 
 Array = np.ndarray
 Function = Callable[..., Any]
@@ -25,7 +25,7 @@ Function = Callable[..., Any]
 _OF_ALL = "inputs", "logits", "sampling"  # modules that every engine needs
 _MORE = {"drafts": ("draft_inputs", "ngram", "rejection"), "states": ("cached_states", "mamba")}  # by what one has
 _V2 = "vllm.v1.worker.gpu."
-_has_triton = Patch(_V2 + "spec_decode.ngram.speculator", "HAS_TRITON")
+_has_triton = VLLMPatch(_V2 + "spec_decode.ngram.speculator", "HAS_TRITON")
 _kernels: dict[str, Function] = {}
 _functions: dict[str, Function] = {}
 _imported_by: dict[str, str] = {}
@@ -79,12 +79,12 @@ def _replace_by(own_module: str) -> None:
         if function.__module__ == own_module:
             module, name = target.split(":")
             stock = getattr(importlib.import_module(module), name)
-            Patch(_imported_by.get(target, module), name).apply(Launch(stock, function))
+            VLLMPatch(_imported_by.get(target, module), name).apply(Launch(stock, function))
     for target, function in _functions.items():
         if function.__module__ == own_module:
             module, name = target.split(":")
             owner, _, method = name.rpartition(".")
-            Patch(f"{module}:{owner}" if owner else _imported_by.get(target, module), method).apply(function)
+            VLLMPatch(f"{module}:{owner}" if owner else _imported_by.get(target, module), method).apply(function)
 
 
 class Launch:

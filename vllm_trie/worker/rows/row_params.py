@@ -31,9 +31,9 @@ def stop_strings_of(model_config: ModelConfig) -> Callable[[tuple[str, ...], boo
 
     @lru_cache(maxsize=STOP_STRINGS_KEPT)
     def stop_strings(strings: tuple[str, ...], are_skipped: bool, have_spaces: bool) -> StopStrings:
-        from vllm_trie.detokenizing import decoder  # an import that most engines never need
+        from vllm_trie.detokenizing import detokenizing_function  # an import that most engines never need
 
-        decode = decoder(cached_tokenizer_from_config(model_config), are_skipped, have_spaces)
+        decode = detokenizing_function(cached_tokenizer_from_config(model_config), are_skipped, have_spaces)
         return StopStrings(strings, decode, model_config.get_vocab_size())
 
     return stop_strings

@@ -14,8 +14,8 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from vllm_trie.selection import config_of, most_beams
-from vllm_trie.speculative_config import has_memory_mode
+from vllm_trie.selection import most_plugin_beams, plugin_config_of
+from vllm_trie.speculative_config import speculative_config_has_memory
 from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.attention.shared_rows import Layer, SharesPrefixes
 from vllm_trie.worker.attention.tree_layers import attention_of
@@ -59,9 +59,9 @@ def warm_up(runner: Any) -> None:
 
 def _widest(vllm_config: VllmConfig) -> int:
     """Beams of the widest search, or as many as kernels take."""
-    most = most_beams(vllm_config)
-    if has_memory_mode(vllm_config):
-        return config_of(vllm_config).max_beam_width or max(most, slots.MOST_SLOTS)
+    most = most_plugin_beams(vllm_config)
+    if speculative_config_has_memory(vllm_config):
+        return plugin_config_of(vllm_config).max_beam_width or max(most, slots.MOST_SLOTS)
     return most
 
 

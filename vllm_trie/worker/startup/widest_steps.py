@@ -22,7 +22,7 @@ from vllm_trie.search.strategies.drawn import Drawn
 from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.search.strategies.sampled import SampledEach
 from vllm_trie.search.strategies.stochastic import Stochastic
-from vllm_trie.selection import most_beams
+from vllm_trie.selection import most_plugin_beams
 
 logger = init_logger("vllm.trie_beam.widest_steps")
 
@@ -47,7 +47,7 @@ def most_rows_together(vocab_size: int) -> int:
 
 def most_heavy_rows(vllm_config: VllmConfig) -> int:
     """How many rows are selected together where that needs much memory: those of the widest search, or of several."""
-    return max(most_beams(vllm_config), most_rows_together(vllm_config.model_config.get_vocab_size()))
+    return max(most_plugin_beams(vllm_config), most_rows_together(vllm_config.model_config.get_vocab_size()))
 
 
 def take_widest_steps(logits: torch.Tensor, num_heavy: int, num_logprobs: int) -> None:

@@ -262,8 +262,8 @@ def test_requests_that_are_being_read_answer_with_nothing_at_once(
 def test_a_search_by_steps_answers_with_the_best_that_was_scored(
     llm: AsyncLLM, loop: asyncio.AbstractEventLoop, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = selection.config_of(llm.vllm_config).model_copy(update={"scorers": {"short": "http://127.0.0.1:9"}})
-    monkeypatch.setattr(opening, "config_of", lambda _: config)
+    config = selection.plugin_config_of(llm.vllm_config).model_copy(update={"scorers": {"short": "http://127.0.0.1:9"}})
+    monkeypatch.setattr(opening, "plugin_config_of", lambda _: config)
 
     async def scores(_: Any, candidates: list[Any]) -> list[float]:
         return [-float(len(candidate.text)) for candidate in candidates]
@@ -286,8 +286,8 @@ def test_a_search_by_steps_answers_with_the_best_that_was_scored(
 def test_a_search_by_steps_of_which_nothing_was_scored_answers_with_nothing(
     llm: AsyncLLM, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = selection.config_of(llm.vllm_config).model_copy(update={"scorers": {"late": "http://127.0.0.1:9"}})
-    monkeypatch.setattr(opening, "config_of", lambda _: config)
+    config = selection.plugin_config_of(llm.vllm_config).model_copy(update={"scorers": {"late": "http://127.0.0.1:9"}})
+    monkeypatch.setattr(opening, "plugin_config_of", lambda _: config)
 
     async def scores(*_: Any) -> list[float]:
         await asyncio.sleep(3600)
