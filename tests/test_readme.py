@@ -93,7 +93,7 @@ def test_a_command_is_understood(document: str, command: list[str]) -> None:
 
             assert catalog_parser().parse_args(arguments).command
         if module == "vllm_trie.trace":
-            from vllm_trie.trace.__main__ import parser as trace_parser
+            from vllm_trie.trace.__main__ import trace_parser
 
             assert trace_parser().parse_args(arguments).page
 

@@ -37,8 +37,8 @@ def main() -> None:
     (site_packages / "base.pth").write_text(f"import site; site.addsitedir({str(base_packages)!r})\n")
     unpack_python_part(python, site_packages)
     link_shared_libraries(base_packages / "vllm", site_packages / "vllm")
-    alias = f"write_alias(pathlib.Path({str(site_packages)!r}), '{VERSION}+cpu')"
-    run(base_python, "-c", f"import pathlib; from vllm_trie.mend.cpu_build import write_alias; {alias}")
+    alias = f"write_mended_alias(pathlib.Path({str(site_packages)!r}), '{VERSION}+cpu')"
+    run(base_python, "-c", f"import pathlib; from vllm_trie.mend.cpu_build import write_mended_alias; {alias}")
     write_command(environment, python)
     run(python, "-m", "pip", "install", "-qq", *NEW_REQUIREMENTS)
     run(python, Path(__file__).parent / "check_vllm.py")

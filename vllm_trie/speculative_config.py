@@ -48,7 +48,7 @@ def speculative_config_drafter(vllm_config: VllmConfig) -> str:
     return "off" if config is None else str(config.model)
 
 
-def speculative_config_has_memory(vllm_config: VllmConfig) -> bool:
+def config_has_memory_mode(vllm_config: VllmConfig) -> bool:
     """Whether searches may have more beams than the engine has rows."""
     return vllm_config.speculative_config is not None
 

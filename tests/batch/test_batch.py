@@ -19,9 +19,9 @@ from ray.data._internal.metadata_exporter import sanitize_for_struct
 
 from tests.support.engine import ROOT, TRAINED_TARGET
 from vllm_trie.batch.__main__ import main
-from vllm_trie.batch.files import JobError, Prompt, open_output, read_prompts
-from vllm_trie.batch.options import parse
-from vllm_trie.batch.search import lines, reason
+from vllm_trie.batch.files import JobError, JobPrompt, open_job_output, read_job_prompts
+from vllm_trie.batch.options import parse_job
+from vllm_trie.batch.search import job_error_reason, job_lines
 
 DOCUMENT = (ROOT / "docs/batch.md").read_text()
 
@@ -36,11 +36,11 @@ def write_lines(path: Path, *lines: str) -> Path:
 
 def test_prompts_have_their_own_ids_or_the_numbers_of_their_lines(tmp_path: Path) -> None:
     lines = ['{"prompt": "a", "id": "x"}', "", '{"prompt": "b", "more": 1}', '{"prompt": "c", "id": 7}']
-    expected = [Prompt("x", "a"), Prompt(3, "b"), Prompt(7, "c")]
-    assert read_prompts(write_lines(tmp_path / "in.jsonl", *lines), "prompt") == expected
+    expected = [JobPrompt("x", "a"), JobPrompt(3, "b"), JobPrompt(7, "c")]
+    assert read_job_prompts(write_lines(tmp_path / "in.jsonl", *lines), "prompt") == expected
     with gzip.open(tmp_path / "in.jsonl.gz", "wt") as file:
         file.write("\n".join(lines))
-    assert read_prompts(tmp_path / "in.jsonl.gz", "prompt") == expected
+    assert read_job_prompts(tmp_path / "in.jsonl.gz", "prompt") == expected
 
 
 @pytest.mark.parametrize(
@@ -62,18 +62,18 @@ def test_prompts_have_their_own_ids_or_the_numbers_of_their_lines(tmp_path: Path
 def test_a_bad_line_is_named(tmp_path: Path, lines: list[str], message: str) -> None:
     path = write_lines(tmp_path / "in.jsonl", *lines)
     with pytest.raises(JobError, match=re.escape(f"{path}") + ",? " + re.escape(message)):
-        read_prompts(path, "prompt")
+        read_job_prompts(path, "prompt")
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"nowhere\.jsonl cannot be read: .*No such file"):
-        read_prompts(tmp_path / "nowhere.jsonl", "prompt")
+        read_job_prompts(tmp_path / "nowhere.jsonl", "prompt")
     (tmp_path / "text.gz").write_text("no gzip")
     with pytest.raises(JobError, match=r"text\.gz cannot be read: .*[Nn]ot a gzip"):
-        read_prompts(tmp_path / "text.gz", "prompt")
+        read_job_prompts(tmp_path / "text.gz", "prompt")
 
 
-PROMPTS = [Prompt(1, "a"), Prompt("x", "b"), Prompt(3, "c")]
+PROMPTS = [JobPrompt(1, "a"), JobPrompt("x", "b"), JobPrompt(3, "c")]
 ASKED = {"model": "m", "beam_width": 4, "stop": None, "min_tokens": 2}
 
 
@@ -85,7 +85,7 @@ def test_whole_lines_count_and_a_half_written_one_is_gone(tmp_path: Path) -> Non
     whole = line_of("x", "b") + line_of(1, "a").replace("[]}", '[], "error": "too long"}')
     path = tmp_path / "out.jsonl"
     path.write_text(whole + '{"id": 3, "prompt": "c", "hypoth')
-    with open_output(path, PROMPTS, ASKED) as (file, answered):
+    with open_job_output(path, PROMPTS, ASKED) as (file, answered):
         assert answered == {"x": True, 1: False}
         file.write("more\n")
     assert path.read_text() == whole + "more\n"
@@ -104,7 +104,7 @@ def test_the_output_of_another_job_is_left_alone(tmp_path: Path, line: str) -> N
     path = tmp_path / "out.jsonl"
     path.write_text(f"{line}\nhalf")
     refusal = pytest.raises(JobError, match="line 1 answers no prompt of this job; name another --output")
-    with refusal, open_output(path, PROMPTS, ASKED):
+    with refusal, open_job_output(path, PROMPTS, ASKED):
         pass
     assert path.read_text() == f"{line}\nhalf"
 
@@ -120,7 +120,7 @@ def test_answers_of_another_search_are_not_gone_on_with(tmp_path: Path, searched
     path = tmp_path / "out.jsonl"
     path.write_text(line_of(1, "a") + line_of("x", "b", **searched))
     refusal = pytest.raises(JobError, match=re.escape(f"line 2 was searched with {told}; name another --output"))
-    with refusal, open_output(path, PROMPTS, ASKED):
+    with refusal, open_job_output(path, PROMPTS, ASKED):
         pass
 
 
@@ -128,9 +128,9 @@ def test_two_jobs_do_not_write_to_one_output(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with path.open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(JobError, match="another job is writing to"), open_output(path, PROMPTS, ASKED):
+        with pytest.raises(JobError, match="another job is writing to"), open_job_output(path, PROMPTS, ASKED):
             pass
-    with pytest.raises(JobError, match="cannot be written"), open_output(tmp_path / "no" / "out", PROMPTS, ASKED):
+    with pytest.raises(JobError, match="cannot be written"), open_job_output(tmp_path / "no" / "out", PROMPTS, ASKED):
         pass
 
 
@@ -198,7 +198,7 @@ def test_a_job_that_is_whole_ends_as_it_did(
     write_lines(tmp_path / "in.jsonl", '{"prompt": "a"}', '{"prompt": "b"}')
     usual = ["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
     monkeypatch.setattr(sys, "argv", ["batch", *usual])
-    asked = parse(usual).search
+    asked = parse_job(usual).search
     answers = [{"id": 1, "prompt": "a", "search": asked, "hypotheses": []}]
     answers += [{"id": 2, "prompt": "b", "search": asked, "hypotheses": [], "error": "too long"}]
     write_lines(tmp_path / "out.jsonl", *map(json.dumps, answers))
@@ -209,7 +209,7 @@ def test_a_job_that_is_whole_ends_as_it_did(
 def test_options_come_as_json_has_them() -> None:
     usual = ["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
     given = {"logit_bias": {"5": 1.0}, "structured_outputs": {"regex": "a+"}}
-    job = parse([*usual, "--search-options", json.dumps(given)])
+    job = parse_job([*usual, "--search-options", json.dumps(given)])
     assert job.params.logit_bias == {5: 1.0}
     assert job.params.structured_outputs is not None
     assert job.params.structured_outputs.regex == "a+"
@@ -218,7 +218,7 @@ def test_options_come_as_json_has_them() -> None:
 
 def test_the_command_of_the_document_is_understood() -> None:
     (command,) = re.findall(r"```bash\n(python -m vllm_trie\.entrypoints\.batch .*?)```", DOCUMENT, re.DOTALL)
-    job = parse(shlex.split(command.replace("\\\n", " "))[3:])
+    job = parse_job(shlex.split(command.replace("\\\n", " "))[3:])
     assert (job.params.n, job.num_engines, job.engine_args.max_model_len) == (4, 2, 1024)
 
 
@@ -232,9 +232,9 @@ def test_what_is_required_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 TRACEBACK = """\
-The actor died because of an error raised in its creation task, ray::MapWorker(MapBatches(Searcher)).__init__()
+The actor died because of an error raised in its creation task, ray::MapWorker(MapBatches(BatchSearcher)).__init__()
   File "search.py", line 50, in __init__
-    validate(params, self._beam, 1, engine_limits(vllm_config))
+    validate_request(params, self._beam, 1, request_limits_of_engine(vllm_config))
 ValueError: beam_width=6 exceeds max_num_seqs=4; lower it, or raise --max-num-seqs
 
 The above exception was the direct cause of the following exception:
@@ -245,8 +245,11 @@ To change retry attempts, configure `ray.data.DataContext` if you believe this t
 
 
 def test_of_a_traceback_what_the_engine_said_is_told() -> None:
-    assert reason(TRACEBACK) == "ValueError: beam_width=6 exceeds max_num_seqs=4; lower it, or raise --max-num-seqs"
-    assert reason("The actor died unexpectedly.\nIt was killed.\n") == "It was killed."
+    assert (
+        job_error_reason(TRACEBACK)
+        == "ValueError: beam_width=6 exceeds max_num_seqs=4; lower it, or raise --max-num-seqs"
+    )
+    assert job_error_reason("The actor died unexpectedly.\nIt was killed.\n") == "It was killed."
 
 
 def test_what_ray_data_tells_of_the_engines_needs_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,8 +266,10 @@ def test_what_ray_data_tells_of_the_engines_needs_no_vllm(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ray.data, "from_items", lambda *_, **__: Rows())
     monkeypatch.setattr(ray, "put", lambda _: ray.ObjectRef.nil())
-    job = parse(["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"])
-    assert [*lines(job, [Prompt(1, "x")])] == []
+    job = parse_job(
+        ["--model", str(TRAINED_TARGET), "--input", "in.jsonl", "--output", "out.jsonl", "--beam-width", "4"]
+    )
+    assert [*job_lines(job, [JobPrompt(1, "x")])] == []
     told, stock = (
         [op.name for op, *_ in pickletools.genops(pickle.dumps(sanitize_for_struct(arguments))) if "GLOBAL" in op.name]
         for arguments in (asked["fn_constructor_args"], job.engine_args)

@@ -77,7 +77,7 @@ def test_the_front_end_loads_none_of_it() -> None:
     script = f"""
 import sys
 from vllm_trie import plugin
-plugin.register(); plugin._wrap_front_end(None, keeps_stats=True)
+plugin.register(); plugin._wrap_plugin_front_end(None, keeps_stats=True)
 print([name for name in sys.modules if name.startswith({tuple(names)})])
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_trie.step_search.online import StepSearches, _in_thread
+from vllm_trie.step_search.online import StepSearches, _step_search_in_thread
 
 GIVE_UP = 10  # seconds until a loop that has no turn counts as blocked
 
@@ -82,7 +82,7 @@ def test_who_cancels_what_reckons_waits_until_it_is_done() -> None:
         assert may_end.wait(GIVE_UP)
 
     async def cancel() -> None:
-        reckoning = asyncio.ensure_future(_in_thread(reckon))
+        reckoning = asyncio.ensure_future(_step_search_in_thread(reckon))
         await asyncio.to_thread(begun.wait, GIVE_UP)
         reckoning.cancel()
         for _ in range(5):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vllm_trie.options import EngineOptions
-from vllm_trie.step_search.scorers import HttpScorer, StepCandidate, scorer_of
+from vllm_trie.step_search.scorers import HttpStepScorer, StepCandidate, step_scorer_of
 from vllm_trie.step_search.scores import ScorerError
 
 CANDIDATES = [
@@ -54,7 +54,7 @@ def endpoint() -> Iterator[Callable[..., Any]]:
 
 
 def both_ways(url: str) -> list[list[Any]]:
-    scorer = HttpScorer(url)
+    scorer = HttpStepScorer(url)
     return [scorer(CANDIDATES), asyncio.run(scorer.ask(CANDIDATES))]
 
 
@@ -98,7 +98,7 @@ def test_the_formats_are_vllms_own() -> None:
     from vllm.entrypoints.pooling.scoring.protocol import ScoreRequest
 
     for path, kind in (("classify", ClassificationRequest), ("pooling", PoolingRequest), ("score", ScoreRequest)):
-        question = HttpScorer(f"http://host/{path}").question(CANDIDATES)
+        question = HttpStepScorer(f"http://host/{path}").question(CANDIDATES)
         parsed = TypeAdapter(kind).validate_python(question)
         assert not parsed.model_extra, path
         assert {name: getattr(parsed, name) for name in question} == question
@@ -115,15 +115,15 @@ def test_the_formats_are_vllms_own() -> None:
 def test_an_endpoint_that_fails_says_how(endpoint: Callable[..., Any], answer: Any, status: int, why: str) -> None:
     url, _ = endpoint("/prm", answer, status)
     with pytest.raises(ScorerError, match=why):
-        HttpScorer(url)(CANDIDATES)
+        HttpStepScorer(url)(CANDIDATES)
     with pytest.raises(ScorerError, match=why):
-        asyncio.run(HttpScorer(url).ask(CANDIDATES))
+        asyncio.run(HttpStepScorer(url).ask(CANDIDATES))
 
 
 def test_an_endpoint_that_is_not_there_is_named() -> None:
     for ask in (lambda scorer: scorer(CANDIDATES), lambda scorer: asyncio.run(scorer.ask(CANDIDATES))):
         with pytest.raises(ScorerError, match=r"the scorer at http://127.0.0.1:9/prm cannot be reached"):
-            ask(HttpScorer("http://127.0.0.1:9/prm"))
+            ask(HttpStepScorer("http://127.0.0.1:9/prm"))
 
 
 def test_clients_hear_no_more_of_an_engines_scorer_than_its_name(endpoint: Callable[..., Any]) -> None:
@@ -131,16 +131,16 @@ def test_clients_hear_no_more_of_an_engines_scorer_than_its_name(endpoint: Calla
     more = "; the log of the engine's front end says more"
     for where, why in ((url, "answered 500"), ("http://me:secret@127.0.0.1:9/prm", "cannot be reached")):
         with pytest.raises(ScorerError) as failed:
-            HttpScorer(where, "prm")(CANDIDATES)
+            HttpStepScorer(where, "prm")(CANDIDATES)
         assert str(failed.value) == f"the scorer 'prm' {why}{more}"
 
 
 def test_a_client_can_name_the_engines_scorers_alone() -> None:
     known = EngineOptions(scorers={"prm": "http://host/prm"}).scorers
-    assert scorer_of("prm", known, is_offline=False) == HttpScorer("http://host/prm", "prm")
-    assert scorer_of("http://other/prm", known, is_offline=True) == HttpScorer("http://other/prm")
+    assert step_scorer_of("prm", known, is_offline=False) == HttpStepScorer("http://host/prm", "prm")
+    assert step_scorer_of("http://other/prm", known, is_offline=True) == HttpStepScorer("http://other/prm")
     with pytest.raises(ValueError, match="scorer='http://other/prm' is no scorer of this engine, which knows: prm"):
-        scorer_of("http://other/prm", known, is_offline=False)
+        step_scorer_of("http://other/prm", known, is_offline=False)
 
 
 @pytest.mark.parametrize("scorers", [{"prm": "file:///etc/passwd"}, {"prm": 3}, ["http://host"], {"prm": "host:80"}])

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from tests.support import step_reference
 from tests.support.step_reference import Draw, Drawn, Found, Node, Task, beam_search
-from vllm_trie.step_search.allotment import by_score, evenly, worth_their_kv
-from vllm_trie.step_search.hypotheses import DrawnStep, StepHypothesis, derived_seed
-from vllm_trie.step_search.open_candidates import TreeSearch
+from vllm_trie.step_search.allotment import allot_steps_by_score, allot_steps_evenly, steps_worth_their_kv
+from vllm_trie.step_search.hypotheses import DrawnStep, StepHypothesis, derived_step_seed
+from vllm_trie.step_search.open_candidates import StepTreeSearch
 from vllm_trie.step_search.rules import StepRules
-from vllm_trie.step_search.scores import ScorerError, checked_scores
+from vllm_trie.step_search.scores import ScorerError, checked_step_scores
 from vllm_trie.step_search.search import StepSearch
 
 DELIMITER, EOS = 0, 1
@@ -201,7 +201,7 @@ def test_shares_by_score_add_up_and_are_none_more_than_one_off(
     scores: list[float], total: int, temperature: float
 ) -> None:
     scores = sorted(scores, reverse=True)
-    shares = by_score(scores, total, temperature)
+    shares = allot_steps_by_score(scores, total, temperature)
     weights = [math.exp(score / temperature) for score in scores]
     assert sum(shares) == total
     assert shares == sorted(shares, reverse=True)
@@ -210,11 +210,11 @@ def test_shares_by_score_add_up_and_are_none_more_than_one_off(
 
 
 def test_shares_are_rounded_by_largest_remainders_and_ties_go_to_the_better_beam() -> None:
-    assert by_score([0.0, 0.0, 0.0], 8, 1.0) == [3, 3, 2]
-    assert by_score([math.log(5.6), math.log(3.3), math.log(1.1)], 10, 1.0) == [6, 3, 1]
-    assert by_score([math.log(5.5), math.log(2.6), math.log(1.9)], 10, 1.0) == [5, 3, 2]
-    assert by_score([1e308, -1e308], 3, 1e-300) == [3, 0]
-    assert evenly(3, 8) == [3, 3, 2]
+    assert allot_steps_by_score([0.0, 0.0, 0.0], 8, 1.0) == [3, 3, 2]
+    assert allot_steps_by_score([math.log(5.6), math.log(3.3), math.log(1.1)], 10, 1.0) == [6, 3, 1]
+    assert allot_steps_by_score([math.log(5.5), math.log(2.6), math.log(1.9)], 10, 1.0) == [5, 3, 2]
+    assert allot_steps_by_score([1e308, -1e308], 3, 1e-300) == [3, 0]
+    assert allot_steps_evenly(3, 8) == [3, 3, 2]
 
 
 def test_a_step_that_beams_share_is_paid_once() -> None:
@@ -224,9 +224,9 @@ def test_a_step_that_beams_share_is_paid_once() -> None:
         return StepHypothesis(path=path, step_lengths=lengths)
 
     left, right, alone = beam((0, 0), 8, 1), beam((0, 1), 8, 1), beam((1, 0), 8, 2)
-    assert worth_their_kv([left, right, alone], [3, 3, 3], 1.0) == [left, right]
-    assert worth_their_kv([left, right, alone], [3, 3, 3], 0.1) == [left, right, alone]
-    assert worth_their_kv([left, right, alone], [3, 3, 3], 9.0) == [left]  # something must go on
+    assert steps_worth_their_kv([left, right, alone], [3, 3, 3], 1.0) == [left, right]
+    assert steps_worth_their_kv([left, right, alone], [3, 3, 3], 0.1) == [left, right, alone]
+    assert steps_worth_their_kv([left, right, alone], [3, 3, 3], 9.0) == [left]  # something must go on
 
 
 @st.composite
@@ -255,7 +255,7 @@ def test_no_set_of_beams_is_worth_more_than_the_one_that_pays_for_its_kv(
         of_these = [share for node, share in zip(nodes, shares, strict=True) if node in kept]
         return step_reference.worth([*kept], of_these, sum(shares), per_token)
 
-    kept = worth_their_kv(beams, shares, price)
+    kept = steps_worth_their_kv(beams, shares, price)
     assert kept == [beam for beam in beams if beam in kept]
     best = step_reference.pruned(nodes, shares, price)
     assert worth([node for node, beam in zip(nodes, beams, strict=True) if beam in kept]) == pytest.approx(worth(best))
@@ -263,7 +263,7 @@ def test_no_set_of_beams_is_worth_more_than_the_one_that_pays_for_its_kv(
 
 def test_of_beams_that_lose_alike_the_best_one_is_kept() -> None:
     beams = [StepHypothesis(path=path, step_lengths=(4, 4)) for path in [(2, 0), (0, 1), (0, 0), (1, 0)]]
-    assert worth_their_kv(beams, [1, 1, 1, 1], 99.0) == beams[:1]
+    assert steps_worth_their_kv(beams, [1, 1, 1, 1], 99.0) == beams[:1]
 
 
 def test_what_beams_cost_is_found_without_cutting_each_path_at_each_step() -> None:
@@ -279,7 +279,7 @@ def test_what_beams_cost_is_found_without_cutting_each_path_at_each_step() -> No
     paths = [Counted((*[0] * 20, i, *[0] * 20)) for i in range(num_beams)]
     lengths = Counted([1] * 41)
     beams = [StepHypothesis(path=path, step_lengths=lengths) for path in paths]
-    assert worth_their_kv(beams, [1] * num_beams, 0.01) == beams
+    assert steps_worth_their_kv(beams, [1] * num_beams, 0.01) == beams
     assert num_cuts <= 4 * num_beams
 
 
@@ -372,17 +372,17 @@ def test_the_last_step_goes_on_to_the_end() -> None:
 )
 def test_what_are_no_scores_is_refused(scores: Any, why: str) -> None:
     with pytest.raises(ScorerError, match=why):
-        checked_scores(scores, 2)
+        checked_step_scores(scores, 2)
 
 
 def test_scores_may_be_any_finite_numbers() -> None:
     torch = pytest.importorskip("torch")
-    assert checked_scores(torch.tensor([1.5, -3e38]), 2) == [1.5, torch.tensor(-3e38).item()]
+    assert checked_step_scores(torch.tensor([1.5, -3e38]), 2) == [1.5, torch.tensor(-3e38).item()]
 
 
 def test_seeds_are_the_same_everywhere_and_fit_where_vllm_puts_them() -> None:
-    assert derived_seed(1, (2, 3, 4)) == 3197974782137503471
-    assert all(0 <= derived_seed(seed, ()) < 2**63 for seed in range(100))
+    assert derived_step_seed(1, (2, 3, 4)) == 3197974782137503471
+    assert all(0 <= derived_step_seed(seed, ()) < 2**63 for seed in range(100))
 
 
 def test_a_tree_search_selects_among_thousands_of_open_candidates_without_looking_at_each() -> None:
@@ -395,7 +395,7 @@ def test_a_tree_search_selects_among_thousands_of_open_candidates_without_lookin
             looked_at += 1
             return super().__getitem__(path)
 
-    width, tree = 16, TreeSearch(candidates_each=64)
+    width, tree = 16, StepTreeSearch(candidates_each=64)
     tree._sums = Counted()
     parents = [(root,) for root in range(32)]
     tree.add([StepHypothesis(path=path, scores=(0.5,), finish_reason="stop") for path in parents])

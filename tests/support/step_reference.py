@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_trie.step_search.hypotheses import derived_seed
+from vllm_trie.step_search.hypotheses import derived_step_seed
 
 
 class Found(NamedTuple):
@@ -60,7 +60,7 @@ class Task:
     def child(self, node: Node, number: int, depth: int) -> Node:
         """The candidate of this number behind a node, which is drawn in this round."""
         is_last = self.max_steps is not None and depth == self.max_steps - 1
-        seed = derived_seed(self.seed, (*node.number, number))
+        seed = derived_step_seed(self.seed, (*node.number, number))
         drawn = self.draw(node.tokens, seed, self.max_tokens - len(node.tokens), not is_last)
         text, tokens = node.text + drawn.text, node.tokens + drawn.tokens
         reason = drawn.reason or ("length" if len(tokens) == self.max_tokens else None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vllm_trie.trace import Trace
-from vllm_trie.trace.trace import tokens_of
+from vllm_trie.trace.trace import trace_tokens_of
 from vllm_trie.trie.traced import NO_DRAFT, DraftedForest, TracedTrie
 
 
@@ -70,5 +70,5 @@ def random_trace(width: int, num_steps: int, num_drafts: int = 0, seed: int = 0)
         trie.advance(np.array(parents), np.array(tokens), np.array(scores))
     kept += trie.finish([*range(width)], [1] * width, scores).tolist()
     sent = {"prompt_length": 40, "block_size": 16, **trie.as_dict(kept[-3:])}
-    texts = [(token, "\n" if token == 5 else f" {chr(97 + token % 26)}{token}") for token in tokens_of(sent)]
+    texts = [(token, "\n" if token == 5 else f" {chr(97 + token % 26)}{token}") for token in trace_tokens_of(sent)]
     return Trace.of({**sent, "texts": texts})

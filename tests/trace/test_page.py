@@ -16,7 +16,7 @@ from tests.support.browser import headless, new_tab
 from tests.support.engine import ROOT
 from tests.support.traces import random_trace
 from vllm_trie.trace import Trace
-from vllm_trie.trace.html_page import page
+from vllm_trie.trace.html_page import trace_page
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def tab(browser: Any) -> Iterator[Any]:
 
 def open_page(tab: Any, folder: Path, trace: Trace) -> None:
     path = folder / "search.html"
-    path.write_text(page(trace).replace("TraceView.show(document", "window.view = TraceView.show(document"))
+    path.write_text(trace_page(trace).replace("TraceView.show(document", "window.view = TraceView.show(document"))
     tab.goto(path.as_uri())
     tab.evaluate(DRAWN)
 

@@ -15,7 +15,7 @@ from vllm_trie import Trace
 from vllm_trie.entrypoints.answers.search_state import whole_answer
 from vllm_trie.entrypoints.output_hooks import completing_by_output_hooks
 from vllm_trie.trace.texts import DECODED_AT_ONCE
-from vllm_trie.trace.trace import tokens_of
+from vllm_trie.trace.trace import trace_tokens_of
 
 
 def output_of(sent: dict[str, Any]) -> RequestOutput:
@@ -24,7 +24,7 @@ def output_of(sent: dict[str, Any]) -> RequestOutput:
 
 def test_other_requests_go_on_while_the_texts_are_made() -> None:
     sent = {**random_trace(20, 40, num_drafts=30).as_dict(), "texts": []}
-    tokens, tokenizer = tokens_of(sent), get_tokenizer(TRAINED_TARGET)
+    tokens, tokenizer = trace_tokens_of(sent), get_tokenizer(TRAINED_TARGET)
     num_turns = 0
 
     async def others() -> None:

@@ -12,7 +12,7 @@ from tests.support.traces import check_drafts
 from vllm_trie.speculation.search.forest import Forest
 from vllm_trie.speculation.worker.verify import drafted_forest
 from vllm_trie.trace import Trace
-from vllm_trie.trace.trace import tokens_of
+from vllm_trie.trace.trace import trace_tokens_of
 from vllm_trie.trie import hypotheses
 from vllm_trie.trie.traced import DraftedForest, TracedTrie
 
@@ -79,7 +79,7 @@ def test_scores_without_a_beam_and_unknown_blocks_are_none_and_drafts_lie_where_
     assert trace.blocks == [None, None, (6, 2), None]
     assert trace.accepted == [[], [0, 2], [1, -1], []]
     assert trace.hypothesis(0) == [7, 3, 4, 2, 6]
-    assert tokens_of(trace.as_dict()) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert trace_tokens_of(trace.as_dict()) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     check_drafts(trace)
 
 

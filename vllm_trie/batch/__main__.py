@@ -11,8 +11,8 @@ from typing import IO
 
 from tqdm import tqdm
 
-from vllm_trie.batch.files import JobError, Prompt, open_output, read_prompts
-from vllm_trie.batch.options import PROGRAM, Job, parse
+from vllm_trie.batch.files import JobError, JobPrompt, open_job_output, read_job_prompts
+from vllm_trie.batch.options import PROGRAM, Job, parse_job
 
 INTERRUPTED = 130
 
@@ -20,15 +20,15 @@ INTERRUPTED = 130
 def main() -> None:
     """Search all prompts that are not answered yet. Ends with status 1 if some could not be searched."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    job = parse()
+    job = parse_job()
     try:
         if find_spec("ray") is None:
             raise JobError("Ray is missing; pip install 'vllm_trie[ray]'")
-        prompts = read_prompts(job.input, job.field)
-        with open_output(job.output, prompts, job.search) as (file, answered):
+        prompts = read_job_prompts(job.input, job.field)
+        with open_job_output(job.output, prompts, job.search) as (file, answered):
             pending = [prompt for prompt in prompts if prompt.id not in answered]
             num_failed = sum(not is_found for is_found in answered.values())
-            num_failed += _search(job, pending, len(answered), file) if pending else 0
+            num_failed += _search_job_prompts(job, pending, len(answered), file) if pending else 0
     except JobError as error:
         sys.exit(f"{PROGRAM}: {error}")
     except KeyboardInterrupt:
@@ -38,13 +38,16 @@ def main() -> None:
         sys.exit(f'{PROGRAM}: {num_failed} prompts could not be searched; see "error" in {job.output}')
 
 
-def _search(job: Job, pending: Sequence[Prompt], num_answered: int, file: IO[str]) -> int:
+def _search_job_prompts(job: Job, pending: Sequence[JobPrompt], num_answered: int, file: IO[str]) -> int:
     """Write what comes of prompts. Returns how many could not be searched."""
-    from vllm_trie.batch.search import lines, on_ray  # Ray is an extra
+    from vllm_trie.batch.search import job_lines, job_on_ray  # Ray is an extra
 
     num_failed, total = 0, num_answered + len(pending)
-    with on_ray(job.num_engines), tqdm(desc="Beam search", unit=" prompts", total=total, initial=num_answered) as bar:
-        for line in lines(job, pending):
+    with (
+        job_on_ray(job.num_engines),
+        tqdm(desc="Beam search", unit=" prompts", total=total, initial=num_answered) as bar,
+    ):
+        for line in job_lines(job, pending):
             file.write(f"{line}\n")
             file.flush()
             num_failed += "error" in json.loads(line)

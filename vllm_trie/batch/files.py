@@ -19,21 +19,21 @@ class JobError(Exception):
     """What is wrong with a job, in a sentence for its user."""
 
 
-class Prompt(NamedTuple):
+class JobPrompt(NamedTuple):
     """One prompt; its id is that of its line, or else the line's number."""
 
     id: Id
     prompt: str
 
 
-def read_prompts(path: Path, field: str) -> list[Prompt]:
+def read_job_prompts(path: Path, field: str) -> list[JobPrompt]:
     """All prompts of a file, which may be compressed by gzip if its name ends in ".gz".
 
     Raises:
         JobError: naming the line, and what is wrong with it.
     """
     prompts, line_of = [], dict[Id, int]()
-    for number, row in _objects(path):
+    for number, row in _job_file_objects(path):
         where = f"{path}, line {number}"
         if field not in row:
             raise JobError(f"{where} has no {field!r}; it has: {', '.join(row) or 'nothing'}; choose one by --field")
@@ -47,14 +47,16 @@ def read_prompts(path: Path, field: str) -> list[Prompt]:
         if own_id in line_of:
             raise JobError(f"{where} has the same id as line {line_of[own_id]}, {own_id!r}; ids must differ")
         line_of[own_id] = number
-        prompts.append(Prompt(own_id, text))
+        prompts.append(JobPrompt(own_id, text))
     if not prompts:
         raise JobError(f"{path} has no prompts")
     return prompts
 
 
 @contextmanager
-def open_output(path: Path, prompts: list[Prompt], search: dict[str, Any]) -> Iterator[tuple[IO[str], dict[Id, bool]]]:
+def open_job_output(
+    path: Path, prompts: list[JobPrompt], search: dict[str, Any]
+) -> Iterator[tuple[IO[str], dict[Id, bool]]]:
     """The output, to append lines to, and which of the prompts have theirs already: whether they could be searched.
 
     A job may end at any time: what is a whole line counts, and what was half written is gone.
@@ -74,35 +76,35 @@ def open_output(path: Path, prompts: list[Prompt], search: dict[str, Any]) -> It
             fcntl.flock(raw, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise JobError(f"another job is writing to {path}; wait for it, or name another --output") from None
-        answered = _answered(path, dict(prompts), search)
+        answered = _answered_job_prompts(path, dict(prompts), search)
         raw.seek(0)
         raw.truncate(sum(len(line) for line in raw if line.endswith(b"\n")))
         with path.open("a", encoding="utf-8") as file:
             yield file, answered
 
 
-def _answered(path: Path, texts: dict[Id, str], search: dict[str, Any]) -> dict[Id, bool]:
+def _answered_job_prompts(path: Path, texts: dict[Id, str], search: dict[str, Any]) -> dict[Id, bool]:
     answered = dict[Id, bool]()
-    for number, row in _objects(path, is_output=True):
+    for number, row in _job_file_objects(path, is_output=True):
         own_id = row.get("id")
         where, instead = f"{path}, line {number}", "name another --output, or move the file away"
         is_known = isinstance(own_id, int | str) and own_id in texts
         if own_id is None or not is_known or "hypotheses" not in row or row.get("prompt") != texts[own_id]:
             raise JobError(f"{where} answers no prompt of this job; {instead}")
-        if differing := _differing(row.get("search"), search):
+        if differing := _differing_job_search(row.get("search"), search):
             raise JobError(f"{where} was searched with {differing}; {instead}")
         answered[own_id] = "error" not in row
     return answered
 
 
-def _differing(searched: Any, search: dict[str, Any]) -> str:
+def _differing_job_search(searched: Any, search: dict[str, Any]) -> str:
     """How an earlier job's search differs from this one's; nothing if it does not."""
     theirs = searched if isinstance(searched, dict) else {}
     names = [name for name in {**search, **theirs} if name not in search or theirs.get(name) != search[name]]
     return ", ".join(f"{name}={theirs.get(name)!r} instead of {search.get(name)!r}" for name in names)
 
 
-def _objects(path: Path, is_output: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+def _job_file_objects(path: Path, is_output: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
     """Line numbers and objects of a file.
 
     Args:

@@ -49,10 +49,10 @@ class _JobParser(FlexibleArgumentParser):
         sys.exit(2)
 
 
-def parse(arguments: Sequence[str] | None = None) -> Job:
+def parse_job(arguments: Sequence[str] | None = None) -> Job:
     """Read the command line; what is wrong with it ends the process with a sentence and status 2."""
     load_general_plugins()  # whose flag the parser must know
-    parser = _parser()
+    parser = _job_parser()
     args = parser.parse_args(arguments)
     try:
         if args.model is None:
@@ -62,14 +62,14 @@ def parse(arguments: Sequence[str] | None = None) -> Job:
         for name in ("num_engines", "batch_size"):
             if getattr(args, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')}={getattr(args, name)} is too few; pass at least 1")
-        search = _search_options(args)
+        search = _job_search_options(args)
         files, sizes = (args.input, args.output, args.field), (args.num_engines, args.batch_size)
-        return Job(*files, *sizes, {"model": args.model} | search, _search(search), _engine_args(args))
+        return Job(*files, *sizes, {"model": args.model} | search, _job_search(search), _job_engine_args(args))
     except (ValueError, argparse.ArgumentTypeError) as error:
         parser.error(str(error))
 
 
-def _parser() -> _JobParser:
+def _job_parser() -> _JobParser:
     parser = _JobParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} --model MODEL --input FILE --output FILE --beam-width N [options]",
@@ -96,7 +96,7 @@ def _parser() -> _JobParser:
     search.add_argument("--stop", action="append", metavar="TEXT", help="Ends a hypothesis; may be repeated.")
     search.add_argument(
         "--search-options",
-        type=_object,
+        type=_job_json_object,
         default={},
         metavar="JSON",
         help='What else vllm_trie.beam_params takes, such as \'{"min_tokens": 8, "prune_relative": 0.01}\'.',
@@ -106,7 +106,7 @@ def _parser() -> _JobParser:
     return parser
 
 
-def _object(text: str) -> dict[str, Any]:
+def _job_json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -116,7 +116,7 @@ def _object(text: str) -> dict[str, Any]:
     return value
 
 
-def _search_options(args: argparse.Namespace) -> dict[str, Any]:
+def _job_search_options(args: argparse.Namespace) -> dict[str, Any]:
     for name in args.search_options:
         if name in SEARCH:
             raise ValueError(
@@ -128,16 +128,16 @@ def _search_options(args: argparse.Namespace) -> dict[str, Any]:
     return own | {"early_stopping": EARLY_STOPPING[args.early_stopping]} | args.search_options
 
 
-def _search(search: dict[str, Any]) -> SamplingParams:
+def _job_search(search: dict[str, Any]) -> SamplingParams:
     try:
-        return beam_params(**{**search, **_of_json(search), BEAM_RESULTS: True})
+        return beam_params(**{**search, **_job_search_of_json(search), BEAM_RESULTS: True})
     except (TypeError, VLLMValidationError) as error:  # of vLLM's own, for a wrong value
         name = getattr(error, "parameter", None)
         flag = f"--{name.replace('_', '-')}" if name in SEARCH else "--search-options"
         raise ValueError(f"{flag}: {error}") from None
 
 
-def _of_json(search: Mapping[str, Any]) -> dict[str, Any]:
+def _job_search_of_json(search: Mapping[str, Any]) -> dict[str, Any]:
     """Options that JSON cannot hold as they are."""
     found: dict[str, Any] = {}
     if isinstance(biases := search.get("logit_bias"), dict):
@@ -152,7 +152,7 @@ def _of_json(search: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _engine_args(args: argparse.Namespace) -> EngineArgs:
+def _job_engine_args(args: argparse.Namespace) -> EngineArgs:
     cli_plugin_name(PLUGIN_NAME)
     args.additional_config = {PLUGIN_NAME: {}, **args.additional_config}
     EngineOptions.from_additional_config(args.additional_config)

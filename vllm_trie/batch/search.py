@@ -20,19 +20,19 @@ from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 
-from vllm_trie.batch.files import JobError, Prompt
+from vllm_trie.batch.files import JobError, JobPrompt
 from vllm_trie.batch.options import Job
 from vllm_trie.entrypoints.answers.beam_results import BEAM_RESULTS
 from vllm_trie.entrypoints.requests.limits import BlocksNeeded, request_limits_of_engine, validate_request
 from vllm_trie.entrypoints.requests.requests import search_of_request
 from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME
-from vllm_trie.reranking.metrics import metric_of
+from vllm_trie.reranking.metrics import rerank_metric_of
 
 CARRIED = ("VLLM_", "HF_")  # environment variables that engines on other nodes need, too
 
 
-class Searcher:
+class BatchSearcher:
     """An engine that is an actor.
 
     Args:
@@ -50,12 +50,12 @@ class Searcher:
         assert beam is not None
         # What no prompt can have ends the job at once.
         if beam.rerank is not None:
-            metric_of(beam.metric)
+            rerank_metric_of(beam.metric)
         validate_request(params, beam, request_limits_of_engine(vllm_config), BlocksNeeded(1, beam.beam_width))
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
         """Lines of the output, for columns "id" (as JSON) and "prompt"."""
-        prompts = [Prompt(json.loads(own_id), str(text)) for own_id, text in zip(*batch.values(), strict=True)]
+        prompts = [JobPrompt(json.loads(own_id), str(text)) for own_id, text in zip(*batch.values(), strict=True)]
         answers = zip(prompts, self._search([prompt.prompt for prompt in prompts]), strict=True)
         objects = [{**prompt._asdict(), "search": self._options, **answer} for prompt, answer in answers]
         return {"line": [json.dumps(fields, ensure_ascii=False) for fields in objects]}
@@ -98,7 +98,7 @@ class Searcher:
         return {"hypotheses": hypotheses}
 
 
-def on_ray(num_engines: int) -> AbstractContextManager[Any]:
+def job_on_ray(num_engines: int) -> AbstractContextManager[Any]:
     """Within it, a connection to the cluster that the environment names, or else a cluster of this machine.
 
     Raises:
@@ -114,7 +114,7 @@ def on_ray(num_engines: int) -> AbstractContextManager[Any]:
         raise JobError(f"Ray does not start: {error}") from None
 
 
-def lines(job: Job, prompts: Sequence[Prompt]) -> Iterator[str]:
+def job_lines(job: Job, prompts: Sequence[JobPrompt]) -> Iterator[str]:
     """Lines of the output, in the order of the prompts, a batch at a time.
 
     Raises:
@@ -127,7 +127,7 @@ def lines(job: Job, prompts: Sequence[Prompt]) -> Iterator[str]:
     rows = [{"id": json.dumps(prompt.id), "prompt": prompt.prompt} for prompt in prompts]
     num_batches = ceil(len(rows) / job.batch_size)
     found = ray.data.from_items(rows, override_num_blocks=num_batches).map_batches(
-        Searcher,
+        BatchSearcher,
         fn_constructor_args=(ray.put(job.engine_args), job.params, job.search),
         batch_size=job.batch_size,
         compute=ActorPoolStrategy(size=job.num_engines),
@@ -139,10 +139,12 @@ def lines(job: Job, prompts: Sequence[Prompt]) -> Iterator[str]:
         for row in found.iter_rows():
             yield row["line"]
     except RayError as error:
-        raise JobError(f"an engine failed: {reason(str(error))}; the same command goes on from {job.output}") from None
+        raise JobError(
+            f"an engine failed: {job_error_reason(str(error))}; the same command goes on from {job.output}"
+        ) from None
 
 
-def reason(traceback: str) -> str:
+def job_error_reason(traceback: str) -> str:
     """What an engine's error says; from other processes there is its traceback alone, with Ray's words around it."""
     errors = re.findall(r"^(?!ray\.)[\w.]+(?:Error|Exception): .+", traceback, re.MULTILINE)
     return errors[-1] if errors else traceback.strip().splitlines()[-1]

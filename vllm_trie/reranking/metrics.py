@@ -23,7 +23,7 @@ class HypothesisPair(NamedTuple):
 Metric: TypeAlias = Callable[[list[HypothesisPair]], Iterable[Any]]  # a number for each, the higher the better
 
 
-def metric_of(metric: str | Metric) -> Metric:
+def rerank_metric_of(metric: str | Metric) -> Metric:
     """The metric that a request means.
 
     Raises:

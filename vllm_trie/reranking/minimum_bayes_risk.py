@@ -54,7 +54,7 @@ def rank_by_risk(
         judge: Says of pairs how good the hypothesis is if the reference is right: a number for each, the higher the
             better.
         weights: [texts] of each as a reference; by default all weigh the same.
-        confidence: See `_pruned`; None judges all pairs.
+        confidence: See `_pruned_by_risk`; None judges all pairs.
         num_best: How many of the order matter; so many are never pruned.
 
     Raises:
@@ -63,19 +63,19 @@ def rank_by_risk(
     distinct = list(dict.fromkeys(texts))
     place = {text: index for index, text in enumerate(distinct)}
     places = np.array([place[text] for text in texts])
-    table = _Table(distinct, judge)
+    table = _RiskTable(distinct, judge)
     if confidence is None:
         everywhere = np.arange(len(distinct))
         shares = np.bincount(places, weights)
         utilities, rounds = table.judged(everywhere, everywhere) @ (shares / shares.sum()), np.zeros(len(distinct))
     else:
-        utilities, rounds = _pruned(table, places, confidence, num_best)
+        utilities, rounds = _pruned_by_risk(table, places, confidence, num_best)
     of_texts, reached = utilities[places], rounds[places]
     order = np.lexsort((np.arange(len(texts)), -of_texts, -reached))
     return Ranking(order.tolist(), of_texts.tolist(), table.num_judged)
 
 
-class _Table:
+class _RiskTable:
     """What the metric said of pairs of distinct texts."""
 
     def __init__(self, texts: list[str], judge: Callable[[Pairs], Iterable[Any]]) -> None:
@@ -95,7 +95,9 @@ class _Table:
         return self._known[np.ix_(hypotheses, references)]
 
 
-def _pruned(table: _Table, places: np.ndarray, confidence: float, num_best: int) -> tuple[np.ndarray, np.ndarray]:
+def _pruned_by_risk(
+    table: _RiskTable, places: np.ndarray, confidence: float, num_best: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Confidence-based pruning (Cheng and Vlachos, arXiv 2311.14919, algorithms 1 and 2).
 
     Twice as many references in each round, drawn from the pool without replacement: a hypothesis is dropped once it

@@ -24,7 +24,7 @@ from vllm_trie.messages import NO_HYPOTHESIS
 from vllm_trie.options import PLUGIN_NAME, BeamParams, parse_options
 from vllm_trie.options.parts import Reranking as RerankingOptions
 from vllm_trie.options.shown import shortened_option_refusal, shown_option
-from vllm_trie.reranking.metrics import HypothesisPair, Metric, metric_of
+from vllm_trie.reranking.metrics import HypothesisPair, Metric, rerank_metric_of
 from vllm_trie.reranking.minimum_bayes_risk import Pairs, rank_by_risk
 from vllm_trie.sampling_params import refuse_sampling_params, sampling_params_matrix_fields
 
@@ -56,9 +56,9 @@ class Reranking(OfflineHook[_Asked]):
     ) -> str:
         """vLLM's `add_request`, for the whole pool."""
         with refusing_requests():
-            asked = _checked(request_id, params, engine)
+            asked = _checked_rerank_request(request_id, params, engine)
         own_id = f"rerank-{random_uuid()}"
-        engine_id = original(engine, own_id, prompt, _of_pool(params, asked.beam), *args, **kwargs)
+        engine_id = original(engine, own_id, prompt, _rerank_pool_params(params, asked.beam), *args, **kwargs)
         self.waiting[own_id] = asked
         return engine_id
 
@@ -84,7 +84,7 @@ class Reranking(OfflineHook[_Asked]):
         return sum(asked.n - asked.beam.beam_width for asked in self.waiting.values())
 
 
-def _checked(request_id: str, params: SamplingParams, engine: LLMEngine) -> _Asked:
+def _checked_rerank_request(request_id: str, params: SamplingParams, engine: LLMEngine) -> _Asked:
     """What a request asks for.
 
     Raises:
@@ -97,10 +97,10 @@ def _checked(request_id: str, params: SamplingParams, engine: LLMEngine) -> _Ask
     check_request_n(params.n, beam)
     if (tokenizer := engine.renderer.tokenizer) is None:
         raise ValueError(f"rerank={beam.rerank!r} compares texts; start the engine without skip_tokenizer_init")
-    return _Asked(request_id, beam, metric_of(beam.metric), params.n, tokenizer)
+    return _Asked(request_id, beam, rerank_metric_of(beam.metric), params.n, tokenizer)
 
 
-def _of_pool(params: SamplingParams, beam: BeamParams) -> SamplingParams:
+def _rerank_pool_params(params: SamplingParams, beam: BeamParams) -> SamplingParams:
     """The same request for all that the search finds."""
     of_pool = copy(params)
     of_pool.n, of_pool.output_kind = beam.beam_width, RequestOutputKind.FINAL_ONLY
@@ -113,7 +113,7 @@ def _rerank(output: RequestOutput, asked: _Asked) -> None:
     pool = [found for found in output.outputs if found.stop_reason != NO_HYPOTHESIS]
     others = [found for found in output.outputs if found.stop_reason == NO_HYPOTHESIS]
     if not pool or any(found.finish_reason in ("error", "abort") for found in pool):
-        _return(output, output.outputs[: asked.n], range(asked.n))
+        _return_reranked(output, output.outputs[: asked.n], range(asked.n))
         return
 
     def judge(pairs: Pairs) -> Iterable[Any]:
@@ -122,24 +122,24 @@ def _rerank(output: RequestOutput, asked: _Asked) -> None:
     beam, prompt = asked.beam, output.prompt
     try:
         prompt = detokenizing_function(asked.tokenizer, False)(output.prompt_token_ids) if prompt is None else prompt
-        texts, weights = [found.text for found in pool], _weights(pool, beam.rerank_scale)
+        texts, weights = [found.text for found in pool], _rerank_weights(pool, beam.rerank_scale)
         ranking = rank_by_risk(texts, judge, weights, beam.rerank_confidence, asked.n)
     except Exception as error:  # the metric's: it ends this request alone, and what was found is not lost
         reason = shortened_option_refusal(f"rerank={beam.rerank!r}: {type(error).__name__}: {error}")
         logger.error("The hypotheses of request %s stay in the search's order: %s", output.request_id, reason)
         failed = output.outputs[: asked.n]
         failed = [replace(found, finish_reason="error", stop_reason=reason) for found in failed]
-        _return(output, failed, range(asked.n))
+        _return_reranked(output, failed, range(asked.n))
         return
     best = ranking.order[: asked.n]
     found = [*(pool[place] for place in best), *others][: asked.n]
-    _return(output, [replace(hypothesis, index=index) for index, hypothesis in enumerate(found)], best)
+    _return_reranked(output, [replace(hypothesis, index=index) for index, hypothesis in enumerate(found)], best)
     answer = {"utilities": [ranking.utilities[place] for place in best], "search_ranks": best}
     of_search = (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
     output.kv_transfer_params = {PLUGIN_NAME: {**of_search, **answer, "num_judged": ranking.num_judged}}
 
 
-def _return(output: RequestOutput, found: list[CompletionOutput], places: Sequence[int]) -> None:
+def _return_reranked(output: RequestOutput, found: list[CompletionOutput], places: Sequence[int]) -> None:
     """Leave these outputs, and of `beam_results` those that were at these places of the pool."""
     output.outputs = found
     of_search = (output.kv_transfer_params or {}).get(PLUGIN_NAME, {})
@@ -147,7 +147,7 @@ def _return(output: RequestOutput, found: list[CompletionOutput], places: Sequen
         of_search[BEAM_RESULTS] = [results[place] for place in places if place < len(results)]
 
 
-def _weights(pool: list[CompletionOutput], scale: float) -> np.ndarray | None:
+def _rerank_weights(pool: list[CompletionOutput], scale: float) -> np.ndarray | None:
     """[pool] the model's probabilities to the power of `scale`; 0 of one drawn again. None: all weigh alike."""
     if not scale:
         return None

@@ -1,7 +1,7 @@
 """Who gets the budget: how many candidates each beam gets in a round of a search by steps.
 
-`by_score` is REBASE ("Inference Scaling Laws", arXiv 2408.00724, section 3.2), `worth_their_kv` is what ETS (arXiv
-2502.13575) puts before it.
+`allot_steps_by_score` is REBASE ("Inference Scaling Laws", arXiv 2408.00724, section 3.2), `steps_worth_their_kv` is
+what ETS (arXiv 2502.13575) puts before it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import NamedTuple
 from vllm_trie.step_search.hypotheses import Path, StepHypothesis
 
 
-def evenly(count: int, total: int) -> list[int]:
+def allot_steps_evenly(count: int, total: int) -> list[int]:
     """`total` dealt out over `count` beams, the first of them first."""
     each, left = divmod(total, count)
     return [each + (rank < left) for rank in range(count)]
 
 
-def by_score(scores: Sequence[float], total: int, temperature: float) -> list[int]:
+def allot_steps_by_score(scores: Sequence[float], total: int, temperature: float) -> list[int]:
     """REBASE: each beam's share of `total` is the softmax of its score / temperature.
 
     The paper rounds each share, so that the sum may differ from `total`; the authors' code rounds up, the best beam
@@ -41,7 +41,7 @@ def by_score(scores: Sequence[float], total: int, temperature: float) -> list[in
     return shares
 
 
-def worth_their_kv(beams: Sequence[StepHypothesis], shares: Sequence[int], price: float) -> list[StepHypothesis]:
+def steps_worth_their_kv(beams: Sequence[StepHypothesis], shares: Sequence[int], price: float) -> list[StepHypothesis]:
     """ETS: the beams, at least one, with the most of the shares less `price` times their part of the KV.
 
     It maximises (sum of their shares) / (sum of all) - price * (tokens of distinct steps on their paths) / (the same
@@ -56,15 +56,15 @@ def worth_their_kv(beams: Sequence[StepHypothesis], shares: Sequence[int], price
     """
     paths = [beam.path for beam in beams]
     in_order = sorted(range(len(beams)), key=paths.__getitem__)  # what shares steps is together: one pass is enough
-    shared = [_num_shared(paths[one], paths[other]) for one, other in pairwise(in_order)]
+    shared = [_num_shared_steps(paths[one], paths[other]) for one, other in pairwise(in_order)]
     total_length = sum(sum(beams[i].step_lengths[n:]) for i, n in zip(in_order, (0, *shared), strict=True))
     total_share = sum(shares)
-    parting = [_Parting(0)]
+    parting = [_StepParting(0)]
     for i, num_shared_with_next in zip(in_order, (*shared, 0), strict=True):
-        subtree, depth = _Subtree(i, shares[i] / total_share, [i]), len(paths[i])
+        subtree, depth = _StepSubtree(i, shares[i] / total_share, [i]), len(paths[i])
         while True:  # up to where the next beam parts from this one
             if parting[-1].depth < num_shared_with_next:
-                parting.append(_Parting(num_shared_with_next))
+                parting.append(_StepParting(num_shared_with_next))
             cost = price * sum(beams[i].step_lengths[parting[-1].depth : depth]) / total_length
             parting[-1].subtrees.append(subtree._replace(gain=subtree.gain - cost))
             if parting[-1].depth == num_shared_with_next:
@@ -74,7 +74,7 @@ def worth_their_kv(beams: Sequence[StepHypothesis], shares: Sequence[int], price
     return [beams[i] for i in sorted(parting[0].paying().beams)]
 
 
-class _Subtree(NamedTuple):
+class _StepSubtree(NamedTuple):
     """Beams that share a step, by their places among all."""
 
     first: int  # of all of them
@@ -83,19 +83,19 @@ class _Subtree(NamedTuple):
 
 
 @dataclass
-class _Parting:
+class _StepParting:
     """Where beams part: behind so many steps."""
 
     depth: int
-    subtrees: list[_Subtree] = field(default_factory=list)
+    subtrees: list[_StepSubtree] = field(default_factory=list)
 
-    def paying(self) -> _Subtree:
+    def paying(self) -> _StepSubtree:
         """Those that lose nothing; if there are none, the one that loses least, of equal ones that of the best beam."""
         subtrees = sorted(self.subtrees)
         paying = [s for s in subtrees if s.gain >= 0] or [max(subtrees, key=lambda s: s.gain)]
-        return _Subtree(subtrees[0].first, sum(s.gain for s in paying), [i for s in paying for i in s.beams])
+        return _StepSubtree(subtrees[0].first, sum(s.gain for s in paying), [i for s in paying for i in s.beams])
 
 
-def _num_shared(one: Path, other: Path) -> int:
+def _num_shared_steps(one: Path, other: Path) -> int:
     """Steps that both begin with."""
     return next(depth for depth, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)

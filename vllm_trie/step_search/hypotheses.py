@@ -49,7 +49,7 @@ class StepHypothesis:
         return self.finish_reason is not None
 
 
-class Draw(NamedTuple):
+class StepDraw(NamedTuple):
     """One candidate to draw, or what would follow one.
 
     Args:
@@ -72,7 +72,7 @@ class Draw(NamedTuple):
         """The candidate, once its step is drawn."""
         beam, token_ids = self.beam, (*self.beam.token_ids, *step.token_ids)
         return StepHypothesis(
-            (*_without_end(beam.steps, step.taken_back), step.text),
+            (*_steps_without_end(beam.steps, step.taken_back), step.text),
             token_ids,
             beam.scores,
             beam.sum_logprobs + step.sum_logprobs,
@@ -84,7 +84,7 @@ class Draw(NamedTuple):
         )
 
 
-class Question(NamedTuple):
+class StepQuestion(NamedTuple):
     """A candidate that the scorer is asked about, and what would follow it greedily, if that is looked at."""
 
     candidate: StepHypothesis
@@ -108,15 +108,15 @@ class DrawnStep(NamedTuple):
     taken_back: int = 0
 
 
-def derived_seed(seed: int, path: Path) -> int:
+def derived_step_seed(seed: int, path: Path) -> int:
     """The seed of 63 bits by which the candidate at this place of the tree is drawn, whenever that is."""
     digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-def _without_end(steps: tuple[str, ...], count: int) -> tuple[str, ...]:
+def _steps_without_end(steps: tuple[str, ...], count: int) -> tuple[str, ...]:
     """The steps without their last `count` characters; no step is dropped, and one may be empty."""
     if not count:
         return steps
     *others, last = steps
-    return (*_without_end(tuple(others), max(count - len(last), 0)), last[: max(len(last) - count, 0)])
+    return (*_steps_without_end(tuple(others), max(count - len(last), 0)), last[: max(len(last) - count, 0)])

@@ -19,14 +19,14 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm_trie.compat.patch import arguments_to_vllm
 from vllm_trie.entrypoints.output_hooks import OfflineHook
 from vllm_trie.entrypoints.requests.refusals import refusing_requests
-from vllm_trie.step_search.opening import open_request
-from vllm_trie.step_search.request import StepRequest, search_of
+from vllm_trie.step_search.opening import open_step_request
+from vllm_trie.step_search.request import StepRequest, step_search_of
 from vllm_trie.step_search.scorers import Scorer, StepCandidate
-from vllm_trie.step_search.scores import checked_scores
+from vllm_trie.step_search.scores import checked_step_scores
 
 
 @dataclass
-class _Running:
+class _RunningStepSearch:
     """A search whose candidates are being drawn."""
 
     request: StepRequest
@@ -39,11 +39,11 @@ class _Running:
         return [candidate_id for candidate_id, output in self.outputs.items() if output is None]
 
 
-Asking: TypeAlias = tuple[_Running, list[StepCandidate]]
+Asking: TypeAlias = tuple[_RunningStepSearch, list[StepCandidate]]
 OF_ONE_REQUEST = {"self", "request_id", "prompt", "params", "prompt_text", "arrival_time"}
 
 
-class StepSearches(OfflineHook[_Running]):
+class StepSearches(OfflineHook[_RunningStepSearch]):
     """The searches by steps of an engine; `waiting` has those that draw, by their own ids."""
 
     def add_request(
@@ -59,12 +59,12 @@ class StepSearches(OfflineHook[_Running]):
         """vLLM's `add_request`, for a search by steps."""
         with refusing_requests():
             call = arguments_to_vllm(original, engine, request_id, prompt, params, *args, **kwargs)
-            request = open_request(request_id, prompt, params, engine, True, call.get("tokenization_kwargs"))
+            request = open_step_request(request_id, prompt, params, engine, True, call.get("tokenization_kwargs"))
         options = {name: call[name] for name in call if name not in OF_ONE_REQUEST}
-        self._draw(engine, _Running(request, options))
+        self._draw(engine, _RunningStepSearch(request, options))
         return request.own_id
 
-    def _draw(self, engine: LLMEngine, running: _Running) -> None:
+    def _draw(self, engine: LLMEngine, running: _RunningStepSearch) -> None:
         """Send the candidates of a round to the engine: all of them, or none if it refuses one."""
         running.outputs = {}
         try:
@@ -73,7 +73,7 @@ class StepSearches(OfflineHook[_Running]):
                 running.outputs[candidate_id] = None
         except BaseException:
             engine.abort_request(list(running.outputs))
-            _give_up(engine, running)
+            _give_up_step_search(engine, running)
             raise
         self.waiting[running.request.own_id] = running
 
@@ -81,7 +81,7 @@ class StepSearches(OfflineHook[_Running]):
         """Take what a step of the engine returned of candidates. Returns outputs of all others, and of searches."""
         others, drawn = [], []
         for output in outputs:
-            running = self.waiting.get(search_of(output.request_id))
+            running = self.waiting.get(step_search_of(output.request_id))
             if running is None:
                 others.append(output)
                 continue
@@ -94,7 +94,7 @@ class StepSearches(OfflineHook[_Running]):
             for running in drawn:
                 self.waiting.pop(running.request.own_id, None)
                 engine.abort_request(running.drawing)  # of those that draw again
-                _give_up(engine, running)
+                _give_up_step_search(engine, running)
             raise
 
     def abort(self, engine: LLMEngine, names: AbstractSet[str]) -> list[str]:
@@ -103,14 +103,14 @@ class StepSearches(OfflineHook[_Running]):
             if names & {own_id, running.request.request_id, *running.outputs}:
                 del self.waiting[own_id]
                 engine.abort_request(running.drawing)
-                _give_up(engine, running)
+                _give_up_step_search(engine, running)
         return []
 
     def num_more_outputs(self) -> int:
         """Outputs that searches will have, beyond the candidates that they draw."""
         return sum(search.request.params.n - len(search.drawing) for search in self.waiting.values())
 
-    def _next_rounds(self, engine: LLMEngine, drawn: list[_Running]) -> list[RequestOutput]:
+    def _next_rounds(self, engine: LLMEngine, drawn: list[_RunningStepSearch]) -> list[RequestOutput]:
         """Score what was drawn, and draw again. Returns the answers of searches that are over."""
         answers, asking = [], []
         for running in drawn:
@@ -121,8 +121,8 @@ class StepSearches(OfflineHook[_Running]):
                     self._draw(engine, running)
             except Exception as error:  # of the engine, or of a request that it refuses: it ends this search alone
                 answers.append(running.request.failure(error))
-                _release(engine, running)
-        for running, scores in _scored(asking):
+                _release_step_search(engine, running)
+        for running, scores in _scored_step_searches(asking):
             try:
                 if isinstance(scores, Exception):
                     raise scores
@@ -132,21 +132,21 @@ class StepSearches(OfflineHook[_Running]):
                     self._draw(engine, running)
             except Exception as error:  # the scorer's, or of a request that is refused: it ends this search alone
                 answers.append(running.request.failure(error))
-            _release(engine, running)
+            _release_step_search(engine, running)
         return answers
 
 
-def _give_up(engine: LLMEngine, running: _Running) -> None:
+def _give_up_step_search(engine: LLMEngine, running: _RunningStepSearch) -> None:
     running.request.end()
-    _release(engine, running)
+    _release_step_search(engine, running)
 
 
-def _release(engine: LLMEngine, running: _Running) -> None:
+def _release_step_search(engine: LLMEngine, running: _RunningStepSearch) -> None:
     if keys := running.request.take_released():
         engine.engine_core.abort_requests(keys)
 
 
-def _scored(asking: list[Asking]) -> Iterator[tuple[_Running, list[float] | Exception]]:
+def _scored_step_searches(asking: list[Asking]) -> Iterator[tuple[_RunningStepSearch, list[float] | Exception]]:
     """Ask each scorer once for all searches that have it; where that fails, for each search by itself."""
     by_scorer: dict[Any, list[Asking]] = {}
     for running, candidates in asking:
@@ -154,17 +154,17 @@ def _scored(asking: list[Asking]) -> Iterator[tuple[_Running, list[float] | Exce
         by_scorer.setdefault(scorer if isinstance(scorer, str) else id(scorer), []).append((running, candidates))
     for together in by_scorer.values():
         all_candidates = [candidate for _, candidates in together for candidate in candidates]
-        scores = _ask(together[0][0].request.scorer, all_candidates)
+        scores = _ask_step_scorer(together[0][0].request.scorer, all_candidates)
         for running, candidates in together:
             if isinstance(scores, list):
                 yield running, scores[: len(candidates)]
                 scores = scores[len(candidates) :]
             else:
-                yield running, scores if len(together) == 1 else _ask(running.request.scorer, candidates)
+                yield running, scores if len(together) == 1 else _ask_step_scorer(running.request.scorer, candidates)
 
 
-def _ask(scorer: Scorer, candidates: list[StepCandidate]) -> list[float] | Exception:
+def _ask_step_scorer(scorer: Scorer, candidates: list[StepCandidate]) -> list[float] | Exception:
     try:
-        return checked_scores(scorer(list(candidates)), len(candidates))
+        return checked_step_scores(scorer(list(candidates)), len(candidates))
     except Exception as error:
         return error

@@ -16,10 +16,10 @@ from vllm_trie.compat.patch import arguments_to_vllm
 from vllm_trie.entrypoints.output_hooks import OnlineHook
 from vllm_trie.entrypoints.requests.refusals import refusing_requests
 from vllm_trie.step_search.drawn_steps import DrawAbortedError, DrawError
-from vllm_trie.step_search.opening import open_request
+from vllm_trie.step_search.opening import open_step_request
 from vllm_trie.step_search.request import StepRequest
-from vllm_trie.step_search.scorers import HttpScorer, StepCandidate
-from vllm_trie.step_search.scores import checked_scores
+from vllm_trie.step_search.scorers import HttpStepScorer, StepCandidate
+from vllm_trie.step_search.scores import checked_step_scores
 
 logger = init_logger("vllm.trie_beam.step_search")
 
@@ -46,7 +46,7 @@ class StepSearches(OnlineHook):
         """What vLLM's `generate` is called with, as a search by steps; `original` draws its candidates."""
         with refusing_requests():
             call = arguments_to_vllm(original, engine, prompt, params, request_id, *args, **kwargs)
-            request = open_request(request_id, prompt, params, engine, False, call.get("tokenization_kwargs"))
+            request = open_step_request(request_id, prompt, params, engine, False, call.get("tokenization_kwargs"))
         options = {name: value for name, value in kwargs.items() if name != "prompt_text"}
 
         def draw_candidate(candidate_id: str, prompt: Any, params: Any) -> AsyncGenerator[RequestOutput, None]:
@@ -66,7 +66,7 @@ class StepSearches(OnlineHook):
         Raises:
             GenerationError: the scorer failed.
         """
-        searching = asyncio.ensure_future(_answer(engine, request, draw))
+        searching = asyncio.ensure_future(_answer_to_step_draw(engine, request, draw))
         self._running[searching] = request.request_id
         try:
             await asyncio.wait([searching])
@@ -76,28 +76,30 @@ class StepSearches(OnlineHook):
             searching.cancel()
             await asyncio.wait([searching])
             request.end()
-            await _release(engine, request)
+            await _release_online_step_search(engine, request)
 
 
-async def _answer(engine: AsyncLLM, request: StepRequest, draw: Draw) -> RequestOutput:
+async def _answer_to_step_draw(engine: AsyncLLM, request: StepRequest, draw: Draw) -> RequestOutput:
     is_over = False
     while not is_over:
-        requests = await _in_thread(request.requests)
-        drawn = await _all([_last(draw(candidate_id, *candidate)) for candidate_id, candidate in requests.items()])
+        requests = await _step_search_in_thread(request.requests)
+        drawn = await _all_step_draws(
+            [_last_step_output(draw(candidate_id, *candidate)) for candidate_id, candidate in requests.items()]
+        )
         try:
             if candidates := request.take(drawn):
-                is_over = await _in_thread(request.judge, await _scores(request, candidates))
+                is_over = await _step_search_in_thread(request.judge, await _step_scores(request, candidates))
         except DrawAbortedError:
             return request.aborted()
         except Exception as error:
             why = request.failure(error).outputs[0].stop_reason
             logger.error("Search %s ended: %s", request.request_id, why)
             raise GenerationError(str(why)) from error
-        await _release(engine, request)
+        await _release_online_step_search(engine, request)
     return request.answer()
 
 
-async def _in_thread(function: Callable[..., T], *args: Any) -> T:
+async def _step_search_in_thread(function: Callable[..., T], *args: Any) -> T:
     """What a wide search has to reckon, while others are served; who cancels it waits until it is done."""
     running = asyncio.ensure_future(asyncio.to_thread(function, *args))
     try:
@@ -106,12 +108,12 @@ async def _in_thread(function: Callable[..., T], *args: Any) -> T:
         await asyncio.wait([running])
 
 
-async def _release(engine: AsyncLLM, request: StepRequest) -> None:
+async def _release_online_step_search(engine: AsyncLLM, request: StepRequest) -> None:
     if keys := request.take_released():
         await engine.engine_core.abort_requests_async(keys)
 
 
-async def _all(drawing: list[Any]) -> list[RequestOutput]:
+async def _all_step_draws(drawing: list[Any]) -> list[RequestOutput]:
     """What all of them return; if one fails, the others are cancelled, and its error is raised."""
     tasks = [asyncio.ensure_future(one) for one in drawing]
     try:
@@ -122,7 +124,7 @@ async def _all(drawing: list[Any]) -> list[RequestOutput]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _last(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+async def _last_step_output(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
     last = None
     async for output in outputs:
         last = output
@@ -131,7 +133,7 @@ async def _last(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
     return last
 
 
-async def _scores(request: StepRequest, candidates: list[StepCandidate]) -> list[float]:
-    if isinstance(request.scorer, HttpScorer):
-        return checked_scores(await request.scorer.ask(candidates), len(candidates))
-    return checked_scores(await asyncio.to_thread(request.scorer, candidates), len(candidates))
+async def _step_scores(request: StepRequest, candidates: list[StepCandidate]) -> list[float]:
+    if isinstance(request.scorer, HttpStepScorer):
+        return checked_step_scores(await request.scorer.ask(candidates), len(candidates))
+    return checked_step_scores(await asyncio.to_thread(request.scorer, candidates), len(candidates))

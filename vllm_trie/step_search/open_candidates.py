@@ -15,7 +15,7 @@ from vllm_trie.step_search.rules import StepRules
 
 
 @dataclass
-class OpenCandidates:
+class OpenStepCandidates:
     """Those of the last round: a search in breadth never returns to what did not go on.
 
     Args:
@@ -38,7 +38,7 @@ class OpenCandidates:
 
 
 @dataclass
-class BestFirst(OpenCandidates):
+class BestStepFirst(OpenStepCandidates):
     """All of the search, wherever they are in the tree."""
 
     def add(self, judged: Sequence[StepHypothesis]) -> None:
@@ -51,7 +51,7 @@ class BestFirst(OpenCandidates):
 
 
 @dataclass
-class TreeSearch(BestFirst):
+class StepTreeSearch(BestStepFirst):
     """All of the search, by UCT (Kocsis and Szepesvari 2006), the rule of MCTS.
 
     From the root it goes to the child with the greatest mean + exploration * sqrt(ln(visits of the parent) / visits),
@@ -75,7 +75,7 @@ class TreeSearch(BestFirst):
         super().add(judged)
         for candidate in judged:
             self._children.setdefault(candidate.path[:-1], []).append(candidate.path)
-            for path in _way_to(candidate):
+            for path in _way_to_step_candidate(candidate):
                 self._visits[path] += 1
                 self._sums[path] = self._sums.get(path, 0.0) + candidate.score
                 self._num_open[path] += not candidate.is_finished
@@ -88,13 +88,13 @@ class TreeSearch(BestFirst):
             while path not in candidates:
                 path = self._child(path, taken)
             chosen.append(candidates[path])
-            taken.update(_way_to(chosen[-1]))
+            taken.update(_way_to_step_candidate(chosen[-1]))
         return chosen
 
     def close(self, expanded: Sequence[StepHypothesis]) -> None:
         super().close(expanded)
         for candidate in expanded:
-            self._num_open.subtract(_way_to(candidate))
+            self._num_open.subtract(_way_to_step_candidate(candidate))
 
     def _child(self, parent: Path, taken: Counter[Path]) -> Path:
         """Where UCT goes on from a node, beside what was taken in this round; of equal ones the one drawn first."""
@@ -108,13 +108,13 @@ class TreeSearch(BestFirst):
         return max(live, key=lambda path: (uct(path), -path[-1]))
 
 
-def open_candidates(rules: StepRules) -> OpenCandidates:
+def open_step_candidates(rules: StepRules) -> OpenStepCandidates:
     """None yet, in the order that the rules ask for."""
     if rules.order == "mcts":
-        return TreeSearch(exploration=rules.exploration, candidates_each=rules.candidates)
-    return BestFirst() if rules.order == "best" else OpenCandidates()
+        return StepTreeSearch(exploration=rules.exploration, candidates_each=rules.candidates)
+    return BestStepFirst() if rules.order == "best" else OpenStepCandidates()
 
 
-def _way_to(candidate: StepHypothesis) -> list[Path]:
+def _way_to_step_candidate(candidate: StepHypothesis) -> list[Path]:
     """The nodes from the root to a candidate."""
     return [candidate.path[:depth] for depth in range(len(candidate.path) + 1)]

@@ -19,7 +19,7 @@ from vllm_trie.selection import plugin_config_of
 from vllm_trie.step_search.drawn_steps import StepReader
 from vllm_trie.step_search.request import StepRequest
 from vllm_trie.step_search.rules import StepRules
-from vllm_trie.step_search.scorers import scorer_of
+from vllm_trie.step_search.scorers import step_scorer_of
 from vllm_trie.step_search.search import StepSearch
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 
-def open_request(
+def open_step_request(
     request_id: str,
     prompt: Any,
     params: SamplingParams,
@@ -58,7 +58,7 @@ def open_request(
         raise ValueError('unit="step" needs a tokenizer; start the engine without skip_tokenizer_init')
     if isinstance(prompt, EngineCoreRequest | AsyncGenerator):
         raise ValueError(f'unit="step" works on prompts of text or tokens, not on a {type(prompt).__name__}')
-    engine_input = _rendered(prompt, engine, tokenization_kwargs or {})
+    engine_input = _rendered_step_prompt(prompt, engine, tokenization_kwargs or {})
     if engine_input["type"] != "token":
         raise ValueError('unit="step" works on prompts of text or tokens; send text alone')
     room = vllm_config.model_config.max_model_len - len(engine_input["prompt_token_ids"])
@@ -76,13 +76,13 @@ def open_request(
         exploration=beam.exploration,
         lookahead=beam.lookahead,
     )
-    scorer = scorer_of(beam.scorer, plugin_config_of(vllm_config).scorers, is_offline)
+    scorer = step_scorer_of(beam.scorer, plugin_config_of(vllm_config).scorers, is_offline)
     forks = vllm_config.parallel_config.data_parallel_size == 1  # else candidates go to any engine
     reader = StepReader(engine.renderer.tokenizer, params)
     return StepRequest(request_id, engine_input, beam, reader, scorer, StepSearch(rules), forks)
 
 
-def _rendered(prompt: Any, engine: AsyncLLM | LLMEngine, tokenization_kwargs: dict[str, Any]) -> Any:
+def _rendered_step_prompt(prompt: Any, engine: AsyncLLM | LLMEngine, tokenization_kwargs: dict[str, Any]) -> Any:
     if isinstance(prompt, dict) and "type" in prompt:
         return prompt
     parsed = parse_model_prompt(engine.model_config, prompt)

@@ -19,7 +19,7 @@ from vllm_trie.messages import FORK, ForkTicketMessage
 from vllm_trie.options import OPTIONS, PLUGIN_NAME, StepOptions
 from vllm_trie.options.shown import shortened_option_refusal
 from vllm_trie.step_search.drawn_steps import DrawAbortedError, DrawError, StepReader
-from vllm_trie.step_search.hypotheses import Draw, StepHypothesis
+from vllm_trie.step_search.hypotheses import StepDraw, StepHypothesis
 from vllm_trie.step_search.scorers import Scorer, StepCandidate
 from vllm_trie.step_search.scores import ScorerError
 from vllm_trie.step_search.search import StepSearch
@@ -49,7 +49,7 @@ class StepRequest:
 
     def __post_init__(self) -> None:
         self.own_id = f"steps-{random_uuid()}"  # what the ids of its candidates begin with
-        self._drawing: dict[str, Draw] = {}  # by the ids of their requests, in their order
+        self._drawing: dict[str, StepDraw] = {}  # by the ids of their requests, in their order
         self._held: set[str] = set()  # keys of KV blocks that the engine may hold
         self._is_over = False
         self.first: RequestOutput | None = None  # of all that the engine returned
@@ -75,17 +75,17 @@ class StepRequest:
         self._drawing = {
             f"{self.own_id}-{number}{'ahead' * draw.is_greedy}-{index}": draw for index, draw in enumerate(draws)
         }
-        shared = _for_candidates(self.params)
+        shared = _params_of_step_candidates(self.params)
         return {id_: (self._prompt(draw), self._params(id_, draw, shared)) for id_, draw in self._drawing.items()}
 
-    def _prompt(self, draw: Draw) -> dict[str, Any]:
+    def _prompt(self, draw: StepDraw) -> dict[str, Any]:
         tokens = [*self.engine_input["prompt_token_ids"], *draw.beam.token_ids]
         prompt = {**self.engine_input, "prompt_token_ids": tokens}
         if draw.beam.steps:
             prompt.pop("prompt", None)
         return prompt
 
-    def _params(self, candidate_id: str, draw: Draw, shared: SamplingParams) -> SamplingParams:
+    def _params(self, candidate_id: str, draw: StepDraw, shared: SamplingParams) -> SamplingParams:
         params, stop = shared.clone(), list(self.params.stop or ())
         parent = draw.beam.notes[-1].candidate_id if draw.beam.notes else None
         key = candidate_id if draw.stops_at_delimiter else None
@@ -205,12 +205,12 @@ class StepRequest:
         )
 
 
-def search_of(candidate_id: str) -> str:
+def step_search_of(candidate_id: str) -> str:
     """The own id of the search that a candidate's request would belong to."""
     return candidate_id.rsplit("-", 2)[0]
 
 
-def _for_candidates(params: SamplingParams) -> SamplingParams:
+def _params_of_step_candidates(params: SamplingParams) -> SamplingParams:
     """What all candidates have in common: one output each, by vLLM's own sampler."""
     extra_args = {k: v for k, v in (params.extra_args or {}).items() if k not in OPTIONS}
     shared = copy(params)

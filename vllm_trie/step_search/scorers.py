@@ -56,7 +56,7 @@ class StepCandidate:
 Scorer: TypeAlias = Callable[[list[StepCandidate]], Iterable[Any]]  # a number for each, the higher the better
 
 
-def scorer_of(scorer: Any, known: Mapping[str, str], is_offline: bool) -> Scorer:
+def step_scorer_of(scorer: Any, known: Mapping[str, str], is_offline: bool) -> Scorer:
     """The scorer that a request means.
 
     Args:
@@ -69,23 +69,23 @@ def scorer_of(scorer: Any, known: Mapping[str, str], is_offline: bool) -> Scorer
     """
     if isinstance(scorer, str):
         if scorer in known:
-            return HttpScorer(known[scorer], scorer)
+            return HttpStepScorer(known[scorer], scorer)
         if is_offline and scorer.startswith(("http://", "https://")):
-            return HttpScorer(scorer)
+            return HttpStepScorer(scorer)
         names = listed_option_names(known) or "none"
         raise ValueError(
             f"scorer={shown_option(scorer)} is no scorer of this engine, which knows: {names}; start it with "
             'additional_config={"trie_beam": {"scorers": {"prm": "http://host:8000/classify"}}}'
         )
     if isinstance(scorer, LLM):
-        return PoolingScorer(scorer)
+        return PoolingStepScorer(scorer)
     if callable(scorer):
         return scorer
     raise ValueError(f"scorer={shown_option(scorer)} {NO_SCORER}")
 
 
 @dataclass(frozen=True)
-class PoolingScorer:
+class PoolingStepScorer:
     """A pooling model in this process: a score is the last number that it returns for prompt and text.
 
     Raises:
@@ -105,12 +105,12 @@ class PoolingScorer:
 
     def __call__(self, candidates: list[StepCandidate]) -> list[float]:
         tokenizer = self.llm.get_tokenizer()
-        texts = [_begun_once(c.prompt + c.text_ahead, tokenizer) for c in candidates]
+        texts = [_step_text_begun_once(c.prompt + c.text_ahead, tokenizer) for c in candidates]
         outputs = self.llm.encode(texts, pooling_task=self.llm.pooling_task, use_tqdm=False)
         return [output.outputs.data.flatten()[-1].item() for output in outputs]
 
 
-def _begun_once(text: str, tokenizer: Any) -> str:
+def _step_text_begun_once(text: str, tokenizer: Any) -> str:
     """The text without its first token where the tokenizer adds this token: a chat's text has it already."""
     start: str = getattr(tokenizer, "bos_token", None) or ""
     is_added = text.startswith(start) and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
@@ -118,7 +118,7 @@ def _begun_once(text: str, tokenizer: Any) -> str:
 
 
 @dataclass(frozen=True)
-class HttpScorer:
+class HttpStepScorer:
     """An endpoint: one POST for all candidates of a round.
 
     Where the path ends with /classify, /pooling or /score, it is one of vLLM's, and the score the last number that it
@@ -142,7 +142,7 @@ class HttpScorer:
 
     async def ask(self, candidates: list[StepCandidate]) -> list[Any]:
         """The same where other requests go on meanwhile."""
-        async with httpx.AsyncClient(timeout=TIMEOUT, verify=_certificates()) as client:
+        async with httpx.AsyncClient(timeout=TIMEOUT, verify=_step_scorer_certificates()) as client:
             try:
                 response = await client.post(self.url, json=self.question(candidates))
             except httpx.HTTPError as error:
@@ -184,19 +184,19 @@ class HttpScorer:
             if field is None:
                 return list(body["scores"])
             return [
-                _last_number(of_candidate[field]) for of_candidate in sorted(body["data"], key=lambda d: d["index"])
+                _last_step_score(of_candidate[field]) for of_candidate in sorted(body["data"], key=lambda d: d["index"])
             ]
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise self._failed("answered without scores", f"{type(error).__name__}: {error}") from None
 
 
 @cache
-def _certificates() -> ssl.SSLContext:
+def _step_scorer_certificates() -> ssl.SSLContext:
     """Whom to trust: read once, as that takes a tenth of a second, in which nothing else is served."""
     return httpx.create_ssl_context()
 
 
-def _last_number(value: Any) -> Any:
+def _last_step_score(value: Any) -> Any:
     """Of one number, of classes, or of classes by token."""
     while isinstance(value, list):
         value = value[-1]

@@ -12,7 +12,7 @@ class ScorerError(ValueError):
     """A scorer failed, or returned what are no scores."""
 
 
-def checked_scores(scores: Iterable[Any], count: int) -> list[float]:
+def checked_step_scores(scores: Iterable[Any], count: int) -> list[float]:
     """What a scorer returned, as `count` numbers.
 
     Raises:

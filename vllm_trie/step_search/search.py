@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_trie.step_search.allotment import by_score, evenly, worth_their_kv
-from vllm_trie.step_search.hypotheses import Draw, DrawnStep, Question, StepHypothesis, derived_seed
-from vllm_trie.step_search.open_candidates import open_candidates
+from vllm_trie.step_search.allotment import allot_steps_by_score, allot_steps_evenly, steps_worth_their_kv
+from vllm_trie.step_search.hypotheses import DrawnStep, StepDraw, StepHypothesis, StepQuestion, derived_step_seed
+from vllm_trie.step_search.open_candidates import open_step_candidates
 from vllm_trie.step_search.rules import StepRules
-from vllm_trie.step_search.scores import checked_scores
+from vllm_trie.step_search.scores import checked_step_scores
 
 
 @dataclass
@@ -35,19 +35,19 @@ class StepSearch:
     num_rounds: int = 0  # that are over
     num_drawn: int = 0  # candidates
     candidates: list[StepHypothesis] = field(default_factory=list)  # of this round, not judged yet
-    _drawing: list[Draw] = field(default_factory=list)
+    _drawing: list[StepDraw] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._budget = self.rules.width * self.rules.candidates  # candidates of the next round
         self._shares = [self._budget]  # of each beam
-        self._open = open_candidates(self.rules)
+        self._open = open_step_candidates(self.rules)
 
     @property
     def pool(self) -> list[StepHypothesis]:
         """Candidates that did not go on, and that may yet; best first."""
         return self._open.candidates
 
-    def draws(self) -> list[Draw]:
+    def draws(self) -> list[StepDraw]:
         """What is to be drawn next: what follows the candidates of this round, or those of the next round.
 
         The latter are the first one of each beam, best beam first, then the second one of each, and so on.
@@ -57,17 +57,17 @@ class StepSearch:
             self.num_drawn += len(self._drawing)
         return list(self._drawing)
 
-    def _next_candidates(self) -> list[Draw]:
-        rules, draws = self.rules, list[Draw]()
+    def _next_candidates(self) -> list[StepDraw]:
+        rules, draws = self.rules, list[StepDraw]()
         is_last = rules.max_steps is not None and self.num_rounds + 1 >= rules.max_steps
         for nth in range(max(self._shares)):
             for beam in (beam for beam, share in zip(self.beams, self._shares, strict=True) if nth < share):
                 path = *beam.path, nth
                 left = rules.max_tokens - len(beam.token_ids)
-                draws.append(Draw(beam, path, derived_seed(rules.seed, path), left, not is_last))
+                draws.append(StepDraw(beam, path, derived_step_seed(rules.seed, path), left, not is_last))
         return draws
 
-    def take(self, drawn: Sequence[DrawnStep]) -> list[Question]:
+    def take(self, drawn: Sequence[DrawnStep]) -> list[StepQuestion]:
         """Take what was drawn, in the order of `draws`.
 
         Returns:
@@ -75,18 +75,18 @@ class StepSearch:
         """
         if self.candidates:
             lookaheads = {draw.path: step.text for draw, step in zip(self._drawing, drawn, strict=True)}
-            return [Question(c, lookaheads.get(c.path, "")) for c in self.candidates]
+            return [StepQuestion(c, lookaheads.get(c.path, "")) for c in self.candidates]
         extended = [draw.extended_by(step) for draw, step in zip(self._drawing, drawn, strict=True)]
         if self.rules.allot == "rebase":
             self._budget -= sum(candidate.is_finished for candidate in extended)
         self.candidates = self._distinct(extended)
         self._drawing = self._lookaheads()
-        return [] if self._drawing else [Question(c) for c in self.candidates]
+        return [] if self._drawing else [StepQuestion(c) for c in self.candidates]
 
-    def _lookaheads(self) -> list[Draw]:
+    def _lookaheads(self) -> list[StepDraw]:
         most, max_tokens = self.rules.lookahead, self.rules.max_tokens
         live = [c for c in self.candidates if most and not c.is_finished]
-        return [Draw(c, c.path, 0, min(most, max_tokens - len(c.token_ids)), False, is_greedy=True) for c in live]
+        return [StepDraw(c, c.path, 0, min(most, max_tokens - len(c.token_ids)), False, is_greedy=True) for c in live]
 
     def judge(self, scores: Iterable[Any]) -> bool:
         """Take the scores of the candidates that `take` returned. Returns whether the search is over.
@@ -94,14 +94,14 @@ class StepSearch:
         Raises:
             ScorerError: these are not as many numbers.
         """
-        values, width = checked_scores(scores, len(self.candidates)), self.rules.width
+        values, width = checked_step_scores(scores, len(self.candidates)), self.rules.width
         scored = [replace(c, scores=(*c.scores, value)) for c, value in zip(self.candidates, values, strict=True)]
         self.candidates = []
-        ranked = _ranked(scored)
+        ranked = _ranked_step_candidates(scored)
         if self.rules.allot == "dvts":
-            ranked = _first_of_each(ranked, self._subtree)
+            ranked = _first_step_of_each(ranked, self._subtree)
         ended = [*self.finished, *(c for c in ranked if c.is_finished)]
-        self.finished = _ranked(_first_of_each(ended, lambda c: c.text))[:width]
+        self.finished = _ranked_step_candidates(_first_step_of_each(ended, lambda c: c.text))[:width]
         self._open.add(ranked)
         self._allot()
         self.num_rounds += 1
@@ -111,7 +111,7 @@ class StepSearch:
     def best_so_far(self, count: int) -> list[StepHypothesis]:
         """The best `count` that were scored, best first, each text once: what there is if the search ends here."""
         scored = [hypothesis for hypothesis in (*self.finished, *self.beams, *self.pool) if hypothesis.scores]
-        return _ranked(_first_of_each(scored, lambda c: c.text))[:count]
+        return _ranked_step_candidates(_first_step_of_each(scored, lambda c: c.text))[:count]
 
     def _allot(self) -> None:
         """Say which of the open candidates go on, and with how many new ones each.
@@ -130,32 +130,36 @@ class StepSearch:
         if beams and rules.allot == "rebase":
             shares = self._by_score(beams)
             if rules.prefer_shared and self._budget:
-                beams = worth_their_kv(beams, shares, rules.prefer_shared)
+                beams = steps_worth_their_kv(beams, shares, rules.prefer_shared)
                 shares = self._by_score(beams)
         elif beams:
-            shares = evenly(len(beams), rules.candidates * len(beams) if rules.allot == "dvts" else self._budget)
+            shares = allot_steps_evenly(
+                len(beams), rules.candidates * len(beams) if rules.allot == "dvts" else self._budget
+            )
         self.beams = [beam for beam, share in zip(beams, shares, strict=True) if share]
         self._shares = [share for share in shares if share]
         self._open.close(self.beams)
 
     def _by_score(self, beams: Sequence[StepHypothesis]) -> list[int]:
-        return by_score([beam.score for beam in beams], self._budget, self.rules.allot_temperature)
+        return allot_steps_by_score([beam.score for beam in beams], self._budget, self.rules.allot_temperature)
 
     def _distinct(self, candidates: Iterable[StepHypothesis]) -> list[StepHypothesis]:
         """The first of those that are alike: an equal text that has ended, or that has not; in each subtree."""
-        return _first_of_each(candidates, lambda c: (self._subtree(c), c.text, c.is_finished))
+        return _first_step_of_each(candidates, lambda c: (self._subtree(c), c.text, c.is_finished))
 
     def _subtree(self, candidate: StepHypothesis) -> int:
         """Which of the subtrees that take no notice of each other it belongs to."""
         return candidate.path[0] % self.rules.width if self.rules.allot == "dvts" else 0
 
 
-def _ranked(candidates: Iterable[StepHypothesis]) -> list[StepHypothesis]:
+def _ranked_step_candidates(candidates: Iterable[StepHypothesis]) -> list[StepHypothesis]:
     """Best first; ties go to the earlier candidate."""
     return sorted(candidates, key=lambda c: -c.score)
 
 
-def _first_of_each(candidates: Iterable[StepHypothesis], kind: Callable[[StepHypothesis], Any]) -> list[StepHypothesis]:
+def _first_step_of_each(
+    candidates: Iterable[StepHypothesis], kind: Callable[[StepHypothesis], Any]
+) -> list[StepHypothesis]:
     first: dict[Any, StepHypothesis] = {}
     for candidate in candidates:
         first.setdefault(kind(candidate), candidate)

@@ -7,11 +7,11 @@ import json
 import sys
 from pathlib import Path
 
-from vllm_trie.trace.html_page import page
+from vllm_trie.trace.html_page import trace_page
 from vllm_trie.trace.trace import Trace
 
 
-def parser() -> argparse.ArgumentParser:
+def trace_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m vllm_trie.trace",
         description="Draw a beam search that was asked for with trace=True on one HTML page, which needs no network.",
@@ -23,10 +23,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    options = parser().parse_args()
+    options = trace_parser().parse_args()
     try:
         trace = Trace.of(json.loads(options.answer.read_text("utf-8")))
-        options.page.write_text(page(trace, options.title), "utf-8")
+        options.page.write_text(trace_page(trace, options.title), "utf-8")
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"{options.answer}: {error}")
 

@@ -29,7 +29,7 @@ TraceView.show(document.getElementById("trace"), JSON.parse(document.getElementB
 """
 
 
-def page(trace: Trace, title: str = "Beam search") -> str:
+def trace_page(trace: Trace, title: str = "Beam search") -> str:
     """The HTML page that draws a trace."""
     scripts = {
         name: (files("vllm_trie.trace") / "page" / f"{name}.js").read_text("utf-8") for name in ("layout", "view")

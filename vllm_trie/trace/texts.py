@@ -10,7 +10,7 @@ from vllm.tokenizers import TokenizerLike
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 
 from vllm_trie.detokenizing import detokenizing_function, is_detokenizing_in_rust
-from vllm_trie.trace.trace import tokens_of
+from vllm_trie.trace.trace import trace_tokens_of
 
 DECODED_AT_ONCE = 256  # tokens, before other requests have their turn
 
@@ -20,14 +20,14 @@ def complete_trace(_: Any, answer: dict[str, Any], tokenizer: TokenizerLike | No
     if tokenizer is None:
         return
     trace = answer["trace"]
-    tokens, as_vllm_writes = tokens_of(trace), _Uncleaned(tokenizer)
+    tokens, as_vllm_writes = trace_tokens_of(trace), _UncleanedTraceTexts(tokenizer)
     for start in range(0, len(tokens), DECODED_AT_ONCE):
         some = tokens[start : start + DECODED_AT_ONCE]
         trace["texts"] += zip(some, convert_ids_list_to_tokens(as_vllm_writes, some), strict=True)
         yield
 
 
-class _Uncleaned:
+class _UncleanedTraceTexts:
     """What vLLM asks of a tokenizer for the texts of single tokens, with the spaces that texts of answers have."""
 
     def __init__(self, tokenizer: Any) -> None:

@@ -77,7 +77,7 @@ class Trace:
         Raises:
             ValueError: the answer has no trace.
         """
-        found = _found(answer)
+        found = _found_trace_fields(answer)
         if found is None:
             raise ValueError("this answer has no trace; ask for one with trace=True")
         finished = Finished(**found["finished"])
@@ -136,13 +136,13 @@ class Trace:
             slot = self.parents[at][slot]
 
 
-def tokens_of(trace: Mapping[str, Any]) -> list[int]:
+def trace_tokens_of(trace: Mapping[str, Any]) -> list[int]:
     """All tokens of beams, drafts and finished hypotheses in `as_dict`, each once, ascending."""
     drafted = [forest["tokens"] for forest in trace["forests"]]
     return sorted({*trace["finished"]["tokens"]}.union(*trace["tokens"], *drafted))
 
 
-def _found(answer: Any) -> dict[str, Any] | None:
+def _found_trace_fields(answer: Any) -> dict[str, Any] | None:
     """The lists, wherever an answer has them."""
     fields: Mapping[str, Any] = answer if isinstance(answer, Mapping) else vars(answer)
     extra = fields if isinstance(answer, Mapping) else {**fields, **(getattr(answer, "model_extra", None) or {})}

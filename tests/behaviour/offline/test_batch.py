@@ -19,7 +19,7 @@ import pytest
 from tests.support.engine import ROOT, TRAINED_TARGET, Engines
 from vllm_trie import beam_params
 from vllm_trie.batch.__main__ import INTERRUPTED
-from vllm_trie.batch.search import Searcher
+from vllm_trie.batch.search import BatchSearcher
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ MARK = "TRIE_BATCH_TEST"  # an environment variable that all processes of a job 
 
 
 def test_a_hypothesis_along_a_catalog_has_the_id_of_its_item(engines: Engines) -> None:
-    searcher, items = object.__new__(Searcher), ["return", "raise", "yield from"]
+    searcher, items = object.__new__(BatchSearcher), ["return", "raise", "yield from"]
     searcher._llm = engines(TRAINED_TARGET).llm
     searcher._params = beam_params(4, n=4, allowed_sequences=items, max_tokens=6, beam_results=True)
     (answer,) = searcher._search(["def close(self):\n    "])
@@ -38,7 +38,7 @@ def test_a_hypothesis_along_a_catalog_has_the_id_of_its_item(engines: Engines) -
 
 
 def test_a_score_is_what_hypotheses_compete_by(engines: Engines) -> None:
-    searcher, options = object.__new__(Searcher), {"phrase_boosts": [("return", 3.0)], "max_tokens": 8}
+    searcher, options = object.__new__(BatchSearcher), {"phrase_boosts": [("return", 3.0)], "max_tokens": 8}
     searcher._llm = engines(TRAINED_TARGET).llm
     searcher._params = beam_params(4, n=4, **options, beam_results=True)
     (answer,) = searcher._search(["def is_prime(number):"])

@@ -11,7 +11,7 @@ from vllm import SamplingParams
 
 from tests.support.engine import TRAINED_TARGET, Engine, Engines
 from vllm_trie import HypothesisPair, beam_params
-from vllm_trie.batch.search import Searcher
+from vllm_trie.batch.search import BatchSearcher
 
 pytestmark = pytest.mark.slow
 
@@ -136,7 +136,7 @@ def test_elsewhere_it_is_refused_in_a_sentence(engine: Engine) -> None:
 
 
 def test_a_batch_job_notes_utilities(engine: Engine) -> None:
-    searcher = object.__new__(Searcher)
+    searcher = object.__new__(BatchSearcher)
     searcher._llm, searcher._options = engine.llm, {}
     options: dict[str, Any] = {"n": 2, "rerank": "mbr", "metric": "ter", "rerank_confidence": 0.9, "max_tokens": 6}
     searcher._params = beam_params(4, **options, beam_results=True)

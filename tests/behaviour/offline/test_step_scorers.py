@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, LlamaForSequenceClassificati
 
 from tests.support.engine import TRAINED_TARGET, Engines
 from vllm_trie import StepCandidate
-from vllm_trie.step_search.scorers import PoolingScorer, scorer_of
+from vllm_trie.step_search.scorers import PoolingStepScorer, step_scorer_of
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +36,8 @@ def test_a_pooling_models_score_is_what_transformers_computes(engines: Engines, 
     llm = LLM(str(tmp_path), runner="pooling", dtype="float32", enforce_eager=True, **limits)
     chats = [replace(candidate, prompt=f"<s>{candidate.prompt}") for candidate in CANDIDATES]
     try:
-        scores = PoolingScorer(llm)(CANDIDATES)
-        assert PoolingScorer(llm)(chats) == pytest.approx(scores)
+        scores = PoolingStepScorer(llm)(CANDIDATES)
+        assert PoolingStepScorer(llm)(chats) == pytest.approx(scores)
     finally:
         llm.llm_engine.engine_core.shutdown()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -50,4 +50,4 @@ def test_a_pooling_models_score_is_what_transformers_computes(engines: Engines, 
 def test_a_model_that_does_not_pool_is_no_scorer(engines: Engines) -> None:
     llm = engines(TRAINED_TARGET, max_num_seqs=16).llm
     with pytest.raises(ValueError, match="is an LLM for 'generate'; pass one of a classifier or reward model"):
-        scorer_of(llm, {}, is_offline=True)
+        step_scorer_of(llm, {}, is_offline=True)

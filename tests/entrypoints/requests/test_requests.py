@@ -19,7 +19,7 @@ from vllm_trie.entrypoints.requests.requests import (
     why_no_request_after,
 )
 from vllm_trie.options.shown import MOST_QUOTED
-from vllm_trie.step_search.opening import open_request
+from vllm_trie.step_search.opening import open_step_request
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_half_characters_are_refused(monkeypatch: pytest.MonkeyPatch, field: str
         requests.search_of_request(SamplingParams(**texts, extra_args={"beam_width": 2}), None)
     by_steps = SamplingParams(**texts, extra_args={"beam_width": 2, "unit": "step", "step_stop": ["."], "scorer": "a"})
     with pytest.raises(ValueError, match=refusal):
-        open_request("1", "x", by_steps, SimpleNamespace(vllm_config=None), False)
+        open_step_request("1", "x", by_steps, SimpleNamespace(vllm_config=None), False)
 
 
 @pytest.mark.parametrize("priority", [10**39, -(10**39)])

@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from vllm_trie.selection import most_plugin_beams, plugin_config_of
-from vllm_trie.speculative_config import speculative_config_has_memory
+from vllm_trie.speculative_config import config_has_memory_mode
 from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.attention.shared_rows import Layer, SharesPrefixes
 from vllm_trie.worker.attention.tree_layers import attention_of
@@ -60,7 +60,7 @@ def warm_up(runner: Any) -> None:
 def _widest(vllm_config: VllmConfig) -> int:
     """Beams of the widest search, or as many as kernels take."""
     most = most_plugin_beams(vllm_config)
-    if speculative_config_has_memory(vllm_config):
+    if config_has_memory_mode(vllm_config):
         return plugin_config_of(vllm_config).max_beam_width or max(most, slots.MOST_SLOTS)
     return most
 

@@ -268,7 +268,7 @@ def test_a_search_by_steps_answers_with_the_best_that_was_scored(
     async def scores(_: Any, candidates: list[Any]) -> list[float]:
         return [-float(len(candidate.text)) for candidate in candidates]
 
-    monkeypatch.setattr(online, "_scores", scores)
+    monkeypatch.setattr(online, "_step_scores", scores)
     by_steps = beam_params(2, n=2, unit="step", step_stop=[" "], scorer="short", seed=0, temperature=1.0, **LONG)
 
     async def check() -> None:
@@ -293,7 +293,7 @@ def test_a_search_by_steps_of_which_nothing_was_scored_answers_with_nothing(
         await asyncio.sleep(3600)
         return []
 
-    monkeypatch.setattr(online, "_scores", scores)
+    monkeypatch.setattr(online, "_step_scores", scores)
     by_steps = beam_params(2, n=2, unit="step", step_stop=[" "], scorer="late", logprobs=1, **LONG)
 
     async def check() -> None:
