@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm_trie.trie.traced import TracedTrie
 
 
-class ScheduledForests:
+class BeamGroupForests:
     """When the next step of a search may be several: of one that does not speculate."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class BeamGroup:
     def __init__(self, plan: GroupPlan, matchers: GroupGrammar | None, streams: bool) -> None:
         self.plan, self.matchers = plan, matchers
         self.stream = EngineAnswerStream(plan.select_rules.num_logprobs is not None) if streams else None
-        self.forests = ScheduledForests()  # others, where it speculates
+        self.forests = BeamGroupForests()  # others, where it speculates
         self.counts = GroupCounts()
         self.num_pending = 0  # steps that are scheduled and whose results are not in yet
         self.restart()

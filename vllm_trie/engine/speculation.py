@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from vllm_trie.engine.group import BeamGroup, ScheduledForests
+from vllm_trie.engine.group import BeamGroup, BeamGroupForests
 from vllm_trie.messages import DecidedMessage, DraftedMessage, GroupStep
 from vllm_trie.options import BeamParams
 
@@ -28,7 +28,7 @@ class Growing(NamedTuple):
 class SchedulerBudgets(Protocol):
     """Shares out what steps leave over to searches that speculate."""
 
-    def forests(self, params: BeamParams, width: int) -> ScheduledForests:
+    def forests(self, params: BeamParams, width: int) -> BeamGroupForests:
         """Those of a search with these options, of so many beams."""
 
     def share_out(

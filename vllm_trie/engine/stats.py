@@ -25,7 +25,7 @@ from vllm_trie.trie.blocks import TrieBlockCounts
 REASONS = ("stop", "length", "abort", "error")
 
 
-def _group_metric(kind: str, meaning: str) -> Any:
+def _group_count(kind: str, meaning: str) -> Any:
     """A number: a "counter" of what happened, what is "running", or a "peak", which is no change but what there is."""
     return field(default=0, metadata={"kind": kind, "meaning": meaning})
 
@@ -34,18 +34,18 @@ def _group_metric(kind: str, meaning: str) -> Any:
 class GroupCounts:
     """What one search, or all of them, took."""
 
-    steps: int = _group_metric("counter", "Steps of beam groups: each takes one per token.")
-    target_forwards: int = _group_metric(
+    steps: int = _group_count("counter", "Steps of beam groups: each takes one per token.")
+    target_forwards: int = _group_count(
         "counter", "Forwards of the model that these steps took; speculation makes them fewer."
     )
-    prefill_forwards: int = _group_metric(
+    prefill_forwards: int = _group_count(
         "counter",
         "Of these, those that led to a group's first beams. Without them, which take one step each, "
         "(steps - prefill_forwards) / (target_forwards - prefill_forwards) is the steps per forward.",
     )
-    drafted: int = _group_metric("counter", "Tokens that the draft model proposed to beam groups.")
-    accepted: int = _group_metric("counter", "Of these, those that became the newest token of a beam.")
-    beams: int = _group_metric("counter", "Beams that all steps together led to; divided by the steps, the mean width.")
+    drafted: int = _group_count("counter", "Tokens that the draft model proposed to beam groups.")
+    accepted: int = _group_count("counter", "Of these, those that became the newest token of a beam.")
+    beams: int = _group_count("counter", "Beams that all steps together led to; divided by the steps, the mean width.")
 
     @classmethod
     def of(cls, decided: DecidedMessage, num_steps: int, is_prompt: bool) -> Self:
@@ -85,23 +85,23 @@ class GroupCounts:
 class GroupStats(GroupCounts):
     """What changed since the last report, or over some. A name is that of its metric."""
 
-    groups_running: int = _group_metric("running", "Beam groups that run.")
-    rows_running: int = _group_metric("running", "Rows of max_num_seqs that running beam groups take.")
-    kv_blocks_peak: int = _group_metric("peak", "Most KV blocks that decoding beam groups have held at a time, so far.")
-    kv_blocks_shared: int = _group_metric("counter", "Full KV blocks that forks took over by reference.")
-    kv_blocks_copied: int = _group_metric("counter", "Partly filled KV blocks that forks copied.")
-    kv_blocks_reclaimed: int = _group_metric(
+    groups_running: int = _group_count("running", "Beam groups that run.")
+    rows_running: int = _group_count("running", "Rows of max_num_seqs that running beam groups take.")
+    kv_blocks_peak: int = _group_count("peak", "Most KV blocks that decoding beam groups have held at a time, so far.")
+    kv_blocks_shared: int = _group_count("counter", "Full KV blocks that forks took over by reference.")
+    kv_blocks_copied: int = _group_count("counter", "Partly filled KV blocks that forks copied.")
+    kv_blocks_reclaimed: int = _group_count(
         "counter", "KV blocks given back during a search because no beam led to them any more."
     )
-    kv_blocks_cached: int = _group_metric(
+    kv_blocks_cached: int = _group_count(
         "counter", "Full KV blocks of answers, the best hypotheses of searches, that entered the prefix cache."
     )
-    preemptions: int = _group_metric("counter", "Preemptions of beam groups.")
-    catalog_items: int = _group_metric(
+    preemptions: int = _group_count("counter", "Preemptions of beam groups.")
+    catalog_items: int = _group_count(
         "peak", "Items of all catalogs that workers hold, sets that came with requests among them."
     )
-    catalog_bytes: int = _group_metric("peak", "Bytes that these catalogs take on each device.")
-    catalog_loads: int = _group_metric("counter", "Catalog files that were loaded: at the start, and as new versions.")
+    catalog_bytes: int = _group_count("peak", "Bytes that these catalogs take on each device.")
+    catalog_loads: int = _group_count("counter", "Catalog files that were loaded: at the start, and as new versions.")
     groups_finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
 
     def add_report(self, other: GroupStats) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_trie.engine.group import ScheduledForests
+from vllm_trie.engine.group import BeamGroupForests
 from vllm_trie.options import BeamParams
 from vllm_trie.options.speculation import DRAFTS_PER_BEAM
 from vllm_trie.speculation.search.forest_size import Acceptance
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm_trie.engine.stats import GroupCounts
 
 
-class GroupForests(ScheduledForests):
+class GroupForests(BeamGroupForests):
     """Of a search that speculates: how large its forests are, and when it takes plain steps.
 
     Args:

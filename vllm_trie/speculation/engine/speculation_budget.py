@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from vllm.config import SpeculativeConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_trie.engine.group import BeamGroup, ScheduledForests
+from vllm_trie.engine.group import BeamGroup, BeamGroupForests
 from vllm_trie.engine.kv_cache import BeamKVCacheManager
 from vllm_trie.engine.speculation import Growing, SchedulerBudgets
 from vllm_trie.messages import CANNOT_DRAFT, MOST_DRAFTS, DecidedMessage, DraftedMessage, SpeculationBudget
@@ -38,9 +38,9 @@ class SpeculationBudgets(SchedulerBudgets):
         self._kv_cache_manager = kv_cache_manager
         self.adaptive = AdaptiveForests(config.num_speculative_tokens)
 
-    def forests(self, params: BeamParams, width: int) -> ScheduledForests:
+    def forests(self, params: BeamParams, width: int) -> BeamGroupForests:
         """See `SchedulerBudgets`."""
-        return GroupForests(params, width) if options_speculate(params) else ScheduledForests()
+        return GroupForests(params, width) if options_speculate(params) else BeamGroupForests()
 
     def share_out(
         self, candidates: Sequence[Growing], output: SchedulerOutput, num_tokens: int, spare_tokens: int
