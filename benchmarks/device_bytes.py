@@ -14,7 +14,10 @@ import torch
 
 LOOKS_UP = {"aten::gather", "aten::index", "aten::index_select"}  # as much as the result holds, in the first operand
 WRITES_WHERE = {"aten::index_fill_", "aten::index_put_"}  # parts of the first operand, and reads nothing of it
-OF_REORDER = {"_reorder_rows", "_reorder_counts"}  # what they copy is what rows hold, and they copy it where rows fork
+OF_REORDER = {
+    "_reorder_rows",
+    "_reorder_counts_kernel",
+}  # what they copy is what rows hold, and they copy it where rows fork
 
 
 def size_of(tensor: torch.Tensor) -> int:
@@ -58,22 +61,24 @@ Arguments = Mapping[str, Any]
 Grid = tuple[int, ...]
 
 LOGITS_READ: dict[str, Callable[[Arguments, Grid], int]] = {  # by kernel: of how many tokens
-    "_tile_max": lambda given, grid: grid[0] * given["vocab_size"],
-    "_rank_rows": lambda given, grid: grid[0] * given["count"] * given["tile"],  # of what ends there are mostly few
-    "_rank_blocks": lambda given, grid: 0,  # likewise
-    "_rank_tokens": lambda given, grid: given["chosen"].numel() * given["tile"],
-    "_rank_items": lambda given, grid: grid[0] * given["children"],
-    "_rank_item_tiles": lambda given, grid: grid[0] * given["room"],
-    "_rank_items_of_tiles": lambda given, grid: given["chosen"].numel() * given["tile"],
-    "_select_in_groups": lambda given, grid: given["keys"].numel(),
-    "_write_logprobs": lambda given, grid: (grid[0] - given["num_rows"]) * grid[1] * given["vocab_size"],
+    "_tile_max_kernel": lambda given, grid: grid[0] * given["vocab_size"],
+    "_rank_rows_kernel": lambda given, grid: (
+        grid[0] * given["count"] * given["tile"]
+    ),  # of what ends there are mostly few
+    "_rank_blocks_kernel": lambda given, grid: 0,  # likewise
+    "_rank_tokens_kernel": lambda given, grid: given["chosen"].numel() * given["tile"],
+    "_rank_items_kernel": lambda given, grid: grid[0] * given["children"],
+    "_rank_item_tiles_kernel": lambda given, grid: grid[0] * given["room"],
+    "_rank_items_of_tiles_kernel": lambda given, grid: given["chosen"].numel() * given["tile"],
+    "_select_in_groups_kernel": lambda given, grid: given["keys"].numel(),
+    "_write_logprobs_kernel": lambda given, grid: (grid[0] - given["num_rows"]) * grid[1] * given["vocab_size"],
 }
 CLASSES_READ: dict[str, Callable[[Arguments, Grid], int]] = {  # likewise; other kernels read one with each logit
-    "_tile_max": lambda given, grid: given["num_mixed"] * given["tiles"] * given["tile"],
-    "_select_best": lambda given, grid: 2 * grid[0] * given["slots"],
+    "_tile_max_kernel": lambda given, grid: given["num_mixed"] * given["tiles"] * given["tile"],
+    "_select_best_kernel": lambda given, grid: 2 * grid[0] * given["slots"],
 }
 OF_CHILDREN = {"node_tokens": 1, "first_child": 2}  # of a catalog: how many numbers are read for each child's logit
-OF_TILES = "_rank_tiles", "going"  # of which the kernel reads those in chosen blocks
+OF_TILES = "_rank_tiles_kernel", "going"  # of which the kernel reads those in chosen blocks
 
 
 def of_kernel(kernel: str, given: Arguments, grid: Grid) -> int:

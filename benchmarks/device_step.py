@@ -29,7 +29,7 @@ from vllm_trie.search.step_result import packed  # noqa: E402
 from vllm_trie.search.strategies.best import Best  # noqa: E402
 from vllm_trie.search.strategies.in_groups import InGroups  # noqa: E402
 from vllm_trie.worker.kernels import slots as slots_kernel  # noqa: E402
-from vllm_trie.worker.kernels.tiles import RowLogits  # noqa: E402
+from vllm_trie.worker.kernels.tiles import KernelLogits  # noqa: E402
 from vllm_trie.worker.kv.reorder import RowReorder, reorder_rows, rows_of_groups  # noqa: E402
 from vllm_trie.worker.rows.catalogs import DeviceCatalogs  # noqa: E402
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows  # noqa: E402
@@ -285,14 +285,14 @@ class DeviceStep:
             beams = beams._replace(length=1)
         self.static_logits = logits
         take, which = by_kernels(self.rules, beams, logits.shape[-1]), torch.arange(slots.size, device=self.device)
-        of_rows = RowLogits.of(logits.flatten(0, 1), which, self.rules.stops)
+        of_rows = KernelLogits.of(logits.flatten(0, 1), which, self.rules.stops)
         sampled = torch.zeros(slots.size, 1, dtype=torch.int64, device=self.device)
 
         def run() -> torch.Tensor:
             if take is not None:
                 step, words, _ = take(self.rules, of_rows, beams, which, sampled)
             else:
-                step = take_step(self.rules, logits, beams, Means(select_next=slots_kernel.select_next))
+                step = take_step(self.rules, logits, beams, Means(select_next=slots_kernel.launch_select_next))
                 words = packed(step)[0]
             moved = RowReorder(rows, step.parents.flatten(), host)
             reorder_rows(moved, self.tokens, self.rows.tables, self.rows.kv_blocks, None)

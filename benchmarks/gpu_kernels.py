@@ -21,7 +21,7 @@ from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Taken
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.worker.kernels import slots
-from vllm_trie.worker.kernels.tiles import RowLogits
+from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.kv import copies, reorder
 from vllm_trie.worker.kv.kv_blocks import KVBlocks
 from vllm_trie.worker.kv.reorder import RowReorder, Tables, rows_of_groups
@@ -111,7 +111,7 @@ class Inputs:
         return rank_candidates(log_probabilities(self.logits), self.scores, 2 * self.shape.width)
 
     def select_by_kernel(self) -> Candidates[torch.Tensor]:
-        return slots.select_next(self.candidates, self.lives, self.shape.width, self.shape.width)
+        return slots.launch_select_next(self.candidates, self.lives, self.shape.width, self.shape.width)
 
     def select_by_torch(self) -> Candidates[torch.Tensor]:
         return select_next(self.candidates, self.lives, self.shape.width, self.shape.width)
@@ -125,7 +125,7 @@ class Inputs:
 
     def take_by_kernels(self) -> Taken:
         """A step, as the runner takes it."""
-        beams, logits = Beams(self.scores), RowLogits.of(self.logits.flatten(0, 1), self.places, self.rules.stops)
+        beams, logits = Beams(self.scores), KernelLogits.of(self.logits.flatten(0, 1), self.places, self.rules.stops)
         take = by_kernels(self.rules, beams, self.shape.vocab_size)
         assert take is not None
         return take(self.rules, logits, beams, self.places, self.sampled)

@@ -83,7 +83,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_steps, "SMALL_SHAPES", [gpu_steps.Shape("plain", 4), gpu_steps.Shape("plain", 3)])
 
 
-def _other_tokens(*args: Any, take_step: Any = best.take_step) -> Any:
+def _other_tokens(*args: Any, take_step: Any = best.take_step_by_kernels) -> Any:
     taken = take_step(*args)
     taken.words[:, taken.layout.ints[0]] += 1
     return taken
@@ -92,7 +92,7 @@ def _other_tokens(*args: Any, take_step: Any = best.take_step) -> Any:
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "says"),
     [
-        (best, "take_step", _other_tokens, "beams"),
+        (best, "take_step_by_kernels", _other_tokens, "beams"),
         (copies, "reorder_rows", lambda *_: None, "reordered"),
     ],
 )

@@ -34,7 +34,7 @@ def test_check_fails_where_rows_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_check_fails_where_beams_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = Inputs(SHAPE, DEVICE, seed=1)
-    monkeypatch.setattr(slots, "select_next", lambda candidates, *_: candidates)
+    monkeypatch.setattr(slots, "launch_select_next", lambda candidates, *_: candidates)
     with pytest.raises(AssertionError, match="selected"):
         check(inputs)
 

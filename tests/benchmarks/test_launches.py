@@ -121,10 +121,10 @@ def test_bytes_of_kernels_are_those_of_tensors_and_of_the_logits_that_they_read(
     logits, chosen = nowhere(3, 1000, dtype=torch.bfloat16), nowhere(1, 5)
     best = nowhere(3, 64, dtype=torch.float32)
     given: dict[str, Any] = {"logits": logits, "index": nowhere(2), "going": best, "vocab_size": 1000, "stride": 1000}
-    assert of_kernel("_tile_max", given, (2, 1)) == 2 * 1000 * 2 + 2 * 8 + 3 * 64 * 4
+    assert of_kernel("_tile_max_kernel", given, (2, 1)) == 2 * 1000 * 2 + 2 * 8 + 3 * 64 * 4
     given = {"chosen": chosen, "logits": logits, "keys": nowhere(1, 5 * 64), "tile": 64}
-    assert of_kernel("_rank_tokens", given, (1, 1)) == 5 * 8 + 5 * 64 * 2 + 5 * 64 * 8
-    assert of_kernel("_rank_tiles", {"chosen": chosen, "going": best, "tiles": 64}, (1, 1)) == 5 * 8 + 5 * 64 * 4
+    assert of_kernel("_rank_tokens_kernel", given, (1, 1)) == 5 * 8 + 5 * 64 * 2 + 5 * 64 * 8
+    assert of_kernel("_rank_tiles_kernel", {"chosen": chosen, "going": best, "tiles": 64}, (1, 1)) == 5 * 8 + 5 * 64 * 4
     assert of_kernel("_reorder_rows", {"tokens": logits}, (2, 1)) == 0
     with pytest.raises(KeyError):
         of_kernel("_unheard_of", {"logits": logits}, (1,))

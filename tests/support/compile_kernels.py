@@ -99,24 +99,24 @@ SELECTED = (
 
 def to_rank(kept: int, blocks: int = 64) -> tuple[Any, ...]:
     """The kernel that ranks each row, for so many continuations of it."""
-    sizes = tiles.sizes_to_rank(blocks, kept)
-    return tiles._rank_rows, TILES | RANKED, sizes, tiles.warps_to_rank(kept)
+    sizes = tiles.kernel_sizes_to_rank(blocks, kept)
+    return tiles._rank_rows_kernel, TILES | RANKED, sizes, tiles.warps_to_rank(kept)
 
 
 def to_select(slots: int) -> tuple[Any, ...]:
     """The kernel that selects among what the rows of a group have ranked."""
-    sizes = best.sizes_to_select(slots, slots)
+    sizes = best.kernel_sizes_to_select(slots, slots)
     types = SELECTED | WORDS | {"is_last": "u1"}
-    return best._select_best, types, sizes, best.warps_to_select(sizes["lanes"])
+    return best._select_best_kernel, types, sizes, best.warps_to_select(sizes["lanes"])
 
 
 def to_select_in_groups(slots: int, per_row: int) -> tuple[Any, ...]:
     """The kernel that does so group after group."""
-    sizes = best.sizes_to_select(slots, per_row)
+    sizes = best.kernel_sizes_to_select(slots, per_row)
     of_groups = dict.fromkeys(["num_groups", "padding", "num_done"], INT) | {"penalty": "fp32", "is_last": "u1"}
     of_groups |= {"normal": FLOATS, "scores": FLOATS, "done": LONGS, "taken": LONGS}
     types = LOGITS | SELECTED | WORDS | of_groups
-    return in_groups._select_in_groups, types, sizes, best.warps_to_select(sizes["lanes"])
+    return in_groups._select_in_groups_kernel, types, sizes, best.warps_to_select(sizes["lanes"])
 
 
 IN_GROUPS = (4, 16), (16, 16), (4, 64), (16, 64), (32, 64)  # slots, and continuations kept of each row
@@ -127,20 +127,25 @@ TRIE = {"states": LONGS, "first_child": "*i32", "node_tokens": "*i32"}
 
 def to_rank_items(children: int) -> tuple[Any, ...]:
     """The kernel that ranks the children of each row's node, of which there are so many at most."""
-    return items._rank_items, TILES | RANKED | TRIE, items.sizes_to_rank(38, children), items.WARPS_TO_RANK
+    return (
+        items._rank_items_kernel,
+        TILES | RANKED | TRIE,
+        items.kernel_sizes_to_rank_items(38, children),
+        items.WARPS_TO_RANK,
+    )
 
 
 def to_select_items(slots: int) -> tuple[Any, ...]:
     """The kernel that selects among them."""
-    sizes = best.sizes_to_select(slots, slots)
+    sizes = best.kernel_sizes_to_select(slots, slots)
     types = SELECTED | WORDS | TRIE | {"is_item": "*i8", "targets": LONGS, "may_end": "u1", "children": INT}
-    return items._select_items, types, sizes, best.warps_to_select(2 * sizes["lanes"])
+    return items._select_items_kernel, types, sizes, best.warps_to_select(2 * sizes["lanes"])
 
 
 def to_report(per_row: int) -> tuple[Any, ...]:
     """The kernel that writes log-probabilities."""
     types = LOGITS | WORDS | {"keys": LONGS, "normal": FLOATS, "num_tops": INT}
-    return report._write_logprobs, types, {"per_row": per_row, "block": tiles.BLOCK}, report.WARPS_TO_REPORT
+    return report._write_logprobs_kernel, types, {"per_row": per_row, "block": tiles.BLOCK}, report.WARPS_TO_REPORT
 
 
 OF_WIDE = (
@@ -160,16 +165,24 @@ PARTS = {"tile": tiles.TILE, "lanes": wide_keys.KEYS_AT_A_TIME}
 CHILDREN = {"slots": wide_slots.SLOTS_AT_A_TIME, "part": wide_slots.CHILDREN_AT_A_TIME}
 WIDE = [
     *(
-        of_wide(wide_keys._rank_blocks, wide_keys.sizes_to_rank_blocks(blocks), wide_keys.warps_to_rank_blocks(blocks))
+        of_wide(
+            wide_keys._rank_blocks_kernel,
+            wide_keys.kernel_sizes_to_rank_blocks(blocks),
+            wide_keys.warps_to_rank_blocks(blocks),
+        )
         for blocks in (16, wide.MOST_BLOCKS)
     ),
-    of_wide(wide_keys._rank_tiles, PARTS | {"tiles": tiles.TILES}, wide_keys.WARPS_TO_SPLIT),
-    of_wide(wide_keys._rank_tokens, PARTS, wide_keys.WARPS_TO_SPLIT),
-    of_wide(wide_slots._find_first_children, CHILDREN, wide_slots.NUM_WARPS),
-    of_wide(wide._select_wide, {"part": wide_slots.PART}, wide_slots.NUM_WARPS),
-    of_wide(wide_catalog._rank_item_tiles, wide_catalog.sizes_to_rank(wide.MOST_BLOCKS), wide_catalog.WARPS_TO_RANK),
-    of_wide(wide_catalog._rank_items_of_tiles, PARTS, wide_keys.WARPS_TO_SPLIT),
-    of_wide(wide_catalog._select_wide_items, {"part": wide_slots.PART}, wide_slots.NUM_WARPS),
+    of_wide(wide_keys._rank_tiles_kernel, PARTS | {"tiles": tiles.TILES}, wide_keys.WARPS_TO_SPLIT),
+    of_wide(wide_keys._rank_tokens_kernel, PARTS, wide_keys.WARPS_TO_SPLIT),
+    of_wide(wide_slots._find_first_children_kernel, CHILDREN, wide_slots.NUM_WARPS),
+    of_wide(wide._select_wide_kernel, {"part": wide_slots.PART}, wide_slots.NUM_WARPS),
+    of_wide(
+        wide_catalog._rank_item_tiles_kernel,
+        wide_catalog.kernel_sizes_to_rank_tiles(wide.MOST_BLOCKS),
+        wide_catalog.WARPS_TO_RANK,
+    ),
+    of_wide(wide_catalog._rank_items_of_tiles_kernel, PARTS, wide_keys.WARPS_TO_SPLIT),
+    of_wide(wide_catalog._select_wide_items_kernel, {"part": wide_slots.PART}, wide_slots.NUM_WARPS),
 ]
 
 
@@ -185,15 +198,15 @@ GROWING = (
 
 def to_draft(slots: int, per_row: int) -> tuple[Any, ...]:
     """The kernel that drafts a layer of each forest."""
-    sizes = forest_growth.sizes_to_draft(slots, per_row)
+    sizes = forest_growth.kernel_sizes_to_draft(slots, per_row)
     types = {name: kind for name, kind in GROWING.items() if name != "slots"}
-    return forest_growth._draft_nodes, types, sizes, best.warps_to_select(sizes["lanes"])
+    return forest_growth._draft_nodes_kernel, types, sizes, best.warps_to_select(sizes["lanes"])
 
 
 def to_place(lanes: int) -> tuple[Any, ...]:
     """The kernel that finds rows, masks, blocks and slots for it."""
     constants = {"lanes": lanes, "chunk": forest_growth.NODES_AT_A_TIME}
-    return forest_growth._place_nodes, GROWING, constants, forest_growth.warps_to_place(lanes)
+    return forest_growth._place_draft_nodes_kernel, GROWING, constants, forest_growth.warps_to_place_drafts(lanes)
 
 
 def to_lay_out() -> tuple[Any, ...]:
@@ -201,7 +214,7 @@ def to_lay_out() -> tuple[Any, ...]:
     types = GROWING | dict.fromkeys(["layout", "batch_tokens", "of_rows", "of_ends"], "*i32")
     types |= dict.fromkeys(["batch_positions", "batch_slots", "tokens_at", "logits_at", "places"], LONGS)
     types |= dict.fromkeys(["of_masks", "at"], LONGS) | dict.fromkeys(["num_columns", "slot_stride", "num_keys"], INT)
-    return forest_layout._lay_out_nodes, types, {"lanes": forest_layout.LANES}, forest_layout.NUM_WARPS
+    return forest_layout._lay_out_forest_nodes_kernel, types, {"lanes": forest_layout.LANES}, forest_layout.NUM_WARPS
 
 
 def attention(head_size: int, heads: int, *besides: str) -> dict[str, Any]:
@@ -237,12 +250,12 @@ def to_own(head_size: int, heads: int, *besides: str) -> tuple[Any, ...]:
 CASES: list[tuple[Any, ...]] = [
     *(
         (
-            slots._select_next,
+            slots._select_next_kernel,
             dict.fromkeys(["parents", "tokens", "next_parents", "next_tokens"], LONGS)
             | {"scores": FLOATS, "next_scores": FLOATS, "lives": "*i8"}
             | dict.fromkeys(["count", "width", "num_rows"], INT),
-            {"slots": num_slots, "chunk": slots.candidates_at_a_time(num_slots)},
-            slots.warps_to_select(num_slots),
+            {"slots": num_slots, "chunk": slots.kernel_candidates_at_once(num_slots)},
+            slots.warps_to_select_next(num_slots),
         )
         for num_slots in (4, 64, 512, slots.MOST_SLOTS)
     ),
@@ -271,21 +284,21 @@ CASES: list[tuple[Any, ...]] = [
         for is_read in (True, False)
     ),
     (
-        controls._take_newest,
+        controls._take_newest_kernel,
         dict.fromkeys(["at", "logits_indices", "positions", "own_positions"], LONGS)
         | {"input_ids": "*i32", "own_input_ids": "*i32", "count": INT},
         {"tile_size": controls.TILE},
         4,
     ),
     (
-        controls._reorder_counts,
+        controls._reorder_counts_kernel,
         {"rows": LONGS, "parents": LONGS, "counts": "*i32"}
         | dict.fromkeys(["num_rows", "counts_stride", "vocab_size"], INT),
         {"tile_size": controls.COUNTS_TILE},
         4,
     ),
     (
-        rows_beside._take_rows,
+        rows_beside._take_rows_kernel,
         dict.fromkeys(["rows", "logits", "moved", "tokens", "logits_indices", "own_logits_indices"], LONGS)
         | dict.fromkeys([f"{own}{name}" for own in ("", "own_") for name in ("positions", *MAPPINGS)], LONGS)
         | dict.fromkeys(["num_rows", "num_logits", "num_tokens"], INT)
@@ -295,14 +308,14 @@ CASES: list[tuple[Any, ...]] = [
         4,
     ),
     (
-        rows_beside._put_sampled,
+        rows_beside._put_sampled_kernel,
         dict.fromkeys(["rows", "own_sampled", "sampled"], LONGS)
         | dict.fromkeys(["own_counts", "own_rejected", "counts", "rejected"], "*i32")
         | dict.fromkeys(["num_rows", "width", "own_stride", "sampled_stride"], INT),
         {"tile_size": rows_beside.TILE},
         4,
     ),
-    (tiles._tile_max, TILES, {"tiles": tiles.TILES, "tile": tiles.TILE}, tiles.WARPS_TO_READ),
+    (tiles._tile_max_kernel, TILES, {"tiles": tiles.TILES, "tile": tiles.TILE}, tiles.WARPS_TO_READ),
     to_rank(best.SLOTS[0], blocks=1),
     *(to_rank(kept) for kept in sorted({*report.REPORTED, *(kept for _, kept in forest_growth.SIZES)})),
     *(to_select(slots) for slots in best.SLOTS),

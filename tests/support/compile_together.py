@@ -17,7 +17,7 @@ from triton.compiler import CompiledKernel
 
 from vllm_trie.search.rank import Candidates
 from vllm_trie.worker.kernels import slots
-from vllm_trie.worker.kernels.compiling import compile_together
+from vllm_trie.worker.kernels.compiling import compile_kernels_together
 
 WIDTHS = 3, 4, 9  # beams, for two sizes of the kernel
 DEVICE = 1  # of this rank; a thread begins with the first one
@@ -42,12 +42,12 @@ def launch() -> None:
     for width in WIDTHS:
         parents, tokens = torch.zeros(2, 1, 2 * width, dtype=torch.int64)
         candidates = Candidates(parents, tokens, torch.zeros(1, 2 * width))
-        slots.select_next(candidates, torch.ones(1, 2 * width, dtype=torch.bool), width, width)
+        slots.launch_select_next(candidates, torch.ones(1, 2 * width, dtype=torch.bool), width, width)
 
 
 if __name__ == "__main__":
     triton.runtime.driver.set_active(device)
     device.set_current_device(DEVICE)
-    counts = [compile_together(launch) for _ in range(2)]
-    variants = slots._select_next.device_caches[DEVICE][0].values()
+    counts = [compile_kernels_together(launch) for _ in range(2)]
+    variants = slots._select_next_kernel.device_caches[DEVICE][0].values()
     print(json.dumps({"counts": counts, "compiled": [isinstance(kernel, CompiledKernel) for kernel in variants]}))

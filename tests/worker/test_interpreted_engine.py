@@ -12,13 +12,13 @@ pytestmark = pytest.mark.slow
 
 LAUNCHED = {  # among others
     "ordinary": {"_gumbel_sample_kernel", "_combine_sampled_and_draft_tokens_kernel"},
-    "plain": {"_rank_rows", "_select_best", "_reorder_rows"},
+    "plain": {"_rank_rows_kernel", "_select_best_kernel", "_reorder_rows"},
     "drafting": {
-        *("_draft_nodes", "_place_nodes", "_lay_out_nodes", "_hold_tokens"),
+        *("_draft_nodes_kernel", "_place_draft_nodes_kernel", "_lay_out_forest_nodes_kernel", "_hold_tokens"),
         "_combine_sampled_and_draft_tokens_kernel",
     },
-    "controlled": {"_take_newest", "_reorder_counts", "_penalties_kernel"},
-    "beside each other": {"_put_sampled", "_select_best", "_draft_nodes"},
+    "controlled": {"_take_newest_kernel", "_reorder_counts_kernel", "_penalties_kernel"},
+    "beside each other": {"_put_sampled_kernel", "_select_best_kernel", "_draft_nodes_kernel"},
 }
 
 

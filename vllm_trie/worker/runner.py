@@ -282,7 +282,9 @@ class BeamModelRunner(RestsWithoutBeams, GPUModelRunner):
         if of_ordinary is None:
             return SamplerOutput(sampled, None, num_nans, counts, rejected)
         own = of_ordinary.sampled_token_ids, of_ordinary.num_sampled, of_ordinary.num_rejected
-        put = launches.for_gpus("kernels.rows_beside").put_sampled if launches.run_on(self.device) else put_sampled
+        put = (
+            launches.for_gpus("kernels.rows_beside").launch_put_sampled if launches.run_on(self.device) else put_sampled
+        )
         put(smaller.rows, own, sampled, counts, rejected)
         return SamplerOutput(sampled, of_ordinary.logprobs_tensors, num_nans, counts, rejected)
 

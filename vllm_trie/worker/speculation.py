@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
-    from vllm_trie.worker.kernels import Serving
+    from vllm_trie.worker.kernels import KernelVariants
 
 
 class Speculation:
@@ -46,7 +46,7 @@ class Speculation:
     def begin(self) -> None:
         """There is a KV cache."""
 
-    def warm_up(self, serving: Serving) -> None:
+    def warm_up(self, serving: KernelVariants) -> None:
         """Launch all kernels of its own, as those of the core are launched."""
 
     def warm_up_stock(self) -> None:

@@ -31,11 +31,11 @@ def through_kernels(monkeypatch: pytest.MonkeyPatch) -> list[SelectRules]:
     taken = list[SelectRules]()
     for module in (best, in_groups, items):
 
-        def noted(rules: SelectRules, *args: Any, take_step: Any = module.take_step) -> Taken:
+        def noted(rules: SelectRules, *args: Any, take_step: Any = module.take_step_by_kernels) -> Taken:
             taken.append(rules)
             return take_step(rules, *args)
 
-        monkeypatch.setattr(module, "take_step", noted)
+        monkeypatch.setattr(module, "take_step_by_kernels", noted)
     monkeypatch.setattr(launches, "run_on", lambda _: True)
     return taken
 

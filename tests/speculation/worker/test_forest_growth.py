@@ -102,7 +102,7 @@ def rank(forest_step: ForestStep, logits: torch.Tensor, _: States, number: int) 
 
 
 def best_of_rows(logits: torch.Tensor, which: torch.Tensor, count: int, kept: int) -> torch.Tensor:
-    """As `drafts.best_of_rows`, of log-probabilities."""
+    """As `drafts.launch_best_drafts`, of log-probabilities."""
     keys = logits[which].abs().view(torch.int32).long() * SCORE_UNIT + torch.arange(VOCAB_SIZE, device=DEVICE)
     found = torch.full((len(which), kept), NO_KEY, device=DEVICE)
     found[:, torch.randperm(kept)[: min(count, VOCAB_SIZE)]] = keys.sort(dim=1).values[:, :count]
@@ -234,7 +234,7 @@ def check(problem: Problem, by_kernels: bool, most_slots: int = SLOTS[-1]) -> No
     with pytest.MonkeyPatch.context() as patch:
         for module in (best_drafts, unseen_forests):
             patch.setattr(module, "rank", rank)
-        patch.setattr(drafts, "best_of_rows", best_of_rows)
+        patch.setattr(drafts, "launch_best_drafts", best_of_rows)
         patch.setattr(growth_kernels, "SLOTS", (most_slots,))
         patch.setattr(launches, "run_on", lambda _: by_kernels)
         seen, planted = problem.planted(), problem.planted()
@@ -283,8 +283,8 @@ def test_kernels_rank_what_goes_on_as_torch(count: int) -> None:
     """Whatever ends hypotheses is no draft."""
     logits = torch.randn(5, 700, generator=torch.Generator().manual_seed(count)).to(DEVICE)
     which, ends = torch.tensor([4, 0, 2], device=DEVICE), tuple(logits[4].topk(2).indices.tolist())
-    keys = drafts.best_of_rows(logits, which, count + len(ends), drafts.kept_of(count + len(ends)))
-    logprobs, tokens = (of_rows[:, :count] for of_rows in drafts.decoded(keys, ends))
+    keys = drafts.launch_best_drafts(logits, which, count + len(ends), drafts.kept_by_draft_kernels(count + len(ends)))
+    logprobs, tokens = (of_rows[:, :count] for of_rows in drafts.decode_draft_kernel_keys(keys, ends))
     expected = logits[which].log_softmax(dim=1)
     expected[:, list(ends)] = NEVER
     best = expected.topk(count + len(ends), dim=1)

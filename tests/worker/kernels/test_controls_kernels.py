@@ -17,7 +17,7 @@ def test_rows_take_over_how_often_tokens_have_come_as_in_torch(vocab_size: int) 
         rows = some_reorder((9,) * 5, seed)
         slots = torch.randint(9, (NUM_SLOTS, vocab_size), generator=seeded(seed), dtype=torch.int32).to(DEVICE)
         by_kernel, by_torch = slots.clone(), slots.clone()
-        controls.reorder_counts(rows, by_kernel)
+        controls.launch_reorder_counts(rows, by_kernel)
         by_torch[rows.rows[0]] = by_torch[rows.sources]
         assert not torch.equal(by_kernel, slots)
         assert torch.equal(by_kernel, by_torch)
@@ -30,7 +30,7 @@ def test_newest_tokens_are_read_as_in_torch(count: int) -> None:
     logits_indices = torch.randperm(num_tokens, generator=seeded(2))[:num_logits].to(DEVICE)
     positions = torch.randint(1 << 40, (num_tokens,), generator=seeded(3)).to(DEVICE)
     input_ids = torch.randint(1 << 20, (num_tokens,), generator=seeded(4), dtype=torch.int32).to(DEVICE)
-    found = controls.take_newest(at, logits_indices, positions, input_ids)
+    found = controls.launch_take_newest(at, logits_indices, positions, input_ids)
     for own, field in zip(found, (positions, input_ids), strict=True):
         assert own.dtype == field.dtype
         assert torch.equal(own, field[logits_indices[at]])

@@ -29,7 +29,9 @@ def check(num_groups: int, width: int, num_rows: int, count: int, alive: float, 
     scores = -torch.rand(shape, generator=random).to(DEVICE)
     lives = (torch.rand(shape, generator=random) < alive).to(DEVICE)
     candidates = Candidates(parents, tokens, scores)
-    by_kernel, by_torch = (select(candidates, lives, width, num_rows) for select in (slots.select_next, select_next))
+    by_kernel, by_torch = (
+        select(candidates, lives, width, num_rows) for select in (slots.launch_select_next, select_next)
+    )
     for own, expected in zip(by_kernel, by_torch, strict=True):
         assert own.dtype == expected.dtype
         assert torch.equal(own, expected)
@@ -69,7 +71,7 @@ def test_kernels_for_many_beams_select_as_torch(
         patch.setattr(wide_slots, "SLOTS_AT_A_TIME", 2)
         patch.setattr(wide_slots, "CHILDREN_AT_A_TIME", 4)
         of_groups = rules_of(width), both.to(DEVICE), (num_rows, vocab_size)
-        taken = wide.select(*of_groups, places, places[:, None].clone())
+        taken = wide.launch_select_wide(*of_groups, places, places[:, None].clone())
     expected = select_next(candidates, scores > DEAD, width, num_rows)
     has_beam = expected.scores > DEAD
     assert torch.equal(taken.going.scores.cpu(), expected.scores)
@@ -89,7 +91,7 @@ def test_parts_of_larger_tensors_are_selected_as_in_torch() -> None:
     candidates = Candidates(parents[:, ::2], parents[:, 1::2], -parents.float()[:, :6])
     lives = (parents > 0)[:, ::2]
     for own, expected in zip(
-        slots.select_next(candidates, lives, 4, 4), select_next(candidates, lives, 4, 4), strict=True
+        slots.launch_select_next(candidates, lives, 4, 4), select_next(candidates, lives, 4, 4), strict=True
     ):
         assert torch.equal(own, expected)
 
@@ -103,7 +105,7 @@ def test_step_with_the_kernel_is_the_step_without(semantics: str) -> None:
     rules = rules_of(5, semantics, (1, 7))
     by_kernel, by_torch = (
         packed(take_step(rules, logits, Beams(scores), Means(select_next=one)))
-        for one in (slots.select_next, select_next)
+        for one in (slots.launch_select_next, select_next)
     )
     assert by_kernel[1] == by_torch[1]
     assert torch.equal(by_kernel[0], by_torch[0])

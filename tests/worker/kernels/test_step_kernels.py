@@ -29,7 +29,7 @@ from vllm_trie.search.strategies.best import Best
 from vllm_trie.search.strategies.in_groups import InGroups
 from vllm_trie.search.token_tables import columns
 from vllm_trie.worker.kernels import best, items, tiles, wide, wide_catalog, wide_keys, wide_slots
-from vllm_trie.worker.kernels.tiles import RowLogits
+from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.select.by_kernels import by_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,7 +45,7 @@ class Problem:
         count = num_groups * num_rows
         values = (torch.randn(count + 2, vocab_size, generator=self.random) * 3).to(DEVICE)
         order = torch.randperm(count + 2, generator=self.random).to(DEVICE)
-        self.logits = RowLogits.of(values, order[:count], rules.stops)
+        self.logits = KernelLogits.of(values, order[:count], rules.stops)
         self.scores = -torch.rand(num_groups, num_rows, generator=self.random).to(DEVICE)
         self.places = torch.randperm(count, generator=self.random).to(DEVICE)
         self.states: dict[Constraint, torch.Tensor] = {}
@@ -69,7 +69,7 @@ class Problem:
     def by_torch_of_the_same_sums(self) -> Step:
         """As torch takes it, from log-probabilities that are normalised as the kernels have summed."""
         logits = self.logits._replace(temperature=self.rules.filters.temperature)
-        ranked = tiles.rank_rows(logits, tiles.tiles_of(logits), self.scores, 1, tiles.Wanted(1, 1))
+        ranked = tiles.launch_rank_rows(logits, tiles.launch_tile_maxima(logits), self.scores, 1, tiles.Wanted(1, 1))
         highest, rest = ranked.normal.view(*self.shape[:2], 2, 1).unbind(2)
 
         def normalised(logits: torch.Tensor, barred: tuple[int, ...], temperature: float) -> torch.Tensor:
@@ -201,7 +201,7 @@ def test_kernels_take_the_step_of_torch_in_groups_of_beams(problem: Problem) -> 
 
 def is_wide(rules: SelectRules) -> bool:
     """Whether kernels for many beams take steps by these rules."""
-    return wide.takes(rules, Beams(torch.zeros(1, 1)), 3)
+    return wide.can_take_by_kernels(rules, Beams(torch.zeros(1, 1)), 3)
 
 
 @contextmanager
@@ -218,7 +218,7 @@ def only_wide() -> Iterator[None]:
         for module, name, value in lowered:
             patch.setattr(module, name, value)
         for module in (best, items):
-            patch.setattr(module, "takes", lambda *_: False)
+            patch.setattr(module, "can_take_by_kernels", lambda *_: False)
         yield
 
 
@@ -314,9 +314,9 @@ def test_kernels_take_the_step_of_torch_along_a_catalog(
         states.zero_()
         problem.scores[1, 1:] = NEVER
     beams = Beams(problem.scores, states={along: states})
-    assert items.takes(rules, beams, 70)
+    assert items.can_take_by_kernels(rules, beams, 70)
     sampled = torch.zeros(num_groups * width, 1, dtype=torch.int64, device=DEVICE)
-    taken = items.take_step(rules, problem.logits, beams, problem.places, sampled)
+    taken = items.take_step_by_kernels(rules, problem.logits, beams, problem.places, sampled)
     expected, layout = packed(theirs := take_step(rules, problem.of_rows(), beams))
     lives = theirs.scores > NEVER
     assert torch.equal(taken.going.states[along][lives], theirs.states[along][lives])
@@ -384,7 +384,7 @@ def test_rows_go_on_where_each_node_has_one_child_and_take_tokens_where_beams_ar
         problem = Problem(rules, 1, 3, 70, seed=length)
         sampled = torch.full((len(problem.places), 1), -1, dtype=torch.int64, device=DEVICE)
         beams = beams._replace(length=length)
-        taken = items.take_step(rules, problem.logits, beams, problem.places, sampled)
+        taken = items.take_step_by_kernels(rules, problem.logits, beams, problem.places, sampled)
         theirs = take_step(rules, problem.of_rows(), beams)
         lives = theirs.scores > NEVER
         assert torch.equal(taken.going.parents, theirs.parents)

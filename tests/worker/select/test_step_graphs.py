@@ -28,7 +28,7 @@ from vllm_trie.search.step import PLAIN
 from vllm_trie.search.step_result import Going, Layout, Taken
 from vllm_trie.search.strategies.best import Best
 from vllm_trie.search.strategies.in_groups import InGroups
-from vllm_trie.worker.kernels.tiles import RowLogits
+from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.runner import BeamModelRunner
 from vllm_trie.worker.select import step_graphs
 from vllm_trie.worker.select.step_graphs import GraphCapture, StepGraphs
@@ -124,17 +124,17 @@ def test_of_many_beams_too() -> None:
 
 def test_rows_lie_as_far_apart_as_they_did() -> None:
     """Vocabularies are padded, and kernels are compiled for that."""
-    graphs, seen = StepGraphs(DEVICE, torch.bfloat16, Counted()), list[RowLogits]()
+    graphs, seen = StepGraphs(DEVICE, torch.bfloat16, Counted()), list[KernelLogits]()
     values, which = torch.rand(5, 320, device=DEVICE).bfloat16()[:, :303], torch.tensor([4, 1], device=DEVICE)
     rules, beams = rules_of("plain", 2, ""), Beams(torch.zeros(1, 2, device=DEVICE))
 
-    def take(rules: SelectRules, logits: RowLogits, beams: Beams, *_: Any) -> Taken:
+    def take(rules: SelectRules, logits: KernelLogits, beams: Beams, *_: Any) -> Taken:
         seen.append(logits)
         going = Going(*torch.zeros(2, 1, 2, dtype=torch.int64, device=DEVICE), beams.scores + 1)
         return Taken(going, logits.values[:, :3].int(), Layout([], [], None, False))
 
     for _ in range(2):
-        taken = graphs.take(rules, RowLogits.of(values, which), beams, take)
+        taken = graphs.take(rules, KernelLogits.of(values, which), beams, take)
     assert {logits.values.stride() for logits in seen} == {values.stride()} == {(320, 1)}
     assert torch.equal(taken.words, values[which, :3].int())
 
@@ -268,7 +268,7 @@ def test_graphs_hold_nothing_of_many_rows_or_that_does_not_come_again() -> None:
     def hold(
         rules: SelectRules = plain, means: Means = PLAIN, num_rows: int = 1, vocab_size: int = 300, **beams: Any
     ) -> bool:
-        logits = RowLogits.of(torch.empty(1, vocab_size, dtype=torch.bfloat16), torch.zeros(num_rows))
+        logits = KernelLogits.of(torch.empty(1, vocab_size, dtype=torch.bfloat16), torch.zeros(num_rows))
         return graphs.hold(rules, means, logits, Beams(torch.zeros(1, 1), **beams))
 
     assert hold()
@@ -278,7 +278,7 @@ def test_graphs_hold_nothing_of_many_rows_or_that_does_not_come_again() -> None:
         assert hold(rules, num_rows=most, vocab_size=1 << 18)
         assert not hold(rules, num_rows=most + 1, vocab_size=1 << 18)
     for values in (torch.empty(1, 300).half(), torch.empty(300, 2, dtype=torch.bfloat16).T):
-        assert not graphs.hold(plain, PLAIN, RowLogits.of(values, torch.zeros(1)), Beams(torch.zeros(1, 1)))
+        assert not graphs.hold(plain, PLAIN, KernelLogits.of(values, torch.zeros(1)), Beams(torch.zeros(1, 1)))
     assert not hold(means=Means(draws=[(0, 0)]))
     assert not hold(means=Means(completes=Completes(lambda *_: None, torch.zeros(1, 1))))
     assert not hold(rank_scores=torch.zeros(1, 1))

@@ -32,7 +32,7 @@ from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.attention.shared_rows import Scoring, SharesPrefixes
 from vllm_trie.worker.gpu_worker import BeamGPUWorker
 from vllm_trie.worker.kernels.best import SLOTS
-from vllm_trie.worker.kernels.tiles import RowLogits
+from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.kv.kv_slots import ByToken, KVSlots
 from vllm_trie.worker.select.by_kernels import by_kernels
 from vllm_trie.worker.speculation import Speculation
@@ -118,8 +118,8 @@ def warmed() -> dict[str, set[object]]:
 
 
 def test_every_kernel_of_the_package_is_warmed(warmed: dict[str, set[object]]) -> None:
-    assert warmed.keys() >= {"_select_next", "_reorder_rows", "_attend_to_shared", "_attend_to_own"}
-    assert all(warmed.values()), f"add these to the `warm_up` of their modules: {[n for n in warmed if not warmed[n]]}"
+    assert warmed.keys() >= {"_select_next_kernel", "_reorder_rows", "_attend_to_shared", "_attend_to_own"}
+    assert all(warmed.values()), f"add these to the warm-up of their modules: {[n for n in warmed if not warmed[n]]}"
 
 
 @pytest.mark.parametrize("num_ordinary", [0, 1])
@@ -130,7 +130,7 @@ def test_no_width_launches_a_variant_that_was_not_warmed(
     step = WeightlessStep(rules_of(width, stops=(1,)), 3, VOCAB_SIZE, num_ordinary)
     for number in (24, 25):
         step.sample(np.full(3, number))
-    assert noted["_select_best" if width <= SLOTS[-1] else "_select_wide"].count > 0
+    assert noted["_select_best_kernel" if width <= SLOTS[-1] else "_select_wide_kernel"].count > 0
     assert not new_variants(noted, warmed)
 
 
@@ -152,9 +152,19 @@ def test_no_forest_launches_a_variant_that_was_not_warmed(
     rules = rules_of(width, stops=tuple(range(1, 1 + num_stops)))
     with LaunchCounter():  # which answers where the host waits
         WeightlessForest(rules, 3, VOCAB_SIZE, num_layers=2, depth=2).take()
-    assert noted["_rank_rows"].count == noted["_tile_max"].count == 2 + 3
-    assert [noted[name].count for name in ("_draft_nodes", "_place_nodes", "_lay_out_nodes")] == [2, 2, 1]
-    launched = "_tile_max", "_rank_rows", "_draft_nodes", "_place_nodes", "_lay_out_nodes", "_select_best"
+    assert noted["_rank_rows_kernel"].count == noted["_tile_max_kernel"].count == 2 + 3
+    assert [
+        noted[name].count
+        for name in ("_draft_nodes_kernel", "_place_draft_nodes_kernel", "_lay_out_forest_nodes_kernel")
+    ] == [2, 2, 1]
+    launched = (
+        "_tile_max_kernel",
+        "_rank_rows_kernel",
+        "_draft_nodes_kernel",
+        "_place_draft_nodes_kernel",
+        "_lay_out_forest_nodes_kernel",
+        "_select_best_kernel",
+    )
     assert not new_variants({name: noted[name] for name in launched}, warmed)
 
 
@@ -163,7 +173,7 @@ def take(rules: SelectRules, logits: torch.Tensor, num_rows: int, states: dict[C
     beams, places = Beams(nowhere(1, num_rows, dtype=torch.float32), states=states), nowhere(2 * num_rows + 1)
     take_step = by_kernels(rules, beams, VOCAB_SIZE)
     for num_steps in (1, 4) if take_step else ():
-        which = RowLogits.of(logits, places[:num_rows], rules.stops)
+        which = KernelLogits.of(logits, places[:num_rows], rules.stops)
         take_step(rules, which, beams, places[num_rows + 1 :], nowhere(99, num_steps))
 
 
@@ -184,8 +194,8 @@ def test_no_step_by_kernels_launches_a_variant_that_was_not_warmed(
         for own in ({}, {"is_last": True}, {"num_beams": -(-width // 3)}, *others):
             for logits, num_rows in product(logits_of_steps(), {1, width}):
                 take(plain._replace(**own), logits, num_rows, {})
-    assert noted["_select_best"].count + noted["_select_wide"].count > 100
-    assert noted["_select_wide"].count > 0
+    assert noted["_select_best_kernel"].count + noted["_select_wide_kernel"].count > 100
+    assert noted["_select_wide_kernel"].count > 0
     assert not new_variants(noted, warmed)
 
 
@@ -200,7 +210,7 @@ def test_no_step_in_groups_of_beams_launches_a_variant_that_was_not_warmed(
                 rules = rules_of(width, "hf", tuple(range(num_stops)), are_barred, strategy=in_groups, is_last=is_last)
                 for logits, num_rows in product(logits_of_steps(), {1, width}):
                     take(rules, logits, num_rows, {})
-    assert noted["_select_in_groups"].count > 100
+    assert noted["_select_in_groups_kernel"].count > 100
     assert not new_variants(noted, warmed)
 
 
@@ -216,8 +226,8 @@ def test_no_step_along_a_catalog_launches_a_variant_that_was_not_warmed(
             rules = rules_of(width, semantics, (1,), are_barred, constraints=(items,), num_beams=num_beams)
             for logits, num_rows in product(logits_of_steps(), {1, width}):
                 take(rules, logits, num_rows, {along: nowhere(1, num_rows)})
-    assert noted["_select_items"].count + noted["_select_wide_items"].count > 100
-    assert noted["_select_wide_items"].count > 0
+    assert noted["_select_items_kernel"].count + noted["_select_wide_items_kernel"].count > 100
+    assert noted["_select_wide_items_kernel"].count > 0
     assert not new_variants(noted, warmed)
 
 
@@ -225,7 +235,7 @@ def test_stages_of_a_pipeline_that_do_not_select_warm_no_step(noted: dict[str, L
     runner = runner_with({})
     runner.sampler, runner.speculation = None, Speculation()  # pipelines do not speculate
     warm_up(runner)
-    assert noted["_reorder_rows"].count > noted["_tile_max"].count == 0
+    assert noted["_reorder_rows"].count > noted["_tile_max_kernel"].count == 0
 
 
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
@@ -257,7 +267,7 @@ def test_as_many_slots_are_warmed_as_a_search_may_have(
 ) -> None:
     """In memory mode, which needs drafts, a search may have more beams than rows."""
     warm_up(runner_with({}, has_drafts, max_beam_width))
-    assert noted["_select_next"].count == len(noted["_select_next"].variants) == widest.bit_length()
+    assert noted["_select_next_kernel"].count == len(noted["_select_next_kernel"].variants) == widest.bit_length()
 
 
 def test_layers_without_drafts_are_not_warmed_for_trees(noted: dict[str, Launches]) -> None:

@@ -23,7 +23,7 @@ from vllm_trie.speculation.worker.forest_layout import NO_CHILD, PARENT_UNIT
 from vllm_trie.speculation.worker.forest_nodes import ROOT_OF_DEAD, Nodes
 from vllm_trie.speculation.worker.grown_forests import children_of
 from vllm_trie.worker import launches
-from vllm_trie.worker.kernels.tiles import RowLogits
+from vllm_trie.worker.kernels.tiles import KernelLogits
 from vllm_trie.worker.rows.group_rows import beams_of
 from vllm_trie.worker.select.by_kernels import by_kernels
 
@@ -100,7 +100,7 @@ class Walk:
         at, device = self._at.gather(1, nodes).flatten(), self.device
         if launches.run_on(device) and (take := by_kernels(rules, beams, self._values.shape[1])):
             nowhere = torch.empty(len(at), 1, dtype=torch.int64, device=device)
-            which = RowLogits.of(self._values, at, rules.stops)
+            which = KernelLogits.of(self._values, at, rules.stops)
             return take(rules, which, beams, numbers(len(at), device), nowhere)
         means = self.nodes[0].means(rules, cache(lambda: self._numbers(nodes[0])))
         step = take_step(rules, self._values[at].view(*nodes.shape, -1), beams, means)

@@ -79,7 +79,7 @@ class GrownForests:
         laid, batch = self.lay(rows), rows.batch
         inputs = TargetInputs(batch.input_ids, batch.positions, slot_mappings)
         if launches.run_on(batch.positions.device):
-            kernels.lay_out(self._growing, self._layout, inputs, laid)
+            kernels.launch_lay_out_forests(self._growing, self._layout, inputs, laid)
             return
         for plan in self.plans:
             assert plan.forest_step.grown is not None

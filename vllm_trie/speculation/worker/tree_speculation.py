@@ -31,7 +31,7 @@ from vllm_trie.speculation.worker.tree_positions import TreePositions, tree_posi
 from vllm_trie.speculation.worker.tree_rows import TreeRows
 from vllm_trie.speculation.worker.verify import verify
 from vllm_trie.worker.attention.tree_layers import takes_trees
-from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kernels import KernelVariants
 from vllm_trie.worker.kv import copies
 from vllm_trie.worker.rows.group_rows import BatchRows, GroupRows
 from vllm_trie.worker.rows.rows import rope_state
@@ -100,14 +100,14 @@ class TreeSpeculation(Speculation):
         if self.takes_trees and isinstance(self._runner.speculator, EagleSpeculator):
             self.rows.hidden_states = self._runner.rows.beside = HiddenStates(self._runner)
 
-    def warm_up(self, serving: Serving) -> None:
+    def warm_up(self, serving: KernelVariants) -> None:
         """See `Speculation`."""
         if not self.takes_trees:
             return
         serving = serving._replace(draft_logits=tuple(draft_logits(self._runner)))
-        drafts.warm_up(serving)
-        forest_growth.warm_up(serving)
-        forest_layout.warm_up(serving)
+        drafts.warm_up_draft_kernels(serving)
+        forest_growth.warm_up_growth_kernels(serving)
+        forest_layout.warm_up_layout_kernel(serving)
         if (segments := self._runner.rows.kv_slots.segments) is not None:
             copies.warm_up_moves(segments)
 

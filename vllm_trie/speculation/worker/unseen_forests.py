@@ -21,7 +21,7 @@ from vllm_trie.speculation.worker.forest_growth import ForestPlan, layer_of, pla
 from vllm_trie.speculation.worker.forest_layout import layout_of
 from vllm_trie.speculation.worker.forest_step import ForestStep, followed
 from vllm_trie.speculation.worker.grown_forests import GrownForests, new_blocks_of
-from vllm_trie.speculation.worker.kernels.forest_growth import GrowthKernels
+from vllm_trie.speculation.worker.kernels.forest_growth import ForestGrowthKernels
 from vllm_trie.worker import launches
 from vllm_trie.worker.attention.shared_rows import RowTrees, SharedRows
 
@@ -49,7 +49,7 @@ class UnseenForests:
         self._starts = np.arange(most + 1, dtype=np.int32)
         new_blocks = new_blocks_of(plans)
         beside: list[np.ndarray] = [depths, self._starts, layout_of(plans), *new_blocks]
-        self._kernels = GrowthKernels(plans, block_sizes) if launches.run_on(device) else None
+        self._kernels = ForestGrowthKernels(plans, block_sizes) if launches.run_on(device) else None
         if self._kernels is not None:
             beside += self._kernels.arrays
         self._growing, there = forest_growth.plant(plans, beside, device)

@@ -4,7 +4,7 @@ Nothing here waits for the device, and what a kernel computes depends on no sche
 autotuning. So ranks of tensor parallelism agree. A kernel is compiled anew where the alignment of an argument changes:
 tensors that are parts of packed ones, whose alignment changes with the batch, are left out of this.
 
-Each module ends with `warm_up`, which launches all its kernels in all variants that serving can launch;
+Each module ends with `warm_up_kernels`, which launches all its kernels in all variants that serving can launch;
 `worker.startup.warm_up` calls it.
 """
 
@@ -17,7 +17,7 @@ import torch
 from vllm_trie.worker.kv.reorder import Tables
 
 
-class Serving(NamedTuple):
+class KernelVariants(NamedTuple):
     """What the variants of kernels that an engine launches depend on."""
 
     tokens: torch.Tensor  # [slots, length] int32

@@ -18,20 +18,26 @@ from vllm_trie.search.rank import TILE, Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Going, Layout, Taken
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.worker.kernels import Serving
-from vllm_trie.worker.kernels.order_keys import KEY_UNIT, LAST_KEY, NUM_SCORE_BITS, first_of_lists, score_of
-from vllm_trie.worker.kernels.report import REPORTED, report
+from vllm_trie.worker.kernels import KernelVariants
+from vllm_trie.worker.kernels.order_keys import (
+    KEY_UNIT,
+    LAST_KEY,
+    NUM_SCORE_BITS,
+    first_of_lists_in_kernel,
+    key_score_in_kernel,
+)
+from vllm_trie.worker.kernels.report import REPORTED, launch_report
 from vllm_trie.worker.kernels.tiles import (
     BOTH,
     ENDING,
     MOST_PER_ROW,
     MOST_TILES,
+    KernelLogits,
     RowKeys,
-    RowLogits,
     Wanted,
-    can_filter,
-    rank_rows,
-    tiles_of,
+    can_filter_in_kernels,
+    launch_rank_rows,
+    launch_tile_maxima,
 )
 
 SLOTS = 4, 16, 32, 64  # that kernels are compiled for; of more a program would spill its group's keys
@@ -40,12 +46,12 @@ SEMANTICS = Best("hf"), Best("tridecode"), Best("vllm")  # what says which hypot
 HF, VLLM = tl.constexpr(SEMANTICS.index(Best("hf"))), tl.constexpr(SEMANTICS.index(Best("vllm")))
 
 
-def takes(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
+def can_take_by_kernels(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
     """Whether a step by these rules is taken here; `wide` takes those of more beams."""
     return (
         rules.strategy in SEMANTICS
         and (rules.pruning, rules.constraints) == (Pruning(), ())
-        and can_filter(rules.filters)
+        and can_filter_in_kernels(rules.filters)
         and (not rules.stops.strings or rules.stops.are_barred)
         and rules.width <= SLOTS[-1]
         and -1 < (rules.num_logprobs or 0) <= MOST_PER_ROW
@@ -53,10 +59,10 @@ def takes(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
     )
 
 
-def take_step(
-    rules: SelectRules, logits: RowLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
+def take_step_by_kernels(
+    rules: SelectRules, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
 ) -> Taken:
-    """What `search.step.take_step` does, where `takes` says so.
+    """What `search.step.take_step` does, where `can_take_by_kernels` says so.
 
     Args:
         rules: Those of G groups.
@@ -66,28 +72,28 @@ def take_step(
         sampled: [batch, ...] int64, receives the newest token of every row.
     """
     logits = logits._replace(temperature=rules.filters.temperature)
-    scores, tiles = beams.scores.contiguous(), tiles_of(logits)
-    ranked = rank_rows(logits, tiles, scores, scores.shape[1], _wanted(rules))
-    taken = _select(rules, logits, scores.shape, ranked, places, sampled)
+    scores, tiles = beams.scores.contiguous(), launch_tile_maxima(logits)
+    ranked = launch_rank_rows(logits, tiles, scores, scores.shape[1], _wanted_by_kernels(rules))
+    taken = _launch_select_best(rules, logits, scores.shape, ranked, places, sampled)
     if taken.layout.top_shape is not None:
-        report(logits, tiles, taken.words, taken.layout)
+        launch_report(logits, tiles, taken.words, taken.layout)
     return taken
 
 
-def _wanted(rules: SelectRules) -> Wanted:
+def _wanted_by_kernels(rules: SelectRules) -> Wanted:
     """Of each row as many as may go on, and as may finish."""
-    slots, lists = slots_of(rules.width), BOTH if rules.stops.ending_token_ids else BOTH[:1]
+    slots, lists = kernel_slots_of(rules.width), BOTH if rules.stops.ending_token_ids else BOTH[:1]
     if rules.strategy == Best("vllm"):
         return Wanted(rules.width, 2 * slots, rules.filters, lists, among_best=2 * rules.width)
     return Wanted(rules.width, slots, rules.filters, lists)
 
 
-def slots_of(width: int) -> int:
+def kernel_slots_of(width: int) -> int:
     """What kernels are compiled for that take steps of so many beams."""
     return next(slots for slots in SLOTS if slots >= width)
 
 
-def layout_of(rules: SelectRules, num_rows: int, vocab_size: int) -> Layout:
+def kernel_layout_of(rules: SelectRules, num_rows: int, vocab_size: int) -> Layout:
     """How a step is packed."""
     width, num_ended = rules.width, rules.width if rules.stops.ending_token_ids else 0
     if rules.strategy != Best("vllm") or rules.is_last:
@@ -100,9 +106,9 @@ def layout_of(rules: SelectRules, num_rows: int, vocab_size: int) -> Layout:
     return Layout(ints + reported, floats + reported, top_shape, False)
 
 
-def _select(
+def _launch_select_best(
     rules: SelectRules,
-    logits: RowLogits,
+    logits: KernelLogits,
     shape: torch.Size,
     ranked: RowKeys,
     places: torch.Tensor,
@@ -110,7 +116,7 @@ def _select(
 ) -> Taken:
     """Rank what the rows of each group have ranked, and say what finishes and what goes on in which slot."""
     (num_groups, num_rows), vocab_size, device = shape, logits.values.shape[1], places.device
-    layout, width, slots = layout_of(rules, num_rows, vocab_size), rules.width, slots_of(rules.width)
+    layout, width, slots = kernel_layout_of(rules, num_rows, vocab_size), rules.width, kernel_slots_of(rules.width)
     num_ints, (num_lists, num_all_rows, kept) = sum(layout.ints), ranked.keys.shape
     words = torch.empty(num_groups, num_ints + sum(layout.floats), dtype=torch.int32, device=device)
     order = torch.empty(num_groups, 4 * slots, dtype=torch.int64, device=device)
@@ -118,8 +124,8 @@ def _select(
     beams = Candidates(parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=device))
     num_bits = NUM_SCORE_BITS + (num_rows * vocab_size).bit_length()
     counts = rules.num_beams or width, width if num_lists > 1 else 0
-    sizes = sizes_to_select(slots, slots)
-    _select_best[num_groups,](
+    sizes = kernel_sizes_to_select(slots, slots)
+    _select_best_kernel[num_groups,](
         ranked.keys, num_all_rows * kept, kept, num_rows, vocab_size, *counts, num_bits, logits.classes, width,
         layout.ints[2], SEMANTICS.index(rules.strategy), rules.is_last, order, *beams, words, words.shape[1], num_ints,
         places, sampled, sampled.stride(0), **sizes, num_warps=warps_to_select(sizes["lanes"]),
@@ -127,19 +133,19 @@ def _select(
     return Taken(Going(*beams), words, layout)
 
 
-def sizes_to_select(slots: int, per_row: int) -> dict[str, int]:
+def kernel_sizes_to_select(slots: int, per_row: int) -> dict[str, int]:
     """What kernels that select are compiled for: groups of so many slots, and as many rows at most; keys of each."""
     lanes = slots * per_row
     return {"per_row": per_row, "lanes": lanes, "part": min(lanes, KEYS_AT_A_TIME), "slots": slots}
 
 
 def warps_to_select(lanes: int) -> int:
-    """Warps of a program of `_select_best`."""
+    """Warps of a program of `_select_best_kernel`."""
     return 4 if lanes <= 1024 else 8 if lanes <= 4096 else 16
 
 
 @triton.jit
-def into_slots(parent, alive, slot, width, count: tl.constexpr):
+def into_slots_in_kernel(parent, alive, slot, width, count: tl.constexpr):
     """Which of `count` candidates each slot takes, `count` where it takes none: see `search.slots.choose`."""
     rank = tl.arange(0, count)
     is_child = (parent[None, :] == slot[:, None]) & alive[None, :]
@@ -154,7 +160,7 @@ def into_slots(parent, alive, slot, width, count: tl.constexpr):
 
 
 @triton.jit
-def decide(
+def decide_in_kernel(
     key, ranked, num_rows, vocab_size, classes, width, going, semantics, is_last, slots: tl.constexpr
 ):  # fmt: skip
     """What is decided by the keys of what may go on and of what ends, in order, which lie in `ranked`, too.
@@ -166,26 +172,26 @@ def decide(
     rank, slot, exists = tl.arange(0, 2 * slots), tl.arange(0, slots), key < LAST_KEY
     place = tl.where(exists, key % KEY_UNIT, 0).to(tl.int32)
     parent, token = place // vocab_size, place % vocab_size
-    score = tl.where(exists, score_of(key), float("-inf"))
+    score = tl.where(exists, key_score_in_kernel(key), float("-inf"))
     stop = exists & (tl.load(classes + token) == ENDING)
     lives = (score > float("-inf")) & (stop == 0)
     alive = lives & (tl.cumsum(lives.to(tl.int32), axis=0) <= going)
     num_going = tl.where(semantics == HF, rank + 1, tl.cumsum((stop == 0).to(tl.int32), axis=0) + stop.to(tl.int32))
     ends = tl.where(semantics == VLLM, stop | (alive & is_last), (num_going <= going) & (stop | is_last))
 
-    chosen = into_slots(parent, alive, slot, width, 2 * slots)
+    chosen = into_slots_in_kernel(parent, alive, slot, width, 2 * slots)
     has_beam = chosen < 2 * slots
     own = tl.load(ranked + chosen, mask=has_beam, other=0)
     own_place = (own % KEY_UNIT).to(tl.int32)
     own_parent = tl.where(has_beam, own_place // vocab_size, tl.minimum(slot, num_rows - 1))
     own_token = own_place % vocab_size
-    own_score = tl.where(has_beam, score_of(own), float("-inf"))
+    own_score = tl.where(has_beam, key_score_in_kernel(own), float("-inf"))
     ended_with = tl.where(ends, score, float("-inf"))
     return parent, token, ended_with, stop.to(tl.int32), own_parent.to(tl.int64), own_token.to(tl.int64), own_score
 
 
 @triton.jit
-def write_ended(words, num_ints, width, num_ended, at, parent, token, score, mask):
+def write_ended_in_kernel(words, num_ints, width, num_ended, at, parent, token, score, mask):
     """Write what finishes to its places among `num_ended`, in a step that is packed."""
     ended = words + 2 * width + at
     tl.store(ended, parent, mask=mask)
@@ -194,7 +200,7 @@ def write_ended(words, num_ints, width, num_ended, at, parent, token, score, mas
 
 
 @triton.jit
-def write_beams(words, num_ints, width, at, parent, token, score, mask):
+def write_beams_in_kernel(words, num_ints, width, at, parent, token, score, mask):
     """Write beams to their slots, in a step that is packed."""
     tl.store(words + at, parent.to(tl.int32), mask=mask)
     tl.store(words + width + at, token.to(tl.int32), mask=mask)
@@ -208,12 +214,12 @@ def write_beams(words, num_ints, width, at, parent, token, score, mask):
     ],
     do_not_specialize_on_alignment=["places", "next_tokens", "sampled"],
 )
-def _select_best(
+def _select_best_kernel(
     keys, from_list_to_list, kept, num_rows, vocab_size, going, ending, num_bits, classes, width, num_ended, semantics,
     is_last, order, next_parents, next_tokens, next_scores, words, num_words, num_ints, places, sampled, sampled_stride,
     per_row: tl.constexpr, lanes: tl.constexpr, part: tl.constexpr, slots: tl.constexpr,
 ):  # fmt: skip
-    """See `_select`: a program per group.
+    """See `_launch_select_best`: a program per group.
 
     Args:
         keys: [L, R, kept].
@@ -222,10 +228,10 @@ def _select_best(
     group = tl.program_id(0).to(tl.int64)
     slot, order = tl.arange(0, slots), order + group * 4 * slots
     keys += group * num_rows * kept
-    key = first_of_lists(
+    key = first_of_lists_in_kernel(
         keys, from_list_to_list, kept, num_rows, going, ending, num_bits, order, per_row, lanes, part, slots
     )  # fmt: skip
-    parent, token, ended_with, stop, own_parent, own_token, own_score = decide(
+    parent, token, ended_with, stop, own_parent, own_token, own_score = decide_in_kernel(
         key, order + 2 * slots, num_rows, vocab_size, classes, width, going, semantics, is_last, slots
     )  # fmt: skip
 
@@ -234,36 +240,36 @@ def _select_best(
     if semantics == VLLM:  # what ends comes first
         num_before = tl.cumsum(stop, axis=0) - stop
         at = tl.where(stop == 1, num_before, tl.sum(stop, axis=0) + at - num_before)
-    write_ended(words, num_ints, width, num_ended, at, parent, token, ended_with, at < num_ended)
+    write_ended_in_kernel(words, num_ints, width, num_ended, at, parent, token, ended_with, at < num_ended)
 
     is_slot, by_slot = slot < width, group * width + slot
     tl.store(next_parents + by_slot, own_parent, mask=is_slot)
     tl.store(next_tokens + by_slot, own_token, mask=is_slot)
     tl.store(next_scores + by_slot, own_score, mask=is_slot)
-    write_beams(words, num_ints, width, slot, own_parent, own_token, own_score, is_slot)
+    write_beams_in_kernel(words, num_ints, width, slot, own_parent, own_token, own_score, is_slot)
     is_placed = is_slot & (slot < num_rows)
     row = tl.load(places + group * num_rows + slot, mask=is_placed, other=0)
     tl.store(sampled + row * sampled_stride, own_token, mask=is_placed)
 
 
-def warm_up(serving: Serving) -> None:
+def warm_up_kernels(serving: KernelVariants) -> None:
     """Take a step for each number of slots, of continuations that are kept and of log-probabilities."""
     for logits in serving.logits:
         nothing = torch.zeros(1, dtype=torch.int64, device=serving.device)
-        for rules in _variants(serving.most_beams):
+        for rules in _kernel_variants(serving.most_beams):
             own = Beams(torch.zeros(1, 1, device=serving.device))
-            if takes(rules, own, logits.shape[1]):
-                take_step(rules, RowLogits.of(logits, nothing), own, nothing, nothing[None].clone())
+            if can_take_by_kernels(rules, own, logits.shape[1]):
+                take_step_by_kernels(rules, KernelLogits.of(logits, nothing), own, nothing, nothing[None].clone())
 
 
-def slots_up_to(most_beams: int) -> list[int]:
+def kernel_slots_up_to(most_beams: int) -> list[int]:
     """All that searches of so many beams at most are compiled for."""
     return [slots for below, slots in zip((0, *SLOTS), SLOTS, strict=False) if below < most_beams]
 
 
-def _variants(most_beams: int) -> Iterator[SelectRules]:
+def _kernel_variants(most_beams: int) -> Iterator[SelectRules]:
     """Rules of each number of slots, of which a row's best are kept once or twice as many, and that report."""
-    for slots in slots_up_to(most_beams):
+    for slots in kernel_slots_up_to(most_beams):
         yield from (SelectRules(slots, strategy, Stops((0,))) for strategy in (Best(), Best("vllm")))
     for num_logprobs in REPORTED:
         yield SelectRules(SLOTS[0], Best(), num_logprobs=num_logprobs)

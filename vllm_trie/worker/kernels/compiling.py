@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 PACKAGE = __name__.partition(".")[0]
 
 
-def compile_together(launch: Callable[[], None]) -> int:
+def compile_kernels_together(launch: Callable[[], None]) -> int:
     """Compile all kernels of ours that a function launches, in the variants in which it launches them.
 
     None of them is launched, so `launch` must not depend on what they write. Where Triton interprets, nothing is done.
@@ -29,11 +29,11 @@ def compile_together(launch: Callable[[], None]) -> int:
     stock = JITFunction.run
 
     def run(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
-        return stock(kernel, *args, warmup=warmup or _is_ours(kernel.module), **kwargs)
+        return stock(kernel, *args, warmup=warmup or _is_our_kernel(kernel.module), **kwargs)
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         """Returns whether Triton shall not compile it."""
-        if is_ours := _is_ours(fn.module):
+        if is_ours := _is_our_kernel(fn.module):
             wanted[fn.jit_function, compile["key"]] = compile["specialization_data"]
         return is_ours
 
@@ -52,5 +52,5 @@ def compile_together(launch: Callable[[], None]) -> int:
     return len(compiled)
 
 
-def _is_ours(module: str) -> bool:
+def _is_our_kernel(module: str) -> bool:
     return module.partition(".")[0] == PACKAGE

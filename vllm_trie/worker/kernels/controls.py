@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kernels import KernelVariants
 from vllm_trie.worker.kv.reorder import RowReorder
 from vllm_trie.worker.launches import cdiv
 
@@ -18,7 +18,7 @@ TILE = 256  # rows of which one program reads the newest tokens
 COUNTS_TILE = 4096  # counts that one program copies
 
 
-def take_newest(
+def launch_take_newest(
     at: torch.Tensor, logits_indices: torch.Tensor, positions: torch.Tensor, input_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Position and id of the newest token before some logits.
@@ -34,11 +34,11 @@ def take_newest(
     """
     count = len(at)
     own = positions.new_empty(count), input_ids.new_empty(count)
-    _take_newest[cdiv(count, TILE),](at, count, logits_indices, positions, input_ids, *own, tile_size=TILE)
+    _take_newest_kernel[cdiv(count, TILE),](at, count, logits_indices, positions, input_ids, *own, tile_size=TILE)
     return own
 
 
-def reorder_counts(rows: RowReorder, counts: torch.Tensor) -> None:
+def launch_reorder_counts(rows: RowReorder, counts: torch.Tensor) -> None:
     """Let rows take over how often each token has come.
 
     Args:
@@ -46,16 +46,16 @@ def reorder_counts(rows: RowReorder, counts: torch.Tensor) -> None:
         counts: [slots, V] int32.
     """
     num_rows, vocab_size = len(rows.num_tokens_on_host), counts.shape[1]
-    _reorder_counts[num_rows, cdiv(vocab_size, COUNTS_TILE)](
+    _reorder_counts_kernel[num_rows, cdiv(vocab_size, COUNTS_TILE)](
         rows.rows, rows.parents, num_rows, counts, counts.stride(0), vocab_size, tile_size=COUNTS_TILE
     )
 
 
 @triton.jit(do_not_specialize=["count"])
-def _take_newest(
+def _take_newest_kernel(
     at, count, logits_indices, positions, input_ids, own_positions, own_input_ids, tile_size: tl.constexpr
 ):  # fmt: skip
-    """See `take_newest`: a program per tile of rows."""
+    """See `launch_take_newest`: a program per tile of rows."""
     index = tl.program_id(0) * tile_size + tl.arange(0, tile_size)
     mask = index < count
     newest = tl.load(logits_indices + tl.load(at + index, mask=mask, other=0), mask=mask, other=0)
@@ -66,8 +66,8 @@ def _take_newest(
 @triton.jit(
     do_not_specialize=["num_rows", "counts_stride", "vocab_size"], do_not_specialize_on_alignment=["rows", "parents"]
 )
-def _reorder_counts(rows, parents, num_rows, counts, counts_stride, vocab_size, tile_size: tl.constexpr):
-    """See `reorder_counts`: a program per row and tile of the vocabulary.
+def _reorder_counts_kernel(rows, parents, num_rows, counts, counts_stride, vocab_size, tile_size: tl.constexpr):
+    """See `launch_reorder_counts`: a program per row and tile of the vocabulary.
 
     Args:
         rows: [4, R], see `RowReorder`.
@@ -83,9 +83,9 @@ def _reorder_counts(rows, parents, num_rows, counts, counts_stride, vocab_size, 
         tl.store(counts + slot * counts_stride + token, taken, mask=mask)
 
 
-def warm_up(serving: Serving) -> None:
+def warm_up_kernels(serving: KernelVariants) -> None:
     """Let processors read of one row, which continues itself."""
     nothing = torch.zeros(4, 1, dtype=torch.int64, device=serving.device)
-    take_newest(nothing[0], nothing[0], nothing[0], nothing[0].int())
+    launch_take_newest(nothing[0], nothing[0], nothing[0], nothing[0].int())
     counts = torch.zeros(1, 1, dtype=torch.int32, device=serving.device)
-    reorder_counts(RowReorder(nothing, nothing[0], np.zeros(1, np.int64)), counts)
+    launch_reorder_counts(RowReorder(nothing, nothing[0], np.zeros(1, np.int64)), counts)

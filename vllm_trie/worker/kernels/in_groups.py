@@ -20,37 +20,37 @@ from vllm_trie.search.rank import TILE, Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Going, Layout, Taken
 from vllm_trie.search.strategies.in_groups import InGroups
-from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kernels import KernelVariants
 from vllm_trie.worker.kernels.best import (
     HF,
     SLOTS,
-    decide,
-    sizes_to_select,
-    slots_of,
-    slots_up_to,
+    decide_in_kernel,
+    kernel_sizes_to_select,
+    kernel_slots_of,
+    kernel_slots_up_to,
     warps_to_select,
-    write_beams,
-    write_ended,
+    write_beams_in_kernel,
+    write_ended_in_kernel,
 )
 from vllm_trie.worker.kernels.order_keys import (
     KEY_UNIT,
     LAST_KEY,
     NUM_SCORE_BITS,
-    first_of_lists,
-    is_among,
-    order_key,
-    score_of,
+    first_of_lists_in_kernel,
+    is_among_in_kernel,
+    key_score_in_kernel,
+    order_key_in_kernel,
 )
 from vllm_trie.worker.kernels.tiles import (
     ALLOWED,
     BOTH,
     MOST_TILES,
-    RowLogits,
+    KernelLogits,
     Wanted,
-    can_filter,
-    logprobs_of,
-    rank_rows,
-    tiles_of,
+    can_filter_in_kernels,
+    launch_rank_rows,
+    launch_tile_maxima,
+    logprobs_in_kernel,
 )
 
 KEPT = 16, 64  # continuations of a row, of what goes on and what ends, that kernels are compiled for
@@ -64,38 +64,38 @@ class Groups(NamedTuple):
     width: int  # beams of each
 
 
-def takes(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
+def can_take_by_kernels(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
     """Whether a step by these rules is taken here; else torch takes it."""
     return (
         isinstance(rules.strategy, InGroups)
         and (rules.pruning, rules.constraints, rules.num_logprobs) == (Pruning(), (), None)
-        and can_filter(rules.filters)
+        and can_filter_in_kernels(rules.filters)
         and (not rules.stops.strings or rules.stops.are_barred)
         and rules.width <= SLOTS[-1]
         and vocab_size <= MOST_TILES * TILE
     )
 
 
-def groups_of(rules: SelectRules) -> Groups:
+def kernel_groups_of(rules: SelectRules) -> Groups:
     """What rules say of groups of beams."""
     number = cast(InGroups, rules.strategy).number
     return Groups(number, rules.width // number)
 
 
-def take_step(
-    rules: SelectRules, logits: RowLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
+def take_step_by_kernels(
+    rules: SelectRules, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
 ) -> Taken:
-    """What `search.step.take_step` does, where `takes` says so; as `best.take_step`."""
+    """What `search.step.take_step` does, where `can_take_by_kernels` says so; as `best.take_step_by_kernels`."""
     (num_searches, num_rows), vocab_size, device = beams.scores.shape, logits.values.shape[1], places.device
-    strategy, (number, width) = cast(InGroups, rules.strategy), groups_of(rules)
+    strategy, (number, width) = cast(InGroups, rules.strategy), kernel_groups_of(rules)
     logits = logits._replace(temperature=rules.filters.temperature)
     scores, rows_of_group = beams.scores.contiguous(), min(num_rows, width)
     kept = next(kept for kept in KEPT if kept >= rules.width)
     # As many of each row as its group takes, and as earlier groups may have taken.
     wanted = Wanted(rules.width, kept, rules.filters, BOTH if rules.stops.ending_token_ids else BOTH[:1])
-    ranked = rank_rows(logits, tiles_of(logits), scores, rows_of_group, wanted)
+    ranked = launch_rank_rows(logits, launch_tile_maxima(logits), scores, rows_of_group, wanted)
 
-    sizes, ending = sizes_to_select(slots_of(width), kept), width if rules.stops.ending_token_ids else 0
+    sizes, ending = kernel_sizes_to_select(kernel_slots_of(width), kept), width if rules.stops.ending_token_ids else 0
     sides = [rules.width, number * (width + ending)]
     layout = Layout([side for side in sides for _ in range(2)], sides, None, False)
     num_ints, num_bits = sum(layout.ints), NUM_SCORE_BITS + (rows_of_group * vocab_size).bit_length()
@@ -104,7 +104,7 @@ def take_step(
     parents, tokens, taken = torch.empty(3, num_searches, rules.width, dtype=torch.int64, device=device)
     by_slot = Candidates(parents, tokens, torch.empty_like(scores.new_empty(num_searches, rules.width)))
     done, padding = constant(strategy.done, device), NO_TOKEN.value if strategy.padding is None else strategy.padding
-    _select_in_groups[num_searches,](
+    _select_in_groups_kernel[num_searches,](
         *logits.arguments, ranked.normal, scores, ranked.keys, num_rows, ending, num_bits, number, width,
         float(strategy.penalty), padding, done, len(done), rules.is_last, order, *by_slot, taken, words, words.shape[1],
         num_ints, places, sampled, sampled.stride(0), **sizes, num_warps=warps_to_select(sizes["lanes"]),
@@ -114,7 +114,7 @@ def take_step(
 
 
 @triton.jit
-def less_penalties(
+def less_penalties_in_kernel(
     keys, to, num_lists, from_list_to_list, num_keys, logits, index, stride, vocab_size, classes, temperature, normal,
     scores, taken, num_taken, penalty, is_done, lanes: tl.constexpr, part: tl.constexpr,
 ):  # fmt: skip
@@ -130,10 +130,10 @@ def less_penalties(
         for at in range(num_taken):
             num_times += (token == tl.load(taken + at)).to(tl.int32)
         values = logits + tl.load(index + row) * stride
-        logprob = logprobs_of(values, normal + 2 * row, token, vocab_size, classes, temperature, ALLOWED)
+        logprob = logprobs_in_kernel(values, normal + 2 * row, token, vocab_size, classes, temperature, ALLOWED)
         score = (logprob - penalty * num_times.to(tl.float32)) + tl.load(scores + row)
-        score = tl.where((score_of(key) > float("-inf")) & (is_done == 0), score, float("-inf"))
-        tl.store(to + start + of_part, tl.where(exists, order_key(score, place), LAST_KEY))
+        score = tl.where((key_score_in_kernel(key) > float("-inf")) & (is_done == 0), score, float("-inf"))
+        tl.store(to + start + of_part, tl.where(exists, order_key_in_kernel(score, place), LAST_KEY))
     tl.debug_barrier()
 
 
@@ -144,13 +144,13 @@ def less_penalties(
     ],
     do_not_specialize_on_alignment=["index", "scores", "next_tokens", "taken", "places", "sampled"],
 )
-def _select_in_groups(
+def _select_in_groups_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, normal, scores, keys, num_rows, ending, num_bits,
     num_groups, width, penalty, padding, done, num_done, is_last, order, next_parents, next_tokens, next_scores, taken,
     words, num_words, num_ints, places, sampled, sampled_stride, per_row: tl.constexpr, lanes: tl.constexpr,
     part: tl.constexpr, slots: tl.constexpr,
 ):  # fmt: skip
-    """See `take_step`: a program per search.
+    """See `take_step_by_kernels`: a program per search.
 
     Args:
         keys: [L, R, per_row] of the rows of all searches, as if nothing was taken.
@@ -172,26 +172,26 @@ def _select_in_groups(
     for number in range(num_groups):
         first = number * width
         row = first_row + tl.where(num_rows > 1, first, 0)
-        is_done = is_among(number, done, num_done).to(tl.int32)
-        less_penalties(
+        is_done = is_among_in_kernel(number, done, num_done).to(tl.int32)
+        less_penalties_in_kernel(
             keys + row * per_row, penalised, num_lists, from_list_to_list, rows_of_group * per_row, logits, index + row,
             stride, vocab_size, classes, temperature, normal + 2 * row, scores + row, taken, first, penalty, is_done,
             lanes, part,
         )  # fmt: skip
-        key = first_of_lists(
+        key = first_of_lists_in_kernel(
             penalised, lanes, per_row, rows_of_group, width, ending, num_bits, order, per_row, lanes, part, slots
         )  # fmt: skip
-        parent, token, ended_with, _, own_parent, own_token, own_score = decide(
+        parent, token, ended_with, _, own_parent, own_token, own_score = decide_in_kernel(
             key, order + 2 * slots, rows_of_group, vocab_size, classes, width, width, HF, is_last, slots
         )  # fmt: skip
         at, is_ranked, is_slot = number * count + rank, rank < count, slot < width
-        write_ended(words, num_ints, num_beams, num_ended, at, parent + first, token, ended_with, is_ranked)
+        write_ended_in_kernel(words, num_ints, num_beams, num_ended, at, parent + first, token, ended_with, is_ranked)
         own, own_parent = first + slot, own_parent + first
         by_slot = search * num_beams + own
         tl.store(next_parents + by_slot, own_parent, mask=is_slot)
         tl.store(next_tokens + by_slot, own_token, mask=is_slot)
         tl.store(next_scores + by_slot, own_score, mask=is_slot)
-        write_beams(words, num_ints, num_beams, own, own_parent, own_token, own_score, is_slot)
+        write_beams_in_kernel(words, num_ints, num_beams, own, own_parent, own_token, own_score, is_slot)
         takes = tl.where(own_score > float("-inf"), own_token, NO_TOKEN)
         tl.store(taken + own, tl.where(is_done != 0, padding, takes), mask=is_slot)
         is_placed = is_slot & (own < num_rows)
@@ -200,13 +200,13 @@ def _select_in_groups(
         tl.debug_barrier()
 
 
-def warm_up(serving: Serving) -> None:
+def warm_up_kernels(serving: KernelVariants) -> None:
     """Take a step for each number of slots, of searches and of their groups."""
     nothing = torch.zeros(1, dtype=torch.int64, device=serving.device)
     own = Beams(torch.zeros(1, 1, device=serving.device))
     for logits in serving.logits:
-        for slots in slots_up_to(serving.most_beams):
+        for slots in kernel_slots_up_to(serving.most_beams):
             for width in (SLOTS[0] // 2, *(slots // 2 for slots in SLOTS[1:])):
                 rules = SelectRules(slots, InGroups(slots // width, 1.0, None)) if width < slots else None
-                if rules is not None and takes(rules, own, logits.shape[1]):
-                    take_step(rules, RowLogits.of(logits, nothing), own, nothing, nothing[None].clone())
+                if rules is not None and can_take_by_kernels(rules, own, logits.shape[1]):
+                    take_step_by_kernels(rules, KernelLogits.of(logits, nothing), own, nothing, nothing[None].clone())

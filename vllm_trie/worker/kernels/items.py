@@ -18,35 +18,35 @@ from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Going, Layout, Taken
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kernels import KernelVariants
 from vllm_trie.worker.kernels.best import (
     SEMANTICS,
     SLOTS,
-    into_slots,
-    sizes_to_select,
-    slots_of,
-    slots_up_to,
+    into_slots_in_kernel,
+    kernel_sizes_to_select,
+    kernel_slots_of,
+    kernel_slots_up_to,
     warps_to_select,
 )
 from vllm_trie.worker.kernels.order_keys import (
     KEY_UNIT,
     LAST_KEY,
     NUM_SCORE_BITS,
-    cutoff,
-    first_in_order,
-    keep,
-    order_key,
-    score_of,
+    cutoff_in_kernel,
+    first_keys_in_kernel,
+    keep_keys_in_kernel,
+    key_score_in_kernel,
+    order_key_in_kernel,
 )
 from vllm_trie.worker.kernels.tiles import (
     ALLOWED,
     MOST_PER_ROW,
-    RowLogits,
-    can_filter,
-    log_min_p,
-    logprobs_of,
-    normalise,
-    tiles_of,
+    KernelLogits,
+    can_filter_in_kernels,
+    kernel_log_min_p,
+    launch_tile_maxima,
+    logprobs_in_kernel,
+    normalise_in_kernel,
 )
 from vllm_trie.worker.launches import next_power_of_2
 
@@ -55,12 +55,14 @@ ROOM = tl.constexpr(MOST_PER_ROW)  # for keys of a row
 WARPS_TO_RANK = 4
 
 
-def takes(rules: SelectRules, beams: Beams, _: int) -> bool:
+def can_take_by_kernels(rules: SelectRules, beams: Beams, _: int) -> bool:
     """Whether a step by these rules is taken here; `wide_catalog` takes those of more beams, or children."""
-    return are_items_alone(rules) and rules.width <= SLOTS[-1] and most_children(beams) <= CHILDREN[-1]
+    return (
+        kernels_take_items_alone(rules) and rules.width <= SLOTS[-1] and most_children_in_kernels(beams) <= CHILDREN[-1]
+    )
 
 
-def are_items_alone(rules: SelectRules) -> bool:
+def kernels_take_items_alone(rules: SelectRules) -> bool:
     """Whether beams go along a catalog, each one item, and kernels know what else is asked."""
     items = rules.items
     if items is None or rules.constraints != (items,) or not items.is_plain:
@@ -68,33 +70,33 @@ def are_items_alone(rules: SelectRules) -> bool:
     return (
         rules.strategy in SEMANTICS
         and (rules.pruning, rules.num_logprobs) == (Pruning(), None)
-        and can_filter(rules.filters)
+        and can_filter_in_kernels(rules.filters)
         and (not rules.stops.strings or rules.stops.are_barred)
     )
 
 
-def most_children(beams: Beams) -> int:
+def most_children_in_kernels(beams: Beams) -> int:
     """Of the nodes of all rows, or more."""
     most, length = cast(AlongItems, beams.sparse).trie.most_children, beams.length
     return max(most) if length is None else most[length] if length < len(most) else 1
 
 
-def take_step(
-    rules: SelectRules, logits: RowLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
+def take_step_by_kernels(
+    rules: SelectRules, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
 ) -> Taken:
-    """What `search.step.take_step` does, where `takes` says so; as `best.take_step`."""
+    """What `search.step.take_step` does, where `can_take_by_kernels` says so; as `best.take_step_by_kernels`."""
     (num_groups, num_rows), device, along = beams.scores.shape, places.device, cast(AlongItems, beams.sparse)
     width, count = rules.width, rules.num_beams or rules.width
-    slots, most = slots_of(width), most_children(beams)
+    slots, most = kernel_slots_of(width), most_children_in_kernels(beams)
     children = next(children for children in CHILDREN if children >= most)
     logits = logits._replace(temperature=rules.filters.temperature)
-    scores, states, tiles = beams.scores.contiguous(), beams.states[along].contiguous(), tiles_of(logits)
+    scores, states, tiles = beams.scores.contiguous(), beams.states[along].contiguous(), launch_tile_maxima(logits)
     trie = states, along.trie.first_child, along.trie.tokens
     keys = torch.empty(num_groups * num_rows, 2, ROOM.value, dtype=torch.int64, device=device)
     normal = torch.empty(num_groups * num_rows, 2, dtype=torch.float32, device=device)
-    _rank_items[num_groups * num_rows,](
-        *logits.arguments, *tiles.normalisers, scores, num_rows, count, log_min_p(rules.filters), *trie, keys,
-        normal, **sizes_to_rank(tiles.maxima.shape[1], children), num_warps=WARPS_TO_RANK,
+    _rank_items_kernel[num_groups * num_rows,](
+        *logits.arguments, *tiles.normalisers, scores, num_rows, count, kernel_log_min_p(rules.filters), *trie, keys,
+        normal, **kernel_sizes_to_rank_items(tiles.maxima.shape[1], children), num_warps=WARPS_TO_RANK,
     )  # fmt: skip
     layout = Layout([width, width, count, count], [width, count], None, False)
     words = torch.empty(num_groups, 3 * (width + count), dtype=torch.int32, device=device)
@@ -102,8 +104,8 @@ def take_step(
     parents, tokens, targets = torch.empty(3, num_groups, width, dtype=torch.int64, device=device)
     by_slot = Candidates(parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=device))
     num_bits, may_end = NUM_SCORE_BITS + (num_rows * children).bit_length(), not rules.stops.are_barred
-    sizes = sizes_to_select(slots, slots)
-    _select_items[num_groups,](
+    sizes = kernel_sizes_to_select(slots, slots)
+    _select_items_kernel[num_groups,](
         keys, num_rows, count, num_bits, *trie, along.trie.is_item.view(torch.int8), width, order, *by_slot, targets,
         words, places, sampled, sampled.stride(0), may_end, children, **sizes,
         num_warps=warps_to_select(2 * sizes["lanes"]),
@@ -111,8 +113,8 @@ def take_step(
     return Taken(Going(*by_slot, states={along: targets}), words, layout)
 
 
-def sizes_to_rank(num_blocks: int, children: int) -> dict[str, int]:
-    """What `_rank_items` is compiled for."""
+def kernel_sizes_to_rank_items(num_blocks: int, children: int) -> dict[str, int]:
+    """What `_rank_items_kernel` is compiled for."""
     return {"blocks": next_power_of_2(num_blocks), "children": children}
 
 
@@ -120,48 +122,48 @@ def sizes_to_rank(num_blocks: int, children: int) -> dict[str, int]:
     do_not_specialize=["vocab_size", "num_blocks", "num_rows", "count"],
     do_not_specialize_on_alignment=["index", "scores", "states"],
 )
-def _rank_items(
+def _rank_items_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, maxima, sums, num_blocks, scores, num_rows,
     count, log_min_p, states, first_child, node_tokens, keys, normal, blocks: tl.constexpr, children: tl.constexpr,
 ):  # fmt: skip
     """The best children of a row's node, and the best of those that have children: a program per row."""
     row, child = tl.program_id(0), tl.arange(0, children)
     normal += 2 * row
-    score = normalise(maxima, sums, num_blocks, scores, row, normal, blocks)
+    score = normalise_in_kernel(maxima, sums, num_blocks, scores, row, normal, blocks)
     parent = tl.load(states + row)
     node = tl.load(first_child + parent) + child
     exists = node < tl.load(first_child + parent + 1)
     token = tl.load(node_tokens + node, mask=exists, other=0)
     values = logits + tl.load(index + row) * stride
-    logprob = logprobs_of(values, normal, token, vocab_size, classes, temperature, ALLOWED)
+    logprob = logprobs_in_kernel(values, normal, token, vocab_size, classes, temperature, ALLOWED)
     least = tl.max(tl.where(exists, logprob, float("-inf")), axis=0) + log_min_p
     logprob = tl.where(logprob < least, float("-inf"), logprob)
-    own = tl.where(exists, order_key(logprob + score, (row % num_rows) * children + child), LAST_KEY)
+    own = tl.where(exists, order_key_in_kernel(logprob + score, (row % num_rows) * children + child), LAST_KEY)
     begin, end = (
         tl.load(first_child + node, mask=exists, other=0),
         tl.load(first_child + node + 1, mask=exists, other=0),
     )
     going = tl.where(begin < end, own, LAST_KEY)
     keys += row.to(tl.int64) * 2 * ROOM
-    keep(own, (own < LAST_KEY) & (own <= cutoff(own, count, 62)), keys, 0, ROOM)
-    keep(going, (going < LAST_KEY) & (going <= cutoff(going, count, 62)), keys + ROOM, 0, ROOM)
+    keep_keys_in_kernel(own, (own < LAST_KEY) & (own <= cutoff_in_kernel(own, count, 62)), keys, 0, ROOM)
+    keep_keys_in_kernel(going, (going < LAST_KEY) & (going <= cutoff_in_kernel(going, count, 62)), keys + ROOM, 0, ROOM)
 
 
 @triton.jit
-def _nodes(key, states, first_child, children):
+def _nodes_in_kernel(key, states, first_child, children):
     """Where keys lead, and whether they lead anywhere."""
     exists = key < LAST_KEY
     place = tl.where(exists, key % KEY_UNIT, 0).to(tl.int32)
     parent = tl.load(states + place // children)
     node = tl.load(first_child + parent) + place % children
-    return place // children, tl.where(exists, node, 0), tl.where(exists, score_of(key), float("-inf"))
+    return place // children, tl.where(exists, node, 0), tl.where(exists, key_score_in_kernel(key), float("-inf"))
 
 
 @triton.jit(
     do_not_specialize=["num_rows", "count", "num_bits", "width", "sampled_stride", "may_end", "children"],
     do_not_specialize_on_alignment=["places", "states", "next_tokens", "targets", "sampled"],
 )
-def _select_items(
+def _select_items_kernel(
     keys, num_rows, count, num_bits, states, first_child, node_tokens, is_item, width, order, next_parents, next_tokens,
     next_scores, targets, words, places, sampled, sampled_stride, may_end, children, per_row: tl.constexpr,
     lanes: tl.constexpr, part: tl.constexpr, slots: tl.constexpr,
@@ -172,8 +174,8 @@ def _select_items(
     keys, states = keys + group * num_rows * 2 * ROOM, states + group * num_rows
     words += group * 3 * (width + count)
     floats = words + 2 * (width + count)
-    key = first_in_order(keys, 2 * ROOM, num_rows, count, num_bits, order, per_row, lanes, part)
-    parent, node, score = _nodes(key, states, first_child, children)
+    key = first_keys_in_kernel(keys, 2 * ROOM, num_rows, count, num_bits, order, per_row, lanes, part)
+    parent, node, score = _nodes_in_kernel(key, states, first_child, children)
     ends = (tl.load(is_item + node) != 0) & may_end
     is_ranked, ended = rank < count, words + 2 * width
     tl.store(ended + rank, parent, mask=is_ranked)
@@ -182,12 +184,12 @@ def _select_items(
     tl.store(floats + width + rank, ended_with, mask=is_ranked)
 
     order += 2 * per_row
-    key = first_in_order(keys + ROOM, 2 * ROOM, num_rows, count, num_bits, order, per_row, lanes, part)
-    parent, node, score = _nodes(key, states, first_child, children)
-    chosen = into_slots(parent, (score > float("-inf")) & is_ranked, slot, width, per_row)
+    key = first_keys_in_kernel(keys + ROOM, 2 * ROOM, num_rows, count, num_bits, order, per_row, lanes, part)
+    parent, node, score = _nodes_in_kernel(key, states, first_child, children)
+    chosen = into_slots_in_kernel(parent, (score > float("-inf")) & is_ranked, slot, width, per_row)
     is_slot, has_beam = slot < width, chosen < per_row
     own = tl.load(order + per_row + tl.minimum(chosen, count - 1))
-    own_parent, own_node, own_score = _nodes(own, states, first_child, children)
+    own_parent, own_node, own_score = _nodes_in_kernel(own, states, first_child, children)
     own_parent = tl.where(has_beam, own_parent, tl.minimum(slot, num_rows - 1))
     own_score = tl.where(has_beam, own_score, float("-inf"))
     own_token = tl.maximum(tl.load(node_tokens + own_node), 0)  # the root, where there is no beam, has none
@@ -204,14 +206,14 @@ def _select_items(
     tl.store(sampled + row * sampled_stride, own_token.to(tl.int64), mask=is_placed)
 
 
-def warm_up(serving: Serving) -> None:
+def warm_up_kernels(serving: KernelVariants) -> None:
     """Take a step for each number of slots, and of children."""
     nothing, rules = torch.zeros(2, dtype=torch.int64, device=serving.device), ItemRules("")
     for most_children in CHILDREN:
         trie = ItemTrie(nothing.int(), nothing.int(), nothing.bool(), [most_children])
         along, row = rules.on({"": trie}, ()), nothing[:1]
         beams = Beams(torch.zeros(1, 1, device=serving.device), states={along: row[None]})
-        for slots in slots_up_to(serving.most_beams):
+        for slots in kernel_slots_up_to(serving.most_beams):
             for logits in serving.logits:
                 of_items = SelectRules(slots, Best(), constraints=(rules,))
-                take_step(of_items, RowLogits.of(logits, row), beams, row, row[None].clone())
+                take_step_by_kernels(of_items, KernelLogits.of(logits, row), beams, row, row[None].clone())

@@ -16,19 +16,19 @@ SCORE_BITS, PLACE_BITS = tl.constexpr(NUM_SCORE_BITS), tl.constexpr(SCORE_UNIT.b
 
 
 @triton.jit
-def order_key(score, place):
+def order_key_in_kernel(score, place):
     """As `search.rank` has it: lower for a better score and, where scores are equal, for a lower place."""
     return tl.abs(score).to(tl.int32, bitcast=True).to(tl.int64) * KEY_UNIT + place
 
 
 @triton.jit
-def score_of(key):
+def key_score_in_kernel(key):
     """The score in an order key, which is at most 0."""
     return 0.0 - (key // KEY_UNIT).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def cutoff(keys, count, num_bits):
+def cutoff_in_kernel(keys, count, num_bits):
     """The `count`-th of order keys, all different; more than any but `LAST_KEY`, and at once, if there are no more.
 
     Bit by bit, so that it takes as long for many as for few. `num_bits`: of scores, and of places as far as they go.
@@ -43,7 +43,7 @@ def cutoff(keys, count, num_bits):
 
 
 @triton.jit
-def nth_of(scores, count):
+def nth_score_in_kernel(scores, count):
     """The `count`-th best of scores, repeats counted; no number if fewer of them are numbers. Bit by bit, likewise."""
     bits, found = tl.abs(scores).to(tl.int32, bitcast=True), tl.sum((scores == 0.0).to(tl.int32) * 0, axis=0)
     for at in range(SCORE_BITS):
@@ -53,7 +53,7 @@ def nth_of(scores, count):
 
 
 @triton.jit
-def cutoffs(keys, counts, num_bits):
+def cutoffs_in_kernel(keys, counts, num_bits):
     """The same of each of some lists [L, n] at once, counts [L]."""
     found = tl.sum(keys * 0, axis=1)
     for at in range(num_bits):
@@ -65,7 +65,7 @@ def cutoffs(keys, counts, num_bits):
 
 
 @triton.jit
-def keep(values, is_kept, to, num_kept, size: tl.constexpr):
+def keep_keys_in_kernel(values, is_kept, to, num_kept, size: tl.constexpr):
     """Store those that are kept one after the other, behind `num_kept`, and `LAST_KEY` in what remains of `size`."""
     place = num_kept + tl.cumsum(is_kept.to(tl.int32), axis=0) - 1
     rest = tl.arange(0, size)
@@ -77,7 +77,7 @@ def keep(values, is_kept, to, num_kept, size: tl.constexpr):
 
 
 @triton.jit
-def is_among(tokens, ids, count):
+def is_among_in_kernel(tokens, ids, count):
     """Which tokens are among `count` ids."""
     found = tokens < 0
     for at in range(count):
@@ -86,7 +86,7 @@ def is_among(tokens, ids, count):
 
 
 @triton.jit
-def in_order(unordered, rank, to):
+def sort_keys_in_kernel(unordered, rank, to):
     """Keys in their order; `to`: where there is room for them."""
     other, own = unordered[None, :], unordered[:, None]
     is_before = (other < own) | ((other == own) & (rank[None, :] < rank[:, None]))
@@ -96,22 +96,22 @@ def in_order(unordered, rank, to):
 
 
 @triton.jit
-def first_in_order(
+def first_keys_in_kernel(
     keys, stride, num_rows, count, num_bits, order, per_row: tl.constexpr, lanes: tl.constexpr, part: tl.constexpr
 ):  # fmt: skip
     """The first `count` of a group's keys, in order; `stride`: from row to row; `order`: room for twice as many."""
     lane, num_lanes, rank = tl.arange(0, lanes), num_rows * per_row, tl.arange(0, per_row)
     of_rows = tl.load(keys + lane // per_row * stride + lane % per_row, mask=lane < num_lanes, other=LAST_KEY)
-    last, num_kept = cutoff(of_rows, count, num_bits), 0
+    last, num_kept = cutoff_in_kernel(of_rows, count, num_bits), 0
     for start in range(0, lanes, part):
         at = start + tl.arange(0, part)
         some = tl.load(keys + at // per_row * stride + at % per_row, mask=at < num_lanes, other=LAST_KEY)
-        num_kept = keep(some, (some < LAST_KEY) & (some <= last), order, num_kept, per_row)
-    return in_order(tl.load(order + rank), rank, order + per_row)
+        num_kept = keep_keys_in_kernel(some, (some < LAST_KEY) & (some <= last), order, num_kept, per_row)
+    return sort_keys_in_kernel(tl.load(order + rank), rank, order + per_row)
 
 
 @triton.jit
-def first_of_lists(
+def first_of_lists_in_kernel(
     keys, from_list_to_list, stride, num_rows, of_first, of_second, num_bits, order, per_row: tl.constexpr, lanes:
     tl.constexpr, part: tl.constexpr, slots: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +128,7 @@ def first_of_lists(
     of_rows = lane // per_row * stride + lane % per_row
     exists = lane[None, :] < tl.where(which == 0, num_of_first, num_of_second)[:, None]
     of_lists = tl.load(keys + which[:, None] * from_list_to_list + of_rows[None, :], mask=exists, other=LAST_KEY)
-    last = cutoffs(of_lists, tl.where(which == 0, of_first, of_second), num_bits)
+    last = cutoffs_in_kernel(of_lists, tl.where(which == 0, of_first, of_second), num_bits)
     for number in tl.static_range(2):
         own_last, num_kept = tl.sum(tl.where(which == number, last, 0), axis=0), 0
         num_own = tl.where(number == 0, num_of_first, num_of_second)
@@ -136,6 +136,8 @@ def first_of_lists(
             at = start + tl.arange(0, part)
             own = keys + number * from_list_to_list + at // per_row * stride + at % per_row
             some = tl.load(own, mask=at < num_own, other=LAST_KEY)
-            num_kept = keep(some, (some < LAST_KEY) & (some <= own_last), order + number * slots, num_kept, slots)
+            num_kept = keep_keys_in_kernel(
+                some, (some < LAST_KEY) & (some <= own_last), order + number * slots, num_kept, slots
+            )
     rank = tl.arange(0, 2 * slots)
-    return in_order(tl.load(order + rank), rank, order + 2 * slots)
+    return sort_keys_in_kernel(tl.load(order + rank), rank, order + 2 * slots)

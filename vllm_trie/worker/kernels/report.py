@@ -9,7 +9,7 @@ import triton.language as tl
 from vllm_trie.search.devices import filled
 from vllm_trie.search.rank import TILE
 from vllm_trie.search.step_result import Layout
-from vllm_trie.worker.kernels.order_keys import KEY_UNIT, in_order, score_of
+from vllm_trie.worker.kernels.order_keys import KEY_UNIT, key_score_in_kernel, sort_keys_in_kernel
 from vllm_trie.worker.kernels.tiles import (
     ALLOWED,
     BLOCK,
@@ -17,23 +17,23 @@ from vllm_trie.worker.kernels.tiles import (
     MOST_PER_ROW,
     MOST_TILES,
     NOT_ALLOWED,
-    RowLogits,
-    Tiles,
+    KernelLogits,
+    KernelTiles,
     Wanted,
-    logprobs_of,
-    normalised,
-    rank_rows,
+    launch_rank_rows,
+    logprobs_in_kernel,
+    normalised_in_kernel,
 )
 
 REPORTED = 8, 32, MOST_PER_ROW  # log-probabilities of each row that kernels are compiled for
 
 
-def can_report(num_logprobs: int, vocab_size: int) -> bool:
+def can_report_by_kernels(num_logprobs: int, vocab_size: int) -> bool:
     """Whether kernels rank so many tokens of each row."""
     return 0 <= num_logprobs <= REPORTED[-1] and vocab_size <= MOST_TILES * TILE
 
 
-def report(logits: RowLogits, tiles: Tiles, words: torch.Tensor, layout: Layout) -> None:
+def launch_report(logits: KernelLogits, tiles: KernelTiles, words: torch.Tensor, layout: Layout) -> None:
     """Write the log-probabilities that are reported: of each row the best, and of beams and what finishes their own.
 
     Args:
@@ -46,8 +46,8 @@ def report(logits: RowLogits, tiles: Tiles, words: torch.Tensor, layout: Layout)
     num_groups, (num_rows, num_tops), (width, count) = len(words), layout.top_shape, layout.floats[:2]
     nothing, most = filled((num_groups, num_rows), 0.0, words.device), max(num_tops, 1)
     kept = next(kept for kept in REPORTED if kept >= most)
-    tops = rank_rows(logits, tiles, nothing, num_rows, Wanted(most, kept))
-    _write_logprobs[width + count + num_rows, num_groups](
+    tops = launch_rank_rows(logits, tiles, nothing, num_rows, Wanted(most, kept))
+    _write_logprobs_kernel[width + count + num_rows, num_groups](
         *logits.arguments, tops.keys, tops.normal, words, words.shape[1], sum(layout.ints), width, count, num_rows,
         num_tops, per_row=kept, block=BLOCK, num_warps=WARPS_TO_REPORT,
     )  # fmt: skip
@@ -60,11 +60,11 @@ WARPS_TO_REPORT = 4
     do_not_specialize=["vocab_size", "num_words", "num_ints", "width", "count", "num_rows", "num_tops"],
     do_not_specialize_on_alignment=["index"],
 )
-def _write_logprobs(
+def _write_logprobs_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, keys, normal, words, num_words, num_ints, width,
     count, num_rows, num_tops, per_row: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """See `report`: a program per continuation or row, and group."""
+    """See `launch_report`: a program per continuation or row, and group."""
     entry, group, num_entries = tl.program_id(0), tl.program_id(1).to(tl.int64), width + count
     words += group * num_words
     ints, floats = words + 2 * num_entries, words + num_ints + num_entries
@@ -74,13 +74,13 @@ def _write_logprobs(
         exists = tl.load(words + num_ints + entry).to(tl.float32, bitcast=True) > float("-inf")
         newest = tl.load(at + tl.where(entry < width, width, count)) + tl.arange(0, 1)
         values, of_row = logits + tl.load(index + of_parent) * stride, normal + 2 * of_parent
-        own = logprobs_of(values, of_row, newest, vocab_size, classes, temperature, ALLOWED)
+        own = logprobs_in_kernel(values, of_row, newest, vocab_size, classes, temperature, ALLOWED)
         num_as_good = tl.zeros([block], tl.int32)
         for start in range(0, tl.where(exists, vocab_size, 0), block):
             others = start + tl.arange(0, block)
             num_mixed = tl.where(tl.load(mixed + start // block) > 0, vocab_size, 0)
             class_of = tl.load(classes + others, mask=others < num_mixed, other=GOING)
-            logprob = normalised(values, of_row, others, vocab_size, temperature)
+            logprob = normalised_in_kernel(values, of_row, others, vocab_size, temperature)
             is_as_good = (class_of != NOT_ALLOWED) & (logprob >= own) & (others < vocab_size)
             num_as_good += is_as_good.to(tl.int32)
         tl.store(ints + entry, tl.sum(num_as_good, axis=0))
@@ -88,8 +88,8 @@ def _write_logprobs(
     else:
         row, rank = entry - num_entries, tl.arange(0, per_row)
         keys += (group * num_rows + row) * per_row
-        key = in_order(tl.load(keys + rank), rank, keys)
+        key = sort_keys_in_kernel(tl.load(keys + rank), rank, keys)
         first = num_entries + row * num_tops
         token = (key % KEY_UNIT % vocab_size).to(tl.int32)
         tl.store(ints + first + rank, token, mask=rank < num_tops)
-        tl.store(floats + first + rank, score_of(key).to(tl.int32, bitcast=True), mask=rank < num_tops)
+        tl.store(floats + first + rank, key_score_in_kernel(key).to(tl.int32, bitcast=True), mask=rank < num_tops)

@@ -8,14 +8,16 @@ import triton.language as tl
 
 from vllm_trie.search.rank import Candidates
 from vllm_trie.search.slots import select_next as select_next_in_torch
-from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kernels import KernelVariants
 from vllm_trie.worker.launches import next_power_of_2
 
-PAIRS_PER_THREAD = 32  # (slot, candidate) pairs that a thread of `_select_next` compares at a time; more would spill
-MOST_SLOTS = 1024  # of a program of `_select_next`; of more it would spill, and its work grows with their square
+PAIRS_PER_THREAD = (
+    32  # (slot, candidate) pairs that a thread of `_select_next_kernel` compares at a time; more would spill
+)
+MOST_SLOTS = 1024  # of a program of `_select_next_kernel`; of more it would spill, and its work grows with their square
 
 
-def select_next(
+def launch_select_next(
     candidates: Candidates[torch.Tensor], lives: torch.Tensor, width: int, num_rows: int
 ) -> Candidates[torch.Tensor]:
     """What `search.slots.select_next` does, by one program per group; by torch itself where groups are too wide.
@@ -30,37 +32,39 @@ def select_next(
         return select_next_in_torch(candidates, lives, width, num_rows)
     num_groups, count = lives.shape
     slots = next_power_of_2(width)
-    chunk, num_warps = candidates_at_a_time(slots), warps_to_select(slots)
+    chunk, num_warps = kernel_candidates_at_once(slots), warps_to_select_next(slots)
     ranked = *(field.contiguous() for field in candidates), lives.contiguous().view(torch.int8)
     parents, tokens = torch.empty(2, num_groups, width, dtype=torch.int64, device=lives.device)
     beams = Candidates(parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=lives.device))
-    _select_next[num_groups,](*ranked, count, *beams, width, num_rows, slots=slots, chunk=chunk, num_warps=num_warps)
+    _select_next_kernel[num_groups,](
+        *ranked, count, *beams, width, num_rows, slots=slots, chunk=chunk, num_warps=num_warps
+    )
     return beams
 
 
-def warps_to_select(slots: int) -> int:
-    """Warps of a program of `_select_next`."""
+def warps_to_select_next(slots: int) -> int:
+    """Warps of a program of `_select_next_kernel`."""
     return 4 if slots <= 64 else 8 if slots <= 256 else 16
 
 
-def candidates_at_a_time(slots: int) -> int:
-    """Candidates that a program of `_select_next` compares with all slots at a time."""
-    return min(max(PAIRS_PER_THREAD * 32 * warps_to_select(slots) // slots, 16), 32)
+def kernel_candidates_at_once(slots: int) -> int:
+    """Candidates that a program of `_select_next_kernel` compares with all slots at a time."""
+    return min(max(PAIRS_PER_THREAD * 32 * warps_to_select_next(slots) // slots, 16), 32)
 
 
 @triton.jit
-def _first_alive(lives, rank, count, num_alive, width):
+def _first_alive_in_kernel(lives, rank, count, num_alive, width):
     """Which candidates at `rank` are among the first `width` that live."""
     alive = tl.load(lives + rank, mask=rank < count, other=0) != 0
     return alive & (num_alive + tl.cumsum(alive.to(tl.int32), axis=0) <= width)
 
 
 @triton.jit(do_not_specialize=["count", "width", "num_rows"], do_not_specialize_on_alignment=["next_tokens"])
-def _select_next(
+def _select_next_kernel(
     parents, tokens, scores, lives, count, next_parents, next_tokens, next_scores, width, num_rows, slots: tl.constexpr,
     chunk: tl.constexpr,
 ):  # fmt: skip
-    """See `select_next`: a program per group.
+    """See `launch_select_next`: a program per group.
 
     Args:
         parents: [G, K] int64.
@@ -81,7 +85,7 @@ def _select_next(
     num_alive = 0
     while (start < count) & (num_alive < width):
         rank = start + tl.arange(0, chunk)
-        alive = _first_alive(lives, rank, count, num_alive, width)
+        alive = _first_alive_in_kernel(lives, rank, count, num_alive, width)
         parent = tl.load(parents + rank, mask=rank < count, other=0).to(tl.int32)
         is_child = (parent[None, :] == slot[:, None]) & alive[None, :]
         chosen = tl.minimum(chosen, tl.min(tl.where(is_child, rank[None, :], count), axis=1))
@@ -97,7 +101,7 @@ def _select_next(
     num_others = 0
     while (start < count) & (num_alive < width):
         rank = start + tl.arange(0, chunk)
-        alive = _first_alive(lives, rank, count, num_alive, width)
+        alive = _first_alive_in_kernel(lives, rank, count, num_alive, width)
         is_first = tl.max((first_child[:, None] == rank[None, :]).to(tl.int32), axis=0)
         others = (alive & (is_first == 0)).to(tl.int32)
         nth_other = tl.where(others == 1, num_others + tl.cumsum(others, axis=0), -1)
@@ -115,9 +119,9 @@ def _select_next(
     tl.store(next_scores + at, tl.where(has_beam, tl.load(scores + chosen), float("-inf")), mask=is_slot)
 
 
-def warm_up(serving: Serving) -> None:
+def warm_up_kernels(serving: KernelVariants) -> None:
     """Launch the kernel for each number of slots."""
     nothing = torch.zeros(1, 1, dtype=torch.int64, device=serving.device)
     candidates = Candidates(nothing, nothing, nothing.float())
     for width in serving.widths:
-        select_next(candidates, nothing.bool(), width, 1)
+        launch_select_next(candidates, nothing.bool(), width, 1)

@@ -21,7 +21,14 @@ from vllm_trie.search.devices import NEVER, kept_within, uploaded
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rank import TILE
 from vllm_trie.search.token_tables import BYTES_OF_ID, TABLE_BYTES
-from vllm_trie.worker.kernels.order_keys import LAST_KEY, NUM_SCORE_BITS, cutoff, keep, nth_of, order_key
+from vllm_trie.worker.kernels.order_keys import (
+    LAST_KEY,
+    NUM_SCORE_BITS,
+    cutoff_in_kernel,
+    keep_keys_in_kernel,
+    nth_score_in_kernel,
+    order_key_in_kernel,
+)
 from vllm_trie.worker.launches import cdiv, next_power_of_2
 
 TILES = 64  # of a block
@@ -34,7 +41,7 @@ GOING, ENDING, NOT_ALLOWED = tl.constexpr(GOES_ON), tl.constexpr(ENDS), tl.const
 ALLOWED = tl.constexpr(BARRED + 1)  # in the place of a class: what goes on and what ends
 
 
-class RowLogits(NamedTuple):
+class KernelLogits(NamedTuple):
     """Logits of R rows, where they are.
 
     Args:
@@ -54,11 +61,11 @@ class RowLogits(NamedTuple):
     temperature: float = 1.0
 
     @staticmethod
-    def of(values: torch.Tensor, which: torch.Tensor, stops: Stops = NO_STOPS) -> RowLogits:
+    def of(values: torch.Tensor, which: torch.Tensor, stops: Stops = NO_STOPS) -> KernelLogits:
         """Those of rows that may end with, or may not take, what `stops` say."""
         vocab_size, device, last = values.shape[1], values.device, stops.last_token_ids
-        mixed = _mixed_blocks(last, vocab_size, device)
-        return RowLogits(values, which, stops.classes(vocab_size, device), mixed, min(len(last), len(mixed)))
+        mixed = _mixed_blocks_for_kernels(last, vocab_size, device)
+        return KernelLogits(values, which, stops.classes(vocab_size, device), mixed, min(len(last), len(mixed)))
 
     @property
     def arguments(self) -> tuple[torch.Tensor | float, ...]:
@@ -68,15 +75,15 @@ class RowLogits(NamedTuple):
 
 
 @kept_within(TABLE_BYTES, lambda token_ids, *_: BYTES_OF_ID * len(token_ids))
-def _mixed_blocks(token_ids: tuple[int, ...], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """[B] int32, see `RowLogits`: blocks that have any of these tokens."""
+def _mixed_blocks_for_kernels(token_ids: tuple[int, ...], vocab_size: int, device: torch.device) -> torch.Tensor:
+    """[B] int32, see `KernelLogits`: blocks that have any of these tokens."""
     of_tokens, blocks = np.array(token_ids, dtype=np.int64), np.zeros(cdiv(vocab_size, BLOCK), dtype=np.int32)
     mixed = np.unique(of_tokens[(of_tokens >= 0) & (of_tokens < vocab_size)] // BLOCK)
     blocks[mixed] = np.arange(1, 1 + len(mixed))
     return uploaded(blocks, device)
 
 
-class Tiles(NamedTuple):
+class KernelTiles(NamedTuple):
     """What the first kernel finds: of each row the maxima of each tile; of each block a maximum and a sum."""
 
     going: torch.Tensor  # [R, B * TILES] float32, of what goes on
@@ -108,7 +115,7 @@ class Wanted(NamedTuple):
     Args:
         num_best: Continuations of each row and list, as many as are kept at most.
         kept: Keys that there is room for; a power of two.
-        filters: Of those, `can_filter` says which.
+        filters: Of those, `can_filter_in_kernels` says which.
         lists: What is ranked apart: what goes on, and then what ends; or all together.
         among_best: What ends is left out unless fewer tokens of its row are better, or 0; `kept` at most.
     """
@@ -123,19 +130,21 @@ class Wanted(NamedTuple):
 BOTH = GOES_ON, ENDS  # lists
 
 
-def tiles_of(logits: RowLogits) -> Tiles:
+def launch_tile_maxima(logits: KernelLogits) -> KernelTiles:
     """Read all logits once."""
     num_rows, vocab_size = len(logits.which), logits.values.shape[1]
     num_blocks, device = cdiv(vocab_size, BLOCK), logits.which.device
     sides = num_blocks * TILES, logits.num_mixed * TILES, num_blocks, num_blocks
-    tiles = Tiles(*(torch.empty(num_rows, side, dtype=torch.float32, device=device) for side in sides))
-    _tile_max[num_rows, num_blocks](
+    tiles = KernelTiles(*(torch.empty(num_rows, side, dtype=torch.float32, device=device) for side in sides))
+    _tile_max_kernel[num_rows, num_blocks](
         *logits.arguments, *tiles.arguments[:-1], tiles=TILES, tile=TILE, num_warps=WARPS_TO_READ
     )
     return tiles
 
 
-def rank_rows(logits: RowLogits, tiles: Tiles, scores: torch.Tensor, num_rows: int, wanted: Wanted) -> RowKeys:
+def launch_rank_rows(
+    logits: KernelLogits, tiles: KernelTiles, scores: torch.Tensor, num_rows: int, wanted: Wanted
+) -> RowKeys:
     """The best continuations of each row.
 
     Args:
@@ -149,10 +158,10 @@ def rank_rows(logits: RowLogits, tiles: Tiles, scores: torch.Tensor, num_rows: i
     device, num_lists = scores.device, len(lists)
     keys = torch.empty(num_lists, len(logits.which), kept, dtype=torch.int64, device=device)
     normal = torch.empty(num_lists, len(logits.which), 2, dtype=torch.float32, device=device)
-    sizes = sizes_to_rank(next_power_of_2(tiles.maxima.shape[1]), kept)
-    _rank_rows[len(logits.which), num_lists](
-        *logits.arguments, *tiles.arguments, scores, num_rows, count, log_min_p(filters), lists[0], among_best, keys,
-        normal, **sizes, num_warps=warps_to_rank(kept),
+    sizes = kernel_sizes_to_rank(next_power_of_2(tiles.maxima.shape[1]), kept)
+    _rank_rows_kernel[len(logits.which), num_lists](
+        *logits.arguments, *tiles.arguments, scores, num_rows, count, kernel_log_min_p(filters), lists[0], among_best,
+        keys, normal, **sizes, num_warps=warps_to_rank(kept),
     )  # fmt: skip
     return RowKeys(keys, normal[0])
 
@@ -160,30 +169,30 @@ def rank_rows(logits: RowLogits, tiles: Tiles, scores: torch.Tensor, num_rows: i
 WARPS_TO_READ = 4
 
 
-def can_filter(filters: LogitsFilters) -> bool:
+def can_filter_in_kernels(filters: LogitsFilters) -> bool:
     """Whether kernels filter so: what needs a row's maximum, and nothing that needs its order."""
     return (filters.top_k, filters.top_p) == (0, 1.0)
 
 
-def log_min_p(filters: LogitsFilters) -> float:
+def kernel_log_min_p(filters: LogitsFilters) -> float:
     """How far below a row's best a log-probability may be: at most 0, or -inf."""
     return log(filters.min_p) if filters.min_p > 0 else NEVER
 
 
-def sizes_to_rank(blocks: int, kept: int) -> dict[str, int]:
-    """What `_rank_rows` is compiled for: rows of so many blocks, and continuations that are kept of each."""
+def kernel_sizes_to_rank(blocks: int, kept: int) -> dict[str, int]:
+    """What `_rank_rows_kernel` is compiled for: rows of so many blocks, and continuations that are kept of each."""
     tiles = blocks * TILES
     num_bits = NUM_SCORE_BITS + tiles.bit_length() - 1
     return {"blocks": blocks, "tiles": tiles, "tile": TILE, "num_bits": num_bits, "kept": kept}
 
 
 def warps_to_rank(kept: int) -> int:
-    """Warps of a program of `_rank_rows`."""
+    """Warps of a program of `_rank_rows_kernel`."""
     return 4 if kept <= 16 else 8 if kept <= 32 else 16
 
 
 @triton.jit
-def normalise(maxima, sums, num_blocks, scores, row, normal, blocks: tl.constexpr):
+def normalise_in_kernel(maxima, sums, num_blocks, scores, row, normal, blocks: tl.constexpr):
     """Write what is subtracted from a row's logits. Returns the row's score, -inf if it ends here.
 
     That is a row that may take nothing, or has no number among its logits.
@@ -200,7 +209,7 @@ def normalise(maxima, sums, num_blocks, scores, row, normal, blocks: tl.constexp
 
 
 @triton.jit
-def logits_of(values, tokens, vocab_size, temperature):
+def logits_in_kernel(values, tokens, vocab_size, temperature):
     """Logits of a row's tokens, as torch divides; -inf beyond the vocabulary."""
     logit = tl.load(values + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
     if temperature != 1.0:
@@ -209,32 +218,32 @@ def logits_of(values, tokens, vocab_size, temperature):
 
 
 @triton.jit
-def normalised(values, normal, tokens, vocab_size, temperature):
+def normalised_in_kernel(values, normal, tokens, vocab_size, temperature):
     """Log-probabilities of a row's tokens, as torch subtracts, whatever they are; -inf if the row ends here."""
     highest, rest = tl.load(normal), tl.load(normal + 1)
-    logit = logits_of(values, tokens, vocab_size, temperature)
+    logit = logits_in_kernel(values, tokens, vocab_size, temperature)
     return tl.where(rest < float("inf"), logit - highest - rest, float("-inf"))
 
 
 @triton.jit
-def logprobs_of(values, normal, tokens, vocab_size, classes, temperature, wanted):
+def logprobs_in_kernel(values, normal, tokens, vocab_size, classes, temperature, wanted):
     """The same, but -inf for tokens of another class; `wanted`: one, or `ALLOWED`."""
-    logprob = normalised(values, normal, tokens, vocab_size, temperature)
+    logprob = normalised_in_kernel(values, normal, tokens, vocab_size, temperature)
     own = tl.load(classes + tokens, mask=tokens < vocab_size, other=NOT_ALLOWED).to(tl.int32)
     is_wanted = (own == wanted) | ((wanted == ALLOWED) & (own != NOT_ALLOWED))
     return tl.where(is_wanted, logprob, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["vocab_size", "num_mixed"], do_not_specialize_on_alignment=["index"])
-def _tile_max(
+def _tile_max_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, going, ending, num_mixed, maxima, sums, tiles:
     tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """See `Tiles`: a program per row and block."""
+    """See `KernelTiles`: a program per row and block."""
     row, block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     token = block * tiles * tile + tl.arange(0, tiles * tile)
     values = logits + tl.load(index + row) * stride
-    logit = logits_of(values, token, vocab_size, temperature)
+    logit = logits_in_kernel(values, token, vocab_size, temperature)
     of_mixed = tl.load(mixed + block)
     own = tl.load(classes + token, mask=token < tl.where(of_mixed > 0, vocab_size, 0), other=GOING)
     highest = tl.max(logit, axis=0)
@@ -252,11 +261,11 @@ def _tile_max(
 
 
 @triton.jit
-def maxima_of_tiles(
+def tile_maxima_in_kernel(
     going, ending, num_mixed, mixed, row, num_blocks, vocab_size, normal, wanted, blocks: tl.constexpr, tiles:
     tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """[tiles] the best log-probabilities in each tile of a row, of a class or of `ALLOWED`; see `Tiles`."""
+    """[tiles] the best log-probabilities in each tile of a row, of a class or of `ALLOWED`; see `KernelTiles`."""
     per_block: tl.constexpr = tiles // blocks
     number = tl.arange(0, tiles)
     num_going, num_ending = tl.where(wanted == ENDING, 0, vocab_size), tl.where(wanted == GOING, 0, vocab_size)
@@ -270,21 +279,21 @@ def maxima_of_tiles(
 
 
 @triton.jit
-def listed(score, place, exists, wanted):
+def listed_in_kernel(score, place, exists, wanted):
     """Order keys of what exists. Of all but what ends it does not matter which impossible ones fill up a ranking."""
-    key = tl.where(exists, order_key(score, place), LAST_KEY)
+    key = tl.where(exists, order_key_in_kernel(score, place), LAST_KEY)
     return tl.where((score == float("-inf")) & (wanted == ENDING), LAST_KEY, key)
 
 
 @triton.jit
-def in_tiles(of_tiles, count, keys, num_bits, tile: tl.constexpr, kept: tl.constexpr):
+def tile_tokens_in_kernel(of_tiles, count, keys, num_bits, tile: tl.constexpr, kept: tl.constexpr):
     """The tokens [kept * tile] in the first `count` tiles by order keys; beyond the vocabulary where there are fewer.
 
     Args:
         keys: [kept], room.
     """
     number = tl.arange(0, of_tiles.shape[0])
-    keep(number.to(tl.int64), of_tiles <= cutoff(of_tiles, count, num_bits), keys, 0, kept)
+    keep_keys_in_kernel(number.to(tl.int64), of_tiles <= cutoff_in_kernel(of_tiles, count, num_bits), keys, 0, kept)
     lane = tl.arange(0, kept * tile)
     tokens = tl.minimum(tl.load(keys + lane // tile), of_tiles.shape[0]).to(tl.int32) * tile + lane % tile
     tl.debug_barrier()
@@ -295,40 +304,40 @@ def in_tiles(of_tiles, count, keys, num_bits, tile: tl.constexpr, kept: tl.const
     do_not_specialize=["vocab_size", "num_mixed", "num_blocks", "num_rows", "count", "first_list", "among_best"],
     do_not_specialize_on_alignment=["index", "scores"],
 )
-def _rank_rows(
+def _rank_rows_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, going, ending, num_mixed, maxima, sums, num_blocks,
     scores, num_rows, count, log_min_p, first_list, among_best, keys, normal, blocks: tl.constexpr, tiles: tl.constexpr,
     tile: tl.constexpr, num_bits: tl.constexpr, kept: tl.constexpr,
 ):  # fmt: skip
-    """See `rank_rows`: a program per row and list."""
+    """See `launch_rank_rows`: a program per row and list."""
     row, wanted = tl.program_id(0), first_list + tl.program_id(1)
     at = (tl.program_id(1) * tl.num_programs(0) + row).to(tl.int64)
     keys, normal = keys + at * kept, normal + 2 * at
-    score = normalise(maxima, sums, num_blocks, scores, row, normal, blocks)
+    score = normalise_in_kernel(maxima, sums, num_blocks, scores, row, normal, blocks)
 
     number = tl.arange(0, tiles)
     of_tiles = going, ending, num_mixed, mixed, row, num_blocks, vocab_size, normal
     least = tl.full([], float("-inf"), tl.float32)
     is_by_rank = (wanted == ENDING) & (among_best > 0) & (score > float("-inf"))
     if is_by_rank | (log_min_p > float("-inf")):
-        of_all = maxima_of_tiles(*of_tiles, ALLOWED, blocks, tiles, tile)
+        of_all = tile_maxima_in_kernel(*of_tiles, ALLOWED, blocks, tiles, tile)
         least = tl.max(of_all, axis=0) + log_min_p
         if is_by_rank:
-            key_of_tiles = listed(of_all, number, number * tile < vocab_size, ALLOWED)
-            best_token = in_tiles(key_of_tiles, among_best, keys, num_bits, tile, kept)
+            key_of_tiles = listed_in_kernel(of_all, number, number * tile < vocab_size, ALLOWED)
+            best_token = tile_tokens_in_kernel(key_of_tiles, among_best, keys, num_bits, tile, kept)
             values = logits + tl.load(index + row) * stride
-            of_best = logprobs_of(values, normal, best_token, vocab_size, classes, temperature, ALLOWED)
+            of_best = logprobs_in_kernel(values, normal, best_token, vocab_size, classes, temperature, ALLOWED)
             of_best = tl.where(best_token < vocab_size, of_best, float("nan"))
-            least = tl.maximum(least, nth_of(of_best, among_best))
+            least = tl.maximum(least, nth_score_in_kernel(of_best, among_best))
 
-    of_list = maxima_of_tiles(*of_tiles, wanted, blocks, tiles, tile)
+    of_list = tile_maxima_in_kernel(*of_tiles, wanted, blocks, tiles, tile)
     of_list = tl.where(of_list < least, float("-inf"), of_list)
     reached = tl.where(score > float("-inf"), of_list, score) + score
-    reached = listed(reached, number, number * tile < vocab_size, wanted)
-    token = in_tiles(reached, count, keys, num_bits, tile, kept)
+    reached = listed_in_kernel(reached, number, number * tile < vocab_size, wanted)
+    token = tile_tokens_in_kernel(reached, count, keys, num_bits, tile, kept)
     values = logits + tl.load(index + row) * stride
-    logprob = logprobs_of(values, normal, token, vocab_size, classes, temperature, wanted)
+    logprob = logprobs_in_kernel(values, normal, token, vocab_size, classes, temperature, wanted)
     logprob = tl.where(logprob < least, float("-inf"), logprob)
-    of_tokens = listed(logprob + score, token, token < vocab_size, wanted)
-    is_kept = of_tokens <= cutoff(of_tokens, count, num_bits + TILE_BITS)
-    keep(of_tokens + (row % num_rows).to(tl.int64) * vocab_size, is_kept, keys, 0, kept)
+    of_tokens = listed_in_kernel(logprob + score, token, token < vocab_size, wanted)
+    is_kept = of_tokens <= cutoff_in_kernel(of_tokens, count, num_bits + TILE_BITS)
+    keep_keys_in_kernel(of_tokens + (row % num_rows).to(tl.int64) * vocab_size, is_kept, keys, 0, kept)

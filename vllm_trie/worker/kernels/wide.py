@@ -17,64 +17,64 @@ from vllm_trie.search.rank import Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Going, Taken
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kernels import KernelVariants
 from vllm_trie.worker.kernels.best import (
     HF,
     SEMANTICS,
     VLLM,
-    layout_of,
-    write_beams,
-    write_ended,
+    kernel_layout_of,
+    write_beams_in_kernel,
+    write_ended_in_kernel,
 )
 from vllm_trie.worker.kernels.order_keys import LAST_KEY
-from vllm_trie.worker.kernels.report import can_report, report
-from vllm_trie.worker.kernels.tiles import BLOCK, RowLogits, can_filter, tiles_of
-from vllm_trie.worker.kernels.wide_keys import AmongBest, best_of_groups, have_keys
+from vllm_trie.worker.kernels.report import can_report_by_kernels, launch_report
+from vllm_trie.worker.kernels.tiles import BLOCK, KernelLogits, can_filter_in_kernels, launch_tile_maxima
+from vllm_trie.worker.kernels.wide_keys import AmongBest, kernels_have_keys, launch_best_of_groups
 from vllm_trie.worker.kernels.wide_slots import (
     NUM_WARPS,
     PART,
-    continuations,
-    first_children,
-    going_on,
-    list_dead,
-    slots_of,
+    continuations_in_kernel,
+    going_on_in_kernel,
+    launch_find_first_children,
+    list_dead_in_kernel,
+    slots_in_kernel,
 )
 
 MOST_BLOCKS = 128  # of a row, that kernels are compiled for
 MOST_ENDS = 3  # tokens by which vLLM's semantics end hypotheses: it is counted what is better in each row
 
 
-def takes(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
+def can_take_by_kernels(rules: SelectRules, _: Beams, vocab_size: int) -> bool:
     """Whether a step by these rules is taken here; else torch takes it."""
     return (
         rules.strategy in SEMANTICS
         and (rules.pruning, rules.constraints) == (Pruning(), ())
-        and can_filter(rules.filters)
+        and can_filter_in_kernels(rules.filters)
         and (not rules.stops.strings or rules.stops.are_barred)
         and (rules.strategy != Best("vllm") or len(rules.stops.ending_token_ids) <= MOST_ENDS)
-        and (rules.num_logprobs is None or can_report(rules.num_logprobs, vocab_size))
+        and (rules.num_logprobs is None or can_report_by_kernels(rules.num_logprobs, vocab_size))
         and vocab_size <= MOST_BLOCKS * BLOCK
-        and have_keys(rules.width, vocab_size)
+        and kernels_have_keys(rules.width, vocab_size)
     )
 
 
-def take_step(
-    rules: SelectRules, logits: RowLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
+def take_step_by_kernels(
+    rules: SelectRules, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
 ) -> Taken:
-    """What `search.step.take_step` does, where `takes` says so; as `best.take_step`."""
+    """What `search.step.take_step` does, where `can_take_by_kernels` says so; as `best.take_step_by_kernels`."""
     logits = logits._replace(temperature=rules.filters.temperature)
-    scores, tiles, vocab_size = beams.scores.contiguous(), tiles_of(logits), logits.values.shape[1]
+    scores, tiles, vocab_size = beams.scores.contiguous(), launch_tile_maxima(logits), logits.values.shape[1]
     stops = rules.stops if rules.strategy == Best("vllm") else Stops()
     count = min(rules.width, scores.shape[1] * vocab_size)
     among = AmongBest(stops.columns(vocab_size, places.device), 2 * rules.width)
-    keys = best_of_groups(logits, tiles, scores, count, rules.filters, among)
-    taken = select(rules, keys, (scores.shape[1], vocab_size), places, sampled)
+    keys = launch_best_of_groups(logits, tiles, scores, count, rules.filters, among)
+    taken = launch_select_wide(rules, keys, (scores.shape[1], vocab_size), places, sampled)
     if taken.layout.top_shape is not None:
-        report(logits, tiles, taken.words, taken.layout)
+        launch_report(logits, tiles, taken.words, taken.layout)
     return taken
 
 
-def select(
+def launch_select_wide(
     rules: SelectRules, keys: torch.Tensor, shape: tuple[int, int], places: torch.Tensor, sampled: torch.Tensor
 ) -> Taken:
     """Say what finishes, and what goes on in which slot, of what is ranked.
@@ -84,14 +84,14 @@ def select(
         shape: Rows of each group, and tokens of each row.
     """
     (num_rows, vocab_size), (_, num_groups, count), width, device = shape, keys.shape, rules.width, keys.device
-    layout, most = layout_of(rules, num_rows, vocab_size), rules.num_beams or rules.width
+    layout, most = kernel_layout_of(rules, num_rows, vocab_size), rules.num_beams or rules.width
     num_ended, num_ints = layout.ints[2], sum(layout.ints)
     words = torch.empty(num_groups, num_ints + sum(layout.floats), dtype=torch.int32, device=device)
     parents, tokens = torch.empty(2, num_groups, width, dtype=torch.int64, device=device)
     by_slot = Candidates(parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=device))
-    slots = first_children(keys[0], vocab_size, width, most)
+    slots = launch_find_first_children(keys[0], vocab_size, width, most)
     how = SEMANTICS.index(rules.strategy), rules.is_last
-    _select_wide[num_groups,](
+    _select_wide_kernel[num_groups,](
         keys, num_rows, vocab_size, count, count.bit_length(), width, most, num_ended, *how, *slots, *by_slot, words,
         words.shape[1], num_ints, places, sampled, sampled.stride(0), part=PART, num_warps=NUM_WARPS,
     )  # fmt: skip
@@ -99,7 +99,7 @@ def select(
 
 
 @triton.jit
-def num_before(keys, others, count, num_bits):
+def num_before_in_kernel(keys, others, count, num_bits):
     """How many of `count` other keys, in order, come before each of some keys."""
     num = tl.zeros(keys.shape, tl.int32)
     for at in range(num_bits):
@@ -110,7 +110,7 @@ def num_before(keys, others, count, num_bits):
 
 
 @triton.jit
-def put_beams(
+def put_beams_in_kernel(
     slot, parent, token, score, mask, next_parents, next_tokens, next_scores, words, num_ints, width, places, sampled,
     sampled_stride, num_rows,
 ):  # fmt: skip
@@ -118,21 +118,21 @@ def put_beams(
     tl.store(next_parents + slot, parent.to(tl.int64), mask=mask)
     tl.store(next_tokens + slot, token.to(tl.int64), mask=mask)
     tl.store(next_scores + slot, score, mask=mask)
-    write_beams(words, num_ints, width, slot, parent, token, score, mask)
+    write_beams_in_kernel(words, num_ints, width, slot, parent, token, score, mask)
     is_placed = mask & (slot < num_rows)
     row = tl.load(places + slot, mask=is_placed, other=0)
     tl.store(sampled + row * sampled_stride, token.to(tl.int64), mask=is_placed)
 
 
 @triton.jit
-def clear_slots(
+def clear_slots_in_kernel(
     next_parents, next_tokens, next_scores, words, num_ints, width, places, sampled, sampled_stride, num_rows,
     part: tl.constexpr,
 ):  # fmt: skip
     """Let all slots of a group continue themselves, or the only row, without a beam. Another write needs a barrier."""
     for start in range(0, width, part):
         slot = start + tl.arange(0, part)
-        put_beams(
+        put_beams_in_kernel(
             slot, tl.minimum(slot, num_rows - 1), slot * 0, tl.full([part], float("-inf"), tl.float32), slot < width,
             next_parents, next_tokens, next_scores, words, num_ints, width, places, sampled, sampled_stride, num_rows,
         )  # fmt: skip
@@ -145,58 +145,58 @@ def clear_slots(
     ],
     do_not_specialize_on_alignment=["dead", "places", "next_tokens", "sampled"],
 )
-def _select_wide(
+def _select_wide_kernel(
     keys, num_rows, vocab_size, count, num_bits, width, most, num_ended, semantics, is_last, first_child, dead,
     next_parents, next_tokens, next_scores, words, num_words, num_ints, places, sampled, sampled_stride,
     part: tl.constexpr,
 ):  # fmt: skip
-    """See `select`: a program per group."""
+    """See `launch_select_wide`: a program per group."""
     group = tl.program_id(0).to(tl.int64)
     going, ending, words = keys + group * count, keys + (tl.num_programs(0) + group) * count, words + group * num_words
     first_child, dead, places = first_child + group * width, dead + group * width, places + group * num_rows
     next_parents += group * width
     next_tokens += group * width
     next_scores += group * width
-    clear_slots(
+    clear_slots_in_kernel(
         next_parents, next_tokens, next_scores, words, num_ints, width, places, sampled, sampled_stride, num_rows, part
     )  # fmt: skip
-    list_dead(first_child, dead, width, count, part)
+    list_dead_in_kernel(first_child, dead, width, count, part)
     for start in range(0, num_ended, part):
         at = start + tl.arange(0, part)
         never = tl.full([part], float("-inf"), tl.float32)
-        write_ended(words, num_ints, width, num_ended, at, at * 0, at * 0, never, at < num_ended)
+        write_ended_in_kernel(words, num_ints, width, num_ended, at, at * 0, at * 0, never, at < num_ended)
     tl.debug_barrier()
     num_ending, num_living, num_others = 0, 0, 0
     for start in range(0, count, part):
         rank = start + tl.arange(0, part)
-        parent, token, score = continuations(ending, rank, count, vocab_size)
+        parent, token, score = continuations_in_kernel(ending, rank, count, vocab_size)
         key = tl.load(ending + rank, mask=rank < count, other=LAST_KEY)
-        num_going = tl.minimum(num_before(key, going, count, num_bits), most)
+        num_going = tl.minimum(num_before_in_kernel(key, going, count, num_bits), most)
         place = tl.where(semantics == VLLM, 0, tl.where(semantics == HF, rank, 0) + num_going)
         ends = (score > float("-inf")) & (place < most)
         at = tl.where(semantics == VLLM, rank, rank + num_going)
-        write_ended(words, num_ints, width, num_ended, at, parent, token, score, ends)
+        write_ended_in_kernel(words, num_ints, width, num_ended, at, parent, token, score, ends)
         num_ending += tl.sum((score > float("-inf")).to(tl.int32), axis=0)
     for start in range(0, count, part):
         rank = start + tl.arange(0, part)
-        parent, token, score = continuations(going, rank, count, vocab_size)
-        is_going, num_living = going_on(score, num_living, most)
+        parent, token, score = continuations_in_kernel(going, rank, count, vocab_size)
+        is_going, num_living = going_on_in_kernel(score, num_living, most)
         key = tl.load(going + rank, mask=rank < count, other=LAST_KEY)
-        num_ended_before = tl.where(semantics == VLLM, num_ending, num_before(key, ending, count, num_bits))
+        num_ended_before = tl.where(semantics == VLLM, num_ending, num_before_in_kernel(key, ending, count, num_bits))
         place = rank + tl.where(semantics == HF, num_ended_before, 0)
         ends = is_going & (place < tl.where(is_last, most, 0))
-        write_ended(words, num_ints, width, num_ended, rank + num_ended_before, parent, token, score, ends)
-        slot, num_others = slots_of(rank, parent, is_going, first_child, dead, num_others)
-        put_beams(
+        write_ended_in_kernel(words, num_ints, width, num_ended, rank + num_ended_before, parent, token, score, ends)
+        slot, num_others = slots_in_kernel(rank, parent, is_going, first_child, dead, num_others)
+        put_beams_in_kernel(
             slot, parent, token, score, is_going, next_parents, next_tokens, next_scores, words, num_ints, width,
             places, sampled, sampled_stride, num_rows,
         )  # fmt: skip
 
 
-def warm_up(serving: Serving) -> None:
+def warm_up_kernels(serving: KernelVariants) -> None:
     """Take a step."""
     for logits in serving.logits:
         nothing = torch.zeros(1, dtype=torch.int64, device=serving.device)
         own, rules = Beams(torch.zeros(1, 1, device=serving.device)), SelectRules(1, Best(), Stops((0,)))
-        if takes(rules, own, logits.shape[1]):
-            take_step(rules, RowLogits.of(logits, nothing), own, nothing, nothing[None].clone())
+        if can_take_by_kernels(rules, own, logits.shape[1]):
+            take_step_by_kernels(rules, KernelLogits.of(logits, nothing), own, nothing, nothing[None].clone())

@@ -18,29 +18,36 @@ from vllm_trie.search.rank import TILE, Candidates
 from vllm_trie.search.rules import SelectRules
 from vllm_trie.search.step_result import Going, Layout, Taken
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.worker.kernels import Serving
-from vllm_trie.worker.kernels.best import write_ended
-from vllm_trie.worker.kernels.items import are_items_alone, most_children
-from vllm_trie.worker.kernels.order_keys import LAST_KEY, order_key
-from vllm_trie.worker.kernels.tiles import ALLOWED, RowLogits, log_min_p, logprobs_of, normalise, tiles_of
-from vllm_trie.worker.kernels.wide import clear_slots, put_beams
+from vllm_trie.worker.kernels import KernelVariants
+from vllm_trie.worker.kernels.best import write_ended_in_kernel
+from vllm_trie.worker.kernels.items import kernels_take_items_alone, most_children_in_kernels
+from vllm_trie.worker.kernels.order_keys import LAST_KEY, order_key_in_kernel
+from vllm_trie.worker.kernels.tiles import (
+    ALLOWED,
+    KernelLogits,
+    kernel_log_min_p,
+    launch_tile_maxima,
+    logprobs_in_kernel,
+    normalise_in_kernel,
+)
+from vllm_trie.worker.kernels.wide import clear_slots_in_kernel, put_beams_in_kernel
 from vllm_trie.worker.kernels.wide_keys import (
     KEYS_AT_A_TIME,
     OF_ROW,
     WARPS_TO_SPLIT,
-    have_keys,
-    in_order,
-    parts_of,
-    split,
+    kernel_keys_in_order,
+    kernels_have_keys,
+    parts_in_kernel,
+    split_kernel_keys,
 )
 from vllm_trie.worker.kernels.wide_slots import (
     NUM_WARPS,
     PART,
-    continuations,
-    first_children,
-    going_on,
-    list_dead,
-    slots_of,
+    continuations_in_kernel,
+    going_on_in_kernel,
+    launch_find_first_children,
+    list_dead_in_kernel,
+    slots_in_kernel,
 )
 from vllm_trie.worker.launches import cdiv, next_power_of_2
 
@@ -48,76 +55,81 @@ CHILDREN_AT_A_TIME = 256  # that a program looks at
 WARPS_TO_RANK = 4
 
 
-def takes(rules: SelectRules, beams: Beams, _: int) -> bool:
+def can_take_by_kernels(rules: SelectRules, beams: Beams, _: int) -> bool:
     """Whether a step by these rules is taken here; else torch takes it."""
-    return are_items_alone(rules) and have_keys(rules.width, _room(beams))
+    return kernels_take_items_alone(rules) and kernels_have_keys(rules.width, _kernel_room_for_children(beams))
 
 
-def _room(beams: Beams) -> int:
+def _kernel_room_for_children(beams: Beams) -> int:
     """Places for the children of a row's node: whole tiles."""
-    return cdiv(most_children(beams), TILE) * TILE
+    return cdiv(most_children_in_kernels(beams), TILE) * TILE
 
 
-def take_step(
-    rules: SelectRules, logits: RowLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
+def take_step_by_kernels(
+    rules: SelectRules, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
 ) -> Taken:
-    """What `search.step.take_step` does, where `takes` says so; as `best.take_step`."""
-    (num_groups, num_rows), device, along, room = beams.scores.shape, places.device, _along(beams), _room(beams)
+    """What `search.step.take_step` does, where `can_take_by_kernels` says so; as `best.take_step_by_kernels`."""
+    (num_groups, num_rows), device, along, room = (
+        beams.scores.shape,
+        places.device,
+        _items_for_kernels(beams),
+        _kernel_room_for_children(beams),
+    )
     logits, states = logits._replace(temperature=rules.filters.temperature), beams.states[along].contiguous()
     beams = beams._replace(states={along: states})
-    keys, width = _best_items(rules, logits, beams, room), rules.width
+    keys, width = _launch_rank_items(rules, logits, beams, room), rules.width
     count = keys.shape[1]
     layout = Layout([width, width, count, count], [width, count], None, False)
     words = torch.empty(num_groups, 3 * (width + count), dtype=torch.int32, device=device)
     parents, tokens, targets = torch.empty(3, num_groups, width, dtype=torch.int64, device=device)
     by_slot = Candidates(parents, tokens, torch.empty(num_groups, width, dtype=torch.float32, device=device))
-    slots = first_children(keys[num_groups:], room, width, count)
+    slots = launch_find_first_children(keys[num_groups:], room, width, count)
     trie = states, along.trie.first_child, along.trie.tokens, along.trie.is_item.view(torch.int8)
-    _select_wide_items[num_groups,](
+    _select_wide_items_kernel[num_groups,](
         keys, num_rows, room, count, width, *trie, not rules.stops.are_barred, *slots, *by_slot, targets,
         words, places, sampled, sampled.stride(0), part=PART, num_warps=NUM_WARPS,
     )  # fmt: skip
     return Taken(Going(*by_slot, states={along: targets}), words, layout)
 
 
-def _along(beams: Beams) -> AlongItems:
+def _items_for_kernels(beams: Beams) -> AlongItems:
     return cast(AlongItems, beams.sparse)
 
 
-def _best_items(rules: SelectRules, logits: RowLogits, beams: Beams, room: int) -> torch.Tensor:
+def _launch_rank_items(rules: SelectRules, logits: KernelLogits, beams: Beams, room: int) -> torch.Tensor:
     """[2 * G, K] int64, order keys, in order: of each group's best children, then of each one's best that have some."""
-    (num_groups, num_rows), along, tiles = beams.scores.shape, _along(beams), tiles_of(logits)
+    (num_groups, num_rows), along, tiles = beams.scores.shape, _items_for_kernels(beams), launch_tile_maxima(logits)
     num_lists, count, scores = 2 * num_groups, rules.num_beams or rules.width, beams.scores.contiguous()
     of_rows = torch.empty(scores.numel(), OF_ROW.value, dtype=torch.float32, device=scores.device)
     keys = torch.empty(num_lists, num_rows * room // TILE, dtype=torch.int64, device=scores.device)
     trie = beams.states[along], along.trie.first_child, along.trie.tokens
-    sizes = sizes_to_rank(tiles.maxima.shape[1])
-    _rank_item_tiles[scores.numel(),](
-        *logits.arguments, *tiles.normalisers, scores, num_rows, room, log_min_p(rules.filters), *trie, keys, of_rows,
-        **sizes, num_warps=WARPS_TO_RANK,
+    sizes = kernel_sizes_to_rank_tiles(tiles.maxima.shape[1])
+    _rank_item_tiles_kernel[scores.numel(),](
+        *logits.arguments, *tiles.normalisers, scores, num_rows, room, kernel_log_min_p(rules.filters), *trie, keys,
+        of_rows, **sizes, num_warps=WARPS_TO_RANK,
     )  # fmt: skip
-    chosen, keys = split(keys, count, TILE)
-    _rank_items_of_tiles[cdiv(keys.shape[1], KEYS_AT_A_TIME), num_lists](
+    chosen, keys = split_kernel_keys(keys, count, TILE)
+    _rank_items_of_tiles_kernel[cdiv(keys.shape[1], KEYS_AT_A_TIME), num_lists](
         *logits.arguments, chosen, chosen.shape[1], of_rows, num_groups, num_rows, room, *trie, keys, tile=TILE,
         lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
     )  # fmt: skip
-    return in_order(keys, min(count, keys.shape[1]))
+    return kernel_keys_in_order(keys, min(count, keys.shape[1]))
 
 
-def sizes_to_rank(num_blocks: int) -> dict[str, int]:
-    """What `_rank_item_tiles` is compiled for."""
+def kernel_sizes_to_rank_tiles(num_blocks: int) -> dict[str, int]:
+    """What `_rank_item_tiles_kernel` is compiled for."""
     return {"blocks": next_power_of_2(num_blocks), "tile": TILE, "part": CHILDREN_AT_A_TIME}
 
 
 @triton.jit
-def item_keys(
+def item_keys_in_kernel(
     node, exists, place, values, of_rows, least, score, first_child, node_tokens, vocab_size, classes, temperature
 ):  # fmt: skip
     """Order keys of children, and the same of those that have children."""
     token = tl.load(node_tokens + node, mask=exists, other=0)
-    logprob = logprobs_of(values, of_rows, token, vocab_size, classes, temperature, ALLOWED)
+    logprob = logprobs_in_kernel(values, of_rows, token, vocab_size, classes, temperature, ALLOWED)
     logprob = tl.where(logprob < least, float("-inf"), logprob)
-    own = tl.where(exists, order_key(logprob + score, place), LAST_KEY)
+    own = tl.where(exists, order_key_in_kernel(logprob + score, place), LAST_KEY)
     begin = tl.load(first_child + node, mask=exists, other=0)
     end = tl.load(first_child + node + 1, mask=exists, other=0)
     return own, tl.where(begin < end, own, LAST_KEY)
@@ -127,7 +139,7 @@ def item_keys(
     do_not_specialize=["vocab_size", "num_blocks", "num_rows", "room"],
     do_not_specialize_on_alignment=["index", "scores", "states"],
 )
-def _rank_item_tiles(
+def _rank_item_tiles_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, maxima, sums, num_blocks, scores, num_rows,
     room, log_min_p, states, first_child, node_tokens, keys, of_rows, blocks: tl.constexpr, tile: tl.constexpr, part:
     tl.constexpr,
@@ -142,7 +154,7 @@ def _rank_item_tiles(
     """
     row, num_rows_in_all, num_tiles = tl.program_id(0).to(tl.int64), tl.num_programs(0), room // tile
     of_rows += row * OF_ROW
-    score = normalise(maxima, sums, num_blocks, scores, row, of_rows, blocks)
+    score = normalise_in_kernel(maxima, sums, num_blocks, scores, row, of_rows, blocks)
     values, parent = logits + tl.load(index + row) * stride, tl.load(states + row)
     first, end = tl.load(first_child + parent), tl.load(first_child + parent + 1)
     least = tl.sum(tl.zeros([part], tl.float32), axis=0) + float("-inf")
@@ -150,7 +162,7 @@ def _rank_item_tiles(
         for start in range(0, room, part):
             node = first + start + tl.arange(0, part)
             token = tl.load(node_tokens + node, mask=node < end, other=0)
-            logprob = logprobs_of(values, of_rows, token, vocab_size, classes, temperature, ALLOWED)
+            logprob = logprobs_in_kernel(values, of_rows, token, vocab_size, classes, temperature, ALLOWED)
             least = tl.maximum(least, tl.max(tl.where(node < end, logprob, float("-inf")), axis=0))
         least += log_min_p
     tl.store(of_rows + 2, least)
@@ -159,7 +171,7 @@ def _rank_item_tiles(
     for start in range(0, room, part):
         child = start + tl.arange(0, part)
         exists = (child < room) & (first + child < end)
-        own, going = item_keys(
+        own, going = item_keys_in_kernel(
             first + child, exists, (row % num_rows) * room + child, values, of_rows, least, score, first_child,
             node_tokens, vocab_size, classes, temperature,
         )  # fmt: skip
@@ -174,13 +186,13 @@ def _rank_item_tiles(
     do_not_specialize=["vocab_size", "num_chosen", "num_groups", "num_rows", "room"],
     do_not_specialize_on_alignment=["index", "states"],
 )
-def _rank_items_of_tiles(
+def _rank_items_of_tiles_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, chosen, num_chosen, of_rows, num_groups,
     num_rows, room, states, first_child, node_tokens, keys, tile: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
     """Make order keys of the children in chosen tiles: programs per part of these and list of a group."""
     number = tl.program_id(1).to(tl.int64)
-    place_of_best, child, exists, at, has_room = parts_of(chosen, num_chosen, tile, lanes)
+    place_of_best, child, exists, at, has_room = parts_in_kernel(chosen, num_chosen, tile, lanes)
     place = place_of_best // tile * tile + child
     row, child = place // room, place % room
     of_row = number % num_groups * num_rows + row
@@ -188,7 +200,7 @@ def _rank_items_of_tiles(
     node = tl.load(first_child + parent) + child
     exists &= node < tl.load(first_child + parent + 1)
     values, of_rows = logits + tl.load(index + of_row) * stride, of_rows + of_row * OF_ROW
-    own, going = item_keys(
+    own, going = item_keys_in_kernel(
         node, exists, place, values, of_rows, tl.load(of_rows + 2), tl.load(of_rows + 3), first_child, node_tokens,
         vocab_size, classes, temperature,
     )  # fmt: skip
@@ -196,7 +208,7 @@ def _rank_items_of_tiles(
 
 
 @triton.jit
-def nodes_of(parent, child, score, states, first_child):
+def nodes_in_kernel(parent, child, score, states, first_child):
     """Nodes that continuations lead to; the root where there is none."""
     node = tl.load(first_child + tl.load(states + parent)) + child
     return tl.where(score > float("-inf"), node, 0)
@@ -206,7 +218,7 @@ def nodes_of(parent, child, score, states, first_child):
     do_not_specialize=["num_rows", "room", "count", "width", "may_end", "sampled_stride"],
     do_not_specialize_on_alignment=["states", "dead", "places", "next_tokens", "targets", "sampled"],
 )
-def _select_wide_items(
+def _select_wide_items_kernel(
     keys, num_rows, room, count, width, states, first_child, node_tokens, is_item, may_end, first_children,
     dead, next_parents, next_tokens, next_scores, targets, words, places, sampled, sampled_stride, part: tl.constexpr,
 ):  # fmt: skip
@@ -219,38 +231,38 @@ def _select_wide_items(
     next_parents += group * width
     next_tokens += group * width
     next_scores += group * width
-    clear_slots(
+    clear_slots_in_kernel(
         next_parents, next_tokens, next_scores, words, num_ints, width, places, sampled, sampled_stride, num_rows, part
     )  # fmt: skip
     for start in range(0, width, part):
         slot = start + tl.arange(0, part)
         tl.store(targets + slot, tl.zeros([part], tl.int64), mask=slot < width)
-    list_dead(first_children, dead, width, count, part)
+    list_dead_in_kernel(first_children, dead, width, count, part)
     num_living, num_others = 0, 0
     for start in range(0, count, part):
         rank = start + tl.arange(0, part)
-        parent, child, score = continuations(over, rank, count, room)
-        node = nodes_of(parent, child, score, states, first_child)
+        parent, child, score = continuations_in_kernel(over, rank, count, room)
+        node = nodes_in_kernel(parent, child, score, states, first_child)
         ends = (tl.load(is_item + node) != 0) & may_end
         token, ended_with = tl.load(node_tokens + node), tl.where(ends, score, float("-inf"))
-        write_ended(words, num_ints, width, count, rank, parent, token, ended_with, rank < count)
+        write_ended_in_kernel(words, num_ints, width, count, rank, parent, token, ended_with, rank < count)
 
-        parent, child, score = continuations(live, rank, count, room)
-        node = nodes_of(parent, child, score, states, first_child)
-        is_going, num_living = going_on(score, num_living, count)
-        slot, num_others = slots_of(rank, parent, is_going, first_children, dead, num_others)
-        put_beams(
+        parent, child, score = continuations_in_kernel(live, rank, count, room)
+        node = nodes_in_kernel(parent, child, score, states, first_child)
+        is_going, num_living = going_on_in_kernel(score, num_living, count)
+        slot, num_others = slots_in_kernel(rank, parent, is_going, first_children, dead, num_others)
+        put_beams_in_kernel(
             slot, parent, tl.load(node_tokens + node), score, is_going, next_parents, next_tokens, next_scores, words,
             num_ints, width, places, sampled, sampled_stride, num_rows,
         )  # fmt: skip
         tl.store(targets + slot, node.to(tl.int64), mask=is_going)
 
 
-def warm_up(serving: Serving) -> None:
+def warm_up_kernels(serving: KernelVariants) -> None:
     """Take a step."""
     nothing, rules = torch.zeros(2, dtype=torch.int64, device=serving.device), ItemRules("")
     along, row = rules.on({"": ItemTrie(nothing.int(), nothing.int(), nothing.bool(), [1])}, ()), nothing[:1]
     beams = Beams(torch.zeros(1, 1, device=serving.device), states={along: row[None]})
     for logits in serving.logits:
         of_items = SelectRules(1, Best(), constraints=(rules,))
-        take_step(of_items, RowLogits.of(logits, row), beams, row, row[None].clone())
+        take_step_by_kernels(of_items, KernelLogits.of(logits, row), beams, row, row[None].clone())

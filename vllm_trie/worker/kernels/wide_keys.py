@@ -17,8 +17,17 @@ import triton.language as tl
 
 from vllm_trie.search.filters import LogitsFilters
 from vllm_trie.search.rank import SCORE_UNIT, TILE
-from vllm_trie.worker.kernels.order_keys import KEY_UNIT, LAST_KEY, order_key
-from vllm_trie.worker.kernels.tiles import ALLOWED, GOING, TILES, RowLogits, Tiles, log_min_p, logprobs_of, normalise
+from vllm_trie.worker.kernels.order_keys import KEY_UNIT, LAST_KEY, order_key_in_kernel
+from vllm_trie.worker.kernels.tiles import (
+    ALLOWED,
+    GOING,
+    TILES,
+    KernelLogits,
+    KernelTiles,
+    kernel_log_min_p,
+    logprobs_in_kernel,
+    normalise_in_kernel,
+)
 from vllm_trie.worker.launches import cdiv, next_power_of_2
 
 KEYS_AT_A_TIME = 1024  # that a program makes
@@ -39,13 +48,13 @@ class AmongBest(NamedTuple):
     most: int
 
 
-def have_keys(num_rows: int, per_row: int) -> bool:
+def kernels_have_keys(num_rows: int, per_row: int) -> bool:
     """Whether all continuations of a group have order keys of their own."""
     return num_rows * per_row < SCORE_UNIT
 
 
-def best_of_groups(
-    logits: RowLogits, tiles: Tiles, scores: torch.Tensor, count: int, filters: LogitsFilters, among: AmongBest
+def launch_best_of_groups(
+    logits: KernelLogits, tiles: KernelTiles, scores: torch.Tensor, count: int, filters: LogitsFilters, among: AmongBest
 ) -> torch.Tensor:
     """The best continuations of all rows of each group together.
 
@@ -54,7 +63,7 @@ def best_of_groups(
         tiles: Theirs.
         scores: [G, r] float32, contiguous.
         count: K, at most as many as a group has.
-        filters: Of those, `can_filter` says which.
+        filters: Of those, `can_filter_in_kernels` says which.
         among: What ends is left out unless it is.
 
     Returns:
@@ -64,47 +73,47 @@ def best_of_groups(
     num_lists = 2 * num_groups
     keys = torch.empty(num_lists, num_rows * num_blocks, dtype=torch.int64, device=device)
     of_rows = torch.empty(scores.numel(), OF_ROW.value, dtype=torch.float32, device=device)
-    sizes = sizes_to_rank_blocks(num_blocks)
-    _rank_blocks[scores.numel(),](
-        *logits.arguments, *tiles.arguments, scores, num_rows, log_min_p(filters), among.ends, len(among.ends),
+    sizes = kernel_sizes_to_rank_blocks(num_blocks)
+    _rank_blocks_kernel[scores.numel(),](
+        *logits.arguments, *tiles.arguments, scores, num_rows, kernel_log_min_p(filters), among.ends, len(among.ends),
         among.most, keys, of_rows, **sizes, num_warps=warps_to_rank_blocks(sizes["blocks"]),
     )  # fmt: skip
-    chosen, keys = split(keys, count, TILES)
-    _rank_tiles[cdiv(keys.shape[1], KEYS_AT_A_TIME), num_lists](
+    chosen, keys = split_kernel_keys(keys, count, TILES)
+    _rank_tiles_kernel[cdiv(keys.shape[1], KEYS_AT_A_TIME), num_lists](
         chosen, chosen.shape[1], *tiles.arguments[:3], logits.mixed, of_rows, logits.values.shape[1], num_blocks,
         num_groups, num_rows, keys, tiles=TILES, tile=TILE, lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
     )  # fmt: skip
-    chosen, keys = split(keys, count, TILE)
-    _rank_tokens[cdiv(keys.shape[1], KEYS_AT_A_TIME), num_lists](
+    chosen, keys = split_kernel_keys(keys, count, TILE)
+    _rank_tokens_kernel[cdiv(keys.shape[1], KEYS_AT_A_TIME), num_lists](
         *logits.arguments, chosen, chosen.shape[1], of_rows, num_blocks * TILES, num_groups, num_rows, keys, tile=TILE,
         lanes=KEYS_AT_A_TIME, num_warps=WARPS_TO_SPLIT,
     )  # fmt: skip
-    return in_order(keys, count).view(2, num_groups, count)
+    return kernel_keys_in_order(keys, count).view(2, num_groups, count)
 
 
-def split(keys: torch.Tensor, count: int, num_parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def split_kernel_keys(keys: torch.Tensor, count: int, num_parts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The first `count` of each group's keys, in no order, and room for `num_parts` keys in the place of each."""
     chosen = keys if keys.shape[1] <= count else keys.topk(count, largest=False, sorted=False).values
     return chosen, keys.new_empty(len(keys), chosen.shape[1] * num_parts)
 
 
-def in_order(keys: torch.Tensor, count: int) -> torch.Tensor:
+def kernel_keys_in_order(keys: torch.Tensor, count: int) -> torch.Tensor:
     """The first `count` of each group's keys."""
     return keys.topk(count, largest=False).values
 
 
-def sizes_to_rank_blocks(num_blocks: int) -> dict[str, int]:
-    """What `_rank_blocks` is compiled for."""
+def kernel_sizes_to_rank_blocks(num_blocks: int) -> dict[str, int]:
+    """What `_rank_blocks_kernel` is compiled for."""
     return {"blocks": next_power_of_2(num_blocks), "tiles": TILES, "tile": TILE}
 
 
 def warps_to_rank_blocks(blocks: int) -> int:
-    """Warps of a program of `_rank_blocks`."""
+    """Warps of a program of `_rank_blocks_kernel`."""
     return 4 if blocks <= 16 else 8
 
 
 @triton.jit
-def num_better_than(
+def num_better_in_kernel(
     own, most, values, of_row, going, ending, vocab_size, classes, mixed, temperature, num_blocks, tiles: tl.constexpr,
     tile: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +133,7 @@ def num_better_than(
         of_tiles = of_tiles - tl.load(of_row) - tl.load(of_row + 1)
         if tl.max((of_tiles > own).to(tl.int32), axis=0) > 0:
             token = block * tiles * tile + tl.arange(0, tiles * tile)
-            logprob = logprobs_of(values, of_row, token, vocab_size, classes, temperature, ALLOWED)
+            logprob = logprobs_in_kernel(values, of_row, token, vocab_size, classes, temperature, ALLOWED)
             num_better += tl.sum((logprob > own).to(tl.int32), axis=0)
         block += 1
     return num_better
@@ -134,7 +143,7 @@ def num_better_than(
     do_not_specialize=["vocab_size", "num_mixed", "num_blocks", "num_rows", "num_ends", "most_better"],
     do_not_specialize_on_alignment=["index", "scores"],
 )
-def _rank_blocks(
+def _rank_blocks_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, going, ending, num_mixed, maxima, sums, num_blocks,
     scores, num_rows, log_min_p, ends, num_ends, most_better, keys, of_rows, blocks: tl.constexpr, tiles: tl.constexpr,
     tile: tl.constexpr,
@@ -148,7 +157,7 @@ def _rank_blocks(
     """
     row, num_rows_in_all = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     of_rows += row * OF_ROW
-    score = normalise(maxima, sums, num_blocks, scores, row, of_rows, blocks)
+    score = normalise_in_kernel(maxima, sums, num_blocks, scores, row, of_rows, blocks)
     block, number = tl.arange(0, blocks), tl.arange(0, tiles)
     going += row * num_blocks * tiles
     ending += row * num_mixed * tiles
@@ -167,8 +176,8 @@ def _rank_blocks(
         values = logits + tl.load(index + row) * stride
         for at in range(num_ends):
             token = tl.load(ends + at).to(tl.int32) + tl.arange(0, 1)
-            own = tl.max(logprobs_of(values, of_rows, token, vocab_size, classes, temperature, ALLOWED))
-            num_better = num_better_than(
+            own = tl.max(logprobs_in_kernel(values, of_rows, token, vocab_size, classes, temperature, ALLOWED))
+            num_better = num_better_in_kernel(
                 own, most_better, values, of_rows, going, ending, vocab_size, classes, mixed, temperature, num_blocks,
                 tiles, tile,
             )  # fmt: skip
@@ -180,14 +189,14 @@ def _rank_blocks(
 
     place, keys = (row % num_rows) * num_blocks + block, keys + row * num_blocks
     reached = tl.where(score > float("-inf"), tl.where(goes_on < least, float("-inf"), goes_on), score) + score
-    tl.store(keys + block, order_key(reached, place), mask=block < num_blocks)
+    tl.store(keys + block, order_key_in_kernel(reached, place), mask=block < num_blocks)
     reached = tl.where(score > float("-inf"), tl.where(ends_by < least_to_end, float("-inf"), ends_by), score) + score
-    key = tl.where(reached > float("-inf"), order_key(reached, place), LAST_KEY)
+    key = tl.where(reached > float("-inf"), order_key_in_kernel(reached, place), LAST_KEY)
     tl.store(keys + num_rows_in_all.to(tl.int64) * num_blocks + block, key, mask=block < num_blocks)
 
 
 @triton.jit
-def parts_of(chosen, num_chosen, per_entry: tl.constexpr, lanes: tl.constexpr):
+def parts_in_kernel(chosen, num_chosen, per_entry: tl.constexpr, lanes: tl.constexpr):
     """The places of what is in the chosen ones of a program's group, and where its keys go.
 
     Returns:
@@ -202,14 +211,14 @@ def parts_of(chosen, num_chosen, per_entry: tl.constexpr, lanes: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_chosen", "num_mixed", "vocab_size", "num_blocks", "num_groups", "num_rows"])
-def _rank_tiles(
+def _rank_tiles_kernel(
     chosen, num_chosen, going, ending, num_mixed, mixed, of_rows, vocab_size, num_blocks, num_groups, num_rows, keys,
     tiles: tl.constexpr, tile: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
     """Make order keys of the tiles in chosen blocks: programs per part of these and list of a group."""
     number_of_list = tl.program_id(1).to(tl.int64)
     group, wanted = number_of_list % num_groups, (number_of_list // num_groups).to(tl.int32)
-    block, of_block, exists, at, has_room = parts_of(chosen, num_chosen, tiles, lanes)
+    block, of_block, exists, at, has_room = parts_in_kernel(chosen, num_chosen, tiles, lanes)
     row, block = block // num_blocks, block % num_blocks
     number = block * tiles + of_block
     exists &= number * tile < vocab_size
@@ -224,7 +233,7 @@ def _rank_tiles(
     highest = tl.where(highest < tl.load(of_rows + LEAST + wanted), float("-inf"), highest)
     reached = tl.where(score > float("-inf"), highest, score) + score
     exists = tl.where(wanted == GOING, exists, exists & (reached > float("-inf")))
-    key = tl.where(exists, order_key(reached, row * num_tiles + number), LAST_KEY)
+    key = tl.where(exists, order_key_in_kernel(reached, row * num_tiles + number), LAST_KEY)
     tl.store(keys + number_of_list * num_chosen * tiles + at, key, mask=has_room)
 
 
@@ -232,21 +241,21 @@ def _rank_tiles(
     do_not_specialize=["vocab_size", "num_chosen", "num_tiles", "num_groups", "num_rows"],
     do_not_specialize_on_alignment=["index"],
 )
-def _rank_tokens(
+def _rank_tokens_kernel(
     logits, index, stride, vocab_size, classes, mixed, temperature, chosen, num_chosen, of_rows, num_tiles, num_groups,
     num_rows, keys, tile: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
     """Make order keys of the tokens in chosen tiles: programs per part of these and list of a group."""
     number_of_list = tl.program_id(1).to(tl.int64)
     group, wanted = number_of_list % num_groups, (number_of_list // num_groups).to(tl.int32)
-    of_tile, number, exists, at, has_room = parts_of(chosen, num_chosen, tile, lanes)
+    of_tile, number, exists, at, has_room = parts_in_kernel(chosen, num_chosen, tile, lanes)
     row, token = of_tile // num_tiles, of_tile % num_tiles * tile + number
     exists &= token < vocab_size
     of_row = group * num_rows + row
     values, of_rows = logits + tl.load(index + of_row) * stride, of_rows + of_row * OF_ROW
-    logprob = logprobs_of(values, of_rows, token, vocab_size, classes, temperature, wanted)
+    logprob = logprobs_in_kernel(values, of_rows, token, vocab_size, classes, temperature, wanted)
     logprob = tl.where(logprob < tl.load(of_rows + LEAST + wanted), float("-inf"), logprob)
     place, score = row.to(tl.int64) * vocab_size + token, logprob + tl.load(of_rows + SCORE)
     exists = tl.where(wanted == GOING, exists, exists & (score > float("-inf")))
-    key = tl.where(exists, order_key(score, place), LAST_KEY)
+    key = tl.where(exists, order_key_in_kernel(score, place), LAST_KEY)
     tl.store(keys + number_of_list * num_chosen * tile + at, key, mask=has_room)

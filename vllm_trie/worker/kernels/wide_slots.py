@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_trie.worker.kernels.order_keys import KEY_UNIT, LAST_KEY, score_of
+from vllm_trie.worker.kernels.order_keys import KEY_UNIT, LAST_KEY, key_score_in_kernel
 from vllm_trie.worker.launches import cdiv
 
 SLOTS_AT_A_TIME, CHILDREN_AT_A_TIME = 32, 256  # that a program compares with each other
@@ -28,7 +28,7 @@ class Slots(NamedTuple):
     dead: torch.Tensor  # [G, b] int32, room
 
 
-def first_children(keys: torch.Tensor, per_row: int, width: int, most: int) -> Slots:
+def launch_find_first_children(keys: torch.Tensor, per_row: int, width: int, most: int) -> Slots:
     """Find the first child of each slot.
 
     Args:
@@ -39,7 +39,7 @@ def first_children(keys: torch.Tensor, per_row: int, width: int, most: int) -> S
     """
     num_groups, count = keys.shape
     first_child, dead = torch.empty(2, num_groups, width, dtype=torch.int32, device=keys.device)
-    _find_first_children[cdiv(width, SLOTS_AT_A_TIME), num_groups](
+    _find_first_children_kernel[cdiv(width, SLOTS_AT_A_TIME), num_groups](
         keys, count, per_row, width, most, first_child, slots=SLOTS_AT_A_TIME, part=CHILDREN_AT_A_TIME,
         num_warps=NUM_WARPS,
     )  # fmt: skip
@@ -47,18 +47,18 @@ def first_children(keys: torch.Tensor, per_row: int, width: int, most: int) -> S
 
 
 @triton.jit
-def continuations(keys, rank, count, per_row):
+def continuations_in_kernel(keys, rank, count, per_row):
     """Of ranks: parents, places in their rows, and scores, -inf where there is none."""
     key = tl.load(keys + rank, mask=rank < count, other=LAST_KEY)
     exists = key < LAST_KEY
     place = tl.where(exists, key % KEY_UNIT, 0)
     parent, own = (place // per_row).to(tl.int32), (place % per_row).to(tl.int32)
-    score = tl.where(exists, score_of(key), float("-inf"))
+    score = tl.where(exists, key_score_in_kernel(key), float("-inf"))
     return parent, own, score
 
 
 @triton.jit
-def going_on(score, num_living, most):
+def going_on_in_kernel(score, num_living, most):
     """Which continuations go on, `num_living` living ones being before them; and how many live then."""
     lives = (score > float("-inf")).to(tl.int32)
     is_going = (lives == 1) & (num_living + tl.cumsum(lives, axis=0) <= most)
@@ -66,18 +66,18 @@ def going_on(score, num_living, most):
 
 
 @triton.jit(do_not_specialize=["count", "per_row", "width", "most"], do_not_specialize_on_alignment=["keys"])
-def _find_first_children(
+def _find_first_children_kernel(
     keys, count, per_row, width, most, first_child, slots: tl.constexpr, part: tl.constexpr
 ):  # fmt: skip
-    """See `first_children`: programs per group and part of its slots."""
+    """See `launch_find_first_children`: programs per group and part of its slots."""
     group, slot = tl.program_id(1).to(tl.int64), tl.program_id(0) * slots + tl.arange(0, slots)
     keys += group * count
     first = tl.zeros([slots], tl.int32) + count
     start, num_living = 0, 0
     while (start < count) & (num_living < most):
         rank = start + tl.arange(0, part)
-        parent, _, score = continuations(keys, rank, count, per_row)
-        is_going, num_living = going_on(score, num_living, most)
+        parent, _, score = continuations_in_kernel(keys, rank, count, per_row)
+        is_going, num_living = going_on_in_kernel(score, num_living, most)
         is_child = (parent[None, :] == slot[:, None]) & is_going[None, :]
         first = tl.minimum(first, tl.min(tl.where(is_child, rank[None, :], count), axis=1))
         start += part
@@ -85,7 +85,7 @@ def _find_first_children(
 
 
 @triton.jit
-def list_dead(first_child, dead, width, count, part: tl.constexpr):
+def list_dead_in_kernel(first_child, dead, width, count, part: tl.constexpr):
     """Write which slots of a group have no child, one after the other; a barrier."""
     num_dead = 0
     for start in range(0, width, part):
@@ -97,7 +97,7 @@ def list_dead(first_child, dead, width, count, part: tl.constexpr):
 
 
 @triton.jit
-def slots_of(rank, parent, is_going, first_child, dead, num_others):
+def slots_in_kernel(rank, parent, is_going, first_child, dead, num_others):
     """Which slots continuations take that go on; and how many go on, these among them, that are no first children.
 
     Args:

@@ -240,7 +240,7 @@ class Rows:
         if not launches.run_on(self.device):
             self.take_over_controls(rows.rows[0], rows.sources)
             return
-        launches.for_gpus("kernels.controls").reorder_counts(rows, self._counts)
+        launches.for_gpus("kernels.controls").launch_reorder_counts(rows, self._counts)
         for take_over in self._of_processors:
             take_over(rows.rows[0], rows.sources)
 

@@ -12,15 +12,20 @@ from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.step import take_step
 from vllm_trie.search.step_result import Going, Taken, packed
 from vllm_trie.worker.kernels import best, in_groups, items, wide, wide_catalog
-from vllm_trie.worker.kernels.tiles import RowLogits
+from vllm_trie.worker.kernels.tiles import KernelLogits
 
-TakeStep = Callable[[SelectRules, RowLogits, Beams, torch.Tensor, torch.Tensor], Taken]  # as `best.take_step`
+TakeStep = Callable[
+    [SelectRules, KernelLogits, Beams, torch.Tensor, torch.Tensor], Taken
+]  # as `best.take_step_by_kernels`
 
 
 def by_kernels(rules: SelectRules, beams: Beams, vocab_size: int) -> TakeStep | None:
     """What takes a step of groups by these rules; None: torch, as under each constraint but a catalog."""
     kinds = best, items, in_groups, wide, wide_catalog
-    return next((kernels.take_step for kernels in kinds if kernels.takes(rules, beams, vocab_size)), None)
+    return next(
+        (kernels.take_step_by_kernels for kernels in kinds if kernels.can_take_by_kernels(rules, beams, vocab_size)),
+        None,
+    )
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class TakeRows:
     which: slice | torch.Tensor  # those of the rows among all logits, where torch takes it
 
     def __call__(
-        self, rules: SelectRules, logits: RowLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
+        self, rules: SelectRules, logits: KernelLogits, beams: Beams, places: torch.Tensor, sampled: torch.Tensor
     ) -> Taken:
         if take := by_kernels(rules, beams, logits.values.shape[1]):
             return take(rules, logits, beams, places, sampled)

@@ -123,7 +123,9 @@ class Selector:
             amateur: Of the rows of groups that contrast a draft model, if there are any.
         """
         selected, parents = [], []
-        into_slots = launches.for_gpus("kernels.slots").select_next if launches.run_on(logits.device) else select_next
+        into_slots = (
+            launches.for_gpus("kernels.slots").launch_select_next if launches.run_on(logits.device) else select_next
+        )
         for cohort in plan.cohorts:
             rules, groups = cohort.rules, cohort.groups
             num_tokens = plan.rows.num_tokens(cohort.places[:, 0])
@@ -160,7 +162,7 @@ class Selector:
             return Taken(Going.of(step), *packed(step))
         at, places = cohort.on_device
         kernels = launches.for_gpus("select.by_kernels")
-        logits_of = kernels.RowLogits.of(values, at, rules.stops)
+        logits_of = kernels.KernelLogits.of(values, at, rules.stops)
         if self.graphs is not None and self.graphs.hold(rules, means, logits_of, beams):
             taken = self.graphs.take(rules, logits_of, beams, kernels.TakeRows(means, slice(None)))
             if taken is not None:
@@ -197,7 +199,7 @@ class Selector:
         local = no_depths(len(slots), device) if depths is None else self.rows.upload(depths, torch.int32)
         of_batch = batch.logits_indices, batch.positions, batch.input_ids
         if launches.run_on(device):
-            take_newest = launches.for_gpus("kernels.controls").take_newest
+            take_newest = launches.for_gpus("kernels.controls").launch_take_newest
             positions, tokens = take_newest(uploaded_once(index, device), *of_batch)
         else:
             newest = batch.logits_indices[at]

@@ -19,7 +19,7 @@ from vllm_trie.search.devices import borrowed, numbers
 from vllm_trie.search.rules import Means, SelectRules
 from vllm_trie.search.step_result import Going, Taken
 from vllm_trie.search.strategies.best import Best
-from vllm_trie.worker.kernels.tiles import MOST_PER_ROW, RowLogits
+from vllm_trie.worker.kernels.tiles import MOST_PER_ROW, KernelLogits
 from vllm_trie.worker.select.by_kernels import TakeStep, by_kernels
 
 MOST_LOGITS = 1 << 22  # of a step; one of more keeps the device busy for longer than the host
@@ -70,7 +70,7 @@ class StepGraphs:
         num_bytes = BYTES_OF_LOGIT * MOST_LOGITS_OF_TORCH + MOST_BYTES_BESIDE
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
-    def hold(self, rules: SelectRules, means: Means, logits: RowLogits, beams: Beams) -> bool:
+    def hold(self, rules: SelectRules, means: Means, logits: KernelLogits, beams: Beams) -> bool:
         """Whether graphs may hold such steps.
 
         They are small, and come again: whatever the host alone knows is no part of them, nor what changes with the
@@ -90,7 +90,7 @@ class StepGraphs:
             most_logits = MOST_LOGITS_OF_TORCH if rules.strategy in (Best("hf"), Best("tridecode")) else 0
         return is_laid_out and num_rows <= MOST_ROWS and num_rows * stride <= most_logits
 
-    def take(self, rules: SelectRules, logits: RowLogits, beams: Beams, take_rows: TakeStep) -> Taken | None:
+    def take(self, rules: SelectRules, logits: KernelLogits, beams: Beams, take_rows: TakeStep) -> Taken | None:
         """Take a step by its graph. None, and nothing is done, if it comes for the first time, or memory is short.
 
         Args:
@@ -121,7 +121,7 @@ class StepGraphs:
         going, words, layout = graph.taken
         return Taken(Going(going.parents.clone(), going.tokens.clone(), going.scores.clone()), words.clone(), layout)
 
-    def _captured(self, rules: SelectRules, logits: RowLogits, beams: Beams, take_rows: TakeStep) -> StepGraph:
+    def _captured(self, rules: SelectRules, logits: KernelLogits, beams: Beams, take_rows: TakeStep) -> StepGraph:
         num_rows = len(logits.which)
         sampled = torch.empty(num_rows, 1, dtype=torch.int64, device=self._device)
         with borrowed() as constants:
@@ -132,7 +132,7 @@ class StepGraphs:
         return StepGraph(replay, taken, [sampled, logits.classes, logits.mixed, *constants])
 
 
-def _key(rules: SelectRules, logits: RowLogits, beams: Beams) -> Key:
+def _key(rules: SelectRules, logits: KernelLogits, beams: Beams) -> Key:
     """What steps have in common that a graph may take."""
     values = logits.values
     return rules, beams.scores.shape, values.dtype, values.shape[1], values.stride()

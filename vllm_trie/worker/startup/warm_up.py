@@ -1,7 +1,7 @@
 """Launches every kernel of ours before an engine serves, so that none is compiled while it does.
 
 Triton compiles a kernel when it is launched with constants, or with types and alignments of arguments, that it has not
-seen. Each module of kernels has a function `warm_up` that launches its own in all variants which serving can launch.
+seen. Each module of kernels has a function that launches its own in all variants which serving can launch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,18 @@ from vllm_trie.speculative_config import config_has_memory_mode
 from vllm_trie.worker.attention import triton_kernels
 from vllm_trie.worker.attention.shared_rows import Layer, SharesPrefixes
 from vllm_trie.worker.attention.tree_layers import attention_of
-from vllm_trie.worker.kernels import Serving, best, controls, in_groups, items, rows_beside, slots, wide, wide_catalog
-from vllm_trie.worker.kernels.compiling import compile_together
+from vllm_trie.worker.kernels import (
+    KernelVariants,
+    best,
+    controls,
+    in_groups,
+    items,
+    rows_beside,
+    slots,
+    wide,
+    wide_catalog,
+)
+from vllm_trie.worker.kernels.compiling import compile_kernels_together
 from vllm_trie.worker.kv import copies
 
 logger = init_logger("vllm.trie_beam.warm_up")
@@ -36,7 +46,7 @@ class WarmsUp:
         """See vLLM."""
         if self.vllm_config.kernel_config.enable_jit_warmup:
             start = time.monotonic()
-            count = compile_together(lambda: warm_up(self.model_runner))
+            count = compile_kernels_together(lambda: warm_up(self.model_runner))
             logger.info("compiled %d kernels of beam search in %.1f s", count, time.monotonic() - start)
             warm_up(self.model_runner)
             self.model_runner.speculation.warm_up_stock()
@@ -48,10 +58,10 @@ def warm_up(runner: Any) -> None:
     """Launch all kernels of a `BeamModelRunner`, which has its KV cache. Nothing that anybody reads is written."""
     rows, tokens = runner.rows, runner.req_states.all_token_ids.gpu
     most_beams, logits = _widest(runner.vllm_config), tuple(_logits(runner))
-    serving = Serving(tokens, rows.tables, most_beams, logits)
+    serving = KernelVariants(tokens, rows.tables, most_beams, logits)
     of_steps = best, in_groups, items, wide, wide_catalog
     for module in (slots, controls, rows_beside, *of_steps):
-        module.warm_up(serving)
+        module.warm_up_kernels(serving)
     copies.warm_up(tokens, rows.tables, rows.kv_blocks.segments)
     runner.speculation.warm_up(serving)
     triton_kernels.warm_up(_layers(runner), has_trees=runner.speculation.takes_trees)

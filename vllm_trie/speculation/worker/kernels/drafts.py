@@ -9,33 +9,40 @@ import torch
 
 from vllm_trie.search.devices import NEVER, constant, filled
 from vllm_trie.search.rank import NO_KEY, SCORE_UNIT, TILE
-from vllm_trie.worker.kernels import Serving
-from vllm_trie.worker.kernels.tiles import MOST_PER_ROW, MOST_TILES, RowLogits, Wanted, rank_rows, tiles_of
+from vllm_trie.worker.kernels import KernelVariants
+from vllm_trie.worker.kernels.tiles import (
+    MOST_PER_ROW,
+    MOST_TILES,
+    KernelLogits,
+    Wanted,
+    launch_rank_rows,
+    launch_tile_maxima,
+)
 from vllm_trie.worker.launches import next_power_of_2
 
 LEAST_KEPT = 4  # of a row, so that few variants are enough
 
 
-def takes(count: int, vocab_size: int) -> bool:
+def draft_kernels_take(count: int, vocab_size: int) -> bool:
     """Whether so many tokens of a row are ranked here; else torch ranks them."""
     return count <= MOST_PER_ROW and vocab_size <= MOST_TILES * TILE
 
 
-def best_of_rows(values: torch.Tensor, which: torch.Tensor, count: int, kept: int) -> torch.Tensor:
+def launch_best_drafts(values: torch.Tensor, which: torch.Tensor, count: int, kept: int) -> torch.Tensor:
     """Order keys of the best tokens of R rows, [R, kept] int64 in no order.
 
     Args:
         values: [N, V] logits.
         which: [R] int64, the rows.
         count: Tokens of each row.
-        kept: Keys that there is room for; a power of two, `kept_of(count)` or more.
+        kept: Keys that there is room for; a power of two, `kept_by_draft_kernels(count)` or more.
     """
-    logits = RowLogits.of(values, which)
+    logits = KernelLogits.of(values, which)
     zeros = filled((len(which),), 0.0, values.device)
-    return rank_rows(logits, tiles_of(logits), zeros, 1, Wanted(count, kept)).keys[0]
+    return launch_rank_rows(logits, launch_tile_maxima(logits), zeros, 1, Wanted(count, kept)).keys[0]
 
 
-def decoded(keys: torch.Tensor, ends: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def decode_draft_kernel_keys(keys: torch.Tensor, ends: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities [R, P] float32, and tokens [R, P] int64, of such keys: the best first, at last -inf.
 
     Those of tokens that end hypotheses are -inf as well.
@@ -48,16 +55,16 @@ def decoded(keys: torch.Tensor, ends: tuple[int, ...]) -> tuple[torch.Tensor, to
     return logprobs.where(goes_on, NEVER), tokens
 
 
-def kept_of(count: int) -> int:
+def kept_by_draft_kernels(count: int) -> int:
     """Keys for which there is room."""
     return max(next_power_of_2(count), LEAST_KEPT)
 
 
-def warm_up(serving: Serving) -> None:
+def warm_up_draft_kernels(serving: KernelVariants) -> None:
     """Rank a row for every number of keys."""
     for logits in serving.draft_logits:
         row = torch.zeros(1, dtype=torch.int64, device=serving.device)
         kept = LEAST_KEPT
         while kept <= MOST_PER_ROW:
-            best_of_rows(logits, row, kept, kept)
+            launch_best_drafts(logits, row, kept, kept)
             kept *= 2

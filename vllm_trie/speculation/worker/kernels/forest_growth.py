@@ -18,18 +18,18 @@ from vllm_trie.search.devices import numbers
 from vllm_trie.search.rank import SCORE_UNIT
 from vllm_trie.speculation.worker.forest_growth import NO_NODE, NUM_DRAFTS, NUM_NARROW, NUM_TAKEN, ForestPlan, Growing
 from vllm_trie.speculation.worker.kernels import drafts
-from vllm_trie.worker.kernels import Serving
+from vllm_trie.worker.kernels import KernelVariants
 from vllm_trie.worker.kernels.best import KEYS_AT_A_TIME, SLOTS, warps_to_select
 from vllm_trie.worker.kernels.order_keys import (
     KEY_UNIT,
     LAST_KEY,
     NUM_SCORE_BITS,
-    cutoff,
-    in_order,
-    is_among,
-    keep,
-    order_key,
-    score_of,
+    cutoff_in_kernel,
+    is_among_in_kernel,
+    keep_keys_in_kernel,
+    key_score_in_kernel,
+    order_key_in_kernel,
+    sort_keys_in_kernel,
 )
 
 MOST_ENDS = 3  # tokens that no beam goes on after, which are ranked with all others
@@ -42,7 +42,7 @@ ABOUT = tl.constexpr(NUM_ABOUT)
 BEHIND = tl.constexpr(SCORE_UNIT**2)  # what comes after all order keys
 
 
-class GrowthKernels:
+class ForestGrowthKernels:
     """Grows forests of one step.
 
     Args:
@@ -52,7 +52,7 @@ class GrowthKernels:
 
     def __init__(self, plans: Sequence[ForestPlan], block_sizes: Sequence[int]) -> None:
         self._plans = plans
-        self._is_ranked = [_is_ranked(plan) for plan in plans]
+        self._is_ranked = [_is_drafted_by_kernels(plan) for plan in plans]
         num_layers, stops = len(plans[0].parts) - 1, list[int]()
         about = np.zeros((num_layers, len(plans), NUM_ABOUT), np.int32)
         for number, plan in ((n, p) for n in range(1, num_layers + 1) for p in plans):
@@ -77,13 +77,13 @@ class GrowthKernels:
         """
         active = [plan for plan in self._plans if plan.forest_step.budget.num_layers >= number]
         ranked, (about, stops, _) = [plan for plan in active if self._is_ranked[plan.place]], self.on_device
-        count = max((_num_ranked(plan, number, logits.shape[1]) for plan in ranked), default=0)
-        if not ranked or not drafts.takes(count, logits.shape[1]):
+        count = max((_num_ranked_by_draft_kernels(plan, number, logits.shape[1]) for plan in ranked), default=0)
+        if not ranked or not drafts.draft_kernels_take(count, logits.shape[1]):
             return set()
-        sizes = sizes_to_draft(max(map(_widest, ranked)), count)
-        keys = drafts.best_of_rows(logits, numbers(len(logits), logits.device), count, sizes["per_row"])
+        sizes = kernel_sizes_to_draft(max(map(_widest_in_growth_kernels, ranked)), count)
+        keys = drafts.launch_best_drafts(logits, numbers(len(logits), logits.device), count, sizes["per_row"])
         first = active[0].parts[number - 1].first
-        draft_nodes(growing, (keys, logits.shape[1], first), about[number - 1, : len(active)], stops, sizes)
+        launch_draft_nodes(growing, (keys, logits.shape[1], first), about[number - 1, : len(active)], stops, sizes)
         return {plan.place for plan in ranked}
 
     def best(
@@ -97,24 +97,24 @@ class GrowthKernels:
             nodes: Its own among them.
             number: From 1 on.
         """
-        count = _num_ranked(plan, number, logits.shape[1])
-        if not _is_plain(plan) or not drafts.takes(count, logits.shape[1]):
+        count = _num_ranked_by_draft_kernels(plan, number, logits.shape[1])
+        if not _is_plain_to_draft_kernels(plan) or not drafts.draft_kernels_take(count, logits.shape[1]):
             return None
         own = numbers(len(logits), logits.device)[nodes]
-        keys = drafts.best_of_rows(logits, own, count, drafts.kept_of(count))
-        return drafts.decoded(keys, plan.forest_step.rules[number - 1].stops.last_token_ids)
+        keys = drafts.launch_best_drafts(logits, own, count, drafts.kept_by_draft_kernels(count))
+        return drafts.decode_draft_kernel_keys(keys, plan.forest_step.rules[number - 1].stops.last_token_ids)
 
     def place(self, growing: Growing, number: int, num_forests: int) -> bool:
         """Do what `forest_growth.place` does, for layer `number` of the first `num_forests`; not if one is too wide."""
-        widest = max(map(_widest, self._plans[:num_forests]))
+        widest = max(map(_widest_in_growth_kernels, self._plans[:num_forests]))
         if widest > LANES[-1]:
             return False
         about, _, block_sizes = self.on_device
-        place_nodes(growing, about[number - 1, :num_forests], block_sizes, lanes_of(widest))
+        launch_place_nodes(growing, about[number - 1, :num_forests], block_sizes, kernel_lanes_to_draft(widest))
         return True
 
 
-def draft_nodes(
+def launch_draft_nodes(
     growing: Growing,
     ranked: tuple[torch.Tensor, int, int],
     about: torch.Tensor,
@@ -129,11 +129,11 @@ def draft_nodes(
             vocabulary, and where among all nodes these begin. The keys are overwritten.
         about: [forests, NUM_ABOUT] int32.
         stops: Of all forests.
-        sizes: See `sizes_to_draft`.
+        sizes: See `kernel_sizes_to_draft`.
     """
     (keys, vocab_size, first), num_bits = ranked, NUM_SCORE_BITS + (sizes["slots"] * ranked[1]).bit_length()
     order = torch.empty(len(about), 2, sizes["slots"], dtype=torch.int64, device=keys.device)
-    _draft_nodes[len(about),](
+    _draft_nodes_kernel[len(about),](
         *(keys, vocab_size, num_bits, about, stops, first, order),
         *(growing.parents, growing.tokens, growing.scores, growing.totals, growing.totals.shape[1]),
         **sizes,
@@ -141,26 +141,26 @@ def draft_nodes(
     )
 
 
-def place_nodes(growing: Growing, about: torch.Tensor, block_sizes: torch.Tensor, lanes: int) -> None:
-    """Do what `forest_growth.place` does for a layer of each forest; see `lanes_of`."""
+def launch_place_nodes(growing: Growing, about: torch.Tensor, block_sizes: torch.Tensor, lanes: int) -> None:
+    """Do what `forest_growth.place` does for a layer of each forest; see `kernel_lanes_to_draft`."""
     num_tables, num_rows, columns = growing.tables.shape
-    _place_nodes[len(about),](
+    _place_draft_nodes_kernel[len(about),](
         *(about, growing.parents, growing.rows, growing.ends, growing.masks, growing.masks.shape[1]),
         *(growing.slots, growing.slots.shape[1], growing.counts, growing.totals, growing.totals.shape[1]),
         *(growing.tables, num_rows, columns, growing.reached, growing.spare, *growing.spare.shape[1:]),
         *(block_sizes, num_tables),
         lanes=lanes,
         chunk=NODES_AT_A_TIME,
-        num_warps=warps_to_place(lanes),
+        num_warps=warps_to_place_drafts(lanes),
     )
 
 
-def _is_ranked(plan: ForestPlan) -> bool:
+def _is_drafted_by_kernels(plan: ForestPlan) -> bool:
     """Whether kernels draft all layers of a forest."""
-    return _is_plain(plan) and _widest(plan) <= SLOTS[-1]
+    return _is_plain_to_draft_kernels(plan) and _widest_in_growth_kernels(plan) <= SLOTS[-1]
 
 
-def _is_plain(plan: ForestPlan) -> bool:
+def _is_plain_to_draft_kernels(plan: ForestPlan) -> bool:
     """Whether drafts compete by the draft model's log-probabilities alone, and few of them may end there."""
     forest_step = plan.forest_step
     return not forest_step.states and all(
@@ -168,45 +168,45 @@ def _is_plain(plan: ForestPlan) -> bool:
     )
 
 
-def _widest(plan: ForestPlan) -> int:
+def _widest_in_growth_kernels(plan: ForestPlan) -> int:
     """Nodes of a layer, or rows."""
     return max(plan.forest_step.num_beams, plan.forest_step.budget.draft_width)
 
 
-def _num_ranked(plan: ForestPlan, number: int, vocab_size: int) -> int:
+def _num_ranked_by_draft_kernels(plan: ForestPlan, number: int, vocab_size: int) -> int:
     """How many tokens of each node must be ranked, those with which hypotheses end among them."""
     stops = plan.forest_step.rules[number - 1].stops.last_token_ids
     return min(plan.forest_step.budget.draft_width + len(stops), vocab_size)
 
 
-def sizes_to_draft(widest: int, count: int) -> dict[str, int]:
-    """What `_draft_nodes` is compiled for: layers of so many nodes, after each of which so many tokens are ranked."""
-    kept = drafts.kept_of(count)
+def kernel_sizes_to_draft(widest: int, count: int) -> dict[str, int]:
+    """What `_draft_nodes_kernel` is compiled for: layers of so many nodes, so many tokens being ranked after each."""
+    kept = drafts.kept_by_draft_kernels(count)
     slots, per_row = next(each for each in SIZES if each[0] >= widest and each[1] >= kept)
     lanes = slots * per_row
     return {"per_row": per_row, "lanes": lanes, "part": min(lanes, KEYS_AT_A_TIME), "slots": slots}
 
 
-def lanes_of(widest: int) -> int:
-    """What `_place_nodes` is compiled for."""
+def kernel_lanes_to_draft(widest: int) -> int:
+    """What `_place_draft_nodes_kernel` is compiled for."""
     return next(lanes for lanes in LANES if lanes >= widest)
 
 
-def warps_to_place(lanes: int) -> int:
-    """Warps of a program of `_place_nodes`."""
+def warps_to_place_drafts(lanes: int) -> int:
+    """Warps of a program of `_place_draft_nodes_kernel`."""
     return 4 if lanes <= 64 else 8 if lanes <= 256 else 16
 
 
 @triton.jit(do_not_specialize=["vocab_size", "num_bits", "first_of_layer", "num_totals"])
-def _draft_nodes(
+def _draft_nodes_kernel(
     keys, vocab_size, num_bits, about, stops, first_of_layer, order, parents, tokens, scores, totals, num_totals,
     per_row: tl.constexpr, lanes: tl.constexpr, part: tl.constexpr, slots: tl.constexpr,
 ):  # fmt: skip
-    """See `draft_nodes`: a program per forest.
+    """See `launch_draft_nodes`: a program per forest.
 
     Args:
         keys: [nodes of the layers before, per_row]. Overwritten.
-        about: [forests, ABOUT], see `GrowthKernels`.
+        about: [forests, ABOUT], see `ForestGrowthKernels`.
         order: [forests, 2, slots], room.
         parents, tokens, scores: [N].
         totals: [forests, num_totals].
@@ -224,17 +224,17 @@ def _draft_nodes(
         ranked = tl.load(keys + lane, mask=is_lane, other=LAST_KEY)
         known = tl.load(scores + first_before + node, mask=is_lane, other=float("-inf"))
         token = tl.where(ranked < LAST_KEY, ranked % KEY_UNIT, 0)
-        score = tl.where(ranked < LAST_KEY, score_of(ranked), float("-inf")) + known
+        score = tl.where(ranked < LAST_KEY, key_score_in_kernel(ranked), float("-inf")) + known
         goes_on = (ranked < LAST_KEY) & (known > float("-inf")) & (score > float("-inf"))
-        goes_on = goes_on & (is_among(token, stops + tl.load(about + 7), tl.load(about + 8)) == 0)
-        key = tl.where(goes_on, order_key(score, node.to(tl.int64) * vocab_size + token), LAST_KEY)
+        goes_on = goes_on & (is_among_in_kernel(token, stops + tl.load(about + 7), tl.load(about + 8)) == 0)
+        key = tl.where(goes_on, order_key_in_kernel(score, node.to(tl.int64) * vocab_size + token), LAST_KEY)
         of_narrow = tl.where(node < num_narrow, key, LAST_KEY)
-        last_narrow = cutoff(of_narrow, width, num_bits)
+        last_narrow = cutoff_in_kernel(of_narrow, width, num_bits)
         is_narrow = (of_narrow < LAST_KEY) & (of_narrow <= last_narrow)
         num_first = tl.sum(is_narrow.to(tl.int32), axis=0)
         num_others = tl.maximum(draft_width - num_first, 0)
         others = tl.where(is_narrow, LAST_KEY, key)
-        last_other = cutoff(others, num_others, num_bits)
+        last_other = cutoff_in_kernel(others, num_others, num_bits)
         is_other = (others < LAST_KEY) & (others <= last_other) & (num_others > 0)
         # Those of the narrow beam come first, then the others; what is left out comes last.
         in_turn = tl.where(is_narrow, key, tl.where(is_other, key + BEHIND, LAST_KEY))
@@ -246,9 +246,9 @@ def _draft_nodes(
         for start in range(0, lanes, part):
             at = start + tl.arange(0, part)
             some = tl.load(keys + at, mask=at // per_row < num_before, other=LAST_KEY)
-            num_kept = keep(some, some < LAST_KEY, order, num_kept, slots)
+            num_kept = keep_keys_in_kernel(some, some < LAST_KEY, order, num_kept, slots)
         rank = tl.arange(0, slots)
-        chosen = in_order(tl.load(order + rank), rank, order + slots)
+        chosen = sort_keys_in_kernel(tl.load(order + rank), rank, order + slots)
         num_drafted = tl.maximum(tl.minimum(tl.minimum(num_kept, draft_width), room), 0)
         exists = rank < num_drafted
         own = tl.where(chosen >= BEHIND, chosen - BEHIND, chosen)
@@ -256,7 +256,7 @@ def _draft_nodes(
         is_own = rank < count
         tl.store(parents + first + rank, tl.where(exists, (place // vocab_size).to(tl.int32), NONE), mask=is_own)
         tl.store(tokens + first + rank, tl.where(exists, (place % vocab_size).to(tl.int32), 0), mask=is_own)
-        tl.store(scores + first + rank, tl.where(exists, score_of(own), float("-inf")), mask=is_own)
+        tl.store(scores + first + rank, tl.where(exists, key_score_in_kernel(own), float("-inf")), mask=is_own)
         tl.store(totals + DRAFTS, num_drafts + num_drafted)
         tl.store(totals + NARROW, tl.minimum(num_first, num_drafted))
 
@@ -266,14 +266,14 @@ def _draft_nodes(
         *("num_words", "num_nodes", "num_totals", "num_rows", "columns", "num_forests", "most_spare", "num_tables"),
     ]
 )
-def _place_nodes(
+def _place_draft_nodes_kernel(
     about, parents, rows, ends, masks, num_words, slots, num_nodes, counts, totals, num_totals, tables, num_rows,
     columns, reached, spare, num_forests, most_spare, block_sizes, num_tables, lanes: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     """See `forest_growth.place`: a program per forest. Arguments are as `Growing` has them.
 
     Args:
-        about: [forests, ABOUT], see `GrowthKernels`.
+        about: [forests, ABOUT], see `ForestGrowthKernels`.
         block_sizes: [num_tables].
     """
     group = tl.program_id(0).to(tl.int64)
@@ -329,7 +329,7 @@ def _place_nodes(
         tl.store(slots + tl.full([], table, tl.int64) * num_nodes + first + node, slot, mask=is_node)
 
 
-def nothing_growing(device: torch.device) -> Growing:
+def nothing_growing_in_kernels(device: torch.device) -> Growing:
     """Arrays of the kinds that kernels are compiled for, in which there is no node."""
 
     def zeros(kind: torch.dtype, *shape: int) -> torch.Tensor:
@@ -342,15 +342,15 @@ def nothing_growing(device: torch.device) -> Growing:
     return Growing(zeros(ints, 1), *of_nodes, zeros(longs, 1, 1), zeros(longs, 1, 1), *of_rows)
 
 
-def warm_up(serving: Serving) -> None:
+def warm_up_growth_kernels(serving: KernelVariants) -> None:
     """Grow a layer of no nodes, for every size of one."""
     if not serving.draft_logits:
         return
-    growing, zeros = nothing_growing(serving.device), partial(torch.zeros, device=serving.device)
+    growing, zeros = nothing_growing_in_kernels(serving.device), partial(torch.zeros, device=serving.device)
     about, stops = zeros(1, NUM_ABOUT, dtype=torch.int32), zeros(1, dtype=torch.int64)
     block_sizes = torch.ones(1, dtype=torch.int32, device=serving.device)
     for slots, per_row in SIZES:
         keys = zeros(1, per_row, dtype=torch.int64)
-        draft_nodes(growing, (keys, 1, 0), about, stops, sizes_to_draft(slots, per_row))
+        launch_draft_nodes(growing, (keys, 1, 0), about, stops, kernel_sizes_to_draft(slots, per_row))
     for lanes in LANES:
-        place_nodes(growing, about, block_sizes, lanes)
+        launch_place_nodes(growing, about, block_sizes, lanes)

@@ -13,17 +13,17 @@ import triton.language as tl
 
 from vllm_trie.speculation.worker.forest_growth import NO_NODE, Growing
 from vllm_trie.speculation.worker.forest_layout import NO_CHILD, NUM_OF_FOREST, PARENT_UNIT, Laid, TargetInputs
-from vllm_trie.speculation.worker.kernels.forest_growth import nothing_growing
-from vllm_trie.worker.kernels import Serving
+from vllm_trie.speculation.worker.kernels.forest_growth import nothing_growing_in_kernels
+from vllm_trie.worker.kernels import KernelVariants
 
 LANES = 64  # nodes of a layer that are laid out at a time
 NUM_WARPS = 2
 NONE, NO_KEY, UNIT, ABOUT = (tl.constexpr(n) for n in (NO_NODE, NO_CHILD, PARENT_UNIT, NUM_OF_FOREST))
 
 
-def lay_out(growing: Growing, layout: torch.Tensor, inputs: TargetInputs, laid: Laid) -> None:
+def launch_lay_out_forests(growing: Growing, layout: torch.Tensor, inputs: TargetInputs, laid: Laid) -> None:
     """Lay out all forests, as `forest_layout.lay_out` does each; `layout`: see `forest_layout.layout_of`."""
-    _lay_out_nodes[len(layout),](
+    _lay_out_forest_nodes_kernel[len(layout),](
         *(layout, layout.shape[1], growing.parents, growing.tokens, growing.rows, growing.ends),
         *(growing.masks, growing.masks.shape[1], growing.slots, *growing.slots.shape),
         *(inputs.tokens, inputs.positions, inputs.slots, inputs.slots.stride(0)),
@@ -41,12 +41,12 @@ def lay_out(growing: Growing, layout: torch.Tensor, inputs: TargetInputs, laid: 
         *("of_masks", "keys", "at"),
     ],
 )
-def _lay_out_nodes(
+def _lay_out_forest_nodes_kernel(
     layout, num_columns, parents, tokens, rows, ends, masks, num_words, slots, num_tables, num_nodes, batch_tokens,
     batch_positions, batch_slots, slot_stride, tokens_at, logits_at, places, of_rows, of_ends, of_masks, keys, at,
     num_keys, lanes: tl.constexpr,
 ):  # fmt: skip
-    """See `lay_out`: a program per forest. Arguments are as `Growing`, `TargetInputs` and `Laid` have them."""
+    """See `launch_lay_out_forests`: a program per forest. Arguments: see `Growing`, `TargetInputs`, `Laid`."""
     group = tl.program_id(0).to(tl.int64)
     layout, keys, at = layout + group * num_columns, keys + group * num_keys, at + group * num_keys
     start, first_token = tl.load(layout), tl.load(layout + 1).to(tl.int64)
@@ -104,11 +104,11 @@ def _lay_out_nodes(
             tl.store(at_slot, tl.zeros([lanes], tl.int64), mask=is_token)
 
 
-def warm_up(serving: Serving) -> None:
+def warm_up_layout_kernel(serving: KernelVariants) -> None:
     """Lay out a forest of one root."""
     if not serving.draft_logits:
         return
     ints, longs = (partial(torch.zeros, dtype=kind, device=serving.device) for kind in (torch.int32, torch.int64))
     inputs = TargetInputs(ints(4), longs(4), longs(1, 4))
     laid = Laid(longs(1), longs(1), longs(1), ints(1), ints(1), longs(1, 1), longs(1, 2), longs(1, 2))
-    lay_out(nothing_growing(serving.device), ints(1, NUM_OF_FOREST), inputs, laid)
+    launch_lay_out_forests(nothing_growing_in_kernels(serving.device), ints(1, NUM_OF_FOREST), inputs, laid)
